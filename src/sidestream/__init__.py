@@ -1,0 +1,1 @@
+"""Sidestream: KV cache that outlives the device pool and the process, moved on side streams."""

@@ -1,0 +1,247 @@
+"""Frozen configurations, checked at birth; an unknown option names the nearest known one.
+
+Knows nothing of models or devices. Used by every room above.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from sidestream.errors import ConfigError, RequestRejected
+from sidestream.types import SamplingSpec
+
+T = TypeVar("T")
+
+_SIZE = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([KMGT]i?B?|B)?\s*$", re.IGNORECASE)
+_UNIT = {"": 1, "B": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+
+
+def parse_bytes(value: int | str, *, option: str) -> int:
+    """Bytes of `"4GiB"`, `"512MiB"` or a plain number. Units are powers of 1024. Raises ConfigError."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        if value < 0:
+            raise ConfigError(f"{option} is {value} bytes: give a size of 0 or more, such as 512MiB")
+        return value
+    match = _SIZE.match(value) if isinstance(value, str) else None
+    if match is None:
+        raise ConfigError(f"{option} is {value!r}: give a size such as 512MiB or 4GiB")
+    unit = (match.group(2) or "").upper().replace("IB", "").replace("B", "")
+    return int(float(match.group(1)) * _UNIT[unit])
+
+
+def from_options(kind: type[T], options: Mapping[str, Any]) -> T:
+    """Build config `kind` from keyword options. An unknown one raises ConfigError and names the nearest known."""
+    known = [f.name for f in dataclasses.fields(kind) if f.init]  # type: ignore[arg-type]
+    for name in options:
+        if name not in known:
+            raise ConfigError(unknown_name("option", name, known))
+    return kind(**options)
+
+
+def unknown_name(what: str, name: str, known: Iterable[str]) -> str:
+    """The message for an unknown name: `no option max_num_seq; did you mean max_num_seqs?`."""
+    names = sorted(known)
+    near = difflib.get_close_matches(name, names, n=1)
+    hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(names)}"
+    return f"no {what} {name}; {hint}"
+
+
+def _at_least(option: str, value: int, bound: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < bound:
+        raise ConfigError(f"{option} is {value!r}: it must be a whole number of {bound} or more")
+
+
+@dataclass(frozen=True, slots=True)
+class OffloadConfig:
+    """Where KV may rest besides the device.
+
+    host             bytes of host memory for KV blocks
+    disk             directory of the disk tier; None: no disk tier
+    disk_capacity    bytes that the disk tier may use
+    load_deadline_s  a request waits at most this long for a slow tier, then it recomputes
+    """
+
+    host: int | str = "1GiB"
+    disk: str | Path | None = None
+    disk_capacity: int | str = "10GiB"
+    load_deadline_s: float = 10.0
+
+    def __post_init__(self) -> None:
+        parse_bytes(self.host, option="offload host")
+        parse_bytes(self.disk_capacity, option="offload disk_capacity")
+        if not (isinstance(self.load_deadline_s, int | float) and self.load_deadline_s > 0 and math.isfinite(self.load_deadline_s)):
+            raise ConfigError(f"load_deadline_s is {self.load_deadline_s!r}: give a positive number of seconds")
+        if self.disk is not None and self.host_bytes == 0:
+            raise ConfigError("offload to disk goes through host memory: give host a size, such as 256MiB")
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of the host tier."""
+        return parse_bytes(self.host, option="offload host")
+
+    @property
+    def disk_bytes(self) -> int:
+        """Bytes that the disk tier may use."""
+        return parse_bytes(self.disk_capacity, option="offload disk_capacity")
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """How an engine runs one model.
+
+    kv_memory       bytes of the device's block pool
+    block_tokens    tokens a block holds; what is stored, loaded and shared
+    chunk_tokens    prefill is cut at multiples of this many tokens (and at the last block border), so that the same
+                    prompt is always computed in the same shapes
+    token_budget    tokens that one step computes at most, prefill and decode together
+    max_running     requests that run at once (rows of device state)
+    max_waiting     requests that may queue; one more is refused
+    max_model_len   tokens of prompt and output together; None: what the model was made for
+    compute_threads threads of the forward pass on a CPU; None: all cores
+    salt            part of every content key: engines with different salts never share KV
+    asynchronous    launch step N+1 before step N is committed; False is for measuring and debugging
+    """
+
+    dtype: str = "auto"
+    device: str = "cpu"
+    kv_memory: int | str = "1GiB"
+    block_tokens: int = 16
+    chunk_tokens: int = 256
+    token_budget: int = 512
+    max_running: int = 16
+    max_waiting: int = 1024
+    max_model_len: int | None = None
+    compute_threads: int | None = None
+    salt: str = ""
+    prefix_cache: bool = True
+    asynchronous: bool = True
+    offload: OffloadConfig | None = None
+
+    def __post_init__(self) -> None:
+        if self.dtype not in ("auto", "float32", "float16", "bfloat16"):
+            raise ConfigError(unknown_name("dtype", str(self.dtype), ("auto", "float32", "float16", "bfloat16")))
+        if self.device not in ("cpu",):
+            raise ConfigError(f"device is {self.device!r}: this version runs on cpu")
+        parse_bytes(self.kv_memory, option="kv_memory")
+        for name, bound in (("block_tokens", 1), ("chunk_tokens", 1), ("token_budget", 1), ("max_running", 1), ("max_waiting", 1)):
+            _at_least(name, getattr(self, name), bound)
+        for name in ("max_model_len", "compute_threads"):
+            if getattr(self, name) is not None:
+                _at_least(name, getattr(self, name), 1)
+        if self.chunk_tokens % self.block_tokens:
+            raise ConfigError(
+                f"chunk_tokens is {self.chunk_tokens}: it must be a multiple of block_tokens ({self.block_tokens}), so that chunks end at block borders"
+            )
+        if self.token_budget < self.chunk_tokens + self.max_running:
+            raise ConfigError(
+                f"token_budget is {self.token_budget}: it must hold one chunk and a token for each running request "
+                f"({self.chunk_tokens} + {self.max_running}); raise it or lower chunk_tokens or max_running"
+            )
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of the device's block pool."""
+        return parse_bytes(self.kv_memory, option="kv_memory")
+
+
+def _finite(name: str, value: float, low: float, high: float, *, open_low: bool = False) -> None:
+    ok = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if not ok or value > high or value < low or (open_low and value == low):
+        bracket = "(" if open_low else "["
+        raise RequestRejected(f"{name} is {value!r}: it must be a number in {bracket}{low}, {high}]", param=name)
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How one request's tokens are drawn and when it stops.
+
+    temperature         0: greedy
+    top_k               0: off
+    min_p               drops tokens less likely than min_p times the likeliest
+    repetition_penalty  divides (multiplies, if negative) the logits of tokens in prompt or output; 1: off
+    presence_penalty, frequency_penalty  subtracted from the logits of tokens in the output, once or per occurrence
+    seed                same seed, same tokens, whatever else runs; None: drawn at random
+    logprobs            None: none; k: the drawn token's and the k likeliest ones' log-probabilities
+    max_tokens          None: as many as the model and the pool allow
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    include_stop: bool = False
+    max_tokens: int | None = None
+    min_tokens: int = 0
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    n: int = 1
+
+    def __post_init__(self) -> None:
+        _finite("temperature", self.temperature, 0.0, 100.0)
+        _finite("top_p", self.top_p, 0.0, 1.0, open_low=True)
+        _finite("min_p", self.min_p, 0.0, 1.0)
+        _finite("repetition_penalty", self.repetition_penalty, 0.0, 10.0, open_low=True)
+        _finite("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _finite("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        for name, low, high in (("top_k", 0, 1 << 31), ("min_tokens", 0, 1 << 31), ("n", 1, 128)):
+            _whole(name, getattr(self, name), low, high)
+        if self.max_tokens is not None:
+            _whole("max_tokens", self.max_tokens, 1, 1 << 31)
+            if self.min_tokens > self.max_tokens:
+                raise RequestRejected(
+                    f"min_tokens is {self.min_tokens}: it must not exceed max_tokens ({self.max_tokens})", param="min_tokens"
+                )
+        if self.logprobs is not None:
+            _whole("logprobs", self.logprobs, 0, 20)
+        if self.seed is not None:
+            _whole("seed", self.seed, -(1 << 63), (1 << 63) - 1)
+        if isinstance(self.stop, str) or not all(isinstance(s, str) for s in self.stop):
+            raise RequestRejected(f"stop is {self.stop!r}: give a tuple of strings", param="stop")
+        if len(self.stop) > 16:
+            raise RequestRejected(f"stop has {len(self.stop)} strings: at most 16", param="stop")
+        if any(not s for s in self.stop):
+            raise RequestRejected("stop holds an empty string: every text contains it; leave it out", param="stop")
+        for token_id in self.stop_token_ids:
+            _whole("stop_token_ids", token_id, 0, 1 << 31)
+        if len(self.logit_bias) > 1024:
+            raise RequestRejected(f"logit_bias has {len(self.logit_bias)} entries: at most 1024", param="logit_bias")
+        for token_id, bias in self.logit_bias.items():
+            _whole("logit_bias", token_id, 0, 1 << 31)
+            _finite("logit_bias", bias, -100.0, 100.0)
+
+    def spec(self, *, seed: int, eos_ids: tuple[int, ...]) -> SamplingSpec:
+        """The device's share of these parameters, for one sample of the request."""
+        ending = self.stop_token_ids if self.ignore_eos else (*self.stop_token_ids, *eos_ids)
+        return SamplingSpec(
+            temperature=self.temperature,
+            top_k=self.top_k,
+            top_p=self.top_p,
+            min_p=self.min_p,
+            repetition_penalty=self.repetition_penalty,
+            presence_penalty=self.presence_penalty,
+            frequency_penalty=self.frequency_penalty,
+            logit_bias=dict(self.logit_bias),
+            seed=seed,
+            min_tokens=self.min_tokens,
+            forbidden_until_min=tuple(sorted(set(ending))),
+            top_logprobs=-1 if self.logprobs is None else self.logprobs,
+        )
+
+
+def _whole(name: str, value: int, low: int, high: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        raise RequestRejected(f"{name} is {value!r}: it must be a whole number in [{low}, {high}]", param=name)

@@ -1,0 +1,1 @@
+"""WHAT RUNS WHEN: streams, fences, memory. Only this room names a torch stream or event."""

@@ -1,0 +1,67 @@
+"""Where each byte of a block lies: `[blocks, layers, 2, block_tokens, kv_heads, head_dim]`, one contiguous span a block.
+
+Knows sizes only, never a tensor. Used by everything that moves or addresses KV.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+
+
+@dataclass(frozen=True, slots=True)
+class KVLayout:
+    """Shape of one model's KV blocks.
+
+    block_tokens   tokens a block holds
+    dtype          `"float32"`, `"float16"` or `"bfloat16"`
+    """
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    block_tokens: int
+    dtype: str
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token's KV, all layers."""
+        return self.num_layers * 2 * self.num_kv_heads * self.head_dim * DTYPE_BYTES[self.dtype]
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block, all layers."""
+        return self.token_bytes * self.block_tokens
+
+    @property
+    def layer_bytes(self) -> int:
+        """Bytes of one layer's keys and values inside one block; layers lie one after another."""
+        return self.block_bytes // self.num_layers
+
+    def shape(self, num_blocks: int) -> tuple[int, int, int, int, int, int]:
+        """Shape of a pool of `num_blocks` blocks."""
+        return (num_blocks, self.num_layers, 2, self.block_tokens, self.num_kv_heads, self.head_dim)
+
+    def num_blocks_for(self, num_tokens: int) -> int:
+        """Blocks that hold `num_tokens` tokens."""
+        return -(-num_tokens // self.block_tokens)
+
+    def span(self, index: int) -> tuple[int, int]:
+        """Byte range of block `index` in its pool (device pool and host slab alike)."""
+        return index * self.block_bytes, (index + 1) * self.block_bytes
+
+    def layer_span(self, index: int, first_layer: int, stop_layer: int) -> tuple[int, int]:
+        """Byte range of layers `[first_layer, stop_layer)` inside block `index`."""
+        base = index * self.block_bytes
+        return base + first_layer * self.layer_bytes, base + stop_layer * self.layer_bytes
+
+    def describe(self) -> dict[str, int | str]:
+        """The layout as plain values, for keys, directories and messages."""
+        return {
+            "num_layers": self.num_layers,
+            "num_kv_heads": self.num_kv_heads,
+            "head_dim": self.head_dim,
+            "block_tokens": self.block_tokens,
+            "dtype": self.dtype,
+        }

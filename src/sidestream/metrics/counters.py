@@ -1,0 +1,116 @@
+"""Named counters, gauges and histograms, declared in one table. Any thread may write; reading takes a snapshot.
+
+Knows nothing of Prometheus: `server` renders the snapshot.
+"""
+
+from __future__ import annotations
+
+import bisect
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Declared:
+    """One metric's declaration: kind, help text, label names, and bucket bounds for a histogram."""
+
+    kind: Literal["counter", "gauge", "histogram"]
+    help: str
+    labels: tuple[str, ...] = ()
+    buckets: tuple[float, ...] = ()
+
+
+METRICS: Mapping[str, Declared] = {
+    "requests_total": Declared("counter", "requests that ended, by how", ("finish_reason",)),
+    "prompt_tokens_total": Declared("counter", "tokens of admitted prompts"),
+    "output_tokens_total": Declared("counter", "tokens emitted"),
+    "cached_tokens_total": Declared("counter", "prompt tokens not computed again, by the tier they came from", ("tier",)),
+    "preemptions_total": Declared("counter", "running requests retracted because the pool was full"),
+    "steps_total": Declared("counter", "flights launched"),
+    "step_seconds": Declared("histogram", "time of a flight on the device", (), _SECONDS),
+    "ttft_seconds": Declared("histogram", "arrival to first token", (), _SECONDS),
+    "itl_seconds": Declared("histogram", "between a request's tokens", (), _SECONDS),
+    "transfers_total": Declared("counter", "transfers that ended, by kind and outcome", ("kind", "outcome")),
+    "transfer_bytes_total": Declared("counter", "bytes of transfers that went well, by kind", ("kind",)),
+    "transfer_seconds": Declared("histogram", "submission to completion of a transfer, by kind", ("kind",), _SECONDS),
+    "load_fallbacks_total": Declared("counter", "requests that recomputed instead of waiting for a load, by why", ("reason",)),
+    "host_waits_total": Declared("counter", "times a thread waited for a fence that was not done, by reason", ("reason",)),
+    "requests_running": Declared("gauge", "requests in rows"),
+    "requests_waiting": Declared("gauge", "requests queued or loading"),
+    "blocks_free": Declared("gauge", "device blocks that hold nothing"),
+    "blocks_cached": Declared("gauge", "device blocks that hold a reusable prefix and no request uses"),
+    "blocks_used": Declared("gauge", "device blocks in use"),
+    "tier_bytes": Declared("gauge", "bytes held by a tier", ("tier",)),
+    "tier_blocks": Declared("gauge", "blocks held by a tier", ("tier",)),
+}
+
+Labels = tuple[str, ...]
+
+
+@dataclass(slots=True)
+class HistogramValue:
+    """Counts per bucket (cumulative by the renderer), the sum and the number of observations."""
+
+    counts: list[int]
+    total: float = 0.0
+    count: int = 0
+
+
+class Metrics:
+    """One engine's values for the declared metrics. An undeclared name or a wrong label count raises KeyError or ValueError."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._values: dict[str, dict[Labels, float]] = {}
+        self._histograms: dict[str, dict[Labels, HistogramValue]] = {}
+
+    def inc(self, name: str, value: float = 1, *labels: str) -> None:
+        """Add to a counter."""
+        self._check(name, "counter", labels)
+        with self._lock:
+            series = self._values.setdefault(name, {})
+            series[labels] = series.get(labels, 0) + value
+
+    def set(self, name: str, value: float, *labels: str) -> None:
+        """Set a gauge."""
+        self._check(name, "gauge", labels)
+        with self._lock:
+            self._values.setdefault(name, {})[labels] = value
+
+    def observe(self, name: str, value: float, *labels: str) -> None:
+        """Add one observation to a histogram."""
+        declared = self._check(name, "histogram", labels)
+        with self._lock:
+            series = self._histograms.setdefault(name, {})
+            histogram = series.get(labels)
+            if histogram is None:
+                histogram = series[labels] = HistogramValue([0] * (len(declared.buckets) + 1))
+            histogram.counts[bisect.bisect_left(declared.buckets, value)] += 1
+            histogram.total += value
+            histogram.count += 1
+
+    def value(self, name: str, *labels: str) -> float:
+        """Current value of a counter or gauge; 0 before the first write."""
+        with self._lock:
+            return self._values.get(name, {}).get(labels, 0)
+
+    def snapshot(self) -> tuple[dict[str, dict[Labels, float]], dict[str, dict[Labels, HistogramValue]]]:
+        """Copies of all values: counters and gauges, then histograms."""
+        with self._lock:
+            values = {name: dict(series) for name, series in self._values.items()}
+            histograms = {
+                name: {labels: HistogramValue(list(h.counts), h.total, h.count) for labels, h in series.items()}
+                for name, series in self._histograms.items()
+            }
+        return values, histograms
+
+    @staticmethod
+    def _check(name: str, kind: str, labels: Labels) -> Declared:
+        declared = METRICS[name]
+        if declared.kind != kind or len(declared.labels) != len(labels):
+            raise ValueError(f"metric {name} is a {declared.kind} with labels {declared.labels}, written as {kind} with {labels}")
+        return declared

@@ -1,0 +1,1 @@
+"""Adapters around transformers' own models: loading, checking, the attention hook, the demo model."""

@@ -1,0 +1,1 @@
+"""WHO RUNS NEXT: requests, admission, chunking, retraction. Pure: no tensors, no clocks."""

@@ -1,0 +1,1 @@
+"""Shipped test kit: fakes, fault injection, oracles."""

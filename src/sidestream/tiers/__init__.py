@@ -1,0 +1,1 @@
+"""WHERE KV RESTS besides the device: host memory and disk."""

@@ -1,0 +1,1 @@
+"""HOW BYTES MOVE between the device and the tiers."""

@@ -1,0 +1,165 @@
+"""Ids, accesses, the fence protocol, and the plans that travel between rooms. No tensors, no behaviour.
+
+Plans are frozen values, complete at birth. The scheduler makes them, the executor and the transfer engine carry them out;
+neither of the three rooms imports another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+BlockId = int
+SlotId = int
+Key = bytes
+RequestId = int
+
+
+@dataclass(frozen=True, slots=True)
+class Access:
+    """One byte range `[start, stop)` of a named memory (`"kv"`, `"host"`, …) that a piece of work reads or writes."""
+
+    memory: str
+    start: int
+    stop: int
+    write: bool
+
+
+@runtime_checkable
+class Fence(Protocol):
+    """Proof that everything enqueued on `stream` up to `tick` is done. Exists only once its record is enqueued."""
+
+    @property
+    def stream(self) -> str:
+        """Name of the stream that this fence was recorded on."""
+        ...
+
+    @property
+    def tick(self) -> int:
+        """Position on that stream; fences of one stream complete in the order of their ticks."""
+        ...
+
+    def poll(self) -> bool:
+        """Whether the work is done. Never blocks."""
+        ...
+
+    @property
+    def failure(self) -> BaseException | None:
+        """What the fenced piece of work raised, once `poll()` is true; None when it went well."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingSpec:
+    """How one row's tokens are drawn; the device's share of `SamplingParams`, complete and validated."""
+
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    logit_bias: Mapping[int, float]
+    seed: int
+    min_tokens: int
+    forbidden_until_min: tuple[int, ...]
+    """Token ids that may not be drawn before `min_tokens` outputs: the end of sequence and the stop ids."""
+    top_logprobs: int
+    """-1: no logprobs; k >= 0: the drawn token's and the k most likely ones'."""
+
+
+@dataclass(frozen=True, slots=True)
+class RowStart:
+    """What the device state of a row is set to before the row's first chunk of an epoch."""
+
+    sampling: SamplingSpec
+    prompt: tuple[int, ...]
+    """The request's prompt (repetition penalty counts it)."""
+    outputs: tuple[int, ...]
+    """Tokens already emitted, for a request that was retracted and comes back."""
+
+
+@dataclass(frozen=True, slots=True)
+class RowPlan:
+    """One request's share of a flight: compute KV for positions `[start, stop)`.
+
+    tokens      ids for `[start, stop)`; None: one token, the last one drawn for this row, taken from device state
+    block_ids   block table that covers `[0, stop)`
+    samples     the chunk ends at the last known token, so its last position yields output number `output_index`
+    begin       set with a row's first chunk of an epoch
+    """
+
+    request_id: RequestId
+    row: int
+    epoch: int
+    start: int
+    stop: int
+    tokens: tuple[int, ...] | None
+    block_ids: tuple[BlockId, ...]
+    samples: bool
+    output_index: int
+    begin: RowStart | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class BatchPlan:
+    """One flight: rows in the order they are packed, decode rows (length 1) first."""
+
+    rows: tuple[RowPlan, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that the flight computes."""
+        return sum(row.stop - row.start for row in self.rows)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """Log-probability of one emitted token, and of the most likely alternatives at its position."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RowResult:
+    """What one row of a flight drew."""
+
+    token_id: int
+    logprob: TokenLogprob | None
+
+
+@dataclass(frozen=True, slots=True)
+class CachedTokens:
+    """Prompt tokens that were not computed again, by the tier they came from."""
+
+    device: int = 0
+    host: int = 0
+    disk: int = 0
+
+    @property
+    def total(self) -> int:
+        """All of them."""
+        return self.device + self.host + self.disk
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """News of one request at one commit: text and tokens since the last delta, and how it ended, if it did.
+
+    finish_reason   None while running; `"stop"`, `"length"`, `"abort"` or `"error"` once
+    index           which of the request's `n` samples this belongs to
+    text            may lag behind the tokens while a stop string or a UTF-8 sequence is incomplete
+    """
+
+    index: int
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprob, ...]
+    finish_reason: str | None
+    prompt_tokens: int
+    cached: CachedTokens
+    error: str | None = None
