@@ -126,10 +126,14 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True)
 class RowResult:
-    """What one row of a flight drew."""
+    """What one row of a flight drew.
+
+    finite   False: the logits held NaN or infinity, or every token was forbidden; the token means nothing
+    """
 
     token_id: int
-    logprob: TokenLogprob | None
+    logprob: TokenLogprob | None = None
+    finite: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,3 +167,65 @@ class Delta:
     prompt_tokens: int
     cached: CachedTokens
     error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StorePlan:
+    """Copy complete device blocks to the host tier (and from there to disk), behind the flight that filled them."""
+
+    keys: tuple[Key, ...]
+    block_ids: tuple[BlockId, ...]
+    after: tuple[Fence, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class LoadPlan:
+    """Copy blocks from the host tier into fresh device blocks, behind the fences of those blocks' last uses."""
+
+    request_id: RequestId
+    epoch: int
+    keys: tuple[Key, ...]
+    block_ids: tuple[BlockId, ...]
+    after: tuple[Fence, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PromotePlan:
+    """Read blocks from disk into the host tier for a request that waits for them; `keys` holds the whole run, host part too."""
+
+    request_id: RequestId
+    epoch: int
+    keys: tuple[Key, ...]
+
+
+TransferPlan = StorePlan | LoadPlan | PromotePlan
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """What one step does: transfers to hand over, and a flight to launch (no rows: none).
+
+    after   fences that the compute stream waits for before the flight: last uses of the blocks it writes
+    """
+
+    transfers: tuple[TransferPlan, ...]
+    batch: BatchPlan
+    after: tuple[Fence, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Health:
+    """Whether an engine serves: status `"ok"`, `"draining"` or `"failed"`, and why."""
+
+    status: str
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
+class LayerGates:
+    """What the compute stream waits for before a flight touches a layer's KV: fences of loads still on their way.
+
+    by_layer   fences by layer; empty: nothing is being loaded
+    """
+
+    by_layer: tuple[tuple[Fence, ...], ...] = ()

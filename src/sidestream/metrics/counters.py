@@ -75,6 +75,13 @@ class Metrics:
             series = self._values.setdefault(name, {})
             series[labels] = series.get(labels, 0) + value
 
+    def raise_to(self, name: str, value: float, *labels: str) -> None:
+        """Bring a counter that is kept elsewhere up to `value`; never down."""
+        self._check(name, "counter", labels)
+        with self._lock:
+            series = self._values.setdefault(name, {})
+            series[labels] = max(series.get(labels, 0), value)
+
     def set(self, name: str, value: float, *labels: str) -> None:
         """Set a gauge."""
         self._check(name, "gauge", labels)

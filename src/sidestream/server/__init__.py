@@ -1,1 +1,8 @@
-"""The OpenAI-compatible HTTP server."""
+"""The OpenAI-compatible HTTP server. Knows an engine only as a `Backend`; needs the extra `server`."""
+
+from sidestream.server.app import create_app
+from sidestream.server.backend import Backend
+from sidestream.server.options import ServerOptions
+from sidestream.server.run import Running, serve
+
+__all__ = ["Backend", "Running", "ServerOptions", "create_app", "serve"]

@@ -1,0 +1,207 @@
+"""The CPU as a device: a stream is a thread with a FIFO, a fence is a position in it, and asynchrony is real.
+
+Torch and numpy release the interpreter lock inside their kernels, so a copy on one stream really runs beside a forward pass on
+another. Submission is a queue append: it never blocks, however much is pending.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from queue import SimpleQueue
+
+import torch
+
+from sidestream.errors import ConfigError, InvariantError
+from sidestream.metrics import Metrics, Timeline
+from sidestream.types import Access, Fence
+
+# A wait shorter than this is not worth a span of its own on the timeline.
+_VISIBLE_WAIT_NS = 50_000
+
+
+class CpuFence:
+    """A position on one stream; done once the stream's thread has passed it."""
+
+    __slots__ = ("_failure", "_stream", "_tick")
+
+    def __init__(self, stream: CpuStream, tick: int) -> None:
+        self._stream = stream
+        self._tick = tick
+        self._failure: BaseException | None = None
+
+    @property
+    def stream(self) -> str:
+        """Name of the stream."""
+        return self._stream.name
+
+    @property
+    def tick(self) -> int:
+        """Position on the stream."""
+        return self._tick
+
+    def poll(self) -> bool:
+        """Whether the stream has passed this position. Never blocks."""
+        return self._stream.done_tick >= self._tick
+
+    @property
+    def failure(self) -> BaseException | None:
+        """What the work raised, once done."""
+        return self._failure
+
+    def fail(self, error: BaseException) -> None:
+        """Keep what the work raised. Called by the stream's thread before the fence completes."""
+        self._failure = error
+
+    def block(self, timeout_s: float | None) -> bool:
+        """Block the calling thread until done; False when `timeout_s` passed first."""
+        return self._stream.block_until(self._tick, timeout_s)
+
+    def __repr__(self) -> str:
+        return f"fence({self.stream}:{self.tick}{' done' if self.poll() else ''})"
+
+
+@dataclass(frozen=True, slots=True)
+class _Work:
+    run: Callable[[], None]
+    fence: CpuFence
+    label: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Wait:
+    fence: CpuFence
+
+
+class CpuStream:
+    """One thread that runs what is submitted, in order."""
+
+    def __init__(self, name: str, *, threads: int, timeline: Timeline | None) -> None:
+        self.name = name
+        self.done_tick = 0
+        self._threads = threads
+        self._timeline = timeline
+        self._queue: SimpleQueue[_Work | _Wait | None] = SimpleQueue()
+        self._submit_lock = threading.Lock()
+        self._next_tick = 1
+        self._closed = False
+        self._passed = threading.Condition()
+        self._thread = threading.Thread(target=self._run, name=f"sidestream-{name}", daemon=True)
+        self._thread.start()
+
+    def submit(self, work: Callable[[], None], accesses: Sequence[Access] = (), *, label: str = "") -> Fence:
+        """Enqueue `work`; returns at once. See `Stream.submit`."""
+        with self._submit_lock:
+            if self._closed:
+                raise InvariantError(f"stream {self.name} is closed: {label or 'work'} cannot be submitted")
+            fence = CpuFence(self, self._next_tick)
+            self._next_tick += 1
+            self._queue.put(_Work(work, fence, label))
+        return fence
+
+    def wait(self, fence: Fence) -> None:
+        """Order later work behind `fence`. See `Stream.wait`."""
+        if not isinstance(fence, CpuFence):
+            raise InvariantError(f"stream {self.name} cannot wait for {fence!r}: it is not of this device")
+        if fence.stream == self.name:
+            return  # a FIFO is behind its own past already
+        if threading.current_thread() is self._thread:
+            self._wait_here(fence)
+        elif not fence.poll():
+            with self._submit_lock:
+                self._queue.put(_Wait(fence))
+
+    def block_until(self, tick: int, timeout_s: float | None) -> bool:
+        """Block the calling thread until `tick` has been passed; False when `timeout_s` passed first."""
+        if self.done_tick >= tick:
+            return True
+        with self._passed:
+            return self._passed.wait_for(lambda: self.done_tick >= tick, timeout_s)
+
+    def close(self) -> None:
+        """Run what was submitted, then end the thread. Idempotent."""
+        with self._submit_lock:
+            if not self._closed:
+                self._closed = True
+                self._queue.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        torch.set_num_threads(self._threads)  # per thread: copies stay on one core, the forward pass gets them all
+        while (item := self._queue.get()) is not None:
+            if isinstance(item, _Wait):
+                self._wait_here(item.fence)
+                continue
+            start_ns = time.perf_counter_ns()
+            try:
+                item.run()
+            except BaseException as error:
+                item.fence.fail(error)
+            if self._timeline is not None:
+                self._timeline.record(self.name, item.label or "work", start_ns, time.perf_counter_ns())
+            with self._passed:
+                self.done_tick = item.fence.tick
+                self._passed.notify_all()
+            del item  # what the work held (tensors, leases) must not live until the next work comes
+
+    def _wait_here(self, fence: CpuFence) -> None:
+        start_ns = time.perf_counter_ns()
+        fence.block(None)
+        stop_ns = time.perf_counter_ns()
+        if self._timeline is not None and stop_ns - start_ns > _VISIBLE_WAIT_NS:
+            self._timeline.record(self.name, f"wait for {fence.stream}", start_ns, stop_ns)
+
+
+class CpuDevice:
+    """Streams as threads, memory as torch tensors. One per engine."""
+
+    kind = "cpu"
+
+    def __init__(self, *, compute_threads: int | None = None, timeline: Timeline | None = None, metrics: Metrics | None = None) -> None:
+        self._compute_threads = compute_threads or torch.get_num_threads()
+        self._timeline = timeline
+        self._metrics = metrics
+        self._streams: dict[str, CpuStream] = {}
+        self._waits: Counter[str] = Counter()
+
+    def stream(self, name: str) -> CpuStream:
+        """A new stream. `"compute"` runs its kernels on all compute threads, every other one on a single thread."""
+        if name in self._streams:
+            raise InvariantError(f"stream {name} exists already")
+        threads = self._compute_threads if name == "compute" else 1
+        stream = self._streams[name] = CpuStream(name, threads=threads, timeline=self._timeline)
+        return stream
+
+    def allocate(self, name: str, num_bytes: int) -> torch.Tensor:
+        """Zeroed memory, uint8 `[num_bytes]`; pages are touched when first written."""
+        try:
+            return torch.zeros(num_bytes, dtype=torch.uint8)
+        except RuntimeError as error:
+            raise ConfigError(f"{name} memory of {num_bytes / 2**30:.2f} GiB cannot be allocated on this machine: ask for less") from error
+
+    def allocate_host(self, name: str, num_bytes: int) -> torch.Tensor:
+        """On a CPU, host memory is what `allocate` gives."""
+        return self.allocate(name, num_bytes)
+
+    def wait_host(self, fence: Fence, *, reason: str, timeout_s: float | None = None) -> bool:
+        """Block this thread until `fence` is done; counted under `reason` unless it was done already."""
+        if fence.poll():
+            return True
+        if not isinstance(fence, CpuFence):
+            raise InvariantError(f"cannot wait for {fence!r}: it is not of this device")
+        self._waits[reason] += 1
+        if self._metrics is not None:
+            self._metrics.inc("host_waits_total", 1, reason)
+        return fence.block(timeout_s)
+
+    def host_waits(self) -> dict[str, int]:
+        """How often a thread waited for a fence that was not done yet, by reason."""
+        return dict(self._waits)
+
+    def close(self) -> None:
+        """Run what was submitted, then end all streams. Idempotent."""
+        for stream in self._streams.values():
+            stream.close()

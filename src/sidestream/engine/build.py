@@ -1,0 +1,121 @@
+"""From a model and a config to a running engine; every check that can fail comes before the thread that serves."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Protocol
+
+from sidestream.config import EngineConfig
+from sidestream.device.base import Device
+from sidestream.device.cpu import CpuDevice
+from sidestream.engine.loop import Bounds, Engine, Parts
+from sidestream.errors import ConfigError
+from sidestream.execute.eager import EagerExecutor, ForwardModel
+from sidestream.kv.keys import BlockKeys
+from sidestream.kv.pool import FencedPool
+from sidestream.metrics import Metrics, Timeline
+from sidestream.schedule.scheduler import Limits, Scheduler
+from sidestream.text import Tokenizer
+from sidestream.tiers.disk import DiskTier
+from sidestream.tiers.host import HostTier
+from sidestream.transfer import CostModel, TransferEngine
+from sidestream.transfer.copy import BlockMemory
+
+
+class ServableModel(ForwardModel, Protocol):
+    """What an engine needs of a model: `sidestream.models.PagedModel`, or a toy."""
+
+    @property
+    def fingerprint(self) -> str:
+        """Names everything that its KV depends on besides tokens and layout."""
+        ...
+
+    @property
+    def max_model_len(self) -> int:
+        """Tokens of prompt and output together that it was made for."""
+        ...
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """Ids that end an answer."""
+        ...
+
+
+def build_engine(model: ServableModel, tokenizer: Tokenizer, config: EngineConfig, *, timeline: Timeline | None = None) -> Engine:
+    """Allocate the pools, open the tiers, start the engine. Raises ConfigError; then nothing is left open."""
+    layout = model.layout
+    num_blocks = config.kv_bytes // layout.block_bytes
+    if num_blocks < 2:
+        raise ConfigError(
+            f"kv_memory is {config.kv_bytes} bytes, a block of {layout.block_tokens} tokens takes {layout.block_bytes}: give at least "
+            f"{2 * layout.block_bytes} bytes"
+        )
+    if config.max_model_len is not None and config.max_model_len > model.max_model_len:
+        raise ConfigError(f"max_model_len is {config.max_model_len}, the model was made for {model.max_model_len}: lower it")
+    metrics = Metrics()
+    device = CpuDevice(compute_threads=config.compute_threads, timeline=timeline, metrics=metrics)
+    memory = device.allocate("kv", num_blocks * layout.block_bytes)
+    host, disk = _open_tiers(model, config, device)
+    blocks = FencedPool("device blocks", num_blocks)
+    costs = CostModel(layout)
+    transfers = None
+    if host is not None and config.offload is not None:
+        transfers = TransferEngine(
+            device=device,
+            blocks=blocks,
+            memory=BlockMemory("kv", memory, layout),
+            host=host,
+            disk=disk,
+            costs=costs,
+            metrics=metrics,
+            load_deadline_s=config.offload.load_deadline_s,
+        )
+    limits = Limits(layout.block_tokens, config.chunk_tokens, config.token_budget, prefix_cache=config.prefix_cache)
+    keys = BlockKeys(fingerprint=model.fingerprint, layout=layout, salt=config.salt)
+    rows = FencedPool("rows", config.max_running)
+    parts = Parts(
+        device=device,
+        scheduler=Scheduler(limits=limits, blocks=blocks, rows=rows, keys=keys, tiers=transfers),
+        executor=EagerExecutor(device=device, model=model, memory=memory, num_rows=config.max_running),
+        blocks=blocks,
+        tokenizer=tokenizer,
+        eos_ids=tuple(sorted({*model.eos_token_ids, *tokenizer.eos_ids})),
+        metrics=metrics,
+        bounds=Bounds(
+            max_model_len=config.max_model_len or model.max_model_len,
+            pool_tokens=num_blocks * layout.block_tokens,
+            block_tokens=layout.block_tokens,
+            vocab_size=model.vocab_size,
+            max_unfinished=config.max_waiting + config.max_running,
+        ),
+        asynchronous=config.asynchronous,
+        transfers=transfers,
+        host=host,
+        disk=disk,
+        costs=costs,
+        timeline=timeline,
+    )
+    return Engine(parts)
+
+
+def _open_tiers(model: ServableModel, config: EngineConfig, device: Device) -> tuple[HostTier | None, DiskTier | None]:
+    offload, layout = config.offload, model.layout
+    if offload is None or offload.host_bytes == 0:
+        return None, None
+    if offload.host_bytes < layout.block_bytes:
+        raise ConfigError(f"offload host is {offload.host_bytes} bytes, a block takes {layout.block_bytes}: give more, or 0 for none")
+    if not config.prefix_cache:
+        raise ConfigError("offload needs the prefix cache: leave prefix_cache on, or switch offload off")
+    disk = None
+    if offload.disk is not None:
+        disk = DiskTier.open(
+            Path(offload.disk).expanduser(), layout=layout, fingerprint=model.fingerprint, capacity_bytes=offload.disk_bytes
+        )
+    try:
+        slots = offload.host_bytes // layout.block_bytes
+        host = HostTier(device.allocate_host("host", slots * layout.block_bytes), layout)
+    except BaseException:
+        if disk is not None:
+            disk.close()
+        raise
+    return host, disk

@@ -1,0 +1,402 @@
+"""The loop: plan, hand over transfers, launch a flight, commit the one before. Overlap is a property of this file.
+
+One thread, the engine thread, owns everything here; the world talks to it through an inbox. Flight N+1 is launched before
+flight N is committed, so the device has work while the host reads, replies and plans. The only wait is the commit's, for the
+previous flight; no transfer is ever waited for.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import secrets
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from queue import Empty, SimpleQueue
+
+from sidestream.config import SamplingParams
+from sidestream.device.base import Device
+from sidestream.engine.session import Handle, Session, Sink
+from sidestream.errors import ContextTooLong, EngineStopped, QueueFull, RequestRejected
+from sidestream.execute.eager import EagerExecutor, Flight
+from sidestream.kv.pool import FencedPool
+from sidestream.metrics import Metrics, Timeline
+from sidestream.schedule.request import Request
+from sidestream.schedule.scheduler import Scheduler
+from sidestream.text import Tokenizer
+from sidestream.tiers.base import PersistentTier
+from sidestream.tiers.host import HostTier
+from sidestream.transfer import CostModel, LoadFailed, Promoted, TransferEngine
+from sidestream.types import Health, LayerGates, RequestId, RowPlan
+
+logger = logging.getLogger(__name__)
+
+# How soon a loop without a flight looks at transfers again: when a request waits for one, and when none does.
+_AWAITED_POLL_S = 0.0005
+_BACKGROUND_POLL_S = 0.01
+# Gauges are read by people.
+_GAUGE_PERIOD_S = 0.2
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """What a request is checked against before it takes anything.
+
+    max_model_len   tokens of prompt and output together
+    pool_tokens     tokens that the block pool holds
+    max_unfinished  requests running and waiting
+    """
+
+    max_model_len: int
+    pool_tokens: int
+    block_tokens: int
+    vocab_size: int
+    max_unfinished: int
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What an engine is made of; built by `build_engine`, owned by the engine from then on."""
+
+    device: Device
+    scheduler: Scheduler
+    executor: EagerExecutor
+    blocks: FencedPool
+    tokenizer: Tokenizer
+    eos_ids: tuple[int, ...]
+    metrics: Metrics
+    bounds: Bounds
+    asynchronous: bool
+    transfers: TransferEngine | None = None
+    host: HostTier | None = None
+    disk: PersistentTier | None = None
+    costs: CostModel | None = None
+    timeline: Timeline | None = None
+
+
+class Engine:
+    """Serves one model. `submit`, `abort`, `call` and `close` are safe from any thread; all else runs on the engine thread."""
+
+    def __init__(self, parts: Parts) -> None:
+        self.parts = parts
+        self._ids = itertools.count()
+        self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self._sessions: dict[RequestId, Session] = {}
+        self._previous: Flight | None = None
+        self._unfinished = 0
+        self._gate = threading.Lock()  # orders submit against close; guards _unfinished and _status
+        self._status = Health("ok", "")
+        self._stopping = False
+        self._next_gauges_s = 0.0
+        self.num_steps = 0
+        self._thread = threading.Thread(target=self._run, name="sidestream-engine", daemon=True)
+        self._thread.start()
+
+    # ------------------------------------------------------------------ from any thread
+
+    def submit(self, prompt: Sequence[int], params: SamplingParams, sink: Sink, *, priority: int = 0) -> Handle:
+        """Queue one request of `params.n` samples; their news goes to `sink`, on the engine thread.
+
+        Raises RequestRejected, ContextTooLong, QueueFull or EngineStopped before anything is taken.
+        """
+        max_outputs = self._check(prompt, params)
+        seed = secrets.randbits(63) if params.seed is None else params.seed
+        eos = self.parts.eos_ids
+        arrival_s = time.monotonic()
+        with self._gate:
+            if self._status.status != "ok":
+                raise EngineStopped(f"the engine is {self._status.status}: {self._status.detail or 'send the request to another one'}")
+            if self._unfinished + params.n > self.parts.bounds.max_unfinished:
+                raise QueueFull(
+                    f"{self._unfinished} requests are running or waiting, the bound is {self.parts.bounds.max_unfinished}: "
+                    "try again later, or raise max_waiting"
+                )
+            self._unfinished += params.n
+            requests = [
+                Request(
+                    id=next(self._ids),
+                    prompt=tuple(prompt),
+                    sampling=params.spec(seed=seed + index, eos_ids=eos),
+                    max_outputs=max_outputs,
+                    stop_ids=frozenset(params.stop_token_ids if params.ignore_eos else (*params.stop_token_ids, *eos)),
+                    min_tokens=params.min_tokens,
+                    priority=priority,
+                )
+                for index in range(params.n)
+            ]
+            self._inbox.put(lambda: self._begin(requests, params, sink, arrival_s))
+        return Handle(tuple(request.id for request in requests))
+
+    def abort(self, handle: Handle) -> None:
+        """End the samples that have not finished, with reason `"abort"`. Returns at once; harmless for finished ones."""
+        self._inbox.put(lambda: [self._end(request_id, "abort") for request_id in handle.request_ids])
+
+    def call(self, work: Callable[[], None]) -> None:
+        """Run `work` on the engine thread between two steps, and wait for it. Raises EngineStopped if the engine is gone."""
+        done = threading.Event()
+        failures: list[BaseException] = []
+
+        def run() -> None:
+            try:
+                work()
+            except BaseException as error:
+                failures.append(error)
+            finally:
+                done.set()
+
+        self._inbox.put(run)
+        while not done.wait(0.05):
+            if not self._thread.is_alive():
+                raise EngineStopped("the engine has stopped")
+        if failures:
+            raise failures[0]
+
+    def health(self) -> Health:
+        """Whether the engine serves. Never blocks."""
+        return self._status
+
+    @property
+    def unfinished(self) -> int:
+        """Samples submitted and not yet ended."""
+        return self._unfinished
+
+    def close(self, *, drain_s: float = 0.0, flush_s: float = 30.0) -> None:
+        """Refuse new requests, let running ones go on for `drain_s`, abort the rest, store what is complete, end all threads.
+
+        Writes to disk get `flush_s`. Idempotent; blocks.
+        """
+        with self._gate:
+            if self._status.status == "ok":
+                self._status = Health("draining", "")
+        deadline = time.monotonic() + drain_s
+        while self._unfinished and self._thread.is_alive() and time.monotonic() < deadline:
+            time.sleep(0.005)
+        self._inbox.put(self._stop)
+        self._thread.join()
+        if self.parts.transfers is not None:
+            self.parts.transfers.close(timeout_s=flush_s)
+        self.parts.device.close()
+
+    # ------------------------------------------------------------------ the step
+
+    def step(self) -> bool:
+        """One turn of the loop; False when there was nothing to compute or commit."""
+        parts = self.parts
+        self._apply_inbox()
+        self._apply_events()
+        plan = parts.scheduler.plan()
+        gates = LayerGates()
+        if parts.transfers is not None:
+            parts.transfers.submit(plan.transfers)
+            gates = parts.transfers.gates(plan.batch)
+        flight = None
+        if plan.batch.rows:
+            flight = parts.executor.launch(plan.batch, after=plan.after, gates=gates)
+            parts.scheduler.launched(plan.batch, flight.fence)
+            self.num_steps += 1
+            parts.metrics.inc("steps_total")
+        if not parts.asynchronous:
+            self._commit(self._previous)
+            self._previous = None
+            self._commit(flight)
+            return flight is not None
+        previous, self._previous = self._previous, flight
+        self._commit(previous)
+        return flight is not None or previous is not None
+
+    def _commit(self, flight: Flight | None) -> None:
+        """Read a flight's mailbox. The only place where a token reaches a client, a block is published or a request ends by itself."""
+        if flight is None:
+            return
+        parts = self.parts
+        parts.device.wait_host(flight.fence, reason="flight")
+        self._apply_events()  # a load that failed under this flight voids its rows before they are believed
+        if flight.fence.failure is not None:
+            self._flight_failed(flight)
+            return
+        self._measure(flight)
+        committed = parts.scheduler.commit(flight.batch, flight.results(), flight.fence)
+        if parts.transfers is not None and committed.store is not None:
+            parts.transfers.submit([committed.store])  # before anything is freed: the blocks are still their requests'
+        now_s = time.monotonic()
+        for drawn in committed.drawn:
+            request, result = drawn.request, drawn.result
+            session = self._sessions[request.id]
+            if not result.finite:
+                self._end(request.id, "error", "the model's logits are not finite, or every token was forbidden")
+                continue
+            reason = session.push(result, stop_reason=request.stop_reason(), now_s=now_s)
+            if reason is not None:
+                self._forget(request, reason)
+
+    def _measure(self, flight: Flight) -> None:
+        parts = self.parts
+        parts.metrics.observe("step_seconds", flight.seconds)
+        prefill = sum(row.stop - row.start for row in flight.batch.rows if row.tokens is not None)
+        if parts.costs is not None and prefill >= 0.5 * flight.batch.num_tokens:
+            parts.costs.saw_prefill(prefill, flight.seconds)
+        if parts.timeline is not None:
+            stop_ns = time.perf_counter_ns()
+            parts.timeline.record("engine", "commit", stop_ns, stop_ns, tokens=flight.batch.num_tokens)
+
+    def _flight_failed(self, flight: Flight) -> None:
+        logger.error("a flight of %d rows failed: its requests end with an error", len(flight.batch.rows), exc_info=flight.fence.failure)
+        flight.drop()
+        for row in flight.batch.rows:
+            if self._is_current(row):
+                self._end(row.request_id, "error", f"the forward pass failed: {flight.fence.failure}")
+
+    def _is_current(self, row: RowPlan) -> bool:
+        request = self.parts.scheduler.get(row.request_id)
+        return request is not None and request.epoch == row.epoch
+
+    # ------------------------------------------------------------------ engine thread
+
+    def _run(self) -> None:
+        try:
+            while not self._stopping:
+                if not self.step():
+                    self._idle()
+                self._update_gauges()
+            self._drain()
+        except BaseException as error:
+            logger.critical("the engine failed and stops serving", exc_info=error)
+            with self._gate:
+                self._status = Health("failed", f"{type(error).__name__}: {error}")
+            for session in list(self._sessions.values()):
+                session.end("error", f"the engine failed: {error}")
+            self._sessions.clear()
+            self._unfinished = 0
+            raise SystemExit(1) from error  # ends this thread only
+
+    def _idle(self) -> None:
+        """Nothing to compute: sleep until a message comes, or until transfers may have moved on."""
+        transfers = self.parts.transfers
+        timeout = None
+        if self.parts.scheduler.num_running or self.parts.scheduler.num_waiting or (transfers is not None and transfers.awaited):
+            timeout = _AWAITED_POLL_S
+        elif transfers is not None and transfers.busy:
+            timeout = _BACKGROUND_POLL_S
+        else:
+            self._update_gauges(force=True)
+        try:
+            message = self._inbox.get(timeout=timeout)
+        except Empty:
+            return
+        message()
+
+    def _stop(self) -> None:
+        self._stopping = True
+
+    def _drain(self) -> None:
+        """Abort what is left, and let the last flight land."""
+        self._apply_inbox()
+        for request_id in list(self._sessions):
+            self._end(request_id, "abort")
+        self._commit(self._previous)
+        self._previous = None
+        self._update_gauges(force=True)
+
+    def _apply_inbox(self) -> None:
+        while True:
+            try:
+                message = self._inbox.get_nowait()
+            except Empty:
+                return
+            message()
+
+    def _apply_events(self) -> None:
+        transfers, scheduler = self.parts.transfers, self.parts.scheduler
+        if transfers is None:
+            return
+        for event in transfers.poll():
+            match event:
+                case Promoted(request_id, epoch, complete, reason):
+                    if not complete:
+                        self.parts.metrics.inc("load_fallbacks_total", 1, reason)
+                    scheduler.promoted(request_id, epoch, complete=complete)
+                case LoadFailed(request_id, epoch):
+                    self.parts.metrics.inc("load_fallbacks_total", 1, "load_failed")
+                    scheduler.load_failed(request_id, epoch)
+
+    def _begin(self, requests: list[Request], params: SamplingParams, sink: Sink, arrival_s: float) -> None:
+        parts = self.parts
+        for index, request in enumerate(requests):
+            self._sessions[request.id] = Session(
+                request, index=index, params=params, tokenizer=parts.tokenizer, sink=sink, metrics=parts.metrics, arrival_s=arrival_s
+            )
+            parts.scheduler.submit(request)
+            parts.metrics.inc("prompt_tokens_total", len(request.prompt))
+
+    def _end(self, request_id: RequestId, reason: str, error: str | None = None) -> None:
+        """End a request that no token of its own ended."""
+        session = self._sessions.get(request_id)
+        if session is not None:
+            session.end(reason, error)
+            self._forget(session.request, reason)
+
+    def _forget(self, request: Request, reason: str) -> None:
+        self.parts.scheduler.finish(request, reason)
+        del self._sessions[request.id]
+        with self._gate:
+            self._unfinished -= 1
+        metrics = self.parts.metrics
+        metrics.inc("requests_total", 1, reason)
+        if request.cached is not None:
+            for tier in ("device", "host", "disk"):
+                if count := getattr(request.cached, tier):
+                    metrics.inc("cached_tokens_total", count, tier)
+
+    def _update_gauges(self, *, force: bool = False) -> None:
+        now = time.monotonic()
+        if now < self._next_gauges_s and not force:
+            return
+        self._next_gauges_s = now + _GAUGE_PERIOD_S
+        parts, metrics = self.parts, self.parts.metrics
+        metrics.set("requests_running", parts.scheduler.num_running)
+        metrics.set("requests_waiting", parts.scheduler.num_waiting)
+        metrics.set("blocks_free", parts.blocks.num_free)
+        metrics.set("blocks_cached", parts.blocks.num_cached)
+        metrics.set("blocks_used", parts.blocks.num_used)
+        metrics.raise_to("preemptions_total", parts.scheduler.num_preemptions)
+        if parts.host is not None:
+            metrics.set("tier_blocks", parts.host.pool.num_keys, "host")
+            metrics.set("tier_bytes", parts.host.pool.num_keys * parts.host.layout.block_bytes, "host")
+        if parts.disk is not None:
+            stats = parts.disk.index.stats
+            metrics.set("tier_blocks", stats.entries, "disk")
+            metrics.set("tier_bytes", stats.bytes, "disk")
+
+    # ------------------------------------------------------------------ the front door
+
+    def _check(self, prompt: Sequence[int], params: SamplingParams) -> int:
+        """Refuse what cannot be served; else the number of tokens that may be emitted."""
+        bounds = self.parts.bounds
+        if not prompt:
+            raise RequestRejected("the prompt is empty: give at least one token", param="prompt")
+        if min(prompt) < 0 or max(prompt) >= bounds.vocab_size:
+            bad = min(prompt) if min(prompt) < 0 else max(prompt)
+            raise RequestRejected(f"the prompt has token id {bad}: the model knows 0 to {bounds.vocab_size - 1}", param="prompt")
+        for name, ids in (("logit_bias", params.logit_bias), ("stop_token_ids", params.stop_token_ids)):
+            for token_id in ids:
+                if token_id >= bounds.vocab_size:
+                    raise RequestRejected(f"{name} has token id {token_id}: the model knows 0 to {bounds.vocab_size - 1}", param=name)
+        length = len(prompt)
+        if length >= bounds.max_model_len:
+            raise ContextTooLong(
+                f"prompt has {length} tokens, the model takes {bounds.max_model_len} with at least one of output: shorten it",
+                param="prompt",
+            )
+        if length >= bounds.pool_tokens:
+            blocks = bounds.pool_tokens // bounds.block_tokens
+            raise ContextTooLong(
+                f"prompt has {length} tokens, the pool holds {bounds.pool_tokens} ({blocks} blocks x {bounds.block_tokens}) "
+                "with at least one of output: raise kv_memory or shorten it",
+                param="prompt",
+            )
+        room = min(bounds.max_model_len, bounds.pool_tokens) - length
+        if params.min_tokens > room:
+            raise RequestRejected(f"min_tokens is {params.min_tokens}: behind this prompt there is room for {room}", param="min_tokens")
+        return room if params.max_tokens is None else min(params.max_tokens, room)

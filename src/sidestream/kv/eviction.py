@@ -1,0 +1,31 @@
+"""Which idle item goes first: the least recently used. Knows ids only; called from the engine thread."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+
+class Lru:
+    """Ids in the order of their last use."""
+
+    def __init__(self) -> None:
+        self._order: OrderedDict[int, None] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._order)
+
+    def __contains__(self, item: int) -> bool:
+        return item in self._order
+
+    def touch(self, item: int) -> None:
+        """Add `item`, or make it the most recently used."""
+        self._order[item] = None
+        self._order.move_to_end(item)
+
+    def discard(self, item: int) -> None:
+        """Forget `item`, if present."""
+        self._order.pop(item, None)
+
+    def pop_oldest(self) -> int:
+        """Remove and return the least recently used. Raises KeyError when empty."""
+        return self._order.popitem(last=False)[0]

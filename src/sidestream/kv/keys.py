@@ -1,0 +1,35 @@
+"""Content keys: 16 bytes that name a block by everything its KV depends on (H14), the same in every process.
+
+A block's KV depends on the model (config, weights, dtype), the layout, and all tokens from the start of the sequence to the
+block's end; the key of each block hashes its parent's key, so equal keys mean equal prefixes. BLAKE2b, not a faster
+non-cryptographic hash: a forged collision would serve one user's KV to another.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from array import array
+from collections.abc import Sequence
+
+from sidestream.kv.layout import KVLayout
+from sidestream.types import Key
+
+KEY_BYTES = 16
+
+
+class BlockKeys:
+    """Makes the keys of one model in one layout under one salt."""
+
+    def __init__(self, *, fingerprint: str, layout: KVLayout, salt: str = "") -> None:
+        identity = json.dumps({"fingerprint": fingerprint, "layout": layout.describe(), "salt": salt}, sort_keys=True)
+        self._root = hashlib.blake2b(identity.encode(), digest_size=KEY_BYTES, person=b"sidestream-kv-1").digest()
+        self._block_tokens = layout.block_tokens
+
+    def extend(self, keys: list[Key], tokens: Sequence[int]) -> None:
+        """Append to `keys` (the keys of the first blocks of `tokens`) those of all further complete blocks."""
+        size = self._block_tokens
+        for index in range(len(keys), len(tokens) // size):
+            parent = keys[-1] if keys else self._root
+            block = array("q", tokens[index * size : (index + 1) * size])
+            keys.append(hashlib.blake2b(parent + block.tobytes(), digest_size=KEY_BYTES).digest())

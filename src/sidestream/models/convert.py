@@ -1,0 +1,148 @@
+"""Turns the GGUF file of a small Llama with a byte-level tokenizer into a directory that transformers loads.
+
+Knows nothing of catalogues, caches or downloads; called by `models.catalog`, on the caller's thread. Needs the package
+`gguf` (the extra `demo`), so it is imported only when something is converted.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from gguf import GGUFReader, ReaderTensor, dequantize
+from safetensors.torch import save_file
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from transformers import GenerationConfig, LlamaConfig, PreTrainedTokenizerFast
+
+from sidestream.errors import ModelError
+
+# GGUF's names of a Llama's tensors. Q and K need more than a new name: see `_split_rotary`.
+_NAMES = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_SPECIAL = 3  # GGUF's token type "control"
+
+
+class Reached(Protocol):
+    """Hears how far a long piece of work is."""
+
+    def __call__(self, done_bytes: int, total_bytes: int, /) -> None:
+        """`done_bytes` of `total_bytes` are done."""
+        ...
+
+
+def convert_gguf(source: Path, into: Path, reached: Reached) -> None:
+    """Write config, weights (bfloat16 safetensors) and tokenizer of the GGUF file `source` into the directory `into`.
+
+    Weights are dequantised, then rounded to bfloat16. Raises ModelError when the file holds another kind of model than a
+    Llama with the tokenizer of SmolLM.
+    """
+    reader = GGUFReader(source)
+    fields = {name: field.contents() for name, field in reader.fields.items()}
+    kind = (fields.get("general.architecture"), fields.get("tokenizer.ggml.pre"))
+    if kind != ("llama", "smollm"):
+        raise ModelError(f"{source.name} holds architecture {kind[0]} with tokenizer {kind[1]}: only llama with smollm is converted")
+    tied = all(tensor.name != "output.weight" for tensor in reader.tensors)
+    _write_config(fields, into, tied=tied)
+    _write_tokenizer(fields, into)
+    _write_weights(reader, fields, into, reached)
+
+
+def _write_config(fields: dict[str, Any], into: Path, *, tied: bool) -> None:
+    ids = {
+        "bos_token_id": fields["tokenizer.ggml.bos_token_id"],
+        "eos_token_id": fields["tokenizer.ggml.eos_token_id"],
+        "pad_token_id": fields["tokenizer.ggml.padding_token_id"],
+    }
+    config = LlamaConfig(
+        vocab_size=fields["llama.vocab_size"],
+        hidden_size=fields["llama.embedding_length"],
+        intermediate_size=fields["llama.feed_forward_length"],
+        num_hidden_layers=fields["llama.block_count"],
+        num_attention_heads=fields["llama.attention.head_count"],
+        num_key_value_heads=fields["llama.attention.head_count_kv"],
+        max_position_embeddings=fields["llama.context_length"],
+        # GGUF keeps it in 32 bits: 9.999999747378752e-06 is meant as 1e-05
+        rms_norm_eps=float(f"{fields['llama.attention.layer_norm_rms_epsilon']:.6g}"),
+        rope_parameters={"rope_type": "default", "rope_theta": fields["llama.rope.freq_base"]},
+        tie_word_embeddings=tied,
+        architectures=["LlamaForCausalLM"],
+        dtype="bfloat16",
+        **ids,
+    )
+    config.save_pretrained(into)
+    GenerationConfig(**ids).save_pretrained(into)  # type: ignore[no-untyped-call]
+
+
+def _write_tokenizer(fields: dict[str, Any], into: Path) -> None:
+    # Built here and not by transformers' own GGUF reader: that one loses the split of numbers into digits and takes
+    # <|im_start|> for the end of sequence.
+    tokens: list[str] = fields["tokenizer.ggml.tokens"]
+    merges = [tuple(merge.split(" ")) for merge in fields["tokenizer.ggml.merges"]]
+    backend = Tokenizer(models.BPE({token: index for index, token in enumerate(tokens)}, merges))
+    backend.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    backend.decoder = decoders.ByteLevel()
+    types = fields["tokenizer.ggml.token_type"]
+    backend.add_special_tokens([AddedToken(token, normalized=False) for token, kind in zip(tokens, types, strict=True) if kind == _SPECIAL])
+    tokenizer = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+        tokenizer_object=backend,
+        bos_token=tokens[fields["tokenizer.ggml.bos_token_id"]],
+        eos_token=tokens[fields["tokenizer.ggml.eos_token_id"]],
+        pad_token=tokens[fields["tokenizer.ggml.padding_token_id"]],
+        model_max_length=fields["llama.context_length"],
+        clean_up_tokenization_spaces=False,
+    )
+    tokenizer.chat_template = fields["tokenizer.chat_template"]
+    tokenizer.save_pretrained(into)
+
+
+def _write_weights(reader: GGUFReader, fields: dict[str, Any], into: Path, reached: Reached) -> None:
+    total = sum(int(tensor.n_bytes) for tensor in reader.tensors)
+    heads = {"attn_q": fields["llama.attention.head_count"], "attn_k": fields["llama.attention.head_count_kv"]}
+    weights: dict[str, torch.Tensor] = {}
+    done = 0
+    for tensor in reader.tensors:
+        name, part = _rename(tensor.name)
+        weights[name] = _dequantised(tensor, heads.get(part))
+        done += int(tensor.n_bytes)
+        reached(done, total)
+    save_file(weights, into / "model.safetensors", metadata={"format": "pt"})
+
+
+def _rename(name: str) -> tuple[str, str]:
+    """Transformers' name of a GGUF tensor, and which part of a layer it is."""
+    match = re.fullmatch(r"(?:blk\.(\d+)\.)?(\w+)\.weight", name)
+    if match is None or match[2] not in _NAMES:
+        raise ModelError(f"the model holds a tensor {name}, which a plain Llama does not have")
+    layer = f"model.layers.{match[1]}." if match[1] else ""
+    return f"{layer}{_NAMES[match[2]]}.weight", match[2]
+
+
+def _dequantised(tensor: ReaderTensor, heads: int | None) -> torch.Tensor:
+    """The tensor as bfloat16; `heads` is set for Q and K."""
+    values = torch.from_numpy(np.array(dequantize(tensor.data, tensor.tensor_type), dtype=np.float32))
+    if heads is not None:
+        values = _split_rotary(values, heads)
+    return values.to(torch.bfloat16).contiguous()
+
+
+def _split_rotary(values: torch.Tensor, heads: int) -> torch.Tensor:
+    """Rows of Q or K from GGUF's order (rotary pairs side by side) to transformers' (the two halves of a head)."""
+    rows, columns = values.shape
+    return values.view(heads, rows // heads // 2, 2, columns).transpose(1, 2).reshape(rows, columns)

@@ -1,0 +1,20 @@
+"""Where prefill is cut. The same tokens are always cut at the same places, whatever was found in a cache.
+
+Arithmetic is only repeatable in the same shapes. A prompt of `known` tokens is cut at multiples of `chunk_tokens`, and once
+more at the last block border before its end, so that its tail is a chunk of its own. A run that finds everything up to that
+border in a tier computes the very same tail as the run that computed all of it: equal shapes, equal bits, equal tokens.
+"""
+
+from __future__ import annotations
+
+
+def reusable_tokens(known: int, block_tokens: int) -> int:
+    """Tokens that a cache may supply: whole blocks, but never the last token, whose logits are needed."""
+    return (known - 1) // block_tokens * block_tokens
+
+
+def chunk_stop(start: int, known: int, *, chunk_tokens: int, block_tokens: int) -> int:
+    """End of the chunk that begins at `start < known`."""
+    tail = reusable_tokens(known, block_tokens)
+    border = (start // chunk_tokens + 1) * chunk_tokens
+    return min(border, tail) if start < tail else known

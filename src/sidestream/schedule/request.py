@@ -1,0 +1,104 @@
+"""One sample of one request, as the scheduler sees it: a state machine over token counts. Single writer: the scheduler.
+
+    WAITING ──admit──▶ RUNNING ──finish──▶ FINISHED
+     ▲  │ ▲               │
+     │  └─promote─▶ LOADING   (blocks come from disk to the host tier)
+     │         ◀──done────┘
+     └────────retract─────┘   epoch + 1: results of flights launched before are dropped
+
+A finish (stop, length, abort, error) is possible from every state.
+
+Positions of one running request:
+    [0, committed_len)             KV computed, its flight's fence observed
+    [committed_len, launched_len)  computed by a flight, or copied by a load, that is still on its way
+    [launched_len, len(blocks) * block_tokens)   reserved
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from sidestream.kv.pool import Lease
+from sidestream.types import CachedTokens, Fence, Key, RequestId, SamplingSpec
+
+
+class State(Enum):
+    """Where a request is; see the module's picture."""
+
+    WAITING = "waiting"
+    LOADING = "loading"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """Complete at birth; what changes later is below the line."""
+
+    id: RequestId
+    prompt: tuple[int, ...]
+    sampling: SamplingSpec
+    max_outputs: int
+    """Tokens to emit at most: the user's limit, the model's and the pool's, whichever is least."""
+    stop_ids: frozenset[int]
+    min_tokens: int
+    priority: int = 0
+    """Lower runs earlier."""
+
+    # written by the scheduler only
+    tokens: list[int] = field(init=False)
+    """Prompt and committed outputs."""
+    keys: list[Key] = field(init=False, default_factory=list)
+    state: State = field(init=False, default=State.WAITING)
+    finish_reason: str | None = field(init=False, default=None)
+    epoch: int = field(init=False, default=0)
+    row: Lease | None = field(init=False, default=None)
+    blocks: Lease | None = field(init=False, default=None)
+    launched_len: int = field(init=False, default=0)
+    launched_outputs: int = field(init=False, default=0)
+    committed_len: int = field(init=False, default=0)
+    published_blocks: int = field(init=False, default=0)
+    prefill_end: int = field(init=False, default=0)
+    """Tokens that were known when the row was taken: below this, chunks; from here on, one token a step."""
+    begun: bool = field(init=False, default=False)
+    """The row's state was set in this epoch."""
+    stepped: bool = field(init=False, default=False)
+    """A flight of this epoch was committed; until then the request may not be retracted for a younger one's sake (H26)."""
+    waited_steps: int = field(init=False, default=0)
+    last_fence: Fence | None = field(init=False, default=None)
+    """Fence of the last flight that this request was in."""
+    cached: CachedTokens | None = field(init=False, default=None)
+    """What the first admission found; None before."""
+    promotions: int = field(init=False, default=0)
+    promoted_blocks: int = field(init=False, default=0)
+    avoid_disk: bool = field(init=False, default=False)
+    avoid_tiers: bool = field(init=False, default=False)
+
+    def __post_init__(self) -> None:
+        self.tokens = list(self.prompt)
+
+    @property
+    def num_outputs(self) -> int:
+        """Tokens emitted so far."""
+        return len(self.tokens) - len(self.prompt)
+
+    @property
+    def in_prefill(self) -> bool:
+        """Whether known tokens are still to be computed."""
+        return self.launched_len < self.prefill_end
+
+    @property
+    def can_decode(self) -> bool:
+        """Whether one more token may be drawn, counting those on their way."""
+        return not self.in_prefill and self.launched_outputs < self.max_outputs
+
+    def level(self, aging_steps: int) -> int:
+        """Priority, improved by one for every `aging_steps` steps of waiting: nobody waits for ever."""
+        return self.priority - self.waited_steps // aging_steps
+
+    def stop_reason(self) -> str | None:
+        """Why the last committed token ends the request, if it does."""
+        if self.num_outputs and self.num_outputs >= self.min_tokens and self.tokens[-1] in self.stop_ids:
+            return "stop"
+        return "length" if self.num_outputs >= self.max_outputs else None

@@ -1,0 +1,413 @@
+"""Who runs next: continuous batching with chunked prefill, admission, retraction, priorities. Pure: no tensors, no clock.
+
+`plan` reads the ledger and says what the next step does; `commit` takes in what a flight yielded. Between the two, flights and
+transfers are on their way: the scheduler counts on them (`launched_*`) but believes only what was committed (H12).
+Called from the engine thread only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+from sidestream.kv.keys import BlockKeys
+from sidestream.kv.pool import FencedPool, Lease
+from sidestream.schedule.chunk import chunk_stop, reusable_tokens
+from sidestream.schedule.request import Request, State
+from sidestream.types import (
+    BatchPlan,
+    CachedTokens,
+    Fence,
+    Key,
+    LoadPlan,
+    PromotePlan,
+    RequestId,
+    RowPlan,
+    RowResult,
+    RowStart,
+    StepPlan,
+    StorePlan,
+    TransferPlan,
+)
+
+Source = Literal["host", "disk"]
+
+
+class TierView(Protocol):
+    """What the scheduler asks about the tiers. Read-only, never blocks."""
+
+    def locate(self, keys: Sequence[Key]) -> list[Source]:
+        """Where the longest run of leading `keys` rests; its length is the run's."""
+        ...
+
+    def worth_loading(self, sources: Sequence[Source]) -> bool:
+        """Whether loading these blocks is expected to be faster than computing them."""
+        ...
+
+
+class NoTiers:
+    """No tier besides the device."""
+
+    def locate(self, keys: Sequence[Key]) -> list[Source]:
+        """Nothing rests anywhere."""
+        return []
+
+    def worth_loading(self, sources: Sequence[Source]) -> bool:
+        """There is nothing to load."""
+        return False
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Bounds of one step and of fairness.
+
+    aging_steps     steps of waiting that improve a request's priority by one
+    max_promotions  times a request waits for the disk before it recomputes
+    """
+
+    block_tokens: int
+    chunk_tokens: int
+    token_budget: int
+    prefix_cache: bool = True
+    aging_steps: int = 256
+    max_promotions: int = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """One token that a commit added to a request."""
+
+    request: Request
+    result: RowResult
+
+
+@dataclass(frozen=True, slots=True)
+class Committed:
+    """What a commit yields: tokens in the order of the batch, and blocks to store."""
+
+    drawn: tuple[Drawn, ...]
+    store: StorePlan | None
+
+
+@dataclass(slots=True)
+class _Draft:
+    """A step in the making; lives inside one `plan` call."""
+
+    prefill_budget: int
+    decodes: list[RowPlan] = field(default_factory=list)
+    prefills: list[RowPlan] = field(default_factory=list)
+    transfers: list[TransferPlan] = field(default_factory=list)
+    after: list[Fence] = field(default_factory=list)
+
+
+class Scheduler:
+    """Owner of all requests and of the device's block and row pools."""
+
+    def __init__(self, *, limits: Limits, blocks: FencedPool, rows: FencedPool, keys: BlockKeys, tiers: TierView | None = None) -> None:
+        self.limits = limits
+        self.num_preemptions = 0
+        self._blocks = blocks
+        self._rows = rows
+        self._keys = keys
+        self._tiers: TierView = tiers or NoTiers()
+        self._requests: dict[RequestId, Request] = {}
+        self._queue: dict[RequestId, Request] = {}  # WAITING and LOADING, in order of arrival
+        self._running: dict[RequestId, Request] = {}
+        self._computing: dict[Key, RequestId] = {}  # blocks that a running request is about to complete
+
+    # ------------------------------------------------------------------ what the engine asks
+
+    @property
+    def num_running(self) -> int:
+        """Requests with a row."""
+        return len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests without a row."""
+        return len(self._queue)
+
+    def get(self, request_id: RequestId) -> Request | None:
+        """A request that has not finished."""
+        return self._requests.get(request_id)
+
+    def requests(self) -> list[Request]:
+        """All requests that have not finished, in order of arrival."""
+        return sorted(self._requests.values(), key=lambda request: request.id)
+
+    # ------------------------------------------------------------------ transitions
+
+    def submit(self, request: Request) -> None:
+        """Queue a new request. Ids must grow with arrival."""
+        self._requests[request.id] = request
+        self._queue[request.id] = request
+
+    def finish(self, request: Request, reason: str) -> None:
+        """End a request, whatever it was doing. What it used is released behind its last flight (H16, H21)."""
+        if request.state is State.FINISHED:
+            return
+        self._give_up_device(request)
+        self._queue.pop(request.id, None)
+        self._requests.pop(request.id, None)
+        request.state = State.FINISHED
+        request.finish_reason = reason
+
+    def promoted(self, request_id: RequestId, epoch: int, *, complete: bool) -> None:
+        """A promotion ended or ran out of time; the request is tried again, without the disk if that was not complete."""
+        request = self._requests.get(request_id)
+        if request is None or request.state is not State.LOADING or request.epoch != epoch:
+            return
+        request.state = State.WAITING
+        if not complete:
+            request.avoid_disk = True
+
+    def load_failed(self, request_id: RequestId, epoch: int) -> None:
+        """A load into the device failed: the request recomputes, in other blocks. A failed load is a miss."""
+        request = self._requests.get(request_id)
+        if request is not None and request.epoch == epoch and request.state is State.RUNNING:
+            request.avoid_tiers = True
+            request.cached = None
+            self._retract(request)
+
+    def launched(self, batch: BatchPlan, fence: Fence) -> None:
+        """A flight was launched; its fence covers every use that its requests make of blocks and rows."""
+        for row in batch.rows:
+            request = self._requests.get(row.request_id)
+            if request is not None and request.epoch == row.epoch:
+                request.last_fence = fence
+
+    def commit(self, batch: BatchPlan, results: Sequence[RowResult], fence: Fence) -> Committed:
+        """Take in a flight whose fence was observed. `results`: one for each row that samples, in order.
+
+        Rows of finished or retracted requests are dropped. Does not finish anything: the caller knows about stop strings.
+        """
+        drawn: list[Drawn] = []
+        stored: list[tuple[Key, int]] = []
+        results_left = iter(results)
+        for row in batch.rows:
+            result = next(results_left) if row.samples else None
+            request = self._requests.get(row.request_id)
+            if request is None or request.epoch != row.epoch or request.state is not State.RUNNING:
+                continue
+            request.committed_len = row.stop
+            request.stepped = True
+            stored.extend(self._publish(request))
+            if result is not None:
+                request.tokens.append(result.token_id)
+                drawn.append(Drawn(request, result))
+        store = None
+        if stored:
+            store = StorePlan(tuple(key for key, _ in stored), tuple(block for _, block in stored), (fence,))
+        return Committed(tuple(drawn), store)
+
+    # ------------------------------------------------------------------ planning
+
+    def plan(self) -> StepPlan:
+        """What the next step does. Oldest first, decode before prefill, then admission; a plan without rows means: nothing to compute."""
+        self._retract_for_priority()
+        draft = _Draft(self.limits.token_budget - sum(request.can_decode for request in self._running.values()))
+        for request in self._by_rank(self._running.values()):
+            if request.state is State.RUNNING:  # a retraction for an older one may have come before
+                self._plan_running(request, draft)
+        self._admit(draft)
+        for request in self._queue.values():
+            request.waited_steps += 1
+        return StepPlan(tuple(draft.transfers), BatchPlan((*draft.decodes, *draft.prefills)), tuple(draft.after))
+
+    def _plan_running(self, request: Request, draft: _Draft) -> None:
+        if request.in_prefill:
+            self._plan_chunk(request, draft)
+        elif request.can_decode and self._reserve(request, request.launched_len + 1, draft):
+            start = request.launched_len
+            draft.decodes.append(self._row_plan(request, start, start + 1, tokens=None, samples=True))
+
+    def _plan_chunk(self, request: Request, draft: _Draft) -> None:
+        start, known = request.launched_len, request.prefill_end
+        stop = chunk_stop(start, known, chunk_tokens=self.limits.chunk_tokens, block_tokens=self.limits.block_tokens)
+        if stop - start > draft.prefill_budget:
+            return  # a chunk is never cut shorter: its shape is part of the result
+        draft.prefill_budget -= stop - start
+        tokens = tuple(request.tokens[start:stop])
+        draft.prefills.append(self._row_plan(request, start, stop, tokens=tokens, samples=stop == known))
+
+    def _row_plan(self, request: Request, start: int, stop: int, *, tokens: tuple[int, ...] | None, samples: bool) -> RowPlan:
+        assert request.row is not None and request.blocks is not None
+        begin = None
+        if not request.begun:
+            begin = RowStart(request.sampling, request.prompt, tuple(request.tokens[len(request.prompt) :]))
+            request.begun = True
+        plan = RowPlan(
+            request_id=request.id,
+            row=request.row.ids[0],
+            epoch=request.epoch,
+            start=start,
+            stop=stop,
+            tokens=tokens,
+            block_ids=tuple(request.blocks.ids[: -(-stop // self.limits.block_tokens)]),
+            samples=samples,
+            output_index=request.launched_outputs,
+            begin=begin,
+        )
+        request.launched_len = stop
+        request.launched_outputs += samples
+        return plan
+
+    def _reserve(self, request: Request, length: int, draft: _Draft) -> bool:
+        """Make the request's blocks cover `length` tokens, retracting younger requests if need be; False: not this step."""
+        assert request.blocks is not None
+        missing = -(-length // self.limits.block_tokens) - len(request.blocks.ids)
+        if missing <= 0:
+            return True
+        while self._blocks.num_available < missing:
+            victim = self._victim_for(request)
+            if victim is None:
+                return False
+            self._retract(victim)
+        fresh = self._blocks.take(missing)
+        draft.after.extend(fresh.after)
+        request.blocks.extend(fresh)
+        return True
+
+    # ------------------------------------------------------------------ admission
+
+    def _admit(self, draft: _Draft) -> None:
+        if not self._queue or self._rows.num_available == 0:
+            return
+        for request in self._by_rank(self._queue.values()):
+            if request.state is State.LOADING:
+                continue
+            if self._rows.num_available == 0 or not self._try_admit(request, draft):
+                return  # nobody overtakes the first in line for lack of room
+
+    def _try_admit(self, request: Request, draft: _Draft) -> bool:
+        """Admit, or set to load, or leave for a request that computes the same blocks now; False: no room."""
+        limits = self.limits
+        self._keys.extend(request.keys, request.tokens)
+        wanted = (
+            request.keys[: reusable_tokens(len(request.tokens), limits.block_tokens) // limits.block_tokens] if limits.prefix_cache else []
+        )
+        hits = self._blocks.match(wanted)
+        sources = [] if request.avoid_tiers else self._tiers.locate(wanted[len(hits) :])
+        if "disk" in sources and self._promote(request, wanted[len(hits) :], sources, draft):
+            return True
+        loads = sources.index("disk") if "disk" in sources else len(sources)
+        if loads and not self._tiers.worth_loading(sources[:loads]):
+            loads = 0
+        found = len(hits) + loads
+        if found < len(wanted) and self._computing.get(wanted[found]) in self._running:
+            return True  # another request is about to complete this very block: join it instead of computing it twice
+        if not self._has_room(request, hits):
+            return False
+        blocks = self._blocks.share(hits)
+        fresh = self._blocks.take(-(-len(request.tokens) // limits.block_tokens) - len(hits))
+        draft.after.extend(fresh.after)
+        if loads:
+            keys, block_ids = tuple(wanted[len(hits) : found]), tuple(fresh.ids[:loads])
+            draft.transfers.append(LoadPlan(request.id, request.epoch, keys, block_ids, fresh.after))
+        blocks.extend(fresh)
+        self._start(request, blocks, found)
+        if request.cached is None:
+            from_disk = min(request.promoted_blocks, loads)
+            size = limits.block_tokens
+            request.cached = CachedTokens(len(hits) * size, (loads - from_disk) * size, from_disk * size)
+        self._plan_chunk(request, draft)
+        return True
+
+    def _promote(self, request: Request, keys: Sequence[Key], sources: list[Source], draft: _Draft) -> bool:
+        """Send the request to wait for its blocks on disk; False: not worth it, or tried often enough."""
+        if request.avoid_disk or request.promotions >= self.limits.max_promotions or not self._tiers.worth_loading(sources):
+            return False
+        draft.transfers.append(PromotePlan(request.id, request.epoch, tuple(keys[: len(sources)])))
+        request.promotions += 1
+        request.promoted_blocks = sources.count("disk")
+        request.state = State.LOADING
+        return True
+
+    def _has_room(self, request: Request, hits: Sequence[int]) -> bool:
+        """Whether all known tokens and one more fit, with a block to grow for each running request."""
+        needed = -(-(len(request.tokens) + 1) // self.limits.block_tokens) - len(hits)
+        available = self._blocks.num_available - sum(self._blocks.is_cached(item) for item in hits)
+        return needed + len(self._running) <= available or (not self._running and needed <= available)
+
+    def _start(self, request: Request, blocks: Lease, found: int) -> None:
+        length = found * self.limits.block_tokens
+        request.row = self._rows.take(1)
+        request.blocks = blocks
+        request.launched_len = request.committed_len = length
+        request.published_blocks = found
+        request.launched_outputs = request.num_outputs
+        request.prefill_end = len(request.tokens)
+        request.begun = request.stepped = False
+        request.state = State.RUNNING
+        del self._queue[request.id]
+        self._running[request.id] = request
+        for key in request.keys[found:]:
+            self._computing.setdefault(key, request.id)
+
+    # ------------------------------------------------------------------ retraction
+
+    def _victim_for(self, request: Request) -> Request | None:
+        """The last in rank behind `request`. One that has not run a step since it was admitted goes only for the first in rank (H26)."""
+        ranked = self._by_rank(self._running.values())
+        behind = ranked[ranked.index(request) + 1 :]
+        stepped = [other for other in behind if other.stepped]
+        if stepped:
+            return stepped[-1]
+        return behind[-1] if behind and ranked[0] is request else None
+
+    def _retract_for_priority(self) -> None:
+        """Make room for the first in line by retracting requests of strictly lower priority."""
+        waiting = [request for request in self._queue.values() if request.state is State.WAITING]
+        if not waiting or len({request.priority for request in self._requests.values()}) == 1:
+            return
+        first = self._by_rank(waiting)[0]
+        while self._rows.num_available == 0 or not self._has_room(first, ()):
+            level = first.level(self.limits.aging_steps)
+            worse = [r for r in self._by_rank(self._running.values()) if r.stepped and r.level(self.limits.aging_steps) > level]
+            if not worse:
+                return
+            self._retract(worse[-1])
+
+    def _retract(self, request: Request) -> None:
+        """Take row and blocks back at once. Complete blocks stay findable; tokens drawn but not committed are drawn again."""
+        self._give_up_device(request)
+        request.state = State.WAITING
+        request.epoch += 1
+        request.launched_outputs = request.num_outputs
+        request.promotions = 0
+        self._queue[request.id] = request
+        self.num_preemptions += 1
+
+    def _give_up_device(self, request: Request) -> None:
+        if self._running.pop(request.id, None) is None:
+            return
+        assert request.row is not None and request.blocks is not None
+        after = () if request.last_fence is None else (request.last_fence,)
+        request.row.release(after=after)
+        request.blocks.release(after=after)
+        request.row = request.blocks = None
+        for key in request.keys:
+            if self._computing.get(key) == request.id:
+                del self._computing[key]
+
+    # ------------------------------------------------------------------ the rest
+
+    def _publish(self, request: Request) -> Iterable[tuple[Key, int]]:
+        """Make the blocks that the last commit completed findable; those not held elsewhere are to be stored."""
+        assert request.blocks is not None
+        complete = request.committed_len // self.limits.block_tokens
+        if not self.limits.prefix_cache or complete <= request.published_blocks:
+            return
+        self._keys.extend(request.keys, request.tokens)
+        for index in range(request.published_blocks, complete):
+            key, block = request.keys[index], request.blocks.ids[index]
+            if self._computing.get(key) == request.id:
+                del self._computing[key]
+            if self._blocks.publish(block, key):
+                yield key, block
+        request.published_blocks = complete
+
+    def _by_rank(self, requests: Iterable[Request]) -> list[Request]:
+        aging = self.limits.aging_steps
+        return sorted(requests, key=lambda request: (request.level(aging), request.id))

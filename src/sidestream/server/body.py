@@ -1,0 +1,85 @@
+"""A request's body: read with a bound, then strict JSON. Nothing here knows a field by name."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any, NoReturn
+
+from starlette.requests import ClientDisconnect, Request
+
+from sidestream.server.errors import ApiError, ClientGone, bad_request
+from sidestream.server.options import ServerOptions
+
+
+async def read_body(request: Request, options: ServerOptions) -> bytes:
+    """The whole body. Refuses a wrong content type (415), one byte too many (413) and a body that does not arrive (408).
+
+    The limit holds while reading, so a chunked body cannot exceed it either. Raises ClientGone when the client leaves.
+    """
+    kind = request.headers.get("content-type", "")
+    # A web page may post any other type to a server on this machine without asking first (CORS); this one it may not.
+    if kind.partition(";")[0].strip().lower() != "application/json":
+        raise ApiError(415, f"content-type is {kind[:100]!r}: send application/json")
+    if int(request.headers.get("content-length", 0)) > options.max_body_bytes:
+        raise _too_long(options)
+    body = bytearray()
+    try:
+        async with asyncio.timeout(options.body_timeout_s):
+            async for piece in request.stream():
+                body += piece
+                if len(body) > options.max_body_bytes:
+                    raise _too_long(options)
+    except TimeoutError:
+        raise ApiError(408, f"the body did not arrive within {options.body_timeout_s} s: send it faster") from None
+    except ClientDisconnect:
+        raise ClientGone from None
+    return bytes(body)
+
+
+def _too_long(options: ServerOptions) -> ApiError:
+    return ApiError(413, f"the body exceeds {options.max_body_bytes} bytes: shorten it, or raise max_body_bytes", code="body_too_large")
+
+
+def parse_object(body: bytes) -> dict[str, Any]:
+    """The JSON object in `body`; anything else is a 400: other encodings, NaN, infinities, duplicate names, lone surrogates."""
+    try:
+        text = body.decode("utf-8")
+        value = json.loads(text, parse_constant=_no_constant, parse_float=_finite, object_pairs_hook=_unique)
+        if "\\u" in text:  # an escape may spell half a surrogate pair, which no tokenizer can take
+            json.dumps(value, ensure_ascii=False).encode("utf-8")
+    except UnicodeDecodeError as failure:
+        raise bad_request(f"the body is not UTF-8: invalid byte at position {failure.start}", None) from None
+    except UnicodeEncodeError:
+        raise bad_request("the body holds half of a surrogate pair (\\ud800 to \\udfff): no text can contain it", None) from None
+    except RecursionError:
+        raise bad_request("the body is nested too deeply: no field needs more than a few levels", None) from None
+    except ValueError as failure:
+        raise bad_request(f"the body is not valid JSON: {failure}", None) from None
+    if not isinstance(value, dict):
+        raise bad_request(f"the body is a JSON {_kind(value)}: send an object", None)
+    return value
+
+
+def _no_constant(word: str) -> NoReturn:
+    raise ValueError(f"{word} is not a JSON number")
+
+
+def _finite(digits: str) -> float:
+    number = float(digits)
+    if number in (float("inf"), float("-inf")):
+        raise ValueError(f"{digits[:40]} is beyond the range of a double")
+    return number
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    value = dict(pairs)
+    if len(value) != len(pairs):
+        seen: set[str] = set()
+        twice = next(name for name, _ in pairs if name in seen or seen.add(name))  # type: ignore[func-returns-value]
+        raise ValueError(f"{twice[:100]!r} is given twice in one object")
+    return value
+
+
+def _kind(value: object) -> str:
+    return {list: "array", str: "string", bool: "boolean", type(None): "null"}.get(type(value), "number")

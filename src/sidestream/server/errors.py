@@ -1,0 +1,78 @@
+"""Every failure as the OpenAI error body: `{"error": {"message", "type", "param", "code"}}`. Knows no route."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from http import HTTPStatus
+from typing import Any
+
+from starlette.exceptions import HTTPException
+
+from sidestream.errors import ContextTooLong, EngineStopped, QueueFull, RequestError
+
+_MAX_MESSAGE_CHARS = 600  # messages quote the client's values, which may be megabytes
+
+
+class ApiError(Exception):
+    """A reply that is not a success: HTTP status, OpenAI error fields, extra headers."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        kind: str = "invalid_request_error",
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.kind = kind
+        self.param = param
+        self.code = code
+        self.headers = dict(headers or {})
+
+    def body(self) -> dict[str, Any]:
+        """The JSON body, messages cut to a bounded length."""
+        message = str(self)
+        if len(message) > _MAX_MESSAGE_CHARS:
+            message = message[:_MAX_MESSAGE_CHARS] + "…"
+        return {"error": {"message": message, "type": self.kind, "param": self.param, "code": self.code}}
+
+
+class ClientGone(Exception):
+    """The client left before its reply was complete; nobody is there to read an error."""
+
+
+def bad_request(message: str, param: str | None) -> ApiError:
+    """A 400 that names the field at fault."""
+    return ApiError(400, message, param=param)
+
+
+def as_api_error(failure: Exception, *, request_id: str, retry_after_s: int) -> ApiError:
+    """The reply to any failure. What nobody expected becomes a 500 that says no more than where to look."""
+    match failure:
+        case ApiError():
+            return failure
+        case QueueFull():
+            wait = {"Retry-After": str(retry_after_s)}
+            return ApiError(429, str(failure), kind="rate_limit_error", code="rate_limit_exceeded", headers=wait)
+        case ContextTooLong():
+            return ApiError(400, str(failure), param=failure.param, code="context_length_exceeded")
+        case RequestError():
+            return bad_request(str(failure), failure.param)
+        case EngineStopped():
+            return ApiError(503, str(failure) or "the engine is stopping: try again later", kind="server_error", code="engine_stopped")
+        case HTTPException():
+            return _http(failure)
+        case _:
+            return ApiError(500, f"internal error; the server's log has it under {request_id}", kind="server_error", code="internal_error")
+
+
+def _http(failure: HTTPException) -> ApiError:
+    """Starlette's own refusals: no such path, method not allowed."""
+    if failure.status_code == HTTPStatus.NOT_FOUND:
+        known = "POST /v1/chat/completions, POST /v1/completions, GET /v1/models, GET /health, GET /metrics"
+        return ApiError(404, f"no such path; known: {known}", code="unknown_url")
+    return ApiError(failure.status_code, str(failure.detail), headers=failure.headers)

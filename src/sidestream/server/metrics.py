@@ -1,0 +1,56 @@
+"""`/metrics`: a snapshot of an engine's metrics in the Prometheus text format."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import accumulate
+
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from sidestream.metrics import METRICS, Metrics
+from sidestream.metrics.counters import Declared, HistogramValue, Labels
+
+__all__ = ["CONTENT_TYPE_LATEST", "render"]
+
+
+def render(metrics: Metrics) -> bytes:
+    """Every declared metric, prefixed `sidestream_`. Any thread; holds the metrics' lock only while they are copied."""
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(_Snapshot(metrics))
+    return generate_latest(registry)
+
+
+class _Snapshot(Collector):
+    """One scrape's copy of the values, so that the families of one reply belong together."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        self._values, self._histograms = metrics.snapshot()
+
+    def collect(self) -> Iterator[Metric]:
+        for name, declared in METRICS.items():
+            if declared.kind == "histogram":
+                yield _histogram(name, declared, self._histograms.get(name, {}))
+            else:
+                yield _single(name, declared, self._values.get(name, {}))
+
+
+def _single(name: str, declared: Declared, series: dict[Labels, float]) -> Metric:
+    if declared.kind == "counter":
+        family: CounterMetricFamily | GaugeMetricFamily = CounterMetricFamily(f"sidestream_{name}", declared.help, labels=declared.labels)
+    else:
+        family = GaugeMetricFamily(f"sidestream_{name}", declared.help, labels=declared.labels)
+    # A metric without labels has exactly one series, zero before the first write; absent ones would break rate().
+    for labels, value in (series or ({} if declared.labels else {(): 0.0})).items():
+        family.add_metric(labels, value)
+    return family
+
+
+def _histogram(name: str, declared: Declared, series: dict[Labels, HistogramValue]) -> Metric:
+    family = HistogramMetricFamily(f"sidestream_{name}", declared.help, labels=declared.labels)
+    empty = {} if declared.labels else {(): HistogramValue([0] * (len(declared.buckets) + 1))}
+    bounds = [*(str(bound) for bound in declared.buckets), "+Inf"]
+    for labels, value in (series or empty).items():
+        family.add_metric(labels, list(zip(bounds, accumulate(value.counts), strict=True)), value.total)
+    return family

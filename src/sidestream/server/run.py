@@ -1,0 +1,152 @@
+"""Runs the server until it is told to stop, then drains. The only module that knows uvicorn and signals."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import ipaddress
+import logging
+import math
+import signal
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+import uvicorn
+
+from sidestream.errors import ConfigError
+from sidestream.server.app import create_app
+from sidestream.server.backend import Backend
+from sidestream.server.options import ServerOptions
+
+log = logging.getLogger("sidestream.server")
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_ABORT_S = 5  # aborted requests may take this long to send their last words; then the connections are cut
+_BACKLOG = 2048
+
+
+class Running:
+    """A server that accepts requests. Any thread may use it."""
+
+    def __init__(self, url: str, interrupt: Callable[[], None]) -> None:
+        self.url = url
+        self._interrupt = interrupt
+
+    def stop(self) -> None:
+        """What a signal does: the first call drains, the second quits at once. Returns at once."""
+        self._interrupt()
+
+
+def serve(backend: Backend, options: ServerOptions, *, on_ready: Callable[[Running], None] | None = None) -> bool:
+    """Serve until SIGINT, SIGTERM or `Running.stop`; blocks. Returns whether every request could finish.
+
+    The first signal stops accepting and lets running requests finish for `options.drain_s`, then aborts them; a second one
+    aborts at once. Signals are handled on the main thread only. The backend stays open: its owner closes it afterwards.
+    Raises ConfigError when the address cannot be listened on.
+    """
+    with _listen(options) as listener:
+        app = create_app(backend, options=options)
+        _warn_if_open(listener, options)
+        config = uvicorn.Config(
+            app,
+            http="h11",
+            loop="asyncio",
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            log_level=logging.WARNING,
+            access_log=False,
+            server_header=False,
+            proxy_headers=False,
+            backlog=_BACKLOG,
+            timeout_graceful_shutdown=math.ceil(options.drain_s) + _ABORT_S,
+        )
+        server = _Server(config, app.state.stopping, options.drain_s, on_ready)
+        server.run(sockets=[listener])
+        return not app.state.stopping.is_set()
+
+
+def _listen(options: ServerOptions) -> socket.socket:
+    family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
+    try:
+        return socket.create_server((options.host, options.port), family=family, backlog=_BACKLOG)
+    except OSError as failure:
+        remedies = {
+            errno.EADDRINUSE: "another program listens there: stop it, or choose another port",
+            errno.EACCES: "choose a port of 1024 or more",
+            errno.EADDRNOTAVAIL: "this machine does not have that address: use 127.0.0.1, or 0.0.0.0 for all interfaces",
+        }
+        remedy = remedies.get(failure.errno or 0, f"{failure.strerror or failure}: use an address of this machine, such as 127.0.0.1")
+        raise ConfigError(f"cannot listen on {options.host}:{options.port}: {remedy}") from failure
+
+
+def _warn_if_open(listener: socket.socket, options: ServerOptions) -> None:
+    address = listener.getsockname()[0]
+    if options.api_key is None and not ipaddress.ip_address(address.partition("%")[0]).is_loopback:
+        log.warning("listening on %s without an API key: anyone who reaches this machine can use the model; set api_key", address)
+
+
+def _url(listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+class _Server(uvicorn.Server):
+    """uvicorn's server with our own end: it returns to its caller, who has an engine to close, instead of dying by the signal."""
+
+    def __init__(self, config: uvicorn.Config, stopping: asyncio.Event, drain_s: float, on_ready: Callable[[Running], None] | None) -> None:
+        super().__init__(config)
+        self._stopping = stopping
+        self._drain_s = drain_s
+        self._on_ready = on_ready
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._loop = asyncio.get_running_loop()
+        assert sockets is not None
+        url = _url(sockets[0])
+        log.info("serving on %s", url)
+        if self._on_ready is not None:
+            self._on_ready(Running(url, self.interrupt))
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        log.info("draining %d requests for up to %g s; interrupt again to quit at once", len(self.server_state.tasks), self._drain_s)
+        deadline = asyncio.get_running_loop().call_later(self._drain_s, self._stopping.set)
+        try:
+            await super().shutdown(sockets)
+        finally:
+            deadline.cancel()
+
+    def interrupt(self) -> None:
+        """Drain; the second time, quit. Any thread, signal handlers too."""
+        if not self.should_exit:
+            self.should_exit = True
+        elif self._loop is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._quit)
+
+    def _quit(self) -> None:
+        self.force_exit = True
+        self._stopping.set()
+        for connection in list(self.server_state.connections):
+            connection.transport.abort()
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        self.interrupt()
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Like uvicorn's, but the signals are not raised again at the end."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        previous: dict[signal.Signals, Any] = {sig: signal.signal(sig, self.handle_exit) for sig in _SIGNALS}
+        try:
+            yield
+        finally:
+            for sig, handler in previous.items():
+                signal.signal(sig, handler)

@@ -1,0 +1,182 @@
+"""A scripted engine for tests of servers and clients: deterministic, on the caller's event loop, and it remembers every abort.
+
+One token is one UTF-8 byte, so characters span tokens as they do in real models. `release` and `wait_until` may be called from
+any thread; a script decides what each request gets.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import codecs
+import threading
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from sidestream.config import SamplingParams
+from sidestream.metrics import Metrics
+from sidestream.types import CachedTokens, Delta, Health, TokenLogprob
+
+
+_NOTHING_CACHED = CachedTokens()
+
+
+class FakeDetokenizer:
+    """Text of bytes as they come."""
+
+    def __init__(self) -> None:
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def push(self, token_id: int) -> str:
+        """The characters that this byte completes."""
+        return self._decoder.decode(bytes([token_id]))
+
+    def finish(self) -> str:
+        """What is left of an incomplete character."""
+        return self._decoder.decode(b"", final=True)
+
+
+class FakeTokenizer:
+    """Token ids are UTF-8 bytes."""
+
+    def encode(self, text: str) -> list[int]:
+        """The bytes of `text`."""
+        return list(text.encode("utf-8"))
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of these bytes, U+FFFD where they are none."""
+        return bytes(token_ids).decode("utf-8", "replace")
+
+    def detokenizer(self) -> FakeDetokenizer:
+        """A fresh incremental `decode`."""
+        return FakeDetokenizer()
+
+    def chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        """One line per message, then the assistant's turn."""
+        lines = [f"{message['role']}: {message['content']}\n" for message in messages]
+        return self.encode("".join(lines) + "assistant: ")
+
+
+@dataclass(frozen=True, slots=True)
+class Script:
+    """What the fake does with one request.
+
+    text         the reply, the same for each sample; cut at max_tokens, and then it ends with "length"
+    token_bytes  bytes that one delta carries
+    refuse       raised before any delta
+    fail_after   deltas after which `failure` is raised; None: never
+    hold_after   deltas after which the request waits for `release`; None: never
+    cached       prompt tokens that were not computed again
+    """
+
+    text: str = "Hello, world"
+    token_bytes: int = 1
+    refuse: Exception | None = None
+    fail_after: int | None = None
+    failure: Exception | None = None
+    hold_after: int | None = None
+    cached: CachedTokens = _NOTHING_CACHED
+
+
+class FakeBackend:
+    """Serves scripts. `script` chooses one by the prompt's text; `status` is what `health` says."""
+
+    def __init__(
+        self,
+        script: Script | Callable[[str], Script] = Script(),
+        *,
+        model_name: str = "fake",
+        max_model_len: int = 4096,
+    ) -> None:
+        self.model_name = model_name
+        self.max_model_len = max_model_len
+        self.tokenizer = FakeTokenizer()
+        self.metrics = Metrics()
+        self.status = Health("ok", "")
+        self.prompts: list[str] = []
+        self.params: list[SamplingParams] = []
+        self.priorities: list[int] = []
+        self.names: list[str] = []
+        self.held: list[str] = []
+        self.finished: list[str] = []
+        self.aborted: list[str] = []
+        self._script = script if callable(script) else lambda _: script
+        self._changed = threading.Condition()
+        self._gates: list[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = []
+
+    def health(self) -> Health:
+        """`status`."""
+        return self.status
+
+    def release(self) -> None:
+        """Let every held request go on."""
+        with self._changed:
+            for loop, gate in self._gates:
+                loop.call_soon_threadsafe(gate.set)
+            self._gates.clear()
+
+    def wait_until(self, happened: Callable[[FakeBackend], bool], *, timeout_s: float = 10.0) -> None:
+        """Block until `happened(self)`; TimeoutError after `timeout_s`."""
+        with self._changed:
+            if not self._changed.wait_for(lambda: happened(self), timeout_s):
+                raise TimeoutError(f"held {self.held}, finished {self.finished}, aborted {self.aborted}")
+
+    async def generate(
+        self, prompt_ids: Sequence[int], params: SamplingParams, *, priority: int = 0, request_name: str = ""
+    ) -> AsyncGenerator[Delta, None]:
+        """Play the script. Samples take turns, a delta each."""
+        prompt = self.tokenizer.decode(prompt_ids)
+        with self._changed:
+            self.prompts.append(prompt)
+            self.params.append(params)
+            self.priorities.append(priority)
+            self.names.append(request_name)
+        script = self._script(prompt)
+        outcome = self.aborted
+        try:
+            if script.refuse is not None:
+                outcome = self.finished
+                raise script.refuse
+            for number, delta in enumerate(_deltas(script, params, len(prompt_ids))):
+                if number == script.fail_after:
+                    outcome = self.finished
+                    raise script.failure or RuntimeError("scripted failure")
+                if number == script.hold_after:
+                    await self._hold(request_name)
+                yield delta
+                await asyncio.sleep(0)  # as a real engine, leave the loop to others between deltas
+            outcome = self.finished
+        finally:
+            with self._changed:
+                outcome.append(request_name)
+                self._changed.notify_all()
+
+    async def _hold(self, request_name: str) -> None:
+        gate = asyncio.Event()
+        with self._changed:
+            self._gates.append((asyncio.get_running_loop(), gate))
+            self.held.append(request_name)
+            self._changed.notify_all()
+        await gate.wait()
+
+
+def _deltas(script: Script, params: SamplingParams, prompt_tokens: int) -> list[Delta]:
+    everything = script.text.encode("utf-8")
+    reply = everything if params.max_tokens is None else everything[: params.max_tokens]
+    finish = "stop" if len(reply) == len(everything) else "length"
+    detokenizer = FakeDetokenizer()
+    deltas = []
+    starts = range(0, max(len(reply), 1), script.token_bytes)
+    for start in starts:
+        piece = reply[start : start + script.token_bytes]
+        last = start == starts[-1]
+        text = "".join(detokenizer.push(byte) for byte in piece) + (detokenizer.finish() if last else "")
+        for index in range(params.n):
+            logprobs = tuple(_logprob(byte, params.logprobs) for byte in piece) if params.logprobs is not None else ()
+            deltas.append(Delta(index, text, tuple(piece), logprobs, finish if last else None, prompt_tokens, script.cached))
+    return deltas
+
+
+def _logprob(token_id: int, top: int) -> TokenLogprob:
+    """The drawn token has -0.5, the next ones (by id) are each one less likely; the last of more than two cannot occur."""
+    others = [((token_id + rank) % 128, -0.5 - rank if rank < 2 else float("-inf")) for rank in range(top)]
+    return TokenLogprob(token_id, -0.5, tuple(others))

@@ -1,0 +1,28 @@
+"""The host tier: slots of host memory that the device can copy from and to, with the same ledger as the device's blocks.
+
+Knows slots and bytes, not who copies them. The ledger is touched by the engine thread only; the bytes by whoever holds a lease.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from sidestream.kv.layout import KVLayout
+from sidestream.kv.pool import FencedPool
+
+
+class HostTier:
+    """`num_slots` blocks in one slab of host memory.
+
+    memory   uint8 `[num_slots * layout.block_bytes]`, from `Device.allocate_host`
+    """
+
+    def __init__(self, memory: torch.Tensor, layout: KVLayout) -> None:
+        self.layout = layout
+        self.memory = memory
+        self.pool = FencedPool("host slots", memory.numel() // layout.block_bytes)
+
+    def slot(self, index: int) -> memoryview:
+        """The bytes of one slot, writable; valid while the caller's lease holds it."""
+        start, stop = self.layout.span(index)
+        return memoryview(self.memory[start:stop].numpy())

@@ -1,0 +1,102 @@
+"""Transfers on their way: what each one holds, and the fence that ends it. Owned by the transfer engine, on the engine thread.
+
+A ticket's leases end with its fence and never by time (H6, H10): a request that stops waiting leaves its ticket behind, and the
+bytes still land where nobody else is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from sidestream.kv.pool import Lease
+from sidestream.tiers.index import ReadLease, WriteGrant
+from sidestream.types import Fence, Key, LoadPlan, RequestId
+
+
+@dataclass(slots=True, eq=False)
+class Stopwatch:
+    """Time that a ticket's work took on its stream; written by the stream, read after its fence."""
+
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StoreTicket:
+    """Device to host. Holds the slots; the device blocks were released behind the fence at submission."""
+
+    keys: tuple[Key, ...]
+    slots: Lease
+    fence: Fence
+    submitted_s: float
+    work: Stopwatch
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LoadTicket:
+    """Host to device, by layer groups. Holds the slots it reads and the blocks it writes.
+
+    fences   one a group, in the order of the layers
+    """
+
+    plan: LoadPlan
+    slots: Lease
+    blocks: Lease
+    fences: tuple[Fence, ...]
+    submitted_s: float
+    work: Stopwatch
+
+    def done(self) -> bool:
+        """Whether the last group was copied; groups are copied in order."""
+        return self.fences[-1].poll()
+
+    def failed(self) -> bool:
+        """Whether any group failed; meaningful once done."""
+        return any(fence.failure is not None for fence in self.fences)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class WriteTicket:
+    """Host to disk, one block. Holds the slot it reads."""
+
+    key: Key
+    slot: Lease
+    grant: WriteGrant
+    fence: Fence
+    submitted_s: float
+    work: Stopwatch
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ReadTicket:
+    """Disk to host, one block. Holds the slot it writes; the entry is pinned on disk."""
+
+    key: Key
+    slot: Lease
+    pin: ReadLease
+    fence: Fence
+    submitted_s: float
+    work: Stopwatch
+
+    def failure(self) -> BaseException | None:
+        """What the read raised, once done."""
+        return self.fence.failure
+
+
+@dataclass(slots=True, eq=False)
+class Waiter:
+    """A request that waits for promotions, some of them begun for others. Ends at the latest at `deadline_s`.
+
+    kept   host slots that the request will want beside the promoted ones; held so that the promotion does not evict them
+    """
+
+    request_id: RequestId
+    epoch: int
+    reads: Sequence[ReadTicket]
+    kept: Lease
+    complete: bool
+    deadline_s: float
+
+    def done(self) -> bool:
+        """Whether every read that it waits for has ended."""
+        return all(read.fence.poll() for read in self.reads)

@@ -1,0 +1,79 @@
+"""Real servers over loopback HTTP, around the fake backend; clients that never retry and never wait long."""
+
+from __future__ import annotations
+
+import queue
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+import openai
+
+from sidestream.server import Running, ServerOptions, serve
+from sidestream.testing.fake_backend import FakeBackend
+
+WAIT_S = 20.0
+
+
+@dataclass(frozen=True)
+class Served:
+    backend: FakeBackend
+    running: Running
+    thread: threading.Thread
+    drained: queue.Queue[bool]
+    http: httpx.Client
+    openai: openai.OpenAI
+
+    def chat(self, **fields: Any) -> httpx.Response:
+        return self.http.post("/v1/chat/completions", json={"model": "fake", "messages": [{"role": "user", "content": "hi"}]} | fields)
+
+    def text(self, **fields: Any) -> httpx.Response:
+        return self.http.post("/v1/completions", json={"model": "fake", "prompt": "hi"} | fields)
+
+    def post_raw(self, body: bytes, path: str = "/v1/chat/completions") -> httpx.Response:
+        return self.http.post(path, content=body, headers={"content-type": "application/json"})
+
+    def connect(self) -> socket.socket:
+        host, port = self.running.url.removeprefix("http://").split(":")
+        return socket.create_connection((host, int(port)), timeout=WAIT_S)
+
+
+@contextmanager
+def serving(backend: FakeBackend | None = None, **options: Any) -> Iterator[Served]:
+    """A server in a thread, on a free port, until the block ends."""
+    backend = backend or FakeBackend()
+    chosen = ServerOptions(**({"port": 0, "drain_s": 5.0} | options))
+    ready: queue.Queue[Running | BaseException] = queue.Queue()
+    drained: queue.Queue[bool] = queue.Queue()
+
+    def run() -> None:
+        try:
+            drained.put(serve(backend, chosen, on_ready=ready.put))
+        except BaseException as failure:
+            ready.put(failure)
+            raise
+
+    thread = threading.Thread(target=run, name="server")
+    thread.start()
+    running = ready.get(timeout=WAIT_S)
+    if isinstance(running, BaseException):
+        raise running
+    key = chosen.api_key or "none"
+    try:
+        with (
+            httpx.Client(base_url=running.url, timeout=WAIT_S, headers={"authorization": f"Bearer {key}"}) as http,
+            openai.OpenAI(base_url=f"{running.url}/v1", api_key=key, max_retries=0, timeout=WAIT_S) as client,
+        ):
+            yield Served(backend, running, thread, drained, http, client)
+    finally:
+        backend.release()
+        running.stop()
+        thread.join(WAIT_S)
+        if thread.is_alive():
+            running.stop()
+            thread.join(WAIT_S)
+            raise AssertionError("the server did not end by itself")

@@ -1,0 +1,269 @@
+"""Everything a client can get wrong is a 4xx that names it, and the next request is served."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import openai
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from .serving import Served
+
+HI = [{"role": "user", "content": "hi"}]
+IMAGE = {"type": "image_url", "image_url": {"url": "data:,"}}
+CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": ""}}
+
+
+def _user(content: object) -> list[dict[str, object]]:
+    return [{"role": "user", "content": content}]
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"temperature": -1}, "temperature"),
+        ({"temperature": "hot"}, "temperature"),
+        ({"temperature": True}, "temperature"),
+        ({"temperature": 10**400}, "temperature"),
+        ({"top_p": 0}, "top_p"),
+        ({"top_p": 1.5}, "top_p"),
+        ({"n": 0}, "n"),
+        ({"n": -3}, "n"),
+        ({"n": 1.5}, "n"),
+        ({"n": 129}, "n"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": -1}, "max_tokens"),
+        ({"max_tokens": 10**30}, "max_tokens"),
+        ({"max_completion_tokens": 10**3000}, "max_completion_tokens"),
+        ({"max_completion_tokens": 0}, "max_completion_tokens"),
+        ({"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens"),
+        ({"min_tokens": 9, "max_tokens": 3}, "min_tokens"),
+        ({"stream": "yes"}, "stream"),
+        ({"stream": 1}, "stream"),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
+        ({"stream": True, "stream_options": {"include_use": True}}, "stream_options.include_use"),
+        ({"stream": True, "stream_options": []}, "stream_options"),
+        ({"stop": 5}, "stop"),
+        ({"stop": [5]}, "stop[0]"),
+        ({"stop": ""}, "stop"),
+        ({"stop": ["x"] * 17}, "stop"),
+        ({"presence_penalty": 3}, "presence_penalty"),
+        ({"frequency_penalty": -3}, "frequency_penalty"),
+        ({"logit_bias": {"x": 1}}, "logit_bias"),
+        ({"logit_bias": {"-1": 1}}, "logit_bias"),
+        ({"logit_bias": {"01": 1}}, "logit_bias"),
+        ({"logit_bias": {"99999999999": 1}}, "logit_bias"),
+        ({"logit_bias": {"1": 101}}, "logit_bias"),
+        ({"logit_bias": {"1": "a"}}, "logit_bias.1"),
+        ({"logit_bias": [1]}, "logit_bias"),
+        ({"logit_bias": {str(i): 0 for i in range(1025)}}, "logit_bias"),
+        ({"seed": 2**63}, "seed"),
+        ({"seed": 1.5}, "seed"),
+        ({"logprobs": 3}, "logprobs"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        ({"top_logprobs": 3}, "top_logprobs"),
+        ({"top_k": -1}, "top_k"),
+        ({"min_p": 2}, "min_p"),
+        ({"repetition_penalty": 0}, "repetition_penalty"),
+        ({"stop_token_ids": [-1]}, "stop_token_ids"),
+        ({"stop_token_ids": [1.5]}, "stop_token_ids[0]"),
+        ({"priority": "high"}, "priority"),
+        ({"priority": 10**9}, "priority"),
+        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"modalities": ["text", "audio"]}, "modalities"),
+        ({"store": True}, "store"),
+        ({"metadata": {"a": "b"}}, "metadata"),
+        ({"service_tier": "flex"}, "service_tier"),
+        ({"reasoning_effort": "high"}, "reasoning_effort"),
+        ({"prediction": {"type": "content", "content": ""}}, "prediction"),
+        ({"temprature": 1}, "temprature"),
+        ({"best_of": 1}, "best_of"),  # the other API's
+        ({"prompt": "x"}, "prompt"),
+        ({"x" * 100_000: None}, "x" * 64),
+        ({"messages": None}, "messages"),
+        ({"messages": []}, "messages"),
+        ({"messages": "hi"}, "messages"),
+        ({"messages": ["hi"]}, "messages[0]"),
+        ({"messages": [{"content": "hi"}]}, "messages[0].role"),
+        ({"messages": [{"role": "tool", "content": "hi"}]}, "messages[0].role"),
+        ({"messages": [{"role": ["user"], "content": "hi"}]}, "messages[0].role"),
+        ({"messages": [{"role": "user"}]}, "messages[0].content"),
+        ({"messages": _user(5)}, "messages[0].content"),
+        ({"messages": _user([])}, "messages[0].content"),
+        ({"messages": _user(["hi"])}, "messages[0].content[0]"),
+        ({"messages": _user([{"type": "text", "text": "a"}, IMAGE])}, "messages[0].content[1].type"),
+        ({"messages": _user([{"type": "text"}])}, "messages[0].content[0].text"),
+        ({"messages": _user([{"type": "text", "text": "a", "cache_control": {}}])}, "messages[0].content[0].cache_control"),
+        ({"messages": [{"role": "user", "content": "hi", "name": "Ann"}]}, "messages[0].name"),
+        ({"messages": [{"role": "assistant", "content": None, "tool_calls": [CALL]}]}, "messages[0].tool_calls"),
+        ({"messages": [{"role": "user", "contents": "hi"}]}, "messages[0].contents"),
+        ({"model": None}, "model"),
+        ({"model": 5}, "model"),
+    ],
+    ids=lambda value: str(value)[:60],
+)
+def test_a_bad_chat_field_is_a_400_that_names_it(shared: Served, fields: dict[str, Any], param: str) -> None:
+    _expect_400(shared.chat(**fields), param)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"prompt": None}, "prompt"),
+        ({"prompt": []}, "prompt"),
+        ({"prompt": ""}, "prompt"),
+        ({"prompt": ["a", ""]}, "prompt"),
+        ({"prompt": 5}, "prompt"),
+        ({"prompt": {}}, "prompt"),
+        ({"prompt": ["a", 5]}, "prompt[1]"),
+        ({"prompt": [5, "a"]}, "prompt[1]"),
+        ({"prompt": [True]}, "prompt[0]"),
+        ({"prompt": [-1]}, "prompt[0]"),
+        ({"prompt": [2**31]}, "prompt[0]"),
+        ({"prompt": [1.0]}, "prompt[0]"),
+        ({"prompt": [[1], 2]}, "prompt[1]"),
+        ({"prompt": [[1], [None]]}, "prompt[1][0]"),
+        ({"prompt": [[]]}, "prompt"),
+        ({"prompt": ["a"] * 129}, "prompt"),
+        ({"prompt": ["a"] * 65, "n": 2}, "prompt"),
+        ({"echo": True}, "echo"),
+        ({"echo": 0}, "echo"),
+        ({"best_of": 2}, "best_of"),
+        ({"suffix": "end"}, "suffix"),
+        ({"logprobs": 21}, "logprobs"),
+        ({"logprobs": True}, "logprobs"),
+        ({"top_logprobs": 1}, "top_logprobs"),
+        ({"messages": HI}, "messages"),
+    ],
+    ids=lambda value: str(value)[:60],
+)
+def test_a_bad_text_field_is_a_400_that_names_it(shared: Served, fields: dict[str, Any], param: str) -> None:
+    _expect_400(shared.text(**fields), param)
+
+
+def _expect_400(reply: Any, param: str) -> None:
+    assert reply.status_code == 400, reply.text
+    error = reply.json()["error"]
+    assert error["param"] == param
+    assert error["type"] == "invalid_request_error"
+    assert param.rpartition(".")[2].split("[")[0] in error["message"]
+    assert len(reply.content) < 2000
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"tools": [], "tool_choice": "auto", "parallel_tool_calls": True},
+        {"response_format": {"type": "text"}, "modalities": ["text"], "store": False, "metadata": {}, "service_tier": "auto"},
+        {"user": "ann", "safety_identifier": "x", "prompt_cache_key": "y"},
+        {"stream_options": None, "stop": [], "top_logprobs": 0},
+    ],
+)
+def test_a_field_that_asks_for_nothing_is_accepted(shared: Served, fields: dict[str, Any]) -> None:
+    assert shared.chat(**fields).status_code == 200
+
+
+@pytest.mark.parametrize("fields", [{"echo": False, "best_of": 1, "suffix": None}, {"user": "ann"}])
+def test_a_text_field_that_asks_for_nothing_is_accepted(shared: Served, fields: dict[str, Any]) -> None:
+    assert shared.text(**fields).status_code == 200
+
+
+def test_an_unknown_field_names_the_nearest_known_one(shared: Served) -> None:
+    assert "did you mean temperature?" in shared.chat(temprature=1).json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        (b"", "not valid JSON"),
+        (b"{", "not valid JSON"),
+        (b'{"model": "fake",}', "not valid JSON"),
+        (b"\xff\xfe", "not UTF-8: invalid byte at position 0"),
+        ('{"model": "é"}'.encode("latin-1"), "not UTF-8"),
+        ('{"model": "fake"}'.encode("utf-16"), "not UTF-8"),
+        (b'{"temperature": NaN}', "NaN is not a JSON number"),
+        (b'{"temperature": -Infinity}', "-Infinity is not a JSON number"),
+        (b'{"temperature": 1e999}', "beyond the range"),
+        (b'{"max_tokens": ' + b"9" * 5000 + b"}", "not valid JSON"),
+        (b'{"model": "fake", "model": "other"}', "'model' is given twice"),
+        (b'{"messages": [{"role": "user", "content": "\\ud800"}]}', "surrogate"),
+        (b"[]", "array"),
+        (b'"fake"', "string"),
+        (b"5", "number"),
+        (b"null", "null"),
+        (b"true", "boolean"),
+        (b"[" * 200_000, "nested too deeply"),
+        (b'{"a":' * 200_000, "nested too deeply"),
+        (b'{"model": "fake", "messages": [{"role": "user", "content": ' + b"[" * 400 + b"]" * 400 + b"}]}", "messages[0].content[0]"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_a_bad_body_is_a_400_that_says_why(shared: Served, body: bytes, says: str) -> None:
+    reply = shared.post_raw(body)
+    assert reply.status_code == 400, reply.text
+    assert says in reply.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("kind", [None, "text/plain", "application/x-www-form-urlencoded"])
+def test_a_type_that_a_web_page_may_post_unasked_is_refused(shared: Served, kind: str | None) -> None:
+    headers = {} if kind is None else {"content-type": kind}
+    body = json.dumps({"model": "fake", "messages": HI}).encode()
+    assert shared.http.post("/v1/chat/completions", content=body, headers=headers).status_code == 415
+
+
+def test_wrong_model_is_the_clients_not_found(shared: Served) -> None:
+    with pytest.raises(openai.NotFoundError) as failure:
+        shared.openai.chat.completions.create(model="gpt-4", messages=HI)  # type: ignore[arg-type]
+    assert (failure.value.code, failure.value.param) == ("model_not_found", "model")
+
+
+def test_bad_value_is_the_clients_bad_request(shared: Served) -> None:
+    with pytest.raises(openai.BadRequestError) as failure:
+        shared.openai.completions.create(model="fake", prompt="x", temperature=-1)
+    assert failure.value.param == "temperature"
+
+
+def test_unknown_path_and_method_have_openai_bodies(shared: Served) -> None:
+    unknown = shared.http.get("/v1/embeddings")
+    assert (unknown.status_code, unknown.json()["error"]["code"]) == (404, "unknown_url")
+    wrong = shared.http.get("/v1/completions")
+    assert (wrong.status_code, wrong.headers["allow"]) == (405, "POST")
+    assert wrong.json()["error"]["message"] == "Method Not Allowed"
+
+
+_JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=True) | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=6), inner, max_size=4),
+    max_leaves=8,
+)
+_NAMES = (
+    "temperature", "top_p", "n", "stream", "stream_options", "stop", "logit_bias", "logprobs", "top_logprobs", "seed", "max_tokens",
+    "min_tokens", "stop_token_ids", "tools", "response_format", "messages", "prompt", "model", "priority", "echo", "metadata",
+)  # fmt: skip
+
+
+@settings(max_examples=150, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    path=st.sampled_from(["/v1/chat/completions", "/v1/completions"]),
+    fields=st.dictionaries(st.sampled_from(_NAMES), _JSON, max_size=4),
+)
+def test_no_field_value_whatsoever_is_a_500(shared: Served, path: str, fields: dict[str, Any]) -> None:
+    base = {"model": "fake"} | ({"messages": HI} if "chat" in path else {"prompt": "hi"})
+    _expect_sane(shared.post_raw(json.dumps(base | fields).encode(), path))
+
+
+@settings(max_examples=75, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(body=st.binary(max_size=64) | st.text("{}[]\",:0123456789eE+-.truefalsn\\u", max_size=64).map(str.encode))
+def test_no_body_whatsoever_is_a_500(shared: Served, body: bytes) -> None:
+    assert shared.post_raw(body).status_code == 400
+
+
+def _expect_sane(reply: Any) -> None:
+    assert reply.status_code in (200, 400, 404), reply.text
+    if reply.status_code != 200:
+        assert reply.json()["error"]["message"]

@@ -1,0 +1,219 @@
+"""The two APIs as the real openai client sees them."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from sidestream.types import CachedTokens
+
+from .serving import Served, serving
+from sidestream.testing.fake_backend import FakeBackend, Script
+
+HI = [{"role": "user", "content": "hi"}]
+
+
+def test_chat_replies_with_text_finish_reason_and_usage(shared: Served) -> None:
+    reply = shared.openai.chat.completions.create(model="fake", messages=HI)
+    (choice,) = reply.choices
+    assert (choice.message.role, choice.message.content, choice.finish_reason) == ("assistant", "Hello, world", "stop")
+    assert reply.object == "chat.completion"
+    assert reply.usage is not None
+    assert reply.usage.prompt_tokens == len("user: hi\nassistant: ")
+    assert reply.usage.completion_tokens == len("Hello, world")
+    assert reply.usage.total_tokens == reply.usage.prompt_tokens + reply.usage.completion_tokens
+    assert reply.usage.prompt_tokens_details is not None
+    assert reply.usage.prompt_tokens_details.cached_tokens == 6
+    assert reply.usage.prompt_tokens_details.to_dict()["cached_tokens_by_tier"] == {"device": 1, "host": 2, "disk": 3}
+
+
+def test_streamed_chat_carries_the_same_text_and_usage(shared: Served) -> None:
+    whole = shared.openai.chat.completions.create(model="fake", messages=HI)
+    with shared.openai.chat.completions.create(model="fake", messages=HI, stream=True, stream_options={"include_usage": True}) as stream:
+        chunks = list(stream)
+    *news, last = chunks
+    assert all(chunk.usage is None for chunk in news)
+    assert (last.choices, last.usage) == ([], whole.usage)
+    assert news[0].choices[0].delta.role == "assistant"
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in news) == whole.choices[0].message.content
+    assert [chunk.choices[0].finish_reason for chunk in news if chunk.choices[0].finish_reason] == ["stop"]
+    assert len({chunk.id for chunk in chunks}) == 1
+
+
+def test_a_stream_without_include_usage_never_mentions_usage(shared: Served) -> None:
+    assert "usage" not in shared.chat(stream=True).text
+
+
+def test_stream_is_server_sent_events_that_end_with_done(shared: Served) -> None:
+    reply = shared.chat(stream=True)
+    assert reply.headers["content-type"].startswith("text/event-stream")
+    events = reply.text.split("\n\n")
+    assert events[-2:] == ["data: [DONE]", ""]
+    assert all(event.startswith("data: {") for event in events[:-2])
+
+
+def test_text_completion_whole_and_streamed(shared: Served) -> None:
+    whole = shared.openai.completions.create(model="fake", prompt="hi")
+    assert (whole.object, whole.choices[0].text, whole.choices[0].finish_reason) == ("text_completion", "Hello, world", "stop")
+    with shared.openai.completions.create(model="fake", prompt="hi", stream=True) as stream:
+        assert "".join(chunk.choices[0].text for chunk in stream) == "Hello, world"
+
+
+def test_text_completion_generates_16_tokens_when_nobody_says_how_many() -> None:
+    with serving(FakeBackend(Script("x" * 50))) as served:
+        choice = served.openai.completions.create(model="fake", prompt="hi").choices[0]
+        assert (choice.text, choice.finish_reason) == ("x" * 16, "length")
+        assert served.openai.chat.completions.create(model="fake", messages=HI).choices[0].message.content == "x" * 50
+
+
+@pytest.mark.parametrize("field", ["max_tokens", "max_completion_tokens"])
+def test_length_limit_ends_with_length(shared: Served, field: str) -> None:
+    choice = shared.chat(**{field: 5}).json()["choices"][0]
+    assert (choice["message"]["content"], choice["finish_reason"]) == ("Hello", "length")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_n_samples_of_many_prompts_are_numbered_prompt_by_prompt(shared: Served, stream: bool) -> None:
+    def prompts() -> list[str]:
+        return ["one", "two accents"]
+
+    if stream:
+        texts = dict.fromkeys(range(4), "")
+        with shared.openai.completions.create(model="fake", prompt=prompts(), n=2, stream=True) as chunks:
+            for chunk in chunks:
+                texts[chunk.choices[0].index] += chunk.choices[0].text
+    else:
+        reply = shared.openai.completions.create(model="fake", prompt=prompts(), n=2)
+        texts = {choice.index: choice.text for choice in reply.choices}
+        assert reply.usage is not None and reply.usage.prompt_tokens == len("one") + len("two accents")
+    assert texts == {0: "Hello, world", 1: "Hello, world", 2: "héé", 3: "héé"}
+
+
+def test_n_samples_of_a_streamed_chat_each_begin_with_a_role_and_end_once(shared: Served) -> None:
+    with shared.openai.chat.completions.create(model="fake", messages=HI, n=2, stream=True) as stream:
+        chunks = [chunk.choices[0] for chunk in stream]
+    for index in range(2):
+        mine = [choice for choice in chunks if choice.index == index]
+        assert [choice.delta.role for choice in mine].count("assistant") == 1 and mine[0].delta.role == "assistant"
+        assert [choice.finish_reason for choice in mine].count("stop") == 1 and mine[-1].finish_reason == "stop"
+
+
+@pytest.mark.parametrize("prompt", ["abc", ["abc"], [97, 98, 99], [[97, 98, 99]]])
+def test_a_prompt_may_be_text_or_tokens(prompt: object) -> None:
+    with serving() as served:
+        assert served.text(prompt=prompt).status_code == 200
+        assert served.backend.prompts == ["abc"]
+
+
+def test_roles_and_text_parts_reach_the_chat_template() -> None:
+    messages = [
+        {"role": "developer", "content": "be brief"},
+        {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
+        {"role": "assistant", "content": "c", "refusal": None, "tool_calls": None},
+        {"role": "user", "content": "d"},
+    ]
+    with serving() as served:
+        assert served.chat(messages=messages).status_code == 200
+        assert served.backend.prompts == ["system: be brief\nuser: ab\nassistant: c\nuser: d\nassistant: "]
+
+
+def test_every_accepted_field_reaches_the_engine() -> None:
+    fields = {
+        "temperature": 0.5,
+        "top_p": 0.9,
+        "n": 2,
+        "stop": ["x", "y"],
+        "presence_penalty": 0.1,
+        "frequency_penalty": -0.2,
+        "logit_bias": {"65": -100, "66": 1.5},
+        "seed": 7,
+        "top_k": 40,
+        "min_p": 0.05,
+        "repetition_penalty": 1.1,
+        "min_tokens": 2,
+        "max_tokens": 9,
+        "ignore_eos": True,
+        "stop_token_ids": [3],
+        "include_stop_str_in_output": True,
+        "priority": -3,
+        "logprobs": True,
+        "top_logprobs": 4,
+    }
+    with serving() as served:
+        assert served.chat(**fields).status_code == 200
+        (params,) = served.backend.params
+        assert served.backend.priorities == [-3]
+    assert (params.temperature, params.top_p, params.n, params.stop, params.seed) == (0.5, 0.9, 2, ("x", "y"), 7)
+    assert (params.presence_penalty, params.frequency_penalty, params.repetition_penalty) == (0.1, -0.2, 1.1)
+    assert (params.top_k, params.min_p, params.min_tokens, params.max_tokens) == (40, 0.05, 2, 9)
+    assert (params.ignore_eos, params.stop_token_ids, params.include_stop, params.logprobs) == (True, (3,), True, 4)
+    assert params.logit_bias == {65: -100, 66: 1.5}
+
+
+def test_null_means_the_default() -> None:
+    with serving() as served:
+        nothing = dict.fromkeys(("temperature", "top_p", "n", "stop", "seed", "logit_bias", "max_tokens", "stream", "logprobs", "tools", "user"))
+        assert served.chat(**nothing).status_code == 200
+        (params,) = served.backend.params
+    assert (params.temperature, params.top_p, params.n, params.stop, params.max_tokens) == (1.0, 1.0, 1, (), None)
+
+
+def test_chat_logprobs_hold_tokens_bytes_and_alternatives(shared: Served) -> None:
+    reply = shared.openai.chat.completions.create(model="fake", messages=HI, logprobs=True, top_logprobs=3, max_tokens=2)
+    logprobs = reply.choices[0].logprobs
+    assert logprobs is not None and logprobs.content is not None
+    first = logprobs.content[0]
+    assert (first.token, first.bytes, first.logprob) == ("H", [72], -0.5)
+    assert [(other.token, other.logprob) for other in first.top_logprobs] == [("H", -0.5), ("I", -1.5), ("J", -9999.0)]
+    assert [entry.token for entry in logprobs.content] == ["H", "e"]
+
+
+def test_a_token_that_is_half_a_character_has_no_bytes_to_show(shared: Served) -> None:
+    reply = shared.openai.chat.completions.create(model="fake", messages=[{"role": "user", "content": "accents"}], logprobs=True)
+    logprobs = reply.choices[0].logprobs
+    assert logprobs is not None and logprobs.content is not None
+    assert [(entry.token, entry.bytes) for entry in logprobs.content[:2]] == [("h", [104]), ("\ufffd", None)]
+
+
+def test_streamed_logprobs_are_the_whole_ones_cut_in_pieces(shared: Served) -> None:
+    fields = {"prompt": "accents", "logprobs": 2}
+    whole = shared.text(**fields).json()["choices"][0]["logprobs"]
+    assert whole["tokens"] == ["h", "\ufffd", "\ufffd", "\ufffd", "\ufffd"]
+    assert whole["text_offset"] == [0, 1, 1, 2, 2]
+    assert whole["token_logprobs"] == [-0.5] * 5
+    assert whole["top_logprobs"][0] == {"h": -0.5, "i": -1.5}
+    joined: dict[str, list[object]] = {}
+    for line in shared.text(**fields, stream=True).text.split("\n\n")[:-2]:
+        for name, values in json.loads(line.removeprefix("data: "))["choices"][0]["logprobs"].items():
+            joined.setdefault(name, []).extend(values)
+    assert joined == whole
+
+
+def test_logprobs_0_names_the_drawn_token_only(shared: Served) -> None:
+    assert shared.text(logprobs=0, max_tokens=1).json()["choices"][0]["logprobs"]["top_logprobs"] == [{"H": -0.5}]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_empty_answer_is_an_answer(shared: Served, stream: bool) -> None:
+    reply = shared.text(prompt="nothing", stream=stream)
+    assert reply.status_code == 200
+    assert '"finish_reason":"stop"' in reply.text
+
+
+def test_characters_are_never_cut_while_streaming(shared: Served) -> None:
+    assert "\ufffd" not in shared.text(prompt="accents", stream=True).text
+
+
+def test_models_are_listed_and_found_by_name() -> None:
+    with serving(served_model_name="org/some model") as served:
+        assert [model.id for model in served.openai.models.list()] == ["org/some model"]
+        assert served.openai.models.retrieve("org/some model").id == "org/some model"
+        assert served.http.get("/v1/models/org/other").status_code == 404
+        assert served.text(model="org/some model").status_code == 200
+        assert served.text(model="fake").status_code == 404
+
+
+def test_a_cold_prompt_has_no_cached_tokens() -> None:
+    with serving(FakeBackend(Script(cached=CachedTokens()))) as served:
+        assert served.text().json()["usage"]["prompt_tokens_details"]["cached_tokens"] == 0

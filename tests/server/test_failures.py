@@ -1,0 +1,219 @@
+"""What the engine refuses, what breaks, who leaves: every end of a request but a good one."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import socket
+
+import openai
+import pytest
+
+from sidestream.errors import ContextTooLong, EngineStopped, QueueFull, RequestRejected
+from sidestream.server import ServerOptions
+from sidestream.testing.fake_backend import FakeBackend, Script
+from sidestream.types import Health
+
+from .serving import WAIT_S, Served, serving
+
+HI = [{"role": "user", "content": "hi"}]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("refusal", "expected", "code"),
+    [
+        (RequestRejected("no", param="seed"), openai.BadRequestError, None),
+        (ContextTooLong("prompt has 9 tokens, the model takes 8"), openai.BadRequestError, "context_length_exceeded"),
+        (QueueFull("8 requests wait"), openai.RateLimitError, "rate_limit_exceeded"),
+        (EngineStopped("stopping"), openai.InternalServerError, "engine_stopped"),
+        (ZeroDivisionError("secret"), openai.InternalServerError, "internal_error"),
+    ],
+)
+def test_a_refusal_is_the_clients_exception(
+    stream: bool, refusal: Exception, expected: type[openai.APIStatusError], code: str | None
+) -> None:
+    with serving(FakeBackend(Script(refuse=refusal))) as served:
+        with pytest.raises(expected) as failure:
+            served.openai.chat.completions.create(model="fake", messages=HI, stream=stream)  # type: ignore[call-overload]
+        assert failure.value.code == code
+        assert "secret" not in str(failure.value)
+
+
+def test_queue_full_says_when_to_try_again() -> None:
+    with serving(FakeBackend(Script(refuse=QueueFull("full"))), retry_after_s=3) as served:
+        reply = served.chat()
+        assert (reply.status_code, reply.headers["retry-after"]) == (429, "3")
+
+
+def test_one_refused_prompt_aborts_the_others() -> None:
+    def script(prompt: str) -> Script:
+        return Script(refuse=QueueFull("full")) if prompt == "b" else Script(hold_after=0)
+
+    with serving(FakeBackend(script)) as served:
+        assert served.text(prompt=["a", "b"]).status_code == 429
+        (aborted,) = served.backend.aborted
+        assert aborted.endswith(".0")
+
+
+def test_an_unexpected_failure_is_logged_with_its_trace_and_told_without(caplog: pytest.LogCaptureFixture) -> None:
+    with serving(FakeBackend(Script(refuse=ZeroDivisionError("secret")))) as served:
+        reply = served.chat()
+    assert reply.status_code == 500
+    assert "secret" not in reply.text and "Traceback" not in reply.text
+    (record,) = [record for record in caplog.records if record.levelno == logging.ERROR]
+    assert record.exc_info is not None and isinstance(record.exc_info[1], ZeroDivisionError)
+    assert record.getMessage().startswith(reply.headers["x-request-id"])
+    assert reply.headers["x-request-id"] in reply.json()["error"]["message"]
+
+
+def test_a_failure_within_a_stream_is_an_error_event_and_no_done() -> None:
+    with serving(FakeBackend(Script(fail_after=3, failure=EngineStopped("the engine stops")))) as served:
+        reply = served.chat(stream=True)
+        assert reply.status_code == 200
+        events = reply.text.split("\n\n")
+        assert json.loads(events[-2].removeprefix("data: "))["error"]["code"] == "engine_stopped"
+        assert "[DONE]" not in reply.text
+        with served.openai.chat.completions.create(model="fake", messages=HI, stream=True) as stream, pytest.raises(openai.APIError):
+            list(stream)
+
+
+def test_a_failure_within_a_whole_reply_is_an_error_reply() -> None:
+    with serving(FakeBackend(Script(fail_after=3))) as served:
+        assert served.chat().status_code == 500
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_aborts_its_request(stream: bool) -> None:
+    with serving(FakeBackend(Script(hold_after=2))) as served:
+        leaving = _post(served, {"model": "fake", "messages": HI, "stream": stream, "n": 2})
+        served.backend.wait_until(lambda fake: len(fake.held) == 1)
+        leaving.close()
+        served.backend.wait_until(lambda fake: fake.aborted == fake.held)
+
+
+def test_a_client_that_leaves_aborts_all_its_prompts() -> None:
+    with serving(FakeBackend(Script(hold_after=0))) as served:
+        leaving = _post(served, {"model": "fake", "prompt": ["a", "b", "c"]}, "/v1/completions")
+        served.backend.wait_until(lambda fake: len(fake.held) == 3)
+        leaving.close()
+        served.backend.wait_until(lambda fake: sorted(fake.aborted) == sorted(fake.held))
+
+
+def test_a_client_that_leaves_within_its_body_disturbs_nobody() -> None:
+    with serving() as served:
+        leaving = served.connect()
+        leaving.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 99\r\n\r\n{")
+        leaving.close()
+        assert served.text().status_code == 200
+        assert len(served.backend.names) == 1
+
+
+def test_a_client_that_does_not_read_holds_up_nobody_and_loses_nothing() -> None:
+    text = "x" * (4 << 20)  # beyond what both ends' socket buffers can swallow
+    with serving(FakeBackend(lambda prompt: Script(text, token_bytes=1 << 16) if prompt == "long" else Script())) as served:
+        slow = _post(served, {"model": "fake", "prompt": "long", "max_tokens": len(text), "stream": True}, "/v1/completions")
+        served.backend.wait_until(lambda fake: len(fake.names) == 1) if not served.backend.names else None
+        assert served.text(prompt="short").json()["choices"][0]["text"] == "Hello, world"
+        assert served.backend.finished == served.backend.names[1:]
+        received = _read_to_end(slow)
+        assert received.count(b"x" * (1 << 16)) == len(text) >> 16
+        assert received.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
+
+
+def test_a_slow_client_that_leaves_aborts_its_request() -> None:
+    with serving(FakeBackend(Script("x" * (4 << 20), token_bytes=1 << 16))) as served:
+        slow = _post(served, {"model": "fake", "prompt": "a", "max_tokens": 4 << 20, "stream": True}, "/v1/completions")
+        slow.recv(100)
+        slow.close()
+        served.backend.wait_until(lambda fake: len(fake.aborted) == 1)
+
+
+def test_a_body_that_is_too_long_is_refused_before_it_is_read() -> None:
+    with serving(max_body_bytes=1000) as served:
+        reply = served.chat(user="x" * 2000)
+        assert reply.status_code == 413
+        assert "1000 bytes" in reply.json()["error"]["message"]
+        assert served.chat().status_code == 200
+
+
+def test_a_chunked_body_that_is_too_long_is_refused_while_it_is_read() -> None:
+    with serving(max_body_bytes=1000) as served:
+        endless = served.connect()
+        endless.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n")
+        endless.sendall(b"3e9\r\n" + b"x" * 1001 + b"\r\n")  # and the last chunk never comes
+        assert endless.recv(12) == b"HTTP/1.1 413"
+        endless.close()
+
+
+def test_a_body_of_exactly_the_limit_is_read() -> None:
+    body = json.dumps({"model": "fake", "messages": HI}).encode()
+    with serving(max_body_bytes=len(body)) as served:
+        assert served.post_raw(body).status_code == 200
+        assert served.post_raw(body + b" ").status_code == 413
+
+
+def test_a_body_that_does_not_arrive_is_refused() -> None:
+    with serving(body_timeout_s=0) as served:
+        late = served.connect()
+        late.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 9\r\n\r\n{")
+        assert late.recv(12) == b"HTTP/1.1 408"
+        late.close()
+
+
+def test_only_the_right_key_is_let_in_and_health_is_open() -> None:
+    with serving(api_key="s3cret") as served:
+        assert served.chat().status_code == 200
+        for wrong in ("Bearer s3cre", "Bearer s3cret2", "Bearer ", "Basic s3cret", "s3cret", "Bearer s3crét"):
+            reply = served.http.get("/v1/models", headers={"authorization": wrong.encode()})
+            assert (reply.status_code, reply.json()["error"]["code"]) == (401, "invalid_api_key"), wrong
+            assert "s3cret" not in reply.text
+        nobody = {"authorization": ""}
+        assert served.http.get("/metrics", headers=nobody).status_code == 401
+        assert served.http.get("/nowhere", headers=nobody).status_code == 401
+        assert served.http.get("/health", headers=nobody).status_code == 200
+        with pytest.raises(openai.AuthenticationError):
+            served.openai.with_options(api_key="wrong").models.list()
+
+
+def test_the_key_is_in_no_repr() -> None:
+    assert "s3cret" not in repr(ServerOptions(api_key="s3cret"))
+
+
+@pytest.mark.parametrize(("status", "code"), [("ok", 200), ("draining", 503), ("failed", 503)])
+def test_health_is_the_engines(status: str, code: int) -> None:
+    backend = FakeBackend()
+    backend.status = Health(status, "because")
+    with serving(backend) as served:
+        reply = served.http.get("/health")
+        assert (reply.status_code, reply.json()) == (code, {"status": status, "detail": "because"})
+
+
+def test_each_reply_has_an_id_and_each_request_one_log_line(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger="sidestream.server")
+    with serving() as served:
+        replies = [served.chat(), served.chat(temperature=-1), served.http.get("/v1/%0Aforged"), served.chat(stream=True)]
+        served.http.get("/health")
+    ids = [reply.headers["x-request-id"] for reply in replies]
+    assert len(set(ids)) == 4
+    lines = [record.getMessage() for record in caplog.records if " status=" in record.getMessage()]
+    assert [line.split()[0] for line in lines] == ids
+    assert re.search(r"status=200 outcome=ok prompt_tokens=20 output_tokens=12 cached_tokens=0 ttft=[\d.]+s duration=[\d.]+s$", lines[0])
+    assert "status=400" in lines[1] and "ttft=-" in lines[1]
+    assert not any("\n" in line for line in lines)
+
+
+def _post(served: Served, fields: dict[str, object], path: str = "/v1/chat/completions") -> socket.socket:
+    """Send a request on a raw connection, and read nothing."""
+    body = json.dumps(fields).encode()
+    connection = served.connect()
+    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n"
+    connection.sendall(head.encode() + body)
+    return connection
+
+
+def _read_to_end(connection: socket.socket) -> bytes:
+    connection.settimeout(WAIT_S)
+    with connection:
+        return b"".join(iter(lambda: connection.recv(1 << 20), b""))

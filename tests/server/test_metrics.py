@@ -1,0 +1,48 @@
+"""/metrics in the Prometheus text format, read by Prometheus' own parser."""
+
+from __future__ import annotations
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from sidestream.metrics import METRICS, Metrics
+from sidestream.server.metrics import render
+from sidestream.testing.fake_backend import FakeBackend
+
+from .serving import serving
+
+
+def _samples(text: str) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
+    families = text_string_to_metric_families(text)
+    return {(s.name, tuple(sorted(s.labels.items()))): s.value for family in families for s in family.samples}
+
+
+def test_the_engines_values_are_served_with_their_labels() -> None:
+    backend = FakeBackend()
+    backend.metrics.inc("requests_total", 2, "stop")
+    backend.metrics.set("blocks_free", 7)
+    with serving(backend) as served:
+        reply = served.http.get("/metrics")
+    assert reply.headers["content-type"].startswith("text/plain; version=")
+    samples = _samples(reply.text)
+    assert samples["sidestream_requests_total", (("finish_reason", "stop"),)] == 2
+    assert samples["sidestream_blocks_free", ()] == 7
+
+
+def test_every_declared_metric_is_there_before_its_first_write() -> None:
+    text = render(Metrics()).decode()
+    names = {family.name for family in text_string_to_metric_families(text)}
+    assert names == {f"sidestream_{name.removesuffix('_total')}" for name in METRICS}
+    assert _samples(text)["sidestream_steps_total", ()] == 0
+
+
+def test_histogram_buckets_are_cumulative() -> None:
+    metrics = Metrics()
+    for seconds in (0.001, 0.002, 0.3, 1000.0):
+        metrics.observe("ttft_seconds", seconds)
+    samples = _samples(render(metrics).decode())
+    buckets = [value for (name, _), value in samples.items() if name == "sidestream_ttft_seconds_bucket"]
+    assert buckets == sorted(buckets)
+    assert samples["sidestream_ttft_seconds_bucket", (("le", "0.001"),)] == 1
+    assert samples["sidestream_ttft_seconds_bucket", (("le", "0.5"),)] == 3
+    assert samples["sidestream_ttft_seconds_bucket", (("le", "+Inf"),)] == samples["sidestream_ttft_seconds_count", ()] == 4
+    assert samples["sidestream_ttft_seconds_sum", ()] == 1000.303

@@ -1,0 +1,333 @@
+"""Text in pieces is the same text: for any tokens, any split, any stop strings."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
+from tokenizers import Tokenizer as Backend
+from transformers import GenerationConfig, PreTrainedTokenizerFast
+
+from sidestream.errors import ModelError, RequestRejected
+from sidestream.models.catalog import prepared
+from sidestream.text import Detokenizer, StopStrings, Tokenizer, sample_text
+
+TEMPLATE = (
+    "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}"
+    "<s>{{ m.role }}: {{ m.content }}</s>{% endfor %}{% if add_generation_prompt %}<s>assistant: {% endif %}"
+    "{% if shout is defined and shout %}!{% endif %}"
+)
+TRICKY = [
+    "naïve café",
+    "日本語のテキスト",
+    "👩‍👩‍👧‍👦 🇳🇴 👍🏽",
+    "e\u0301\u0323 Z͑ͫ̓ͪ̂ͫ̽",
+    "  spaces   and\n\n\ttabs ",
+    "\ufffd real \ufffd\ufffd",
+    "مرحبا",
+    "a\u200db",
+    "\U0010ffff",
+]
+
+
+def byte_level() -> PreTrainedTokenizerFast:
+    """Every byte a token, a few merges of whole and of half characters, two special tokens, one added token."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    merges = [("Ġ", "a"), ("Ġa", "n"), ("ð", "Ł"), ("ðŁ", "ĳ"), ("ł", "å"), ("Ã", "©"), ("å", "ħ")]
+    tokens = [*alphabet, *("".join(merge) for merge in merges)]
+    backend = Backend(models.BPE({token: index for index, token in enumerate(dict.fromkeys(tokens))}, merges))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([AddedToken("<s>", normalized=False), AddedToken("</s>", normalized=False)])
+    backend.add_tokens([AddedToken("<think>", normalized=False)])
+    return PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>")
+
+
+def sentencepiece_tokens() -> list[str]:
+    words = ["a", "n", "▁", "▁▁", "▁a", "▁an", "b", "cd", "▁é", "日", "\ufffd", ".", "n't", "\n"]
+    return ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *words]
+
+
+def llama_style() -> PreTrainedTokenizerFast:
+    """Sentencepiece with bytes for unknown characters, the first space taken away."""
+    decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    return sentencepiece(decoder)
+
+
+def metaspace_style() -> PreTrainedTokenizerFast:
+    return sentencepiece(decoders.Metaspace(prepend_scheme="first"))
+
+
+def sentencepiece(decoder: Any) -> PreTrainedTokenizerFast:
+    vocab = {token: index for index, token in enumerate(sentencepiece_tokens())}
+    backend = Backend(models.BPE(vocab, [("▁", "a"), ("▁a", "n"), ("▁", "▁")], unk_token="<unk>", byte_fallback=True))
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    backend.decoder = decoder
+    backend.add_special_tokens([AddedToken(token, normalized=False) for token in ("<unk>", "<s>", "</s>")])
+    return PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>", bos_token="<s>", eos_token="</s>")
+
+
+def wrapped(backend: PreTrainedTokenizerFast) -> Tokenizer:
+    return Tokenizer(backend, eos_ids=[backend.eos_token_id])
+
+
+TOKENIZERS = {style.__name__: wrapped(style()) for style in (byte_level, llama_style, metaspace_style)}
+if (directory := prepared("smollm2-135m-instruct")) is not None:
+    TOKENIZERS["smollm2"] = Tokenizer.load(str(directory))
+
+every_tokenizer = pytest.mark.parametrize("name", TOKENIZERS)
+any_text = st.lists(st.one_of(st.text(), st.sampled_from(TRICKY))).map("".join)
+
+
+def any_tokens(name: str) -> st.SearchStrategy[list[int]]:
+    """Uniform tokens, and runs of a few, which break more."""
+    token = st.integers(0, TOKENIZERS[name].vocab_size - 1)
+    runs = st.builds(lambda some, times: some * times, st.lists(token, max_size=3), st.integers(1, 30))
+    return st.lists(st.one_of(st.lists(token, max_size=8), runs), max_size=6).map(lambda lists: [t for part in lists for t in part])
+
+
+@every_tokenizer
+@given(data=st.data())
+def test_pieces_of_any_text_join_to_the_whole(name: str, data: st.DataObject) -> None:
+    tokenizer = TOKENIZERS[name]
+    assert_joins(tokenizer, tokenizer.encode(data.draw(any_text)))
+
+
+@every_tokenizer
+@settings(max_examples=300)
+@given(data=st.data())
+def test_pieces_of_any_tokens_join_to_the_whole_even_if_they_are_no_text(name: str, data: st.DataObject) -> None:
+    assert_joins(TOKENIZERS[name], data.draw(any_tokens(name)))
+
+
+def assert_joins(tokenizer: Tokenizer, tokens: list[int]) -> None:
+    detokenizer = tokenizer.detokenizer()
+    text = ""
+    whole = tokenizer.decode(tokens)
+    for token in tokens:
+        text += detokenizer.push(token)
+        assert whole.startswith(text)
+    assert text + detokenizer.finish() == whole
+
+
+@every_tokenizer
+def test_a_character_comes_whole_and_as_soon_as_it_is_complete(name: str) -> None:
+    tokenizer = TOKENIZERS[name]
+    detokenizer = tokenizer.detokenizer()
+    pieces = [detokenizer.push(token) for token in tokenizer.encode("a 👍日é b", add_special_tokens=False)]
+    assert "\ufffd" not in "".join(pieces)
+    assert pieces[-1].endswith("b")
+
+
+def test_a_byte_level_emoji_is_given_out_with_its_last_byte() -> None:
+    tokenizer = TOKENIZERS["byte_level"]
+    detokenizer = tokenizer.detokenizer()
+    pieces = [detokenizer.push(token) for token in tokenizer.encode("😀")]
+    assert pieces == [""] * (len(pieces) - 1) + ["😀"]
+
+
+def test_an_incomplete_character_at_the_end_is_one_replacement_character() -> None:
+    tokenizer = TOKENIZERS["byte_level"]
+    detokenizer = tokenizer.detokenizer()
+    assert "".join(detokenizer.push(token) for token in tokenizer.encode("x😀")[:-1]) == "x"
+    assert detokenizer.finish() == "\ufffd"
+    assert detokenizer.finish() == ""
+
+
+class Counting(Tokenizer):
+    """Counts how many tokens are decoded."""
+
+    decoded = 0
+
+    def decode(self, token_ids: Any) -> str:
+        self.decoded += len(token_ids)
+        return super().decode(token_ids)
+
+
+def ordinary(tokenizer: Tokenizer) -> list[int]:
+    return tokenizer.encode(sample_text())[:4000]
+
+
+def broken_bytes(tokenizer: Tokenizer) -> list[int]:
+    """Never a complete character: the first two bytes of an emoji, again and again."""
+    return (tokenizer.encode("😀")[:1] * 4000)[:4000]
+
+
+@pytest.mark.parametrize("tokens", [ordinary, broken_bytes])
+@pytest.mark.parametrize("style", [byte_level, llama_style])
+def test_the_work_per_token_does_not_grow_with_the_text(
+    style: Callable[[], PreTrainedTokenizerFast], tokens: Callable[[Tokenizer], list[int]]
+) -> None:
+    tokenizer = Counting(style(), eos_ids=[])
+    detokenizer = Detokenizer(tokenizer)
+    ids = tokens(tokenizer)
+    for token in ids:
+        detokenizer.push(token)
+    # two decodes of two tokens for ordinary text; windows of up to 32 tokens for broken bytes
+    assert tokenizer.decoded <= 100 * len(ids)
+
+
+naive_alphabet = st.text("abc", max_size=12)
+stop_lists = st.lists(st.text("abc", min_size=1, max_size=4), max_size=4)
+
+
+@settings(max_examples=500)
+@given(pieces=st.lists(naive_alphabet, max_size=8), stops=stop_lists, include=st.booleans())
+def test_stop_strings_agree_with_a_naive_search_for_any_split(pieces: list[str], stops: list[str], include: bool) -> None:
+    search = StopStrings(stops, include=include)
+    shown = ""
+    for piece in pieces:
+        shown_now, stopped = search.push(piece)
+        shown += shown_now
+        assert stopped == (search.matched is not None)
+    shown += search.flush()
+    expected, matched = naive("".join(pieces), stops, include)
+    assert (shown, search.matched) == (expected, matched)
+
+
+def naive(text: str, stops: list[str], include: bool) -> tuple[str, str | None]:
+    for stop in range(1, len(text) + 1):
+        found = [s for s in stops if text[:stop].endswith(s)]
+        if found:
+            longest = max(found, key=len)
+            return text[: stop if include else stop - len(longest)], longest
+    return text, None
+
+
+@given(pieces=st.lists(naive_alphabet, max_size=8), stops=stop_lists)
+def test_stop_strings_hold_back_no_more_than_may_be_the_start_of_one(pieces: list[str], stops: list[str]) -> None:
+    search = StopStrings(stops)
+    text = shown = ""
+    for piece in pieces:
+        text += piece
+        shown_now, stopped = search.push(piece)
+        shown += shown_now
+        if stopped:
+            return
+        starts = [length for stop in stops for length in range(len(stop)) if text.endswith(stop[:length])]
+        assert len(text) - len(shown) == max(starts, default=0)
+
+
+def test_nothing_is_given_out_after_a_stop_string() -> None:
+    search = StopStrings(["END"])
+    assert search.push("all of this EN") == ("all of this ", False)
+    assert search.push("D and none of this") == ("", True)
+    assert search.push("nor this") == ("", True)
+    assert search.flush() == ""
+    assert search.matched == "END"
+
+
+def test_what_was_held_back_in_vain_is_given_out() -> None:
+    search = StopStrings(["END"])
+    assert search.push("EN") == ("", False)
+    assert search.push("TER E") == ("ENTER ", False)
+    assert search.flush() == "E"
+    assert search.flush() == ""
+
+
+@pytest.fixture
+def model_dir(tmp_path: Path) -> Path:
+    backend = byte_level()
+    backend.chat_template = TEMPLATE
+    backend.save_pretrained(tmp_path)
+    return tmp_path
+
+
+def test_load_takes_the_end_of_sequence_from_the_generation_config_and_the_tokenizer(model_dir: Path) -> None:
+    end = Tokenizer.load(str(model_dir)).eos_ids
+    GenerationConfig(eos_token_id=[7, 9]).save_pretrained(model_dir)
+    assert Tokenizer.load(str(model_dir)).eos_ids == (7, 9, *end)
+
+
+def test_load_takes_the_end_of_sequence_from_the_config_when_there_is_no_generation_config(model_dir: Path) -> None:
+    (model_dir / "config.json").write_text('{"model_type": "llama", "eos_token_id": 5}')
+    assert 5 in Tokenizer.load(str(model_dir)).eos_ids
+
+
+@pytest.mark.parametrize("content", [None, "{}", '{"broken'])
+def test_a_directory_without_a_usable_tokenizer_is_a_model_error(tmp_path: Path, content: str | None) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    if content is not None:
+        (tmp_path / "tokenizer.json").write_text(content)
+    with pytest.raises(ModelError, match=r"no usable tokenizer in .*tokenizer\.json beside its config\.json"):
+        Tokenizer.load(str(tmp_path))
+
+
+def test_encode_and_decode_are_inverse_and_special_tokens_are_no_text(model_dir: Path) -> None:
+    tokenizer = Tokenizer.load(str(model_dir))
+    for text in TRICKY:
+        ids = tokenizer.encode(text)
+        assert all(type(token) is int for token in ids)
+        assert tokenizer.decode([*ids, *tokenizer.eos_ids]) == text
+    assert tokenizer.special_ids == set(tokenizer.encode("<s></s>"))
+    assert tokenizer.vocab_size == 1 + max(tokenizer.encode("<s></s><think>"))
+
+
+def test_a_lone_surrogate_is_refused(model_dir: Path) -> None:
+    with pytest.raises(RequestRejected, match=r"character 2 is the lone surrogate U\+D83D"):
+        Tokenizer.load(str(model_dir)).encode("ab\ud83d")
+
+
+def ask(content: Any = "hi", role: str = "user") -> list[dict[str, Any]]:
+    return [{"role": role, "content": content}]
+
+
+def test_chat_lays_messages_out_by_the_template(model_dir: Path) -> None:
+    tokenizer = Tokenizer.load(str(model_dir))
+    parts = [{"type": "text", "text": "h"}, {"type": "text", "text": "i"}]
+    for content in ("hi", parts):
+        assert tokenizer.chat(ask(content)) == tokenizer.encode("<s>user: hi</s><s>assistant: ")
+    assert tokenizer.chat(ask(), add_generation_prompt=False) == tokenizer.encode("<s>user: hi</s>")
+    assert tokenizer.chat(ask(role="assistant"), continue_final_message=True) == tokenizer.encode("<s>assistant: hi")
+    assert tokenizer.chat(ask(), shout=True) == tokenizer.encode("<s>user: hi</s><s>assistant: !")
+
+
+def test_chat_without_a_template_is_refused() -> None:
+    tokenizer = TOKENIZERS["byte_level"]
+    assert not tokenizer.has_chat_template
+    with pytest.raises(RequestRejected, match="no chat template: ask for a plain completion"):
+        tokenizer.chat(ask())
+
+
+@pytest.mark.parametrize(
+    ("messages", "options", "reason", "param"),
+    [
+        ([], {}, "messages is empty", "messages"),
+        (["hi"], {}, r"messages\[0\] is 'hi': give an object", "messages[0]"),
+        (ask(role="usr"), {}, r"messages\[0\]: no role usr; did you mean user\?", "messages[0].role"),
+        ([{"content": "hi"}], {}, "no role None", "messages[0].role"),
+        ([*ask(), {"role": "user"}], {}, r"messages\[1\].content is None", "messages[1].content"),
+        (ask([{"type": "image_url"}]), {}, "part of type image_url: only text", "messages[0].content"),
+        (ask(["hi"]), {}, "part of type str: only text", "messages[0].content"),
+        (ask(role="tool"), {}, "chat template refuses these messages: no tools here", "messages"),
+        (ask("\ud800"), {}, "not valid Unicode", None),
+        (ask(), {"tools": [{"type": "function"}]}, "knows no tools", "tools"),
+        (ask(), {"enable_thinking": True}, "has no option enable_thinking", "enable_thinking"),
+    ],
+)
+def test_chat_refuses_what_it_cannot_honour(model_dir: Path, messages: Any, options: Any, reason: str, param: str | None) -> None:
+    with pytest.raises(RequestRejected, match=reason) as refused:
+        Tokenizer.load(str(model_dir)).chat(messages, **options)
+    assert refused.value.param == param
+
+
+def test_the_sample_text_is_the_whole_chapter() -> None:
+    text = sample_text()
+    assert "Call me Ishmael." in text
+    assert text.endswith("like a snow hill in the air.\n")
+    assert len(text.split("\n\n")) == 17
+    assert 12_000 < len(text) < 13_000
+
+
+@pytest.mark.demo_model
+def test_the_sample_text_is_a_long_prompt_for_the_demo_model() -> None:
+    if "smollm2" not in TOKENIZERS:
+        pytest.skip("the demo model is not in the cache: `sidestream models` prepares it")
+    tokenizer = TOKENIZERS["smollm2"]
+    assert tokenizer.eos_ids == (2,)
+    assert len(tokenizer.encode(sample_text())) == 2879
