@@ -10,7 +10,7 @@ from torch import Tensor
 
 from sidestream.config import SamplingParams
 from sidestream.errors import InvariantError
-from sidestream.execute.sample import Drawn, sample
+from sidestream.execute.sample import Drawn, probability_floor, sample
 from sidestream.execute.state import DecodeState
 from sidestream.types import RowStart
 
@@ -139,15 +139,35 @@ def test_min_p_is_relative_to_the_likeliest():
     assert support(logits, min_p=1.0) == {1}
 
 
+@pytest.mark.parametrize("count", [1, 2, 17, 999, 1000, 1001])
+def test_probability_floor_is_the_value_that_a_sort_finds(count):
+    generator = torch.Generator().manual_seed(4)
+    # far apart, close together (neighbouring floats), equal, zero, one, and smaller than float32's normal range
+    spread = torch.rand(400, generator=generator) ** 9
+    close = 0.25 + torch.arange(300) * 2.0**-25
+    probs = torch.cat([spread, close, close[:150], torch.zeros(100), torch.ones(1), torch.tensor([1e-40] * 49)])[None]
+    floor = probability_floor(probs, torch.ones(1, 1000, dtype=torch.int64), torch.tensor([[count]]))
+    want = probs.sort(descending=True).values[0, count - 1] if count <= 1000 else 0.0
+    assert floor.item() == want
+
+
+def test_what_reaches_the_limit_exactly_leaves_out_the_next_value():
+    probs = torch.tensor([[0.25, 0.5, 0.125, 0.125]])
+    floors = [probability_floor(probs, (probs * 8).long(), torch.tensor([[limit]])).item() for limit in (3.9, 4.0, 4.1, 6.0, 6.1)]
+    assert floors == [0.5, 0.5, 0.25, 0.25, 0.125]
+
+
 def test_temperature_comes_before_the_filters():
     assert support([0.0, 1.0, 0.9], min_p=0.5, temperature=0.5) == {1, 2}
     assert support([0.0, 1.0, 0.9], min_p=0.5, temperature=2.0) == {0, 1, 2}
 
 
 @pytest.mark.parametrize("temperature", [1e-3, 1e-30, 1e-300])
-def test_a_tiny_temperature_is_greedy_and_does_not_overflow(temperature):
-    drawn = draw([[-80.0, 80.0, 79.0]], start(temperature=temperature))
-    assert drawn.tokens.tolist() == [1] and drawn.finite.all()
+@pytest.mark.parametrize("scale", [1.0, 1e30, 1e36])
+def test_neither_a_tiny_temperature_nor_huge_logits_overflow(temperature, scale):
+    logits = torch.linspace(-80, 80, 200).roll(37) * scale
+    drawn = draw(logits.repeat(50, 1), *(start(seed=seed, temperature=temperature) for seed in range(50)))
+    assert drawn.tokens.unique().tolist() == [36] and drawn.finite.all()
 
 
 def test_a_tiny_repetition_penalty_does_not_overflow():

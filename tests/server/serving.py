@@ -39,7 +39,15 @@ class Served:
 
     def connect(self) -> socket.socket:
         host, port = self.running.url.removeprefix("http://").split(":")
-        return socket.create_connection((host, int(port)), timeout=WAIT_S)
+        connection = socket.socket()
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 18)  # else the kernel grows it to many MiB
+        connection.settimeout(WAIT_S)
+        try:
+            connection.connect((host, int(port)))
+        except OSError:
+            connection.close()
+            raise
+        return connection
 
 
 @contextmanager

@@ -6,10 +6,10 @@ import json
 
 import pytest
 
+from sidestream.testing.fake_backend import FakeBackend, Script
 from sidestream.types import CachedTokens
 
 from .serving import Served, serving
-from sidestream.testing.fake_backend import FakeBackend, Script
 
 HI = [{"role": "user", "content": "hi"}]
 
@@ -153,7 +153,9 @@ def test_every_accepted_field_reaches_the_engine() -> None:
 
 def test_null_means_the_default() -> None:
     with serving() as served:
-        nothing = dict.fromkeys(("temperature", "top_p", "n", "stop", "seed", "logit_bias", "max_tokens", "stream", "logprobs", "tools", "user"))
+        nothing = dict.fromkeys(
+            ("temperature", "top_p", "n", "stop", "seed", "logit_bias", "max_tokens", "stream", "logprobs", "tools", "user")
+        )
         assert served.chat(**nothing).status_code == 200
         (params,) = served.backend.params
     assert (params.temperature, params.top_p, params.n, params.stop, params.max_tokens) == (1.0, 1.0, 1, (), None)

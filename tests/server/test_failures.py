@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import re
 import socket
+import threading
+from typing import Any
 
 import openai
 import pytest
 
 from sidestream.errors import ContextTooLong, EngineStopped, QueueFull, RequestRejected
-from sidestream.server import ServerOptions
-from sidestream.testing.fake_backend import FakeBackend, Script
+from sidestream.server import ServerOptions, create_app
+from sidestream.testing.fake_backend import FakeBackend, FakeTokenizer, Script
 from sidestream.types import Health
 
 from .serving import WAIT_S, Served, serving
 
 HI = [{"role": "user", "content": "hi"}]
+
+# beyond what both ends' socket buffers can swallow
+_LONG = Script("x" * (16 << 20), token_bytes=1 << 18)
+_ASK_LONG = {"model": "fake", "prompt": "long", "max_tokens": 16 << 20, "stream": True}
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -85,12 +92,16 @@ def test_a_failure_within_a_whole_reply_is_an_error_reply() -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_leaves_aborts_its_request(stream: bool) -> None:
+def test_a_client_that_leaves_aborts_its_request(stream: bool, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger="sidestream.server")
     with serving(FakeBackend(Script(hold_after=2))) as served:
         leaving = _post(served, {"model": "fake", "messages": HI, "stream": stream, "n": 2})
         served.backend.wait_until(lambda fake: len(fake.held) == 1)
         leaving.close()
         served.backend.wait_until(lambda fake: fake.aborted == fake.held)
+    (line,) = [record.getMessage() for record in caplog.records if " status=" in record.getMessage()]
+    assert f"status={200 if stream else 499} outcome=client_gone" in line
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 
 
 def test_a_client_that_leaves_aborts_all_its_prompts() -> None:
@@ -111,23 +122,64 @@ def test_a_client_that_leaves_within_its_body_disturbs_nobody() -> None:
 
 
 def test_a_client_that_does_not_read_holds_up_nobody_and_loses_nothing() -> None:
-    text = "x" * (4 << 20)  # beyond what both ends' socket buffers can swallow
-    with serving(FakeBackend(lambda prompt: Script(text, token_bytes=1 << 16) if prompt == "long" else Script())) as served:
-        slow = _post(served, {"model": "fake", "prompt": "long", "max_tokens": len(text), "stream": True}, "/v1/completions")
-        served.backend.wait_until(lambda fake: len(fake.names) == 1) if not served.backend.names else None
+    with serving(FakeBackend(lambda prompt: _LONG if prompt == "long" else Script())) as served:
+        slow = _post(served, _ASK_LONG, "/v1/completions")
+        served.backend.wait_until(lambda fake: len(fake.names) == 1)
         assert served.text(prompt="short").json()["choices"][0]["text"] == "Hello, world"
         assert served.backend.finished == served.backend.names[1:]
         received = _read_to_end(slow)
-        assert received.count(b"x" * (1 << 16)) == len(text) >> 16
+        assert received.count(b"x" * _LONG.token_bytes) == len(_LONG.text) // _LONG.token_bytes
         assert received.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
 
 
 def test_a_slow_client_that_leaves_aborts_its_request() -> None:
-    with serving(FakeBackend(Script("x" * (4 << 20), token_bytes=1 << 16))) as served:
-        slow = _post(served, {"model": "fake", "prompt": "a", "max_tokens": 4 << 20, "stream": True}, "/v1/completions")
+    with serving(FakeBackend(_LONG)) as served:
+        slow = _post(served, _ASK_LONG, "/v1/completions")
         slow.recv(100)
         slow.close()
         served.backend.wait_until(lambda fake: len(fake.aborted) == 1)
+
+
+def test_encoding_a_long_prompt_holds_up_nobody() -> None:
+    health_was_answered = threading.Event()
+
+    class SlowTokenizer(FakeTokenizer):
+        def encode(self, text: str) -> list[int]:
+            assert health_was_answered.wait(WAIT_S)
+            return super().encode(text)
+
+    backend = FakeBackend()
+    backend.tokenizer = SlowTokenizer()
+    with serving(backend) as served:
+        waiting = _post(served, {"model": "fake", "prompt": "long"}, "/v1/completions")
+        assert served.http.get("/health").status_code == 200
+        health_was_answered.set()
+        assert b"Hello, world" in _read_to_end(waiting)
+
+
+def test_the_response_starts_before_any_event_of_any_prompt() -> None:
+    """The first prompt's start is still being sent when the second prompt has news."""
+    sent: list[str] = []
+    body = [{"type": "http.request", "body": json.dumps({"model": "fake", "prompt": ["a", "b"], "stream": True}).encode()}]
+
+    async def receive() -> dict[str, Any]:
+        return body.pop() if body else await asyncio.Event().wait()
+
+    async def send(message: Any) -> None:
+        for _ in range(10):
+            await asyncio.sleep(0)
+        sent.append(message["type"])
+
+    scope = {
+        "type": "http",
+        "method": "POST",
+        "path": "/v1/completions",
+        "query_string": b"",
+        "headers": [(b"content-type", b"application/json")],
+    }
+    asyncio.run(create_app(FakeBackend(), options=ServerOptions())(scope, receive, send))
+    assert sent[0] == "http.response.start"
+    assert set(sent[1:]) == {"http.response.body"}
 
 
 def test_a_body_that_is_too_long_is_refused_before_it_is_read() -> None:
@@ -165,7 +217,7 @@ def test_a_body_that_does_not_arrive_is_refused() -> None:
 def test_only_the_right_key_is_let_in_and_health_is_open() -> None:
     with serving(api_key="s3cret") as served:
         assert served.chat().status_code == 200
-        for wrong in ("Bearer s3cre", "Bearer s3cret2", "Bearer ", "Basic s3cret", "s3cret", "Bearer s3crét"):
+        for wrong in ("Bearer s3cre", "Bearer s3cret2", "Bearer", "Basic s3cret", "s3cret", "Bearer s3crét"):
             reply = served.http.get("/v1/models", headers={"authorization": wrong.encode()})
             assert (reply.status_code, reply.json()["error"]["code"]) == (401, "invalid_api_key"), wrong
             assert "s3cret" not in reply.text

@@ -78,6 +78,7 @@ def build_engine(model: ServableModel, tokenizer: Tokenizer, config: EngineConfi
         scheduler=Scheduler(limits=limits, blocks=blocks, rows=rows, keys=keys, tiers=transfers),
         executor=EagerExecutor(device=device, model=model, memory=memory, num_rows=config.max_running),
         blocks=blocks,
+        layout=layout,
         tokenizer=tokenizer,
         eos_ids=tuple(sorted({*model.eos_token_ids, *tokenizer.eos_ids})),
         metrics=metrics,

@@ -21,6 +21,7 @@ from sidestream.device.base import Device
 from sidestream.engine.session import Handle, Session, Sink
 from sidestream.errors import ContextTooLong, EngineStopped, QueueFull, RequestRejected
 from sidestream.execute.eager import EagerExecutor, Flight
+from sidestream.kv.layout import KVLayout
 from sidestream.kv.pool import FencedPool
 from sidestream.metrics import Metrics, Timeline
 from sidestream.schedule.request import Request
@@ -64,6 +65,7 @@ class Parts:
     scheduler: Scheduler
     executor: EagerExecutor
     blocks: FencedPool
+    layout: KVLayout
     tokenizer: Tokenizer
     eos_ids: tuple[int, ...]
     metrics: Metrics
@@ -152,6 +154,22 @@ class Engine:
                 raise EngineStopped("the engine has stopped")
         if failures:
             raise failures[0]
+
+    def flush(self, *, timeout_s: float) -> bool:
+        """Block until no transfer is on its way: what was complete rests in the tiers. False when `timeout_s` passed first."""
+        transfers = self.parts.transfers
+        if transfers is None:
+            return True
+        deadline = time.monotonic() + timeout_s
+        busy = [True]
+
+        def look() -> None:
+            busy[0] = transfers.busy
+
+        while busy[0] and time.monotonic() < deadline:
+            self.call(look)
+            time.sleep(0.002)
+        return not busy[0]
 
     def health(self) -> Health:
         """Whether the engine serves. Never blocks."""

@@ -98,6 +98,24 @@ def uniform(seed: int, output_index: int) -> float:
     return (_mix(_mix(seed & _MASK) + output_index * 0x9E3779B97F4A7C15) >> 11) * 2.0**-53
 
 
+def probability_floor(probs: Tensor, measure: Tensor, limit: Tensor) -> Tensor:
+    """The smallest value whose strictly larger entries measure less than `limit`, in each row: float32 `[R, 1]`, or 0.
+
+    probs float32 in [0, 1] · measure int64, not negative · limit `[R, 1]`, positive. A radix select: three histograms over the
+    bits of the values, each inside the bucket that the one before found. Ten times cheaper than a sort on a CPU.
+    """
+    bits = probs.view(torch.int32)  # values that are not negative have the order of their bits
+    base = bits.new_zeros(bits.shape[0], 1)
+    for shift in (20, 10, 0):
+        # bucket 0: below base · 1 .. 1024: base + [0, 1024) << shift · 1025: above all of them
+        bucket = (bits - base).bitwise_right_shift_(shift).clamp_(-1, 1024).add_(1)
+        held = measure.new_zeros(bits.shape[0], 1026).scatter_add_(1, bucket.to(torch.int64), measure)
+        above = held.sum(-1, keepdim=True) - held.cumsum(-1)
+        found = (above >= limit).sum(-1, keepdim=True).clamp_(min=1)  # 0 would be: everything together measures less
+        base += (found - 1).to(torch.int32) << shift
+    return base.view(torch.float32)
+
+
 def _mix(value: int) -> int:
     value = (value + 0x9E3779B97F4A7C15) & _MASK
     value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
@@ -147,6 +165,7 @@ def _choose(logits: Tensor, plans: Sequence[RowSampling], output_indices: Sequen
 
 def _draw(logits: Tensor, specs: Sequence[SamplingSpec], uniforms: Sequence[float]) -> Tensor:
     """Ids drawn by inverse CDF, `[R]`. A row without a finite maximum yields some number that means nothing, and nothing else."""
+    # Subtracted first, the maximum leaves nothing that a small temperature could make overflow into NaN.
     temperature = _column([max(spec.temperature, _SMALLEST) for spec in specs], logits)
     probs = logits.sub_(logits.amax(-1, keepdim=True)).div_(temperature).softmax(-1)
     weights = _weigh(probs)
@@ -162,18 +181,14 @@ def _filter(weights: Tensor, probs: Tensor, specs: Sequence[SamplingSpec]) -> No
     candidates, measure = probs, weights
     top_k = [spec.top_k if spec.top_k < weights.shape[-1] else 0 for spec in specs]
     if any(top_k):
-        candidates = probs.topk(max(top_k)).values
-        kth = candidates.gather(-1, _column([max(k - 1, 0) for k in top_k], weights))
-        floor = torch.where(_column(top_k, weights) > 0, kth, 0)
-        _drop_below(floor, weights, probs)
-        measure = _weigh(candidates)
-        _drop_below(floor, measure, candidates)
+        likeliest = probs.topk(max(top_k)).values
+        kth = likeliest.gather(-1, _column([max(k - 1, 0) for k in top_k], weights))
+        _drop_below(torch.where(_column(top_k, weights) > 0, kth, 0), weights, probs)
+        if all(k or spec.top_p == 1 for spec, k in zip(specs, top_k, strict=True)):
+            candidates, measure = likeliest, _weigh(likeliest)  # they tell the same floor of top-p, sooner
     if any(spec.top_p < 1 for spec in specs):
-        if any(spec.top_p < 1 and not k for spec, k in zip(specs, top_k, strict=True)):
-            candidates, measure = probs, weights  # else the few likeliest tell the same floor sooner
-        share = _column([spec.top_p for spec in specs], probs, torch.float64)
-        limit = (weights.sum(-1, keepdim=True) * share).ceil().clamp_(min=1)
-        _drop_below(_floor(candidates, measure, limit), weights, probs)
+        limit = weights.sum(-1, keepdim=True) * _column([spec.top_p for spec in specs], probs, torch.float64)
+        _drop_below(probability_floor(candidates, measure, limit), weights, probs)
     if any(spec.min_p > 0 for spec in specs):
         share = _column([spec.min_p for spec in specs], probs)
         _drop_below(probs.amax(-1, keepdim=True) * share, weights, probs)
@@ -185,24 +200,6 @@ def _weigh(probs: Tensor) -> Tensor:
 
 def _drop_below(floor: Tensor, weights: Tensor, probs: Tensor) -> None:
     weights.masked_fill_(probs < floor, 0)
-
-
-def _floor(probs: Tensor, measure: Tensor, limit: Tensor) -> Tensor:
-    """The smallest value whose strictly larger entries measure less than `limit`, in each row: float32 `[R, 1]`, or 0.
-
-    probs float32 in [0, 1] · measure int64, not negative · limit `[R, 1]`, positive. A radix select: three histograms over the
-    bits of the values, each inside the bucket that the one before found. Ten times cheaper than a sort on a CPU.
-    """
-    bits = probs.view(torch.int32)  # values that are not negative have the order of their bits
-    base = bits.new_zeros(bits.shape[0], 1)
-    for shift in (20, 10, 0):
-        # bucket 0: below base · 1 .. 1024: base + [0, 1024) << shift · 1025: above all of them
-        bucket = (bits - base).bitwise_right_shift_(shift).clamp_(-1, 1024).add_(1)
-        held = measure.new_zeros(bits.shape[0], 1026).scatter_add_(1, bucket.to(torch.int64), measure)
-        above = held.sum(-1, keepdim=True) - held.cumsum(-1)
-        found = (above >= limit).sum(-1, keepdim=True).clamp_(min=1)  # 0 would be: everything together measures less
-        base += (found - 1).to(torch.int32) << shift
-    return base.view(torch.float32)
 
 
 def _logprobs(raw: Tensor, where: Tensor, tokens: Tensor, width: int) -> Logprobs:

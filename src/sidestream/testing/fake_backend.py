@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import codecs
+import contextlib
 import threading
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +16,6 @@ from dataclasses import dataclass
 from sidestream.config import SamplingParams
 from sidestream.metrics import Metrics
 from sidestream.types import CachedTokens, Delta, Health, TokenLogprob
-
 
 _NOTHING_CACHED = CachedTokens()
 
@@ -111,7 +111,8 @@ class FakeBackend:
         """Let every held request go on."""
         with self._changed:
             for loop, gate in self._gates:
-                loop.call_soon_threadsafe(gate.set)
+                with contextlib.suppress(RuntimeError):  # that loop is closed, and its request gone with it
+                    loop.call_soon_threadsafe(gate.set)
             self._gates.clear()
 
     def wait_until(self, happened: Callable[[FakeBackend], bool], *, timeout_s: float = 10.0) -> None:
@@ -130,6 +131,7 @@ class FakeBackend:
             self.params.append(params)
             self.priorities.append(priority)
             self.names.append(request_name)
+            self._changed.notify_all()
         script = self._script(prompt)
         outcome = self.aborted
         try:
@@ -163,13 +165,13 @@ def _deltas(script: Script, params: SamplingParams, prompt_tokens: int) -> list[
     everything = script.text.encode("utf-8")
     reply = everything if params.max_tokens is None else everything[: params.max_tokens]
     finish = "stop" if len(reply) == len(everything) else "length"
-    detokenizer = FakeDetokenizer()
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
     deltas = []
     starts = range(0, max(len(reply), 1), script.token_bytes)
     for start in starts:
         piece = reply[start : start + script.token_bytes]
         last = start == starts[-1]
-        text = "".join(detokenizer.push(byte) for byte in piece) + (detokenizer.finish() if last else "")
+        text = decoder.decode(piece, final=last)
         for index in range(params.n):
             logprobs = tuple(_logprob(byte, params.logprobs) for byte in piece) if params.logprobs is not None else ()
             deltas.append(Delta(index, text, tuple(piece), logprobs, finish if last else None, prompt_tokens, script.cached))

@@ -1,0 +1,52 @@
+# Two commands on a fresh machine with Python 3.11+, pip and git: `make demo` and `make test`.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+
+.PHONY: demo test lint types imports unit bench tables clean
+
+demo: $(VENV)/.demo
+	$(BIN)/sidestream demo
+
+test: lint types imports unit
+
+lint: $(VENV)/.dev
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+
+types: $(VENV)/.dev
+	$(BIN)/mypy
+
+imports: $(VENV)/.dev
+	$(BIN)/lint-imports
+
+unit: $(VENV)/.dev
+	$(BIN)/python -m pytest
+
+# Every benchmark of this machine; results are committed.
+bench: $(VENV)/.dev
+	for name in prefix decode overhead soak; do \
+		$(BIN)/sidestream bench $$name --json > bench/results/$$name-cpu.json.new; \
+		mv bench/results/$$name-cpu.json.new bench/results/$$name-cpu.json; \
+	done
+	$(MAKE) tables
+
+# Tables and pictures in README and docs are generated from bench/results.
+tables: $(VENV)/.dev
+	$(BIN)/python bench/tables.py
+
+clean:
+	rm -rf $(VENV) runs
+
+$(VENV)/bin/pip:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "Sidestream needs Python 3.11 or later; '$(PYTHON)' is $$($(PYTHON) --version 2>&1): make PYTHON=python3.12 …"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.demo: $(VENV)/bin/pip pyproject.toml constraints.txt
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[server,demo]'
+	touch $@
+
+$(VENV)/.dev: $(VENV)/bin/pip pyproject.toml constraints.txt
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	touch $@

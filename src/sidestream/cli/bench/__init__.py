@@ -1,0 +1,12 @@
+"""`sidestream bench`: figures with bounds, ratios taken in one run against a baseline that a user would have."""
+
+from __future__ import annotations
+
+import typer
+
+from sidestream.cli.bench import commands
+
+app = typer.Typer(help="Measure this machine; each figure is printed beside its bound.", no_args_is_help=True)
+commands.register(app)
+
+__all__ = ["app"]

@@ -1,0 +1,112 @@
+"""What every benchmark prints: named figures with their bounds, and the environment they were taken in."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Literal
+
+from rich.console import Console
+from rich.table import Table
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """What a figure must not leave."""
+
+    kind: Literal["at most", "at least"]
+    value: float
+
+    def holds(self, value: float) -> bool:
+        """Whether `value` keeps to the bound."""
+        return value <= self.value if self.kind == "at most" else value >= self.value
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.value:.4g}"
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """One measured value; without a bound it is there to be read beside the others."""
+
+    name: str
+    value: float
+    unit: str
+    bound: Bound | None = None
+
+    @property
+    def holds(self) -> bool | None:
+        """Whether the bound holds; None without a bound."""
+        return None if self.bound is None else self.bound.holds(self.value)
+
+    def plain(self) -> dict[str, object]:
+        """The figure as JSON values."""
+        value = round(self.value, 6)
+        return {"name": self.name, "value": value, "unit": self.unit, "bound": None if self.bound is None else str(self.bound), "holds": self.holds}
+
+
+def at_most(value: float) -> Bound:
+    """An upper bound."""
+    return Bound("at most", value)
+
+
+def at_least(value: float) -> Bound:
+    """A lower bound."""
+    return Bound("at least", value)
+
+
+def environment(model: str) -> dict[str, object]:
+    """The machine and the versions that the figures depend on."""
+    import torch
+
+    return {
+        "date": datetime.now(UTC).date().isoformat(),
+        "model": model,
+        "cpu": _cpu_name(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
+        "system": f"{platform.system()} {platform.machine()}",
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "torch_threads": torch.get_num_threads(),
+        "transformers": version("transformers"),
+        "sidestream": version("sidestream"),
+    }
+
+
+def command_line() -> str:
+    """The command as the user would type it again."""
+    return " ".join(["sidestream", *sys.argv[1:]])
+
+
+def publish(bench: str, model: str, figures: Sequence[Figure], *, as_json: bool, console: Console) -> bool:
+    """Print the figures, as one JSON object or as a table; returns whether all bounds hold."""
+    if as_json:
+        report = {"bench": bench, "environment": environment(model), "command": command_line(), "figures": [f.plain() for f in figures]}
+        print(json.dumps(report, indent=2))
+    else:
+        table = Table(title=f"bench {bench}")
+        for heading in ("figure", "value", "unit", "bound", "holds"):
+            table.add_column(heading, justify="right" if heading == "value" else "left")
+        for figure in figures:
+            verdict = {True: "[green]yes[/]", False: "[red]no[/]", None: ""}[figure.holds]
+            table.add_row(figure.name, f"{figure.value:.4g}", figure.unit, str(figure.bound or ""), verdict)
+        console.print(table)
+    return all(figure.holds is not False for figure in figures)
+
+
+def _cpu_name() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()

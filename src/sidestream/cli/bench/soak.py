@@ -1,0 +1,50 @@
+"""Whether the process grows: many requests through small pools, all tiers busy, some requests aborted."""
+
+from __future__ import annotations
+
+import random
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+from sidestream.cli.bench.report import Figure, at_most
+from sidestream.cli.visits import warm_up
+
+_SETTLED = 200
+_WAVE = 20
+
+
+def measure(model: str, *, num_requests: int, tell: Callable[[str], None]) -> list[Figure]:
+    """Resident memory after `num_requests`, less that after the first 200, when every pool has been used all over."""
+    from sidestream.config import OffloadConfig, SamplingParams
+    from sidestream.llm import LLM
+
+    rng = random.Random(0)
+    with tempfile.TemporaryDirectory(prefix="sidestream-bench-") as scratch:
+        offload = OffloadConfig(host="64MiB", disk=Path(scratch) / "kv", disk_capacity="128MiB")
+        with LLM(model, kv_memory="32MiB", offload=offload) as llm:
+            warm_up(llm)
+            settled = 0
+            for done in range(0, num_requests, _WAVE):
+                tell(f"request {done} of {num_requests}")
+                prompts = [[rng.randrange(300, 20_000) for _ in range(rng.randrange(8, 64))] for _ in range(_WAVE)]
+                params = [SamplingParams(temperature=0.8, seed=done, max_tokens=rng.randrange(1, 9), ignore_eos=True) for _ in prompts]
+                llm.generate(prompts, params)
+                next(llm.stream(prompts[0], SamplingParams(max_tokens=64)))  # left at once: an abort
+                if done + _WAVE == _SETTLED:
+                    settled = _resident_bytes()
+            grown = _resident_bytes() - settled
+            preemptions = llm.engine.parts.scheduler.num_preemptions
+    return [
+        Figure("rss_growth_mib", grown / 2**20, "MiB", at_most(16)),
+        Figure("rss_settled_mib", settled / 2**20, "MiB"),
+        Figure("requests", num_requests, "requests"),
+        Figure("preemptions", preemptions, "preemptions"),
+    ]
+
+
+def _resident_bytes() -> int:
+    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
+    import resource
+
+    return pages * resource.getpagesize()

@@ -1,0 +1,246 @@
+"""The Python interface: a model with its engine, for scripts (`LLM`) and for event loops (`AsyncLLM`)."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from queue import SimpleQueue
+from types import TracebackType
+from typing import Any, Self
+
+from sidestream.config import EngineConfig, SamplingParams, from_options
+from sidestream.engine import Engine, Handle, build_engine
+from sidestream.errors import EngineStopped, RequestError, RequestRejected
+from sidestream.metrics import Metrics, Timeline
+from sidestream.models import load_model
+from sidestream.models.catalog import Progress, resolve
+from sidestream.text import Tokenizer
+from sidestream.types import CachedTokens, Delta, Health, TokenLogprob
+
+Prompt = str | Sequence[int]
+"""A text, or token ids."""
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """One sample: its text and tokens, and why it ended (`"stop"` or `"length"`)."""
+
+    index: int
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprob, ...]
+    finish_reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOutput:
+    """What one prompt yielded.
+
+    cached   prompt tokens that were not computed again, by the tier they came from
+    ttft_s   seconds from submission to the first token
+    """
+
+    prompt_tokens: int
+    completions: tuple[Completion, ...]
+    cached: CachedTokens
+    ttft_s: float
+
+    @property
+    def text(self) -> str:
+        """Text of the first sample."""
+        return self.completions[0].text
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """Tokens of the first sample."""
+        return self.completions[0].token_ids
+
+
+class _Served:
+    """A loaded model and its running engine; what both interfaces share."""
+
+    def __init__(
+        self,
+        model: str | Path,
+        *,
+        config: EngineConfig | None = None,
+        timeline: str | Path | None = None,
+        progress: Progress | None = None,
+        **options: Any,
+    ) -> None:
+        """Load `model` (a directory, a hub id or a name of `sidestream models`) and start an engine.
+
+        options    fields of EngineConfig, such as `kv_memory="2GiB"` or `offload=OffloadConfig(...)`; not together with `config`
+        timeline   file that `close` writes: what each stream did when, for ui.perfetto.dev
+
+        Raises ConfigError (ModelError for the model's part).
+        """
+        if config is not None and options:
+            raise TypeError(f"give either config or options ({', '.join(options)}), not both")
+        self.config = config or from_options(EngineConfig, options)
+        self.model_name = Path(model).name if Path(model).is_dir() else str(model)
+        path = resolve(str(model), progress=progress)
+        self._timeline = Timeline() if timeline is not None else None
+        self._timeline_path = timeline
+        self.tokenizer = Tokenizer.load(path)
+        loaded = load_model(path, dtype=self.config.dtype, block_tokens=self.config.block_tokens)
+        self.engine: Engine = build_engine(loaded, self.tokenizer, self.config, timeline=self._timeline)
+        self.max_model_len = min(self.engine.parts.bounds.max_model_len, self.engine.parts.bounds.pool_tokens)
+
+    @property
+    def metrics(self) -> Metrics:
+        """Counters of everything that happened."""
+        return self.engine.parts.metrics
+
+    def health(self) -> Health:
+        """Whether the engine serves. Never blocks."""
+        return self.engine.health()
+
+    def _ids(self, prompt: Prompt) -> list[int]:
+        return self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+
+    def _close(self, drain_s: float) -> None:
+        self.engine.close(drain_s=drain_s)
+        if self._timeline is not None and self._timeline_path is not None:
+            self._timeline.write(self._timeline_path)
+
+
+class LLM(_Served):
+    """A model for scripts; every method blocks until its answer is there. A context manager.
+
+    >>> with LLM("smollm2-135m-instruct", offload=OffloadConfig(host="1GiB", disk="kv")) as llm:
+    ...     print(llm.generate("The whale", SamplingParams(max_tokens=16))[0].text)
+    """
+
+    def generate(self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None) -> list[RequestOutput]:
+        """Answer one prompt or several at once, in their order; `params` for all or one for each.
+
+        Raises RequestError for the first prompt that is refused: then none was started.
+        """
+        many = _as_list(prompts)
+        each = list(params) if isinstance(params, Sequence) else [params or SamplingParams()] * len(many)
+        if len(each) != len(many):
+            raise RequestRejected(f"{len(each)} params for {len(many)} prompts: give one, or one for each")
+        collected: list[_Collected] = []
+        try:
+            for prompt, chosen in zip(many, each, strict=True):
+                collected.append(_Collected(self.engine, self._ids(prompt), chosen))
+            return [one.output() for one in collected]
+        except BaseException:
+            for one in collected:
+                self.engine.abort(one.handle)
+            raise
+
+    def chat(self, messages: Sequence[Mapping[str, Any]], params: SamplingParams | None = None) -> RequestOutput:
+        """Answer a conversation: messages of `role` and `content`, laid out by the model's chat template."""
+        return self.generate([self.tokenizer.chat(messages)], params)[0]
+
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Delta]:
+        """News of one prompt's samples as they come. Leaving the loop aborts the request."""
+        collected = _Collected(self.engine, self._ids(prompt), params or SamplingParams())
+        try:
+            yield from collected.deltas()
+        finally:
+            self.engine.abort(collected.handle)
+
+    def flush(self, *, timeout_s: float = 60.0) -> bool:
+        """Block until what is complete rests in the tiers; False when `timeout_s` passed first."""
+        return self.engine.flush(timeout_s=timeout_s)
+
+    def close(self, *, drain_s: float = 0.0) -> None:
+        """Abort what runs (after `drain_s` seconds), bring what is complete to the tiers, end the threads. Idempotent."""
+        self._close(drain_s)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+
+class AsyncLLM(_Served):
+    """A model for event loops; what the server serves."""
+
+    async def generate(
+        self, prompt: Prompt, params: SamplingParams | None = None, *, priority: int = 0, request_name: str = ""
+    ) -> AsyncGenerator[Delta, None]:
+        """News of one prompt's samples until all have ended. Closing or cancelling the generator aborts them.
+
+        priority      lower runs earlier
+        request_name  for the log
+
+        Raises RequestError or EngineStopped before any news.
+        """
+        loop, chosen = asyncio.get_running_loop(), params or SamplingParams()
+        news: asyncio.Queue[Delta] = asyncio.Queue()
+
+        def sink(delta: Delta) -> None:
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(news.put_nowait, delta)
+
+        ids = await asyncio.to_thread(self._ids, prompt) if isinstance(prompt, str) else list(prompt)
+        handle = self.engine.submit(ids, chosen, sink, priority=priority)
+        left = chosen.n
+        try:
+            while left:
+                delta = await news.get()
+                left -= delta.finish_reason is not None
+                yield delta
+        finally:
+            if left:
+                self.engine.abort(handle)
+
+    async def close(self, *, drain_s: float = 0.0) -> None:
+        """Abort what runs (after `drain_s` seconds), bring what is complete to the tiers, end the threads. Idempotent."""
+        await asyncio.to_thread(self._close, drain_s)
+
+
+class _Collected:
+    """One submitted prompt and its news."""
+
+    def __init__(self, engine: Engine, prompt: list[int], params: SamplingParams) -> None:
+        self._news: SimpleQueue[tuple[float, Delta]] = SimpleQueue()
+        self._num_samples = params.n
+        self._started_s = time.monotonic()
+        self.handle: Handle = engine.submit(prompt, params, lambda delta: self._news.put((time.monotonic(), delta)))
+        self._ttft_s: float | None = None
+
+    def deltas(self) -> Iterator[Delta]:
+        left = self._num_samples
+        while left:
+            at, delta = self._news.get()
+            if self._ttft_s is None and delta.token_ids:
+                self._ttft_s = at - self._started_s
+            if delta.finish_reason == "error":
+                raise RequestError(delta.error or "the request failed")
+            if delta.finish_reason == "abort":
+                raise EngineStopped("the request was aborted: the engine is closing")
+            left -= delta.finish_reason is not None
+            yield delta
+
+    def output(self) -> RequestOutput:
+        deltas = list(self.deltas())
+        completions = []
+        for index in range(self._num_samples):
+            own = [delta for delta in deltas if delta.index == index]
+            completions.append(
+                Completion(
+                    index=index,
+                    text="".join(delta.text for delta in own),
+                    token_ids=tuple(token for delta in own for token in delta.token_ids),
+                    logprobs=tuple(logprob for delta in own for logprob in delta.logprobs),
+                    finish_reason=own[-1].finish_reason or "",
+                )
+            )
+        return RequestOutput(deltas[0].prompt_tokens, tuple(completions), deltas[0].cached, self._ttft_s or 0.0)
+
+
+def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    if isinstance(prompts, str):
+        return [prompts]
+    if prompts and isinstance(prompts[0], int):
+        return [[int(token) for token in prompts]]  # type: ignore[arg-type]
+    return list(prompts)  # type: ignore[arg-type]

@@ -1,0 +1,150 @@
+"""Listening, draining, signals, options."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from sidestream.errors import ConfigError
+from sidestream.server import ServerOptions, serve
+from sidestream.testing.fake_backend import FakeBackend, Script
+
+from .serving import WAIT_S, Served, serving
+
+HI = [{"role": "user", "content": "hi"}]
+
+
+def _begin_stream(served: Served) -> Any:
+    """A streamed chat that has begun and that the script holds."""
+    stream = served.openai.chat.completions.create(model="fake", messages=HI, stream=True)
+    served.backend.wait_until(lambda fake: len(fake.held) == 1)
+    return stream
+
+
+def test_stopping_lets_a_running_request_finish_and_takes_no_new_one() -> None:
+    with serving(FakeBackend(Script(hold_after=2)), drain_s=WAIT_S) as served:
+        with _begin_stream(served) as stream:
+            served.running.stop()
+            _wait_until_refused(served)
+            served.backend.release()
+            assert "".join(chunk.choices[0].delta.content or "" for chunk in stream) == "Hello, world"
+        assert served.drained.get(timeout=WAIT_S) is True
+
+
+def test_a_request_that_outlasts_the_drain_is_aborted_and_told() -> None:
+    with serving(FakeBackend(Script(hold_after=2)), drain_s=0) as served:
+        with served.http.stream("POST", "/v1/chat/completions", json={"model": "fake", "messages": HI, "stream": True}) as reply:
+            served.backend.wait_until(lambda fake: len(fake.held) == 1)
+            served.running.stop()
+            events = reply.read().decode().split("\n\n")
+        assert json.loads(events[-2].removeprefix("data: "))["error"]["code"] == "engine_stopped"
+        assert served.drained.get(timeout=WAIT_S) is False
+        assert served.backend.aborted == served.backend.held
+
+
+def test_the_second_stop_quits_at_once() -> None:
+    with serving(FakeBackend(Script(hold_after=2)), drain_s=3600) as served:
+        with _begin_stream(served):
+            served.running.stop()
+            served.running.stop()
+            assert served.drained.get(timeout=WAIT_S) is False
+        assert served.backend.aborted == served.backend.held
+
+
+def test_a_server_without_requests_stops_at_once() -> None:
+    with serving(drain_s=3600) as served:
+        served.running.stop()
+        assert served.drained.get(timeout=WAIT_S) is True
+
+
+_CHILD = """
+import sys
+from sidestream.server import ServerOptions, serve
+from sidestream.testing.fake_backend import FakeBackend, Script
+backend = FakeBackend(Script(hold_after=2))
+drained = serve(backend, ServerOptions(port=0, drain_s=float(sys.argv[1])), on_ready=lambda running: print(running.url, flush=True))
+print(drained, backend.aborted == backend.held, flush=True)
+"""
+
+
+@pytest.mark.parametrize(("signals", "drain_s"), [((signal.SIGTERM,), 0), ((signal.SIGINT,), 0), ((signal.SIGTERM, signal.SIGINT), 3600)])
+def test_signals_abort_what_cannot_finish_and_return_to_the_caller(signals: tuple[signal.Signals, ...], drain_s: float) -> None:
+    with subprocess.Popen([sys.executable, "-c", _CHILD, str(drain_s)], stdout=subprocess.PIPE, text=True) as child:
+        try:
+            assert child.stdout is not None
+            host, port = child.stdout.readline().strip().removeprefix("http://").split(":")
+            body = json.dumps({"model": "fake", "messages": HI, "stream": True}).encode()
+            head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+            with socket.create_connection((host, int(port)), timeout=WAIT_S) as connection:
+                connection.sendall(head.encode() + body)
+                assert connection.recv(12) == b"HTTP/1.1 200"
+                for number in signals:
+                    os.kill(child.pid, number)
+                assert child.communicate(timeout=WAIT_S)[0] == "False True\n"
+            assert child.returncode == 0
+        finally:
+            child.kill()
+
+
+def test_a_port_in_use_is_an_error_that_says_so() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(ConfigError, match="another program listens there"):
+        serve(FakeBackend(), ServerOptions(port=taken.getsockname()[1]))
+
+
+@pytest.mark.parametrize("host", ["192.0.2.1", "no.such.host.invalid"])
+def test_an_address_that_is_not_ours_is_an_error(host: str) -> None:
+    with pytest.raises(ConfigError, match=r"127\.0\.0\.1"):
+        serve(FakeBackend(), ServerOptions(host=host, port=0))
+
+
+def test_listening_to_the_world_without_a_key_is_warned_about(caplog: pytest.LogCaptureFixture) -> None:
+    with serving(host="0.0.0.0"):
+        pass
+    assert any("without an API key" in record.getMessage() for record in caplog.records)
+    caplog.clear()
+    with serving(host="0.0.0.0", api_key="k"), serving():
+        pass
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"port": 70000},
+        {"port": -1},
+        {"port": True},
+        {"host": ""},
+        {"api_key": ""},
+        {"api_key": "a b"},
+        {"api_key": "é"},
+        {"served_model_name": ""},
+        {"max_body_bytes": 0},
+        {"max_choices": 0},
+        {"drain_s": -1},
+        {"drain_s": float("nan")},
+        {"body_timeout_s": float("inf")},
+        {"retry_after_s": -1},
+    ],
+    ids=str,
+)
+def test_a_bad_option_is_an_error_that_names_it(options: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(options))):
+        ServerOptions(**options)
+
+
+def _wait_until_refused(served: Served) -> None:
+    """Until the listener is closed; every try that still succeeds is a wait of a round trip."""
+    for _ in range(100_000):
+        try:
+            served.connect().close()
+        except (ConnectionRefusedError, ConnectionResetError):
+            return
+    raise AssertionError("the server still accepts")
