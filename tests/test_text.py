@@ -149,31 +149,45 @@ class Counting(Tokenizer):
         return super().decode(token_ids)
 
 
-def ordinary(tokenizer: Tokenizer) -> list[int]:
-    return tokenizer.encode(sample_text())[:4000]
+def ordinary(backend: PreTrainedTokenizerFast) -> list[int]:
+    return backend.encode(sample_text())[:4000]
 
 
-def broken_bytes(tokenizer: Tokenizer) -> list[int]:
-    """Never a complete character: the first two bytes of an emoji, again and again."""
-    return (tokenizer.encode("😀")[:1] * 4000)[:4000]
+def broken_bytes(backend: PreTrainedTokenizerFast) -> list[int]:
+    """Never a complete character: the first byte of an emoji, again and again."""
+    return backend.encode("😀")[-4:-3] * 4000
 
 
-@pytest.mark.parametrize("tokens", [ordinary, broken_bytes])
-@pytest.mark.parametrize("style", [byte_level, llama_style])
+def straddling_bytes(backend: PreTrainedTokenizerFast) -> list[int]:
+    """Never a complete character, and every token ends inside one: E5, A0 E5, A0 E5 and so on."""
+    return backend.convert_tokens_to_ids(["å", *["łå"] * 4000])
+
+
+@pytest.mark.parametrize(
+    ("style", "tokens"),
+    [
+        (byte_level, ordinary),
+        (byte_level, broken_bytes),
+        (byte_level, straddling_bytes),
+        (llama_style, ordinary),
+        (llama_style, broken_bytes),
+    ],
+)
 def test_the_work_per_token_does_not_grow_with_the_text(
-    style: Callable[[], PreTrainedTokenizerFast], tokens: Callable[[Tokenizer], list[int]]
+    style: Callable[[], PreTrainedTokenizerFast], tokens: Callable[[PreTrainedTokenizerFast], list[int]]
 ) -> None:
-    tokenizer = Counting(style(), eos_ids=[])
+    backend = style()
+    tokenizer = Counting(backend, eos_ids=[])
     detokenizer = Detokenizer(tokenizer)
-    ids = tokens(tokenizer)
-    for token in ids:
-        detokenizer.push(token)
-    # two decodes of two tokens for ordinary text; windows of up to 32 tokens for broken bytes
+    ids = tokens(backend)
+    pieces = [detokenizer.push(token) for token in ids]
+    # two decodes of two tokens for ordinary text; for broken bytes, nine of the window every eighth of its length
     assert tokenizer.decoded <= 100 * len(ids)
+    assert "".join(pieces) + detokenizer.finish() == tokenizer.decode(ids)
 
 
-naive_alphabet = st.text("abc", max_size=12)
-stop_lists = st.lists(st.text("abc", min_size=1, max_size=4), max_size=4)
+naive_alphabet = st.text("ab", max_size=12)
+stop_lists = st.lists(st.text("ab", min_size=1, max_size=5), max_size=4)
 
 
 @settings(max_examples=500)
@@ -211,6 +225,11 @@ def test_stop_strings_hold_back_no_more_than_may_be_the_start_of_one(pieces: lis
             return
         starts = [length for stop in stops for length in range(len(stop)) if text.endswith(stop[:length])]
         assert len(text) - len(shown) == max(starts, default=0)
+
+
+def test_a_stop_string_that_starts_inside_a_failed_start_of_itself_is_found() -> None:
+    search = StopStrings(["aab"])
+    assert [search.push(character) for character in "aaab"] == [("", False), ("", False), ("a", False), ("", True)]
 
 
 def test_nothing_is_given_out_after_a_stop_string() -> None:

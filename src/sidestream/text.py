@@ -17,6 +17,7 @@ from sidestream.config import unknown_name
 from sidestream.errors import ModelError, RequestRejected
 
 _ROLES = ("system", "developer", "user", "assistant", "tool")
+_LONG_WINDOW = 32  # tokens; one character takes a few at most
 _UNDECIDED = "\ufffd"  # what a decoder writes for bytes that are no character, or not yet
 
 
@@ -143,7 +144,7 @@ class Detokenizer:
         self._window: list[int] = []
         self._settled = 0
         self._given = 0
-        self._limit = 32
+        self._patience = 0  # the window is not decoded before it is this long
 
     def push(self, token_id: int) -> str:
         """The text that became certain with this token; often none, while a character is incomplete."""
@@ -152,12 +153,14 @@ class Detokenizer:
         self._window.append(token_id)
         if token_id in self._byte_ids:
             return ""  # a run of bytes becomes characters all together or not at all, so wait for its end
+        if len(self._window) < self._patience:
+            return ""
         text = self._decode(self._window)
         undecided = text.endswith(_UNDECIDED)
         piece = self._give(text, len(text) - undecided)
         if piece and not undecided:
             self._keep_from(self._settled)
-        elif len(self._window) > self._limit:
+        elif len(self._window) > _LONG_WINDOW:
             self._cut(text)
         return piece
 
@@ -175,20 +178,23 @@ class Detokenizer:
         self._window = self._window[index:]
         self._settled = len(self._window)
         self._given = len(self._decode(self._window))
+        self._patience = 0
 
     def _cut(self, text: str) -> None:
         """Shorten a window that does not settle, as when a model writes nothing but broken bytes.
 
-        It may be cut where the two halves decode to the same text as the whole: no character spans that place.
+        It may be cut where the two halves decode to the same text as the whole: no character spans that place. Where none of
+        the last places will do, text is held back until the window has grown by an eighth, so that the work stays bounded.
         """
-        for index in range(len(self._window) - 1, 0, -1):
+        for index in range(len(self._window) - 1, len(self._window) - 5, -1):
             head, tail = self._decode(self._window[:index]), self._decode(self._window[index:])
             if tail and head + tail == text and len(head) <= self._given:
                 self._window = self._window[index:]
                 self._settled = 0
                 self._given -= len(head)
+                self._patience = 0
                 return
-        self._limit *= 2  # nowhere: try again later, seldom enough to stay cheap
+        self._patience = len(self._window) + len(self._window) // 8
 
 
 class StopStrings:

@@ -8,15 +8,19 @@ import logging
 import re
 import socket
 import threading
+from collections.abc import AsyncGenerator
 from typing import Any
 
 import openai
 import pytest
 
+from sidestream.config import SamplingParams
 from sidestream.errors import ContextTooLong, EngineStopped, QueueFull, RequestRejected
 from sidestream.server import ServerOptions, create_app
+from sidestream.server.fields import Call
+from sidestream.server.generation import generate_all
 from sidestream.testing.fake_backend import FakeBackend, FakeTokenizer, Script
-from sidestream.types import Health
+from sidestream.types import CachedTokens, Delta, Health
 
 from .serving import WAIT_S, Served, serving
 
@@ -91,6 +95,28 @@ def test_a_failure_within_a_whole_reply_is_an_error_reply() -> None:
         assert served.chat().status_code == 500
 
 
+def test_an_engine_that_stops_talking_before_the_end_is_not_taken_for_a_reply() -> None:
+    class Mumbling(FakeBackend):
+        async def generate(self, *args: Any, **kwargs: Any) -> AsyncGenerator[Delta, None]:
+            yield Delta(0, "Hel", (1,), (), None, 1, CachedTokens())
+
+    with serving(Mumbling()) as served:
+        assert served.chat().status_code == 500
+        assert "[DONE]" not in served.chat(stream=True).text
+
+
+@pytest.mark.parametrize(("ending", "code"), [("error", "internal_error"), ("abort", "engine_stopped")])
+def test_a_sample_that_ends_badly_is_an_error(ending: str, code: str) -> None:
+    class Failing(FakeBackend):
+        async def generate(self, *args: Any, **kwargs: Any) -> AsyncGenerator[Delta, None]:
+            yield Delta(0, "", (), (), ending, 1, CachedTokens(), error="secret")
+
+    with serving(Failing()) as served:
+        reply = served.chat()
+        assert reply.json()["error"]["code"] == code
+        assert "secret" not in reply.text
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_leaves_aborts_its_request(stream: bool, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, logger="sidestream.server")
@@ -112,13 +138,14 @@ def test_a_client_that_leaves_aborts_all_its_prompts() -> None:
         served.backend.wait_until(lambda fake: sorted(fake.aborted) == sorted(fake.held))
 
 
-def test_a_client_that_leaves_within_its_body_disturbs_nobody() -> None:
+def test_a_client_that_leaves_within_its_body_disturbs_nobody(caplog: pytest.LogCaptureFixture) -> None:
     with serving() as served:
         leaving = served.connect()
         leaving.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 99\r\n\r\n{")
         leaving.close()
         assert served.text().status_code == 200
         assert len(served.backend.names) == 1
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 
 
 def test_a_client_that_does_not_read_holds_up_nobody_and_loses_nothing() -> None:
@@ -138,6 +165,21 @@ def test_a_slow_client_that_leaves_aborts_its_request() -> None:
         slow.recv(100)
         slow.close()
         served.backend.wait_until(lambda fake: len(fake.aborted) == 1)
+
+
+def test_a_request_is_aborted_by_the_time_its_failure_is_known() -> None:
+    backend = FakeBackend()
+    call = Call("text", ((1,), (2,)), SamplingParams(), priority=0, stream=False, include_usage=False)
+
+    async def broken(index: int, delta: Delta) -> None:
+        raise ZeroDivisionError
+
+    async def run() -> None:
+        with pytest.raises(ZeroDivisionError):
+            await generate_all(backend, call, "r", broken)
+        assert sorted(backend.aborted) == ["r.0", "r.1"]
+
+    asyncio.run(run())
 
 
 def test_encoding_a_long_prompt_holds_up_nobody() -> None:
@@ -166,7 +208,7 @@ def test_the_response_starts_before_any_event_of_any_prompt() -> None:
         return body.pop() if body else await asyncio.Event().wait()
 
     async def send(message: Any) -> None:
-        for _ in range(10):
+        for _ in range(100 if message["type"] == "http.response.start" else 1):
             await asyncio.sleep(0)
         sent.append(message["type"])
 
@@ -188,6 +230,14 @@ def test_a_body_that_is_too_long_is_refused_before_it_is_read() -> None:
         assert reply.status_code == 413
         assert "1000 bytes" in reply.json()["error"]["message"]
         assert served.chat().status_code == 200
+
+
+def test_a_body_that_says_it_is_too_long_need_not_even_come() -> None:
+    with serving(max_body_bytes=1000) as served:
+        announcing = served.connect()
+        announcing.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 1001\r\n\r\n")
+        assert announcing.recv(12) == b"HTTP/1.1 413"
+        announcing.close()
 
 
 def test_a_chunked_body_that_is_too_long_is_refused_while_it_is_read() -> None:

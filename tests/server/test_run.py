@@ -52,7 +52,8 @@ def test_a_request_that_outlasts_the_drain_is_aborted_and_told() -> None:
 
 def test_the_second_stop_quits_at_once() -> None:
     with serving(FakeBackend(Script(hold_after=2)), drain_s=3600) as served:
-        with _begin_stream(served):
+        with _begin_stream(served), served.connect() as half:
+            half.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 9\r\n\r\n{")
             served.running.stop()
             served.running.stop()
             assert served.drained.get(timeout=WAIT_S) is False

@@ -127,17 +127,18 @@ def test_a_lowered_capacity_evicts_the_oldest_at_open(tmp_path: Path) -> None:
 
 
 def test_of_two_files_of_one_key_the_later_one_is_served(tmp_path: Path) -> None:
-    tier = open_tier(tmp_path)
-    store(tier, key(1))
-    first = file_of(tmp_path, key(1))
-    kept = first.read_bytes()
-    tier.index.forget(entry_of(tier, key(1)))
-    store(tier, key(1))
-    first.write_bytes(kept)  # as if the deletion had not happened before the crash
-    later = [path for path in entry_files(tmp_path) if path != first]
+    """Several keys, so that the directory lists some earlier files first and some later ones."""
+    tier, wanted = open_tier(tmp_path), keys(*range(12))
+    store(tier, *wanted)
+    earlier = {file_of(tmp_path, one): file_of(tmp_path, one).read_bytes() for one in wanted}
+    tier.index.clear()
+    store(tier, *wanted)
+    later = entry_files(tmp_path)
+    for path, content in earlier.items():
+        path.write_bytes(content)  # as if the deletions had not happened before the crash
     crash(tier)
     again = open_tier(tmp_path)
-    assert holds(again, key(1))
+    assert all(holds(again, one) for one in wanted)
     assert entry_files(tmp_path) == later
 
 
@@ -225,7 +226,7 @@ def test_a_damaged_file_is_a_miss_is_deleted_and_counted(tmp_path: Path, damage:
     path = file_of(tmp_path, key(1))
     DAMAGE[damage](path)
     entry = entry_of(tier, key(1))
-    with pytest.raises(TierCorrupt, match="disk entry .*"):
+    with pytest.raises(TierCorrupt, match="disk entry "):
         load(tier, key(1))
     assert not path.exists()
     tier.index.forget(entry)
@@ -234,6 +235,14 @@ def test_a_damaged_file_is_a_miss_is_deleted_and_counted(tmp_path: Path, damage:
     assert holds(tier, key(2))
     store(tier, key(1))
     assert holds(tier, key(1))
+
+
+def test_a_truncated_file_is_a_miss_even_when_the_buffer_holds_the_missing_bytes(tmp_path: Path) -> None:
+    tier = open_tier(tmp_path)
+    store(tier, key(1))
+    os.truncate(file_of(tmp_path, key(1)), FILE_BYTES - 100)
+    with pytest.raises(TierCorrupt, match="shorter than one block"):
+        tier.read(entry_of(tier, key(1)), block(key(1)))
 
 
 def test_the_entry_of_another_key_under_this_name_is_a_miss(tmp_path: Path) -> None:
@@ -322,6 +331,20 @@ def test_a_failed_write_leaves_no_entry_and_no_file_H9(
     assert len(entry_files(tmp_path)) == 1
 
 
+def test_a_file_has_its_entry_name_only_once_it_is_complete_H7(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    writev, seen = os.writev, list[str]()
+
+    def write_slowly(fd: int, buffers: list[memoryview]) -> int:
+        seen.extend(path.suffix for path in entry_files(tmp_path))
+        return writev(fd, [buffers[0][:1500]])
+
+    monkeypatch.setattr(os, "writev", write_slowly)
+    store(open_tier(tmp_path), key(1))
+    assert len(seen) > 2
+    assert set(seen) == {".tmp"}
+    assert file_of(tmp_path, key(1)).suffix == ""
+
+
 def test_a_short_write_is_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     writev, readv = os.writev, os.readv
     monkeypatch.setattr(os, "writev", lambda fd, buffers: writev(fd, [buffers[0][:1500]]))
@@ -343,6 +366,19 @@ def test_a_closed_tier_does_no_io(tmp_path: Path) -> None:
     with pytest.raises(InvariantError, match="is closed"):
         tier.write(grant, block(key(2)))
     assert holds(open_tier(tmp_path), key(1))
+
+
+def test_a_write_that_failed_after_its_victim_was_deleted_gives_the_room_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tier = open_tier(tmp_path, max_entries=1)
+    store(tier, key(1))
+    grant = tier.index.reserve(key(2))
+    assert grant is not None
+    with monkeypatch.context() as patch, pytest.raises(TierFull):
+        patch.setattr(os, "writev", failing_with(errno.ENOSPC))
+        tier.write(grant, block(key(2)))
+    tier.index.abandon(grant)
+    assert entry_files(tmp_path) == []
+    assert tier.index.take_doomed() == []
 
 
 def failing_with(number: int) -> Callable[..., object]:
@@ -500,7 +536,9 @@ def test_a_damaged_description_is_refused(made: Path, content: str) -> None:
 
 def test_a_capacity_below_one_entry_is_refused(made: Path) -> None:
     before = snapshot(made)
-    with pytest.raises(ConfigError, match=f"disk_capacity is {ENTRY_BYTES - 1} bytes, one block .* takes {ENTRY_BYTES} .*raise disk_capacity"):
+    with pytest.raises(
+        ConfigError, match=f"disk_capacity is {ENTRY_BYTES - 1} bytes, one block .* takes {ENTRY_BYTES} .*raise disk_capacity"
+    ):
         open_tier(made, capacity_bytes=ENTRY_BYTES - 1)
     assert snapshot(made) == before
 
@@ -524,7 +562,7 @@ def test_a_file_in_place_of_the_directory_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not Path("/proc/self/fdinfo").is_dir(), reason="needs a file system that nobody may write")
 def test_a_directory_that_not_even_root_may_write_is_refused() -> None:
-    with pytest.raises(ConfigError, match="/proc/nowhere cannot be used: .*: give a directory"):
+    with pytest.raises(ConfigError, match=r"/proc/nowhere cannot be used: .*: give a directory"):
         open_tier(Path("/proc/nowhere"))
 
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
+from disk_fixtures import key, keys
 
 from sidestream.errors import InvariantError, TierFull
 from sidestream.tiers.index import Entry, TierIndex, WriteGrant
-from disk_fixtures import key, keys
 
 
 def index_of(*numbers: int, max_entries: int = 3) -> TierIndex:
@@ -101,6 +101,8 @@ def test_touch_makes_a_run_recent_and_skips_absent_and_pinned_keys() -> None:
     index.touch(keys(1, 9, 3))
     assert victim_key(put_and_keep_victim(index, 4)) == key(2)
     lease.release()
+    index.touch(keys(1, 3, 4))
+    assert [victim_key(put_and_keep_victim(index, number)) for number in (5, 6, 7)] == keys(4, 3, 1)
 
 
 def test_pinned_entries_are_not_evicted_until_the_last_release_H6() -> None:

@@ -1,6 +1,6 @@
 """Causal attention of a packed batch over the block pool; the torch reference, fast enough to serve from a CPU.
 
-Knows nothing of models, requests or streams: whoever calls it is on the stream that owns the forward. Each row is attended
+Knows nothing of models, requests or streams: whoever calls it is on the stream that owns the forward. Every row is attended
 to by itself, over exactly its own keys, so a row's numbers do not depend on the rows beside it.
 """
 
@@ -10,7 +10,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
-from torch.nn import functional
+from torch.nn.functional import scaled_dot_product_attention
+
+from sidestream.errors import InvariantError
 
 __all__ = ["PagedBatch", "paged_attention"]
 
@@ -35,10 +37,12 @@ class PagedBatch:
     kv_lens: tuple[int, ...]
     num_decode: int
     before_layer: Callable[[int], None]
-    _shared: _Shared = field(init=False, repr=False, compare=False)
+    _addresses: _Addresses = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "_shared", _Shared(self))
+        if self.query_starts[self.num_decode] != self.num_decode:
+            raise InvariantError(f"{self.num_decode} decode rows hold {self.query_starts[self.num_decode]} tokens: one each expected")
+        object.__setattr__(self, "_addresses", _Addresses(self))
 
 
 def paged_attention(
@@ -54,56 +58,50 @@ def paged_attention(
 ) -> torch.Tensor:
     """Write the batch's keys and values into the pool, then attend; returns `[T, heads, head_dim]`.
 
-    query [T, heads, head_dim] · key, value [T, kv_heads, head_dim]; heads is a multiple of kv_heads, and query head h reads
-    kv head h // (heads / kv_heads). A query at position p sees positions `(p - sliding_window, p]`. `softcap` bounds the
-    scores: softcap * tanh(score / softcap). Runs on the calling thread; one call at a time per batch.
+    query [T, heads, head_dim] · key, value [T, kv_heads, head_dim], in the pool's dtype. heads is a multiple of kv_heads;
+    query head h reads kv head h // (heads / kv_heads). A query at position p sees positions `(p - sliding_window, p]`.
+    `softcap` bounds the scores: softcap * tanh(score / softcap). Runs on the calling thread; one call at a time per batch.
     """
     batch.before_layer(layer)
-    keys, values = batch._shared.halves(layer)
-    written = batch._shared.written
-    keys.index_copy_(0, written, key)
-    values.index_copy_(0, written, value)
+    addresses = batch._addresses
+    keys, values = addresses.halves(layer)
+    keys.index_copy_(0, addresses.written, key)
+    values.index_copy_(0, addresses.written, value)
 
-    context = batch._shared.context(sliding_window, query.dtype)
-    seen_keys = keys.index_select(0, context.index)
-    seen_values = values.index_select(0, context.index)
-    out = torch.empty_like(query)
-    for row in context.rows:
-        k, v = seen_keys[row.context], seen_values[row.context]
-        if softcap is not None:
-            out[row.queries] = _softcapped(query[row.queries], k, v, row.mask, scale, softcap)
-        elif row.mask is None:
-            out[row.queries] = _decode(query[row.queries], k, v, scale)
-        else:
-            out[row.queries] = _prefill(query[row.queries], k, v, row.mask, scale)
-    return out
+    seen = addresses.seen(sliding_window, query.dtype)
+    row_keys, row_values = (half.index_select(0, seen.index).transpose(0, 1)[None].split(seen.lens, 2) for half in (keys, values))
+    num_decode, (heads, head_dim) = batch.num_decode, query.shape[1:]
+    out = []
+    if num_decode:
+        # The heads of a group stand in as the queries of their kv head: no key is repeated, and no mask is needed.
+        grouped = query[:num_decode].reshape(num_decode, key.shape[1], -1, head_dim).split(1)
+        decoded = [_attend(q, k, v, None, scale, softcap) for q, k, v in zip(grouped, row_keys, row_values, strict=False)]
+        out.append(torch.cat(decoded).view(num_decode, heads, head_dim))
+    for row, mask in enumerate(seen.masks, num_decode):
+        q = query[batch.query_starts[row] : batch.query_starts[row + 1]].transpose(0, 1)[None]
+        out.append(_attend(q, row_keys[row], row_values[row], mask, scale, softcap)[0].transpose(0, 1))
+    return torch.cat(out)
 
 
 @dataclass(frozen=True, slots=True)
-class _Row:
-    """One row's queries among the packed tokens, its keys among the gathered ones, and its additive mask `[queries, keys]`.
+class _Seen:
+    """What every layer of one window reads.
 
-    A row of one query sees all its keys and has no mask.
+    index   where the tokens that each row sees lie in a layer's half of the pool, row after row
+    lens    how many they are, by row
+    masks   additive `[queries, lens]`, of the rows after the decode rows
     """
 
-    queries: slice
-    context: slice
-    mask: torch.Tensor | None
-
-
-@dataclass(frozen=True, slots=True)
-class _Context:
-    """What all layers of one window read: where every row's keys lie in a layer's half of the pool, row after row."""
-
     index: torch.Tensor
-    rows: tuple[_Row, ...]
+    lens: tuple[int, ...]
+    masks: tuple[torch.Tensor, ...]
 
 
-class _Shared:
-    """Addresses and masks of one batch, made by the first layer that needs them and used by all that follow.
+class _Addresses:
+    """Where one batch's tokens lie, worked out by the first layer that asks and shared by all that follow.
 
-    A pool row is one token's keys or values of one layer. Counted from the first row of the half that a layer reads, the
-    row of a token depends on its block and offset only, so one index serves all layers.
+    The pool is seen as rows of one token's keys or values in one layer. Counted from the first row of the half that a layer
+    reads, a token's row depends on its block and offset only; so one index serves all layers.
     """
 
     def __init__(self, batch: PagedBatch) -> None:
@@ -111,73 +109,53 @@ class _Shared:
         self._block_rows = layers * 2 * self._block_tokens
         self._pool = batch.kv.view(blocks * self._block_rows, kv_heads, head_dim)
         self._block_tables = batch.block_tables
-        self._query_starts = batch.query_starts
+        self._query_lens = tuple(stop - start for start, stop in zip(batch.query_starts, batch.query_starts[1:], strict=False))
         self._kv_lens = batch.kv_lens
-        self._contexts: dict[int | None, _Context] = {}
-        self.written = self._pool_rows(batch.slots // self._block_tokens, batch.slots % self._block_tokens)
+        self._num_decode = batch.num_decode
+        self._by_window: dict[int | None, _Seen] = {}
+        self.written = batch.slots // self._block_tokens * self._block_rows + batch.slots % self._block_tokens
 
     def halves(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The pool from the first row of the layer's keys on, and from the first row of its values on."""
         first = layer * 2 * self._block_tokens
         return self._pool[first:], self._pool[first + self._block_tokens :]
 
-    def context(self, window: int | None, dtype: torch.dtype) -> _Context:
-        """What every row sees under `window`. Layers of one model share one dtype."""
-        found = self._contexts.get(window)
-        if found is None:
-            found = self._contexts[window] = self._make_context(window, dtype)
-        return found
+    def seen(self, window: int | None, dtype: torch.dtype) -> _Seen:
+        """What every row sees under `window`. All layers of a model share one dtype."""
+        if window not in self._by_window:
+            self._by_window[window] = self._look(window, dtype)
+        return self._by_window[window]
 
-    def _make_context(self, window: int | None, dtype: torch.dtype) -> _Context:
-        indices: list[torch.Tensor] = []
-        rows: list[_Row] = []
-        end = 0
-        for row, kv_len in enumerate(self._kv_lens):
-            start, stop = self._query_starts[row : row + 2]
-            first_query = kv_len - (stop - start)
-            first_key = 0 if window is None else max(0, first_query + 1 - window)
-            positions = torch.arange(first_key, kv_len, device=self._pool.device)
+    def _look(self, window: int | None, dtype: torch.dtype) -> _Seen:
+        indices, masks = [], []
+        for row, (query_len, kv_len) in enumerate(zip(self._query_lens, self._kv_lens, strict=True)):
+            first_query = kv_len - query_len
+            first_seen = 0 if window is None else max(0, first_query + 1 - window)
+            positions = torch.arange(first_seen, kv_len, device=self._pool.device)
             blocks = self._block_tables[row].index_select(0, positions // self._block_tokens)
-            indices.append(self._pool_rows(blocks, positions % self._block_tokens))
-            mask = None if stop - start == 1 else _causal_mask(positions, first_query, window, dtype)
-            begin, end = end, end + len(positions)
-            rows.append(_Row(slice(start, stop), slice(begin, end), mask))
-        return _Context(torch.cat(indices), tuple(rows))
-
-    def _pool_rows(self, blocks: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-        return blocks * self._block_rows + offsets
+            indices.append(blocks * self._block_rows + positions % self._block_tokens)
+            if row >= self._num_decode:
+                masks.append(_causal_mask(positions, query_len, window, dtype))
+        return _Seen(torch.cat(indices), tuple(map(len, indices)), tuple(masks))
 
 
-def _causal_mask(positions: torch.Tensor, first_query: int, window: int | None, dtype: torch.dtype) -> torch.Tensor:
-    # Additive, not boolean: scaled_dot_product_attention would convert a boolean one anew in every layer.
-    queries = positions[first_query - int(positions[0]) :, None]
+def _causal_mask(positions: torch.Tensor, query_len: int, window: int | None, dtype: torch.dtype) -> torch.Tensor:
+    queries = positions[-query_len:, None]
     hidden = positions > queries
     if window is not None:
         hidden |= positions <= queries - window
+    # Additive, not boolean: scaled_dot_product_attention would convert a boolean mask anew in every layer.
     return torch.zeros(hidden.shape, dtype=dtype, device=positions.device).masked_fill_(hidden, float("-inf"))
 
 
-def _decode(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float) -> torch.Tensor:
-    # The heads of a group stand in as the queries of their kv head: no key is copied, no mask is needed.
-    grouped = query.view(1, keys.shape[1], -1, query.shape[-1])
-    seen = functional.scaled_dot_product_attention(grouped, keys.transpose(0, 1)[None], values.transpose(0, 1)[None], scale=scale)
-    return seen.reshape(query.shape)
-
-
-def _prefill(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor, scale: float) -> torch.Tensor:
-    q, k, v = (packed.transpose(0, 1)[None] for packed in (query, keys, values))
-    seen = functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=True)
-    return seen[0].transpose(0, 1)
-
-
-def _softcapped(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None, scale: float, softcap: float
+def _attend(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None, scale: float, softcap: float | None
 ) -> torch.Tensor:
-    num_queries, heads, head_dim = query.shape
-    kv_heads = keys.shape[1]
-    grouped = query.transpose(0, 1).reshape(kv_heads, -1, head_dim)
-    scores = torch.matmul(grouped, keys.permute(1, 2, 0)).float().mul_(scale / softcap).tanh_().mul_(softcap)
+    """query `[1, heads, n, head_dim]` over keys, values `[1, kv_heads, m, head_dim]`."""
+    if softcap is None:
+        return scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=scale, enable_gqa=True)
+    grouped = query.reshape(keys.shape[1], -1, query.shape[-1])
+    scores = torch.matmul(grouped, keys[0].transpose(1, 2)).float().mul_(scale / softcap).tanh_().mul_(softcap)
     if mask is not None:
-        scores.view(kv_heads, -1, num_queries, len(keys)).add_(mask)
-    seen = torch.matmul(scores.softmax(-1).to(query.dtype), values.transpose(0, 1))
-    return seen.view(heads, num_queries, head_dim).transpose(0, 1)
+        scores.view(-1, *mask.shape).add_(mask)
+    return torch.matmul(scores.softmax(-1).to(query.dtype), values[0]).view(query.shape)

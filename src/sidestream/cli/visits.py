@@ -89,7 +89,9 @@ def visit_in_fresh_process(stay: Stay, prompts: Sequence[Sequence[int]], *, max_
     order = {"stay": asdict(stay), "prompts": [list(prompt) for prompt in prompts], "max_tokens": max_tokens}
     child = subprocess.run([sys.executable, "-m", __name__], input=json.dumps(order), capture_output=True, text=True, check=False)
     if child.returncode:
-        raise SidestreamError(f"the fresh process ended with code {child.returncode}: {child.stderr.strip().splitlines()[-1:] or 'no message'}")
+        raise SidestreamError(
+            f"the fresh process ended with code {child.returncode}: {child.stderr.strip().splitlines()[-1:] or 'no message'}"
+        )
     return [Visit(**{**fields, "tokens": tuple(fields["tokens"])}) for fields in json.loads(child.stdout.splitlines()[-1])]
 
 

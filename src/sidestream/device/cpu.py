@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
+import traceback
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -53,8 +54,13 @@ class CpuFence:
         return self._failure
 
     def fail(self, error: BaseException) -> None:
-        """Keep what the work raised. Called by the stream's thread before the fence completes."""
+        """Keep what the work raised, without its frames' variables. Called by the stream's thread before the fence completes."""
+        traceback.clear_frames(error.__traceback__)
         self._failure = error
+
+    def is_of(self, stream: CpuStream) -> bool:
+        """Whether it was recorded on `stream`; two devices may use the same name."""
+        return self._stream is stream
 
     def block(self, timeout_s: float | None) -> bool:
         """Block the calling thread until done; False when `timeout_s` passed first."""
@@ -89,8 +95,9 @@ class CpuStream:
         self._next_tick = 1
         self._closed = False
         self._passed = threading.Condition()
+        self._ready = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"sidestream-{name}", daemon=True)
-        self._thread.start()
+        self._start()
 
     def submit(self, work: Callable[[], None], accesses: Sequence[Access] = (), *, label: str = "") -> Fence:
         """Enqueue `work`; returns at once. See `Stream.submit`."""
@@ -106,7 +113,7 @@ class CpuStream:
         """Order later work behind `fence`. See `Stream.wait`."""
         if not isinstance(fence, CpuFence):
             raise InvariantError(f"stream {self.name} cannot wait for {fence!r}: it is not of this device")
-        if fence.stream == self.name:
+        if fence.is_of(self):
             return  # a FIFO is behind its own past already
         if threading.current_thread() is self._thread:
             self._wait_here(fence)
@@ -129,8 +136,21 @@ class CpuStream:
                 self._queue.put(None)
         self._thread.join()
 
+    def _start(self) -> None:
+        """Start the thread with its own number of torch threads: copies stay on one core, the forward pass gets them all.
+
+        Torch keeps the number by thread, but a thread that never asked takes the last one set by any thread: so the stream's
+        thread asks before it sets, and the caller's number is set again afterwards, for threads still to come.
+        """
+        caller_threads = torch.get_num_threads()
+        self._thread.start()
+        self._ready.wait()
+        torch.set_num_threads(caller_threads)
+
     def _run(self) -> None:
-        torch.set_num_threads(self._threads)  # per thread: copies stay on one core, the forward pass gets them all
+        torch.get_num_threads()
+        torch.set_num_threads(self._threads)
+        self._ready.set()
         while (item := self._queue.get()) is not None:
             if isinstance(item, _Wait):
                 self._wait_here(item.fence)
@@ -142,10 +162,11 @@ class CpuStream:
                 item.fence.fail(error)
             if self._timeline is not None:
                 self._timeline.record(self.name, item.label or "work", start_ns, time.perf_counter_ns())
+            tick = item.fence.tick
+            del item  # what the work held (tensors, leases) is gone before anybody learns that it is done (H24)
             with self._passed:
-                self.done_tick = item.fence.tick
+                self.done_tick = tick
                 self._passed.notify_all()
-            del item  # what the work held (tensors, leases) must not live until the next work comes
 
     def _wait_here(self, fence: CpuFence) -> None:
         start_ns = time.perf_counter_ns()

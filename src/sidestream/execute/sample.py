@@ -102,7 +102,7 @@ def probability_floor(probs: Tensor, measure: Tensor, limit: Tensor) -> Tensor:
     """The smallest value whose strictly larger entries measure less than `limit`, in each row: float32 `[R, 1]`, or 0.
 
     probs float32 in [0, 1] · measure int64, not negative · limit `[R, 1]`, positive. A radix select: three histograms over the
-    bits of the values, each inside the bucket that the one before found. Ten times cheaper than a sort on a CPU.
+    bits of the values, each inside the bucket that the one before found; no sort, and exact in any order of summing.
     """
     bits = probs.view(torch.int32)  # values that are not negative have the order of their bits
     base = bits.new_zeros(bits.shape[0], 1)

@@ -51,7 +51,9 @@ class Lease:
         self.after = merge_fences((*self.after, *other.after))
 
     def truncate(self, count: int, *, after: Iterable[Fence] = ()) -> None:
-        """Release all but the first `count` ids."""
+        """Release all but the first `count` ids. The lease must still be open."""
+        if not self._open:
+            raise InvariantError(f"lease of {self.pool.name} {self.ids} was released before: it cannot be cut")
         dropped = self.ids[count:]
         del self.ids[count:]
         self.pool._release(dropped, tuple(after))
@@ -123,7 +125,7 @@ class FencedPool:
         return Lease(self, list(ids), ())
 
     def publish(self, item: int, key: Key) -> bool:
-        """Make a used id findable under `key`, once its bytes are complete (H7); False when the key is held already."""
+        """Make a used id findable under `key`, once its bytes are complete (H7); False when either is taken by another already."""
         if self._references[item] == 0:
             raise InvariantError(f"{self.name} {item} is not in use: it cannot be published")
         return self._index.add(key, item)
@@ -155,14 +157,17 @@ class FencedPool:
                 self._free.append(item)
 
     def check(self) -> None:
-        """Raise InvariantError unless every id is in exactly one place. For tests and the checker."""
-        free, seen = set(self._free), list(self._free)
+        """Raise InvariantError unless every id is in exactly one place, as this module's table says. For tests and the checker."""
+        free = set(self._free)
+        if len(free) != len(self._free):
+            raise InvariantError(f"{self.name}: an id is free twice")
         for item in range(self.size):
             places = (item in free) + (item in self._cached) + (self._references[item] > 0)
             if places != 1 or self._references[item] < 0:
                 raise InvariantError(f"{self.name} {item} is in {places} places with {self._references[item]} references")
-        if len(seen) != len(free):
-            raise InvariantError(f"{self.name}: an id is free twice")
+            findable = self._index.holds_key(item)
+            if (findable and item in free) or (not findable and item in self._cached):
+                raise InvariantError(f"{self.name} {item} is {'free' if findable else 'cached'}, and findable: {findable}")
 
     def _pop(self) -> int:
         if self._free:

@@ -66,6 +66,7 @@ class Request:
     stepped: bool = field(init=False, default=False)
     """A flight of this epoch was committed; until then the request may not be retracted for a younger one's sake (H26)."""
     waited_steps: int = field(init=False, default=0)
+    """Flights that left without it while it had work."""
     last_fence: Fence | None = field(init=False, default=None)
     """Fence of the last flight that this request was in."""
     cached: CachedTokens | None = field(init=False, default=None)
@@ -93,8 +94,13 @@ class Request:
         """Whether one more token may be drawn, counting those on their way."""
         return not self.in_prefill and self.launched_outputs < self.max_outputs
 
+    @property
+    def has_work(self) -> bool:
+        """Whether it could use a flight, or what leads to one."""
+        return self.state is not State.RUNNING or self.in_prefill or self.can_decode
+
     def level(self, aging_steps: int) -> int:
-        """Priority, improved by one for every `aging_steps` steps of waiting: nobody waits for ever."""
+        """Priority, improved by one for every `aging_steps` flights that left without it: nobody waits for ever."""
         return self.priority - self.waited_steps // aging_steps
 
     def stop_reason(self) -> str | None:

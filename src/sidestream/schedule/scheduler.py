@@ -114,7 +114,7 @@ class Scheduler:
         self._requests: dict[RequestId, Request] = {}
         self._queue: dict[RequestId, Request] = {}  # WAITING and LOADING, in order of arrival
         self._running: dict[RequestId, Request] = {}
-        self._computing: dict[Key, RequestId] = {}  # blocks that a running request is about to complete
+        self._coming: dict[Key, RequestId] = {}  # blocks that a running request loads or is about to complete
 
     # ------------------------------------------------------------------ what the engine asks
 
@@ -192,7 +192,8 @@ class Scheduler:
                 continue
             request.committed_len = row.stop
             request.stepped = True
-            stored.extend(self._publish(request))
+            if result is None or result.finite:  # else its KV may be no better than its logits: nobody else shall find it
+                stored.extend(self._publish(request))
             if result is not None:
                 request.tokens.append(result.token_id)
                 drawn.append(Drawn(request, result))
@@ -211,9 +212,16 @@ class Scheduler:
             if request.state is State.RUNNING:  # a retraction for an older one may have come before
                 self._plan_running(request, draft)
         self._admit(draft)
-        for request in self._queue.values():
-            request.waited_steps += 1
-        return StepPlan(tuple(draft.transfers), BatchPlan((*draft.decodes, *draft.prefills)), tuple(draft.after))
+        batch = BatchPlan((*draft.decodes, *draft.prefills))
+        self._age(batch)
+        return StepPlan(tuple(draft.transfers), batch, tuple(draft.after))
+
+    def _age(self, batch: BatchPlan) -> None:
+        """Count the step for everybody it passed over, with or without a row. A step without a flight passes nobody over."""
+        served = {row.request_id for row in batch.rows}
+        for request in self._requests.values():
+            if served and request.id not in served and request.has_work:
+                request.waited_steps += 1
 
     def _plan_running(self, request: Request, draft: _Draft) -> None:
         if request.in_prefill:
@@ -264,6 +272,7 @@ class Scheduler:
             if victim is None:
                 return False
             self._retract(victim)
+            self.num_preemptions += 1
         fresh = self._blocks.take(missing)
         draft.after.extend(fresh.after)
         request.blocks.extend(fresh)
@@ -283,10 +292,7 @@ class Scheduler:
     def _try_admit(self, request: Request, draft: _Draft) -> bool:
         """Admit, or set to load, or leave for a request that computes the same blocks now; False: no room."""
         limits = self.limits
-        self._keys.extend(request.keys, request.tokens)
-        wanted = (
-            request.keys[: reusable_tokens(len(request.tokens), limits.block_tokens) // limits.block_tokens] if limits.prefix_cache else []
-        )
+        wanted = self._wanted(request)
         hits = self._blocks.match(wanted)
         sources = [] if request.avoid_tiers else self._tiers.locate(wanted[len(hits) :])
         if "disk" in sources and self._promote(request, wanted[len(hits) :], sources, draft):
@@ -295,8 +301,8 @@ class Scheduler:
         if loads and not self._tiers.worth_loading(sources[:loads]):
             loads = 0
         found = len(hits) + loads
-        if found < len(wanted) and self._computing.get(wanted[found]) in self._running:
-            return True  # another request is about to complete this very block: join it instead of computing it twice
+        if any(self._coming.get(key) in self._running for key in wanted[len(hits) : found + 1]):
+            return True  # another request loads or computes this very block: join it instead of doing it twice
         if not self._has_room(request, hits):
             return False
         blocks = self._blocks.share(hits)
@@ -306,7 +312,7 @@ class Scheduler:
             keys, block_ids = tuple(wanted[len(hits) : found]), tuple(fresh.ids[:loads])
             draft.transfers.append(LoadPlan(request.id, request.epoch, keys, block_ids, fresh.after))
         blocks.extend(fresh)
-        self._start(request, blocks, found)
+        self._start(request, blocks, num_hits=len(hits), num_found=found)
         if request.cached is None:
             from_disk = min(request.promoted_blocks, loads)
             size = limits.block_tokens
@@ -324,26 +330,38 @@ class Scheduler:
         request.state = State.LOADING
         return True
 
-    def _has_room(self, request: Request, hits: Sequence[int]) -> bool:
-        """Whether all known tokens and one more fit, with a block to grow for each running request."""
+    def _wanted(self, request: Request) -> list[Key]:
+        """Keys of the blocks that the request would rather find than compute."""
+        if not self.limits.prefix_cache:
+            return []
+        self._keys.extend(request.keys, request.tokens)
+        return request.keys[: reusable_tokens(len(request.tokens), self.limits.block_tokens) // self.limits.block_tokens]
+
+    def _has_room(self, request: Request, hits: Sequence[int], *, without: Sequence[Request] = ()) -> bool:
+        """Whether all known tokens and one more fit, with a block to grow for each running request.
+
+        `without`: if these running requests were retracted; an upper bound, because others may share their blocks.
+        """
         needed = -(-(len(request.tokens) + 1) // self.limits.block_tokens) - len(hits)
         available = self._blocks.num_available - sum(self._blocks.is_cached(item) for item in hits)
-        return needed + len(self._running) <= available or (not self._running and needed <= available)
+        available += sum(len(other.blocks.ids) for other in without if other.blocks is not None)
+        running = len(self._running) - len(without)
+        return needed + running <= available or (not running and needed <= available)
 
-    def _start(self, request: Request, blocks: Lease, found: int) -> None:
-        length = found * self.limits.block_tokens
+    def _start(self, request: Request, blocks: Lease, *, num_hits: int, num_found: int) -> None:
+        length = num_found * self.limits.block_tokens
         request.row = self._rows.take(1)
         request.blocks = blocks
         request.launched_len = request.committed_len = length
-        request.published_blocks = found
+        request.published_blocks = num_hits
         request.launched_outputs = request.num_outputs
         request.prefill_end = len(request.tokens)
         request.begun = request.stepped = False
         request.state = State.RUNNING
         del self._queue[request.id]
         self._running[request.id] = request
-        for key in request.keys[found:]:
-            self._computing.setdefault(key, request.id)
+        for key in request.keys[num_hits:]:
+            self._coming.setdefault(key, request.id)
 
     # ------------------------------------------------------------------ retraction
 
@@ -357,17 +375,22 @@ class Scheduler:
         return behind[-1] if behind and ranked[0] is request else None
 
     def _retract_for_priority(self) -> None:
-        """Make room for the first in line by retracting requests of strictly lower priority."""
+        """Make room for the first in line by retracting requests of lower priority that are behind it in rank; none if that would not do.
+
+        Waiting alone improves a place in line, not the right to somebody's room: else two of equal priority would take turns.
+        """
         waiting = [request for request in self._queue.values() if request.state is State.WAITING]
         if not waiting or len({request.priority for request in self._requests.values()}) == 1:
             return
+        aging = self.limits.aging_steps
         first = self._by_rank(waiting)[0]
-        while self._rows.num_available == 0 or not self._has_room(first, ()):
-            level = first.level(self.limits.aging_steps)
-            worse = [r for r in self._by_rank(self._running.values()) if r.stepped and r.level(self.limits.aging_steps) > level]
-            if not worse:
-                return
-            self._retract(worse[-1])
+        lower = [r for r in self._running.values() if r.stepped and r.priority > first.priority and r.level(aging) > first.level(aging)]
+        victims, hits = self._by_rank(lower), self._blocks.match(self._wanted(first))
+        if not self._has_room(first, hits, without=victims):
+            return
+        while victims and (self._rows.num_available == 0 or not self._has_room(first, hits)):
+            self._retract(victims.pop())
+            self.num_preemptions += 1
 
     def _retract(self, request: Request) -> None:
         """Take row and blocks back at once. Complete blocks stay findable; tokens drawn but not committed are drawn again."""
@@ -377,7 +400,6 @@ class Scheduler:
         request.launched_outputs = request.num_outputs
         request.promotions = 0
         self._queue[request.id] = request
-        self.num_preemptions += 1
 
     def _give_up_device(self, request: Request) -> None:
         if self._running.pop(request.id, None) is None:
@@ -388,8 +410,8 @@ class Scheduler:
         request.blocks.release(after=after)
         request.row = request.blocks = None
         for key in request.keys:
-            if self._computing.get(key) == request.id:
-                del self._computing[key]
+            if self._coming.get(key) == request.id:
+                del self._coming[key]
 
     # ------------------------------------------------------------------ the rest
 
@@ -402,8 +424,8 @@ class Scheduler:
         self._keys.extend(request.keys, request.tokens)
         for index in range(request.published_blocks, complete):
             key, block = request.keys[index], request.blocks.ids[index]
-            if self._computing.get(key) == request.id:
-                del self._computing[key]
+            if self._coming.get(key) == request.id:
+                del self._coming[key]
             if self._blocks.publish(block, key):
                 yield key, block
         request.published_blocks = complete

@@ -41,6 +41,7 @@ import re
 import shutil
 import struct
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -221,7 +222,8 @@ class DiskTier:
             if header[_DIGEST_AT:] != _digest(expected, view):
                 return "does not match its checksum"
             with contextlib.suppress(OSError):  # recency is worth less than the block
-                _touch(fd)
+                now = time.time_ns()  # the kernel's own stamp moves once a tick, so a read could seem no later than the write
+                os.utime(fd, ns=(now, now))
             return None
         finally:
             os.close(fd)
@@ -246,7 +248,6 @@ def _write_whole(path: str, buffers: list[memoryview]) -> None:
         try:
             while buffers:
                 buffers = _rest(buffers, os.writev(fd, buffers))
-            _touch(fd)
         finally:
             os.close(fd)
         os.rename(temporary, path)  # noqa: PTH104  as in _unlink
@@ -271,11 +272,6 @@ def _rest(buffers: list[memoryview], count: int) -> list[memoryview]:
         count -= buffers[0].nbytes
         buffers = buffers[1:]
     return [buffers[0][count:], *buffers[1:]] if count else buffers
-
-
-def _touch(fd: int) -> None:
-    now = time.time_ns()  # finer than the kernel's own stamp, which moves once a tick
-    os.utime(fd, ns=(now, now))
 
 
 def _unlink(path: str) -> None:
@@ -381,39 +377,48 @@ class _Found:
 
 
 def _scan(directory: Path, *, file_bytes: int, max_entries: int) -> _Found:
-    """Rebuild the index from names, sizes and times; delete what cannot be served. Files with foreign names are let be."""
+    """Rebuild the index from names, sizes and times; delete what cannot be served."""
     newest: dict[Key, tuple[int, int, str]] = {}  # key -> (serial, modified, path)
     next_serial = leftovers = corrupt = 0
-    for prefix in _FAN_OUT:
-        (directory / prefix).mkdir(mode=0o700, exist_ok=True)
-        with os.scandir(directory / prefix) as files:
-            for file in files:
-                name = _ENTRY_NAME.fullmatch(file.name.removesuffix(_TEMPORARY))
-                if name is None or not file.is_file(follow_symlinks=False):
-                    continue
-                key, serial = bytes.fromhex(name[1]), int(name[2], 16)
-                next_serial = max(next_serial, serial + 1)
-                status = file.stat(follow_symlinks=False)
-                twin = newest.get(key)
-                if file.name.endswith(_TEMPORARY):
-                    leftovers += 1
-                    _unlink(file.path)
-                elif status.st_size != file_bytes or not file.name.startswith(prefix):
-                    corrupt += 1
-                    _unlink(file.path)
-                elif twin is not None and twin[0] > serial:
-                    leftovers += 1
-                    _unlink(file.path)
-                else:
-                    if twin is not None:
-                        leftovers += 1
-                        _unlink(twin[2])
-                    newest[key] = (serial, status.st_mtime_ns, file.path)
+    for key, serial, file in _entry_files(directory):
+        next_serial = max(next_serial, serial + 1)
+        status = file.stat(follow_symlinks=False)
+        twin = newest.get(key)
+        if file.name.endswith(_TEMPORARY):
+            leftovers += 1
+            _unlink(file.path)
+        elif status.st_size != file_bytes or not file.path.endswith(f"/{file.name[:2]}/{file.name}"):
+            corrupt += 1
+            _unlink(file.path)
+        elif twin is not None and twin[0] > serial:
+            leftovers += 1
+            _unlink(file.path)
+        else:
+            if twin is not None:
+                leftovers += 1
+                _unlink(twin[2])
+            newest[key] = (serial, status.st_mtime_ns, file.path)
     by_age = sorted(((modified, serial, key) for key, (serial, modified, _) in newest.items()), key=lambda item: item[:2])
     surplus = max(0, len(by_age) - max_entries)
     for _, _, key in by_age[:surplus]:
         _unlink(newest[key][2])
     return _Found([Entry(key, serial) for _, serial, key in by_age[surplus:]], next_serial, leftovers, corrupt, surplus)
+
+
+def _entry_files(directory: Path) -> Iterator[tuple[Key, int, os.DirEntry[str]]]:
+    """Key, serial and directory entry of every file that is named like an entry, complete or temporary; others are let be.
+
+    Makes the fan-out directories that are missing.
+    """
+    present = {path.name for path in directory.iterdir()}
+    for prefix in _FAN_OUT:
+        if prefix not in present:
+            (directory / prefix).mkdir(mode=0o700)
+        with os.scandir(directory / prefix) as files:
+            for file in files:
+                name = _ENTRY_NAME.fullmatch(file.name.removesuffix(_TEMPORARY))
+                if name is not None and file.is_file(follow_symlinks=False):
+                    yield bytes.fromhex(name[1]), int(name[2], 16), file
 
 
 def _log_opened(directory: Path, found: _Found, *, held_bytes: int, capacity_bytes: int) -> None:

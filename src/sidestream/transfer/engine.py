@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from sidestream.device.base import Device, Stream
-from sidestream.errors import TierCorrupt, TierFull
-from sidestream.kv.pool import FencedPool, Lease, PoolExhausted
+from sidestream.errors import TierFull, TierTimeout
+from sidestream.kv.pool import FencedPool, Lease
 from sidestream.metrics import Metrics
 from sidestream.tiers.base import PersistentTier
 from sidestream.tiers.host import HostTier
@@ -37,6 +37,8 @@ _MIN_SEGMENT_BYTES = 256 * 1024
 _DISK_READERS = 2
 # After the disk refused a write, how long it is left alone.
 _DISK_PAUSE_S = 5.0
+# A tier that is broken fails often; transfers_total counts what is not logged.
+_WARNING_PERIOD_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +99,9 @@ class TransferEngine:
         self._waiters: list[Waiter] = []
         self._events: list[TransferEvent] = []
         self._disk_resumes_s = 0.0
+        self._generation = 0
+        self._next_warning_s = 0.0
+        self._abandoned = False  # read by the streams
 
     # ------------------------------------------------------------------ what the scheduler asks
 
@@ -143,15 +148,15 @@ class TransferEngine:
         return LayerGates(tuple(tuple(t.fences[layer // group] for t in loads) for layer in range(self._layout.num_layers)))
 
     def _store(self, plan: StorePlan) -> None:
-        """Copy blocks that the host tier lacks; skipped, and counted, when no slot is free or evictable."""
+        """Copy blocks that the host tier lacks, as many as find a slot that is free or evictable; the rest is counted."""
         pairs = [(k, b) for k, b in zip(plan.keys, plan.block_ids, strict=True) if k not in self._stores and self._host.pool.get(k) is None]
+        room = self._host.pool.num_available
+        if len(pairs) > room:
+            self._metrics.inc("transfers_total", 1, "store", "skipped")
+            del pairs[room:]
         if not pairs:
             return
-        try:
-            slots = self._host.pool.take(len(pairs))
-        except PoolExhausted:
-            self._metrics.inc("transfers_total", 1, "store", "skipped")
-            return
+        slots = self._host.pool.take(len(pairs))
         keys, block_ids = tuple(key for key, _ in pairs), [block for _, block in pairs]
         source = self._blocks.share(block_ids)
         for fence in (*plan.after, *slots.after):
@@ -164,7 +169,7 @@ class TransferEngine:
             label=f"store {len(keys)} blocks",
         )
         source.release(after=(fence,))  # H2: whoever takes these blocks next waits for the fence on its own stream
-        ticket = StoreTicket(keys, slots, fence, self._clock(), watch)
+        ticket = StoreTicket(keys, slots, fence, self._clock(), watch, self._generation)
         self._stores.update(dict.fromkeys(keys, ticket))
 
     def _load(self, plan: LoadPlan) -> None:
@@ -189,7 +194,7 @@ class TransferEngine:
                     label=f"load {len(plan.keys)} blocks, layers {layers.start}-{layers.stop - 1}",
                 )
             )
-        self._loads.append(LoadTicket(plan, slots, blocks, tuple(fences), self._clock(), watch))
+        self._loads.append(LoadTicket(plan, slots, blocks, tuple(fences), self._clock(), watch, self._generation))
 
     def _copy_in(self, slot_ids: Sequence[int], block_ids: Sequence[int], layers: range) -> Callable[[], None]:
         return lambda: copy_layers(self._host_memory, slot_ids, self._memory, block_ids, layers)
@@ -225,11 +230,14 @@ class TransferEngine:
             self._host_memory.accesses([index], range(self._layout.num_layers), write=True),
             label="read block",
         )
-        self._reads[key] = ReadTicket(key, slot, pin, fence, self._clock(), watch)
+        self._reads[key] = ReadTicket(key, slot, pin, fence, self._clock(), watch, self._generation)
 
     def _write(self, key: Key, index: int) -> None:
         """Write a published slot through to disk, unless it is there or the disk has just refused."""
-        if self._disk is None or self._write_stream is None or key in self._disk.index or self._clock() < self._disk_resumes_s:
+        if self._disk is None or self._write_stream is None or key in self._disk.index:
+            return
+        if self._clock() < self._disk_resumes_s:
+            self._metrics.inc("transfers_total", 1, "disk-write", "skipped")
             return
         try:
             grant = self._disk.index.reserve(key)
@@ -275,7 +283,7 @@ class TransferEngine:
             for key in ticket.keys:
                 del self._stores[key]
             good = self._ended("store", ticket.fence, len(ticket.keys), ticket.submitted_s)
-            if good:
+            if good and self._is_wanted(ticket):
                 for key, slot in zip(ticket.keys, ticket.slots.ids, strict=True):
                     self._host.pool.publish(slot, key)  # H7: only now
                     self._write(key, slot)
@@ -287,8 +295,9 @@ class TransferEngine:
             failed = next((fence for fence in ticket.fences if fence.failure is not None), ticket.fences[-1])
             if self._ended("load", failed, len(ticket.plan.keys), ticket.submitted_s):
                 self._costs.saw_transfer("host", len(ticket.plan.keys) * self._layout.block_bytes, ticket.work.seconds)
-                for key, block in zip(ticket.plan.keys, ticket.plan.block_ids, strict=True):
-                    self._blocks.publish(block, key)
+                if self._is_wanted(ticket):
+                    for key, block in zip(ticket.plan.keys, ticket.plan.block_ids, strict=True):
+                        self._blocks.publish(block, key)
             else:
                 self._events.append(LoadFailed(ticket.plan.request_id, ticket.plan.epoch))
             ticket.slots.release()
@@ -312,11 +321,19 @@ class TransferEngine:
             del self._reads[ticket.key]
             if self._ended("disk-read", ticket.fence, 1, ticket.submitted_s):
                 self._costs.saw_transfer("disk", self._layout.block_bytes, ticket.work.seconds)
-                self._host.pool.publish(ticket.slot.ids[0], ticket.key)
-            elif isinstance(ticket.failure(), TierCorrupt):
-                self._disk.index.forget(ticket.pin.entries[0])
+                if self._is_wanted(ticket):
+                    self._host.pool.publish(ticket.slot.ids[0], ticket.key)
+                    self._keep_for_waiters(ticket)
+            elif not isinstance(ticket.failure(), TierTimeout):
+                self._disk.index.forget(ticket.pin.entries[0])  # damaged or unreadable: it is computed and written anew
             ticket.pin.release()
             ticket.slot.release(after=(ticket.fence,))
+
+    def _keep_for_waiters(self, ticket: ReadTicket) -> None:
+        """Hold the promoted block for those who wait for more, so that nothing evicts it before they come for it."""
+        for waiter in self._waiters:
+            if ticket in waiter.reads and (slot := self._host.pool.get(ticket.key)) is not None:
+                waiter.kept.extend(self._host.pool.share([slot]))
 
     def _finish_waiters(self) -> None:
         now = self._clock()
@@ -331,6 +348,9 @@ class TransferEngine:
             reason = "deadline" if not done else "failed" if not good else "done" if waiter.complete else "no_room"
             self._events.append(Promoted(waiter.request_id, waiter.epoch, reason == "done", reason))
 
+    def _is_wanted(self, ticket: StoreTicket | LoadTicket | ReadTicket) -> bool:
+        return ticket.generation == self._generation
+
     def _ended(self, kind: str, fence: Fence, num_blocks: int, submitted_s: float) -> bool:
         """Count the end of a transfer; True when it went well."""
         error = fence.failure
@@ -338,33 +358,50 @@ class TransferEngine:
         if error is None:
             self._metrics.inc("transfer_bytes_total", num_blocks * self._layout.block_bytes, kind)
             self._metrics.observe("transfer_seconds", self._clock() - submitted_s, kind)
-        else:
+        elif self._clock() >= self._next_warning_s:
+            self._next_warning_s = self._clock() + _WARNING_PERIOD_S
             logger.warning("%s failed and is a miss: %s: %s", kind, type(error).__name__, error)
         return error is None
 
     # ------------------------------------------------------------------ the rest
 
     def forget_all(self) -> None:
-        """Make everything in the host and disk tiers unreachable at once (H8); transfers on their way end by their fences."""
+        """Make everything in the host and disk tiers unreachable at once (H8).
+
+        Transfers on their way end by their fences, and nothing that they moved becomes findable.
+        """
+        self._generation += 1
         self._host.pool.forget_all()
         if self._disk is not None:
             self._disk.index.clear()
 
-    def close(self, *, timeout_s: float) -> None:
-        """Let what is on its way end, writes to disk included; gives up (and loses only cache) after `timeout_s`."""
-        deadline = self._clock() + timeout_s
-        while self.busy and self._clock() < deadline:
+    def flush(self, *, timeout_s: float) -> bool:
+        """Let what is on its way end, writes to disk included. Blocks; any thread, once the engine thread has ended.
+
+        False when `timeout_s` passed first: then what has not begun never will, which loses only cache.
+        """
+        deadline = time.monotonic() + timeout_s
+        while self.busy:
+            if time.monotonic() >= deadline:
+                self._abandoned = True
+                return False
             self.poll()
             time.sleep(0.001)
+        return True
+
+    def close(self) -> None:
+        """Take in what ended since the last poll and let go of the disk. Only once the streams have ended. Idempotent."""
+        self.poll()
         if self._disk is not None:
             self._disk.close()
 
     def _layers_per_group(self) -> int:
         return min(self._layout.num_layers, -(-_MIN_SEGMENT_BYTES // self._layout.layer_bytes))
 
-    @staticmethod
-    def _timed(watch: Stopwatch, work: Callable[[], None]) -> Callable[[], None]:
+    def _timed(self, watch: Stopwatch, work: Callable[[], None]) -> Callable[[], None]:
         def run() -> None:
+            if self._abandoned:
+                raise TierTimeout("the engine closed before this could begin")
             start = time.perf_counter()
             work()
             watch.seconds += time.perf_counter() - start

@@ -2,6 +2,8 @@
 
 A ticket's leases end with its fence and never by time (H6, H10): a request that stops waiting leaves its ticket behind, and the
 bytes still land where nobody else is.
+
+generation   how often everything had been forgotten when the ticket was made; a ticket of an earlier one publishes nothing (H8)
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ class StoreTicket:
     fence: Fence
     submitted_s: float
     work: Stopwatch
+    generation: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -45,14 +48,11 @@ class LoadTicket:
     fences: tuple[Fence, ...]
     submitted_s: float
     work: Stopwatch
+    generation: int
 
     def done(self) -> bool:
         """Whether the last group was copied; groups are copied in order."""
         return self.fences[-1].poll()
-
-    def failed(self) -> bool:
-        """Whether any group failed; meaningful once done."""
-        return any(fence.failure is not None for fence in self.fences)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -77,6 +77,7 @@ class ReadTicket:
     fence: Fence
     submitted_s: float
     work: Stopwatch
+    generation: int
 
     def failure(self) -> BaseException | None:
         """What the read raised, once done."""

@@ -33,7 +33,9 @@ def measure(model: str, *, rounds: int, tell: Callable[[str], None]) -> list[Fig
 
             return {"offload": OffloadConfig(host="256MiB", disk=Path(scratch) / name, disk_capacity="1GiB")}
 
-        engines = {name: stack.enter_context(LLM(model, kv_memory="128MiB", **options)) for name, options in (("off", {}), ("on", offload("on")))}
+        engines = {
+            name: stack.enter_context(LLM(model, kv_memory="128MiB", **options)) for name, options in (("off", {}), ("on", offload("on")))
+        }
         for llm in engines.values():
             warm_up(llm)
         rng = random.Random(0)

@@ -55,7 +55,9 @@ def measure(model: str, *, prompt_tokens: int, rounds: int, tell: Callable[[str]
 def _check(name: str, visits: list[Visit], expected: Callable[[Visit], bool]) -> None:
     for seen in visits:
         if not expected(seen):
-            raise SidestreamError(f"a {name} answer came from elsewhere ({seen.source}, {seen.reused} tokens): the figures would mean nothing")
+            raise SidestreamError(
+                f"a {name} answer came from elsewhere ({seen.source}, {seen.reused} tokens): the figures would mean nothing"
+            )
 
 
 def _text_ids(encode: Callable[[str], list[int]], count: int) -> list[int]:

@@ -49,7 +49,13 @@ class Figure:
     def plain(self) -> dict[str, object]:
         """The figure as JSON values."""
         value = round(self.value, 6)
-        return {"name": self.name, "value": value, "unit": self.unit, "bound": None if self.bound is None else str(self.bound), "holds": self.holds}
+        return {
+            "name": self.name,
+            "value": value,
+            "unit": self.unit,
+            "bound": None if self.bound is None else str(self.bound),
+            "holds": self.holds,
+        }
 
 
 def at_most(value: float) -> Bound:

@@ -1,0 +1,54 @@
+"""Write the tables of README and docs from the files in bench/results; with `--check`, only say whether they are up to date.
+
+A table stands between `<!-- figures: NAME … -->` and `<!-- end -->`; NAME is a file of bench/results without its ending.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "bench" / "results"
+_MARKED = re.compile(r"(<!-- figures: (?P<names>[\w\- ]+) -->\n)(?P<table>.*?)(<!-- end -->)", re.DOTALL)
+
+
+def table(names: list[str]) -> str:
+    """One markdown table for several result files, with the machine and the commands below it."""
+    reports = [json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8")) for name in names]
+    lines = ["| figure | measured | unit | bound | holds |", "| --- | ---: | --- | --- | --- |"]
+    for report in reports:
+        for figure in report["figures"]:
+            holds = {True: "yes", False: "**no**", None: ""}[figure["holds"]]
+            lines.append(f"| `{figure['name']}` | {figure['value']:.4g} | {figure['unit']} | {figure['bound'] or ''} | {holds} |")
+    machines = {
+        f"{e['cpu']}, {e['cores']} cores, torch {e['torch']}, transformers {e['transformers']}, {e['model']}, {e['date']}"
+        for e in (report["environment"] for report in reports)
+    }
+    commands = ", ".join(f"`{report['command']}`" for report in reports)
+    return "\n".join([*lines, "", f"Machine: {'; '.join(sorted(machines))}. Commands: {commands}.", ""])
+
+
+def rewritten(text: str) -> str:
+    """The text with every marked table made anew."""
+    return _MARKED.sub(lambda found: found[1] + table(found["names"].split()) + found[4], text)
+
+
+def main() -> int:
+    """Rewrite, or check; 1 when `--check` found a stale table."""
+    stale = []
+    for path in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))):
+        text = path.read_text(encoding="utf-8")
+        if (new := rewritten(text)) != text:
+            stale.append(path.relative_to(ROOT))
+            if "--check" not in sys.argv:
+                path.write_text(new, encoding="utf-8")
+    for path in stale:
+        print(f"{path}: {'stale: run make tables' if '--check' in sys.argv else 'rewritten'}")
+    return 1 if stale and "--check" in sys.argv else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,73 @@
+"""One answer as it comes: shown, collected and measured. Used by `chat` and `generate`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Generator, Sequence
+from contextlib import closing
+from typing import TYPE_CHECKING, cast
+
+from sidestream.config import SamplingParams
+from sidestream.types import CachedTokens, Delta
+
+if TYPE_CHECKING:
+    from sidestream.llm import LLM
+
+# What a terminal may be shown of a model's text: everything but control characters, which could move its cursor or worse.
+_HIDDEN = {code: None for code in [*range(0x20), *range(0x7F, 0xA0)] if chr(code) not in "\n\t"}
+
+
+class Answer:
+    """What has come of one answer so far; complete once `finish_reason` is set. Single writer: `follow`."""
+
+    def __init__(self) -> None:
+        self.text = ""
+        self.token_ids: list[int] = []
+        self.finish_reason: str | None = None
+        self.prompt_tokens = 0
+        self.cached = CachedTokens()
+        self.ttft_s: float | None = None
+        self.seconds = 0.0
+
+    def follow(self, llm: LLM, prompt: Sequence[int], params: SamplingParams, show: Callable[[str], None]) -> None:
+        """Ask, and pass each piece of text to `show`; blocks until the end.
+
+        Whatever interrupts it (KeyboardInterrupt, or what `show` raises) aborts the request; what has come so far stays here.
+        Raises RequestError or EngineStopped.
+        """
+        started_s = time.monotonic()
+        with closing(cast(Generator[Delta, None, None], llm.stream(prompt, params))) as deltas:
+            for delta in deltas:
+                self._take(delta, time.monotonic() - started_s)
+                show(delta.text)
+
+    def _take(self, delta: Delta, seconds: float) -> None:
+        self.text += delta.text
+        self.token_ids += delta.token_ids
+        self.finish_reason = delta.finish_reason
+        self.prompt_tokens, self.cached = delta.prompt_tokens, delta.cached
+        self.seconds = seconds
+        if self.ttft_s is None and delta.token_ids:
+            self.ttft_s = seconds
+
+    def summary(self) -> str:
+        """One line: tokens, where the prompt's KV came from, time to the first token, speed."""
+        parts = [f"{len(self.token_ids)} tokens", f"prompt {self.prompt_tokens}, {_sources(self.cached)}"]
+        if self.ttft_s is not None:
+            parts.append(f"first token {self.ttft_s * 1000:.0f} ms")
+            if (later := len(self.token_ids) - 1) > 0 and self.seconds > self.ttft_s:
+                parts.append(f"{later / (self.seconds - self.ttft_s):.1f} tokens/s")
+        return " · ".join([*parts, *_ENDINGS.get(self.finish_reason, ())])
+
+
+_ENDINGS: dict[str | None, tuple[str]] = {None: ("interrupted",), "length": ("cut at the limit",)}
+
+
+def _sources(cached: CachedTokens) -> str:
+    tiers = [f"{count} {name}" for name, count in (("device", cached.device), ("host", cached.host), ("disk", cached.disk)) if count]
+    return f"{cached.total} cached ({', '.join(tiers)})" if tiers else "0 cached"
+
+
+def printable(text: str) -> str:
+    """`text` without control characters other than newline and tab."""
+    return text.translate(_HIDDEN)

@@ -1,0 +1,58 @@
+"""The tree of commands. Nothing here, nor anything that it imports, imports torch: `sidestream --help` must come at once."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Annotated
+
+import typer
+
+from sidestream.cli.chat import chat
+from sidestream.cli.doctor import doctor
+from sidestream.cli.errors import Commands
+from sidestream.cli.generate import generate
+from sidestream.cli.models import app as models_app
+from sidestream.cli.serve import serve
+
+app = typer.Typer(
+    cls=Commands,
+    help="Run language models whose KV cache outlives the device pool and the process.",
+    epilog="Start with: sidestream doctor, then sidestream chat",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from sidestream import __version__
+
+        typer.echo(f"sidestream {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _global_options(
+    debug: Annotated[bool, typer.Option("--debug", envvar="SIDESTREAM_DEBUG", help="Show the traceback of an error.")] = False,
+    version: Annotated[bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")] = False,
+) -> None:
+    """Both have done their work: `debug` is read by `Commands`."""
+
+
+app.command()(serve)
+app.command()(chat)
+app.command()(generate)
+app.add_typer(models_app, name="models")
+app.command()(doctor)
+
+if importlib.util.find_spec("sidestream.cli.bench") is not None:
+    from sidestream.cli.bench import app as bench_app
+
+    app.add_typer(bench_app, name="bench")
+
+if importlib.util.find_spec("sidestream.cli.demo") is not None:
+    from sidestream.cli.demo import demo
+
+    app.command()(demo)

@@ -1,0 +1,152 @@
+"""`sidestream chat`: a conversation in the terminal, or one question a line from a pipe."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from sidestream.cli.answer import Answer, printable
+from sidestream.cli.errors import show_error
+from sidestream.cli.loading import start, start_logging
+from sidestream.cli.options import DEMO_MODEL, Logging, LogLevel, Model, Timeline, engine_config, options_of, sampling_params
+from sidestream.config import EngineConfig, SamplingParams, unknown_name
+from sidestream.errors import ConfigError, RequestError
+
+if TYPE_CHECKING:
+    from sidestream.llm import LLM
+
+_COMMANDS = {"/help": "list these", "/reset": "forget the conversation", "/stats": "count what the engine did", "/quit": "end"}
+
+
+@options_of(config=engine_config, params=sampling_params)
+def chat(
+    model: Model = DEMO_MODEL,
+    system: Annotated[str | None, typer.Option(metavar="TEXT", help="System message.", show_default=False)] = None,
+    log_level: Logging = LogLevel.WARNING,
+    timeline: Timeline = None,
+    *,
+    config: EngineConfig,
+    params: SamplingParams,
+) -> None:
+    """Talk with MODEL. Piped in, each line is a question and only the answers are printed.
+
+    Ctrl-C interrupts an answer, Ctrl-D ends the conversation; /help lists commands.
+    """
+    start_logging(log_level)
+    from sidestream.llm import LLM
+
+    with start(LLM, model, config=config, timeline=timeline) as llm:
+        if not llm.tokenizer.has_chat_template:
+            raise ConfigError(f"model {model} has no chat template: use sidestream generate, or a model that is made for chat")
+        conversation = _Conversation(llm, params, system)
+        if sys.stdin.isatty():
+            _interactive(conversation)
+        else:
+            _piped(conversation)
+
+
+class _Conversation:
+    """The messages so far, and the engine that answers them."""
+
+    def __init__(self, llm: LLM, params: SamplingParams, system: str | None) -> None:
+        self.llm = llm
+        self._params = params
+        self._opening = [] if system is None else [{"role": "system", "content": system}]
+        self._messages = list(self._opening)
+
+    def reset(self) -> None:
+        self._messages = list(self._opening)
+
+    def ask(self, question: str) -> Answer:
+        """Answer, and print it as it comes. A Ctrl-C keeps what has come; a question without any answer is left out (RequestError too)."""
+        answer = Answer()
+        asked = [*self._messages, {"role": "user", "content": question}]
+        with contextlib.suppress(KeyboardInterrupt):
+            answer.follow(self.llm, self.llm.tokenizer.chat(asked), self._params, _show)
+        if answer.text:
+            self._messages = [*asked, {"role": "assistant", "content": answer.text}]
+        return answer
+
+
+def _piped(conversation: _Conversation) -> None:
+    for line in sys.stdin:
+        question = line.strip()
+        if question == "/quit":
+            return
+        if question.startswith("/"):
+            _command(conversation, question, Console())
+        elif question:
+            answer = conversation.ask(question)
+            print(flush=True)
+            if answer.finish_reason is None:
+                raise KeyboardInterrupt
+
+
+def _interactive(conversation: _Conversation) -> None:
+    console = Console(highlight=False)
+    console.print(Text.assemble((conversation.llm.model_name, "bold"), (" · Ctrl-C interrupts an answer, Ctrl-D ends · /help", "dim")))
+    for question in _questions(console):
+        if question == "/quit":
+            return
+        if question.startswith("/"):
+            _command(conversation, question, console)
+        elif question:
+            _answer(conversation, question, console)
+
+
+def _answer(conversation: _Conversation, question: str, console: Console) -> None:
+    try:
+        answer = conversation.ask(question)
+        console.print(f"\n{answer.summary()}\n", style="dim")
+    except RequestError as error:
+        show_error(error)
+        console.print("the question was left out; /reset forgets the conversation\n", style="dim")
+
+
+def _questions(console: Console) -> Iterator[str]:
+    """Lines typed until Ctrl-D. Ctrl-C drops the line."""
+    with contextlib.suppress(ImportError):
+        import readline  # noqa: F401 - gives `input` editing and history
+    while True:
+        try:
+            yield input("> ").strip()
+        except KeyboardInterrupt:
+            console.print("\n(Ctrl-D or /quit ends)", style="dim")
+        except EOFError:
+            console.print()
+            return
+
+
+def _command(conversation: _Conversation, name: str, console: Console) -> None:
+    match name:
+        case "/reset":
+            conversation.reset()
+            console.print("the conversation is forgotten", style="dim")
+        case "/stats":
+            console.print(_stats(conversation.llm), style="dim", highlight=False)
+        case "/help":
+            console.print("\n".join(f"{command:8}{meaning}" for command, meaning in _COMMANDS.items()), style="dim")
+        case _:
+            console.print(Text(unknown_name("command", name.split()[0], _COMMANDS)))
+
+
+def _stats(llm: LLM) -> str:
+    value = llm.metrics.value
+    lines = [f"prompt tokens {value('prompt_tokens_total'):.0f}, output tokens {value('output_tokens_total'):.0f}"]
+    cached = (f"{value('cached_tokens_total', tier):.0f} {tier}" for tier in ("device", "host", "disk"))
+    blocks = (f"{value(f'blocks_{state}'):.0f} {state}" for state in ("used", "cached", "free"))
+    lines += [f"cached tokens: {', '.join(cached)}", f"device blocks: {', '.join(blocks)}"]
+    if llm.config.offload is not None:
+        tiers = (f"{value('tier_blocks', tier):.0f} in {tier}" for tier in ("host", "disk"))
+        lines += [f"tier blocks: {', '.join(tiers)}"]
+    return "\n".join(lines)
+
+
+def _show(piece: str) -> None:
+    print(printable(piece) if sys.stdout.isatty() else piece, end="", flush=True)

@@ -1,0 +1,103 @@
+"""`sidestream generate`: one prompt, one answer, for scripts."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from sidestream.cli.answer import Answer, printable
+from sidestream.cli.loading import start, start_logging
+from sidestream.cli.options import DEMO_MODEL, AsJson, Logging, LogLevel, Model, Timeline, engine_config, options_of, sampling_params
+from sidestream.config import EngineConfig, SamplingParams
+from sidestream.errors import ConfigError
+
+if TYPE_CHECKING:
+    from sidestream.llm import LLM
+
+
+@options_of(config=engine_config, params=sampling_params)
+def generate(
+    model: Model = DEMO_MODEL,
+    prompt: Annotated[
+        str | None, typer.Option("--prompt", "-p", metavar="TEXT", help="What to continue.", show_default="read from stdin")
+    ] = None,
+    prompt_file: Annotated[Path | None, typer.Option(metavar="FILE", help="A file that holds it, in UTF-8.", show_default=False)] = None,
+    chat: Annotated[bool, typer.Option("--chat", help="The prompt is a question: lay it out by the chat template.")] = False,
+    system: Annotated[str | None, typer.Option(metavar="TEXT", help="System message, with --chat.", show_default=False)] = None,
+    as_json: AsJson = False,
+    log_level: Logging = LogLevel.WARNING,
+    timeline: Timeline = None,
+    *,
+    config: EngineConfig,
+    params: SamplingParams,
+) -> None:
+    """Continue a prompt (or, with --chat, answer it) and print the text as it comes.
+
+    A single newline at the end of a file or of stdin is not part of the prompt.
+    """
+    if system is not None and not chat:
+        raise ConfigError("--system is given without --chat: a plain prompt has no system message; add --chat, or leave it out")
+    text = _prompt(prompt, prompt_file)
+    start_logging(log_level)
+    from sidestream.llm import LLM
+
+    with start(LLM, model, config=config, timeline=timeline) as llm:
+        answer = Answer()
+        prompt_ids = llm.tokenizer.chat(_messages(text, system)) if chat else llm.tokenizer.encode(text)
+        answer.follow(llm, prompt_ids, params, _ignore if as_json else _show)
+        print(json.dumps(_as_json(llm, answer)) if as_json else "", flush=True)
+
+
+def _prompt(text: str | None, path: Path | None) -> str:
+    """The prompt from where it was given. Raises ConfigError when there is none, or two, or it is not UTF-8."""
+    if text is not None and path is not None:
+        raise ConfigError(f"--prompt and --prompt-file {path} are both given: give one")
+    if text is None:
+        if path is None and sys.stdin.isatty():
+            raise ConfigError("no prompt: give --prompt TEXT or --prompt-file FILE, or pipe a text in")
+        text = _read(path)
+    if not text:
+        raise ConfigError("the prompt is empty: give at least one character")
+    return text
+
+
+def _read(path: Path | None) -> str:
+    where = "standard input" if path is None else f"prompt file {path}"
+    try:
+        data = sys.stdin.buffer.read() if path is None else path.read_bytes()
+        return data.decode("utf-8").removesuffix("\n")
+    except OSError as fault:
+        raise ConfigError(f"{where} cannot be read: {fault.strerror or fault}; check the path") from fault
+    except UnicodeDecodeError as fault:
+        raise ConfigError(f"{where} is not UTF-8: byte {fault.start} is 0x{fault.object[fault.start]:02x}; convert it") from fault
+
+
+def _messages(text: str, system: str | None) -> list[dict[str, str]]:
+    first = [] if system is None else [{"role": "system", "content": system}]
+    return [*first, {"role": "user", "content": text}]
+
+
+def _show(piece: str) -> None:
+    print(printable(piece) if sys.stdout.isatty() else piece, end="", flush=True)
+
+
+def _ignore(piece: str) -> None:
+    pass
+
+
+def _as_json(llm: LLM, answer: Answer) -> dict[str, object]:
+    cached = answer.cached
+    return {
+        "model": llm.model_name,
+        "text": answer.text,
+        "token_ids": answer.token_ids,
+        "finish_reason": answer.finish_reason,
+        "prompt_tokens": answer.prompt_tokens,
+        "cached": {"device": cached.device, "host": cached.host, "disk": cached.disk},
+        "ttft_s": answer.ttft_s,
+        "seconds": answer.seconds,
+    }

@@ -1,0 +1,60 @@
+"""From a model's name to a running engine, with something to look at meanwhile. Used by every command that runs a model."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+from rich.console import Console
+
+from sidestream.cli.options import LogLevel
+from sidestream.cli.progress import ProgressBars
+from sidestream.config import EngineConfig
+from sidestream.errors import ConfigError
+
+if TYPE_CHECKING:
+    from sidestream.llm import LLM, AsyncLLM
+
+    Served = TypeVar("Served", LLM, AsyncLLM)
+
+log = logging.getLogger("sidestream.cli")
+
+
+def start_logging(level: LogLevel) -> None:
+    """Log to standard error, one plain line per event."""
+    logging.basicConfig(level=level.value.upper(), format="%(asctime)s %(levelname)-7s %(message)s", datefmt="%Y-%m-%d %H:%M:%S")
+    logging.getLogger("httpx").setLevel(logging.WARNING)  # hub look-ups are not events of ours
+
+
+def check_timeline(path: Path | None) -> None:
+    """Raise ConfigError for a timeline that could not be written at the end, when all the work would be done."""
+    if path is None:
+        return
+    if path.is_dir():
+        raise ConfigError(f"timeline {path} is a directory: give the path of a file, such as {path / 'timeline.json'}")
+    if not os.access(path.absolute().parent, os.W_OK | os.X_OK):
+        raise ConfigError(f"timeline {path}: {path.absolute().parent} is no directory that you may write to; give another path")
+
+
+def prepare_model(model: str) -> None:
+    """Fetch and convert `model`, with a progress bar, if it is in the catalogue and not there yet. Raises ModelError."""
+    from sidestream.models.catalog import CATALOG, prepare, prepared
+
+    if model not in CATALOG or prepared(model) is not None:
+        return
+    console = Console(stderr=True)
+    console.print(f"preparing {model}: {CATALOG[model].download_bytes / 1e6:.0f} MB to fetch, once", style="dim", highlight=False)
+    with ProgressBars(console) as bars:
+        prepare(model, progress=bars)
+
+
+def start(kind: type[Served], model: str, *, config: EngineConfig, timeline: Path | None) -> Served:
+    """Prepare and load `model` and start its engine; the caller closes it. Raises ConfigError."""
+    check_timeline(timeline)
+    prepare_model(model)
+    log.info("loading %s", model)
+    console = Console(stderr=True, quiet=log.isEnabledFor(logging.INFO))  # either the log says it or the spinner
+    with console.status(f"loading {model}"):
+        return kind(model, config=config, timeline=timeline)

@@ -1,0 +1,175 @@
+"""The options that several commands share, each declared once. Defaults are those of the frozen configs.
+
+A command asks for a whole config and gets its options:
+
+    @options_of(config=engine_config, params=sampling_params)
+    def generate(model: Model = DEMO_MODEL, *, config: EngineConfig, params: SamplingParams) -> None: ...
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from sidestream.config import EngineConfig, OffloadConfig, SamplingParams
+from sidestream.errors import ConfigError
+
+DEMO_MODEL = "smollm2-135m-instruct"
+"""What the commands run when no model is named; in the catalogue."""
+
+_ENGINE, _OFFLOAD, _SAMPLING = EngineConfig(), OffloadConfig(), SamplingParams()
+
+Model = Annotated[
+    str, typer.Argument(metavar="MODEL", help="A directory in transformers' format, a hub id, or a name that `sidestream models` lists.")
+]
+Timeline = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE", help="Write what each stream did when to this file, for ui.perfetto.dev.", show_default=False),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+
+
+class LogLevel(StrEnum):
+    """How much is logged on standard error."""
+
+    DEBUG = "debug"
+    INFO = "info"
+    WARNING = "warning"
+    ERROR = "error"
+
+
+Logging = Annotated[LogLevel, typer.Option("--log-level", help="How much is logged on standard error.")]
+
+
+def _option(panel: str, help_text: str, metavar: str, default: str | bool = True) -> Any:
+    """`default` is what `--help` says where None stands for something."""
+    return typer.Option(rich_help_panel=panel, help=help_text, metavar=metavar, show_default=default)
+
+
+_engine = functools.partial(_option, "Engine")
+_offload = functools.partial(_option, "Offload")
+_sampling = functools.partial(_option, "Sampling")
+
+
+def engine_config(
+    *,
+    dtype: Annotated[str, _engine("auto (as the model is stored), float32, float16 or bfloat16.", "TYPE")] = _ENGINE.dtype,
+    kv_memory: Annotated[str, _engine("Memory of the device's KV pool.", "SIZE")] = str(_ENGINE.kv_memory),
+    block_tokens: Annotated[int, _engine("Tokens that a KV block holds.", "N")] = _ENGINE.block_tokens,
+    chunk_tokens: Annotated[int, _engine("Prefill is cut at multiples of this.", "N")] = _ENGINE.chunk_tokens,
+    token_budget: Annotated[int, _engine("Tokens that one step computes at most.", "N")] = _ENGINE.token_budget,
+    max_running: Annotated[int, _engine("Requests that run at once.", "N")] = _ENGINE.max_running,
+    max_waiting: Annotated[int, _engine("Requests that may queue; one more is refused.", "N")] = _ENGINE.max_waiting,
+    max_model_len: Annotated[int | None, _engine("Tokens of prompt and output together.", "N", "the model's")] = _ENGINE.max_model_len,
+    threads: Annotated[int | None, _engine("Threads of the forward pass.", "N", "all cores")] = _ENGINE.compute_threads,
+    salt: Annotated[str, _engine("Engines with different salts never share KV.", "TEXT", False)] = _ENGINE.salt,
+    offload_host: Annotated[
+        str | None, _offload("Keep KV in this much host memory too.", "SIZE", f"{_OFFLOAD.host} with --offload-disk, else off")
+    ] = None,
+    offload_disk: Annotated[Path | None, _offload("Keep KV in this directory too, for later processes.", "DIR", "off")] = None,
+    offload_disk_capacity: Annotated[str | None, _offload("What the directory may take.", "SIZE", str(_OFFLOAD.disk_capacity))] = None,
+    load_deadline: Annotated[
+        float | None, _offload("A request waits this long for a tier, then it recomputes.", "SECONDS", f"{_OFFLOAD.load_deadline_s:g}")
+    ] = None,
+) -> EngineConfig:
+    """The engine's config. Offload is on when `offload_host` or `offload_disk` is given. Raises ConfigError."""
+    return EngineConfig(
+        dtype=dtype,
+        kv_memory=kv_memory,
+        block_tokens=block_tokens,
+        chunk_tokens=chunk_tokens,
+        token_budget=token_budget,
+        max_running=max_running,
+        max_waiting=max_waiting,
+        max_model_len=max_model_len,
+        compute_threads=threads,
+        salt=salt,
+        offload=_offload_config(offload_host, offload_disk, offload_disk_capacity, load_deadline),
+    )
+
+
+def _offload_config(host: str | None, disk: Path | None, disk_capacity: str | None, load_deadline_s: float | None) -> OffloadConfig | None:
+    if disk_capacity is not None and disk is None:
+        raise ConfigError(f"--offload-disk-capacity is {disk_capacity}, but nothing is kept on disk: give --offload-disk DIR too")
+    if host is None and disk is None:
+        if load_deadline_s is not None:
+            raise ConfigError(
+                f"--load-deadline is {load_deadline_s:g}, but offload is off: give --offload-host SIZE or --offload-disk DIR too"
+            )
+        return None
+    return OffloadConfig(
+        host=_OFFLOAD.host if host is None else host,
+        disk=disk,
+        disk_capacity=_OFFLOAD.disk_capacity if disk_capacity is None else disk_capacity,
+        load_deadline_s=_OFFLOAD.load_deadline_s if load_deadline_s is None else load_deadline_s,
+    )
+
+
+def sampling_params(
+    *,
+    max_tokens: Annotated[int | None, _sampling("Tokens to generate at most.", "N", "as many as fit")] = _SAMPLING.max_tokens,
+    min_tokens: Annotated[int, _sampling("No end before so many tokens.", "N")] = _SAMPLING.min_tokens,
+    temperature: Annotated[float, _sampling("0 takes the likeliest token each time.", "T")] = _SAMPLING.temperature,
+    top_k: Annotated[int, _sampling("Draw among the K likeliest; 0: all.", "K")] = _SAMPLING.top_k,
+    top_p: Annotated[float, _sampling("Draw among the likeliest that make up P.", "P")] = _SAMPLING.top_p,
+    min_p: Annotated[float, _sampling("Drop what is less likely than P times the likeliest.", "P")] = _SAMPLING.min_p,
+    repetition_penalty: Annotated[float, _sampling("Divides the logits of tokens seen; 1: off.", "X")] = _SAMPLING.repetition_penalty,
+    presence_penalty: Annotated[float, _sampling("Taken from the logits of tokens written.", "X")] = _SAMPLING.presence_penalty,
+    frequency_penalty: Annotated[float, _sampling("The same, for each time they were.", "X")] = _SAMPLING.frequency_penalty,
+    seed: Annotated[int | None, _sampling("Same seed, same tokens.", "N", "random")] = _SAMPLING.seed,
+    stop: Annotated[list[str] | None, _sampling("End before this text; may be given several times.", "TEXT", False)] = None,
+    ignore_eos: Annotated[
+        bool, typer.Option("--ignore-eos", rich_help_panel="Sampling", help="Go on behind the end.")
+    ] = _SAMPLING.ignore_eos,
+) -> SamplingParams:
+    """The sampling parameters. Raises RequestRejected."""
+    return SamplingParams(
+        max_tokens=max_tokens,
+        min_tokens=min_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        presence_penalty=presence_penalty,
+        frequency_penalty=frequency_penalty,
+        seed=seed,
+        stop=tuple(stop or ()),
+        ignore_eos=ignore_eos,
+    )
+
+
+def options_of(**makers: Callable[..., Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Replace a command's parameters named in `makers` by the options of each maker, which then makes the value.
+
+    Option names must not repeat among the command and its makers: TypeError at definition.
+    """
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        own = [parameter for name, parameter in _parameters(command).items() if name not in makers]
+        shared = {name: _parameters(make) for name, make in makers.items()}
+
+        @functools.wraps(command)
+        def run(**given: Any) -> None:
+            made = {name: make(**{option: given.pop(option) for option in shared[name]}) for name, make in makers.items()}
+            command(**given, **made)
+
+        everything = [*own, *(parameter for options in shared.values() for parameter in options.values())]
+        names = [parameter.name for parameter in everything]
+        if len(set(names)) < len(names):
+            raise TypeError(f"{command.__name__} has options twice: {', '.join(sorted({name for name in names if names.count(name) > 1}))}")
+        run.__signature__ = inspect.Signature([parameter.replace(kind=parameter.KEYWORD_ONLY) for parameter in everything])  # type: ignore[attr-defined]
+        run.__annotations__ = {parameter.name: parameter.annotation for parameter in everything}
+        return run
+
+    return decorate
+
+
+def _parameters(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
+    return dict(inspect.signature(function, eval_str=True).parameters)

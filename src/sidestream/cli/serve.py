@@ -1,0 +1,125 @@
+"""`sidestream serve`: an OpenAI-compatible server. Owns the process: its log, its signals, its end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from sidestream.cli.loading import start, start_logging
+from sidestream.cli.options import DEMO_MODEL, Logging, LogLevel, Model, Timeline, engine_config, options_of
+from sidestream.config import EngineConfig, parse_bytes
+from sidestream.errors import ConfigError
+
+if TYPE_CHECKING:
+    from sidestream.server import Running, ServerOptions
+
+log = logging.getLogger("sidestream.cli")
+
+
+# The defaults of ServerOptions stand here again, and a test compares them: importing them would need the extra `server`.
+@options_of(config=engine_config)
+def serve(
+    model: Model = DEMO_MODEL,
+    host: Annotated[str, typer.Option(metavar="ADDRESS", help="Address to listen on; 0.0.0.0 for all.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(metavar="PORT", help="Port to listen on; 0 for any free one.")] = 8000,
+    api_key: Annotated[
+        str | None,
+        typer.Option(
+            metavar="KEY", envvar="SIDESTREAM_API_KEY", show_default=False, help="Clients must send it; better given by the variable."
+        ),
+    ] = None,
+    served_model_name: Annotated[
+        str | None, typer.Option(metavar="NAME", help="What clients call the model.", show_default="its own")
+    ] = None,
+    max_body: Annotated[str, typer.Option(metavar="SIZE", help="A longer request body is refused.")] = "8MiB",
+    body_timeout: Annotated[float, typer.Option(metavar="SECONDS", help="A slower request body is refused.")] = 60.0,
+    max_choices: Annotated[int, typer.Option(metavar="N", help="Prompts times n of one request, at most.")] = 128,
+    drain_seconds: Annotated[float, typer.Option(metavar="SECONDS", help="How long running requests may go on at the end.")] = 30.0,
+    log_level: Logging = LogLevel.INFO,
+    timeline: Timeline = None,
+    *,
+    config: EngineConfig,
+) -> None:
+    """Serve MODEL over HTTP, with OpenAI's API.
+
+    The first interrupt (or SIGTERM) takes no more requests, lets running ones finish, stores the KV and exits; each further one
+    skips what is being waited for.
+    """
+    server = _server_options(
+        host=host,
+        port=port,
+        api_key=api_key,
+        served_model_name=served_model_name,
+        max_body_bytes=parse_bytes(max_body, option="max_body"),
+        body_timeout_s=body_timeout,
+        max_choices=max_choices,
+        drain_s=drain_seconds,
+    )
+    start_logging(log_level)
+    _serve(model, server, config, timeline)
+
+
+def _server_options(**options: object) -> ServerOptions:
+    try:
+        from sidestream.server import ServerOptions
+    except ModuleNotFoundError as missing:
+        if (missing.name or "").startswith("sidestream"):
+            raise
+        raise ConfigError(f"serving needs the package {missing.name}: pip install 'sidestream[server]'") from missing
+    return ServerOptions(**options)  # type: ignore[arg-type]
+
+
+def _serve(model: str, options: ServerOptions, config: EngineConfig, timeline: Path | None) -> None:
+    from sidestream.llm import AsyncLLM
+    from sidestream.server import serve
+
+    llm = start(AsyncLLM, model, config=config, timeline=timeline)
+    name = options.served_model_name or llm.model_name
+    with _signals_quit_at_once():  # while `serve` runs they drain
+        try:
+            drained = serve(llm, options, on_ready=lambda running: _say_ready(running, name, keyed=options.api_key is not None))
+            log.info("all requests have finished" if drained else "unfinished requests were aborted")
+        finally:
+            disk = config.offload.disk if config.offload is not None else None
+            log.info("stopping%s; interrupt again to quit at once", f", and storing KV in {disk}" if disk is not None else "")
+            asyncio.run(llm.close())
+    log.info("stopped")
+
+
+def _say_ready(running: Running, name: str, *, keyed: bool) -> None:
+    body = json.dumps({"model": name, "messages": [{"role": "user", "content": "Hello!"}]}).replace("'", "'\\''")
+    key = ' -H "Authorization: Bearer $SIDESTREAM_API_KEY"' if keyed else ""
+    lines = (
+        f"{name} is ready at {running.url}",
+        f"  curl {running.url}/v1/chat/completions -H 'Content-Type: application/json'{key} \\",
+        f"    -d '{body}'",
+    )
+    print(*lines, sep="\n", flush=True)
+
+
+@contextlib.contextmanager
+def _signals_quit_at_once() -> Iterator[None]:
+    """What rests on disk is complete at any moment, so nothing is lost but what was not stored yet."""
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        sys.stderr.write("quit at once\n")
+        sys.stderr.flush()
+        os._exit(128 + number)
+
+    previous = {number: signal.signal(number, leave) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)

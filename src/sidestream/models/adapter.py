@@ -1,0 +1,105 @@
+"""A transformers model served from a block pool: the hook that its attention modules call, and the owner of the module.
+
+Knows nothing of requests; what a batch looks like travels with the call, as an argument of the module's own forward.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import AttentionInterface, PreTrainedConfig
+
+from sidestream.attention.paged import PagedBatch, paged_attention
+from sidestream.errors import ModelError
+from sidestream.kv.layout import KVLayout
+
+PAGED = "sidestream_paged"
+
+# Arguments that models pass along and that say nothing which the batch does not say.
+_KNOWN = frozenset({"position_ids", "position_embeddings", "use_cache", "is_causal"})
+_MEANING = {"s_aux": "attention sinks", "indices": "sparse attention", "position_bias": "a position bias"}
+
+
+class PagedModel:
+    """Owner of a transformers module whose KV lives in a block pool.
+
+    name            last part of the directory or hub id
+    config          the model's own config
+    layout          shape of its KV blocks
+    vocab_size      width of its logits
+    max_model_len   positions that it was made for
+    eos_token_ids   tokens that end an answer, by the model's own generation config
+    fingerprint     hex, 128 bits: equal in every process for equal config, weights and dtype
+    module          the transformers module; call it through `forward`
+    """
+
+    def __init__(
+        self,
+        module: Any,
+        *,
+        name: str,
+        layout: KVLayout,
+        max_model_len: int,
+        eos_token_ids: tuple[int, ...],
+        fingerprint: str,
+    ) -> None:
+        self.name = name
+        self.config: PreTrainedConfig = module.config
+        self.layout = layout
+        self.vocab_size = int(module.config.vocab_size)
+        self.max_model_len = max_model_len
+        self.eos_token_ids = eos_token_ids
+        self.fingerprint = fingerprint
+        module.config._attn_implementation = PAGED
+        self.module = module
+
+    @torch.inference_mode()
+    def forward(self, tokens: torch.Tensor, positions: torch.Tensor, batch: PagedBatch, logit_rows: torch.Tensor) -> torch.Tensor:
+        """Float32 logits `[R, vocab_size]` at the packed positions `logit_rows`; the tokens' KV is in the pool afterwards.
+
+        tokens, positions int64 [T] · logit_rows int64 [R], R may be 0. Runs on the calling thread, one call at a time.
+        """
+        logits: torch.Tensor = self.module(
+            input_ids=tokens[None], position_ids=positions[None], use_cache=False, logits_to_keep=logit_rows, paged_batch=batch
+        ).logits
+        return logits[0].float()
+
+
+def _paged_attention_hook(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    paged_batch: PagedBatch,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    **others: Any,
+) -> tuple[torch.Tensor, None]:
+    """What transformers calls in each attention module: query `[1, heads, T, head_dim]`; returns `[1, T, heads, head_dim]`.
+
+    Raises ModelError for whatever paged attention would have to ignore.
+    """
+    for name, other in others.items():
+        if other is not None and name not in _KNOWN:
+            raise ModelError(f"its attention takes {_MEANING.get(name, name)} ({name}), which paged attention does not know")
+    if attention_mask is not None:
+        raise ModelError("it builds an attention mask of its own, which paged attention would ignore")
+    if not getattr(module, "is_causal", True):
+        raise ModelError("its attention is not causal: KV in a pool cannot change once it is written")
+    if key.dtype != paged_batch.kv.dtype or not key.shape[1::2] == value.shape[1::2] == paged_batch.kv.shape[-2:]:
+        raise ModelError(
+            f"layer {module.layer_idx} has keys {tuple(key.shape[1::2])} and values {tuple(value.shape[1::2])} in {key.dtype}, the pool holds "
+            f"{tuple(paged_batch.kv.shape[-2:])} in {paged_batch.kv.dtype}: all layers, keys and values must be alike"
+        )
+    q, k, v = (states[0].transpose(0, 1) for states in (query, key, value))
+    scale = scaling if scaling is not None else query.shape[-1] ** -0.5
+    seen = paged_attention(q, k, v, module.layer_idx, paged_batch, scale=scale, sliding_window=sliding_window, softcap=softcap)
+    return seen[None], None
+
+
+AttentionInterface.register(PAGED, _paged_attention_hook)

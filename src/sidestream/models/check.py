@@ -1,0 +1,91 @@
+"""The self-check of a model that loads: transformers' own eager attention, without a cache, against the paged path.
+
+Whatever a model does that the block pool cannot express shows here as other logits, and the model is refused.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from sidestream.attention.paged import PagedBatch
+from sidestream.errors import ModelError
+from sidestream.models.adapter import PagedModel
+
+# Root mean square of the difference, over that of the logits.
+BOUNDS = {"float32": 1e-3, "float16": 0.02, "bfloat16": 0.1}
+
+_NUM_TOKENS = 24
+_CHUNK_ENDS = (17, 23, 24)  # a prefill from nothing, one behind a context, and a decode
+_BLOCK_TOKENS = 8
+_BLOCK_TABLE = (4, 0, 2)
+_WINDOW = 5  # shorter than the check's context, whatever the model's window is
+
+
+@torch.inference_mode()
+def eager_logits(module: Any) -> torch.Tensor:
+    """Float32 logits `[24, vocab]` of the check's tokens; `module` was loaded with eager attention."""
+    with _narrow_windows(module):
+        logits: torch.Tensor = module(input_ids=_tokens(module.config.vocab_size)[None], use_cache=False).logits
+    return logits[0].float()
+
+
+def check_paged(model: PagedModel, expected: torch.Tensor) -> None:
+    """Raise ModelError when the paged path does not give the `expected` logits, or does not reach every layer once."""
+    with _narrow_windows(model.module):
+        logits = _paged_logits(model)
+    error = (logits - expected).square().mean().sqrt()
+    spread = (expected - expected.mean(-1, keepdim=True)).square().mean().sqrt()
+    bound = BOUNDS[model.layout.dtype]
+    if not error <= bound * spread:
+        raise ModelError(
+            f"paged attention gives other logits than transformers' own: they differ by {error / spread:.2g} of their spread, at most {bound} is "
+            "rounding. This kind of model cannot be served right"
+        )
+
+
+def _paged_logits(model: PagedModel) -> torch.Tensor:
+    layout = model.layout
+    shape = (max(_BLOCK_TABLE) + 1, layout.num_layers, 2, _BLOCK_TOKENS, layout.num_kv_heads, layout.head_dim)
+    # What nobody wrote is not a number, and neither is what comes of reading it.
+    pool = torch.full(shape, float("nan"), dtype=getattr(torch, layout.dtype))
+    table = torch.tensor([_BLOCK_TABLE])
+    tokens = _tokens(model.vocab_size)
+    logits = []
+    for start, end in zip((0, *_CHUNK_ENDS), _CHUNK_ENDS, strict=False):
+        positions = torch.arange(start, end)
+        reached: list[int] = []
+        batch = PagedBatch(
+            kv=pool,
+            slots=table[0, positions // _BLOCK_TOKENS] * _BLOCK_TOKENS + positions % _BLOCK_TOKENS,
+            block_tables=table,
+            query_starts=(0, end - start),
+            kv_lens=(end,),
+            num_decode=int(end - start == 1),
+            before_layer=reached.append,
+        )
+        logits.append(model.forward(tokens[start:end], positions, batch, torch.arange(end - start)))
+        if reached != list(range(layout.num_layers)):
+            raise ModelError(f"its attention asked for layers {reached} of {layout.num_layers}: each must attend once, in order")
+    return torch.cat(logits)
+
+
+def _tokens(vocab_size: int) -> torch.Tensor:
+    return torch.randint(vocab_size, (_NUM_TOKENS,), generator=torch.Generator().manual_seed(0))
+
+
+@contextlib.contextmanager
+def _narrow_windows(module: Any) -> Iterator[None]:
+    """Shorten the model's sliding window meanwhile, so that a few tokens show whether mask and attention agree on it."""
+    window = getattr(module.config, "sliding_window", None)
+    holders = [part for part in (module.config, *module.modules()) if window and getattr(part, "sliding_window", None) == window]
+    for part in holders:
+        part.sliding_window = _WINDOW
+    try:
+        yield
+    finally:
+        for part in holders:
+            part.sliding_window = window

@@ -1,0 +1,141 @@
+"""Things that go wrong on purpose: a tier that is slow, late, full, torn or comes and goes, and a stream that is held up.
+
+A fault stands in the place of one read or write and decides what becomes of it. Faults run on the tier's stream threads; tests
+set them from anywhere. No wait here is without a bound.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable
+
+import numpy as np
+
+from sidestream.device.base import Stream
+from sidestream.errors import TierCorrupt, TierError, TierFull
+from sidestream.tiers.base import Block, Entry, PersistentTier, TierIndex, WriteGrant
+from sidestream.types import Key
+
+# A gate that a test forgot to open fails the operation instead of hanging the process.
+_PATIENCE_S = 30.0
+
+Fault = Callable[[Callable[[], None], Block], None]
+"""Called in place of an operation, with the operation itself (to be run or not) and the block that it reads or fills."""
+
+
+def healthy(proceed: Callable[[], None], block: Block) -> None:
+    """The operation as it is."""
+    proceed()
+
+
+def full(proceed: Callable[[], None], block: Block) -> None:
+    """No room on the medium; nothing is written."""
+    raise TierFull("injected: no room")
+
+
+def broken(proceed: Callable[[], None], block: Block) -> None:
+    """The medium does not answer; nothing happens."""
+    raise TierError("injected: the medium is gone")
+
+
+def torn(proceed: Callable[[], None], block: Block) -> None:
+    """A read that leaves rubbish in its buffer, and notices."""
+    proceed()
+    data = np.frombuffer(block, np.uint8)
+    data[: len(data) // 2] ^= 0xA5
+    raise TierCorrupt("injected: the entry does not match its checksum")
+
+
+def lying(proceed: Callable[[], None], block: Block) -> None:
+    """A read that flips one bit and does not notice: no tier may do this. Shows that an oracle sees a single wrong bit."""
+    proceed()
+    np.frombuffer(block, np.uint8)[0] ^= 1
+
+
+def slow(gate: threading.Event) -> Fault:
+    """The operation begins once `gate` is open."""
+
+    def fault(proceed: Callable[[], None], block: Block) -> None:
+        _pass(gate)
+        proceed()
+
+    return fault
+
+
+def late(gate: threading.Event) -> Fault:
+    """The bytes move at once; the completion comes once `gate` is open."""
+
+    def fault(proceed: Callable[[], None], block: Block) -> None:
+        proceed()
+        _pass(gate)
+
+    return fault
+
+
+def flapping(*faults: Fault) -> Fault:
+    """One fault after another, round and round."""
+    turns, lock = itertools.cycle(faults), threading.Lock()
+
+    def fault(proceed: Callable[[], None], block: Block) -> None:
+        with lock:
+            turn = next(turns)
+        turn(proceed, block)
+
+    return fault
+
+
+class FaultyTier:
+    """A tier that passes every read through `on_read` and every write through `on_write`; both may be changed at any time.
+
+    reads, writes   keys of the operations that began, in order
+    """
+
+    def __init__(self, inner: PersistentTier, *, on_read: Fault = healthy, on_write: Fault = healthy) -> None:
+        self.on_read = on_read
+        self.on_write = on_write
+        self.reads: list[Key] = []
+        self.writes: list[Key] = []
+        self._inner = inner
+
+    @property
+    def index(self) -> TierIndex:
+        """The inner tier's."""
+        return self._inner.index
+
+    def write(self, grant: WriteGrant, payload: Block) -> None:
+        """See `PersistentTier.write`."""
+        self.writes.append(grant.entry.key)
+        self.on_write(lambda: self._inner.write(grant, payload), payload)
+
+    def read(self, entry: Entry, out: Block) -> None:
+        """See `PersistentTier.read`."""
+        self.reads.append(entry.key)
+        self.on_read(lambda: self._inner.read(entry, out), out)
+
+    def close(self) -> None:
+        """See `PersistentTier.close`."""
+        self._inner.close()
+
+
+class Hold:
+    """Keeps a stream from going on, from the moment it gets here until `release`: whatever is enqueued later is late."""
+
+    def __init__(self, stream: Stream) -> None:
+        self._gate = threading.Event()
+        self.fence = stream.submit(lambda: _pass(self._gate), label="held up")
+
+    def release(self) -> None:
+        """Let the stream go on. Idempotent."""
+        self._gate.set()
+
+    def __enter__(self) -> Hold:
+        return self
+
+    def __exit__(self, *failure: object) -> None:
+        self.release()
+
+
+def _pass(gate: threading.Event) -> None:
+    if not gate.wait(_PATIENCE_S):
+        raise TierError(f"injected: the gate was not opened within {_PATIENCE_S:.0f} s")

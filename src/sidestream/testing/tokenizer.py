@@ -1,0 +1,60 @@
+"""A tokenizer for the toy model: one character a token, so every stop string of two characters spans tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from sidestream.errors import RequestRejected
+
+EOS_ID = 0
+
+
+class ToyDetokenizer:
+    """Text of one sample, as its tokens come."""
+
+    def push(self, token_id: int) -> str:
+        """The token's character; none for the end of sequence."""
+        return _text(token_id)
+
+    def finish(self) -> str:
+        """Nothing is ever held back."""
+        return ""
+
+
+class ToyTokenizer:
+    """Id 0 ends an answer and has no text; 1 to 95 are the printable ASCII characters, 96 is a new line, others lie behind."""
+
+    eos_ids = (EOS_ID,)
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """One id a character. Raises RequestRejected for a character that has none."""
+        for character in text:
+            if _text(_token(character)) != character:
+                raise RequestRejected(
+                    f"the text holds {character!r}: the toy tokenizer knows printable ASCII and new lines", param="prompt"
+                )
+        return [_token(character) for character in text]
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """One character an id."""
+        return "".join(_text(token_id) for token_id in token_ids)
+
+    def detokenizer(self) -> ToyDetokenizer:
+        """A fresh incremental `decode`."""
+        return ToyDetokenizer()
+
+    def chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        """One line a message, then the assistant's turn."""
+        lines = [f"{message['role']}: {message['content']}\n" for message in messages]
+        return self.encode("".join(lines) + "assistant: ")
+
+
+def _text(token_id: int) -> str:
+    if token_id <= 0:
+        return ""
+    return chr(31 + token_id) if token_id <= 95 else "\n" if token_id == 96 else chr(0x100 + token_id)
+
+
+def _token(character: str) -> int:
+    code = ord(character)
+    return 96 if character == "\n" else code - 0x100 if code > 0x100 + 96 else max(code - 31, 0)

@@ -1,0 +1,357 @@
+"""The CPU as a device: streams are FIFOs, fences order them, nothing blocks the submitter, and nothing is held on to."""
+
+from __future__ import annotations
+
+import functools
+import threading
+import traceback
+import weakref
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+from sidestream.device.cpu import CpuDevice
+from sidestream.errors import ConfigError, InvariantError
+from sidestream.metrics import Metrics, Timeline
+from sidestream.types import Fence
+
+# Nothing here takes long; a test that would hang fails instead.
+PATIENCE_S = 10.0
+
+
+@pytest.fixture
+def device() -> Iterator[CpuDevice]:
+    device = CpuDevice(compute_threads=3)
+    yield device
+    device.close()
+
+
+class Barrier:
+    """Work that holds its stream up until it is opened, and says when it got there."""
+
+    def __init__(self) -> None:
+        self.reached = threading.Event()
+        self._open = threading.Event()
+
+    def __call__(self) -> None:
+        self.reached.set()
+        assert self._open.wait(PATIENCE_S)
+
+    def open(self) -> None:
+        self._open.set()
+
+
+def finish(device: CpuDevice, *fences: Fence) -> None:
+    for fence in fences:
+        assert device.wait_host(fence, reason="test", timeout_s=PATIENCE_S)
+
+
+# ---------------------------------------------------------------------- one stream
+
+
+def test_work_of_one_stream_runs_in_the_order_it_was_submitted(device: CpuDevice) -> None:
+    stream, ran = device.stream("compute"), []
+    fences = [stream.submit(lambda i=i: ran.append(i)) for i in range(100)]
+    finish(device, fences[-1])
+    assert ran == list(range(100))
+    assert all(fence.poll() for fence in fences)
+    assert [fence.tick for fence in fences] == list(range(1, 101))
+    assert {fence.stream for fence in fences} == {"compute"}
+
+
+def test_a_fence_is_not_done_before_its_work_is(device: CpuDevice) -> None:
+    stream, barrier = device.stream("compute"), Barrier()
+    before, held, behind = stream.submit(lambda: None), stream.submit(barrier), stream.submit(lambda: None)
+    assert barrier.reached.wait(PATIENCE_S)
+    assert (before.poll(), held.poll(), behind.poll()) == (True, False, False)
+    barrier.open()
+    finish(device, behind)
+    assert held.poll()
+
+
+def test_work_that_raises_fails_its_own_fence_and_no_other(device: CpuDevice) -> None:
+    stream, ran = device.stream("copy"), []
+    error = ValueError("broken")
+
+    def broken() -> None:
+        raise error
+
+    first, bad, last = stream.submit(lambda: ran.append(1)), stream.submit(broken), stream.submit(lambda: ran.append(2))
+    finish(device, last)
+    assert ran == [1, 2]
+    assert (first.failure, bad.failure, last.failure) == (None, error, None)
+
+
+def test_even_an_exit_inside_work_does_not_stop_the_stream(device: CpuDevice) -> None:
+    stream = device.stream("copy")
+
+    def leave() -> None:
+        raise SystemExit
+
+    bad, last = stream.submit(leave), stream.submit(lambda: None)
+    finish(device, last)
+    assert isinstance(bad.failure, SystemExit)
+
+
+def test_submission_never_blocks_with_10_000_pending(device: CpuDevice) -> None:
+    stream, other, barrier, ran = device.stream("copy"), device.stream("compute"), Barrier(), []
+    held = stream.submit(barrier)
+    for i in range(10_000):
+        last = stream.submit(lambda i=i: ran.append(i))
+        other.wait(last)
+    behind = other.submit(lambda: None)
+    assert barrier.reached.wait(PATIENCE_S)
+    assert not held.poll() and not ran and not behind.poll()  # so all of it was pending while this thread went on
+    barrier.open()
+    finish(device, behind)
+    assert len(ran) == 10_000
+
+
+# ---------------------------------------------------------------------- between streams
+
+
+def test_streams_run_beside_each_other(device: CpuDevice) -> None:
+    barrier = Barrier()
+    held = device.stream("copy").submit(barrier)
+    finish(device, device.stream("compute").submit(lambda: None))
+    assert not held.poll()
+    barrier.open()
+
+
+def test_work_behind_a_wait_runs_after_the_fence_and_work_before_it_does_not_care(device: CpuDevice) -> None:
+    compute, copy, barrier, order = device.stream("compute"), device.stream("copy"), Barrier(), []
+    held = compute.submit(lambda: (barrier(), order.append("flight")))
+    before = copy.submit(lambda: order.append("copy before the wait"))
+    copy.wait(held)
+    behind = copy.submit(lambda: order.append("copy behind the wait"))
+    finish(device, before)
+    assert barrier.reached.wait(PATIENCE_S)
+    assert order == ["copy before the wait"] and not behind.poll()
+    barrier.open()
+    finish(device, behind)
+    assert order == ["copy before the wait", "flight", "copy behind the wait"]
+
+
+def test_a_wait_does_not_hold_up_the_thread_that_asks_for_it(device: CpuDevice) -> None:
+    compute, copy, barrier = device.stream("compute"), device.stream("copy"), Barrier()
+    copy.wait(compute.submit(barrier))
+    behind = copy.submit(lambda: None)
+    assert not behind.poll()
+    assert device.host_waits() == {}
+    barrier.open()
+    finish(device, behind)
+
+
+def test_a_wait_from_inside_work_holds_that_very_work_up(device: CpuDevice) -> None:
+    compute, load, barrier, order = device.stream("compute"), device.stream("load"), Barrier(), []
+    loaded = load.submit(lambda: (barrier(), order.append("load")))
+    first_layer = threading.Event()
+
+    def flight() -> None:
+        order.append("layer 0")
+        first_layer.set()
+        compute.wait(loaded)
+        order.append("layer 1")
+
+    computed = compute.submit(flight)
+    assert first_layer.wait(PATIENCE_S) and barrier.reached.wait(PATIENCE_S)
+    assert order == ["layer 0"]
+    barrier.open()
+    finish(device, computed)
+    assert order == ["layer 0", "load", "layer 1"]
+
+
+def test_waiting_for_its_own_past_does_not_stop_a_stream(device: CpuDevice) -> None:
+    stream = device.stream("compute")
+    earlier = stream.submit(lambda: None)
+    stream.wait(earlier)
+    finish(device, stream.submit(lambda: stream.wait(earlier)))
+
+
+def test_a_fence_of_a_failed_work_lets_its_waiters_go_on(device: CpuDevice) -> None:
+    def broken() -> None:
+        raise OSError
+
+    compute, load = device.stream("compute"), device.stream("load")
+    compute.wait(load.submit(broken))
+    finish(device, compute.submit(lambda: None))
+
+
+def test_a_stream_of_the_same_name_on_another_device_is_another_stream(device: CpuDevice) -> None:
+    other, barrier = CpuDevice(), Barrier()
+    here, there = device.stream("compute"), other.stream("compute")
+    here.wait(there.submit(barrier))
+    behind = here.submit(lambda: None)
+    assert barrier.reached.wait(PATIENCE_S)
+    assert not device.wait_host(behind, reason="test", timeout_s=0.05)
+    barrier.open()
+    finish(device, behind)
+    other.close()
+
+
+class ForeignFence:
+    stream, tick, failure = "elsewhere", 1, None
+
+    def poll(self) -> bool:
+        return False
+
+
+def test_a_fence_that_no_cpu_stream_made_is_refused(device: CpuDevice) -> None:
+    stream = device.stream("compute")
+    with pytest.raises(InvariantError, match="not of this device"):
+        stream.wait(ForeignFence())
+    with pytest.raises(InvariantError, match="not of this device"):
+        device.wait_host(ForeignFence(), reason="test")
+
+
+# ---------------------------------------------------------------------- what the host waits for
+
+
+def test_host_waits_are_counted_by_reason_and_only_when_there_was_something_to_wait_for() -> None:
+    metrics = Metrics()
+    device = CpuDevice(metrics=metrics)
+    stream, barrier = device.stream("compute"), Barrier()
+    fence = stream.submit(barrier)
+    assert not device.wait_host(fence, reason="flight", timeout_s=0)
+    assert not device.wait_host(fence, reason="close", timeout_s=0)
+    assert not device.wait_host(fence, reason="flight", timeout_s=0)
+    barrier.open()
+    finish(device, fence)
+    counted = device.host_waits()
+    assert (counted["flight"], counted["close"]) == (2, 1)
+    assert device.wait_host(fence, reason="late")
+    assert "late" not in device.host_waits()
+    assert metrics.value("host_waits_total", "flight") == 2
+    device.close()
+
+
+# ---------------------------------------------------------------------- what a stream holds on to
+
+
+class Held:
+    """Stands for a tensor or a lease."""
+
+
+def test_what_the_work_held_is_gone_when_its_fence_is_done(device: CpuDevice) -> None:
+    stream, barrier = device.stream("copy"), Barrier()
+    held = Held()
+    gone = weakref.ref(held)
+    stream.submit(barrier)
+    fence = stream.submit(functools.partial(id, held))
+    del held
+    assert gone() is not None
+    barrier.open()
+    finish(device, fence)
+    assert gone() is None
+
+
+def test_what_failed_work_had_in_hand_is_gone_though_its_error_is_kept(device: CpuDevice) -> None:
+    had: list[weakref.ref[Held]] = []
+
+    def flight() -> None:
+        activations = Held()
+        had.append(weakref.ref(activations))
+        raise ValueError("out of luck")
+
+    fence = device.stream("compute").submit(flight)
+    finish(device, fence)
+    assert had[0]() is None
+    assert "flight" in "".join(traceback.format_exception(fence.failure))  # where it happened is still known
+
+
+# ---------------------------------------------------------------------- the end
+
+
+def test_close_runs_what_was_submitted_on_every_stream() -> None:
+    device, ran = CpuDevice(), []
+    compute, copy, barrier = device.stream("compute"), device.stream("copy"), Barrier()
+    copied = copy.submit(lambda: (barrier(), ran.append("copy")))
+    compute.wait(copied)
+    compute.submit(lambda: ran.append("flight"))
+    barrier.open()
+    device.close()
+    assert ran == ["copy", "flight"]
+    device.close()
+
+
+def test_a_closed_stream_refuses_work() -> None:
+    device = CpuDevice()
+    stream = device.stream("copy")
+    device.close()
+    with pytest.raises(InvariantError, match="stream copy is closed: store 3 blocks cannot be submitted"):
+        stream.submit(lambda: None, label="store 3 blocks")
+
+
+def test_two_streams_of_one_device_cannot_share_a_name(device: CpuDevice) -> None:
+    device.stream("copy")
+    with pytest.raises(InvariantError, match="stream copy exists already"):
+        device.stream("copy")
+
+
+# ---------------------------------------------------------------------- the timeline
+
+
+def test_the_timeline_has_a_span_for_each_work_once_its_fence_is_done() -> None:
+    timeline = Timeline()
+    device = CpuDevice(timeline=timeline)
+    copy = device.stream("copy")
+    copy.submit(lambda: None, label="store 2 blocks")
+    finish(device, copy.submit(lambda: None))
+    spans = timeline.spans()
+    assert [(span.track, span.name) for span in spans] == [("copy", "store 2 blocks"), ("copy", "work")]
+    assert spans[0].start_ns <= spans[0].stop_ns <= spans[1].start_ns
+    device.close()
+
+
+def test_the_timeline_shows_what_a_stream_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sidestream.device.cpu._VISIBLE_WAIT_NS", -1)
+    timeline = Timeline()
+    device = CpuDevice(timeline=timeline)
+    compute, load, barrier = device.stream("compute"), device.stream("load"), Barrier()
+    compute.wait(load.submit(barrier))
+    flight = compute.submit(lambda: None, label="decode 1")
+    barrier.open()
+    finish(device, flight)
+    assert [span.name for span in timeline.spans() if span.track == "compute"] == ["wait for load", "decode 1"]
+    device.close()
+
+
+# ---------------------------------------------------------------------- threads and memory
+
+
+def threads_inside(device: CpuDevice, name: str) -> Callable[[], int]:
+    stream, seen = device.stream(name), []
+
+    def count() -> int:
+        finish(device, stream.submit(lambda: seen.append(torch.get_num_threads())))
+        return int(seen[-1])
+
+    return count
+
+
+@pytest.mark.parametrize("names", [("compute", "store", "load"), ("store", "load", "compute")], ids=["compute first", "compute last"])
+def test_compute_gets_its_threads_and_every_other_stream_one(device: CpuDevice, names: tuple[str, ...]) -> None:
+    counts = {name: threads_inside(device, name) for name in names}  # all streams exist before one of them runs anything
+    assert {name: count() for name, count in counts.items()} == {"compute": 3, "store": 1, "load": 1}
+
+
+def test_streams_leave_the_thread_count_of_the_rest_of_the_process_alone(device: CpuDevice) -> None:
+    before = torch.get_num_threads()
+    device.stream("compute")
+    device.stream("store")
+    seen: list[int] = []
+    newcomer = threading.Thread(target=lambda: seen.append(torch.get_num_threads()))
+    newcomer.start()
+    newcomer.join()
+    assert (torch.get_num_threads(), seen) == (before, [before])
+
+
+def test_memory_is_bytes_and_starts_zeroed(device: CpuDevice) -> None:
+    for memory in (device.allocate("kv", 4096), device.allocate_host("host", 4096)):
+        assert (memory.dtype, memory.shape, int(memory.sum())) == (torch.uint8, (4096,), 0)
+
+
+def test_memory_that_does_not_fit_is_a_clear_error(device: CpuDevice) -> None:
+    with pytest.raises(ConfigError, match=r"kv memory of .* GiB cannot be allocated on this machine: ask for less"):
+        device.allocate("kv", 1 << 60)

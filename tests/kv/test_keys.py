@@ -1,0 +1,118 @@
+"""A key names a block by everything its KV depends on, in every process alike (H14)."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sidestream.kv.keys import KEY_BYTES, BlockKeys
+from sidestream.kv.layout import KVLayout
+from sidestream.types import Key
+
+LAYOUT = KVLayout(num_layers=2, num_kv_heads=1, head_dim=4, block_tokens=4, dtype="float32")
+TOKENS = list(range(100, 112))
+# What disks hold under these names must be found by every later version; a new way to make keys needs a new person string.
+GOLDEN = [
+    "dd86350350acc1bd6c1d60f86ca3cae6",
+    "f1690f228b2ea85dfbb22b9b811d5e74",
+    "e1996f2d7f8a003768f0f937b5997393",
+]
+
+
+def keys_of(tokens: list[int], *, fingerprint: str = "model", layout: KVLayout = LAYOUT, salt: str = "") -> list[Key]:
+    keys: list[Key] = []
+    BlockKeys(fingerprint=fingerprint, layout=layout, salt=salt).extend(keys, tokens)
+    return keys
+
+
+def test_keys_are_what_they_always_were() -> None:
+    assert [key.hex() for key in keys_of(TOKENS)] == GOLDEN
+
+
+def test_keys_do_not_depend_on_the_process() -> None:
+    program = (
+        "from sidestream.kv.keys import BlockKeys\n"
+        "from sidestream.kv.layout import KVLayout\n"
+        "keys = []\n"
+        f"BlockKeys(fingerprint='model', layout={LAYOUT!r}).extend(keys, {TOKENS})\n"
+        "print(*[key.hex() for key in keys])\n"
+    )
+    for seed in ("0", "1", "random"):
+        environment = {**os.environ, "PYTHONHASHSEED": seed}
+        ran = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
+        assert ran.stdout.split() == GOLDEN
+
+
+def test_only_complete_blocks_have_keys() -> None:
+    assert [len(keys_of(TOKENS[:count])) for count in (0, 1, 3, 4, 7, 8, 12)] == [0, 0, 0, 1, 1, 2, 3]
+    assert {len(key) for key in keys_of(TOKENS)} == {KEY_BYTES}
+
+
+@settings(deadline=None, derandomize=True, max_examples=50)
+@given(tokens=st.lists(st.integers(0, 5), max_size=30), cut=st.integers(0, 30))
+def test_keys_made_bit_by_bit_equal_keys_made_at_once(tokens: list[int], cut: int) -> None:
+    maker, keys = BlockKeys(fingerprint="model", layout=LAYOUT), []
+    maker.extend(keys, tokens[:cut])
+    maker.extend(keys, tokens)
+    assert keys == keys_of(tokens)
+
+
+@settings(deadline=None, derandomize=True, max_examples=50)
+@given(one=st.lists(st.integers(0, 1), max_size=20), two=st.lists(st.integers(0, 1), max_size=20))
+def test_equal_keys_mean_equal_prefixes_and_the_other_way_round(one: list[int], two: list[int]) -> None:
+    for index, (left, right) in enumerate(zip(keys_of(one), keys_of(two), strict=False)):
+        stop = (index + 1) * LAYOUT.block_tokens
+        assert (left == right) == (one[:stop] == two[:stop])
+
+
+@pytest.mark.parametrize("changed", [0, 3])
+def test_another_token_in_the_first_block_changes_all_keys(changed: int) -> None:
+    other = [token + (index == changed) for index, token in enumerate(TOKENS)]
+    assert not set(keys_of(other)) & set(keys_of(TOKENS))
+
+
+def test_another_token_in_a_later_block_changes_the_keys_from_there_on() -> None:
+    other = [*TOKENS[:5], 7, *TOKENS[6:]]
+    assert [one == two for one, two in zip(keys_of(other), keys_of(TOKENS), strict=True)] == [True, False, False]
+
+
+def test_the_same_block_behind_another_has_another_key() -> None:
+    first, second = keys_of([1, 2, 3, 4, 1, 2, 3, 4])
+    assert first != second
+
+
+OTHER_LAYOUTS = {
+    "layers": dataclasses.replace(LAYOUT, num_layers=4),
+    "heads": dataclasses.replace(LAYOUT, num_kv_heads=2),
+    "head_dim": dataclasses.replace(LAYOUT, head_dim=8),
+    "dtype": dataclasses.replace(LAYOUT, dtype="bfloat16"),
+    "dtype of equal size": dataclasses.replace(LAYOUT, dtype="float16"),
+}
+
+
+@pytest.mark.parametrize("layout", OTHER_LAYOUTS.values(), ids=OTHER_LAYOUTS)
+def test_another_layout_shares_no_key(layout: KVLayout) -> None:
+    assert not set(keys_of(TOKENS, layout=layout)) & set(keys_of(TOKENS))
+
+
+def test_another_block_size_shares_no_key_even_where_blocks_end_together() -> None:
+    wide = keys_of(TOKENS, layout=dataclasses.replace(LAYOUT, block_tokens=12))
+    assert len(wide) == 1
+    assert not set(wide) & set(keys_of(TOKENS))
+
+
+def test_another_model_or_salt_shares_no_key() -> None:
+    variants = [
+        keys_of(TOKENS),
+        keys_of(TOKENS, fingerprint="other"),
+        keys_of(TOKENS, salt="tenant"),
+        keys_of(TOKENS, fingerprint="tenant"),
+        keys_of(TOKENS, fingerprint="modeltenant"),
+    ]
+    assert len({key for keys in variants for key in keys}) == 3 * len(variants)

@@ -1,0 +1,321 @@
+"""The ledger: fences travel with ids, nothing is in two places, the least recently used goes first."""
+
+from __future__ import annotations
+
+import pytest
+from fake_fences import FakeFence, FakeStream
+
+from sidestream.errors import InvariantError
+from sidestream.kv.eviction import Lru
+from sidestream.kv.pool import FencedPool, Lease, PoolExhausted, merge_fences
+from sidestream.kv.prefix import PrefixIndex
+from sidestream.types import Key
+
+
+def key(number: int) -> Key:
+    return number.to_bytes(16, "little")
+
+
+@pytest.fixture
+def pool() -> FencedPool:
+    return FencedPool("blocks", 4)
+
+
+def cached(pool: FencedPool, *numbers: int) -> list[int]:
+    """Leave one cached id for each key number, released as one sequence; returns the ids in its order."""
+    lease = pool.take(len(numbers))
+    for item, number in zip(lease.ids, numbers, strict=True):
+        assert pool.publish(item, key(number))
+    lease.release()
+    return lease.ids
+
+
+# ---------------------------------------------------------------------- the law: fences travel with ids
+
+
+def test_the_next_owner_waits_for_the_last_use(pool: FencedPool) -> None:
+    """H2, H3, H16: a release never waits, so the fence goes along."""
+    fence = FakeStream("compute").record()
+    pool.take(4).release(after=(fence,))
+    assert pool.take(4).after == (fence,)
+
+
+def test_the_next_owner_waits_for_every_stream_that_used_the_id_and_for_the_last_use_on_each(pool: FencedPool) -> None:
+    compute, store = FakeStream("compute"), FakeStream("store")
+    writer = pool.take(1)
+    pool.publish(writer.ids[0], key(1))
+    reader, mover = pool.share(writer.ids), pool.share(writer.ids)
+    early, late, stored = compute.record(), compute.record(), store.record()
+    reader.release(after=(late,))
+    mover.release(after=(stored,))
+    writer.release(after=(early,))
+    pool.forget_all()
+    assert set(pool.take(4).after) == {late, stored}
+
+
+def test_a_use_that_ended_without_a_fence_does_not_hide_the_one_before(pool: FencedPool) -> None:
+    fence = FakeStream("store").record()
+    pool.take(4).release(after=(fence,))
+    pool.take(4).release()  # taken and given back by a request that was aborted before it was launched
+    assert pool.take(4).after == (fence,)
+
+
+def test_a_finished_use_is_nothing_to_wait_for(pool: FencedPool) -> None:
+    compute, store = FakeStream("compute"), FakeStream("store")
+    done, pending = compute.record(), store.record()
+    pool.take(4).release(after=(done, pending))
+    compute.finish()
+    assert pool.take(4).after == (pending,)
+
+
+def test_only_the_ids_that_were_taken_bring_their_fences(pool: FencedPool) -> None:
+    one, two = FakeStream("compute").record(), FakeStream("store").record()
+    left, right = pool.take(2), pool.take(2)
+    left.release(after=(one,))
+    right.release(after=(two,))
+    assert pool.take(2).after == (one,)
+    assert pool.take(2).after == (two,)
+
+
+def test_an_evicted_id_brings_its_fences_too(pool: FencedPool) -> None:
+    fence = FakeStream("compute").record()
+    lease = pool.take(4)
+    pool.publish(lease.ids[0], key(1))
+    lease.release(after=(fence,))
+    pool.take(3)
+    assert pool.take(1).after == (fence,)
+
+
+def test_a_joined_lease_waits_for_what_both_waited_for(pool: FencedPool) -> None:
+    one, two = FakeStream("compute").record(), FakeStream("store").record()
+    left, right = pool.take(2), pool.take(2)
+    left.release(after=(one,))
+    right.release(after=(two,))
+    lease, more = pool.take(2), pool.take(2)
+    lease.extend(more)
+    assert set(lease.after) == {one, two}
+    assert (len(lease.ids), lease.open, more.open) == (4, True, False)
+
+
+def test_a_dropped_tail_brings_its_fence(pool: FencedPool) -> None:
+    fence = FakeStream("compute").record()
+    lease = pool.take(4)
+    lease.truncate(1, after=(fence,))
+    assert (len(lease.ids), lease.open, pool.num_free) == (1, True, 3)
+    assert pool.take(3).after == (fence,)
+
+
+def test_merged_fences_are_the_unfinished_ones_the_last_of_each_stream() -> None:
+    compute, store, load = FakeStream("compute"), FakeStream("store"), FakeStream("load")
+    fences = [compute.record(), compute.record(), store.record(), load.record(), load.record()]
+    load.finish(up_to=1)
+    compute_1, compute_2, store_1, load_1, load_2 = fences
+    assert set(merge_fences([compute_2, load_2, store_1, compute_1, load_1])) == {compute_2, store_1, load_2}
+    load.finish()
+    assert set(merge_fences(fences)) == {compute_2, store_1}
+    assert merge_fences([]) == ()
+
+
+# ---------------------------------------------------------------------- leases
+
+
+def test_a_second_release_is_an_error_and_changes_nothing(pool: FencedPool) -> None:
+    lease = pool.take(2)
+    lease.release()
+    with pytest.raises(InvariantError, match=r"lease of blocks \[0, 1\] was released twice"):
+        lease.release()
+    assert pool.num_free == 4
+    pool.check()
+
+
+def end_by_release(lease: Lease, pool: FencedPool) -> None:
+    lease.release()
+
+
+def end_by_joining(lease: Lease, pool: FencedPool) -> None:
+    pool.take(1).extend(lease)
+
+
+@pytest.mark.parametrize("end", [end_by_release, end_by_joining])
+def test_an_ended_lease_cannot_be_used_in_any_way(end: object, pool: FencedPool) -> None:
+    owner = pool.take(2)
+    pool.publish(owner.ids[0], key(1))
+    ended = pool.share(owner.ids)
+    end(ended, pool)  # type: ignore[operator]
+    for misuse in (ended.release, lambda: ended.truncate(0), lambda: owner.extend(ended), lambda: ended.extend(owner)):
+        with pytest.raises(InvariantError):
+            misuse()
+    owner.release()  # the misuse took nothing from the one who still holds the ids
+    pool.check()
+
+
+def test_leases_of_two_pools_cannot_be_joined(pool: FencedPool) -> None:
+    with pytest.raises(InvariantError, match="leases of blocks and rows cannot be joined"):
+        pool.take(1).extend(FencedPool("rows", 1).take(1))
+
+
+def test_taking_is_all_or_nothing(pool: FencedPool) -> None:
+    pool.take(2)
+    with pytest.raises(PoolExhausted, match="blocks: 3 asked for, 2 of 4 available"):
+        pool.take(3)
+    assert (pool.num_free, pool.num_used) == (2, 2)
+
+
+def test_an_id_that_holds_nothing_cannot_be_shared_or_published(pool: FencedPool) -> None:
+    used = pool.take(1)
+    with pytest.raises(InvariantError, match="blocks 3 holds nothing"):
+        pool.share([*used.ids, 3])
+    with pytest.raises(InvariantError, match="blocks 3 is not in use"):
+        pool.publish(3, key(1))
+    used.release()
+    assert pool.num_free == 4  # the failed share left no reference behind
+
+
+def test_a_shared_id_is_used_until_its_last_user_is_gone(pool: FencedPool) -> None:
+    [item] = cached(pool, 1)
+    one, two = pool.share([item]), pool.share([item])
+    assert (pool.num_used, pool.num_cached, pool.num_available) == (1, 0, 3)
+    one.release()
+    assert pool.num_used == 1
+    two.release()
+    assert (pool.num_used, pool.num_cached, pool.num_available) == (0, 1, 4)
+
+
+# ---------------------------------------------------------------------- keys
+
+
+def test_a_published_id_is_findable_in_use_and_after(pool: FencedPool) -> None:
+    lease = pool.take(1)
+    assert pool.get(key(1)) is None
+    assert pool.publish(lease.ids[0], key(1))
+    assert pool.get(key(1)) == lease.ids[0]
+    lease.release()
+    assert pool.get(key(1)) == lease.ids[0]
+    assert pool.is_cached(lease.ids[0])
+
+
+def test_a_key_stays_with_the_id_that_had_it_first_and_an_id_with_its_first_key(pool: FencedPool) -> None:
+    one, two = pool.take(1), pool.take(1)
+    assert pool.publish(one.ids[0], key(1))
+    assert not pool.publish(two.ids[0], key(1))
+    assert not pool.publish(one.ids[0], key(2))
+    assert (pool.get(key(1)), pool.get(key(2)), pool.num_keys) == (one.ids[0], None, 1)
+    two.release()
+    assert pool.num_cached == 0  # it holds no key, so it is free
+
+
+def test_a_match_is_the_longest_run_of_leading_keys(pool: FencedPool) -> None:
+    ids = cached(pool, 1, 2, 4)
+    assert pool.match([key(1), key(2), key(3), key(4)]) == ids[:2]
+    assert pool.match([key(3), key(1)]) == []
+    assert pool.num_cached == 3  # looking takes nothing
+
+
+def test_an_evicted_id_is_no_longer_found(pool: FencedPool) -> None:
+    ids = cached(pool, 1, 2, 3, 4)
+    taken = pool.take(1)
+    assert taken.ids == [ids[3]]
+    assert [pool.get(key(number)) for number in (1, 2, 3, 4)] == [*ids[:3], None]
+
+
+def test_free_ids_go_before_cached_ones(pool: FencedPool) -> None:
+    ids = cached(pool, 1, 2)
+    assert not set(pool.take(2).ids) & set(ids)
+    assert pool.num_keys == 2
+
+
+def test_the_least_recently_used_sequence_is_evicted_first_and_its_end_before_its_start(pool: FencedPool) -> None:
+    old, recent = cached(pool, 1, 2), cached(pool, 3, 4)
+    pool.share(old).release()  # used again: now the other one is older
+    assert [pool.take(1).ids[0] for _ in range(4)] == [recent[1], recent[0], old[1], old[0]]
+
+
+def test_a_used_id_is_never_evicted(pool: FencedPool) -> None:
+    ids = cached(pool, 1, 2)
+    reader = pool.share(ids[:1])
+    assert set(pool.take(3).ids).isdisjoint(reader.ids)
+    with pytest.raises(PoolExhausted):
+        pool.take(1)
+
+
+def test_forgetting_frees_what_is_idle_and_leaves_what_is_used_to_its_users(pool: FencedPool) -> None:
+    idle, used = cached(pool, 1, 2)
+    reader = pool.share([used])
+    for item in (idle, used):
+        pool.forget(item)
+    assert (pool.num_keys, pool.num_cached, pool.num_free, pool.num_used) == (0, 0, 3, 1)
+    reader.release()
+    assert pool.num_free == 4
+    pool.forget(idle)  # nothing to forget is no error
+    pool.check()
+
+
+def test_forget_all_makes_everything_unreachable_while_uses_go_on(pool: FencedPool) -> None:
+    """H8: reset or new weights. What was in use is free afterwards, not cached, and still brings its fence."""
+    fence = FakeStream("compute").record()
+    _, used = cached(pool, 1, 2)
+    reader = pool.share([used])
+    pool.forget_all()
+    assert (pool.num_keys, pool.num_cached, pool.num_free, pool.num_used) == (0, 0, 3, 1)
+    assert pool.match([key(1), key(2)]) == []
+    reader.release(after=(fence,))
+    assert pool.num_free == 4
+    assert pool.take(4).after == (fence,)
+
+
+# ---------------------------------------------------------------------- the checker itself
+
+
+@pytest.mark.parametrize("damage", ["freed twice", "free and used", "nowhere", "free and findable", "cached and not findable"])
+def test_the_check_sees(damage: str, pool: FencedPool) -> None:
+    [item] = cached(pool, 1)
+    pool.check()
+    match damage:
+        case "freed twice":
+            pool._free.append(pool._free[0])
+        case "free and used":
+            pool._references[pool._free[0]] = 1
+        case "nowhere":
+            pool._free.popleft()
+        case "free and findable":
+            pool._cached.discard(item)
+            pool._free.append(item)
+        case "cached and not findable":
+            pool._index.remove(item)
+    with pytest.raises(InvariantError):
+        pool.check()
+
+
+# ---------------------------------------------------------------------- the parts of a pool
+
+
+def test_lru_gives_the_least_recently_touched_first() -> None:
+    lru = Lru()
+    for item in (1, 2, 3, 1):
+        lru.touch(item)
+    lru.discard(3)
+    lru.discard(9)
+    assert (len(lru), 1 in lru, 3 in lru) == (2, True, False)
+    assert [lru.pop_oldest(), lru.pop_oldest()] == [2, 1]
+    with pytest.raises(KeyError):
+        lru.pop_oldest()
+
+
+def test_the_index_maps_keys_and_ids_one_to_one() -> None:
+    index = PrefixIndex()
+    assert index.add(key(1), 5)
+    assert not index.add(key(1), 6)
+    assert not index.add(key(2), 5)
+    assert (len(index), index.holds_key(5), index.holds_key(6)) == (1, True, False)
+    assert (index.remove(5), index.remove(5), index.get(key(1))) == (key(1), None, None)
+    assert index.add(key(2), 5)
+    assert index.clear() == [5]
+    assert (len(index), index.holds_key(5)) == (0, False)
+
+
+def test_fake_fences_complete_in_order() -> None:
+    stream = FakeStream("compute")
+    one, two = stream.record(), stream.record()
+    assert isinstance(one, FakeFence)
+    stream.finish(up_to=1)
+    assert (one.poll(), two.poll()) == (True, False)

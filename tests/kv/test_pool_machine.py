@@ -1,0 +1,189 @@
+"""Any order of takes, shares, releases, keys and completions, against a model that is a few plain lists."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+import pytest
+from fake_fences import FakeFence, FakeStream
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from sidestream.errors import InvariantError
+from sidestream.kv.pool import FencedPool, Lease, PoolExhausted
+from sidestream.types import Key
+
+STREAMS = ("compute", "store", "load")
+KEYS = [bytes([number]) * 16 for number in range(5)]
+PICK = st.integers(0, 1 << 16)
+
+
+@dataclass
+class Held:
+    """A lease that is open, and what it must hold."""
+
+    lease: Lease
+    ids: list[int]
+
+
+class PoolMachine(RuleBasedStateMachine):
+    """The model: which ids are free and cached, in order; who holds what; every fence that an id was ever released behind."""
+
+    @initialize(size=st.integers(1, 6))
+    def create(self, size: int) -> None:
+        self.pool = FencedPool("blocks", size)
+        self.streams = {name: FakeStream(name) for name in STREAMS}
+        self.free = list(range(size))
+        self.cached: list[int] = []
+        self.key_of: dict[int, Key] = {}
+        self.history: dict[int, list[FakeFence]] = {item: [] for item in range(size)}
+        self.held: list[Held] = []
+
+    def users(self) -> Counter[int]:
+        return Counter(item for held in self.held for item in held.ids)
+
+    def pending(self, ids: list[int]) -> set[FakeFence]:
+        """The unfinished fences of all uses that these ids ever had, the last one on each stream."""
+        unfinished = [fence for item in ids for fence in self.history[item] if not fence.poll()]
+        return {max((f for f in unfinished if f.stream == name), key=lambda f: f.tick) for name in {f.stream for f in unfinished}}
+
+    def give_back(self, ids: list[int], after: list[FakeFence]) -> None:
+        """What a release does, once the ids are out of `held`."""
+        left = self.users()
+        for item in reversed(ids):
+            self.history[item].extend(after)
+            if left[item] == 0 and item not in self.free and item not in self.cached:
+                (self.cached if item in self.key_of else self.free).append(item)
+
+    # ------------------------------------------------------------------ rules
+
+    @rule(count=st.integers(0, 7))
+    def take(self, count: int) -> None:
+        expected = (self.free + self.cached)[:count]
+        if count > len(self.free) + len(self.cached):
+            with pytest.raises(PoolExhausted):
+                self.pool.take(count)
+            return
+        lease = self.pool.take(count)
+        assert lease.ids == expected
+        assert set(lease.after) == self.pending(expected)
+        assert len(lease.after) == len({fence.stream for fence in lease.after})
+        for item in expected:
+            self.key_of.pop(item, None)
+        self.free = [item for item in self.free if item not in expected]
+        self.cached = [item for item in self.cached if item not in expected]
+        self.held.append(Held(lease, list(expected)))
+
+    @rule(items=st.lists(st.integers(0, 5), max_size=4))
+    def share(self, items: list[int]) -> None:
+        items = [item for item in items if item < self.pool.size]
+        if any(item in self.free for item in items):
+            with pytest.raises(InvariantError):
+                self.pool.share(items)
+            return
+        lease = self.pool.share(items)
+        self.cached = [item for item in self.cached if item not in items]
+        self.held.append(Held(lease, items))
+
+    @precondition(lambda self: self.held)
+    @rule(pick=PICK, streams=st.sets(st.sampled_from(STREAMS)))
+    def release(self, pick: int, streams: set[str]) -> None:
+        held = self.held.pop(pick % len(self.held))
+        after = [self.streams[name].record() for name in sorted(streams)]
+        held.lease.release(after=after)
+        self.give_back(held.ids, after)
+        with pytest.raises(InvariantError):
+            held.lease.release()
+
+    @precondition(lambda self: self.held)
+    @rule(pick=PICK, keep=st.integers(0, 3), streams=st.sets(st.sampled_from(STREAMS)))
+    def truncate(self, pick: int, keep: int, streams: set[str]) -> None:
+        held = self.held[pick % len(self.held)]
+        after = [self.streams[name].record() for name in sorted(streams)]
+        held.lease.truncate(keep, after=after)
+        dropped = held.ids[keep:]
+        held.ids = held.ids[:keep]
+        self.give_back(dropped, after)
+
+    @precondition(lambda self: len(self.held) > 1)
+    @rule(pick=PICK)
+    def extend(self, pick: int) -> None:
+        other = self.held.pop(pick % len(self.held))
+        held = self.held[pick % len(self.held)]
+        held.lease.extend(other.lease)
+        held.ids = held.ids + other.ids
+        assert not other.lease.open
+
+    @rule(item=st.integers(0, 5), key=st.sampled_from(KEYS))
+    def publish(self, item: int, key: Key) -> None:
+        if item >= self.pool.size:
+            return
+        if self.users()[item] == 0:
+            with pytest.raises(InvariantError):
+                self.pool.publish(item, key)
+            return
+        possible = item not in self.key_of and key not in self.key_of.values()
+        assert self.pool.publish(item, key) == possible
+        if possible:
+            self.key_of[item] = key
+
+    @rule(item=st.integers(0, 5))
+    def forget(self, item: int) -> None:
+        if item < self.pool.size:
+            self.pool.forget(item)
+            self.forgotten([item])
+
+    @rule()
+    def forget_all(self) -> None:
+        self.pool.forget_all()
+        self.forgotten(list(self.key_of))
+
+    def forgotten(self, items: list[int]) -> None:
+        for item in items:
+            self.key_of.pop(item, None)
+            if item in self.cached:
+                self.cached.remove(item)
+                self.free.append(item)
+
+    @rule(name=st.sampled_from(STREAMS), count=st.integers(1, 3))
+    def complete(self, name: str, count: int) -> None:
+        stream = self.streams[name]
+        stream.finish(up_to=min(stream.tick, stream.done_tick + count))
+
+    # ------------------------------------------------------------------ what must always hold
+
+    @invariant()
+    def every_id_is_where_the_model_says(self) -> None:
+        users = self.users()
+        self.pool.check()
+        assert sorted([*self.free, *self.cached, *users]) == list(range(self.pool.size))
+        assert (self.pool.num_free, self.pool.num_cached, self.pool.num_used) == (len(self.free), len(self.cached), len(users))
+        assert [self.pool.is_cached(item) for item in range(self.pool.size)] == [item in self.cached for item in range(self.pool.size)]
+
+    @invariant()
+    def every_open_lease_holds_what_it_was_given(self) -> None:
+        for held in self.held:
+            assert held.lease.open
+            assert held.lease.ids == held.ids
+
+    @invariant()
+    def keys_and_ids_are_one_to_one(self) -> None:
+        found = {item: key for key in KEYS if (item := self.pool.get(key)) is not None}
+        assert found == self.key_of
+        assert self.pool.num_keys == len(found)
+
+    def teardown(self) -> None:
+        """Nothing leaked: once everybody gave back, everything can be taken, behind every fence that is still open."""
+        while self.held:
+            held = self.held.pop()
+            held.lease.release()
+            self.give_back(held.ids, [])
+        everything = self.pool.take(self.pool.size)
+        assert sorted(everything.ids) == list(range(self.pool.size))
+        assert set(everything.after) == self.pending(everything.ids)
+
+
+TestPoolMachine = PoolMachine.TestCase
+TestPoolMachine.settings = settings(max_examples=250, stateful_step_count=30, deadline=None, derandomize=True)

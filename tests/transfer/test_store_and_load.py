@@ -1,0 +1,325 @@
+"""Device to host and back: order by fences (H1 to H5), leases until the fence (H6, H10), publish last (H7, H9)."""
+
+import random
+from collections.abc import Sequence
+
+import pytest
+import torch
+from transfer_rig import LAYOUT, Rig, content, flight_of, key, keys
+
+from sidestream.kv.pool import PoolExhausted
+from sidestream.transfer import LoadFailed
+from sidestream.transfer import engine as engine_module
+from sidestream.transfer.copy import BlockMemory, copy_layers
+from sidestream.types import LoadPlan, StorePlan
+
+
+@pytest.fixture
+def one_layer_a_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_module, "_MIN_SEGMENT_BYTES", LAYOUT.layer_bytes)
+
+
+@pytest.fixture
+def failing_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise OSError("injected: the copy failed")
+
+    monkeypatch.setattr(engine_module, "copy_layers", fail)
+
+
+# ------------------------------------------------------------------ bytes
+
+
+@pytest.mark.parametrize(
+    ("from_ids", "to_ids"),
+    [
+        ([3], [7]),
+        ([0, 1, 2, 3], [4, 5, 6, 7]),  # one run in both
+        ([3, 2, 1, 0], [0, 1, 2, 3]),  # runs on one side only
+        ([0, 1, 2, 9, 10, 5], [8, 9, 2, 3, 4, 15]),  # runs that end at different places
+        ([15, 0, 14, 1], [1, 14, 0, 15]),
+    ],
+)
+@pytest.mark.usefixtures("one_layer_a_group")
+def test_what_was_stored_is_loaded_byte_for_byte(rig: Rig, from_ids: list[int], to_ids: list[int]) -> None:
+    wanted = keys(*from_ids)
+    source = rig.taken(from_ids)
+    rig.store(wanted, from_ids, rig.fill(from_ids, wanted))
+    rig.finish("compute", "store")
+    source.release()
+    rig.memory.data.zero_()
+    target = rig.taken(to_ids)
+    rig.load(wanted, to_ids)
+    assert rig.finish("load") == []
+    target.release()
+    for of, block in zip(wanted, to_ids, strict=True):
+        assert rig.block(block) == content(of).tobytes()
+    untouched = set(range(16)) - set(to_ids)
+    assert not any(rig.memory.rows()[list(untouched)].flatten().tolist())
+    assert rig.blocks.match(wanted) == to_ids
+
+
+def test_copies_of_random_ids_and_layers_touch_exactly_their_bytes() -> None:
+    rng, torch_rng = random.Random(1), torch.Generator().manual_seed(1)
+    for _ in range(50):
+        source, target = (_random_memory(name, torch_rng) for name in ("a", "b"))
+        before, count = target.data.clone().view(12, -1), rng.randint(0, 12)
+        source_ids, target_ids = rng.sample(range(12), count), rng.sample(range(12), count)
+        if rng.random() < 0.5:
+            source_ids.sort()
+            target_ids.sort()
+        first, stop = sorted(rng.sample(range(4), 2))
+        copy_layers(source, source_ids, target, target_ids, range(first, stop))
+        span = slice(first * LAYOUT.layer_bytes, stop * LAYOUT.layer_bytes)
+        before[target_ids, span] = source.rows()[source_ids, span]
+        assert torch.equal(target.rows(), before)
+
+
+def _random_memory(name: str, rng: torch.Generator) -> BlockMemory:
+    return BlockMemory(name, torch.randint(0, 256, (12 * LAYOUT.block_bytes,), dtype=torch.uint8, generator=rng), LAYOUT)
+
+
+# ------------------------------------------------------------------ store
+
+
+def test_store_behind_a_flight_copies_what_the_flight_wrote_not_what_was_there(rig: Rig) -> None:  # H1
+    lease = rig.blocks.take(2)
+    wanted = keys("a", "b")
+    with rig.hold("compute"):
+        flight = rig.fill(lease.ids, wanted)
+        rig.store(wanted, lease.ids, flight)
+        assert rig.transfers.poll() == []
+        assert rig.transfers.locate(wanted) == []
+    rig.finish("compute", "store")
+    assert all(rig.host_holds(of) for of in wanted)
+    lease.release()
+
+
+def test_block_of_a_store_in_flight_carries_its_fence_to_the_next_owner(rig: Rig) -> None:  # H2
+    lease = rig.blocks.take(16)
+    wanted = keys(*range(3))
+    rig.fill(lease.ids[:3], wanted)
+    rig.drain("compute")
+    with rig.hold("store"):
+        rig.store(wanted, lease.ids[:3])
+        lease.release()
+        again = rig.blocks.take(16)  # the request is gone; its blocks may be taken at once, behind the store's fence
+        assert [fence.stream for fence in again.after] == ["store"]
+        for fence in again.after:
+            rig.compute.wait(fence)
+        rig.fill(again.ids, keys(*range(100, 116)))
+    rig.finish("store", "compute")
+    assert all(rig.host_holds(of) for of in wanted)
+    again.release()
+
+
+def test_store_waits_for_the_last_use_of_the_slots_it_writes(rig: Rig) -> None:  # H2, in the host tier
+    lease, wanted = rig.blocks.take(1), keys("a")
+    flight = rig.fill(lease.ids, wanted)
+    slots = rig.host.pool.take(8)
+    seen: list[bytes] = []
+    with rig.hold("load") as hold:
+        rig.stream("load").wait(hold.fence)
+        reader = rig.stream("load").submit(lambda: seen.append(rig.host.memory.numpy().tobytes()))
+        slots.release(after=(reader,))
+        rig.store(wanted, lease.ids, flight)
+        rig.drain("compute")
+    rig.finish("load", "store")
+    assert seen == [bytes(8 * LAYOUT.block_bytes)]
+    assert rig.host_holds(wanted[0])
+    lease.release()
+
+
+def test_key_is_not_findable_in_the_host_tier_before_the_store_has_ended(rig: Rig) -> None:  # H7
+    lease, wanted = rig.blocks.take(2), keys("a", "b")
+    flight = rig.fill(lease.ids, wanted)
+    with rig.hold("store"):
+        rig.store(wanted, lease.ids, flight)
+        rig.drain("compute")
+        rig.transfers.poll()
+        assert rig.transfers.locate(wanted) == []
+        assert rig.host.pool.num_used == 2
+    rig.finish("store")
+    assert rig.transfers.locate(wanted) == ["host", "host"]
+    assert rig.host.pool.num_used == 0
+    lease.release()
+
+
+@pytest.mark.usefixtures("failing_copies")
+def test_failed_store_leaves_no_entry_and_gives_its_slots_back(rig: Rig) -> None:  # H9
+    lease, wanted = rig.blocks.take(2), keys("a", "b")
+    rig.store(wanted, lease.ids, rig.fill(lease.ids, wanted))
+    assert rig.finish("compute", "store") == []
+    assert rig.transfers.locate(wanted) == []
+    assert (rig.host.pool.num_free, rig.host.pool.num_keys) == (8, 0)
+    assert rig.counted("store", "failed") == 1
+    lease.release()
+
+
+def test_blocks_that_are_stored_or_being_stored_are_not_copied_again(rig: Rig) -> None:
+    lease, wanted = rig.blocks.take(3), keys("a", "b", "c")
+    flight = rig.fill(lease.ids, wanted)
+    rig.store(wanted[:1], lease.ids[:1], flight)
+    rig.finish("compute", "store")
+    rig.store(wanted[:2], lease.ids[:2], flight)
+    rig.store(wanted, lease.ids, flight)
+    rig.store(wanted, lease.ids, flight)
+    rig.finish("store")
+    assert rig.metrics.value("transfer_bytes_total", "store") == 3 * LAYOUT.block_bytes
+    assert rig.host.pool.num_cached == 3
+    lease.release()
+
+
+def test_store_evicts_the_least_recently_used_slot_and_takes_what_there_is(rig: Rig) -> None:
+    rig.stored(keys(*range(8)))
+    rig.stored(keys(8))
+    # a run is evicted from its end: its start is shared by more sequences
+    assert rig.transfers.locate(keys(*range(8))) == ["host"] * 7
+    assert rig.host_holds(key(8))
+
+
+def test_store_is_cut_and_counted_when_the_host_tier_is_full_of_leases(rig: Rig) -> None:
+    busy = rig.host.pool.take(6)
+    rig.stored(keys(*range(5)))
+    assert [rig.host_holds(of) for of in keys(*range(5))] == [True, True, False, False, False]
+    more = rig.host.pool.take(2)
+    rig.stored(keys("x"))
+    assert rig.transfers.locate(keys("x")) == []
+    assert rig.counted("store", "skipped") == 2
+    busy.release()
+    more.release()
+
+
+# ------------------------------------------------------------------ load
+
+
+def test_load_waits_for_the_last_use_of_the_blocks_it_writes(rig: Rig) -> None:  # H3
+    rig.stored(keys("a"))
+    old = rig.taken([0])
+    with rig.hold("compute"):
+        last_flight = rig.fill([0], keys("the old owner"))
+        old.release(after=(last_flight,))
+        lease = rig.taken([0])
+        assert lease.after == (last_flight,)
+        rig.load(keys("a"), [0], *lease.after)
+        assert rig.transfers.poll() == []
+    assert rig.finish("compute", "load") == []
+    assert rig.block(0) == content(key("a")).tobytes()
+    lease.release()
+
+
+def test_load_on_its_way_holds_its_slots_and_blocks_whatever_its_request_does(rig: Rig) -> None:  # H6, H10
+    rig.stored(keys("a", "b"))
+    lease = rig.taken([4, 5])
+    with rig.hold("load"):
+        rig.load(keys("a", "b"), [4, 5])
+        lease.release()  # the request was aborted
+        assert rig.blocks.num_used == 2
+        assert rig.host.pool.num_used == 2
+        with pytest.raises(PoolExhausted):
+            rig.host.pool.take(7)
+        with pytest.raises(PoolExhausted):
+            rig.blocks.take(15)
+        assert rig.blocks.match(keys("a")) == []  # H7
+        rig.clock.now_s += 1e6  # nothing is released by time
+        assert rig.transfers.poll() == []
+        assert rig.blocks.num_used == 2
+    assert rig.finish("load") == []
+    assert rig.blocks.match(keys("a", "b")) == [4, 5]
+    assert rig.blocks.num_used == 0
+
+
+@pytest.mark.parametrize("failing_layer", [0, 1, 2])
+@pytest.mark.usefixtures("one_layer_a_group")
+def test_failed_load_is_reported_once_and_publishes_nothing(rig: Rig, monkeypatch: pytest.MonkeyPatch, failing_layer: int) -> None:  # H9
+    def fail_at(source: BlockMemory, source_ids: Sequence[int], target: BlockMemory, target_ids: Sequence[int], layers: range) -> None:
+        if layers.start == failing_layer:
+            raise OSError("injected: the copy failed")
+        copy_layers(source, source_ids, target, target_ids, layers)
+
+    rig.stored(keys("a"))
+    lease = rig.blocks.take(1)
+    monkeypatch.setattr(engine_module, "copy_layers", fail_at)
+    rig.load(keys("a"), lease.ids, request_id=7, epoch=3)
+    assert rig.finish("load") == [LoadFailed(7, 3)]
+    assert rig.transfers.poll() == []
+    assert rig.blocks.match(keys("a")) == []
+    assert rig.counted("load", "failed") == 1
+    lease.release()
+    assert (rig.blocks.num_cached, rig.host.pool.num_used) == (0, 0)
+
+
+def test_load_of_blocks_that_are_gone_is_a_failed_load(rig: Rig) -> None:
+    rig.stored(keys("a"))
+    lease = rig.blocks.take(2)
+    rig.load(keys("a", "never stored"), lease.ids, request_id=7, epoch=3)
+    assert rig.transfers.busy
+    assert rig.transfers.poll() == [LoadFailed(7, 3)]
+    lease.release()
+    assert rig.host.pool.num_used == 0
+
+
+def test_loads_of_a_step_lease_their_slots_before_its_stores_evict_any(rig: Rig) -> None:
+    rig.stored(keys(*range(8)))
+    source, target = rig.blocks.take(8), rig.blocks.take(8)
+    store = StorePlan(keys(*range(100, 108)), tuple(source.ids), ())
+    load = LoadPlan(1, 0, keys(*range(8)), tuple(target.ids), ())
+    with rig.hold("load"), rig.hold("store"):
+        rig.transfers.submit([store, load])
+    assert rig.finish("load", "store") == []
+    assert [rig.block(block) for block in target.ids] == [content(of).tobytes() for of in load.keys]
+    source.release()
+    target.release()
+
+
+# ------------------------------------------------------------------ gates (H5)
+
+
+@pytest.mark.usefixtures("one_layer_a_group")
+def test_flight_is_gated_layer_by_layer_by_the_loads_of_its_own_requests_only(rig: Rig) -> None:
+    rig.stored(keys("a", "b"))
+    lease = rig.blocks.take(2)
+    with rig.hold("load"):
+        rig.load(keys("a"), lease.ids[:1], request_id=1, epoch=0)
+        rig.load(keys("b"), lease.ids[1:], request_id=2, epoch=5)
+        assert rig.transfers.gates(flight_of((3, 0), (2, 4), (1, 1))).by_layer == ()
+        own = rig.transfers.gates(flight_of((1, 0), (3, 0))).by_layer
+        assert [[fence.tick for fence in fences] for fences in own] == [[2], [3], [4]]  # the hold was tick 1
+        assert {fence.stream for fences in own for fence in fences} == {"load"}
+        both = rig.transfers.gates(flight_of((2, 5), (1, 0))).by_layer
+        assert [[fence.tick for fence in fences] for fences in both] == [[2, 5], [3, 6], [4, 7]]
+    rig.drain("load")
+    assert rig.transfers.gates(flight_of((1, 0), (2, 5))).by_layer == ()
+    rig.transfers.poll()
+    lease.release()
+
+
+def test_layers_share_a_fence_where_single_ones_are_too_small_a_copy(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_module, "_MIN_SEGMENT_BYTES", 2 * LAYOUT.layer_bytes - 1)
+    rig.stored(keys("a"))
+    lease = rig.blocks.take(1)
+    with rig.hold("load"):
+        rig.load(keys("a"), lease.ids)
+        gates = rig.transfers.gates(flight_of((1, 0))).by_layer
+        assert [[fence.tick for fence in fences] for fences in gates] == [[2], [2], [3]]
+    rig.finish("load")
+    assert rig.block(lease.ids[0]) == content(key("a")).tobytes()
+    lease.release()
+
+
+@pytest.mark.usefixtures("one_layer_a_group")
+def test_layer_reads_loaded_bytes_once_its_gate_is_passed(rig: Rig) -> None:
+    rig.stored(keys("a"))
+    lease = rig.blocks.take(1)
+    rig.memory.data.zero_()
+    seen: list[bytes] = []
+    with rig.hold("load"):
+        rig.load(keys("a"), lease.ids)
+        for layer, fences in enumerate(rig.transfers.gates(flight_of((1, 0))).by_layer):
+            for fence in fences:
+                rig.compute.wait(fence)
+            start, stop = LAYOUT.layer_span(lease.ids[0], layer, layer + 1)
+            rig.compute.submit(lambda start=start, stop=stop: seen.append(rig.memory.data[start:stop].numpy().tobytes()))
+    rig.finish("load", "compute")
+    assert b"".join(seen) == content(key("a")).tobytes()
+    lease.release()
