@@ -26,7 +26,11 @@ _COLOURS = {
 def draw(trace: dict[str, list[dict[str, object]]], start_ms: float, stop_ms: float) -> str:
     """The picture of `[start_ms, stop_ms)` of a trace."""
     names = {event["tid"]: event["args"]["name"] for event in trace["traceEvents"] if event["name"] == "thread_name"}  # type: ignore[index]
-    spans = [event for event in trace["traceEvents"] if event["ph"] == "X" and event["ts"] / 1e3 < stop_ms and (event["ts"] + event["dur"]) / 1e3 > start_ms]  # type: ignore[operator]
+    spans = [
+        event
+        for event in trace["traceEvents"]
+        if event["ph"] == "X" and event["ts"] / 1e3 < stop_ms and (event["ts"] + event["dur"]) / 1e3 > start_ms
+    ]  # type: ignore[operator]
     tracks = [track for track in _TRACKS if any(names[span["tid"]] == track for span in spans)]
     scale = (_WIDTH - _LEFT - 10) / (stop_ms - start_ms)
     height = _TOP + _ROW * len(tracks) + 20
@@ -52,7 +56,9 @@ def draw(trace: dict[str, list[dict[str, object]]], start_ms: float, stop_ms: fl
             x, width = _LEFT + (left - start_ms) * scale, max((right - left) * scale, 0.8)
             name = html.escape(str(span["name"]))
             fill = "#d9d9d9" if name.startswith("wait") else _COLOURS[track]
-            parts.append(f'<rect x="{x:.1f}" y="{y}" width="{width:.1f}" height="{_ROW - 10}" rx="2" fill="{fill}"><title>{name}</title></rect>')
+            parts.append(
+                f'<rect x="{x:.1f}" y="{y}" width="{width:.1f}" height="{_ROW - 10}" rx="2" fill="{fill}"><title>{name}</title></rect>'
+            )
             if width > 6.4 * len(name):
                 parts.append(f'<text x="{x + width / 2:.1f}" y="{y + 16}" font-size="11" fill="#fff" text-anchor="middle">{name}</text>')
     return "\n".join([*parts, "</svg>", ""])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from itertools import pairwise
 
 import pytest
 
@@ -24,13 +25,13 @@ def test_spans_of_blocks_tile_the_pool() -> None:
     spans = [LAYOUT.span(index) for index in range(5)]
     assert spans[0][0] == 0
     assert all(stop - start == LAYOUT.block_bytes for start, stop in spans)
-    assert all(one[1] == two[0] for one, two in zip(spans, spans[1:], strict=False))
+    assert all(one[1] == two[0] for one, two in pairwise(spans))
 
 
 def test_spans_of_layers_tile_their_block_in_order() -> None:
     layers = [LAYOUT.layer_span(2, layer, layer + 1) for layer in range(LAYOUT.num_layers)]
     assert (layers[0][0], layers[-1][1]) == LAYOUT.span(2) == LAYOUT.layer_span(2, 0, LAYOUT.num_layers)
-    assert all(one[1] == two[0] for one, two in zip(layers, layers[1:], strict=False))
+    assert all(one[1] == two[0] for one, two in pairwise(layers))
     assert LAYOUT.layer_span(2, 1, 3) == (layers[1][0], layers[2][1])
 
 

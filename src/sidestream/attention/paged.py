@@ -69,12 +69,14 @@ def paged_attention(
     values.index_copy_(0, addresses.written, value)
 
     seen = addresses.seen(sliding_window, query.dtype)
-    row_keys, row_values = (half.index_select(0, seen.index).transpose(0, 1)[None].split(seen.lens, 2) for half in (keys, values))
+    row_keys, row_values = (
+        torch.split(half.index_select(0, seen.index).transpose(0, 1)[None], list(seen.lens), 2) for half in (keys, values)
+    )
     num_decode, (heads, head_dim) = batch.num_decode, query.shape[1:]
     out = []
     if num_decode:
         # The heads of a group stand in as the queries of their kv head: no key is repeated, and no mask is needed.
-        grouped = query[:num_decode].reshape(num_decode, key.shape[1], -1, head_dim).split(1)
+        grouped = torch.split(query[:num_decode].reshape(num_decode, key.shape[1], -1, head_dim), 1)
         decoded = [_attend(q, k, v, None, scale, softcap) for q, k, v in zip(grouped, row_keys, row_values, strict=False)]
         out.append(torch.cat(decoded).view(num_decode, heads, head_dim))
     for row, mask in enumerate(seen.masks, num_decode):

@@ -1,19 +1,17 @@
-"""Prompts put to an engine one after another, in this process or in a fresh one, and what each answer came from.
+"""Prompts put to an engine in a process of its own, what each answer came from and how long it took.
 
-The demo and the benchmarks show with it that KV outlives the pool (same process) and the process (fresh one).
+The demo and the benchmarks show with it that KV outlives the pool (same process) and the process (another one).
 """
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from sidestream.cli.child import Child, answer_lines
 from sidestream.config import SamplingParams
-from sidestream.errors import SidestreamError
 
 if TYPE_CHECKING:
     from sidestream.llm import LLM
@@ -40,8 +38,8 @@ class Visit:
     @property
     def source(self) -> str:
         """Where the prefix came from."""
-        found = [name for name, count in (("device", self.device), ("host memory", self.host), ("disk", self.disk)) if count]
-        return " + ".join(found) or "nowhere (cold)"
+        counts = sorted(((self.device, "device"), (self.host, "host memory"), (self.disk, "disk")), reverse=True)
+        return ", ".join(f"{name} {count}" for count, name in counts if count) or "nowhere (cold)"
 
     @property
     def reused(self) -> int:
@@ -50,58 +48,84 @@ class Visit:
 
 
 @dataclass(frozen=True, slots=True)
-class Stay:
-    """How a fresh process opens its engine.
+class Answers:
+    """What one question to an engine yielded.
 
-    options   fields of EngineConfig and OffloadConfig as plain values; those of the latter under "offload"
+    steps            flights launched while answering
+    seconds          wall time of all answers together
+    transfer_waits   times the engine thread ever waited for anything but a flight
+    stored_bytes     bytes ever written to disk
     """
 
-    model: str
-    options: dict[str, object]
-    timeline: str | None = None
-
-    def open(self) -> LLM:
-        """Load the model and start the engine."""
-        from sidestream.config import OffloadConfig, from_options
-        from sidestream.llm import LLM
-
-        options = dict(self.options)
-        offload = options.pop("offload", None)
-        if isinstance(offload, dict):
-            options["offload"] = from_options(OffloadConfig, offload)
-        return LLM(self.model, timeline=self.timeline, **options)
+    visits: tuple[Visit, ...]
+    steps: int
+    seconds: float
+    transfer_waits: int
+    stored_bytes: int
 
 
-def warm_up(llm: LLM) -> None:
-    """Answer a short prompt that nobody else asks."""
-    llm.generate([list(_WARM_UP)], SamplingParams(temperature=0, max_tokens=4, ignore_eos=True))
+class Engine:
+    """An engine in a process of its own. A context manager; leaving it closes the engine and ends the process.
+
+    options   fields of EngineConfig as plain values; those of OffloadConfig under "offload"
+    """
+
+    def __init__(self, model: str, options: dict[str, Any], *, timeline: str | None = None) -> None:
+        self._child = Child(__name__, {"model": model, "options": options, "timeline": timeline})
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *reason: object) -> None:
+        self._child.close()
+
+    def ask(self, prompts: Sequence[Sequence[int]], *, max_tokens: int, at_once: bool = False) -> Answers:
+        """Answer the prompts greedily, one after another or all at once, and wait until what they left is stored."""
+        question = {"prompts": [list(prompt) for prompt in prompts], "max_tokens": max_tokens, "at_once": at_once}
+        answer = self._child.ask(question)
+        visits = tuple(Visit(**{**fields, "tokens": tuple(fields["tokens"])}) for fields in answer.pop("visits"))
+        return Answers(visits=visits, **answer)
 
 
-def visit(llm: LLM, prompt: Sequence[int], *, max_tokens: int) -> Visit:
-    """Put one prompt to the engine, greedily, and wait for the answer."""
-    output = llm.generate([list(prompt)], SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True))[0]
-    cached = output.cached
-    return Visit(output.ttft_s, output.token_ids, output.text, output.prompt_tokens, cached.device, cached.host, cached.disk)
+def _ready(order: dict[str, Any]) -> tuple[Callable[[dict[str, Any]], Any], Callable[[], None]]:
+    from sidestream.config import OffloadConfig, from_options
+    from sidestream.llm import LLM
+
+    options = order["options"]
+    if "offload" in options:
+        options["offload"] = from_options(OffloadConfig, options["offload"])
+    llm = LLM(order["model"], timeline=order["timeline"], **options)
+    _generate(llm, [list(_WARM_UP)], 4)
+    return lambda question: _answer(llm, question), llm.close
 
 
-def visit_in_fresh_process(stay: Stay, prompts: Sequence[Sequence[int]], *, max_tokens: int) -> list[Visit]:
-    """Start a process, open an engine there, put the prompts to it, close it. Raises SidestreamError when the process fails."""
-    order = {"stay": asdict(stay), "prompts": [list(prompt) for prompt in prompts], "max_tokens": max_tokens}
-    child = subprocess.run([sys.executable, "-m", __name__], input=json.dumps(order), capture_output=True, text=True, check=False)
-    if child.returncode:
-        raise SidestreamError(
-            f"the fresh process ended with code {child.returncode}: {child.stderr.strip().splitlines()[-1:] or 'no message'}"
+def _answer(llm: LLM, question: dict[str, Any]) -> dict[str, Any]:
+    prompts, max_tokens = question["prompts"], question["max_tokens"]
+    steps, start = llm.engine.num_steps, time.perf_counter()
+    if question["at_once"]:
+        visits = _generate(llm, prompts, max_tokens)
+    else:
+        visits = [seen for prompt in prompts for seen in _generate(llm, [prompt], max_tokens)]
+    seconds = time.perf_counter() - start
+    llm.flush()
+    return {
+        "visits": [asdict(seen) for seen in visits],
+        "steps": llm.engine.num_steps - steps,
+        "seconds": seconds,
+        "transfer_waits": sum(count for reason, count in llm.engine.parts.device.host_waits().items() if reason != "flight"),
+        "stored_bytes": int(llm.metrics.value("transfer_bytes_total", "disk-write")),
+    }
+
+
+def _generate(llm: LLM, prompts: list[list[int]], max_tokens: int) -> list[Visit]:
+    outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True))
+    return [
+        Visit(
+            output.ttft_s, output.token_ids, output.text, output.prompt_tokens, output.cached.device, output.cached.host, output.cached.disk
         )
-    return [Visit(**{**fields, "tokens": tuple(fields["tokens"])}) for fields in json.loads(child.stdout.splitlines()[-1])]
-
-
-def _main() -> None:
-    order = json.load(sys.stdin)
-    with Stay(**order["stay"]).open() as llm:
-        warm_up(llm)
-        visits = [visit(llm, prompt, max_tokens=order["max_tokens"]) for prompt in order["prompts"]]
-    print(json.dumps([asdict(one) for one in visits]))
+        for output in outputs
+    ]
 
 
 if __name__ == "__main__":
-    _main()
+    answer_lines(_ready)

@@ -9,13 +9,14 @@ from sidestream.config import EngineConfig
 from sidestream.device.base import Device
 from sidestream.device.cpu import CpuDevice
 from sidestream.engine.loop import Bounds, Engine, Parts
+from sidestream.engine.session import TokenSource
 from sidestream.errors import ConfigError
 from sidestream.execute.eager import EagerExecutor, ForwardModel
 from sidestream.kv.keys import BlockKeys
 from sidestream.kv.pool import FencedPool
 from sidestream.metrics import Metrics, Timeline
 from sidestream.schedule.scheduler import Limits, Scheduler
-from sidestream.text import Tokenizer
+from sidestream.tiers.base import PersistentTier
 from sidestream.tiers.disk import DiskTier
 from sidestream.tiers.host import HostTier
 from sidestream.transfer import CostModel, TransferEngine
@@ -41,8 +42,18 @@ class ServableModel(ForwardModel, Protocol):
         ...
 
 
-def build_engine(model: ServableModel, tokenizer: Tokenizer, config: EngineConfig, *, timeline: Timeline | None = None) -> Engine:
-    """Allocate the pools, open the tiers, start the engine. Raises ConfigError; then nothing is left open."""
+def build_engine(
+    model: ServableModel,
+    tokenizer: TokenSource,
+    config: EngineConfig,
+    *,
+    timeline: Timeline | None = None,
+    disk: PersistentTier | None = None,
+) -> Engine:
+    """Allocate the pools, open the tiers, start the engine. Raises ConfigError; then nothing is left open.
+
+    disk   an open tier in place of the one that `config.offload.disk` names; closed with the engine, or by the caller if this raises
+    """
     layout = model.layout
     num_blocks = config.kv_bytes // layout.block_bytes
     if num_blocks < 2:
@@ -55,7 +66,7 @@ def build_engine(model: ServableModel, tokenizer: Tokenizer, config: EngineConfi
     metrics = Metrics()
     device = CpuDevice(compute_threads=config.compute_threads, timeline=timeline, metrics=metrics)
     memory = device.allocate("kv", num_blocks * layout.block_bytes)
-    host, disk = _open_tiers(model, config, device)
+    host, disk = _open_tiers(model, config, device, disk)
     blocks = FencedPool("device blocks", num_blocks)
     costs = CostModel(layout)
     transfers = None
@@ -99,24 +110,22 @@ def build_engine(model: ServableModel, tokenizer: Tokenizer, config: EngineConfi
     return Engine(parts)
 
 
-def _open_tiers(model: ServableModel, config: EngineConfig, device: Device) -> tuple[HostTier | None, DiskTier | None]:
+def _open_tiers(
+    model: ServableModel, config: EngineConfig, device: Device, given: PersistentTier | None
+) -> tuple[HostTier | None, PersistentTier | None]:
     offload, layout = config.offload, model.layout
     if offload is None or offload.host_bytes == 0:
+        if given is not None:
+            raise ConfigError("a disk tier was given, but offload is off: blocks go to disk through host memory; give offload a host size")
         return None, None
     if offload.host_bytes < layout.block_bytes:
         raise ConfigError(f"offload host is {offload.host_bytes} bytes, a block takes {layout.block_bytes}: give more, or 0 for none")
     if not config.prefix_cache:
         raise ConfigError("offload needs the prefix cache: leave prefix_cache on, or switch offload off")
-    disk = None
-    if offload.disk is not None:
-        disk = DiskTier.open(
-            Path(offload.disk).expanduser(), layout=layout, fingerprint=model.fingerprint, capacity_bytes=offload.disk_bytes
-        )
-    try:
-        slots = offload.host_bytes // layout.block_bytes
-        host = HostTier(device.allocate_host("host", slots * layout.block_bytes), layout)
-    except BaseException:
-        if disk is not None:
-            disk.close()
-        raise
-    return host, disk
+    slots = offload.host_bytes // layout.block_bytes
+    host = HostTier(device.allocate_host("host", slots * layout.block_bytes), layout)
+    if given is not None or offload.disk is None:
+        return host, given
+    return host, DiskTier.open(
+        Path(offload.disk).expanduser(), layout=layout, fingerprint=model.fingerprint, capacity_bytes=offload.disk_bytes
+    )

@@ -7,6 +7,7 @@ previous flight; no transfer is ever waited for.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import secrets
@@ -18,7 +19,7 @@ from queue import Empty, SimpleQueue
 
 from sidestream.config import SamplingParams
 from sidestream.device.base import Device
-from sidestream.engine.session import Handle, Session, Sink
+from sidestream.engine.session import Handle, Session, Sink, TokenSource
 from sidestream.errors import ContextTooLong, EngineStopped, QueueFull, RequestRejected
 from sidestream.execute.eager import EagerExecutor, Flight
 from sidestream.kv.layout import KVLayout
@@ -26,7 +27,6 @@ from sidestream.kv.pool import FencedPool
 from sidestream.metrics import Metrics, Timeline
 from sidestream.schedule.request import Request
 from sidestream.schedule.scheduler import Scheduler
-from sidestream.text import Tokenizer
 from sidestream.tiers.base import PersistentTier
 from sidestream.tiers.host import HostTier
 from sidestream.transfer import CostModel, LoadFailed, Promoted, TransferEngine
@@ -66,7 +66,7 @@ class Parts:
     executor: EagerExecutor
     blocks: FencedPool
     layout: KVLayout
-    tokenizer: Tokenizer
+    tokenizer: TokenSource
     eos_ids: tuple[int, ...]
     metrics: Metrics
     bounds: Bounds
@@ -91,6 +91,8 @@ class Engine:
         self._gate = threading.Lock()  # orders submit against close; guards _unfinished and _status
         self._status = Health("ok", "")
         self._stopping = False
+        self._closing = threading.Lock()  # one close at a time; guards _closed
+        self._closed = False
         self._next_gauges_s = 0.0
         self.num_steps = 0
         self._thread = threading.Thread(target=self._run, name="sidestream-engine", daemon=True)
@@ -105,8 +107,6 @@ class Engine:
         """
         max_outputs = self._check(prompt, params)
         seed = secrets.randbits(63) if params.seed is None else params.seed
-        eos = self.parts.eos_ids
-        arrival_s = time.monotonic()
         with self._gate:
             if self._status.status != "ok":
                 raise EngineStopped(f"the engine is {self._status.status}: {self._status.detail or 'send the request to another one'}")
@@ -115,28 +115,17 @@ class Engine:
                     f"{self._unfinished} requests are running or waiting, the bound is {self.parts.bounds.max_unfinished}: "
                     "try again later, or raise max_waiting"
                 )
+            sessions = [self._session(index, prompt, params, sink, priority, seed + index, max_outputs) for index in range(params.n)]
             self._unfinished += params.n
-            requests = [
-                Request(
-                    id=next(self._ids),
-                    prompt=tuple(prompt),
-                    sampling=params.spec(seed=seed + index, eos_ids=eos),
-                    max_outputs=max_outputs,
-                    stop_ids=frozenset(params.stop_token_ids if params.ignore_eos else (*params.stop_token_ids, *eos)),
-                    min_tokens=params.min_tokens,
-                    priority=priority,
-                )
-                for index in range(params.n)
-            ]
-            self._inbox.put(lambda: self._begin(requests, params, sink, arrival_s))
-        return Handle(tuple(request.id for request in requests))
+            self._inbox.put(lambda: self._begin(sessions))
+        return Handle(tuple(session.request.id for session in sessions))
 
     def abort(self, handle: Handle) -> None:
         """End the samples that have not finished, with reason `"abort"`. Returns at once; harmless for finished ones."""
-        self._inbox.put(lambda: [self._end(request_id, "abort") for request_id in handle.request_ids])
+        self._inbox.put(lambda: self._abort(handle))
 
     def call(self, work: Callable[[], None]) -> None:
-        """Run `work` on the engine thread between two steps, and wait for it. Raises EngineStopped if the engine is gone."""
+        """Run `work` on the engine thread between two steps, and wait for it; not from a sink. Raises EngineStopped if the engine is gone."""
         done = threading.Event()
         failures: list[BaseException] = []
 
@@ -150,7 +139,7 @@ class Engine:
 
         self._inbox.put(run)
         while not done.wait(0.05):
-            if not self._thread.is_alive():
+            if not self._thread.is_alive() and not done.is_set():
                 raise EngineStopped("the engine has stopped")
         if failures:
             raise failures[0]
@@ -183,7 +172,8 @@ class Engine:
     def close(self, *, drain_s: float = 0.0, flush_s: float = 30.0) -> None:
         """Refuse new requests, let running ones go on for `drain_s`, abort the rest, store what is complete, end all threads.
 
-        Writes to disk get `flush_s`. Idempotent; blocks.
+        Writes to disk get `flush_s`; what has not begun by then is dropped. Idempotent; blocks, but not for ever on a medium
+        that is only slow. From any thread but the engine's own.
         """
         with self._gate:
             if self._status.status == "ok":
@@ -191,11 +181,19 @@ class Engine:
         deadline = time.monotonic() + drain_s
         while self._unfinished and self._thread.is_alive() and time.monotonic() < deadline:
             time.sleep(0.005)
-        self._inbox.put(self._stop)
-        self._thread.join()
-        if self.parts.transfers is not None:
-            self.parts.transfers.close(timeout_s=flush_s)
-        self.parts.device.close()
+        with self._closing, contextlib.ExitStack() as ends:
+            if self._closed:
+                return
+            self._closed = True
+            self._inbox.put(self._stop)
+            self._thread.join()
+            # Last things last, each of them whatever becomes of the others: the disk is let go of once no stream writes to it.
+            transfers = self.parts.transfers
+            if transfers is not None:
+                ends.callback(transfers.close)
+            ends.callback(self.parts.device.close)
+            if transfers is not None:
+                ends.callback(transfers.flush, timeout_s=flush_s)
 
     # ------------------------------------------------------------------ the step
 
@@ -281,13 +279,24 @@ class Engine:
             self._drain()
         except BaseException as error:
             logger.critical("the engine failed and stops serving", exc_info=error)
-            with self._gate:
-                self._status = Health("failed", f"{type(error).__name__}: {error}")
-            for session in list(self._sessions.values()):
-                session.end("error", f"the engine failed: {error}")
-            self._sessions.clear()
-            self._unfinished = 0
+            self._fail(error)
             raise SystemExit(1) from error  # ends this thread only
+
+    def _fail(self, error: BaseException) -> None:
+        """Refuse what comes, and tell every client that waits, those of the inbox included."""
+        with self._gate:
+            self._status = Health("failed", f"{type(error).__name__}: {error}")
+        with contextlib.suppress(Empty):
+            while True:
+                message = self._inbox.get_nowait()
+                with contextlib.suppress(Exception):  # only new requests matter now, and those cannot fail
+                    message()
+        for session in self._sessions.values():
+            session.end("error", f"the engine failed: {error}")
+            self.parts.metrics.inc("requests_total", 1, "error")
+        self._sessions.clear()
+        with self._gate:
+            self._unfinished = 0
 
     def _idle(self) -> None:
         """Nothing to compute: sleep until a message comes, or until transfers may have moved on."""
@@ -309,12 +318,12 @@ class Engine:
         self._stopping = True
 
     def _drain(self) -> None:
-        """Abort what is left, and let the last flight land."""
+        """Let the last flight land, and abort what is left."""
         self._apply_inbox()
-        for request_id in list(self._sessions):
-            self._end(request_id, "abort")
         self._commit(self._previous)
         self._previous = None
+        for request_id in list(self._sessions):
+            self._end(request_id, "abort")
         self._update_gauges(force=True)
 
     def _apply_inbox(self) -> None:
@@ -339,14 +348,15 @@ class Engine:
                     self.parts.metrics.inc("load_fallbacks_total", 1, "load_failed")
                     scheduler.load_failed(request_id, epoch)
 
-    def _begin(self, requests: list[Request], params: SamplingParams, sink: Sink, arrival_s: float) -> None:
-        parts = self.parts
-        for index, request in enumerate(requests):
-            self._sessions[request.id] = Session(
-                request, index=index, params=params, tokenizer=parts.tokenizer, sink=sink, metrics=parts.metrics, arrival_s=arrival_s
-            )
-            parts.scheduler.submit(request)
-            parts.metrics.inc("prompt_tokens_total", len(request.prompt))
+    def _begin(self, sessions: list[Session]) -> None:
+        for session in sessions:
+            self._sessions[session.request.id] = session
+            self.parts.scheduler.submit(session.request)
+            self.parts.metrics.inc("prompt_tokens_total", len(session.request.prompt))
+
+    def _abort(self, handle: Handle) -> None:
+        for request_id in handle.request_ids:
+            self._end(request_id, "abort")
 
     def _end(self, request_id: RequestId, reason: str, error: str | None = None) -> None:
         """End a request that no token of its own ended."""
@@ -389,6 +399,24 @@ class Engine:
 
     # ------------------------------------------------------------------ the front door
 
+    def _session(
+        self, index: int, prompt: Sequence[int], params: SamplingParams, sink: Sink, priority: int, seed: int, max_outputs: int
+    ) -> Session:
+        """One sample of a request. On the submitting thread, under the gate, so that ids grow with arrival."""
+        parts = self.parts
+        request = Request(
+            id=next(self._ids),
+            prompt=tuple(prompt),
+            sampling=params.spec(seed=seed, eos_ids=parts.eos_ids),
+            max_outputs=max_outputs,
+            stop_ids=frozenset(params.stop_token_ids if params.ignore_eos else (*params.stop_token_ids, *parts.eos_ids)),
+            min_tokens=params.min_tokens,
+            priority=priority,
+        )
+        return Session(
+            request, index=index, params=params, tokenizer=parts.tokenizer, sink=sink, metrics=parts.metrics, arrival_s=time.monotonic()
+        )
+
     def _check(self, prompt: Sequence[int], params: SamplingParams) -> int:
         """Refuse what cannot be served; else the number of tokens that may be emitted."""
         bounds = self.parts.bounds
@@ -401,6 +429,8 @@ class Engine:
             for token_id in ids:
                 if token_id >= bounds.vocab_size:
                     raise RequestRejected(f"{name} has token id {token_id}: the model knows 0 to {bounds.vocab_size - 1}", param=name)
+        if params.n > bounds.max_unfinished:
+            raise RequestRejected(f"n is {params.n}: the engine takes {bounds.max_unfinished} samples at a time; ask for fewer", param="n")
         length = len(prompt)
         if length >= bounds.max_model_len:
             raise ContextTooLong(

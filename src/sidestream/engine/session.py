@@ -5,17 +5,47 @@ Knows nothing of blocks or flights; the scheduler's request knows nothing of tex
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 from sidestream.config import SamplingParams
 from sidestream.metrics import Metrics
 from sidestream.schedule.request import Request
-from sidestream.text import StopStrings, Tokenizer
+from sidestream.text import StopStrings
 from sidestream.types import CachedTokens, Delta, RequestId, RowResult
 
+
+class TextSource(Protocol):
+    """Text of one sample, as its tokens come: `sidestream.text.Detokenizer`, or a toy."""
+
+    def push(self, token_id: int) -> str:
+        """The text that became certain with this token."""
+        ...
+
+    def finish(self) -> str:
+        """The rest."""
+        ...
+
+
+class TokenSource(Protocol):
+    """What an engine needs of a tokenizer: `sidestream.text.Tokenizer`, or a toy. From any thread."""
+
+    @property
+    def eos_ids(self) -> tuple[int, ...]:
+        """Ids that end an answer."""
+        ...
+
+    def detokenizer(self) -> TextSource:
+        """A fresh incremental decoder, for one sample."""
+        ...
+
+
+logger = logging.getLogger(__name__)
+
 Sink = Callable[[Delta], None]
-"""Takes a request's news, on the engine thread; must not block and must not raise."""
+"""Takes a request's news, on the engine thread; must not block. One that raises is told nothing more, and its sample is aborted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +64,7 @@ class Session:
         *,
         index: int,
         params: SamplingParams,
-        tokenizer: Tokenizer,
+        tokenizer: TokenSource,
         sink: Sink,
         metrics: Metrics,
         arrival_s: float,
@@ -49,25 +79,35 @@ class Session:
         self._metrics = metrics
         self._last_s = arrival_s
         self._first = True
+        self._deaf = False
 
     def push(self, result: RowResult, *, stop_reason: str | None, now_s: float) -> str | None:
         """Take in one committed token and send the news; returns why the sample ends, if it does."""
         self._metrics.observe("ttft_seconds" if self._first else "itl_seconds", now_s - self._last_s)
         self._first, self._last_s = False, now_s
         self._metrics.inc("output_tokens_total")
-        text, reason = "", stop_reason
-        if stop_reason != "stop" or self._include_stop:  # the text ends before the token that stopped it
-            text, found = self._stops.push(self._detokenizer.push(result.token_id))
-            if found:
-                reason = "stop"
-        if reason is not None:
-            text += self._rest()
+        try:
+            text, reason = self._read(result.token_id, stop_reason)
+        except Exception as error:  # a tokenizer is foreign code: its fault is this request's alone
+            logger.exception("request %d: the text of token %d could not be made", self.request.id, result.token_id)
+            self._send("", result, "error", f"the tokenizer failed: {error}")
+            return "error"
         self._send(text, result, reason)
-        return reason
+        return "abort" if self._deaf and reason is None else reason
 
     def end(self, reason: str, error: str | None = None) -> None:
         """Send how the sample ended, when no token of its own ended it."""
-        self._send(self._rest(), None, reason, error)
+        self._send("" if error else self._rest(), None, reason, error)
+
+    def _read(self, token_id: int, stop_reason: str | None) -> tuple[str, str | None]:
+        """The text that may be shown with this token, and why the sample ends, if it does."""
+        text, reason = "", stop_reason
+        if stop_reason != "stop" or self._include_stop:  # the text ends before the token that stopped it
+            text = self._detokenizer.push(token_id)
+            if self.request.num_outputs >= self._min_tokens:  # before, no stop string counts
+                text, found = self._stops.push(text)
+                reason = "stop" if found else reason
+        return text if reason is None else text + self._rest(), reason
 
     def _rest(self) -> str:
         """What was held back; nothing once a stop string was found."""
@@ -77,4 +117,10 @@ class Session:
         logprobs = (result.logprob,) if result is not None and result.logprob is not None else ()
         tokens = () if result is None else (result.token_id,)
         cached = self.request.cached or CachedTokens()
-        self._sink(Delta(self._index, text, tokens, logprobs, reason, len(self.request.prompt), cached, error))
+        if self._deaf:
+            return
+        try:
+            self._sink(Delta(self._index, text, tokens, logprobs, reason, len(self.request.prompt), cached, error))
+        except BaseException:  # whatever it is, it is not the engine's
+            logger.exception("request %d: its client cannot be told its news: it is aborted", self.request.id)
+            self._deaf = True

@@ -1,6 +1,20 @@
 """Adapters around transformers' own models: loading, checking, the attention hook, the demo model."""
 
-from sidestream.models.adapter import PagedModel
-from sidestream.models.loader import kv_token_bytes, load_model
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from sidestream.models.adapter import PagedModel
+    from sidestream.models.loader import kv_token_bytes, load_model
 
 __all__ = ["PagedModel", "kv_token_bytes", "load_model"]
+
+
+def __getattr__(name: str) -> Any:
+    # transformers' modelling code takes seconds to import, and the catalogue next door does not need it.
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from sidestream.models import adapter, loader
+
+    return getattr(adapter if name == "PagedModel" else loader, name)

@@ -17,7 +17,7 @@ from sidestream.kv.layout import KVLayout
 PAGED = "sidestream_paged"
 
 # Arguments that models pass along and that say nothing which the batch does not say.
-_KNOWN = frozenset({"position_ids", "position_embeddings", "use_cache", "is_causal"})
+_KNOWN = frozenset({"position_ids", "position_embeddings", "use_cache", "is_causal", "output_router_logits"})
 _MEANING = {"s_aux": "attention sinks", "indices": "sparse attention", "position_bias": "a position bias"}
 
 
@@ -73,7 +73,7 @@ def _paged_attention_hook(
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
     *,
-    paged_batch: PagedBatch,
+    paged_batch: PagedBatch | None = None,
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
@@ -84,6 +84,8 @@ def _paged_attention_hook(
 
     Raises ModelError for whatever paged attention would have to ignore.
     """
+    if paged_batch is None:
+        raise ModelError("it does not pass a forward's arguments on to its attention")
     for name, other in others.items():
         if other is not None and name not in _KNOWN:
             raise ModelError(f"its attention takes {_MEANING.get(name, name)} ({name}), which paged attention does not know")

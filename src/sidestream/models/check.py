@@ -16,7 +16,8 @@ from sidestream.errors import ModelError
 from sidestream.models.adapter import PagedModel
 
 # Root mean square of the difference, over that of the logits.
-BOUNDS = {"float32": 1e-3, "float16": 0.02, "bfloat16": 0.1}
+# For SmolLM2-135M: 3e-6, 0.009 and 0.06; in bfloat16, eager attention alone is 0.11 from the float32 result.
+BOUNDS = {"float32": 1e-3, "float16": 0.04, "bfloat16": 0.25}
 
 _NUM_TOKENS = 24
 _CHUNK_ENDS = (17, 23, 24)  # a prefill from nothing, one behind a context, and a decode

@@ -131,7 +131,9 @@ def _load(directory: Path, config: PreTrainedConfig, dtype: str) -> Any:
         if names:
             # transformers fills these with random numbers and goes on.
             first = sorted(str(name) for name in names)[0]
-            raise ModelError(f"its weight files {problem} {len(names)} of the model's tensors, such as {first}: fetch weights that fit config.json")
+            raise ModelError(
+                f"its weight files {problem} {len(names)} of the model's tensors, such as {first}: fetch weights that fit config.json"
+            )
     return module.eval()
 
 

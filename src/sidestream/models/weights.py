@@ -51,7 +51,7 @@ def _check_file(path: Path) -> None:
         size = path.stat().st_size
         with path.open("rb") as file:
             (header_bytes,) = struct.unpack("<Q", file.read(8).ljust(8, b"\0"))
-            header = json.loads(file.read(header_bytes)) if 0 < header_bytes <= size else None
+            header = json.loads(file.read(min(header_bytes, size)))
         expected = 8 + header_bytes + max((entry["data_offsets"][1] for key, entry in header.items() if key != "__metadata__"), default=0)
     except FileNotFoundError:
         raise ModelError(f"{path.parent} has no {path.name}: fetch the weights, in safetensors format") from None
@@ -110,7 +110,7 @@ def pack_linears(module: nn.Module) -> None:
 
     oneDNN reorders a bfloat16 weight in every call unless it was done before. In float32, MKL's own order is faster.
     """
-    if not (torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()):
+    if not (torch._C._has_mkldnn and torch.ops.mkldnn._is_mkldnn_bf16_supported()):
         return
     with torch.no_grad():
         for parent in list(module.modules()):

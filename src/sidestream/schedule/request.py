@@ -72,7 +72,8 @@ class Request:
     cached: CachedTokens | None = field(init=False, default=None)
     """What the first admission found; None before."""
     promotions: int = field(init=False, default=0)
-    promoted_blocks: int = field(init=False, default=0)
+    promoted_keys: set[Key] = field(init=False, default_factory=set)
+    """Blocks that were on disk when it set out to wait for them."""
     avoid_disk: bool = field(init=False, default=False)
     avoid_tiers: bool = field(init=False, default=False)
 

@@ -301,8 +301,8 @@ class Scheduler:
         if loads and not self._tiers.worth_loading(sources[:loads]):
             loads = 0
         found = len(hits) + loads
-        if any(self._coming.get(key) in self._running for key in wanted[len(hits) : found + 1]):
-            return True  # another request loads or computes this very block: join it instead of doing it twice
+        if self._awaits_another(wanted[len(hits) : found + 1]):
+            return True
         if not self._has_room(request, hits):
             return False
         blocks = self._blocks.share(hits)
@@ -314,7 +314,7 @@ class Scheduler:
         blocks.extend(fresh)
         self._start(request, blocks, num_hits=len(hits), num_found=found)
         if request.cached is None:
-            from_disk = min(request.promoted_blocks, loads)
+            from_disk = sum(key in request.promoted_keys for key in wanted[len(hits) : found])
             size = limits.block_tokens
             request.cached = CachedTokens(len(hits) * size, (loads - from_disk) * size, from_disk * size)
         self._plan_chunk(request, draft)
@@ -326,7 +326,7 @@ class Scheduler:
             return False
         draft.transfers.append(PromotePlan(request.id, request.epoch, tuple(keys[: len(sources)])))
         request.promotions += 1
-        request.promoted_blocks = sources.count("disk")
+        request.promoted_keys.update(key for key, source in zip(keys, sources, strict=False) if source == "disk")
         request.state = State.LOADING
         return True
 
@@ -336,6 +336,10 @@ class Scheduler:
             return []
         self._keys.extend(request.keys, request.tokens)
         return request.keys[: reusable_tokens(len(request.tokens), self.limits.block_tokens) // self.limits.block_tokens]
+
+    def _awaits_another(self, keys: Sequence[Key]) -> bool:
+        """Whether a running request loads or computes one of these blocks now: join it instead of doing the same twice."""
+        return any(self._coming.get(key) in self._running for key in keys)
 
     def _has_room(self, request: Request, hits: Sequence[int], *, without: Sequence[Request] = ()) -> bool:
         """Whether all known tokens and one more fit, with a block to grow for each running request.
@@ -382,11 +386,11 @@ class Scheduler:
         waiting = [request for request in self._queue.values() if request.state is State.WAITING]
         if not waiting or len({request.priority for request in self._requests.values()}) == 1:
             return
-        aging = self.limits.aging_steps
-        first = self._by_rank(waiting)[0]
+        first, aging = self._by_rank(waiting)[0], self.limits.aging_steps
         lower = [r for r in self._running.values() if r.stepped and r.priority > first.priority and r.level(aging) > first.level(aging)]
-        victims, hits = self._by_rank(lower), self._blocks.match(self._wanted(first))
-        if not self._has_room(first, hits, without=victims):
+        wanted, victims = self._wanted(first), self._by_rank(lower)
+        hits = self._blocks.match(wanted)
+        if self._awaits_another(wanted[len(hits) : len(hits) + 1]) or not self._has_room(first, hits, without=victims):
             return
         while victims and (self._rows.num_available == 0 or not self._has_room(first, hits)):
             self._retract(victims.pop())

@@ -6,6 +6,7 @@ No weights, no arithmetic that rounds: its outputs are equal or wrong. For tests
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from sidestream.attention.paged import PagedBatch
@@ -21,7 +22,9 @@ class ToyModel:
     the end of sequence, id 0.
     """
 
-    def __init__(self, *, block_tokens: int = 4, num_layers: int = 3, vocab_size: int = 97, max_model_len: int = 512, eos_every: int = 0) -> None:
+    def __init__(
+        self, *, block_tokens: int = 4, num_layers: int = 3, vocab_size: int = 97, max_model_len: int = 512, eos_every: int = 0
+    ) -> None:
         self.layout = KVLayout(num_layers, 1, 2, block_tokens, "float32")
         self.vocab_size = vocab_size
         self.max_model_len = max_model_len
@@ -50,7 +53,7 @@ class ToyModel:
         seen = pool[table[:count]].transpose(0, 1).transpose(1, 2).reshape(self.layout.num_layers, 2, -1, 2)[:, :, :length].numpy()
         return self.next_token(seen.astype(np.int64))
 
-    def next_token(self, seen: np.ndarray[tuple[int, ...], np.dtype[np.int64]]) -> int:
+    def next_token(self, seen: npt.NDArray[np.int64]) -> int:
         """The token drawn after KV `seen`, int64 `[layers, 2, length, 2]`."""
         weights = (np.arange(1, seen.size + 1, dtype=np.int64) * 48271 % _PRIME).reshape(seen.shape)
         mixed = int((seen * weights % _PRIME).sum() % _PRIME) * 69621 % _PRIME
@@ -63,14 +66,16 @@ class ToyModel:
         tokens = list(prompt)
         while len(tokens) < len(prompt) + num_outputs:
             positions = np.arange(len(tokens))
-            layers = [_written(np.array(tokens), positions, layer).reshape(-1, 2, 2).swapaxes(0, 1) for layer in range(self.layout.num_layers)]
+            layers = [
+                _written(np.array(tokens), positions, layer).reshape(-1, 2, 2).swapaxes(0, 1) for layer in range(self.layout.num_layers)
+            ]
             tokens.append(self.next_token(np.stack(layers).astype(np.int64)))
             if tokens[-1] == 0 and self._eos_every:
                 break
         return tokens[len(prompt) :]
 
 
-def _written(tokens: np.ndarray, positions: np.ndarray, layer: int) -> np.ndarray:  # type: ignore[type-arg]
+def _written(tokens: npt.NDArray[np.int64], positions: npt.NDArray[np.int64], layer: int) -> npt.NDArray[np.float32]:
     """Float32 `[T, 4]`: keys and values of each token; whole numbers below 2**20, so exact."""
     base = tokens.astype(np.int64) * 7919 + positions.astype(np.int64) * 104729 + layer * 1299709
     return np.stack([(base + part * 611953) % (1 << 20) for part in range(4)], axis=-1).astype(np.float32)

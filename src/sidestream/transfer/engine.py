@@ -391,9 +391,11 @@ class TransferEngine:
 
     def close(self) -> None:
         """Take in what ended since the last poll and let go of the disk. Only once the streams have ended. Idempotent."""
-        self.poll()
-        if self._disk is not None:
-            self._disk.close()
+        try:
+            self.poll()
+        finally:
+            if self._disk is not None:
+                self._disk.close()
 
     def _layers_per_group(self) -> int:
         return min(self._layout.num_layers, -(-_MIN_SEGMENT_BYTES // self._layout.layer_bytes))

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
 
 from sidestream.cli.bench.report import Figure, at_least, at_most
-from sidestream.cli.visits import Stay, Visit, visit, visit_in_fresh_process, warm_up
+from sidestream.cli.visits import Engine, Visit
 from sidestream.errors import SidestreamError
 
 _OUTPUT_TOKENS = 8
@@ -16,26 +16,23 @@ _OUTPUT_TOKENS = 8
 
 def measure(model: str, *, prompt_tokens: int, rounds: int, tell: Callable[[str], None]) -> list[Figure]:
     """Ask `rounds` different prompts cold, again when the pool has lost them, and again in a fresh process."""
+    from sidestream.models import kv_token_bytes
+    from sidestream.models.catalog import resolve
+    from sidestream.text import Tokenizer, sample_text
+
+    path = resolve(model)
+    ids = Tokenizer.load(path).encode(sample_text())
+    ids = ids * ((prompt_tokens + rounds) // len(ids) + 1)
+    prompts = [ids[start : start + prompt_tokens] for start in range(rounds)]
+    # The pool holds a prompt and a half: after the next prompt's answer, nothing of the start of the one before is left.
+    kv_memory = prompt_tokens * 3 // 2 * kv_token_bytes(path)
     with tempfile.TemporaryDirectory(prefix="sidestream-bench-") as scratch:
-        # The pool holds one prompt and a half: when the second is answered, little of the first is left, and nothing after the third.
-        pool_tokens = prompt_tokens * 3 // 2
-        stay = Stay(model, {"kv_memory": "1MiB", "offload": {"host": "1GiB", "disk": str(Path(scratch) / "kv"), "disk_capacity": "2GiB"}})
-        stay.options["kv_memory"] = pool_tokens * _token_bytes(model)
-        with stay.open() as llm:
-            ids = _text_ids(llm.tokenizer.encode, prompt_tokens + rounds)
-            prompts = [ids[start : start + prompt_tokens] for start in range(rounds)]
-            warm_up(llm)
-            cold: list[Visit] = []
-            for number, prompt in enumerate(prompts):
-                tell(f"cold {number + 1} of {rounds}")
-                cold.append(visit(llm, prompt, max_tokens=_OUTPUT_TOKENS))
-                llm.flush()
-            host: list[Visit] = []
-            for number, prompt in enumerate(prompts):
-                tell(f"from host memory {number + 1} of {rounds}")
-                host.append(visit(llm, prompt, max_tokens=_OUTPUT_TOKENS))
-        tell("from disk, in a fresh process")
-        disk = visit_in_fresh_process(stay, prompts, max_tokens=_OUTPUT_TOKENS)
+        options = {"kv_memory": kv_memory, "offload": {"host": "2GiB", "disk": str(Path(scratch) / "kv"), "disk_capacity": "2GiB"}}
+        with Engine(path, options) as engine:
+            cold = _ask_each(engine, prompts, lambda number: tell(f"cold {number} of {rounds}"))
+            host = _ask_each(engine, prompts, lambda number: tell(f"from host memory {number} of {rounds}"))
+        with Engine(path, options) as engine:
+            disk = _ask_each(engine, prompts, lambda number: tell(f"from disk, fresh process, {number} of {rounds}"))
     _check("cold", cold, lambda seen: seen.reused == 0)
     _check("host memory", host, lambda seen: seen.host > 0.95 * prompt_tokens)
     _check("disk", disk, lambda seen: seen.disk > 0.95 * prompt_tokens)
@@ -52,24 +49,17 @@ def measure(model: str, *, prompt_tokens: int, rounds: int, tell: Callable[[str]
     ]
 
 
+def _ask_each(engine: Engine, prompts: Sequence[Sequence[int]], tell: Callable[[int], None]) -> list[Visit]:
+    visits: list[Visit] = []
+    for number, prompt in enumerate(prompts, start=1):
+        tell(number)
+        visits.extend(engine.ask([prompt], max_tokens=_OUTPUT_TOKENS).visits)
+    return visits
+
+
 def _check(name: str, visits: list[Visit], expected: Callable[[Visit], bool]) -> None:
     for seen in visits:
         if not expected(seen):
             raise SidestreamError(
                 f"a {name} answer came from elsewhere ({seen.source}, {seen.reused} tokens): the figures would mean nothing"
             )
-
-
-def _text_ids(encode: Callable[[str], list[int]], count: int) -> list[int]:
-    from sidestream.text import sample_text
-
-    ids = encode(sample_text())
-    return (ids * (count // len(ids) + 1))[:count]
-
-
-def _token_bytes(model: str) -> int:
-    """Bytes of one token's KV, from the model's config."""
-    from sidestream.models import kv_token_bytes
-    from sidestream.models.catalog import resolve
-
-    return kv_token_bytes(resolve(model))

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 from sidestream.cli.bench.report import Figure, at_most
-from sidestream.cli.visits import warm_up
 
 _SETTLED = 200
 _WAVE = 20
@@ -23,7 +22,6 @@ def measure(model: str, *, num_requests: int, tell: Callable[[str], None]) -> li
     with tempfile.TemporaryDirectory(prefix="sidestream-bench-") as scratch:
         offload = OffloadConfig(host="64MiB", disk=Path(scratch) / "kv", disk_capacity="128MiB")
         with LLM(model, kv_memory="32MiB", offload=offload) as llm:
-            warm_up(llm)
             settled = 0
             for done in range(0, num_requests, _WAVE):
                 tell(f"request {done} of {num_requests}")

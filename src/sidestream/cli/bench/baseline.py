@@ -1,0 +1,57 @@
+"""transformers' own model and `generate`, in a process of its own, as a user would run it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from sidestream.cli.child import Child, answer_lines
+
+
+class Generate:
+    """`generate` for one prompt after another. A context manager."""
+
+    def __init__(self, path: str, dtype: str) -> None:
+        self._child = Child(__name__, {"path": path, "dtype": dtype})
+
+    def __enter__(self) -> Generate:
+        return self
+
+    def __exit__(self, *reason: object) -> None:
+        self._child.close()
+
+    def seconds(self, prompts: Sequence[Sequence[int]], output_tokens: int) -> float:
+        """Wall time of answering the prompts greedily, one after another, with exactly `output_tokens` each."""
+        return float(self._child.ask({"prompts": [list(prompt) for prompt in prompts], "output_tokens": output_tokens}))
+
+
+def _ready(order: dict[str, Any]) -> tuple[Callable[[dict[str, Any]], float], Callable[[], None]]:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    dtype = order["dtype"] if order["dtype"] == "auto" else getattr(torch, order["dtype"])
+    model = AutoModelForCausalLM.from_pretrained(order["path"], dtype=dtype).eval()
+
+    def answer(question: dict[str, Any]) -> float:
+        count, start = question["output_tokens"], time.perf_counter()
+        for prompt in question["prompts"]:
+            ids = torch.tensor([prompt])
+            with torch.inference_mode():
+                out = model.generate(
+                    ids,
+                    attention_mask=torch.ones_like(ids),
+                    max_new_tokens=count,
+                    min_new_tokens=count,
+                    do_sample=False,
+                    pad_token_id=0,
+                )
+            assert out.shape[1] == len(prompt) + count
+        return time.perf_counter() - start
+
+    answer({"prompts": [list(range(100, 132))], "output_tokens": 4})
+    return answer, lambda: None
+
+
+if __name__ == "__main__":
+    answer_lines(_ready)

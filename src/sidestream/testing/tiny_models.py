@@ -1,0 +1,112 @@
+"""Tiny models with random weights, one of each family that is served, saved as complete transformers directories.
+
+Small enough to load in a blink, and made so that attention matters: windows are shorter than a test's context, soft caps bind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    Gemma3TextConfig,
+    LlamaConfig,
+    MistralConfig,
+    Olmo2Config,
+    Phi3Config,
+    PreTrainedConfig,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
+from transformers.utils import logging as transformers_logging
+
+WINDOW = 12
+"""Sliding window of the families that have one."""
+
+_SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+_EOS = len(pre_tokenizers.ByteLevel.alphabet())
+_VOCAB = _EOS + len(_SPECIAL)
+_CHAT = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def tiny_config(family: str, **changes: Any) -> PreTrainedConfig:
+    """Config of a tiny model of `family`, one of `FAMILIES`, with `changes` to its fields."""
+    kind, own = FAMILIES[family]
+    common: dict[str, Any] = {
+        "vocab_size": _VOCAB,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "max_position_embeddings": 1024,
+        # Ten times the usual: then the attended context decides which token comes next.
+        "initializer_range": 0.2,
+        "tie_word_embeddings": False,
+        "bos_token_id": None,
+        "pad_token_id": None,
+        "eos_token_id": _EOS,
+    }
+    return kind(**{**common, **own, **changes})
+
+
+def tiny_model_dir(family: str, directory: Path, seed: int, **changes: Any) -> Path:
+    """Save a model of `family` with weights drawn from `seed`, float32, and a byte-level tokenizer with a chat template.
+
+    Returns `directory`. Draws from a generator of its own; raises KeyError for an unknown family.
+    """
+    bars = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    try:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            AutoModelForCausalLM.from_config(tiny_config(family, **changes)).save_pretrained(directory)
+    finally:
+        if bars:
+            transformers_logging.enable_progress_bar()
+    _tokenizer().save_pretrained(directory)
+    return directory
+
+
+def _tokenizer() -> PreTrainedTokenizerFast:
+    """One token a byte, then the special ones."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    bytes_only = Tokenizer(models.BPE(vocab={letter: index for index, letter in enumerate(letters)}, merges=[]))
+    bytes_only.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bytes_only.decoder = decoders.ByteLevel()
+    bytes_only.add_special_tokens(list(_SPECIAL))
+    return PreTrainedTokenizerFast(tokenizer_object=bytes_only, eos_token=_SPECIAL[0], chat_template=_CHAT)
+
+
+FAMILIES: Mapping[str, tuple[Callable[..., PreTrainedConfig], Mapping[str, Any]]] = {
+    "llama": (LlamaConfig, {"tie_word_embeddings": True}),
+    "qwen2": (Qwen2Config, {}),
+    "qwen3": (Qwen3Config, {}),
+    "mistral": (MistralConfig, {"sliding_window": WINDOW}),
+    "gemma2": (
+        Gemma2Config,
+        {
+            "num_hidden_layers": 4,
+            "sliding_window": WINDOW,
+            "query_pre_attn_scalar": 16,
+            "attn_logit_softcapping": 2.0,
+            "final_logit_softcapping": 5.0,
+        },
+    ),
+    "gemma3": (Gemma3TextConfig, {"num_hidden_layers": 6, "sliding_window": WINDOW, "query_pre_attn_scalar": 16}),
+    "phi3": (Phi3Config, {"sliding_window": None}),
+    "olmo2": (Olmo2Config, {"num_key_value_heads": 4}),
+    "qwen3_moe": (Qwen3MoeConfig, {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}),
+}
+"""Families by name: the config's class, and what it has of its own."""

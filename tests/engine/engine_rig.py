@@ -1,0 +1,234 @@
+"""An engine with the toy model and tiny pools, and a client that keeps what it is told.
+
+Every wait has a bound and says what it waited for. `Rig.close` checks that everything came back to where it started.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from sidestream.config import EngineConfig, OffloadConfig, SamplingParams
+from sidestream.device.cpu import CpuDevice, CpuFence
+from sidestream.engine import Engine, Handle, build_engine
+from sidestream.testing.faults import FaultyTier, Hold
+from sidestream.testing.tokenizer import ToyTokenizer
+from sidestream.testing.toy import ToyModel
+from sidestream.tiers.disk import DiskTier, entry_bytes
+from sidestream.types import CachedTokens, Delta, TokenLogprob
+
+PATIENCE_S = 20.0
+# How long something that must not happen is given to happen. A pass never depends on it, a catch does.
+SILENCE_S = 0.1
+
+
+class Reply:
+    """Everything that one request's client is told; `samples` deltas with a finish reason end it."""
+
+    def __init__(self, samples: int = 1, on_delta: Callable[[Delta], None] | None = None) -> None:
+        self.deltas: list[Delta] = []
+        self.handle: Handle | None = None
+        self._left = samples
+        self._on_delta = on_delta
+        self._news = threading.Condition()
+
+    def __call__(self, delta: Delta) -> None:
+        with self._news:
+            self.deltas.append(delta)
+            self._left -= delta.finish_reason is not None
+            self._news.notify_all()
+        if self._on_delta is not None:
+            self._on_delta(delta)
+
+    def wait(self) -> Reply:
+        with self._news:
+            assert self._news.wait_for(lambda: self._left <= 0, PATIENCE_S), f"no end after {self.deltas}"
+        return self
+
+    def wait_for_tokens(self, count: int) -> Reply:
+        with self._news:
+            assert self._news.wait_for(lambda: len(self.token_ids()) >= count, PATIENCE_S), f"not {count} tokens: {self.deltas}"
+        return self
+
+    def is_silent(self) -> bool:
+        """Whether no news comes for a while."""
+        with self._news:
+            count = len(self.deltas)
+            return not self._news.wait_for(lambda: len(self.deltas) > count, SILENCE_S)
+
+    def of(self, index: int) -> list[Delta]:
+        return [delta for delta in self.deltas if delta.index == index]
+
+    def token_ids(self, index: int = 0) -> list[int]:
+        return [token for delta in self.of(index) for token in delta.token_ids]
+
+    def text(self, index: int = 0) -> str:
+        return "".join(delta.text for delta in self.of(index))
+
+    def logprobs(self, index: int = 0) -> list[TokenLogprob]:
+        return [logprob for delta in self.of(index) for logprob in delta.logprobs]
+
+    def reasons(self, index: int = 0) -> list[str]:
+        return [delta.finish_reason for delta in self.of(index) if delta.finish_reason is not None]
+
+    @property
+    def reason(self) -> str:
+        (reason,) = self.wait().reasons()
+        return reason
+
+    @property
+    def error(self) -> str | None:
+        return self.wait().deltas[-1].error
+
+    @property
+    def cached(self) -> CachedTokens:
+        return self.wait().deltas[-1].cached
+
+
+class Rig:
+    """`blocks` and `slots` are sizes of the device pool and of the host tier (0: no offload)."""
+
+    def __init__(
+        self,
+        *,
+        blocks: int = 24,
+        slots: int = 0,
+        disk: Path | None = None,
+        disk_blocks: int = 512,
+        model: ToyModel | None = None,
+        tokenizer: Any = None,
+        load_deadline_s: float = 10.0,
+        always_load: bool = True,
+        **options: Any,
+    ) -> None:
+        self.model = model or ToyModel()
+        self.tokenizer = tokenizer or ToyTokenizer()
+        layout = self.model.layout
+        offload = OffloadConfig(host=slots * layout.block_bytes, load_deadline_s=load_deadline_s) if slots else None
+        self.disk: FaultyTier | None = None
+        if disk is not None:
+            capacity = disk_blocks * entry_bytes(layout)
+            self.disk = FaultyTier(DiskTier.open(disk, layout=layout, fingerprint=self.model.fingerprint, capacity_bytes=capacity))
+        sizes = {"block_tokens": layout.block_tokens, "chunk_tokens": 16, "token_budget": 24, "max_running": 4, **options}
+        config = EngineConfig(kv_memory=blocks * layout.block_bytes, offload=offload, compute_threads=1, **sizes)
+        self.engine: Engine = build_engine(self.model, self.tokenizer, config, disk=self.disk)
+        if always_load and self.engine.parts.costs is not None:
+            self.engine.parts.costs.saw_prefill = lambda *_: None  # type: ignore[method-assign]  # no test hangs on measured speeds
+        self._holds: list[Hold] = []
+
+    # ------------------------------------------------------------------ requests
+
+    def submit(self, prompt: Sequence[int], max_tokens: int | None = 8, *, on_delta: Callable[[Delta], None] | None = None, **params: Any) -> Reply:
+        priority = params.pop("priority", 0)
+        chosen = SamplingParams(max_tokens=max_tokens, **params)
+        reply = Reply(chosen.n, on_delta)
+        reply.handle = self.engine.submit(prompt, chosen, reply, priority=priority)
+        return reply
+
+    def ask(self, prompt: Sequence[int], max_tokens: int = 8, **params: Any) -> Reply:
+        """Submit, wait, and compare with what the model draws without any pool."""
+        reply = self.submit(prompt, max_tokens, **params)
+        self.expect(reply, prompt, max_tokens)
+        return reply
+
+    def expect(self, reply: Reply, prompt: Sequence[int], max_tokens: int = 8) -> None:
+        assert reply.wait().token_ids() == self.model.expected(list(prompt), max_tokens), reply.deltas
+        assert reply.reason == "length"
+
+    def abort(self, reply: Reply) -> None:
+        assert reply.handle is not None
+        self.engine.abort(reply.handle)
+
+    # ------------------------------------------------------------------ the engine's insides
+
+    @property
+    def device(self) -> CpuDevice:
+        assert isinstance(self.engine.parts.device, CpuDevice)
+        return self.engine.parts.device
+
+    def hold(self, stream: str) -> Hold:
+        hold = Hold(self.device._streams[stream])
+        self._holds.append(hold)
+        return hold
+
+    def turn(self) -> None:
+        """Let the loop go round at least once."""
+        self.engine.call(lambda: None)
+        self.engine.call(lambda: None)
+
+    def settle(self) -> None:
+        """Until no transfer is on its way."""
+        assert self.engine.flush(timeout_s=PATIENCE_S), "transfers do not end"
+
+    def forget_device(self) -> None:
+        """As if other requests had pushed everything out of the device pool."""
+        self.engine.call(self.engine.parts.blocks.forget_all)
+
+    def forget_host(self) -> None:
+        assert self.engine.parts.host is not None
+        self.engine.call(self.engine.parts.host.pool.forget_all)
+
+    def counted(self, name: str, *labels: str) -> int:
+        return int(self.engine.parts.metrics.value(name, *labels))
+
+    def sizes(self) -> dict[str, int]:
+        """How many things the engine keeps by request, transfer or flight."""
+        parts, scheduler = self.engine.parts, self.engine.parts.scheduler
+        kept: dict[str, Any] = {
+            "sessions": self.engine._sessions,
+            "requests": scheduler._requests,
+            "queue": scheduler._queue,
+            "running": scheduler._running,
+            "coming": scheduler._coming,
+        }
+        if (transfers := parts.transfers) is not None:
+            for name in ("_stores", "_loads", "_writes", "_reads", "_waiters", "_events"):
+                kept[name] = getattr(transfers, name)
+        return {name: len(things) for name, things in kept.items()}
+
+    def check_idle(self) -> None:
+        """Everything is back where it was at the start."""
+        parts = self.engine.parts
+        assert self.engine.unfinished == 0
+        assert set(self.sizes().values()) == {0}, self.sizes()
+        pools = [parts.blocks, parts.scheduler._rows, parts.executor._mailbox._pool]
+        if parts.host is not None:
+            pools.append(parts.host.pool)
+        for pool in pools:
+            pool.check()
+            assert pool.num_used == 0, f"{pool.num_used} {pool.name} are still in use"
+        assert set(self.device.host_waits()) <= {"flight"}
+
+    def close(self, **options: Any) -> None:
+        for hold in self._holds:
+            hold.release()
+        self.engine.close(**options)
+
+
+def passed(rig: Rig, stream: str) -> None:
+    """Wait until a stream has passed what it was given so far."""
+    fence = rig.device._streams[stream].submit(lambda: None)
+    assert isinstance(fence, CpuFence)
+    assert fence.block(PATIENCE_S), f"stream {stream} is stuck"
+
+
+def prompts(seed: int, count: int, *, longest: int = 30, shared: int = 0, vocab: int = 97) -> list[list[int]]:
+    """Random prompts; each starts with a part (maybe all) of one shared run."""
+    rng = random.Random(seed)
+    run = [rng.randrange(1, vocab) for _ in range(shared)]
+    return [run[: rng.randint(0, shared)] + [rng.randrange(1, vocab) for _ in range(rng.randint(1, longest))] for _ in range(count)]
+
+
+@contextlib.contextmanager
+def serving(**options: Any) -> Any:
+    """A rig that must come back to its start."""
+    rig = Rig(**options)
+    try:
+        yield rig
+    finally:
+        rig.close()
+    rig.check_idle()

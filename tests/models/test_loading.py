@@ -1,0 +1,352 @@
+"""A model that cannot be read, or cannot be served right, is refused at load with a reason; what loads has an identity."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import (
+    AutoModelForCausalLM,
+    BertConfig,
+    DeepseekV3Config,
+    Gemma3Config,
+    GptOssConfig,
+    JambaConfig,
+    Llama4TextConfig,
+    MambaConfig,
+    PreTrainedConfig,
+    Qwen3NextConfig,
+    RwkvConfig,
+    T5Config,
+    ViTConfig,
+)
+from transformers.utils import logging as transformers_logging
+
+from sidestream.attention.paged import paged_attention
+from sidestream.errors import ModelError
+from sidestream.models import adapter, kv_token_bytes, load_model
+from sidestream.models.facts import max_positions
+from sidestream.models.weights import pack_linears
+from sidestream.testing.tiny_models import tiny_config, tiny_model_dir
+
+
+@pytest.fixture
+def llama(tmp_path: Path) -> Path:
+    return tiny_model_dir("llama", tmp_path / "llama", 0)
+
+
+def refusal(directory: Path | str, **options: Any) -> str:
+    with pytest.raises(ModelError) as caught:
+        load_model(str(directory), block_tokens=4, **options)
+    return str(caught.value)
+
+
+def edit_json(path: Path, **changes: Any) -> None:
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def edit_weights(directory: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> None:
+    weights = load_file(directory / "model.safetensors")
+    change(weights)
+    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
+
+
+# --- files
+
+
+def test_a_directory_that_is_not_there_is_named(tmp_path: Path) -> None:
+    assert f"there is no directory {tmp_path / 'gone'}" in refusal(tmp_path / "gone")
+
+
+def test_a_directory_without_config_is_refused(llama: Path) -> None:
+    (llama / "config.json").unlink()
+    assert "has no config.json" in refusal(llama)
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
+@pytest.mark.parametrize("content", [b'{"model_type": ', b"[1]", b"\xff\xfe"])
+def test_unreadable_json_is_refused_and_named(llama: Path, name: str, content: bytes) -> None:
+    (llama / name).write_bytes(content)
+    assert name in refusal(llama)
+
+
+def test_a_config_of_no_known_kind_is_refused(llama: Path) -> None:
+    (llama / "config.json").write_text("{}")
+    assert "no model_type" in refusal(llama)
+
+    edit_json(llama / "config.json", model_type="nobody_knows")
+    assert "nobody_knows" in refusal(llama)
+
+
+def test_missing_weights_are_refused_and_named(llama: Path) -> None:
+    (llama / "model.safetensors").unlink()
+    assert "has no model.safetensors" in refusal(llama)
+
+
+def test_half_downloaded_weights_are_refused_and_named(llama: Path) -> None:
+    weights = llama / "model.safetensors"
+    whole = weights.read_bytes()
+    for length in (len(whole) - 1, len(whole) // 2, 100, 4, 0):
+        weights.write_bytes(whole[:length])
+        assert "model.safetensors" in refusal(llama)
+        assert "fetch it again" in refusal(llama)
+
+
+def test_a_weight_file_that_is_something_else_is_refused(llama: Path) -> None:
+    (llama / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n")
+    assert "no readable safetensors file" in refusal(llama)
+
+
+def test_a_missing_shard_is_named(llama: Path) -> None:
+    shard(llama)
+    (llama / "model-00002-of-00003.safetensors").unlink()
+    assert "has no model-00002-of-00003.safetensors" in refusal(llama)
+
+
+def test_a_missing_tensor_is_refused_for_transformers_would_draw_it_at_random(llama: Path) -> None:
+    edit_weights(llama, lambda weights: weights.__delitem__("model.layers.1.self_attn.k_proj.weight"))
+    assert "lack 1 of the model's tensors, such as model.layers.1.self_attn.k_proj.weight" in refusal(llama)
+
+
+def test_a_tensor_of_another_shape_is_refused(llama: Path) -> None:
+    edit_weights(llama, lambda weights: weights.update({"model.norm.weight": torch.ones(32)}))
+    assert "wrong shape for 1 of the model's tensors" in refusal(llama)
+    assert "model.norm.weight" in refusal(llama)
+
+
+def test_an_unknown_dtype_names_the_nearest(llama: Path) -> None:
+    assert "did you mean float16?" in refusal(llama, dtype="flaot16")
+
+
+# --- kinds of models
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        (T5Config(), "encoder-decoder"),
+        (MambaConfig(), "layers of type linear_attention"),
+        (RwkvConfig(), "recurrent state"),
+        (JambaConfig(), "layers of type linear_attention"),
+        (Qwen3NextConfig(), "layers of type linear_attention"),
+        (DeepseekV3Config(), "latent attention"),
+        (Gemma3Config(), "more than text"),
+        (ViTConfig(), "no causal language model"),
+        (Llama4TextConfig(), "attends in chunks"),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, PreTrainedConfig) else "",
+)
+def test_a_kind_of_model_that_cannot_be_served_right_is_refused_by_its_config(
+    tmp_path: Path, config: PreTrainedConfig, reason: str
+) -> None:
+    config.save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match=reason):
+        load_model(str(tmp_path), block_tokens=4)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "quantised"),
+        ({"num_key_value_heads": [1, 2, 2]}, "num_key_value_heads"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers"),
+    ],
+)
+def test_a_config_out_of_bounds_is_refused(llama: Path, change: dict[str, Any], reason: str) -> None:
+    edit_json(llama / "config.json", **change)
+    assert reason in refusal(llama)
+
+
+def save(config: PreTrainedConfig, directory: Path) -> Path:
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(directory)
+    return directory
+
+
+def test_attention_sinks_are_refused(tmp_path: Path) -> None:
+    config = GptOssConfig(
+        num_hidden_layers=2,
+        hidden_size=64,
+        intermediate_size=64,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        num_local_experts=2,
+        num_experts_per_tok=1,
+        vocab_size=99,
+        pad_token_id=None,
+        eos_token_id=1,
+    )
+    assert "attention sinks" in refusal(save(config, tmp_path))
+
+
+def test_attention_that_looks_ahead_is_refused(tmp_path: Path) -> None:
+    config = BertConfig(
+        num_hidden_layers=2,
+        hidden_size=64,
+        intermediate_size=64,
+        num_attention_heads=4,
+        vocab_size=99,
+        is_decoder=False,
+        max_position_embeddings=64,
+    )
+    assert "not causal" in refusal(save(config, tmp_path))
+
+
+# --- the self-check
+
+
+def test_the_self_check_refuses_a_model_whose_paged_logits_differ(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def sharper(*args: Any, scale: float, **options: Any) -> torch.Tensor:
+        return paged_attention(*args, scale=scale * 1.05, **options)
+
+    monkeypatch.setattr(adapter, "paged_attention", sharper)
+
+    assert "other logits than transformers' own" in refusal(llama)
+
+
+def test_the_self_check_sees_a_window_that_is_longer_than_its_context(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = tiny_model_dir("mistral", tmp_path, 0, sliding_window=512)
+    model = load_model(str(directory), block_tokens=4)
+    assert model.config.sliding_window == 512
+
+    def windowless(*args: Any, sliding_window: int | None, **options: Any) -> torch.Tensor:
+        return paged_attention(*args, **options)
+
+    monkeypatch.setattr(adapter, "paged_attention", windowless)
+
+    assert "other logits than transformers' own" in refusal(directory)
+
+
+def test_the_self_check_refuses_a_model_that_skips_a_layer(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As models do whose layers share the KV of others."""
+
+    def skipping(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer: int, *args: Any, **options: Any) -> torch.Tensor:
+        return query if layer == 1 else paged_attention(query, key, value, layer, *args, **options)
+
+    monkeypatch.setattr(adapter, "paged_attention", skipping)
+
+    assert "layers [0, 2] of 3" in refusal(llama)
+
+
+# --- what a loaded model tells
+
+
+def test_a_loaded_model_tells_its_facts(llama: Path) -> None:
+    edit_json(llama / "generation_config.json", eos_token_id=[256, 258])
+    model = load_model(str(llama), block_tokens=8)
+
+    assert model.name == "llama"
+    assert model.layout.shape(5) == (5, 3, 2, 8, 2, 16)
+    assert model.layout.dtype == "float32"
+    assert (model.vocab_size, model.max_model_len, model.eos_token_ids) == (259, 1024, (256, 258))
+    assert kv_token_bytes(str(llama)) == model.layout.token_bytes
+    assert kv_token_bytes(str(llama), dtype="bfloat16") * 2 == model.layout.token_bytes
+
+
+def test_rope_that_switches_at_a_length_is_served_up_to_that_length() -> None:
+    """Beyond it, one long row would change the frequencies of every row in its batch."""
+    factors = [1.0] * 8
+    rope = {
+        "rope_type": "longrope",
+        "short_factor": factors,
+        "long_factor": factors,
+        "original_max_position_embeddings": 256,
+        "rope_theta": 1e4,
+    }
+
+    assert max_positions(tiny_config("phi3", rope_parameters=rope, original_max_position_embeddings=256)) == 256
+    assert max_positions(tiny_config("phi3")) == 1024
+
+
+def test_loading_prints_nothing_and_leaves_transformers_as_talkative_as_it_was(llama: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    before = (transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled())
+    transformers_logging.set_verbosity(logging.INFO)
+    transformers_logging.enable_progress_bar()
+    capfd.readouterr()
+
+    load_model(str(llama), block_tokens=4)
+
+    assert capfd.readouterr() == ("", "")
+    assert (transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()) == (logging.INFO, True)
+    transformers_logging.set_verbosity(before[0])
+    if not before[1]:
+        transformers_logging.disable_progress_bar()
+
+
+# --- identity (H14)
+
+
+def shard(directory: Path) -> None:
+    """The same weights in three files."""
+    weights = load_file(directory / "model.safetensors")
+    (directory / "model.safetensors").unlink()
+    names = sorted(weights)
+    files = [f"model-{index + 1:05}-of-00003.safetensors" for index in range(3)]
+    for index, file in enumerate(files):
+        save_file({name: weights[name] for name in names[index::3]}, directory / file, metadata={"format": "pt"})
+    weight_map = {name: files[at % 3] for at, name in enumerate(names)}
+    (directory / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+
+
+def test_the_fingerprint_is_of_the_content_not_of_names_dates_or_files(llama: Path) -> None:
+    first = load_model(str(llama), block_tokens=4).fingerprint
+    assert len(bytes.fromhex(first)) >= 16
+
+    other = llama.rename(llama.with_name("other"))
+    os.utime(other / "model.safetensors", (0, 0))
+    shard(other)
+
+    assert load_model(str(other), block_tokens=16).fingerprint == first
+
+
+def test_the_fingerprint_is_the_same_in_another_process(llama: Path) -> None:
+    code = "import sys; from sidestream.models import load_model; print(load_model(sys.argv[1], block_tokens=4).fingerprint)"
+    environment = {**os.environ, "PYTHONHASHSEED": "12345"}
+    other = subprocess.run([sys.executable, "-c", code, str(llama)], env=environment, capture_output=True, text=True, check=True)
+
+    assert other.stdout.strip() == load_model(str(llama), block_tokens=4).fingerprint
+
+
+def test_the_fingerprint_changes_with_one_weight_the_dtype_the_config_and_transformers(
+    llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = {load_model(str(llama), block_tokens=4).fingerprint, load_model(str(llama), dtype="bfloat16", block_tokens=4).fingerprint}
+
+    edit_weights(llama, lambda weights: weights["model.layers.2.mlp.down_proj.weight"][5, 7].add_(1e-6))
+    seen.add(load_model(str(llama), block_tokens=4).fingerprint)
+    edit_json(llama / "config.json", rms_norm_eps=1e-5)
+    seen.add(load_model(str(llama), block_tokens=4).fingerprint)
+    monkeypatch.setattr(transformers.configuration_utils, "__version__", "99.0")
+    seen.add(load_model(str(llama), block_tokens=4).fingerprint)
+
+    assert len(seen) == 5
+
+
+# --- reordered weights
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_packed_linear_multiplies_as_before(bias: bool) -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(64, 48, bias=bias, dtype=torch.bfloat16))
+    packed = nn.Sequential(nn.Linear(64, 48, bias=bias, dtype=torch.bfloat16))
+    packed.load_state_dict(plain.state_dict())
+    pack_linears(packed)
+
+    with torch.inference_mode():
+        for rows in (0, 1, 8, 100):
+            states = torch.randn(1, rows, 64, dtype=torch.bfloat16)
+            # Both round a float32 sum once: at most one step of 2**-8 apart, for values up to 4.
+            torch.testing.assert_close(packed(states), plain(states), atol=2**-6, rtol=0)

@@ -1,0 +1,434 @@
+"""A world around the scheduler: the engine's loop, streams that run when they like, and KV whose every token is looked at.
+
+A piece of work runs late and in any order that the fences allow, as chosen by a seed. Blocks hold `(token, position)` cells;
+flights check every cell that they read, stores check what they copy, and a token is drawn from what the blocks really hold.
+So a wait, lease or check that is missing somewhere shows up as a wrong cell.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from sidestream.kv.keys import BlockKeys
+from sidestream.kv.layout import KVLayout
+from sidestream.kv.pool import FencedPool, Lease
+from sidestream.schedule.chunk import chunk_stop, reusable_tokens
+from sidestream.schedule.request import Request, State
+from sidestream.schedule.scheduler import Limits, Scheduler, Source
+from sidestream.types import BatchPlan, Fence, Key, LoadPlan, PromotePlan, RequestId, RowPlan, RowResult, SamplingSpec, StepPlan, StorePlan
+
+VOCAB = 50
+NO_TOKEN = -1
+GREEDY = SamplingSpec(0.0, 0, 1.0, 0.0, 1.0, 0.0, 0.0, {}, 0, 0, (), -1)
+
+Cell = tuple[int, int]
+GARBAGE: Cell = (-7, -7)
+
+
+def next_token(tokens: Sequence[int]) -> int:
+    """The model: a function of everything before."""
+    return (sum((index + 1) * token for index, token in enumerate(tokens)) * 31 + 7 * len(tokens)) % VOCAB
+
+
+# ---------------------------------------------------------------------- streams
+
+
+@dataclass(slots=True, eq=False)
+class SimStream:
+    """A FIFO of work and waits that runs when the device lets it."""
+
+    name: str
+    queue: deque[Callable[[], None] | SimFence] = field(default_factory=deque)
+    tick: int = 0
+    done_tick: int = 0
+
+    def submit(self, work: Callable[[], None]) -> SimFence:
+        self.tick += 1
+        self.queue.append(work)
+        return SimFence(self, self.tick)
+
+    def wait(self, fence: Fence) -> None:
+        assert isinstance(fence, SimFence)
+        self.queue.append(fence)
+
+    def ready(self) -> bool:
+        """Whether there is work whose waits are over."""
+        while self.queue and isinstance(head := self.queue[0], SimFence) and head.poll():
+            self.queue.popleft()
+        return bool(self.queue) and not isinstance(self.queue[0], SimFence)
+
+    def run(self) -> None:
+        work = self.queue.popleft()
+        assert not isinstance(work, SimFence)
+        work()
+        self.done_tick += 1
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SimFence:
+    on: SimStream
+    tick: int
+    failure: BaseException | None = None
+
+    @property
+    def stream(self) -> str:
+        return self.on.name
+
+    def poll(self) -> bool:
+        return self.on.done_tick >= self.tick
+
+
+class SimDevice:
+    """Runs streams one piece at a time; the seed chooses which, and which stream it likes best."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = random.Random(seed)
+        self.compute, self.load, self.store = (SimStream(name) for name in ("compute", "load", "store"))
+        self.favourite = self.random.choice([self.compute, self.load, self.store])
+
+    def run_some(self, count: int) -> None:
+        for _ in range(count):
+            ready = [stream for stream in (self.compute, self.load, self.store) if stream.ready()]
+            if not ready:
+                return
+            stream = self.favourite if self.favourite in ready and self.random.random() < 0.8 else self.random.choice(ready)
+            stream.run()
+
+    def run_until(self, fence: SimFence) -> None:
+        while not fence.poll():
+            assert any(stream.ready() for stream in (self.compute, self.load, self.store)), "the streams wait for each other"
+            self.run_some(1)
+
+    def run_all(self) -> None:
+        while any(stream.ready() for stream in (self.compute, self.load, self.store)):
+            self.run_some(1)
+
+
+# ---------------------------------------------------------------------- tiers
+
+
+class SimTiers:
+    """What the scheduler may ask, and where each key rests. The test writes `where` as it likes."""
+
+    def __init__(self) -> None:
+        self.where: dict[Key, Source] = {}
+        self.worth = True
+
+    def locate(self, keys: Sequence[Key]) -> list[Source]:
+        found: list[Source] = []
+        for key in keys:
+            if key not in self.where:
+                break
+            found.append(self.where[key])
+        return found
+
+    def worth_loading(self, sources: Sequence[Source]) -> bool:
+        return self.worth
+
+
+@dataclass(slots=True, eq=False)
+class LoadTicket:
+    plan: LoadPlan
+    blocks: Lease
+    fence: SimFence
+    fails: bool
+
+
+# ---------------------------------------------------------------------- the world
+
+
+@dataclass(slots=True, eq=False)
+class Flight:
+    batch: BatchPlan
+    fence: SimFence
+    results: list[RowResult]
+
+
+@dataclass(slots=True, eq=False)
+class Story:
+    """A request, all that it would ever say, and what it was seen to say."""
+
+    request: Request
+    tokens: list[int]
+    """Prompt and reference outputs, some more than will be emitted."""
+    expected: list[int]
+    said: list[int] = field(default_factory=list)
+
+
+class World:
+    """The engine's loop around one scheduler, asynchronous: flight N+1 is launched before flight N is committed.
+
+    Without a seed, streams run only when somebody waits for them, so that what a step launched is in the air after it.
+    """
+
+    def __init__(self, *, num_blocks: int = 16, num_rows: int = 4, seed: int | None = None, limits: Limits | None = None) -> None:
+        self.limits = limits or Limits(block_tokens=4, chunk_tokens=8, token_budget=8 + num_rows)
+        size = self.limits.block_tokens
+        self.device = SimDevice(seed or 0)
+        self.runs_ahead = seed is not None
+        self.blocks, self.rows = FencedPool("blocks", num_blocks), FencedPool("rows", num_rows)
+        self.keys = BlockKeys(fingerprint="world", layout=KVLayout(1, 1, 1, size, "float32"))
+        self.tiers = SimTiers()
+        self.scheduler = Scheduler(limits=self.limits, blocks=self.blocks, rows=self.rows, keys=self.keys, tiers=self.tiers)
+        self.stories: dict[RequestId, Story] = {}
+        self.contents: dict[Key, list[Cell]] = {}
+        self.kv: list[list[Cell]] = [[GARBAGE] * size for _ in range(num_blocks)]
+        self.row_state: dict[int, tuple[RequestId, int, int]] = {}  # row -> request, epoch, last token
+        self.tickets: list[LoadTicket] = []
+        self.promotions: list[PromotePlan] = []
+        self.doomed: set[tuple[RequestId, int]] = set()
+        self.fail_loads = False
+        self.previous: Flight | None = None
+        self.plans: list[StepPlan] = []
+        self.stored: list[StorePlan] = []
+
+    # ------------------------------------------------------------------ what a test does
+
+    def submit(self, prompt: Iterable[int], *, outputs: int = 2, priority: int = 0, stop_ids: Iterable[int] = ()) -> Request:
+        tokens = list(prompt)
+        request = Request(
+            id=len(self.stories),
+            prompt=tuple(tokens),
+            sampling=GREEDY,
+            max_outputs=outputs,
+            stop_ids=frozenset(stop_ids),
+            min_tokens=0,
+            priority=priority,
+        )
+        said: list[int] = []
+        for _ in range(outputs + 2):
+            said.append(next_token([*tokens, *said]))
+        end = next((at + 1 for at, token in enumerate(said[:outputs]) if token in request.stop_ids), outputs)
+        story = Story(request, [*tokens, *said], said[:end])
+        self.stories[request.id] = story
+        for index, key in enumerate(self.keys_of(request)):
+            span = range(index * self.limits.block_tokens, (index + 1) * self.limits.block_tokens)
+            self.contents[key] = [(story.tokens[position], position) for position in span]
+        self.scheduler.submit(request)
+        return request
+
+    def keys_of(self, request: Request) -> list[Key]:
+        """Keys of all complete blocks that the request may ever have."""
+        keys: list[Key] = []
+        self.keys.extend(keys, self.stories[request.id].tokens)
+        return keys
+
+    def abort(self, request: Request) -> None:
+        self.scheduler.finish(request, "abort")
+
+    def end_promotion(self, plan: PromotePlan, *, complete: bool) -> None:
+        self.promotions.remove(plan)
+        if complete:
+            self.tiers.where.update(dict.fromkeys(plan.keys, "host"))
+        self.scheduler.promoted(plan.request_id, plan.epoch, complete=complete)
+
+    def step(self) -> StepPlan:
+        """One turn of the engine's loop."""
+        self._apply_events()
+        plan = self.scheduler.plan()
+        self._check_plan(plan)
+        self.plans.append(plan)
+        for transfer in plan.transfers:
+            match transfer:
+                case LoadPlan():
+                    self._load(transfer)
+                case PromotePlan():
+                    self.promotions.append(transfer)
+                case StorePlan():
+                    raise AssertionError("stores come from commits")
+        flight = self._launch(plan) if plan.batch.rows else None
+        previous, self.previous = self.previous, flight
+        self._commit(previous)
+        self._check()
+        return plan
+
+    def run(self, *, max_steps: int = 500) -> int:
+        """Step until every request has ended and everything has landed; the number of steps. Then the pools must be as at the start."""
+        steps = 0
+        while self.scheduler.requests():
+            assert steps < max_steps, f"not done after {steps} steps: {[(r.id, r.state, r.num_outputs) for r in self.scheduler.requests()]}"
+            for plan in list(self.promotions):
+                self.end_promotion(plan, complete=True)
+            self.step()
+            steps += 1
+        self.settle()
+        return steps
+
+    def settle(self) -> None:
+        """Let everything in the air land, after the last request ended."""
+        self.step()
+        self.device.run_all()
+        self._apply_events()
+        self._check()
+        assert (self.scheduler.num_running, self.scheduler.num_waiting) == (0, 0)
+        assert (self.blocks.num_used, self.rows.num_used) == (0, 0)
+        assert not self.scheduler.plan().batch.rows
+
+    def evict_everything(self) -> None:
+        """Fill the device's pool with something else, so that nothing idle is found there any more."""
+        self.blocks.take(self.blocks.num_available).release()
+
+    def computed_positions(self, request: Request) -> list[int]:
+        """Positions whose KV the request's flights computed, in order, over all epochs."""
+        rows = [row for plan in self.plans for row in plan.batch.rows if row.request_id == request.id]
+        return [position for row in rows for position in range(row.start, row.stop)]
+
+    def said(self, request: Request) -> list[int]:
+        return self.stories[request.id].said
+
+    def expected(self, request: Request) -> list[int]:
+        return self.stories[request.id].expected
+
+    # ------------------------------------------------------------------ transfers
+
+    def _load(self, plan: LoadPlan) -> None:
+        fails, self.fail_loads = self.fail_loads, False
+        if fails:
+            self.doomed.add((plan.request_id, plan.epoch))
+        assert all(self.tiers.where.get(key) == "host" for key in plan.keys)
+        lease = self.blocks.share(plan.block_ids)
+        for fence in plan.after:
+            self.device.load.wait(fence)
+
+        def copy() -> None:
+            for key, block in zip(plan.keys, plan.block_ids, strict=True):
+                self.kv[block] = [GARBAGE] * self.limits.block_tokens if fails else list(self.contents[key])
+
+        self.tickets.append(LoadTicket(plan, lease, self.device.load.submit(copy), fails))
+
+    def _store(self, plan: StorePlan) -> None:
+        self.stored.append(plan)
+        source = self.blocks.share(plan.block_ids)
+        for fence in plan.after:
+            self.device.store.wait(fence)
+
+        def copy() -> None:
+            for key, block in zip(plan.keys, plan.block_ids, strict=True):
+                assert self.kv[block] == self.contents[key], f"block {block} was not what its key names when it was stored"
+                self.tiers.where[key] = "host"
+
+        source.release(after=(self.device.store.submit(copy),))
+
+    def _apply_events(self) -> None:
+        for ticket in [ticket for ticket in self.tickets if ticket.fence.poll()]:
+            self.tickets.remove(ticket)
+            if ticket.fails:
+                self.scheduler.load_failed(ticket.plan.request_id, ticket.plan.epoch)
+            else:
+                for key, block in zip(ticket.plan.keys, ticket.plan.block_ids, strict=True):
+                    self.blocks.publish(block, key)
+            ticket.blocks.release()
+
+    # ------------------------------------------------------------------ flights
+
+    def _launch(self, plan: StepPlan) -> Flight:
+        members = {(row.request_id, row.epoch) for row in plan.batch.rows}
+        gates = [ticket.fence for ticket in self.tickets if (ticket.plan.request_id, ticket.plan.epoch) in members]
+        for fence in (*plan.after, *gates):
+            self.device.compute.wait(fence)
+        results: list[RowResult] = []
+        fence = self.device.compute.submit(lambda: self._fly(plan.batch, results))
+        self.scheduler.launched(plan.batch, fence)
+        if self.runs_ahead:
+            self.device.run_some(self.device.random.randrange(3))
+        return Flight(plan.batch, fence, results)
+
+    def _fly(self, batch: BatchPlan, results: list[RowResult]) -> None:
+        for row in batch.rows:
+            drawn = self._fly_row(row)
+            if row.samples:
+                owner, epoch, _ = self.row_state[row.row]
+                assert (owner, epoch) == (row.request_id, row.epoch)
+                self.row_state[row.row] = (owner, epoch, drawn)
+                results.append(RowResult(drawn))
+
+    def _fly_row(self, row: RowPlan) -> int:
+        """Compute one row as the device would, from nothing but blocks and row state; the token that its last position yields."""
+        if row.begin is not None:
+            known = (*row.begin.prompt, *row.begin.outputs)
+            self.row_state[row.row] = (row.request_id, row.epoch, known[-1])
+        owner, epoch, last = self.row_state[row.row]
+        assert (owner, epoch) == (row.request_id, row.epoch), f"row {row.row} was of {owner}, epoch {epoch} when {row} flew"
+        tokens = (last,) if row.tokens is None else row.tokens
+        if (row.request_id, row.epoch) in self.doomed:
+            self._write(row, [GARBAGE] * (row.stop - row.start))
+            return NO_TOKEN
+        size = self.limits.block_tokens
+        read = [self.kv[row.block_ids[position // size]][position % size] for position in range(row.start)]
+        story = self.stories[row.request_id].tokens
+        assert read == [(story[position], position) for position in range(row.start)], f"{row} read what is not its own"
+        assert list(tokens) == story[row.start : row.stop], f"{row} computed tokens that are not its own"
+        self._write(row, list(zip(tokens, range(row.start, row.stop), strict=True)))
+        return next_token([*(token for token, _ in read), *tokens])
+
+    def _write(self, row: RowPlan, cells: list[Cell]) -> None:
+        size = self.limits.block_tokens
+        for position, cell in zip(range(row.start, row.stop), cells, strict=True):
+            self.kv[row.block_ids[position // size]][position % size] = cell
+
+    def _commit(self, flight: Flight | None) -> None:
+        if flight is None:
+            return
+        self.device.run_until(flight.fence)
+        self._apply_events()
+        committed = self.scheduler.commit(flight.batch, flight.results, flight.fence)
+        if committed.store is not None:
+            self._check_store(committed.store, flight)
+            self._store(committed.store)
+        for drawn in committed.drawn:
+            request = drawn.request
+            self.said(request).append(drawn.result.token_id)
+            if (reason := request.stop_reason()) is not None:
+                self.scheduler.finish(request, reason)
+
+    # ------------------------------------------------------------------ what must always hold
+
+    def _check_plan(self, plan: StepPlan) -> None:
+        limits, rows = self.limits, plan.batch.rows
+        assert plan.batch.num_tokens <= limits.token_budget
+        assert len({row.row for row in rows}) == len({row.request_id for row in rows}) == len(rows)
+        assert sorted(rows, key=lambda row: row.tokens is not None) == list(rows), "decode rows come first"
+        written: list[int] = []
+        for row in rows:
+            request = self.stories[row.request_id].request
+            assert request.state is State.RUNNING and request.epoch == row.epoch
+            assert len(row.block_ids) == -(-row.stop // limits.block_tokens)
+            written.extend(row.block_ids[row.start // limits.block_tokens :])
+            assert (row.tokens is None) == (row.start >= request.prefill_end)
+            if row.tokens is not None:
+                assert row.stop in canonical_cuts(request.prefill_end, limits)
+                assert row.stop == chunk_stop(
+                    row.start, request.prefill_end, chunk_tokens=limits.chunk_tokens, block_tokens=limits.block_tokens
+                )
+                assert row.samples == (row.stop == request.prefill_end)
+        assert len(set(written)) == len(written), "two rows write one block"
+        assert not set(written) & {self.blocks.get(key) for key in self.contents}, "a findable block is written"
+
+    def _check_store(self, store: StorePlan, flight: Flight) -> None:
+        assert flight.fence in store.after
+        for key, block in zip(store.keys, store.block_ids, strict=True):
+            assert self.kv[block] == self.contents[key]
+            assert self.blocks.get(key) == block
+
+    def _check(self) -> None:
+        self.blocks.check()
+        self.rows.check()
+        for key, content in self.contents.items():
+            block = self.blocks.get(key)
+            assert block is None or self.kv[block] == content, f"block {block} is findable under a key that it is not complete for"
+        for story in self.stories.values():
+            request = story.request
+            assert story.said == story.expected[: len(story.said)]
+            if request.finish_reason in ("stop", "length"):
+                assert story.said == story.expected
+            assert (request.state is State.RUNNING) == (request.row is not None) == (request.blocks is not None)
+
+
+def canonical_cuts(known: int, limits: Limits) -> list[int]:
+    """Ends of all chunks of a prompt of `known` tokens of which nothing was found."""
+    borders = range(limits.chunk_tokens, known, limits.chunk_tokens)
+    tail = reusable_tokens(known, limits.block_tokens)
+    return sorted({*(border for border in borders if border < tail), *([tail] if tail else []), known})
