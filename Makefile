@@ -21,6 +21,7 @@ imports: $(VENV)/.dev
 	$(BIN)/lint-imports
 
 unit: $(VENV)/.dev
+	$(BIN)/sidestream models prepare smollm2-135m-instruct || echo "no demo model: its tests will be skipped"
 	$(BIN)/python -m pytest
 
 # Every benchmark of this machine; results are committed.

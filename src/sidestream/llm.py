@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
@@ -138,7 +138,7 @@ class LLM(_Served):
         """Answer a conversation: messages of `role` and `content`, laid out by the model's chat template."""
         return self.generate([self.tokenizer.chat(messages)], params)[0]
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Delta]:
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Generator[Delta, None, None]:
         """News of one prompt's samples as they come. Leaving the loop aborts the request."""
         collected = _Collected(self.engine, self._ids(prompt), params or SamplingParams())
         try:

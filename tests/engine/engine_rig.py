@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import random
 import threading
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -122,7 +123,9 @@ class Rig:
 
     # ------------------------------------------------------------------ requests
 
-    def submit(self, prompt: Sequence[int], max_tokens: int | None = 8, *, on_delta: Callable[[Delta], None] | None = None, **params: Any) -> Reply:
+    def submit(
+        self, prompt: Sequence[int], max_tokens: int | None = 8, *, on_delta: Callable[[Delta], None] | None = None, **params: Any
+    ) -> Reply:
         priority = params.pop("priority", 0)
         chosen = SamplingParams(max_tokens=max_tokens, **params)
         reply = Reply(chosen.n, on_delta)
@@ -159,6 +162,12 @@ class Rig:
         """Let the loop go round at least once."""
         self.engine.call(lambda: None)
         self.engine.call(lambda: None)
+
+    def turn_until(self, happened: Callable[[], bool]) -> None:
+        """Until something holds that the engine thread brings about; looked at from here, so it must be safe to look at."""
+        until = time.monotonic() + PATIENCE_S
+        while not happened():
+            assert time.monotonic() < until, "it never happened"
 
     def settle(self) -> None:
         """Until no transfer is on its way."""

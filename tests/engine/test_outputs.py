@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from engine_rig import Reply, Rig, prompts, serving
 
+from sidestream.testing import faults
 from sidestream.testing.toy import ToyModel
 
 
@@ -62,9 +63,9 @@ def test_random_aborts_never_disturb_the_others(asynchronous: bool, tmp_path: Pa
 def test_two_requests_with_one_long_prefix_compute_it_once() -> None:
     with serving(blocks=40) as rig:
         prompt = prompts(0, 1, longest=1, shared=0)[0] + [5] * 40
-        first, second = rig.submit(prompt + [1], 4), rig.submit(prompt + [2], 4)
-        rig.expect(first, prompt + [1], 4)
-        rig.expect(second, prompt + [2], 4)
+        first, second = rig.submit([*prompt, 1], 4), rig.submit([*prompt, 2], 4)
+        rig.expect(first, [*prompt, 1], 4)
+        rig.expect(second, [*prompt, 2], 4)
         assert second.cached.device == 40
 
 
@@ -116,8 +117,6 @@ def test_engine_thread_waits_for_flights_and_for_nothing_else(tmp_path: Path) ->
 
 
 def test_rig_notices_a_single_wrong_bit_from_a_tier(tmp_path: Path) -> None:
-    from sidestream.testing import faults
-
     prompt = prompts(2, 1, longest=20, shared=20)[0] + [1] * 20
     rig = Rig(slots=16, disk=tmp_path)
     try:

@@ -668,20 +668,21 @@ def test_nobody_is_retracted_for_blocks_that_are_shared() -> None:
     urgent = world.submit(prompt(18), outputs=2, priority=0)
     world.step()
     assert states([lower, urgent]) == [State.RUNNING, State.RUNNING]
+    assert lower.epoch == 0
     world.run()
 
 
 def test_nobody_is_retracted_for_one_that_waits_for_blocks_another_computes() -> None:
     world = World(num_rows=2, num_blocks=32)
-    lower = world.submit(prompt(3, beginning=11), outputs=20, priority=1)
-    world.submit(prompt(30), outputs=2, priority=0)
+    lower = world.submit(prompt(3, beginning=11), outputs=12, priority=1)
+    steps_until(world, lambda: lower.stepped)
     for _ in range(2):
-        world.step()
-    world.submit(prompt(30), outputs=2, priority=0)
+        world.submit(prompt(30), outputs=2, priority=0)
+    world.step()
+    assert world.scheduler.num_waiting == 1
     world.step()
     assert (lower.state, lower.epoch) == (State.RUNNING, 0)
     world.run()
-    assert lower.epoch <= 1
 
 
 def test_waiting_improves_a_place_in_line_but_takes_no_room_from_equals_or_betters() -> None:
@@ -695,6 +696,18 @@ def test_waiting_improves_a_place_in_line_but_takes_no_room_from_equals_or_bette
     assert min(equal.level(2), lower.level(2)) < talker.level(2)
     world.run()
     assert [request.epoch for request in (talker, equal, lower)] == [0, 0, 0]
+
+
+def test_one_that_waited_long_enough_keeps_its_room() -> None:
+    world = World(num_rows=1, num_blocks=32, limits=small_limits(aging_steps=2))
+    world.submit(prompt(3), outputs=8, priority=0)
+    world.step()
+    aged = world.submit(prompt(3, beginning=11), outputs=8, priority=1)
+    steps_until(world, lambda: aged.stepped)
+    assert aged.level(2) < 0
+    world.submit(prompt(3, beginning=21), priority=0)
+    world.run()
+    assert aged.epoch == 0
 
 
 def test_nobody_starves_in_line_under_a_stream_of_better_requests() -> None:

@@ -143,6 +143,23 @@ def test_key_is_not_findable_in_the_host_tier_before_its_read_has_ended(disk_rig
     assert not disk_rig.transfers.awaited
 
 
+def test_request_is_told_of_its_blocks_only_when_they_are_findable(disk_rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    disk_rig.on_disk_only(keys("a"))
+    hold = disk_rig.hold("disk-read-0")
+    disk_rig.promote(keys("a"))
+    finish_reads = disk_rig.transfers._finish_reads
+
+    def finish_reads_just_too_early() -> None:
+        finish_reads()
+        hold.release()
+        disk_rig.drain(*READERS)
+
+    monkeypatch.setattr(disk_rig.transfers, "_finish_reads", finish_reads_just_too_early)
+    assert disk_rig.transfers.poll() == []
+    assert disk_rig.transfers.poll() == [DONE]
+    assert disk_rig.transfers.locate(keys("a")) == ["host"]
+
+
 @pytest.mark.parametrize("damage", ["cut", "flipped", "gone"])
 def test_damaged_entry_is_a_miss_and_is_forgotten(disk_rig: Rig, tmp_path: Path, damage: str) -> None:  # H9
     assert disk_rig.disk is not None

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 from typing import Annotated
 
 import typer
 
+from sidestream.cli.bench import app as bench_app
 from sidestream.cli.chat import chat
+from sidestream.cli.demo import demo
 from sidestream.cli.doctor import doctor
 from sidestream.cli.errors import Commands
 from sidestream.cli.generate import generate
@@ -47,12 +48,5 @@ app.command()(generate)
 app.add_typer(models_app, name="models")
 app.command()(doctor)
 
-if importlib.util.find_spec("sidestream.cli.bench") is not None:
-    from sidestream.cli.bench import app as bench_app
-
-    app.add_typer(bench_app, name="bench")
-
-if importlib.util.find_spec("sidestream.cli.demo") is not None:
-    from sidestream.cli.demo import demo
-
-    app.command()(demo)
+app.add_typer(bench_app, name="bench")
+app.command()(demo)

@@ -103,7 +103,7 @@ def _interactive(conversation: _Conversation) -> None:
 def _answer(conversation: _Conversation, question: str, console: Console) -> None:
     try:
         answer = conversation.ask(question)
-        console.print(f"\n{answer.summary()}\n", style="dim")
+        console.print(f"\n{answer.summary()}\n", style="dim", soft_wrap=True)
     except RequestError as error:
         show_error(error)
         console.print("the question was left out; /reset forgets the conversation\n", style="dim")

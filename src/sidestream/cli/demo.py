@@ -10,9 +10,9 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from sidestream.cli.options import DEMO_MODEL
 from sidestream.cli.visits import Engine, Visit
 
-DEMO_MODEL = "smollm2-135m-instruct"
 _QUESTION = "Why does the narrator go to sea?"
 _MAX_TOKENS = 48
 # What others ask meanwhile: enough different text to push the conversation out of the pool.

@@ -57,12 +57,16 @@ def _prompt(text: str | None, path: Path | None) -> str:
     if text is not None and path is not None:
         raise ConfigError(f"--prompt and --prompt-file {path} are both given: give one")
     if text is None:
-        if path is None and sys.stdin.isatty():
+        if path is None and _at_terminal():
             raise ConfigError("no prompt: give --prompt TEXT or --prompt-file FILE, or pipe a text in")
         text = _read(path)
     if not text:
         raise ConfigError("the prompt is empty: give at least one character")
     return text
+
+
+def _at_terminal() -> bool:
+    return sys.stdin.isatty()
 
 
 def _read(path: Path | None) -> str:

@@ -76,7 +76,8 @@ def _server_options(**options: object) -> ServerOptions:
     except ModuleNotFoundError as missing:
         if (missing.name or "").startswith("sidestream"):
             raise
-        raise ConfigError(f"serving needs the package {missing.name}: pip install 'sidestream[server]'") from missing
+        package = (missing.name or "").partition(".")[0]
+        raise ConfigError(f"serving needs the package {package}: pip install 'sidestream[server]'") from missing
     return ServerOptions(**options)  # type: ignore[arg-type]
 
 

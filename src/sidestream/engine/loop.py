@@ -273,14 +273,13 @@ class Engine:
     def _run(self) -> None:
         try:
             while not self._stopping:
-                if not self.step():
+                if not self.step() and not self._stopping:
                     self._idle()
                 self._update_gauges()
             self._drain()
         except BaseException as error:
             logger.critical("the engine failed and stops serving", exc_info=error)
             self._fail(error)
-            raise SystemExit(1) from error  # ends this thread only
 
     def _fail(self, error: BaseException) -> None:
         """Refuse what comes, and tell every client that waits, those of the inbox included."""

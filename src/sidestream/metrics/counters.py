@@ -26,10 +26,10 @@ class Declared:
 
 METRICS: Mapping[str, Declared] = {
     "requests_total": Declared("counter", "requests that ended, by how", ("finish_reason",)),
-    "prompt_tokens_total": Declared("counter", "tokens of admitted prompts"),
+    "prompt_tokens_total": Declared("counter", "tokens of submitted prompts"),
     "output_tokens_total": Declared("counter", "tokens emitted"),
     "cached_tokens_total": Declared("counter", "prompt tokens not computed again, by the tier they came from", ("tier",)),
-    "preemptions_total": Declared("counter", "running requests retracted because the pool was full"),
+    "preemptions_total": Declared("counter", "running requests retracted for lack of blocks, rows or priority"),
     "steps_total": Declared("counter", "flights launched"),
     "step_seconds": Declared("histogram", "time of a flight on the device", (), _SECONDS),
     "ttft_seconds": Declared("histogram", "arrival to first token", (), _SECONDS),

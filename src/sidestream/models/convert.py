@@ -85,7 +85,7 @@ def _write_config(fields: dict[str, Any], into: Path, *, tied: bool) -> None:
         **ids,
     )
     config.save_pretrained(into)
-    GenerationConfig(**ids).save_pretrained(into)  # type: ignore[no-untyped-call]
+    GenerationConfig(**ids).save_pretrained(into)
 
 
 def _write_tokenizer(fields: dict[str, Any], into: Path) -> None:
@@ -100,7 +100,7 @@ def _write_tokenizer(fields: dict[str, Any], into: Path) -> None:
     backend.decoder = decoders.ByteLevel()
     types = fields["tokenizer.ggml.token_type"]
     backend.add_special_tokens([AddedToken(token, normalized=False) for token, kind in zip(tokens, types, strict=True) if kind == _SPECIAL])
-    tokenizer = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+    tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=backend,
         bos_token=tokens[fields["tokenizer.ggml.bos_token_id"]],
         eos_token=tokens[fields["tokenizer.ggml.eos_token_id"]],

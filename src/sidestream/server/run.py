@@ -117,9 +117,11 @@ class _Server(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         log.info("draining %d requests for up to %g s; interrupt again to quit at once", len(self.server_state.tasks), self._drain_s)
         deadline = asyncio.get_running_loop().call_later(self._drain_s, self._stopping.set)
+        cutter = asyncio.create_task(self._cut())
         try:
             await super().shutdown(sockets)
         finally:
+            cutter.cancel()
             deadline.cancel()
 
     def interrupt(self) -> None:
@@ -132,8 +134,14 @@ class _Server(uvicorn.Server):
     def _quit(self) -> None:
         self.force_exit = True
         self._stopping.set()
-        for connection in list(self.server_state.connections):
-            connection.transport.abort()
+
+    async def _cut(self) -> None:
+        """Once quitting, cut every connection, also one that was accepted just before: since Python 3.12 a closed listener waits for all."""
+        while True:
+            if self.force_exit:
+                for connection in list(self.server_state.connections):
+                    connection.transport.abort()
+            await asyncio.sleep(0.02)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         self.interrupt()

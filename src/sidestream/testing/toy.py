@@ -51,10 +51,10 @@ class ToyModel:
     def _draw(self, pool: torch.Tensor, table: torch.Tensor, length: int) -> int:
         count = self.layout.num_blocks_for(length)
         seen = pool[table[:count]].transpose(0, 1).transpose(1, 2).reshape(self.layout.num_layers, 2, -1, 2)[:, :, :length].numpy()
-        return self.next_token(seen.astype(np.int64))
+        return self.next_token(_bits(seen))
 
     def next_token(self, seen: npt.NDArray[np.int64]) -> int:
-        """The token drawn after KV `seen`, int64 `[layers, 2, length, 2]`."""
+        """The token drawn after KV `seen`, the bits of its numbers as int64 `[layers, 2, length, 2]`."""
         weights = (np.arange(1, seen.size + 1, dtype=np.int64) * 48271 % _PRIME).reshape(seen.shape)
         mixed = int((seen * weights % _PRIME).sum() % _PRIME) * 69621 % _PRIME
         if self._eos_every and mixed % self._eos_every == 0:
@@ -69,7 +69,7 @@ class ToyModel:
             layers = [
                 _written(np.array(tokens), positions, layer).reshape(-1, 2, 2).swapaxes(0, 1) for layer in range(self.layout.num_layers)
             ]
-            tokens.append(self.next_token(np.stack(layers).astype(np.int64)))
+            tokens.append(self.next_token(_bits(np.stack(layers))))
             if tokens[-1] == 0 and self._eos_every:
                 break
         return tokens[len(prompt) :]
@@ -79,3 +79,8 @@ def _written(tokens: npt.NDArray[np.int64], positions: npt.NDArray[np.int64], la
     """Float32 `[T, 4]`: keys and values of each token; whole numbers below 2**20, so exact."""
     base = tokens.astype(np.int64) * 7919 + positions.astype(np.int64) * 104729 + layer * 1299709
     return np.stack([(base + part * 611953) % (1 << 20) for part in range(4)], axis=-1).astype(np.float32)
+
+
+def _bits(kv: npt.NDArray[np.float32]) -> npt.NDArray[np.int64]:
+    """Numbers that differ wherever a single bit does."""
+    return np.ascontiguousarray(kv).view(np.int32).astype(np.int64)

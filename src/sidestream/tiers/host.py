@@ -25,4 +25,4 @@ class HostTier:
     def slot(self, index: int) -> memoryview:
         """The bytes of one slot, writable; valid while the caller's lease holds it."""
         start, stop = self.layout.span(index)
-        return memoryview(self.memory[start:stop].numpy())
+        return self.memory[start:stop].numpy().data

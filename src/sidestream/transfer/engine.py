@@ -236,7 +236,7 @@ class TransferEngine:
         """Write a published slot through to disk, unless it is there or the disk has just refused."""
         if self._disk is None or self._write_stream is None or key in self._disk.index:
             return
-        if self._clock() < self._disk_resumes_s:
+        if self._abandoned or self._clock() < self._disk_resumes_s:
             self._metrics.inc("transfers_total", 1, "disk-write", "skipped")
             return
         try:
@@ -338,7 +338,7 @@ class TransferEngine:
     def _finish_waiters(self) -> None:
         now = self._clock()
         for waiter in list(self._waiters):
-            done = waiter.done()
+            done = not any(self._reads.get(read.key) is read for read in waiter.reads)  # taken in, not only ended: now findable
             if not done and now < waiter.deadline_s:
                 continue
             self._waiters.remove(waiter)

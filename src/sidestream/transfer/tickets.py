@@ -97,7 +97,3 @@ class Waiter:
     kept: Lease
     complete: bool
     deadline_s: float
-
-    def done(self) -> bool:
-        """Whether every read that it waits for has ended."""
-        return all(read.fence.poll() for read in self.reads)

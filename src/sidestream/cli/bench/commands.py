@@ -9,10 +9,10 @@ import typer
 from rich.console import Console
 
 from sidestream.cli.bench.report import Figure, publish
+from sidestream.cli.options import DEMO_MODEL
 
 Model = Annotated[str, typer.Argument(help="Directory, hub id, or a name of `sidestream models`.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
-DEMO_MODEL = "smollm2-135m-instruct"
 
 
 def register(app: typer.Typer) -> None:

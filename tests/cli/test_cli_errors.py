@@ -1,0 +1,145 @@
+"""Wrong input names the nearest right one; a fault is one line and a status, never a traceback unless asked for."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from sidestream.cli.errors import Commands
+from sidestream.errors import ConfigError, InvariantError
+
+from .conftest import Run
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["serve", "--prot", "1"], "--port"),
+        (["generate", "--max-token", "1"], "--max-tokens"),
+        (["chat", "--offload-hots", "1"], "--offload-host"),
+        (["serv"], "Did you mean 'serve'?"),
+        (["models", "prepar"], "Did you mean 'prepare'?"),
+    ],
+)
+def test_an_unknown_option_or_command_names_the_nearest_known(run: Run, arguments: list[str], said: str) -> None:
+    result = run(*arguments)
+    assert result.exit_code == 2
+    assert said in result.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--dtype", "bfloat"], "no dtype bfloat; did you mean bfloat16?"),
+        (["--kv-memory", "much"], "kv_memory is 'much': give a size such as 512MiB or 4GiB"),
+        (["--chunk-tokens", "100"], "chunk_tokens is 100: it must be a multiple of block_tokens (16)"),
+        (["--max-running", "0"], "max_running is 0: it must be a whole number of 1 or more"),
+        (["--offload-disk", "kv", "--offload-host", "0"], "offload to disk goes through host memory"),
+        (["--offload-disk-capacity", "1GiB"], "--offload-disk-capacity is 1GiB, but nothing is kept on disk"),
+        (["--load-deadline", "3"], "--load-deadline is 3, but offload is off"),
+        (["--offload-host", "1GiB", "--load-deadline", "nan"], "load_deadline_s is nan: give a positive number"),
+        (["--temperature", "nan"], "temperature is nan: it must be a number in [0.0, 100.0]"),
+        (["--max-tokens", "-1"], "max_tokens is -1: it must be a whole number in [1, "),
+        (["--max-tokens", str(1 << 40)], "max_tokens is 1099511627776: it must be"),
+        (["--stop", ""], "stop holds an empty string"),
+        (["--system", "Be brief."], "--system is given without --chat"),
+        (["--prompt-file", "f"], "--prompt and --prompt-file f are both given"),
+    ],
+)
+def test_a_value_out_of_bounds_is_said_before_anything_is_loaded(run: Run, arguments: list[str], said: str) -> None:
+    result = run("generate", "no-such-model", "--prompt", "x", *arguments)
+    assert result.exit_code == 2
+    assert result.output.startswith("error: ")
+    assert said in result.output
+    assert result.output.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [
+        ("smollm2-135m-instuct", "did you mean smollm2-135m-instruct?"),
+        ("/no/such/dir", "there is no such directory"),
+    ],
+)
+def test_a_model_that_is_not_there_is_named(run: Run, model: str, said: str) -> None:
+    result = run("generate", model, "--prompt", "x")
+    assert result.exit_code == 2
+    assert said in result.output
+
+
+def test_a_timeline_that_could_not_be_written_is_refused_before_the_work(run: Run, tmp_path: Path) -> None:
+    into_nothing = run("generate", "no-such-model", "--prompt", "x", "--timeline", tmp_path / "none" / "t.json")
+    onto_a_directory = run("generate", "no-such-model", "--prompt", "x", "--timeline", tmp_path)
+    assert "is no directory that you may write to" in into_nothing.output
+    assert "is a directory: give the path of a file" in onto_a_directory.output
+
+
+def _ending_with(failure: BaseException) -> typer.Typer:
+    app = typer.Typer(cls=Commands, pretty_exceptions_enable=False)
+
+    @app.callback()
+    def options(debug: bool = False) -> None: ...
+
+    @app.command()
+    def fail() -> None:
+        raise failure
+
+    return app
+
+
+def test_a_fault_is_one_line_and_status_2() -> None:
+    result = CliRunner().invoke(_ending_with(ConfigError("the port is [taken]")), ["fail"])
+    assert (result.exit_code, result.output) == (2, "error: the port is [taken]\n")
+
+
+def test_debug_shows_the_traceback_with_the_same_status() -> None:
+    result = CliRunner().invoke(_ending_with(ConfigError("no")), ["--debug", "fail"])
+    assert result.exit_code == 2
+    assert "Traceback" in result.output
+
+
+def test_the_environment_can_ask_for_tracebacks(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SIDESTREAM_DEBUG", "1")
+    assert "Traceback" in run("generate", "--prompt", "x", "--dtype", "bfloat").output
+
+
+def test_a_broken_invariant_says_that_it_is_our_bug() -> None:
+    assert "a bug in Sidestream" in CliRunner().invoke(_ending_with(InvariantError("released twice")), ["fail"]).output
+
+
+def test_an_interrupt_is_status_130_and_says_nothing() -> None:
+    result = CliRunner().invoke(_ending_with(KeyboardInterrupt()), ["fail"])
+    assert (result.exit_code, result.output) == (130, "")
+
+
+def test_any_other_exception_keeps_its_traceback() -> None:
+    assert isinstance(CliRunner().invoke(_ending_with(ZeroDivisionError()), ["fail"]).exception, ZeroDivisionError)
+
+
+_LATE_WRITER = """
+import sys, typer
+from sidestream.cli.errors import reported
+sys.stdin.read()                     # until the reader of our output has left
+try:
+    with reported():
+        print("nobody reads this")
+except typer.Exit as end:
+    sys.exit(end.exit_code)
+"""
+
+
+def test_a_reader_that_leaves_early_is_no_error() -> None:
+    buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}  # the output is written at the end
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", _LATE_WRITER], **pipes, env=buffered) as child:  # type: ignore[call-overload]
+        assert child.stdin is not None and child.stdout is not None and child.stderr is not None
+        child.stdout.close()
+        child.stdin.close()
+        assert child.stderr.read() == b""
+        assert child.wait() == 141

@@ -1,0 +1,95 @@
+"""Options become configs; their defaults are the configs' own."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+
+import pytest
+
+from sidestream.cli.options import engine_config, options_of, sampling_params
+from sidestream.cli.serve import serve
+from sidestream.config import EngineConfig, OffloadConfig, SamplingParams
+from sidestream.server import ServerOptions
+
+
+def test_without_options_the_configs_are_the_defaults() -> None:
+    assert engine_config() == EngineConfig()
+    assert sampling_params() == SamplingParams()
+
+
+def test_the_servers_defaults_are_those_of_its_options() -> None:
+    given = {name: parameter.default for name, parameter in inspect.signature(serve).parameters.items()}
+    own = ServerOptions()
+    assert (given["host"], given["port"], given["api_key"], given["served_model_name"]) == (
+        own.host,
+        own.port,
+        own.api_key,
+        own.served_model_name,
+    )
+    assert (given["body_timeout"], given["max_choices"], given["drain_seconds"]) == (own.body_timeout_s, own.max_choices, own.drain_s)
+    assert given["max_body"] == f"{own.max_body_bytes >> 20}MiB"
+
+
+def test_every_engine_option_reaches_its_field() -> None:
+    config = engine_config(
+        dtype="float32",
+        kv_memory="2GiB",
+        block_tokens=8,
+        chunk_tokens=64,
+        token_budget=256,
+        max_running=4,
+        max_waiting=5,
+        max_model_len=100,
+        threads=3,
+        salt="s",
+    )
+    assert config == EngineConfig("float32", "cpu", "2GiB", 8, 64, 256, 4, 5, 100, 3, "s")
+
+
+def test_every_sampling_option_reaches_its_field() -> None:
+    params = sampling_params(
+        max_tokens=9,
+        min_tokens=2,
+        temperature=0.5,
+        top_k=3,
+        top_p=0.9,
+        min_p=0.1,
+        repetition_penalty=1.1,
+        presence_penalty=0.2,
+        frequency_penalty=0.3,
+        seed=7,
+        stop=["a", "b"],
+        ignore_eos=True,
+    )
+    assert params == SamplingParams(0.5, 3, 0.9, 0.1, 1.1, 0.2, 0.3, seed=7, stop=("a", "b"), max_tokens=9, min_tokens=2, ignore_eos=True)
+
+
+def test_offload_is_on_when_a_place_for_it_is_given() -> None:
+    assert engine_config().offload is None
+    assert engine_config(offload_host="2GiB").offload == OffloadConfig(host="2GiB")
+    assert engine_config(offload_disk=Path("kv")).offload == OffloadConfig(disk=Path("kv"))
+    everything = engine_config(offload_host="2GiB", offload_disk=Path("kv"), offload_disk_capacity="3GiB", load_deadline=4).offload
+    assert everything == OffloadConfig("2GiB", Path("kv"), "3GiB", 4)
+
+
+def test_a_command_has_its_own_options_and_those_of_its_configs() -> None:
+    seen = []
+
+    @options_of(config=engine_config)
+    def command(name: str = "x", *, config: EngineConfig) -> None:
+        seen.append((name, config))
+
+    names = list(inspect.signature(command).parameters)
+    assert names[0] == "name"
+    assert {"kv_memory", "offload_disk"} <= set(names)
+    assert "config" not in names
+    command(**{parameter.name: parameter.default for parameter in inspect.signature(command).parameters.values()} | {"block_tokens": 32})
+    assert seen == [("x", EngineConfig(block_tokens=32))]
+
+
+def test_an_option_that_a_config_has_already_is_refused() -> None:
+    with pytest.raises(TypeError, match="options twice: dtype"):
+
+        @options_of(config=engine_config)
+        def command(dtype: str, config: EngineConfig) -> None: ...

@@ -1,0 +1,127 @@
+"""What doctor finds, and what it says of it. The speeds are measured with little data here."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from sidestream.cli import probes
+from sidestream.cli.probes import Finding, Status
+
+from .conftest import Run
+
+MIB = 1 << 20
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(probes, "_COPY_BYTES", MIB)
+    monkeypatch.setattr(probes, "_COPY_S", 0.001)
+    monkeypatch.setattr(probes, "_DISK_BYTES", 2 * MIB)
+    monkeypatch.setattr(probes, "_SLOW_DISK", 1)
+    monkeypatch.setenv("SIDESTREAM_CACHE", str(tmp_path / "cache"))
+
+
+def _named(name: str, disk: Path | None = None) -> Finding:
+    return next(finding for finding in probes.findings(disk) if finding.name == name)
+
+
+def test_programs_get_every_finding_with_its_figures(run: Run, tmp_path: Path) -> None:
+    result = run("doctor", "--json", "--disk", tmp_path)
+    assert result.exit_code == 0
+    report = json.loads(result.stdout)
+    found = {finding["name"]: finding for finding in report["findings"]}
+    assert report["serves"] is True
+    assert {"sidestream", "torch", "transformers", "cpu", "memory", "gpus", "host to device", "memory lock"} <= set(found)
+    assert found["host to device"]["data"]["bytes_per_s"] > 0
+    assert set(found["disk speed"]["data"]) == {"write_bytes_per_s", "write_synced_bytes_per_s", "read_bytes_per_s"}
+    assert found["disk space"]["data"]["directory"] == str(tmp_path)
+    assert found["gpus"]["data"]["device"] == "cpu"
+    assert all(finding["remedy"] for finding in found.values() if finding["status"] != "ok")
+
+
+def test_people_get_a_table_with_remedies(run: Run, tmp_path: Path) -> None:
+    result = run("doctor", "--disk", tmp_path)
+    assert "This machine can serve." in result.output
+    assert "→ sidestream models prepare" in result.output
+
+
+def test_measuring_a_disk_leaves_nothing_and_makes_no_directory(tmp_path: Path) -> None:
+    assert _named("disk speed", tmp_path / "not" / "there").status is Status.OK
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_disk_directory_that_cannot_be_used_is_a_warning_with_a_remedy(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way", encoding="utf-8")
+    finding = _named("disk", tmp_path / "file")
+    assert finding.status is Status.WARN
+    assert "--disk" in finding.remedy
+
+
+def test_a_slow_disk_is_a_warning(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(probes, "_SLOW_DISK", 1 << 60)
+    assert _named("disk speed", tmp_path).status is Status.WARN
+
+
+def test_a_full_disk_is_not_written_to(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=MIB))
+    assert _named("disk space", tmp_path).status is Status.WARN
+    assert "not measured" in _named("disk speed", tmp_path).text
+
+
+def _versions(replaced: dict[str, str | None]) -> Callable[[str], str]:
+    real = importlib.metadata.version
+
+    def version(name: str) -> str:
+        found = replaced.get(name, real(name))
+        if found is None:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return found
+
+    return version
+
+
+@pytest.mark.parametrize(("version", "said"), [(None, "not installed, 2.11 or later"), ("2.9.1+cpu", "2.9.1+cpu, 2.11 or later")])
+def test_a_package_that_serving_needs_makes_doctor_fail(run: Run, monkeypatch: pytest.MonkeyPatch, version: str | None, said: str) -> None:
+    monkeypatch.setattr(importlib.metadata, "version", _versions({"torch": version}))
+    result = run("doctor")
+    assert result.exit_code == 1
+    assert said in result.output
+    assert "pip install 'torch>=2.11'" in result.output
+    assert "cannot serve yet" in result.output
+
+
+def test_a_package_that_cannot_be_imported_makes_doctor_fail(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probes, "_import_fault", lambda name: "libtorch.so: cannot open shared object file")
+    result = run("doctor")
+    assert result.exit_code == 1
+    assert "cannot be imported: libtorch.so" in result.output
+
+
+def test_a_missing_extra_is_a_warning_that_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = probes.importlib.util.find_spec
+    monkeypatch.setattr(probes.importlib.util, "find_spec", lambda name: None if name == "uvicorn" else real(name))
+    finding = _named("extra server")
+    assert (finding.status, finding.remedy) == (Status.WARN, "pip install 'sidestream[server]'")
+
+
+@pytest.mark.parametrize(("cores", "said"), [(0.5, "use --threads 1"), (64.0, "cores lie idle")])
+def test_threads_that_do_not_match_the_cores_are_a_warning(monkeypatch: pytest.MonkeyPatch, cores: float, said: str) -> None:
+    monkeypatch.setattr(probes.os, "sched_getaffinity", lambda process: set(range(64)))
+    monkeypatch.setattr(probes, "_cgroup_cores", lambda: cores)
+    finding = _named("cpu")
+    assert finding.status is Status.WARN
+    assert said in finding.remedy
+
+
+def test_little_memory_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probes, "_memory_bytes", lambda: (1 << 40, 1 << 30))
+    finding = _named("memory")
+    assert finding.status is Status.WARN
+    assert "lower --kv-memory" in finding.remedy

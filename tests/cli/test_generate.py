@@ -1,0 +1,95 @@
+"""One prompt, one answer, from a real engine with a tiny model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from .conftest import Run
+
+ENGINE = ("--kv-memory", "4MiB", "--threads", "1", "--temperature", "0", "--ignore-eos", "--max-tokens", "12")
+
+
+def test_the_text_is_printed_and_json_tells_how_it_came(run: Run, tiny: Path) -> None:
+    plain = run("generate", tiny, "--prompt", "The whale", *ENGINE)
+    told = run("generate", tiny, "--prompt", "The whale", "--json", *ENGINE)
+    assert plain.exit_code == told.exit_code == 0
+    answer = json.loads(told.output)
+    assert plain.output == answer["text"] + "\n"
+    assert answer["model"] == tiny.name
+    assert len(answer["token_ids"]) == 12
+    assert answer["finish_reason"] == "length"
+    assert answer["prompt_tokens"] == len("The whale")
+    assert answer["cached"] == {"device": 0, "host": 0, "disk": 0}
+    assert 0 < answer["ttft_s"] <= answer["seconds"]
+
+
+def test_the_prompt_may_come_from_a_file_or_from_stdin(run: Run, tiny: Path, tmp_path: Path) -> None:
+    (tmp_path / "prompt.txt").write_text("The whale\n", encoding="utf-8")
+    wanted = run("generate", tiny, "--prompt", "The whale", *ENGINE).output
+    assert run("generate", tiny, "--prompt-file", tmp_path / "prompt.txt", *ENGINE).output == wanted
+    assert run("generate", tiny, *ENGINE, stdin="The whale\n").output == wanted
+
+
+def test_chat_lays_the_prompt_out_by_the_template(run: Run, tiny: Path) -> None:
+    plain, asked, told = (
+        json.loads(run("generate", tiny, "--prompt", "Hi", "--json", *more, *ENGINE).output)
+        for more in ((), ("--chat",), ("--chat", "--system", "Be brief."))
+    )
+    assert plain["prompt_tokens"] < asked["prompt_tokens"] < told["prompt_tokens"]
+
+
+def test_kv_on_disk_serves_the_next_process(run: Run, tiny: Path, tmp_path: Path) -> None:
+    again = (
+        "generate",
+        tiny,
+        "--prompt",
+        "Call me Ishmael. " * 8,
+        "--json",
+        "--offload-disk",
+        tmp_path / "kv",
+        "--offload-host",
+        "8MiB",
+        *ENGINE,
+    )
+    first, second = (json.loads(run(*again).output) for _ in range(2))
+    assert first["cached"]["disk"] == 0
+    assert second["cached"]["disk"] > 0
+    assert second["token_ids"] == first["token_ids"]
+
+
+def test_the_timeline_is_written(run: Run, tiny: Path, tmp_path: Path) -> None:
+    assert run("generate", tiny, "--prompt", "x", "--timeline", tmp_path / "t.json", *ENGINE).exit_code == 0
+    events = json.loads((tmp_path / "t.json").read_text(encoding="utf-8"))["traceEvents"]
+    assert "compute" in {event["args"].get("name") for event in events}
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [(b"", "the prompt is empty"), (b"\n", "the prompt is empty"), (b"caf\xe9", "standard input is not UTF-8: byte 3 is 0xe9; convert it")],
+)
+def test_stdin_that_is_no_prompt_is_refused(run: Run, data: bytes, said: str) -> None:
+    result = run("generate", "no-such-model", stdin=data)
+    assert result.exit_code == 2
+    assert said in result.output
+
+
+def test_a_prompt_file_that_cannot_be_read_is_named(run: Run, tmp_path: Path) -> None:
+    result = run("generate", "no-such-model", "--prompt-file", tmp_path / "none.txt")
+    assert result.exit_code == 2
+    assert f"prompt file {tmp_path / 'none.txt'} cannot be read: No such file or directory" in result.output
+
+
+def test_no_prompt_at_a_terminal_says_how_to_give_one(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sidestream.cli.generate._at_terminal", lambda: True)
+    result = run("generate", "no-such-model")
+    assert result.exit_code == 2
+    assert "no prompt: give --prompt TEXT or --prompt-file FILE, or pipe a text in" in result.output
+
+
+def test_a_prompt_beyond_the_pool_says_what_the_pool_holds(run: Run, tiny: Path) -> None:
+    result = run("generate", tiny, "--prompt", "x" * 200, *ENGINE, "--kv-memory", "96KiB")
+    assert result.exit_code == 2
+    assert "prompt has 200 tokens, the pool holds 128" in result.output

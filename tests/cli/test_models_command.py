@@ -1,0 +1,67 @@
+"""`sidestream models`, with a cache of its own and nothing fetched."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from sidestream.cli.options import DEMO_MODEL
+from sidestream.models import catalog
+
+from .conftest import Run
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("SIDESTREAM_CACHE", str(tmp_path))
+    return tmp_path
+
+
+def _pretend_to_prepare(name: str, *, progress: catalog.Progress | None = None) -> Path:
+    model = catalog.CATALOG[name]
+    directory = catalog.cache_root() / "models" / name
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "config.json").write_text("{}", encoding="utf-8")
+    marker = {"recipe": model.recipe, "files": {"config.json": {"bytes": 2, "sha256": ""}}}
+    (directory / catalog.MARKER).write_text(json.dumps(marker), encoding="utf-8")
+    return directory
+
+
+def test_the_list_says_licence_size_and_how_to_get_it(run: Run) -> None:
+    shown = run("models").output
+    assert DEMO_MODEL in shown
+    assert "Apache-2.0" in shown
+    assert "93 MB" in shown
+    assert f"sidestream models prepare {DEMO_MODEL}" in shown
+
+
+def test_programs_get_the_list_as_json(run: Run) -> None:
+    (row,) = json.loads(run("models", "--json").output)["models"]
+    assert (row["name"], row["licence"], row["path"]) == (DEMO_MODEL, "Apache-2.0", None)
+
+
+def test_preparing_tells_where_the_model_is_and_the_list_knows(run: Run, monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
+    monkeypatch.setattr(catalog, "prepare", _pretend_to_prepare)
+    where = str(cache / "models" / DEMO_MODEL)
+    first = run("models", "prepare", DEMO_MODEL)
+    assert (first.exit_code, first.stdout) == (0, f"{DEMO_MODEL} is now prepared in {where}\n")
+    assert "93 MB to fetch" in first.stderr
+    assert run("models", "prepare", DEMO_MODEL).stdout == f"{DEMO_MODEL} was already prepared in {where}\n"
+    assert json.loads(run("models", "prepare", "--json").stdout) == {"name": DEMO_MODEL, "path": where}
+    assert json.loads(run("models", "--json").stdout)["models"][0]["path"] == where
+
+
+def test_a_model_in_the_catalogue_is_prepared_when_it_is_first_used(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(catalog, "prepare", _pretend_to_prepare)
+    result = run("generate", "--prompt", "x")
+    assert f"preparing {DEMO_MODEL}: 93 MB to fetch, once" in result.stderr
+    assert result.exit_code == 2  # what was pretended is no model
+    assert result.stderr.splitlines()[-1].startswith("error: ")
+
+
+def test_an_unknown_name_is_refused_with_the_known_ones(run: Run) -> None:
+    result = run("models", "prepare", "smollm2-135m")
+    assert result.exit_code == 2
+    assert f"did you mean {DEMO_MODEL}?" in result.output

@@ -1,0 +1,123 @@
+"""The server as a process: what it says, and how it ends."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from .conftest import Run
+
+WAIT_S = 60.0
+
+
+@contextlib.contextmanager
+def _serving(model: Path, *options: object) -> Iterator[tuple[subprocess.Popen[str], httpx.Client, list[str]]]:
+    """The process, a client of it, and the lines that it printed when it was ready."""
+    command = [sys.executable, "-m", "sidestream", "serve", model, "--port", 0, "--kv-memory", "32MiB", "--threads", 1, *options]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen([str(part) for part in command], **pipes, text=True, env=environment) as child:  # type: ignore[call-overload]
+        try:
+            assert child.stdout is not None
+            lines = [child.stdout.readline().rstrip("\n") for _ in range(3)]
+            url = re.search(r"http://\S+", lines[0])
+            assert url is not None, child.stderr.read()
+            with httpx.Client(base_url=url[0], timeout=WAIT_S) as client:
+                yield child, client, lines
+        finally:
+            child.kill()
+
+
+def _chat(**fields: object) -> dict[str, object]:
+    return {"model": "tiny", "messages": [{"role": "user", "content": "Call me Ishmael. " * 4}], "ignore_eos": True, **fields}
+
+
+def test_an_interrupt_ends_it_in_order_with_its_kv_and_timeline_stored(tiny: Path, tmp_path: Path) -> None:
+    kv, timeline = tmp_path / "kv", tmp_path / "timeline.json"
+    options = ("--offload-disk", kv, "--offload-host", "8MiB", "--timeline", timeline, "--served-model-name", "tiny")
+    with _serving(tiny, *options) as (child, client, lines):
+        assert lines[0].startswith("tiny is ready at http://127.0.0.1:")
+        shown = subprocess.run(" ".join(lines[1:]).replace("\\ ", ""), shell=True, capture_output=True, text=True, check=True).stdout
+        assert json.loads(shown)["model"] == "tiny"  # the example that it prints works
+        assert client.post("/v1/chat/completions", json=_chat(max_tokens=8)).status_code == 200
+        child.send_signal(signal.SIGINT)
+        log = child.communicate(timeout=WAIT_S)[1]
+        assert child.returncode == 0
+    events = ("loading", "serving on", "draining 0 requests", "all requests have finished", f"storing KV in {kv}", "stopped")
+    assert [event for event in events if event in log] == list(events)
+    assert list(kv.glob("*/*-*"))
+    assert json.loads(timeline.read_text(encoding="utf-8"))["traceEvents"]
+
+
+def test_the_second_signal_aborts_what_runs(tiny: Path) -> None:
+    with (
+        _serving(tiny, "--served-model-name", "tiny", "--drain-seconds", 3600, "--api-key", "k") as (child, client, lines),
+        client.stream("POST", "/v1/chat/completions", json=_chat(stream=True), headers={"Authorization": "Bearer k"}) as reply,
+    ):
+        assert '-H "Authorization: Bearer $SIDESTREAM_API_KEY"' in lines[1]
+        pieces = reply.iter_lines()
+        next(pieces)
+        child.send_signal(signal.SIGTERM)
+        _wait_for_line(child, "draining 1 requests")
+        child.send_signal(signal.SIGTERM)
+        with contextlib.suppress(httpx.RemoteProtocolError):
+            list(pieces)
+        assert child.wait(WAIT_S) == 0
+        assert child.stderr is not None
+        assert "unfinished requests were aborted" in child.stderr.read()
+
+
+def _wait_for_line(child: subprocess.Popen[str], part: str) -> None:
+    assert child.stderr is not None
+    while part not in (line := child.stderr.readline()):
+        assert line, f"the process ended without {part!r}"
+
+
+def test_a_signal_while_the_kv_is_stored_quits_at_once() -> None:
+    program = (
+        "import signal, time\n"
+        "from sidestream.cli.serve import _signals_quit_at_once\n"
+        "with _signals_quit_at_once():\n"
+        "    signal.raise_signal(signal.SIGTERM)\n"
+        "    print('still here')\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (128 + signal.SIGTERM, "", "quit at once\n")
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--port", 70000), "port is 70000: it must be a whole number in [0, 65535]"),
+        (("--api-key", "a b"), "api_key must be one or more printable ASCII characters"),
+        (("--max-body", "big"), "max_body is 'big': give a size"),
+        (("--max-body", 0), "max_body_bytes is 0"),
+        (("--drain-seconds", -1), "drain_s is -1.0: give a number of seconds, 0 or more"),
+        (("--served-model-name", ""), "served_model_name is empty"),
+        (("--host", ""), "host is empty"),
+    ],
+)
+def test_a_bad_server_option_is_said_before_anything_is_loaded(run: Run, options: tuple[object, ...], said: str) -> None:
+    result = run("serve", "no-such-model", *options)
+    assert result.exit_code == 2
+    assert said in result.output
+
+
+def test_a_missing_extra_is_named_with_the_command_that_installs_it(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name.startswith("sidestream.server")]:
+        monkeypatch.delitem(sys.modules, name)
+    for name in [name for name in sys.modules if name.split(".")[0] == "starlette"]:
+        monkeypatch.setitem(sys.modules, name, None)
+    result = run("serve", "no-such-model")
+    assert result.exit_code == 2
+    assert "serving needs the package starlette: pip install 'sidestream[server]'" in result.output

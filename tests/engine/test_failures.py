@@ -1,0 +1,278 @@
+"""One request's fault ends that request, a flight's fault ends its requests, and the engine's own fault is told to everybody."""
+
+import logging
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from engine_rig import Reply, Rig, prompts, serving
+
+from sidestream.attention.paged import PagedBatch
+from sidestream.config import SamplingParams
+from sidestream.errors import EngineStopped
+from sidestream.testing.tokenizer import ToyDetokenizer, ToyTokenizer
+from sidestream.testing.toy import ToyModel
+from sidestream.types import Delta
+
+POISON = 0  # the toy model never draws it
+PROMPT = prompts(31, 1, longest=12)[0]
+Forward = Callable[[torch.Tensor], torch.Tensor]
+
+
+class PoisonedModel(ToyModel):
+    """Does `when_poisoned` in a flight that holds the token POISON: with its logits, and which of them belong to it."""
+
+    def __init__(self, when_poisoned: Callable[[torch.Tensor, list[int]], None]) -> None:
+        super().__init__()
+        self.when_poisoned = when_poisoned
+
+    def forward(self, tokens: torch.Tensor, positions: torch.Tensor, batch: PagedBatch, logit_rows: torch.Tensor) -> torch.Tensor:
+        logits = super().forward(tokens, positions, batch, logit_rows)
+        spans = zip(batch.query_starts, batch.query_starts[1:], strict=False)
+        poisoned = [stop - 1 for start, stop in spans if POISON in tokens[start:stop].tolist()]
+        if poisoned:
+            self.when_poisoned(logits, [row for row, packed in enumerate(logit_rows.tolist()) if packed in poisoned])
+        return logits
+
+
+def explode(logits: torch.Tensor, rows: list[int]) -> None:
+    raise RuntimeError("injected: the forward pass failed")
+
+
+def not_a_number(logits: torch.Tensor, rows: list[int]) -> None:
+    logits[rows] = float("nan")
+
+
+# ------------------------------------------------------------------ a flight
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_flight_that_raises_ends_its_requests_and_others_go_on(asynchronous: bool, caplog: pytest.LogCaptureFixture) -> None:
+    with serving(model=PoisonedModel(explode), slots=16, asynchronous=asynchronous, max_running=2) as rig:
+        hold = rig.hold("compute")
+        running = rig.submit(PROMPT, 6)
+        doomed = rig.submit([POISON, 1, 2], 6)
+        waiting = [rig.submit(prompt, 6) for prompt in prompts(32, 3)]
+        hold.release()
+        assert doomed.reason == "error"
+        assert doomed.token_ids() == []
+        assert "the forward pass failed: injected" in str(doomed.error)
+        assert running.reason in ("length", "error")  # by whether it was in that flight
+        assert running.token_ids() == rig.model.expected(PROMPT, 6)[: len(running.token_ids())]
+        for reply, prompt in zip(waiting, prompts(32, 3), strict=True):
+            rig.expect(reply, prompt, 6)
+        assert rig.engine.health().status == "ok"
+        assert rig.counted("requests_total", "error") >= 1
+    assert "a flight of" in caplog.text
+
+
+def test_blocks_of_a_flight_that_raised_are_neither_found_nor_stored() -> None:
+    model = PoisonedModel(explode)
+    with serving(model=model, slots=16) as rig:
+        prompt = [POISON, *range(1, 12)]
+        assert rig.submit(prompt).reason == "error"
+        model.when_poisoned = lambda logits, rows: None
+        reply = rig.ask(prompt)
+        assert reply.cached.total == 0
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_logits_that_are_not_finite_end_that_request_only(asynchronous: bool) -> None:
+    model = PoisonedModel(not_a_number)
+    with serving(model=model, slots=16, asynchronous=asynchronous) as rig:
+        prompt = [*range(1, 12), POISON]
+        hold = rig.hold("compute")
+        others = [rig.submit(PROMPT, 6), rig.submit(prompt), rig.submit([5, 6, 7], 6)]
+        hold.release()
+        assert others[1].reason == "error"
+        assert "not finite" in str(others[1].error)
+        assert others[1].token_ids() == []
+        rig.expect(others[0], PROMPT, 6)
+        rig.expect(others[2], [5, 6, 7], 6)
+        model.when_poisoned = lambda logits, rows: None
+        assert rig.ask([*prompt, 1]).cached.total == 8  # the block behind those logits was not kept for others
+
+
+def test_logits_that_stop_being_finite_in_mid_answer_end_it_there() -> None:
+    poisoned: list[int] = []
+
+    class LaterNan(ToyModel):
+        def forward(self, tokens: torch.Tensor, positions: torch.Tensor, batch: PagedBatch, logit_rows: torch.Tensor) -> torch.Tensor:
+            logits = super().forward(tokens, positions, batch, logit_rows)
+            if int(positions[-1]) == len(PROMPT) + 2:
+                poisoned.append(1)
+                logits.fill_(float("nan"))
+            return logits
+
+    with serving(model=LaterNan()) as rig:
+        reply = rig.submit(PROMPT, 8)
+        assert reply.reason == "error"
+        assert reply.token_ids() == rig.model.expected(PROMPT, 3)
+        assert poisoned
+
+
+# ------------------------------------------------------------------ a client
+
+
+@pytest.mark.parametrize("failure", [ValueError("injected"), SystemExit(3), KeyboardInterrupt()])
+def test_sink_that_raises_is_aborted_and_told_nothing_more(failure: BaseException, caplog: pytest.LogCaptureFixture) -> None:
+    told: list[Delta] = []
+
+    def sink(delta: Delta) -> None:
+        told.append(delta)
+        raise failure
+
+    with serving(blocks=40) as rig:
+        other = rig.submit([2] * 10, 20)
+        rig.engine.submit(PROMPT, SamplingParams(max_tokens=60), sink)
+        rig.expect(other, [2] * 10, 20)
+        rig.turn_until(lambda: rig.engine.unfinished == 0)
+        assert len(told) == 1
+        assert rig.counted("requests_total", "abort") == 1
+        assert rig.engine.health().status == "ok"
+        rig.ask(PROMPT)
+    assert "its client cannot be told" in caplog.text
+
+
+def test_sink_that_raises_at_the_last_news_ends_as_it_would_have() -> None:
+    def sink(delta: Delta) -> None:
+        if delta.finish_reason:
+            raise ValueError("injected")
+
+    with serving() as rig:
+        rig.engine.submit(PROMPT, SamplingParams(max_tokens=3), sink)
+        rig.turn_until(lambda: rig.engine.unfinished == 0)
+        rig.turn()
+        assert rig.counted("requests_total", "length") == 1
+
+
+class BrittleTokenizer(ToyTokenizer):
+    """Cannot make text of one token."""
+
+    def __init__(self, bad: int) -> None:
+        self.bad = bad
+
+    def detokenizer(self) -> ToyDetokenizer:
+        bad = self.bad
+
+        class Brittle(ToyDetokenizer):
+            def push(self, token_id: int) -> str:
+                if token_id == bad:
+                    raise UnicodeError("injected: no such character")
+                return super().push(token_id)
+
+        return Brittle()
+
+
+def test_tokenizer_that_raises_ends_that_request_only() -> None:
+    bad = ToyModel().expected(PROMPT, 4)[3]
+    with serving(tokenizer=BrittleTokenizer(bad)) as rig:
+        other_prompt = next(p for p in prompts(33, 50) if bad not in ToyModel().expected(p, 8))
+        other, doomed = rig.submit(other_prompt), rig.submit(PROMPT, 20)
+        assert doomed.reason == "error"
+        assert "the tokenizer failed: injected" in str(doomed.error)
+        rig.expect(other, other_prompt)
+        assert rig.engine.health().status == "ok"
+
+
+class NoTokenizer(ToyTokenizer):
+    def detokenizer(self) -> ToyDetokenizer:
+        raise MemoryError("injected")
+
+
+def test_tokenizer_that_cannot_begin_fails_the_submission_and_takes_nothing() -> None:
+    with serving(tokenizer=NoTokenizer()) as rig:
+        with pytest.raises(MemoryError):
+            rig.submit(PROMPT, n=3)
+        assert rig.engine.unfinished == 0
+        assert rig.engine.health().status == "ok"
+
+
+# ------------------------------------------------------------------ the engine
+
+
+def fail_on_the_engine_thread(rig: Rig) -> Callable[..., Any]:
+    def fail(*_: object, **__: object) -> Any:
+        raise RuntimeError("injected: a bug")
+
+    return fail
+
+
+@pytest.mark.parametrize("where", ["plan", "commit"])
+def test_exception_on_the_engine_thread_is_told_to_every_client(where: str, caplog: pytest.LogCaptureFixture) -> None:
+    rig = Rig(max_running=2, slots=8)
+    hold = rig.hold("compute")
+    replies = [rig.submit(prompt, 20) for prompt in prompts(34, 5)]
+    setattr(rig.engine.parts.scheduler, where, fail_on_the_engine_thread(rig))
+    hold.release()
+    for reply in replies:
+        assert reply.reason == "error"
+        assert "the engine failed: injected: a bug" in str(reply.error)
+    assert rig.engine.health().status == "failed"
+    assert "RuntimeError: injected: a bug" in rig.engine.health().detail
+    assert rig.engine.unfinished == 0
+    with pytest.raises(EngineStopped, match="the engine is failed: RuntimeError: injected"):
+        rig.submit(PROMPT)
+    rig.engine._thread.join(10)
+    with pytest.raises(EngineStopped):
+        rig.engine.call(lambda: None)
+    rig.close()
+    rig.close()
+    assert rig.engine.health().status == "failed"
+    assert "the engine failed and stops serving" in caplog.text
+
+
+def test_request_that_was_submitted_but_not_begun_is_told_that_the_engine_failed() -> None:
+    rig = Rig()
+    ready = threading.Event()
+
+    def fail_once_ready() -> None:
+        assert ready.wait(10)
+        raise RuntimeError("injected: a bug")
+
+    rig.engine._inbox.put(fail_once_ready)
+    reply = rig.submit(PROMPT, n=2)
+    rig.abort(rig.submit(PROMPT))
+    ready.set()
+    reply.wait()
+    assert [reply.reasons(index) for index in range(2)] == [["error"], ["error"]]
+    assert rig.engine.unfinished == 0
+    rig.close()
+
+
+def test_engine_that_fails_tells_all_clients_though_one_of_them_raises() -> None:
+    def sink(delta: Delta) -> None:
+        raise ValueError("injected: a client")
+
+    rig = Rig(max_running=1)
+    hold = rig.hold("compute")
+    rig.engine.submit(PROMPT, SamplingParams(max_tokens=4), sink)
+    rig.engine.submit(PROMPT, SamplingParams(max_tokens=4), sink)
+    other = rig.submit(PROMPT)
+    rig.engine.parts.scheduler.commit = fail_on_the_engine_thread(rig)  # type: ignore[method-assign]
+    hold.release()
+    assert other.reason == "error"
+    rig.close()
+
+
+def test_call_runs_on_the_engine_thread_and_hands_its_failure_to_the_caller() -> None:
+    with serving() as rig:
+        where: list[str] = []
+        rig.engine.call(lambda: where.append(threading.current_thread().name))
+        assert where == ["sidestream-engine"]
+        with pytest.raises(KeyError):
+            rig.engine.call(lambda: {}["missing"])
+        rig.ask(PROMPT)
+        assert rig.engine.health().status == "ok"
+
+
+def test_no_log_line_is_written_for_requests_that_go_well(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "sidestream")
+    with serving(slots=8) as rig:
+        for prompt in prompts(35, 4):
+            rig.ask(prompt)
+        assert isinstance(rig.submit(PROMPT), Reply)
+        rig.turn()
+    assert [record for record in caplog.records if record.name.startswith("sidestream.")] == []

@@ -1,0 +1,336 @@
+"""The cache outlives the device pool and the process, and nothing that goes wrong with it changes a token."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engine_rig import PATIENCE_S, Reply, Rig, prompts, serving
+
+from sidestream.testing import faults
+from sidestream.transfer import engine as transfer_module
+from sidestream.transfer.copy import BlockMemory, copy_layers
+
+PROMPT = prompts(21, 1, longest=1)[0] + list(range(1, 30))  # 30 tokens: 7 blocks that a cache may supply
+REUSABLE = 28
+
+
+@pytest.fixture
+def one_layer_a_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transfer_module, "_MIN_SEGMENT_BYTES", 1)
+
+
+def cold(rig: Rig) -> None:
+    """PROMPT was answered; its blocks rest in the host tier (and on disk), and nowhere else."""
+    rig.ask(PROMPT)
+    rig.settle()
+    rig.forget_device()
+
+
+# ------------------------------------------------------------------ it works
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+@pytest.mark.usefixtures("one_layer_a_group")
+def test_prefix_comes_back_from_device_host_and_disk(tmp_path: Path, asynchronous: bool) -> None:
+    with serving(slots=24, disk=tmp_path, asynchronous=asynchronous) as rig:
+        assert rig.ask(PROMPT).cached.total == 0
+        assert rig.ask(PROMPT).cached.device == REUSABLE
+        rig.settle()
+        rig.forget_device()
+        assert rig.ask(PROMPT).cached.host == REUSABLE
+        rig.forget_device()
+        rig.forget_host()
+        assert rig.ask(PROMPT).cached.disk == REUSABLE
+
+
+def test_last_tokens_of_an_answer_are_stored_though_no_further_step_runs(tmp_path: Path) -> None:
+    with serving(slots=24, disk=tmp_path) as rig:
+        reply = rig.ask(PROMPT, 12)
+        rig.settle()
+        rig.forget_device()
+        rig.forget_host()
+        whole = PROMPT + reply.token_ids()  # 42 tokens, of which 41 were computed: 10 blocks
+        assert rig.ask([*whole, 1]).cached.disk == 40
+
+
+def test_restart_on_the_same_directory_serves_from_disk(tmp_path: Path) -> None:
+    with serving(slots=24, disk=tmp_path) as rig:
+        before = rig.ask(PROMPT).token_ids()
+    with serving(slots=24, disk=tmp_path) as rig:
+        reply = rig.ask(PROMPT)
+        assert reply.token_ids() == before
+        assert reply.cached.disk == REUSABLE
+
+
+_VICTIM = """
+import sys
+from pathlib import Path
+from typing import Any
+sys.path.insert(0, sys.argv[2])
+from engine_rig import PATIENCE_S, Reply, Rig, prompts
+rig = Rig(blocks=24, slots=48, disk=Path(sys.argv[1]))
+for number, prompt in enumerate(prompts(0, 1000, longest=30)):
+    rig.ask(prompt)
+    if number % 4 == 3:
+        rig.settle()
+    print(number, flush=True)
+"""
+
+
+def test_restart_after_kill_9_serves_what_was_complete_and_nothing_else(tmp_path: Path) -> None:
+    here = str(Path(__file__).parent)
+    command = [sys.executable, "-c", _VICTIM, str(tmp_path / "kv"), here]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}) as victim:
+        assert victim.stdout is not None
+        answered = [line for _, line in zip(range(14), victim.stdout, strict=False)]  # in the middle of writing
+        victim.send_signal(signal.SIGKILL)
+    assert len(answered) == 14, "the process ended by itself"
+    with serving(blocks=24, slots=48, disk=tmp_path / "kv") as rig:
+        from_disk = 0
+        for number, prompt in enumerate(prompts(0, 16, longest=30)):
+            cached = rig.ask(prompt).cached
+            assert cached.host == 0
+            from_disk += cached.disk
+            if number < 12:
+                assert cached.disk == (len(prompt) - 1) // 4 * 4, "a block that was settled before the kill is missing"
+        assert from_disk > 0
+
+
+# ------------------------------------------------------------------ order
+
+
+def test_flight_does_not_read_blocks_that_are_still_being_loaded() -> None:  # H5
+    with serving(slots=24) as rig:
+        cold(rig)
+        rig.engine.parts.executor._kv.zero_()
+        with rig.hold("load"):
+            reply = rig.submit(PROMPT)
+            assert reply.is_silent(), "the flight ran ahead of its load"
+        rig.expect(reply, PROMPT)
+        assert reply.cached.host == REUSABLE
+
+
+def test_flight_does_not_write_blocks_that_a_store_still_reads() -> None:  # H2
+    with serving(blocks=12, slots=24) as rig:
+        with rig.hold("store"):
+            rig.ask(PROMPT, 2)
+            other = [7] * 40
+            reply = rig.submit(other)
+            assert reply.is_silent(), "the flight overwrote blocks before they were stored"
+        rig.expect(reply, other)
+        rig.settle()
+        rig.forget_device()
+        assert rig.ask(PROMPT, 2).cached.host == REUSABLE
+
+
+def test_load_does_not_write_blocks_that_a_flight_still_uses() -> None:  # H3
+    with serving(blocks=10, slots=24) as rig:
+        cold(rig)
+        hold = rig.hold("compute")
+        replies: list[Reply] = []
+        launch = rig.engine.parts.executor.launch
+
+        def abort_behind_it(*args: Any, **options: Any) -> Any:  # on the engine thread: no step comes between
+            rig.engine.parts.executor.launch = launch  # type: ignore[method-assign]
+            flight = launch(*args, **options)
+            rig.abort(doomed)
+            replies.append(rig.submit(PROMPT))
+            return flight
+
+        ready = threading.Event()
+        rig.engine._inbox.put(lambda: ready.wait(PATIENCE_S) and None)
+        rig.engine.parts.executor.launch = abort_behind_it  # type: ignore[method-assign]
+        doomed = rig.submit([9] * 30, 2)
+        ready.set()
+        rig.turn_until(lambda: rig.sizes()["_loads"] == 1)
+        assert doomed.reason == "abort"
+        assert replies[0].is_silent()
+        hold.release()
+        rig.expect(replies[0], PROMPT)
+        assert replies[0].cached.host == REUSABLE
+
+
+def test_aborted_load_holds_its_blocks_until_it_has_landed() -> None:  # H10
+    with serving(blocks=16, slots=24) as rig:
+        cold(rig)
+        with rig.hold("load"):
+            doomed = rig.submit(PROMPT)
+            assert doomed.is_silent()
+            # its flight is gated by the load: nothing else can run, but what is taken meanwhile must not be what the load writes
+            rig.abort(doomed)
+            other = [8] * 30
+            reply = rig.submit(other)
+        rig.expect(reply, other)
+        assert doomed.reason in ("abort", "length")
+
+
+# ------------------------------------------------------------------ failures
+
+
+class FailingLoads:
+    """Makes copies into the device fail while `armed`."""
+
+    def __init__(self) -> None:
+        self.armed = True
+        self.failed = 0
+
+    def __call__(
+        self, source: BlockMemory, source_ids: Sequence[int], target: BlockMemory, target_ids: Sequence[int], layers: range
+    ) -> None:
+        if target.name == "kv" and self.armed:
+            self.failed += 1
+            target.rows()[list(target_ids)] = 0xEE
+            raise OSError("injected: the copy failed")
+        copy_layers(source, source_ids, target, target_ids, layers)
+
+
+@pytest.fixture
+def failing_loads(monkeypatch: pytest.MonkeyPatch) -> FailingLoads:
+    fail = FailingLoads()
+    monkeypatch.setattr(transfer_module, "copy_layers", fail)
+    return fail
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_failed_load_under_a_flight_is_recomputed_and_never_seen(failing_loads: FailingLoads, asynchronous: bool) -> None:
+    with serving(slots=24, asynchronous=asynchronous) as rig:
+        cold(rig)
+        bystander = rig.submit([3] * 10, 30)
+        reply = rig.ask(PROMPT)
+        assert failing_loads.failed == 1
+        assert reply.cached.total == 0
+        assert rig.counted("load_fallbacks_total", "load_failed") == 1
+        rig.expect(bystander, [3] * 10, 30)
+        failing_loads.armed = False
+        rig.settle()
+        assert rig.ask(PROMPT).cached.device == REUSABLE
+        rig.forget_device()
+        assert rig.ask(PROMPT).cached.host == REUSABLE
+
+
+def test_load_that_fails_after_two_flights_were_launched_voids_both(failing_loads: FailingLoads) -> None:
+    with serving(slots=24) as rig:
+        cold(rig)
+        steps = rig.engine.num_steps
+        hold = rig.hold("load")
+        reply = rig.submit(PROMPT)
+        rig.turn_until(lambda: rig.engine.num_steps >= steps + 2)
+        hold.release()
+        rig.expect(reply, PROMPT)
+        assert failing_loads.failed == 1
+
+
+def test_slow_disk_is_waited_for_until_the_deadline_and_then_recomputed(tmp_path: Path) -> None:  # H6, H10
+    gate = threading.Event()
+    with serving(blocks=12, slots=24, disk=tmp_path, load_deadline_s=0.05) as rig:
+        cold(rig)
+        rig.forget_host()
+        assert rig.disk is not None
+        rig.disk.on_read = faults.slow(gate)
+        reply = rig.ask(PROMPT)
+        assert reply.cached.total == 0
+        assert rig.counted("load_fallbacks_total", "deadline") == 1
+        assert rig.sizes()["_reads"] == REUSABLE // 4
+        for prompt in prompts(3, 4):  # everything changes hands before the late blocks land
+            rig.ask(prompt)
+        gate.set()
+        rig.settle()
+        rig.forget_device()
+        assert rig.ask(PROMPT).cached.total == REUSABLE
+
+
+@pytest.mark.parametrize("fault", [faults.broken, faults.torn, faults.flapping(faults.healthy, faults.healthy, faults.torn)])
+def test_disk_that_cannot_be_read_is_a_miss(tmp_path: Path, fault: faults.Fault) -> None:
+    with serving(slots=24, disk=tmp_path) as rig:
+        cold(rig)
+        rig.forget_host()
+        assert rig.disk is not None
+        rig.disk.on_read = fault
+        assert rig.ask(PROMPT).cached.disk < REUSABLE
+        assert rig.counted("load_fallbacks_total", "failed") >= 1
+        rig.disk.on_read = faults.healthy
+        for _ in range(2):
+            rig.settle()
+            rig.forget_device()
+            rig.forget_host()
+            rig.ask(PROMPT)
+
+
+@pytest.mark.parametrize("fault", [faults.full, faults.broken])
+def test_disk_that_cannot_be_written_does_not_stop_serving(tmp_path: Path, fault: faults.Fault) -> None:
+    with serving(slots=24, disk=tmp_path) as rig:
+        assert rig.disk is not None
+        rig.disk.on_write = fault
+        cold(rig)
+        assert rig.ask(PROMPT).cached.host == REUSABLE
+        assert rig.counted("transfers_total", "disk-write", "failed") >= 1
+        rig.forget_device()
+        rig.forget_host()
+        assert rig.ask(PROMPT).cached.total == 0
+        assert rig.engine.health().status == "ok"
+
+
+def test_disk_that_comes_and_goes_never_changes_a_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transfer_module, "_DISK_PAUSE_S", 0.0)
+    with serving(blocks=20, slots=16, disk=tmp_path, disk_blocks=40) as rig:
+        assert rig.disk is not None
+        rig.disk.on_read = faults.flapping(*[faults.healthy] * 5, faults.broken, faults.torn)
+        rig.disk.on_write = faults.flapping(*[faults.healthy] * 3, faults.full, faults.broken)
+        for batch in range(6):
+            asked = prompts(batch // 3, 6, shared=24)
+            replies = [rig.submit(prompt, 8) for prompt in asked]
+            for reply, prompt in zip(replies, asked, strict=True):
+                rig.expect(reply, prompt, 8)
+        rig.settle()
+        for kind in ("disk-write", "disk-read"):
+            assert rig.counted("transfers_total", kind, "done") > 0
+            assert rig.counted("transfers_total", kind, "failed") > 0
+
+
+def test_host_tier_full_of_slow_writes_stores_less_and_serves_on(tmp_path: Path) -> None:
+    gate = threading.Event()
+    with serving(slots=4, disk=tmp_path) as rig:
+        assert rig.disk is not None
+        rig.disk.on_write = faults.slow(gate)
+        for prompt in prompts(8, 6, longest=30):
+            rig.ask(prompt)
+        assert rig.counted("transfers_total", "store", "skipped") > 0
+        gate.set()
+
+
+def test_request_that_waits_for_the_disk_can_be_aborted(tmp_path: Path) -> None:
+    gate = threading.Event()
+    with serving(slots=24, disk=tmp_path) as rig:
+        cold(rig)
+        rig.forget_host()
+        assert rig.disk is not None
+        rig.disk.on_read = faults.slow(gate)
+        reply = rig.submit(PROMPT)
+        rig.turn_until(lambda: rig.sizes()["_waiters"] == 1)
+        rig.abort(reply)
+        assert reply.reason == "abort"
+        rig.ask([4] * 20)  # others do not wait for it
+        gate.set()
+        rig.settle()
+        assert rig.ask(PROMPT).cached.total == REUSABLE
+
+
+def test_requests_that_wait_for_the_same_blocks_on_disk_read_them_once(tmp_path: Path) -> None:
+    gate = threading.Event()
+    with serving(slots=24, disk=tmp_path) as rig:
+        cold(rig)
+        rig.forget_host()
+        assert rig.disk is not None
+        rig.disk.on_read = faults.slow(gate)
+        replies = [rig.submit(PROMPT) for _ in range(3)]
+        rig.turn_until(lambda: rig.sizes()["_waiters"] == 3)
+        gate.set()
+        for reply in replies:
+            rig.expect(reply, PROMPT)
+        assert len(rig.disk.reads) == len(set(rig.disk.reads)) == REUSABLE // 4

@@ -1,0 +1,262 @@
+"""What a client may ask, what it is told, and how it is refused."""
+
+import threading
+from typing import Any
+
+import pytest
+from engine_rig import Reply, prompts, serving
+
+from sidestream.errors import ContextTooLong, QueueFull, RequestError, RequestRejected
+from sidestream.testing.toy import ToyModel
+from sidestream.types import Delta
+
+PROMPT = prompts(1, 1, longest=12)[0]
+
+
+# ------------------------------------------------------------------ refusals
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params", "kind", "words", "param"),
+    [
+        ([], {}, RequestRejected, "empty", "prompt"),
+        ([1, -1], {}, RequestRejected, "token id -1", "prompt"),
+        ([1, 97], {}, RequestRejected, "token id 97: the model knows 0 to 96", "prompt"),
+        ([1] * 96, {}, ContextTooLong, r"96 tokens, the pool holds 96 \(24 blocks x 4\)", "prompt"),
+        ([1] * 5, {"stop_token_ids": (97,)}, RequestRejected, "token id 97", "stop_token_ids"),
+        ([1] * 5, {"logit_bias": {200: 1.0}}, RequestRejected, "token id 200", "logit_bias"),
+        ([1] * 90, {"min_tokens": 7, "max_tokens": None}, RequestRejected, "min_tokens is 7: .* room for 6", "min_tokens"),
+        ([1] * 5, {"n": 9}, RequestRejected, "n is 9: the engine takes 8", "n"),
+    ],
+)
+def test_what_cannot_be_served_is_refused_before_anything_is_taken(
+    prompt: list[int], params: dict[str, Any], kind: type[RequestError], words: str, param: str
+) -> None:
+    with serving(max_waiting=4) as rig:
+        with pytest.raises(kind, match=words) as refusal:
+            rig.submit(prompt, **{"max_tokens": 1, **params})
+        assert refusal.value.param == param
+        assert rig.engine.unfinished == 0
+        rig.ask(PROMPT)
+
+
+def test_prompt_beyond_the_models_limit_is_refused_though_the_pool_has_room() -> None:
+    with serving(model=ToyModel(max_model_len=20)) as rig:
+        with pytest.raises(ContextTooLong, match="20 tokens, the model takes 20"):
+            rig.submit([1] * 20)
+        reply = rig.submit([1] * 19, None)
+        rig.expect(reply, [1] * 19, 1)
+
+
+@pytest.mark.parametrize(("model_len", "room"), [(512, 96), (40, 40)])
+def test_huge_or_absent_max_tokens_is_clipped_to_what_model_and_pool_hold(model_len: int, room: int) -> None:
+    with serving(model=ToyModel(max_model_len=model_len)) as rig:
+        for wanted in (1 << 30, None):
+            reply = rig.submit(PROMPT, wanted)
+            rig.expect(reply, PROMPT, room - len(PROMPT))
+
+
+def test_prompt_that_fills_the_pool_but_for_one_token_is_served() -> None:
+    with serving(blocks=4, slots=4) as rig:
+        for _ in range(2):
+            rig.expect(rig.submit([1] * 15, None), [1] * 15, 1)
+
+
+def test_one_request_too_many_is_refused_and_may_come_again() -> None:
+    with serving(max_running=2, max_waiting=3) as rig:
+        hold = rig.hold("compute")
+        accepted = [rig.submit(PROMPT) for _ in range(4)]
+        with pytest.raises(QueueFull, match="4 requests are running or waiting, the bound is 5"):
+            rig.submit(PROMPT, n=2)
+        accepted.append(rig.submit(PROMPT))
+        with pytest.raises(QueueFull, match="the bound is 5: try again later"):
+            rig.submit(PROMPT)
+        hold.release()
+        for reply in accepted:
+            rig.expect(reply, PROMPT)
+        rig.ask(PROMPT)
+
+
+# ------------------------------------------------------------------ ends
+
+
+def test_max_tokens_of_one_yields_the_first_token() -> None:
+    with serving() as rig:
+        reply = rig.ask(PROMPT, 1)
+        assert len(reply.deltas) == 1
+        assert reply.deltas[0].prompt_tokens == len(PROMPT)
+
+
+def test_stop_id_ends_an_answer_with_its_token_and_without_its_text() -> None:
+    with serving() as rig:
+        expected = rig.model.expected(PROMPT, 8)
+        upto = expected[: expected.index(expected[4]) + 1]
+        reply = rig.submit(PROMPT, 8, stop_token_ids=(expected[4],)).wait()
+        assert (reply.token_ids(), reply.reason) == (upto, "stop")
+        assert reply.text() == rig.tokenizer.decode(upto[:-1])
+        reply = rig.submit(PROMPT, 8, stop_token_ids=(expected[4],), include_stop=True)
+        assert reply.wait().text() == rig.tokenizer.decode(upto)
+
+
+@pytest.mark.parametrize("include", [True, False])
+def test_stop_string_that_spans_tokens_ends_an_answer(include: bool) -> None:
+    with serving() as rig:
+        text = rig.tokenizer.decode(rig.model.expected(PROMPT, 12))
+        stop = text[4:7]
+        end = text.index(stop) + 3
+        reply = rig.submit(PROMPT, 12, stop=("never", stop), include_stop=include).wait()
+        assert reply.text() == text[: end if include else end - 3]
+        assert (len(reply.token_ids()), reply.reason) == (end, "stop")
+
+
+def test_text_that_only_began_a_stop_string_is_given_out_at_the_end() -> None:
+    with serving() as rig:
+        text = rig.tokenizer.decode(rig.model.expected(PROMPT, 8))
+        reply = rig.submit(PROMPT, 8, stop=(text[5:] + "!",)).wait()
+        assert (reply.text(), reply.reason) == (text, "length")
+        assert [delta.text for delta in reply.deltas][5:] == ["", "", text[5:]]
+
+
+def test_min_tokens_keeps_stop_strings_from_ending_an_answer_too_early() -> None:
+    with serving() as rig:
+        text = rig.tokenizer.decode(rig.model.expected(PROMPT, 12))
+        reply = rig.submit(PROMPT, 12, stop=(text[2:4], text[8:10]), min_tokens=6).wait()
+        assert (reply.text(), reply.reason) == (text[:8], "stop")
+
+
+def test_min_tokens_forbids_the_end_of_sequence_and_ignore_eos_disregards_it() -> None:
+    model = ToyModel(eos_every=2)
+    prompt = next(p for p in prompts(4, 100) if model.expected(p, 1) == [0])
+    with serving(model=model) as rig:
+        assert (rig.submit(prompt).wait().token_ids(), rig.submit(prompt).reason) == ([0], "stop")
+        forced = rig.submit(prompt, 8, min_tokens=3).wait()
+        assert 0 not in forced.token_ids()[:3]
+        assert len(forced.token_ids()) >= 3
+        ignoring = rig.submit(prompt, 6, ignore_eos=True).wait()
+        assert (ignoring.token_ids()[0], len(ignoring.token_ids()), ignoring.reason) == (0, 6, "length")
+
+
+# ------------------------------------------------------------------ samples
+
+
+def test_samples_have_seeds_of_their_own_and_repeat_with_the_same_seed() -> None:
+    with serving(max_running=8) as rig:
+        runs = []
+        for _ in range(2):
+            reply = rig.submit(PROMPT, 6, n=3, seed=5, temperature=50.0).wait()
+            assert [reply.reasons(index) for index in range(3)] == [["length"]] * 3
+            runs.append([reply.token_ids(index) for index in range(3)])
+        assert runs[0] == runs[1]
+        assert len({tuple(tokens) for tokens in runs[0]}) == 3
+        alone = rig.submit(PROMPT, 6, seed=6, temperature=50.0).wait()  # the second sample's seed
+        assert alone.token_ids() == runs[0][1]
+
+
+def test_logprobs_come_with_every_token_and_only_when_asked_for() -> None:
+    with serving() as rig:
+        plain, asked, none = rig.submit(PROMPT, 4), rig.submit(PROMPT, 4, logprobs=3), rig.submit(PROMPT, 4, logprobs=0)
+        assert plain.wait().logprobs() == []
+        logprobs = asked.wait().logprobs()
+        assert [one.token_id for one in logprobs] == asked.token_ids()
+        assert all(len(one.top) == 3 and one.top[0] == (one.token_id, one.logprob) and one.logprob > -1e-3 for one in logprobs)
+        assert [one.top for one in none.wait().logprobs()] == [()] * 4
+
+
+def test_priority_lets_a_late_request_run_first() -> None:
+    with serving(max_running=1) as rig:
+        order: list[str] = []
+        hold = rig.hold("compute")
+
+        def told(name: str) -> Any:
+            return lambda delta: order.append(name) if delta.finish_reason else None
+
+        first = rig.submit(PROMPT, 2, on_delta=told("first"))
+        late = [rig.submit(PROMPT, 2, priority=priority, on_delta=told(str(priority))) for priority in (5, 0)]
+        hold.release()
+        for reply in (first, *late):
+            rig.expect(reply, PROMPT, 2)
+        assert order.index("0") < order.index("5")
+
+
+# ------------------------------------------------------------------ abort
+
+
+def test_abort_before_admission_ends_a_request_that_holds_nothing() -> None:
+    with serving(max_running=1) as rig:
+        hold = rig.hold("compute")
+        running, waiting = rig.submit(PROMPT), rig.submit(PROMPT)
+        rig.abort(waiting)
+        hold.release()
+        assert waiting.reason == "abort"
+        assert waiting.token_ids() == []
+        rig.expect(running, PROMPT)
+
+
+def test_abort_in_flight_ends_at_once_and_its_blocks_are_safe_to_reuse() -> None:
+    with serving(blocks=8) as rig:
+        reply = rig.submit(PROMPT, 16).wait_for_tokens(2)
+        rig.abort(reply)
+        other = [1] * 20
+        rig.ask(other)
+        assert reply.reason in ("abort", "length")
+        assert reply.token_ids() == rig.model.expected(PROMPT, 16)[: len(reply.token_ids())]
+
+
+def test_abort_after_the_end_and_twice_is_harmless_and_told_once() -> None:
+    with serving() as rig:
+        done = rig.ask(PROMPT)
+        rig.abort(done)
+        rig.abort(done)
+        running = rig.submit([1] * 30, 60)
+        rig.abort(running)
+        rig.abort(running)
+        assert running.wait().reasons() == ["abort"]
+        rig.turn()
+        assert done.reasons() == ["length"]
+        assert rig.engine.unfinished == 0
+
+
+def test_abort_ends_all_samples_of_a_request() -> None:
+    with serving(max_running=2) as rig:
+        reply = rig.submit(PROMPT, 60, n=3)
+        rig.abort(reply)
+        reply.wait()
+        assert [reply.reasons(index) for index in range(3)] == [["abort"]] * 3
+
+
+def test_client_may_abort_and_submit_from_inside_its_own_sink() -> None:
+    with serving() as rig:
+        second: list[Reply] = []
+        submitted = threading.Event()
+
+        def on_delta(delta: Delta) -> None:
+            if not second:
+                second.append(rig.submit(PROMPT, 3))
+                rig.abort(first)
+                submitted.set()
+
+        ready = threading.Event()
+        rig.engine._inbox.put(lambda: ready.wait(10) and None)
+        first = rig.submit(PROMPT, 60, on_delta=on_delta)
+        ready.set()
+        assert submitted.wait(10)
+        assert first.wait().reasons() == ["abort"]
+        rig.expect(second[0], PROMPT, 3)
+
+
+def test_handles_of_one_engine_never_share_a_request_though_many_threads_submit() -> None:
+    with serving(max_waiting=200) as rig:
+        replies: list[Reply] = []
+
+        def client() -> None:
+            replies.extend([rig.submit(PROMPT, 2) for _ in range(8)])
+
+        threads = [threading.Thread(target=client) for _ in range(6)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        for reply in replies:
+            rig.expect(reply, PROMPT, 2)
+        ids = [request_id for reply in replies if reply.handle for request_id in reply.handle.request_ids]
+        assert len(set(ids)) == len(ids) == 48

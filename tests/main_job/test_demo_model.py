@@ -1,0 +1,80 @@
+"""The real demo model, in float32: the tokens of transformers' generate, and of a cold run again from host memory and from disk."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from sidestream import LLM, OffloadConfig, RequestOutput, SamplingParams
+from sidestream.models import kv_token_bytes
+from sidestream.models.catalog import prepared
+from sidestream.text import Tokenizer, sample_text
+
+pytestmark = pytest.mark.demo_model
+
+GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def model() -> str:
+    path = prepared("smollm2-135m-instruct")
+    if path is None:
+        pytest.skip("the demo model is not in the cache: `sidestream models prepare smollm2-135m-instruct` fetches it")
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def ids(model: str) -> list[int]:
+    return Tokenizer.load(model).encode(sample_text())
+
+
+@pytest.fixture
+def pool_of_400_tokens(model: str, tmp_path: Path) -> Iterator[LLM]:
+    offload = OffloadConfig(host="256MiB", disk=tmp_path / "kv", disk_capacity="256MiB")
+    with LLM(model, dtype="float32", kv_memory=400 * 2 * kv_token_bytes(model), chunk_tokens=64, offload=offload) as llm:
+        yield llm
+
+
+def test_tokens_are_those_of_generate_and_logprobs_are_near(model: str, ids: list[int], pool_of_400_tokens: LLM) -> None:
+    prompts = [ids[:150], ids[200:233], ids[300:301]]
+    reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logprobs=0)
+    for prompt, ours in zip(prompts, pool_of_400_tokens.generate(prompts, params), strict=True):
+        with torch.inference_mode():
+            whole = reference.generate(
+                torch.tensor([prompt]),
+                attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
+                max_new_tokens=24,
+                min_new_tokens=24,
+                do_sample=False,
+                pad_token_id=0,
+            )[0]
+            logprobs = reference(whole[None]).logits[0].log_softmax(-1)
+        assert ours.token_ids == tuple(whole[len(prompt) :].tolist())
+        for at, found in enumerate(ours.completions[0].logprobs):
+            expected = float(logprobs[len(prompt) + at - 1, found.token_id])
+            # float32 sums of up to 1536 products in another order, through 30 layers: 1e-3 is a hundred times what was seen
+            assert found.logprob == pytest.approx(expected, abs=1e-3)
+
+
+def test_conversation_that_left_the_pool_comes_back_with_equal_tokens(ids: list[int], pool_of_400_tokens: LLM) -> None:
+    llm = pool_of_400_tokens
+    cold = llm.generate([ids[:300]], GREEDY)[0]
+    assert llm.flush()
+    llm.generate([ids[500:800], ids[900:1200]], SamplingParams(temperature=0, max_tokens=2))
+    back = llm.generate([ids[:300]], GREEDY)[0]
+    assert (cold.cached.total, back.cached.host, back.cached.device) == (0, 288, 0)
+    assert back.token_ids == cold.token_ids
+
+
+def test_conversation_survives_the_engine_with_equal_tokens(model: str, ids: list[int], tmp_path: Path) -> None:
+    def answer() -> RequestOutput:
+        offload = OffloadConfig(host="128MiB", disk=tmp_path / "kv", disk_capacity="256MiB")
+        with LLM(model, dtype="float32", kv_memory="64MiB", chunk_tokens=64, offload=offload) as llm:
+            return llm.generate([ids[:300]], GREEDY)[0]
+
+    cold, back = answer(), answer()
+    assert (cold.cached.total, back.cached.disk) == (0, 288)
+    assert back.token_ids == cold.token_ids

@@ -1,0 +1,32 @@
+"""What `import sidestream` offers is what it says it offers."""
+
+import subprocess
+import sys
+
+import sidestream
+from sidestream import errors
+
+
+def test_every_exported_name_exists_and_the_list_is_sorted_and_complete() -> None:
+    assert all(getattr(sidestream, name) is not None for name in sidestream.__all__)
+    assert sidestream.__all__ == sorted(sidestream._HOME, key=lambda name: (name != "LLM", name))
+    assert sorted(sidestream.__all__) == sorted(sidestream._HOME)
+
+
+def test_every_error_is_exported_and_has_the_one_root() -> None:
+    tree = {name for name, value in vars(errors).items() if isinstance(value, type) and issubclass(value, Exception)}
+    assert tree <= set(sidestream.__all__)
+    assert all(issubclass(getattr(sidestream, name), sidestream.SidestreamError) for name in tree)
+
+
+def test_unknown_name_is_an_attribute_error() -> None:
+    try:
+        sidestream.LMM  # noqa: B018
+    except AttributeError as error:
+        assert "LMM" in str(error)
+    else:
+        raise AssertionError("sidestream.LMM should not exist")
+
+
+def test_importing_the_package_imports_no_torch() -> None:
+    subprocess.run([sys.executable, "-c", "import sidestream, sys; sys.exit('torch' in sys.modules)"], check=True)
