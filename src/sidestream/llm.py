@@ -99,6 +99,10 @@ class _Served:
         """Whether the engine serves. Never blocks."""
         return self.engine.health()
 
+    def reset_cache(self) -> None:
+        """Make every stored block of every tier unreachable at once. Requests that run go on."""
+        self.engine.reset_cache()
+
     def _ids(self, prompt: Prompt) -> list[int]:
         return self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
 
@@ -115,7 +119,9 @@ class LLM(_Served):
     ...     print(llm.generate("The whale", SamplingParams(max_tokens=16))[0].text)
     """
 
-    def generate(self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None) -> list[RequestOutput]:
+    def generate(
+        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
+    ) -> list[RequestOutput]:
         """Answer one prompt or several at once, in their order; `params` for all or one for each.
 
         Raises RequestError for the first prompt that is refused: then none was started.

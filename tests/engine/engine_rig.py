@@ -210,6 +210,8 @@ class Rig:
         for pool in pools:
             pool.check()
             assert pool.num_used == 0, f"{pool.num_used} {pool.name} are still in use"
+        if self.disk is not None:
+            assert len(self.disk.index._idle) == len(self.disk.index), "an entry on disk is still pinned"
         assert set(self.device.host_waits()) <= {"flight"}
 
     def close(self, **options: Any) -> None:

@@ -92,6 +92,14 @@ def test_tokens_of_the_last_flight_are_delivered_and_its_blocks_stored(tmp_path:
 
 def test_second_close_is_harmless_from_many_threads_too(tmp_path: Path) -> None:
     rig = Rig(slots=16, disk=tmp_path)
+    assert rig.engine.parts.transfers is not None
+    flush, flushes = rig.engine.parts.transfers.flush, list[float]()
+
+    def counted_flush(*, timeout_s: float) -> bool:
+        flushes.append(timeout_s)
+        return flush(timeout_s=timeout_s)
+
+    rig.engine.parts.transfers.flush = counted_flush  # type: ignore[method-assign]
     for prompt in prompts(45, 4):
         rig.submit(prompt, 4)
     threads = [threading.Thread(target=rig.close) for _ in range(6)]
@@ -106,6 +114,7 @@ def test_second_close_is_harmless_from_many_threads_too(tmp_path: Path) -> None:
         threading.excepthook = threading_hook
     assert failures == []
     rig.close()
+    assert len(flushes) == 1  # the transfers are polled by one thread
     rig.check_idle()
 
 

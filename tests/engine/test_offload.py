@@ -10,9 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from engine_rig import PATIENCE_S, Reply, Rig, prompts, serving
 
+from sidestream.attention.paged import PagedBatch
 from sidestream.testing import faults
+from sidestream.testing.toy import ToyModel
 from sidestream.transfer import engine as transfer_module
 from sidestream.transfer.copy import BlockMemory, copy_layers
 
@@ -71,9 +74,8 @@ def test_restart_on_the_same_directory_serves_from_disk(tmp_path: Path) -> None:
 _VICTIM = """
 import sys
 from pathlib import Path
-from typing import Any
 sys.path.insert(0, sys.argv[2])
-from engine_rig import PATIENCE_S, Reply, Rig, prompts
+from engine_rig import Rig, prompts
 rig = Rig(blocks=24, slots=48, disk=Path(sys.argv[1]))
 for number, prompt in enumerate(prompts(0, 1000, longest=30)):
     rig.ask(prompt)
@@ -212,6 +214,23 @@ def test_failed_load_under_a_flight_is_recomputed_and_never_seen(failing_loads: 
         assert rig.ask(PROMPT).cached.device == REUSABLE
         rig.forget_device()
         assert rig.ask(PROMPT).cached.host == REUSABLE
+
+
+def test_flight_that_chokes_on_a_failed_load_is_no_error_of_its_request(failing_loads: FailingLoads) -> None:
+    choked: list[int] = []
+
+    class Choking(ToyModel):
+        def forward(self, tokens: torch.Tensor, positions: torch.Tensor, batch: PagedBatch, logit_rows: torch.Tensor) -> torch.Tensor:
+            logits = super().forward(tokens, positions, batch, logit_rows)
+            if failing_loads.failed == 1 and not choked:  # the first flight behind the load
+                choked.append(int(positions[0]))
+                raise RuntimeError("injected: rubbish in the cache")
+            return logits
+
+    with serving(slots=24, model=Choking()) as rig:
+        cold(rig)
+        rig.ask(PROMPT)
+        assert choked == [REUSABLE]
 
 
 def test_load_that_fails_after_two_flights_were_launched_voids_both(failing_loads: FailingLoads) -> None:

@@ -263,7 +263,7 @@ class World:
         self.device.run_all()
         self._apply_events()
         self._check()
-        assert (self.scheduler.num_running, self.scheduler.num_waiting) == (0, 0)
+        assert (self.scheduler.num_running, self.scheduler.num_waiting, len(self.scheduler._coming)) == (0, 0, 0)
         assert (self.blocks.num_used, self.rows.num_used) == (0, 0)
         assert not self.scheduler.plan().batch.rows
 

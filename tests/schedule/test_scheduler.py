@@ -410,6 +410,9 @@ def test_a_late_result_is_dropped_even_when_its_request_runs_again() -> None:
     assert flying is not None and row_epochs(flying.batch.rows, request) == [0]
     world.step()  # admits it again, then commits the late flight
     assert (request.state, request.epoch, request.num_outputs) == (State.RUNNING, 1, 0)
+    assert not request.stepped  # H26: the late flight was no step of this epoch
+    world.step()
+    assert request.stepped
     world.run()
     assert world.said(request) == world.expected(request)
 
@@ -706,8 +709,10 @@ def test_one_that_waited_long_enough_keeps_its_room() -> None:
     steps_until(world, lambda: aged.stepped)
     assert aged.level(2) < 0
     world.submit(prompt(3, beginning=21), priority=0)
+    for _ in range(3):
+        world.step()
+        assert (aged.state, aged.epoch) == (State.RUNNING, 0)
     world.run()
-    assert aged.epoch == 0
 
 
 def test_nobody_starves_in_line_under_a_stream_of_better_requests() -> None:
@@ -833,6 +838,22 @@ def test_a_request_gives_up_on_a_disk_whose_blocks_are_always_gone_again() -> No
     assert promotions == world.limits.max_promotions
     world.run()
     assert request.cached == CachedTokens()
+
+
+def test_a_retracted_request_may_wait_for_the_disk_again() -> None:
+    world = World()
+    request = promoting(world)
+    world.end_promotion(world.promotions[0], complete=True)
+    for _ in range(3):
+        world.step()
+    world.scheduler._retract(request)
+    world.evict_everything()
+    for _ in range(world.limits.max_promotions):
+        world.tiers.where = dict.fromkeys(world.keys_of(request)[:4], "disk")
+        world.step()
+        world.end_promotion(world.promotions[0], complete=True)
+    world.run()
+    assert world.said(request) == world.expected(request)
 
 
 def test_news_of_a_promotion_or_load_that_nobody_waits_for_are_ignored() -> None:

@@ -181,6 +181,9 @@ class Rig:
         self.blocks.check()
         self.host.pool.check()
         assert self.host.pool.num_used == 0
+        if self.disk is not None:
+            assert len(self.disk.index._idle) == len(self.disk.index), "an entry on disk is still pinned"
+            assert self.disk.index._leaving == 0
         assert self.device.host_waits() == {}
 
 

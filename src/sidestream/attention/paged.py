@@ -64,46 +64,44 @@ def paged_attention(
     """
     batch.before_layer(layer)
     addresses = batch._addresses
-    keys, values = addresses.halves(layer)
-    keys.index_copy_(0, addresses.written, key)
-    values.index_copy_(0, addresses.written, value)
+    pool = addresses.pool_from(layer)
+    pool.index_copy_(0, addresses.written_keys, key)
+    pool.index_copy_(0, addresses.written_values, value)
 
     seen = addresses.seen(sliding_window, query.dtype)
-    row_keys, row_values = (
-        torch.split(half.index_select(0, seen.index).transpose(0, 1)[None], list(seen.lens), 2) for half in (keys, values)
-    )
-    num_decode, (heads, head_dim) = batch.num_decode, query.shape[1:]
+    gathered = pool.index_select(0, seen.index).view(2, 1, -1, *key.shape[1:]).transpose(2, 3)
+    row_keys, row_values = (half.split_with_sizes(seen.lens, 2) for half in gathered.unbind())
     out = []
-    if num_decode:
+    if batch.num_decode:
         # The heads of a group stand in as the queries of their kv head: no key is repeated, and no mask is needed.
-        grouped = torch.split(query[:num_decode].reshape(num_decode, key.shape[1], -1, head_dim), 1)
+        grouped = query[: batch.num_decode].reshape(batch.num_decode, 1, key.shape[1], -1, query.shape[-1]).unbind()
         decoded = [_attend(q, k, v, None, scale, softcap) for q, k, v in zip(grouped, row_keys, row_values, strict=False)]
-        out.append(torch.cat(decoded).view(num_decode, heads, head_dim))
-    for row, mask in enumerate(seen.masks, num_decode):
+        out.append(torch.cat(decoded).view(batch.num_decode, *query.shape[1:]))
+    for row, mask in enumerate(seen.masks, batch.num_decode):
         q = query[batch.query_starts[row] : batch.query_starts[row + 1]].transpose(0, 1)[None]
         out.append(_attend(q, row_keys[row], row_values[row], mask, scale, softcap)[0].transpose(0, 1))
-    return torch.cat(out)
+    return out[0] if len(out) == 1 else torch.cat(out)
 
 
 @dataclass(frozen=True, slots=True)
 class _Seen:
     """What every layer of one window reads.
 
-    index   where the tokens that each row sees lie in a layer's half of the pool, row after row
-    lens    how many they are, by row
+    index   pool rows of the keys that each row sees, row after row; then those of the values
+    lens    how many tokens each row sees
     masks   additive `[queries, lens]`, of the rows after the decode rows
     """
 
     index: torch.Tensor
-    lens: tuple[int, ...]
+    lens: list[int]
     masks: tuple[torch.Tensor, ...]
 
 
 class _Addresses:
     """Where one batch's tokens lie, worked out by the first layer that asks and shared by all that follow.
 
-    The pool is seen as rows of one token's keys or values in one layer. Counted from the first row of the half that a layer
-    reads, a token's row depends on its block and offset only; so one index serves all layers.
+    The pool is seen as rows of one token's keys or values in one layer. Counted from a layer's own first row, the row of a
+    token depends on its block and offset only; so one index serves all layers.
     """
 
     def __init__(self, batch: PagedBatch) -> None:
@@ -115,12 +113,12 @@ class _Addresses:
         self._kv_lens = batch.kv_lens
         self._num_decode = batch.num_decode
         self._by_window: dict[int | None, _Seen] = {}
-        self.written = batch.slots // self._block_tokens * self._block_rows + batch.slots % self._block_tokens
+        self.written_keys = batch.slots // self._block_tokens * self._block_rows + batch.slots % self._block_tokens
+        self.written_values = self.written_keys + self._block_tokens
 
-    def halves(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The pool from the first row of the layer's keys on, and from the first row of its values on."""
-        first = layer * 2 * self._block_tokens
-        return self._pool[first:], self._pool[first + self._block_tokens :]
+    def pool_from(self, layer: int) -> torch.Tensor:
+        """The pool's rows from the layer's first on: `[rows, kv_heads, head_dim]`."""
+        return self._pool[layer * 2 * self._block_tokens :]
 
     def seen(self, window: int | None, dtype: torch.dtype) -> _Seen:
         """What every row sees under `window`. All layers of a model share one dtype."""
@@ -138,7 +136,8 @@ class _Addresses:
             indices.append(blocks * self._block_rows + positions % self._block_tokens)
             if row >= self._num_decode:
                 masks.append(_causal_mask(positions, query_len, window, dtype))
-        return _Seen(torch.cat(indices), tuple(map(len, indices)), tuple(masks))
+        keys = torch.cat(indices)
+        return _Seen(torch.cat((keys, keys + self._block_tokens)), [len(index) for index in indices], tuple(masks))
 
 
 def _causal_mask(positions: torch.Tensor, query_len: int, window: int | None, dtype: torch.dtype) -> torch.Tensor:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 from sidestream.config import SamplingParams
 from sidestream.types import CachedTokens, Delta
@@ -36,7 +36,7 @@ class Answer:
         Raises RequestError or EngineStopped.
         """
         started_s = time.monotonic()
-        with closing(cast(Generator[Delta, None, None], llm.stream(prompt, params))) as deltas:
+        with closing(llm.stream(prompt, params)) as deltas:
             for delta in deltas:
                 self._take(delta, time.monotonic() - started_s)
                 show(delta.text)

@@ -160,6 +160,16 @@ class Engine:
             time.sleep(0.002)
         return not busy[0]
 
+    def reset_cache(self) -> None:
+        """Make every block of every tier unreachable at once (H8). Running requests go on; transfers on their way end by their fences."""
+
+        def forget() -> None:
+            self.parts.blocks.forget_all()
+            if self.parts.transfers is not None:
+                self.parts.transfers.forget_all()
+
+        self.call(forget)
+
     def health(self) -> Health:
         """Whether the engine serves. Never blocks."""
         return self._status

@@ -79,7 +79,6 @@ class Session:
         self._metrics = metrics
         self._last_s = arrival_s
         self._first = True
-        self._deaf = False
 
     def push(self, result: RowResult, *, stop_reason: str | None, now_s: float) -> str | None:
         """Take in one committed token and send the news; returns why the sample ends, if it does."""
@@ -92,8 +91,8 @@ class Session:
             logger.exception("request %d: the text of token %d could not be made", self.request.id, result.token_id)
             self._send("", result, "error", f"the tokenizer failed: {error}")
             return "error"
-        self._send(text, result, reason)
-        return "abort" if self._deaf and reason is None else reason
+        told = self._send(text, result, reason)
+        return "abort" if not told and reason is None else reason
 
     def end(self, reason: str, error: str | None = None) -> None:
         """Send how the sample ended, when no token of its own ended it."""
@@ -113,14 +112,14 @@ class Session:
         """What was held back; nothing once a stop string was found."""
         return "" if self._stops.matched is not None else self._stops.push(self._detokenizer.finish())[0] + self._stops.flush()
 
-    def _send(self, text: str, result: RowResult | None, reason: str | None, error: str | None = None) -> None:
+    def _send(self, text: str, result: RowResult | None, reason: str | None, error: str | None = None) -> bool:
+        """Whether the client took the news."""
         logprobs = (result.logprob,) if result is not None and result.logprob is not None else ()
         tokens = () if result is None else (result.token_id,)
         cached = self.request.cached or CachedTokens()
-        if self._deaf:
-            return
         try:
             self._sink(Delta(self._index, text, tokens, logprobs, reason, len(self.request.prompt), cached, error))
         except BaseException:  # whatever it is, it is not the engine's
             logger.exception("request %d: its client cannot be told its news: it is aborted", self.request.id)
-            self._deaf = True
+            return False
+        return True

@@ -31,7 +31,8 @@ _CONFIGS = ["*.json", "*.jinja", "*.model", "*.txt"]
 def load_model(path_or_hub_id: str, *, dtype: str = "auto", block_tokens: int) -> PagedModel:
     """Load, check and fingerprint a model in transformers' format; a hub id is downloaded first, a directory needs no network.
 
-    dtype `"auto"` keeps that of the checkpoint. Holds one copy of the weights. Raises ModelError with the reason when the
+    dtype `"auto"` keeps that of the checkpoint. Holds one copy of the weights (an embedding that is the output matrix too
+    may be there in two orders). Raises ModelError with the reason when the
     model cannot be read, or cannot be served right.
     """
     if dtype != "auto" and dtype not in DTYPE_BYTES:
