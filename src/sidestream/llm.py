@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import deque
 from collections.abc import AsyncGenerator, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Any, Self
 
 from sidestream.config import EngineConfig, SamplingParams, from_options
 from sidestream.engine import Engine, Handle, build_engine
-from sidestream.errors import EngineStopped, RequestError, RequestRejected
+from sidestream.errors import EngineStopped, QueueFull, RequestError, RequestRejected
 from sidestream.metrics import Metrics, Timeline
 from sidestream.models import load_model
 from sidestream.models.catalog import Progress, resolve
@@ -124,20 +125,40 @@ class LLM(_Served):
     ) -> list[RequestOutput]:
         """Answer one prompt or several at once, in their order; `params` for all or one for each.
 
-        Raises RequestError for the first prompt that is refused: then none was started.
+        As many as the engine queues are on their way at a time. Raises RequestError for the first prompt that is refused,
+        before any is started.
         """
         many = _as_list(prompts)
         each = list(params) if isinstance(params, Sequence) else [params or SamplingParams()] * len(many)
         if len(each) != len(many):
             raise RequestRejected(f"{len(each)} params for {len(many)} prompts: give one, or one for each")
-        collected: list[_Collected] = []
+        asked = [(self._ids(prompt), chosen) for prompt, chosen in zip(many, each, strict=True)]
+        for ids, chosen in asked:
+            self.engine.check(ids, chosen)
+        outputs: list[RequestOutput] = []
+        pending: deque[_Collected] = deque()
         try:
-            for prompt, chosen in zip(many, each, strict=True):
-                collected.append(_Collected(self.engine, self._ids(prompt), chosen))
-            return [one.output() for one in collected]
+            for ids, chosen in asked:
+                while (submitted := self._submitted(ids, chosen, may_wait=bool(pending))) is None:
+                    outputs.append(pending[0].output())
+                    pending.popleft()
+                pending.append(submitted)
+            while pending:
+                outputs.append(pending[0].output())
+                pending.popleft()
+            return outputs
         except BaseException:
-            for one in collected:
+            for one in pending:
                 self.engine.abort(one.handle)
+            raise
+
+    def _submitted(self, ids: list[int], params: SamplingParams, *, may_wait: bool) -> _Collected | None:
+        """One prompt on its way; None when the queue is full and an answer of ours will make room."""
+        try:
+            return _Collected(self.engine, ids, params)
+        except QueueFull:
+            if may_wait:
+                return None
             raise
 
     def chat(self, messages: Sequence[Mapping[str, Any]], params: SamplingParams | None = None) -> RequestOutput:

@@ -6,7 +6,7 @@ neither of the three rooms imports another.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -24,6 +24,10 @@ class Access:
     start: int
     stop: int
     write: bool
+
+
+Accesses = Callable[[], Sequence[Access]]
+"""Says what a piece of work touches, to a device that asks; building the list costs more than some work does."""
 
 
 @runtime_checkable
@@ -171,11 +175,16 @@ class Delta:
 
 @dataclass(frozen=True, slots=True)
 class StorePlan:
-    """Copy complete device blocks to the host tier (and from there to disk), behind the flight that filled them."""
+    """Copy complete device blocks to the host tier (and from there to disk), behind the flight that filled them.
+
+    prefix   keys of the sequences that these blocks continue, up to and with them, each sequence from its start: a block is
+             of no use without those before it, so they count as used whenever one is added
+    """
 
     keys: tuple[Key, ...]
     block_ids: tuple[BlockId, ...]
     after: tuple[Fence, ...]
+    prefix: tuple[Key, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -338,13 +338,17 @@ def test_compute_gets_its_threads_and_every_other_stream_one(device: CpuDevice, 
 
 def test_streams_leave_the_thread_count_of_the_rest_of_the_process_alone(device: CpuDevice) -> None:
     before = torch.get_num_threads()
-    device.stream("compute")
-    device.stream("store")
-    seen: list[int] = []
-    newcomer = threading.Thread(target=lambda: seen.append(torch.get_num_threads()))
-    newcomer.start()
-    newcomer.join()
-    assert (torch.get_num_threads(), seen) == (before, [before])
+    torch.set_num_threads(2)
+    try:
+        device.stream("compute")
+        device.stream("store")
+        seen = [torch.get_num_threads()]
+        newcomer = threading.Thread(target=lambda: seen.append(torch.get_num_threads()))
+        newcomer.start()
+        newcomer.join()
+        assert seen == [2, 2]
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_memory_is_bytes_and_starts_zeroed(device: CpuDevice) -> None:

@@ -223,7 +223,7 @@ class World:
         self.promotions.remove(plan)
         if complete:
             self.tiers.where.update(dict.fromkeys(plan.keys, "host"))
-        self.scheduler.promoted(plan.request_id, plan.epoch, complete=complete)
+        self.scheduler.promoted(plan.request_id, plan.epoch, again=complete)
 
     def step(self) -> StepPlan:
         """One turn of the engine's loop."""

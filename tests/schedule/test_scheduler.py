@@ -128,6 +128,15 @@ def test_nobody_overtakes_the_first_in_line_for_lack_of_room() -> None:
     world.run()
 
 
+def test_admission_leaves_every_running_request_a_block_to_grow() -> None:
+    world = World(num_blocks=4)
+    talker, guest = world.submit(prompt(3), outputs=4), world.submit(prompt(9, beginning=11), outputs=3)
+    world.step()
+    assert states([talker, guest]) == [State.RUNNING, State.WAITING]  # three blocks are free, and the guest needs three
+    world.run()
+    assert (talker.epoch, guest.epoch) == (0, 0)
+
+
 def test_decode_goes_first_and_prefill_takes_whole_chunks_from_what_is_left() -> None:
     world = World(num_blocks=32)
     talkers = [world.submit(prompt(2, beginning=10 * index), outputs=12) for index in (1, 2)]
@@ -264,6 +273,20 @@ def test_requests_that_need_the_same_blocks_join_the_load_in_flight() -> None:
     world.run()
     assert [plan for step in world.plans for plan in step.transfers] == list(plan.transfers)
     assert (loader.cached, joined.cached) == (CachedTokens(host=16), CachedTokens(device=16))
+
+
+def test_a_load_that_is_done_is_nothing_to_join() -> None:
+    """Its blocks are on the device; when they are forgotten there, the next one starts at once."""
+    world = World(num_blocks=32)
+    loader = world.submit(prompt(18), outputs=20)
+    world.tiers.where = dict.fromkeys(world.keys_of(loader)[:4], "host")
+    steps_until(world, lambda: loader.num_outputs == 2)
+    world.blocks.forget_all()
+    world.tiers.where.clear()
+    other = world.submit(prompt(18))
+    world.step()
+    assert states([loader, other]) == [State.RUNNING, State.RUNNING]
+    world.run()
 
 
 def test_when_a_joined_load_fails_the_other_joins_the_computation() -> None:
@@ -731,15 +754,18 @@ def test_nobody_starves_in_line_under_a_stream_of_better_requests() -> None:
 def test_nobody_starves_in_a_row_under_a_stream_of_better_prompts() -> None:
     """Admitted, but passed over: the chunks of better requests would take the whole budget of every step."""
     world = World(num_rows=4, num_blocks=64, limits=small_limits(aging_steps=3))
-    low = world.submit(prompt(15), outputs=2, priority=4)
+    low = world.submit(prompt(30), outputs=2, priority=4)
+    world.step()
     for index in range(60):
-        for copy in range(2):
-            world.submit(prompt(8, beginning=100 + 50 * copy + index), outputs=1, priority=0)
+        while len(world.scheduler.requests()) < 4:  # two of them have a chunk to compute at any time
+            world.submit(prompt(40, beginning=100 * len(world.stories)), outputs=1, priority=0)
         world.step()
+        assert index >= 10 or low.launched_len == 16  # what it got while it was alone, and then nothing
         if low.state is State.FINISHED:
             break
     assert low.finish_reason == "length"
-    world.run(max_steps=1000)
+    assert low.epoch == 0
+    world.run()
 
 
 def test_a_turn_of_the_loop_without_a_flight_makes_nobody_older() -> None:
@@ -844,9 +870,10 @@ def test_a_retracted_request_may_wait_for_the_disk_again() -> None:
     world = World()
     request = promoting(world)
     world.end_promotion(world.promotions[0], complete=True)
-    for _ in range(3):
+    for _ in range(2):
         world.step()
     world.scheduler._retract(request)
+    world.device.run_all()
     world.evict_everything()
     for _ in range(world.limits.max_promotions):
         world.tiers.where = dict.fromkeys(world.keys_of(request)[:4], "disk")
@@ -859,13 +886,13 @@ def test_a_retracted_request_may_wait_for_the_disk_again() -> None:
 def test_news_of_a_promotion_or_load_that_nobody_waits_for_are_ignored() -> None:
     world = World()
     request = promoting(world)
-    world.scheduler.promoted(request.id, epoch=7, complete=True)
-    world.scheduler.promoted(99, epoch=0, complete=True)
+    world.scheduler.promoted(request.id, epoch=7, again=True)
+    world.scheduler.promoted(99, epoch=0, again=True)
     world.scheduler.load_failed(request.id, epoch=0)
     assert (request.state, request.epoch, request.avoid_disk, request.avoid_tiers) == (State.LOADING, 0, False, False)
     world.end_promotion(world.promotions[0], complete=True)
     world.step()
-    world.scheduler.promoted(request.id, epoch=0, complete=False)
+    world.scheduler.promoted(request.id, epoch=0, again=False)
     world.scheduler.load_failed(request.id, epoch=7)
     assert (request.state, request.epoch, request.avoid_disk, request.avoid_tiers) == (State.RUNNING, 0, False, False)
     world.run()

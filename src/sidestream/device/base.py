@@ -11,7 +11,12 @@ from typing import Protocol
 
 import torch
 
-from sidestream.types import Access, Fence
+from sidestream.types import Access, Accesses, Fence
+
+
+def no_accesses() -> Sequence[Access]:
+    """Of work that touches no shared memory."""
+    return ()
 
 
 class Stream(Protocol):
@@ -22,10 +27,10 @@ class Stream(Protocol):
         """Unique on its device; the timeline's track."""
         ...
 
-    def submit(self, work: Callable[[], None], accesses: Sequence[Access] = (), *, label: str = "") -> Fence:
+    def submit(self, work: Callable[[], None], accesses: Accesses = no_accesses, *, label: str = "") -> Fence:
         """Enqueue `work` and return the fence that covers it and everything before it. Never blocks.
 
-        `accesses` declares the byte ranges that the work reads and writes. What the work raises is kept in the fence;
+        `accesses` says which byte ranges the work reads and writes, to a device that checks them. What the work raises is kept in the fence;
         later work on the stream still runs.
         """
         ...

@@ -13,16 +13,17 @@ import threading
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
 
 import torch
 
+from sidestream.device.base import no_accesses
 from sidestream.errors import ConfigError, InvariantError
 from sidestream.metrics import Metrics, Timeline
-from sidestream.types import Access, Fence
+from sidestream.types import Accesses, Fence
 
 # A wait shorter than this is not worth a span of its own on the timeline.
 _VISIBLE_WAIT_NS = 50_000
@@ -107,7 +108,7 @@ class CpuStream:
         self._thread = threading.Thread(target=self._run, name=f"sidestream-{name}", daemon=True)
         self._start()
 
-    def submit(self, work: Callable[[], None], accesses: Sequence[Access] = (), *, label: str = "") -> Fence:
+    def submit(self, work: Callable[[], None], accesses: Accesses = no_accesses, *, label: str = "") -> Fence:
         """Enqueue `work`; returns at once. See `Stream.submit`."""
         with self._submit_lock:
             if self._closed:
@@ -198,6 +199,8 @@ class CpuDevice:
         self._streams: dict[str, CpuStream] = {}
         self._waits: Counter[str] = Counter()
         self._touchers: list[threading.Thread] = []
+        self._touching = threading.Lock()
+        self._untouched = 0
         self._closing = False
 
     def stream(self, name: str) -> CpuStream:
@@ -211,6 +214,8 @@ class CpuDevice:
     def allocate(self, name: str, num_bytes: int) -> torch.Tensor:
         """Zeroed memory, uint8 `[num_bytes]`, page-aligned; its pages are touched in the background while the engine serves (P7)."""
         available = _available_bytes()
+        if available is not None:
+            available -= self._untouched  # of earlier allocations, whose pages may not be mapped yet
         if available is not None and num_bytes > available:
             raise ConfigError(
                 f"{name} memory of {num_bytes / 2**30:.2f} GiB does not fit: this machine has {available / 2**30:.2f} GiB available; ask for less"
@@ -219,6 +224,8 @@ class CpuDevice:
             pages = mmap.mmap(-1, num_bytes)
         except (OSError, ValueError, OverflowError) as error:
             raise ConfigError(f"{name} memory of {num_bytes / 2**30:.2f} GiB cannot be allocated on this machine: ask for less") from error
+        with self._touching:
+            self._untouched += num_bytes
         toucher = threading.Thread(target=self._touch, args=(pages, num_bytes), name=f"sidestream-touch-{name}", daemon=True)
         toucher.start()
         self._touchers.append(toucher)
@@ -235,7 +242,10 @@ class CpuDevice:
             for start in range(0, num_bytes, _TOUCH_BYTES):
                 if self._closing:
                     return
-                pages.madvise(_MADV_POPULATE_WRITE, start, min(_TOUCH_BYTES, num_bytes - start))
+                size = min(_TOUCH_BYTES, num_bytes - start)
+                pages.madvise(_MADV_POPULATE_WRITE, start, size)
+                with self._touching:
+                    self._untouched -= size
         except (OSError, ValueError, AttributeError):
             return  # another system, or an older kernel: pages are mapped when first written
 

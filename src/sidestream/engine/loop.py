@@ -10,10 +10,11 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
+import operator
 import secrets
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 
@@ -30,13 +31,15 @@ from sidestream.schedule.scheduler import Scheduler
 from sidestream.tiers.base import PersistentTier
 from sidestream.tiers.host import HostTier
 from sidestream.transfer import CostModel, LoadFailed, Promoted, TransferEngine
-from sidestream.types import Health, LayerGates, RequestId, RowPlan
+from sidestream.types import Health, Key, LayerGates, RequestId, RowPlan
 
 logger = logging.getLogger(__name__)
 
 # How soon a loop without a flight looks at transfers again: when a request waits for one, and when none does.
 _AWAITED_POLL_S = 0.0005
 _BACKGROUND_POLL_S = 0.01
+# Fewer prompt tokens in a flight do not measure the rate of prefill.
+_MEASURED_PREFILL = 64
 # Gauges are read by people.
 _GAUGE_PERIOD_S = 0.2
 
@@ -105,7 +108,10 @@ class Engine:
 
         Raises RequestRejected, ContextTooLong, QueueFull or EngineStopped before anything is taken.
         """
+        prompt = _whole_numbers(prompt, "prompt")
+        (priority,) = _whole_numbers((priority,), "priority")
         max_outputs = self._check(prompt, params)
+        keys = self.parts.scheduler.keys_of(prompt)  # here and not on the engine thread: a long prompt takes milliseconds
         seed = secrets.randbits(63) if params.seed is None else params.seed
         with self._gate:
             if self._status.status != "ok":
@@ -115,7 +121,7 @@ class Engine:
                     f"{self._unfinished} requests are running or waiting, the bound is {self.parts.bounds.max_unfinished}: "
                     "try again later, or raise max_waiting"
                 )
-            sessions = [self._session(index, prompt, params, sink, priority, seed + index, max_outputs) for index in range(params.n)]
+            sessions = [self._session(index, prompt, keys, params, sink, priority, seed + index, max_outputs) for index in range(params.n)]
             self._unfinished += params.n
             self._inbox.put(lambda: self._begin(sessions))
         return Handle(tuple(session.request.id for session in sessions))
@@ -123,6 +129,10 @@ class Engine:
     def abort(self, handle: Handle) -> None:
         """End the samples that have not finished, with reason `"abort"`. Returns at once; harmless for finished ones."""
         self._inbox.put(lambda: self._abort(handle))
+
+    def check(self, prompt: Sequence[int], params: SamplingParams) -> None:
+        """Raise what `submit` would raise for this prompt and these params, without submitting."""
+        self._check(_whole_numbers(prompt, "prompt"), params)
 
     def call(self, work: Callable[[], None]) -> None:
         """Run `work` on the engine thread between two steps, and wait for it; not from a sink. Raises EngineStopped if the engine is gone."""
@@ -164,7 +174,7 @@ class Engine:
         """Make every block of every tier unreachable at once (H8). Running requests go on; transfers on their way end by their fences."""
 
         def forget() -> None:
-            self.parts.blocks.forget_all()
+            self.parts.scheduler.forget_all()
             if self.parts.transfers is not None:
                 self.parts.transfers.forget_all()
 
@@ -196,14 +206,15 @@ class Engine:
                 return
             self._closed = True
             self._inbox.put(self._stop)
-            self._thread.join()
-            # Last things last, each of them whatever becomes of the others: the disk is let go of once no stream writes to it.
+            # Run from the last to the first, each whatever becomes of the others (an interrupt, too): the engine thread ends, what
+            # is complete is stored, the streams end, and once none of them writes to it, the disk is let go of.
             transfers = self.parts.transfers
             if transfers is not None:
                 ends.callback(transfers.close)
             ends.callback(self.parts.device.close)
             if transfers is not None:
                 ends.callback(transfers.flush, timeout_s=flush_s)
+            ends.callback(self._thread.join)
 
     # ------------------------------------------------------------------ the step
 
@@ -261,7 +272,8 @@ class Engine:
         parts = self.parts
         parts.metrics.observe("step_seconds", flight.seconds)
         prefill = sum(row.stop - row.start for row in flight.batch.rows if row.tokens is not None)
-        if parts.costs is not None and prefill >= 0.5 * flight.batch.num_tokens:
+        # Short tails and flights that waited for a load say little about how fast a long prompt is computed.
+        if parts.costs is not None and prefill >= max(_MEASURED_PREFILL, 0.5 * flight.batch.num_tokens) and not flight.gated:
             parts.costs.saw_prefill(prefill, flight.seconds)
         if parts.timeline is not None:
             stop_ns = time.perf_counter_ns()
@@ -352,7 +364,7 @@ class Engine:
                 case Promoted(request_id, epoch, complete, reason):
                     if not complete:
                         self.parts.metrics.inc("load_fallbacks_total", 1, reason)
-                    scheduler.promoted(request_id, epoch, complete=complete)
+                    scheduler.promoted(request_id, epoch, again=complete or reason == "no_room")
                 case LoadFailed(request_id, epoch):
                     self.parts.metrics.inc("load_fallbacks_total", 1, "load_failed")
                     scheduler.load_failed(request_id, epoch)
@@ -409,13 +421,22 @@ class Engine:
     # ------------------------------------------------------------------ the front door
 
     def _session(
-        self, index: int, prompt: Sequence[int], params: SamplingParams, sink: Sink, priority: int, seed: int, max_outputs: int
+        self,
+        index: int,
+        prompt: tuple[int, ...],
+        keys: list[Key],
+        params: SamplingParams,
+        sink: Sink,
+        priority: int,
+        seed: int,
+        max_outputs: int,
     ) -> Session:
         """One sample of a request. On the submitting thread, under the gate, so that ids grow with arrival."""
         parts = self.parts
         request = Request(
             id=next(self._ids),
-            prompt=tuple(prompt),
+            prompt=prompt,
+            keys=list(keys),
             sampling=params.spec(seed=seed, eos_ids=parts.eos_ids),
             max_outputs=max_outputs,
             stop_ids=frozenset(params.stop_token_ids if params.ignore_eos else (*params.stop_token_ids, *parts.eos_ids)),
@@ -457,3 +478,11 @@ class Engine:
         if params.min_tokens > room:
             raise RequestRejected(f"min_tokens is {params.min_tokens}: behind this prompt there is room for {room}", param="min_tokens")
         return room if params.max_tokens is None else min(params.max_tokens, room)
+
+
+def _whole_numbers(values: Iterable[object], param: str) -> tuple[int, ...]:
+    """A copy that nobody else changes, of plain ints. Raises RequestRejected for anything else."""
+    try:
+        return tuple(operator.index(value) for value in values)  # type: ignore[arg-type]
+    except TypeError as error:
+        raise RequestRejected(f"{param} holds something that is not a whole number: {error}", param=param) from error

@@ -96,7 +96,13 @@ class Session:
 
     def end(self, reason: str, error: str | None = None) -> None:
         """Send how the sample ended, when no token of its own ended it."""
-        self._send("" if error else self._rest(), None, reason, error)
+        text = ""
+        if error is None:
+            try:
+                text = self._rest()
+            except Exception:  # a tokenizer is foreign code
+                logger.exception("request %d: the rest of its text could not be made", self.request.id)
+        self._send(text, None, reason, error)
 
     def _read(self, token_id: int, stop_reason: str | None) -> tuple[str, str | None]:
         """The text that may be shown with this token, and why the sample ends, if it does."""

@@ -46,11 +46,12 @@ class ForwardModel(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Flight:
-    """A launched batch; its fence covers the forward pass, the draws and their delivery."""
+    """A launched batch; its fence covers the forward pass, the draws and their delivery. `gated`: it waits for loads."""
 
     batch: BatchPlan
     fence: Fence
     letter: Letter
+    gated: bool
     top_logprobs: tuple[int, ...]
 
     @property
@@ -98,9 +99,11 @@ class EagerExecutor:
         if 0 < decodes < len(batch.rows):
             label += f" + decode {decodes}"
         fence = self._stream.submit(
-            lambda: self._run(batch, inputs, letter, self._gate(gates)), kv_accesses(batch.rows, self._model.layout), label=label
+            lambda: self._run(batch, inputs, letter, self._gate(gates)), lambda: kv_accesses(batch.rows, self._model.layout), label=label
         )
-        return Flight(batch, fence, letter, tuple(self._wanted_logprobs[row.row] for row in batch.rows if row.samples))
+        return Flight(
+            batch, fence, letter, bool(gates.by_layer), tuple(self._wanted_logprobs[row.row] for row in batch.rows if row.samples)
+        )
 
     def _gate(self, gates: LayerGates) -> Callable[[int], None]:
         """What the attention calls before it touches a layer's KV: waits, on the device, for that layer's loads (H5)."""

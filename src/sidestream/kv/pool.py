@@ -142,6 +142,13 @@ class FencedPool:
         """Whether the id is findable and unused, so that `take` might evict it."""
         return item in self._cached
 
+    def touch(self, keys: Sequence[Key]) -> None:
+        """Count `keys`, a run from the start of a sequence, as just used: the first one is evicted last. Absent and used ones are skipped."""
+        for key in reversed(keys):
+            item = self._index.get(key)
+            if item is not None and item in self._cached:
+                self._cached.touch(item)
+
     def forget(self, item: int) -> None:
         """Make the id unfindable; it stays with whoever uses it."""
         self._index.remove(item)

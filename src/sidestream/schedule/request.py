@@ -45,11 +45,12 @@ class Request:
     min_tokens: int
     priority: int = 0
     """Lower runs earlier."""
+    keys: list[Key] = field(default_factory=list)
+    """Of the first complete blocks of `tokens`; may be given for the prompt's, and grows as blocks complete."""
 
     # written by the scheduler only
     tokens: list[int] = field(init=False)
     """Prompt and committed outputs."""
-    keys: list[Key] = field(init=False, default_factory=list)
     state: State = field(init=False, default=State.WAITING)
     finish_reason: str | None = field(init=False, default=None)
     epoch: int = field(init=False, default=0)
@@ -61,6 +62,8 @@ class Request:
     published_blocks: int = field(init=False, default=0)
     prefill_end: int = field(init=False, default=0)
     """Tokens that were known when the row was taken: below this, chunks; from here on, one token a step."""
+    shares: bool = field(init=False, default=True)
+    """Its blocks may be found by others; False once the cache was reset under it, until it starts anew."""
     begun: bool = field(init=False, default=False)
     """The row's state was set in this epoch."""
     stepped: bool = field(init=False, default=False)

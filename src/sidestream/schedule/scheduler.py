@@ -64,6 +64,7 @@ class Limits:
 
     aging_steps     steps of waiting that improve a request's priority by one
     max_promotions  times a request waits for the disk before it recomputes
+    max_probes      requests that one step looks at for admission
     """
 
     block_tokens: int
@@ -72,6 +73,7 @@ class Limits:
     prefix_cache: bool = True
     aging_steps: int = 256
     max_promotions: int = 2
+    max_probes: int = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +138,13 @@ class Scheduler:
         """All requests that have not finished, in order of arrival."""
         return sorted(self._requests.values(), key=lambda request: request.id)
 
+    def keys_of(self, tokens: Sequence[int]) -> list[Key]:
+        """Keys of the complete blocks of `tokens`. Pure: any thread."""
+        keys: list[Key] = []
+        if self.limits.prefix_cache:
+            self._keys.extend(keys, tokens)
+        return keys
+
     # ------------------------------------------------------------------ transitions
 
     def submit(self, request: Request) -> None:
@@ -153,13 +162,13 @@ class Scheduler:
         request.state = State.FINISHED
         request.finish_reason = reason
 
-    def promoted(self, request_id: RequestId, epoch: int, *, complete: bool) -> None:
-        """A promotion ended or ran out of time; the request is tried again, without the disk if that was not complete."""
+    def promoted(self, request_id: RequestId, epoch: int, *, again: bool) -> None:
+        """A promotion ended or ran out of time; the request is tried again, without the disk unless `again`."""
         request = self._requests.get(request_id)
         if request is None or request.state is not State.LOADING or request.epoch != epoch:
             return
         request.state = State.WAITING
-        if not complete:
+        if not again:
             request.avoid_disk = True
 
     def load_failed(self, request_id: RequestId, epoch: int) -> None:
@@ -167,8 +176,16 @@ class Scheduler:
         request = self._requests.get(request_id)
         if request is not None and request.epoch == epoch and request.state is State.RUNNING:
             request.avoid_tiers = True
-            request.cached = None
+            if request.num_outputs == 0:
+                request.cached = None
             self._retract(request)
+
+    def forget_all(self) -> None:
+        """Make every block unfindable at once, those that running requests are about to complete too (H8)."""
+        self._blocks.forget_all()
+        self._coming.clear()
+        for request in self._running.values():
+            request.shares = False
 
     def launched(self, batch: BatchPlan, fence: Fence) -> None:
         """A flight was launched; its fence covers every use that its requests make of blocks and rows."""
@@ -184,6 +201,7 @@ class Scheduler:
         """
         drawn: list[Drawn] = []
         stored: list[tuple[Key, int]] = []
+        prefix: list[Key] = []
         results_left = iter(results)
         for row in batch.rows:
             result = next(results_left) if row.samples else None
@@ -193,13 +211,15 @@ class Scheduler:
             request.committed_len = row.stop
             request.stepped = True
             if result is None or result.finite:  # else its KV may be no better than its logits: nobody else shall find it
-                stored.extend(self._publish(request))
+                complete = list(self._publish(request))
+                stored.extend(complete)
+                prefix.extend(request.keys[: request.published_blocks] if complete else ())
             if result is not None:
                 request.tokens.append(result.token_id)
                 drawn.append(Drawn(request, result))
         store = None
         if stored:
-            store = StorePlan(tuple(key for key, _ in stored), tuple(block for _, block in stored), (fence,))
+            store = StorePlan(tuple(key for key, _ in stored), tuple(block for _, block in stored), (fence,), tuple(prefix))
         return Committed(tuple(drawn), store)
 
     # ------------------------------------------------------------------ planning
@@ -283,7 +303,7 @@ class Scheduler:
     def _admit(self, draft: _Draft) -> None:
         if not self._queue or self._rows.num_available == 0:
             return
-        for request in self._by_rank(self._queue.values()):
+        for request in self._by_rank(self._queue.values())[: self.limits.max_probes]:
             if request.state is State.LOADING:
                 continue
             if self._rows.num_available == 0 or not self._try_admit(request, draft):
@@ -322,13 +342,24 @@ class Scheduler:
 
     def _promote(self, request: Request, keys: Sequence[Key], sources: list[Source], draft: _Draft) -> bool:
         """Send the request to wait for its blocks on disk; False: not worth it, or tried often enough."""
-        if request.avoid_disk or request.promotions >= self.limits.max_promotions or not self._tiers.worth_loading(sources):
+        if not self._may_promote(request, sources):
             return False
         draft.transfers.append(PromotePlan(request.id, request.epoch, tuple(keys[: len(sources)])))
         request.promotions += 1
         request.promoted_keys.update(key for key, source in zip(keys, sources, strict=False) if source == "disk")
         request.state = State.LOADING
         return True
+
+    def _may_promote(self, request: Request, sources: Sequence[Source]) -> bool:
+        """Whether to wait for the disk; no more requests do than have rows to come to, so that they do not crowd the host tier."""
+        loading = sum(other.state is State.LOADING for other in self._queue.values())
+        return (
+            "disk" in sources
+            and not request.avoid_disk
+            and request.promotions < self.limits.max_promotions
+            and loading < self._rows.size
+            and self._tiers.worth_loading(sources)
+        )
 
     def _wanted(self, request: Request) -> list[Key]:
         """Keys of the blocks that the request would rather find than compute."""
@@ -339,7 +370,7 @@ class Scheduler:
 
     def _awaits_another(self, keys: Sequence[Key]) -> bool:
         """Whether a running request loads or computes one of these blocks now: join it instead of doing the same twice."""
-        return any(self._coming.get(key) in self._running for key in keys)
+        return any(key in self._coming for key in keys)
 
     def _has_room(self, request: Request, hits: Sequence[int], *, without: Sequence[Request] = ()) -> bool:
         """Whether all known tokens and one more fit, with a block to grow for each running request.
@@ -349,8 +380,7 @@ class Scheduler:
         needed = -(-(len(request.tokens) + 1) // self.limits.block_tokens) - len(hits)
         available = self._blocks.num_available - sum(self._blocks.is_cached(item) for item in hits)
         available += sum(len(other.blocks.ids) for other in without if other.blocks is not None)
-        running = len(self._running) - len(without)
-        return needed + running <= available or (not running and needed <= available)
+        return needed + len(self._running) - len(without) <= available
 
     def _start(self, request: Request, blocks: Lease, *, num_hits: int, num_found: int) -> None:
         length = num_found * self.limits.block_tokens
@@ -361,6 +391,7 @@ class Scheduler:
         request.launched_outputs = request.num_outputs
         request.prefill_end = len(request.tokens)
         request.begun = request.stepped = False
+        request.shares = True
         request.state = State.RUNNING
         del self._queue[request.id]
         self._running[request.id] = request
@@ -390,6 +421,8 @@ class Scheduler:
         lower = [r for r in self._running.values() if r.stepped and r.priority > first.priority and r.level(aging) > first.level(aging)]
         wanted, victims = self._wanted(first), self._by_rank(lower)
         hits = self._blocks.match(wanted)
+        if not first.avoid_tiers and self._may_promote(first, self._tiers.locate(wanted[len(hits) :])):
+            return  # it will wait for the disk: nobody need make room yet
         if self._awaits_another(wanted[len(hits) : len(hits) + 1]) or not self._has_room(first, hits, without=victims):
             return
         while victims and (self._rows.num_available == 0 or not self._has_room(first, hits)):
@@ -401,7 +434,6 @@ class Scheduler:
         self._give_up_device(request)
         request.state = State.WAITING
         request.epoch += 1
-        request.launched_outputs = request.num_outputs
         request.promotions = 0
         self._queue[request.id] = request
 
@@ -423,7 +455,7 @@ class Scheduler:
         """Make the blocks that the last commit completed findable; those not held elsewhere are to be stored."""
         assert request.blocks is not None
         complete = request.committed_len // self.limits.block_tokens
-        if not self.limits.prefix_cache or complete <= request.published_blocks:
+        if not self.limits.prefix_cache or not request.shares or complete <= request.published_blocks:
             return
         self._keys.extend(request.keys, request.tokens)
         for index in range(request.published_blocks, complete):

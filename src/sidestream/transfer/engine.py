@@ -28,7 +28,7 @@ from sidestream.tiers.host import HostTier
 from sidestream.transfer.copy import BlockMemory, copy_layers
 from sidestream.transfer.pacing import CostModel
 from sidestream.transfer.tickets import LoadTicket, ReadTicket, Stopwatch, StoreTicket, Waiter, WriteTicket
-from sidestream.types import BatchPlan, Fence, Key, LayerGates, LoadPlan, PromotePlan, RequestId, StorePlan, TransferPlan
+from sidestream.types import Accesses, BatchPlan, Fence, Key, LayerGates, LoadPlan, PromotePlan, RequestId, StorePlan, TransferPlan
 
 logger = logging.getLogger(__name__)
 
@@ -165,11 +165,14 @@ class TransferEngine:
         watch, targets = Stopwatch(), list(slots.ids)
         fence = self._store_stream.submit(
             self._timed(watch, lambda: copy_layers(self._memory, block_ids, self._host_memory, targets, every_layer)),
-            [*self._memory.accesses(block_ids, every_layer, write=False), *self._host_memory.accesses(targets, every_layer, write=True)],
+            lambda: [
+                *self._memory.accesses(block_ids, every_layer, write=False),
+                *self._host_memory.accesses(targets, every_layer, write=True),
+            ],
             label=f"store {len(keys)} blocks",
         )
         source.release(after=(fence,))  # H2: whoever takes these blocks next waits for the fence on its own stream
-        ticket = StoreTicket(keys, slots, fence, self._clock(), watch, self._generation)
+        ticket = StoreTicket(keys, plan.prefix, slots, fence, self._clock(), watch, self._generation)
         self._stores.update(dict.fromkeys(keys, ticket))
 
     def _load(self, plan: LoadPlan) -> None:
@@ -177,6 +180,8 @@ class TransferEngine:
         if len(source_ids) < len(plan.keys):
             self._events.append(LoadFailed(plan.request_id, plan.epoch))
             return
+        if self._disk is not None:
+            self._disk.index.touch(plan.keys)  # used here, so not to be evicted there
         slots, blocks = self._host.pool.share(source_ids), self._blocks.share(plan.block_ids)
         for fence in plan.after:
             self._load_stream.wait(fence)
@@ -187,10 +192,7 @@ class TransferEngine:
             fences.append(
                 self._load_stream.submit(
                     self._timed(watch, self._copy_in(source_ids, plan.block_ids, layers)),
-                    [
-                        *self._host_memory.accesses(source_ids, layers, write=False),
-                        *self._memory.accesses(plan.block_ids, layers, write=True),
-                    ],
+                    self._copied_in(source_ids, plan.block_ids, layers),
                     label=f"load {len(plan.keys)} blocks, layers {layers.start}-{layers.stop - 1}",
                 )
             )
@@ -199,13 +201,19 @@ class TransferEngine:
     def _copy_in(self, slot_ids: Sequence[int], block_ids: Sequence[int], layers: range) -> Callable[[], None]:
         return lambda: copy_layers(self._host_memory, slot_ids, self._memory, block_ids, layers)
 
+    def _copied_in(self, slot_ids: Sequence[int], block_ids: Sequence[int], layers: range) -> Accesses:
+        return lambda: [
+            *self._host_memory.accesses(slot_ids, layers, write=False),
+            *self._memory.accesses(block_ids, layers, write=True),
+        ]
+
     def _keep(self, plan: PromotePlan) -> Lease:
         """Hold the slots that a promoted run has in the host tier already, so that no promotion of this step evicts them."""
         return self._host.pool.share([slot for key in plan.keys if (slot := self._host.pool.get(key)) is not None])
 
     def _promote(self, plan: PromotePlan, kept: Lease) -> None:
         """Read what is on disk and nobody reads yet; join the reads that are on their way. Without room, the run is cut."""
-        reads: list[ReadTicket] = []
+        reads: dict[Key, ReadTicket] = {}
         complete = True
         for key in plan.keys:
             if self._host.pool.get(key) is not None:
@@ -215,7 +223,7 @@ class TransferEngine:
                 if not complete:
                     break
                 self._read(key)
-            reads.append(self._reads[key])
+            reads[key] = self._reads[key]
         self._waiters.append(Waiter(plan.request_id, plan.epoch, reads, kept, complete, self._clock() + self._deadline_s))
 
     def _read(self, key: Key) -> None:
@@ -227,7 +235,7 @@ class TransferEngine:
         watch, index = Stopwatch(), slot.ids[0]
         fence = stream.submit(
             self._timed(watch, lambda: disk.read(pin.entries[0], self._host.slot(index))),
-            self._host_memory.accesses([index], range(self._layout.num_layers), write=True),
+            lambda: self._host_memory.accesses([index], range(self._layout.num_layers), write=True),
             label="read block",
         )
         self._reads[key] = ReadTicket(key, slot, pin, fence, self._clock(), watch, self._generation)
@@ -236,7 +244,8 @@ class TransferEngine:
         """Write a published slot through to disk, unless it is there or the disk has just refused."""
         if self._disk is None or self._write_stream is None or key in self._disk.index:
             return
-        if self._abandoned or self._clock() < self._disk_resumes_s:
+        crowded = len(self._writes) >= self._host.pool.size // 2  # each pins a slot: a slow disk must leave some to the others
+        if crowded or self._abandoned or self._clock() < self._disk_resumes_s:
             self._metrics.inc("transfers_total", 1, "disk-write", "skipped")
             return
         try:
@@ -249,7 +258,7 @@ class TransferEngine:
         disk, slot, watch = self._disk, self._host.pool.share([index]), Stopwatch()
         fence = self._write_stream.submit(
             self._timed(watch, lambda: disk.write(grant, self._host.slot(index))),
-            self._host_memory.accesses([index], range(self._layout.num_layers), write=False),
+            lambda: self._host_memory.accesses([index], range(self._layout.num_layers), write=False),
             label="write block",
         )
         self._writes.append(WriteTicket(key, slot, grant, fence, self._clock(), watch))
@@ -288,6 +297,9 @@ class TransferEngine:
                     self._host.pool.publish(slot, key)  # H7: only now
                     self._write(key, slot)
             ticket.slots.release(after=(ticket.fence,))
+            self._host.pool.touch(ticket.prefix)
+            if self._disk is not None:
+                self._disk.index.touch(ticket.prefix)
 
     def _finish_loads(self) -> None:
         for ticket in [t for t in self._loads if t.done()]:
@@ -308,7 +320,7 @@ class TransferEngine:
         while self._writes and self._writes[0].fence.poll():
             ticket = self._writes.pop(0)
             if self._disk is not None:
-                if self._ended("disk-write", ticket.fence, 1, ticket.submitted_s):
+                if self._ended("disk-write", ticket.fence, 1, ticket.submitted_s) and ticket.grant.written:
                     self._disk.index.publish(ticket.grant)
                 else:
                     self._disk.index.abandon(ticket.grant)
@@ -332,18 +344,18 @@ class TransferEngine:
     def _keep_for_waiters(self, ticket: ReadTicket) -> None:
         """Hold the promoted block for those who wait for more, so that nothing evicts it before they come for it."""
         for waiter in self._waiters:
-            if ticket in waiter.reads and (slot := self._host.pool.get(ticket.key)) is not None:
+            if waiter.reads.get(ticket.key) is ticket and (slot := self._host.pool.get(ticket.key)) is not None:
                 waiter.kept.extend(self._host.pool.share([slot]))
 
     def _finish_waiters(self) -> None:
         now = self._clock()
         for waiter in list(self._waiters):
-            done = not any(self._reads.get(read.key) is read for read in waiter.reads)  # taken in, not only ended: now findable
+            done = not any(self._reads.get(key) is read for key, read in waiter.reads.items())  # taken in, not only ended: now findable
             if not done and now < waiter.deadline_s:
                 continue
             self._waiters.remove(waiter)
             waiter.kept.release()
-            good = done and all(read.failure() is None for read in waiter.reads)
+            good = done and all(read.failure() is None for read in waiter.reads.values())
             reason: Literal["done", "deadline", "failed", "no_room"]
             reason = "deadline" if not done else "failed" if not good else "done" if waiter.complete else "no_room"
             self._events.append(Promoted(waiter.request_id, waiter.epoch, reason == "done", reason))

@@ -8,7 +8,6 @@ generation   how often everything had been forgotten when the ticket was made; a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from sidestream.kv.pool import Lease
@@ -25,9 +24,10 @@ class Stopwatch:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StoreTicket:
-    """Device to host. Holds the slots; the device blocks were released behind the fence at submission."""
+    """Device to host. Holds the slots; the device blocks were released behind the fence at submission. `prefix`: see StorePlan."""
 
     keys: tuple[Key, ...]
+    prefix: tuple[Key, ...]
     slots: Lease
     fence: Fence
     submitted_s: float
@@ -93,7 +93,7 @@ class Waiter:
 
     request_id: RequestId
     epoch: int
-    reads: Sequence[ReadTicket]
+    reads: dict[Key, ReadTicket]
     kept: Lease
     complete: bool
     deadline_s: float
