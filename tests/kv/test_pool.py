@@ -230,6 +230,20 @@ def test_the_least_recently_used_sequence_is_evicted_first_and_its_end_before_it
     assert [pool.take(1).ids[0] for _ in range(4)] == [recent[1], recent[0], old[1], old[0]]
 
 
+def test_what_is_touched_is_evicted_last_and_its_start_after_its_end(pool: FencedPool) -> None:
+    old, recent = cached(pool, 1, 2), cached(pool, 3, 4)
+    pool.touch([key(1), key(2), key(9)])  # a key that nobody holds is skipped
+    assert [pool.take(1).ids[0] for _ in range(4)] == [recent[1], recent[0], old[1], old[0]]
+
+
+def test_touching_what_is_in_use_does_not_make_it_idle(pool: FencedPool) -> None:
+    [item] = cached(pool, 1)
+    pool.share([item])
+    pool.touch([key(1)])
+    assert (pool.num_cached, pool.num_used) == (0, 1)
+    pool.check()
+
+
 def test_a_used_id_is_never_evicted(pool: FencedPool) -> None:
     ids = cached(pool, 1, 2)
     reader = pool.share(ids[:1])

@@ -129,6 +129,15 @@ class PoolMachine(RuleBasedStateMachine):
         if possible:
             self.key_of[item] = key
 
+    @rule(keys=st.lists(st.sampled_from(KEYS), max_size=3))
+    def touch(self, keys: list[Key]) -> None:
+        self.pool.touch(keys)
+        item_of = {key: item for item, key in self.key_of.items()}
+        for item in (item_of.get(key) for key in reversed(keys)):
+            if item in self.cached:
+                self.cached.remove(item)
+                self.cached.append(item)
+
     @rule(item=st.integers(0, 5))
     def forget(self, item: int) -> None:
         if item < self.pool.size:

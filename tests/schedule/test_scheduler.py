@@ -120,9 +120,8 @@ def test_nobody_overtakes_the_first_in_line_for_lack_of_room() -> None:
     running = world.submit(prompt(17), outputs=4)
     world.step()
     long, short = world.submit(prompt(20, beginning=11)), world.submit(prompt(2, beginning=21))
-    while running.state is not State.FINISHED:
-        world.step()
-        assert states([long, short]) == [State.WAITING, State.WAITING]
+    steps_until(world, lambda: running.state is State.FINISHED or State.RUNNING in states([long, short]))
+    assert states([running, long, short]) == [State.FINISHED, State.WAITING, State.WAITING]
     world.step()
     assert states([long, short]) == [State.RUNNING, State.RUNNING]
     world.run()
@@ -148,6 +147,15 @@ def test_decode_goes_first_and_prefill_takes_whole_chunks_from_what_is_left() ->
     assert other.state is State.RUNNING  # it has its room; of the budget, 2 tokens were left, and no chunk is cut to fit
     assert plan.batch.num_tokens == 10
     world.run()
+
+
+def test_a_step_looks_at_a_bounded_number_of_those_in_line() -> None:
+    world = World(limits=small_limits(max_probes=2))
+    _, joined, behind = world.submit(prompt(18)), world.submit(prompt(18)), world.submit(prompt(3, beginning=11))
+    world.step()
+    assert states([joined, behind]) == [State.WAITING, State.WAITING]
+    world.run()
+    assert world.said(behind) == world.expected(behind)
 
 
 def test_a_short_tail_goes_along_where_a_chunk_does_not_fit() -> None:
@@ -332,6 +340,15 @@ def test_a_store_waits_for_the_flight_that_filled_its_blocks() -> None:
     assert [store.after[0].tick for store in world.stored] == [1, 2]
 
 
+def test_a_store_names_the_whole_prefix_that_its_blocks_continue() -> None:
+    """What it continues was used too: a tier that evicts the start of a sequence before its end keeps nothing of use."""
+    world = World()
+    request = world.submit(prompt(18))
+    world.run()
+    keys = world.keys_of(request)
+    assert [store.prefix for store in world.stored] == [tuple(keys[:2]), tuple(keys[:4])]
+
+
 def test_what_another_request_published_is_not_stored_again() -> None:
     world = World(num_blocks=32, limits=small_limits(token_budget=20))
     for _ in range(2):
@@ -359,8 +376,7 @@ def test_blocks_behind_logits_that_are_not_finite_are_not_published() -> None:
     world.step()  # 16 tokens are published by now, the tail is not
     assert world.blocks.num_keys == 4
     other = world.submit(prompt(8, beginning=31), outputs=3)
-    while not any(row.samples for row in world.step().batch.rows if row.request_id == other.id):
-        pass
+    steps_until(world, lambda: other.launched_outputs == 1)
     flight = world.previous
     assert flight is not None
     world.device.run_until(flight.fence)
@@ -406,10 +422,12 @@ def test_a_retracted_request_says_what_it_would_have_said() -> None:
 def test_late_results_of_a_retracted_request_are_dropped() -> None:
     """H12, H16: the flight in the air at the retraction belongs to an epoch that is over."""
     world, _, young = crowded_world()
-    world.step()
-    while young.epoch == 0:
-        flying = world.previous  # in the air when the next plan retracts
-        world.step()
+    flying = None
+    for _ in range(30):
+        if young.epoch == 0:
+            flying = world.previous  # in the air when the next plan is made: the last such plan retracts
+            world.step()
+    assert young.epoch == 1
     assert flying is not None and row_epochs(flying.batch.rows, young) == [0]
     outputs = young.num_outputs
     world.step()
@@ -639,7 +657,7 @@ def test_a_lower_number_runs_earlier() -> None:
     world = World(num_rows=1)
     requests = [world.submit(prompt(3, beginning=10 * index), priority=priority) for index, priority in enumerate([5, 0, 5, -1])]
     ended: list[int] = []
-    while len(ended) < 4:
+    for _ in range(20):
         world.step()
         ended.extend(request.id for request in requests if request.state is State.FINISHED and request.id not in ended)
     assert ended == [3, 1, 0, 2]
@@ -680,9 +698,8 @@ def test_nobody_is_retracted_when_that_would_not_make_enough_room() -> None:
     urgent = world.submit(prompt(25, beginning=21), priority=0)
     world.step()
     assert states([large, small, urgent]) == [State.RUNNING, State.RUNNING, State.WAITING]
-    while large.state is not State.FINISHED:
-        assert small.epoch == 0
-        world.step()
+    steps_until(world, lambda: small.epoch > 0 or large.state is State.FINISHED)
+    assert small.epoch == 0
     world.run()
 
 
@@ -835,6 +852,28 @@ def test_a_request_waits_for_the_disk_without_holding_anything_or_anyone() -> No
     assert request.cached == CachedTokens(host=8, disk=8)
 
 
+def test_no_more_requests_wait_for_the_disk_than_there_are_rows_to_come_to() -> None:
+    world = World(num_rows=2, num_blocks=32)
+    requests = [world.submit(prompt(18, beginning=20 * index)) for index in range(3)]
+    for request in requests:
+        world.tiers.where.update(dict.fromkeys(world.keys_of(request)[:4], "disk"))
+    world.step()
+    assert states(requests) == [State.LOADING, State.LOADING, State.RUNNING]  # the third computes what it could have waited for
+    world.run()
+
+
+def test_nobody_is_retracted_for_one_that_will_wait_for_the_disk() -> None:
+    world = World(num_rows=2, num_blocks=8)
+    lower = world.submit(prompt(17), outputs=8, priority=1)
+    steps_until(world, lambda: lower.num_outputs > 0)
+    urgent = world.submit(prompt(18, beginning=21))
+    world.tiers.where = dict.fromkeys(world.keys_of(urgent)[:4], "disk")
+    world.step()
+    assert states([lower, urgent]) == [State.RUNNING, State.LOADING]
+    assert lower.epoch == 0
+    world.run()
+
+
 def test_after_an_incomplete_promotion_the_disk_is_left_alone() -> None:
     world = World()
     request = world.submit(prompt(18))
@@ -915,6 +954,19 @@ def test_a_failed_load_is_a_miss() -> None:
     assert world.said(request) == world.expected(request)
 
 
+def test_a_load_that_fails_after_the_first_token_does_not_change_what_was_reported_as_cached() -> None:
+    world = World()
+    request = loading(world)
+    steps_until(world, lambda: request.num_outputs == 1)
+    world.scheduler._retract(request)
+    world.device.run_all()
+    world.evict_everything()
+    world.fail_loads = True
+    world.run()
+    assert request.epoch == 2
+    assert request.cached == CachedTokens(host=16)
+
+
 def test_a_failed_load_voids_the_flight_that_read_it() -> None:
     world = World()
     world.fail_loads = True
@@ -947,16 +999,53 @@ def test_a_retracted_request_comes_back_from_the_host_tier() -> None:
 # ---------------------------------------------------------------------- the rest
 
 
-def test_forgetting_everything_under_running_requests_changes_no_token() -> None:
-    """H8: a reset while a request computes and another waits to join it."""
-    for after_steps in range(6):
-        world = World()
-        one, two = world.submit(prompt(18), outputs=3), world.submit(prompt(18), outputs=3)
-        for _ in range(after_steps):
-            world.step()
-        world.blocks.forget_all()
-        world.run()
-        assert (world.said(one), world.said(two)) == (world.expected(one), world.expected(two))
+@pytest.mark.parametrize("after_steps", range(6))
+def test_a_reset_changes_no_token_of_those_who_run_or_wait(after_steps: int) -> None:
+    """H8: one computes, another waits to join it."""
+    world = World(num_blocks=32)
+    one, two = world.submit(prompt(18), outputs=3), world.submit(prompt(18), outputs=3)
+    for _ in range(after_steps):
+        world.step()
+    world.scheduler.forget_all()
+    world.run()
+    assert (world.said(one), world.said(two)) == (world.expected(one), world.expected(two))
+
+
+@pytest.mark.parametrize("after_steps", range(1, 4))
+def test_what_a_request_began_before_a_reset_is_never_found_or_stored(after_steps: int) -> None:
+    world = World()
+    request = world.submit(prompt(18), outputs=8)
+    for _ in range(after_steps):
+        world.step()
+    world.scheduler.forget_all()
+    assert world.blocks.num_keys == 0
+    stored = len(world.stored)
+    world.run()
+    assert (world.blocks.num_keys, len(world.stored)) == (0, stored)
+    assert world.said(request) == world.expected(request)
+
+
+def test_nobody_waits_to_join_what_was_begun_before_a_reset() -> None:
+    world = World(num_blocks=32)
+    one, two = world.submit(prompt(18), outputs=9), world.submit(prompt(18))
+    world.step()
+    assert states([one, two]) == [State.RUNNING, State.WAITING]
+    world.scheduler.forget_all()
+    world.step()
+    assert states([one, two]) == [State.RUNNING, State.RUNNING]
+    world.run()
+
+
+def test_a_request_that_starts_anew_after_a_reset_shares_its_blocks_again() -> None:
+    world = World()
+    request = world.submit(prompt(18), outputs=4)
+    steps_until(world, lambda: request.num_outputs == 1)
+    world.scheduler.forget_all()
+    world.scheduler._retract(request)
+    world.device.run_all()
+    world.tiers.where.clear()
+    world.run()
+    assert world.blocks.match(world.keys_of(request)) != []
 
 
 def test_a_scheduler_without_tiers_finds_nothing_in_them() -> None:

@@ -79,7 +79,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule()
     def everything_is_forgotten(self) -> None:
-        self.world.blocks.forget_all()
+        self.world.scheduler.forget_all()
 
     def teardown(self) -> None:
         """Nobody starves: what is left ends within a number of steps that only depends on its tokens."""

@@ -159,8 +159,6 @@ class CpuStream:
     def _run(self) -> None:
         torch.get_num_threads()
         torch.set_num_threads(self._threads)
-        if self._threads > 1:
-            _end_idle_openmp_teams()
         self._ready.set()
         while (item := self._queue.get()) is not None:
             if isinstance(item, _Wait):
@@ -208,6 +206,8 @@ class CpuDevice:
         if name in self._streams:
             raise InvariantError(f"stream {name} exists already")
         threads = self._compute_threads if name == "compute" else 1
+        if threads > 1:
+            _end_own_openmp_team()
         stream = self._streams[name] = CpuStream(name, threads=threads, timeline=self._timeline)
         return stream
 
@@ -284,10 +284,10 @@ def _available_bytes() -> int | None:
     return None
 
 
-def _end_idle_openmp_teams() -> None:
-    """Let go of the OpenMP threads that other threads of this process left behind, as loading a model does.
+def _end_own_openmp_team() -> None:
+    """Let go of the OpenMP threads that belong to the calling thread, which has loaded a model with them.
 
-    While there are more of them than cores, libgomp's threads stop spinning between two kernels and sleep, and each of the
+    While a process has more of them than cores, libgomp's threads stop spinning between two kernels and sleep, and each of the
     hundreds of small kernels of a decode step pays for waking them: a step of SmolLM2-135M took 50 ms instead of 30 ms on two
     cores. A thread that needs its team again gets a new one.
     """

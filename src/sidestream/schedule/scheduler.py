@@ -303,9 +303,8 @@ class Scheduler:
     def _admit(self, draft: _Draft) -> None:
         if not self._queue or self._rows.num_available == 0:
             return
-        for request in self._by_rank(self._queue.values())[: self.limits.max_probes]:
-            if request.state is State.LOADING:
-                continue
+        waiting = (request for request in self._queue.values() if request.state is State.WAITING)
+        for request in self._by_rank(waiting)[: self.limits.max_probes]:
             if self._rows.num_available == 0 or not self._try_admit(request, draft):
                 return  # nobody overtakes the first in line for lack of room
 

@@ -32,8 +32,8 @@ from sidestream.types import Accesses, BatchPlan, Fence, Key, LayerGates, LoadPl
 
 logger = logging.getLogger(__name__)
 
-# A copied segment below this wastes the link: see the table of scattered copies in docs/streams.md.
-_MIN_SEGMENT_BYTES = 256 * 1024
+# Layers of a block that are copied as one segment have at least so many bytes: fewer waste the copy, more make the first layer wait.
+_MIN_SEGMENT_BYTES = 64 * 1024
 _DISK_READERS = 2
 # After the disk refused a write, how long it is left alone.
 _DISK_PAUSE_S = 5.0
