@@ -19,7 +19,7 @@ from sidestream.types import CachedTokens
 from .conftest import Run
 
 ENGINE = ("--kv-memory", "32MiB", "--threads", "1", "--temperature", "0", "--ignore-eos")
-WAIT_S = 60.0
+WAIT_S = 150.0
 
 
 class Terminal:

@@ -17,7 +17,7 @@ import pytest
 
 from .conftest import Run
 
-WAIT_S = 60.0
+WAIT_S = 150.0
 
 
 @contextlib.contextmanager
