@@ -13,8 +13,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import pytest
-
 from sidestream.cli.answer import Answer, printable
 from sidestream.types import CachedTokens
 
@@ -34,6 +32,13 @@ class Terminal:
 
     def type(self, text: str) -> None:
         os.write(self._descriptor, text.encode())
+
+    def interrupt_until_shown(self) -> None:
+        """Press Ctrl-C as a user would, again if need be: Python's `input` loses one that comes between its prompt and its read."""
+        for _ in range(60):
+            self.child.send_signal(signal.SIGINT)
+            if select.select([self._descriptor], [], [], 1.0)[0]:
+                return
 
     def read_until(self, pattern: str) -> str:
         """What was shown since the last call, up to and with `pattern`."""
@@ -59,7 +64,6 @@ def _chatting(model: Path, *options: str) -> Iterator[Terminal]:
             os.close(ours)
 
 
-@pytest.mark.skip(reason="sometimes sees no output of its terminal, cause unknown: to be found before this is relied on")
 def test_ctrl_c_interrupts_the_answer_and_ctrl_d_ends_the_conversation(tiny: Path) -> None:
     with _chatting(tiny) as terminal:
         assert "Ctrl-C interrupts an answer" in terminal.read_until("> ")
@@ -71,7 +75,7 @@ def test_ctrl_c_interrupts_the_answer_and_ctrl_d_ends_the_conversation(tiny: Pat
         assert "did you mean /quit?" in terminal.read_until("\n> ")
         terminal.type("/stats\n")
         assert "prompt tokens" in terminal.read_until("\n> ")
-        terminal.child.send_signal(signal.SIGINT)
+        terminal.interrupt_until_shown()
         terminal.read_until("Ctrl-D or /quit ends")
         terminal.type("\x04")
         assert terminal.child.wait(WAIT_S) == 0
