@@ -1,0 +1,56 @@
+"""Forward passes are padded to few lengths, and nothing of the padding is to be seen."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from sidestream.attention.paged import PagedBatch
+from sidestream.models import PagedModel, load_model
+from sidestream.models.adapter import padded_length
+from sidestream.testing.tiny_models import tiny_model_dir
+
+BLOCK_TOKENS = 4
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> PagedModel:
+    directory: Path = tmp_path_factory.mktemp("models")
+    return load_model(tiny_model_dir("llama", directory, 1), dtype="float32", block_tokens=BLOCK_TOKENS)
+
+
+def test_a_step_up_to_512_tokens_and_16_rows_has_one_of_few_lengths() -> None:
+    lengths = {padded_length(count) for count in range(1, 529)}
+    assert len(lengths) == 48
+    assert all(padded_length(count) == count for count in range(1, 17)), "a prompt's tail and a decode step are computed as they are"
+    assert all(count <= padded_length(count) < count + 16 for count in range(1, 529))
+
+
+@pytest.mark.parametrize("count", [16, 17, 31, 32, 33])
+def test_the_module_sees_only_padded_lengths_and_the_pool_only_what_was_asked(model: PagedModel, count: int) -> None:
+    seen: list[int] = []
+    handle = model.module.get_input_embeddings().register_forward_hook(lambda _, inputs, __: seen.append(inputs[0].shape[-1]))
+    pool = torch.full(model.layout.shape(12), 7.0)
+    tokens, slots = torch.arange(1, count + 1), torch.arange(count)  # the first blocks, in order
+    table = torch.arange(12)[None]
+    batch = PagedBatch(pool, slots, table, (0, count), (count,), 0, lambda layer: None)
+    try:
+        logits = model.forward(tokens, torch.arange(count), batch, torch.tensor([count - 1]))
+    finally:
+        handle.remove()
+    assert seen == [padded_length(count)]
+    assert logits.shape == (1, model.vocab_size)
+    by_token = pool.transpose(1, 3).reshape(12 * BLOCK_TOKENS, -1)
+    assert bool((by_token[count:] == 7.0).all()), "padding reached the pool"
+    assert not bool((by_token[:count] == 7.0).all(-1).any())
+
+
+def test_logits_do_not_depend_on_the_padding(model: PagedModel) -> None:
+    def last(count: int) -> torch.Tensor:
+        pool = torch.zeros(model.layout.shape(12))
+        batch = PagedBatch(pool, torch.arange(count), torch.arange(12)[None], (0, count), (count,), 0, lambda layer: None)
+        return model.forward(torch.arange(1, count + 1), torch.arange(count), batch, torch.arange(17))
+
+    torch.testing.assert_close(last(17), last(32), atol=1e-5, rtol=1e-5)
