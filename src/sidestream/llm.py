@@ -269,5 +269,5 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if isinstance(prompts, str):
         return [prompts]
     if prompts and isinstance(prompts[0], int):
-        return [[int(token) for token in prompts]]  # type: ignore[arg-type]
+        return [prompts]  # type: ignore[list-item]
     return list(prompts)  # type: ignore[arg-type]

@@ -9,6 +9,7 @@ import select
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,6 +21,7 @@ from .conftest import Run
 
 ENGINE = ("--kv-memory", "32MiB", "--threads", "1", "--temperature", "0", "--ignore-eos")
 WAIT_S = 150.0
+PRESS_S = 10.0
 
 
 class Terminal:
@@ -34,11 +36,22 @@ class Terminal:
         os.write(self._descriptor, text.encode())
 
     def interrupt_until_shown(self) -> None:
-        """Press Ctrl-C as a user would, again if need be: Python's `input` loses one that comes between its prompt and its read."""
-        for _ in range(60):
+        """Press Ctrl-C at the prompt, and again if need be: Python's `input` loses one that comes between its prompt and its read.
+
+        So not before it sleeps in its read, where that can be seen; and not again before a loaded machine has had time to answer,
+        for the second one would end the conversation.
+        """
+        for _ in range(int(WAIT_S / PRESS_S)):
+            self._wait_until_it_sleeps()
             self.child.send_signal(signal.SIGINT)
-            if select.select([self._descriptor], [], [], 1.0)[0]:
+            if select.select([self._descriptor], [], [], PRESS_S)[0]:
                 return
+
+    def _wait_until_it_sleeps(self) -> None:
+        state = Path(f"/proc/{self.child.pid}/stat")
+        until = time.monotonic() + WAIT_S
+        while state.exists() and state.read_text().rpartition(")")[2].split()[0] != "S":
+            assert time.monotonic() < until, "it never sleeps"
 
     def read_until(self, pattern: str) -> str:
         """What was shown since the last call, up to and with `pattern`."""
@@ -76,7 +89,7 @@ def test_ctrl_c_interrupts_the_answer_and_ctrl_d_ends_the_conversation(tiny: Pat
         terminal.type("/stats\n")
         assert "prompt tokens" in terminal.read_until("\n> ")
         terminal.interrupt_until_shown()
-        terminal.read_until("Ctrl-D or /quit ends")
+        terminal.read_until(r"Ctrl-D or /quit ends\)\r\n> ")  # a Ctrl-D before the prompt would be for nobody
         terminal.type("\x04")
         assert terminal.child.wait(WAIT_S) == 0
 
@@ -105,7 +118,7 @@ def test_a_question_that_is_refused_does_not_end_the_conversation(tiny: Path) ->
         assert "the pool holds 128" in terminal.read_until("the question was left out")
         terminal.type("Hi\n")
         terminal.read_until("4 tokens")
-        terminal.read_until("\n> ")  # a Ctrl-D before the prompt would be for nobody
+        terminal.read_until("\n> ")
         terminal.type("\x04")
         assert terminal.child.wait(WAIT_S) == 0
 

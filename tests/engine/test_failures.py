@@ -177,6 +177,46 @@ def test_tokenizer_that_raises_ends_that_request_only() -> None:
         assert rig.engine.health().status == "ok"
 
 
+class EndlessTokenizer(ToyTokenizer):
+    """Makes text of every token, but not of what is left at the end."""
+
+    def detokenizer(self) -> ToyDetokenizer:
+        class Endless(ToyDetokenizer):
+            def finish(self) -> str:
+                raise UnicodeError("injected: half a character is left")
+
+        return Endless()
+
+
+def test_aborted_sample_is_told_its_end_though_the_tokenizer_cannot_make_the_rest_of_its_text(caplog: pytest.LogCaptureFixture) -> None:
+    with serving(tokenizer=EndlessTokenizer()) as rig:
+        aborted, other = rig.submit(PROMPT, 60), rig.submit(PROMPT, 60)
+        aborted.wait_for_tokens(2)
+        rig.abort(aborted)
+        assert (aborted.reason, aborted.error, aborted.deltas[-1].text) == ("abort", None, "")
+        rig.abort(other)
+        assert other.reason == "abort"
+        assert rig.engine.health().status == "ok"
+    assert "the rest of its text could not be made" in caplog.text
+
+
+def test_requests_that_are_left_when_the_engine_closes_are_told_though_the_tokenizer_is_broken() -> None:
+    rig = Rig(tokenizer=EndlessTokenizer())
+    replies = [rig.submit(prompt, 60) for prompt in prompts(34, 6)]
+    replies[0].wait_for_tokens(1)
+    rig.close()
+    assert [reply.reason for reply in replies] == ["abort"] * 6
+    rig.check_idle()
+
+
+def test_sample_whose_last_text_cannot_be_made_ends_with_an_error_of_its_own() -> None:
+    with serving(tokenizer=EndlessTokenizer()) as rig:
+        reply = rig.submit(PROMPT, 4)
+        assert (reply.reason, reply.error) == ("error", "the tokenizer failed: injected: half a character is left")
+        assert reply.token_ids() == rig.model.expected(PROMPT, 4)
+        assert rig.engine.health().status == "ok"
+
+
 class NoTokenizer(ToyTokenizer):
     def detokenizer(self) -> ToyDetokenizer:
         raise MemoryError("injected")

@@ -1,11 +1,15 @@
 """What a client may ask, what it is told, and how it is refused."""
 
 import threading
+from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from engine_rig import Reply, prompts, serving
 
+from sidestream.config import SamplingParams
 from sidestream.errors import ContextTooLong, QueueFull, RequestError, RequestRejected
 from sidestream.testing.toy import ToyModel
 from sidestream.types import Delta
@@ -38,6 +42,50 @@ def test_what_cannot_be_served_is_refused_before_anything_is_taken(
         assert refusal.value.param == param
         assert rig.engine.unfinished == 0
         rig.ask(PROMPT)
+
+
+@pytest.mark.parametrize("wrong", [2.0, float("nan"), "2", None, True, np.float32(2), np.bool_(True), [2], 1j], ids=repr)
+def test_what_is_not_a_whole_number_is_refused_as_token_id_and_as_priority(wrong: Any) -> None:
+    with serving() as rig:
+        for prompt, priority, param in (([1, wrong, 3], 0, "prompt"), ([1, 2], wrong, "priority")):
+            with pytest.raises(RequestRejected, match=f"^{param} holds something that is not a whole number") as refusal:
+                rig.submit(prompt, priority=priority)
+            assert refusal.value.param == param
+        with pytest.raises(RequestRejected, match="not a whole number"):
+            rig.engine.check([1, wrong, 3], SamplingParams())
+        assert rig.engine.unfinished == 0
+        rig.ask(PROMPT)
+
+
+@pytest.mark.parametrize("prompt", ["12", None, 12], ids=repr)
+def test_what_is_not_a_list_of_token_ids_is_refused(prompt: Any) -> None:
+    with serving() as rig, pytest.raises(RequestRejected, match="not a whole number"):
+        rig.submit(prompt)
+
+
+@pytest.mark.parametrize("kind", [np.int64, np.uint8, torch.tensor], ids=["int64", "uint8", "tensor"])
+def test_whole_numbers_of_other_kinds_are_taken_as_plain_ones(kind: Callable[[int], Any]) -> None:
+    with serving(slots=16) as rig:
+        plain, asked = rig.ask([*PROMPT, *PROMPT]), [kind(token_id) for token_id in (*PROMPT, *PROMPT)]
+        kinds: set[type] = set()
+
+        def look(_: Delta) -> None:
+            (request,) = rig.engine.parts.scheduler.requests()
+            kinds.update(type(number) for number in (*request.prompt, request.priority))
+
+        reply = rig.submit(asked, priority=kind(1), on_delta=look)
+        assert (reply.wait().token_ids(), reply.cached.device > 0) == (plain.token_ids(), True)
+        assert kinds == {int}
+
+
+def test_prompt_that_its_owner_changes_after_submission_is_served_as_it_was() -> None:
+    with serving() as rig:
+        hold = rig.hold("compute")
+        prompt = list(PROMPT)
+        reply = rig.submit(prompt)
+        prompt[:] = ["changed"] * len(prompt)
+        hold.release()
+        rig.expect(reply, PROMPT)
 
 
 def test_prompt_beyond_the_models_limit_is_refused_though_the_pool_has_room() -> None:

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from engine_rig import Rig
+from engine_rig import Rig, serving
 
 PROMPT = list(range(1, 24))
 
@@ -29,3 +29,23 @@ def test_request_that_runs_during_a_reset_gets_its_tokens(tmp_path: Path) -> Non
         assert reply.wait().token_ids() == rig.model.expected(PROMPT, 40)
     finally:
         rig.close()
+
+
+def test_blocks_that_a_request_completes_after_a_reset_are_found_in_no_tier(tmp_path: Path) -> None:
+    """Its KV is of before the reset, all of it: the later blocks were computed from the earlier ones."""
+    with serving(slots=24, disk=tmp_path) as rig:
+        reply = rig.submit(PROMPT, max_tokens=40)
+        reply.wait_for_tokens(3)
+        rig.engine.reset_cache()
+        rig.expect(reply, PROMPT, 40)
+        rig.settle()
+        assert keys_by_tier(rig) == (0, 0, 0)
+        rig.ask(PROMPT, 40)
+        rig.settle()
+        assert min(keys_by_tier(rig)) > 0
+
+
+def keys_by_tier(rig: Rig) -> tuple[int, int, int]:
+    """On the device, in host memory, on disk."""
+    assert rig.engine.parts.host is not None and rig.disk is not None
+    return rig.engine.parts.blocks.num_keys, rig.engine.parts.host.pool.num_keys, len(rig.disk.index)

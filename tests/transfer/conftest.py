@@ -1,8 +1,10 @@
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from transfer_rig import Rig
+
+from sidestream.types import Key
 
 
 @pytest.fixture
@@ -15,6 +17,20 @@ def rig() -> Iterator[Rig]:
 def disk_rig(tmp_path: Path) -> Iterator[Rig]:
     """Device, host and disk."""
     yield from _checked(Rig(tmp_path))
+
+
+@pytest.fixture(params=["host", "host before a disk", "disk"])
+def full_tier(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Rig, Callable[[Key], bool]]]:
+    """Room for eight blocks in one tier, and whether that tier holds a key."""
+    if request.param == "disk":
+        rig = Rig(tmp_path, num_slots=16, disk_blocks=8)
+        assert rig.disk is not None
+        holds = rig.disk.index.__contains__
+    else:
+        rig = Rig(tmp_path if request.param == "host before a disk" else None, num_slots=8)
+        holds = rig.host_holds
+    for checked in _checked(rig):
+        yield checked, holds
 
 
 def _checked(rig: Rig) -> Iterator[Rig]:

@@ -1,9 +1,10 @@
 """Whether a load is worth its time: bytes over measured bandwidth against tokens over the measured prefill rate."""
 
 import pytest
-from transfer_rig import DEADLINE_S, LAYOUT, Rig, keys
+from transfer_rig import DEADLINE_S, LAYOUT, Clock, Rig, keys
 
 from sidestream.transfer import CostModel
+from sidestream.transfer.pacing import _STALE_S as STALE_S
 
 BLOCK = LAYOUT.block_bytes
 
@@ -38,6 +39,65 @@ def test_a_measurement_without_time_changes_nothing() -> None:
     costs.saw_transfer("disk", BLOCK, 0.0)
     costs.saw_prefill(10, 0.0)
     assert (costs.load_seconds(host_blocks=1, disk_blocks=1), costs.prefill_rate) == (before, None)
+
+
+STALLED = 1000.0
+"""Bytes a second of a tier that hardly answers."""
+
+
+def after_a_stall(tier: str) -> tuple[CostModel, Clock]:
+    clock = Clock()
+    costs = CostModel(LAYOUT, clock=clock)
+    for _ in range(100):
+        costs.saw_transfer(tier, round(STALLED), 1.0)
+    return costs, clock
+
+
+def seconds_for_a_block(costs: CostModel, tier: str) -> float:
+    return costs.load_seconds(host_blocks=tier == "host", disk_blocks=tier == "disk")
+
+
+@pytest.mark.parametrize("tier", ["host", "disk"])
+def test_a_tier_that_once_stalled_is_tried_again_after_a_while_without_a_transfer(tier: str) -> None:
+    costs, clock = after_a_stall(tier)
+    clock.now_s += STALE_S - 1
+    assert seconds_for_a_block(costs, tier) == pytest.approx(BLOCK / STALLED, rel=1e-3)
+    clock.now_s += 2
+    assert seconds_for_a_block(costs, tier) < 1e-6
+
+
+@pytest.mark.parametrize("tier", ["host", "disk"])
+def test_a_stall_is_believed_again_once_the_trial_was_slow_too(tier: str) -> None:
+    costs, clock = after_a_stall(tier)
+    clock.now_s += STALE_S + 1
+    costs.saw_transfer(tier, round(STALLED), 1.0)
+    assert seconds_for_a_block(costs, tier) == pytest.approx(BLOCK / STALLED, rel=1e-3)
+
+
+@pytest.mark.parametrize(("stalled", "other"), [("host", "disk"), ("disk", "host")])
+def test_a_transfer_of_one_tier_says_nothing_new_about_the_other(stalled: str, other: str) -> None:
+    costs, clock = after_a_stall(stalled)
+    clock.now_s += STALE_S + 1
+    costs.saw_transfer(other, round(STALLED), 1.0)
+    assert seconds_for_a_block(costs, stalled) < 1e-6
+
+
+def test_a_tier_that_is_faster_than_hoped_is_believed_however_long_ago() -> None:
+    clock = Clock()
+    costs = CostModel(LAYOUT, clock=clock)
+    for _ in range(100):
+        costs.saw_transfer("host", 10**12, 1.0)
+    before = seconds_for_a_block(costs, "host")
+    clock.now_s += 1e6
+    assert seconds_for_a_block(costs, "host") == before == pytest.approx(BLOCK / 1e12, rel=1e-3)
+
+
+def test_what_was_never_measured_is_tried_after_a_while() -> None:
+    clock = Clock()
+    costs = CostModel(LAYOUT, clock=clock)
+    guessed = seconds_for_a_block(costs, "disk")
+    clock.now_s += STALE_S + 1
+    assert seconds_for_a_block(costs, "disk") < guessed / 4
 
 
 def test_decision_goes_either_way_by_what_was_measured(disk_rig: Rig) -> None:

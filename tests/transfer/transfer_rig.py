@@ -132,14 +132,14 @@ class Rig:
 
     # ------------------------------------------------------------------ plans
 
-    def store(self, wanted: Sequence[Key], block_ids: Sequence[int], *after: Fence) -> None:
-        self.transfers.submit([StorePlan(tuple(wanted), tuple(block_ids), after)])
+    def store(self, wanted: Sequence[Key], block_ids: Sequence[int], *after: Fence, prefix: Sequence[Key] = ()) -> None:
+        self.transfers.submit([StorePlan(tuple(wanted), tuple(block_ids), after, tuple(prefix))])
 
-    def stored(self, wanted: Sequence[Key]) -> None:
+    def stored(self, wanted: Sequence[Key], *, prefix: Sequence[Key] = ()) -> None:
         """Compute the keys' blocks, store them, and let the blocks go. With a disk, its writes are done too."""
         lease = self.blocks.take(len(wanted))
         fence = self.fill(lease.ids, wanted)
-        self.store(wanted, lease.ids, fence)
+        self.store(wanted, lease.ids, fence, prefix=prefix)
         self.finish("compute", "store")
         lease.release()
         if self.disk is not None:

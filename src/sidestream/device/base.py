@@ -71,6 +71,10 @@ class Device(Protocol):
         """How often a thread waited for a fence that was not done yet, by reason."""
         ...
 
+    def rest(self) -> None:
+        """Nothing is on its way, nor was a moment ago: give memory that is free back to the system."""
+        ...
+
     def close(self) -> None:
         """Run what was submitted, then end the streams. Idempotent."""
         ...

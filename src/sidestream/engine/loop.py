@@ -38,6 +38,8 @@ logger = logging.getLogger(__name__)
 # How soon a loop without a flight looks at transfers again: when a request waits for one, and when none does.
 _AWAITED_POLL_S = 0.0005
 _BACKGROUND_POLL_S = 0.01
+# How long a loop without anything to do or to watch waits before it lets the device rest.
+_REST_AFTER_S = 1.0
 # Fewer prompt tokens in a flight do not measure the rate of prefill.
 _MEASURED_PREFILL = 64
 # Gauges are read by people.
@@ -97,6 +99,7 @@ class Engine:
         self._closing = threading.Lock()  # one close at a time; guards _closed
         self._closed = False
         self._next_gauges_s = 0.0
+        self._rested = False
         self.num_steps = 0
         self._thread = threading.Thread(target=self._run, name="sidestream-engine", daemon=True)
         self._thread.start()
@@ -322,17 +325,23 @@ class Engine:
     def _idle(self) -> None:
         """Nothing to compute: sleep until a message comes, or until transfers may have moved on."""
         transfers = self.parts.transfers
-        timeout = None
+        timeout, tired = None, False
         if self.parts.scheduler.num_running or self.parts.scheduler.num_waiting or (transfers is not None and transfers.awaited):
             timeout = _AWAITED_POLL_S
         elif transfers is not None and transfers.busy:
             timeout = _BACKGROUND_POLL_S
         else:
             self._update_gauges(force=True)
+            tired = not self._rested
+            timeout = _REST_AFTER_S if tired else None
         try:
             message = self._inbox.get(timeout=timeout)
         except Empty:
+            if tired:
+                self._rested = True
+                self.parts.device.rest()
             return
+        self._rested = False
         message()
 
     def _stop(self) -> None:
@@ -481,8 +490,11 @@ class Engine:
 
 
 def _whole_numbers(values: Iterable[object], param: str) -> tuple[int, ...]:
-    """A copy that nobody else changes, of plain ints. Raises RequestRejected for anything else."""
+    """A copy that nobody else changes, of plain ints. Raises RequestRejected for anything else, a bool included."""
     try:
-        return tuple(operator.index(value) for value in values)  # type: ignore[arg-type]
+        given = tuple(values)
+        if bool in map(type, given):  # an int to Python, a mistake here
+            raise TypeError("True and False are no numbers")
+        return tuple(map(operator.index, given))  # type: ignore[arg-type]
     except TypeError as error:
         raise RequestRejected(f"{param} holds something that is not a whole number: {error}", param=param) from error

@@ -240,7 +240,7 @@ class TransferEngine:
         )
         self._reads[key] = ReadTicket(key, slot, pin, fence, self._clock(), watch, self._generation)
 
-    def _write(self, key: Key, index: int) -> None:
+    def _write(self, key: Key, index: int, prefix: tuple[Key, ...]) -> None:
         """Write a published slot through to disk, unless it is there or the disk has just refused."""
         if self._disk is None or self._write_stream is None or key in self._disk.index:
             return
@@ -261,7 +261,7 @@ class TransferEngine:
             lambda: self._host_memory.accesses([index], range(self._layout.num_layers), write=False),
             label="write block",
         )
-        self._writes.append(WriteTicket(key, slot, grant, fence, self._clock(), watch))
+        self._writes.append(WriteTicket(key, prefix, slot, grant, fence, self._clock(), watch))
 
     # ------------------------------------------------------------------ completion: never blocks
 
@@ -295,11 +295,9 @@ class TransferEngine:
             if good and self._is_wanted(ticket):
                 for key, slot in zip(ticket.keys, ticket.slots.ids, strict=True):
                     self._host.pool.publish(slot, key)  # H7: only now
-                    self._write(key, slot)
+                    self._write(key, slot, ticket.prefix)
             ticket.slots.release(after=(ticket.fence,))
-            self._host.pool.touch(ticket.prefix)
-            if self._disk is not None:
-                self._disk.index.touch(ticket.prefix)
+            self._touch(ticket.prefix)
 
     def _finish_loads(self) -> None:
         for ticket in [t for t in self._loads if t.done()]:
@@ -326,6 +324,14 @@ class TransferEngine:
                     self._disk.index.abandon(ticket.grant)
                     self._disk_resumes_s = self._clock() + _DISK_PAUSE_S
             ticket.slot.release()
+            if not self._writes or self._writes[0].prefix is not ticket.prefix:
+                self._touch(ticket.prefix)  # again after the last write of a store: what was being written could not be counted before
+
+    def _touch(self, prefix: Sequence[Key]) -> None:
+        """Count a run from the start of a sequence as just used, in both tiers: they shall evict it from its end."""
+        self._host.pool.touch(prefix)
+        if self._disk is not None:
+            self._disk.index.touch(prefix)
 
     def _finish_reads(self) -> None:
         for ticket in [t for t in self._reads.values() if t.fence.poll()]:

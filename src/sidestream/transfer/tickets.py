@@ -57,9 +57,13 @@ class LoadTicket:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WriteTicket:
-    """Host to disk, one block. Holds the slot it reads."""
+    """Host to disk, one block. Holds the slot it reads.
+
+    prefix   of the store that brought the block to the host; one object for all its blocks
+    """
 
     key: Key
+    prefix: tuple[Key, ...]
     slot: Lease
     grant: WriteGrant
     fence: Fence

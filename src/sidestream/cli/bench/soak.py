@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import random
 import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 from sidestream.cli.bench.report import Figure, at_most
 
 _SETTLED = 200
+_REST_S = 3.0
 _WAVE = 20
 
 
@@ -30,8 +32,8 @@ def measure(model: str, *, num_requests: int, tell: Callable[[str], None]) -> li
                 llm.generate(prompts, params)
                 next(llm.stream(prompts[0], SamplingParams(max_tokens=64)))  # left at once: an abort
                 if done + _WAVE == _SETTLED:
-                    settled = _resident_bytes()
-            grown = _resident_bytes() - settled
+                    settled = _resident_bytes_at_rest()
+            grown = _resident_bytes_at_rest() - settled
             preemptions = llm.engine.parts.scheduler.num_preemptions
     return [
         Figure("rss_growth_mib", grown / 2**20, "MiB", at_most(16)),
@@ -41,7 +43,9 @@ def measure(model: str, *, num_requests: int, tell: Callable[[str], None]) -> li
     ]
 
 
-def _resident_bytes() -> int:
+def _resident_bytes_at_rest() -> int:
+    """Once the engine has had nothing to do for a moment, and has given back what is free."""
+    time.sleep(_REST_S)
     pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
     import resource
 

@@ -1,0 +1,115 @@
+"""The interface for scripts, with a real tiny model: many prompts through a short queue, and nothing left behind by a failure."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from sidestream import LLM, QueueFull, RequestError, RequestRejected, SamplingParams
+from sidestream.testing.faults import Hold
+from sidestream.testing.tiny_models import tiny_model_dir
+from sidestream.types import Delta
+
+GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+PROMPTS = [f"The {name} " * 3 for name in ("whale", "ship", "sea", "crew", "mate", "boat", "wind", "rope", "mast", "sail")]
+BOUND = 3
+
+
+@pytest.fixture(scope="module")
+def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
+    """Two requests run, one waits, a fourth is one too many."""
+    directory = tiny_model_dir("llama", tmp_path_factory.mktemp("tiny"), seed=1)
+    with LLM(directory, kv_memory="8MiB", max_running=2, max_waiting=BOUND - 2, compute_threads=1) as llm:
+        yield llm
+        assert llm.engine.unfinished == 0
+
+
+class Watched:
+    """Counts what an engine is asked and refuses, and may fail in the middle."""
+
+    def __init__(self, llm: LLM, monkeypatch: pytest.MonkeyPatch, *, fail_at: int | None = None) -> None:
+        self.accepted = 0
+        self.refused = 0
+        self._submit = llm.engine.submit
+        self._fail_at = fail_at
+        monkeypatch.setattr(llm.engine, "submit", self)
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        if self.accepted == self._fail_at:
+            raise MemoryError("injected")
+        try:
+            handle = self._submit(*args, **options)
+        except QueueFull:
+            self.refused += 1
+            raise
+        self.accepted += 1
+        return handle
+
+
+def test_more_prompts_than_the_queue_takes_are_all_answered_in_their_order(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    alone = [llm.generate(prompt, GREEDY)[0].token_ids for prompt in PROMPTS]
+    watched = Watched(llm, monkeypatch)
+    together = llm.generate(PROMPTS, GREEDY)
+    assert [output.token_ids for output in together] == alone
+    assert len(set(alone)) == len(PROMPTS)
+    assert (watched.accepted, watched.refused > 0) == (len(PROMPTS), True)
+
+
+def test_samples_count_towards_the_queue_too(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    watched = Watched(llm, monkeypatch)
+    outputs = llm.generate(PROMPTS[:4], SamplingParams(temperature=0, max_tokens=3, n=2, ignore_eos=True))
+    assert [len(output.completions) for output in outputs] == [2] * 4
+    assert watched.refused > 0
+
+
+def test_each_prompt_may_have_params_of_its_own(llm: LLM) -> None:
+    each = [SamplingParams(temperature=0, max_tokens=count, ignore_eos=True) for count in (5, 1, 4, 2, 3)]
+    assert [len(output.token_ids) for output in llm.generate(PROMPTS[:5], each)] == [5, 1, 4, 2, 3]
+    with pytest.raises(RequestRejected, match="5 params for 4 prompts"):
+        llm.generate(PROMPTS[:4], each)
+
+
+def test_a_queue_that_others_fill_is_told_and_nobody_waits_for_them(llm: LLM) -> None:
+    told: list[Delta] = []
+    with Hold(llm.engine.parts.device._streams["compute"]):  # type: ignore[attr-defined]
+        others = llm.engine.submit([1, 2, 3], SamplingParams(max_tokens=1, n=BOUND, temperature=0, ignore_eos=True), told.append)
+        with pytest.raises(QueueFull, match="raise max_waiting"):
+            llm.generate(PROMPTS, GREEDY)
+        assert llm.engine.unfinished == len(others.request_ids)
+    wait_until_idle(llm)
+    assert [delta.finish_reason for delta in told] == ["length"] * BOUND
+
+
+def test_a_prompt_that_is_refused_stops_all_before_any_is_started(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    watched = Watched(llm, monkeypatch)
+    with pytest.raises(RequestError, match="the prompt is empty"):
+        llm.generate([*PROMPTS, []], GREEDY)
+    assert (watched.accepted, watched.refused) == (0, 0)
+
+
+def test_a_failure_in_the_middle_aborts_what_is_on_its_way(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    Watched(llm, monkeypatch, fail_at=2)
+    aborted = llm.metrics.value("requests_total", "abort")
+    with pytest.raises(MemoryError):
+        llm.generate(PROMPTS, SamplingParams(max_tokens=900, ignore_eos=True))
+    wait_until_idle(llm)
+    assert llm.metrics.value("requests_total", "abort") == aborted + 2
+
+
+def test_token_ids_are_one_prompt_and_must_be_whole_numbers(llm: LLM) -> None:
+    ids = llm.tokenizer.encode(PROMPTS[0])
+    assert [output.token_ids for output in llm.generate(ids, GREEDY)] == [llm.generate(PROMPTS[0], GREEDY)[0].token_ids]
+    assert llm.generate([], GREEDY) == []
+    for wrong in (1.5, "2", None, True):
+        for prompt in ([*ids, wrong], [[*ids, wrong]]):
+            with pytest.raises(RequestRejected, match="not a whole number"):
+                llm.generate(prompt, GREEDY)  # type: ignore[arg-type]
+
+
+def wait_until_idle(llm: LLM) -> None:
+    until = time.monotonic() + 20
+    while llm.engine.unfinished:
+        assert time.monotonic() < until, "requests do not end"

@@ -1,0 +1,59 @@
+"""A block is of no use without those before it: in every tier, the end of a sequence goes before its start."""
+
+from collections.abc import Callable, Sequence
+
+from transfer_rig import Rig, keys
+
+from sidestream.types import Key
+
+Full = tuple[Rig, Callable[[Key], bool]]
+CONVERSATION = keys("a", "b", "c", "d")
+
+
+def evicted_by_others(full_tier: Full, watched: Sequence[Key]) -> list[str]:
+    """Fill the tier with others, one block at a time: which of the watched keys go, in the order in which they do."""
+    rig, holds = full_tier
+    names = dict(zip(CONVERSATION, "abcd", strict=True))
+    left, gone = list(watched), []
+    for other in range(8):
+        rig.stored(keys(f"other {other}"))
+        gone += [names[of] for of in left if not holds(of)]
+        left = [of for of in left if holds(of)]
+    return gone
+
+
+def test_end_of_one_store_goes_before_its_start(full_tier: Full) -> None:
+    rig, _ = full_tier
+    rig.stored(CONVERSATION, prefix=CONVERSATION)
+    assert evicted_by_others(full_tier, CONVERSATION) == ["d", "c", "b", "a"]
+
+
+def test_end_that_was_stored_later_goes_before_the_start(full_tier: Full) -> None:
+    rig, _ = full_tier
+    rig.stored(CONVERSATION[:2], prefix=CONVERSATION[:2])
+    rig.stored(CONVERSATION[2:], prefix=CONVERSATION)
+    assert evicted_by_others(full_tier, CONVERSATION) == ["d", "c", "b", "a"]
+
+
+def test_conversation_that_goes_on_keeps_its_start_though_others_came_meanwhile(full_tier: Full) -> None:
+    rig, holds = full_tier
+    rig.stored(CONVERSATION[:3], prefix=CONVERSATION[:3])
+    others = keys("w", "x", "y", "z")
+    rig.stored(others)
+    rig.stored(CONVERSATION[3:], prefix=CONVERSATION)
+    rig.stored(keys(*range(4)))
+    assert [holds(of) for of in CONVERSATION] == [True] * 4
+    assert not any(holds(of) for of in others)
+
+
+def test_sequences_that_were_stored_at_once_go_one_after_the_other_each_from_its_end(full_tier: Full) -> None:
+    rig, _ = full_tier
+    lease, others = rig.blocks.take(8), keys("w", "x", "y", "z")
+    fence = rig.fill(lease.ids, (*CONVERSATION, *others))
+    rig.store(CONVERSATION, lease.ids[:4], fence, prefix=CONVERSATION)
+    rig.store(others, lease.ids[4:], fence, prefix=others)
+    rig.finish("compute", "store")
+    lease.release()
+    if rig.disk is not None:
+        rig.finish("disk-write")
+    assert evicted_by_others(full_tier, CONVERSATION) == ["d", "c", "b", "a"]
