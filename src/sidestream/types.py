@@ -238,3 +238,67 @@ class LayerGates:
     """
 
     by_layer: tuple[tuple[Fence, ...], ...] = ()
+
+
+class Witness(Protocol):
+    """Is told of everything that ordering depends on, as it happens, by devices and by pools; judges, and never takes part.
+
+    From any thread. A device calls `submitted`, `waited`, `started`, `touched` and `finished` of one stream in the order in which
+    that stream goes through them. "The host" is whoever submits: all such threads together are one.
+    """
+
+    def submitted(self, fence: Fence, accesses: Accesses, label: str) -> None:
+        """The host enqueued work on `fence.stream`; `fence` covers it. Called before the work can start."""
+        ...
+
+    def waited(self, stream: str, fence: Fence) -> None:
+        """`stream` went past a wait for `fence`, between two pieces of work or inside one."""
+        ...
+
+    def started(self, fence: Fence) -> None:
+        """The work that `fence` covers began: what it declared at submission it touches from here on."""
+        ...
+
+    def touched(self, stream: str, accesses: Accesses) -> None:
+        """The work that runs on `stream` declares, from inside, what it touches from here on."""
+        ...
+
+    def finished(self, fence: Fence) -> None:
+        """The work ended, well or with `fence.failure`. Called before anybody can see the fence done."""
+        ...
+
+    def observed(self, fence: Fence) -> None:
+        """The host saw that `fence` is done."""
+        ...
+
+    def host_touched(self, accesses: Accesses, label: str) -> None:
+        """The host itself reads or writes memory that streams touch, here and now."""
+        ...
+
+    def stalled(self, reason: str) -> None:
+        """The host was held up inside a call: `"flight"` in the commit, or by what may hold it up nowhere."""
+        ...
+
+    def backed(self, pool: str, memory: str, item_bytes: int) -> None:
+        """Id `i` of the pool stands for bytes `[i * item_bytes, (i + 1) * item_bytes)` of `memory`. Before the pool's first lease."""
+        ...
+
+    def took(self, pool: str, ids: Sequence[int], after: Sequence[Fence]) -> None:
+        """A lease for writing was given out; what the ids held is gone. `after`: their unfinished last uses."""
+        ...
+
+    def shared(self, pool: str, ids: Sequence[int]) -> None:
+        """A lease for reading was given out."""
+        ...
+
+    def released(self, pool: str, ids: Sequence[int], after: Sequence[Fence]) -> None:
+        """A lease of these ids ended; `after` covers every use that was made under it and is not yet observed."""
+        ...
+
+    def published(self, pool: str, item: int, key: Key) -> None:
+        """The id became findable under `key`: its bytes are complete and will not change until it is taken again."""
+        ...
+
+    def forgot(self, pool: str, ids: Sequence[int]) -> None:
+        """The ids are not findable any more."""
+        ...

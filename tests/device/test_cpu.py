@@ -353,7 +353,7 @@ def test_streams_leave_the_thread_count_of_the_rest_of_the_process_alone(device:
 
 def test_memory_is_bytes_and_starts_zeroed(device: CpuDevice) -> None:
     for memory in (device.allocate("kv", 4096), device.allocate_host("host", 4096)):
-        assert (memory.dtype, memory.shape, int(memory.sum())) == (torch.uint8, (4096,), 0)
+        assert (memory.data.dtype, memory.data.shape, int(memory.data.sum())) == (torch.uint8, (4096,), 0)
 
 
 def test_memory_that_does_not_fit_is_a_clear_error(device: CpuDevice) -> None:

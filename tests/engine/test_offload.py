@@ -5,7 +5,6 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +13,11 @@ import torch
 from engine_rig import PATIENCE_S, Reply, Rig, prompts, serving
 
 from sidestream.attention.paged import PagedBatch
+from sidestream.device.base import CopyBatch
+from sidestream.device.cpu import CpuStream
 from sidestream.testing import faults
 from sidestream.testing.toy import ToyModel
 from sidestream.transfer import engine as transfer_module
-from sidestream.transfer.copy import BlockMemory, copy_layers
 
 PROMPT = prompts(21, 1, longest=1)[0] + list(range(1, 30))  # 30 tokens: 7 blocks that a cache may supply
 REUSABLE = 28
@@ -182,20 +182,26 @@ class FailingLoads:
         self.armed = True
         self.failed = 0
 
-    def __call__(
-        self, source: BlockMemory, source_ids: Sequence[int], target: BlockMemory, target_ids: Sequence[int], layers: range
-    ) -> None:
-        if target.name == "kv" and self.armed:
+    def __call__(self, stream: CpuStream, batch: CopyBatch) -> None:
+        if batch.target.name == "kv" and self.armed:
             self.failed += 1
-            target.rows()[list(target_ids)] = 0xEE
+            for _, target in batch.runs():
+                target.fill_(0xEE)
             raise OSError("injected: the copy failed")
-        copy_layers(source, source_ids, target, target_ids, layers)
+        _copy(stream, batch)
+
+
+_copy = CpuStream.copy
 
 
 @pytest.fixture
 def failing_loads(monkeypatch: pytest.MonkeyPatch) -> FailingLoads:
     fail = FailingLoads()
-    monkeypatch.setattr(transfer_module, "copy_layers", fail)
+
+    def copy(stream: CpuStream, batch: CopyBatch) -> None:
+        fail(stream, batch)
+
+    monkeypatch.setattr(CpuStream, "copy", copy)
     return fail
 
 

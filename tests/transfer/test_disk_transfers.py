@@ -29,7 +29,7 @@ def _only_file(directory: Path) -> Path:
 def test_stored_block_is_written_to_disk_and_read_back_byte_for_byte(disk_rig: Rig) -> None:
     wanted = keys("a", "b", "c")
     disk_rig.on_disk_only(wanted)
-    disk_rig.host.memory.zero_()
+    disk_rig.host.memory.data.zero_()
     disk_rig.promote(wanted)
     assert disk_rig.finish(*READERS) == [DONE]
     assert all(disk_rig.host_holds(of) for of in wanted)

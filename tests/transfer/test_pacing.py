@@ -127,6 +127,7 @@ def test_reads_that_queue_at_the_disk_already_count(disk_rig: Rig) -> None:
 def test_transfers_teach_the_model_what_they_cost(disk_rig: Rig) -> None:
     costs = disk_rig.transfers._costs
     before = costs.load_seconds(host_blocks=1, disk_blocks=0), costs.load_seconds(host_blocks=0, disk_blocks=1)
+    disk_rig.clock.step_s = 1e-6
     disk_rig.on_disk_only(keys("a"))
     disk_rig.promote(keys("a"))
     disk_rig.finish("disk-read-0", "disk-read-1")

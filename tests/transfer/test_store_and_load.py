@@ -1,16 +1,17 @@
 """Device to host and back: order by fences (H1 to H5), leases until the fence (H6, H10), publish last (H7, H9)."""
 
 import random
-from collections.abc import Sequence
 
 import pytest
 import torch
 from transfer_rig import LAYOUT, Rig, content, flight_of, key, keys
 
+from sidestream.device.base import CopyBatch, Memory
+from sidestream.device.cpu import CpuStream
 from sidestream.kv.pool import PoolExhausted
 from sidestream.transfer import LoadFailed
 from sidestream.transfer import engine as engine_module
-from sidestream.transfer.copy import BlockMemory, copy_layers
+from sidestream.transfer.copy import BlockMemory, layers_batch
 from sidestream.types import LoadPlan, StorePlan
 
 
@@ -24,7 +25,7 @@ def failing_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> None:
         raise OSError("injected: the copy failed")
 
-    monkeypatch.setattr(engine_module, "copy_layers", fail)
+    monkeypatch.setattr(CpuStream, "copy", fail)
 
 
 # ------------------------------------------------------------------ bytes
@@ -47,7 +48,7 @@ def test_what_was_stored_is_loaded_byte_for_byte(rig: Rig, from_ids: list[int], 
     rig.store(wanted, from_ids, rig.fill(from_ids, wanted))
     rig.finish("compute", "store")
     source.release()
-    rig.memory.data.zero_()
+    rig.memory.memory.data.zero_()
     target = rig.taken(to_ids)
     rig.load(wanted, to_ids)
     assert rig.finish("load") == []
@@ -55,7 +56,7 @@ def test_what_was_stored_is_loaded_byte_for_byte(rig: Rig, from_ids: list[int], 
     for of, block in zip(wanted, to_ids, strict=True):
         assert rig.block(block) == content(of).tobytes()
     untouched = set(range(16)) - set(to_ids)
-    assert not any(rig.memory.rows()[list(untouched)].flatten().tolist())
+    assert not any(rig.rows()[list(untouched)].flatten().tolist())
     assert rig.blocks.match(wanted) == to_ids
 
 
@@ -63,20 +64,22 @@ def test_copies_of_random_ids_and_layers_touch_exactly_their_bytes() -> None:
     rng, torch_rng = random.Random(1), torch.Generator().manual_seed(1)
     for _ in range(50):
         source, target = (_random_memory(name, torch_rng) for name in ("a", "b"))
-        before, count = target.data.clone().view(12, -1), rng.randint(0, 12)
+        before, count = target.memory.data.clone().view(12, -1), rng.randint(0, 12)
         source_ids, target_ids = rng.sample(range(12), count), rng.sample(range(12), count)
         if rng.random() < 0.5:
             source_ids.sort()
             target_ids.sort()
         first, stop = sorted(rng.sample(range(4), 2))
-        copy_layers(source, source_ids, target, target_ids, range(first, stop))
+        for from_, to in layers_batch(source, source_ids, target, target_ids, range(first, stop)).runs():
+            to.copy_(from_)
         span = slice(first * LAYOUT.layer_bytes, stop * LAYOUT.layer_bytes)
-        before[target_ids, span] = source.rows()[source_ids, span]
-        assert torch.equal(target.rows(), before)
+        before[target_ids, span] = source.memory.data.view(12, -1)[source_ids, span]
+        assert torch.equal(target.memory.data.view(12, -1), before)
 
 
 def _random_memory(name: str, rng: torch.Generator) -> BlockMemory:
-    return BlockMemory(name, torch.randint(0, 256, (12 * LAYOUT.block_bytes,), dtype=torch.uint8, generator=rng), LAYOUT)
+    data = torch.randint(0, 256, (12 * LAYOUT.block_bytes,), dtype=torch.uint8, generator=rng)
+    return BlockMemory(Memory(name, data), LAYOUT)
 
 
 # ------------------------------------------------------------------ store
@@ -120,7 +123,7 @@ def test_store_waits_for_the_last_use_of_the_slots_it_writes(rig: Rig) -> None: 
     seen: list[bytes] = []
     with rig.hold("load") as hold:
         rig.stream("load").wait(hold.fence)
-        reader = rig.stream("load").submit(lambda: seen.append(rig.host.memory.numpy().tobytes()))
+        reader = rig.stream("load").submit(lambda: seen.append(rig.host.memory.data.numpy().tobytes()))
         slots.release(after=(reader,))
         rig.store(wanted, lease.ids, flight)
         rig.drain("compute")
@@ -232,14 +235,16 @@ def test_load_on_its_way_holds_its_slots_and_blocks_whatever_its_request_does(ri
 @pytest.mark.parametrize("failing_layer", [0, 1, 2])
 @pytest.mark.usefixtures("one_layer_a_group")
 def test_failed_load_is_reported_once_and_publishes_nothing(rig: Rig, monkeypatch: pytest.MonkeyPatch, failing_layer: int) -> None:  # H9
-    def fail_at(source: BlockMemory, source_ids: Sequence[int], target: BlockMemory, target_ids: Sequence[int], layers: range) -> None:
-        if layers.start == failing_layer:
+    copy = CpuStream.copy
+
+    def fail_at(stream: CpuStream, batch: CopyBatch) -> None:
+        if batch.target_starts[0] % LAYOUT.block_bytes == failing_layer * LAYOUT.layer_bytes:
             raise OSError("injected: the copy failed")
-        copy_layers(source, source_ids, target, target_ids, layers)
+        copy(stream, batch)
 
     rig.stored(keys("a"))
     lease = rig.blocks.take(1)
-    monkeypatch.setattr(engine_module, "copy_layers", fail_at)
+    monkeypatch.setattr(CpuStream, "copy", fail_at)
     rig.load(keys("a"), lease.ids, request_id=7, epoch=3)
     assert rig.finish("load") == [LoadFailed(7, 3)]
     assert rig.transfers.poll() == []
@@ -311,7 +316,7 @@ def test_layers_share_a_fence_where_single_ones_are_too_small_a_copy(rig: Rig, m
 def test_layer_reads_loaded_bytes_once_its_gate_is_passed(rig: Rig) -> None:
     rig.stored(keys("a"))
     lease = rig.blocks.take(1)
-    rig.memory.data.zero_()
+    rig.memory.memory.data.zero_()
     seen: list[bytes] = []
     with rig.hold("load"):
         rig.load(keys("a"), lease.ids)
@@ -319,7 +324,7 @@ def test_layer_reads_loaded_bytes_once_its_gate_is_passed(rig: Rig) -> None:
             for fence in fences:
                 rig.compute.wait(fence)
             start, stop = LAYOUT.layer_span(lease.ids[0], layer, layer + 1)
-            rig.compute.submit(lambda start=start, stop=stop: seen.append(rig.memory.data[start:stop].numpy().tobytes()))
+            rig.compute.submit(lambda start=start, stop=stop: seen.append(rig.memory.memory.data[start:stop].numpy().tobytes()))
     rig.finish("load", "compute")
     assert b"".join(seen) == content(key("a")).tobytes()
     lease.release()

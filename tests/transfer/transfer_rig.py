@@ -43,10 +43,14 @@ def content(of: Key) -> np.ndarray[Any, np.dtype[np.uint8]]:
 
 
 class Clock:
+    """Stands still, or goes on by `step_s` whenever it is looked at."""
+
     def __init__(self) -> None:
         self.now_s = 1000.0
+        self.step_s = 0.0
 
     def __call__(self) -> float:
+        self.now_s += self.step_s
         return self.now_s
 
 
@@ -55,7 +59,7 @@ class Rig:
         self.device = CpuDevice(compute_threads=1)
         self.compute = self.device.stream("compute")
         self.blocks = FencedPool("device blocks", num_blocks)
-        self.memory = BlockMemory("kv", self.device.allocate("kv", num_blocks * LAYOUT.block_bytes), LAYOUT)
+        self.memory = BlockMemory(self.device.allocate("kv", num_blocks * LAYOUT.block_bytes), LAYOUT)
         self.host = HostTier(self.device.allocate_host("host", num_slots * LAYOUT.block_bytes), LAYOUT)
         self.disk: FaultyTier | None = None
         if directory is not None:
@@ -63,7 +67,7 @@ class Rig:
             self.disk = FaultyTier(DiskTier.open(directory, layout=LAYOUT, fingerprint="rig", capacity_bytes=capacity))
         self.costs = CostModel(LAYOUT)
         self.metrics = Metrics()
-        self.clock = Clock()
+        self.clock = self.device.now = Clock()  # type: ignore[method-assign]
         self.transfers = TransferEngine(
             device=self.device,
             blocks=self.blocks,
@@ -73,7 +77,6 @@ class Rig:
             costs=self.costs,
             metrics=self.metrics,
             load_deadline_s=DEADLINE_S,
-            clock=self.clock,
         )
         self._holds: list[Hold] = []
 
@@ -109,12 +112,16 @@ class Rig:
 
         def flight() -> None:
             for block, of in zip(block_ids, wanted, strict=True):
-                self.memory.rows()[block] = torch.from_numpy(content(of))
+                self.rows()[block] = torch.from_numpy(content(of))
 
         return self.compute.submit(flight)
 
+    def rows(self) -> torch.Tensor:
+        """The device's blocks, a row each."""
+        return self.memory.memory.data.view(-1, LAYOUT.block_bytes)
+
     def block(self, block_id: int) -> bytes:
-        return self.memory.rows()[block_id].numpy().tobytes()
+        return self.rows()[block_id].numpy().tobytes()
 
     def host_holds(self, wanted: Key) -> bool:
         """Whether the key is findable in the host tier, with its own bytes."""

@@ -214,30 +214,24 @@ def _limit(num_bytes: int) -> str:
 
 def _copy_speed() -> Finding:
     """Host to device as a load goes: a copy on a stream of its own, between two allocations of the device."""
+    from sidestream.device.base import CopyBatch
     from sidestream.device.cpu import CpuDevice
 
     device = CpuDevice()
     try:
         host, memory = device.allocate_host("host", _COPY_BYTES), device.allocate("kv", _COPY_BYTES)
-        host.fill_(1)
+        host.data.fill_(1)
+        batch = CopyBatch(host, memory, [0], [0], _COPY_BYTES)
         stream = device.stream("load")
-        device.wait_host(stream.submit(lambda: _copy(memory, host)), reason="warm up")  # touches the pages
+        device.wait_host(stream.submit(lambda: stream.copy(batch)), reason="warm up")  # touches the pages
         copies, started_s = 0, time.monotonic()
         while time.monotonic() - started_s < _COPY_S:
-            device.wait_host(stream.submit(lambda: _copy(memory, host)), reason="measure")
+            device.wait_host(stream.submit(lambda: stream.copy(batch)), reason="measure")
             copies += 1
         speed = copies * _COPY_BYTES / (time.monotonic() - started_s)
     finally:
         device.close()
     return Finding("host to device", Status.OK, f"{_speed(speed)}, by one thread", data={"bytes_per_s": speed})
-
-
-def _copy(target: object, source: object) -> None:
-    import torch
-
-    assert isinstance(target, torch.Tensor)
-    assert isinstance(source, torch.Tensor)
-    target.copy_(source)
 
 
 def _disk(chosen: Path | None) -> Iterator[Finding]:

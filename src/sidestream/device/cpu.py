@@ -20,10 +20,10 @@ from queue import SimpleQueue
 
 import torch
 
-from sidestream.device.base import no_accesses
+from sidestream.device.base import CopyBatch, Memory, no_accesses
 from sidestream.errors import ConfigError, InvariantError
 from sidestream.metrics import Metrics, Timeline
-from sidestream.types import Accesses, Fence
+from sidestream.types import Accesses, Fence, Witness
 
 # A wait shorter than this is not worth a span of its own on the timeline.
 _VISIBLE_WAIT_NS = 50_000
@@ -55,7 +55,7 @@ class CpuFence:
 
     def poll(self) -> bool:
         """Whether the stream has passed this position. Never blocks."""
-        return self._stream.done_tick >= self._tick
+        return self._stream.has_passed(self)
 
     @property
     def failure(self) -> BaseException | None:
@@ -94,11 +94,12 @@ class _Wait:
 class CpuStream:
     """One thread that runs what is submitted, in order."""
 
-    def __init__(self, name: str, *, threads: int, timeline: Timeline | None) -> None:
+    def __init__(self, name: str, *, threads: int, timeline: Timeline | None, witness: Witness | None) -> None:
         self.name = name
         self.done_tick = 0
         self._threads = threads
         self._timeline = timeline
+        self._witness = witness
         self._queue: SimpleQueue[_Work | _Wait | None] = SimpleQueue()
         self._submit_lock = threading.Lock()
         self._next_tick = 1
@@ -115,6 +116,8 @@ class CpuStream:
                 raise InvariantError(f"stream {self.name} is closed: {label or 'work'} cannot be submitted")
             fence = CpuFence(self, self._next_tick)
             self._next_tick += 1
+            if self._witness is not None:
+                self._witness.submitted(fence, accesses, label)
             self._queue.put(_Work(work, fence, label))
         return fence
 
@@ -129,6 +132,24 @@ class CpuStream:
         elif not fence.poll():
             with self._submit_lock:
                 self._queue.put(_Wait(fence))
+
+    def touch(self, accesses: Accesses) -> None:
+        """Declare from inside work what it touches from here on. See `Stream.touch`."""
+        if self._witness is not None:
+            self._witness.touched(self.name, accesses)
+
+    def copy(self, batch: CopyBatch) -> None:
+        """Copy the segments, on the calling thread. See `Stream.copy`."""
+        for source, target in batch.runs():
+            target.copy_(source)
+
+    def has_passed(self, fence: CpuFence) -> bool:
+        """Whether `fence`, of this stream, is done: then whoever asks has seen it."""
+        if self.done_tick < fence.tick:
+            return False
+        if self._witness is not None:
+            self._witness.observed(fence)
+        return True
 
     def block_until(self, tick: int, timeout_s: float | None) -> bool:
         """Block the calling thread until `tick` has been passed; False when `timeout_s` passed first."""
@@ -164,6 +185,8 @@ class CpuStream:
             if isinstance(item, _Wait):
                 self._wait_here(item.fence)
                 continue
+            if self._witness is not None:
+                self._witness.started(item.fence)
             start_ns = time.perf_counter_ns()
             try:
                 item.run()
@@ -171,6 +194,8 @@ class CpuStream:
                 item.fence.fail(error)
             if self._timeline is not None:
                 self._timeline.record(self.name, item.label or "work", start_ns, time.perf_counter_ns())
+            if self._witness is not None:
+                self._witness.finished(item.fence)
             tick = item.fence.tick
             del item  # what the work held (tensors, leases) is gone before anybody learns that it is done (H24)
             with self._passed:
@@ -181,6 +206,8 @@ class CpuStream:
         start_ns = time.perf_counter_ns()
         fence.block(None)
         stop_ns = time.perf_counter_ns()
+        if self._witness is not None:
+            self._witness.waited(self.name, fence)
         if self._timeline is not None and stop_ns - start_ns > _VISIBLE_WAIT_NS:
             self._timeline.record(self.name, f"wait for {fence.stream}", start_ns, stop_ns)
 
@@ -190,7 +217,15 @@ class CpuDevice:
 
     kind = "cpu"
 
-    def __init__(self, *, compute_threads: int | None = None, timeline: Timeline | None = None, metrics: Metrics | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        compute_threads: int | None = None,
+        timeline: Timeline | None = None,
+        metrics: Metrics | None = None,
+        witness: Witness | None = None,
+    ) -> None:
+        self.witness = witness
         self._compute_threads = compute_threads or torch.get_num_threads()
         self._timeline = timeline
         self._metrics = metrics
@@ -208,11 +243,11 @@ class CpuDevice:
         threads = self._compute_threads if name == "compute" else 1
         if threads > 1:
             _end_own_openmp_team()
-        stream = self._streams[name] = CpuStream(name, threads=threads, timeline=self._timeline)
+        stream = self._streams[name] = CpuStream(name, threads=threads, timeline=self._timeline, witness=self.witness)
         return stream
 
-    def allocate(self, name: str, num_bytes: int) -> torch.Tensor:
-        """Zeroed memory, uint8 `[num_bytes]`, page-aligned; its pages are touched in the background while the engine serves (P7)."""
+    def allocate(self, name: str, num_bytes: int) -> Memory:
+        """Zeroed memory, page-aligned; its pages are touched in the background while the engine serves (P7)."""
         available = _available_bytes()
         if available is not None:
             available -= self._untouched  # of earlier allocations, whose pages may not be mapped yet
@@ -229,9 +264,9 @@ class CpuDevice:
         toucher = threading.Thread(target=self._touch, args=(pages, num_bytes), name=f"sidestream-touch-{name}", daemon=True)
         toucher.start()
         self._touchers.append(toucher)
-        return torch.frombuffer(pages, dtype=torch.uint8)
+        return Memory(name, torch.frombuffer(pages, dtype=torch.uint8))
 
-    def allocate_host(self, name: str, num_bytes: int) -> torch.Tensor:
+    def allocate_host(self, name: str, num_bytes: int) -> Memory:
         """On a CPU, host memory is what `allocate` gives."""
         return self.allocate(name, num_bytes)
 
@@ -258,11 +293,22 @@ class CpuDevice:
         self._waits[reason] += 1
         if self._metrics is not None:
             self._metrics.inc("host_waits_total", 1, reason)
-        return fence.block(timeout_s)
+        if self.witness is not None:
+            self.witness.stalled(reason)
+        fence.block(timeout_s)
+        return fence.poll()
 
     def host_waits(self) -> dict[str, int]:
         """How often a thread waited for a fence that was not done yet, by reason."""
         return dict(self._waits)
+
+    def now(self) -> float:
+        """Seconds of the system's monotonic clock."""
+        return time.monotonic()
+
+    def sleep(self, seconds: float) -> None:
+        """Hold this thread up."""
+        time.sleep(seconds)
 
     def rest(self) -> None:
         """Have the allocator return what a large flight left behind: tens of MiB that it keeps otherwise. Takes milliseconds."""

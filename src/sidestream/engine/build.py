@@ -21,6 +21,7 @@ from sidestream.tiers.disk import DiskTier
 from sidestream.tiers.host import HostTier
 from sidestream.transfer import CostModel, TransferEngine
 from sidestream.transfer.copy import BlockMemory
+from sidestream.types import Witness
 
 
 class ServableModel(ForwardModel, Protocol):
@@ -49,10 +50,16 @@ def build_engine(
     *,
     timeline: Timeline | None = None,
     disk: PersistentTier | None = None,
+    device: Device | None = None,
+    witness: Witness | None = None,
+    threaded: bool = True,
 ) -> Engine:
     """Allocate the pools, open the tiers, start the engine. Raises ConfigError; then nothing is left open.
 
-    disk   an open tier in place of the one that `config.offload.disk` names; closed with the engine, or by the caller if this raises
+    disk      an open tier in place of the one that `config.offload.disk` names; closed with the engine, or by the caller if this raises
+    device    a device in place of the one that `config.device` names; closed with the engine
+    witness   told of everything that ordering depends on, if `device` is not given
+    threaded  False: whoever calls `Engine.step` is the engine thread, and must be the only one to use the engine
     """
     layout = model.layout
     num_blocks = config.kv_bytes // layout.block_bytes
@@ -64,17 +71,20 @@ def build_engine(
     if config.max_model_len is not None and config.max_model_len > model.max_model_len:
         raise ConfigError(f"max_model_len is {config.max_model_len}, the model was made for {model.max_model_len}: lower it")
     metrics = Metrics()
-    device = CpuDevice(compute_threads=config.compute_threads, timeline=timeline, metrics=metrics)
+    if device is None:
+        device = CpuDevice(compute_threads=config.compute_threads, timeline=timeline, metrics=metrics, witness=witness)
     memory = device.allocate("kv", num_blocks * layout.block_bytes)
     host, disk = _open_tiers(model, config, device, disk)
-    blocks = FencedPool("device blocks", num_blocks)
-    costs = CostModel(layout)
+    blocks = FencedPool("device blocks", num_blocks, witness=device.witness)
+    if device.witness is not None:
+        device.witness.backed(blocks.name, memory.name, layout.block_bytes)
+    costs = CostModel(layout, clock=device.now)
     transfers = None
     if host is not None and config.offload is not None:
         transfers = TransferEngine(
             device=device,
             blocks=blocks,
-            memory=BlockMemory("kv", memory, layout),
+            memory=BlockMemory(memory, layout),
             host=host,
             disk=disk,
             costs=costs,
@@ -83,7 +93,7 @@ def build_engine(
         )
     limits = Limits(layout.block_tokens, config.chunk_tokens, config.token_budget, prefix_cache=config.prefix_cache)
     keys = BlockKeys(fingerprint=model.fingerprint, layout=layout, salt=config.salt)
-    rows = FencedPool("rows", config.max_running)
+    rows = FencedPool("rows", config.max_running, witness=device.witness)
     parts = Parts(
         device=device,
         scheduler=Scheduler(limits=limits, blocks=blocks, rows=rows, keys=keys, tiers=transfers),
@@ -101,13 +111,14 @@ def build_engine(
             max_unfinished=config.max_waiting + config.max_running,
         ),
         asynchronous=config.asynchronous,
+        salt=config.salt,
         transfers=transfers,
         host=host,
         disk=disk,
         costs=costs,
         timeline=timeline,
     )
-    return Engine(parts)
+    return Engine(parts, threaded=threaded)
 
 
 def _open_tiers(
@@ -123,9 +134,13 @@ def _open_tiers(
     if not config.prefix_cache:
         raise ConfigError("offload needs the prefix cache: leave prefix_cache on, or switch offload off")
     slots = offload.host_bytes // layout.block_bytes
-    host = HostTier(device.allocate_host("host", slots * layout.block_bytes), layout)
+    host = HostTier(device.allocate_host("host", slots * layout.block_bytes), layout, witness=device.witness)
     if given is not None or offload.disk is None:
         return host, given
     return host, DiskTier.open(
-        Path(offload.disk).expanduser(), layout=layout, fingerprint=model.fingerprint, capacity_bytes=offload.disk_bytes
+        Path(offload.disk).expanduser(),
+        layout=layout,
+        fingerprint=model.fingerprint,
+        capacity_bytes=offload.disk_bytes,
+        witness=device.witness,
     )

@@ -23,6 +23,7 @@ from sidestream.device.base import Device
 from sidestream.engine.session import Handle, Session, Sink, TokenSource
 from sidestream.errors import ContextTooLong, EngineStopped, QueueFull, RequestRejected
 from sidestream.execute.eager import EagerExecutor, Flight
+from sidestream.kv.keys import BlockKeys
 from sidestream.kv.layout import KVLayout
 from sidestream.kv.pool import FencedPool
 from sidestream.metrics import Metrics, Timeline
@@ -76,6 +77,7 @@ class Parts:
     metrics: Metrics
     bounds: Bounds
     asynchronous: bool
+    salt: str = ""
     transfers: TransferEngine | None = None
     host: HostTier | None = None
     disk: PersistentTier | None = None
@@ -84,9 +86,12 @@ class Parts:
 
 
 class Engine:
-    """Serves one model. `submit`, `abort`, `call` and `close` are safe from any thread; all else runs on the engine thread."""
+    """Serves one model. `submit`, `abort`, `call` and `close` are safe from any thread; all else runs on the engine thread.
 
-    def __init__(self, parts: Parts) -> None:
+    threaded   False: there is no thread; one caller does everything, and nothing moves on but in `step` (and in what calls it)
+    """
+
+    def __init__(self, parts: Parts, *, threaded: bool = True) -> None:
         self.parts = parts
         self._ids = itertools.count()
         self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
@@ -99,10 +104,12 @@ class Engine:
         self._closing = threading.Lock()  # one close at a time; guards _closed
         self._closed = False
         self._next_gauges_s = 0.0
+        self._updates: list[tuple[Callable[[], None], str, threading.Event]] = []
         self._rested = False
         self.num_steps = 0
-        self._thread = threading.Thread(target=self._run, name="sidestream-engine", daemon=True)
-        self._thread.start()
+        self._thread = threading.Thread(target=self._run, name="sidestream-engine", daemon=True) if threaded else None
+        if self._thread is not None:
+            self._thread.start()
 
     # ------------------------------------------------------------------ from any thread
 
@@ -114,6 +121,7 @@ class Engine:
         prompt = _whole_numbers(prompt, "prompt")
         (priority,) = _whole_numbers((priority,), "priority")
         max_outputs = self._check(prompt, params)
+        keys_version = self.parts.scheduler.keys_version  # read first: keys of before under a later version would be wrong for good
         keys = self.parts.scheduler.keys_of(prompt)  # here and not on the engine thread: a long prompt takes milliseconds
         seed = secrets.randbits(63) if params.seed is None else params.seed
         with self._gate:
@@ -124,7 +132,10 @@ class Engine:
                     f"{self._unfinished} requests are running or waiting, the bound is {self.parts.bounds.max_unfinished}: "
                     "try again later, or raise max_waiting"
                 )
-            sessions = [self._session(index, prompt, keys, params, sink, priority, seed + index, max_outputs) for index in range(params.n)]
+            sessions = [
+                self._session(index, prompt, keys, keys_version, params, sink, priority, seed + index, max_outputs)
+                for index in range(params.n)
+            ]
             self._unfinished += params.n
             self._inbox.put(lambda: self._begin(sessions))
         return Handle(tuple(session.request.id for session in sessions))
@@ -139,6 +150,9 @@ class Engine:
 
     def call(self, work: Callable[[], None]) -> None:
         """Run `work` on the engine thread between two steps, and wait for it; not from a sink. Raises EngineStopped if the engine is gone."""
+        if self._thread is None:
+            work()
+            return
         done = threading.Event()
         failures: list[BaseException] = []
 
@@ -152,7 +166,7 @@ class Engine:
 
         self._inbox.put(run)
         while not done.wait(0.05):
-            if not self._thread.is_alive() and not done.is_set():
+            if not self._alive and not done.is_set():
                 raise EngineStopped("the engine has stopped")
         if failures:
             raise failures[0]
@@ -162,15 +176,15 @@ class Engine:
         transfers = self.parts.transfers
         if transfers is None:
             return True
-        deadline = time.monotonic() + timeout_s
+        deadline = self._now() + timeout_s
         busy = [True]
 
         def look() -> None:
             busy[0] = transfers.busy
 
-        while busy[0] and time.monotonic() < deadline:
+        while busy[0] and self._now() < deadline:
             self.call(look)
-            time.sleep(0.002)
+            self._let_go(0.002)
         return not busy[0]
 
     def reset_cache(self) -> None:
@@ -182,6 +196,32 @@ class Engine:
                 self.parts.transfers.forget_all()
 
         self.call(forget)
+
+    def update_weights(self, apply: Callable[[], None], *, fingerprint: str) -> threading.Event:
+        """Have `apply` replace the model's weights as soon as no request uses them; the event is set once it has. Returns at once.
+
+        Requests that have begun end on the old weights, the others wait and begin on the new ones. `fingerprint` names the new ones, as
+        `PagedModel.fingerprint` does: no block of before is reachable in any tier afterwards, transfers on their way end by their
+        fences and publish nothing (H8, H14). `apply` runs on the engine thread, between two flights; if it raises, the engine fails.
+        """
+        done = threading.Event()
+        self._inbox.put(lambda: self._updates.append((apply, fingerprint, done)))
+        return done
+
+    def _update_weights(self) -> None:
+        """Do what is asked for, if nobody uses the weights now. Engine thread."""
+        scheduler = self.parts.scheduler
+        scheduler.admits_new = False
+        if scheduler.num_begun or self._previous is not None:
+            return
+        for apply, fingerprint, done in self._updates:
+            apply()
+            scheduler.rekey(BlockKeys(fingerprint=fingerprint, layout=self.parts.layout, salt=self.parts.salt))
+            if self.parts.transfers is not None:
+                self.parts.transfers.forget_all()
+            done.set()
+        self._updates.clear()
+        scheduler.admits_new = True
 
     def health(self) -> Health:
         """Whether the engine serves. Never blocks."""
@@ -201,14 +241,13 @@ class Engine:
         with self._gate:
             if self._status.status == "ok":
                 self._status = Health("draining", "")
-        deadline = time.monotonic() + drain_s
-        while self._unfinished and self._thread.is_alive() and time.monotonic() < deadline:
-            time.sleep(0.005)
+        deadline = self._now() + drain_s
+        while self._unfinished and self._alive and self._now() < deadline:
+            self._let_go(0.005)
         with self._closing, contextlib.ExitStack() as ends:
             if self._closed:
                 return
             self._closed = True
-            self._inbox.put(self._stop)
             # Run from the last to the first, each whatever becomes of the others (an interrupt, too): the engine thread ends, what
             # is complete is stored, the streams end, and once none of them writes to it, the disk is let go of.
             transfers = self.parts.transfers
@@ -217,7 +256,7 @@ class Engine:
             ends.callback(self.parts.device.close)
             if transfers is not None:
                 ends.callback(transfers.flush, timeout_s=flush_s)
-            ends.callback(self._thread.join)
+            ends.callback(self._end_loop)
 
     # ------------------------------------------------------------------ the step
 
@@ -226,6 +265,8 @@ class Engine:
         parts = self.parts
         self._apply_inbox()
         self._apply_events()
+        if self._updates:
+            self._update_weights()
         plan = parts.scheduler.plan()
         gates = LayerGates()
         if parts.transfers is not None:
@@ -260,7 +301,7 @@ class Engine:
         committed = parts.scheduler.commit(flight.batch, flight.results(), flight.fence)
         if parts.transfers is not None and committed.store is not None:
             parts.transfers.submit([committed.store])  # before anything is freed: the blocks are still their requests'
-        now_s = time.monotonic()
+        now_s = self._now()
         for drawn in committed.drawn:
             request, result = drawn.request, drawn.result
             session = self._sessions[request.id]
@@ -269,7 +310,9 @@ class Engine:
                 continue
             reason = session.push(result, stop_reason=request.stop_reason(), now_s=now_s)
             if reason is not None:
-                self._forget(request, reason)
+                self._forget(request, reason)  # before its client is told: whoever hears of the end finds nothing held (H24)
+            if not session.tell() and reason is None:
+                self._forget(request, "abort")
 
     def _measure(self, flight: Flight) -> None:
         parts = self.parts
@@ -347,6 +390,26 @@ class Engine:
     def _stop(self) -> None:
         self._stopping = True
 
+    def _end_loop(self) -> None:
+        """Let the engine thread come to its end, or do what it would do there."""
+        self._inbox.put(self._stop)
+        if self._thread is not None:
+            self._thread.join()
+        else:
+            self._drain()
+
+    @property
+    def _alive(self) -> bool:
+        return self._thread is None or self._thread.is_alive()
+
+    def _now(self) -> float:
+        return self.parts.device.now()
+
+    def _let_go(self, seconds: float) -> None:
+        """Let the engine go on while the caller waits for something."""
+        if self._thread is not None or not self.step():
+            self.parts.device.sleep(seconds)
+
     def _drain(self) -> None:
         """Let the last flight land, and abort what is left."""
         self._apply_inbox()
@@ -392,8 +455,8 @@ class Engine:
         """End a request that no token of its own ended."""
         session = self._sessions.get(request_id)
         if session is not None:
-            session.end(reason, error)
             self._forget(session.request, reason)
+            session.end(reason, error)
 
     def _forget(self, request: Request, reason: str) -> None:
         self.parts.scheduler.finish(request, reason)
@@ -408,7 +471,7 @@ class Engine:
                     metrics.inc("cached_tokens_total", count, tier)
 
     def _update_gauges(self, *, force: bool = False) -> None:
-        now = time.monotonic()
+        now = self._now()
         if now < self._next_gauges_s and not force:
             return
         self._next_gauges_s = now + _GAUGE_PERIOD_S
@@ -434,6 +497,7 @@ class Engine:
         index: int,
         prompt: tuple[int, ...],
         keys: list[Key],
+        keys_version: int,
         params: SamplingParams,
         sink: Sink,
         priority: int,
@@ -446,6 +510,7 @@ class Engine:
             id=next(self._ids),
             prompt=prompt,
             keys=list(keys),
+            keys_version=keys_version,
             sampling=params.spec(seed=seed, eos_ids=parts.eos_ids),
             max_outputs=max_outputs,
             stop_ids=frozenset(params.stop_token_ids if params.ignore_eos else (*params.stop_token_ids, *parts.eos_ids)),
@@ -453,7 +518,7 @@ class Engine:
             priority=priority,
         )
         return Session(
-            request, index=index, params=params, tokenizer=parts.tokenizer, sink=sink, metrics=parts.metrics, arrival_s=time.monotonic()
+            request, index=index, params=params, tokenizer=parts.tokenizer, sink=sink, metrics=parts.metrics, arrival_s=self._now()
         )
 
     def _check(self, prompt: Sequence[int], params: SamplingParams) -> int:

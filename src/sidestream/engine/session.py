@@ -79,9 +79,10 @@ class Session:
         self._metrics = metrics
         self._last_s = arrival_s
         self._first = True
+        self._news: Delta | None = None
 
     def push(self, result: RowResult, *, stop_reason: str | None, now_s: float) -> str | None:
-        """Take in one committed token and send the news; returns why the sample ends, if it does."""
+        """Take in one committed token; returns why the sample ends, if it does. `tell` sends the news."""
         self._metrics.observe("ttft_seconds" if self._first else "itl_seconds", now_s - self._last_s)
         self._first, self._last_s = False, now_s
         self._metrics.inc("output_tokens_total")
@@ -89,10 +90,15 @@ class Session:
             text, reason = self._read(result.token_id, stop_reason)
         except Exception as error:  # a tokenizer is foreign code: its fault is this request's alone
             logger.exception("request %d: the text of token %d could not be made", self.request.id, result.token_id)
-            self._send("", result, "error", f"the tokenizer failed: {error}")
+            self._news = self._delta("", result, "error", f"the tokenizer failed: {error}")
             return "error"
-        told = self._send(text, result, reason)
-        return "abort" if not told and reason is None else reason
+        self._news = self._delta(text, result, reason)
+        return reason
+
+    def tell(self) -> bool:
+        """Send the news of the last `push`, once what they say is true; False: the client cannot be told, and is told nothing more."""
+        news, self._news = self._news, None
+        return news is None or self._send(news)
 
     def end(self, reason: str, error: str | None = None) -> None:
         """Send how the sample ended, when no token of its own ended it."""
@@ -102,7 +108,7 @@ class Session:
                 text = self._rest()
             except Exception:  # a tokenizer is foreign code
                 logger.exception("request %d: the rest of its text could not be made", self.request.id)
-        self._send(text, None, reason, error)
+        self._send(self._delta(text, None, reason, error))
 
     def _read(self, token_id: int, stop_reason: str | None) -> tuple[str, str | None]:
         """The text that may be shown with this token, and why the sample ends, if it does."""
@@ -118,13 +124,16 @@ class Session:
         """What was held back; nothing once a stop string was found."""
         return "" if self._stops.matched is not None else self._stops.push(self._detokenizer.finish())[0] + self._stops.flush()
 
-    def _send(self, text: str, result: RowResult | None, reason: str | None, error: str | None = None) -> bool:
-        """Whether the client took the news."""
+    def _delta(self, text: str, result: RowResult | None, reason: str | None, error: str | None = None) -> Delta:
         logprobs = (result.logprob,) if result is not None and result.logprob is not None else ()
         tokens = () if result is None else (result.token_id,)
         cached = self.request.cached or CachedTokens()
+        return Delta(self._index, text, tokens, logprobs, reason, len(self.request.prompt), cached, error)
+
+    def _send(self, news: Delta) -> bool:
+        """Whether the client took the news."""
         try:
-            self._sink(Delta(self._index, text, tokens, logprobs, reason, len(self.request.prompt), cached, error))
+            self._sink(news)
         except BaseException:  # whatever it is, it is not the engine's
             logger.exception("request %d: its client cannot be told its news: it is aborted", self.request.id)
             return False

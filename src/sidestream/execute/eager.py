@@ -6,7 +6,6 @@ Called from the engine thread.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
@@ -14,13 +13,13 @@ from typing import Protocol
 import torch
 
 from sidestream.attention.paged import PagedBatch
-from sidestream.device.base import Device
+from sidestream.device.base import Device, Memory
 from sidestream.execute.inputs import StepInputs, kv_accesses, make_inputs
 from sidestream.execute.mailbox import Letter, Mailbox
 from sidestream.execute.sample import sample
 from sidestream.execute.state import DecodeState
 from sidestream.kv.layout import KVLayout
-from sidestream.types import BatchPlan, Fence, LayerGates, RowResult
+from sidestream.types import Access, BatchPlan, Fence, LayerGates, RowResult
 
 # One flight runs, one is launched behind it, one is being read.
 _FLIGHTS = 3
@@ -53,6 +52,7 @@ class Flight:
     letter: Letter
     gated: bool
     top_logprobs: tuple[int, ...]
+    mailbox: Mailbox
 
     @property
     def seconds(self) -> float:
@@ -65,24 +65,26 @@ class Flight:
 
     def results(self) -> tuple[RowResult, ...]:
         """What the sampling rows drew, in order; once, behind the fence."""
-        return Mailbox.read(self.letter, self.batch.rows, self.top_logprobs, self.fence)
+        return self.mailbox.read(self.letter, self.batch.rows, self.top_logprobs, self.fence)
 
 
 class EagerExecutor:
     """Owner of the compute stream, the device's decode state and the mailbox.
 
-    memory   the block pool, uint8 `[num_blocks * layout.block_bytes]`
+    memory   the block pool, `num_blocks * layout.block_bytes` bytes
     """
 
-    def __init__(self, *, device: Device, model: ForwardModel, memory: torch.Tensor, num_rows: int) -> None:
+    def __init__(self, *, device: Device, model: ForwardModel, memory: Memory, num_rows: int) -> None:
         self._model = model
+        self._clock = device.now
+        self._witnessed = device.witness is not None
         self._stream = device.stream("compute")
         self._state = DecodeState(num_rows, model.vocab_size)
-        self._mailbox = Mailbox(_FLIGHTS, num_rows)
+        self._mailbox = Mailbox(_FLIGHTS, num_rows, device)
         layout = model.layout
-        num_blocks = memory.numel() // layout.block_bytes
+        num_blocks = memory.num_bytes // layout.block_bytes
         dtype = getattr(torch, layout.dtype)
-        self._kv = memory[: num_blocks * layout.block_bytes].view(dtype).view(layout.shape(num_blocks))
+        self._kv = memory.data[: num_blocks * layout.block_bytes].view(dtype).view(layout.shape(num_blocks))
         self._wanted_logprobs: dict[int, int] = {}
 
     def launch(self, batch: BatchPlan, *, after: tuple[Fence, ...], gates: LayerGates) -> Flight:
@@ -98,14 +100,21 @@ class EagerExecutor:
         label = f"decode {decodes}" if decodes == len(batch.rows) else f"prefill {batch.num_tokens - decodes}"
         if 0 < decodes < len(batch.rows):
             label += f" + decode {decodes}"
+        gated = bool(gates.by_layer)
         fence = self._stream.submit(
-            lambda: self._run(batch, inputs, letter, self._gate(gates)), lambda: kv_accesses(batch.rows, self._model.layout), label=label
+            lambda: self._run(batch, inputs, letter, self._gate(gates, batch)),
+            lambda: self._accesses(batch, letter, gated=gated),
+            label=label,
         )
-        return Flight(
-            batch, fence, letter, bool(gates.by_layer), tuple(self._wanted_logprobs[row.row] for row in batch.rows if row.samples)
-        )
+        wanted = tuple(self._wanted_logprobs[row.row] for row in batch.rows if row.samples)
+        return Flight(batch, fence, letter, gated, wanted, self._mailbox)
 
-    def _gate(self, gates: LayerGates) -> Callable[[int], None]:
+    def _accesses(self, batch: BatchPlan, letter: Letter, *, gated: bool) -> list[Access]:
+        """What a flight touches from its start: all its KV, unless it gets to that layer by layer."""
+        layout = self._model.layout
+        return [letter.access(write=True), *([] if gated else kv_accesses(batch.rows, layout, range(layout.num_layers)))]
+
+    def _gate(self, gates: LayerGates, batch: BatchPlan) -> Callable[[int], None]:
         """What the attention calls before it touches a layer's KV: waits, on the device, for that layer's loads (H5)."""
         if not gates.by_layer:
             return lambda layer: None
@@ -113,12 +122,14 @@ class EagerExecutor:
         def before_layer(layer: int) -> None:
             for fence in gates.by_layer[layer]:
                 self._stream.wait(fence)
+            if self._witnessed:
+                self._stream.touch(lambda: kv_accesses(batch.rows, self._model.layout, range(layer, layer + 1)))
 
         return before_layer
 
     def _run(self, batch: BatchPlan, inputs: StepInputs, letter: Letter, before_layer: Callable[[int], None]) -> None:
         """The flight itself. On the compute stream."""
-        start = time.perf_counter()
+        start = self._clock()
         with torch.inference_mode():
             for row in batch.rows:
                 if row.begin is not None:
@@ -142,4 +153,4 @@ class EagerExecutor:
                 drawn = sample(logits, rows, [row.output_index for row in sampling], self._state)
                 self._state.commit(rows, drawn.tokens)
                 self._mailbox.write(letter, drawn)
-        letter.slot.seconds[0] = time.perf_counter() - start
+        letter.slot.seconds[0] = self._clock() - start

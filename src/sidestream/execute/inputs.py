@@ -69,12 +69,12 @@ def make_inputs(batch: BatchPlan, layout: KVLayout) -> StepInputs:
     )
 
 
-def kv_accesses(rows: Sequence[RowPlan], layout: KVLayout) -> list[Access]:
-    """The byte ranges of the pool that a flight reads (blocks before the chunk) and writes (blocks of the chunk)."""
+def kv_accesses(rows: Sequence[RowPlan], layout: KVLayout, layers: range) -> list[Access]:
+    """The byte ranges of the pool that some layers of a flight read (blocks before the chunk) and write (blocks of the chunk)."""
     size = layout.block_tokens
     accesses = []
     for row in rows:
         for index, block in enumerate(row.block_ids):
-            start, stop = layout.span(block)
+            start, stop = layout.layer_span(block, layers.start, layers.stop)
             accesses.append(Access("kv", start, stop, write=(index + 1) * size > row.start))
     return accesses

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Sequence
 from sidestream.errors import InvariantError, SidestreamError
 from sidestream.kv.eviction import Lru
 from sidestream.kv.prefix import PrefixIndex
-from sidestream.types import Fence, Key
+from sidestream.types import Fence, Key, Witness
 
 
 class PoolExhausted(SidestreamError):
@@ -67,11 +67,12 @@ class Lease:
 
 
 class FencedPool:
-    """`size` ids with references, fences and keys."""
+    """`size` ids with references, fences and keys. `witness`: told of every lease and every key."""
 
-    def __init__(self, name: str, size: int) -> None:
+    def __init__(self, name: str, size: int, *, witness: Witness | None = None) -> None:
         self.name = name
         self.size = size
+        self._witness = witness
         self._references = [0] * size
         self._fences: list[tuple[Fence, ...]] = [()] * size
         self._free: deque[int] = deque(range(size))
@@ -112,6 +113,8 @@ class FencedPool:
         for item in ids:
             self._references[item] = 1
             self._fences[item] = tuple(fence for fence in self._fences[item] if not fence.poll())
+        if self._witness is not None:
+            self._witness.took(self.name, ids, pending)
         return Lease(self, ids, pending)
 
     def share(self, ids: Sequence[int]) -> Lease:
@@ -122,13 +125,18 @@ class FencedPool:
         for item in ids:
             self._references[item] += 1
             self._cached.discard(item)
+        if self._witness is not None:
+            self._witness.shared(self.name, ids)
         return Lease(self, list(ids), ())
 
     def publish(self, item: int, key: Key) -> bool:
         """Make a used id findable under `key`, once its bytes are complete (H7); False when either is taken by another already."""
         if self._references[item] == 0:
             raise InvariantError(f"{self.name} {item} is not in use: it cannot be published")
-        return self._index.add(key, item)
+        added = self._index.add(key, item)
+        if added and self._witness is not None:
+            self._witness.published(self.name, item, key)
+        return added
 
     def match(self, keys: Sequence[Key]) -> list[int]:
         """Ids of the longest run of leading `keys` that are findable. Read-only."""
@@ -152,13 +160,18 @@ class FencedPool:
     def forget(self, item: int) -> None:
         """Make the id unfindable; it stays with whoever uses it."""
         self._index.remove(item)
+        if self._witness is not None:
+            self._witness.forgot(self.name, (item,))
         if item in self._cached:
             self._cached.discard(item)
             self._free.append(item)
 
     def forget_all(self) -> None:
         """Make every id unfindable at once (H8: reset, new weights). Uses go on."""
-        for item in self._index.clear():
+        forgotten = self._index.clear()
+        if self._witness is not None:
+            self._witness.forgot(self.name, forgotten)
+        for item in forgotten:
             if item in self._cached:
                 self._cached.discard(item)
                 self._free.append(item)
@@ -187,6 +200,8 @@ class FencedPool:
         for item in ids:
             if self._references[item] <= 0:
                 raise InvariantError(f"{self.name} {item} was released more often than taken")
+        if self._witness is not None:
+            self._witness.released(self.name, ids, after)
         for item in reversed(ids):  # the end of a sequence is evicted before its start, which more sequences share
             self._references[item] -= 1
             self._fences[item] = merge_fences((*self._fences[item], *after))

@@ -47,6 +47,8 @@ class Request:
     """Lower runs earlier."""
     keys: list[Key] = field(default_factory=list)
     """Of the first complete blocks of `tokens`; may be given for the prompt's, and grows as blocks complete."""
+    keys_version: int = 0
+    """Which of the scheduler's keys `keys` were made with."""
 
     # written by the scheduler only
     tokens: list[int] = field(init=False)

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
+from sidestream.errors import InvariantError
 from sidestream.kv.keys import BlockKeys
 from sidestream.kv.pool import FencedPool, Lease
 from sidestream.schedule.chunk import chunk_stop, reusable_tokens
@@ -112,6 +113,9 @@ class Scheduler:
         self._blocks = blocks
         self._rows = rows
         self._keys = keys
+        self.keys_version = 0
+        self.admits_new = True
+        """False: nobody is admitted who was not before; those who were go on to their end."""
         self._tiers: TierView = tiers or NoTiers()
         self._requests: dict[RequestId, Request] = {}
         self._queue: dict[RequestId, Request] = {}  # WAITING and LOADING, in order of arrival
@@ -149,6 +153,9 @@ class Scheduler:
 
     def submit(self, request: Request) -> None:
         """Queue a new request. Ids must grow with arrival."""
+        if request.keys_version != self.keys_version:
+            request.keys.clear()
+            request.keys_version = self.keys_version
         self._requests[request.id] = request
         self._queue[request.id] = request
 
@@ -186,6 +193,22 @@ class Scheduler:
         self._coming.clear()
         for request in self._running.values():
             request.shares = False
+
+    @property
+    def num_begun(self) -> int:
+        """Requests that were admitted once and have not finished."""
+        return sum(request.cached is not None or request.epoch > 0 for request in self._requests.values())
+
+    def rekey(self, keys: BlockKeys) -> None:
+        """Name blocks by other keys from now on, because the model is another (H14). Only while nobody runs; forgets every block."""
+        if self._running:
+            raise InvariantError(f"{len(self._running)} requests run: their KV belongs to the keys that were")
+        self._keys = keys
+        self.keys_version += 1
+        for request in self._queue.values():
+            request.keys.clear()
+            request.keys_version = self.keys_version
+        self.forget_all()
 
     def launched(self, batch: BatchPlan, fence: Fence) -> None:
         """A flight was launched; its fence covers every use that its requests make of blocks and rows."""
@@ -303,10 +326,13 @@ class Scheduler:
     def _admit(self, draft: _Draft) -> None:
         if not self._queue or self._rows.num_available == 0:
             return
-        waiting = (request for request in self._queue.values() if request.state is State.WAITING)
+        waiting = (request for request in self._queue.values() if self._may_start(request))
         for request in self._by_rank(waiting)[: self.limits.max_probes]:
             if self._rows.num_available == 0 or not self._try_admit(request, draft):
                 return  # nobody overtakes the first in line for lack of room
+
+    def _may_start(self, request: Request) -> bool:
+        return request.state is State.WAITING and (self.admits_new or request.cached is not None or request.epoch > 0)
 
     def _try_admit(self, request: Request, draft: _Draft) -> bool:
         """Admit, or set to load, or leave for a request that computes the same blocks now; False: no room."""
@@ -413,7 +439,7 @@ class Scheduler:
 
         Waiting alone improves a place in line, not the right to somebody's room: else two of equal priority would take turns.
         """
-        waiting = [request for request in self._queue.values() if request.state is State.WAITING]
+        waiting = [request for request in self._queue.values() if self._may_start(request)]
         if not waiting or len({request.priority for request in self._requests.values()}) == 1:
             return
         first, aging = self._by_rank(waiting)[0], self.limits.aging_steps

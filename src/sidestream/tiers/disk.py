@@ -52,7 +52,7 @@ from sidestream.errors import ConfigError, InvariantError, TierCorrupt, TierErro
 from sidestream.kv.layout import KVLayout
 from sidestream.tiers.base import Block
 from sidestream.tiers.index import Entry, TierIndex, WriteGrant
-from sidestream.types import Key
+from sidestream.types import Key, Witness
 
 FORMAT_VERSION = 1
 KEY_BYTES = 16
@@ -88,7 +88,9 @@ class DiskTier:
         self._lock: int | None = lock
 
     @classmethod
-    def open(cls, directory: str | Path, *, layout: KVLayout, fingerprint: str, capacity_bytes: int) -> DiskTier:
+    def open(
+        cls, directory: str | Path, *, layout: KVLayout, fingerprint: str, capacity_bytes: int, witness: Witness | None = None
+    ) -> DiskTier:
         """Create or reopen the tier in `directory`, for one model (`fingerprint`) and layout.
 
         Removes leftovers of killed processes and damaged entries, then evicts down to `capacity_bytes`, which counts
@@ -126,6 +128,7 @@ class DiskTier:
             next_serial=found.next_serial,
             evictions=found.evictions,
             corrupt=found.corrupt,
+            witness=witness,
         )
         _log_opened(path, found, held_bytes=index.stats.bytes, capacity_bytes=capacity_bytes)
         identity = xxhash.xxh3_128_digest(json.dumps(description, sort_keys=True).encode())

@@ -25,7 +25,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from sidestream.errors import InvariantError, TierFull
-from sidestream.types import Key
+from sidestream.types import Access, Key, Witness
+
+# Name of the medium as a memory and of its entries as a pool, for a witness.
+MEDIUM = "disk"
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +37,10 @@ class Entry:
 
     key: Key
     serial: int
+
+    def access(self, *, write: bool) -> Access:
+        """The entry as something to touch: it stands for one byte of the memory `"disk"`."""
+        return Access(MEDIUM, self.serial, self.serial + 1, write)
 
 
 @dataclass(slots=True, eq=False)
@@ -51,6 +58,11 @@ class WriteGrant:
     victim: Entry | None
     written: bool = False
     void: bool = False
+
+    def accesses(self) -> list[Access]:
+        """What its write touches: it deletes the victim and makes the entry."""
+        touched = [self.entry] if self.victim is None else [self.entry, self.victim]
+        return [entry.access(write=True) for entry in touched]
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,22 +118,30 @@ class TierIndex:
         next_serial: int = 0,
         evictions: int = 0,
         corrupt: int = 0,
+        witness: Witness | None = None,
     ) -> None:
         """`published` are the entries already on the medium, least recently used first, at most `max_entries`.
 
         `next_serial` exceeds every serial on the medium. `name` is for messages; the counts are where the statistics start.
+        `witness` is told of every grant, pin and key.
         """
         self._name = name
+        self._witness = witness
         self._max_entries = max_entries
         self._entry_bytes = entry_bytes
         self._next_serial = next_serial
         self._slots: dict[Key, _Slot] = {entry.key: _Slot(entry) for entry in published}
         self._idle: OrderedDict[Key, _Slot] = OrderedDict(self._slots)  # published and not pinned, next victim first
         self._writing: dict[Key, WriteGrant] = {}
+        self._victims: dict[Key, Entry] = {}  # of the grants in _writing that have one
         self._leaving = 0  # retired, but still pinned
         self._doomed: deque[Entry] = deque()
         self._evictions = evictions
         self._corrupt = corrupt
+        if witness is not None:
+            witness.backed(MEDIUM, MEDIUM, 1)
+            for slot in self._slots.values():
+                self._tell_found(witness, slot.entry)
 
     def __len__(self) -> int:
         return len(self._slots)
@@ -166,6 +186,8 @@ class TierIndex:
         for slot in slots:
             slot.pins += 1
             self._idle.pop(slot.entry.key, None)
+        if self._witness is not None:
+            self._witness.shared(MEDIUM, [slot.entry.serial for slot in slots])
         return ReadLease(self, slots)
 
     def reserve(self, key: Key) -> WriteGrant | None:
@@ -179,6 +201,12 @@ class TierIndex:
         grant = WriteGrant(Entry(key, self._next_serial), self._make_room())
         self._next_serial += 1
         self._writing[key] = grant
+        if grant.victim is not None:
+            self._victims[key] = grant.victim
+        if self._witness is not None:
+            self._witness.took(MEDIUM, [grant.entry.serial], ())
+            if grant.victim is not None:
+                self._witness.shared(MEDIUM, [grant.victim.serial])
         return grant
 
     def publish(self, grant: WriteGrant) -> None:
@@ -191,6 +219,8 @@ class TierIndex:
         if grant.void:
             self.abandon(grant)
             return
+        if self._witness is not None:
+            self._witness.published(MEDIUM, grant.entry.serial, grant.entry.key)
         self._end(grant)
         self._slots[grant.entry.key] = self._idle[grant.entry.key] = _Slot(grant.entry)
 
@@ -243,23 +273,41 @@ class TierIndex:
         self._evictions += 1
         key, slot = self._idle.popitem(last=False)
         del self._slots[key]
+        if self._witness is not None:
+            self._witness.forgot(MEDIUM, [slot.entry.serial])
         return slot.entry
 
     def _end(self, grant: WriteGrant) -> None:
         if self._writing.get(grant.entry.key) is not grant:
             raise InvariantError(f"grant of {grant.entry.key.hex()} in the {self._name} ended twice")
         del self._writing[grant.entry.key]
+        victim = self._victims.pop(grant.entry.key, None)
+        if self._witness is not None:
+            ended = [grant.entry] if victim is None else [grant.entry, victim]
+            self._witness.released(MEDIUM, [entry.serial for entry in ended], ())
 
     def _retire(self, slot: _Slot) -> None:
         del self._slots[slot.entry.key]
         slot.retired = True
+        if self._witness is not None:
+            self._witness.forgot(MEDIUM, [slot.entry.serial])
         if slot.pins:
             self._leaving += 1
         else:
             del self._idle[slot.entry.key]
             self._doomed.append(slot.entry)
 
+    @staticmethod
+    def _tell_found(witness: Witness, entry: Entry) -> None:
+        """An entry that an earlier process wrote: its bytes are there."""
+        witness.took(MEDIUM, [entry.serial], ())
+        witness.host_touched(lambda: [entry.access(write=True)], "found on disk")
+        witness.published(MEDIUM, entry.serial, entry.key)
+        witness.released(MEDIUM, [entry.serial], ())
+
     def _unpin(self, slots: tuple[_Slot, ...]) -> None:
+        if self._witness is not None:
+            self._witness.released(MEDIUM, [slot.entry.serial for slot in slots], ())
         for slot in reversed(slots):  # the first key ends up as the most recently used: see touch
             slot.pins -= 1
             if slot.pins:

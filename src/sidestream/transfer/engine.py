@@ -14,9 +14,9 @@ Whatever fails is a miss: nothing is published (H9), the leases end, the request
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 from sidestream.device.base import Device, Stream
@@ -25,10 +25,10 @@ from sidestream.kv.pool import FencedPool, Lease
 from sidestream.metrics import Metrics
 from sidestream.tiers.base import PersistentTier
 from sidestream.tiers.host import HostTier
-from sidestream.transfer.copy import BlockMemory, copy_layers
+from sidestream.transfer.copy import BlockMemory, layers_batch
 from sidestream.transfer.pacing import CostModel
 from sidestream.transfer.tickets import LoadTicket, ReadTicket, Stopwatch, StoreTicket, Waiter, WriteTicket
-from sidestream.types import Accesses, BatchPlan, Fence, Key, LayerGates, LoadPlan, PromotePlan, RequestId, StorePlan, TransferPlan
+from sidestream.types import BatchPlan, Fence, Key, LayerGates, LoadPlan, PromotePlan, RequestId, StorePlan, TransferPlan
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +37,8 @@ _MIN_SEGMENT_BYTES = 64 * 1024
 _DISK_READERS = 2
 # After the disk refused a write, how long it is left alone.
 _DISK_PAUSE_S = 5.0
+# How often a flush looks whether the transfers have ended.
+_FLUSH_POLL_S = 0.001
 # A tier that is broken fails often; transfers_total counts what is not logged.
 _WARNING_PERIOD_S = 1.0
 
@@ -76,17 +78,17 @@ class TransferEngine:
         costs: CostModel,
         metrics: Metrics,
         load_deadline_s: float,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._blocks = blocks
         self._memory = memory
         self._host = host
-        self._host_memory = BlockMemory("host", host.memory, host.layout)
+        self._host_memory = BlockMemory(host.memory, host.layout)
         self._disk = disk
         self._costs = costs
         self._metrics = metrics
         self._deadline_s = load_deadline_s
-        self._clock = clock
+        self._clock = device.now
+        self._sleep = device.sleep
         self._layout = memory.layout
         self._store_stream: Stream = device.stream("store")
         self._load_stream: Stream = device.stream("load")
@@ -162,15 +164,9 @@ class TransferEngine:
         for fence in (*plan.after, *slots.after):
             self._store_stream.wait(fence)
         every_layer = range(self._layout.num_layers)
-        watch, targets = Stopwatch(), list(slots.ids)
-        fence = self._store_stream.submit(
-            self._timed(watch, lambda: copy_layers(self._memory, block_ids, self._host_memory, targets, every_layer)),
-            lambda: [
-                *self._memory.accesses(block_ids, every_layer, write=False),
-                *self._host_memory.accesses(targets, every_layer, write=True),
-            ],
-            label=f"store {len(keys)} blocks",
-        )
+        watch, stream = Stopwatch(), self._store_stream
+        batch = layers_batch(self._memory, block_ids, self._host_memory, slots.ids, every_layer)
+        fence = stream.submit(self._timed(watch, lambda: stream.copy(batch)), batch.accesses, label=f"store {len(keys)} blocks")
         source.release(after=(fence,))  # H2: whoever takes these blocks next waits for the fence on its own stream
         ticket = StoreTicket(keys, plan.prefix, slots, fence, self._clock(), watch, self._generation)
         self._stores.update(dict.fromkeys(keys, ticket))
@@ -189,23 +185,10 @@ class TransferEngine:
         watch, fences = Stopwatch(), []
         for first in range(0, last, group):
             layers = range(first, min(first + group, last))
-            fences.append(
-                self._load_stream.submit(
-                    self._timed(watch, self._copy_in(source_ids, plan.block_ids, layers)),
-                    self._copied_in(source_ids, plan.block_ids, layers),
-                    label=f"load {len(plan.keys)} blocks, layers {layers.start}-{layers.stop - 1}",
-                )
-            )
+            batch = layers_batch(self._host_memory, source_ids, self._memory, plan.block_ids, layers)
+            label = f"load {len(plan.keys)} blocks, layers {layers.start}-{layers.stop - 1}"
+            fences.append(self._load_stream.submit(self._timed(watch, partial(self._load_stream.copy, batch)), batch.accesses, label=label))
         self._loads.append(LoadTicket(plan, slots, blocks, tuple(fences), self._clock(), watch, self._generation))
-
-    def _copy_in(self, slot_ids: Sequence[int], block_ids: Sequence[int], layers: range) -> Callable[[], None]:
-        return lambda: copy_layers(self._host_memory, slot_ids, self._memory, block_ids, layers)
-
-    def _copied_in(self, slot_ids: Sequence[int], block_ids: Sequence[int], layers: range) -> Accesses:
-        return lambda: [
-            *self._host_memory.accesses(slot_ids, layers, write=False),
-            *self._memory.accesses(block_ids, layers, write=True),
-        ]
 
     def _keep(self, plan: PromotePlan) -> Lease:
         """Hold the slots that a promoted run has in the host tier already, so that no promotion of this step evicts them."""
@@ -235,7 +218,7 @@ class TransferEngine:
         watch, index = Stopwatch(), slot.ids[0]
         fence = stream.submit(
             self._timed(watch, lambda: disk.read(pin.entries[0], self._host.slot(index))),
-            lambda: self._host_memory.accesses([index], range(self._layout.num_layers), write=True),
+            lambda: [pin.entries[0].access(write=False), *self._host_memory.accesses([index], write=True)],
             label="read block",
         )
         self._reads[key] = ReadTicket(key, slot, pin, fence, self._clock(), watch, self._generation)
@@ -258,7 +241,7 @@ class TransferEngine:
         disk, slot, watch = self._disk, self._host.pool.share([index]), Stopwatch()
         fence = self._write_stream.submit(
             self._timed(watch, lambda: disk.write(grant, self._host.slot(index))),
-            lambda: self._host_memory.accesses([index], range(self._layout.num_layers), write=False),
+            lambda: [*grant.accesses(), *self._host_memory.accesses([index], write=False)],
             label="write block",
         )
         self._writes.append(WriteTicket(key, prefix, slot, grant, fence, self._clock(), watch))
@@ -398,13 +381,13 @@ class TransferEngine:
 
         False when `timeout_s` passed first: then what has not begun never will, which loses only cache.
         """
-        deadline = time.monotonic() + timeout_s
+        deadline = self._clock() + timeout_s
         while self.busy:
-            if time.monotonic() >= deadline:
+            if self._clock() >= deadline:
                 self._abandoned = True
                 return False
             self.poll()
-            time.sleep(0.001)
+            self._sleep(_FLUSH_POLL_S)
         return True
 
     def close(self) -> None:
@@ -422,8 +405,8 @@ class TransferEngine:
         def run() -> None:
             if self._abandoned:
                 raise TierTimeout("the engine closed before this could begin")
-            start = time.perf_counter()
+            start = self._clock()
             work()
-            watch.seconds += time.perf_counter() - start
+            watch.seconds += self._clock() - start
 
         return run

@@ -1,0 +1,401 @@
+"""The simulated device: streams, events, graphs and memory as on CUDA, but a policy decides what runs when.
+
+Everything that a fence, an event or the order of a stream does not forbid may happen, and with some seed it does. Work runs
+on its stream's turn; between the moment its bytes have moved and the moment its fence is done, others may run. Fresh memory is poison.
+Time is virtual: nothing is ever waited for in earnest.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from sidestream.device.base import CopyBatch, Memory, no_accesses
+from sidestream.device.sim.policies import HOST, Policy
+from sidestream.device.sim.turns import Actor, Turns
+from sidestream.errors import InvariantError
+from sidestream.metrics import Timeline
+from sidestream.types import Accesses, Fence, Witness
+
+POISON = 0xA5
+# Operations that a CUDA stream takes before the next submission blocks the thread (measured: 1,020).
+QUEUE_LIMIT = 1020
+
+
+class SimFence:
+    """A position on one stream; done once the stream has passed it."""
+
+    __slots__ = ("_device", "_failure", "_stream", "_tick", "done")
+
+    def __init__(self, device: SimDevice, stream: str, tick: int) -> None:
+        self._device = device
+        self._stream = stream
+        self._tick = tick
+        self._failure: BaseException | None = None
+        self.done = False
+
+    @property
+    def device(self) -> SimDevice:
+        """Whose stream it is."""
+        return self._device
+
+    @property
+    def stream(self) -> str:
+        """Name of the stream."""
+        return self._stream
+
+    @property
+    def tick(self) -> int:
+        """Position on the stream."""
+        return self._tick
+
+    @property
+    def failure(self) -> BaseException | None:
+        """What the work raised, once done."""
+        return self._failure
+
+    def poll(self) -> bool:
+        """Whether the stream has passed this position. A point at which others may run, but time hardly passes: a loop must sleep."""
+        if not self.done:
+            self._device.turns.point()
+        if self.done and self._device.witness is not None and self._device.turns.at_host:
+            self._device.witness.observed(self)
+        return self.done
+
+    def fail(self, error: BaseException) -> None:
+        """Keep what the work raised, without its frames' variables."""
+        traceback.clear_frames(error.__traceback__)
+        self._failure = error
+
+    def __repr__(self) -> str:
+        return f"fence({self.stream}:{self.tick}{' done' if self.done else ''})"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Work:
+    run: Callable[[], None]
+    accesses: Accesses
+    label: str
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Wait:
+    fence: SimFence
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _ExternalWait:
+    event: SimEvent
+
+
+class SimEvent:
+    """What CUDA calls an event: it stands for the last position at which it was recorded, and for nothing before the first."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.fence: SimFence | None = None
+
+    def record(self, stream: SimStream) -> SimFence:
+        """From now on, whoever waits for this event waits for what `stream` was given so far."""
+        self.fence = stream.submit(lambda: None, label=f"record {self.name}")
+        return self.fence
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SimGraph:
+    """Work that was captured, to be replayed as it was: closures over the memory that they had then, and no wait of the host's."""
+
+    nodes: tuple[_Work | _ExternalWait, ...]
+    ignored_waits: int
+
+
+class SimStream:
+    """A FIFO of work on a simulated device."""
+
+    def __init__(self, device: SimDevice, name: str) -> None:
+        self.name = name
+        self._device = device
+        self._turns = device.turns
+        self._queue: deque[tuple[_Work, SimFence] | _Wait] = deque()
+        self._next_tick = 1
+        self._capture: list[_Work | _ExternalWait] | None = None
+        self._ignored_waits = 0
+        self.busy = False
+        self._actor: Actor = device.turns.add(name, self._may_go_on, self._awaited, self._run)
+
+    # ------------------------------------------------------------------ the door
+
+    def submit(self, work: Callable[[], None], accesses: Accesses = no_accesses, *, label: str = "") -> SimFence:
+        """Enqueue `work`. A point at which others may run. See `Stream.submit`.
+
+        While a graph is captured, the work goes into the graph; its fence is never done.
+        """
+        if self._device.closed:
+            raise InvariantError(f"stream {self.name} is closed: {label or 'work'} cannot be submitted")
+        item = _Work(work, accesses, label or "work")
+        if self._capture is not None:
+            self._capture.append(item)
+            return SimFence(self._device, self.name, 0)
+        return self._enqueue(item)
+
+    def wait(self, fence: Fence) -> None:
+        """Order later work behind `fence`; while a graph is captured this does nothing, as on CUDA. See `Stream.wait`."""
+        if not isinstance(fence, SimFence) or fence.device is not self._device:
+            raise InvariantError(f"stream {self.name} cannot wait for {fence!r}: it is not of this device")
+        if self._capture is not None:
+            self._ignored_waits += 1
+        elif fence.stream == self.name:
+            pass  # a FIFO is behind its own past already
+        elif self._turns.current is self._actor:
+            self._turns.block(lambda: fence.done, lambda: fence.stream)
+            self._tell_waited(fence)
+        else:
+            self._make_room()
+            self._queue.append(_Wait(fence))
+
+    def wait_event(self, event: SimEvent) -> None:
+        """Order later work behind the last record of `event`; nothing at all if it was never recorded, as on CUDA."""
+        if event.fence is not None:
+            self.wait(event.fence)
+
+    def touch(self, accesses: Accesses) -> None:
+        """Declare from inside work what it touches from here on. A point at which others may run. See `Stream.touch`."""
+        if self._turns.current is not self._actor:
+            raise InvariantError(f"stream {self.name} was told what its work touches, but not by its work")
+        if self._device.witness is not None:
+            self._device.witness.touched(self.name, accesses)
+        self._turns.point()
+
+    def copy(self, batch: CopyBatch) -> None:
+        """Copy segment by segment; between two of them others may run. See `Stream.copy`."""
+        if batch.source.pageable or batch.target.pageable:
+            self._device.stall("pageable copy")
+        source, target = batch.source.data.numpy(), batch.target.data.numpy()
+        for index, (from_, to) in enumerate(zip(batch.source_starts, batch.target_starts, strict=True)):
+            if index:
+                self._turns.point()
+            target[to : to + batch.size] = source[from_ : from_ + batch.size]
+
+    # ------------------------------------------------------------------ graphs
+
+    def capture(self, build: Callable[[], None]) -> SimGraph:
+        """What `build` submits to this stream, as a graph; nothing runs."""
+        self._capture, self._ignored_waits = [], 0
+        try:
+            build()
+            return SimGraph(tuple(self._capture), self._ignored_waits)
+        finally:
+            self._capture = None
+
+    def wait_external(self, event: SimEvent) -> None:
+        """Inside `capture`: a node that waits for the last record of `event` at the time of each replay."""
+        if self._capture is None:
+            raise InvariantError("an external wait is a node of a graph: capture one")
+        self._capture.append(_ExternalWait(event))
+
+    def replay(self, graph: SimGraph, *, label: str = "") -> SimFence:
+        """Enqueue everything in the graph; the fence covers all of it, a last wait too."""
+        for node in graph.nodes:
+            if isinstance(node, _ExternalWait):
+                self.wait_event(node.event)
+            else:
+                fence = self._enqueue(_Work(node.run, node.accesses, f"{label}: {node.label}" if label else node.label))
+        if not graph.nodes or isinstance(graph.nodes[-1], _ExternalWait):
+            fence = self._enqueue(_Work(lambda: None, no_accesses, f"{label}: end" if label else "end"))
+        return fence
+
+    # ------------------------------------------------------------------ the stream's own turns
+
+    @property
+    def idle(self) -> bool:
+        """Whether everything submitted has been done."""
+        return not self._queue and not self.busy
+
+    def _enqueue(self, work: _Work) -> SimFence:
+        self._make_room()
+        fence = SimFence(self._device, self.name, self._next_tick)
+        self._next_tick += 1
+        if self._device.witness is not None:
+            self._device.witness.submitted(fence, work.accesses, work.label)
+        self._queue.append((work, fence))
+        self._turns.point()
+        return fence
+
+    def _make_room(self) -> None:
+        """Hold the caller up while the queue is full, waits included (P2)."""
+        if len(self._queue) >= QUEUE_LIMIT:
+            self._device.stall("queue full")
+            self._turns.block(lambda: len(self._queue) < QUEUE_LIMIT, lambda: self.name)
+
+    def _may_go_on(self) -> bool:
+        if not self._queue:
+            return False
+        head = self._queue[0]
+        return not isinstance(head, _Wait) or head.fence.done
+
+    def _awaited(self) -> str | None:
+        head = self._queue[0] if self._queue else None
+        return head.fence.stream if isinstance(head, _Wait) else None
+
+    def _run(self) -> None:
+        while True:
+            if isinstance(self._queue[0], _Wait):
+                self._pass()
+                if self._may_go_on():
+                    continue
+            else:
+                self._do()
+            self._turns.block(self._may_go_on, self._awaited)
+
+    def _pass(self) -> None:
+        head = self._queue.popleft()
+        assert isinstance(head, _Wait)
+        self._tell_waited(head.fence)
+
+    def _do(self) -> None:
+        """Run the first piece of work. What it held (tensors, leases) goes with this frame, before anybody learns that it is done (H24)."""
+        head = self._queue.popleft()
+        assert not isinstance(head, _Wait)
+        work, fence = head
+        witness, label, self.busy = self._device.witness, work.label, True
+        if witness is not None:
+            witness.started(fence)
+        start_s = self._turns.now_s
+        try:
+            work.run()
+        except Exception as error:
+            fence.fail(error)
+        self._turns.point()  # the bytes have moved, and nobody knows
+        if self._device.timeline is not None:
+            self._device.timeline.record(self.name, label, int(start_s * 1e9), int(self._turns.now_s * 1e9))
+        if witness is not None:
+            witness.finished(fence)
+        fence.done, self.busy = True, False
+        self._device.passed()
+
+    def _tell_waited(self, fence: SimFence) -> None:
+        if self._device.witness is not None:
+            self._device.witness.waited(self.name, fence)
+
+
+class SimDevice:
+    """Streams that a policy drives. Made, driven and closed by one thread, which is "the host".
+
+    turns     who runs, and virtual time
+    witness   told of everything that ordering depends on
+    """
+
+    kind = "sim"
+
+    def __init__(self, policy: Policy, *, witness: Witness | None = None, timeline: Timeline | None = None) -> None:
+        self.turns = Turns(policy)
+        self.witness = witness
+        self.timeline = timeline
+        self.closed = False
+        self._streams: dict[str, SimStream] = {}
+        self._memories: dict[str, Memory] = {}
+        self._waits: Counter[str] = Counter()
+        self._dying: list[tuple[tuple[SimFence, ...], Memory, int, int]] = []
+
+    def stream(self, name: str) -> SimStream:
+        """A new stream."""
+        if name in self._streams or name == HOST:
+            raise InvariantError(f"stream {name} exists already")
+        if self.closed:
+            raise InvariantError(f"the device is closed: stream {name} cannot be made")
+        stream = self._streams[name] = SimStream(self, name)
+        return stream
+
+    def allocate(self, name: str, num_bytes: int) -> Memory:
+        """Device memory, all poison."""
+        return self._add(Memory(name, torch.full((num_bytes,), POISON, dtype=torch.uint8)))
+
+    def allocate_host(self, name: str, num_bytes: int) -> Memory:
+        """Host memory that streams may copy from and to, all poison."""
+        return self.allocate(name, num_bytes)
+
+    def allocate_pageable(self, name: str, num_bytes: int) -> Memory:
+        """Host memory of the ordinary kind: a copy from or to it stalls the host, which is an error."""
+        return self._add(Memory(name, torch.full((num_bytes,), POISON, dtype=torch.uint8), pageable=True))
+
+    def wait_host(self, fence: Fence, *, reason: str, timeout_s: float | None = None) -> bool:
+        """Let others run until `fence` is done. See `Device.wait_host`. Raises Deadlock if it can never be."""
+        if not isinstance(fence, SimFence) or fence.device is not self:
+            raise InvariantError(f"cannot wait for {fence!r}: it is not of this device")
+        if not fence.done:
+            self.stall(reason)
+            wake_s = None if timeout_s is None else self.turns.now_s + timeout_s
+            self.turns.block(lambda: fence.done, lambda: fence.stream, wake_s=wake_s)
+        if fence.done and self.witness is not None:
+            self.witness.observed(fence)
+        return fence.done
+
+    def host_waits(self) -> dict[str, int]:
+        """How often the host was held up, by reason."""
+        return dict(self._waits)
+
+    def stall(self, reason: str) -> None:
+        """Count that the host is held up."""
+        self._waits[reason] += 1
+        if self.witness is not None:
+            self.witness.stalled(reason)
+
+    def now(self) -> float:
+        """Virtual seconds."""
+        return self.turns.now_s
+
+    def sleep(self, seconds: float) -> None:
+        """Let virtual time pass; by the host, or by work in the place of something slow."""
+        self.turns.sleep(seconds)
+
+    def rest(self) -> None:
+        """Nothing to give back."""
+
+    def event(self, name: str) -> SimEvent:
+        """A new event, never recorded."""
+        return SimEvent(name)
+
+    def poison(self, memory: str, start: int, stop: int, after: Sequence[Fence]) -> None:
+        """Overwrite bytes that nobody may read any more, as soon as the last of their uses is done."""
+        pending = tuple(fence for fence in after if isinstance(fence, SimFence) and not fence.done)
+        if pending:
+            self._dying.append((pending, self._memories[memory], start, stop))
+        else:
+            self._memories[memory].data.numpy()[start:stop] = POISON
+
+    def passed(self) -> None:
+        """A fence was done: what waited for it to become poison does so now, before anybody else runs."""
+        if not self._dying:
+            return
+        left = []
+        for pending, memory, start, stop in self._dying:
+            if all(fence.done for fence in pending):
+                np.asarray(memory.data)[start:stop] = POISON
+            else:
+                left.append((pending, memory, start, stop))
+        self._dying = left
+
+    def close(self) -> None:
+        """Run what was submitted, then end the streams. Idempotent. Raises Deadlock when something can never run."""
+        if not self.closed:
+            self.turns.block(lambda: all(stream.idle for stream in self._streams.values()), self._unfinished)
+        self.kill()
+
+    def kill(self) -> None:
+        """End at once, whatever is on its way; what did not run never will. Idempotent."""
+        self.closed = True
+        self.turns.end()
+
+    def _unfinished(self) -> str | None:
+        return next((stream.name for stream in self._streams.values() if not stream.idle), None)
+
+    def _add(self, memory: Memory) -> Memory:
+        if memory.name in self._memories:
+            raise InvariantError(f"memory {memory.name} exists already")
+        self._memories[memory.name] = memory
+        return memory

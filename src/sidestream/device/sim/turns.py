@@ -1,0 +1,208 @@
+"""Taking turns: threads of which exactly one runs at any moment, and a policy that says which one is next.
+
+Knows actors, never streams or work. An actor gives its turn away at *points*: there it may go on at once, or when what it waits for
+has happened, or when the virtual clock has reached a time. Same policy, same choices: the run is the same on any machine,
+because nothing else decides anything, neither the system's scheduler nor a clock.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from sidestream.device.sim.policies import HOST, Choice, Policy
+from sidestream.errors import SidestreamError
+
+# What a point takes of virtual time; whoever sleeps sleeps much longer.
+_POINT_S = 1e-6
+# Turns in a row after which a host that nobody else interrupts is taken to spin: a full queue stops it long before.
+_SPIN_LIMIT = 100_000
+
+
+class Deadlock(SidestreamError):
+    """Nobody can go on: everybody waits for somebody else."""
+
+
+class _Ended(BaseException):
+    """Unwinds an actor whose device was closed in the middle of its work."""
+
+
+@dataclass(slots=True, eq=False)
+class Actor:
+    """One thread that takes turns.
+
+    ready     whether it can go on; asked again at every point
+    awaits    name of the actor that it cannot go on without, for messages and for policies
+    wake_s    virtual time at which it goes on whatever `ready` says
+    """
+
+    name: str
+    ready: Callable[[], bool]
+    awaits: Callable[[], str | None]
+    wake_s: float | None = None
+    thread: threading.Thread | None = None
+    baton: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
+
+    def can_go(self, now_s: float) -> bool:
+        """Whether the turn may be given to it."""
+        return self.ready() or (self.wake_s is not None and self.wake_s <= now_s)
+
+
+def _always() -> bool:
+    return True
+
+
+def _never() -> bool:
+    return False
+
+
+def _nobody() -> None:
+    return None
+
+
+class Turns:
+    """The one place where it is decided who runs. The first actor is the host: the thread that made this object.
+
+    now_s   virtual time
+    points  how often it was decided
+    log     who got the turn, at each point at which more than one could
+    """
+
+    def __init__(self, policy: Policy) -> None:
+        self.now_s = 0.0
+        self.points = 0
+        self.log: list[str] = []
+        self._policy = policy
+        self._host = Actor(HOST, _always, _nobody)
+        self._actors = [self._host]
+        self._running = self._host
+        self._failure: BaseException | None = None
+        self._spins = 0
+        self._ended = False
+
+    def add(self, name: str, ready: Callable[[], bool], awaits: Callable[[], str | None], run: Callable[[], None]) -> Actor:
+        """Start an actor on a thread of its own; `run` begins with its first turn and must go through `block` for every other one."""
+        actor = Actor(name, ready, awaits)
+        self._actors.append(actor)
+
+        def body() -> None:
+            try:
+                self._take(actor)
+                run()
+            except _Ended:
+                pass
+            except BaseException as error:  # not the work's, which its fence keeps: a witness's or a policy's
+                self._fail(actor, error)
+
+        actor.thread = threading.Thread(target=body, name=f"sidestream-sim-{name}", daemon=True)
+        actor.thread.start()
+        return actor
+
+    @property
+    def current(self) -> Actor:
+        """Whose turn it is: the caller."""
+        return self._running
+
+    @property
+    def at_host(self) -> bool:
+        """Whether the caller is the host."""
+        return self._running is self._host
+
+    def point(self) -> None:
+        """Let others go first, or not, as the policy says; the caller could go on at once."""
+        self.block(_always, _nobody)
+
+    def sleep(self, seconds: float) -> None:
+        """Give the turn away until virtual time has moved on by `seconds`."""
+        self.block(_never, _nobody, wake_s=self.now_s + seconds)
+
+    def block(self, ready: Callable[[], bool], awaits: Callable[[], str | None], *, wake_s: float | None = None) -> None:
+        """Give the turn away until `ready`, or until `wake_s`. Raises Deadlock (on the host) when nobody can ever go on.
+
+        What an actor raised outside its work is raised on the host, too.
+        """
+        caller = self._running
+        if self._ended and caller is not self._host:
+            raise _Ended
+        caller.ready, caller.awaits, caller.wake_s = ready, awaits, wake_s
+        chosen = self._choose()
+        if chosen is not caller:
+            self._running = chosen
+            chosen.baton.release()
+            self._take(caller)
+        caller.wake_s = None
+        if caller is self._host and self._failure is not None:
+            failure, self._failure = self._failure, None
+            raise failure
+
+    def end(self) -> None:
+        """End all actors but the host, wherever they are, one after another; their threads are gone afterwards. Idempotent."""
+        self._ended = True
+        actors, self._actors = self._actors[1:], [self._host]
+        for actor in actors:
+            self._running = actor  # what it unwinds is its turn
+            actor.baton.release()
+            if actor.thread is not None:
+                actor.thread.join()
+        self._running = self._host
+
+    def needed(self) -> str | None:
+        """Who has to run so that the host can go on, if the host waits for somebody: the end of the chain of waits."""
+        names = {actor.name: actor for actor in self._actors}
+        actor, seen = self._host, set[str]()
+        while not actor.can_go(self.now_s):
+            awaited = actor.awaits()
+            if awaited is None or awaited in seen:
+                return None
+            seen.add(awaited)
+            actor = names[awaited]
+        return actor.name if actor is not self._host else None
+
+    def _take(self, actor: Actor) -> None:
+        actor.baton.acquire()
+        if self._ended and actor is not self._host:
+            raise _Ended
+
+    def _fail(self, actor: Actor, error: BaseException) -> None:
+        """Let `actor` end with `error`, and the host raise it at once."""
+        if not self._ended:
+            self._failure = error
+            self._actors.remove(actor)
+            self._running = self._host
+            self._host.baton.release()
+
+    def _choose(self) -> Actor:
+        self.points += 1
+        self.now_s += _POINT_S
+        chosen = self._decide()
+        self._spins = self._spins + 1 if chosen is self._running is self._host else 0
+        if self._spins > _SPIN_LIMIT:
+            self._spins = 0
+            self._failure = Deadlock(f"the host took {_SPIN_LIMIT} turns in a row: a loop over polls must sleep, or wait for a fence")
+        return chosen
+
+    def _decide(self) -> Actor:
+        able = [actor for actor in self._actors if actor.can_go(self.now_s)]
+        asleep = [actor for actor in self._actors if actor.wake_s is not None and actor not in able]
+        if not able:
+            if not asleep:
+                return self._give_up()
+            first = min(asleep, key=lambda actor: actor.wake_s or 0.0)
+            self.now_s = first.wake_s or 0.0
+            return first
+        if len(able) == 1 and not (asleep and self._host in asleep):
+            return able[0]
+        choice = Choice(tuple(actor.name for actor in able), self._running.name, self._host in asleep, self.needed)
+        name = self._policy.choose(choice)
+        self.log.append(name)
+        chosen = next((actor for actor in able if actor.name == name), None)
+        if chosen is None:  # the host sleeps, and the policy would rather let time pass
+            self.now_s = self._host.wake_s or self.now_s
+            return self._host
+        return chosen
+
+    def _give_up(self) -> Actor:
+        waits = ", ".join(f"{actor.name} for {actor.awaits() or 'work'}" for actor in self._actors)
+        self._failure = Deadlock(f"nobody can go on: {waits}")
+        return self._host
