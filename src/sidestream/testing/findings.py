@@ -1,0 +1,156 @@
+"""What the checker has to say, in words: each broken rule as a sentence that names work, call sites, streams and bytes.
+
+Called by the checker only, under its lock. Words are made only when something is wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from sidestream.testing.shadow import HOST, Cell, Clock, Item, Lease, Op, Pool, Shadow, Site
+
+Where = tuple[str, int, int]
+"""Memory, start and stop; of a pool without memory, its name and the id."""
+
+_LISTED = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One rule that was broken.
+
+    kind            see `sidestream.testing.checker`
+    message         the whole story in a sentence
+    first, second   `file:line function, label` of those involved, in the order of submission; second is empty when there is only one
+    streams         theirs, in the same order
+    memory, start, stop   which bytes; of a pool without memory, its name and the id
+    """
+
+    kind: str
+    message: str
+    first: str
+    second: str
+    streams: tuple[str, ...]
+    memory: str
+    start: int
+    stop: int
+
+    def __str__(self) -> str:
+        return f"{self.kind}: {self.message}"
+
+
+class Report:
+    """All findings of one run, at most `max_findings`, and each pair of call sites only once for each kind and memory."""
+
+    def __init__(self, max_findings: int) -> None:
+        self.findings: list[Finding] = []
+        self._max_findings = max_findings
+        self._known: dict[object, Finding] = {}
+
+    def race(self, op: Op, writes: bool, other: Op, other_writes: bool, clock: Clock, where: Where) -> None:
+        """`op`, which knows `clock`, touches bytes that `other` has touched. Told in the order of submission, whichever came first this time."""
+        if other.seq < op.seq:
+            earlier, later, known = other, op, f" (it knows of {other.stream} up to {clock.get(other.stream, 0)})"
+            verbs = _verb(other_writes), _verb(writes)
+        else:
+            earlier, later, known = op, other, ""
+            verbs = _verb(writes), _verb(other_writes)
+        missing = f"nothing orders `{later.label}` behind {earlier.stream}:{earlier.tick}{known}"
+        if later.stream == HOST:
+            missing = f"the host saw no fence that covers {earlier.stream}:{earlier.tick} done before `{later.label}`"
+        self._add("race", f"{later} {verbs[1]} {_bytes(where)}, which {earlier} {verbs[0]}: {missing}", where, earlier, later)
+
+    def unwritten(self, op: Op, shadow: Shadow, cell: Cell) -> None:
+        """`op` reads what has no contents."""
+        where = (shadow.memory, cell.start, cell.stop)
+        since = "ever wrote" if cell.write is None else f"wrote since its id was taken: the last to write it was {cell.write}, before that"
+        self._add("unwritten", f"{op} reads {_bytes(where)}, which nobody {since}", where, op)
+
+    def unleased(self, op: Op, pool: str, number: int, where: Where) -> None:
+        """`op` touches an id that was free when it was submitted."""
+        self._add("unleased", f"{op} touches {_id(pool, number, where)}, of which no lease was open when it was submitted", where, op)
+
+    def over_released(self, pool: Pool, number: int, site: Site) -> None:
+        """An id was given up that nobody held."""
+        where, end = pool.span(number), lease_op(f"release of {pool.name}", site)
+        self._add("unleased", f"{end} gave up {_id(pool.name, number, where)}, of which no lease was open", where, end)
+
+    def taken_twice(self, pool: Pool, item: Item, lease: Lease, site: Site) -> None:
+        """An id was given out for writing under an open lease."""
+        where, held = pool.span(item.number), lease_op(f"lease of {pool.name}", lease.site)
+        again = lease_op(f"take from {pool.name}", site)
+        self._add("early_release", f"{again} gave out {_id(pool.name, item.number, where)}, which {held} still holds", where, held, again)
+
+    def early_release(self, pool: Pool, item: Item, use: Op, lease: Lease) -> None:
+        """`lease` ended, and none of the fences given is behind `use`."""
+        where, end = pool.span(item.number), lease_op(f"release of {pool.name}", lease.site)
+        given = ", ".join(f"{fence.stream}:{fence.tick}" for fence in lease.after) or "none"
+        story = f"{end} gave up {_id(pool.name, item.number, where)}, which {use} uses"
+        missing = f"the host had not seen {use.stream}:{use.tick} done, and no fence given with a release is behind it (given: {given})"
+        self._add("early_release", f"{story}: {missing}", where, use, end)
+
+    def early_publish(self, pool: Pool, item: Item, write: Op, publish: Op) -> None:
+        """An id became findable before the host saw `write` done."""
+        where = pool.span(item.number)
+        story = f"{publish} made {_id(pool.name, item.number, where)} findable"
+        self._add("early_publish", f"{story} before the host saw that {write}, which writes it, is done", where, write, publish)
+
+    def incomplete(self, pool: Pool, item: Item, byte: int, publish: Op) -> None:
+        """An id became findable with a byte that nobody had written."""
+        where = pool.span(item.number)
+        story = f"{publish} made {_id(pool.name, item.number, where)} findable"
+        self._add("early_publish", f"{story}, but nobody wrote {where[0]}[{byte}] since it was taken", where, publish)
+
+    def failed_publish(self, pool: Pool, item: Item, write: Op, publish: Op) -> None:
+        """An id became findable though its write failed."""
+        where = pool.span(item.number)
+        story = f"{publish} made {_id(pool.name, item.number, where)} findable"
+        self._add("failed_publish", f"{story}, though {write}, which wrote it, failed: {write.failure}", where, write, publish)
+
+    def published_write(self, op: Op, pool: str, item: Item, where: Where) -> None:
+        """`op` writes an id that is findable; `early_publish` if it was submitted before that."""
+        kind, when = ("published_write", "was") if op.seq > item.published else ("early_publish", "has become")
+        self._add(kind, f"{op} writes {_id(pool, item.number, where)}, which {when} findable before it", where, op)
+
+    def stall(self, op: Op, allowed: frozenset[str]) -> None:
+        """The host was held up."""
+        only = ", ".join(sorted(allowed)) or "nothing"
+        self._add("stall", f"the host was held up by {op}; it may be held up by: {only}", ("", 0, 0), op)
+
+    def leak(self, pool: Pool, held: Sequence[Item]) -> Finding | None:
+        """Ids of a pool are still leased at the end. None: there is no room for the finding."""
+        lease = held[0].lease
+        assert lease is not None
+        numbers = ", ".join(str(item.number) for item in held[:_LISTED])
+        more = f" and {len(held) - _LISTED} more" if len(held) > _LISTED else ""
+        first = lease_op(f"lease of {pool.name}", lease.site)
+        message = f"{len(held)} of {pool.name} still leased when all is done: {numbers}{more}; the first since {first}"
+        return self._add("leak", message, pool.span(held[0].number), first)
+
+    def _add(self, kind: str, message: str, where: Where, *ops: Op) -> Finding | None:
+        key = (kind, where[0], *((op.site, op.label, op.stream) for op in ops))
+        finding = self._known.get(key)
+        if finding is None and len(self.findings) < self._max_findings:
+            second = ops[1].place if len(ops) > 1 else ""
+            finding = Finding(kind, message, ops[0].place, second, tuple(op.stream for op in ops), *where)
+            self._known[key] = finding
+            self.findings.append(finding)
+        return finding
+
+
+def lease_op(label: str, site: Site) -> Op:
+    """What the host did to a lease, as one of those that a finding names."""
+    return Op(HOST, 0, 0, label, site, None)
+
+
+def _verb(writes: bool) -> str:
+    return "writes" if writes else "reads"
+
+
+def _bytes(where: Where) -> str:
+    return f"{where[0]}[{where[1]}:{where[2]}]"
+
+
+def _id(pool: str, number: int, where: Where) -> str:
+    return f"{pool} {number} ({_bytes(where)})"

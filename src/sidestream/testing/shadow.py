@@ -1,0 +1,310 @@
+"""What the checker remembers of bytes and of ids: who touched them last, under which lease. Judges nothing, knows no device and no pool.
+
+A memory is a map of cells that are split where accesses begin and end, so that bytes are told apart exactly, however accesses overlap.
+Called by the checker only, under its lock.
+"""
+
+from __future__ import annotations
+
+import sys
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterable
+from functools import lru_cache
+from pathlib import Path
+from types import CodeType
+
+import sidestream.device
+from sidestream.types import Fence
+
+HOST = "host"
+
+Clock = dict[str, int]
+"""By stream, and for the host: up to which tick everything is known to have happened. Shared once made; never changed in place."""
+
+Site = tuple[CodeType, int]
+"""A call site: code and instruction. Cheap to take; the line is looked up when somebody wants to read it."""
+
+# Whoever is called through these files is the one that a reader looks for.
+_ROOM = Path(sidestream.device.__file__).parent
+_PASSED_OVER = (
+    str(_ROOM),
+    *(str(_ROOM.parent / name) for name in ("testing/checker.py", "kv/pool.py", "tiers/index.py")),
+)
+_inner: dict[str, bool] = {}
+
+
+def calling_site() -> Site:
+    """Who called the device, the pool or the checker that called this."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None:
+        name = frame.f_code.co_filename
+        inner = _inner.get(name)
+        if inner is None:
+            inner = _inner[name] = name.startswith(_PASSED_OVER)
+        if not inner:
+            break
+        frame = frame.f_back
+    return frame.f_code, frame.f_lasti
+
+
+@lru_cache(maxsize=1024)
+def read_site(site: Site) -> str:
+    """`file:line function`, the file with its folder."""
+    code, at = site
+    line = next((line for start, stop, line in code.co_lines() if start <= at < stop), None)
+    return f"{'/'.join(Path(code.co_filename).parts[-2:])}:{line or code.co_firstlineno} {code.co_name}"
+
+
+class Op:
+    """One piece of work of a stream, or one touch of the host's, which is over at once.
+
+    seq            position among everything that was submitted, touched and leased
+    before         what the host knew when it submitted this; None once it is over
+    final          what is known to whoever waited for it; None until it is over, and again once everybody knows it
+    failure        what the work raised, for messages
+    writes, reads  what it touches from its start: memory, start, stop, and for reads: after which `seq` it must have been written
+    verdicts       releases that it may justify, once it is known what it waited for
+    """
+
+    __slots__ = ("before", "failure", "final", "label", "over", "reads", "seq", "site", "stream", "tick", "verdicts", "writes")
+
+    def __init__(self, stream: str, tick: int, seq: int, label: str, site: Site, before: Clock | None) -> None:
+        self.stream = stream
+        self.tick = tick
+        self.seq = seq
+        self.label = label
+        self.site = site
+        self.before = before
+        self.final: Clock | None = None
+        self.over = False
+        self.failure: str | None = None
+        self.writes: list[Written] = []
+        self.reads: list[Read] = []
+        self.verdicts: list[Verdict] = []
+
+    @property
+    def place(self) -> str:
+        """Call site and label."""
+        return f"{read_site(self.site)}, `{self.label}`"
+
+    def __str__(self) -> str:
+        position = HOST if self.stream == HOST else f"{self.stream}:{self.tick}"
+        return f"`{self.label}` ({position}, {read_site(self.site)})"
+
+
+class Verdict:
+    """A release that was early unless one of `awaited` turns out to be ordered behind `use`."""
+
+    __slots__ = ("awaited", "report", "use")
+
+    def __init__(self, use: Op, awaited: int, report: Callable[[], None]) -> None:
+        self.use = use
+        self.awaited = awaited
+        self.report = report
+
+
+class Cell:
+    """Bytes that were always touched together: their last write, and the last read of each stream since."""
+
+    __slots__ = ("reads", "start", "stop", "write")
+
+    def __init__(self, start: int, stop: int, write: Op | None = None, reads: dict[str, Op] | None = None) -> None:
+        self.start = start
+        self.stop = stop
+        self.write = write
+        self.reads: dict[str, Op] = reads or {}
+
+    def ops(self) -> list[Op]:
+        """Who touched it last."""
+        return [*self.reads.values()] if self.write is None else [self.write, *self.reads.values()]
+
+
+class Lease:
+    """Leases of one id from the first one to the end of the last; further ones only change the count.
+
+    since, until   `seq` at its begin and at its end; until 0: open
+    taken          `seq` at which the id's contents became this tenant's
+    after          the fences given with releases, once it has ended
+    site           who ended it
+    """
+
+    __slots__ = ("after", "since", "site", "taken", "until")
+
+    def __init__(self, since: int, taken: int, site: Site) -> None:
+        self.since = since
+        self.taken = taken
+        self.until = 0
+        self.after: tuple[Fence, ...] = ()
+        self.site = site
+
+
+class Item:
+    """One id of a pool.
+
+    leases      how many are open
+    lease       of which the first began here; None: none is open
+    past        ended ones, as long as work that was submitted under them may still say what it touches
+    taken       `seq` of the last time its contents were given up
+    published   `seq` at which it became findable; 0: it is not
+    users       work that touches it, the last of each stream, since it was taken; and of that, the last that writes
+    after       the last fence of each stream that was given with a release
+    """
+
+    __slots__ = ("after", "lease", "leases", "number", "past", "published", "taken", "users", "writers")
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.leases = 0
+        self.lease: Lease | None = None
+        self.past: list[Lease] = []
+        self.taken = 0
+        self.published = 0
+        self.users: dict[str, Op] = {}
+        self.writers: dict[str, Op] = {}
+        self.after: dict[str, Fence] = {}
+
+    def note(self, op: Op, write: bool) -> None:
+        """`op` touches it. Work that runs says so after work behind it was submitted."""
+        for ops in (self.users, self.writers) if write else (self.users,):
+            last = ops.get(op.stream)
+            if last is None or last.tick < op.tick:
+                ops[op.stream] = op
+
+    def add_after(self, fences: Iterable[Fence]) -> None:
+        """Keep the last of each stream."""
+        for fence in fences:
+            known = self.after.get(fence.stream)
+            if known is None or known.tick < fence.tick:
+                self.after[fence.stream] = fence
+
+    def last_uses(self) -> list[Op | Fence]:
+        """Work that touches it, and what its next owner has to wait for."""
+        return [*self.users.values(), *self.after.values()]
+
+    def lease_at(self, seq: int) -> Lease | None:
+        """The lease that was open when something was submitted."""
+        if self.lease is not None and self.lease.since < seq:
+            return self.lease
+        return next((lease for lease in reversed(self.past) if lease.since < seq < lease.until), None)
+
+
+class Shadow:
+    """One memory: its cells, and the pool whose ids stand for its bytes, if there is one.
+
+    item_bytes   0: no pool
+    """
+
+    def __init__(self, memory: str) -> None:
+        self.memory = memory
+        self.pool = ""
+        self.item_bytes = 0
+        self.items: dict[int, Item] = {}
+        self.cells: dict[int, Cell] = {}
+        self._starts: list[int] = []
+
+    def carve(self, start: int, stop: int) -> list[Cell]:
+        """Cells that make up exactly `[start, stop)`, split and made as needed."""
+        starts, cells = self._starts, self.cells
+        at = bisect_right(starts, start) - 1
+        if at >= 0 and starts[at] < start < cells[starts[at]].stop:
+            self._split(at, start)
+        at = bisect_left(starts, start)
+        found, here = [], start
+        while here < stop:
+            begin = starts[at] if at < len(starts) else stop
+            if begin > here:  # nobody was here before
+                cells[here] = Cell(here, min(begin, stop))
+                starts.insert(at, here)
+            elif cells[here].stop > stop:
+                self._split(at, stop)
+            found.append(cells[here])
+            here = found[-1].stop
+            at += 1
+        return found
+
+    def span(self, start: int, stop: int) -> list[Cell]:
+        """The cells that touch `[start, stop)`, as they are; gaps are nobody's."""
+        cell = self.cells.get(start)
+        if cell is not None and cell.stop == stop:
+            return [cell]
+        first = max(0, bisect_right(self._starts, start) - 1)
+        cells = (self.cells[at] for at in self._starts[first : bisect_left(self._starts, stop)])
+        return [cell for cell in cells if cell.stop > start]
+
+    def join(self, cells: list[Cell]) -> Cell:
+        """Make one of neighbours that are about to be written as one."""
+        first, last = cells[0], cells[-1]
+        if first is not last:
+            at = bisect_left(self._starts, first.start)
+            for cell in cells[1:]:
+                del self.cells[cell.start]
+            del self._starts[at + 1 : at + len(cells)]
+            first.stop = last.stop
+        return first
+
+    def drop(self, gone: set[int]) -> None:
+        """Forget the cells with these starts."""
+        if gone:
+            for start in gone:
+                del self.cells[start]
+            self._starts = [start for start in self._starts if start not in gone]
+
+    def _split(self, at: int, where: int) -> None:
+        cell = self.cells[self._starts[at]]
+        self.cells[where] = Cell(where, cell.stop, cell.write, dict(cell.reads))
+        self._starts.insert(at + 1, where)
+        cell.stop = where
+
+
+class Pool:
+    """Ids of one pool, and the memory that they stand for, once that was said."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.items: dict[int, Item] = {}
+        self.shadow: Shadow | None = None
+
+    def back(self, shadow: Shadow, item_bytes: int) -> None:
+        """From now on ids stand for bytes of `shadow`."""
+        self.shadow = shadow
+        shadow.pool, shadow.item_bytes, shadow.items = self.name, item_bytes, self.items
+
+    def span(self, number: int) -> tuple[str, int, int]:
+        """Memory, start and stop of an id; pool and id where no memory is known."""
+        if self.shadow is None:
+            return self.name, number, number + 1
+        size = self.shadow.item_bytes
+        return self.shadow.memory, number * size, (number + 1) * size
+
+    def sweep(self, floor: Clock, oldest: int) -> None:
+        """Forget free ids that nobody can mean any more: a pool may give out new numbers for ever.
+
+        Everything still to come knows `floor`, and none of it was submitted before `oldest`.
+        """
+        gone: set[int] = set()
+        for item in list(self.items.values()):
+            if item.lease is not None or item.published or any(lease.until > oldest for lease in item.past):
+                continue
+            _, start, stop = self.span(item.number)
+            cells = [] if self.shadow is None else self.shadow.span(start, stop)
+            inside = all(start <= cell.start and cell.stop <= stop for cell in cells)
+            if inside and all(_is_known(last, floor) for last in (*item.last_uses(), *(op for cell in cells for op in cell.ops()))):
+                gone.update(cell.start for cell in cells)
+                del self.items[item.number]
+        if self.shadow is not None:
+            self.shadow.drop(gone)
+
+
+def learn(clock: Clock, other: Clock) -> None:
+    """Make `clock` know what `other` knows."""
+    for name, tick in other.items():
+        if tick > clock.get(name, 0):
+            clock[name] = tick
+
+
+def _is_known(last: Op | Fence, clock: Clock) -> bool:
+    return last.tick <= clock.get(last.stream, 0)
+
+
+Written = tuple[Shadow, int, int]
+Read = tuple[Shadow, int, int, int]

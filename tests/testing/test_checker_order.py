@@ -1,0 +1,408 @@
+"""What happens before what: every edge that exists counts, every edge that is missing is found, whatever ran first this time."""
+
+from __future__ import annotations
+
+import pytest
+from checker_rig import RUNS, Rig, judged, kinds, nothing, reads, rig, writes
+
+from sidestream.device.cpu import CpuDevice
+from sidestream.testing.checker import Checker
+
+# ---------------------------------------------------------------------- a race is found, and an edge ends it
+
+
+def test_a_store_that_does_not_wait_for_the_flight_is_a_race_whichever_ran_first() -> None:
+    def program(rig: Rig) -> None:
+        rig.host_write(0, 64)
+        rig.write(rig.compute, 0, 64, "flight")
+        rig.read(rig.copy, 0, 64, "store")
+
+    (race,) = judged(program)
+    assert (race.kind, race.memory, race.start, race.stop, race.streams) == ("race", "kv", 0, 64, ("compute", "copy"))
+
+
+@pytest.mark.parametrize(("policy", "seed"), RUNS)
+def test_the_race_is_told_in_the_order_of_submission_with_the_edge_that_is_missing(policy: str, seed: int) -> None:
+    with rig(policy, seed) as made:
+        made.host_write(0, 64)
+        made.write(made.compute, 0, 64, "flight")
+        made.read(made.copy, 0, 64, "store")
+        made.device.close()
+        (race,) = made.checker.findings
+    assert race.first.endswith(" write, `flight`") and "checker_rig.py:" in race.first
+    assert race.second.endswith(" read, `store`")
+    assert "`store` (copy:1, " in race.message and ") reads kv[0:64], which `flight` (compute:1, " in race.message
+    assert ") writes: nothing orders `store` behind compute:1" in race.message
+    assert str(race) == f"race: {race.message}"
+
+
+def test_a_later_work_that_is_ordered_behind_another_one_says_what_it_knows() -> None:
+    with rig("early") as made:
+        first = made.write(made.compute, 0, 64)
+        made.copy.wait(first)
+        made.write(made.compute, 0, 64, "second")
+        made.read(made.copy, 0, 64, "store")
+        made.device.close()
+        (race,) = made.checker.findings
+    assert race.message.endswith("nothing orders `store` behind compute:2 (it knows of compute up to 1)")
+
+
+def test_a_wait_on_the_device_orders() -> None:
+    def program(rig: Rig) -> None:
+        rig.copy.wait(rig.write(rig.compute, 0, 64))
+        rig.read(rig.copy, 0, 64)
+
+    assert kinds(program) == set()
+
+
+def test_two_writes_race_and_so_does_a_write_with_an_earlier_read() -> None:
+    def two_writes(rig: Rig) -> None:
+        rig.write(rig.compute, 0, 64)
+        rig.write(rig.copy, 0, 64)
+
+    def read_then_write(rig: Rig) -> None:
+        rig.host_write(0, 64)
+        rig.read(rig.compute, 0, 64)
+        rig.write(rig.copy, 0, 64)
+
+    assert kinds(two_writes) == kinds(read_then_write) == {"race"}
+
+
+def test_a_write_has_to_be_behind_the_readers_of_every_stream() -> None:
+    def program(rig: Rig, *, forgotten: bool) -> None:
+        load = rig.device.stream("load")
+        rig.host_write(0, 64)
+        one, other = rig.read(rig.compute, 0, 64), rig.read(rig.copy, 0, 64)
+        load.wait(one)
+        if not forgotten:
+            load.wait(other)
+        rig.write(load, 0, 64)
+
+    assert kinds(lambda rig: program(rig, forgotten=False)) == set()
+    assert kinds(lambda rig: program(rig, forgotten=True)) == {"race"}
+
+
+def test_two_reads_need_no_order() -> None:
+    def program(rig: Rig) -> None:
+        rig.host_write(0, 64)
+        rig.read(rig.compute, 0, 64)
+        rig.read(rig.copy, 0, 64)
+
+    assert kinds(program) == set()
+
+
+def test_work_of_one_stream_is_in_order() -> None:
+    def program(rig: Rig) -> None:
+        for _ in range(3):
+            rig.write(rig.compute, 0, 64)
+            rig.read(rig.compute, 0, 64)
+
+    assert kinds(program) == set()
+
+
+def test_a_wait_orders_what_comes_after_it_and_behind_what_came_before_its_fence_only() -> None:
+    def wait_too_late(rig: Rig) -> None:
+        rig.host_write(0, 64)
+        flight = rig.write(rig.compute, 0, 64)
+        rig.read(rig.copy, 0, 64)
+        rig.copy.wait(flight)
+
+    def fence_too_early(rig: Rig) -> None:
+        rig.host_write(0, 64)
+        before = rig.compute.submit(nothing)
+        rig.write(rig.compute, 0, 64)
+        rig.copy.wait(before)
+        rig.read(rig.copy, 0, 64)
+
+    def a_later_fence_of_the_same_stream(rig: Rig) -> None:
+        rig.write(rig.compute, 0, 64)
+        rig.copy.wait(rig.compute.submit(nothing))
+        rig.read(rig.copy, 0, 64)
+
+    assert kinds(wait_too_late) == kinds(fence_too_early) == {"race"}
+    assert kinds(a_later_fence_of_the_same_stream) == set()
+
+
+def test_order_is_transitive_over_streams() -> None:
+    def program(rig: Rig, *, cut: bool) -> None:
+        load = rig.device.stream("load")
+        flight = rig.write(rig.compute, 0, 64)
+        rig.copy.wait(flight)
+        between = rig.copy.submit(nothing)
+        if cut:
+            between = rig.device.stream("other").submit(nothing)
+        load.wait(between)
+        rig.write(load, 0, 64)
+
+    assert kinds(lambda rig: program(rig, cut=False)) == set()
+    assert kinds(lambda rig: program(rig, cut=True)) == {"race"}
+
+
+# ---------------------------------------------------------------------- bytes
+
+
+def test_neighbours_do_not_race_and_overlaps_are_exact_to_the_byte() -> None:
+    def neighbours(rig: Rig) -> None:
+        rig.write(rig.compute, 0, 64)
+        rig.write(rig.copy, 64, 128)
+
+    def overlap(rig: Rig) -> None:
+        rig.write(rig.compute, 0, 64)
+        rig.write(rig.copy, 63, 128)
+
+    assert kinds(neighbours) == set()
+    (race,) = judged(overlap)
+    assert (race.start, race.stop) == (63, 64)
+
+
+def test_memories_of_different_names_have_nothing_in_common() -> None:
+    def program(rig: Rig) -> None:
+        rig.compute.submit(nothing, writes(0, 64))
+        rig.copy.submit(nothing, writes(0, 64, "host"))
+
+    assert kinds(program) == set()
+
+
+def test_an_empty_range_touches_nothing() -> None:
+    def program(rig: Rig) -> None:
+        rig.write(rig.compute, 0, 64)
+        rig.write(rig.copy, 32, 32)
+        rig.read(rig.copy, 32, 32)
+
+    assert kinds(program) == set()
+
+
+def test_one_write_over_many_pieces_is_compared_with_each_of_them() -> None:
+    def program(rig: Rig, *, forgotten: int) -> None:
+        rig.host_write(0, 96)
+        for index in range(4):
+            fence = rig.read(rig.compute if index == forgotten else rig.copy, index * 24, index * 24 + 24)
+            if index != forgotten:
+                last = fence
+        rig.device.stream("load").wait(last)
+        rig.write(rig.device._streams["load"], 0, 96)
+
+    for forgotten in range(3):
+        assert kinds(lambda rig, forgotten=forgotten: program(rig, forgotten=forgotten)) == {"race"}
+
+
+def test_a_write_over_many_pieces_makes_one_of_them_that_may_be_cut_again() -> None:
+    def program(rig: Rig) -> None:
+        for start in (0, 16, 32, 48):
+            rig.write(rig.compute, start, start + 16)
+        whole = rig.write(rig.compute, 0, 64)
+        rig.copy.wait(whole)
+        rig.read(rig.copy, 8, 56)
+        rig.write(rig.copy, 20, 30)
+
+    assert kinds(program) == set()
+
+
+def test_a_cut_does_not_lose_who_was_there() -> None:
+    def program(rig: Rig) -> None:
+        load = rig.device.stream("load")
+        load.wait(rig.write(rig.compute, 0, 64))
+        rig.read(load, 0, 64)
+        rig.copy.wait(rig.compute.submit(nothing))
+        rig.write(rig.copy, 16, 32)  # behind the write, not behind the read
+
+    (race,) = judged(program)
+    assert (race.streams, race.start, race.stop) == (("load", "copy"), 16, 32)
+
+
+# ---------------------------------------------------------------------- the host
+
+
+def test_what_the_host_saw_done_is_before_what_it_submits_then() -> None:
+    def program(rig: Rig, *, seen: bool) -> None:
+        flight = rig.write(rig.compute, 0, 64)
+        if seen:
+            rig.see(flight)
+        rig.write(rig.copy, 0, 64)
+
+    assert kinds(lambda rig: program(rig, seen=True)) == set()
+    assert kinds(lambda rig: program(rig, seen=False)) == {"race"}
+
+
+def test_it_does_not_help_to_see_it_after_the_submission() -> None:
+    def program(rig: Rig) -> None:
+        flight = rig.write(rig.compute, 0, 64)
+        rig.write(rig.copy, 0, 64)
+        rig.see(flight)
+
+    assert kinds(program) == {"race"}
+
+
+def test_polling_is_seeing() -> None:
+    def program(rig: Rig) -> None:
+        flight = rig.write(rig.compute, 0, 64)
+        while not flight.poll():
+            rig.device.sleep(1.0)
+        rig.write(rig.copy, 0, 64)
+
+    assert kinds(program) == set()
+
+
+def test_the_host_sees_what_a_fence_had_waited_for() -> None:
+    def program(rig: Rig) -> None:
+        rig.copy.wait(rig.write(rig.compute, 0, 64))
+        rig.see(rig.copy.submit(nothing))
+        rig.host_read(0, 64)
+
+    assert kinds(program) == set()
+
+
+def test_the_host_reads_the_mailbox_behind_the_fence_or_races() -> None:
+    def program(rig: Rig, *, seen: bool) -> None:
+        rig.host_write(0, 64)
+        flight = rig.write(rig.compute, 0, 64, "flight")
+        if seen:
+            rig.see(flight)
+        rig.host_read(0, 64)
+
+    assert kinds(lambda rig: program(rig, seen=True)) == set()
+    (race,) = judged(lambda rig: program(rig, seen=False))
+    assert race.streams == ("compute", "host")
+    assert race.message.endswith("the host saw no fence that covers compute:1 done before `look`")
+
+
+def test_the_host_writes_before_it_submits_or_races() -> None:
+    def program(rig: Rig, *, filled_first: bool) -> None:
+        if filled_first:
+            rig.host_write(0, 64)
+            rig.write(rig.copy, 0, 64)
+        else:
+            rig.write(rig.copy, 0, 64)
+            rig.host_write(0, 64)
+
+    assert kinds(lambda rig: program(rig, filled_first=True)) == set()
+    assert kinds(lambda rig: program(rig, filled_first=False)) == {"race"}
+
+
+def test_each_touch_of_the_host_has_a_time_of_its_own() -> None:
+    def program(rig: Rig) -> None:
+        rig.host_write(0, 8)
+        rig.write(rig.copy, 0, 64)  # knows of the first fill, not of the second
+        rig.host_write(0, 16)
+
+    assert kinds(program) == {"race"}
+
+
+# ---------------------------------------------------------------------- inside work
+
+
+def test_a_wait_inside_work_orders_what_the_work_touches_from_then_on() -> None:
+    def program(rig: Rig, *, touch_late: bool) -> None:
+        load = rig.write(rig.copy, 0, 64, "load")
+
+        def flight() -> None:
+            rig.compute.wait(load)
+            if touch_late:
+                rig.compute.touch(reads(0, 64))
+
+        rig.host_write(64, 128)
+        rig.compute.submit(flight, reads(64, 128) if touch_late else reads(0, 64), label="flight")
+
+    assert kinds(lambda rig: program(rig, touch_late=True)) == set()
+    found = set()
+    for policy, seed in RUNS:  # a read before the load is of bytes that nobody wrote, too
+        with rig(policy, seed) as made:
+            program(made, touch_late=False)
+            made.device.close()
+            assert "race" in made.kinds
+            found |= set(made.kinds)
+    assert found == {"race", "unwritten"}
+
+
+def test_a_touch_before_the_wait_is_a_race() -> None:
+    def program(rig: Rig) -> None:
+        rig.host_write(0, 64)
+        load = rig.write(rig.copy, 0, 64, "load")
+
+        def flight() -> None:
+            rig.compute.touch(reads(0, 64))
+            rig.compute.wait(load)
+
+        rig.compute.submit(flight, label="flight")
+
+    (race,) = judged(program)
+    assert race.first.endswith("`load`") and race.second.endswith(" program, `flight`")  # where the flight was submitted
+
+
+def test_whoever_waits_for_work_is_behind_all_that_it_touched_and_waited_for() -> None:
+    def program(rig: Rig) -> None:
+        load = rig.write(rig.copy, 0, 64)
+
+        def flight() -> None:
+            rig.compute.wait(load)
+            rig.compute.touch(writes(64, 128))
+
+        last = rig.device.stream("last")
+        last.wait(rig.compute.submit(flight))
+        rig.write(last, 0, 128)
+
+    assert kinds(program) == set()
+
+
+def test_a_touch_that_no_work_makes_says_nothing() -> None:
+    checker = Checker()
+    checker.touched("compute", reads(0, 64))
+    assert checker.findings == []
+
+
+# ---------------------------------------------------------------------- as on CUDA
+
+
+def test_a_replayed_graph_does_not_wait_for_what_was_waited_for_at_capture() -> None:
+    def program(rig: Rig, *, external: bool) -> None:
+        rig.host_write(0, 64)
+        event = rig.device.event("loaded")
+        rig.copy.submit(nothing, writes(0, 64), label="load")
+        event.record(rig.copy)
+
+        def build() -> None:
+            if external:
+                rig.compute.wait_external(event)
+            else:
+                rig.compute.wait_event(event)
+            rig.read(rig.compute, 0, 64, "layer")
+
+        rig.compute.replay(rig.compute.capture(build), label="decode")
+
+    assert kinds(lambda rig: program(rig, external=True)) == set()
+    (race,) = judged(lambda rig: program(rig, external=False))
+    assert race.second.endswith("`decode: layer`")
+
+
+def test_a_wait_for_an_event_that_was_not_recorded_yet_orders_nothing() -> None:
+    def program(rig: Rig, *, recorded: bool) -> None:
+        rig.host_write(0, 64)
+        rig.write(rig.copy, 0, 64)
+        event = rig.device.event("loaded")
+        if recorded:
+            event.record(rig.copy)
+        rig.compute.wait_event(event)
+        rig.read(rig.compute, 0, 64)
+
+    assert kinds(lambda rig: program(rig, recorded=True)) == set()
+    assert kinds(lambda rig: program(rig, recorded=False)) == {"race"}
+
+
+# ---------------------------------------------------------------------- real threads
+
+
+def test_the_threads_of_the_cpu_device_are_judged_alike() -> None:
+    for ordered in (True, False):
+        checker = Checker()
+        device = CpuDevice(compute_threads=1, witness=checker)
+        compute, copy = device.stream("compute"), device.stream("copy")
+        for index in range(200):
+            span = (index % 7) * 64, (index % 7) * 64 + 64
+            flight = compute.submit(nothing, writes(*span), label="flight")
+            if ordered:
+                copy.wait(flight)
+            store = copy.submit(nothing, reads(*span), label="store")
+            compute.wait(store)
+        device.close()
+        # Without the wait the store may read before anything was written, too.
+        assert {finding.kind for finding in checker.findings} - {"unwritten"} == (set() if ordered else {"race"})
