@@ -1,0 +1,268 @@
+"""Copies and compute that nothing orders: wrong bytes without an error, or a thread that stands still."""
+
+from __future__ import annotations
+
+from sidestream.device.sim import SimDevice, SimFence
+from sidestream.testing.miniatures.stage import BOTH, Blocks, Miniature, Outcome, copy, finish
+
+
+def store_before_compute(device: SimDevice, protected: bool) -> Outcome:
+    """The store's stream is not behind the flight that fills the block: whatever lay there before is stored."""
+    kv, host = Blocks(device, "kv", 1), Blocks(device, "host", 1)
+    compute, store = device.stream("compute"), device.stream("store")
+    block, slot = kv.pool.take(1), host.pool.take(1)
+    filled = kv.write(compute, block.ids, 7, "prefill")
+    if protected:
+        store.wait(filled)
+    stored = copy(store, kv, block.ids, host, slot.ids, "store")
+    block.release(after=(filled, stored))
+    finish(device, stored)
+    found = host.seen(slot.ids)
+    slot.release()
+    return Outcome(found, (7, 7))
+
+
+def tokens_behind_a_store(device: SimDevice, protected: bool) -> Outcome:
+    """One copy engine serves a direction first come, first served, whatever the streams: the tokens of a flight come after 20 ms of bulk."""
+    kv, host = Blocks(device, "kv", 2), Blocks(device, "host", 2)
+    drawn, mailbox = Blocks(device, "drawn", 1), Blocks(device, "mailbox", 1)
+    compute, copy_engine = device.stream("compute"), device.stream("copy engine")
+    leases = blocks, slots, token, letter = kv.pool.take(2), host.pool.take(2), drawn.pool.take(1), mailbox.pool.take(1)
+    filled = kv.write(compute, blocks.ids, 7, "flight")
+    sampled = drawn.write(compute, token.ids, 42, "sample")
+    copy_engine.wait(filled)
+    copy_engine.submit(lambda: device.sleep(0.02), label="the bulk of the store")
+    stored = copy(copy_engine, kv, blocks.ids, host, slots.ids, "store")
+    path = compute if protected else copy_engine  # a kernel that writes to mapped memory, or a copy like any other
+    path.wait(sampled)
+    delivered = copy(path, drawn, token.ids, mailbox, letter.ids, "token to the host")
+    finish(device, delivered)
+    waited_s, found = device.now(), mailbox.seen(letter.ids)
+    for lease in leases:
+        lease.release(after=(stored, delivered, sampled, filled))
+    late = (f"the token came after {waited_s * 1000:.0f} ms",) if waited_s > 0.01 else ()
+    return Outcome(found, (42, 42), late=late)
+
+
+def graph_replayed_during_a_load(device: SimDevice, protected: bool) -> Outcome:
+    """The wait that the host made at capture is not in the graph: a replay reads KV that is still being loaded."""
+    kv, host = Blocks(device, "kv", 1), Blocks(device, "host", 1)
+    compute, load = device.stream("compute"), device.stream("load")
+    block, slot = kv.pool.take(1), host.pool.take(1)
+    loaded, found = device.event("loaded"), list[int]()
+
+    def decode() -> None:
+        if protected:
+            compute.wait_external(loaded)
+        else:
+            compute.wait_event(loaded)
+        kv.read(compute, block.ids, found, "decode")
+
+    loaded.record(load)
+    graph = compute.capture(decode)
+    host.put(slot.ids, 7)
+    copied = copy(load, host, slot.ids, kv, block.ids, "load of a request that comes back")
+    loaded.record(load)
+    flight = compute.replay(graph, label="replay")
+    finish(device, flight)
+    block.release(after=(copied, flight))
+    slot.release(after=(copied,))
+    return Outcome(tuple(found), (7, 7))
+
+
+def queue_of_one_stream_full(device: SimDevice, protected: bool) -> Outcome:
+    """All transfers share a stream; about a thousand pending operations later, a submission blocks the thread until the device catches up."""
+    compute = device.stream("compute")
+    filled = compute.submit(lambda: device.sleep(1.0), label="long prefill")
+    streams = [device.stream(f"store {index}") for index in range(4 if protected else 1)]
+    for transfer in range(36):
+        stream = streams[transfer % len(streams)]
+        stream.wait(filled)
+        for _ in range(30):
+            stream.submit(lambda: None, label="copy")
+    stalls = device.host_waits().get("queue full", 0)
+    return Outcome(late=(f"the forward thread stood still {stalls} times",) if stalls else ())
+
+
+def pageable_copy(device: SimDevice, protected: bool) -> Outcome:
+    """Block ids go up from ordinary memory: the call returns when the device has taken them, behind all that it has to do."""
+    staging, ids_on_device = Blocks(device, "staging", 1, pageable=not protected), Blocks(device, "ids", 1)
+    inputs, found = device.stream("inputs"), list[int]()
+    source, target = staging.pool.take(1), ids_on_device.pool.take(1)
+    staging.put(source.ids, 3)
+    copied = copy(inputs, staging, source.ids, ids_on_device, target.ids, "block ids")
+    read = ids_on_device.read(inputs, target.ids, found, "gather")
+    finish(device, read)
+    source.release(after=(copied,))
+    target.release(after=(read,))
+    stalls = device.host_waits().get("pageable copy", 0)
+    return Outcome(tuple(found), (3, 3), late=("a pageable copy",) if stalls else ())
+
+
+def block_reused_under_a_store(device: SimDevice, protected: bool) -> Outcome:
+    """The block was freed and given away while its store is on the way: the new owner's KV is stored under the old owner's key."""
+    kv, host = Blocks(device, "kv", 1), Blocks(device, "host", 1)
+    compute, store = device.stream("compute"), device.stream("store")
+    block, slot = kv.pool.take(1), host.pool.take(1)
+    filled = kv.write(compute, block.ids, 7, "prefill")
+    store.wait(filled)
+    stored = copy(store, kv, block.ids, host, slot.ids, "store")
+    block.release(after=(filled, stored))  # at once: nobody flushes
+    fresh = kv.pool.take(1)
+    for fence in fresh.after if protected else ():
+        compute.wait(fence)
+    refilled = kv.write(compute, fresh.ids, 8, "prefill of the new owner")
+    finish(device, stored)
+    found = host.seen(slot.ids)
+    slot.release()
+    fresh.release(after=(refilled, stored))
+    return Outcome(found, (7, 7))
+
+
+def wait_for_an_event_not_yet_recorded(device: SimDevice, protected: bool) -> Outcome:
+    """A background thread shall enqueue the gather and record its event; whoever waits for the event before that does not wait."""
+    kv, host = Blocks(device, "kv", 1), Blocks(device, "host", 1)
+    compute, gather, background = device.stream("compute"), device.stream("gather"), device.stream("background")
+    block, slot, gathered = kv.pool.take(1), host.pool.take(1), device.event("gathered")
+    filled = kv.write(compute, block.ids, 7, "prefill")
+
+    def enqueue() -> None:
+        gather.wait(filled)
+        copy(gather, kv, block.ids, host, slot.ids, "gather")
+        gathered.record(gather)
+
+    if protected:
+        enqueue()
+    handed_over = background.submit((lambda: None) if protected else enqueue, label="background thread")
+    block.release(after=(filled, gathered.fence) if gathered.fence is not None else (filled,))
+    fresh = kv.pool.take(1)
+    for fence in fresh.after:
+        compute.wait(fence)
+    refilled = kv.write(compute, fresh.ids, 8, "prefill of the new owner")
+    finish(device, handed_over)
+    assert gathered.fence is not None
+    finish(device, gathered.fence)
+    found = host.seen(slot.ids)
+    slot.release()
+    fresh.release(after=(refilled,))
+    return Outcome(found, (7, 7))
+
+
+def load_under_the_old_owners_flight(device: SimDevice, protected: bool) -> Outcome:
+    """The block's old owner has a flight out that still reads it; a load that only waits for host bookkeeping overwrites it."""
+    kv, host = Blocks(device, "kv", 1), Blocks(device, "host", 1)
+    compute, load, found = device.stream("compute"), device.stream("load"), list[int]()
+    block, slot = kv.pool.take(1), host.pool.take(1)
+    host.put(slot.ids, 8)
+    kv.write(compute, block.ids, 7, "prefill of the old owner")
+    last = kv.read(compute, block.ids, found, "last flight of the old owner")
+    block.release(after=(last,))
+    fresh = kv.pool.take(1)
+    for fence in fresh.after if protected else ():
+        load.wait(fence)
+    loaded = copy(load, host, slot.ids, kv, fresh.ids, "load")
+    compute.wait(loaded)
+    flight = kv.read(compute, fresh.ids, found, "flight of the new owner")
+    finish(device, flight)
+    slot.release(after=(loaded,))
+    fresh.release(after=(loaded, flight))
+    return Outcome(tuple(found), (7, 7, 8, 8))
+
+
+def zero_fill_after_a_load(device: SimDevice, protected: bool) -> Outcome:
+    """Fresh blocks are zeroed on another stream than the one that loads into them: the zeros may land last."""
+    kv, host = Blocks(device, "kv", 1), Blocks(device, "host", 1)
+    compute, load, found = device.stream("compute"), device.stream("load"), list[int]()
+    block, slot = kv.pool.take(1), host.pool.take(1)
+    host.put(slot.ids, 7)
+    zeroed = kv.write(compute, block.ids, 0, "zero-fill")
+    if protected:
+        load.wait(zeroed)
+    loaded = copy(load, host, slot.ids, kv, block.ids, "load")
+    compute.wait(loaded)
+    flight = kv.read(compute, block.ids, found, "flight")
+    finish(device, flight)
+    slot.release(after=(loaded,))
+    block.release(after=(loaded, flight))
+    return Outcome(tuple(found), (7, 7))
+
+
+def layer_read_before_its_load(device: SimDevice, protected: bool) -> Outcome:
+    """A load comes layer by layer and every accessor has to wait for its own; one of them forgot."""
+    kv, host = Blocks(device, "kv", 1), Blocks(device, "host", 1)
+    compute, load, found = device.stream("compute"), device.stream("load"), list[int]()
+    block, slot = kv.pool.take(1), host.pool.take(1)
+    host.put(slot.ids, 7)
+    loaded = [copy(load, host, slot.ids, kv, block.ids, f"load layer {layer}", range(layer, layer + 1)) for layer in BOTH]
+
+    def extend() -> None:
+        for layer in BOTH:
+            if protected or layer == 0:
+                compute.wait(loaded[layer])
+            compute.touch(kv.reads(block.ids, range(layer, layer + 1)))
+            found.append(int(kv.numbers[block.ids[0], layer]))
+
+    flight = compute.submit(extend, label="extend")
+    finish(device, flight)
+    slot.release(after=(loaded[-1],))
+    block.release(after=(loaded[-1], flight))
+    return Outcome(tuple(found), (7, 7))
+
+
+def two_movers_of_one_block(device: SimDevice, protected: bool) -> Outcome:
+    """Two connectors are stacked on one another, and each has a ledger of its own: both give out the same block."""
+    kv = Blocks(device, "kv", 2)
+    compute, receive, found = device.stream("compute"), device.stream("receive"), list[int]()
+    other_pool = kv.pool if protected else kv.another_pool("blocks as the other connector sees them")
+    mine, theirs = kv.pool.take(1), other_pool.take(1)
+    filled = kv.write(compute, mine.ids, 7, "prefill")
+    received = kv.write(receive, theirs.ids, 8, "KV from elsewhere")
+    compute.wait(received)
+    kv.read(compute, mine.ids, found, "flight of mine")
+    flight = kv.read(compute, theirs.ids, found, "flight of theirs")
+    finish(device, flight)
+    mine.release(after=(filled, flight))
+    theirs.release(after=(received, flight))
+    return Outcome(tuple(found), (7, 7, 8, 8))
+
+
+def consumer_before_producer(device: SimDevice, protected: bool) -> Outcome:
+    """One stream, so everything is in order; but the copy that brings the block ids is enqueued after the gather that reads them."""
+    staging, ids_on_device = Blocks(device, "staging", 1), Blocks(device, "ids", 1)
+    inputs, found = device.stream("inputs"), list[int]()
+    source, target = staging.pool.take(1), ids_on_device.pool.take(1)
+    staging.put(source.ids, 3)
+
+    def upload() -> SimFence:
+        return copy(inputs, staging, source.ids, ids_on_device, target.ids, "block ids")
+
+    def gather() -> SimFence:
+        return ids_on_device.read(inputs, target.ids, found, "gather")
+
+    _, last = [step() for step in ((upload, gather) if protected else (gather, upload))]
+    finish(device, last)
+    source.release(after=(last,))
+    target.release(after=(last,))
+    return Outcome(tuple(found), (3, 3))
+
+
+COPIES = (
+    Miniature(
+        "store before compute", "H1", "The store's stream waits for the fence of the flight that fills the block.", store_before_compute
+    ),
+    Miniature("tokens behind a store", "P5", "Tokens go to a mailbox by a kernel, not by the copy engine.", tokens_behind_a_store),
+    Miniature(
+        "graph replayed during a load", "H5", "The graph holds a node that waits for an external event.", graph_replayed_during_a_load
+    ),
+    Miniature("queue of one stream full", "P2", "Transfers are spread over a pool of streams.", queue_of_one_stream_full),
+    Miniature("pageable copy", "P1", "What the device copies lies in memory that it can reach by itself.", pageable_copy),
+    Miniature("block reused under a store", "H2", "The new owner's stream waits for the store's fence.", block_reused_under_a_store),
+    Miniature(
+        "wait for an event not yet recorded", "H2", "A fence exists only once its record is enqueued.", wait_for_an_event_not_yet_recorded
+    ),
+    Miniature("load under the old owner's flight", "H3", "The load's stream waits for the last flight.", load_under_the_old_owners_flight),
+    Miniature("zero-fill after a load", "H4", "The load's stream waits for the zero-fill, a use like any other.", zero_fill_after_a_load),
+    Miniature("layer read before its load", "H5", "The one place that goes from layer to layer waits.", layer_read_before_its_load),
+    Miniature("two movers of one block", "H11", "There is one pool, and a lease for writing is exclusive.", two_movers_of_one_block),
+    Miniature("consumer before producer", "H23", "What is read was enqueued to be written before.", consumer_before_producer),
+)

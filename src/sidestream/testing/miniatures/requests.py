@@ -1,0 +1,188 @@
+"""Requests that end, come back and are shared by ranks: who may release, who may speak, who decides."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+from sidestream.device.sim import SimDevice, SimFence
+from sidestream.kv.pool import Lease
+from sidestream.testing.miniatures.stage import Blocks, Miniature, Outcome, copy, finish
+from sidestream.testing.toy import ToyModel
+from sidestream.types import Access
+
+
+class _Rank:
+    """One rank's streams and its share of a load: 1 on rank 0, 10 on rank 1. Its share of the other request is twice as much."""
+
+    def __init__(self, device: SimDevice, number: int) -> None:
+        self.number = number
+        self.host, self.kv = Blocks(device, f"host {number}", 1), Blocks(device, f"kv {number}", 1)
+        self.load, self.compute = device.stream(f"load {number}"), device.stream(f"compute {number}")
+        self.slot, self.block = self.host.pool.take(1), self.kv.pool.take(1)
+        self.host.put(self.slot.ids, 10**number)
+        self.loaded = copy(self.load, self.host, self.slot.ids, self.kv, self.block.ids, "load")
+
+    def run(self, reduce: Blocks, step: int, is_loaded: bool) -> SimFence:
+        """Compute this rank's share of a step, of the loaded request or of the other one."""
+
+        def share() -> None:
+            reduce.numbers[step, self.number] = self.kv.numbers[0, 0] if is_loaded else 2 * 10**self.number
+
+        def touched() -> list[Access]:
+            mine = reduce.writes([step], range(self.number, self.number + 1))
+            return [*mine(), *self.kv.reads(self.block.ids)()] if is_loaded else [*mine()]
+
+        if is_loaded:
+            self.compute.wait(self.loaded)
+        return self.compute.submit(share, touched, label="share")
+
+
+def ranks_that_decide_alone(device: SimDevice, protected: bool) -> Outcome:
+    """Each of two ranks looks whether its own share of a load is there: one runs the loaded request, the other one does not.
+
+    The all-reduce then adds shares of different requests, 12 or 21 in the place of 11 or 22.
+    """
+    first, second = ranks = _Rank(device, 0), _Rank(device, 1)
+    reduce, sums, expected = Blocks(device, "reduce", 3), list[int](), list[int]()
+    steps = reduce.pool.take(3)
+
+    def add(step: int) -> None:
+        sums.append(int(reduce.numbers[step].sum()))
+
+    for step in steps.ids:
+        is_loaded = first.loaded.poll()
+        expected.append(11 if is_loaded else 22)
+        first.run(reduce, step, is_loaded)
+        share = second.run(reduce, step, is_loaded if protected else second.loaded.poll())
+        first.compute.wait(share)
+        flight = first.compute.submit(partial(add, step), reduce.reads([step]), label="all-reduce")
+        device.sleep(1e-5)
+    finish(device, flight, first.loaded, second.loaded)
+    for lease in (steps, *(lease for rank in ranks for lease in (rank.slot, rank.block))):
+        lease.release()
+    return Outcome(tuple(sums), tuple(expected))
+
+
+def abort_while_a_flight_is_out(device: SimDevice, protected: bool) -> Outcome:
+    """An abort frees a request's block though a flight still writes it, and the commit of that flight frees it once more."""
+    kv = Blocks(device, "kv", 1)
+    compute, prefill, found = device.stream("compute"), device.stream("prefill"), list[int]()
+    lease = kv.pool.take(1)
+    flight = kv.write(compute, lease.ids, 7, "flight of the aborted request")
+    if protected:
+        finish(device, flight)  # the abort is noted, and the commit frees
+        lease.release()
+    else:
+        lease.release()
+    fresh = kv.pool.take(1)
+    filled = kv.write(prefill, fresh.ids, 9, "prefill of the new owner")
+    finish(device, flight, filled)
+    finish(device, kv.read(prefill, fresh.ids, found, "flight of the new owner"))
+    if not protected:
+        lease.release()
+    fresh.release()
+    return Outcome(tuple(found), (9, 9))
+
+
+def release_left_to_a_worker_that_has_gone(device: SimDevice, protected: bool) -> Outcome:
+    """The end of a request finds a worker busy with it and leaves the release to the worker, which has just looked and gone."""
+    kv, compute, worker = Blocks(device, "kv", 1), device.stream("compute"), device.stream("worker")
+    lease, busy, deferred = kv.pool.take(1), [True], [False]
+    flight = kv.write(compute, lease.ids, 7, "last flight")
+    worker.wait(flight)
+
+    def bookkeeping() -> None:
+        busy[0] = False
+        if deferred[0]:
+            lease.release(after=(flight,))
+
+    worked = worker.submit(bookkeeping, label="bookkeeping")
+    if protected:
+        finish(device, flight)
+        lease.release()
+    elif busy[0]:
+        device.sleep(1e-5)
+        deferred[0] = True
+    else:
+        lease.release(after=(flight,))
+    finish(device, worked)
+    return Outcome(leaked=kv.pool.num_used)
+
+
+def token_of_a_chunk_that_is_not_the_last(device: SimDevice, protected: bool) -> Outcome:
+    """A request comes back with its prompt and two outputs to compute again; a chunk that ends where the prompt ended emits a token."""
+    model, mailbox, compute = ToyModel(), Blocks(device, "mailbox", 1), device.stream("compute")
+    prompt = [3, 1, 4, 1]
+    emitted = model.expected(prompt, 2)
+    known = prompt + emitted
+    letter = mailbox.pool.take(1)
+    for stop in (len(prompt), len(known)):
+        finish(device, mailbox.write(compute, letter.ids, model.expected(known[:stop], 1)[0], f"chunk up to {stop}"))
+        if stop == len(known) or (not protected and stop >= len(prompt)):
+            emitted.append(mailbox.seen(letter.ids)[0])
+    letter.release()
+    return Outcome(tuple(emitted), tuple(model.expected(prompt, 3)))
+
+
+@dataclass(slots=True, eq=False)
+class _Request:
+    """Needs two blocks and one more for each token."""
+
+    tokens: int = 0
+    lease: Lease | None = None
+    recomputed: bool = False
+
+
+def retracted_before_it_ran(device: SimDevice, protected: bool) -> Outcome:
+    """Whoever waits is let in at the cost of who runs; both come back again and again, and neither gets to its next token."""
+    kv, compute = Blocks(device, "kv", 3), device.stream("compute")
+    requests = [_Request(), _Request()]
+
+    def retract(request: _Request) -> None:
+        assert request.lease is not None
+        request.lease.release(after=(flight,))
+        request.lease, request.recomputed = None, False
+
+    flight = compute.submit(lambda: None)
+    for _ in range(12):
+        waiting = [request for request in requests if request.lease is None and request.tokens < 2]
+        for request in waiting:
+            running = [other for other in requests if other.lease is not None]
+            if running and not protected:
+                retract(running[0])
+            if kv.pool.num_available >= 2 + request.tokens:
+                request.lease = kv.pool.take(2 + request.tokens)
+                break
+        for request in requests:
+            if request.lease is None:
+                continue
+            flight = kv.write(compute, request.lease.ids, 7, "token" if request.recomputed else "compute again")
+            request.tokens += request.recomputed
+            request.recomputed = True
+            if request.tokens == 2:
+                retract(request)
+    finish(device, flight)
+    for request in requests:
+        if request.lease is not None:
+            retract(request)
+    stuck = [
+        f"request {index} has {request.tokens} of 2 tokens after 12 steps" for index, request in enumerate(requests) if request.tokens < 2
+    ]
+    return Outcome(late=tuple(stuck))
+
+
+REQUESTS = (
+    Miniature("ranks that decide alone", "H13", "Rank 0 decides; another rank's stream waits for its own share.", ranks_that_decide_alone),
+    Miniature("abort while a flight is out", "H21", "The commit of the last flight frees, and nobody else.", abort_while_a_flight_is_out),
+    Miniature(
+        "release left to a worker that has gone", "H22", "The commit releases; no worker ever does.", release_left_to_a_worker_that_has_gone
+    ),
+    Miniature(
+        "token of a chunk that is not the last",
+        "H25",
+        "A chunk emits if it ends where the plan ends.",
+        token_of_a_chunk_that_is_not_the_last,
+    ),
+    Miniature("retracted before it ran", "H26", "Who waits takes only what is free; who came back runs.", retracted_before_it_ran),
+)

@@ -1,0 +1,204 @@
+"""Rows, their device state and their inputs: what a step leaves for the next one, and who may write it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+from sidestream.device.sim import SimDevice, SimFence
+from sidestream.testing.miniatures.stage import Blocks, Miniature, Outcome, copy, finish
+from sidestream.testing.toy import ToyDraftHead, ToyModel
+
+_PROMPT = (3, 1, 4, 1)
+_ROUNDS = 6
+
+
+def token_read_when_the_step_was_counted(device: SimDevice, protected: bool) -> Outcome:
+    """An asynchronous scheduler counts a step as computed when it is launched, and the mailbox is read on the strength of that."""
+    mailbox, compute = Blocks(device, "mailbox", 1), device.stream("compute")
+    letter = mailbox.pool.take(1)
+    flight = mailbox.write(compute, letter.ids, 42, "flight")
+    computed_steps = 1
+    if protected:
+        finish(device, flight)
+    found = mailbox.seen(letter.ids) if computed_steps == 1 else ()
+    letter.release(after=(flight,))
+    return Outcome(found, (42, 42))
+
+
+def row_reused_under_its_last_flight(device: SimDevice, protected: bool) -> Outcome:
+    """A request ended, but a flight launched before that was known still writes its row: on top of the new owner's first token."""
+    rows = Blocks(device, "rows", 1)
+    compute, inputs, found = device.stream("compute"), device.stream("inputs"), list[int]()
+    row = rows.pool.take(1)
+    overrun = rows.write(compute, row.ids, 5, "flight too many")
+    row.release(after=(overrun,))
+    fresh = rows.pool.take(1)
+    for fence in fresh.after if protected else ():
+        inputs.wait(fence)
+    begun = rows.write(inputs, fresh.ids, 9, "first token of the new owner")
+    compute.wait(begun)
+    flight = rows.read(compute, fresh.ids, found, "first flight of the new owner")
+    finish(device, flight)
+    fresh.release(after=(begun, flight))
+    return Outcome(tuple(found), (9, 9))
+
+
+def staging_refilled_under_a_copy(device: SimDevice, protected: bool) -> Outcome:
+    """The host fills the one staging buffer for the next step while the copy of this step still reads it."""
+    staging, on_device = Blocks(device, "staging", 2), Blocks(device, "inputs", 1)
+    inputs, compute, found = device.stream("inputs"), device.stream("compute"), list[int]()
+    target, the_buffer = on_device.pool.take(1), staging.pool.take(1)
+    for step in range(4):
+        buffer = staging.pool.take(1) if protected else the_buffer
+        finish(device, *(fence for fence in buffer.after if isinstance(fence, SimFence)))
+        staging.put(buffer.ids, step)
+        copied = copy(inputs, staging, buffer.ids, on_device, target.ids, "inputs")
+        compute.wait(copied)
+        flight = on_device.read(compute, target.ids, found, "flight")
+        inputs.wait(flight)
+        if protected:
+            buffer.release(after=(copied,))
+    finish(device, flight)
+    the_buffer.release()
+    target.release()
+    return Outcome(tuple(found), (0, 0, 1, 1, 2, 2, 3, 3))
+
+
+def padded_row_of_a_graph(device: SimDevice, protected: bool) -> Outcome:
+    """A graph of two rows runs a batch of one; the other row still names the block of an earlier batch, which has a new owner."""
+    kv, table = Blocks(device, "kv", 3), Blocks(device, "table", 1)
+    compute, found = device.stream("compute"), list[int]()
+    nowhere, entries, blocks = kv.pool.take(1), table.pool.take(1), kv.pool.take(2)
+
+    def decode() -> None:
+        for block in table.numbers[0].tolist():
+            compute.touch(kv.writes([block]))
+            kv.numbers[block] = 7
+
+    def fill(block_ids: list[int]) -> None:
+        table.numbers[0, : len(block_ids)] = block_ids
+        if protected:
+            table.numbers[0, len(block_ids) :] = nowhere.ids
+
+    def build() -> None:
+        compute.submit(decode, table.reads(entries.ids), label="decode")
+
+    graph = compute.capture(build)
+    compute.submit(partial(fill, [*blocks.ids]), table.writes(entries.ids), label="fill two rows")
+    flight = compute.replay(graph)
+    blocks.truncate(1, after=(flight,))
+    fresh = kv.pool.take(1)
+    kv.write(compute, fresh.ids, 9, "prefill of the new owner")
+    compute.submit(partial(fill, [*blocks.ids]), table.writes(entries.ids), label="fill one row")
+    compute.replay(graph)
+    flight = kv.read(compute, fresh.ids, found, "flight of the new owner")
+    finish(device, flight)
+    for lease in (nowhere, entries, blocks, fresh):
+        lease.release()
+    return Outcome(tuple(found), (9, 9))
+
+
+class _Speculation:
+    """A row whose hidden value lives on the device: every flight drafts with it, verifies, and so makes the next one."""
+
+    def __init__(self, device: SimDevice) -> None:
+        self.head = ToyDraftHead(ToyModel())
+        self.context = list(_PROMPT)
+        self.accept_lengths: list[int] = []
+        self.state = Blocks(device, "row state", 1)
+        self.row = self.state.pool.take(1)
+        self.state.put(self.row.ids, self.head.hidden(_PROMPT))
+
+    @property
+    def on_device(self) -> int:
+        """The hidden value in the row's state."""
+        return int(self.state.numbers[0, 0])
+
+    def round(self, hidden: int) -> int:
+        """Draft and verify; returns the next hidden value. Inside work of the compute stream."""
+        drafts = self.head.drafts(self.context, hidden)
+        self.accept_lengths.append(self.head.accept_length(self.context, drafts))
+        self.context += self.head.verify(self.context, drafts)
+        return self.head.hidden(self.context)
+
+    def outcome(self) -> Outcome:
+        """As many tokens as there are for certain, and all accept lengths."""
+        reference = self.head.expected(_PROMPT, _ROUNDS)
+        text = tuple(self.context[len(_PROMPT) :])
+        return Outcome(text[:_ROUNDS], reference.tokens[:_ROUNDS], tuple(self.accept_lengths), reference.accept_lengths)
+
+
+def state_published_by_a_late_worker(device: SimDevice, protected: bool) -> Outcome:
+    """A bookkeeping worker publishes what the next step drafts from, and the next step does not wait: it drafts from older values.
+
+    The text stays right, because drafts are verified; a public engine's accept length fell from 4.20 to 2.42.
+    """
+    loop, compute, worker = _Speculation(device), device.stream("compute"), device.stream("worker")
+    state, row, results = loop.state, loop.row, list[int]()
+
+    def publish(hidden: int) -> None:
+        state.numbers[0] = hidden
+
+    def launch(step: int) -> tuple[SimFence, ...]:
+        if protected:
+            return (compute.submit(lambda: publish(loop.round(loop.on_device)), state.writes(row.ids), label="flight"),)
+        flight = compute.submit(lambda: results.append(loop.round(loop.on_device)), state.reads(row.ids), label="flight")
+        worker.wait(flight)
+        return flight, worker.submit(lambda: publish(results[step]), state.writes(row.ids), label="bookkeeping")
+
+    for step in range(_ROUNDS):
+        last = launch(step)
+    finish(device, *last)
+    row.release(after=last)
+    return loop.outcome()
+
+
+def flag_read_twice(device: SimDevice, protected: bool) -> Outcome:
+    """Is the state of the row defined? Yes. A moment later the state is used, and a worker has cleared it meanwhile.
+
+    When there is no state on the device, the worker's copy on the host serves; it is written before the state is cleared.
+    """
+    loop, compute, worker = _Speculation(device), device.stream("compute"), device.stream("worker")
+    defined, copies = {"row": 0}, dict[int, int]()
+
+    def source(step: int) -> Callable[[], int]:
+        epoch = defined.get("row")
+        device.sleep(1e-5)  # the rest of the batch is looked at
+        if epoch is not None and not protected and "row" not in defined:
+            return lambda: 0  # an undefined tensor
+        return (lambda: loop.on_device) if epoch is not None else (lambda: copies[step])
+
+    def fly(step: int, hidden: Callable[[], int]) -> None:
+        copies[step + 1] = loop.round(hidden())
+        loop.state.numbers[0] = copies[step + 1]
+
+    def clear(epoch: int) -> None:
+        if defined.get("row") == epoch:
+            del defined["row"]
+
+    for step in range(_ROUNDS):
+        hidden = source(step)
+        flight = compute.submit(partial(fly, step, hidden), loop.state.writes(loop.row.ids), label="flight")
+        defined["row"] = step
+        worker.wait(flight)
+        worker.submit(partial(clear, step), label="bookkeeping")
+    finish(device, flight)
+    loop.row.release(after=(flight,))
+    return loop.outcome()
+
+
+ROWS = (
+    Miniature(
+        "token read when the step was counted", "H12", "Only a fence says that a step was computed.", token_read_when_the_step_was_counted
+    ),
+    Miniature(
+        "row reused under its last flight", "H16", "A row is released behind the last flight that has it.", row_reused_under_its_last_flight
+    ),
+    Miniature("staging refilled under a copy", "H17", "Staging is leased, and released behind its copy.", staging_refilled_under_a_copy),
+    Miniature(
+        "padded row of a graph", "H18", "Rows past the batch are pointed at a block of nobody's at every fill.", padded_row_of_a_graph
+    ),
+    Miniature("state published by a late worker", "H19", "The flight itself writes what the next reads.", state_published_by_a_late_worker),
+    Miniature("flag read twice", "H20", "It is looked at once.", flag_read_twice),
+)

@@ -1,0 +1,162 @@
+"""What the miniatures are played with: small blocks, the work that touches them, and what comes of it.
+
+A block holds two layers of one number each, so that a copy can be seen half done. Whoever moves blocks declares what it touches, and
+every block is leased from a real pool, as in the engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from sidestream.device.base import CopyBatch, Memory, no_accesses
+from sidestream.device.sim import SimDevice, SimFence, SimStream
+from sidestream.kv.layout import KVLayout
+from sidestream.kv.pool import FencedPool
+from sidestream.types import Access, Accesses
+
+LAYOUT = KVLayout(num_layers=2, num_kv_heads=1, head_dim=1, block_tokens=1, dtype="float32")
+BOTH = range(2)
+KEY = bytes(16)
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a miniature produced, and what it should have.
+
+    output, expected                  numbers or tokens
+    accept_lengths, expected_...      of a speculative loop, by round
+    leaked                            ids that nobody will ever release
+    late                              what happened too late, too often or never, in words
+    """
+
+    output: tuple[int, ...] = ()
+    expected: tuple[int, ...] = ()
+    accept_lengths: tuple[int, ...] = ()
+    expected_accept_lengths: tuple[int, ...] = ()
+    leaked: int = 0
+    late: tuple[str, ...] = ()
+
+    @property
+    def wrong(self) -> bool:
+        """Whether anything is not as it should be."""
+        return bool(self.verdicts())
+
+    def verdicts(self) -> list[tuple[str, str]]:
+        """Oracle and detail of everything that is wrong."""
+        found = []
+        if self.output != self.expected:
+            found.append(("tokens", f"got {self.output}, expected {self.expected}"))
+        if self.accept_lengths != self.expected_accept_lengths:
+            found.append(("accept length", f"got {self.accept_lengths}, expected {self.expected_accept_lengths}"))
+        if self.leaked:
+            found.append(("balance", f"{self.leaked} ids are still in use at the end"))
+        if self.late:
+            found.append(("order", "; ".join(self.late)))
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class Miniature:
+    """A published failure as a little program.
+
+    hazard       `"H1"` to `"H26"`, or `"P1"` to `"P5"` for those that only cost time
+    protection   what the protected version does, in one sentence
+    run          plays it on a device that has no stream yet, with or without the protection
+    """
+
+    name: str
+    hazard: str
+    protection: str
+    run: Callable[[SimDevice, bool], Outcome]
+
+
+class Blocks:
+    """`count` blocks of a named memory, and the pool that leases them."""
+
+    def __init__(self, device: SimDevice, name: str, count: int, *, pageable: bool = False) -> None:
+        allocate = device.allocate_pageable if pageable else device.allocate
+        self.memory: Memory = allocate(name, count * LAYOUT.block_bytes)
+        self.numbers: npt.NDArray[np.int64] = self.memory.data.numpy().view(np.int64).reshape(count, len(BOTH))
+        self._witness = device.witness
+        self.pool = self.another_pool(f"{name} blocks")
+
+    def another_pool(self, name: str) -> FencedPool:
+        """A pool that takes these blocks for its own."""
+        if self._witness is not None:
+            self._witness.backed(name, self.memory.name, LAYOUT.block_bytes)
+        return FencedPool(name, len(self.numbers), witness=self._witness)
+
+    def reads(self, ids: Sequence[int], layers: range = BOTH) -> Accesses:
+        """Declares that some layers of some blocks are read."""
+        return lambda: self._ranges(ids, layers, write=False)
+
+    def writes(self, ids: Sequence[int], layers: range = BOTH) -> Accesses:
+        """Declares that they are written, and maybe read."""
+        return lambda: self._ranges(ids, layers, write=True)
+
+    def write(self, stream: SimStream, ids: Sequence[int], number: int, label: str) -> SimFence:
+        """Work that computes the blocks: layer by layer, others may run in between."""
+
+        def work() -> None:
+            for layer in BOTH:
+                self.numbers[list(ids), layer] = number
+                stream.touch(no_accesses)
+
+        return stream.submit(work, self.writes(ids), label=label)
+
+    def read(self, stream: SimStream, ids: Sequence[int], found: list[int], label: str) -> SimFence:
+        """Work that depends on the blocks: what it sees goes to `found`, layer by layer."""
+
+        def work() -> None:
+            for layer in BOTH:
+                found.extend(self.numbers[list(ids), layer].tolist())
+                stream.touch(no_accesses)
+
+        return stream.submit(work, self.reads(ids), label=label)
+
+    def put(self, ids: Sequence[int], number: int) -> None:
+        """The host writes the blocks."""
+        if self._witness is not None:
+            self._witness.host_touched(self.writes(ids), f"host writes {self.memory.name}")
+        self.numbers[list(ids)] = number
+
+    def seen(self, ids: Sequence[int]) -> tuple[int, ...]:
+        """The host reads the blocks."""
+        if self._witness is not None:
+            self._witness.host_touched(self.reads(ids), f"host reads {self.memory.name}")
+        return tuple(self.numbers[list(ids)].ravel().tolist())
+
+    def _ranges(self, ids: Sequence[int], layers: range, *, write: bool) -> list[Access]:
+        spans = (LAYOUT.layer_span(item, layers.start, layers.stop) for item in ids)
+        return [Access(self.memory.name, start, stop, write) for start, stop in spans]
+
+
+def copy(
+    stream: SimStream,
+    source: Blocks,
+    source_ids: Sequence[int],
+    target: Blocks,
+    target_ids: Sequence[int],
+    label: str,
+    layers: range = BOTH,
+) -> SimFence:
+    """Work that copies some layers of `source_ids` onto `target_ids`; between two layers others may run."""
+    ids, size = list(zip(source_ids, target_ids, strict=True)), LAYOUT.layer_bytes
+    batch = CopyBatch(
+        source.memory,
+        target.memory,
+        [LAYOUT.layer_span(item, layer, layer + 1)[0] for item, _ in ids for layer in layers],
+        [LAYOUT.layer_span(item, layer, layer + 1)[0] for _, item in ids for layer in layers],
+        size,
+    )
+    return stream.submit(lambda: stream.copy(batch), batch.accesses, label=label)
+
+
+def finish(device: SimDevice, *fences: SimFence) -> None:
+    """The commit: the host waits for results, as it may."""
+    for fence in fences:
+        device.wait_host(fence, reason="flight")

@@ -1,0 +1,32 @@
+"""Plays a miniature without its protection until it is caught, and with it under every policy."""
+
+from __future__ import annotations
+
+from sidestream.testing.miniatures import MINIATURES, Miniature, run_miniature
+
+STREAMS = ("compute", "store", "load", "disk", "inputs", "worker", "copy engine", "gather", "receive", "prefill", "load 1", "compute 1")
+POLICIES = ("random", "late", "early", "pct:2", "pct:4")
+STARVING = tuple(f"starve:{name}" for name in ("host", *STREAMS))
+_BY_NAME = {miniature.name: miniature for miniature in MINIATURES}
+
+
+def named(name: str) -> Miniature:
+    return _BY_NAME[name]
+
+
+def assert_caught(name: str, *, by: tuple[str, ...], within: int) -> None:
+    """Without its protection, every oracle of `by` notices within so many random schedules, and no other one ever does."""
+    first: dict[str, int] = {}
+    for seed in range(within):
+        caught = run_miniature(named(name), "random", seed, protected=False)
+        for oracle in caught.oracles if caught is not None else ():
+            first.setdefault(oracle, seed)
+    assert set(first) == set(by), f"{name}: noticed first by seed {first}, expected {by} within {within} schedules"
+
+
+def assert_clean(name: str, *, seeds: int = 8) -> None:
+    """With its protection, nothing notices anything under any policy."""
+    for policy in (*POLICIES, *STARVING):
+        for seed in range(seeds if policy in POLICIES else max(1, seeds // 4)):
+            caught = run_miniature(named(name), policy, seed, protected=True)
+            assert caught is None, f"{name} under {policy}, seed {seed}: {caught}"

@@ -1,0 +1,67 @@
+"""The collection itself: complete, short enough to be read, and repeatable."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from pathlib import Path
+
+import pytest
+
+from sidestream.errors import ConfigError
+from sidestream.testing.miniatures import MINIATURES, Caught, Miniature, Outcome, run_miniature
+
+
+def test_every_hazard_has_a_miniature() -> None:
+    hazards = {miniature.hazard for miniature in MINIATURES}
+    assert {f"H{number}" for number in range(1, 27)} <= hazards
+    assert hazards <= {f"H{number}" for number in range(1, 27)} | {"P1", "P2", "P5"}
+
+
+def test_every_miniature_is_reenacted_by_a_test_named_after_its_hazard() -> None:
+    tests = "".join(path.read_text() for path in Path(__file__).parent.glob("test_*.py"))
+    for miniature in MINIATURES:
+        found = re.search(rf'def test_{miniature.hazard.lower()}_\w+\(\) -> None:\n    assert_caught\("{re.escape(miniature.name)}"', tests)
+        assert found, f"no test re-enacts {miniature.name}"
+
+
+@pytest.mark.parametrize("miniature", MINIATURES, ids=lambda miniature: miniature.name)
+def test_a_miniature_tells_its_hazard_and_fits_on_a_page(miniature: Miniature) -> None:
+    assert miniature.run.__doc__
+    assert miniature.protection.endswith(".")
+    assert len(inspect.getsource(miniature.run).splitlines()) <= 40
+
+
+def test_names_are_unique() -> None:
+    assert len({miniature.name for miniature in MINIATURES}) == len(MINIATURES)
+
+
+@pytest.mark.parametrize("miniature", MINIATURES, ids=lambda miniature: miniature.name)
+def test_the_same_policy_and_seed_are_caught_in_the_same_way(miniature: Miniature) -> None:
+    first, second = (run_miniature(miniature, "random", 3, protected=False) for _ in range(2))
+    assert first == second
+
+
+def test_what_is_caught_is_told_with_every_oracle_that_noticed() -> None:
+    def play(device: object, protected: bool) -> Outcome:
+        return Outcome((1,), (2,), (3,), (4,), leaked=5, late=("never",))
+
+    caught = run_miniature(Miniature("all wrong", "H1", "None.", play), "random", 0, protected=False)
+    assert caught == Caught(("tokens", "accept length", "balance", "order"), "got (1,), expected (2,)")
+    assert caught.oracle == "tokens"
+
+
+def test_a_deadlock_is_caught_as_an_order() -> None:
+    def play(device, protected):  # type: ignore[no-untyped-def]
+        stream, event = device.stream("a"), device.event("e")
+        stream.capture(lambda: event.record(stream))
+        device.wait_host(event.fence, reason="flight")
+
+    caught = run_miniature(Miniature("stuck", "H1", "None.", play), "random", 0, protected=False)
+    assert caught is not None and caught.oracle == "order"
+    assert "nobody can go on" in caught.detail
+
+
+def test_an_unknown_policy_is_an_error() -> None:
+    with pytest.raises(ConfigError, match="policy is 'sometimes'"):
+        run_miniature(MINIATURES[0], "sometimes", 0, protected=True)

@@ -1,0 +1,25 @@
+"""Rows, mailboxes, staging buffers and the inputs of graphs. (H19 and H20 are among the seeds' own bugs.)"""
+
+from __future__ import annotations
+
+from reenact import assert_caught, assert_clean
+
+
+def test_h12_token_is_read_because_the_step_was_counted_and_not_because_it_is_done() -> None:
+    assert_caught("token read when the step was counted", by=("checker", "tokens"), within=5)
+    assert_clean("token read when the step was counted")
+
+
+def test_h16_row_of_a_finished_request_is_reused_before_its_last_flight() -> None:
+    assert_caught("row reused under its last flight", by=("checker", "tokens"), within=5)
+    assert_clean("row reused under its last flight")
+
+
+def test_h17_staging_buffer_is_refilled_while_a_copy_still_reads_it() -> None:
+    assert_caught("staging refilled under a copy", by=("checker", "tokens"), within=5)
+    assert_clean("staging refilled under a copy")
+
+
+def test_h18_padded_row_of_a_graph_writes_the_block_of_an_earlier_batch() -> None:
+    assert_caught("padded row of a graph", by=("tokens",), within=1)
+    assert_clean("padded row of a graph")

@@ -1,0 +1,145 @@
+"""The toy models: what the pool says decides the text, all of it, and the references need no pool."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from sidestream.attention.paged import PagedBatch
+from sidestream.execute.inputs import make_inputs
+from sidestream.testing.toy import RecurrentToyModel, ToyDraftHead, ToyModel
+from sidestream.types import BatchPlan, RowPlan
+
+PROMPT = (3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5)
+NUM_BLOCKS = 8
+MODELS = [ToyModel(), RecurrentToyModel(), RecurrentToyModel(block_tokens=3, num_layers=2)]
+
+
+def named(model: ToyModel) -> str:
+    return f"{model.fingerprint}-{model.layout.block_tokens}"
+
+
+class Rig:
+    """One pool, and one row at a time that is computed into it."""
+
+    def __init__(self, model: ToyModel) -> None:
+        self.model = model
+        self.pool = torch.full(model.layout.shape(NUM_BLOCKS), 123456.0)
+        self.gates: list[int] = []
+
+    def compute(self, tokens: tuple[int, ...], start: int, stop: int, blocks: tuple[int, ...]) -> int:
+        """The token drawn after positions `[start, stop)` were computed on top of what the pool holds."""
+        row = RowPlan(0, 0, 0, start, stop, tokens[start:stop], blocks, True, 0)
+        inputs = make_inputs(BatchPlan((row,)), self.model.layout)
+        batch = PagedBatch(self.pool, inputs.slots, inputs.block_tables, inputs.query_starts, inputs.kv_lens, 0, self.gates.append)
+        return int(self.model.forward(inputs.tokens, inputs.positions, batch, inputs.logit_rows).argmax())
+
+
+@pytest.mark.parametrize("model", MODELS, ids=named)
+@pytest.mark.parametrize("cuts", [(), (4,), (1, 2, 3), (5, 8), (8, 9, 10)])
+def test_chunks_draw_what_the_reference_draws_wherever_they_are_cut(model: ToyModel, cuts: tuple[int, ...]) -> None:
+    rig = Rig(model)
+    for start, stop in zip((0, *cuts), (*cuts, len(PROMPT)), strict=True):
+        drawn = rig.compute(PROMPT, start, stop, (5, 2, 7, 0))
+        assert drawn == model.expected(PROMPT[:stop], 1)[0]
+
+
+@pytest.mark.parametrize("model", MODELS, ids=named)
+def test_decoding_draws_what_the_reference_draws(model: ToyModel) -> None:
+    rig, tokens = Rig(model), PROMPT
+    tokens += (rig.compute(tokens, 0, len(tokens), (1, 3, 5, 7, 2, 4, 6)),)
+    for _ in range(8):
+        tokens += (rig.compute(tokens, len(tokens) - 1, len(tokens), (1, 3, 5, 7, 2, 4, 6)),)
+    assert list(tokens[len(PROMPT) :]) == model.expected(PROMPT, 9)
+
+
+@pytest.mark.parametrize("model", MODELS, ids=named)
+def test_every_part_of_every_earlier_block_decides_the_next_token(model: ToyModel) -> None:
+    size = model.layout.block_tokens
+    last = len(PROMPT) // size * size
+    for block in range(last // size):
+        for layer in range(model.layout.num_layers):
+            changed = 0
+            for token in range(size):
+                rig = Rig(model)
+                rig.compute(PROMPT, 0, last, (0, 1, 2, 3))
+                rig.pool[block, layer, 1, token, 0, 1] += 1
+                changed += rig.compute(PROMPT, last, len(PROMPT), (0, 1, 2, 3)) != model.expected(PROMPT, 1)[0]
+            assert changed >= size - 1  # one in about a hundred changes draws the same token by chance
+
+
+def test_a_block_whose_state_was_left_behind_changes_the_text() -> None:
+    model = RecurrentToyModel()
+    rig = Rig(model)
+    rig.compute(PROMPT, 0, 8, (0, 1, 2))
+    keys_and_values = slice(0, model.layout.num_layers - 1)
+    rig.pool[4:6, keys_and_values] = rig.pool[0:2, keys_and_values]
+    assert rig.compute(PROMPT, 8, len(PROMPT), (4, 5, 6)) != model.expected(PROMPT, 1)[0]
+    rig.pool[4:6] = rig.pool[0:2]
+    assert rig.compute(PROMPT, 8, len(PROMPT), (4, 5, 6)) == model.expected(PROMPT, 1)[0]
+
+
+def test_the_state_of_a_block_follows_from_the_states_before_it() -> None:
+    model = RecurrentToyModel()
+    drawn = []
+    for change in (0, 1):
+        rig = Rig(model)
+        rig.compute(PROMPT, 0, 4, (0, 1, 2))
+        rig.pool[0, -1, 0, 0, 0, 0] += change
+        rig.compute(PROMPT, 4, 8, (0, 1, 2))
+        drawn.append(rig.pool[1, -1].clone())
+    assert not torch.equal(*drawn)
+
+
+@pytest.mark.parametrize("model", MODELS, ids=named)
+def test_every_layer_is_gated_once_and_in_order(model: ToyModel) -> None:
+    rig = Rig(model)
+    rig.compute(PROMPT, 0, len(PROMPT), (0, 1, 2, 3))
+    assert rig.gates == list(range(model.layout.num_layers))
+
+
+def test_models_that_differ_are_told_apart_by_fingerprint_and_layout() -> None:
+    names = [(model.fingerprint, str(model.layout.describe())) for model in MODELS]
+    assert len(set(names)) == len(names)
+
+
+@pytest.mark.parametrize("model", MODELS, ids=named)
+def test_a_draft_head_is_right_a_known_number_of_times(model: ToyModel) -> None:
+    head, context, seen = ToyDraftHead(model, width=3), list(PROMPT), set()
+    for _ in range(12):
+        drafts = head.drafts(context, head.hidden(context))
+        assert len(drafts) == 3
+        assert head.accept_length(context, drafts) == head.accepted(context)
+        seen.add(head.accepted(context))
+        context += head.verify(context, drafts)
+    assert len(seen) > 2
+
+
+def test_a_stale_hidden_value_costs_accepted_drafts_and_never_the_text() -> None:
+    head = ToyDraftHead(ToyModel())
+    reference = head.expected(PROMPT, 8)
+    context, accept_lengths, stale = list(PROMPT), [], head.hidden(PROMPT[:-1])
+    while len(context) - len(PROMPT) < len(reference.tokens):
+        drafts = head.drafts(context, stale)
+        stale = head.hidden(context)
+        accept_lengths.append(head.accept_length(context, drafts))
+        context += head.verify(context, drafts)
+    assert tuple(context[len(PROMPT) :]) == reference.tokens
+    assert sum(accept_lengths) == 0 < sum(reference.accept_lengths)
+
+
+def test_the_reference_of_a_speculative_loop_is_the_models_own_text() -> None:
+    head = ToyDraftHead(ToyModel())
+    run = head.expected(PROMPT, 8)
+    assert list(run.tokens) == head.model.expected(PROMPT, len(run.tokens))
+    assert len(run.tokens) == sum(length + 1 for length in run.accept_lengths)
+
+
+def test_drafts_after_the_end_of_the_text_are_not_accepted() -> None:
+    model = ToyModel(eos_every=2)
+    head = ToyDraftHead(model, width=4)
+    for first in range(1, 30):
+        context = [first]
+        accepted = head.accept_length(context, head.drafts(context, head.hidden(context)))
+        assert accepted <= len(model.expected(context, 4))
+        assert head.verify(context, head.drafts(context, head.hidden(context))) == model.expected(context, accepted + 1)
