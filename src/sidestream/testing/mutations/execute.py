@@ -1,0 +1,139 @@
+"""The executor's rules: what a flight waits for, what a row keeps, and who owns a mailbox slot."""
+
+from __future__ import annotations
+
+from sidestream.testing.mutations.mechanism import Edit, Equivalent, Exempt, Mutation
+
+_EAGER = "sidestream.execute.eager:EagerExecutor"
+_FLIGHT = "sidestream.execute.eager:Flight"
+_MAILBOX = "sidestream.execute.mailbox:Mailbox"
+_STATE = "sidestream.execute.state:DecodeState"
+
+MUTATIONS = (
+    Mutation(
+        name="flight-waits-for-the-last-use",
+        hazard="H2",
+        target=f"{_EAGER}.launch",
+        old="    for fence in after:\n        self._stream.wait(fence)\n",
+        new="",
+        removes="a flight writes into blocks that a store still reads",
+        needs=frozenset({"offload"}),
+    ),
+    Mutation(
+        name="layer-waits-for-its-load",
+        hazard="H5",
+        target=f"{_EAGER}._gate",
+        old="        for fence in gates.by_layer[layer]:\n            self._stream.wait(fence)\n",
+        new="",
+        removes="a flight reads blocks that a load is still writing",
+        needs=frozenset({"offload"}),
+    ),
+    Mutation(
+        name="row-begins-on-the-device",
+        hazard="H16",
+        target=f"{_EAGER}._run",
+        old="            if row.begin is not None:\n",
+        new="            if row.begin is not None and not row.begin.outputs:\n",
+        removes="a request that comes back draws with what the row's owner before it left there",
+        needs=frozenset({"preempt"}),
+    ),
+    Mutation(
+        name="row-begins-on-the-host",
+        hazard="H16",
+        target=f"{_EAGER}.launch",
+        old="            self._wanted_logprobs[row.row] = row.begin.sampling.top_logprobs\n",
+        new="            self._wanted_logprobs.setdefault(row.row, row.begin.sampling.top_logprobs)\n",
+        removes="a request gets the log-probabilities that the row's owner before it asked for",
+        needs=frozenset({"logprobs"}),
+    ),
+    Mutation(
+        name="row-forgets-its-owner's-outputs",
+        hazard="H16",
+        target=f"{_STATE}._fill_tables",
+        old="    counts[row] = 0\n",
+        new="",
+        removes="a request is penalised for tokens that the row's owner before it was given",
+        needs=frozenset({"sampling"}),
+    ),
+    Mutation(
+        name="row-forgets-its-owner's-prompt",
+        hazard="H16",
+        target=f"{_STATE}._fill_tables",
+        old="    in_prompt[row] = False\n",
+        new="",
+        removes="a request is penalised for tokens in the prompt of the row's owner before it",
+        needs=frozenset({"sampling"}),
+    ),
+    Mutation(
+        name="row-remembers-outputs-from-before-a-retraction",
+        hazard="H16",
+        target=f"{_STATE}._fill_tables",
+        old="    counts[row].index_add_(0, outputs, torch.ones_like(outputs, dtype=counts.dtype))\n",
+        new="",
+        removes="a request that comes back is not penalised for what it was given before",
+        needs=frozenset({"preempt", "sampling"}),
+    ),
+    Mutation(
+        name="drawn-token-stays-on-the-device",
+        hazard="H19",
+        target=f"{_STATE}.commit",
+        old="    self._last[self.index(rows)] = tokens\n",
+        new="",
+        removes="the next step continues from the token before the last",
+    ),
+    Mutation(
+        name="letters-have-their-own-slots",
+        hazard="H17",
+        target=f"{_MAILBOX}.address",
+        old="    lease = self._pool.take(1)\n    return Letter(lease, self._slots[lease.ids[0]], self._slot_bytes)\n",
+        new="    lease = self._pool.take(1)\n    return Letter(lease, self._slots[0], self._slot_bytes)\n",
+        removes="a flight writes what it drew over what the host has not read yet",
+    ),
+    Mutation(
+        name="letter-is-held-until-it-was-read",
+        hazard="H17",
+        target=f"{_MAILBOX}.address",
+        old="    lease = self._pool.take(1)\n    return Letter(lease, self._slots[lease.ids[0]], self._slot_bytes)\n",
+        new=(
+            "    lease = self._pool.take(1)\n    lease.release()\n    return Letter(lease, self._slots[lease.ids[0]], self._slot_bytes)\n"
+        ),
+        removes="a slot of the mailbox is free while its flight has yet to write and the host to read",
+        also=(
+            Edit(f"{_MAILBOX}.read", "    letter.lease.release(after=(fence,))\n", ""),
+            Edit(f"{_FLIGHT}.drop", "    self.letter.lease.release(after=(self.fence,))\n", "    return\n"),
+        ),
+    ),
+    Mutation(
+        name="read-letter-is-given-back",
+        hazard="H22",
+        target=f"{_MAILBOX}.read",
+        old="    letter.lease.release(after=(fence,))\n",
+        new="",
+        removes="the mailbox runs out of slots",
+    ),
+    Mutation(
+        name="letter-of-a-failed-flight-is-given-back",
+        hazard="H22",
+        target=f"{_FLIGHT}.drop",
+        old="    self.letter.lease.release(after=(self.fence,))\n",
+        new="    return\n",
+        removes="each failed flight takes a slot of the mailbox with it",
+        needs=frozenset({"failing_flight"}),
+    ),
+)
+
+EQUIVALENT = (
+    Equivalent(
+        Mutation(
+            name="row-begins-with-its-last-token",
+            hazard="H16",
+            target=f"{_STATE}.begin",
+            old="    self._last[row] = (0, *start.prompt[-1:], *start.outputs[-1:])[-1]\n",
+            new="",
+            removes="a row's last token is its owner's before, until the first draw",
+        ),
+        "a row's first chunks carry their tokens, and the last of them draws one before a decode step asks for it",
+    ),
+)
+
+EXEMPT: tuple[Exempt, ...] = ()

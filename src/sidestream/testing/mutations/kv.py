@@ -1,0 +1,222 @@
+"""The ledger's rules: references, fences of last uses, keys."""
+
+from __future__ import annotations
+
+from sidestream.testing.mutations.mechanism import Edit, Equivalent, Exempt, Mutation
+
+_POOL = "sidestream.kv.pool"
+_PREFIX = "sidestream.kv.prefix"
+_KEYS = "sidestream.kv.keys"
+
+MUTATIONS = (
+    Mutation(
+        name="release-keeps-its-fences",
+        hazard="H2",
+        target=f"{_POOL}:Lease.release",
+        old="self.pool._release(self.ids, tuple(after))",
+        new="self.pool._release(self.ids, ())",
+        removes="whoever takes a block next does not know of the store or flight that still uses it",
+    ),
+    Mutation(
+        name="release-adds-to-earlier-fences",
+        hazard="H2",
+        target=f"{_POOL}:FencedPool._release",
+        old="self._fences[item] = merge_fences((*self._fences[item], *after))",
+        new="self._fences[item] = tuple(after)",
+        removes="the last one to release a shared block makes the ledger forget the store that still reads it",
+        needs=frozenset({"offload"}),
+    ),
+    Mutation(
+        name="last-release-frees",
+        hazard="H21",
+        target=f"{_POOL}:FencedPool._release",
+        old="        if self._references[item]:\n            continue\n",
+        new="",
+        removes="a block that two requests read is free once the first of them ends: in use and free at once",
+    ),
+    Mutation(
+        name="take-hands-on-fences",
+        hazard="H3",
+        target=f"{_POOL}:FencedPool.take",
+        old="pending = merge_fences(fence for item in ids for fence in self._fences[item])",
+        new="pending: tuple[Fence, ...] = ()",
+        removes="a new owner is not told which transfers and flights still use its blocks",
+    ),
+    Mutation(
+        name="unused-lease-keeps-fences",
+        hazard="H2",
+        target=f"{_POOL}:FencedPool.take",
+        old="self._fences[item] = tuple(fence for fence in self._fences[item] if not fence.poll())",
+        new="self._fences[item] = ()",
+        removes="a lease that ends before anything waited on its behalf takes the fences of the use before with it",
+        needs=frozenset({"abort", "offload", "preempt"}),
+    ),
+    Mutation(
+        name="shared-block-is-not-evictable",
+        hazard="H11",
+        target=f"{_POOL}:FencedPool.share",
+        old="        self._cached.discard(item)\n",
+        new="",
+        removes="a cached block that a request reads may be given to another one for writing",
+    ),
+    Mutation(
+        name="share-counts-its-reference",
+        hazard="H21",
+        target=f"{_POOL}:FencedPool.share",
+        old="        self._references[item] += 1\n",
+        new="",
+        removes="a reader's release ends another owner's lease",
+    ),
+    Mutation(
+        name="evicted-block-loses-its-key",
+        hazard="H7",
+        target=f"{_POOL}:FencedPool._pop",
+        old="    self._index.remove(item)\n",
+        new="",
+        removes="a key goes on naming a block that is being overwritten",
+    ),
+    Mutation(
+        name="forgotten-block-is-free",
+        hazard="H22",
+        target=f"{_POOL}:FencedPool.forget_all",
+        old="            self._cached.discard(item)\n            self._free.append(item)\n",
+        new="            pass\n",
+        removes="blocks that a reset made unfindable count as cached for ever",
+        needs=frozenset({"reset"}),
+    ),
+    Mutation(
+        name="merged-fences-are-the-last",
+        hazard="H2",
+        target=f"{_POOL}:merge_fences",
+        old="last[fence.stream].tick < fence.tick",
+        new="last[fence.stream].tick > fence.tick",
+        removes="of two uses on one stream only the first is waited for",
+    ),
+    Mutation(
+        name="merged-fences-are-of-all-streams",
+        hazard="H2",
+        target=f"{_POOL}:merge_fences",
+        old="        last[fence.stream] = fence\n",
+        new="        last = {fence.stream: fence}\n",
+        removes="of uses on several streams only one is waited for",
+        needs=frozenset({"offload"}),
+    ),
+    Mutation(
+        name="reset-removes-keys",
+        hazard="H8",
+        target=f"{_PREFIX}:PrefixIndex.clear",
+        old="    self._id_of.clear()\n    self._key_of.clear()\n",
+        new="",
+        removes="what a reset forgot is found all the same",
+        needs=frozenset({"reset"}),
+    ),
+    Mutation(
+        name="key-names-one-block",
+        hazard="H21",
+        target=f"{_PREFIX}:PrefixIndex.add",
+        old="    if key in self._id_of or item in self._key_of:\n        return False\n",
+        new="",
+        removes="a block that was computed twice takes the key over, and the first one keeps a name that it does not have",
+    ),
+    Mutation(
+        name="match-ends-at-a-gap",
+        hazard="H15",
+        target=f"{_PREFIX}:PrefixIndex.match",
+        old="            break\n",
+        new="            continue\n",
+        removes="a prefix of which an earlier block was evicted counts as found, its later blocks in the wrong places",
+        also=(Edit(f"{_POOL}:FencedPool._release", "for item in reversed(ids):", "for item in ids:"),),
+    ),
+    Mutation(
+        name="other-weights-have-other-keys",
+        hazard="H14",
+        target=f"{_KEYS}:BlockKeys.__init__",
+        old='"fingerprint": fingerprint, ',
+        new="",
+        removes="requests find, on the device and in the tiers, what other weights computed",
+        needs=frozenset({"weights"}),
+        also=(
+            Edit("sidestream.schedule.scheduler:Scheduler.rekey", "    self.forget_all()\n", ""),
+            Edit("sidestream.engine.loop:Engine._update_weights", "            self.parts.transfers.forget_all()\n", "            pass\n"),
+        ),
+    ),
+    Mutation(
+        name="key-names-its-prefix",
+        hazard="H14",
+        target=f"{_KEYS}:BlockKeys.extend",
+        old="hashlib.blake2b(parent + block.tobytes(), digest_size=KEY_BYTES)",
+        new="hashlib.blake2b(block.tobytes(), digest_size=KEY_BYTES)",
+        removes="equal blocks behind different beginnings have one key, and one gets the other's KV",
+    ),
+)
+
+EQUIVALENT = (
+    Equivalent(
+        Mutation(
+            name="extended-lease-keeps-fences",
+            hazard="H2",
+            target=f"{_POOL}:Lease.extend",
+            old="self.after = merge_fences((*self.after, *other.after))",
+            new="self.after = tuple(self.after)",
+            removes="a lease that grew does not say which fences its new blocks have",
+        ),
+        "the scheduler hands the fences of fresh blocks to the step before it joins the leases; nobody reads them from the joined one",
+    ),
+    Equivalent(
+        Mutation(
+            name="finished-fences-are-dropped",
+            hazard="H2",
+            target=f"{_POOL}:merge_fences",
+            old="if not fence.poll() and (",
+            new="if (",
+            removes="streams wait for what has happened already",
+        ),
+        "a wait for a fence that is done takes no time and orders nothing that is not ordered",
+    ),
+    Equivalent(
+        Mutation(
+            name="key-names-the-salt",
+            hazard="H14",
+            target=f"{_KEYS}:BlockKeys.__init__",
+            old=', "salt": salt',
+            new="",
+            removes="engines with different salts find each other's blocks",
+        ),
+        "the blocks hold the same bytes whatever the salt, so no token tells; tests/kv/test_keys.py does",
+    ),
+    Equivalent(
+        Mutation(
+            name="key-names-the-weights",
+            hazard="H14",
+            target=f"{_KEYS}:BlockKeys.__init__",
+            old='"fingerprint": fingerprint, ',
+            new="",
+            removes="models with different weights find each other's blocks",
+        ),
+        "new weights make everything before unfindable, and a disk directory of other ones is refused; all together: other-weights-have-other-keys",
+    ),
+    Equivalent(
+        Mutation(
+            name="key-names-the-layout",
+            hazard="H14",
+            target=f"{_KEYS}:BlockKeys.__init__",
+            old='"layout": layout.describe(), ',
+            new="",
+            removes="blocks of another size, dtype or number of layers are found",
+        ),
+        "a disk directory of another layout is refused at open, and each of its files names it",
+    ),
+)
+
+_GUARD = "raises when the ledger's user broke a rule; the rule itself has its mutation"
+_NOT_CALLED = "the engine does not call it yet"
+
+EXEMPT = (
+    Exempt(f"{_POOL}:Lease.open", "return self._open", "a question"),
+    Exempt(f"{_POOL}:Lease.extend", "if other.pool is not self.pool or not other._open or not self._open:", _GUARD),
+    Exempt(f"{_POOL}:Lease.extend", "self.ids.extend(other.ids)", "a list"),
+    Exempt(f"{_POOL}:Lease.truncate", "if not self._open:", _GUARD),
+    Exempt(f"{_POOL}:Lease.truncate", "self.pool._release(dropped, tuple(after))", _NOT_CALLED),
+    Exempt(f"{_POOL}:Lease.release", "if not self._open:", _GUARD),
+    Exempt(f"{_POOL}:FencedPool.forget_all", "self._index.clear()", "see reset-removes-keys"),
+)

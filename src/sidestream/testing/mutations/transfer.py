@@ -1,0 +1,530 @@
+"""The transfer engine's rules: what each copy waits for, what it holds until when, and what it may publish."""
+
+from __future__ import annotations
+
+from sidestream.testing.mutations.mechanism import Edit, Equivalent, Exempt, Mutation
+
+_ENGINE = "sidestream.transfer.engine:TransferEngine"
+_TICKETS = "sidestream.transfer.tickets"
+_LOOP = "sidestream.engine.loop:Engine"
+_MAILBOX = "sidestream.execute.mailbox:Mailbox"
+
+_STORE_WAITS = "    for fence in (*plan.after, *slots.after):\n        self._store_stream.wait(fence)\n"
+
+MUTATIONS = (
+    # ------------------------------------------------------------------ stores
+    Mutation(
+        name="store-waits-for-flight",
+        hazard="H1",
+        target=f"{_ENGINE}._store",
+        old=_STORE_WAITS,
+        new="",
+        removes="a store reads blocks that the flight is still writing; the commit, which waits for the same flight, goes too",
+        needs=frozenset({"offload"}),
+        also=(
+            Edit(f"{_LOOP}._commit", '    parts.device.wait_host(flight.fence, reason="flight")\n', ""),
+            Edit(
+                f"{_MAILBOX}.read", '    if not fence.poll():\n        raise InvariantError(f"the mailbox was read before {fence!r}")\n', ""
+            ),
+        ),
+    ),
+    Mutation(
+        name="stored-blocks-wait-for-the-store",
+        hazard="H2",
+        target=f"{_ENGINE}._store",
+        old="source.release(after=(fence,))",
+        new="source.release()",
+        removes="whoever gets a block next writes into it while the store still reads it",
+        needs=frozenset({"offload"}),
+    ),
+    Mutation(
+        name="store-leases-its-blocks",
+        hazard="H2",
+        target=f"{_ENGINE}._store",
+        old="    source = self._blocks.share(block_ids)\n",
+        new="",
+        removes="a store reads blocks that it does not hold",
+        needs=frozenset({"offload"}),
+        also=(Edit(f"{_ENGINE}._store", "    source.release(after=(fence,))", "    # "),),
+    ),
+    Mutation(
+        name="store-copies-every-layer",
+        hazard="H15",
+        target=f"{_ENGINE}._store",
+        old="every_layer = range(self._layout.num_layers)",
+        new="every_layer = range(self._layout.num_layers - 1)",
+        removes="a block in the host tier lacks its last layer",
+        needs=frozenset({"offload"}),
+    ),
+    Mutation(
+        name="store-is-seen-done-before-it-counts",
+        hazard="H7",
+        target=f"{_ENGINE}._finish_stores",
+        old="        if not ticket.fence.poll():\n            break  # one stream: the later ones are not done either\n",
+        new="",
+        removes="a key is findable in the host tier before its bytes are there",
+        needs=frozenset({"offload"}),
+    ),
+    Mutation(
+        name="failed-store-leaves-no-entry",
+        hazard="H9",
+        target=f"{_ENGINE}._finish_stores",
+        old="if good and self._is_wanted(ticket):",
+        new="if self._is_wanted(ticket):",
+        removes="a store that failed leaves a key that names rubbish",
+        needs=frozenset({"failing_copy", "offload"}),
+    ),
+    Mutation(
+        name="store-from-before-a-reset-publishes-nothing",
+        hazard="H8",
+        target=f"{_ENGINE}._finish_stores",
+        old="if good and self._is_wanted(ticket):",
+        new="if good:",
+        removes="a store that was on its way brings back what a reset forgot",
+        needs=frozenset({"offload", "reset"}),
+    ),
+    Mutation(
+        name="store-gives-its-slots-back",
+        hazard="H22",
+        target=f"{_ENGINE}._finish_stores",
+        old="        ticket.slots.release(after=(ticket.fence,))\n",
+        new="",
+        removes="slots of the host tier stay in use for ever",
+        needs=frozenset({"offload"}),
+    ),
+    # ------------------------------------------------------------------ loads
+    Mutation(
+        name="load-waits-for-the-last-use",
+        hazard="H3",
+        target=f"{_ENGINE}._load",
+        old="    for fence in plan.after:\n        self._load_stream.wait(fence)\n",
+        new="",
+        removes="a load writes into blocks that a flight or a store still uses",
+        needs=frozenset({"offload"}),
+    ),
+    Mutation(
+        name="load-copies-every-layer",
+        hazard="H15",
+        target=f"{_ENGINE}._load",
+        old="layers = range(first, min(first + group, last))",
+        new="layers = range(first, max(first + 1, min(first + group, last - 1)))",
+        removes="a load of several layers at once leaves the last one out",
+        needs=frozenset({"offload"}),
+    ),
+    Mutation(
+        name="load-holds-its-slots",
+        hazard="H6",
+        target=f"{_ENGINE}._load",
+        old="self._host.pool.share(source_ids), self._blocks.share(plan.block_ids)",
+        new="self._host.pool.share([]), self._blocks.share(plan.block_ids)",
+        removes="a slot of the host tier is given away while a load still reads it",
+        needs=frozenset({"offload"}),
+    ),
+    Mutation(
+        name="load-holds-its-blocks",
+        hazard="H10",
+        target=f"{_ENGINE}._load",
+        old="self._host.pool.share(source_ids), self._blocks.share(plan.block_ids)",
+        new="self._host.pool.share(source_ids), self._blocks.share([])",
+        removes="a load lands in blocks whose request has gone before its first flight",
+        needs=frozenset({"failing_flight", "offload"}),
+    ),
+    Mutation(
+        name="load-is-seen-done-before-it-counts",
+        hazard="H6",
+        target=f"{_ENGINE}._finish_loads",
+        old="[t for t in self._loads if t.done()]",
+        new="list(self._loads)",
+        removes="a load's blocks are findable and its slots free while it still copies",
+        needs=frozenset({"offload"}),
+    ),
+    Mutation(
+        name="load-is-done-with-its-last-layers",
+        hazard="H7",
+        target=f"{_TICKETS}:LoadTicket.done",
+        old="return self.fences[-1].poll()",
+        new="return self.fences[0].poll()",
+        removes="a load counts as done once its first layers are there",
+        needs=frozenset({"offload"}),
+    ),
+    Mutation(
+        name="load-fails-with-any-of-its-layers",
+        hazard="H15",
+        target=f"{_ENGINE}._finish_loads",
+        old="next((fence for fence in ticket.fences if fence.failure is not None), ticket.fences[-1])",
+        new="ticket.fences[-1]",
+        removes="a load of which only the last layers came counts as good",
+        needs=frozenset({"failing_copy", "offload"}),
+    ),
+    Mutation(
+        name="failed-load-is-told",
+        hazard="H9",
+        target=f"{_ENGINE}._finish_loads",
+        old="            self._events.append(LoadFailed(ticket.plan.request_id, ticket.plan.epoch))\n",
+        new="            pass\n",
+        removes="a request never learns that its load failed",
+        needs=frozenset({"failing_copy", "offload"}),
+    ),
+    Mutation(
+        name="load-from-before-a-reset-publishes-nothing",
+        hazard="H8",
+        target=f"{_ENGINE}._finish_loads",
+        old="            if self._is_wanted(ticket):\n",
+        new="            if True:\n",
+        removes="a load that was on its way brings back what a reset forgot",
+        needs=frozenset({"offload", "reset"}),
+    ),
+    Mutation(
+        name="load-gives-its-slots-back",
+        hazard="H22",
+        target=f"{_ENGINE}._finish_loads",
+        old="        ticket.slots.release()\n",
+        new="",
+        removes="slots that were loaded once stay in use for ever",
+        needs=frozenset({"offload"}),
+    ),
+    Mutation(
+        name="load-gives-its-blocks-back",
+        hazard="H22",
+        target=f"{_ENGINE}._finish_loads",
+        old="        ticket.blocks.release()\n",
+        new="",
+        removes="blocks that were loaded once stay in use for ever",
+        needs=frozenset({"offload"}),
+    ),
+    # ------------------------------------------------------------------ gates
+    Mutation(
+        name="flight-waits-for-its-own-loads",
+        hazard="H5",
+        target=f"{_ENGINE}.gates",
+        old="    if not loads:\n",
+        new="    if not loads or len(batch.rows) > 1:\n",
+        removes="a flight of several rows does not wait for loads, as a graph that was captured without waits does not",
+        needs=frozenset({"offload"}),
+    ),
+    Mutation(
+        name="each-layer-waits-for-its-own-copy",
+        hazard="H5",
+        target=f"{_ENGINE}.gates",
+        old="t.fences[layer // group] for t in loads",
+        new="t.fences[0] for t in loads",
+        removes="later layers are read when the first ones have been loaded",
+        needs=frozenset({"offload"}),
+    ),
+    # ------------------------------------------------------------------ disk writes
+    Mutation(
+        name="disk-write-holds-its-slot",
+        hazard="H6",
+        target=f"{_ENGINE}._write",
+        old="self._host.pool.share([index]), Stopwatch()",
+        new="self._host.pool.share([]), Stopwatch()",
+        removes="a slot is given away while the disk still reads it",
+        needs=frozenset({"disk"}),
+    ),
+    Mutation(
+        name="disk-write-is-seen-done-before-it-counts",
+        hazard="H6",
+        target=f"{_ENGINE}._finish_writes",
+        old="while self._writes and self._writes[0].fence.poll():",
+        new="while self._writes:",
+        removes="a write's slot is free, and its grant void, while it still runs",
+        needs=frozenset({"disk"}),
+    ),
+    Mutation(
+        name="failed-disk-write-leaves-no-entry",
+        hazard="H9",
+        target=f"{_ENGINE}._finish_writes",
+        old='if self._ended("disk-write", ticket.fence, 1, ticket.submitted_s) and ticket.grant.written:',
+        new='if self._ended("disk-write", ticket.fence, 1, ticket.submitted_s) or ticket.grant.victim is None:',
+        removes="a block that the disk refused counts as written",
+        needs=frozenset({"disk", "failing_tier"}),
+        also=(
+            Edit("sidestream.tiers.index:TierIndex.publish", "    if not grant.written:\n", "    if not grant.written and grant.void:\n"),
+        ),
+    ),
+    Mutation(
+        name="refused-disk-write-ends-its-grant",
+        hazard="H22",
+        target=f"{_ENGINE}._finish_writes",
+        old="                self._disk.index.abandon(ticket.grant)\n",
+        new="",
+        removes="a key whose write failed counts as being written for ever",
+        needs=frozenset({"disk", "failing_tier"}),
+    ),
+    Mutation(
+        name="finished-disk-write-ends-its-grant",
+        hazard="H22",
+        target=f"{_ENGINE}._finish_writes",
+        old="                self._disk.index.publish(ticket.grant)\n",
+        new="                pass\n",
+        removes="what was written to disk is never found, and counts as being written for ever",
+        needs=frozenset({"disk"}),
+    ),
+    Mutation(
+        name="disk-write-gives-its-slot-back",
+        hazard="H22",
+        target=f"{_ENGINE}._finish_writes",
+        old="        ticket.slot.release()\n",
+        new="",
+        removes="slots that were written to disk stay in use for ever",
+        needs=frozenset({"disk"}),
+    ),
+    # ------------------------------------------------------------------ disk reads
+    Mutation(
+        name="disk-read-is-seen-done-before-it-counts",
+        hazard="H7",
+        target=f"{_ENGINE}._finish_reads",
+        old="[t for t in self._reads.values() if t.fence.poll()]",
+        new="list(self._reads.values())",
+        removes="a block from disk is findable in the host tier before its bytes are there",
+        needs=frozenset({"disk"}),
+    ),
+    Mutation(
+        name="failed-disk-read-is-a-miss",
+        hazard="H9",
+        target=f"{_ENGINE}._finish_reads",
+        old='if self._ended("disk-read", ticket.fence, 1, ticket.submitted_s):',
+        new='if self._ended("disk-read", ticket.fence, 1, ticket.submitted_s) or ticket.work.seconds == 0:',
+        removes="a read that failed, or found a damaged file, leaves a key that names rubbish",
+        needs=frozenset({"disk", "failing_tier"}),
+    ),
+    Mutation(
+        name="disk-read-from-before-a-reset-publishes-nothing",
+        hazard="H8",
+        target=f"{_ENGINE}._finish_reads",
+        old="            if self._is_wanted(ticket):\n",
+        new="            if True:\n",
+        removes="a read that was on its way brings back what a reset forgot",
+        needs=frozenset({"disk", "reset", "slow_tier"}),
+    ),
+    Mutation(
+        name="disk-read-holds-its-slot-beyond-the-deadline",
+        hazard="H10",
+        target=f"{_ENGINE}._finish_waiters",
+        old="        waiter.kept.release()\n",
+        new=(
+            "        waiter.kept.release()\n"
+            "        for key, read in waiter.reads.items():\n"
+            "            if self._reads.get(key) is read:\n"
+            "                del self._reads[key]\n"
+            "                read.pin.release()\n"
+            "                read.slot.release()\n"
+        ),
+        removes="a read that is slower than its request's patience lands in a slot that somebody else has by then",
+        needs=frozenset({"disk", "slow_tier"}),
+    ),
+    Mutation(
+        name="disk-read-ends-its-pin",
+        hazard="H22",
+        target=f"{_ENGINE}._finish_reads",
+        old="        ticket.pin.release()\n",
+        new="",
+        removes="what was read from disk once can never be evicted",
+        needs=frozenset({"disk"}),
+    ),
+    Mutation(
+        name="disk-read-gives-its-slot-back",
+        hazard="H22",
+        target=f"{_ENGINE}._finish_reads",
+        old="        ticket.slot.release(after=(ticket.fence,))\n",
+        new="",
+        removes="slots that were read from disk stay in use for ever",
+        needs=frozenset({"disk"}),
+    ),
+    Mutation(
+        name="wait-for-the-disk-gives-its-slots-back",
+        hazard="H22",
+        target=f"{_ENGINE}._finish_waiters",
+        old="        waiter.kept.release()\n",
+        new="",
+        removes="slots that were held for a request that waited for the disk stay in use for ever",
+        needs=frozenset({"disk"}),
+    ),
+    # ------------------------------------------------------------------ resets
+    Mutation(
+        name="transfers-know-of-resets",
+        hazard="H8",
+        target=f"{_ENGINE}._is_wanted",
+        old="return ticket.generation == self._generation",
+        new="return ticket.generation <= self._generation",
+        removes="whatever is on its way brings back what a reset forgot",
+        needs=frozenset({"offload", "reset"}),
+    ),
+    Mutation(
+        name="reset-forgets-the-host-tier",
+        hazard="H8",
+        target=f"{_ENGINE}.forget_all",
+        old="    self._host.pool.forget_all()\n",
+        new="",
+        removes="blocks in the host tier are found after a reset",
+        needs=frozenset({"offload", "reset"}),
+    ),
+    Mutation(
+        name="reset-forgets-the-disk",
+        hazard="H8",
+        target=f"{_ENGINE}.forget_all",
+        old="        self._disk.index.clear()\n",
+        new="        pass\n",
+        removes="blocks on disk are found after a reset",
+        needs=frozenset({"disk", "reset"}),
+    ),
+)
+
+_MISS = "then the blocks are a miss, and are computed"
+
+EQUIVALENT = (
+    Equivalent(
+        Mutation(
+            name="store-waits-on-its-stream",
+            hazard="H1",
+            target=f"{_ENGINE}._store",
+            old=_STORE_WAITS,
+            new="",
+            removes="the store's stream waits neither for the flight that filled the blocks nor for the last use of the slots",
+            needs=frozenset({"offload"}),
+        ),
+        "the commit that plans a store has seen the flight end, and slots are released when their last use was; see store-waits-for-flight",
+    ),
+    Equivalent(
+        Mutation(
+            name="disk-read-waits-on-its-stream",
+            hazard="H2",
+            target=f"{_ENGINE}._read",
+            old="    for fence in slot.after:\n        stream.wait(fence)\n",
+            new="",
+            removes="a disk read does not wait for the last use of its slot",
+            needs=frozenset({"disk"}),
+        ),
+        "slots are released when their last use was seen to be done",
+    ),
+    Equivalent(
+        Mutation(
+            name="block-is-stored-once",
+            hazard="H11",
+            target=f"{_ENGINE}._store",
+            old=" and self._host.pool.get(k) is None]",
+            new="]",
+            removes="blocks that the host tier has are stored again",
+            needs=frozenset({"offload"}),
+        ),
+        "the second one stays without a key and is free when its copy is done: time is lost, and nothing else",
+    ),
+    Equivalent(
+        Mutation(
+            name="flight-does-not-wait-for-what-is-done",
+            hazard="H5",
+            target=f"{_ENGINE}.gates",
+            old="in members and not t.done()]",
+            new="in members]",
+            removes="a flight waits for loads that have ended",
+            needs=frozenset({"offload"}),
+        ),
+        "a wait for a fence that is done takes no time",
+    ),
+    Equivalent(
+        Mutation(
+            name="loads-come-before-promotions",
+            hazard="H11",
+            target=f"{_ENGINE}.submit",
+            old="    promotions = [(plan, self._keep(plan)) for plan in plans if isinstance(plan, PromotePlan)]\n",
+            new="    promotions = [(plan, self._host.pool.share([])) for plan in plans if isinstance(plan, PromotePlan)]\n",
+            removes="one promotion evicts what another one builds on",
+            needs=frozenset({"disk"}),
+        ),
+        _MISS,
+    ),
+    Equivalent(
+        Mutation(
+            name="missing-source-fails-the-load",
+            hazard="H15",
+            target=f"{_ENGINE}._load",
+            old="    if len(source_ids) < len(plan.keys):\n",
+            new="    if not source_ids:\n",
+            removes="a load of which a part was evicted since it was planned copies the rest",
+            needs=frozenset({"offload"}),
+        ),
+        "loads are submitted in the step that planned them, before anything that could evict",
+    ),
+    Equivalent(
+        Mutation(
+            name="promoted-block-is-held-for-its-request",
+            hazard="H26",
+            target=f"{_ENGINE}._keep_for_waiters",
+            old="            waiter.kept.extend(self._host.pool.share([slot]))\n",
+            new="            pass\n",
+            removes="a block that came from disk is evicted before its request comes for it",
+            needs=frozenset({"disk"}),
+        ),
+        _MISS,
+    ),
+    Equivalent(
+        Mutation(
+            name="kept-slots-are-held",
+            hazard="H26",
+            target=f"{_ENGINE}._keep",
+            old=("return self._host.pool.share([slot for key in plan.keys if (slot := self._host.pool.get(key)) is not None])"),
+            new="return self._host.pool.share([])",
+            removes="the part of a run that the host tier has is evicted while the rest comes from disk",
+            needs=frozenset({"disk"}),
+        ),
+        _MISS,
+    ),
+    Equivalent(
+        Mutation(
+            name="damaged-entry-is-forgotten",
+            hazard="H9",
+            target=f"{_ENGINE}._finish_reads",
+            old="            self._disk.index.forget(ticket.pin.entries[0])",
+            new="            pass",
+            removes="an entry that cannot be read is tried again and again",
+            needs=frozenset({"disk", "failing_tier"}),
+        ),
+        "every read is verified, so each of them is a miss; and a request tries twice at most",
+    ),
+    Equivalent(
+        Mutation(
+            name="wait-for-the-disk-has-a-deadline",
+            hazard="H26",
+            target=f"{_ENGINE}._finish_waiters",
+            old="if not done and now < waiter.deadline_s:",
+            new="if not done:",
+            removes="a request waits as long as the disk takes",
+            needs=frozenset({"disk", "slow_tier"}),
+        ),
+        "what is slow ends at last, so a schedule ends too; tests/engine/test_offload.py has a disk that does not answer",
+    ),
+)
+
+_PLACE = "without it there is no place to write to; how long it is held is ruled above"
+
+EXEMPT = (
+    Exempt(f"{_ENGINE}._store", "self._host.pool.take(len(pairs))", _PLACE),
+    Exempt(f"{_ENGINE}._read", "self._host.pool.take(1)", _PLACE),
+    Exempt(f"{_ENGINE}._read", "self._disk.index.pin([key])", "without it there is no entry to read; how long it is held is ruled above"),
+    Exempt(
+        f"{_ENGINE}._write", "self._disk.index.reserve(key)", "without it there is no entry to write; how long it is held is ruled above"
+    ),
+    Exempt(f"{_ENGINE}._finish_stores", "self._host.pool.publish(slot, key)", "when: see store-is-seen-done-before-it-counts"),
+    Exempt(f"{_ENGINE}._finish_loads", "self._blocks.publish(block, key)", "when: see load-is-seen-done-before-it-counts"),
+    Exempt(
+        f"{_ENGINE}._finish_reads",
+        "self._host.pool.publish(ticket.slot.ids[0], ticket.key)",
+        "when: see disk-read-is-seen-done-before-it-counts",
+    ),
+    Exempt(f"{_ENGINE}._finish_stores", 'self._ended("store", ticket.fence', "see failed-store-leaves-no-entry"),
+    Exempt(f"{_ENGINE}._finish_loads", 'self._ended("load", failed', "see failed-load-is-told"),
+    Exempt(
+        f"{_ENGINE}._finish_waiters",
+        "read.failure() is None for read",
+        "what a request is told of its wait; it looks for itself what it can find",
+    ),
+    Exempt(
+        f"{_ENGINE}._finish_reads", "elif not isinstance(ticket.failure(), TierTimeout)", "a read that never ran says nothing of its entry"
+    ),
+    Exempt(f"{_ENGINE}._ended", "error = fence.failure", "a question; who asks is ruled above"),
+    Exempt(f"{_TICKETS}:ReadTicket.failure", "return self.fence.failure", "a question; who asks is ruled above"),
+    Exempt(f"{_ENGINE}.poll", "events, self._events = self._events, []", "a list"),
+    Exempt(f"{_ENGINE}.flush", "self.poll()", "looks at fences; what it may conclude is ruled above"),
+    Exempt(f"{_ENGINE}.close", "self.poll()", "looks at fences; what it may conclude is ruled above"),
+    Exempt(f"{_ENGINE}._timed", "if self._abandoned:", "saves time at a close that has waited long enough"),
+)

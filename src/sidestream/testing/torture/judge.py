@@ -1,0 +1,142 @@
+"""What must hold of an engine at rest, and of what its clients were told. Each function says what is wrong, in sentences; nothing: all is well.
+
+Looks at the insides of every room on purpose: the engine's own accounts are what is judged. By the thread that drives the engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sized
+
+from sidestream.engine import Engine
+from sidestream.errors import InvariantError
+from sidestream.kv.pool import FencedPool
+from sidestream.testing.torture.oracle import Reference, Sample
+from sidestream.testing.torture.script import ScriptedDevice, ScriptedTier
+from sidestream.testing.torture.workload import Workload
+from sidestream.types import Key
+
+# Log-probabilities of equal logits may differ by rounding, in batches of another size.
+_TOLERANCE = 1e-4
+
+
+def unbalanced(engine: Engine, disk: ScriptedTier | None) -> Iterator[str]:
+    """Whatever an engine without requests and transfers still holds, or counts wrongly."""
+    parts = engine.parts
+    if engine.unfinished:
+        yield f"{engine.unfinished} requests are counted as unfinished"
+    for name, things in _kept(engine).items():
+        if things:
+            yield f"{things} {name} are kept"
+    pools = [parts.blocks, parts.scheduler._rows, parts.executor._mailbox._pool, *([parts.host.pool] if parts.host is not None else [])]
+    for pool in pools:
+        try:
+            pool.check()
+        except InvariantError as error:
+            yield str(error)
+        if pool.num_used:
+            yield f"{pool.num_used} of {pool.size} {pool.name} are still in use"
+    if disk is not None:
+        index = disk.index
+        if len(index._idle) != len(index):
+            yield f"{len(index) - len(index._idle)} entries on disk are still pinned"
+        if index._writing:
+            yield f"{len(index._writing)} entries on disk are still being written"
+        if index._leaving:
+            yield f"{index._leaving} entries are neither on disk nor gone"
+    if stalls := set(parts.device.host_waits()) - {"flight"}:
+        yield f"the engine's thread was held up: {', '.join(sorted(stalls))}"
+
+
+def still_findable(engine: Engine, disk: ScriptedTier | None) -> Iterator[str]:
+    """Whatever can be found in a cache that was just reset (H8)."""
+    parts = engine.parts
+    counts = {
+        "device": parts.blocks.num_keys,
+        "host": parts.host.pool.num_keys if parts.host else 0,
+        "disk": len(disk.index) if disk else 0,
+    }
+    for tier, count in counts.items():
+        if count:
+            yield f"{count} blocks of the {tier} tier are findable right after the reset (H8)"
+
+
+def wrong_blocks(engine: Engine, device: ScriptedDevice, reference: Reference) -> Iterator[str]:
+    """Blocks of device and host tier that are findable under a key, but do not hold what it stands for."""
+    parts = engine.parts
+    tiers = [("kv", parts.blocks), *([("host", parts.host.pool)] if parts.host is not None else [])]
+    for memory, pool in tiers:
+        data, size = device.memory(memory).data.numpy(), parts.layout.block_bytes
+        for key, item in _findable(pool):
+            yield from _differing(f"{pool.name} {item}", key, data[item * size : (item + 1) * size].tobytes(), reference)
+
+
+def wrong_entries(disk: ScriptedTier, reference: Reference, *, damaged: bool) -> Iterator[str]:
+    """Published entries on disk whose payload is not what the key stands for. `damaged`: the script damages files, which reads notice."""
+    for key in list(disk.index):
+        lease = disk.index.pin([key])
+        entry = lease.entries[0]
+        payload = disk.peek(entry)
+        lease.release()
+        if payload is not None:
+            yield from _differing(f"disk entry {entry.serial}", key, payload, reference)
+        elif not damaged:
+            yield f"disk entry {entry.serial} is published as {key.hex()[:8]}, but cannot be read"
+
+
+def wrong_answer(workload: Workload, number: int, told: Sample, expected: Sample, *, over: bool) -> Iterator[tuple[str, str]]:
+    """Oracle and sentence for each thing that one client was told and should not have been.
+
+    over   the engine is gone, as far as this client knows: a beginning will do, and an abort
+    """
+    asked = workload.requests[number]
+    count, who = len(told.tokens), f"request {number}"
+    if told.reason is None and not over:
+        yield "answered", f"{who} never ended: it was told {count} of {len(expected.tokens)} tokens"
+    if told.reason == "abort" and asked.abort_at is None and workload.closes_at is None and not over:
+        yield "answered", f"{who} was aborted, though nobody asked for it"
+    if told.reason == "error" and not workload.features & {"bad_logits", "failing_flight"}:
+        yield "answered", f"{who} ended with an error: {told.error}"
+    if told.tokens != expected.tokens[:count]:
+        at = next(
+            (at for at, pair in enumerate(zip(told.tokens, expected.tokens, strict=False)) if pair[0] != pair[1]), len(expected.tokens)
+        )
+        yield "tokens", f"{who} was told {told.tokens}, the reference says {expected.tokens}: they part at output {at}"
+        return
+    if told.reason in ("stop", "length"):
+        if (told.reason, count, told.text) != (expected.reason, len(expected.tokens), expected.text):
+            said, right = (told.reason, count, told.text), (expected.reason, len(expected.tokens), expected.text)
+            yield "tokens", f"{who} ended as {said}, the reference as {right} (reason, tokens, text)"
+    elif not expected.text.startswith(told.text):
+        yield "tokens", f"{who} was told the text {told.text!r}, the reference says {expected.text!r}"
+    pairs = list(zip(told.logprobs, expected.logprobs, strict=False))
+    if len(told.logprobs) > len(expected.logprobs) or any(abs(mine - right) > _TOLERANCE for mine, right in pairs):
+        yield "tokens", f"{who} was told log-probabilities {told.logprobs}, the reference says {expected.logprobs}"
+
+
+def _differing(what: str, key: Key, payload: bytes, reference: Reference) -> Iterator[str]:
+    right = reference.blocks.get(key)
+    if right is None:
+        yield f"{what} is findable under {key.hex()[:8]}, which no request has"
+    elif payload != right:
+        where = [at for at, (mine, its) in enumerate(zip(payload, right, strict=True)) if mine != its]
+        yield f"{what} is findable as {key.hex()[:8]}, but {len(where)} of its {len(right)} bytes are wrong, the first at {where[0]}"
+
+
+def _findable(pool: FencedPool) -> list[tuple[Key, int]]:
+    return list(pool._index._id_of.items())
+
+
+def _kept(engine: Engine) -> dict[str, int]:
+    """How many things are kept by request, transfer or flight."""
+    scheduler, transfers = engine.parts.scheduler, engine.parts.transfers
+    kept: dict[str, Sized] = {
+        "sessions": engine._sessions,
+        "requests": scheduler._requests,
+        "queued requests": scheduler._queue,
+        "running requests": scheduler._running,
+        "awaited keys": scheduler._coming,
+    }
+    if transfers is not None:
+        for name in ("stores", "loads", "writes", "reads", "waiters", "events"):
+            kept[name] = getattr(transfers, f"_{name}")
+    return {name: len(things) for name, things in kept.items()}

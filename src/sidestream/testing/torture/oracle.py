@@ -1,0 +1,142 @@
+"""What a schedule's outcome is compared with: the same requests, one step at a time, without cache, tiers, pressure or aborts.
+
+Computed once for a workload. Knows the engine's front door and the model; nothing of how the tortured engine came to its result.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from sidestream.attention.paged import PagedBatch
+from sidestream.config import EngineConfig, SamplingParams
+from sidestream.device.sim import make_policy
+from sidestream.engine import Engine, build_engine
+from sidestream.kv.keys import BlockKeys
+from sidestream.testing.tokenizer import ToyTokenizer
+from sidestream.testing.torture.script import Script, ScriptedDevice, ScriptedModel
+from sidestream.testing.torture.workload import Asked, Workload, blocks_for
+from sidestream.testing.toy import ToyModel
+from sidestream.types import Delta, Key
+
+_MAX_STEPS = 5000
+
+
+@dataclass(slots=True)
+class Sample:
+    """What the client of one sample was told."""
+
+    tokens: list[int]
+    text: str = ""
+    logprobs: tuple[float, ...] = ()
+    reason: str | None = None
+    error: str | None = None
+
+    def take(self, delta: Delta) -> None:
+        """Add news."""
+        self.tokens.extend(delta.token_ids)
+        self.text += delta.text
+        self.logprobs += tuple(one.logprob for one in delta.logprobs)
+        self.reason = delta.finish_reason
+        self.error = delta.error
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """The right answers, and the right bytes.
+
+    samples   by request number and sample number, for each version of the weights
+    blocks    what each content key stands for, in every tier
+    """
+
+    samples: tuple[dict[tuple[int, int], Sample], ...]
+    blocks: dict[Key, bytes]
+
+
+def params_of(number: int, asked: Asked) -> SamplingParams:
+    """The sampling parameters of request `number`."""
+    repetition, presence, frequency = asked.penalties or (1.0, 0.0, 0.0)
+    return SamplingParams(
+        temperature=20.0 if asked.hot else 0.0,
+        repetition_penalty=repetition,
+        presence_penalty=presence,
+        frequency_penalty=frequency,
+        logit_bias=dict(asked.bias),
+        min_tokens=asked.min_tokens,
+        seed=number,
+        max_tokens=asked.max_tokens,
+        logprobs=asked.logprobs,
+        n=asked.n,
+    )
+
+
+def toy_of(workload: Workload) -> ToyModel:
+    """The model that the workload runs on."""
+    return ToyModel(eos_every=workload.eos_every)
+
+
+def reference_of(workload: Workload) -> Reference:
+    """Run the requests through an engine that does one thing after another. Raises what that engine raises."""
+    versions = 2 if any(event.kind == "weights" for event in workload.events) else 1
+    samples, blocks = [], {}
+    for weights in range(versions):
+        model = ScriptedModel(toy_of(workload))
+        model.weights = weights
+        told = _run(workload, model)
+        samples.append(told)
+        for (number, _), sample in told.items():
+            blocks.update(_blocks_of(model, (*workload.requests[number].prompt, *sample.tokens)))
+    return Reference(tuple(samples), blocks)
+
+
+def _run(workload: Workload, model: ScriptedModel) -> dict[tuple[int, int], Sample]:
+    needed = sum(blocks_for(asked) * asked.n for asked in workload.requests) + len(workload.requests) + 8
+    size = model.layout.block_tokens
+    rows = max(4, *(asked.n for asked in workload.requests))
+    config = EngineConfig(
+        kv_memory=needed * model.layout.block_bytes,
+        block_tokens=size,
+        chunk_tokens=workload.chunk_tokens,
+        token_budget=workload.chunk_tokens + rows,
+        max_running=rows,
+        prefix_cache=False,
+        asynchronous=False,
+    )
+    device = ScriptedDevice(make_policy("early", random.Random(0)), Script(Workload(0, ())), witness=None)
+    engine: Engine = build_engine(model, ToyTokenizer(), config, device=device, threaded=False)
+    told: dict[tuple[int, int], Sample] = {}
+    for number, asked in enumerate(workload.requests):
+        for index in range(asked.n):
+            told[number, index] = Sample([])
+        engine.submit(asked.prompt, params_of(number, asked), lambda delta, number=number: told[number, delta.index].take(delta))  # type: ignore[misc]
+    for _ in range(_MAX_STEPS):
+        if not engine.unfinished:
+            break
+        engine.step()
+    engine.close()
+    return told
+
+
+def _blocks_of(model: ScriptedModel, tokens: Sequence[int]) -> dict[Key, bytes]:
+    """The KV of each complete block whose tokens all went through the model, computed in one go in a memory of its own."""
+    layout = model.layout
+    computed = len(tokens) - 1
+    count = layout.num_blocks_for(computed)
+    kv = torch.zeros(layout.shape(count))
+    everything = torch.arange(computed)
+    batch = PagedBatch(
+        kv=kv,
+        slots=everything,
+        block_tables=torch.arange(count)[None],
+        query_starts=(0, computed),
+        kv_lens=(computed,),
+        num_decode=0,
+        before_layer=lambda layer: None,
+    )
+    model.forward(torch.tensor(tokens[:computed]), everything, batch, torch.empty(0, dtype=torch.int64))
+    keys: list[Key] = []
+    BlockKeys(fingerprint=model.fingerprint, layout=layout).extend(keys, tokens[:computed])
+    return {key: kv[index].numpy().tobytes() for index, key in enumerate(keys)}

@@ -1,0 +1,260 @@
+"""A workload's faults, carried out: in the place of disk operations, of copies and of forward passes. On the streams' turns.
+
+The disk tier and its files are real, so what a fault does to a file is found by the tier's own checks. Slowness is virtual time.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from sidestream.attention.paged import PagedBatch
+from sidestream.device.base import CopyBatch, Memory
+from sidestream.device.sim import SimDevice, SimStream
+from sidestream.errors import InvariantError, TierCorrupt, TierError, TierFull
+from sidestream.kv.layout import KVLayout
+from sidestream.testing.torture.workload import Fault, Operation, Workload
+from sidestream.tiers.base import Block
+from sidestream.tiers.disk import DiskTier, entry_bytes
+from sidestream.tiers.index import Entry, TierIndex, WriteGrant
+from sidestream.types import Witness
+
+
+class Script:
+    """Says which operation suffers what; counts operations over the whole schedule, restarts included."""
+
+    def __init__(self, workload: Workload) -> None:
+        self._faults = workload.faults
+        self._counts: Counter[Operation] = Counter()
+
+    def next(self, operation: Operation) -> Fault | None:
+        """What befalls the operation that begins now."""
+        number = self._counts[operation]
+        self._counts[operation] += 1
+        return next((fault for fault in self._faults if fault.operation == operation and fault.hits(number)), None)
+
+
+class ScriptedDevice(SimDevice):
+    """A simulated device whose copies fail as the script says."""
+
+    def __init__(self, policy: Any, script: Script, *, witness: Witness | None) -> None:
+        super().__init__(policy, witness=witness)
+        self.script = script
+
+    def stream(self, name: str) -> SimStream:
+        """See `Device.stream`."""
+        stream = super().stream(name)
+        if name in ("store", "load"):
+            stream.copy = self._around(name, stream.copy)  # type: ignore[method-assign, assignment, arg-type]
+        return stream
+
+    def memory(self, name: str) -> Memory:
+        """What was allocated under that name."""
+        return self._memories[name]
+
+    def play(self, fault: Fault | None, proceed: Callable[[], None], *, torn: Callable[[], None]) -> None:
+        """Carry out an operation under a fault of the device or the medium."""
+        match fault.kind if fault is not None else "none":
+            case "slow":
+                assert fault is not None
+                self.sleep(fault.seconds)
+                proceed()
+            case "late":
+                assert fault is not None
+                proceed()
+                self.sleep(fault.seconds)
+            case "lost":
+                raise TierError("injected: it is lost")
+            case "torn":
+                torn()
+                raise TierCorrupt("injected: only a part of it came")
+            case "full":
+                raise TierFull("injected: no room")
+            case _:
+                proceed()
+
+    def _around(self, operation: Operation, copy: Callable[[CopyBatch], None]) -> Callable[[CopyBatch], None]:
+        def faulty(batch: CopyBatch) -> None:
+            def half() -> None:
+                count = (len(batch.source_starts) + 1) // 2
+                copy(CopyBatch(batch.source, batch.target, batch.source_starts[:count], batch.target_starts[:count], batch.size))
+
+            self.play(self.script.next(operation), lambda: copy(batch), torn=half)
+
+        return faulty
+
+
+class ScriptedModel:
+    """A model whose forward pass fails as the script says, and whose weights can be changed: they shift the tokens that it sees."""
+
+    def __init__(self, inner: Any, device: ScriptedDevice | None = None) -> None:
+        self._inner = inner
+        self._device = device
+        self.weights = 0
+        self.layout: KVLayout = inner.layout
+        self.vocab_size: int = inner.vocab_size
+        self.max_model_len: int = inner.max_model_len
+        self.eos_token_ids: tuple[int, ...] = inner.eos_token_ids
+
+    @property
+    def fingerprint(self) -> str:
+        """Other weights, another name."""
+        return self.fingerprint_of(self.weights)
+
+    def fingerprint_of(self, weights: int) -> str:
+        """Its name with that version of the weights."""
+        return f"{self._inner.fingerprint}-{weights}"
+
+    def forward(self, tokens: torch.Tensor, positions: torch.Tensor, batch: PagedBatch, logit_rows: torch.Tensor) -> torch.Tensor:
+        """See `ForwardModel.forward`."""
+        logits: list[torch.Tensor] = []
+        seen = (tokens + self.weights) % self.vocab_size if self.weights else tokens
+
+        def proceed() -> None:
+            logits.append(self._inner.forward(seen, positions, batch, logit_rows))
+
+        if self._device is None:
+            proceed()
+            return logits[0]
+        fault = self._device.script.next("forward")
+        self._device.play(fault, proceed, torn=_never)
+        if fault is not None and fault.kind == "nan":
+            logits[0].fill_(torch.nan)
+            for last in logit_rows.tolist():  # only rows with logits: of the others, nobody could know
+                row = bisect_left(batch.query_starts, last + 1) - 1
+                slots = batch.slots[batch.query_starts[row] : last + 1]
+                batch.kv[slots // self.layout.block_tokens, :, :, slots % self.layout.block_tokens] = -1.0
+        return logits[0]
+
+
+class ScriptedTier:
+    """The real disk tier, its reads and writes as the script says."""
+
+    def __init__(self, inner: DiskTier, device: ScriptedDevice, used: Callable[[str], None]) -> None:
+        """`used` is told the path of each entry that is written or read."""
+        self._inner = inner
+        self._device = device
+        self._used = used
+
+    @property
+    def index(self) -> TierIndex:
+        """The real one."""
+        return self._inner.index
+
+    def write(self, grant: WriteGrant, payload: Block) -> None:
+        """See `PersistentTier.write`."""
+        path = _path(self._inner, grant.entry)
+        self._used(path)
+        fault = self._device.script.next("write")
+        self._device.play(fault, lambda: self._inner.write(grant, payload), torn=_never)
+        _damage(path, fault)
+
+    def read(self, entry: Entry, out: Block) -> None:
+        """See `PersistentTier.read`."""
+
+        def torn() -> None:
+            self._inner.read(entry, out)
+            data = np.frombuffer(out, np.uint8)
+            data[: len(data) // 2] ^= 0xA5
+
+        path = _path(self._inner, entry)
+        self._used(path)
+        fault = self._device.script.next("read")
+        _damage(path, fault)
+        self._device.play(fault, lambda: self._inner.read(entry, out), torn=torn)
+
+    def peek(self, entry: Entry) -> bytes | None:
+        """The bytes of a published entry, past the script; None when it is damaged, as the tier itself finds out."""
+        out = bytearray(self._inner._block_bytes)
+        try:
+            self._inner.read(entry, memoryview(out))
+        except TierError:
+            return None
+        return bytes(out)
+
+    def close(self) -> None:
+        """See `PersistentTier.close`."""
+        self._inner.close()
+
+    def crash(self) -> None:
+        """What the kernel does for a process that dies: its lock is gone, its files are as they were."""
+        self._inner.index.take_doomed()  # a dead process deletes nothing
+        self._inner.close()
+
+
+class Scratch:
+    """Directories for the disk tier, kept for the life of the process: to make one costs more than a schedule."""
+
+    def __init__(self) -> None:
+        self._root = tempfile.TemporaryDirectory(prefix="sidestream-torture-")
+        self._used: dict[str, int] = {}  # path -> when it was last used, counted in uses
+        self._process = os.getpid()
+
+    def open(self, model: ScriptedModel, device: ScriptedDevice, *, num_blocks: int) -> ScriptedTier:
+        """The tier of this model, with what earlier openings left since the last `clean`."""
+        tier = DiskTier.open(
+            Path(self._root.name) / model.fingerprint,
+            layout=model.layout,
+            fingerprint=model.fingerprint,
+            capacity_bytes=num_blocks * entry_bytes(model.layout),
+            witness=device.witness,
+        )
+        return ScriptedTier(tier, device, self._use)
+
+    def settle(self) -> None:
+        """Make the files' times tell the order of their uses, and nothing of the clock: else a restart is not the same twice."""
+        for path, when in self._used.items():
+            if Path(path).exists():
+                os.utime(path, ns=(when, when))
+
+    def clean(self) -> None:
+        """Delete every entry that was ever written; no tier may be open."""
+        for path in self._used:
+            Path(path).unlink(missing_ok=True)
+        self._used.clear()
+
+    def _use(self, path: str) -> None:
+        self._used.pop(path, None)
+        self._used[path] = len(self._used) if not self._used else next(reversed(self._used.values())) + 1
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether this process made it; a forked child must not share it."""
+        return self._process == os.getpid()
+
+
+def _path(tier: DiskTier, entry: Entry) -> str:
+    """Where the tier's module docstring says that the entry lies."""
+    name = entry.key.hex()
+    return f"{tier.directory}/{name[:2]}/{name}-{entry.serial:016x}"
+
+
+def _damage(path: str, fault: Fault | None) -> None:
+    """What happens to a file behind the tier's back; nothing to one that is not there."""
+    if fault is None or fault.kind not in ("truncated", "flipped"):
+        return
+    file = Path(path)
+    if not file.exists():
+        return
+    status = file.stat()
+    if fault.kind == "truncated":
+        os.truncate(path, status.st_size - 1)
+    else:
+        with file.open("r+b") as opened:
+            opened.seek(-1, os.SEEK_END)
+            last = opened.read(1)[0]
+            opened.seek(-1, os.SEEK_END)
+            opened.write(bytes([last ^ 0x10]))
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+
+
+def _never() -> None:
+    raise InvariantError("the workload tears what cannot be torn: a tier renames its files into place")

@@ -1,0 +1,350 @@
+"""What a schedule asks of the engine, as plain values: requests, pools, and what goes wrong when. Drawn from a seed.
+
+Knows neither engine nor device. Time is counted in steps of the loop; slow operations are measured in the device's virtual seconds.
+Every workload can be served: a prompt with all of its outputs fits the pool, so that a request may be late, but never refused.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+from sidestream.errors import ConfigError
+from sidestream.testing.mutations import Feature
+
+BLOCK_TOKENS = 4
+VOCAB = 97
+LONGEST_PROMPT = 40
+# Deadlines after which nobody may wait any more.
+_ENDLESS = 3000
+# Repetition, presence, frequency.
+_PENALTIES = ((1.0, 0.0, 0.0), (1.5, 0.0, 0.0), (1.0, 2.0, 2.0), (2.0, 1.0, 2.0))
+# The toy gives one token a logit of 100 and the others 0. A low token with this bias ties with it and wins, until it is penalised.
+_TIE = 100.0
+# A request waits so long for the disk.
+LOAD_DEADLINE_S = 1e-3
+
+EventKind = Literal["reset", "weights", "crash", "restart"]
+"""Forget every block · serve other weights from here on · the process dies, or ends as it should, and another one opens the same disk."""
+
+Operation = Literal["read", "write", "store", "load", "forward"]
+"""Of the disk: a read, a write. Of the device: a copy to the host, a copy from it, a forward pass."""
+
+FaultKind = Literal["slow", "late", "lost", "torn", "full", "truncated", "flipped", "nan"]
+"""What becomes of an operation:
+
+slow        it begins late
+late        its bytes move at once, and nobody learns of it for long
+lost        nothing moves, and it says so
+torn        half of its bytes move, then it fails
+full        no room on the medium
+truncated   the file has lost its end when it is read; of a write: afterwards
+flipped     one bit of the file has changed when it is read; of a write: afterwards
+nan         the logits are no numbers, and the KV that was written is wrong
+"""
+
+FAULTS_OF: Mapping[Operation, tuple[FaultKind, ...]] = {
+    "read": ("slow", "late", "lost", "torn", "truncated", "flipped"),
+    "write": ("slow", "late", "lost", "full", "truncated", "flipped"),
+    "store": ("slow", "late", "lost", "torn"),
+    "load": ("slow", "late", "lost", "torn"),
+    "forward": ("slow", "late", "lost", "nan"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """One request.
+
+    at         step before which it arrives
+    abort_at   step before which its client leaves; None: it stays
+    hot        temperature 20: what it draws depends on its random numbers and penalties, besides its KV; else greedy
+    penalties  repetition, presence, frequency; None: none
+    bias       token and what is added to its logit
+    """
+
+    at: int
+    prompt: tuple[int, ...]
+    max_tokens: int
+    n: int = 1
+    priority: int = 0
+    abort_at: int | None = None
+    hot: bool = False
+    penalties: tuple[float, float, float] | None = None
+    bias: tuple[tuple[int, float], ...] = ()
+    min_tokens: int = 0
+    logprobs: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """Something that happens to the whole engine, before step `at`."""
+
+    at: int
+    kind: EventKind
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """What becomes of operation number `first` (from 0) of its kind, and of each `every`-th after it (0: of no other).
+
+    seconds   how slow or late
+    """
+
+    operation: Operation
+    kind: FaultKind
+    first: int
+    every: int = 0
+    seconds: float = 0.0
+
+    def hits(self, number: int) -> bool:
+        """Whether it befalls operation `number`."""
+        return number == self.first or (self.every > 0 and number > self.first and (number - self.first) % self.every == 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """Everything of a schedule but who runs when.
+
+    blocks, slots, disk_blocks   sizes of the device pool, the host tier (0: none) and the disk tier (0: none)
+    eos_every                    about one token in so many ends an answer; 0: none
+    layer_groups                 a block is loaded layer by layer, not at once
+    closes_at                    step before which the engine is closed under its requests; None: when all is done
+    """
+
+    seed: int
+    requests: tuple[Asked, ...]
+    events: tuple[Event, ...] = ()
+    faults: tuple[Fault, ...] = ()
+    blocks: int = 24
+    slots: int = 0
+    disk_blocks: int = 0
+    max_running: int = 3
+    chunk_tokens: int = 8
+    eos_every: int = 0
+    asynchronous: bool = True
+    layer_groups: bool = True
+    closes_at: int | None = None
+
+    def __post_init__(self) -> None:
+        largest = max((blocks_for(asked) for asked in self.requests), default=0)
+        if self.blocks < largest:
+            raise ConfigError(f"the workload's pool has {self.blocks} blocks, its largest request takes {largest}: give it as many")
+        if self.disk_blocks and not self.slots:
+            raise ConfigError("the workload has a disk tier, but no host tier: blocks go to disk through host memory")
+
+    @property
+    def features(self) -> frozenset[Feature]:
+        """What it exercises: see FEATURES."""
+        return frozenset(name for name, holds in FEATURES.items() if holds(self))
+
+
+def _befalls(*pairs: tuple[Operation, FaultKind]) -> Callable[[Workload], bool]:
+    return lambda workload: any((fault.operation, fault.kind) in pairs for fault in workload.faults)
+
+
+def _happens(*kinds: EventKind) -> Callable[[Workload], bool]:
+    return lambda workload: any(event.kind in kinds for event in workload.events)
+
+
+FEATURES: Mapping[Feature, Callable[[Workload], bool]] = {
+    "abort": lambda w: any(asked.abort_at is not None for asked in w.requests),
+    "bad_logits": _befalls(("forward", "nan")),
+    "corrupt_tier": _befalls(("read", "truncated"), ("read", "flipped"), ("write", "truncated"), ("write", "flipped")),
+    "disk": lambda w: w.disk_blocks > 0,
+    "failing_copy": _befalls(("store", "lost"), ("store", "torn"), ("load", "lost"), ("load", "torn")),
+    "failing_flight": _befalls(("forward", "lost")),
+    "failing_tier": _befalls(("read", "lost"), ("read", "torn"), ("write", "lost"), ("write", "full")),
+    "logprobs": lambda w: len({asked.logprobs is None for asked in w.requests}) > 1,
+    "offload": lambda w: w.slots > 0,
+    "preempt": lambda w: w.max_running > 1 and w.blocks < sum(blocks_for(asked) * asked.n for asked in w.requests),
+    "priority": lambda w: len({asked.priority for asked in w.requests}) > 1,
+    "reset": _happens("reset"),
+    "restart": _happens("crash", "restart"),
+    "sampling": lambda w: any(asked.penalties is not None or asked.bias or asked.min_tokens for asked in w.requests),
+    "slow_tier": _befalls(("read", "slow"), ("read", "late"), ("write", "slow"), ("write", "late")),
+    "weights": _happens("weights"),
+}
+"""By the names that `sidestream.testing.mutations` asks for."""
+
+
+def blocks_for(asked: Asked) -> int:
+    """Device blocks that one sample of a request comes to hold."""
+    return -(-(len(asked.prompt) + asked.max_tokens) // BLOCK_TOKENS)
+
+
+# ------------------------------------------------------------------ drawing
+
+
+def draw_workload(seed: int) -> Workload:
+    """The workload of a seed; the same one in every process."""
+    rng = random.Random(f"sidestream workload {seed}")
+    storm = rng.random() < 0.4
+    requests = _draw_storm(rng) if storm else _draw_visits(rng)
+    largest = max(blocks_for(asked) for asked in requests)
+    disk_blocks = rng.choice((3, 8, 16, 40)) if rng.random() < 0.6 else 0
+    slots = rng.choice((2, 4, 5, 6, 8, 10) if disk_blocks else (0, 2, 4, 6, 10, 16, 24))
+    last = max(asked.at for asked in requests) + 10
+    return Workload(
+        seed=seed,
+        requests=requests,
+        events=_draw_events(rng, [asked.at for asked in requests], disk=disk_blocks > 0),
+        faults=_draw_faults(rng, host=slots > 0, disk=disk_blocks > 0),
+        blocks=largest + rng.choice((0, 0, 0, 1, 1, 2, 3, 12)),
+        slots=slots,
+        disk_blocks=disk_blocks,
+        max_running=rng.choice((2, 3, 4) if storm else (1, 2, 3)),
+        chunk_tokens=rng.choice((4, 8, 8, 16)),
+        eos_every=rng.choice((0, 0, 0, 11)),
+        asynchronous=rng.random() < 0.9,
+        layer_groups=rng.random() < 0.7,
+        closes_at=rng.randrange(last) if rng.random() < 0.05 else None,
+    )
+
+
+def _draw_visits(rng: random.Random) -> tuple[Asked, ...]:
+    """A few long prompts that come back after others have taken their room: what they left behind rests in some tier."""
+    trunk = _draw_tokens(rng, rng.choice((0, 4, 8, 10)))
+    prompts = [(*trunk, *_draw_tokens(rng, rng.randint(8, 26)))[:LONGEST_PROMPT] for _ in range(rng.choice((2, 2, 3)))]
+    levels = rng.choice(((0,), (0,), (0,), (0, 1)))
+    requests, at = [], 0
+    for number in range(rng.randint(4, 6)):
+        prompt = prompts[number % len(prompts)] if rng.random() < 0.8 else rng.choice(prompts)
+        if rng.random() < 0.3:
+            prompt = (*prompt, *_draw_tokens(rng, rng.randint(1, 5)))[:LONGEST_PROMPT]
+        requests.append(_draw_asked(rng, at, prompt, rng.randint(1, 5), levels))
+        at += rng.choice((0, 0, 1, 3, 5, 7, 8, 10, 12))
+    return tuple(requests)
+
+
+def _draw_storm(rng: random.Random) -> tuple[Asked, ...]:
+    """Short prompts with long answers, nearly at once: they grow until somebody must go."""
+    trunks = [_draw_tokens(rng, rng.randint(2, 8)) for _ in range(rng.choice((1, 2)))]
+    levels = rng.choice(((0,), (0,), (0, 1), (0, 1, 2)))
+    requests, at = [], 0
+    for _ in range(rng.randint(3, 6)):
+        trunk = rng.choice(trunks)
+        prompt = (*trunk[: rng.choice((0, len(trunk), rng.randint(0, len(trunk))))], *_draw_tokens(rng, rng.randint(1, 5)))
+        requests.append(_draw_asked(rng, at, prompt, rng.randint(5, 10), levels))
+        at += rng.choice((0, 0, 0, 1, 1, 2, 6))
+    return tuple(requests)
+
+
+def _draw_asked(rng: random.Random, at: int, prompt: tuple[int, ...], max_tokens: int, levels: Sequence[int]) -> Asked:
+    sampling = rng.random() < 0.25
+    return Asked(
+        at=at,
+        prompt=prompt,
+        max_tokens=max_tokens,
+        n=2 if rng.random() < 0.07 else 1,
+        priority=rng.choice(levels),
+        abort_at=at + _draw_patience(rng, len(prompt), max_tokens) if rng.random() < 0.2 else None,
+        hot=rng.random() < (0.3 if sampling else 0.1),
+        penalties=rng.choice(_PENALTIES) if sampling else None,
+        bias=tuple((token, _TIE) for token in rng.sample(range(1, 9), 3)) if sampling and rng.random() < 0.7 else (),
+        min_tokens=rng.randint(1, max_tokens) if rng.random() < 0.15 else 0,
+        logprobs=rng.choice((0, 2)) if rng.random() < 0.1 else None,
+    )
+
+
+def _draw_tokens(rng: random.Random, count: int) -> tuple[int, ...]:
+    return tuple(rng.randrange(1, VOCAB) for _ in range(count))
+
+
+def _draw_patience(rng: random.Random, prompt_tokens: int, max_tokens: int) -> int:
+    """Steps until the client leaves: at once, while the prompt is computed, or near the end."""
+    end = prompt_tokens // 8 + max_tokens
+    return rng.choice((0, 1, 2, 3, rng.randint(0, end), max(0, end + rng.randint(-2, 3))))
+
+
+def _draw_events(rng: random.Random, arrivals: Sequence[int], *, disk: bool) -> tuple[Event, ...]:
+    kinds: list[EventKind] = []
+    if rng.random() < 0.15:
+        kinds.append("reset")
+    if rng.random() < 0.08:
+        kinds.append("weights")
+    if disk and rng.random() < 0.25:
+        kinds.append(rng.choice(("crash", "crash", "restart")))
+    last = max(arrivals) + 10
+    events = []
+    for kind in kinds:  # just after an arrival, there are loads on their way
+        at = rng.choice(arrivals) + rng.randint(0, 3) if rng.random() < 0.6 else rng.randint(3, last)
+        events.append(Event(max(1, at), kind))
+    return tuple(sorted(events, key=lambda event: event.at))
+
+
+def _draw_faults(rng: random.Random, *, host: bool, disk: bool) -> tuple[Fault, ...]:
+    operations: list[Operation] = []
+    if disk:
+        operations += rng.choices(("read", "write"), k=rng.choice((0, 1, 1, 2, 3)))
+    if host and rng.random() < 0.3:
+        operations.append(rng.choice(("store", "load")))
+    if rng.random() < 0.05:
+        operations.append("forward")
+    return tuple(_draw_fault(rng, operation) for operation in operations)
+
+
+def _draw_fault(rng: random.Random, operation: Operation) -> Fault:
+    kind = rng.choice(FAULTS_OF[operation])
+    seconds = 0.0
+    if kind in ("slow", "late"):
+        seconds = rng.choice((0.3, 0.9, 1.5, 4.0, 4.0, _ENDLESS)) * LOAD_DEADLINE_S
+    every = 0 if operation == "forward" else rng.choice((0, 0, 1, 2, 3))  # comes and goes
+    return Fault(operation, kind, rng.choice((0, 0, 0, 1, 2, 4)), every, seconds)
+
+
+# ------------------------------------------------------------------ JSON
+
+
+def plain(workload: Workload) -> dict[str, Any]:
+    """The workload as JSON values."""
+    return dataclasses.asdict(workload)
+
+
+def from_plain(values: object) -> Workload:
+    """The workload that `plain` gave. Raises ConfigError for anything else."""
+    try:
+        return _workload(values)
+    except (TypeError, ValueError, KeyError, AttributeError) as error:
+        raise ConfigError(f"the workload cannot be read: {error}") from error
+
+
+def _workload(values: Any) -> Workload:
+    given = dict(values)
+    requests = tuple(_asked(dict(asked)) for asked in given.pop("requests"))
+    events = tuple(Event(**_checked(dict(event), Event)) for event in given.pop("events"))
+    faults = tuple(Fault(**_checked(dict(fault), Fault)) for fault in given.pop("faults"))
+    for fault in faults:
+        if fault.kind not in FAULTS_OF.get(fault.operation, ()):
+            raise ValueError(f"no {fault.operation} is {fault.kind}")
+    for event in events:
+        if event.kind not in get_args(EventKind):
+            raise ValueError(f"no event is called {event.kind}")
+    return Workload(requests=requests, events=events, faults=faults, **_checked(given, Workload))
+
+
+def _asked(values: dict[str, Any]) -> Asked:
+    penalties, prompt, bias = values.pop("penalties", None), values.pop("prompt"), values.pop("bias", ())
+    if not prompt or not all(type(token) is int and 0 < token < VOCAB for token in prompt):
+        raise ValueError(f"a prompt is {prompt!r}, not a list of tokens from 1 to {VOCAB - 1}")
+    given = _checked(values, Asked)
+    if penalties is not None:
+        first, second, third = (float(value) for value in penalties)
+        given["penalties"] = (first, second, third)
+    return Asked(prompt=tuple(prompt), bias=tuple((int(token), float(value)) for token, value in bias), **given)
+
+
+def _checked(values: dict[str, Any], kind: type[Any]) -> dict[str, Any]:
+    """The values of simple fields, each of the type that the field's default or name says."""
+    types = {field.name: str(field.type) for field in dataclasses.fields(kind)}
+    simple: dict[str, Sequence[type]] = {"int": (int,), "bool": (bool,), "float": (float, int), "int | None": (int, type(None))}
+    for name, value in values.items():
+        allowed = simple.get(types[name], (str,))
+        if type(value) not in allowed:
+            raise ValueError(f"{name} is {value!r}, where {types[name]} belongs")
+        if isinstance(value, int | float) and name != "priority" and value < 0:
+            raise ValueError(f"{name} is {value!r}: it must not be negative")
+    return values
