@@ -132,7 +132,7 @@ class _Server(uvicorn.Server):
             self._loop.call_soon_threadsafe(self._quit)
 
     def _quit(self) -> None:
-        pass
+        self.force_exit = True
         self._stopping.set()
 
     async def _cut(self) -> None:
