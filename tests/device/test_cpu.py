@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import functools
 import threading
+import time
 import traceback
 import weakref
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
 
 from sidestream.device.cpu import CpuDevice
-from sidestream.errors import ConfigError, InvariantError
+from sidestream.errors import InvariantError
 from sidestream.metrics import Metrics, Timeline
 from sidestream.types import Fence
 
@@ -317,7 +319,7 @@ def test_the_timeline_shows_what_a_stream_waited_for(monkeypatch: pytest.MonkeyP
     device.close()
 
 
-# ---------------------------------------------------------------------- threads and memory
+# ---------------------------------------------------------------------- threads
 
 
 def threads_inside(device: CpuDevice, name: str) -> Callable[[], int]:
@@ -351,11 +353,69 @@ def test_streams_leave_the_thread_count_of_the_rest_of_the_process_alone(device:
         torch.set_num_threads(before)
 
 
-def test_memory_is_bytes_and_starts_zeroed(device: CpuDevice) -> None:
-    for memory in (device.allocate("kv", 4096), device.allocate_host("host", 4096)):
-        assert (memory.data.dtype, memory.data.shape, int(memory.data.sum())) == (torch.uint8, (4096,), 0)
+def has_libgomp() -> bool:
+    """Whether torch computes with GNU OpenMP here, whose threads can be seen."""
+    maps = Path("/proc/self/maps")
+    return maps.exists() and "libgomp" in maps.read_text(encoding="utf-8", errors="replace")
 
 
-def test_memory_that_does_not_fit_is_a_clear_error(device: CpuDevice) -> None:
-    with pytest.raises(ConfigError, match=r"^kv memory of 1073741824.00 GiB .* ask for less$"):
-        device.allocate("kv", 1 << 60)
+def compute_with_three_threads() -> None:
+    torch.set_num_threads(3)
+    torch.ones(1 << 20).mul_(2)
+
+
+def foreign_threads() -> set[int]:
+    """Threads of the process that Python did not start."""
+    return {int(thread.name) for thread in Path("/proc/self/task").iterdir()} - {thread.native_id for thread in threading.enumerate()}
+
+
+def fresh_threads(known: set[int], *, expected: int) -> int:
+    """How many foreign threads are not known, once they are as many as expected or time is up: threads end when they like."""
+    until = time.monotonic() + PATIENCE_S
+    while len(foreign_threads() - known) != expected and time.monotonic() < until:
+        pass
+    return len(foreign_threads() - known)
+
+
+@pytest.mark.skipif(not has_libgomp(), reason="torch computes without libgomp")
+def test_process_has_no_more_openmp_threads_with_a_compute_stream_than_before(device: CpuDevice) -> None:
+    """A model is loaded by one thread and run by another: with a team for each, there are more threads than cores."""
+    counts: list[int] = []
+
+    def load_and_run() -> None:
+        known = foreign_threads()
+        compute_with_three_threads()
+        counts.append(fresh_threads(known, expected=2))
+        finish(device, device.stream("compute").submit(compute_with_three_threads))
+        counts.append(fresh_threads(known, expected=2))
+
+    before = torch.get_num_threads()
+    loader = threading.Thread(target=load_and_run)
+    loader.start()
+    loader.join()
+    torch.set_num_threads(before)
+    assert counts == [2, 2]
+
+
+def test_openmp_team_of_the_thread_that_makes_the_compute_stream_is_ended_before_the_stream_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended: list[tuple[threading.Thread, list[str]]] = []
+
+    def end() -> None:
+        ended.append((threading.current_thread(), [thread.name for thread in threading.enumerate() if thread.name == "sidestream-compute"]))
+
+    monkeypatch.setattr("sidestream.device.cpu._end_own_openmp_team", end)
+    for threads in (1, 3):
+        device = CpuDevice(compute_threads=threads)
+        for name in ("store", "compute", "load"):
+            device.stream(name)
+        device.close()
+    assert ended == [(threading.current_thread(), [])]  # for the stream that has a team of its own, and for no other
+
+
+@pytest.mark.parametrize("failure", [OSError("no such library"), AttributeError("no such function")], ids=repr)
+def test_a_system_without_libgomp_computes_all_the_same(device: CpuDevice, monkeypatch: pytest.MonkeyPatch, failure: Exception) -> None:
+    def load(name: str) -> None:
+        raise failure
+
+    monkeypatch.setattr("sidestream.device.cpu.ctypes.CDLL", load)
+    finish(device, device.stream("compute").submit(compute_with_three_threads))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import queue
 import socket
 import threading
@@ -14,9 +15,13 @@ import httpx
 import openai
 
 from sidestream.server import Running, ServerOptions, serve
-from sidestream.testing.fake_backend import FakeBackend
+from sidestream.testing.fake_backend import FakeBackend, Script
 
 WAIT_S = 20.0
+
+# beyond what both ends' socket buffers can swallow
+LONG = Script("x" * (16 << 20), token_bytes=1 << 18)
+ASK_LONG = {"model": "fake", "prompt": "long", "max_tokens": 16 << 20, "stream": True}
 
 
 @dataclass(frozen=True)
@@ -65,7 +70,7 @@ def serving(backend: FakeBackend | None = None, **options: Any) -> Iterator[Serv
             ready.put(failure)
             raise
 
-    thread = threading.Thread(target=run, name="server")
+    thread = threading.Thread(target=run, name="server", daemon=True)
     thread.start()
     running = ready.get(timeout=WAIT_S)
     if isinstance(running, BaseException):
@@ -85,3 +90,12 @@ def serving(backend: FakeBackend | None = None, **options: Any) -> Iterator[Serv
             running.stop()
             thread.join(WAIT_S)
             raise AssertionError("the server did not end by itself")
+
+
+def send(served: Served, fields: dict[str, object], path: str = "/v1/chat/completions") -> socket.socket:
+    """Send a request on a raw connection, and read nothing."""
+    body = json.dumps(fields).encode()
+    connection = served.connect()
+    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n"
+    connection.sendall(head.encode() + body)
+    return connection

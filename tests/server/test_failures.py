@@ -22,13 +22,9 @@ from sidestream.server.generation import generate_all
 from sidestream.testing.fake_backend import FakeBackend, FakeTokenizer, Script
 from sidestream.types import CachedTokens, Delta, Health
 
-from .serving import WAIT_S, Served, serving
+from .serving import ASK_LONG, LONG, WAIT_S, send, serving
 
 HI = [{"role": "user", "content": "hi"}]
-
-# beyond what both ends' socket buffers can swallow
-_LONG = Script("x" * (16 << 20), token_bytes=1 << 18)
-_ASK_LONG = {"model": "fake", "prompt": "long", "max_tokens": 16 << 20, "stream": True}
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -121,7 +117,7 @@ def test_a_sample_that_ends_badly_is_an_error(ending: str, code: str) -> None:
 def test_a_client_that_leaves_aborts_its_request(stream: bool, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, logger="sidestream.server")
     with serving(FakeBackend(Script(hold_after=2))) as served:
-        leaving = _post(served, {"model": "fake", "messages": HI, "stream": stream, "n": 2})
+        leaving = send(served, {"model": "fake", "messages": HI, "stream": stream, "n": 2})
         served.backend.wait_until(lambda fake: len(fake.held) == 1)
         leaving.close()
         served.backend.wait_until(lambda fake: fake.aborted == fake.held)
@@ -132,7 +128,7 @@ def test_a_client_that_leaves_aborts_its_request(stream: bool, caplog: pytest.Lo
 
 def test_a_client_that_leaves_aborts_all_its_prompts() -> None:
     with serving(FakeBackend(Script(hold_after=0))) as served:
-        leaving = _post(served, {"model": "fake", "prompt": ["a", "b", "c"]}, "/v1/completions")
+        leaving = send(served, {"model": "fake", "prompt": ["a", "b", "c"]}, "/v1/completions")
         served.backend.wait_until(lambda fake: len(fake.held) == 3)
         leaving.close()
         served.backend.wait_until(lambda fake: sorted(fake.aborted) == sorted(fake.held))
@@ -149,19 +145,19 @@ def test_a_client_that_leaves_within_its_body_disturbs_nobody(caplog: pytest.Log
 
 
 def test_a_client_that_does_not_read_holds_up_nobody_and_loses_nothing() -> None:
-    with serving(FakeBackend(lambda prompt: _LONG if prompt == "long" else Script())) as served:
-        slow = _post(served, _ASK_LONG, "/v1/completions")
+    with serving(FakeBackend(lambda prompt: LONG if prompt == "long" else Script())) as served:
+        slow = send(served, ASK_LONG, "/v1/completions")
         served.backend.wait_until(lambda fake: len(fake.names) == 1)
         assert served.text(prompt="short").json()["choices"][0]["text"] == "Hello, world"
         assert served.backend.finished == served.backend.names[1:]
         received = _read_to_end(slow)
-        assert received.count(b"x" * _LONG.token_bytes) == len(_LONG.text) // _LONG.token_bytes
+        assert received.count(b"x" * LONG.token_bytes) == len(LONG.text) // LONG.token_bytes
         assert received.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
 
 
 def test_a_slow_client_that_leaves_aborts_its_request() -> None:
-    with serving(FakeBackend(_LONG)) as served:
-        slow = _post(served, _ASK_LONG, "/v1/completions")
+    with serving(FakeBackend(LONG)) as served:
+        slow = send(served, ASK_LONG, "/v1/completions")
         slow.recv(100)
         slow.close()
         served.backend.wait_until(lambda fake: len(fake.aborted) == 1)
@@ -193,7 +189,7 @@ def test_encoding_a_long_prompt_holds_up_nobody() -> None:
     backend = FakeBackend()
     backend.tokenizer = SlowTokenizer()
     with serving(backend) as served:
-        waiting = _post(served, {"model": "fake", "prompt": "long"}, "/v1/completions")
+        waiting = send(served, {"model": "fake", "prompt": "long"}, "/v1/completions")
         assert served.http.get("/health").status_code == 200
         health_was_answered.set()
         assert b"Hello, world" in _read_to_end(waiting)
@@ -304,15 +300,6 @@ def test_each_reply_has_an_id_and_each_request_one_log_line(caplog: pytest.LogCa
     assert re.search(r"status=200 outcome=ok prompt_tokens=20 output_tokens=12 cached_tokens=0 ttft=[\d.]+s duration=[\d.]+s$", lines[0])
     assert "status=400" in lines[1] and "ttft=-" in lines[1]
     assert not any("\n" in line for line in lines)
-
-
-def _post(served: Served, fields: dict[str, object], path: str = "/v1/chat/completions") -> socket.socket:
-    """Send a request on a raw connection, and read nothing."""
-    body = json.dumps(fields).encode()
-    connection = served.connect()
-    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n"
-    connection.sendall(head.encode() + body)
-    return connection
 
 
 def _read_to_end(connection: socket.socket) -> bytes:

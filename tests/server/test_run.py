@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
 import logging
 import os
@@ -9,6 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,7 +20,7 @@ from sidestream.errors import ConfigError
 from sidestream.server import ServerOptions, serve
 from sidestream.testing.fake_backend import FakeBackend, Script
 
-from .serving import WAIT_S, Served, serving
+from .serving import ASK_LONG, LONG, WAIT_S, Served, send, serving
 
 HI = [{"role": "user", "content": "hi"}]
 
@@ -50,6 +53,43 @@ def test_a_request_that_outlasts_the_drain_is_aborted_and_told() -> None:
         assert served.backend.aborted == served.backend.held
 
 
+@pytest.fixture(params=["Python's own", "Python 3.12's"])
+def wait_closed(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """How a closed listener is waited for: since Python 3.12 until its last connection ended, before not at all."""
+
+    async def until_the_last_connection_ended(server: Any) -> None:
+        if server._waiters is not None and server._active_count:
+            server._waiters.append(server._loop.create_future())
+            await server._waiters[-1]
+
+    if request.param != "Python's own":
+        monkeypatch.setattr(asyncio.Server, "wait_closed", until_the_last_connection_ended)
+
+
+@pytest.mark.usefixtures("wait_closed")
+def test_the_second_stop_ends_a_stream_that_is_being_sent() -> None:
+    """Its client does not read: it can neither be told the end nor be waited for. Half of it is more than any buffer takes."""
+    script = replace(LONG, token_bytes=len(LONG.text) // 2)
+    with serving(FakeBackend(script), drain_s=3600) as served, send(served, ASK_LONG, "/v1/completions") as connection:
+        assert connection.recv(12) == b"HTTP/1.1 200"
+        served.running.stop()
+        served.running.stop()
+        assert served.drained.get(timeout=WAIT_S) is False
+        assert served.backend.aborted == served.backend.names
+        assert b"[DONE]" not in _read_to_cut(connection)
+
+
+@pytest.mark.usefixtures("wait_closed")
+def test_the_first_stop_lets_a_stream_that_is_being_sent_go_on() -> None:
+    with serving(FakeBackend(LONG), drain_s=3600) as served, send(served, ASK_LONG, "/v1/completions") as connection:
+        assert connection.recv(12) == b"HTTP/1.1 200"
+        served.running.stop()
+        _wait_until_refused(served)
+        assert b"[DONE]" in _read_to_cut(connection)
+        assert served.drained.get(timeout=WAIT_S) is True
+
+
+@pytest.mark.usefixtures("wait_closed")
 def test_the_second_stop_quits_at_once() -> None:
     with serving(FakeBackend(Script(hold_after=2)), drain_s=3600) as served:
         with _begin_stream(served), served.connect() as half:
@@ -139,6 +179,14 @@ def test_listening_to_the_world_without_a_key_is_warned_about(caplog: pytest.Log
 def test_a_bad_option_is_an_error_that_names_it(options: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=next(iter(options))):
         ServerOptions(**options)
+
+
+def _read_to_cut(connection: socket.socket) -> bytes:
+    received = b""
+    with contextlib.suppress(ConnectionResetError):
+        while piece := connection.recv(1 << 20):
+            received = received[-100:] + piece
+    return received
 
 
 def _wait_until_refused(served: Served) -> None:

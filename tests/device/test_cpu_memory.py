@@ -1,0 +1,222 @@
+"""Memory of the CPU device: there at once, its pages mapped in the background, and counted as taken before they are."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from sidestream.device.cpu import _MADV_POPULATE_WRITE, CpuDevice
+from sidestream.errors import ConfigError
+
+PATIENCE_S = 10.0
+# How long something that must not happen is given to happen. A pass never depends on it, a catch does.
+SILENCE_S = 0.1
+MIB = 1 << 20
+
+
+@pytest.fixture
+def device() -> Iterator[CpuDevice]:
+    device = CpuDevice(compute_threads=1)
+    yield device
+    device.close()
+
+
+def test_memory_is_bytes_and_starts_zeroed(device: CpuDevice) -> None:
+    for memory in (device.allocate("kv", 4096), device.allocate_host("host", 4096)):
+        assert (memory.data.dtype, memory.data.shape, int(memory.data.sum())) == (torch.uint8, (4096,), 0)
+
+
+def test_memory_that_does_not_fit_is_a_clear_error(device: CpuDevice) -> None:
+    with pytest.raises(ConfigError, match=r"^kv memory of 1073741824.00 GiB .* ask for less$"):
+        device.allocate("kv", 1 << 60)
+
+
+# ---------------------------------------------------------------------- pages
+
+
+class Kernel:
+    """Stands between the device and the kernel: counts the chunks whose pages are mapped, and holds up those behind `chunks_let_through`."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, chunks_let_through: int = 1 << 30) -> None:
+        self.mapped = 0
+        self.held = threading.Event()
+        self._gate = threading.Event()
+        kernel = self
+
+        class Pages(mmap.mmap):
+            def madvise(self, option: int, *span: int) -> None:
+                if option != mmap.MADV_HUGEPAGE:
+                    if kernel.mapped >= chunks_let_through:
+                        kernel.held.set()
+                        assert kernel._gate.wait(PATIENCE_S)
+                    kernel.mapped += 1
+                super().madvise(option, *span)
+
+        monkeypatch.setattr("sidestream.device.cpu.mmap.mmap", Pages)
+        monkeypatch.setattr("sidestream.device.cpu._TOUCH_BYTES", MIB)
+
+    def let_go(self) -> None:
+        self._gate.set()
+
+
+def touched(device: CpuDevice) -> None:
+    """Wait until every page was touched."""
+    for toucher in device._touchers:
+        toucher.join(PATIENCE_S)
+        assert not toucher.is_alive()
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
+
+
+def can_map_pages() -> bool:
+    """Whether this kernel maps pages when told to, and says how many are mapped."""
+    with mmap.mmap(-1, mmap.PAGESIZE) as page, contextlib.suppress(OSError, ValueError, AttributeError):
+        page.madvise(_MADV_POPULATE_WRITE)
+        return Path("/proc/self/statm").exists()
+    return False
+
+
+@pytest.mark.skipif(not can_map_pages(), reason="this kernel maps pages only when they are written")
+def test_pages_are_mapped_without_anybody_writing_to_them(device: CpuDevice) -> None:
+    before = resident_bytes()
+    memory = device.allocate("kv", 64 * MIB + 4096)
+    touched(device)
+    assert resident_bytes() - before > 60 * MIB
+    assert not memory.data.any()
+
+
+def test_memory_is_used_while_its_pages_are_touched_and_keeps_what_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel = Kernel(monkeypatch, chunks_let_through=1)
+    device = CpuDevice(compute_threads=1)
+    memory = device.allocate("kv", 4 * MIB + 5)  # neither a whole chunk nor a whole page at the end
+    assert kernel.held.wait(PATIENCE_S)
+    memory.data.fill_(7)
+    kernel.let_go()
+    touched(device)
+    assert kernel.mapped == 5
+    assert (memory.data == 7).all()
+    device.close()
+
+
+# ---------------------------------------------------------------------- what is counted as taken
+
+
+def available(monkeypatch: pytest.MonkeyPatch, num_bytes: int) -> None:
+    """What the system says, whatever is allocated: as if the kernel were behind with its own counting."""
+    monkeypatch.setattr("sidestream.device.cpu._available_bytes", lambda: num_bytes)
+
+
+def test_memory_whose_pages_are_not_mapped_yet_is_not_given_out_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    available(monkeypatch, 10 * MIB)
+    kernel = Kernel(monkeypatch, chunks_let_through=0)
+    device = CpuDevice(compute_threads=1)
+    device.allocate("kv", 8 * MIB)
+    with pytest.raises(ConfigError, match=r"^host memory of 0\.00 GiB does not fit: this machine has 0\.00 GiB available; ask for less$"):
+        device.allocate_host("host", 2 * MIB + 1)
+    device.allocate_host("host", 2 * MIB)
+    kernel.let_go()
+    device.close()
+
+
+def test_memory_is_not_counted_twice_once_its_pages_are_mapped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From then on, the system counts them itself."""
+    available(monkeypatch, 10 * MIB)
+    kernel = Kernel(monkeypatch)
+    device = CpuDevice(compute_threads=1)
+    device.allocate("kv", 8 * MIB + 1)
+    touched(device)
+    assert kernel.mapped == 9
+    with pytest.raises(ConfigError, match="does not fit"):
+        device.allocate_host("host", 10 * MIB + 1)
+    device.allocate_host("host", 10 * MIB)
+    device.close()
+
+
+def test_each_chunk_counts_until_it_is_mapped(monkeypatch: pytest.MonkeyPatch) -> None:
+    available(monkeypatch, 10 * MIB)
+    kernel = Kernel(monkeypatch, chunks_let_through=3)
+    device = CpuDevice(compute_threads=1)
+    device.allocate("kv", 8 * MIB)
+    assert kernel.held.wait(PATIENCE_S)
+    with pytest.raises(ConfigError, match="does not fit"):  # three chunks are mapped, five are not
+        device.allocate_host("host", 5 * MIB + 1)
+    device.allocate_host("host", 5 * MIB)
+    kernel.let_go()
+    device.close()
+
+
+def test_allocation_that_is_refused_takes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    available(monkeypatch, 10 * MIB)
+    kernel = Kernel(monkeypatch)
+    device = CpuDevice(compute_threads=1)
+    for _ in range(3):
+        with pytest.raises(ConfigError, match="does not fit"):
+            device.allocate("kv", 11 * MIB)
+    assert (device._touchers, kernel.mapped) == ([], 0)
+    device.allocate("kv", 10 * MIB)
+    device.close()
+
+
+def test_system_that_does_not_say_what_is_available_gives_what_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sidestream.device.cpu._available_bytes", lambda: None)
+    device = CpuDevice(compute_threads=1)
+    assert int(device.allocate("kv", 4096).data.sum()) == 0
+    device.close()
+
+
+# ---------------------------------------------------------------------- the end
+
+
+def closing(device: CpuDevice) -> threading.Thread:
+    """A thread that closes the device, and has begun to."""
+    closer = threading.Thread(target=device.close)
+    closer.start()
+    until = time.monotonic() + PATIENCE_S
+    while not device._closing:
+        assert time.monotonic() < until
+    return closer
+
+
+def test_close_does_not_wait_for_pages_that_nobody_will_use_but_for_the_thread_that_touches_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel = Kernel(monkeypatch, chunks_let_through=2)
+    device = CpuDevice(compute_threads=1)
+    memory = device.allocate("kv", 8 * MIB)
+    assert kernel.held.wait(PATIENCE_S)
+    closer = closing(device)
+    closer.join(SILENCE_S)
+    assert closer.is_alive()
+    kernel.let_go()
+    closer.join(PATIENCE_S)
+    assert not closer.is_alive() and not device._touchers[0].is_alive()
+    assert kernel.mapped == 3  # the one that was held up, and none of the five behind it
+    assert not memory.data.any()  # still there
+
+
+def refuse(*_: object) -> None:
+    raise OSError(22, "Invalid argument")
+
+
+def lack(*_: object) -> None:
+    raise AttributeError("MADV_HUGEPAGE")
+
+
+@pytest.mark.parametrize("madvise", [refuse, lack], ids=["older kernel", "another system"])
+def test_system_that_cannot_touch_pages_maps_them_when_they_are_written(
+    monkeypatch: pytest.MonkeyPatch, madvise: Callable[..., None]
+) -> None:
+    monkeypatch.setattr("sidestream.device.cpu.mmap.mmap", type("Pages", (mmap.mmap,), {"madvise": madvise}))
+    device = CpuDevice(compute_threads=1)
+    memory = device.allocate("kv", 4096)
+    touched(device)
+    memory.data.fill_(3)
+    assert torch.equal(memory.data, torch.full((4096,), 3, dtype=torch.uint8))
+    device.close()
