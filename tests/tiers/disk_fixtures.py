@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -85,3 +87,17 @@ def file_of(directory: Path, wanted: Key) -> Path:
 def snapshot(directory: Path) -> dict[str, tuple[bytes, int]]:
     """Contents and modification time of every file, to see that nothing was changed."""
     return {str(path): (path.read_bytes(), path.stat().st_mtime_ns) for path in directory.rglob("*") if path.is_file()}
+
+
+def crash(tier: DiskTier) -> None:
+    """What kill -9 does to the tier: its lock goes, nothing else happens."""
+    assert tier._lock is not None
+    os.close(tier._lock)
+    tier._lock = None
+
+
+def failing_with(number: int) -> Callable[..., object]:
+    def fail(*_: object, **__: object) -> object:
+        raise OSError(number, os.strerror(number))
+
+    return fail

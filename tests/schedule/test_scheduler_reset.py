@@ -1,0 +1,80 @@
+"""A reset of the prefix cache, and the little that is left."""
+
+from __future__ import annotations
+
+import pytest
+from plans import prompt, states, steps_until
+from scheduler_world import World
+
+from sidestream.errors import SidestreamError
+from sidestream.schedule.request import State
+from sidestream.schedule.scheduler import NoTiers, Scheduler
+from sidestream.types import StepPlan
+
+
+@pytest.mark.parametrize("after_steps", range(6))
+def test_a_reset_changes_no_token_of_those_who_run_or_wait(after_steps: int) -> None:
+    """H8: one computes, another waits to join it."""
+    world = World(num_blocks=32)
+    one, two = world.submit(prompt(18), outputs=3), world.submit(prompt(18), outputs=3)
+    for _ in range(after_steps):
+        world.step()
+    world.scheduler.forget_all()
+    world.run()
+    assert (world.said(one), world.said(two)) == (world.expected(one), world.expected(two))
+
+
+@pytest.mark.parametrize("after_steps", range(1, 4))
+def test_what_a_request_began_before_a_reset_is_never_found_or_stored(after_steps: int) -> None:
+    world = World()
+    request = world.submit(prompt(18), outputs=8)
+    for _ in range(after_steps):
+        world.step()
+    world.scheduler.forget_all()
+    assert world.blocks.num_keys == 0
+    stored = len(world.stored)
+    world.run()
+    assert (world.blocks.num_keys, len(world.stored)) == (0, stored)
+    assert world.said(request) == world.expected(request)
+
+
+def test_nobody_waits_to_join_what_was_begun_before_a_reset() -> None:
+    world = World(num_blocks=32)
+    one, two = world.submit(prompt(18), outputs=9), world.submit(prompt(18))
+    world.step()
+    assert states([one, two]) == [State.RUNNING, State.WAITING]
+    world.scheduler.forget_all()
+    world.step()
+    assert states([one, two]) == [State.RUNNING, State.RUNNING]
+    world.run()
+
+
+def test_a_request_that_starts_anew_after_a_reset_shares_its_blocks_again() -> None:
+    world = World()
+    request = world.submit(prompt(18), outputs=4)
+    steps_until(world, lambda: request.num_outputs == 1)
+    world.scheduler.forget_all()
+    world.scheduler._retract(request)
+    world.device.run_all()
+    world.tiers.where.clear()
+    world.run()
+    assert world.blocks.match(world.keys_of(request)) != []
+
+
+def test_a_scheduler_without_tiers_finds_nothing_in_them() -> None:
+    world = World()
+    scheduler = Scheduler(limits=world.limits, blocks=world.blocks, rows=world.rows, keys=world.keys)
+    assert scheduler.plan() == StepPlan((), type(scheduler.plan().batch)(()), ())
+    assert NoTiers().locate([b"key"]) == []
+    assert not NoTiers().worth_loading(["host"])
+
+
+def test_requests_are_listed_in_the_order_of_their_arrival_whatever_they_do() -> None:
+    world = World(num_rows=1)
+    requests = [world.submit(prompt(3, beginning=10 * index), priority=-index) for index in range(3)]
+    world.step()
+    assert world.scheduler.requests() == requests
+    assert (world.scheduler.num_running, world.scheduler.num_waiting) == (1, 2)
+    assert world.scheduler.get(1) is requests[1]
+    assert issubclass(SidestreamError, Exception)
+    world.run()

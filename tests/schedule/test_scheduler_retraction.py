@@ -1,0 +1,245 @@
+"""Requests that lose their room or leave, and the fences on what they used."""
+
+from __future__ import annotations
+
+import pytest
+from plans import crowded_world, loading, promoting, prompt, row_epochs, states, steps_until
+from scheduler_world import World
+
+from sidestream.schedule.request import Request, State
+from sidestream.types import LoadPlan
+
+# ---------------------------------------------------------------------- retraction
+
+
+def test_the_younger_one_is_retracted_when_the_pool_is_full() -> None:
+    world, old, young = crowded_world()
+    steps_until(world, lambda: young.epoch == 1)
+    assert states([old, young]) == [State.RUNNING, State.WAITING]
+    assert world.scheduler.num_preemptions == 1
+    assert (young.row, young.blocks) == (None, None)
+    world.run()
+    assert old.epoch == 0
+
+
+def test_a_retracted_request_says_what_it_would_have_said() -> None:
+    world, old, young = crowded_world()
+    steps_until(world, lambda: young.epoch == 1)
+    said_before = len(world.said(young))
+    assert 0 < said_before < 13
+    world.run()
+    assert world.said(young) == world.expected(young)
+    assert world.said(old) == world.expected(old)
+    begins = [row.begin for plan in world.plans for row in plan.batch.rows if row.request_id == young.id and row.begin]
+    assert [len(begin.outputs) for begin in begins] == [0, said_before]
+
+
+def test_late_results_of_a_retracted_request_are_dropped() -> None:
+    """H12, H16: the flight in the air at the retraction belongs to an epoch that is over."""
+    world, _, young = crowded_world()
+    flying = None
+    for _ in range(30):
+        if young.epoch == 0:
+            flying = world.previous  # in the air when the next plan is made: the last such plan retracts
+            world.step()
+    assert young.epoch == 1
+    assert flying is not None and row_epochs(flying.batch.rows, young) == [0]
+    outputs = young.num_outputs
+    world.step()
+    assert young.num_outputs == outputs
+    assert young.state is not State.FINISHED
+    world.run()
+
+
+def test_a_late_result_is_dropped_even_when_its_request_runs_again() -> None:
+    """The retracted request is back in a row, in epoch 1, when the flight of epoch 0 lands."""
+    world = World()
+    request = world.submit(prompt(6), outputs=6)
+    world.step()
+    world.step()
+    world.scheduler._retract(request)
+    flying = world.previous
+    assert flying is not None and row_epochs(flying.batch.rows, request) == [0]
+    world.step()  # admits it again, then commits the late flight
+    assert (request.state, request.epoch, request.num_outputs) == (State.RUNNING, 1, 0)
+    assert not request.stepped  # H26: the late flight was no step of this epoch
+    world.step()
+    assert request.stepped
+    world.run()
+    assert world.said(request) == world.expected(request)
+
+
+def test_complete_blocks_of_a_retracted_request_are_found_again() -> None:
+    world, _, young = crowded_world()
+    steps_until(world, lambda: young.epoch == 1)
+    world.run()
+    again = [row.start for plan in world.plans for row in plan.batch.rows if row_epochs([row], young) == [1]]
+    assert again[0] >= 4  # the block that the older one took was the youngest's last
+
+
+def test_a_readmitted_request_runs_a_step_before_it_is_retracted_again() -> None:
+    """H26: otherwise two requests could throw each other out for ever."""
+    world = World(num_blocks=10, num_rows=4)
+    requests = [world.submit(prompt(2, beginning=11 * index), outputs=30) for index in range(6)]
+    chosen: list[Request] = []
+    victim_for = world.scheduler._victim_for
+
+    def watched(request: Request) -> Request | None:
+        victim = victim_for(request)
+        if victim is not None:
+            first = min((other for other in requests if other.state is State.RUNNING), key=lambda other: (other.level(256), other.id))
+            assert victim.stepped or request is first
+            chosen.append(victim)
+        return victim
+
+    world.scheduler._victim_for = watched  # type: ignore[method-assign]
+    steps = world.run(max_steps=400)
+    assert len(chosen) > len(set(chosen))  # somebody was retracted more than once
+    assert steps <= 200
+
+
+def test_only_the_first_in_line_may_throw_out_one_that_has_not_stepped() -> None:
+    world = World(num_blocks=16, num_rows=4)
+    first, second, third = (world.submit(prompt(4, beginning=11 * index), outputs=9) for index in range(3))
+    world.step()
+    victim_for = world.scheduler._victim_for
+    assert [request.stepped for request in (first, second, third)] == [False, False, False]
+    assert (victim_for(first), victim_for(second), victim_for(third)) == (third, None, None)
+    second.stepped = True
+    assert victim_for(first) is second  # younger ones that stepped go before younger ones that did not
+    third.stepped = True
+    assert (victim_for(first), victim_for(second), victim_for(third)) == (third, third, None)
+    world.run()
+
+
+# ---------------------------------------------------------------------- what was used is fenced
+
+
+def test_blocks_and_row_of_an_aborted_request_wait_for_its_flight() -> None:
+    """H2, H16: given back at once, while the flight still reads and writes."""
+    world = World()
+    request = world.submit(prompt(18))
+    world.step()
+    assert world.previous is not None
+    fence = world.previous.fence
+    world.abort(request)
+    assert (world.blocks.num_used, world.rows.num_used) == (0, 0)
+    blocks, rows = world.blocks.take(16), world.rows.take(4)
+    assert (blocks.after, rows.after) == ((fence,), (fence,))
+    blocks.release()
+    rows.release()
+    world.settle()
+
+
+def test_a_request_that_finished_by_itself_is_fenced_by_its_overrun_flight() -> None:
+    """The token that ends it is seen one flight late: another flight of it is in the air by then."""
+    world = World()
+    reference = world.submit(prompt(6), outputs=8)
+    world.run()
+    world.blocks.forget_all()
+    stop = next(token for token in world.said(reference) if world.said(reference).index(token) > 0)
+    request = world.submit(prompt(6), outputs=8, stop_ids=[stop])
+    steps_until(world, lambda: request.state is State.FINISHED)
+    overrun = world.previous
+    assert overrun is not None and row_epochs(overrun.batch.rows, request) == [0]
+    lease = world.blocks.take(world.blocks.num_available)
+    assert overrun.fence in lease.after
+    lease.release()
+    world.settle()
+
+
+def test_a_flight_waits_for_the_last_use_of_the_blocks_it_writes() -> None:
+    world = World(num_blocks=5)
+    request = world.submit(prompt(18))
+    world.step()
+    assert world.previous is not None
+    fence = world.previous.fence
+    world.abort(request)
+    world.submit(prompt(18, beginning=11))
+    assert fence in world.step().after
+    world.run()
+
+
+def test_a_decode_row_that_grows_waits_for_the_last_use_of_its_new_block() -> None:
+    world, _, young = crowded_world()
+    steps_until(world, lambda: young.epoch == 1)
+    assert young.last_fence in world.plans[-1].after
+    world.run()
+
+
+def test_a_load_waits_for_the_last_use_of_the_blocks_it_writes() -> None:
+    """H3: the old owner's flight is still writing them."""
+    world = World(num_blocks=5)
+    request = world.submit(prompt(18))
+    world.step()
+    assert world.previous is not None
+    fence = world.previous.fence
+    world.abort(request)
+    loader = world.submit(prompt(18, beginning=11))
+    world.tiers.where = dict.fromkeys(world.keys_of(loader)[:4], "host")
+    [load] = world.step().transfers
+    assert isinstance(load, LoadPlan)
+    assert load.after == (fence,)
+    world.run()
+
+
+# ---------------------------------------------------------------------- abort
+
+
+def waiting(world: World) -> Request:
+    for index in range(4):
+        world.submit(prompt(3, beginning=10 * index), outputs=9)
+    request = world.submit(prompt(9, beginning=51))
+    world.step()
+    assert request.state is State.WAITING
+    return request
+
+
+def joined(world: World) -> Request:
+    world.submit(prompt(18))
+    request = world.submit(prompt(18))
+    world.step()
+    assert request.state is State.WAITING
+    return request
+
+
+def flying(world: World) -> Request:
+    request = world.submit(prompt(18), outputs=4)
+    for _ in range(4):
+        world.step()
+    assert world.previous is not None and not world.previous.fence.poll()
+    assert row_epochs(world.previous.batch.rows, request) == [0]
+    return request
+
+
+def retracted(world: World) -> Request:
+    request = world.submit(prompt(6), outputs=6)
+    world.step()
+    world.step()
+    world.scheduler._retract(request)
+    assert request.state is State.WAITING
+    return request
+
+
+def readmitted(world: World) -> Request:
+    request = retracted(world)
+    world.step()
+    assert (request.state, request.epoch) == (State.RUNNING, 1)
+    return request
+
+
+@pytest.mark.parametrize("reach", [waiting, joined, promoting, loading, flying, retracted, readmitted])
+def test_an_abort_gives_everything_back_whatever_the_request_was_doing(reach: object) -> None:
+    """H21, H22. `World.run` ends with empty pools; what is in the air at the abort comes in afterwards."""
+    world = World()
+    request = reach(world)  # type: ignore[operator]
+    said = list(world.said(request))
+    world.abort(request)
+    assert (request.state, request.finish_reason, request.row, request.blocks) == (State.FINISHED, "abort", None, None)
+    assert world.scheduler.get(request.id) is None
+    world.abort(request)  # a second one is harmless
+    world.run()
+    assert world.said(request) == said
+    again = world.submit(request.prompt, outputs=3)
+    world.run()
+    assert world.said(again) == world.expected(again)
