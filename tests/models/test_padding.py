@@ -22,13 +22,22 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> PagedModel:
 
 
 def test_a_step_up_to_512_tokens_and_16_rows_has_one_of_few_lengths() -> None:
-    lengths = {padded_length(count) for count in range(1, 529)}
-    assert len(lengths) == 48
-    assert all(padded_length(count) == count for count in range(1, 17)), "a prompt's tail and a decode step are computed as they are"
-    assert all(count <= padded_length(count) < count + 16 for count in range(1, 529))
+    fine = [1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16]
+    coarse = [32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320, 384, 448, 512, 528]
+    assert sorted({padded_length(count) for count in range(1, 529)}) == fine + coarse
 
 
-@pytest.mark.parametrize("count", [16, 17, 31, 32, 33])
+def test_padding_adds_a_quarter_at_most_or_up_to_a_multiple_of_16() -> None:
+    for count in range(1, 3000):
+        assert count <= padded_length(count) <= max(count * 5 / 4, (count + 15) // 16 * 16)
+        assert padded_length(padded_length(count)) == padded_length(count)
+
+
+def test_whole_chunks_and_single_tokens_are_computed_as_they_are() -> None:
+    assert [padded_length(count) for count in (0, 1, 512, 1024, 4096)] == [0, 1, 512, 1024, 4096]
+
+
+@pytest.mark.parametrize("count", [8, 9, 16, 17, 31, 32, 33])
 def test_the_module_sees_only_padded_lengths_and_the_pool_only_what_was_asked(model: PagedModel, count: int) -> None:
     seen: list[int] = []
     handle = model.module.get_input_embeddings().register_forward_hook(lambda _, inputs, __: seen.append(inputs[0].shape[-1]))
