@@ -8,6 +8,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
+from sidestream.version import VERSION
+
 if TYPE_CHECKING:
     from sidestream.config import EngineConfig, OffloadConfig, SamplingParams
     from sidestream.errors import (
@@ -86,7 +88,7 @@ __all__ = [
     "TokenLogprob",
 ]
 
-__version__ = "0.1.0"
+__version__ = VERSION
 
 
 def __getattr__(name: str) -> object:
