@@ -14,6 +14,7 @@ from sidestream.cli.errors import Commands
 from sidestream.cli.generate import generate
 from sidestream.cli.models import app as models_app
 from sidestream.cli.serve import serve
+from sidestream.cli.torture import torture
 
 app = typer.Typer(
     cls=Commands,
@@ -50,3 +51,4 @@ app.command()(doctor)
 
 app.add_typer(bench_app, name="bench")
 app.command()(demo)
+app.command()(torture)

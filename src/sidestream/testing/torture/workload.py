@@ -7,6 +7,7 @@ Every workload can be served: a prompt with all of its outputs fits the pool, so
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -210,13 +211,17 @@ def _draw_visits(rng: random.Random) -> tuple[Asked, ...]:
     trunk = _draw_tokens(rng, rng.choice((0, 4, 8, 10)))
     prompts = [(*trunk, *_draw_tokens(rng, rng.randint(8, 26)))[:LONGEST_PROMPT] for _ in range(rng.choice((2, 2, 3)))]
     levels = rng.choice(((0,), (0,), (0,), (0, 1)))
+    gaps = (0, 0, 1, 1, 2, 9) if rng.random() < 0.3 else (0, 1, 3, 5, 7, 8, 10, 12)
     requests, at = [], 0
     for number in range(rng.randint(4, 6)):
         prompt = prompts[number % len(prompts)] if rng.random() < 0.8 else rng.choice(prompts)
         if rng.random() < 0.3:
             prompt = (*prompt, *_draw_tokens(rng, rng.randint(1, 5)))[:LONGEST_PROMPT]
         requests.append(_draw_asked(rng, at, prompt, rng.randint(1, 5), levels))
-        at += rng.choice((0, 0, 1, 3, 5, 7, 8, 10, 12))
+        at += rng.choice(gaps)
+    for number, (asked, later) in enumerate(itertools.pairwise(requests)):
+        if asked.abort_at is not None and rng.random() < 0.4:  # whoever comes takes the blocks of whoever goes
+            requests[number] = dataclasses.replace(asked, abort_at=later.at)
     return tuple(requests)
 
 

@@ -1,0 +1,164 @@
+"""Mutations and miniatures: is a missing wait noticed, how soon, and by whom?
+
+A mutation takes one rule out of the real code (`sidestream.testing.mutations`), a miniature re-enacts a published failure without its
+protection (`sidestream.testing.miniatures`). The references of mutated schedules come from the code as it is.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from sidestream.config import unknown_name
+from sidestream.errors import ConfigError, InvariantError
+from sidestream.testing.miniatures import MINIATURES, Miniature, run_miniature
+from sidestream.testing.mutations import MUTATIONS, Feature, Mutation, applied
+from sidestream.testing.torture.campaign import POLICIES, SCHEDULES_PER_WORKLOAD, Failure, deal, run_one
+from sidestream.testing.torture.oracle import reference_of
+from sidestream.testing.torture.workers import spread
+from sidestream.testing.torture.workload import Workload, draw_workload
+
+MAX_SCHEDULES = 500
+"""What survives so many is not found."""
+
+# A rule is missed by some workloads and not by others, so each is left sooner than in a campaign.
+_TRIES_PER_WORKLOAD = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Killed:
+    """Something missing was noticed.
+
+    after     schedules, the one that noticed included
+    oracle    the first that objects, and `detail` what it said
+    failure   the schedule, for a mutation
+    """
+
+    after: int
+    oracle: str
+    detail: str
+    failure: Failure | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One line of the table. `killed`: None for a survivor."""
+
+    name: str
+    hazard: str
+    miniature: bool
+    killed: Killed | None
+
+
+@dataclass(slots=True)
+class Hunt:
+    """What became of all of them.
+
+    schedules   run in all, miniatures included
+    total       rows that there are to be
+    """
+
+    total: int
+    rows: list[Row] = field(default_factory=list)
+    schedules: int = 0
+    seconds: float = 0.0
+    interrupted: bool = False
+
+    @property
+    def survivors(self) -> list[Row]:
+        """Those that nobody noticed."""
+        return [row for row in self.rows if row.killed is None]
+
+
+def hunt(
+    names: Sequence[str] = (),
+    *,
+    max_schedules: int = MAX_SCHEDULES,
+    seed: int = 0,
+    workers: int = 1,
+    on_progress: Callable[[Hunt], None] | None = None,
+) -> Hunt:
+    """Try to kill the mutations and miniatures of these names, or all; blocks. An interrupt ends it early.
+
+    Raises ConfigError for an unknown name; InvariantError when a protected miniature goes wrong, or a mutation does not fit the code.
+    """
+    known = {**{mutation.name: mutation for mutation in MUTATIONS}, **{miniature.name: miniature for miniature in MINIATURES}}
+    for name in names:
+        if name not in known:
+            raise ConfigError(unknown_name("mutation", name, known))
+    chosen = list(dict.fromkeys(names)) or list(known)
+    order = {name: at for at, name in enumerate(chosen)}
+    report, start = Hunt(len(chosen)), time.monotonic()
+    try:
+        for row in spread([_Kill(name, max_schedules, seed) for name in chosen], workers=workers):
+            report.rows.append(row)
+            report.rows.sort(key=lambda row: order[row.name])
+            report.schedules += row.killed.after if row.killed is not None else max_schedules
+            report.seconds = time.monotonic() - start
+            if on_progress is not None:
+                on_progress(report)
+    except KeyboardInterrupt:
+        report.interrupted = True
+    return report
+
+
+def kill(mutation: Mutation, *, max_schedules: int = MAX_SCHEDULES, seed: int = 0) -> Killed | None:
+    """Run schedules without the mutation's rule until an oracle notices; None: it survived them all.
+
+    Only workloads that have what the mutation needs are run; they are drawn from seeds in order, so the answer is the same each time.
+    """
+    tried = 0
+    for workload in workloads_with(mutation.needs, seed=seed):
+        reference = reference_of(workload)
+        for turn in range(_TRIES_PER_WORKLOAD):
+            if tried == max_schedules:
+                return None
+            policy, run_seed = deal(tried, POLICIES), workload.seed * SCHEDULES_PER_WORKLOAD + turn
+            with applied(mutation):
+                outcome = run_one(workload, policy, run_seed, reference)
+            tried += 1
+            if outcome.findings:
+                first = outcome.findings[0]
+                return Killed(tried, first.oracle, first.text, Failure(workload, policy, run_seed, outcome))
+    raise InvariantError("there is always another workload")
+
+
+def kill_miniature(miniature: Miniature, *, max_schedules: int = MAX_SCHEDULES, seed: int = 0) -> Killed | None:
+    """Play the miniature without its protection until it is caught, and as often with it; None: it was never caught.
+
+    Raises InvariantError when something is wrong with the protection in place.
+    """
+    for tried in range(max_schedules):
+        policy = deal(tried, POLICIES)
+        caught = run_miniature(miniature, policy, seed + tried, protected=False)
+        clean = run_miniature(miniature, policy, seed + tried, protected=True)
+        if clean is not None:
+            raise InvariantError(f"miniature {miniature.name} goes wrong though it is protected, with policy {policy}: {clean.detail}")
+        if caught is not None:
+            return Killed(tried + 1, caught.oracle, caught.detail)
+    return None
+
+
+def workloads_with(needs: frozenset[Feature], *, seed: int) -> Iterator[Workload]:
+    """Workloads that have these features, from `seed` on, without end."""
+    number = seed
+    while True:
+        workload = draw_workload(number)
+        if needs <= workload.features:
+            yield workload
+        number += 1
+
+
+@dataclass(frozen=True, slots=True)
+class _Kill:
+    name: str
+    max_schedules: int
+    seed: int
+
+    def run(self) -> Row:
+        for mutation in MUTATIONS:
+            if mutation.name == self.name:
+                return Row(self.name, mutation.hazard, False, kill(mutation, max_schedules=self.max_schedules, seed=self.seed))
+        (miniature,) = (one for one in MINIATURES if one.name == self.name)
+        return Row(self.name, miniature.hazard, True, kill_miniature(miniature, max_schedules=self.max_schedules, seed=self.seed))

@@ -1,0 +1,205 @@
+"""From a schedule that fails to a short one that fails as well: fewer requests, fewer events, fewer turns that somebody else takes.
+
+Each step tries something simpler and keeps it when the same oracle still objects. Bounded: a shorter failure is worth some seconds, not minutes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import TypeVar
+
+from sidestream.device.sim import make_policy
+from sidestream.device.sim.policies import Policy, Steered
+from sidestream.errors import ConfigError
+from sidestream.testing.mutations import Mutation, applied
+from sidestream.testing.torture.campaign import Failure
+from sidestream.testing.torture.oracle import Reference, reference_of
+from sidestream.testing.torture.run import Outcome, run_schedule
+from sidestream.testing.torture.workload import Asked, Workload, blocks_for
+
+T = TypeVar("T")
+
+MAX_RUNS = 300
+
+
+@dataclass(frozen=True, slots=True)
+class Shrunk:
+    """A short schedule that fails.
+
+    turns    decision number → who goes on; everywhere else whoever runs does (`policies.Steered`)
+    runs     how many schedules it took to find it
+    """
+
+    workload: Workload
+    turns: dict[int, str]
+    outcome: Outcome
+    runs: int
+
+
+def shrink(failure: Failure, *, mutation: Mutation | None = None, max_runs: int = MAX_RUNS) -> Shrunk:
+    """A short schedule to which the same oracle objects; at worst the failure itself, as explicit decisions. Blocks.
+
+    `mutation`: the rule that is missing. Raises ConfigError when the failure does not come back.
+    """
+    return _Shrinking(failure, mutation, max_runs).run()
+
+
+def rerun(workload: Workload, turns: dict[int, str], *, mutation: Mutation | None = None) -> Outcome:
+    """Run a shrunk schedule again, with its interleaving."""
+    reference = reference_of(workload)
+    with _without(mutation):
+        return run_schedule(workload, Steered(turns), trace=True, reference=reference)
+
+
+class _Shrinking:
+    def __init__(self, failure: Failure, mutation: Mutation | None, max_runs: int) -> None:
+        self._mutation = mutation
+        self._left = max_runs
+        self._max_runs = max_runs
+        self._oracle = failure.outcome.oracles[0]
+        self._failure = failure
+        self._references: dict[Workload, Reference] = {}
+
+    def run(self) -> Shrunk:
+        failure = self._failure
+        workload = failure.workload
+        outcome = self._try(workload, lambda: make_policy(failure.policy, random.Random(failure.seed)))
+        if outcome is None:
+            raise ConfigError(
+                f"workload {workload.seed} under policy {failure.policy} with seed {failure.seed} does not fail again: "
+                "something besides them decided about it"
+            )
+        turns = outcome.deviations
+        # Half of the runs for the workload: each thing that goes makes the rest shorter, too.
+        floor = self._left // 2
+        changed = True
+        while changed and self._left > floor:
+            changed = False
+            for simpler in simpler_workloads(workload):
+                if self._left <= floor:
+                    break
+                found = self._fails_somehow(simpler, turns)
+                if found is not None:
+                    workload, turns, changed = simpler, found.deviations, True
+                    break
+        kept = minimise(sorted(turns.items()), lambda items: self._steered(workload, dict(items)) is not None)
+        last = self._once(workload, lambda: Steered(dict(kept)), trace=True)
+        return Shrunk(workload, dict(kept), last, self._max_runs - self._left)
+
+    def _fails_somehow(self, workload: Workload, turns: dict[int, str]) -> Outcome | None:
+        """Under the policy that it failed under, under the decisions that it failed with, or under the simplest ones."""
+        failure = self._failure
+        policies: tuple[Callable[[], Policy], ...] = (
+            lambda: make_policy(failure.policy, random.Random(failure.seed)),
+            lambda: Steered(turns),
+        )
+        for policy in policies:
+            outcome = self._try(workload, policy)
+            if outcome is not None:
+                return outcome
+        return None
+
+    def _steered(self, workload: Workload, turns: dict[int, str]) -> Outcome | None:
+        return self._try(workload, lambda: Steered(turns))
+
+    def _try(self, workload: Workload, policy: Callable[[], Policy]) -> Outcome | None:
+        """The outcome if the same oracle objects; None, too, when no runs are left."""
+        if self._left <= 0:
+            return None
+        self._left -= 1
+        outcome = self._once(workload, policy)
+        return outcome if self._oracle in outcome.oracles else None
+
+    def _once(self, workload: Workload, policy: Callable[[], Policy], *, trace: bool = False) -> Outcome:
+        if workload not in self._references:
+            self._references[workload] = reference_of(workload)
+        with _without(self._mutation):
+            return run_schedule(workload, policy(), trace=trace, reference=self._references[workload])
+
+
+def simpler_workloads(workload: Workload) -> Iterator[Workload]:
+    """Workloads with one thing less, or one thing shorter; the boldest first."""
+    for name in ("requests", "events", "faults"):
+        things = getattr(workload, name)
+        for chunk in (len(things) // 2, 1):
+            for start in range(0, len(things), chunk) if chunk else ():
+                rest = (*things[:start], *things[start + chunk :])
+                if name != "requests" or rest:
+                    yield _changed(workload, **{name: rest})
+            if chunk == 1:
+                break
+    if workload.closes_at is not None:
+        yield _changed(workload, closes_at=None)
+    for number, asked in enumerate(workload.requests):
+        for simpler in _simpler_requests(asked):
+            yield _changed(workload, requests=(*workload.requests[:number], simpler, *workload.requests[number + 1 :]))
+    if workload.disk_blocks:
+        yield _changed(workload, disk_blocks=0)
+    elif workload.slots:
+        yield _changed(workload, slots=0)
+    for number, fault in enumerate(workload.faults):
+        if fault.every:
+            once = dataclasses.replace(fault, every=0)
+            yield _changed(workload, faults=(*workload.faults[:number], once, *workload.faults[number + 1 :]))
+    if workload.layer_groups:
+        yield _changed(workload, layer_groups=False)
+    if workload.eos_every:
+        yield _changed(workload, eos_every=0)
+
+
+def minimise(items: Sequence[T], fails: Callable[[Sequence[T]], bool]) -> list[T]:
+    """A subset of `items` that still fails and of which no part of the sizes tried can go: delta debugging, Zeller and Hildebrandt 2002.
+
+    `items` themselves fail. Ends when `fails` says no to everything, so a bound on its patience bounds this.
+    """
+    if fails(()):
+        return []
+    kept, parts = list(items), 2
+    while len(kept) >= 2:
+        size = -(-len(kept) // parts)
+        for start in range(0, len(kept), size):
+            rest = kept[:start] + kept[start + size :]
+            if fails(rest):
+                kept, parts = rest, max(parts - 1, 2)
+                break
+        else:
+            if parts >= len(kept):
+                break
+            parts = min(len(kept), parts * 2)
+    return kept
+
+
+def _simpler_requests(asked: Asked) -> Iterator[Asked]:
+    if asked.abort_at is not None:
+        yield dataclasses.replace(asked, abort_at=None)
+    plain = {"n": 1, "priority": 0, "hot": False, "penalties": None, "bias": (), "min_tokens": 0, "logprobs": None}
+    for name, value in plain.items():
+        if getattr(asked, name) != value:
+            yield dataclasses.replace(asked, **{name: value})  # type: ignore[arg-type]
+    length = len(asked.prompt)
+    for shorter in sorted({length // 2, length - 4, length - 1}):
+        if 0 < shorter < length:
+            yield dataclasses.replace(asked, prompt=asked.prompt[:shorter])
+    for fewer in sorted({asked.max_tokens // 2, asked.max_tokens - 1}):
+        if asked.min_tokens <= fewer and 0 < fewer < asked.max_tokens:
+            yield dataclasses.replace(asked, max_tokens=fewer)
+    if asked.at:
+        abort_at = None if asked.abort_at is None else max(0, asked.abort_at - asked.at + asked.at // 2)
+        yield dataclasses.replace(asked, at=asked.at // 2, abort_at=abort_at)
+
+
+def _changed(workload: Workload, **changes: object) -> Workload:
+    """The pool shrinks with its largest request: what is scarce stays scarce."""
+    changed = dataclasses.replace(workload, **changes)  # type: ignore[arg-type]
+    spare = workload.blocks - max(blocks_for(asked) for asked in workload.requests)
+    largest = max(blocks_for(asked) for asked in changed.requests)
+    return dataclasses.replace(changed, blocks=max(largest + spare, 2))
+
+
+def _without(mutation: Mutation | None) -> AbstractContextManager[None]:
+    return contextlib.nullcontext() if mutation is None else applied(mutation)

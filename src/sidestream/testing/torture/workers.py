@@ -1,0 +1,88 @@
+"""Jobs spread over processes. Knows nothing of what they do."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Iterable, Iterator
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from typing import Protocol, TypeVar
+
+from sidestream.errors import InvariantError
+
+T_co = TypeVar("T_co", covariant=True)
+T = TypeVar("T")
+
+_PATIENCE_S = 5.0
+
+
+class Job(Protocol[T_co]):
+    """Something to do in any process: can be pickled, as can what it returns."""
+
+    def run(self) -> T_co:
+        """Do it."""
+        ...
+
+
+def spread(jobs: Iterable[Job[T]], *, workers: int) -> Iterator[T]:
+    """Results as they come, in any order; with one worker, in this process and in order. What a job raises is raised here.
+
+    Leaving the iteration ends the processes, at the latest after the job that each is at or some seconds.
+    """
+    if workers == 1:
+        for job in jobs:
+            yield job.run()
+        return
+    context = multiprocessing.get_context("spawn")  # not forked: torch's threads do not survive that
+    waiting, pipes, processes = iter(jobs), list[Connection](), list[BaseProcess]()
+    try:
+        for _ in range(workers):
+            ours, theirs = context.Pipe()
+            process: BaseProcess = context.Process(target=_work, args=(theirs,), daemon=True)
+            process.start()
+            theirs.close()
+            pipes.append(ours)
+            processes.append(process)
+        busy = [pipe for pipe in pipes if _give(pipe, waiting)]
+        while busy:
+            for pipe in wait(busy):
+                assert isinstance(pipe, Connection)
+                try:
+                    result, error = pipe.recv()
+                except EOFError:
+                    raise InvariantError("a worker process ended by itself: run with one worker to see why") from None
+                if not _give(pipe, waiting):
+                    busy.remove(pipe)
+                if error is not None:
+                    raise error
+                yield result
+    finally:
+        for pipe in pipes:
+            pipe.close()
+        for process in processes:
+            process.join(timeout=_PATIENCE_S)
+            if process.is_alive():
+                process.terminate()
+                process.join()
+
+
+def _give(pipe: Connection, jobs: Iterator[Job[T]]) -> bool:
+    """Hand the next job over; False when there is none."""
+    job = next(jobs, None)
+    if job is not None:
+        pipe.send(job)
+    return job is not None
+
+
+def _work(pipe: Connection) -> None:
+    """A worker's life: job in, result or error out, until the other end is closed or the terminal interrupts."""
+    try:
+        while True:
+            job: Job[object] = pipe.recv()
+            try:
+                answer: tuple[object, Exception | None] = (job.run(), None)
+            except Exception as error:
+                answer = (None, error)
+            pipe.send(answer)
+    except (EOFError, OSError, KeyboardInterrupt):
+        return
