@@ -14,10 +14,11 @@ from typing import Any, Self
 
 from sidestream.config import EngineConfig, SamplingParams, from_options
 from sidestream.engine import Engine, Handle, build_engine
-from sidestream.errors import EngineStopped, QueueFull, RequestError, RequestRejected
+from sidestream.errors import EngineStopped, QueueFull, RaceError, RequestError, RequestRejected
 from sidestream.metrics import Metrics, Timeline
 from sidestream.models import load_model
 from sidestream.models.catalog import Progress, resolve
+from sidestream.testing.checker import Checker
 from sidestream.text import Tokenizer
 from sidestream.types import CachedTokens, Delta, Health, TokenLogprob
 
@@ -69,6 +70,7 @@ class _Served:
         *,
         config: EngineConfig | None = None,
         timeline: str | Path | None = None,
+        check_order: bool = False,
         progress: Progress | None = None,
         **options: Any,
     ) -> None:
@@ -76,6 +78,8 @@ class _Served:
 
         options    fields of EngineConfig, such as `kv_memory="2GiB"` or `offload=OffloadConfig(...)`; not together with `config`
         timeline   file that `close` writes: what each stream did when, for ui.perfetto.dev
+        check_order   judge with vector clocks that nothing is read or reused too early (`sidestream.testing.checker`); `close` raises
+                      RaceError if anything was. For finding bugs: a step takes up to twice as long
 
         Raises ConfigError (ModelError for the model's part).
         """
@@ -88,7 +92,8 @@ class _Served:
         self._timeline_path = timeline
         self.tokenizer = Tokenizer.load(path)
         loaded = load_model(path, dtype=self.config.dtype, block_tokens=self.config.block_tokens)
-        self.engine: Engine = build_engine(loaded, self.tokenizer, self.config, timeline=self._timeline)
+        self._checker = Checker() if check_order else None
+        self.engine: Engine = build_engine(loaded, self.tokenizer, self.config, timeline=self._timeline, witness=self._checker)
         self.max_model_len = min(self.engine.parts.bounds.max_model_len, self.engine.parts.bounds.pool_tokens)
 
     @property
@@ -111,6 +116,11 @@ class _Served:
         self.engine.close(drain_s=drain_s)
         if self._timeline is not None and self._timeline_path is not None:
             self._timeline.write(self._timeline_path)
+        checker, self._checker = self._checker, None
+        if checker is not None:
+            checker.check_idle()
+            if checker.findings:
+                raise RaceError(f"the order of {len(checker.findings)} accesses was wrong; the first: {checker.findings[0]}")
 
 
 class LLM(_Served):

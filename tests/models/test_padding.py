@@ -21,9 +21,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> PagedModel:
     return load_model(tiny_model_dir("llama", directory, 1), dtype="float32", block_tokens=BLOCK_TOKENS)
 
 
-def test_a_step_up_to_512_tokens_and_16_rows_has_one_of_few_lengths() -> None:
+def test_a_step_up_to_two_chunks_and_16_rows_has_one_of_few_lengths() -> None:
     fine = [1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16]
-    coarse = [32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320, 384, 448, 512, 528]
+    coarse = [32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 272, 320, 384, 448, 512, 528]
     assert sorted({padded_length(count) for count in range(1, 529)}) == fine + coarse
 
 
@@ -34,7 +34,12 @@ def test_padding_adds_a_quarter_at_most_or_up_to_a_multiple_of_16() -> None:
 
 
 def test_whole_chunks_and_single_tokens_are_computed_as_they_are() -> None:
-    assert [padded_length(count) for count in (0, 1, 512, 1024, 4096)] == [0, 1, 512, 1024, 4096]
+    assert [padded_length(count) for count in (0, 1, 256, 512, 768, 4096)] == [0, 1, 256, 512, 768, 4096]
+
+
+def test_rows_that_decode_beside_whole_chunks_add_16_tokens() -> None:
+    assert {padded_length(256 + rows) for rows in range(1, 17)} == {272}
+    assert {padded_length(768 + rows) for rows in range(1, 17)} == {784}
 
 
 @pytest.mark.parametrize("count", [8, 9, 16, 17, 31, 32, 33])

@@ -14,7 +14,7 @@ from rich.text import Text
 from sidestream.cli.answer import Answer, printable
 from sidestream.cli.errors import show_error
 from sidestream.cli.loading import start, start_logging
-from sidestream.cli.options import DEMO_MODEL, Logging, LogLevel, Model, Timeline, engine_config, options_of, sampling_params
+from sidestream.cli.options import DEMO_MODEL, Logging, LogLevel, Model, Watching, engine_config, options_of, sampling_params, watching
 from sidestream.config import EngineConfig, SamplingParams, unknown_name
 from sidestream.errors import ConfigError, RequestError
 
@@ -24,14 +24,14 @@ if TYPE_CHECKING:
 _COMMANDS = {"/help": "list these", "/reset": "forget the conversation", "/stats": "count what the engine did", "/quit": "end"}
 
 
-@options_of(config=engine_config, params=sampling_params)
+@options_of(config=engine_config, watch=watching, params=sampling_params)
 def chat(
     model: Model = DEMO_MODEL,
     system: Annotated[str | None, typer.Option(metavar="TEXT", help="System message.", show_default=False)] = None,
     log_level: Logging = LogLevel.WARNING,
-    timeline: Timeline = None,
     *,
     config: EngineConfig,
+    watch: Watching,
     params: SamplingParams,
 ) -> None:
     """Talk with MODEL. Piped in, each line is a question and only the answers are printed.
@@ -41,7 +41,7 @@ def chat(
     start_logging(log_level)
     from sidestream.llm import LLM
 
-    with start(LLM, model, config=config, timeline=timeline) as llm:
+    with start(LLM, model, config=config, watch=watch) as llm:
         if not llm.tokenizer.has_chat_template:
             raise ConfigError(f"model {model} has no chat template: use sidestream generate, or a model that is made for chat")
         conversation = _Conversation(llm, params, system)

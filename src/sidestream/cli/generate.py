@@ -11,7 +11,18 @@ import typer
 
 from sidestream.cli.answer import Answer, printable
 from sidestream.cli.loading import start, start_logging
-from sidestream.cli.options import DEMO_MODEL, AsJson, Logging, LogLevel, Model, Timeline, engine_config, options_of, sampling_params
+from sidestream.cli.options import (
+    DEMO_MODEL,
+    AsJson,
+    Logging,
+    LogLevel,
+    Model,
+    Watching,
+    engine_config,
+    options_of,
+    sampling_params,
+    watching,
+)
 from sidestream.config import EngineConfig, SamplingParams
 from sidestream.errors import ConfigError
 
@@ -19,7 +30,7 @@ if TYPE_CHECKING:
     from sidestream.llm import LLM
 
 
-@options_of(config=engine_config, params=sampling_params)
+@options_of(config=engine_config, watch=watching, params=sampling_params)
 def generate(
     model: Model = DEMO_MODEL,
     prompt: Annotated[
@@ -30,9 +41,9 @@ def generate(
     system: Annotated[str | None, typer.Option(metavar="TEXT", help="System message, with --chat.", show_default=False)] = None,
     as_json: AsJson = False,
     log_level: Logging = LogLevel.WARNING,
-    timeline: Timeline = None,
     *,
     config: EngineConfig,
+    watch: Watching,
     params: SamplingParams,
 ) -> None:
     """Continue a prompt (or, with --chat, answer it) and print the text as it comes.
@@ -45,7 +56,7 @@ def generate(
     start_logging(log_level)
     from sidestream.llm import LLM
 
-    with start(LLM, model, config=config, timeline=timeline) as llm:
+    with start(LLM, model, config=config, watch=watch) as llm:
         answer = Answer()
         prompt_ids = llm.tokenizer.chat(_messages(text, system)) if chat else llm.tokenizer.encode(text)
         answer.follow(llm, prompt_ids, params, _ignore if as_json else _show)

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import logging
-import os
-from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from rich.console import Console
 
-from sidestream.cli.options import LogLevel
+from sidestream.cli.options import LogLevel, Watching
 from sidestream.cli.progress import ProgressBars
 from sidestream.config import EngineConfig
-from sidestream.errors import ConfigError
 
 if TYPE_CHECKING:
     from sidestream.llm import LLM, AsyncLLM
@@ -28,16 +25,6 @@ def start_logging(level: LogLevel) -> None:
     logging.getLogger("httpx").setLevel(logging.WARNING)  # hub look-ups are not events of ours
 
 
-def check_timeline(path: Path | None) -> None:
-    """Raise ConfigError for a timeline that could not be written at the end, when all the work would be done."""
-    if path is None:
-        return
-    if path.is_dir():
-        raise ConfigError(f"timeline {path} is a directory: give the path of a file, such as {path / 'timeline.json'}")
-    if not os.access(path.absolute().parent, os.W_OK | os.X_OK):
-        raise ConfigError(f"timeline {path}: {path.absolute().parent} is no directory that you may write to; give another path")
-
-
 def prepare_model(model: str) -> None:
     """Fetch and convert `model`, with a progress bar, if it is in the catalogue and not there yet. Raises ModelError."""
     from sidestream.models.catalog import CATALOG, prepare, prepared
@@ -50,11 +37,10 @@ def prepare_model(model: str) -> None:
         prepare(model, progress=bars)
 
 
-def start(kind: type[Served], model: str, *, config: EngineConfig, timeline: Path | None) -> Served:
+def start(kind: type[Served], model: str, *, config: EngineConfig, watch: Watching) -> Served:
     """Prepare and load `model` and start its engine; the caller closes it. Raises ConfigError."""
-    check_timeline(timeline)
     prepare_model(model)
     log.info("loading %s", model)
     console = Console(stderr=True, quiet=log.isEnabledFor(logging.INFO))  # either the log says it or the spinner
     with console.status(f"loading {model}"):
-        return kind(model, config=config, timeline=timeline)
+        return kind(model, config=config, timeline=watch.timeline, check_order=watch.check_order)

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import functools
 import inspect
+import os
 from collections.abc import Callable
+from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
@@ -27,10 +29,6 @@ _ENGINE, _OFFLOAD, _SAMPLING = EngineConfig(), OffloadConfig(), SamplingParams()
 
 Model = Annotated[
     str, typer.Argument(metavar="MODEL", help="A directory in transformers' format, a hub id, or a name that `sidestream models` lists.")
-]
-Timeline = Annotated[
-    Path | None,
-    typer.Option(metavar="FILE", help="Write what each stream did when to this file, for ui.perfetto.dev.", show_default=False),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
@@ -55,6 +53,7 @@ def _option(panel: str, help_text: str, metavar: str, default: str | bool = True
 _engine = functools.partial(_option, "Engine")
 _offload = functools.partial(_option, "Offload")
 _sampling = functools.partial(_option, "Sampling")
+_watching = functools.partial(_option, "Watching")
 
 
 def engine_config(
@@ -143,6 +142,35 @@ def sampling_params(
         stop=tuple(stop or ()),
         ignore_eos=ignore_eos,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Watching:
+    """How a running engine is looked at; see `LLM`."""
+
+    timeline: Path | None
+    check_order: bool
+
+
+def watching(
+    *,
+    timeline: Annotated[Path | None, _watching("Write what each stream did when to this file, for ui.perfetto.dev.", "FILE", False)] = None,
+    check_order: Annotated[
+        bool,
+        typer.Option(
+            "--check-order",
+            rich_help_panel="Watching",
+            help="Judge all copies and forward passes with vector clocks; slower, ends with an error if one came too early.",
+        ),
+    ] = False,
+) -> Watching:
+    """How the engine is watched. Raises ConfigError for a timeline that could not be written at the end, when all the work would be done."""
+    if timeline is not None:
+        if timeline.is_dir():
+            raise ConfigError(f"timeline {timeline} is a directory: give the path of a file, such as {timeline / 'timeline.json'}")
+        if not os.access(timeline.absolute().parent, os.W_OK | os.X_OK):
+            raise ConfigError(f"timeline {timeline}: {timeline.absolute().parent} is no directory that you may write to; give another path")
+    return Watching(timeline, check_order)
 
 
 def options_of(**makers: Callable[..., Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:

@@ -10,14 +10,13 @@ import os
 import signal
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from sidestream.cli.loading import start, start_logging
-from sidestream.cli.options import DEMO_MODEL, Logging, LogLevel, Model, Timeline, engine_config, options_of
+from sidestream.cli.options import DEMO_MODEL, Logging, LogLevel, Model, Watching, engine_config, options_of, watching
 from sidestream.config import EngineConfig, parse_bytes
 from sidestream.errors import ConfigError
 
@@ -28,7 +27,7 @@ log = logging.getLogger("sidestream.cli")
 
 
 # The defaults of ServerOptions stand here again, and a test compares them: importing them would need the extra `server`.
-@options_of(config=engine_config)
+@options_of(config=engine_config, watch=watching)
 def serve(
     model: Model = DEMO_MODEL,
     host: Annotated[str, typer.Option(metavar="ADDRESS", help="Address to listen on; 0.0.0.0 for all.")] = "127.0.0.1",
@@ -47,9 +46,9 @@ def serve(
     max_choices: Annotated[int, typer.Option(metavar="N", help="Prompts times n of one request, at most.")] = 128,
     drain_seconds: Annotated[float, typer.Option(metavar="SECONDS", help="How long running requests may go on at the end.")] = 30.0,
     log_level: Logging = LogLevel.INFO,
-    timeline: Timeline = None,
     *,
     config: EngineConfig,
+    watch: Watching,
 ) -> None:
     """Serve MODEL over HTTP, with OpenAI's API.
 
@@ -67,7 +66,7 @@ def serve(
         drain_s=drain_seconds,
     )
     start_logging(log_level)
-    _serve(model, server, config, timeline)
+    _serve(model, server, config, watch)
 
 
 def _server_options(**options: object) -> ServerOptions:
@@ -81,11 +80,11 @@ def _server_options(**options: object) -> ServerOptions:
     return ServerOptions(**options)  # type: ignore[arg-type]
 
 
-def _serve(model: str, options: ServerOptions, config: EngineConfig, timeline: Path | None) -> None:
+def _serve(model: str, options: ServerOptions, config: EngineConfig, watch: Watching) -> None:
     from sidestream.llm import AsyncLLM
     from sidestream.server import serve
 
-    llm = start(AsyncLLM, model, config=config, timeline=timeline)
+    llm = start(AsyncLLM, model, config=config, watch=watch)
     name = options.served_model_name or llm.model_name
     with _signals_quit_at_once():  # while `serve` runs they drain
         try:

@@ -70,8 +70,8 @@ class Engine:
     options   fields of EngineConfig as plain values; those of OffloadConfig under "offload"
     """
 
-    def __init__(self, model: str, options: dict[str, Any], *, timeline: str | None = None) -> None:
-        self._child = Child(__name__, {"model": model, "options": options, "timeline": timeline})
+    def __init__(self, model: str, options: dict[str, Any], *, timeline: str | None = None, check_order: bool = False) -> None:
+        self._child = Child(__name__, {"model": model, "options": options, "timeline": timeline, "check_order": check_order})
 
     def __enter__(self) -> Engine:
         return self
@@ -94,7 +94,7 @@ def _ready(order: dict[str, Any]) -> tuple[Callable[[dict[str, Any]], Any], Call
     options = order["options"]
     if "offload" in options:
         options["offload"] = from_options(OffloadConfig, options["offload"])
-    llm = LLM(order["model"], timeline=order["timeline"], **options)
+    llm = LLM(order["model"], timeline=order["timeline"], check_order=order["check_order"], **options)
     _generate(llm, [list(_WARM_UP)], 4)
     return lambda question: _answer(llm, question), llm.close
 

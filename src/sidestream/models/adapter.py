@@ -18,7 +18,7 @@ from sidestream.kv.layout import KVLayout
 PAGED = "sidestream_paged"
 
 _FINE = 16
-_CHUNK = 512
+_CHUNK = 256
 
 # Arguments that models pass along and that say nothing which the batch does not say.
 _KNOWN = frozenset({"position_ids", "position_embeddings", "use_cache", "is_causal", "output_router_logits"})
@@ -75,13 +75,15 @@ class PagedModel:
 def padded_length(num_tokens: int) -> int:
     """How many tokens a forward pass of `num_tokens` computes; the ones beyond reach neither the pool nor a logit.
 
-    Whole chunks of 512, and the rest rounded up by at most a quarter, above 16 tokens to a multiple of 16. Few lengths, because oneDNN keeps
-    some 2.5 MiB of kernels for each: 2,000 short requests of SmolLM2-135M in bfloat16 met hundreds, and the process grew by 415 MiB.
+    Whole chunks of 256 stay as they are, and so do they with 16 rows that decode; all else is rounded up by at most a quarter, above 16
+    tokens to a multiple of 16. Few lengths, because oneDNN keeps some 2.5 MiB of kernels for each: 2,000 short requests of SmolLM2-135M
+    in bfloat16 met hundreds, and the process grew by 415 MiB.
     """
-    chunks, rest = divmod(num_tokens, _CHUNK)
-    quarter = (1 << rest.bit_length() >> 1) // 4  # of the power of two below
+    if num_tokens > _CHUNK and (rest := num_tokens % _CHUNK) <= _FINE:
+        return num_tokens - rest + (_FINE if rest else 0)
+    quarter = (1 << num_tokens.bit_length() >> 1) // 4  # of the power of two below
     step = max(quarter, 1 if num_tokens <= _FINE else _FINE)
-    return chunks * _CHUNK + -(-rest // step) * step
+    return -(-num_tokens // step) * step
 
 
 def _paged_attention_hook(

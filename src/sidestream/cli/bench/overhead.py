@@ -1,4 +1,4 @@
-"""What offload costs a step when it moves nothing, and when it stores all the time."""
+"""What offload costs a step when it moves nothing, and when it stores all the time; what the ordering checker costs on top."""
 
 from __future__ import annotations
 
@@ -18,23 +18,29 @@ _IDLE = {"prompt_tokens": 8, "output_tokens": 7, "repeats": 6}
 
 
 def measure(model: str, *, rounds: int, tell: Callable[[str], None]) -> list[Figure]:
-    """The same requests through two engines in turn: offload off, and on; with every block stored, and with none."""
+    """The same requests through three engines in turn: offload off, on, and on with the checker; with every block stored, and with none."""
     from sidestream.models.catalog import resolve
 
     path, rng = resolve(model), random.Random(0)
     storing: list[float] = []
     idle: list[float] = []
+    checked: list[float] = []
     steps = waits = stored = 0
     with tempfile.TemporaryDirectory(prefix="sidestream-bench-") as scratch:
         offload = {"host": "256MiB", "disk": str(Path(scratch) / "kv"), "disk_capacity": "1GiB"}
-        with Engine(path, {"kv_memory": "128MiB"}) as off, Engine(path, {"kv_memory": "128MiB", "offload": offload}) as on:
-            engines = {"off": off, "on": on}
+        watched = {**offload, "disk": str(Path(scratch) / "kv-checked")}
+        with (
+            Engine(path, {"kv_memory": "128MiB"}) as off,
+            Engine(path, {"kv_memory": "128MiB", "offload": offload}) as on,
+            Engine(path, {"kv_memory": "128MiB", "offload": watched}, check_order=True) as checking,
+        ):
+            engines = {"off": off, "on": on, "checking": checking}
             for number in range(rounds):
                 for name, shape, ratios in (("storing", _STORING, storing), ("idle", _IDLE, idle)):
                     tell(f"round {number + 1} of {rounds}, {name}")
                     prompts = [[rng.randrange(300, 20_000) for _ in range(shape["prompt_tokens"])] for _ in range(_REQUESTS)]
                     seconds = {}
-                    for which in ("on", "off") if number % 2 else ("off", "on"):
+                    for which in ("checking", "on", "off") if number % 2 else ("off", "on", "checking"):
                         answers = [
                             engines[which].ask(prompts, max_tokens=shape["output_tokens"], at_once=True) for _ in range(shape["repeats"])
                         ]
@@ -43,9 +49,11 @@ def measure(model: str, *, rounds: int, tell: Callable[[str], None]) -> list[Fig
                             steps += sum(a.steps for a in answers)
                             waits, stored = answers[-1].transfer_waits, answers[-1].stored_bytes
                     ratios.append(seconds["on"] / seconds["off"])
+                    checked.append(seconds["checking"] / seconds["on"])
     return [
         Figure("step_offload_over_off", max(median(storing), median(idle)), "ratio", at_most(1.03)),
         Figure("host_waits_per_step", waits / steps, "waits/step", at_most(0)),
+        Figure("step_checked_over_on", median(checked), "ratio", at_most(2)),
         Figure("step_storing_over_off", median(storing), "ratio"),
         Figure("step_idle_over_off", median(idle), "ratio"),
         Figure("steps", steps, "steps"),
