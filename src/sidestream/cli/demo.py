@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -49,7 +50,7 @@ def demo(
     _show(visits, console)
     console.print(f"\n[dim]{_QUESTION}[/]\n{visits[0].text.strip()} …\n")
     console.print(f"What each stream did when: [bold]{timelines[0]}[/] and [bold]{timelines[1]}[/] (open them at ui.perfetto.dev)")
-    console.print(f"Serve it yourself: [bold]sidestream serve --offload-host 1GiB --offload-disk {disk}[/]")
+    console.print(f"Serve it yourself: [bold]{_program()} serve --offload-host 1GiB --offload-disk {disk}[/]")
     if len({seen.tokens for seen in visits}) > 1:
         console.print("[red]the answers differ: this is a bug[/]")
         raise typer.Exit(1)
@@ -81,3 +82,11 @@ def _show(visits: list[Visit], console: Console) -> None:
         ttft, speed_up = f"{seen.ttft_s * 1e3:,.0f} ms", f"{cold.ttft_s / seen.ttft_s:.0f} x"
         table.add_row(name, seen.source, str(seen.reused), ttft, "" if seen is cold else speed_up, identical)
     console.print(table)
+
+
+def _program() -> str:
+    """What to type for this very program: its name where the shell finds it, else the path that was typed."""
+    typed = sys.argv[0]
+    if Path(typed).name != "sidestream":
+        return "python -m sidestream"
+    return "sidestream" if shutil.which("sidestream") == shutil.which(typed) else typed
