@@ -7,6 +7,7 @@ because nothing else decides anything, neither the system's scheduler nor a cloc
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -150,7 +151,8 @@ class Turns:
         actors, self._actors = self._actors[1:], [self._host]
         for actor in actors:
             self._running = actor  # what it unwinds is its turn
-            actor.baton.release()
+            with contextlib.suppress(RuntimeError):  # when the host was interrupted, the turn may be on its way to it already
+                actor.baton.release()
             if actor.thread is not None:
                 actor.thread.join()
         self._running = self._host
