@@ -6,7 +6,7 @@ A witness in front of the checker. Called by whoever's turn it is, so the order 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from sidestream.testing import shadow
@@ -29,7 +29,8 @@ class TraceLine:
     actor     `"host"`, or the stream
     text      what it did
     fence     of the work that this is about, as `"stream:tick"`; "" for none
-    memory    that the ids in it stand for, the pool's name if they stand for none; "" when there are no ids
+    memory    where the ids that it is about lie, the pool's name if they lie nowhere; "" when there are no ids
+    spans     their bytes there, start and stop
     objected  whether the checker objected at this moment
     """
 
@@ -37,7 +38,13 @@ class TraceLine:
     text: str
     fence: str = ""
     memory: str = ""
+    spans: tuple[tuple[int, int], ...] = ()
     objected: bool = False
+
+    def concerns(self, objection: Finding) -> bool:
+        """Whether it is about no id, or about one that the objection is about."""
+        here = self.memory == objection.memory and any(start < objection.stop and objection.start < stop for start, stop in self.spans)
+        return not self.memory or here or self.objected
 
 
 class Recorder:
@@ -53,14 +60,14 @@ class Recorder:
         self._taken: dict[tuple[str, int], int] = {}
         self._resets = 0
         self._seen: set[str] = set()
-        self._memories: dict[str, str] = {}
+        self._memories: dict[str, tuple[str, int]] = {}
         self._objections = 0
         self.stale: list[str] = []
 
-    def say(self, text: str, fence: str = "", memory: str = "") -> None:
-        """Add a line for whoever runs now."""
+    def say(self, text: str, fence: str = "", memory: str = "", spans: Iterable[tuple[int, int]] = ()) -> None:
+        """Add a line for whoever runs now; `spans` of bytes, or of ids of a pool without memory."""
         if self._lines is not None:
-            self._lines.append(TraceLine(self._actor(), text, fence, memory))
+            self._lines.append(TraceLine(self._actor(), text, fence, memory, tuple(spans)))
 
     def reset(self) -> None:
         """From here on, nothing taken before may become findable."""
@@ -113,7 +120,8 @@ class Recorder:
     def host_touched(self, accesses: Accesses, label: str) -> None:
         """See `Witness.host_touched`."""
         if self._lines is not None:
-            self.say(f"`{label}`", memory=next((access.memory for access in accesses()), ""))
+            touched = accesses()
+            self.say(f"`{label}`", "", touched[0].memory if touched else "", [(one.start, one.stop) for one in touched])
         self._checker.host_touched(accesses, label)
         self._mark()
 
@@ -126,14 +134,14 @@ class Recorder:
 
     def backed(self, pool: str, memory: str, item_bytes: int) -> None:
         """See `Witness.backed`."""
-        self._memories[pool] = memory
+        self._memories[pool] = memory, item_bytes
         self._checker.backed(pool, memory, item_bytes)
 
     def took(self, pool: str, ids: Sequence[int], after: Sequence[Fence]) -> None:
         """See `Witness.took`."""
         for item in ids:
             self._taken[pool, item] = self._resets
-        self._say_ids("takes", pool, ids, "still in use by", after)
+        self._say_ids("takes", pool, ids, _tail("still in use by", after))
         self._checker.took(pool, ids, after)
         self._mark()
 
@@ -145,7 +153,7 @@ class Recorder:
 
     def released(self, pool: str, ids: Sequence[int], after: Sequence[Fence]) -> None:
         """See `Witness.released`."""
-        self._say_ids("releases", pool, ids, "behind", after)
+        self._say_ids("releases", pool, ids, _tail("behind", after))
         self._checker.released(pool, ids, after)
         self._mark()
 
@@ -153,8 +161,7 @@ class Recorder:
         """See `Witness.published`."""
         if self._taken.get((pool, item), self._resets) != self._resets:
             self.stale.append(f"{pool} {item} became findable as {key.hex()[:8]}, but holds what was there before the cache was reset")
-        if self._lines is not None:
-            self.say(f"publishes {pool} {item} as {key.hex()[:8]}", memory=self._memories.get(pool, pool))
+        self._say_ids("publishes", pool, [item], f" as {key.hex()[:8]}")
         self._checker.published(pool, item, key)
         self._mark()
 
@@ -163,10 +170,10 @@ class Recorder:
         self._say_ids("forgets", pool, ids)
         self._checker.forgot(pool, ids)
 
-    def _say_ids(self, verb: str, pool: str, ids: Sequence[int], relation: str = "", fences: Sequence[Fence] = ()) -> None:
+    def _say_ids(self, verb: str, pool: str, ids: Sequence[int], tail: str = "") -> None:
         if self._lines is not None and ids:
-            tail = f" {relation} {', '.join(name_of(fence) for fence in fences)}" if fences else ""
-            self.say(f"{verb} {pool} {_short(ids)}{tail}", memory=self._memories.get(pool, pool))
+            memory, size = self._memories.get(pool, (pool, 1))
+            self.say(f"{verb} {pool} {_short(ids)}{tail}", "", memory, [(item * size, (item + 1) * size) for item in ids])
 
     def _mark(self) -> None:
         """If the checker has just objected, it was to the last line."""
@@ -184,7 +191,7 @@ def render(lines: Sequence[TraceLine], objection: Finding | None = None, *, widt
     """The interleaving: one line an event, one column an actor.
 
     With an objection, A and B mark the two works that it is about, in the order in which they were given, `!` the moment at which the
-    checker saw it, and ids of pools that it is not about are left out. Lines are at most `width` wide where their text alone is not wider.
+    checker saw it, and leases of ids that it is not about are left out. Lines are at most `width` wide where their text alone is not wider.
     """
     shown = list(_joined(_marked(lines, objection)))
     if not shown:
@@ -216,7 +223,7 @@ def _marked(lines: Sequence[TraceLine], objection: Finding | None) -> Iterator[t
     marks = {work: _MARKS[objection.works.index(work)] if objection is not None and len(objection.works) > 1 else "*" for work in works}
     told = set[str]()
     for line in lines:
-        if objection is not None and line.memory not in ("", objection.memory) and not line.objected:
+        if objection is not None and not line.concerns(objection):
             continue
         mark = f"{'!' if line.objected and objection is not None else ' '}{marks.get(line.fence, ' ')}"
         if line.fence in marks and line.fence not in told and objection is not None:
@@ -272,6 +279,10 @@ def _columns(actors: Sequence[str], lines: Sequence[TraceLine], width: int) -> d
         starts[actor] = max(floor, min(starts[actor], width - longest[actor], limit - len(actor) - _GAP))
         limit = starts[actor]
     return starts
+
+
+def _tail(relation: str, fences: Sequence[Fence]) -> str:
+    return f" {relation} {', '.join(map(name_of, fences))}" if fences else ""
 
 
 def _short(ids: Sequence[int]) -> str:
