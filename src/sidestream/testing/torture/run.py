@@ -29,18 +29,19 @@ from sidestream.tiers.index import MEDIUM
 from sidestream.transfer import engine as transfer_engine
 from sidestream.types import Delta, Fence
 
-ORACLES = ("checker", "tokens", "accept length", "content", "balance", "answered", "deadlock", "no progress", "error")
+ORACLES = ("checker", "tokens", "content", "balance", "answered", "deadlock", "no progress", "error")
 """What judges a schedule; the first to object is named first.
 
-checker        no two unordered accesses, no use outside a lease, and what else `sidestream.testing.checker` knows
-tokens         equal to the reference's, with text, log-probabilities and finish reason; an aborted request's: a beginning of them
-accept length  equal to the reference's; for models that draft
-content        every findable block in every tier holds what its key stands for; nothing from before a reset becomes findable
-balance        when all is done, every pool is as it was at the start, and nothing is kept by request or transfer
-answered       every request ends once, for a reason that it can have; who is told so finds nothing held any more (H24)
-deadlock       everybody waits for somebody else
-no progress    the schedule does not end (H26)
-error          an exception came out of the engine
+checker      no two unordered accesses, no use outside a lease, and what else `sidestream.testing.checker` knows
+tokens       equal to the reference's, with text, log-probabilities and finish reason; an aborted request's: a beginning of them
+content      every findable block in every tier holds what its key stands for; nothing from before a reset becomes findable
+balance      when all is done, every pool is as it was at the start, and nothing is kept by request or transfer
+answered     every request ends once, for a reason that it can have; who is told so finds nothing held any more (H24)
+deadlock     everybody waits for somebody else
+no progress  the schedule does not end (H26)
+error        an exception came out of the engine
+
+Accept lengths are judged in miniature (`sidestream.testing.miniatures`): the engine has no drafts yet.
 """
 
 _IDLE_S = 1e-4
