@@ -100,5 +100,5 @@ def test_damage_is_named(edit: Callable[[dict[str, Any]], object], part: str, pa
 
 
 def test_a_place_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="cannot be written: .*: give a file that you may write"):
+    with pytest.raises(ConfigError, match=r"cannot be written: .*: give a file that you may write"):
         Replay(draw_workload(0), {}, None, "tokens", "").save(tmp_path / "missing" / "s.json")
