@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+import shlex
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -16,18 +17,21 @@ from sidestream.cli.options import AsJson
 from sidestream.errors import ConfigError
 
 if TYPE_CHECKING:
-    from sidestream.testing.torture import Failure, Hunt, Report, TraceLine
+    from sidestream.testing.torture import Failure, Hunt, Outcome, Report
 
 _SCHEDULES = 2000
 _INTERRUPTED = 130
 # Failures of one campaign that are made short and shown; there is rarely more than one cause.
 _SHOWN = 3
+# One missing edge often breaks several rules.
+_SAID = 3
 
 Tell = Callable[[float, str], None]
 """Draws the bar up to so many units, with a text beside it."""
 
 
 def torture(
+    context: typer.Context,
     names: Annotated[
         list[str] | None, typer.Argument(metavar="[NAME]...", help="With --mutations: only these.", show_default=False)
     ] = None,
@@ -47,20 +51,18 @@ def torture(
     as_json: AsJson = False,
 ) -> None:
     """Run the engine on a simulated device, in orders that are allowed and unlikely, and judge all that comes of it."""
-    if names and not mutations:
-        raise ConfigError(f"{names[0]} is given without --mutations: give both, or leave it out")
+    _check_options(context, names or [])
     if replay is not None:
-        if mutations or policy or schedules is not None or minutes is not None:
-            raise ConfigError(f"--replay {replay} says all about its schedule: leave the other options out")
         _replay(replay, as_json=as_json)
         return
+    _make_directory(save)
     figures: list[Figure] = []
     good, interrupted = True, False
     if not mutations or schedules is not None or minutes is not None:
         report = _campaign(_SCHEDULES if schedules is None else schedules, minutes, seed, policy, workers)
         figures += _campaign_figures(report)
         good, interrupted = not report.num_failures, report.interrupted
-        _show_failures(report.failures, save)
+        _show_failures(report, save)
     if mutations and not interrupted:
         found = _hunt(names or [], seed, workers)
         figures += _hunt_figures(found)
@@ -71,6 +73,26 @@ def torture(
         raise typer.Exit(1)
     if interrupted:
         raise typer.Exit(_INTERRUPTED)
+
+
+def _check_options(context: typer.Context, names: Sequence[str]) -> None:
+    """Refuse what would be ignored. Raises ConfigError."""
+    flags = {name: f"--{name}" for name in ("schedules", "minutes", "seed", "policy", "mutations", "workers", "save")}
+    given = [flag for name, flag in flags.items() if _typed(context, name)]
+    if _typed(context, "replay"):
+        if given or names:
+            raise ConfigError(f"--replay says all about its schedule: leave {(given or names)[0]} out")
+    elif names and "--mutations" not in given:
+        raise ConfigError(f"{names[0]} is given without --mutations: give both, or leave it out")
+    elif "--schedules" in given and "--minutes" in given:
+        raise ConfigError("--schedules and --minutes are both given: give how many, or how long")
+    elif "--policy" in given and "--mutations" in given and "--schedules" not in given and "--minutes" not in given:
+        raise ConfigError("--policy is given, and --mutations uses all policies: leave one of them out, or give --schedules too")
+
+
+def _typed(context: typer.Context, name: str) -> bool:
+    source = context.get_parameter_source(name)
+    return source is not None and source.name not in ("DEFAULT", "DEFAULT_MAP")
 
 
 def _campaign(schedules: int, minutes: float | None, seed: int, policies: list[str] | None, workers: int) -> Report:
@@ -107,12 +129,10 @@ def _replay(path: Path, *, as_json: bool) -> None:
     outcome = rerun(schedule.workload, schedule.turns, mutation=None if schedule.mutation is None else find(schedule.mutation))
     console = Console(stderr=as_json)
     without = f", without {schedule.mutation}" if schedule.mutation else ""
-    console.print(f"{path}: workload {schedule.workload.seed}{without}", markup=False, soft_wrap=True)
-    _show_lines(console, outcome.lines, outcome.conflicts)
-    for finding in outcome.findings:
-        console.print(f"{finding.oracle}: {finding.text}", markup=False, soft_wrap=True)
+    _say(console, f"{path}: workload {schedule.workload.seed}{without}, {len(schedule.turns)} turns that are not whoever's runs")
+    _show_outcome(console, outcome, schedule.oracle)
     if not outcome.findings:
-        console.print(f"nothing is wrong any more; it was: {schedule.oracle}: {schedule.said}", markup=False, soft_wrap=True)
+        _say(console, f"nothing is wrong any more; it was: {schedule.oracle}: {schedule.said}")
     if as_json:
         publish("torture", "toy", [Figure("schedules", 1, "schedules"), _findings(len(outcome.findings))], as_json=True, console=console)
     if outcome.findings:
@@ -160,12 +180,15 @@ def _show_rows(found: Hunt, save: Path) -> None:
         _show_failure(console, killed.failure, save, found.rows[0].name)
 
 
-def _show_failures(failures: list[Failure], save: Path) -> None:
+def _show_failures(report: Report, save: Path) -> None:
     """The first failure of each oracle, made short, with the command that runs it again."""
     console = Console(stderr=True)
-    first = {failure.outcome.oracles[0]: failure for failure in reversed(failures)}
-    for failure in list(first.values())[:_SHOWN]:
+    first = {failure.outcome.oracles[0]: failure for failure in reversed(report.failures)}
+    shown = list(first.values())[:_SHOWN]
+    for failure in shown:
         _show_failure(console, failure, save, None)
+    if report.num_failures > len(shown):
+        _say(console, f"\n{report.num_failures} schedules failed; shown is the first for each oracle that objected first, at most {_SHOWN}")
 
 
 def _show_failure(console: Console, failure: Failure, save: Path, mutation: str | None) -> None:
@@ -174,23 +197,34 @@ def _show_failure(console: Console, failure: Failure, save: Path, mutation: str 
 
     with console.status("making the failure short"):
         short = shrink(failure, mutation=None if mutation is None else find(mutation))
-    findings = [finding for finding in short.outcome.findings if finding.oracle == failure.outcome.oracles[0]]
-    where = f"workload {failure.workload.seed}, policy {failure.policy}, seed {failure.seed}"
-    console.print(f"\n{where}: made short in {short.runs} runs", markup=False, soft_wrap=True)
-    _show_lines(console, short.outcome.lines, short.outcome.conflicts)
-    for finding in findings:
-        console.print(f"{finding.oracle}: {finding.text}", markup=False, soft_wrap=True)
+    oracle = failure.outcome.oracles[0]
     name = mutation or f"{failure.workload.seed}-{failure.policy.replace(':', '-')}-{failure.seed}"
     path = save / f"{name}.json"
-    _make_directory(save)
-    Replay(short.workload, short.turns, mutation, findings[0].oracle, findings[0].text).save(path)
-    console.print(f"run it again: sidestream torture --replay {path}", markup=False, soft_wrap=True)
+    said = next(finding.text for finding in short.outcome.findings if finding.oracle == oracle)
+    Replay(short.workload, short.turns, mutation, oracle, said).save(path)
+    _say(console, f"\nworkload {failure.workload.seed}, policy {failure.policy}, seed {failure.seed}: made short in {short.runs} runs")
+    _show_outcome(console, short.outcome, oracle)
+    _say(console, f"run it again: {shlex.join(['sidestream', 'torture', '--replay', str(path)])}")
 
 
-def _show_lines(console: Console, lines: tuple[TraceLine, ...], marked: tuple[str, ...]) -> None:
-    from sidestream.testing.torture import render
+def _show_outcome(console: Console, outcome: Outcome, oracle: str) -> None:
+    """The interleaving, and what `oracle` says of it, or the others if it says nothing."""
+    from sidestream.testing.torture import explain, render
 
-    console.print(render(lines, marked), markup=False, highlight=False, no_wrap=True, overflow="ignore", crop=False)
+    found = [finding for finding in outcome.findings if finding.oracle == oracle] or list(outcome.findings)
+    objection = outcome.objections[0] if outcome.objections and found[0].oracle == "checker" else None
+    console.print(render(outcome.lines, objection, width=console.width), markup=False, highlight=False, no_wrap=True, crop=False)
+    console.print()
+    for finding in found[:_SAID]:
+        _say(console, f"{finding.oracle}: {finding.text}")
+    if len(found) > _SAID:
+        _say(console, f"… and {len(found) - _SAID} more like it")
+    if objection is not None and (story := explain(objection)):
+        _say(console, story)
+
+
+def _say(console: Console, text: str) -> None:
+    console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 def _make_directory(directory: Path) -> None:

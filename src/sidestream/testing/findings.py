@@ -24,6 +24,8 @@ class Finding:
     message         the whole story in a sentence
     first, second   `file:line function, label` of those involved, in the order of submission; second is empty when there is only one
     streams         theirs, in the same order
+    works           `stream:tick` of each, or `"host"`, in the same order
+    does            what each does with the bytes, `"reads"` or `"writes"`; empty where that is not the point
     memory, start, stop   which bytes; of a pool without memory, its name and the id
     """
 
@@ -32,6 +34,8 @@ class Finding:
     first: str
     second: str
     streams: tuple[str, ...]
+    works: tuple[str, ...]
+    does: tuple[str, ...]
     memory: str
     start: int
     stop: int
@@ -59,13 +63,14 @@ class Report:
         missing = f"nothing orders `{later.label}` behind {earlier.stream}:{earlier.tick}{known}"
         if later.stream == HOST:
             missing = f"the host saw no fence that covers {earlier.stream}:{earlier.tick} done before `{later.label}`"
-        self._add("race", f"{later} {verbs[1]} {_bytes(where)}, which {earlier} {verbs[0]}: {missing}", where, earlier, later)
+        message = f"{later} {verbs[1]} {_bytes(where)}, which {earlier} {verbs[0]}: {missing}"
+        self._add("race", message, where, earlier, later, does=verbs)
 
     def unwritten(self, op: Op, shadow: Shadow, cell: Cell) -> None:
         """`op` reads what has no contents."""
         where = (shadow.memory, cell.start, cell.stop)
         since = "ever wrote" if cell.write is None else f"wrote since its id was taken: the last to write it was {cell.write}, before that"
-        self._add("unwritten", f"{op} reads {_bytes(where)}, which nobody {since}", where, op)
+        self._add("unwritten", f"{op} reads {_bytes(where)}, which nobody {since}", where, op, does=("reads",))
 
     def unleased(self, op: Op, pool: str, number: int, where: Where) -> None:
         """`op` touches an id that was free when it was submitted."""
@@ -111,7 +116,7 @@ class Report:
     def published_write(self, op: Op, pool: str, item: Item, where: Where) -> None:
         """`op` writes an id that is findable; `early_publish` if it was submitted before that."""
         kind, when = ("published_write", "was") if op.seq > item.published else ("early_publish", "has become")
-        self._add(kind, f"{op} writes {_id(pool, item.number, where)}, which {when} findable before it", where, op)
+        self._add(kind, f"{op} writes {_id(pool, item.number, where)}, which {when} findable before it", where, op, does=("writes",))
 
     def stall(self, op: Op, allowed: frozenset[str]) -> None:
         """The host was held up."""
@@ -128,12 +133,13 @@ class Report:
         message = f"{len(held)} of {pool.name} still leased when all is done: {numbers}{more}; the first since {first}"
         return self._add("leak", message, pool.span(held[0].number), first)
 
-    def _add(self, kind: str, message: str, where: Where, *ops: Op) -> Finding | None:
+    def _add(self, kind: str, message: str, where: Where, *ops: Op, does: tuple[str, ...] = ()) -> Finding | None:
         key = (kind, where[0], *((op.site, op.label, op.stream) for op in ops))
         finding = self._known.get(key)
         if finding is None and len(self.findings) < self._max_findings:
             second = ops[1].place if len(ops) > 1 else ""
-            finding = Finding(kind, message, ops[0].place, second, tuple(op.stream for op in ops), *where)
+            streams, works = tuple(op.stream for op in ops), tuple(op.position for op in ops)
+            finding = Finding(kind, message, ops[0].place, second, streams, works, does, *where)
             self._known[key] = finding
             self.findings.append(finding)
         return finding

@@ -87,9 +87,13 @@ class Op:
         """Call site and label."""
         return f"{read_site(self.site)}, `{self.label}`"
 
+    @property
+    def position(self) -> str:
+        """`stream:tick`, or the host."""
+        return HOST if self.stream == HOST else f"{self.stream}:{self.tick}"
+
     def __str__(self) -> str:
-        position = HOST if self.stream == HOST else f"{self.stream}:{self.tick}"
-        return f"`{self.label}` ({position}, {read_site(self.site)})"
+        return f"`{self.label}` ({self.position}, {read_site(self.site)})"
 
 
 class Verdict:

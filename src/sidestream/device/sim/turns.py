@@ -7,6 +7,7 @@ because nothing else decides anything, neither the system's scheduler nor a cloc
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -28,6 +29,13 @@ class _Ended(BaseException):
     """Unwinds an actor whose device was closed in the middle of its work."""
 
 
+def _held() -> threading.Lock:
+    """A lock to be passed from thread to thread. `threading.Semaphore` is written in Python, and passed 200 times a schedule."""
+    lock = threading.Lock()
+    lock.acquire()
+    return lock
+
+
 @dataclass(slots=True, eq=False)
 class Actor:
     """One thread that takes turns.
@@ -35,6 +43,7 @@ class Actor:
     ready     whether it can go on; asked again at every point
     awaits    name of the actor that it cannot go on without, for messages and for policies
     wake_s    virtual time at which it goes on whatever `ready` says
+    baton     free exactly while the turn is on its way to it
     """
 
     name: str
@@ -42,7 +51,7 @@ class Actor:
     awaits: Callable[[], str | None]
     wake_s: float | None = None
     thread: threading.Thread | None = None
-    baton: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
+    baton: threading.Lock = field(default_factory=_held)
 
     def can_go(self, now_s: float) -> bool:
         """Whether the turn may be given to it."""
@@ -142,7 +151,8 @@ class Turns:
         actors, self._actors = self._actors[1:], [self._host]
         for actor in actors:
             self._running = actor  # what it unwinds is its turn
-            actor.baton.release()
+            with contextlib.suppress(RuntimeError):  # when the host was interrupted, the turn may be on its way to it already
+                actor.baton.release()
             if actor.thread is not None:
                 actor.thread.join()
         self._running = self._host

@@ -15,7 +15,7 @@ from sidestream.testing.torture.oracle import Reference, reference_of
 from sidestream.testing.torture.replay import Replay, load_replay
 from sidestream.testing.torture.run import ORACLES, Finding, Outcome, run_schedule
 from sidestream.testing.torture.shrink import Shrunk, rerun, shrink
-from sidestream.testing.torture.trace import TraceLine, render
+from sidestream.testing.torture.trace import TraceLine, explain, render
 from sidestream.testing.torture.workload import FEATURES, Asked, Event, Fault, Workload, draw_workload
 
 __all__ = [
@@ -39,6 +39,7 @@ __all__ = [
     "TraceLine",
     "Workload",
     "draw_workload",
+    "explain",
     "hunt",
     "kill",
     "kill_miniature",

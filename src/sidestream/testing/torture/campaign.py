@@ -143,8 +143,9 @@ def _jobs(seed: int, policies: Sequence[str], schedules: int | None) -> Iterator
         stop = number + SCHEDULES_PER_WORKLOAD
         if schedules is not None:
             stop = min(stop, schedules)
-        first = seed * SCHEDULES_PER_WORKLOAD
-        yield _Job(seed + number // SCHEDULES_PER_WORKLOAD, tuple((deal(at, policies), first + at) for at in range(number, stop)))
+        first = seed * SCHEDULES_PER_WORKLOAD  # numbers are absolute: the campaign of a later seed goes on where this one ends
+        runs = tuple((deal(first + at, policies), first + at) for at in range(number, stop))
+        yield _Job(seed + number // SCHEDULES_PER_WORKLOAD, runs)
         number = stop
 
 

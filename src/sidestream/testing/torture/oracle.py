@@ -112,11 +112,14 @@ def _run(workload: Workload, model: ScriptedModel) -> dict[tuple[int, int], Samp
         for index in range(asked.n):
             told[number, index] = Sample([])
         engine.submit(asked.prompt, params_of(number, asked), lambda delta, number=number: told[number, delta.index].take(delta))  # type: ignore[misc]
-    for _ in range(_MAX_STEPS):
-        if not engine.unfinished:
-            break
-        engine.step()
-    engine.close()
+    try:
+        for _ in range(_MAX_STEPS):
+            if not engine.unfinished:
+                break
+            engine.step()
+        engine.close()
+    finally:
+        device.kill()  # an interrupt, too, leaves no thread behind
     return told
 
 

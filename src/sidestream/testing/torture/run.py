@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import re
 import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from sidestream.device.sim import Deadlock, Policy
 from sidestream.device.sim.policies import HOST, Choice
 from sidestream.engine import Engine, Handle, build_engine
 from sidestream.testing.checker import Checker
+from sidestream.testing.findings import Finding as Objection
 from sidestream.testing.tokenizer import ToyTokenizer
 from sidestream.testing.torture.judge import still_findable, unbalanced, wrong_answer, wrong_blocks, wrong_entries
 from sidestream.testing.torture.oracle import Reference, Sample, params_of, reference_of, toy_of
@@ -29,21 +29,28 @@ from sidestream.tiers.index import MEDIUM
 from sidestream.transfer import engine as transfer_engine
 from sidestream.types import Delta, Fence
 
-ORACLES = ("checker", "tokens", "accept length", "content", "balance", "answered", "deadlock", "no progress", "error")
+ORACLES = ("checker", "tokens", "content", "balance", "answered", "deadlock", "no progress", "error")
 """What judges a schedule; the first to object is named first.
 
-checker        no two unordered accesses, no use outside a lease, and what else `sidestream.testing.checker` knows
-tokens         equal to the reference's, with text, log-probabilities and finish reason; an aborted request's: a beginning of them
-accept length  equal to the reference's; for models that draft
-content        every findable block in every tier holds what its key stands for; nothing from before a reset becomes findable
-balance        when all is done, every pool is as it was at the start, and nothing is kept by request or transfer
-answered       every request ends once, for a reason that it can have; who is told so finds nothing held any more (H24)
-deadlock       everybody waits for somebody else
-no progress    the schedule does not end (H26)
-error          an exception came out of the engine
+checker      no two unordered accesses, no use outside a lease, and what else `sidestream.testing.checker` knows
+tokens       equal to the reference's, with text, log-probabilities and finish reason; an aborted request's: a beginning of them
+content      every findable block in every tier holds what its key stands for; nothing from before a reset becomes findable
+balance      when all is done, every pool is as it was at the start, and nothing is kept by request or transfer
+answered     every request ends once, for a reason that it can have; who is told so finds nothing held any more (H24)
+deadlock     everybody waits for somebody else
+no progress  the schedule does not end (H26)
+error        an exception came out of the engine
+
+Accept lengths are judged in miniature (`sidestream.testing.miniatures`): the engine has no drafts yet.
 """
 
 _IDLE_S = 1e-4
+_EVENTS = {
+    "reset": "resets the cache",
+    "weights": "asks for other weights",
+    "crash": "dies, and begins again",
+    "restart": "ends, and begins again",
+}
 # When nobody waits any more, the slowest of all operations may end soon.
 _DRAIN_S = 0.05
 # Typical schedules take 40 steps, those that wait for a slow disk 200.
@@ -67,7 +74,7 @@ class Outcome:
     deviations  decision number → who was chosen, where that was not whoever ran: replays the schedule (`policies.Steered`)
     decisions   how many were made
     lines       the interleaving, if it was asked for
-    conflicts   fences of the accesses that the checker objects to, as `"stream:tick"`
+    objections  what the checker found, in its own terms; among `findings` as text
     """
 
     findings: tuple[Finding, ...]
@@ -75,7 +82,7 @@ class Outcome:
     decisions: int
     deviations: dict[int, str]
     lines: tuple[TraceLine, ...] = ()
-    conflicts: tuple[str, ...] = ()
+    objections: tuple[Objection, ...] = ()
 
     @property
     def oracles(self) -> tuple[str, ...]:
@@ -180,7 +187,7 @@ class _Schedule:
         self._script = Script(workload)
         self._lines: list[TraceLine] | None = [] if trace else None
         self._findings: dict[Finding, None] = {}
-        self._conflicts: dict[str, None] = {}
+        self._objections: list[Objection] = []
         self._weights = 0
         self._steps = 0
         self._again: list[int] = []  # requests to be asked again after a crash
@@ -202,8 +209,8 @@ class _Schedule:
             self._judge_witnesses()
             self._life.crash()
             _scratch().clean()
-        policy, findings = self._policy, sorted(self._findings, key=lambda finding: ORACLES.index(finding.oracle))
-        return Outcome(tuple(findings), self._steps, policy.count, policy.deviations, tuple(self._lines or ()), tuple(self._conflicts))
+        policy, found = self._policy, sorted(self._findings, key=lambda finding: ORACLES.index(finding.oracle))
+        return Outcome(tuple(found), self._steps, policy.count, policy.deviations, tuple(self._lines or ()), tuple(self._objections))
 
     # ------------------------------------------------------------------ driving
 
@@ -242,7 +249,7 @@ class _Schedule:
 
     def _submit(self, number: int) -> None:
         asked, life = self._workload.requests[number], self._life
-        self._say(f"submits request {number}: {len(asked.prompt)} tokens, {asked.max_tokens} out")
+        self._say(f"submits request {number}: prompt of {len(asked.prompt)}, at most {asked.max_tokens} out")
         for index in range(asked.n):
             life.told[number, index] = Sample([])
         life.started[number] = self._weights
@@ -270,7 +277,7 @@ class _Schedule:
 
     def _happen(self, event: Event) -> None:
         life = self._life
-        self._say(f"{event.kind}")
+        self._say(_EVENTS[event.kind])
         match event.kind:
             case "reset":
                 life.recorder.reset()
@@ -364,8 +371,7 @@ class _Schedule:
             self._find("content", text)
         for finding in self._life.checker.findings:
             self._find("checker", str(finding))
-            works = re.findall(r"[\w-]+:\d+", finding.message)
-            self._conflicts.update(dict.fromkeys(work for work in works if work.rpartition(":")[0] in finding.streams))
+            self._objections.append(finding)
 
     @property
     def _damaged(self) -> bool:

@@ -77,16 +77,17 @@ class _Shrinking:
         turns = outcome.deviations
         # Half of the runs for the workload: each thing that goes makes the rest shorter, too.
         floor = self._left // 2
-        changed = True
-        while changed and self._left > floor:
-            changed = False
-            for simpler in simpler_workloads(workload):
-                if self._left <= floor:
-                    break
-                found = self._fails_somehow(simpler, turns)
-                if found is not None:
-                    workload, turns, changed = simpler, found.deviations, True
-                    break
+        at = refused = 0
+        while self._left > floor:
+            options = list(simpler_workloads(workload))
+            if refused >= len(options):
+                break
+            simpler = options[at % len(options)]
+            found = self._fails_somehow(simpler, turns)
+            if found is not None:  # and on from here: what did not help before rarely helps now
+                workload, turns, refused = simpler, found.deviations, 0
+            else:
+                at, refused = at + 1, refused + 1
         kept = minimise(sorted(turns.items()), lambda items: self._steered(workload, dict(items)) is not None)
         last = self._once(workload, lambda: Steered(dict(kept)), trace=True)
         return Shrunk(workload, dict(kept), last, self._max_runs - self._left)

@@ -1,17 +1,23 @@
 """Watching a schedule: who did what, as lines in columns, and whether anything from before a reset comes back.
 
-A witness in front of another one. Called by whoever's turn it is, so the order of the calls is the order of the run.
+A witness in front of the checker. Called by whoever's turn it is, so the order of the calls is the order of the run.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from sidestream.testing import shadow
-from sidestream.types import Accesses, Fence, Key, Witness
+from sidestream.testing.checker import Checker
+from sidestream.testing.findings import Finding
+from sidestream.types import Accesses, Fence, Key
 
-_WIDTH = 26
+HOST = shadow.HOST
+_MARGIN = 4
+_GAP = 2
+_MARKS = "AB"
 # Whoever reads a finding looks for the caller of the device or the pool, not for this file in between.
 shadow._inner[__file__] = True
 
@@ -20,34 +26,48 @@ shadow._inner[__file__] = True
 class TraceLine:
     """One thing that somebody did.
 
-    actor   `"host"`, or the stream
-    fence   of the work that this is about, as `"stream:tick"`; "" for none
+    actor     `"host"`, or the stream
+    text      what it did
+    fence     of the work that this is about, as `"stream:tick"`; "" for none
+    memory    where the ids that it is about lie, the pool's name if they lie nowhere; "" when there are no ids
+    spans     their bytes there, start and stop
+    objected  whether the checker objected at this moment
     """
 
     actor: str
     text: str
     fence: str = ""
+    memory: str = ""
+    spans: tuple[tuple[int, int], ...] = ()
+    objected: bool = False
+
+    def concerns(self, objection: Finding) -> bool:
+        """Whether it is about no id, or about one that the objection is about."""
+        here = self.memory == objection.memory and any(start < objection.stop and objection.start < stop for start, stop in self.spans)
+        return not self.memory or here or self.objected
 
 
 class Recorder:
-    """Passes everything on to `inner`; keeps lines if `lines` is a list.
+    """Passes everything on to `checker`; keeps lines if `lines` is a list.
 
     stale   keys that became findable for bytes that were taken hold of before the last reset (H8)
     """
 
-    def __init__(self, inner: Witness, actor: Callable[[], str], lines: list[TraceLine] | None) -> None:
-        self._inner = inner
+    def __init__(self, checker: Checker, actor: Callable[[], str], lines: list[TraceLine] | None) -> None:
+        self._checker = checker
         self._actor = actor
         self._lines = lines
         self._taken: dict[tuple[str, int], int] = {}
         self._resets = 0
         self._seen: set[str] = set()
+        self._memories: dict[str, tuple[str, int]] = {}
+        self._objections = 0
         self.stale: list[str] = []
 
-    def say(self, text: str, fence: str = "") -> None:
-        """Add a line for whoever runs now."""
+    def say(self, text: str, fence: str = "", memory: str = "", spans: Iterable[tuple[int, int]] = ()) -> None:
+        """Add a line for whoever runs now; `spans` of bytes, or of ids of a pool without memory."""
         if self._lines is not None:
-            self._lines.append(TraceLine(self._actor(), text, fence))
+            self._lines.append(TraceLine(self._actor(), text, fence, memory, tuple(spans)))
 
     def reset(self) -> None:
         """From here on, nothing taken before may become findable."""
@@ -58,88 +78,108 @@ class Recorder:
     def submitted(self, fence: Fence, accesses: Accesses, label: str) -> None:
         """See `Witness.submitted`."""
         if self._lines is not None:
-            self.say(f"gives {name_of(fence)} {label}", name_of(fence))
-        self._inner.submitted(fence, accesses, label)
+            self.say(f"gives {name_of(fence)} `{label}`", name_of(fence))
+        self._checker.submitted(fence, accesses, label)
+        self._mark()
 
     def waited(self, stream: str, fence: Fence) -> None:
         """See `Witness.waited`."""
         if self._lines is not None:
             self.say(f"waited for {name_of(fence)}")
-        self._inner.waited(stream, fence)
+        self._checker.waited(stream, fence)
 
     def started(self, fence: Fence) -> None:
         """See `Witness.started`."""
         if self._lines is not None:
             self.say(f"begins {name_of(fence)}", name_of(fence))
-        self._inner.started(fence)
+        self._checker.started(fence)
+        self._mark()
 
     def touched(self, stream: str, accesses: Accesses) -> None:
         """See `Witness.touched`."""
-        self._inner.touched(stream, accesses)
+        before = len(self._checker.findings)
+        self._checker.touched(stream, accesses)
+        if self._lines is not None and len(self._checker.findings) > before:
+            self.say("goes on: next layer")
+        self._mark()
 
     def finished(self, fence: Fence) -> None:
         """See `Witness.finished`."""
         if self._lines is not None:
             self.say(f"ends {name_of(fence)}{'' if fence.failure is None else ': it failed'}", name_of(fence))
-        self._inner.finished(fence)
+        self._checker.finished(fence)
+        self._mark()
 
     def observed(self, fence: Fence) -> None:
         """See `Witness.observed`."""
         if self._lines is not None and name_of(fence) not in self._seen:
             self._seen.add(name_of(fence))
             self.say(f"saw {name_of(fence)} done")
-        self._inner.observed(fence)
+        self._checker.observed(fence)
 
     def host_touched(self, accesses: Accesses, label: str) -> None:
         """See `Witness.host_touched`."""
         if self._lines is not None:
-            self.say(label)
-        self._inner.host_touched(accesses, label)
+            touched = accesses()
+            self.say(f"`{label}`", "", touched[0].memory if touched else "", [(one.start, one.stop) for one in touched])
+        self._checker.host_touched(accesses, label)
+        self._mark()
 
     def stalled(self, reason: str) -> None:
         """See `Witness.stalled`."""
         if self._lines is not None:
-            self.say(f"is held up: {reason}")
-        self._inner.stalled(reason)
+            self.say(f"waits: {reason}")
+        self._checker.stalled(reason)
+        self._mark()
 
     def backed(self, pool: str, memory: str, item_bytes: int) -> None:
         """See `Witness.backed`."""
-        self._inner.backed(pool, memory, item_bytes)
+        self._memories[pool] = memory, item_bytes
+        self._checker.backed(pool, memory, item_bytes)
 
     def took(self, pool: str, ids: Sequence[int], after: Sequence[Fence]) -> None:
         """See `Witness.took`."""
         for item in ids:
             self._taken[pool, item] = self._resets
-        if self._lines is not None:
-            self.say(f"takes {pool} {_short(ids)}")
-        self._inner.took(pool, ids, after)
+        self._say_ids("takes", pool, ids, _tail("still in use by", after))
+        self._checker.took(pool, ids, after)
+        self._mark()
 
     def shared(self, pool: str, ids: Sequence[int]) -> None:
         """See `Witness.shared`."""
-        if self._lines is not None and ids:
-            self.say(f"shares {pool} {_short(ids)}")
-        self._inner.shared(pool, ids)
+        self._say_ids("shares", pool, ids)
+        self._checker.shared(pool, ids)
+        self._mark()
 
     def released(self, pool: str, ids: Sequence[int], after: Sequence[Fence]) -> None:
         """See `Witness.released`."""
-        if self._lines is not None and ids:
-            behind = f" behind {', '.join(name_of(fence) for fence in after)}" if after else ""
-            self.say(f"releases {pool} {_short(ids)}{behind}")
-        self._inner.released(pool, ids, after)
+        self._say_ids("releases", pool, ids, _tail("behind", after))
+        self._checker.released(pool, ids, after)
+        self._mark()
 
     def published(self, pool: str, item: int, key: Key) -> None:
         """See `Witness.published`."""
         if self._taken.get((pool, item), self._resets) != self._resets:
             self.stale.append(f"{pool} {item} became findable as {key.hex()[:8]}, but holds what was there before the cache was reset")
-        if self._lines is not None:
-            self.say(f"publishes {pool} {item} as {key.hex()[:8]}")
-        self._inner.published(pool, item, key)
+        self._say_ids("publishes", pool, [item], f" as {key.hex()[:8]}")
+        self._checker.published(pool, item, key)
+        self._mark()
 
     def forgot(self, pool: str, ids: Sequence[int]) -> None:
         """See `Witness.forgot`."""
+        self._say_ids("forgets", pool, ids)
+        self._checker.forgot(pool, ids)
+
+    def _say_ids(self, verb: str, pool: str, ids: Sequence[int], tail: str = "") -> None:
         if self._lines is not None and ids:
-            self.say(f"forgets {pool} {_short(ids)}")
-        self._inner.forgot(pool, ids)
+            memory, size = self._memories.get(pool, (pool, 1))
+            self.say(f"{verb} {pool} {_short(ids)}{tail}", "", memory, [(item * size, (item + 1) * size) for item in ids])
+
+    def _mark(self) -> None:
+        """If the checker has just objected, it was to the last line."""
+        if self._lines and len(self._checker.findings) > self._objections:
+            self._lines[-1] = dataclasses.replace(self._lines[-1], objected=True)
+        self._objections = len(self._checker.findings)
 
 
 def name_of(fence: Fence) -> str:
@@ -147,14 +187,102 @@ def name_of(fence: Fence) -> str:
     return f"{fence.stream}:{fence.tick}"
 
 
-def render(lines: Sequence[TraceLine], marked: Iterable[str] = ()) -> str:
-    """The interleaving: one line an event, one column an actor, in the order of their first turns; `marked` fences get a star."""
-    actors = list(dict.fromkeys(["host", *(line.actor for line in lines)]))
-    stars = set(marked)
-    columns = {actor: at * _WIDTH for at, actor in enumerate(actors)}
-    head = "    " + "".join(actor.ljust(_WIDTH) for actor in actors).rstrip()
-    body = [f"{'  * ' if line.fence in stars else '    '}{' ' * columns[line.actor]}{line.text}" for line in lines]
-    return "\n".join([head, *body])
+def render(lines: Sequence[TraceLine], objection: Finding | None = None, *, width: int = 140) -> str:
+    """The interleaving: one line an event, one column an actor.
+
+    With an objection, A and B mark the two works that it is about, in the order in which they were given, `!` the moment at which the
+    checker saw it, and leases of ids that it is not about are left out. Lines are at most `width` wide where their text alone is not wider.
+    """
+    shown = list(_joined(_marked(lines, objection)))
+    if not shown:
+        return ""
+    actors = list(dict.fromkeys([HOST, *(line.actor for _, line in shown)]))
+    starts = _columns(actors, [line for _, line in shown], width)
+    head = [""]
+    for actor in actors:
+        head[0] = head[0].ljust(starts[actor]) + actor
+    return "\n".join(head + [f"{mark:<{starts[line.actor]}}{line.text}".rstrip() for mark, line in shown])
+
+
+def explain(objection: Finding) -> str:
+    """What A and B are, and the edge that is missing between them; for a race, else nothing."""
+    if objection.kind != "race":
+        return ""
+    earlier, later = objection.works
+    where = f"{objection.memory}[{objection.start}:{objection.stop}]"
+    rows = zip(_MARKS, objection.works, objection.does, (objection.first, objection.second), strict=True)
+    longest = max(map(len, objection.works))
+    lines = [f"  {mark}  {work:<{longest}}  {deed:<6} {where}, given at {place}" for mark, work, deed, place in rows]
+    never = f"the host never saw {earlier} done" if later == HOST else f"{later.partition(':')[0]} never waited for it"
+    return "\n".join([*lines, f"  missing: {earlier} ──▶ {later}; {never}, so B may as well come first"])
+
+
+def _marked(lines: Sequence[TraceLine], objection: Finding | None) -> Iterator[tuple[str, TraceLine]]:
+    """The lines to show, each with its mark; what a work does is told where it is given."""
+    works = [] if objection is None else [work for work in objection.works if work != HOST]
+    marks = {work: _MARKS[objection.works.index(work)] if objection is not None and len(objection.works) > 1 else "*" for work in works}
+    told = set[str]()
+    for line in lines:
+        if objection is not None and not line.concerns(objection):
+            continue
+        mark = f"{'!' if line.objected and objection is not None else ' '}{marks.get(line.fence, ' ')}"
+        if line.fence in marks and line.fence not in told and objection is not None:
+            told.add(line.fence)
+            yield mark, dataclasses.replace(line, text=line.text + _deed(objection, line.fence))
+        else:
+            yield mark, line
+
+
+def _deed(objection: Finding, work: str) -> str:
+    """What `work` does with the bytes, and what it should have waited for."""
+    number = objection.works.index(work)
+    if number >= len(objection.does):
+        return ""
+    deed = f" {objection.does[number]} {objection.memory}[{objection.start}:{objection.stop}]"
+    return f"{deed}, not after {objection.works[0]}" if objection.kind == "race" and number == 1 else deed
+
+
+def _joined(lines: Iterator[tuple[str, TraceLine]]) -> Iterator[tuple[str, TraceLine]]:
+    """Work that nothing came between is one line."""
+    held: tuple[str, TraceLine] | None = None
+    for mark, line in lines:
+        if held is not None:
+            begun = held[1]
+            if line.actor == begun.actor and line.fence == begun.fence and line.text.startswith("ends "):
+                both = max(held[0], mark, key=lambda one: len(one.strip()))
+                yield both, dataclasses.replace(line, text=line.text.replace("ends", "runs", 1))
+                held = None
+                continue
+            yield held
+            held = None
+        if line.text.startswith("begins "):
+            held = mark, line
+        else:
+            yield mark, line
+    if held is not None:
+        yield held
+
+
+def _columns(actors: Sequence[str], lines: Sequence[TraceLine], width: int) -> dict[str, int]:
+    """Where each column begins: as wide as its texts where there is room, else so far left that every line ends within `width`.
+
+    Every line holds one event only, so a text may reach across the columns to its right.
+    """
+    longest = {actor: max([len(actor), *(len(line.text) for line in lines if line.actor == actor)]) for actor in actors}
+    starts, at = {}, _MARGIN
+    for actor in actors:
+        starts[actor] = at
+        at += longest[actor] + _GAP
+    limit = width
+    for number, actor in reversed(list(enumerate(actors))):
+        floor = _MARGIN + sum(len(before) + _GAP for before in actors[:number])
+        starts[actor] = max(floor, min(starts[actor], width - longest[actor], limit - len(actor) - _GAP))
+        limit = starts[actor]
+    return starts
+
+
+def _tail(relation: str, fences: Sequence[Fence]) -> str:
+    return f" {relation} {', '.join(map(name_of, fences))}" if fences else ""
 
 
 def _short(ids: Sequence[int]) -> str:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
+import signal
+import threading
 from collections.abc import Iterable, Iterator
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -27,7 +30,8 @@ class Job(Protocol[T_co]):
 def spread(jobs: Iterable[Job[T]], *, workers: int) -> Iterator[T]:
     """Results as they come, in any order; with one worker, in this process and in order. What a job raises is raised here.
 
-    Leaving the iteration ends the processes, at the latest after the job that each is at or some seconds.
+    Leaving the iteration ends the processes, at the latest after the job that each is at or some seconds. An interrupt from the
+    terminal reaches this process only.
     """
     if workers == 1:
         for job in jobs:
@@ -36,13 +40,14 @@ def spread(jobs: Iterable[Job[T]], *, workers: int) -> Iterator[T]:
     context = multiprocessing.get_context("spawn")  # not forked: torch's threads do not survive that
     waiting, pipes, processes = iter(jobs), list[Connection](), list[BaseProcess]()
     try:
-        for _ in range(workers):
-            ours, theirs = context.Pipe()
-            process: BaseProcess = context.Process(target=_work, args=(theirs,), daemon=True)
-            process.start()
-            theirs.close()
-            pipes.append(ours)
-            processes.append(process)
+        with _deaf():
+            for _ in range(workers):
+                ours, theirs = context.Pipe()
+                process: BaseProcess = context.Process(target=_work, args=(theirs,), daemon=True)
+                process.start()
+                theirs.close()
+                pipes.append(ours)
+                processes.append(process)
         busy = [pipe for pipe in pipes if _give(pipe, waiting)]
         while busy:
             for pipe in wait(busy):
@@ -66,6 +71,19 @@ def spread(jobs: Iterable[Job[T]], *, workers: int) -> Iterator[T]:
                 process.join()
 
 
+@contextlib.contextmanager
+def _deaf() -> Iterator[None]:
+    """Processes that are started here ignore interrupts from their first moment on; this one does so for as long."""
+    if threading.current_thread() is not threading.main_thread():  # where handlers cannot be set, none is interrupted
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 def _give(pipe: Connection, jobs: Iterator[Job[T]]) -> bool:
     """Hand the next job over; False when there is none."""
     job = next(jobs, None)
@@ -75,7 +93,7 @@ def _give(pipe: Connection, jobs: Iterator[Job[T]]) -> bool:
 
 
 def _work(pipe: Connection) -> None:
-    """A worker's life: job in, result or error out, until the other end is closed or the terminal interrupts."""
+    """A worker's life: job in, result or error out, until the other end is closed."""
     try:
         while True:
             job: Job[object] = pipe.recv()
@@ -84,5 +102,5 @@ def _work(pipe: Connection) -> None:
             except Exception as error:
                 answer = (None, error)
             pipe.send(answer)
-    except (EOFError, OSError, KeyboardInterrupt):
+    except (EOFError, OSError):
         return

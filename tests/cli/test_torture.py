@@ -1,0 +1,187 @@
+"""`sidestream torture`: what it refuses, prints and saves, and how it ends."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from sidestream.engine import Engine
+from sidestream.testing.mutations import applied, find
+from sidestream.testing.torture import draw_workload
+from sidestream.testing.torture.replay import Replay
+
+from .conftest import Run
+
+WAIT_S = 150.0
+RULE = "flight-waits-for-the-last-use"
+
+
+def figures(stdout: str) -> dict[str, float]:
+    return {figure["name"]: figure["value"] for figure in json.loads(stdout)["figures"]}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--schedules", "0"), "schedules is 0: give a whole number from 1"),
+        (("--schedules", "-3"), "schedules is -3: give a whole number from 1"),
+        (("--minutes", "0"), "minutes is 0: give a positive number"),
+        (("--minutes", "nan"), "minutes is nan: give a positive number"),
+        (("--minutes", "1", "--schedules", "5"), "--schedules and --minutes are both given: give how many, or how long"),
+        (("--workers", "0"), "workers is 0: give a whole number from 1"),
+        (("--policy", "lat"), "policy is 'lat': give random, late, early, starve:STREAM or pct:DEPTH"),
+        (("--policy", "pct:0"), "policy is 'pct:0'"),
+        (("finish-releases",), "finish-releases is given without --mutations: give both, or leave it out"),
+        (("--mutations", "finish-release"), "finish-releases"),
+        (("--mutations", "--policy", "late"), "--policy is given, and --mutations uses all policies"),
+        (("--replay", "none.json"), "none.json cannot be read: No such file or directory"),
+        (("--replay", "none.json", "--seed", "0"), "--replay says all about its schedule: leave --seed out"),
+        (("--replay", "none.json", "--workers", "2", "--policy", "late"), "leave --policy out"),
+        (("--replay", "none.json", "finish-releases"), "leave finish-releases out"),
+    ],
+)
+def test_what_makes_no_sense_is_refused_before_anything_runs(
+    options: tuple[str, ...], message: str, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = run("torture", *options)
+    assert result.exit_code == 2
+    assert message in result.stderr
+    assert result.stdout == ""
+
+
+def test_words_that_are_no_options_are_refused(run: Run) -> None:
+    result = run("torture", "--schedule", "5")
+    assert result.exit_code == 2
+    assert "--schedules" in result.stderr
+
+
+def test_a_place_to_save_that_cannot_be_made_is_refused_before_anything_runs(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    result = run("torture", "--schedules", "8", "--save", tmp_path / "file" / "below")
+    assert result.exit_code == 2
+    assert "--save" in result.stderr
+    assert "give another directory" in result.stderr
+    assert "schedules" not in result.stdout
+
+
+def test_a_clean_campaign_ends_with_0_and_its_figures(run: Run, tmp_path: Path) -> None:
+    result = run("torture", "--schedules", "16", "--seed", "4", "--json", "--save", tmp_path)
+    assert result.exit_code == 0
+    told = figures(result.stdout)
+    assert told["schedules"] == 16
+    assert told["findings"] == 0
+    assert told["schedules_per_minute"] > 0
+    assert not list(tmp_path.iterdir())
+    again = figures(run("torture", "--schedules", "16", "--seed", "4", "--json", "--save", tmp_path).stdout)
+    assert {name: told[name] for name in told if "minute" not in name} == {name: again[name] for name in again if "minute" not in name}
+
+
+def test_as_many_as_the_minutes_allow(run: Run, tmp_path: Path) -> None:
+    result = run("torture", "--minutes", "0.001", "--json", "--save", tmp_path)
+    assert result.exit_code == 0
+    assert figures(result.stdout)["schedules"] == 8  # whatever was begun is finished: the schedules of one workload
+
+
+def test_only_the_policies_that_are_named(run: Run, tmp_path: Path) -> None:
+    late, both = (
+        figures(run("torture", "--schedules", "8", *options, "--json", "--save", tmp_path).stdout)["decisions_per_schedule"]
+        for options in (("--policy", "late"), ("--policy", "late", "--policy", "pct:2"))
+    )
+    assert late != both
+
+
+def test_a_finding_ends_with_1_and_is_shown_saved_and_replayed(run: Run, tmp_path: Path) -> None:
+    with applied(find(RULE)):
+        result = run("torture", "--schedules", "8", "--json", "--save", tmp_path)
+    assert result.exit_code == 1
+    assert figures(result.stdout)["findings"] > 0
+    (saved,) = tmp_path.glob("*.json")
+    for part in (" A  ", " B  ", "checker: race: ", "missing: store:1 ──▶ compute:", f"sidestream torture --replay {saved}"):
+        assert part in result.stderr
+
+    with applied(find(RULE)):
+        replayed = run("torture", "--replay", saved)
+    assert replayed.exit_code == 1
+    assert "missing: store:1 ──▶ compute:" in replayed.stdout
+    fixed = run("torture", "--replay", saved)
+    assert fixed.exit_code == 0
+    assert "nothing is wrong any more; it was: checker: race: " in fixed.stdout
+
+
+def test_a_mutation_that_is_asked_for_by_name_is_shown_and_its_replay_takes_the_rule_out_itself(run: Run, tmp_path: Path) -> None:
+    result = run("torture", "--mutations", RULE, "--json", "--save", tmp_path)
+    assert result.exit_code == 0
+    assert figures(result.stdout) == {"mutations_total": 1, "mutations_killed": 1, "schedules_to_kill_max": 2}
+    assert f"│ {RULE}" in result.stderr
+    replayed = run("torture", "--replay", tmp_path / f"{RULE}.json", "--json")
+    assert replayed.exit_code == 1
+    assert figures(replayed.stdout)["findings"] == 1
+    assert f"without {RULE}" in replayed.stderr
+
+
+def test_names_in_brackets_are_printed_as_they_are(run: Run, tmp_path: Path) -> None:
+    path = tmp_path / "[red]s[bold].json"
+    Replay(draw_workload(0), {}, None, "tokens", "[blue]").save(path)
+    result = run("torture", "--replay", path)
+    assert result.exit_code == 0
+    assert str(path) in result.stdout
+    assert "tokens: [blue]" in result.stdout
+
+
+def test_an_interrupt_in_the_middle_of_a_schedule_ends_with_130_or_with_1_if_there_were_findings(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps, step = [0], Engine.step
+
+    def interrupted(self: Engine) -> bool:
+        steps[0] += 1
+        if steps[0] == 1000:
+            raise KeyboardInterrupt
+        return step(self)
+
+    monkeypatch.setattr(Engine, "step", interrupted)
+    result = run("torture", "--json", "--save", tmp_path)
+    assert result.exit_code == 130
+    assert 0 < figures(result.stdout)["schedules"] < 100
+    steps[0] = 0
+    with applied(find(RULE)):
+        assert run("torture", "--json", "--save", tmp_path).exit_code == 1
+    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("sidestream-sim")]
+
+
+def test_an_interrupt_ends_with_130_and_what_was_done_and_leaves_no_process(tmp_path: Path) -> None:
+    code = f"""
+import os, signal
+from sidestream.testing.torture import campaign
+
+spread = campaign.spread
+
+def interrupted(jobs, *, workers):
+    for number, result in enumerate(spread(jobs, workers=workers)):
+        yield result
+        if number == 2:
+            os.killpg(os.getpgrp(), signal.SIGINT)  # as a terminal does: to all of them
+
+if __name__ == "__main__":
+    campaign.spread = interrupted
+    from sidestream.cli import main
+    import sys
+    sys.argv = ["sidestream", "torture", "--minutes", "60", "--workers", "2", "--json", "--save", {str(tmp_path)!r}]
+    main()
+"""
+    (tmp_path / "program.py").write_text(code, encoding="utf-8")
+    command = [sys.executable, str(tmp_path / "program.py")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True) as child:
+        try:
+            out, err = child.communicate(timeout=WAIT_S)  # until nobody holds its pipes any more: it and its workers
+        finally:
+            child.kill()
+    assert child.returncode == 130
+    assert figures(out)["schedules"] >= 24
+    assert "Traceback" not in err

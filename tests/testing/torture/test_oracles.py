@@ -1,0 +1,185 @@
+"""Each oracle objects when it should: to a missing rule, to a device or a client that was doctored, to bytes that were changed by hand."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+
+import pytest
+
+from sidestream.device.sim import make_policy
+from sidestream.testing.mutations import Mutation, applied, find
+from sidestream.testing.torture import ORACLES, Asked, Event, Fault, Outcome, Workload, draw_workload, reference_of, run_one, run_schedule
+from sidestream.testing.torture.judge import wrong_answer
+from sidestream.testing.torture.oracle import Sample
+
+PLAIN = Workload(0, (Asked(at=0, prompt=tuple(range(1, 12)), max_tokens=4), Asked(at=1, prompt=tuple(range(1, 10)), max_tokens=3)), slots=8)
+
+
+def doctored(target: str, old: str, new: str) -> Mutation:
+    return Mutation(name="doctored", hazard="H1", target=target, old=old, new=new, removes="whatever the test says")
+
+
+LOST_FENCE = doctored(
+    "sidestream.device.sim.device:SimStream._do",
+    "fence.done, self.busy = True, False",
+    "fence.done, self.busy = not label.startswith('decode'), False",
+)
+NOT_EVER_FINISHED = doctored(
+    "sidestream.testing.torture.run:_Schedule._busy", "return engine._previous is not None", "return True or engine._previous is not None"
+)
+
+OBJECTIONS: dict[str, tuple[Mutation, int, str, int]] = {
+    "checker": (find("flight-waits-for-the-last-use"), 0, "late", 1),
+    "tokens": (find("only-the-last-chunk-samples"), 0, "random", 0),
+    "content": (find("key-names-its-prefix"), 0, "random", 0),
+    "balance": (find("forgotten-block-is-free"), 3, "random", 24),
+    "answered": (find("request-ends-before-its-client-is-told"), 0, "random", 0),
+    "deadlock": (LOST_FENCE, 0, "random", 0),
+    "no progress": (NOT_EVER_FINISHED, 0, "random", 0),
+    "error": (find("share-counts-its-reference"), 0, "random", 0),
+}
+
+
+def run(workload: Workload) -> Outcome:
+    return run_schedule(workload, make_policy("random", random.Random(0)))
+
+
+@pytest.mark.parametrize("oracle", ORACLES)
+def test_an_oracle_objects(oracle: str) -> None:
+    mutation, number, policy, seed = OBJECTIONS[oracle]
+    workload = draw_workload(number)
+    reference = reference_of(workload)  # by the code as it is
+    assert run_one(workload, policy, seed, reference).findings == ()
+    with applied(mutation):
+        outcome = run_one(workload, policy, seed, reference)
+    assert oracle in outcome.oracles
+    assert run_one(workload, policy, seed, reference).findings == ()
+
+
+def test_the_first_objection_is_that_of_the_first_oracle_in_the_list() -> None:
+    with applied(find("release-keeps-its-fences")):
+        outcome = run_one(draw_workload(0), "late", 1)
+    assert list(outcome.oracles) == sorted(outcome.oracles, key=ORACLES.index)
+    assert len(outcome.oracles) > 1
+
+
+def test_a_plain_workload_is_clean_and_a_later_one_is_not_affected_by_an_earlier_one() -> None:
+    outcome = run(PLAIN)
+    assert outcome.findings == ()
+    assert run(PLAIN) == outcome
+
+
+# ---------------------------------------------------------------------- what clients are told
+
+RIGHT = Sample([5, 6, 7], "abc", (-0.1, -0.2, -0.3), "length")
+
+
+def objections(told: Sample, workload: Workload = PLAIN, *, over: bool = False) -> list[str]:
+    return [oracle for oracle, _ in wrong_answer(workload, 0, told, RIGHT, over=over)]
+
+
+@pytest.mark.parametrize(
+    ("told", "expected"),
+    [
+        (RIGHT, []),
+        (Sample([5, 9, 7], "axc", (-0.1, -0.2, -0.3), "length"), ["tokens"]),
+        (Sample([5, 6], "ab", (-0.1, -0.2), "length"), ["tokens"]),
+        (Sample([5, 6, 7, 8], "abcd", (-0.1,) * 4, "length"), ["tokens"]),
+        (dataclasses.replace(RIGHT, text="abd"), ["tokens"]),
+        (dataclasses.replace(RIGHT, reason="stop"), ["tokens"]),
+        (dataclasses.replace(RIGHT, logprobs=(-0.1, -0.25, -0.3)), ["tokens"]),
+        (dataclasses.replace(RIGHT, logprobs=(-0.1, -0.2, -0.3, -0.4)), ["tokens"]),
+        (dataclasses.replace(RIGHT, reason=None), ["answered"]),
+        (dataclasses.replace(RIGHT, reason="abort"), ["answered"]),
+        (dataclasses.replace(RIGHT, reason="error", error="broken"), ["answered"]),
+    ],
+)
+def test_an_answer_is_right_or_an_oracle_says_which_way_it_is_wrong(told: Sample, expected: list[str]) -> None:
+    assert objections(told) == expected
+
+
+def test_whoever_leaves_may_have_a_beginning_and_nothing_but_a_beginning() -> None:
+    asked = dataclasses.replace(PLAIN.requests[0], abort_at=2)
+    leaves = dataclasses.replace(PLAIN, requests=(asked, PLAIN.requests[1]))
+    assert objections(Sample([5, 6], "ab", (-0.1, -0.2), "abort"), leaves) == []
+    assert objections(Sample([], "", (), "abort"), leaves) == []
+    assert objections(Sample([6], "b", (-0.2,), "abort"), leaves) == ["tokens"]
+    assert objections(Sample([5], "b", (-0.1,), "abort"), leaves) == ["tokens"]
+    assert objections(Sample([5, 6], "ab", (), None), leaves) == ["answered"]
+
+
+def test_the_requests_of_an_engine_that_is_gone_may_have_no_end_yet() -> None:
+    assert objections(Sample([5], "a", (-0.1,), None), over=True) == []
+    assert objections(Sample([6], "b", (-0.1,), None), over=True) == ["tokens"]
+
+
+def test_only_flights_that_fail_may_end_a_request_with_an_error() -> None:
+    broken = dataclasses.replace(PLAIN, faults=(Fault("forward", "nan", 0),))
+    assert objections(Sample([], "", (), "error", "no numbers"), broken) == []
+
+
+# ---------------------------------------------------------------------- bytes, keys and accounts that were changed by hand
+
+
+def spoiling(deed: str) -> Mutation:
+    """At the end, before anything is judged, `deed` happens."""
+    return doctored(
+        "sidestream.testing.torture.run:_Schedule._judge_idle",
+        "life = self._life",
+        f"life = self._life; engine, parts = life.engine, life.engine.parts; {deed}",
+    )
+
+
+@pytest.mark.parametrize(
+    ("spoilt", "oracle", "text"),
+    [
+        (
+            "life.device.memory('kv').data[next(iter(parts.blocks._index._id_of.values())) * 192] ^= 1",
+            "content",
+            "1 of its 192 bytes are wrong",
+        ),
+        ("life.device.memory('host').data[next(iter(parts.host.pool._index._id_of.values())) * 192 + 7] ^= 1", "content", "the first at 7"),
+        ("self._reference.blocks.popitem()", "content", "which no request has"),
+        ("parts.blocks.take(1)", "balance", "still in use"),
+        ("parts.host.pool.take(1)", "balance", "host slots are still in use"),
+        ("engine._sessions[9] = None", "balance", "1 sessions are kept"),
+        ("engine._unfinished += 1", "balance", "1 requests are counted as unfinished"),
+        ("parts.device.stall('queue full')", "balance", "the engine's thread was held up: queue full"),
+        ("parts.device.stall('queue full')", "checker", "the host was held up"),
+    ],
+)
+def test_what_is_spoilt_at_the_end_is_noticed(spoilt: str, oracle: str, text: str) -> None:
+    with applied(spoiling(spoilt)):
+        outcome = run(PLAIN)
+    assert any(finding.oracle == oracle and text in finding.text for finding in outcome.findings), outcome.findings
+
+
+def test_a_reset_that_forgets_nothing_is_noticed_at_once() -> None:
+    reset = dataclasses.replace(PLAIN, events=(Event(6, "reset"),))
+    assert run(reset).findings == ()
+    with applied(find("reset-reaches-the-scheduler")):
+        outcome = run(reset)
+    assert any("findable right after the reset (H8)" in finding.text for finding in outcome.findings)
+
+
+def test_a_damaged_file_is_an_objection_only_if_the_script_does_not_damage_files() -> None:
+    disk = dataclasses.replace(PLAIN, disk_blocks=16)
+    cut = doctored(
+        "sidestream.testing.torture.script:ScriptedTier.write", "_damage(path, fault)", "_damage(path, Fault('write', 'truncated', 0))"
+    )
+    scripted = dataclasses.replace(disk, faults=(Fault("write", "truncated", 0, every=1),))
+    assert run(disk).findings == ()
+    assert run(scripted).findings == ()
+    with applied(cut):
+        outcome = run(disk)
+    assert any("cannot be read" in finding.text for finding in outcome.findings)
+
+
+def test_an_exception_says_where_it_came_from() -> None:
+    broken = doctored("sidestream.testing.torture.run:_Schedule._judge_idle", "life = self._life", "life = self._nobody")
+    with applied(broken):
+        outcome = run(PLAIN)
+    (finding,) = [finding for finding in outcome.findings if finding.oracle == "error"]
+    assert "AttributeError" in finding.text
+    assert "_judge_idle" in finding.text

@@ -1,0 +1,52 @@
+"""Same seed, same run: in one process, in another, under any hash seed, and however many processes share the work."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+from sidestream.device.sim import make_policy
+from sidestream.testing.torture import POLICIES, Report, draw_workload, run_schedule, torture
+
+SCHEDULES = 27  # each policy three times
+
+
+def digest() -> str:
+    """Everything that a few schedules did, down to the last interleaved line."""
+    found = hashlib.sha256()
+    for number in range(len(POLICIES)):
+        outcome = run_schedule(draw_workload(number), make_policy(POLICIES[number], random.Random(number)), trace=True)
+        found.update(repr(outcome).encode())
+    return found.hexdigest()
+
+
+def said(report: Report) -> tuple[object, ...]:
+    return report.schedules, report.steps, report.decisions, report.num_failures, report.failures
+
+
+def test_a_schedule_runs_the_same_twice_in_a_process_and_in_others() -> None:
+    here = digest()
+    assert digest() == here
+    environment = {**os.environ, "PYTHONHASHSEED": "7", "PYTHONPATH": os.pathsep.join([*sys.path, str(Path(__file__).parent)])}
+    code = "from test_same_seed import digest; print(digest())"
+    there = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert there.stdout.strip() == here
+
+
+def test_two_processes_do_what_one_does() -> None:
+    assert said(torture(schedules=SCHEDULES, seed=3, workers=2)) == said(torture(schedules=SCHEDULES, seed=3))
+
+
+def test_another_seed_is_another_campaign() -> None:
+    assert said(torture(schedules=8, seed=1)) == said(torture(schedules=8, seed=1))
+    assert said(torture(schedules=8, seed=1)) != said(torture(schedules=8, seed=2))
+
+
+def test_the_campaign_of_the_next_seed_goes_on_where_the_first_workload_ends() -> None:
+    both = torture(schedules=16, seed=5)
+    first, second = torture(schedules=8, seed=5), torture(schedules=8, seed=6)
+    assert (both.steps, both.decisions) == (first.steps + second.steps, first.decisions + second.decisions)

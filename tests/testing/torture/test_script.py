@@ -1,0 +1,80 @@
+"""Scripted faults: the operation that is named suffers what is named, as often as is said, and the engine serves on."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+import pytest
+
+from sidestream.device.sim import make_policy
+from sidestream.testing.torture import Asked, Event, Fault, Outcome, Workload, run_schedule
+from sidestream.testing.torture.script import Script, ScriptedDevice
+from sidestream.testing.torture.workload import FAULTS_OF, Operation
+
+FIRST, SECOND, THIRD = (tuple(range(start, start + 16)) for start in (1, 21, 41))
+# A prompt comes back after others have taken its room on the device and in host memory.
+VISITS = tuple(
+    Asked(at=20 * number, prompt=prompt, max_tokens=2) for number, prompt in enumerate((FIRST, SECOND, THIRD, FIRST, SECOND, THIRD))
+)
+
+
+def workload(*faults: Fault, slots: int = 5) -> Workload:
+    return Workload(0, VISITS, faults=faults, blocks=5, slots=slots, disk_blocks=40, max_running=1)
+
+
+def run(given: Workload) -> Outcome:
+    return run_schedule(given, make_policy("random", random.Random(0)), trace=True)
+
+
+@pytest.mark.parametrize(("operation", "kind"), [(operation, kind) for operation, kinds in FAULTS_OF.items() for kind in kinds])
+def test_every_fault_befalls_its_operation_and_no_oracle_objects(operation: Operation, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    suffered: Counter[tuple[str, str]] = Counter()
+    following = Script.next
+
+    def counted(self: Script, asked: Operation) -> Fault | None:
+        fault = following(self, asked)
+        if fault is not None:
+            suffered[asked, fault.kind] += 1
+        return fault
+
+    monkeypatch.setattr(Script, "next", counted)
+    fault = Fault(operation, kind, first=1, seconds=4e-3 if kind in ("slow", "late") else 0.0)  # type: ignore[arg-type]
+    # With little host memory blocks come back from the disk, with much from there.
+    assert run(workload(fault, slots=24 if operation == "load" else 5)).findings == ()
+    assert suffered == {(operation, kind): 1}
+
+
+def test_a_fault_comes_back_as_often_as_it_says() -> None:
+    script = Script(workload(Fault("read", "lost", first=2, every=3), Fault("write", "full", first=1)))
+    assert [script.next("read") is not None for _ in range(9)] == [False, False, True, False, False, True, False, False, True]
+    assert [script.next("write") is not None for _ in range(4)] == [False, True, False, False]
+    assert script.next("store") is None
+
+
+def test_slowness_is_virtual_time_only() -> None:
+    device = ScriptedDevice(make_policy("early", random.Random(0)), Script(workload()), witness=None)
+    times: list[float] = []
+
+    def done() -> None:
+        times.append(device.now())
+
+    stream = device.stream("compute")
+    stream.submit(lambda: device.play(Fault("forward", "slow", 0, seconds=3600.0), done, torn=done))
+    stream.submit(lambda: device.play(Fault("forward", "late", 0, seconds=3600.0), done, torn=done))
+    device.close()
+    slow, late = times
+    assert slow >= 3600.0  # begins late
+    assert late < slow + 1.0  # its bytes move at once …
+    assert device.now() >= 7200.0  # … and nobody learns of it
+
+
+def test_a_crash_keeps_the_disk_and_whoever_had_no_answer_asks_again() -> None:
+    for kind in ("crash", "restart"):
+        given = Workload(0, VISITS, (Event(47, kind),), blocks=5, slots=5, disk_blocks=40, max_running=1)  # type: ignore[arg-type]
+        outcome = run(given)
+        assert outcome.findings == ()
+        texts = [line.text for line in outcome.lines]
+        begun = next(at for at, text in enumerate(texts) if "begins again" in text)
+        assert any("found on disk" in text for text in texts[begun:])
+        assert sum(text.startswith("submits request 0") for text in texts) == 2
