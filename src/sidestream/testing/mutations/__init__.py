@@ -47,9 +47,9 @@ EQUIVALENT: tuple[Equivalent, ...] = tuple(equivalent for room in _ROOMS for equ
 EXEMPT: tuple[Exempt, ...] = tuple(exempt for room in _ROOMS for exempt in room.EXEMPT)
 
 ELSEWHERE: dict[str, str] = {
-    "H13": "ranks that disagree: there is one rank",
-    "H18": "padded rows of a graph: there are no graphs, and a batch is packed anew for every flight",
-    "H20": "two reads of one flag: no flag is shared with another thread but the transfer engine's `_abandoned`, read once",
+    "H13": "there is one rank",
+    "H18": "there are no graphs, and a batch is packed anew for every flight",
+    "H20": "no flag is shared with another thread but the transfer engine's `_abandoned`, read once",
 }
 
 
