@@ -1,6 +1,7 @@
 """Write the tables of README and docs from the files in bench/results; with `--check`, only say whether they are up to date.
 
-A table stands between `<!-- figures: NAME … -->` and `<!-- end -->`; NAME is a file of bench/results without its ending.
+A table stands between `<!-- figures: NAME … -->` and `<!-- end -->`; NAME is a file of bench/results without its ending. The table of
+hazards stands behind `<!-- hazards -->` and is made from the code (`hazards.py`).
 """
 
 from __future__ import annotations
@@ -10,9 +11,12 @@ import re
 import sys
 from pathlib import Path
 
+from hazards import hazard_table
+
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench" / "results"
 _MARKED = re.compile(r"(<!-- figures: (?P<names>[\w\- ]+) -->\n)(?P<table>.*?)(<!-- end -->)", re.DOTALL)
+_HAZARDS = re.compile(r"(<!-- hazards -->\n)(?P<table>.*?)(<!-- end -->)", re.DOTALL)
 
 
 def table(names: list[str]) -> str:
@@ -33,7 +37,8 @@ def table(names: list[str]) -> str:
 
 def rewritten(text: str) -> str:
     """The text with every marked table made anew."""
-    return _MARKED.sub(lambda found: found[1] + table(found["names"].split()) + found[4], text)
+    text = _MARKED.sub(lambda found: found[1] + table(found["names"].split()) + found[4], text)
+    return _HAZARDS.sub(lambda found: found[1] + hazard_table() + found[3], text)
 
 
 def main() -> int:

@@ -8,7 +8,8 @@ A test that passes with a rule and with the rule taken out does not test the rul
 MUTATIONS    rules whose absence some schedule must show
 EQUIVALENT   rules that no schedule misses, each with the reason
 EXEMPT       lines that look like such rules, each with the reason why they are none
-ELSEWHERE    hazards without a rule in these rooms, and where they are dealt with
+ELSEWHERE    hazards without a rule in these rooms, and why
+HAZARDS      what each number stands for
 
 The tables lie beside this file, one for each room whose rules they hold. Adding a wait, a lease or a check to a room means
 adding a row here.
@@ -19,12 +20,14 @@ from __future__ import annotations
 from sidestream.config import unknown_name
 from sidestream.errors import ConfigError
 from sidestream.testing.mutations import engine, execute, kv, schedule, tiers, transfer
+from sidestream.testing.mutations.hazards import HAZARDS
 from sidestream.testing.mutations.mechanism import Edit, Equivalent, Exempt, Feature, Mutation, applied, changed_functions, source_of
 
 __all__ = [
     "ELSEWHERE",
     "EQUIVALENT",
     "EXEMPT",
+    "HAZARDS",
     "MUTATIONS",
     "Edit",
     "Equivalent",
@@ -44,9 +47,9 @@ EQUIVALENT: tuple[Equivalent, ...] = tuple(equivalent for room in _ROOMS for equ
 EXEMPT: tuple[Exempt, ...] = tuple(exempt for room in _ROOMS for exempt in room.EXEMPT)
 
 ELSEWHERE: dict[str, str] = {
-    "H13": "ranks that disagree: there is one rank",
-    "H18": "padded rows of a graph: there are no graphs, and a batch is packed anew for every flight",
-    "H20": "two reads of one flag: no flag is shared with another thread but the transfer engine's `_abandoned`, read once",
+    "H13": "there is one rank",
+    "H18": "there are no graphs, and a batch is packed anew for every flight",
+    "H20": "no flag is shared with another thread but the transfer engine's `_abandoned`, read once",
 }
 
 

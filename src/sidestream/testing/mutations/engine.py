@@ -5,6 +5,7 @@ from __future__ import annotations
 from sidestream.testing.mutations.mechanism import Edit, Equivalent, Exempt, Mutation
 
 _LOOP = "sidestream.engine.loop:Engine"
+_BUILD = "sidestream.engine.build"
 _MAILBOX = "sidestream.execute.mailbox:Mailbox"
 
 MUTATIONS = (
@@ -48,6 +49,27 @@ MUTATIONS = (
         needs=frozenset({"failing_flight"}),
     ),
     Mutation(
+        name="failed-flight-ends-its-requests",
+        hazard="H22",
+        target=f"{_LOOP}._flight_failed",
+        old=(
+            "        if self._is_current(row):\n"
+            '            self._end(row.request_id, "error", f"the forward pass failed: {flight.fence.failure}")\n'
+        ),
+        new="        pass\n",
+        removes="requests of a failed flight hold what they hold, and nobody hears of them again",
+        needs=frozenset({"failing_flight"}),
+    ),
+    Mutation(
+        name="broken-logits-end-their-request",
+        hazard="H9",
+        target=f"{_LOOP}._commit",
+        old="        if not result.finite:\n",
+        new="        if not result.finite and session is None:\n",
+        removes="a request goes on behind logits that are no numbers",
+        needs=frozenset({"bad_logits"}),
+    ),
+    Mutation(
         name="failed-load-is-known-before-its-flight-is-believed",
         hazard="H9",
         target=f"{_LOOP}._commit",
@@ -80,6 +102,15 @@ MUTATIONS = (
         old="        self._forget(session.request, reason)\n        session.end(reason, error)\n",
         new="        session.end(reason, error)\n        self._forget(session.request, reason)\n",
         removes="a client that hears of its request's abort finds its blocks in use",
+        needs=frozenset({"abort"}),
+    ),
+    Mutation(
+        name="aborted-request-ends",
+        hazard="H21",
+        target=f"{_LOOP}._abort",
+        old='        self._end(request_id, "abort")\n',
+        new="        pass\n",
+        removes="a request goes on when its client has gone",
         needs=frozenset({"abort"}),
     ),
     Mutation(
@@ -127,6 +158,108 @@ MUTATIONS = (
         removes="transfers on their way publish blocks of the old weights",
         needs=frozenset({"offload", "weights"}),
     ),
+    Mutation(
+        name="new-weights-have-new-keys",
+        hazard="H14",
+        target=f"{_LOOP}._update_weights",
+        old="BlockKeys(fingerprint=fingerprint, layout=",
+        new="BlockKeys(fingerprint='', layout=",
+        removes="blocks of the new weights have keys that say nothing of them",
+        needs=frozenset({"weights"}),
+    ),
+    Mutation(
+        name="new-weights-keep-the-salt",
+        hazard="H14",
+        target=f"{_LOOP}._update_weights",
+        old=", salt=self.parts.salt)",
+        new=")",
+        removes="after new weights, engines with different salts find each other's blocks",
+        needs=frozenset({"weights"}),
+    ),
+    Mutation(
+        name="new-weights-take-the-keys-over",
+        hazard="H14",
+        target=f"{_LOOP}._update_weights",
+        old="        scheduler.rekey(",
+        new="        scheduler.keys_of(()) or str(",
+        removes="requests find, under the old keys, what the old weights computed",
+        needs=frozenset({"weights"}),
+    ),
+    Mutation(
+        name="new-weights-let-new-requests-in",
+        hazard="H26",
+        target=f"{_LOOP}._update_weights",
+        old="    scheduler.admits_new = True\n",
+        new="",
+        removes="nobody is admitted any more once the weights were replaced",
+        needs=frozenset({"weights"}),
+    ),
+    Mutation(
+        name="keys-name-the-served-model",
+        hazard="H14",
+        target=f"{_BUILD}:build_engine",
+        old="BlockKeys(fingerprint=model.fingerprint, layout=layout, salt=config.salt)",
+        new="BlockKeys(fingerprint='', layout=layout, salt=config.salt)",
+        removes="engines of different models find each other's blocks",
+    ),
+    Mutation(
+        name="keys-name-the-configured-salt",
+        hazard="H14",
+        target=f"{_BUILD}:build_engine",
+        old="BlockKeys(fingerprint=model.fingerprint, layout=layout, salt=config.salt)",
+        new="BlockKeys(fingerprint=model.fingerprint, layout=layout)",
+        removes="an engine that was given a salt finds what engines with another one left",
+    ),
+    # ------------------------------------------------------------------ the end
+    Mutation(
+        name="last-flight-lands-before-the-end",
+        hazard="H10",
+        target=f"{_LOOP}._drain",
+        old="    self._commit(self._previous)\n    self._previous = None\n",
+        new="",
+        removes="a flight is still on its way when what it uses is given back",
+        needs=frozenset({"close"}),
+    ),
+    Mutation(
+        name="requests-end-with-the-engine",
+        hazard="H22",
+        target=f"{_LOOP}._drain",
+        old='        self._end(request_id, "abort")\n',
+        new="        pass\n",
+        removes="an engine that was closed leaves its clients waiting, and their blocks in use",
+        needs=frozenset({"close"}),
+    ),
+    Mutation(
+        name="transfers-end-before-their-streams",
+        hazard="H10",
+        target=f"{_LOOP}.close",
+        old="        if transfers is not None:\n            ends.callback(transfers.flush, timeout_s=flush_s)\n",
+        new="",
+        removes="streams end under transfers that are on their way",
+        needs=frozenset({"close", "disk"}),
+    ),
+    Mutation(
+        name="streams-end-before-the-disk-is-let-go-of",
+        hazard="H10",
+        target=f"{_LOOP}.close",
+        old=(
+            "        if transfers is not None:\n            ends.callback(transfers.close)\n        ends.callback(self.parts.device.close)\n"
+        ),
+        new=(
+            "        ends.callback(self.parts.device.close)\n        if transfers is not None:\n            ends.callback(transfers.close)\n"
+        ),
+        removes="another engine may open a directory that this one still writes to",
+        needs=frozenset({"close", "disk"}),
+    ),
+    Mutation(
+        name="loop-ends-before-transfers-do",
+        hazard="H10",
+        target=f"{_LOOP}.close",
+        old="        ends.callback(self._end_loop)\n",
+        new="",
+        removes="the streams end under a flight that nobody takes in",
+        needs=frozenset({"close"}),
+    ),
 )
 
 EQUIVALENT = (
@@ -166,6 +299,38 @@ EQUIVALENT = (
         ),
         "who was in a failed flight may end with its error: no answer is wrong, one is missing",
     ),
+    Equivalent(
+        Mutation(
+            name="new-weights-are-taken-once",
+            hazard="H8",
+            target=f"{_LOOP}._update_weights",
+            old="    self._updates.clear()\n",
+            new="",
+            removes="the weights are replaced again and again",
+            needs=frozenset({"weights"}),
+        ),
+        "they are the same weights again; what was cached meanwhile is lost, and nothing else",
+    ),
 )
 
-EXEMPT: tuple[Exempt, ...] = ()
+_OTHER_THREAD = "another thread's wait for the engine's; a schedule has one thread"
+_NOTHING = "without it nothing is told, published or ended; when it happens is ruled above"
+
+EXEMPT = (
+    Exempt(
+        f"{_BUILD}:_open_tiers", "fingerprint=model.fingerprint,", "a schedule opens its disk itself; see disk-of-other-weights-is-refused"
+    ),
+    Exempt(f"{_BUILD}:build_engine", "salt=config.salt,\n", "see new-weights-keep-the-salt"),
+    Exempt(f"{_LOOP}.call", "done.wait(0.05)", _OTHER_THREAD),
+    Exempt(f"{_LOOP}._end_loop", "self._thread.join()", _OTHER_THREAD),
+    Exempt(f"{_LOOP}.step", "after=plan.after, gates=gates", "see flight-waits-for-the-last-use and layer-waits-for-its-load"),
+    Exempt(
+        f"{_LOOP}.step", "        self._commit(self._previous)\n        self._previous = None\n        self._commit(flight)\n", _NOTHING
+    ),
+    Exempt(f"{_LOOP}.step", "    self._commit(previous)\n", _NOTHING),
+    Exempt(f"{_LOOP}._commit", "parts.scheduler.commit(flight.batch", _NOTHING),
+    Exempt(f"{_LOOP}._commit", 'self._end(request.id, "error"', "see broken-logits-end-their-request"),
+    Exempt(f"{_LOOP}._flight_failed", "flight.drop()", "see letter-of-a-failed-flight-is-given-back"),
+    Exempt(f"{_LOOP}._fail", "self._sessions.clear()", "the engine has failed, and nothing runs any more"),
+    Exempt(f"{_LOOP}._apply_events", "transfers.poll()", "looks at fences; what it may conclude is ruled above"),
+)

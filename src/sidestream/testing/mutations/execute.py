@@ -104,6 +104,15 @@ MUTATIONS = (
         ),
     ),
     Mutation(
+        name="broken-logits-are-told",
+        hazard="H9",
+        target=f"{_MAILBOX}.write",
+        old="letter.slot.finite[:count] = drawn.finite.numpy()",
+        new="letter.slot.finite[:count] = True",
+        removes="the host believes what was drawn from logits that are no numbers",
+        needs=frozenset({"bad_logits"}),
+    ),
+    Mutation(
         name="read-letter-is-given-back",
         hazard="H22",
         target=f"{_MAILBOX}.read",
@@ -136,4 +145,7 @@ EQUIVALENT = (
     ),
 )
 
-EXEMPT: tuple[Exempt, ...] = ()
+EXEMPT = (
+    Exempt(f"{_EAGER}._run", "self._state.begin(row.row, row.begin)", "see row-begins-on-the-device"),
+    Exempt(f"{_EAGER}._run", "self._state.commit(rows, drawn.tokens)", "see drawn-token-stays-on-the-device"),
+)

@@ -25,6 +25,7 @@ _changed_now: set[FunctionType] = set()
 Feature = Literal[
     "abort",
     "bad_logits",
+    "close",
     "corrupt_tier",
     "disk",
     "failing_copy",
@@ -44,6 +45,7 @@ Feature = Literal[
 
 abort           requests that their clients end, at any point
 bad_logits      a flight with logits that are not finite, over KV that is wrong
+close           the engine ends in good order, with requests or transfers on their way
 corrupt_tier    files of the disk tier that are cut short or have a bit flipped
 disk            a disk tier
 failing_copy    stores and loads that raise, loads possibly after a part was copied
@@ -103,10 +105,14 @@ class Mutation:
 
 @dataclass(frozen=True, slots=True)
 class Equivalent:
-    """A rule that no schedule misses, because another one protects from the same thing, or because it saves time only."""
+    """A rule that no schedule misses, because another one protects from the same thing, or because it saves time only.
+
+    noticed_by   a test of the room that does miss it: file below `tests/`, two colons, function; empty: nothing that can be observed changes
+    """
 
     mutation: Mutation
     reason: str
+    noticed_by: str = ""
 
 
 @dataclass(frozen=True, slots=True)

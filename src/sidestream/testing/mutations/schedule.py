@@ -24,7 +24,7 @@ MUTATIONS = (
         old="request.epoch != row.epoch or ",
         new="",
         removes="a request that was retracted and runs again takes in the token of a flight from before",
-        needs=frozenset({"preempt"}),
+        needs=frozenset({"failing_copy", "offload"}),
     ),
     Mutation(
         name="retraction-begins-an-epoch",
@@ -33,7 +33,7 @@ MUTATIONS = (
         old="    request.epoch += 1\n",
         new="",
         removes="what was launched before a retraction cannot be told from what was launched after it",
-        needs=frozenset({"preempt"}),
+        needs=frozenset({"failing_copy", "offload"}),
     ),
     Mutation(
         name="blocks-of-broken-logits-are-not-published",
@@ -51,6 +51,15 @@ MUTATIONS = (
         old="self._retract(request)",
         new="request.promotions = 0",
         removes="a request goes on with blocks that a load left half filled",
+        needs=frozenset({"failing_copy", "offload"}),
+    ),
+    Mutation(
+        name="failed-load-is-not-tried-again",
+        hazard="H26",
+        target=f"{_SCHEDULER}.load_failed",
+        old="        request.avoid_tiers = True\n",
+        new="",
+        removes="a request loads, fails, and loads the same again for ever",
         needs=frozenset({"failing_copy", "offload"}),
     ),
     Mutation(
@@ -198,6 +207,15 @@ MUTATIONS = (
         old="    self._blocks.forget_all()\n",
         new="",
         removes="blocks on the device are found after a reset",
+        needs=frozenset({"reset"}),
+    ),
+    Mutation(
+        name="reset-makes-running-requests-private",
+        hazard="H8",
+        target=f"{_SCHEDULER}.forget_all",
+        old="    for request in self._running.values():\n        request.shares = False\n",
+        new="",
+        removes="requests that run through a reset are not told of it, and publish what they computed before",
         needs=frozenset({"reset"}),
     ),
     Mutation(
@@ -360,6 +378,18 @@ EQUIVALENT = (
     ),
     Equivalent(
         Mutation(
+            name="fresh-start-shares-again",
+            hazard="H8",
+            target=f"{_SCHEDULER}._start",
+            old="    request.shares = True\n",
+            new="",
+            removes="a request that ran through a reset and then began anew keeps its blocks to itself",
+            needs=frozenset({"preempt", "reset"}),
+        ),
+        _SAVES_TIME + "others compute what they could have found",
+    ),
+    Equivalent(
+        Mutation(
             name="new-keys-forget-the-device",
             hazard="H8",
             target=f"{_SCHEDULER}.rekey",
@@ -454,12 +484,26 @@ EQUIVALENT = (
 
 _GUARD = "raises when a caller broke a rule; the rule itself has its mutation"
 _LIST = "a list"
+_STATE = "the state itself; what depends on it is ruled above"
 _PREFIX_KEYS = "makes keys; takes nothing"
 
 EXEMPT = (
     Exempt(f"{_SCHEDULER}.keys_of", "self._keys.extend(keys, tokens)", _PREFIX_KEYS),
     Exempt(f"{_SCHEDULER}._wanted", "self._keys.extend(request.keys, request.tokens)", _PREFIX_KEYS),
     Exempt(f"{_SCHEDULER}._publish", "self._keys.extend(request.keys, request.tokens)", _PREFIX_KEYS),
+    Exempt(f"{_SCHEDULER}.submit", "request.keys_version = self.keys_version", "see late-request-gets-the-new-keys, and so the next two"),
+    Exempt(f"{_SCHEDULER}.rekey", "self.keys_version += 1", "see late-request-gets-the-new-keys"),
+    Exempt(f"{_SCHEDULER}.rekey", "request.keys_version = self.keys_version", "see late-request-gets-the-new-keys"),
+    Exempt(f"{_SCHEDULER}.promoted", "request.state = State.WAITING", _STATE),
+    Exempt(f"{_SCHEDULER}._promote", "request.state = State.LOADING", _STATE),
+    Exempt(f"{_SCHEDULER}._start", "request.state = State.RUNNING", _STATE),
+    Exempt(f"{_SCHEDULER}._retract", "request.state = State.WAITING", _STATE),
+    Exempt(f"{_SCHEDULER}.commit", "request.stepped = True", "see request-steps-before-it-is-retracted"),
+    Exempt(f"{_SCHEDULER}._row_plan", "request.begun = True", "see row-begins-once"),
+    Exempt(f"{_SCHEDULER}._try_admit", "if request.avoid_tiers else", "see failed-load-is-not-tried-again"),
+    Exempt(f"{_SCHEDULER}._retract_for_priority", "if not first.avoid_tiers and", "looks ahead at what the admission will do"),
+    Exempt(f"{_SCHEDULER}._may_promote", "and not request.avoid_disk", "see wait-for-the-disk-ends"),
+    Exempt(f"{_SCHEDULER}._give_up_device", "if request.last_fence is None else", "see release-waits-for-the-last-flight"),
     Exempt(f"{_SCHEDULER}.commit", "stored.extend(complete)", _LIST),
     Exempt(f"{_SCHEDULER}.commit", "prefix.extend(request.keys", _LIST),
     Exempt(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sidestream.testing.mutations.mechanism import Equivalent, Exempt, Mutation
+from sidestream.testing.mutations.mechanism import Edit, Equivalent, Exempt, Mutation
 
 _INDEX = "sidestream.tiers.index:TierIndex"
 _LEASE = "sidestream.tiers.index:ReadLease"
@@ -38,6 +38,24 @@ MUTATIONS = (
         new="        self._idle[slot.entry.key] = slot\n",
         removes="an entry that was forgotten while it was read counts as evictable afterwards",
         needs=frozenset({"disk", "reset"}),
+    ),
+    Mutation(
+        name="forgotten-entry-is-marked",
+        hazard="H8",
+        target=f"{_INDEX}._retire",
+        old="    slot.retired = True\n",
+        new="",
+        removes="the last reader of an entry does not learn that it was forgotten meanwhile",
+        needs=frozenset({"disk", "reset"}),
+    ),
+    Mutation(
+        name="reader-ends-its-own-pin",
+        hazard="H22",
+        target=f"{_INDEX}._unpin",
+        old="        slot.pins -= 1\n",
+        new="",
+        removes="what was read once counts as being read for ever",
+        needs=frozenset({"disk"}),
     ),
     Mutation(
         name="key-is-written-by-one-at-a-time",
@@ -118,7 +136,7 @@ MUTATIONS = (
         old='        if header[_DIGEST_AT:] != _digest(expected, view):\n            return "does not match its checksum"\n',
         new="",
         removes="a file with a wrong bit is served",
-        needs=frozenset({"disk"}),
+        needs=frozenset({"corrupt_tier", "disk"}),
     ),
 )
 
@@ -160,6 +178,25 @@ EQUIVALENT = (
             needs=frozenset({"disk", "restart"}),
         ),
         "the next open deletes files of the wrong length, and " + _VERIFIED,
+    ),
+    Equivalent(
+        Mutation(
+            name="entry-counts-as-written-when-it-is",
+            hazard="H7",
+            target=f"{_DISK}:DiskTier.write",
+            old="    grant.written = True\n",
+            new="",
+            removes="an entry counts as written though its write failed",
+            needs=frozenset({"disk", "failing_tier"}),
+            also=(
+                Edit(
+                    f"{_DISK}:DiskTier.write",
+                    "    view = self._view(payload)\n",
+                    "    view = self._view(payload)\n    grant.written = True\n",
+                ),
+            ),
+        ),
+        "a write that fails raises, so its fence says so, too",
     ),
     Equivalent(
         Mutation(
@@ -276,7 +313,15 @@ EQUIVALENT = (
 _GUARD = "raises when the index's user broke a rule; the rule itself has its mutation"
 
 EXEMPT = (
-    Exempt(f"{_INDEX}.publish", "self.abandon(grant)\n", "see write-from-before-a-reset-publishes-nothing"),
+    Exempt(f"{_INDEX}.publish", "    self._end(grant)\n    self._slots", "see grant-ends"),
+    Exempt(f"{_INDEX}.abandon", "self._end(grant)", "see grant-ends"),
+    Exempt(f"{_INDEX}.forget", "self._retire(slot)", "see damaged-entry-is-forgotten"),
     Exempt(f"{_INDEX}.take_doomed", "self._doomed.clear()", "what is closed is not asked again"),
-    Exempt(f"{_INDEX}._end", "self._victims.pop(", "for the witness only"),
+    Exempt(f"{_DISK}:DiskTier.open", "on_failure.callback(os.close, lock)", "of a directory that was never opened"),
+    Exempt(f"{_DISK}:_write_whole", "os.rename(temporary, path)", "see entry-is-renamed-into-place"),
+    Exempt(
+        f"{_DISK}:_write_description",
+        "temporary.replace(directory / _TIER_FILE)",
+        "before the directory has an entry; killed half-way, it is made again",
+    ),
 )

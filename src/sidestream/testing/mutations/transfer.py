@@ -351,6 +351,15 @@ MUTATIONS = (
         needs=frozenset({"offload", "reset"}),
     ),
     Mutation(
+        name="reset-begins-a-generation",
+        hazard="H8",
+        target=f"{_ENGINE}.forget_all",
+        old="    self._generation += 1\n",
+        new="",
+        removes="what was submitted before a reset cannot be told from what was submitted after it",
+        needs=frozenset({"offload", "reset"}),
+    ),
+    Mutation(
         name="reset-forgets-the-host-tier",
         hazard="H8",
         target=f"{_ENGINE}.forget_all",
@@ -408,6 +417,18 @@ EQUIVALENT = (
             needs=frozenset({"offload"}),
         ),
         "the second one stays without a key and is free when its copy is done: time is lost, and nothing else",
+    ),
+    Equivalent(
+        Mutation(
+            name="flight-waits-for-its-own-loads-only",
+            hazard="H5",
+            target=f"{_ENGINE}.gates",
+            old="if (t.plan.request_id, t.plan.epoch) in members and not t.done()]",
+            new="if not t.done()]",
+            removes="a flight waits for loads of requests that are not in it",
+            needs=frozenset({"offload"}),
+        ),
+        "it waits too long, and for nothing that waits for it",
     ),
     Equivalent(
         Mutation(
@@ -495,6 +516,7 @@ EQUIVALENT = (
     ),
 )
 
+_GIVES_UP = "saves time at a close that has waited long enough"
 _PLACE = "without it there is no place to write to; how long it is held is ruled above"
 
 EXEMPT = (
@@ -521,10 +543,12 @@ EXEMPT = (
     Exempt(
         f"{_ENGINE}._finish_reads", "elif not isinstance(ticket.failure(), TierTimeout)", "a read that never ran says nothing of its entry"
     ),
-    Exempt(f"{_ENGINE}._ended", "error = fence.failure", "a question; who asks is ruled above"),
     Exempt(f"{_TICKETS}:ReadTicket.failure", "return self.fence.failure", "a question; who asks is ruled above"),
-    Exempt(f"{_ENGINE}.poll", "events, self._events = self._events, []", "a list"),
+    Exempt(f"{_ENGINE}._finish_loads", "self._loads.remove(ticket)", "a list"),
+    Exempt(f"{_ENGINE}._finish_waiters", "self._waiters.remove(waiter)", "a list"),
     Exempt(f"{_ENGINE}.flush", "self.poll()", "looks at fences; what it may conclude is ruled above"),
     Exempt(f"{_ENGINE}.close", "self.poll()", "looks at fences; what it may conclude is ruled above"),
-    Exempt(f"{_ENGINE}._timed", "if self._abandoned:", "saves time at a close that has waited long enough"),
+    Exempt(f"{_ENGINE}.flush", "self._abandoned = True", _GIVES_UP),
+    Exempt(f"{_ENGINE}._timed", "if self._abandoned:", _GIVES_UP),
+    Exempt(f"{_ENGINE}._write", "if crowded or self._abandoned or", _GIVES_UP),
 )

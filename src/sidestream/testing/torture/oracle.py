@@ -22,6 +22,9 @@ from sidestream.testing.torture.workload import Asked, Workload, blocks_for
 from sidestream.testing.toy import ToyModel
 from sidestream.types import Delta, Key
 
+SALT = "torture"
+"""Of the tortured engine; the keys of the reference name it, too."""
+
 _MAX_STEPS = 5000
 
 
@@ -141,5 +144,5 @@ def _blocks_of(model: ScriptedModel, tokens: Sequence[int]) -> dict[Key, bytes]:
     )
     model.forward(torch.tensor(tokens[:computed]), everything, batch, torch.empty(0, dtype=torch.int64))
     keys: list[Key] = []
-    BlockKeys(fingerprint=model.fingerprint, layout=layout).extend(keys, tokens[:computed])
+    BlockKeys(fingerprint=model.fingerprint, layout=layout, salt=SALT).extend(keys, tokens[:computed])
     return {key: kv[index].numpy().tobytes() for index, key in enumerate(keys)}

@@ -21,7 +21,7 @@ from sidestream.testing.checker import Checker
 from sidestream.testing.findings import Finding as Objection
 from sidestream.testing.tokenizer import ToyTokenizer
 from sidestream.testing.torture.judge import still_findable, unbalanced, wrong_answer, wrong_blocks, wrong_entries
-from sidestream.testing.torture.oracle import Reference, Sample, params_of, reference_of, toy_of
+from sidestream.testing.torture.oracle import SALT, Reference, Sample, params_of, reference_of, toy_of
 from sidestream.testing.torture.script import Scratch, Script, ScriptedDevice, ScriptedModel, ScriptedTier
 from sidestream.testing.torture.trace import Recorder, TraceLine
 from sidestream.testing.torture.workload import LOAD_DEADLINE_S, Event, Workload
@@ -198,7 +198,7 @@ class _Schedule:
             done = self._drive()
             if done:
                 self._judge_idle()
-                self._life.engine.close()
+                self._life.engine.close(flush_s=self._workload.flush_s)
                 self._judge_balance("closed")
             self._judge_answers(over=not done)
         except Deadlock as error:
@@ -225,7 +225,7 @@ class _Schedule:
                     self._happen(event)
             if workload.closes_at == step:
                 self._say("closes the engine")
-                self._life.engine.close()
+                self._life.engine.close(flush_s=self._workload.flush_s)
                 self._judge_balance("closed")
                 self._judge_answers(over=False)
                 return False
@@ -287,7 +287,7 @@ class _Schedule:
                 self._update_weights()
             case "restart":
                 life.cut_off = {number for (number, _), sample in life.told.items() if sample.reason is None}
-                life.engine.close()
+                life.engine.close(flush_s=self._workload.flush_s)
                 self._judge_balance("closed")
                 self._begin_again()
             case "crash":
@@ -389,6 +389,7 @@ def _config(workload: Workload, model: ScriptedModel) -> EngineConfig:
         max_running=workload.max_running,
         asynchronous=workload.asynchronous,
         offload=offload,
+        salt=SALT,
     )
 
 

@@ -114,6 +114,7 @@ class Workload:
     eos_every                    about one token in so many ends an answer; 0: none
     layer_groups                 a block is loaded layer by layer, not at once
     closes_at                    step before which the engine is closed under its requests; None: when all is done
+    flush_s                      how long a close lets transfers go on; what has not begun by then never does
     """
 
     seed: int
@@ -129,6 +130,7 @@ class Workload:
     asynchronous: bool = True
     layer_groups: bool = True
     closes_at: int | None = None
+    flush_s: float = 30.0
 
     def __post_init__(self) -> None:
         largest = max((blocks_for(asked) for asked in self.requests), default=0)
@@ -154,6 +156,7 @@ def _happens(*kinds: EventKind) -> Callable[[Workload], bool]:
 FEATURES: Mapping[Feature, Callable[[Workload], bool]] = {
     "abort": lambda w: any(asked.abort_at is not None for asked in w.requests),
     "bad_logits": _befalls(("forward", "nan")),
+    "close": lambda w: w.closes_at is not None or any(event.kind == "restart" for event in w.events),
     "corrupt_tier": _befalls(("read", "truncated"), ("read", "flipped"), ("write", "truncated"), ("write", "flipped")),
     "disk": lambda w: w.disk_blocks > 0,
     "failing_copy": _befalls(("store", "lost"), ("store", "torn"), ("load", "lost"), ("load", "torn")),
@@ -203,6 +206,7 @@ def draw_workload(seed: int) -> Workload:
         asynchronous=rng.random() < 0.9,
         layer_groups=rng.random() < 0.7,
         closes_at=rng.randrange(last) if rng.random() < 0.05 else None,
+        flush_s=rng.choice((30.0, 30.0, LOAD_DEADLINE_S, 0.0)),
     )
 
 

@@ -1,0 +1,34 @@
+"""What can go wrong between streams, host and tiers, by stable numbers, in one sentence each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+HAZARDS: Mapping[str, str] = {
+    "H1": "a store reads a block before compute wrote it",
+    "H2": "a store still reads a block that was freed, taken again and overwritten",
+    "H3": "a load writes a block that its old owner's flight still uses",
+    "H4": "a fill of fresh blocks lands after the load",
+    "H5": "compute reads before its load ended",
+    "H6": "a host slot is freed while a copy or the disk uses it",
+    "H7": "a key is visible before its bytes are complete",
+    "H8": "blocks from before a reset or new weights are found after it",
+    "H9": "a failed or partial transfer or flight is believed",
+    "H10": "a completion arrives late and lands where somebody else is by then",
+    "H11": "two movers own the same block",
+    "H12": "bookkeeping says computed while the device has not run it",
+    "H13": "ranks disagree on what is complete",
+    "H14": "a key lacks a part of its block's identity",
+    "H15": "a block is partly present",
+    "H16": "a row or slot of a finished request is used again while its overrun flight runs",
+    "H17": "a buffer is filled again while a copy still reads it",
+    "H18": "a padded row keeps values of an earlier batch",
+    "H19": "the next step reads a value that is published late",
+    "H20": "a flag that changes is read twice",
+    "H21": "a request that ends during a flight frees its blocks twice, or keeps them findable and free at once",
+    "H22": "what is to be released later never is",
+    "H23": "work is enqueued in the wrong order",
+    "H24": "a client hears of the end before what its request held is released",
+    "H25": "a chunk that is not the last one yields a token",
+    "H26": "nobody makes progress",
+}

@@ -1,0 +1,63 @@
+"""Nothing in the rooms looks like a rule without standing in one of the tables."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from rule_scan import ROOMS, all_sites, mutated_spans, sites_of, span_of, uncovered
+
+from sidestream.testing.mutations import EXEMPT
+
+
+def test_every_wait_lease_check_and_publication_has_a_mutation_or_a_reason() -> None:
+    missing = uncovered(all_sites())
+    assert not missing, "add a mutation, or a row to EXEMPT, for:\n" + "\n".join(map(str, missing))
+
+
+def test_every_room_has_sites() -> None:
+    assert {site.path.parent.name for site in all_sites()} == set(ROOMS)
+
+
+def test_every_exempt_row_is_needed() -> None:
+    sites, mutated = all_sites(), mutated_spans()
+    for row in EXEMPT:
+        span = span_of(row)
+        held = [site for site in sites if span.holds(site)]
+        assert held, f"{row.snippet!r} in {row.target} looks like no rule any more: delete the row"
+        assert not all(any(other.holds(site) for other in mutated) for site in held), (
+            f"{row.snippet!r} in {row.target} has a mutation: delete the row"
+        )
+        assert row.reason
+
+
+@pytest.mark.parametrize(
+    ("line", "found"),
+    [
+        ("self._stream.wait(fence)", ["wait"]),
+        ("wait_host(fence)", ["wait_host"]),
+        ("if not ticket.fence.poll(): pass", ["poll"]),
+        ("lease.release(after=(fence,))", ["release", "after="]),
+        ("pool.publish(block, key)", ["publish"]),
+        ("if request.epoch != row.epoch: pass", ["epoch", "epoch"]),
+        ("kept = [t for t in tickets if t.generation == 3]", ["generation"]),
+        ("request.shares = False", ["shares"]),
+        ("self._references[item] -= 1", ["_references"]),
+        ("good = result is None or result.finite", ["finite"]),
+        ("BlockKeys(fingerprint=name)", ["fingerprint="]),
+        ("epoch = request.epoch", []),
+        ("', '.join(names)", []),
+        ("raise ValueError(request.epoch == 1)", []),
+        ("total = len(self._blocks)", []),
+    ],
+)
+def test_the_scan_sees_what_looks_like_a_rule(line: str, found: list[str]) -> None:
+    text = f"class Room:\n    def method(self):\n        {line}\n"
+    assert [site.what for site in sites_of(Path("room.py"), text)] == found
+
+
+def test_a_new_wait_without_a_row_is_told_with_its_place() -> None:
+    (path,) = {site.path for site in all_sites() if site.path.name == "eager.py"}
+    text = path.read_text(encoding="utf-8") + "\n\ndef new(stream, fence):\n    stream.wait(fence)\n"
+    (missing,) = uncovered(sites_of(path, text))
+    assert str(missing) == f"execute/eager.py:{len(text.splitlines())}: `wait` in `stream.wait(fence)`"

@@ -1,0 +1,42 @@
+"""The hunt works: rules of each room that are missed soon, by the oracle that should miss them, after the same number of schedules each time."""
+
+from __future__ import annotations
+
+import pytest
+
+from sidestream.testing.mutations import find
+from sidestream.testing.torture import hunt, kill
+
+# One or two of each room; all of them by `sidestream torture --mutations`.
+QUICK = {
+    "release-keeps-its-fences": "checker",
+    "key-names-the-salt": "content",
+    "only-committed-blocks-are-published": "checker",
+    "finish-releases": "no progress",
+    "store-waits-for-flight": "checker",
+    "disk-write-holds-its-slot": "checker",
+    "every-bit-is-verified": "content",
+    "drawn-token-stays-on-the-device": "tokens",
+    "request-ends-before-its-client-is-told": "answered",
+    "requests-end-with-the-engine": "balance",
+}
+
+
+@pytest.mark.parametrize(("name", "oracle"), QUICK.items())
+def test_a_missing_rule_is_noticed_within_a_few_schedules(name: str, oracle: str) -> None:
+    killed = kill(find(name), max_schedules=10)
+    assert killed is not None
+    assert killed.oracle == oracle, killed.detail
+    assert killed.failure is not None and killed.failure.workload.features >= find(name).needs
+
+
+def test_the_same_seed_kills_after_the_same_number_of_schedules_with_the_same_words() -> None:
+    first, second = (kill(find("flight-waits-for-the-last-use"), seed=3, max_schedules=60) for _ in range(2))
+    assert first is not None and second is not None
+    assert (first.after, first.oracle, first.detail) == (second.after, second.oracle, second.detail)
+
+
+def test_what_changes_nothing_survives_and_is_told_as_a_survivor() -> None:
+    assert kill(find("finished-fences-are-dropped"), max_schedules=8) is None
+    found = hunt(["load-waits-for-the-last-use"], max_schedules=1)
+    assert [row.name for row in found.survivors] == ["load-waits-for-the-last-use"]
