@@ -184,7 +184,8 @@ EQUIVALENT = (
             removes="a lease that ends before anything waited on its behalf takes the fences of the use before with it",
             needs=frozenset({"abort", "offload", "preempt"}),
         ),
-        "the step that admits has its flight wait for all fresh blocks, so only a load could come too soon into blocks of a request that left before its first flight; tests/kv/test_pool.py",
+        "the step that admits has its flight wait for all fresh blocks, so only a load could come too soon into blocks of a request that left before its first flight",
+        noticed_by="kv/test_pool.py::test_a_use_that_ended_without_a_fence_does_not_hide_the_one_before",
     ),
     Equivalent(
         Mutation(
@@ -196,6 +197,7 @@ EQUIVALENT = (
             removes="a lease that grew does not say which fences its new blocks have",
         ),
         "the scheduler hands the fences of fresh blocks to the step before it joins the leases; nobody reads them from the joined one",
+        noticed_by="kv/test_pool.py::test_a_joined_lease_waits_for_what_both_waited_for",
     ),
     Equivalent(
         Mutation(
@@ -207,6 +209,7 @@ EQUIVALENT = (
             removes="streams wait for what has happened already",
         ),
         "a wait for a fence that is done takes no time and orders nothing that is not ordered",
+        noticed_by="kv/test_pool.py::test_a_finished_use_is_nothing_to_wait_for",
     ),
 )
 

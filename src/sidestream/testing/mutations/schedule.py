@@ -297,7 +297,8 @@ EQUIVALENT = (
             needs=frozenset({"disk", "slow_tier"}),
             also=(Edit(f"{_SCHEDULER}.promoted", "    if not again:\n        request.avoid_disk = True\n", ""),),
         ),
-        "each wait has a deadline, and a disk that a schedule makes slow answers at last; tests/schedule/test_scheduler.py has one that does not",
+        "each wait has a deadline, and a disk that a schedule makes slow answers at last; the test has one that does not",
+        noticed_by="schedule/test_scheduler_tiers.py::test_after_an_incomplete_promotion_the_disk_is_left_alone",
     ),
     Equivalent(
         Mutation(
@@ -309,6 +310,7 @@ EQUIVALENT = (
             removes="the next owner of a row does not know which flight still uses it",
         ),
         "rows are touched by the compute stream only, and that runs flights in the order of their launch",
+        noticed_by="schedule/test_scheduler_retraction.py::test_blocks_and_row_of_an_aborted_request_wait_for_its_flight",
     ),
     Equivalent(
         Mutation(
@@ -342,6 +344,7 @@ EQUIVALENT = (
             removes="the end of an earlier wait for the disk counts as the end of this one",
         ),
         "a request that waits for the disk cannot be retracted, so its epoch stays until the wait ends",
+        noticed_by="schedule/test_scheduler_tiers.py::test_news_of_a_promotion_or_load_that_nobody_waits_for_are_ignored",
     ),
     Equivalent(
         Mutation(
@@ -353,6 +356,7 @@ EQUIVALENT = (
             removes="a request that began anew is retracted because a load from before failed",
         ),
         "it computes once more what it had: time is lost, and nothing else",
+        noticed_by="schedule/test_scheduler_tiers.py::test_news_of_a_promotion_or_load_that_nobody_waits_for_are_ignored",
     ),
     Equivalent(
         Mutation(
@@ -375,6 +379,7 @@ EQUIVALENT = (
             removes="requests wait for blocks that will not be published after a reset",
         ),
         "they wait until the request that computes them ends, and then compute them",
+        noticed_by="schedule/test_scheduler_reset.py::test_nobody_waits_to_join_what_was_begun_before_a_reset",
     ),
     Equivalent(
         Mutation(
@@ -387,6 +392,7 @@ EQUIVALENT = (
             needs=frozenset({"preempt", "reset"}),
         ),
         _SAVES_TIME + "others compute what they could have found",
+        noticed_by="schedule/test_scheduler_reset.py::test_a_request_that_starts_anew_after_a_reset_shares_its_blocks_again",
     ),
     Equivalent(
         Mutation(
@@ -422,6 +428,7 @@ EQUIVALENT = (
             removes="a block counts as about to be completed when it is complete",
         ),
         "whoever wants the block finds it in the pool and does not ask whether it is coming",
+        noticed_by="schedule/test_scheduler_prefixes.py::test_a_load_that_is_done_is_nothing_to_join",
     ),
     Equivalent(
         Mutation(
@@ -433,6 +440,7 @@ EQUIVALENT = (
             removes="two requests load or compute the same blocks side by side",
         ),
         _SAVES_TIME + "both get the same bytes, and the second block stays without a key",
+        noticed_by="schedule/test_scheduler_admission.py::test_a_step_looks_at_a_bounded_number_of_those_in_line",
     ),
     Equivalent(
         Mutation(
@@ -444,6 +452,7 @@ EQUIVALENT = (
             removes="a request is retracted before it ran a step",
         ),
         "the first in rank is never a victim, so it ends, and the next one is first: fewer steps are wasted, none is endless",
+        noticed_by="schedule/test_scheduler_retraction.py::test_only_the_first_in_line_may_throw_out_one_that_has_not_stepped",
     ),
     Equivalent(
         Mutation(
@@ -456,6 +465,7 @@ EQUIVALENT = (
             needs=frozenset({"priority"}),
         ),
         "priorities are an order: the highest runs on, ends, and the next one is highest",
+        noticed_by="schedule/test_scheduler_priorities.py::test_room_is_not_taken_from_one_that_has_not_stepped",
     ),
     Equivalent(
         Mutation(
@@ -468,6 +478,7 @@ EQUIVALENT = (
             needs=frozenset({"disk"}),
         ),
         _SAVES_TIME + "a promotion that finds no room is cut, and its request computes",
+        noticed_by="schedule/test_scheduler_tiers.py::test_no_more_requests_wait_for_the_disk_than_there_are_rows_to_come_to",
     ),
     Equivalent(
         Mutation(

@@ -154,6 +154,7 @@ EQUIVALENT = (
             needs=frozenset({"disk"}),
         ),
         "the checksum covers what is missing",
+        noticed_by="tiers/test_disk_failures.py::test_a_truncated_file_is_a_miss_even_when_the_buffer_holds_the_missing_bytes",
     ),
     Equivalent(
         Mutation(
@@ -166,6 +167,7 @@ EQUIVALENT = (
             needs=frozenset({"disk"}),
         ),
         "the checksum covers the header that belongs there",
+        noticed_by="tiers/test_disk_failures.py::test_a_damaged_file_is_a_miss_is_deleted_and_counted",
     ),
     Equivalent(
         Mutation(
@@ -178,6 +180,7 @@ EQUIVALENT = (
             needs=frozenset({"disk", "restart"}),
         ),
         "the next open deletes files of the wrong length, and " + _VERIFIED,
+        noticed_by="tiers/test_disk_failures.py::test_a_file_has_its_entry_name_only_once_it_is_complete_H7",
     ),
     Equivalent(
         Mutation(
@@ -197,6 +200,7 @@ EQUIVALENT = (
             ),
         ),
         "a write that fails raises, so its fence says so, too",
+        noticed_by="tiers/test_disk_failures.py::test_a_failed_write_leaves_no_entry_and_no_file_H9",
     ),
     Equivalent(
         Mutation(
@@ -209,6 +213,7 @@ EQUIVALENT = (
             needs=frozenset({"disk", "restart"}),
         ),
         "a read looks for the entry under its own name and does not find it: a miss",
+        noticed_by="tiers/test_disk.py::test_the_temporary_file_of_a_killed_process_is_removed",
     ),
     Equivalent(
         Mutation(
@@ -221,6 +226,7 @@ EQUIVALENT = (
             needs=frozenset({"disk", "restart"}),
         ),
         _VERIFIED,
+        noticed_by="tiers/test_disk.py::test_a_file_of_the_wrong_size_or_place_is_removed_and_counted_at_open",
     ),
     Equivalent(
         Mutation(
@@ -233,6 +239,7 @@ EQUIVALENT = (
             needs=frozenset({"disk", "restart"}),
         ),
         "equal keys mean equal bytes: either will do",
+        noticed_by="tiers/test_disk.py::test_of_two_files_of_one_key_the_later_one_is_served",
     ),
     Equivalent(
         Mutation(
@@ -245,6 +252,7 @@ EQUIVALENT = (
             needs=frozenset({"disk", "restart"}),
         ),
         "its keys are other ones, and so are its headers: nothing is found",
+        noticed_by="tiers/test_disk_refusals.py::test_another_layout_is_refused",
     ),
     Equivalent(
         Mutation(
@@ -256,6 +264,7 @@ EQUIVALENT = (
             removes="two engines write one directory and delete each other's entries",
         ),
         "a schedule has one engine at a time; tests/tiers/test_disk_processes.py has two",
+        noticed_by="tiers/test_disk_refusals.py::test_a_second_engine_on_the_directory_is_refused_and_the_first_goes_on",
     ),
     Equivalent(
         Mutation(
@@ -268,6 +277,7 @@ EQUIVALENT = (
             needs=frozenset({"disk", "failing_tier", "reset"}),
         ),
         "a good entry is lost: a miss",
+        noticed_by="tiers/test_disk_index.py::test_a_late_forget_does_not_drop_a_newer_write_of_the_key",
     ),
     Equivalent(
         Mutation(

@@ -393,6 +393,7 @@ EQUIVALENT = (
             needs=frozenset({"offload"}),
         ),
         "the commit that plans a store has seen the flight end, and slots are released when their last use was; see store-waits-for-flight",
+        noticed_by="transfer/test_disk_transfers.py::test_stored_block_is_written_to_disk_and_read_back_byte_for_byte",
     ),
     Equivalent(
         Mutation(
@@ -417,6 +418,7 @@ EQUIVALENT = (
             needs=frozenset({"offload"}),
         ),
         "the second one stays without a key and is free when its copy is done: time is lost, and nothing else",
+        noticed_by="transfer/test_store_and_load.py::test_blocks_that_are_stored_or_being_stored_are_not_copied_again",
     ),
     Equivalent(
         Mutation(
@@ -429,6 +431,7 @@ EQUIVALENT = (
             needs=frozenset({"offload"}),
         ),
         "it waits too long, and for nothing that waits for it",
+        noticed_by="transfer/test_store_and_load.py::test_flight_is_gated_layer_by_layer_by_the_loads_of_its_own_requests_only",
     ),
     Equivalent(
         Mutation(
@@ -441,6 +444,7 @@ EQUIVALENT = (
             needs=frozenset({"offload"}),
         ),
         "a wait for a fence that is done takes no time",
+        noticed_by="transfer/test_store_and_load.py::test_flight_is_gated_layer_by_layer_by_the_loads_of_its_own_requests_only",
     ),
     Equivalent(
         Mutation(
@@ -453,6 +457,7 @@ EQUIVALENT = (
             needs=frozenset({"disk"}),
         ),
         _MISS,
+        noticed_by="transfer/test_disk_transfers.py::test_promotion_does_not_evict_what_its_own_run_has_in_the_host_tier",
     ),
     Equivalent(
         Mutation(
@@ -465,6 +470,7 @@ EQUIVALENT = (
             needs=frozenset({"offload"}),
         ),
         "loads are submitted in the step that planned them, before anything that could evict",
+        noticed_by="transfer/test_store_and_load.py::test_load_of_blocks_that_are_gone_is_a_failed_load",
     ),
     Equivalent(
         Mutation(
@@ -477,6 +483,7 @@ EQUIVALENT = (
             needs=frozenset({"disk"}),
         ),
         _MISS,
+        noticed_by="transfer/test_disk_transfers.py::test_entry_is_not_evicted_from_disk_while_it_is_read",
     ),
     Equivalent(
         Mutation(
@@ -489,6 +496,7 @@ EQUIVALENT = (
             needs=frozenset({"disk"}),
         ),
         _MISS,
+        noticed_by="transfer/test_disk_transfers.py::test_promotion_does_not_evict_what_its_own_run_has_in_the_host_tier",
     ),
     Equivalent(
         Mutation(
@@ -501,6 +509,7 @@ EQUIVALENT = (
             needs=frozenset({"disk", "failing_tier"}),
         ),
         "every read is verified, so each of them is a miss; and a request tries twice at most",
+        noticed_by="transfer/test_disk_transfers.py::test_damaged_entry_is_a_miss_and_is_forgotten",
     ),
     Equivalent(
         Mutation(
@@ -513,6 +522,7 @@ EQUIVALENT = (
             needs=frozenset({"disk", "slow_tier"}),
         ),
         "what is slow ends at last, so a schedule ends too; tests/engine/test_offload.py has a disk that does not answer",
+        noticed_by="transfer/test_disk_transfers.py::test_deadline_is_told_once_and_releases_nothing_and_the_late_block_lands_alone",
     ),
 )
 

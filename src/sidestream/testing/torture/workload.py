@@ -301,7 +301,9 @@ def _draw_fault(rng: random.Random, operation: Operation) -> Fault:
     seconds = 0.0
     if kind in ("slow", "late"):
         seconds = rng.choice((0.3, 0.9, 1.5, 4.0, 4.0, _ENDLESS)) * LOAD_DEADLINE_S
-    every = 0 if operation == "forward" else rng.choice((0, 0, 1, 2, 3))  # comes and goes
+    if operation == "forward":  # one of many, so that loads may be on their way
+        return Fault(operation, kind, rng.randrange(30), 0, seconds)
+    every = rng.choice((0, 0, 1, 2, 3))  # comes and goes
     return Fault(operation, kind, rng.choice((0, 0, 0, 1, 2, 4)), every, seconds)
 
 
