@@ -118,6 +118,8 @@ def test_a_mutation_that_is_asked_for_by_name_is_shown_and_its_replay_takes_the_
     result = run("torture", "--mutations", RULE, "--json", "--save", tmp_path)
     assert result.exit_code == 0
     assert figures(result.stdout) == {"mutations_total": 1, "mutations_killed": 1, "schedules_to_kill_max": 2}
+    [row] = json.loads(result.stdout)["mutations"]
+    assert row == {"name": RULE, "hazard": find(RULE).hazard, "miniature": False, "killed_after": 2, "oracle": "checker"}
     assert f"│ {RULE}" in result.stderr
     replayed = run("torture", "--replay", tmp_path / f"{RULE}.json", "--json")
     assert replayed.exit_code == 1

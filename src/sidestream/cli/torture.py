@@ -17,7 +17,7 @@ from sidestream.cli.options import AsJson
 from sidestream.errors import ConfigError
 
 if TYPE_CHECKING:
-    from sidestream.testing.torture import Failure, Hunt, Outcome, Report
+    from sidestream.testing.torture import Failure, Hunt, Outcome, Report, Row
 
 _SCHEDULES = 2000
 _INTERRUPTED = 130
@@ -57,6 +57,7 @@ def torture(
         return
     _make_directory(save)
     figures: list[Figure] = []
+    details: dict[str, object] = {}
     good, interrupted = True, False
     if not mutations or schedules is not None or minutes is not None:
         report = _campaign(_SCHEDULES if schedules is None else schedules, minutes, seed, policy, workers)
@@ -66,9 +67,10 @@ def torture(
     if mutations and not interrupted:
         found = _hunt(names or [], seed, workers)
         figures += _hunt_figures(found)
+        details["mutations"] = [_plain(row) for row in found.rows]
         good, interrupted = good and not found.survivors, found.interrupted
         _show_rows(found, save)
-    publish("torture", "toy", figures, as_json=as_json, console=Console())
+    publish("torture", "toy", figures, as_json=as_json, console=Console(), details=details)
     if not good:
         raise typer.Exit(1)
     if interrupted:
@@ -163,6 +165,13 @@ def _hunt_figures(found: Hunt) -> list[Figure]:
         Figure("mutations_killed", len(killed), "mutations", at_least(len(found.rows))),
         Figure("schedules_to_kill_max", max((one.after for one in killed), default=0), "schedules", at_most(500)),
     ]
+
+
+def _plain(row: Row) -> dict[str, object]:
+    """A line of the table as JSON values; `killed_after` None for a survivor."""
+    killed = row.killed
+    after, oracle = (killed.after, killed.oracle) if killed is not None else (None, None)
+    return {"name": row.name, "hazard": row.hazard, "miniature": row.miniature, "killed_after": after, "oracle": oracle}
 
 
 def _show_rows(found: Hunt, save: Path) -> None:

@@ -6,7 +6,7 @@ import json
 import os
 import platform
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -15,6 +15,8 @@ from typing import Literal
 
 from rich.console import Console
 from rich.table import Table
+
+from sidestream.version import VERSION
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +85,7 @@ def environment(model: str) -> dict[str, object]:
         "torch": torch.__version__,
         "torch_threads": torch.get_num_threads(),
         "transformers": version("transformers"),
-        "sidestream": version("sidestream"),
+        "sidestream": VERSION,
     }
 
 
@@ -92,10 +94,18 @@ def command_line() -> str:
     return " ".join(["sidestream", *sys.argv[1:]])
 
 
-def publish(bench: str, model: str, figures: Sequence[Figure], *, as_json: bool, console: Console) -> bool:
-    """Print the figures, as one JSON object or as a table; returns whether all bounds hold."""
+def publish(
+    bench: str, model: str, figures: Sequence[Figure], *, as_json: bool, console: Console, details: Mapping[str, object] | None = None
+) -> bool:
+    """Print the figures, as one JSON object or as a table; returns whether all bounds hold. `details` go into the object only."""
     if as_json:
-        report = {"bench": bench, "environment": environment(model), "command": command_line(), "figures": [f.plain() for f in figures]}
+        report: dict[str, object] = {
+            "bench": bench,
+            "environment": environment(model),
+            "command": command_line(),
+            "figures": [f.plain() for f in figures],
+        }
+        report |= details or {}
         print(json.dumps(report, indent=2))
     else:
         table = Table(title=f"bench {bench}")
