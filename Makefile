@@ -30,6 +30,10 @@ bench: $(VENV)/.dev
 		$(BIN)/sidestream bench $$name --json > bench/results/$$name-cpu.json.new; \
 		mv bench/results/$$name-cpu.json.new bench/results/$$name-cpu.json; \
 	done
+	$(BIN)/sidestream torture --json > bench/results/torture-cpu.json.new
+	mv bench/results/torture-cpu.json.new bench/results/torture-cpu.json
+	$(BIN)/sidestream torture --mutations --json > bench/results/torture-mutations.json.new
+	mv bench/results/torture-mutations.json.new bench/results/torture-mutations.json
 	$(MAKE) tables
 
 # Tables and pictures in README and docs are generated from bench/results.

@@ -26,7 +26,9 @@ def table(names: list[str]) -> str:
     for report in reports:
         for figure in report["figures"]:
             holds = {True: "yes", False: "**no**", None: ""}[figure["holds"]]
-            lines.append(f"| `{figure['name']}` | {figure['value']:.4g} | {figure['unit']} | {figure['bound'] or ''} | {holds} |")
+            value = figure["value"]
+            shown = f"{value:,.0f}" if value == int(value) else f"{value:.4g}"
+            lines.append(f"| `{figure['name']}` | {shown} | {figure['unit']} | {figure['bound'] or ''} | {holds} |")
     machines = {
         f"{e['cpu']}, {e['cores']} cores, torch {e['torch']}, transformers {e['transformers']}, {e['model']}, {e['date']}"
         for e in (report["environment"] for report in reports)
