@@ -253,14 +253,13 @@ def test_a_used_id_is_never_evicted(pool: FencedPool) -> None:
 
 
 def test_forgetting_frees_what_is_idle_and_leaves_what_is_used_to_its_users(pool: FencedPool) -> None:
-    idle, used = cached(pool, 1, 2)
+    _, used = cached(pool, 1, 2)
     reader = pool.share([used])
-    for item in (idle, used):
-        pool.forget(item)
+    pool.forget_all()
     assert (pool.num_keys, pool.num_cached, pool.num_free, pool.num_used) == (0, 0, 3, 1)
     reader.release()
     assert pool.num_free == 4
-    pool.forget(idle)  # nothing to forget is no error
+    pool.forget_all()  # nothing to forget is no error
     pool.check()
 
 

@@ -138,12 +138,6 @@ class PoolMachine(RuleBasedStateMachine):
                 self.cached.remove(item)
                 self.cached.append(item)
 
-    @rule(item=st.integers(0, 5))
-    def forget(self, item: int) -> None:
-        if item < self.pool.size:
-            self.pool.forget(item)
-            self.forgotten([item])
-
     @rule()
     def forget_all(self) -> None:
         self.pool.forget_all()

@@ -272,10 +272,7 @@ class Offloader:
                 end()
 
     def forget(self) -> None:
-        pool = self.rng.choice([self.blocks, self.slots])
-        found = pool.get(self.rng.choice(self.keys))
-        if found is not None:
-            pool.forget(found)
+        self.rng.choice([self.blocks, self.slots]).forget_all()
 
     def run(self, num_steps: int) -> None:
         for _ in range(num_steps):

@@ -157,15 +157,6 @@ class FencedPool:
             if item is not None and item in self._cached:
                 self._cached.touch(item)
 
-    def forget(self, item: int) -> None:
-        """Make the id unfindable; it stays with whoever uses it."""
-        self._index.remove(item)
-        if self._witness is not None:
-            self._witness.forgot(self.name, (item,))
-        if item in self._cached:
-            self._cached.discard(item)
-            self._free.append(item)
-
     def forget_all(self) -> None:
         """Make every id unfindable at once (H8: reset, new weights). Uses go on."""
         forgotten = self._index.clear()

@@ -229,7 +229,6 @@ EXEMPT = (
     Exempt(f"{_POOL}:FencedPool.share", "if self._references[item] == 0 and item not in self._cached:", _GUARD),
     Exempt(f"{_POOL}:FencedPool.publish", "if self._references[item] == 0:", _GUARD),
     Exempt(f"{_POOL}:FencedPool.publish", "self._index.add(key, item)", "see key-names-one-block"),
-    Exempt(f"{_POOL}:FencedPool.forget", "self._index.remove(item)", _NOT_CALLED),
     Exempt(f"{_POOL}:FencedPool.check", "places = (item in free) + (item in self._cached) + (self._references[item] > 0)", _GUARD),
     Exempt(f"{_POOL}:FencedPool.check", "if places != 1 or self._references[item] < 0:", _GUARD),
     Exempt(f"{_POOL}:FencedPool._release", "if self._references[item] <= 0:", _GUARD),
