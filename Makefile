@@ -1,6 +1,8 @@
 # Two commands on a fresh machine with Python 3.11+, pip and git: `make demo` and `make test`.
 PYTHON ?= python3
 VENV ?= .venv
+# Tests run in so many processes, each file in one of them.
+JOBS ?= 2
 BIN := $(VENV)/bin
 
 .PHONY: demo test lint types imports unit bench tables clean
@@ -22,7 +24,7 @@ imports: $(VENV)/.dev
 
 unit: $(VENV)/.dev
 	$(BIN)/sidestream models prepare smollm2-135m-instruct || echo "no demo model: its tests will be skipped"
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile
 
 # Every benchmark of this machine; results are committed.
 bench: $(VENV)/.dev

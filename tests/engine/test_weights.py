@@ -48,10 +48,10 @@ def test_what_was_computed_with_the_old_weights_is_found_nowhere(tmp_path: Path)
 
 def test_requests_that_have_begun_end_on_the_old_weights_and_those_that_wait_begin_on_the_new() -> None:
     model = Retrained()
-    with serving(model=model, max_running=1) as rig:
+    with serving(model=model, max_running=2) as rig:
         with rig.hold("compute"):
             begun = rig.submit(PROMPT, 8)
-            rig.turn()
+            rig.turn_until(lambda: rig.engine.num_steps > 0)
             waiting = rig.submit(PROMPT, 8)
             done = rig.engine.update_weights(model.retrain, fingerprint="retrained")
         assert done.wait(PATIENCE_S)
