@@ -154,18 +154,19 @@ def test_pct_of_depth_one_never_preempts_and_of_depth_two_once() -> None:
             a.submit(work("a"))
             b.submit(work("b"))
 
-    def switches(depth: int) -> set[int]:
+    def switches(depth: int | str) -> set[int]:
         orders = [order_of(program, f"pct:{depth}", seed) for seed in range(30)]
         return {sum(left != right for left, right in itertools.pairwise(order)) for order in orders}
 
     assert switches(1) == {1}
     assert switches(2) > {1}
     assert max(switches(2)) <= 3
+    assert switches("2:1000000") == {1}, "the one preemption lies far behind the end"
 
 
-@pytest.mark.parametrize("spec", ["sometimes", "starve", "pct", "pct:0", "pct:x", "late:1", ""])
+@pytest.mark.parametrize("spec", ["sometimes", "starve", "pct", "pct:0", "pct:x", "pct:2:", "pct:2:0", "pct:2:9:9", "late:1", ""])
 def test_an_unknown_policy_is_an_error_that_names_the_known_ones(spec: str) -> None:
-    with pytest.raises(ConfigError, match="give random, late, early, starve:STREAM or pct:DEPTH"):
+    with pytest.raises(ConfigError, match="give random, late, early, starve:STREAM or pct:DEPTH\\[:POINTS\\]"):
         make_policy(spec, random.Random(0))
 
 

@@ -42,7 +42,9 @@ def torture(
     seed: Annotated[int, typer.Option(metavar="S", help="Where drawing starts; same seed, same schedules.")] = 0,
     policy: Annotated[
         list[str] | None,
-        typer.Option(metavar="P", help="random, late, early, starve:STREAM or pct:DEPTH; may be given several times.", show_default="all"),
+        typer.Option(
+            metavar="P", help="random, late, early, starve:STREAM or pct:DEPTH[:POINTS]; may be given several times.", show_default="all"
+        ),
     ] = None,
     mutations: Annotated[bool, typer.Option("--mutations", help="Take rules out of the code, one by one: each must be missed.")] = False,
     replay: Annotated[Path | None, typer.Option(metavar="FILE", help="Run a schedule that failed before.", show_default=False)] = None,

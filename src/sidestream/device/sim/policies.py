@@ -7,11 +7,13 @@ starve:NAME   random, but NAME moves only when nobody else can
 pct:D         probabilistic concurrency testing with D - 1 preemptions (Burckhardt et al., ASPLOS 2010): random priorities, the first
               in rank runs, and at D - 1 random points whoever runs falls to the end of the ranks. A bug of depth D is found with
               probability at least 1 / (n * k ** (D - 1)) by each run of n actors and k points
+pct:D:K       the same for programs of about K points; without it 150, which a schedule of the torture test has
 """
 
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -113,8 +115,8 @@ class Starve:
 class Pct:
     """Ranks, and a few points at which the one that runs falls behind all others."""
 
-    def __init__(self, rng: random.Random, depth: int, *, length: int = 600) -> None:
-        """`length`: about how many decisions a run takes."""
+    def __init__(self, rng: random.Random, depth: int, length: int = 150) -> None:
+        """`length`: about how many decisions a run takes; the points lie among the first so many."""
         self._rng = rng
         self._ranks: dict[str, float] = {}
         self._falls = {rng.randrange(length) for _ in range(depth - 1)}
@@ -167,6 +169,6 @@ def make_policy(spec: str, rng: random.Random) -> Policy:
             return Early(rng)
         case "starve" if argument:
             return Starve(rng, argument)
-        case "pct" if argument.isdigit() and int(argument) >= 1:
-            return Pct(rng, int(argument))
-    raise ConfigError(f"policy is {spec!r}: give random, late, early, starve:STREAM or pct:DEPTH (a whole number from 1)")
+        case "pct" if re.fullmatch(r"[1-9]\d*(:[1-9]\d*)?", argument):
+            return Pct(rng, *map(int, argument.split(":")))
+    raise ConfigError(f"policy is {spec!r}: give random, late, early, starve:STREAM or pct:DEPTH[:POINTS] (whole numbers from 1)")
