@@ -278,7 +278,7 @@ MUTATIONS = (
         old="request.state is State.WAITING and (self.admits_new or request.cached is not None or request.epoch > 0)",
         new="(self.admits_new or request.cached is not None or request.epoch > 0)",
         removes="the end of a wait for the disk changes a request that went on without it",
-        needs=frozenset({"disk", "slow_tier"}),
+        needs=frozenset({"disk", "restart"}),
         also=(Edit(f"{_SCHEDULER}.promoted", "request.state is not State.LOADING or ", ""),),
     ),
 )
