@@ -75,7 +75,9 @@ def test_the_second_stop_ends_a_stream_that_is_being_sent() -> None:
         served.running.stop()
         served.running.stop()
         assert served.drained.get(timeout=WAIT_S) is False
-        assert served.backend.aborted + served.backend.finished == served.backend.names, "nobody goes on; one whose last piece was made has ended"
+        assert served.backend.aborted + served.backend.finished == served.backend.names, (
+            "nobody goes on; one whose last piece was made has ended"
+        )
         assert b"[DONE]" not in _read_to_cut(connection)
 
 
