@@ -11,12 +11,13 @@ import numpy.typing as npt
 import xxhash
 
 from sidestream.kv.layout import KVLayout
-from sidestream.tiers.disk import DiskTier, entry_bytes
+from sidestream.tiers.disk import HEADER_BYTES, DiskTier, entry_bytes
 from sidestream.tiers.index import Entry
 from sidestream.types import Key
 
 LAYOUT = KVLayout(num_layers=2, num_kv_heads=2, head_dim=16, block_tokens=16, dtype="bfloat16")
 ENTRY_BYTES = entry_bytes(LAYOUT)
+FILE_BYTES = HEADER_BYTES + LAYOUT.block_bytes
 FINGERPRINT = "model-a"
 
 

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from disk_fixtures import (
     ENTRY_BYTES,
+    FILE_BYTES,
     LAYOUT,
     block,
     crash,
@@ -30,8 +31,6 @@ from disk_fixtures import (
 from sidestream.errors import InvariantError
 from sidestream.tiers.base import PersistentTier
 from sidestream.tiers.disk import HEADER_BYTES, entry_bytes
-
-FILE_BYTES = HEADER_BYTES + LAYOUT.block_bytes
 
 
 def test_a_stored_block_is_read_back(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from disk_fixtures import (
+    FILE_BYTES,
     LAYOUT,
     block,
     entry_files,
@@ -27,8 +28,6 @@ from disk_fixtures import (
 
 from sidestream.errors import InvariantError, TierCorrupt, TierError, TierFull
 from sidestream.tiers.disk import HEADER_BYTES
-
-FILE_BYTES = HEADER_BYTES + LAYOUT.block_bytes
 
 
 def flip(position: int) -> Callable[[Path], None]:

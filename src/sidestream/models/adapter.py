@@ -17,6 +17,7 @@ from sidestream.kv.layout import KVLayout
 
 PAGED = "sidestream_paged"
 
+# Tokens: lengths up to the first are multiples of few, a chunk of prefill has the second (EngineConfig.chunk_tokens by default).
 _FINE = 16
 _CHUNK = 256
 
