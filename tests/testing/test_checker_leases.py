@@ -1,0 +1,269 @@
+"""Ids are leased while work uses them, and given up only behind that work."""
+
+from __future__ import annotations
+
+import pytest
+from checker_rig import RUNS, Rig, judged, kinds, nothing, reads, rig, writes
+
+# ---------------------------------------------------------------------- leases
+
+
+def test_work_on_an_id_that_nobody_leases_is_found_at_its_submission() -> None:
+    def never(rig: Rig) -> None:
+        rig.leased()
+        rig.write(rig.compute, 0, 64)
+
+    def no_longer(rig: Rig) -> None:
+        rig.leased(0)
+        flight = rig.write(rig.compute, 0, 64)
+        rig.see(flight)
+        rig.release(0)
+        rig.read(rig.compute, 0, 64)
+
+    def in_time(rig: Rig) -> None:
+        rig.leased(0)
+        rig.write(rig.compute, 0, 64)
+        rig.release(0, after=[rig.read(rig.compute, 0, 64)])
+
+    assert kinds(never) == kinds(no_longer) == {"unleased"}
+    assert kinds(in_time) == set()
+    (finding,) = judged(no_longer)
+    assert "touches blocks 0 (kv[0:64]), of which no lease was open when it was submitted" in finding.message
+
+
+def test_a_cached_id_may_be_used_again_under_a_lease_for_reading_only() -> None:
+    def program(rig: Rig, *, shared: bool) -> None:
+        rig.leased(0)
+        rig.see(rig.write(rig.compute, 0, 64))
+        rig.publish(0)
+        rig.release(0)
+        if shared:
+            rig.share(0)
+        last = rig.read(rig.compute, 0, 64)
+        if shared:
+            rig.release(0, after=[last])
+
+    assert kinds(lambda rig: program(rig, shared=True)) == set()
+    assert kinds(lambda rig: program(rig, shared=False)) == {"unleased"}
+
+
+def test_an_id_is_leased_until_its_last_lease_has_ended() -> None:
+    def program(rig: Rig, *, releases: int) -> None:
+        rig.leased(0)
+        rig.see(rig.write(rig.compute, 0, 64))
+        rig.share(0)
+        rig.share(0)
+        for _ in range(releases):
+            rig.release(0)
+        last = rig.read(rig.compute, 0, 64)
+        if releases < 3:
+            rig.release(0, after=[last])
+
+    assert kinds(lambda rig: program(rig, releases=2)) == set()
+    assert kinds(lambda rig: program(rig, releases=3)) == {"unleased"}
+
+
+def test_the_host_needs_a_lease_too() -> None:
+    def program(rig: Rig, *, leased: bool) -> None:
+        rig.leased(0)
+        rig.host_write(0, 64)
+        if not leased:
+            rig.release(0)
+        rig.host_read(0, 64)
+
+    assert kinds(lambda rig: program(rig, leased=True)) == set()
+    assert kinds(lambda rig: program(rig, leased=False)) == {"unleased"}
+
+
+def test_a_touch_inside_work_is_judged_by_the_leases_at_the_submission_of_the_work() -> None:
+    def program(rig: Rig, *, leased_before: bool) -> None:
+        rig.leased()
+        gate = rig.copy.submit(nothing)
+
+        def flight() -> None:
+            rig.compute.touch(writes(0, 64))
+
+        if leased_before:
+            rig.take(0)
+        rig.compute.wait(gate)
+        last = rig.compute.submit(flight)
+        if not leased_before:
+            rig.take(0)
+        rig.release(0, after=[last])
+
+    assert kinds(lambda rig: program(rig, leased_before=True)) == set()
+    with rig("late") as made:
+        program(made, leased_before=False)
+        made.device.close()
+        assert made.kinds == ["unleased"]
+
+
+def test_a_touch_is_of_the_tenant_at_its_submission_however_often_the_id_changed_hands() -> None:
+    def program(rig: Rig) -> None:
+        rig.leased(0)
+        rig.write(rig.compute, 0, 64)
+        last = rig.compute.submit(lambda: rig.compute.touch(reads(0, 64)))
+        for _ in range(3):
+            rig.release(0, after=[last])
+            rig.take(0)
+            rig.write(rig.compute, 0, 64)
+            last = rig.compute.submit(lambda: rig.compute.touch(reads(0, 64)))
+
+    assert kinds(program) == set()
+
+
+def test_an_id_that_is_released_more_often_than_leased_is_found() -> None:
+    def program(rig: Rig) -> None:
+        rig.leased(0)
+        rig.release(0)
+        rig.release(0)
+        rig.release(5)
+
+    assert kinds(program) == {"unleased"}
+    assert "gave up blocks 0 (kv[0:64]), of which no lease was open" in judged(program)[0].message
+
+
+def test_an_id_that_is_taken_under_an_open_lease_is_found_and_both_leases_count() -> None:
+    def program(rig: Rig) -> None:
+        rig.leased(0)
+        rig.take(0)
+        rig.release(0)
+        rig.host_write(0, 64)
+
+    (finding,) = judged(program)
+    assert finding.kind == "early_release"
+    assert "gave out blocks 0 (kv[0:64]), which `lease of blocks`" in finding.message and "still holds" in finding.message
+
+
+# ---------------------------------------------------------------------- releases
+
+
+def test_an_id_is_given_up_behind_the_work_that_uses_it() -> None:
+    def program(rig: Rig, *, how: str) -> None:
+        rig.leased(0)
+        before = rig.write(rig.compute, 0, 64)
+        use = rig.read(rig.compute, 0, 64, "use")
+        behind = rig.compute.submit(nothing)
+        if how == "seen":
+            rig.see(use)
+        after = {"exact": [use], "behind": [behind], "before": [before]}.get(how, [])
+        rig.release(0, after=after)
+
+    for how in ("seen", "exact", "behind"):
+        assert kinds(lambda rig, how=how: program(rig, how=how)) == set()
+    for how in ("before", "by time"):
+        assert kinds(lambda rig, how=how: program(rig, how=how)) == {"early_release"}
+    (finding,) = judged(lambda rig: program(rig, how="before"))
+    assert finding.first.endswith("`use`") and finding.second.endswith("`release of blocks`")
+    assert "the host had not seen compute:2 done, and no fence given with a release is behind it (given: compute:1)" in finding.message
+
+
+@pytest.mark.parametrize(("policy", "seed"), RUNS)
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_fence_of_another_stream_covers_what_it_waits_for_and_that_may_show_later(policy: str, seed: int, waits: bool) -> None:
+    with rig(policy, seed) as made:
+        made.leased(0)
+        use = made.write(made.compute, 0, 64)
+        if waits:
+            made.copy.wait(use)
+        made.release(0, after=[made.copy.submit(nothing)])
+        made.device.close()
+        assert made.kinds == ([] if waits else ["early_release"])
+
+
+def test_one_of_several_fences_that_are_on_their_way_is_enough() -> None:
+    def program(rig: Rig, *, waiting: str) -> None:
+        rig.leased(0)
+        load = rig.device.stream("load")
+        use = rig.write(rig.compute, 0, 64)
+        if waiting:
+            rig.device._streams[waiting].wait(use)
+        rig.release(0, after=[rig.copy.submit(nothing), load.submit(nothing)])
+
+    assert kinds(lambda rig: program(rig, waiting="copy")) == set()
+    assert kinds(lambda rig: program(rig, waiting="load")) == set()
+    assert kinds(lambda rig: program(rig, waiting="")) == {"early_release"}
+
+
+def test_a_verdict_is_given_once_every_fence_is_known_and_not_before() -> None:
+    with rig("late") as made:
+        made.leased(0)
+        use = made.write(made.compute, 0, 64)
+        ended, other = made.copy.submit(nothing), made.device.stream("load").submit(nothing)
+        made.release(0, after=[ended, other])
+        made.see(ended)
+        assert made.kinds == []
+        made.see(other)
+        assert made.kinds == ["early_release"]
+        made.see(use)
+
+
+def test_fences_of_earlier_releases_count_as_long_as_nobody_took_the_id() -> None:
+    def program(rig: Rig, *, ticketed: bool) -> None:
+        rig.leased(0)
+        rig.see(rig.write(rig.compute, 0, 64))
+        if ticketed:
+            rig.share(0)
+        store = rig.read(rig.copy, 0, 64, "store")
+        if ticketed:
+            rig.release(0, after=[store])  # the store's own lease
+        rig.release(0)
+
+    assert kinds(lambda rig: program(rig, ticketed=True)) == set()
+    assert kinds(lambda rig: program(rig, ticketed=False)) == {"early_release"}
+
+
+def test_an_earlier_fence_does_not_take_the_place_of_a_later_one() -> None:
+    def program(rig: Rig) -> None:
+        rig.leased(0)
+        rig.share(0)
+        first, second = rig.write(rig.compute, 0, 64), rig.write(rig.compute, 0, 64)
+        rig.release(0, after=[second])
+        rig.release(0, after=[first])
+
+    assert kinds(program) == set()
+
+
+def test_every_stream_that_uses_the_id_has_to_be_covered() -> None:
+    def program(rig: Rig) -> None:
+        rig.leased(0)
+        flight = rig.write(rig.compute, 0, 64)
+        rig.copy.wait(flight)
+        rig.read(rig.copy, 0, 64, "store")
+        rig.release(0, after=[flight])
+
+    (finding,) = judged(program)
+    assert finding.kind == "early_release" and finding.first.endswith("`store`")
+
+
+def test_the_uses_of_an_earlier_tenant_are_not_the_next_ones() -> None:
+    def program(rig: Rig) -> None:
+        rig.leased(0)
+        rig.release(0, after=[rig.write(rig.compute, 0, 64)])
+        rig.take(0)
+        rig.release(0)  # never used it
+
+    assert kinds(program) == set()
+
+
+def test_work_that_says_only_later_what_it_touches_was_covered_or_not_when_its_lease_ended() -> None:
+    def program(rig: Rig, *, covered: bool) -> None:
+        rig.leased(0)
+        gate = rig.copy.submit(nothing)
+        rig.compute.wait(gate)
+        flight = rig.compute.submit(lambda: rig.compute.touch(writes(0, 64)), label="flight")
+        rig.release(0, after=[flight] if covered else [])
+
+    assert kinds(lambda rig: program(rig, covered=True)) == set()
+    (finding,) = judged(lambda rig: program(rig, covered=False))
+    assert finding.kind == "early_release" and finding.first.endswith("`flight`")
+
+
+def test_a_touch_of_earlier_work_does_not_hide_the_use_by_later_work() -> None:
+    with rig("late") as made:
+        made.leased(0)
+        early = made.compute.submit(lambda: made.compute.touch(writes(0, 64)))
+        made.read(made.compute, 0, 64, "later")
+        made.see(early)
+        made.release(0, after=[early])
+        assert [finding.first.rpartition(", ")[2] for finding in made.checker.findings] == ["`later`"]
