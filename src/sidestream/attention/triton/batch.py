@@ -1,0 +1,168 @@
+"""What a launch is given: where a batch lies in the pool, the buffers of its splits, the shapes of its tiles. Holds tensors, launches nothing.
+
+Made on the engine thread; read on the stream that owns the forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from sidestream.errors import ConfigError, InvariantError
+
+__all__ = ["DeviceBatch", "Partials", "Tile", "Tiles", "ungated"]
+
+_MULTIPLE = 16  # a KV tile is made of blocks of at least so many tokens
+
+
+def ungated(layer: int) -> None:
+    """The gate of a batch that waits for no load."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """Shape of one program's work.
+
+    queries   query tokens times the heads of a group, a power of two of 16 or more
+    keys      KV tokens a step, a power of two of 16 or more
+    warps     warps of the program
+    stages    steps whose KV is in flight at once
+    """
+
+    queries: int
+    keys: int
+    warps: int
+    stages: int
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """Tiles of rows in one pass, and of rows in splits. Part of what a row's bits depend on: one choice per engine."""
+
+    whole: Tile
+    split: Tile
+
+    @classmethod
+    def default(cls, head_dim: int, dtype: torch.dtype) -> Tiles:
+        """What suits an H100 by shared memory and registers; float32 multiplies without tensor cores, in small tiles."""
+        if dtype == torch.float32:
+            side, warps = (32, 4) if head_dim <= 64 else (32, 8) if head_dim <= 128 else (16, 8)
+            return cls(Tile(side, side, warps, 1), Tile(16, side, warps, 1))
+        if head_dim > 128:
+            return cls(Tile(128, 64, 8, 2), Tile(16, 32, 4, 3))
+        return cls(Tile(128, 64, 8, 3), Tile(16, 64, 4, 3))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Partials:
+    """Where rows that are reduced in splits leave what each split sums up to. Allocated once, shared by all layers and flights of a stream.
+
+    tokens        KV tokens a split has: splits begin at multiples of it
+    sums          float32 [T, splits, heads, head_dim], T the packed query tokens that fit, splits that cover the longest row
+    tops, totals  float32 [T, splits, heads]
+    """
+
+    tokens: int
+    sums: torch.Tensor
+    tops: torch.Tensor
+    totals: torch.Tensor
+
+    @classmethod
+    def allocate(
+        cls, *, query_tokens: int, kv_tokens: int, heads: int, head_dim: int, device: torch.device | str, tokens: int = 256
+    ) -> Partials:
+        """Buffers for `query_tokens` packed tokens over rows of at most `kv_tokens`; 4 * (head_dim + 2) bytes a token, head and split.
+
+        Raises ConfigError if `tokens` is not a power of two of 64 or more.
+        """
+        if tokens < 64 or tokens & (tokens - 1):
+            raise ConfigError(f"a split of {tokens} KV tokens: give a power of two of 64 or more, such as 256")
+        shape = (query_tokens, -(-kv_tokens // tokens), heads)
+        return cls(
+            tokens,
+            torch.empty((*shape, head_dim), dtype=torch.float32, device=device),
+            torch.empty(shape, dtype=torch.float32, device=device),
+            torch.empty(shape, dtype=torch.float32, device=device),
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DeviceBatch:
+    """How a packed batch of T tokens in B rows lies in the pool. Everything that changes from flight to flight is read on the device.
+
+    kv              the pool `[blocks, layers, 2, block_tokens, kv_heads, head_dim]`, or a tensor `[blocks, 2, block_tokens, kv_heads,
+                    head_dim]` for each layer; keys are 0, values 1; block_tokens is a multiple of 16, the last dimension is dense
+    slots           int64 [T]: block_id * block_tokens + offset of each packed token, no two equal; negative: nothing is written
+    block_tables    integers [B, max_blocks]; entries beyond a row's KV are never read
+    query_starts    integers [B + 1]: where each row's queries begin in the packed tokens, and where the last row's end; a row may be empty.
+                    Tokens from there to T are padding
+    kv_lens         integers [B]: length of each row's KV, this flight's tokens included; a row's queries are the last of them
+    split_rows      the first split_rows rows are reduced in splits (decode, verification, short chunks), the others in one pass (prefill)
+    split_queries   the most query tokens that one of the first split_rows rows may have
+    partials        buffers of the splits; needed if split_rows is not 0
+    tiles           shapes of the programs' work; None: Tiles.default
+    before_layer    called with i before layer i of the pool is written or read
+
+    T, B, max_blocks, split_rows and split_queries are launch bounds: a captured graph bakes them in, with the tensors' addresses.
+    """
+
+    kv: torch.Tensor | tuple[torch.Tensor, ...]
+    slots: torch.Tensor
+    block_tables: torch.Tensor
+    query_starts: torch.Tensor
+    kv_lens: torch.Tensor
+    split_rows: int = 0
+    split_queries: int = 1
+    partials: Partials | None = None
+    tiles: Tiles | None = None
+    before_layer: Callable[[int], None] = ungated
+
+    def __post_init__(self) -> None:
+        rows, max_blocks = self.block_tables.shape
+        if len(self.query_starts) != rows + 1 or len(self.kv_lens) != rows:
+            raise InvariantError(
+                f"{rows} block tables, {len(self.query_starts)} query starts, {len(self.kv_lens)} lengths: B, B + 1 and B expected"
+            )
+        for name in ("slots", "block_tables", "query_starts", "kv_lens"):
+            part: torch.Tensor = getattr(self, name)
+            if part.dtype not in (torch.int32, torch.int64) or part.stride(-1) != 1:
+                raise InvariantError(f"{name} is {part.dtype} with stride {part.stride(-1)}: dense int32 or int64 expected")
+        layer = self.layer(0)
+        if layer.shape[2] % _MULTIPLE:
+            raise ConfigError(f"block_tokens is {layer.shape[2]}: these kernels need a multiple of {_MULTIPLE}")
+        if layer.stride(-1) != 1:
+            raise InvariantError(f"the pool's last dimension has stride {layer.stride(-1)}: 1 expected")
+        if not 0 <= self.split_rows <= rows:
+            raise InvariantError(f"split_rows is {self.split_rows}: the batch has {rows} rows")
+        if self.split_rows:
+            if self.partials is None:
+                raise InvariantError(f"{self.split_rows} rows in splits, and no buffers for them: give partials")
+            tokens = min(len(self.slots), self.split_rows * self.split_queries)
+            kv_tokens = max_blocks * int(layer.shape[2])
+            held, splits = self.partials.tops.shape[:2]
+            if tokens > held or kv_tokens > splits * self.partials.tokens:
+                raise InvariantError(
+                    f"{tokens} query tokens over rows of up to {kv_tokens} tokens: partials hold {held} over {splits * self.partials.tokens}"
+                )
+
+    def layer(self, index: int) -> torch.Tensor:
+        """One layer's pool `[blocks, 2, block_tokens, kv_heads, head_dim]`."""
+        return self.kv[:, index] if isinstance(self.kv, torch.Tensor) else self.kv[index]
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        layer: int,
+        *,
+        scale: float,
+        sliding_window: int | None = None,
+        softcap: float | None = None,
+    ) -> torch.Tensor:
+        """Launch it: see `sidestream.attention.triton.paged_attention`."""
+        from sidestream.attention.triton import launch  # which is made for batches, and imports this module
+
+        return launch.paged_attention(query, key, value, layer, self, scale=scale, sliding_window=sliding_window, softcap=softcap)

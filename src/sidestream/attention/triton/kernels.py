@@ -1,0 +1,345 @@
+"""The kernels: write keys and values, attend (in one pass or in splits), combine the splits. Launched by `launch` only; needs triton.
+
+Nothing here is planned by the host. A program finds its row and its query tokens from the batch's metadata on the device, so a captured
+graph serves every batch that its launch bounds cover. Query heads that share a kv head share a program: with `t = BLOCK_M // GROUP` tokens
+a tile, line m of a tile is query token `m // GROUP`, head `m % GROUP` of the group; what is left over of BLOCK_M is masked.
+
+The order of a sum is part of the contract. KV is reduced in tiles at multiples of BLOCK_N of the row's own positions, splits lie at
+multiples of SPLIT, combined `_CHUNK` at a time from the first that the query sees. A tile of which a query sees nothing leaves its sums
+as they were, to the bit. So what a query token gets depends on its own position and KV, not on what shares its tile, its launch or
+its batch. Masked and unmasked tiles compute the same expressions for the same reason.
+"""
+
+import triton
+import triton.language as tl
+
+_CHUNK = tl.constexpr(16)
+
+
+@triton.jit(
+    do_not_specialize=["num_rows"],
+    do_not_specialize_on_alignment=["slots", "query_starts"],
+)
+def write(
+    key,
+    value,
+    pool,
+    slots,
+    out,
+    query_starts,
+    num_rows,
+    key_token_stride,
+    key_head_stride,
+    value_token_stride,
+    value_head_stride,
+    block_stride,
+    half_stride,
+    offset_stride,
+    head_stride,
+    KV_HEADS: tl.constexpr,
+    OUT_WIDTH: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    """One token: its keys and values go to its slot (none if negative); beyond the last row its output becomes zero. Grid (tokens,)."""
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots + token).to(tl.int64)
+    lane = tl.arange(0, WIDTH)
+    if slot >= 0:
+        head, dim = lane // HEAD_DIM, lane % HEAD_DIM
+        real = lane < KV_HEADS * HEAD_DIM
+        there = pool + slot // BLOCK_TOKENS * block_stride + slot % BLOCK_TOKENS * offset_stride + head * head_stride + dim
+        tl.store(there, tl.load(key + token * key_token_stride + head * key_head_stride + dim, mask=real), mask=real)
+        values = tl.load(value + token * value_token_stride + head * value_head_stride + dim, mask=real)
+        tl.store(there + half_stride, values, mask=real)
+    if token >= tl.load(query_starts + num_rows):
+        for begin in range(0, OUT_WIDTH, WIDTH):
+            nothing = tl.zeros([WIDTH], out.dtype.element_ty)
+            tl.store(out + token * OUT_WIDTH + begin + lane, nothing, mask=begin + lane < OUT_WIDTH)
+
+
+@triton.jit
+def _row_of_tile(tile, query_starts, first_row, num_rows, TILE_TOKENS: tl.constexpr):
+    """The row that a tile of queries belongs to, and the tile's number in it.
+
+    Row r of those from `first_row` on, whose tokens begin s after those of the first, owns the tiles from `s // TILE_TOKENS + r` on:
+    always enough for it, and never more than one too many.
+    """
+    base = tl.load(query_starts + first_row)
+    before = 0
+    for begin in range(0, num_rows - first_row, 128):
+        index = begin + tl.arange(0, 128)
+        start = tl.load(query_starts + first_row + index, mask=first_row + index < num_rows, other=0)
+        begins_here_or_before = ((start - base) // TILE_TOKENS + index <= tile) & (first_row + index < num_rows)
+        before += tl.sum(begins_here_or_before.to(tl.int32))
+    index = before - 1
+    start = tl.load(query_starts + first_row + index)
+    return first_row + index, (tile - ((start - base) // TILE_TOKENS + index)).to(tl.int32)
+
+
+@triton.jit
+def _blocks(table, tile, low, high, BLOCK_N: tl.constexpr, BLOCK_TOKENS: tl.constexpr):
+    """The block of each position of a KV tile, or the one block of all; 0 where nothing in [low, high) is."""
+    if BLOCK_TOKENS % BLOCK_N == 0:
+        blocks = tl.load(table + tile // BLOCK_TOKENS, mask=tile < high, other=0)
+    else:
+        positions = tile + tl.arange(0, BLOCK_N)
+        blocks = tl.load(table + positions // BLOCK_TOKENS, mask=(positions >= low) & (positions < high), other=0)
+    return blocks.to(tl.int64)
+
+
+@triton.jit
+def _load(base, lines, dims, held, MASKED: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr):
+    """A tile of keys or values, zeros where nothing is held and beyond the head."""
+    there = base + lines[:, None] + dims[None, :]
+    if MASKED:
+        tile = tl.load(there, mask=held[:, None] & (dims[None, :] < HEAD_DIM), other=0.0)
+    elif HEAD_DIM < PADDED_DIM:
+        tile = tl.load(there, mask=dims[None, :] < HEAD_DIM, other=0.0)
+    else:
+        tile = tl.load(there)
+    return tile
+
+
+@triton.jit
+def _reduce(
+    query,
+    top,
+    total,
+    acc,
+    keys,
+    values,
+    table,
+    begin,
+    stop,
+    low,
+    high,
+    positions,
+    window,
+    cap_scale,
+    exponent,
+    block_stride,
+    offset_stride,
+    MASKED: tl.constexpr,
+    WINDOW: tl.constexpr,
+    CAPPED: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PADDED_DIM: tl.constexpr,
+):
+    """Add the KV tiles [begin, stop) to a running softmax: the highest score, the sum of weights, the weighted values.
+
+    MASKED: only keys in [low, high) are read, and a query sees none after itself or before its window. Unmasked, every key of every
+    tile is there and every query sees it.
+    """
+    offsets = tl.arange(0, BLOCK_N)
+    dims = tl.arange(0, PADDED_DIM)
+    # Carried from tile to tile: looked up in the loop, they would be a load that loads wait for, and Triton would give it half of the
+    # stages, so that keys and values arrive only when they are needed.
+    blocks = _blocks(table, begin, low, high, BLOCK_N, BLOCK_TOKENS)
+    for tile in range(begin, stop, BLOCK_N):
+        if BLOCK_TOKENS % BLOCK_N == 0:
+            lines = blocks * block_stride + (tile % BLOCK_TOKENS + offsets) * offset_stride
+        else:
+            lines = blocks * block_stride + (tile + offsets) % BLOCK_TOKENS * offset_stride
+        blocks = _blocks(table, tile + BLOCK_N, low, high, BLOCK_N, BLOCK_TOKENS)
+        held = (tile + offsets >= low) & (tile + offsets < high)
+        k = _load(keys, lines, dims, held, MASKED, HEAD_DIM, PADDED_DIM)
+        scores = tl.dot(query, tl.trans(k), input_precision="ieee")
+        if CAPPED:  # tanh, from what the hardware has; `exponent` brings the cap back
+            scores = 1.0 - 2.0 / (1.0 + tl.exp2(scores * cap_scale))
+        if MASKED:
+            key_positions = tile + offsets
+            sees = key_positions[None, :] <= positions[:, None]
+            if WINDOW:
+                sees &= key_positions[None, :] > positions[:, None] - window
+            # Raw scores, before the factor: after it, the compiler would fuse less here than in an unmasked tile.
+            scores = tl.where(sees, scores, float("-inf"))
+        higher = tl.maximum(top, tl.max(scores, 1))
+        base = tl.where(higher == float("-inf"), 0.0, higher)  # a line that has seen nothing yet: not inf - inf
+        weights = tl.exp2(scores * exponent - (base * exponent)[:, None])
+        # The difference first: 1 exactly where nothing is higher. A difference of products would be fused, and 1 plus a rounding.
+        shrink = tl.exp2((top - base) * exponent)
+        total = total * shrink + tl.sum(weights, 1)
+        acc = acc * shrink[:, None]
+        v = _load(values, lines, dims, held, MASKED, HEAD_DIM, PADDED_DIM)
+        acc = tl.dot(weights.to(v.dtype), v, acc, input_precision="ieee")
+        top = higher
+    return top, total, acc
+
+
+@triton.jit(
+    do_not_specialize=["first_row", "num_rows", "row_tiles", "max_splits", "window", "table_stride"],
+    do_not_specialize_on_alignment=["block_tables", "query_starts", "kv_lens"],
+)
+def attend(
+    query,
+    pool,
+    out,
+    sums,
+    tops,
+    totals,
+    block_tables,
+    query_starts,
+    kv_lens,
+    first_row,
+    num_rows,
+    row_tiles,
+    max_splits,
+    window,
+    cap_scale,
+    exponent,
+    table_stride,
+    query_token_stride,
+    query_head_stride,
+    block_stride,
+    half_stride,
+    offset_stride,
+    head_stride,
+    SPLIT: tl.constexpr,
+    WINDOW: tl.constexpr,
+    CAPPED: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PADDED_DIM: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """One tile of queries of one row, all heads of one kv head.
+
+    SPLIT = 0   one pass over its KV, into `out`. Grid (kv_heads, tiles). For rows [first_row, num_rows)
+    SPLIT > 0   every n-th split of its KV, n the third axis of the grid; each into sums, tops, totals. Grid (kv_heads, rows * row_tiles, n)
+    """
+    TILE_TOKENS: tl.constexpr = BLOCK_M // GROUP
+    kv_head = tl.program_id(0)
+    if SPLIT == 0:
+        # The last tiles of a row see the most keys: they begin first, so that none is left running alone.
+        row, row_tile = _row_of_tile(tl.num_programs(1) - 1 - tl.program_id(1), query_starts, first_row, num_rows, TILE_TOKENS)
+    else:
+        row = tl.program_id(1) // row_tiles
+        row_tile = tl.program_id(1) % row_tiles
+    query_start = tl.load(query_starts + row).to(tl.int64)
+    query_len = (tl.load(query_starts + row + 1) - query_start).to(tl.int32)
+    begin = row_tile * TILE_TOKENS
+    if begin >= query_len:
+        return
+    kv_len = tl.load(kv_lens + row).to(tl.int32)
+
+    line = tl.arange(0, BLOCK_M)
+    dims = tl.arange(0, PADDED_DIM)
+    tokens = begin + line // GROUP
+    heads = kv_head * GROUP + line % GROUP
+    real = (line < TILE_TOKENS * GROUP) & (tokens < query_len)
+    there = real[:, None] & (dims[None, :] < HEAD_DIM)
+    at = (query_start + tokens) * query_token_stride + heads * query_head_stride
+    q = tl.load(query + at[:, None] + dims[None, :], mask=there, other=0.0)
+
+    # Of this tile: its first query sees [low, first], its last one up to high.
+    positions = kv_len - query_len + tokens
+    first = kv_len - query_len + begin
+    high = tl.minimum(first + TILE_TOKENS, kv_len)
+    low = 0
+    if WINDOW:
+        low = tl.maximum(0, first - window + 1)
+    keys = pool + kv_head.to(tl.int64) * head_stride
+    values = keys + half_stride
+    table = block_tables + row.to(tl.int64) * table_stride
+
+    if SPLIT == 0:
+        top = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        total = tl.zeros([BLOCK_M], tl.float32)
+        acc = tl.zeros([BLOCK_M, PADDED_DIM], tl.float32)
+        # [edge, full) the window begins in these · [full, diagonal) all see all · [diagonal, high) the tile's own tokens
+        edge = low // BLOCK_N * BLOCK_N
+        diagonal = (first + 1) // BLOCK_N * BLOCK_N
+        full = edge
+        if WINDOW:
+            full = tl.cdiv(tl.maximum(high - window, 0), BLOCK_N) * BLOCK_N
+            top, total, acc = _reduce(
+                q, top, total, acc, keys, values, table, edge, full, low, high, positions, window, cap_scale, exponent, block_stride,
+                offset_stride, True, WINDOW, CAPPED, BLOCK_N, BLOCK_TOKENS, HEAD_DIM, PADDED_DIM,
+            )  # fmt: skip
+        top, total, acc = _reduce(
+            q, top, total, acc, keys, values, table, full, diagonal, low, high, positions, window, cap_scale, exponent, block_stride,
+            offset_stride, False, WINDOW, CAPPED, BLOCK_N, BLOCK_TOKENS, HEAD_DIM, PADDED_DIM,
+        )  # fmt: skip
+        top, total, acc = _reduce(
+            q, top, total, acc, keys, values, table, tl.maximum(full, diagonal), high, low, high, positions, window, cap_scale, exponent,
+            block_stride, offset_stride, True, WINDOW, CAPPED, BLOCK_N, BLOCK_TOKENS, HEAD_DIM, PADDED_DIM,
+        )  # fmt: skip
+        acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+        to = (query_start + tokens) * (KV_HEADS * GROUP * HEAD_DIM) + heads * HEAD_DIM
+        tl.store(out + to[:, None] + dims[None, :], acc.to(out.dtype.element_ty), mask=there)
+    else:
+        for split in range(low // SPLIT + tl.program_id(2), tl.cdiv(high, SPLIT), tl.num_programs(2)):
+            top = tl.full([BLOCK_M], float("-inf"), tl.float32)
+            total = tl.zeros([BLOCK_M], tl.float32)
+            acc = tl.zeros([BLOCK_M, PADDED_DIM], tl.float32)
+            # All tiles masked: they wait for memory anyway, and one loop keeps more of it in flight than three short ones.
+            top, total, acc = _reduce(
+                q, top, total, acc, keys, values, table, tl.maximum(split * SPLIT, low // BLOCK_N * BLOCK_N),
+                tl.minimum(split * SPLIT + SPLIT, high), low, high, positions, window, cap_scale, exponent, block_stride, offset_stride,
+                True, WINDOW, CAPPED, BLOCK_N, BLOCK_TOKENS, HEAD_DIM, PADDED_DIM,
+            )  # fmt: skip
+            part = ((query_start + tokens) * max_splits + split) * (KV_HEADS * GROUP) + heads
+            tl.store(tops + part, top * exponent, mask=real)
+            tl.store(totals + part, total, mask=real)
+            tl.store(sums + part[:, None] * HEAD_DIM + dims[None, :], acc, mask=there)
+
+
+@triton.jit(
+    do_not_specialize=["row_tokens", "max_splits", "window"],
+    do_not_specialize_on_alignment=["query_starts", "kv_lens"],
+)
+def combine(
+    sums,
+    tops,
+    totals,
+    out,
+    query_starts,
+    kv_lens,
+    row_tokens,
+    max_splits,
+    window,
+    SPLIT: tl.constexpr,
+    WINDOW: tl.constexpr,
+    HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PADDED_DIM: tl.constexpr,
+):
+    """One head of one token: its splits, first to last. Grid (rows * row_tokens, heads)."""
+    row = tl.program_id(0) // row_tokens
+    token = tl.program_id(0) % row_tokens
+    head = tl.program_id(1)
+    query_start = tl.load(query_starts + row).to(tl.int64)
+    query_len = (tl.load(query_starts + row + 1) - query_start).to(tl.int32)
+    if token >= query_len:
+        return
+    position = tl.load(kv_lens + row).to(tl.int32) - query_len + token
+    first = 0
+    if WINDOW:
+        first = tl.maximum(0, position - window + 1) // SPLIT
+    dims = tl.arange(0, PADDED_DIM)
+    top = float("-inf")
+    total = 0.0
+    acc = tl.zeros([PADDED_DIM], tl.float32)
+    for begin in range(first, position // SPLIT + 1, _CHUNK):
+        splits = begin + tl.arange(0, _CHUNK)
+        seen = splits <= position // SPLIT
+        part = ((query_start + token) * max_splits + splits) * HEADS + head
+        heights = tl.load(tops + part, mask=seen, other=float("-inf"))
+        counts = tl.load(totals + part, mask=seen, other=0.0)
+        there = seen[:, None] & (dims[None, :] < HEAD_DIM)
+        values = tl.load(sums + part[:, None] * HEAD_DIM + dims[None, :], mask=there, other=0.0)
+        higher = tl.maximum(top, tl.max(heights, 0))
+        weights = tl.exp2(heights - higher)
+        shrink = tl.exp2(top - higher)
+        total = total * shrink + tl.sum(weights * counts, 0)
+        acc = acc * shrink + tl.sum(weights[:, None] * values, 0)
+        top = higher
+    to = out + (query_start + token) * (HEADS * HEAD_DIM) + head * HEAD_DIM + dims
+    tl.store(to, (acc / tl.where(total == 0.0, 1.0, total)).to(out.dtype.element_ty), mask=dims < HEAD_DIM)

@@ -1,0 +1,191 @@
+"""From a batch to kernel launches. Called on the thread, and enqueues on the stream, that owns the forward; waits for nothing.
+
+Of a device it knows that Triton can launch there; tests run the same launches in Triton's interpreter, on a CPU.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from sidestream.attention.triton.batch import DeviceBatch, Partials, Tile, Tiles
+from sidestream.errors import ConfigError, InvariantError
+
+__all__ = ["Variant", "paged_attention", "warm_up"]
+
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+_MAX_HEAD_DIM = 256
+
+# Programs that keep an H100 busy: eight for each of its 132 multiprocessors. A launch with fewer tiles of queries than that gives its
+# splits programs of their own; how many never changes a result.
+_PROGRAMS = 1056
+_LEAST_SPLIT_PROGRAMS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """What layers of a model may differ in: each combination that occurs is a kernel of its own, whatever the numbers."""
+
+    sliding_window: int | None = None
+    softcap: float | None = None
+
+
+def paged_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    layer: int,
+    batch: DeviceBatch,
+    *,
+    scale: float,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+) -> torch.Tensor:
+    """Write the batch's keys and values into the pool, then attend; returns `[T, heads, head_dim]`, contiguous, zeros for padding.
+
+    query [T, heads, head_dim] · key, value [T, kv_heads, head_dim], in the pool's dtype, last dimension dense. heads is a multiple of
+    kv_heads; query head h reads kv head h // (heads / kv_heads). A query at position p sees positions `(p - sliding_window, p]`. `softcap`
+    bounds the scores: softcap * tanh(score / softcap). scale is positive. Enqueues two to four kernels on the current stream and reads
+    nothing back, so it may be captured; sums are float32 (float32 inputs are multiplied as such, never as TF32).
+
+    What a query token gets is, to the bit, a function of the query, its position, its row's KV, the options and tiles, and of whether its
+    row is reduced in splits (then also of `Partials.tokens`). It does not depend on the row's other queries, the rows beside it, their
+    order, B, T, the width of the block tables, where blocks lie, or on eager or captured launch. It does differ, within rounding, between
+    a row in splits and the same row in one pass, and between tiles of different shape.
+
+    Raises ConfigError without triton and for head sizes above 256, InvariantError for shapes that do not fit together.
+    """
+    pool = batch.layer(layer)
+    _check(query, key, value, pool, batch, scale)
+    kernels = _kernels()
+    batch.before_layer(layer)
+    tokens, heads, head_dim = query.shape
+    _, _, block_tokens, kv_heads, _ = pool.shape
+    block_stride, half_stride, offset_stride, head_stride, _ = pool.stride()
+    rows = len(batch.kv_lens)
+    tiles = batch.tiles or Tiles.default(head_dim, query.dtype)
+    out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+
+    kernels.write[(tokens,)](
+        key, value, pool, batch.slots, out, batch.query_starts, rows,
+        key.stride(0), key.stride(1), value.stride(0), value.stride(1), block_stride, half_stride, offset_stride, head_stride,
+        KV_HEADS=kv_heads, OUT_WIDTH=heads * head_dim, HEAD_DIM=head_dim, BLOCK_TOKENS=block_tokens,
+        WIDTH=_power_of_two(kv_heads * head_dim),
+    )  # fmt: skip
+
+    group = heads // kv_heads
+    window = sliding_window or 0
+    cap_scale, exponent = _factors(scale, softcap)
+
+    def attend(tile: Tile, grid: tuple[int, ...], rows: range, row_tiles: int, partials: Partials | None) -> None:
+        parts = (partials.sums, partials.tops, partials.totals, partials.tops.shape[1]) if partials else (out, out, out, 0)
+        kernels.attend[grid](
+            query, pool, out, *parts[:3], batch.block_tables, batch.query_starts, batch.kv_lens,
+            rows.start, rows.stop, row_tiles, parts[3], window, cap_scale, exponent, batch.block_tables.stride(0),
+            query.stride(0), query.stride(1), block_stride, half_stride, offset_stride, head_stride,
+            SPLIT=partials.tokens if partials else 0, WINDOW=sliding_window is not None, CAPPED=softcap is not None,
+            KV_HEADS=kv_heads, GROUP=group, HEAD_DIM=head_dim, PADDED_DIM=_power_of_two(head_dim), BLOCK_TOKENS=block_tokens,
+            BLOCK_M=_lines(tile, group), BLOCK_N=tile.keys, num_warps=tile.warps, num_stages=tile.stages,
+        )  # fmt: skip
+
+    if batch.split_rows < rows:
+        whole = range(batch.split_rows, rows)
+        attend(tiles.whole, (kv_heads, tokens // (_lines(tiles.whole, group) // group) + len(whole)), whole, 1, None)
+    if batch.split_rows and (partials := batch.partials):
+        row_tiles = -(-batch.split_queries // (_lines(tiles.split, group) // group))
+        programs = kv_heads * batch.split_rows * row_tiles
+        splits = -(-batch.block_tables.shape[1] * block_tokens // partials.tokens)
+        grid = (kv_heads, batch.split_rows * row_tiles, min(splits, max(_LEAST_SPLIT_PROGRAMS, -(-_PROGRAMS // programs))))
+        attend(tiles.split, grid, range(batch.split_rows), row_tiles, partials)
+        kernels.combine[(batch.split_rows * batch.split_queries, heads)](
+            partials.sums, partials.tops, partials.totals, out, batch.query_starts, batch.kv_lens,
+            batch.split_queries, partials.tops.shape[1], window,
+            SPLIT=partials.tokens, WINDOW=sliding_window is not None, HEADS=heads, HEAD_DIM=head_dim, PADDED_DIM=_power_of_two(head_dim),
+        )  # fmt: skip
+    return out
+
+
+def warm_up(
+    kv: torch.Tensor | tuple[torch.Tensor, ...],
+    *,
+    heads: int,
+    variants: Sequence[Variant],
+    partials: Partials | None,
+    tiles: Tiles | None = None,
+    index_dtype: torch.dtype = torch.int32,
+) -> None:
+    """Compile and launch every kernel that batches over `kv` will use, so that none is loaded while work is pending (P3).
+
+    Rows in splits are covered if `partials` is given. `index_dtype` is that of block_tables, query_starts and kv_lens. Blocks the calling
+    thread for the compilation; neither reads nor writes the pool. Layers of separate tensors must have equal
+    strides: those of the first are launched.
+    """
+    device = kv.device if isinstance(kv, torch.Tensor) else kv[0].device
+    nothing = DeviceBatch(  # a token of padding and an empty row
+        kv,
+        slots=torch.full((1,), -1, dtype=torch.int64, device=device),
+        block_tables=torch.zeros(1, 1, dtype=index_dtype, device=device),
+        query_starts=torch.zeros(2, dtype=index_dtype, device=device),
+        kv_lens=torch.zeros(1, dtype=index_dtype, device=device),
+        partials=partials,
+        tiles=tiles,
+    )
+    pool = nothing.layer(0)
+    query, key = (torch.zeros(1, count, pool.shape[4], dtype=pool.dtype, device=device) for count in (heads, pool.shape[3]))
+    for batch in (nothing, replace(nothing, split_rows=1)) if partials else (nothing,):
+        for variant in variants:
+            paged_attention(query, key, key, 0, batch, scale=1.0, sliding_window=variant.sliding_window, softcap=variant.softcap)
+
+
+def _factors(scale: float, softcap: float | None) -> tuple[float, float]:
+    """What a raw product is multiplied by inside tanh (as `1 - 2 / (1 + exp2(x))` has it), and in the exponent of two."""
+    if softcap is None:
+        return 0.0, scale * math.log2(math.e)
+    return 2 * math.log2(math.e) * scale / softcap, softcap * math.log2(math.e)
+
+
+def _lines(tile: Tile, group: int) -> int:
+    """Lines of a tile: at least one query token with all heads of a group."""
+    return max(tile.queries, _power_of_two(group))
+
+
+def _power_of_two(count: int) -> int:
+    """The least one that is `count` or more, and 16: the least that a dot takes."""
+    return max(16, 1 << (count - 1).bit_length())
+
+
+def _check(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, pool: torch.Tensor, batch: DeviceBatch, scale: float) -> None:
+    tokens, heads, head_dim = query.shape
+    kv_heads = pool.shape[3]
+    if head_dim > _MAX_HEAD_DIM:
+        raise ConfigError(f"head_dim is {head_dim}: these kernels take up to {_MAX_HEAD_DIM}")
+    if key.shape != value.shape or key.shape != (tokens, kv_heads, head_dim) or pool.shape[-1] != head_dim or heads % kv_heads:
+        raise InvariantError(
+            f"query {tuple(query.shape)}, key {tuple(key.shape)}, value {tuple(value.shape)} do not fit a pool of {kv_heads} heads of {pool.shape[-1]}"
+        )
+    if len(batch.slots) != tokens:
+        raise InvariantError(f"{tokens} query tokens, {len(batch.slots)} slots: one each expected")
+    if query.dtype not in _DTYPES or not query.dtype == key.dtype == value.dtype == pool.dtype:
+        raise InvariantError(
+            f"query {query.dtype}, key {key.dtype}, value {value.dtype}, pool {pool.dtype}: one dtype of {_DTYPES} expected"
+        )
+    if not query.stride(2) == key.stride(2) == value.stride(2) == 1:
+        raise InvariantError("the last dimension of query, key and value must be dense")
+    if not scale > 0:
+        raise InvariantError(f"scale is {scale}: it must be positive")
+
+
+@functools.cache
+def _kernels() -> Any:
+    try:
+        return importlib.import_module("sidestream.attention.triton.kernels")
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"attention on this device needs triton, which is not here ({error}): install the triton that torch names"
+        ) from error

@@ -1,0 +1,330 @@
+"""The kernels against the plain formula, and what a result may depend on. On a GPU if there is one, else in Triton's interpreter."""
+
+from __future__ import annotations
+
+import importlib
+import random
+import sys
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from paged_rig import (
+    DEVICE,
+    LAYER,
+    TILES,
+    Launch,
+    Options,
+    Shape,
+    assert_right,
+    attend,
+    make_batch,
+    make_rows,
+    packed,
+    pool_for,
+    random_flight,
+)
+
+from sidestream.attention.triton import DeviceBatch, Partials, Tile, Tiles, Variant, launch, paged_attention, warm_up
+from sidestream.errors import ConfigError, InvariantError
+
+triton = pytest.importorskip("triton", reason="triton is not installed: it comes with torch on Linux x86-64, or with the dev extra")
+
+ON_GPU = DEVICE == "cuda"
+
+# decode, verification of 3, decode of a first token; then a whole prompt, a continued chunk, a chunk of one token, a long one
+MIXED = [(1, 30), (3, 150), (1, 1), (9, 9), (6, 21), (1, 13), (40, 75)]
+IN_SPLITS = Launch(split_rows=3, split_queries=3)
+
+
+@pytest.fixture(autouse=True)
+def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fresh memory is not a number: whatever is not written shows."""
+    empty = torch.empty
+
+    def poisoned(*args: Any, **options: Any) -> torch.Tensor:
+        fresh = empty(*args, **options)
+        return fresh.fill_(float("nan")) if fresh.is_floating_point() else fresh
+
+    monkeypatch.setattr(torch, "empty", poisoned)
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "options"),
+    [(2, 2, Options()), (6, 2, Options(sliding_window=5)), (4, 1, Options(softcap=1.5)), (6, 2, Options(sliding_window=40, softcap=1.5))],
+    ids=str,
+)
+def test_a_mixed_batch_over_scattered_blocks_gives_what_the_formula_gives(heads: int, kv_heads: int, options: Options) -> None:
+    shape = Shape(heads=heads, kv_heads=kv_heads)
+    rows = make_rows(MIXED, shape)
+
+    assert_right(rows, attend(rows, shape, options, IN_SPLITS), options)
+
+
+@pytest.mark.parametrize(("head_dim", "block_tokens"), [(64, 16), (80, 48), (96, 128), (128, 32), (256, 64)])
+def test_head_sizes_and_block_sizes_need_not_fit_the_tiles(head_dim: int, block_tokens: int) -> None:
+    shape = Shape(heads=2, kv_heads=1, head_dim=head_dim, block_tokens=block_tokens)
+    rows = make_rows([(1, 150), (7, 60)], shape)
+    options = Options(sliding_window=100)
+
+    assert_right(rows, attend(rows, shape, options, Launch(split_rows=1)), options)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("options", [Options(), Options(softcap=1.5)], ids=str)
+def test_every_dtype_stays_within_its_rounding_with_the_default_tiles(dtype: torch.dtype, options: Options) -> None:
+    if dtype == torch.bfloat16 and not ON_GPU:
+        pytest.skip("Triton's interpreter multiplies bfloat16 as integers: needs a GPU")
+    shape = Shape(head_dim=64, dtype=dtype)
+    rows = make_rows(MIXED, shape)
+
+    assert_right(rows, attend(rows, shape, options, replace(IN_SPLITS, tiles=None)), options)
+
+
+@pytest.mark.parametrize("seed", range(60 if ON_GPU else 6))
+def test_random_batches_give_what_the_formula_gives_and_padding_is_inert(seed: int) -> None:
+    draws = random.Random(seed)
+    lens, launched = random_flight(draws, 1500 if ON_GPU else 140, 20 if ON_GPU else 4)
+    group, kv_heads = draws.choice(((1, 1), (1, 3), (2, 2), (3, 2), (7, 1)))
+    dtype = draws.choice((torch.float16, torch.float32))
+    shape = Shape(group * kv_heads, kv_heads, draws.choice((16, 24, 64)), draws.choice((16, 32, 64)), dtype)
+    options = Options(draws.choice((None, 1, draws.randint(2, 100))), draws.choice((None, 2.0)))
+    rows = make_rows(lens, shape, seed)
+    pool = pool_for(rows, shape, options)
+    before = pool.clone()
+
+    *outputs, padding = attend(rows, shape, options, launched, pool)
+
+    assert_right(rows, outputs, options)
+    assert not padding.any()
+    if not launched.separate:
+        assert_only_written(rows, shape, before, pool)
+
+
+def assert_only_written(rows: Any, shape: Shape, before: torch.Tensor, after: torch.Tensor) -> None:
+    """After a flight the pool holds its keys and values; all else is as it was."""
+    expected = before.clone()
+    for row in rows:
+        for position, slot in zip(
+            range(row.start, len(row.key)), row.slots(range(row.start, len(row.key)), shape.block_tokens), strict=True
+        ):
+            expected[slot // shape.block_tokens, LAYER, 0, slot % shape.block_tokens] = row.key[position]
+            expected[slot // shape.block_tokens, LAYER, 1, slot % shape.block_tokens] = row.value[position]
+    torch.testing.assert_close(after, expected, atol=0, rtol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "options"),
+    [(torch.float32, Options()), (torch.float16, Options(sliding_window=33)), (torch.float16, Options(softcap=1.5))],
+    ids=str,
+)
+def test_a_row_gives_the_same_bits_alone_in_any_batch_in_any_order_and_with_any_padding(dtype: torch.dtype, options: Options) -> None:
+    shape = Shape(dtype=dtype)
+    rows = make_rows([(1, 30), (3, 80), (1, 1), (9, 9), (1, 13), (20, 45)], shape)
+    together = attend(rows, shape, options, IN_SPLITS)
+    order = [2, 0, 1, 5, 3, 4]
+
+    roomy = Launch(split_rows=3, split_queries=5, padded_rows=2, padded_tokens=7, wider=9, index_dtype=torch.int64)
+    shuffled = attend([rows[index] for index in order], shape, options, roomy)
+
+    for index, row in enumerate(rows):
+        (alone, _) = attend([row], shape, options, Launch(split_rows=int(index < 3), split_queries=len(row.query)))
+        assert torch.equal(alone, together[index])
+        assert torch.equal(alone, shuffled[order.index(index)])
+
+
+@pytest.mark.parametrize("programs", [1, 3])
+def test_a_row_in_splits_gives_the_same_bits_however_many_programs_share_them(programs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = Shape()
+    rows = make_rows([(1, 270), (4, 150)], shape)
+    launched = Launch(split_rows=2, split_queries=4)
+    usual = attend(rows, shape, launch=launched)
+    monkeypatch.setattr(launch, "_LEAST_SPLIT_PROGRAMS", programs)
+    monkeypatch.setattr(launch, "_PROGRAMS", programs)
+
+    for expected, given in zip(usual, attend(rows, shape, launch=launched), strict=True):
+        assert torch.equal(expected, given)
+
+
+@pytest.mark.parametrize(
+    ("in_splits", "options"),
+    [(True, Options()), (False, Options()), (True, Options(sliding_window=33)), (False, Options(33, 1.5))],
+    ids=str,
+)
+def test_a_query_gives_the_same_bits_however_many_queries_come_with_it(in_splits: bool, options: Options) -> None:
+    """Verification accepts what decode would have said, and a chunk cut elsewhere gives the same KV."""
+    shape = Shape(heads=2, kv_heads=1)
+    (row,) = make_rows([(40, 160)], shape)
+
+    def bits(flight: Any) -> torch.Tensor:
+        return attend([flight], shape, options, Launch(split_rows=int(in_splits), split_queries=len(flight.query)))[0]
+
+    whole = bits(row)
+    for queries in (1, 7):
+        assert torch.equal(bits(row.last(queries)), whole[-queries:])
+    for kv_len in (143,):
+        assert torch.equal(bits(row.cut(kv_len)), whole[: kv_len - 120])
+
+
+def test_rows_of_no_queries_between_others_change_nothing() -> None:
+    shape = Shape()
+    rows = make_rows([(1, 30), (0, 20), (2, 70), (0, 9), (5, 40)], shape)
+
+    outputs = attend(rows, shape, launch=Launch(split_rows=3, split_queries=2))
+
+    assert_right(rows, outputs, Options())
+
+
+def test_a_launch_of_nothing_but_padding_gives_zeros_and_writes_nothing() -> None:
+    shape = Shape()
+    pool = pool_for([], shape, Options())
+
+    for split_rows in (0, 4):
+        (padding,) = attend([], shape, launch=Launch(split_rows=split_rows, padded_rows=4, padded_tokens=6), pool=pool)
+
+        assert padding.shape == (6, 4, 16)
+        assert not padding.any()
+        assert pool.isnan().all()
+
+
+def test_more_rows_than_are_searched_at_once() -> None:
+    shape = Shape(heads=1, kv_heads=1)
+    rows = make_rows([(1, 1 + index % 5) for index in range(130)], shape)
+
+    assert_right(rows, attend(rows, shape), Options())
+
+
+def test_queries_keys_and_values_may_be_strided_views() -> None:
+    shape = Shape()
+    rows = make_rows([(1, 30), (6, 21)], shape)
+    launched = Launch(split_rows=1)
+    query, key, value = packed(rows, 0, shape)
+    by_head = query.transpose(0, 1).contiguous().transpose(0, 1)
+    side_by_side = torch.cat((key, value), 1)
+    batch = make_batch(pool_for(rows, shape, Options()), rows, shape, launched)
+
+    out = paged_attention(by_head, side_by_side[:, :2], side_by_side[:, 2:], LAYER, batch, scale=0.25)
+
+    assert_right(rows, out.split([1, 6]), Options())
+
+
+def test_a_layer_is_not_touched_before_its_gate_opened_h5() -> None:
+    shape = Shape()
+    rows = make_rows([(1, 30)], shape)
+    loaded = pool_for(rows, shape, Options())
+    pool = torch.full_like(loaded, float("nan"))
+    opened = []
+
+    def gate(layer: int) -> None:
+        assert pool.isnan().all()
+        pool.copy_(loaded)
+        opened.append(layer)
+
+    batch = replace(make_batch(pool, rows, shape, Launch()), before_layer=gate)
+    out = paged_attention(*packed(rows, 0, shape), LAYER, batch, scale=0.25)
+
+    assert opened == [LAYER]
+    assert_right(rows, [out], Options())
+
+
+def test_warm_up_launches_every_variant_and_leaves_the_pool_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = Shape()
+    pool = pool_for([], shape, Options())
+    partials = Partials.allocate(query_tokens=1, kv_tokens=16, heads=4, head_dim=16, device=DEVICE)
+    launched = []
+    kernels = launch._kernels()
+    for name in ("write", "attend", "combine"):
+        monkeypatch.setattr(kernels, name, _Recorder(name, getattr(kernels, name), launched))
+
+    variants = [Variant(), Variant(sliding_window=9), Variant(softcap=2.0), Variant(9, 2.0)]
+    warm_up(pool, heads=4, variants=variants, partials=partials, tiles=TILES)
+
+    assert pool.isnan().all()
+    attends = {(options["SPLIT"], options["WINDOW"], options["CAPPED"]) for name, options in launched if name == "attend"}
+    assert attends == {(split, window, cap) for split in (0, 256) for window in (False, True) for cap in (False, True)}
+    assert {options["WINDOW"] for name, options in launched if name == "combine"} == {False, True}
+
+
+class _Recorder:
+    """A kernel that notes how it is launched."""
+
+    def __init__(self, name: str, kernel: Any, launched: list[tuple[str, dict[str, Any]]]) -> None:
+        self.name, self.kernel, self.launched = name, kernel, launched
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        def launch(*args: Any, **options: Any) -> None:
+            self.launched.append((self.name, options))
+            self.kernel[grid](*args, **options)
+
+        return launch
+
+
+def test_without_triton_the_first_launch_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    launch._kernels.cache_clear()
+    monkeypatch.setitem(sys.modules, "triton", None)
+    monkeypatch.delitem(sys.modules, "sidestream.attention.triton.kernels")
+    importlib.reload(sys.modules["sidestream.attention.triton.batch"])
+
+    with pytest.raises(ConfigError, match="needs triton"):
+        launch._kernels()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"split_rows": 3}, "split_rows is 3: the batch has 2 rows"),
+        ({"split_rows": 1, "partials": None}, "give partials"),
+        ({"split_rows": 2, "split_queries": 9}, r"7 query tokens over rows of up to 32 tokens: partials hold 2 over 64"),
+        ({"kv_lens": torch.zeros(3, dtype=torch.int32)}, "B, B \\+ 1 and B expected"),
+        ({"kv_lens": torch.zeros(2)}, "kv_lens is torch.float32"),
+    ],
+    ids=["rows", "partials", "room", "lengths", "dtype"],
+)
+def test_a_batch_that_does_not_fit_together_is_a_bug(change: dict[str, Any], message: str) -> None:
+    shape = Shape()
+    rows = make_rows([(1, 30), (6, 21)], shape)
+    partials = Partials.allocate(query_tokens=2, kv_tokens=64, heads=4, head_dim=16, device=DEVICE, tokens=64)
+    batch = replace(make_batch(pool_for(rows, shape, Options()), rows, shape, Launch()), partials=partials)
+
+    with pytest.raises(InvariantError, match=message):
+        replace(batch, **change)
+
+
+def test_what_the_kernels_cannot_do_is_refused() -> None:
+    shape = Shape(block_tokens=8)
+    rows = make_rows([(1, 30)], shape)
+    with pytest.raises(ConfigError, match="block_tokens is 8: these kernels need a multiple of 16"):
+        make_batch(pool_for(rows, shape, Options()), rows, shape, Launch())
+
+    shape = Shape(head_dim=512)
+    rows = make_rows([(1, 30)], shape)
+    with pytest.raises(ConfigError, match="head_dim is 512"):
+        attend(rows, shape)
+
+    with pytest.raises(ConfigError, match="a split of 100 KV tokens"):
+        Partials.allocate(query_tokens=1, kv_tokens=100, heads=1, head_dim=16, device="cpu", tokens=100)
+
+
+def test_numbers_that_do_not_fit_the_pool_are_a_bug() -> None:
+    shape = Shape()
+    rows = make_rows([(1, 30)], shape)
+    batch: DeviceBatch = make_batch(pool_for(rows, shape, Options()), rows, shape, Launch())
+    query, key, value = packed(rows, 0, shape)
+
+    for bad, message in (
+        ((query.half(), key, value), "one dtype of"),
+        ((query[:, :3], key, value), "do not fit a pool of 2 heads of 16"),
+        ((query.repeat(2, 1, 1), key.repeat(2, 1, 1), value.repeat(2, 1, 1)), "2 query tokens, 1 slots"),
+    ):
+        with pytest.raises(InvariantError, match=message):
+            paged_attention(*bad, LAYER, batch, scale=0.25)
+    with pytest.raises(InvariantError, match="scale is -1"):
+        paged_attention(query, key, value, LAYER, batch, scale=-1)
+
+
+def test_tiles_of_other_shapes_agree_within_rounding() -> None:
+    shape = Shape()
+    rows = make_rows([(1, 30), (3, 150), (20, 75)], shape)
+    for tiles in (Tiles(Tile(16, 64, 4, 1), Tile(16, 64, 4, 1)), Tiles(Tile(64, 32, 4, 2), Tile(32, 16, 4, 2))):
+        assert_right(rows, attend(rows, shape, launch=Launch(split_rows=2, split_queries=3, tiles=tiles)), Options())

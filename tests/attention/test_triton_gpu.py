@@ -1,0 +1,161 @@
+"""The kernels as a GPU runs them: real sizes, default tiles, captured graphs, a pool beyond 2**31 elements."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+from paged_rig import DEVICE, LAYER, Launch, Options, Shape, assert_right, attend, make_batch, make_rows, packed, pool_for, random_flight
+
+from sidestream.attention.triton import Partials, Variant, paged_attention, warm_up
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not torch.cuda.is_available(), reason="needs an NVIDIA GPU; the interpreter runs the same kernels in test_triton.py"
+    ),
+]
+
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+
+
+@pytest.fixture(autouse=True)
+def no_host_wait() -> Iterator[None]:
+    yield
+    torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_real_sizes_give_what_the_formula_gives(dtype: torch.dtype, head_dim: int) -> None:
+    for block_tokens, options in ((16, Options()), (128, Options(sliding_window=700)), (32, Options(softcap=20.0))):
+        shape = Shape(8, 2, head_dim, block_tokens, dtype)
+        rows = make_rows([(1, 3000), (5, 900), (1, 17), (300, 300), (200, 2100), (1, 40)], shape)
+
+        outputs = attend(
+            rows, shape, options, Launch(split_rows=3, split_queries=5, padded_rows=2, padded_tokens=9, tiles=None, split_tokens=256)
+        )
+
+        assert_right(rows, outputs, options)
+        assert not outputs[-1].any()
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_random_batches_with_the_default_tiles(seed: int) -> None:
+    draws = random.Random(seed)
+    lens, launched = random_flight(draws, 3000, 24)
+    group, kv_heads = draws.choice(((1, 4), (4, 2), (7, 1), (32, 1), (3, 3)))
+    shape = Shape(group * kv_heads, kv_heads, draws.choice((64, 80, 96, 128, 256)), draws.choice((16, 32, 64, 128)), draws.choice(DTYPES))
+    options = Options(draws.choice((None, draws.randint(1, 1000))), draws.choice((None, 20.0)))
+    rows = make_rows(lens, shape, seed)
+
+    *outputs, padding = attend(rows, shape, options, replace(launched, tiles=None, split_tokens=draws.choice((256, 512))))
+
+    assert_right(rows, outputs, options)
+    assert not padding.any()
+
+
+@pytest.mark.parametrize("options", [Options(), Options(sliding_window=333), Options(softcap=20.0)], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_row_gives_the_same_bits_whoever_is_beside_it_and_however_it_is_cut(dtype: torch.dtype, options: Options) -> None:
+    shape = Shape(8, 2, 128, 16, dtype)
+    lens = [(1, 3000), (5, 900), (1, 17), (2, 513), (300, 300), (200, 1100), (1, 40)]
+    rows = make_rows(lens, shape)
+    usual = Launch(split_rows=4, split_queries=5, tiles=None, split_tokens=256)
+    together = attend(rows, shape, options, usual)
+    backwards = attend([*rows[3::-1], *rows[:3:-1]], shape, options, replace(usual, padded_rows=5, padded_tokens=90, wider=60))
+
+    for index, row in enumerate(rows):
+        mine = replace(usual, split_rows=int(index < 4), split_queries=len(row.query))
+        alone, _ = attend([row], shape, options, mine)
+        assert torch.equal(alone, together[index])
+        assert torch.equal(alone, backwards[3 - index if index < 4 else 10 - index])
+        for queries in {1, len(row.query) // 2 + 1, len(row.query) - len(row.query) // 3}:
+            assert torch.equal(attend([row.last(queries)], shape, options, mine)[0], alone[-queries:])
+
+
+@pytest.mark.parametrize("queries", [1, 4])
+def test_a_captured_graph_serves_every_smaller_batch_with_the_same_bits(queries: int) -> None:
+    """Rows are padded with empty ones, and what an earlier, larger replay left behind is not read (H18)."""
+    shape = Shape(8, 2, 128, 16, torch.bfloat16)
+    bound = 12
+    rows = make_rows([(queries, 100 + 211 * index) for index in range(bound)], shape)
+    pool = pool_for(rows, shape, Options())
+    launched = Launch(split_rows=bound, split_queries=queries, tiles=None, split_tokens=256)
+    batch = make_batch(pool, rows, shape, launched)
+    inputs = packed(rows, 0, shape)
+    warm_up(pool, heads=8, variants=[Variant()], partials=batch.partials)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = paged_attention(*inputs, LAYER, batch, scale=128**-0.5)
+
+    for count in (bound, 3, 7, 1):
+        here = random.Random(count).sample(rows, count)
+        padding = Launch(split_rows=bound, split_queries=queries, padded_rows=bound - count, padded_tokens=(bound - count) * queries)
+        now = make_batch(pool, here, shape, padding, batch.partials)
+        for name in ("slots", "query_starts", "kv_lens"):
+            getattr(batch, name).copy_(getattr(now, name))
+        batch.block_tables.zero_()
+        batch.block_tables[:, : now.block_tables.shape[1]].copy_(now.block_tables)
+        for static, fresh in zip(inputs, packed(here, padding.padded_tokens, shape), strict=True):
+            static.copy_(fresh)
+        out.fill_(float("nan"))
+        graph.replay()
+
+        for index, row in enumerate(here):
+            alone, _ = attend([row], shape, launch=replace(launched, split_rows=1), pool=pool.clone())
+            assert torch.equal(out[index * queries : (index + 1) * queries], alone)
+        assert not out[count * queries :].any()
+
+
+def test_nothing_is_compiled_after_warm_up_p3(monkeypatch: pytest.MonkeyPatch) -> None:
+    import triton
+
+    shape = Shape(6, 3, 64, 16, torch.float16)
+    room = Partials.allocate(query_tokens=64, kv_tokens=1024, heads=6, head_dim=64, device=DEVICE)
+    warm_up(pool_for([], shape, Options()), heads=6, variants=[Variant(), Variant(sliding_window=9)], partials=room)
+    compiled = []
+    monkeypatch.setattr(triton.knobs.runtime, "jit_post_compile_hook", lambda **what: compiled.append(what["repr"]))
+
+    for count in (1, 2, 3, 16, 17):
+        rows = make_rows([(1 + index % 4, 20 + 31 * index) for index in range(count)], shape)
+        for split_rows in (0, count // 2, count):
+            launched = Launch(split_rows=split_rows, split_queries=4, padded_tokens=count % 3, tiles=None)
+            batch = make_batch(pool_for(rows, shape, Options()), rows, shape, launched, room)
+            # Graphs are given parts of larger tensors, which begin anywhere.
+            moved = torch.cat((batch.kv_lens[:1], batch.kv_lens))[1:]
+            for window in (None, 1, 16, 33):
+                paged_attention(*packed(rows, count % 3, shape), LAYER, replace(batch, kv_lens=moved), scale=0.1, sliding_window=window)
+
+    assert not compiled
+
+
+def test_nothing_waits_for_the_device() -> None:
+    shape = Shape(8, 2, 128, 16, torch.bfloat16)
+    rows = make_rows([(1, 300), (40, 200)], shape)
+    batch = make_batch(pool_for(rows, shape, Options()), rows, shape, Launch(split_rows=1, tiles=None))
+    inputs = packed(rows, 0, shape)
+
+    torch.cuda.set_sync_debug_mode("error")
+    paged_attention(*inputs, LAYER, batch, scale=0.1)
+
+
+def test_blocks_beyond_two_to_the_31_elements_are_written_and_read() -> None:
+    shape = Shape(4, 1, 128, 128, torch.bfloat16)
+    block_elements = 2 * 2 * 128 * 128
+    blocks = 2**31 // block_elements + 40
+    row = make_rows([(1, 600)], shape)[0]
+    chunk = make_rows([(260, 500)], shape, seed=8)[0]
+    far = [replace(row, blocks=tuple(range(blocks - 5, blocks))), replace(chunk, blocks=tuple(range(blocks - 9, blocks - 5)))]
+    pool = torch.zeros(blocks, 2, 2, 128, 1, 128, dtype=torch.bfloat16, device=DEVICE)
+    pool[-40:] = pool_for([replace(each, blocks=tuple(block - blocks + 40 for block in each.blocks)) for each in far], shape, Options())[
+        :40
+    ]
+
+    outputs = attend(far, shape, launch=Launch(split_rows=1, tiles=None), pool=pool)
+
+    assert_right(far, outputs, Options())
+    assert not pool[: blocks - 40].any()
