@@ -14,6 +14,9 @@ from sidestream.cli.options import DEMO_MODEL
 Model = Annotated[str, typer.Argument(help="Directory, hub id, or a name of `sidestream models`.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
+Device = Annotated[str, typer.Option(help="`cuda`, or `cpu` to try the benchmark itself.")]
+_BLOCKS = "blocks of Qwen3-8B"
+
 
 def register(app: typer.Typer) -> None:
     """Add the commands to `app`."""
@@ -21,6 +24,10 @@ def register(app: typer.Typer) -> None:
     app.command("decode")(decode)
     app.command("overhead")(overhead)
     app.command("soak")(soak)
+    app.command("transfer")(transfer)
+    app.command("interference")(interference)
+    app.command("forward-thread")(forward_thread)
+    app.command("mailbox")(mailbox)
 
 
 def prefix(
@@ -70,10 +77,68 @@ def soak(
     _report("soak", model, as_json, lambda tell: measure(model, num_requests=requests, tell=tell))
 
 
-def _report(name: str, model: str, as_json: bool, measure: Callable[[Callable[[str], None]], list[Figure]]) -> None:
-    """Run one measurement under a status line on stderr; exit with 1 when a bound does not hold."""
+def transfer(
+    device: Device = "cuda",
+    mib: Annotated[int, typer.Option(help="MiB that are stored and loaded in each round.")] = 1024,
+    rounds: Annotated[int, typer.Option(help="Repetitions, the link and all else in turn.")] = 7,
+    as_json: Json = False,
+) -> None:
+    """Stores and loads of scattered blocks, over one large pinned copy."""
+    from sidestream.cli.bench.transfer import measure
+
+    _report("transfer", _BLOCKS, as_json, lambda tell: measure(device=device, mib=mib, rounds=rounds, tell=tell), bounded=device == "cuda")
+
+
+def interference(
+    device: Device = "cuda",
+    rounds: Annotated[int, typer.Option(help="Repetitions, with and without transfers in turn.")] = 7,
+    as_json: Json = False,
+) -> None:
+    """A decode step and a large matrix product while transfers run at full rate, over the same alone."""
+    from sidestream.cli.bench.interference import measure
+
+    _report("interference", _BLOCKS, as_json, lambda tell: measure(device=device, rounds=rounds, tell=tell), bounded=device == "cuda")
+
+
+def forward_thread(
+    device: Device = "cuda",
+    requests: Annotated[int, typer.Option(help="Requests that store and load.")] = 1000,
+    steps: Annotated[int, typer.Option(help="Steps of the loop.")] = 400,
+    pending: Annotated[int, typer.Option(help="Transfers that are pending at once, in the second part.")] = 100_000,
+    as_json: Json = False,
+) -> None:
+    """What transfers cost the engine thread in each step, and whether it ever blocks."""
+    from sidestream.cli.bench.forward_thread import measure
+
+    _report(
+        "forward-thread",
+        _BLOCKS,
+        as_json,
+        lambda tell: measure(device=device, requests=requests, steps=steps, pending=pending, tell=tell),
+        bounded=device == "cuda",
+    )
+
+
+def mailbox(
+    device: Device = "cuda",
+    mib: Annotated[int, typer.Option(help="MiB that are being stored meanwhile.")] = 1024,
+    tokens: Annotated[int, typer.Option(help="Deliveries that are timed.")] = 2000,
+    as_json: Json = False,
+) -> None:
+    """Time until the host sees a drawn token while blocks are being stored."""
+    from sidestream.cli.bench.mailbox import measure
+
+    _report("mailbox", _BLOCKS, as_json, lambda tell: measure(device=device, mib=mib, tokens=tokens, tell=tell), bounded=device == "cuda")
+
+
+def _report(
+    name: str, model: str, as_json: bool, measure: Callable[[Callable[[str], None]], list[Figure]], *, bounded: bool = True
+) -> None:
+    """Run one measurement under a status line on stderr; exit with 1 when a bound does not hold. `bounded`: there are bounds for this device."""
     status = Console(stderr=True)
     with status.status(f"bench {name}") as line:
         figures = measure(lambda text: line.update(f"bench {name}: {text}"))
+    if not bounded:
+        figures = [Figure(figure.name, figure.value, figure.unit) for figure in figures]
     if not publish(name, model, figures, as_json=as_json, console=Console()):
         raise typer.Exit(1)

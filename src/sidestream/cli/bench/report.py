@@ -74,7 +74,8 @@ def environment(model: str) -> dict[str, object]:
     """The machine and the versions that the figures depend on."""
     import torch
 
-    return {
+    gpu = {"gpu": torch.cuda.get_device_name()} if torch.cuda.is_initialized() else {}  # type: ignore[no-untyped-call]
+    return gpu | {
         "date": datetime.now(UTC).date().isoformat(),
         "model": model,
         "cpu": _cpu_name(),

@@ -1,0 +1,84 @@
+"""What the benchmarks of transfers share: the device, the block of a well-known model, and the link itself."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+from sidestream.config import unknown_name
+from sidestream.device.base import Device, Memory
+from sidestream.errors import ConfigError
+from sidestream.kv.layout import KVLayout
+
+QWEN3_8B_BLOCK = KVLayout(num_layers=36, num_kv_heads=8, head_dim=128, block_tokens=16, dtype="bfloat16")
+"""2.25 MiB; 64 KiB a layer."""
+
+
+# An H100 counts so many while it is busy; what is kept busy too long by a slower one is no harm.
+_CYCLES_A_SECOND = 1.75e9
+
+
+def open_device(kind: str) -> Device:
+    """A device of that kind, warmed up. Raises ConfigError when there is none."""
+    if kind == "cpu":
+        from sidestream.device.cpu import CpuDevice
+
+        return CpuDevice(compute_threads=1)
+    if kind != "cuda":
+        raise ConfigError(unknown_name("device", kind, ("cpu", "cuda")))
+    from sidestream.device.cuda import CudaDevice
+
+    device = CudaDevice()
+    device.warm_up()
+    return device
+
+
+class Link:
+    """One large copy between pinned memory and the device, each way and both at once: as fast as the link is."""
+
+    def __init__(self, device: Device, num_bytes: int, *, in_a_row: int = 1) -> None:
+        """`in_a_row`: so many copies of `num_bytes` each way, one after another."""
+        self._in_a_row = in_a_row
+        on_gpu = device.kind == "cuda"
+        self._device = device
+        self._host = [torch.ones(num_bytes, dtype=torch.uint8, pin_memory=on_gpu) for _ in range(2)]
+        self._there = [torch.ones(num_bytes, dtype=torch.uint8, device=device.torch_device) for _ in range(2)]
+        self._streams = [device.stream("link to host"), device.stream("link to device")]
+
+    def seconds(self) -> dict[str, float]:
+        """`"to_host"`, `"to_device"` and `"two_way"`, in seconds, by the host's clock."""
+        return {"to_host": self._run(0), "to_device": self._run(1), "two_way": self._run(0, 1)}
+
+    def _run(self, *ways: int) -> float:
+        start = time.perf_counter()
+        fences = [
+            self._streams[way].submit(lambda way=way: self._copy(way))  # type: ignore[misc]
+            for _ in range(self._in_a_row)
+            for way in ways
+        ]
+        for fence in fences:
+            self._device.wait_host(fence, reason="benchmark")
+        return time.perf_counter() - start
+
+    def _copy(self, way: int) -> None:
+        target, source = (self._host[0], self._there[0]) if way == 0 else (self._there[1], self._host[1])
+        target.copy_(source, non_blocking=True)
+
+
+def busy(device: Device, seconds: float) -> None:
+    """Keep the current stream busy for about so long. Inside work of it."""
+    if device.kind == "cuda":
+        torch.cuda._sleep(int(seconds * _CYCLES_A_SECOND))  # type: ignore[no-untyped-call]
+    else:
+        time.sleep(seconds)
+
+
+def stamp(device: Device, memory: Memory, start: int) -> None:
+    """Write the clock of the current stream's device, in ns, to host memory. Inside work of it."""
+    if device.kind == "cuda":
+        from sidestream.device.cuda.kernels import stamp as stamp_there
+
+        stamp_there(memory.data.data_ptr() + start)
+    else:
+        memory.data[start : start + 8].view(torch.int64)[0] = time.perf_counter_ns()

@@ -1,0 +1,198 @@
+"""How much slower a decode step and a large matrix product are while stores and loads run at full rate; and with a kernel that copies."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from functools import partial
+from statistics import median
+from typing import Any
+
+import torch
+
+from sidestream.cli.bench.gpu import QWEN3_8B_BLOCK, open_device
+from sidestream.cli.bench.report import Figure, at_most
+from sidestream.device.base import Device, Stream
+from sidestream.testing.rig import Rig
+from sidestream.transfer.copy import layers_batch
+from sidestream.types import Fence
+
+_LAYERS, _ROWS = 36, 32
+# Widths of the projections of one layer of Qwen3-8B: in, out.
+_PROJECTIONS = ((4096, 6144), (4096, 4096), (4096, 24576), (12288, 4096))
+_MATMUL = 8192
+
+
+def measure(*, device: str, rounds: int, tell: Callable[[str], None]) -> list[Figure]:
+    """Figures; in each round everything is measured in turn, beside nothing first."""
+    used = open_device(device)
+    blocks = 512 if device == "cuda" else 16
+    rig = Rig(used, QWEN3_8B_BLOCK, num_blocks=3 * blocks, num_slots=3 * blocks)
+    small = device != "cuda"
+    try:
+        stream, ratios, steps_ms = used.stream("compute"), dict[str, list[float]](), dict[str, list[float]]()
+        rates: list[float] = []
+        for name, work, repeats in _works(used, stream, small=small):
+            for number in range(rounds):
+                beside: dict[str, Callable[[], Any]] = {
+                    "alone": _Nothing,
+                    "transfer": partial(_Transfers, rig, blocks),
+                    "store": partial(_Transfers, rig, blocks, loads=False),
+                    "load": partial(_Transfers, rig, blocks, stores=False),
+                    **({} if small else {f"kernel_{n}": partial(_Kernel, rig, blocks, n) for n in (1, 2, 8)}),
+                }
+                base = 0.0
+                for how, make in beside.items():
+                    tell(f"{name} beside {how}, round {number + 1} of {rounds}")
+                    with make() as load:
+                        seconds = _seconds(used, work, load, repeats)
+                        if how == "transfer":
+                            rates.append(load.bytes_per_s())
+                    base = seconds if how == "alone" else base
+                    ratios.setdefault(f"{name}_under_{how}", []).append(seconds / base)
+                    steps_ms.setdefault(f"{name}_{how}", []).append(1e3 * seconds)
+    finally:
+        rig.close()
+    bounds = {"decode_under_transfer": at_most(1.05), "matmul_under_transfer": at_most(1.08)}
+    figures = [Figure(name, median(values), "ratio", bounds.get(name)) for name, values in ratios.items() if not name.endswith("alone")]
+    figures += [Figure(f"{name}_ms", median(values), "ms") for name, values in steps_ms.items()]
+    return [*figures, Figure("transfer_gb_s", median(rates) / 1e9, "GB/s")]
+
+
+def _works(device: Device, stream: Stream, *, small: bool) -> list[tuple[str, Callable[[], Fence], int]]:
+    """Name, launch and repetitions: a decode step of 32 rows through the weights of Qwen3-8B, and matrix products of 8192 cubed."""
+    on, dtype, scale = device.torch_device, torch.bfloat16, 64 if small else 1
+    layers = 2 if small else _LAYERS
+    weights = [[torch.randn(i // scale, o // scale, device=on, dtype=dtype) for i, o in _PROJECTIONS] for _ in range(layers)]
+    inputs = {i: torch.randn(_ROWS, i // scale, device=on, dtype=dtype) for i, _ in _PROJECTIONS}
+    side = _MATMUL // scale
+    left, right = (torch.randn(side, side, device=on, dtype=dtype) for _ in range(2))
+    product = torch.empty_like(left)
+    outs = {o: torch.empty(_ROWS, o // scale, device=on, dtype=dtype) for _, o in _PROJECTIONS}
+
+    def decode() -> None:
+        for layer in weights:
+            for (i, o), weight in zip(_PROJECTIONS, layer, strict=True):
+                torch.mm(inputs[i], weight, out=outs[o])
+
+    def multiply() -> None:
+        torch.mm(left, right, out=product)
+
+    if small:
+        return [("decode", lambda: stream.submit(decode), 5), ("matmul", lambda: stream.submit(multiply), 5)]
+    from sidestream.device.cuda import CudaStream
+
+    assert isinstance(stream, CudaStream)
+    device.wait_host(stream.submit(decode), reason="benchmark")  # a first call makes handles and workspaces
+    device.wait_host(stream.submit(multiply), reason="benchmark")
+
+    def step() -> None:
+        stream.submit(decode)
+
+    graph = stream.capture(step)
+    return [("decode", lambda: stream.replay(graph), 60), ("matmul", lambda: stream.submit(multiply), 150)]
+
+
+def _seconds(device: Device, launch: Callable[[], Fence], load: Any, repeats: int) -> float:
+    """Seconds of one launch, many in a row: the next is launched before the one before is waited for."""
+    previous = launch()
+    device.wait_host(previous, reason="flight")
+    start = time.perf_counter()
+    previous = launch()
+    for _ in range(repeats - 1):
+        following = launch()
+        load.top_up()
+        device.wait_host(previous, reason="flight")
+        previous = following
+    device.wait_host(previous, reason="flight")
+    return (time.perf_counter() - start) / repeats
+
+
+class _Nothing:
+    """No load."""
+
+    def __enter__(self) -> _Nothing:
+        return self
+
+    def __exit__(self, *reason: object) -> None:
+        return None
+
+    def top_up(self) -> None:
+        """Nothing to do."""
+
+
+class _Transfers:
+    """Stores and loads, always more than the link has taken."""
+
+    def __init__(self, rig: Rig, count: int, *, stores: bool = True, loads: bool = True) -> None:
+        self._rig = rig
+        self._kinds = (stores, loads)
+        self._half = count // 2
+        self._bytes = 0.0
+        self._start_s = 0.0
+        self._orders: list[Fence] = []
+
+    def __enter__(self) -> _Transfers:
+        self._stored, self._there = self._rig.blocks.take(self._half), self._rig.blocks.take(self._half)
+        self._keys = self._rig.new_keys(self._half)
+        self._rig.store(self._keys, self._stored.ids)
+        self._rig.settle()
+        self._start_s, self._bytes = time.perf_counter(), self._moved()
+        self.top_up()
+        time.sleep(0.005)
+        return self
+
+    def __exit__(self, *reason: object) -> None:
+        self._rig.settle()
+        self._stored.release()
+        self._there.release()
+
+    def top_up(self) -> None:
+        """Order more of what has nearly run out."""
+        rig = self._rig
+        rig.poll()
+        self._orders = [fence for fence in self._orders if not fence.poll()]
+        while len(self._orders) < 2 * sum(self._kinds):
+            if self._kinds[0]:
+                self._orders.append(rig.store(rig.new_keys(self._half), self._stored.ids))
+            if self._kinds[1]:
+                self._orders.append(rig.load(self._keys, self._there))
+
+    def bytes_per_s(self) -> float:
+        """Both directions together."""
+        return (self._moved() - self._bytes) / (time.perf_counter() - self._start_s)
+
+    def _moved(self) -> float:
+        return sum(self._rig.metrics.value("transfer_bytes_total", kind) for kind in ("store", "load"))
+
+
+class _Kernel:
+    """Stores by a kernel of some programs, without end."""
+
+    def __init__(self, rig: Rig, count: int, programs: int) -> None:
+        self._rig = rig
+        self._programs = programs
+        ids = list(range(count))
+        host = rig.transfers._mover._host_memory
+        self._batch = layers_batch(rig.memory, ids, host, ids, range(rig.layout.num_layers))
+        self._stream = rig.device.stream(f"kernel {time.perf_counter_ns()}")
+        self._last: list[Fence] = []
+
+    def __enter__(self) -> _Kernel:
+        self.top_up()
+        time.sleep(0.005)
+        return self
+
+    def __exit__(self, *reason: object) -> None:
+        for fence in self._last:
+            self._rig.device.wait_host(fence, reason="benchmark")
+
+    def top_up(self) -> None:
+        """Launch another copy if only one is left."""
+        from sidestream.device.cuda import CudaStream
+
+        stream = self._stream
+        assert isinstance(stream, CudaStream)
+        self._last = [fence for fence in self._last if not fence.poll()]
+        while len(self._last) < 2:
+            self._last.append(stream.submit(lambda: stream.copy_as(self._batch, "kernel", programs=self._programs)))

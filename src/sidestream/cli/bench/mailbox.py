@@ -1,0 +1,156 @@
+"""How soon the host sees a drawn token while a gigabyte is being stored: through the mailbox, and through the copy engine's queue."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch
+
+from sidestream.cli.bench.gpu import QWEN3_8B_BLOCK, busy, open_device, stamp
+from sidestream.cli.bench.report import Figure, at_most
+from sidestream.device.base import Device
+from sidestream.testing.rig import Rig
+from sidestream.transfer.copy import layers_batch
+from sidestream.types import Fence
+
+_ROWS = 128
+_FLIGHT_S = 0.001
+
+
+def measure(*, device: str, mib: int, tokens: int, tell: Callable[[str], None]) -> list[Figure]:
+    """Latencies of the tokens of 128 rows, from the moment at which the device has drawn them until the host has seen them."""
+    used = open_device(device)
+    count = (mib << 20) // QWEN3_8B_BLOCK.block_bytes
+    rig = Rig(used, QWEN3_8B_BLOCK, num_blocks=2 * count, num_slots=3 * count)
+    try:
+        box = _Box(used)
+        tell("alone")
+        alone = [box.latency_ms(box.deliver) for _ in range(tokens)]
+        idle = [box.round_trip_ms(box.copy) for _ in range(tokens // 4)]
+        tell("while storing")
+        stored = _Stores(rig, count)
+        under, paced, foreign = list[float](), list[float](), list[float]()
+        while len(under) < tokens:
+            stored.top_up()
+            under.append(box.latency_ms(box.deliver))
+        stored.end()
+        tell("the copy engine's queue, paced")
+        while len(paced) < tokens // 4:
+            stored.top_up()
+            paced.append(box.latency_ms(box.copy))
+            foreign.append(box.round_trip_ms(box.copy))
+        stored.end()
+        tell("the copy engine's queue, unpaced")
+        unpaced = [_behind_everything(rig, box, count) for _ in range(5)]
+    finally:
+        rig.close()
+    return [
+        Figure("mailbox_ms_p99", _percentile(under, 0.99), "ms", at_most(0.2)),
+        Figure("mailbox_ms_median", _percentile(under, 0.5), "ms"),
+        Figure("mailbox_ms_max", max(under), "ms"),
+        Figure("mailbox_alone_ms_p99", _percentile(alone, 0.99), "ms"),
+        Figure("mailbox_alone_ms_median", _percentile(alone, 0.5), "ms"),
+        Figure("foreign_copy_wait_ms", _percentile(foreign, 0.5) - _percentile(idle, 0.5), "ms", at_most(0.3)),
+        Figure("foreign_copy_ms_median", _percentile(foreign, 0.5), "ms"),
+        Figure("foreign_copy_ms_p99", _percentile(foreign, 0.99), "ms"),
+        Figure("foreign_copy_alone_ms_median", _percentile(idle, 0.5), "ms"),
+        Figure("foreign_copy_behind_kernel_ms_median", _percentile(paced, 0.5), "ms"),
+        Figure("unpaced_copy_ms_median", _percentile(unpaced, 0.5), "ms"),
+        Figure("tokens", len(under), "tokens"),
+    ]
+
+
+class _Stores:
+    """Keeps the mover busy: there is always at least half of `count` blocks to store."""
+
+    def __init__(self, rig: Rig, count: int) -> None:
+        self._rig = rig
+        self._blocks = rig.blocks.take(count)
+        self._half = count // 2
+        self._last: Fence | None = None
+        self._following: Fence | None = None
+
+    def top_up(self) -> None:
+        """Order another half if the one before the last has ended."""
+        self._rig.poll()
+        if self._last is None or self._last.poll():
+            self._last, following = self._following, self._rig.store(self._rig.new_keys(self._half), self._blocks.ids[: self._half])
+            self._following = following
+
+    def end(self) -> None:
+        """Let all of it end."""
+        self._rig.settle()
+
+
+class _Box:
+    """A mailbox, the stream of the flights, and the two clocks: of whoever drew the tokens, and of the host."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._compute = device.stream("compute")
+        self._memory = device.allocate_host("mailbox", 8 * (_ROWS + 1))
+        self._numbers = self._memory.data.view(torch.int64)
+        self._seen = self._numbers.numpy()
+        self._tokens = torch.arange(_ROWS, dtype=torch.int64, device=device.torch_device)
+        self._apart_ns = self._compare_clocks()
+
+    def deliver(self) -> None:
+        """As the engine does."""
+        self._compute.deliver(self._tokens, self._memory, 0)
+
+    def copy(self) -> None:
+        """Through the copy engine."""
+        self._numbers[:_ROWS].copy_(self._tokens, non_blocking=True)
+
+    def latency_ms(self, bring: Callable[[], None]) -> float:
+        """From the end of a flight that the host waits for, as it does in a commit, until the host has seen the tokens."""
+
+        def flight() -> None:
+            busy(self._device, _FLIGHT_S)
+            stamp(self._device, self._memory, 8 * _ROWS)
+            bring()
+
+        self._seen[:] = -1
+        fence = self._compute.submit(flight)
+        self._device.wait_host(fence, reason="flight")
+        now_ns = time.perf_counter_ns()
+        if self._seen[0] or self._seen[_ROWS - 1] != _ROWS - 1:
+            raise RuntimeError("the tokens are not there behind the fence")
+        return float(now_ns - (self._seen[_ROWS] + self._apart_ns)) / 1e6
+
+    def round_trip_ms(self, bring: Callable[[], None]) -> float:
+        """From the launch, with nothing before it on the stream, until the host has seen the tokens."""
+        start = time.perf_counter()
+        fence = self._compute.submit(bring)
+        while not fence.poll():
+            pass
+        return 1e3 * (time.perf_counter() - start)
+
+    def _compare_clocks(self) -> int:
+        """Host's minus device's, in ns: of many stamps the one that was seen soonest after its launch, taken to lie in the middle."""
+        best = (1 << 62, 0)
+        for _ in range(500):
+            self._seen[_ROWS] = -1
+            start = time.perf_counter_ns()
+            self._compute.submit(lambda: stamp(self._device, self._memory, 8 * _ROWS))
+            while self._seen[_ROWS] == -1:
+                time.sleep(0)
+            stop = time.perf_counter_ns()
+            best = min(best, (stop - start, (start + stop) // 2 - int(self._seen[_ROWS])))
+        return best[1]
+
+
+def _behind_everything(rig: Rig, box: _Box, count: int) -> float:
+    """Latency of a small copy when all blocks were given to the device at once, as a store without pacing does."""
+    ids = list(range(count))
+    batch = layers_batch(rig.memory, ids, rig.transfers._mover._host_memory, ids, range(rig.layout.num_layers))
+    bulk = rig.device.stream(f"unpaced {time.perf_counter_ns()}")
+    fence = bulk.submit(lambda: bulk.copy(batch))
+    taken = box.latency_ms(box.copy)
+    rig.device.wait_host(fence, reason="benchmark")
+    return taken
+
+
+def _percentile(values: list[float], share: float) -> float:
+    return sorted(values)[min(len(values) - 1, int(share * len(values)))]

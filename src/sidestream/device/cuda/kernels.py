@@ -1,0 +1,88 @@
+"""Kernels that write where the copy engine should not be asked: small segments, and small results past its queue (P5). Need Triton.
+
+Addresses come as plain integers, so that neither a value nor its alignment makes Triton compile another variant behind the first (P3): there
+is one for lanes of eight bytes and one for lanes of one byte.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+import triton.language as tl
+
+# P6: eight programs that copy halve the speed of decode.
+PROGRAMS = 2
+_LANES = 4096
+_DELIVERY_LANES = 1024
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _span(target, source, num_bytes, WIDE: tl.constexpr, LANES: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+    """Copy `num_bytes` from one address to another: with WIDE, all three are multiples of eight."""
+    if WIDE:
+        lane = tl.pointer_type(tl.int64)
+        count = num_bytes // 8
+    else:
+        lane = tl.pointer_type(tl.uint8)
+        count = num_bytes
+    to = target.to(tl.int64).to(lane)  # a small number comes as 32 bits
+    from_ = source.to(tl.int64).to(lane)
+    offset = count * 0
+    while offset < count:
+        at = offset + tl.arange(0, LANES)
+        tl.store(to + at, tl.load(from_ + at, mask=at < count), mask=at < count)
+        offset += LANES
+
+
+@triton.jit(do_not_specialize=["target", "source", "num_bytes"])  # type: ignore[untyped-decorator]
+def _deliver(target, source, num_bytes, WIDE: tl.constexpr, LANES: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+    _span(target, source, num_bytes, WIDE, LANES)
+
+
+@triton.jit(do_not_specialize=["table", "count"])  # type: ignore[untyped-decorator]
+def _copy_segments(table, count, WIDE: tl.constexpr, LANES: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+    """Segment `i` by program `i % programs`. What it needs to know of the next one it asks for before it copies: the table is on the host."""
+    targets = table.to(tl.int64).to(tl.pointer_type(tl.int64))
+    sources = targets + count
+    sizes = sources + count
+    index = tl.program_id(0)
+    target = tl.load(targets + index, mask=index < count, other=0)
+    source = tl.load(sources + index, mask=index < count, other=0)
+    size = tl.load(sizes + index, mask=index < count, other=0)
+    while index < count:
+        index += tl.num_programs(0)
+        next_target = tl.load(targets + index, mask=index < count, other=0)
+        next_source = tl.load(sources + index, mask=index < count, other=0)
+        next_size = tl.load(sizes + index, mask=index < count, other=0)
+        _span(target, source, size, WIDE, LANES)
+        target = next_target
+        source = next_source
+        size = next_size
+
+
+@triton.jit(do_not_specialize=["target"])
+def _stamp(target):  # type: ignore[no-untyped-def]
+    tl.store(target.to(tl.int64).to(tl.pointer_type(tl.int64)), tl.extra.cuda.globaltimer())
+
+
+def stamp(target: int) -> None:
+    """Write the GPU's clock, in ns, to mapped host address `target`, on the current stream."""
+    grid: Any = _stamp[(1,)]
+    grid(target, num_warps=1)
+
+
+def deliver(target: int, source: int, num_bytes: int) -> None:
+    """Write `num_bytes` at device address `source` to mapped host address `target`, on the current stream, by one program."""
+    wide = not (target | source | num_bytes) % 8
+    grid: Any = _deliver[(1,)]
+    grid(target, source, num_bytes, wide, _DELIVERY_LANES, num_warps=4)
+
+
+def copy_segments(table_address: int, count: int, *, wide: bool, programs: int = PROGRAMS) -> None:
+    """Copy the `count` segments of a table (see `driver.Table`) in mapped memory, on the current stream.
+
+    `wide`: all its addresses and sizes are multiples of eight.
+    """
+    grid: Any = _copy_segments[(programs,)]
+    grid(table_address, count, wide, _LANES, num_warps=8)

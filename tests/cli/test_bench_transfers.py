@@ -1,0 +1,44 @@
+"""The benchmarks of transfers, on the CPU and tiny: they measure what they say, and no bound is claimed for a CPU."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+COMMANDS = {
+    "transfer": ["--mib", "8", "--rounds", "1"],
+    "interference": ["--rounds", "1"],
+    "mailbox": ["--mib", "16", "--tokens", "8"],
+    "forward-thread": ["--requests", "32", "--steps", "4", "--pending", "200"],
+}
+FIGURES = {
+    "transfer": {"store_over_link", "load_over_link", "two_way_over_link", "store_64k_over_link", "load_64k_over_link"},
+    "interference": {"decode_under_transfer", "matmul_under_transfer"},
+    "mailbox": {"mailbox_ms_p99", "foreign_copy_wait_ms"},
+    "forward-thread": {"engine_thread_us_median", "engine_thread_us_max", "host_waits", "pending_submit_us_max"},
+}
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_benchmark_measures_on_the_cpu_too(name: str) -> None:
+    command = [sys.executable, "-m", "sidestream", "bench", name, "--device", "cpu", "--json", *COMMANDS[name]]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    figures = {figure["name"]: figure for figure in report["figures"]}
+    assert FIGURES[name] <= figures.keys()
+    assert all(figure["bound"] is None for figure in figures.values())
+    if name == "forward-thread":
+        assert figures["host_waits"]["value"] == 0
+        assert figures["stored_gib"]["value"] > 0
+
+
+def test_device_that_is_not_known_names_the_nearest_one() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "sidestream", "bench", "mailbox", "--device", "cud"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode != 0
+    assert "did you mean cuda" in done.stderr

@@ -1,0 +1,329 @@
+"""How the CUDA device copies: right to the byte, by few calls, and across no border that two allocations or two pinned chunks have."""
+
+from __future__ import annotations
+
+import sys
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from cuda_rig import FakeGpu
+
+from sidestream.device.base import CopyBatch, Memory
+from sidestream.device.cuda import CudaDevice, copies
+from sidestream.device.cuda.copies import GRID_BELOW, KERNEL_BELOW, Grid, Segments, locate, plan
+from sidestream.device.cuda.stream import CudaFence, CudaStream
+from sidestream.errors import InvariantError
+
+KIB = 1 << 10
+ANY_PITCH = 2**31 - 1
+
+
+def memory(name: str, num_bytes: int, *, parts: int = 1, stripe: int = 0, gap: int = 0, apart: bool = False) -> Memory:
+    """Random bytes; in several parts they lie `gap` bytes apart inside one allocation, or in one allocation each."""
+    size = num_bytes // parts
+    if apart:
+        return Memory(name, tuple(torch.randint(0, 256, (size,), dtype=torch.uint8) for _ in range(parts)), stripe)
+    whole = torch.randint(0, 256, (parts * (size + gap),), dtype=torch.uint8)
+    return Memory(name, tuple(whole[index * (size + gap) :][:size] for index in range(parts)), stripe)
+
+
+def read(memory: Memory, start: int, size: int) -> bytes:
+    """Byte by byte, as the base says that offsets run."""
+    parts, offsets = memory.locate(np.arange(start, start + size, dtype=np.int64))
+    return bytes(int(memory.parts[part][offset]) for part, offset in zip(parts, offsets, strict=True))
+
+
+def batch(source: Memory, sources: list[int], target: Memory, targets: list[int], size: int) -> CopyBatch:
+    return CopyBatch(source, target, np.array(sources, dtype=np.int64), np.array(targets, dtype=np.int64), size)
+
+
+def planned(copy: CopyBatch, *, max_pitch: int = ANY_PITCH, borders: tuple[int, ...] = ()) -> Segments | Grid:
+    """`borders` are those of the target."""
+    return plan(copy, locate(copy.source), locate(copy.target, borders), max_pitch=max_pitch)
+
+
+def segments(copy: CopyBatch, **kwargs: Any) -> list[list[int]]:
+    """Target offset, source offset and bytes of each call's piece, of memories in one part."""
+    calls = planned(copy, **kwargs)
+    assert isinstance(calls, Segments)
+    table = calls.table.copy()
+    table[0] -= copy.target.data.data_ptr()
+    table[1] -= copy.source.data.data_ptr()
+    return table.T.tolist()
+
+
+# ---------------------------------------------------------------------- what becomes one piece
+
+
+def test_segments_that_follow_one_another_on_both_sides_become_one() -> None:
+    kv, host = memory("kv", 100), memory("host", 100)
+    assert segments(batch(kv, [0, 10, 20, 40, 50], host, [50, 60, 70, 80, 0], 10)) == [[50, 0, 30], [80, 40, 10], [0, 50, 10]]
+
+
+def test_segments_that_follow_one_another_on_one_side_only_do_not() -> None:
+    kv, host = memory("kv", 100), memory("host", 100)
+    assert len(segments(batch(kv, [0, 10, 20], host, [0, 20, 40], 10))) == 3
+    assert len(segments(batch(kv, [0, 20, 40], host, [0, 10, 20], 10))) == 3
+
+
+def test_no_piece_lies_across_a_border_of_pinned_chunks() -> None:
+    kv, host = memory("kv", 100), memory("host", 100)
+    copy = batch(kv, [0, 10, 20, 30], host, [0, 10, 20, 30], 10)
+    assert segments(copy, borders=(20, 100)) == [[0, 0, 20], [20, 20, 20]]
+    assert segments(copy) == [[0, 0, 40]]
+
+
+def test_parts_that_happen_to_touch_are_not_one_allocation() -> None:
+    kv, host = memory("kv", 64, parts=2, stripe=32), memory("host", 64)
+    calls = planned(batch(kv, [0, 32], host, [0, 32], 32))
+    assert isinstance(calls, Segments)
+    assert calls.table[2].tolist() == [32, 32]
+
+
+def test_nothing_to_copy_makes_no_call() -> None:
+    kv, host = memory("kv", 100), memory("host", 100)
+    assert segments(batch(kv, [], host, [], 10)) == []
+
+
+# ---------------------------------------------------------------------- which kind of call
+
+
+@pytest.mark.parametrize(("size", "by_kernel"), [(KERNEL_BELOW - 8, True), (KERNEL_BELOW, False)])
+def test_small_segments_are_copied_by_a_kernel(size: int, by_kernel: bool) -> None:
+    kv, host = memory("kv", 4 * size), memory("host", 4 * size)
+    calls = planned(batch(kv, [0, 2 * size], host, [2 * size, 0], size))
+    assert isinstance(calls, Segments)
+    assert calls.by_kernel is by_kernel
+
+
+def test_small_segments_that_become_large_pieces_are_not() -> None:
+    size, count = 4 * KIB, 64
+    kv, host = memory("kv", size * count), memory("host", size * count)
+    starts = [index * size for index in range(count)]
+    calls = planned(batch(kv, starts, host, starts, size))
+    assert isinstance(calls, Segments)
+    assert (calls.by_kernel, calls.table[2].tolist()) == (False, [size * count])
+
+
+STRIPE, LAYERS, ROWS = 64 * KIB, 4, 3
+
+
+def striped(**kwargs: Any) -> Memory:
+    return memory("kv", STRIPE * LAYERS * ROWS, parts=LAYERS, stripe=STRIPE, **kwargs)
+
+
+def host() -> Memory:
+    return memory("host", STRIPE * LAYERS * ROWS)
+
+
+def block(*numbers: int, layer: int = 0) -> list[int]:
+    return [number * STRIPE * LAYERS + layer * STRIPE for number in numbers]
+
+
+def test_blocks_of_evenly_spaced_layers_go_by_one_two_dimensional_copy_each() -> None:
+    kv, slots = striped(gap=4096), host()
+    calls = planned(batch(kv, block(2, 0), slots, block(0, 1), STRIPE * LAYERS))
+    pitch = STRIPE * ROWS + 4096
+    base, to = kv.parts[0].data_ptr(), slots.data.data_ptr()
+    assert calls == Grid(
+        [to, to + STRIPE * LAYERS], [base + 2 * STRIPE, base], STRIPE, pitch, STRIPE, LAYERS, from_device=False, to_device=False
+    )
+    back = planned(batch(slots, block(0), kv, block(1, layer=1), STRIPE * 3))
+    assert back == Grid([base + pitch + STRIPE], [to], pitch, STRIPE, STRIPE, 3, from_device=False, to_device=False)
+
+
+@pytest.mark.parametrize(
+    ("kv", "start", "size", "max_pitch"),
+    [
+        pytest.param(striped(apart=True), 0, STRIPE * LAYERS, ANY_PITCH, id="layers in allocations of their own"),
+        pytest.param(striped(), 0, STRIPE * LAYERS, STRIPE * ROWS - 1, id="layers too far apart for the driver"),
+        pytest.param(striped(), 0, STRIPE, ANY_PITCH, id="one layer"),
+        pytest.param(striped(), STRIPE, STRIPE * LAYERS, ANY_PITCH, id="goes on in the next row"),
+        pytest.param(striped(), KIB, STRIPE * 2, ANY_PITCH, id="begins inside a stripe"),
+        pytest.param(memory("kv", 8 * GRID_BELOW, parts=2, stripe=GRID_BELOW), 0, 2 * GRID_BELOW, ANY_PITCH, id="large stripes"),
+        pytest.param(memory("kv", 64 * KIB, parts=2, stripe=4 * KIB), 0, 8 * KIB, ANY_PITCH, id="tiny stripes"),
+    ],
+)
+def test_others_go_by_a_batch(kv: Memory, start: int, size: int, max_pitch: int) -> None:
+    slots = memory("host", kv.num_bytes)
+    calls = planned(batch(kv, [start], slots, [0], size), max_pitch=max_pitch)
+    assert isinstance(calls, Segments)
+
+
+def test_layers_of_uneven_distance_go_by_a_batch() -> None:
+    whole = torch.zeros(STRIPE * 8, dtype=torch.uint8)
+    kv = Memory("kv", (whole[:STRIPE], whole[STRIPE : 2 * STRIPE], whole[4 * STRIPE : 5 * STRIPE]), STRIPE)
+    assert isinstance(planned(batch(kv, [0], memory("host", 3 * STRIPE), [0], 3 * STRIPE)), Segments)
+
+
+# ---------------------------------------------------------------------- on a device, to the byte
+
+
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """In the place of the kernels, which need Triton: what was launched. Runs at once."""
+    import ctypes
+
+    launched: list[str] = []
+
+    def copy_segments(table_address: int, count: int, *, wide: bool, programs: int = 1) -> None:
+        launched.append(f"{count} segments{' wide' if wide else ''}")
+        table = np.ctypeslib.as_array((ctypes.c_int64 * (3 * count)).from_address(table_address)).reshape(3, count)
+        assert not wide or not (table % 8).any()
+        for target, source, size in table.T.tolist():
+            ctypes.memmove(target, source, size)
+
+    def deliver(target: int, source: int, num_bytes: int) -> None:
+        launched.append(f"{num_bytes} bytes")
+        ctypes.memmove(target, source, num_bytes)
+
+    fake = types.ModuleType("sidestream.device.cuda.kernels")
+    fake.copy_segments, fake.deliver = copy_segments, deliver  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "sidestream.device.cuda.kernels", fake)
+    monkeypatch.setattr("sidestream.device.cuda.kernels", fake, raising=False)
+    return launched
+
+
+@pytest.fixture
+def gpu() -> FakeGpu:
+    return FakeGpu()
+
+
+@pytest.fixture
+def device(gpu: FakeGpu) -> Iterator[CudaDevice]:
+    device = CudaDevice(driver=gpu)  # type: ignore[arg-type]
+    yield device
+    device.close()
+
+
+def parts(stream: CudaStream, copy: CopyBatch, first: int, count: int) -> Iterator[CudaFence]:
+    """Submit a prepared copy in two parts."""
+    for start, stop in ((0, first), (first, count)):
+        if start < stop:
+            yield stream.submit_copy(copy, start, stop)
+
+
+def copied(device: CudaDevice, gpu: FakeGpu, copy: CopyBatch, *, first: int | None = None) -> None:
+    """Copy, and compare every byte with what the base says that it should be. `first`: prepared, so many segments by themselves."""
+    expected = [read(copy.source, start, copy.size) for start in copy.source_starts.tolist()]
+    stream = device.stream(f"copy {len(device._streams)}")
+    count = len(copy.source_starts)
+    fences = [stream.submit(lambda: stream.copy(copy))] if first is None else [*parts(stream, device.prepare(copy), first, count)]
+    assert [fence.failure for fence in fences] == [None] * len(fences)
+    gpu.run()
+    assert fences[-1].poll()
+    assert [read(copy.target, start, copy.size) for start in copy.target_starts.tolist()] == expected
+
+
+SHAPES = {
+    "flat": {},
+    "striped": {"parts": 4, "stripe": 96},
+    "striped with gaps": {"parts": 4, "stripe": 96, "gap": 32},
+    "striped otherwise": {"parts": 3, "stripe": 32},
+    "apart": {"parts": 4, "stripe": 96, "apart": True},
+}
+
+
+@pytest.mark.parametrize("source", SHAPES)
+@pytest.mark.parametrize("target", SHAPES)
+def test_every_shape_of_memory_is_copied_to_every_other(
+    device: CudaDevice, gpu: FakeGpu, kernels: list[str], source: str, target: str
+) -> None:
+    num_bytes = 96 * 3 * 4 * 4
+    one, other = memory("one", num_bytes, **SHAPES[source]), memory("other", num_bytes, **SHAPES[target])  # type: ignore[arg-type]
+    size = 96 * 4
+    order = np.random.default_rng(0).permutation(num_bytes // size)[:8]
+    copied(device, gpu, batch(one, (np.arange(8) * size).tolist(), other, (order * size).tolist(), size))
+
+
+@pytest.mark.parametrize("first", [0, 3, 8])
+@pytest.mark.parametrize("source", SHAPES)
+@pytest.mark.parametrize("target", SHAPES)
+def test_a_prepared_copy_in_parts_copies_the_same(
+    device: CudaDevice, gpu: FakeGpu, kernels: list[str], monkeypatch: pytest.MonkeyPatch, source: str, target: str, first: int
+) -> None:
+    monkeypatch.setattr(copies, "KERNEL_BELOW", 16)  # else none of these is prepared
+    num_bytes = 96 * 3 * 4 * 4
+    one, other = memory("one", num_bytes, **SHAPES[source]), memory("other", num_bytes, **SHAPES[target])  # type: ignore[arg-type]
+    size = 96 * 4
+    order = np.random.default_rng(0).permutation(num_bytes // size)[:8]
+    copy = batch(one, (np.arange(8) * size).tolist(), other, (order * size).tolist(), size)
+    assert device.prepare(copy).prepared is not None
+    copied(device, gpu, copy, first=first)
+    assert not kernels
+
+
+@pytest.mark.parametrize("has_batch", [True, False])
+def test_a_driver_without_batches_copies_one_by_one(has_batch: bool) -> None:
+    gpu = FakeGpu(has_batch=has_batch)
+    device = CudaDevice(driver=gpu)  # type: ignore[arg-type]
+    kv, slots = memory("kv", 4 * KERNEL_BELOW), memory("host", 4 * KERNEL_BELOW)
+    copied(device, gpu, batch(kv, [0, 2 * KERNEL_BELOW], slots, [KERNEL_BELOW, 0], KERNEL_BELOW))
+    assert gpu.calls == ["batch of 2" if has_batch else "2 one by one"]
+    device.close()
+
+
+def test_striped_blocks_are_copied_by_grids_both_ways(device: CudaDevice, gpu: FakeGpu) -> None:
+    stripe = KERNEL_BELOW
+    kv, slots = memory("kv", stripe * 6, parts=2, stripe=stripe, gap=512), memory("host", stripe * 6)
+    copied(device, gpu, batch(kv, [4 * stripe, 0], slots, [0, 2 * stripe], 2 * stripe))
+    copied(device, gpu, batch(slots, [4 * stripe], kv, [2 * stripe], 2 * stripe))
+    assert gpu.calls == [f"2 grids of 2 x {stripe}", f"1 grids of 2 x {stripe}"]
+
+
+def test_tables_of_a_kernel_are_not_used_again_before_it_has_read_them(device: CudaDevice, gpu: FakeGpu, kernels: list[str]) -> None:
+    kv, slots, stream = memory("kv", 64), memory("host", 64), device.stream("store")
+    free = len(device._tables)
+    fence = stream.submit(lambda: stream.copy(batch(kv, [0, 16], slots, [16, 0], 8)))
+    assert (kernels, len(device._tables)) == (["2 segments wide"], free - 1)
+    assert not fence.poll()
+    gpu.run()
+    assert fence.poll()
+    assert len(device._tables) == free
+
+
+def test_many_small_segments_go_by_several_launches_and_odd_ones_byte_by_byte(device: CudaDevice, gpu: FakeGpu, kernels: list[str]) -> None:
+    count = 10_000
+    kv, slots = memory("kv", 3 * count), memory("host", 3 * count)
+    starts = np.arange(count) * 3
+    copy = CopyBatch(kv, slots, starts, np.random.default_rng(1).permutation(starts), 3)
+    copied(device, gpu, copy)
+    assert kernels[:2] == ["4096 segments", "4096 segments"]
+    assert len(kernels) == 3
+
+
+def test_without_a_table_left_the_copy_engine_takes_small_segments(device: CudaDevice, gpu: FakeGpu, kernels: list[str]) -> None:
+    device._tables = []
+    kv, slots = memory("kv", 64), memory("host", 64)
+    copied(device, gpu, batch(kv, [0, 16], slots, [16, 0], 8))
+    assert (kernels, gpu.calls) == ([], ["batch of 2"])
+
+
+def test_pageable_memory_is_refused(device: CudaDevice) -> None:
+    kv, slots = memory("kv", 64), Memory("host", (torch.zeros(64, dtype=torch.uint8),), pageable=True)
+    stream = device.stream("store")
+    fence = stream.submit(lambda: stream.copy(batch(kv, [0], slots, [0], 8)))
+    assert isinstance(fence.failure, InvariantError)
+    assert "pin it first" in str(fence.failure)
+
+
+def test_values_are_delivered_byte_by_byte_whatever_their_type(device: CudaDevice, gpu: FakeGpu, kernels: list[str]) -> None:
+    mailbox, stream = memory("mailbox", 64), device.stream("compute")
+    values = torch.tensor([1, -2, 3], dtype=torch.int32)
+    stream.submit(lambda: stream.deliver(values, mailbox, 20))
+    assert mailbox.data[20:32].view(torch.int32).tolist() == [1, -2, 3]
+    fence = stream.submit(lambda: stream.deliver(torch.zeros(4, 4)[:, 1], mailbox, 0))
+    assert isinstance(fence.failure, InvariantError)
+    stream.submit(lambda: stream.deliver(values[:0], mailbox, 0))
+    assert kernels == ["12 bytes"]
+
+
+def test_warming_up_launches_each_variant_and_gives_everything_back(device: CudaDevice, gpu: FakeGpu, kernels: list[str]) -> None:
+    free, pinned = len(device._tables), dict(gpu.pinned)
+    device.warm_up()
+    assert kernels == ["8 bytes", "1 segments wide", "1 bytes", "1 segments"]
+    assert (len(device._tables), gpu.pinned) == (free, pinned)

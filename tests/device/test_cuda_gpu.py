@@ -1,0 +1,420 @@
+"""The CUDA device on a GPU: what only hardware can show."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from sidestream.device.base import CopyBatch, Memory
+from sidestream.device.cuda import CudaDevice, CudaStream
+from sidestream.errors import ConfigError, OutOfDeviceMemory
+from sidestream.testing.checker import Checker
+from sidestream.types import Access, Fence
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
+
+PATIENCE_S = 20.0
+KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
+# About a millisecond of a GPU at 2 GHz.
+MILLISECOND = 2_000_000
+
+
+@pytest.fixture
+def device() -> Iterator[CudaDevice]:
+    device = CudaDevice()
+    yield device
+    device.close()
+
+
+def delay(milliseconds: float) -> None:
+    """Keep the current stream busy."""
+    torch.cuda._sleep(int(milliseconds * MILLISECOND))
+
+
+def finish(device: CudaDevice, *fences: Fence) -> None:
+    for fence in fences:
+        assert device.wait_host(fence, reason="test", timeout_s=PATIENCE_S)
+        if fence.failure is not None:
+            raise fence.failure
+
+
+def filled(device: CudaDevice, name: str, num_bytes: int) -> Memory:
+    memory = device.allocate(name, num_bytes)
+    memory.data.random_(0, 256)
+    return memory
+
+
+# ---------------------------------------------------------------------- streams and fences
+
+
+def test_fifteen_hundred_streams_are_all_distinct_and_all_work(device: CudaDevice) -> None:
+    streams = [device.stream(f"load {index}") for index in range(1500)]
+    assert len({stream.handle for stream in streams}) == 1500
+    counts = torch.zeros(1500, dtype=torch.int64, device=device.torch_device)
+    torch.cuda.default_stream().synchronize()
+    finish(device, *[stream.submit(lambda index=index: counts[index].add_(index)) for index, stream in enumerate(streams)])  # type: ignore[misc]
+    assert counts.tolist() == list(range(1500))
+
+
+def test_a_fence_is_not_done_before_the_device_is_and_asking_does_not_wait(device: CudaDevice) -> None:
+    stream = device.stream("compute")
+    finish(device, stream.submit(lambda: delay(0.1)))
+    fence = stream.submit(lambda: delay(100))
+    start = time.perf_counter()
+    assert not fence.poll()
+    assert time.perf_counter() - start < 0.05
+    finish(device, fence)
+    assert time.perf_counter() - start > 0.02
+
+
+def test_streams_pass_a_value_on_in_the_order_of_their_waits(device: CudaDevice) -> None:
+    rng = np.random.default_rng(0)
+    streams = [device.stream(f"store {index}") for index in range(16)]
+    value = torch.zeros(1, dtype=torch.int64, device=device.torch_device)
+    seen = torch.zeros(400, dtype=torch.int64, device=device.torch_device)
+    torch.cuda.default_stream().synchronize()
+    previous: Fence | None = None
+    for step in range(400):
+        stream = streams[int(rng.integers(16))]
+        if previous is not None:
+            stream.wait(previous)
+
+        def work(step: int = step, milliseconds: float = float(rng.random() * 0.2)) -> None:
+            delay(milliseconds)
+            seen[step].copy_(value[0])
+            value.add_(1)
+
+        previous = stream.submit(work)
+        if step % 7 == 0:
+            previous.poll()
+    assert previous is not None
+    finish(device, previous)
+    assert seen.tolist() == list(range(400))
+
+
+def test_fences_are_asked_for_by_two_threads_while_a_third_submits(device: CudaDevice) -> None:
+    stream, fences, stop, errors = device.stream("compute"), [], threading.Event(), []
+    fences.append(stream.submit(lambda: None))
+
+    def ask() -> None:
+        try:
+            while not stop.is_set():
+                done = [fence.poll() for fence in reversed(fences[-50:])]
+                assert done == sorted(done)  # the newest first: once one is done, all behind are
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=ask) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for step in range(500):
+        fences.append(stream.submit(lambda: delay(0.005)))
+        if step % 100 == 0:
+            finish(device, fences[-1])
+    finish(device, fences[-1])
+    stop.set()
+    for thread in threads:
+        thread.join(PATIENCE_S)
+    assert errors == []
+    assert all(fence.poll() for fence in fences)
+
+
+def test_a_long_run_makes_few_events(device: CudaDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Any] = []
+    make = device.driver.event
+    monkeypatch.setattr(device.driver, "event", lambda **kwargs: made.append(None) or make(**kwargs))
+    compute, store = device.stream("compute"), device.stream("store")
+    for _ in range(2000):
+        fence = compute.submit(lambda: None)
+        store.wait(fence)
+        finish(device, store.submit(lambda: None))
+        fence.poll()
+    assert len(made) <= 4
+
+
+def test_waits_of_the_host_are_counted(device: CudaDevice) -> None:
+    stream = device.stream("compute")
+    fence = stream.submit(lambda: delay(50))
+    assert not device.wait_host(fence, reason="drain", timeout_s=0.001)
+    assert device.wait_host(fence, reason="flight")
+    assert device.wait_host(fence, reason="flight")
+    assert device.host_waits() == {"drain": 1, "flight": 1}
+
+
+# ---------------------------------------------------------------------- copies
+
+BLOCK = 36 * 64 * KIB
+
+
+def host_of(device: CudaDevice, num_bytes: int) -> Memory:
+    memory = device.allocate_host(f"host {len(device._slabs)}", num_bytes)
+    until = time.monotonic() + PATIENCE_S
+    while device.ready_bytes(memory) < num_bytes:
+        assert time.monotonic() < until
+        time.sleep(0.001)
+    return memory
+
+
+def split(memory: Memory, parts: int, stripe: int) -> Memory:
+    """The same bytes as evenly spaced layers."""
+    return Memory(f"{memory.name} split", tuple(memory.data.chunk(parts)), stripe)
+
+
+def flat(memory: Memory) -> torch.Tensor:
+    """Its bytes in the order of its offsets, on the host."""
+    if len(memory.parts) == 1:
+        return memory.data.cpu()
+    return torch.stack([part.cpu().view(-1, memory.stripe) for part in memory.parts], 1).reshape(-1)
+
+
+@pytest.mark.parametrize("layout", ["flat", "evenly spaced layers", "layers apart"])
+@pytest.mark.parametrize("size", [BLOCK, 64 * KIB, 32 * KIB, 4 * KIB, 4099])
+@pytest.mark.parametrize("has_batch", [True, False])
+def test_segments_arrive_to_the_byte_both_ways(device: CudaDevice, layout: str, size: int, has_batch: bool) -> None:
+    if not has_batch:
+        device.driver.has_batch = False
+    count = max(6, min(64, 8 * MIB // size))
+    unit = size if layout == "flat" else max(size // 36, 1) if size == BLOCK else size
+    parts = BLOCK // unit if size == BLOCK else 4
+    num_bytes = 2 * count * size * (1 if size == BLOCK else parts)
+    kv = filled(device, "kv", num_bytes)
+    if layout == "evenly spaced layers":
+        kv = split(kv, parts, unit)
+    elif layout == "layers apart":
+        kv = Memory("kv apart", tuple(part.clone() for part in kv.data.chunk(parts)), unit)
+    host = host_of(device, num_bytes)
+    torch.cuda.default_stream().synchronize()
+    order = np.random.default_rng(0).permutation(num_bytes // size)
+    kv_starts, host_starts = order[:count] * size, order[::-1][:count] * size
+    stream = device.stream("copy")
+    before = flat(kv)
+    finish(device, stream.submit(lambda: stream.copy(CopyBatch(kv, host, kv_starts, host_starts, size))))
+    expected = torch.zeros(num_bytes, dtype=torch.uint8)
+    for here, there in zip(kv_starts.tolist(), host_starts.tolist(), strict=True):
+        expected[there : there + size] = before[here : here + size]
+    assert torch.equal(host.data, expected)
+    host.data.random_(0, 256)
+    finish(device, stream.submit(lambda: stream.copy(CopyBatch(host, kv, host_starts, kv_starts, size))))
+    for here, there in zip(kv_starts.tolist(), host_starts.tolist(), strict=True):
+        before[here : here + size] = host.data[there : there + size]
+    assert torch.equal(flat(kv), before)
+
+
+def test_copies_across_pinned_chunks_arrive(device: CudaDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pieces are merged up to where one pinned chunk ends."""
+    monkeypatch.setattr("sidestream.device.cuda.pinned.READY_AT_ONCE_BYTES", 0)
+    monkeypatch.setattr("sidestream.device.cuda.pinned.FIRST_CHUNK_BYTES", MIB)
+    monkeypatch.setattr("sidestream.device.cuda.pinned.CHUNK_BYTES", MIB)
+    kv, host = filled(device, "kv", 16 * MIB), host_of(device, 16 * MIB)
+    starts = np.arange(0, 16 * MIB, 64 * KIB)
+    stream = device.stream("store")
+    torch.cuda.default_stream().synchronize()
+    finish(device, stream.submit(lambda: stream.copy(CopyBatch(kv, host, starts, starts, 64 * KIB))))
+    assert torch.equal(kv.data.cpu(), host.data)
+
+
+def test_a_threads_first_call_to_the_driver_works(device: CudaDevice) -> None:
+    kv, host, stream = filled(device, "kv", MIB), host_of(device, MIB), device.stream("store")
+    torch.cuda.default_stream().synchronize()
+    fences: list[Fence] = []
+    starts = np.array([0])
+    thread = threading.Thread(target=lambda: fences.append(stream.submit(lambda: stream.copy(CopyBatch(kv, host, starts, starts, MIB)))))
+    thread.start()
+    thread.join(PATIENCE_S)
+    finish(device, *fences)
+    assert torch.equal(kv.data.cpu(), host.data)
+
+
+def test_results_are_delivered_past_bulk_copies(device: CudaDevice) -> None:
+    device.warm_up()
+    kv, host, mailbox = filled(device, "kv", GIB), host_of(device, GIB), device.allocate_host("mailbox", 4096)
+    store, compute = device.stream("store"), device.stream("compute")
+    values = torch.arange(256, dtype=torch.int64, device=device.torch_device)
+    odd = torch.arange(7, dtype=torch.uint8, device=device.torch_device)
+    torch.cuda.default_stream().synchronize()
+    starts = np.arange(0, GIB, 2 * MIB)
+    order = np.random.default_rng(0).permutation(starts)
+    bulk = store.submit(lambda: store.copy(CopyBatch(kv, host, starts, order, 2 * MIB)))
+    small = compute.submit(lambda: compute.deliver(values, mailbox, 0))
+    bytewise = compute.submit(lambda: compute.deliver(odd, mailbox, 2049))
+    finish(device, small, bytewise)
+    assert not bulk.poll()
+    assert mailbox.data[:2048].view(torch.int64).tolist() == list(range(256))
+    assert mailbox.data[2048:2060].tolist() == [0, 0, 1, 2, 3, 4, 5, 6, 0, 0, 0, 0]
+    finish(device, bulk)
+
+
+# ---------------------------------------------------------------------- pinned in the background
+
+
+def test_host_memory_is_used_while_more_of_it_is_pinned(device: CudaDevice) -> None:
+    kv = filled(device, "kv", 64 * MIB)
+    torch.cuda.default_stream().synchronize()
+    expected = kv.data.cpu()
+    start = time.perf_counter()
+    host = device.allocate_host("host", 4 * GIB, item_bytes=BLOCK)
+    given_s = time.perf_counter() - start
+    first = device.ready_bytes(host)
+    assert 64 * MIB <= first < host.num_bytes
+    stream, seen, rounds = device.stream("store"), [first], 0
+    starts = np.arange(0, 64 * MIB, MIB)
+    while (ready := device.ready_bytes(host)) < host.num_bytes:
+        assert ready >= seen[-1]
+        assert ready % BLOCK == 0
+        seen.append(ready)
+        to = starts + (ready - 64 * MIB)
+        finish(device, stream.submit(lambda to=to: stream.copy(CopyBatch(kv, host, starts, to, MIB))))  # type: ignore[misc]
+        assert torch.equal(host.data[int(to[0]) : int(to[0]) + 64 * MIB], expected)
+        rounds += 1
+        assert time.perf_counter() - start < 60
+    print(
+        f"given after {given_s:.2f} s with {first >> 20} MiB; all 4 GiB after {time.perf_counter() - start:.2f} s; {rounds} copies meanwhile"
+    )
+    assert rounds > 0
+
+
+# ---------------------------------------------------------------------- graphs
+
+
+def gated(device: CudaDevice) -> tuple[CudaStream, CudaStream, Any, list[Any], torch.Tensor, torch.Tensor]:
+    compute, load = device.stream("compute"), device.stream("load")
+    gates = [device.event(f"gate {layer}") for layer in range(4)]
+    loaded = torch.zeros(4, dtype=torch.int64, device=device.torch_device)
+    read = torch.zeros(4, dtype=torch.int64, device=device.torch_device)
+    torch.cuda.default_stream().synchronize()
+    for gate in gates:
+        gate.record(load)
+
+    def build() -> None:
+        for layer in range(4):
+            compute.wait_external(gates[layer])
+            compute.submit(lambda layer=layer: read[layer].copy_(loaded[layer]))  # type: ignore[misc]
+
+    return compute, load, compute.capture(build), gates, loaded, read
+
+
+def load_all(load: CudaStream, gates: list[Any], loaded: torch.Tensor, value: int) -> None:
+    for layer, gate in enumerate(gates):
+
+        def work(layer: int = layer) -> None:
+            delay(0.5)
+            loaded[layer].fill_(value)
+
+        load.submit(work)
+        gate.record(load)
+
+
+def test_a_graph_waits_for_its_gates_twenty_times_of_twenty(device: CudaDevice) -> None:
+    compute, load, graph, gates, loaded, read = gated(device)
+    for value in range(1, 21):
+        load_all(load, gates, loaded, value)
+        finish(device, compute.replay(graph, label="decode"))
+        assert read.tolist() == [value] * 4
+
+
+def test_replays_that_are_enqueued_together_never_read_before_their_own_loads(device: CudaDevice) -> None:
+    """A gate may be recorded again while a replay still waits for it: that replay may wait longer, and never less."""
+    compute, load, graph, gates, loaded, read = gated(device)
+    copies = torch.zeros(10, 4, dtype=torch.int64, device=device.torch_device)
+    torch.cuda.default_stream().synchronize()
+    for value in range(1, 11):
+        load_all(load, gates, loaded, value)
+        compute.replay(graph)
+        last = compute.submit(lambda value=value: copies[value - 1].copy_(read))  # type: ignore[misc]
+    finish(device, last)
+    assert (copies >= torch.arange(1, 11, device=device.torch_device)[:, None]).all()
+
+
+def test_a_plain_wait_is_no_part_of_a_graph(device: CudaDevice) -> None:
+    compute, load = device.stream("compute"), device.stream("load")
+    slow = load.submit(lambda: delay(20))
+    value = torch.zeros(1, dtype=torch.int64, device=device.torch_device)
+
+    def build() -> None:
+        compute.wait(slow)
+        compute.submit(lambda: value.add_(1))
+
+    graph = compute.capture(build)
+    finish(device, compute.replay(graph))
+    assert (graph.ignored_waits, int(value)) == (1, 1)
+
+
+# ---------------------------------------------------------------------- failures
+
+
+def test_memory_that_runs_out_inside_work_is_named_and_the_device_goes_on(device: CudaDevice) -> None:
+    stream = device.stream("compute")
+    fence = stream.submit(lambda: torch.empty(1 << 50, dtype=torch.uint8, device=device.torch_device))
+    assert isinstance(fence.failure, OutOfDeviceMemory)
+    finish(device, stream.submit(lambda: None))
+    with pytest.raises(ConfigError, match="does not fit"):
+        device.allocate("kv", 1 << 50)
+
+
+LOST = """
+import torch
+from sidestream.device.cuda import CudaDevice, kernels
+from sidestream.errors import DeviceLost
+
+device = CudaDevice()
+device.warm_up()
+compute, store = device.stream("compute"), device.stream("store")
+host = device.allocate_host("host", 4096)
+value = torch.zeros(1, dtype=torch.int64, device="cuda")
+torch.cuda.default_stream().synchronize()
+other = store.submit(lambda: torch.cuda._sleep(200_000_000))
+wrong = compute.submit(lambda: kernels.deliver(64, value.data_ptr(), 8))  # nothing is mapped at address 64
+try:
+    while not wrong.poll():
+        pass
+    print("not noticed")
+except DeviceLost as error:
+    print("lost:", "illegal memory access" in str(error))
+for call in (other.poll, lambda: store.submit(lambda: None), lambda: compute.wait(other), lambda: device.wait_host(other, reason="test")):
+    try:
+        call()
+        print("went on")
+    except DeviceLost:
+        print("says so")
+device.close()
+print("closed")
+"""
+
+
+def test_an_illegal_address_loses_the_device_for_everybody_and_it_still_closes() -> None:
+    done = subprocess.run([sys.executable, "-c", LOST], check=False, capture_output=True, text=True, timeout=120)
+    assert done.stdout.split("\n")[:6] == ["lost: True", "says so", "says so", "says so", "says so", "closed"], (
+        done.stdout + done.stderr[-3000:]
+    )
+
+
+# ---------------------------------------------------------------------- the checker
+
+
+@pytest.mark.parametrize("forget", [False, True])
+def test_the_checker_judges_what_was_enqueued_on_the_hardware(forget: bool) -> None:
+    checker = Checker(allowed_waits=frozenset({"test"}))
+    device = CudaDevice(witness=checker)
+    streams = [device.stream(f"store {index}") for index in range(4)]
+    rng = np.random.default_rng(0)
+    previous: Fence | None = None
+    fences: list[Fence] = []
+    writes: Callable[[], list[Access]] = lambda: [Access("kv", 0, 64, True)]  # noqa: E731
+    for _ in range(200):
+        stream = streams[int(rng.integers(4))]
+        if previous is not None and not forget:
+            stream.wait(previous)
+        previous = stream.submit(lambda: delay(0.05), writes)
+        fences.append(previous)
+        fences[int(rng.integers(len(fences)))].poll()
+    finish(device, *fences)
+    device.close()
+    assert bool(checker.findings) is forget

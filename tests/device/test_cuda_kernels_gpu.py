@@ -1,0 +1,56 @@
+"""The CUDA device's own kernels on a GPU, at their smallest and oddest: what a memory checker looks at (`make sanitize`)."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from sidestream.device.base import CopyBatch, Memory
+from sidestream.device.cuda import CudaDevice
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
+
+
+def run(device: CudaDevice, name: str, batch: CopyBatch) -> None:
+    stream = device.stream(name)
+    fence = stream.submit(lambda: stream.copy_as(batch, "kernel"))
+    assert device.wait_host(fence, reason="test", timeout_s=60)
+    assert fence.failure is None
+
+
+@pytest.mark.parametrize("size", [1, 7, 8, 4096, 32_768, 32_776, 5_001])
+def test_segments_up_to_the_last_byte_of_both_memories_are_copied_by_a_kernel(size: int) -> None:
+    device = CudaDevice()
+    try:
+        count = 5
+        source = Memory("source", (torch.randint(0, 256, (count * size,), dtype=torch.uint8, device=device.torch_device),))
+        there, back = device.allocate_host("there", count * size), Memory("back", (torch.zeros_like(source.data),))
+        torch.cuda.default_stream().synchronize()
+        starts = np.arange(count, dtype=np.int64) * size
+        run(device, "out", CopyBatch(source, there, starts, starts[::-1].copy(), size))
+        run(device, "in", CopyBatch(there, back, starts, starts, size))
+
+        expected = source.data.cpu().view(count, size).flip(0)
+        assert torch.equal(there.data.view(count, size), expected)
+        assert torch.equal(back.data.cpu().view(count, size), expected)
+    finally:
+        device.close()
+
+
+@pytest.mark.parametrize("size", [1, 7, 8, 1024, 8_200, 10_001])
+def test_results_up_to_the_last_byte_of_host_memory_are_delivered(size: int) -> None:
+    device = CudaDevice()
+    try:
+        values = torch.randint(0, 256, (size,), dtype=torch.uint8, device=device.torch_device)
+        torch.cuda.default_stream().synchronize()
+        start = 8
+        there = device.allocate_host("there", start + size)
+        stream = device.stream("deliver")
+        fence = stream.submit(lambda: stream.deliver(values, there, start))
+        assert device.wait_host(fence, reason="test", timeout_s=60)
+        assert fence.failure is None
+        assert torch.equal(there.data[start:], values.cpu())
+        assert not there.data[:start].any()
+    finally:
+        device.close()

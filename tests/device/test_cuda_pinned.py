@@ -1,0 +1,224 @@
+"""Host memory of the CUDA device: its beginning pinned when it is given out, the rest behind; and what happens when no more can be."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+
+import pytest
+from cuda_rig import PATIENCE_S, FakeGpu
+
+from sidestream.device.cuda import CudaDevice, pinned
+from sidestream.device.cuda.pinned import CHUNK_BYTES, FIRST_CHUNK_BYTES, READY_AT_ONCE_BYTES, Slab, chunk_borders
+from sidestream.errors import ConfigError, DeviceError
+
+PAGE = 4096
+MIB = 1 << 20
+GIB = 1 << 30
+
+
+class Pins:
+    """Pins chunks; holds up those behind `let_through`, and refuses those behind `allowed`."""
+
+    def __init__(self, *, let_through: int = 1 << 30, allowed: int = 1 << 30) -> None:
+        self.pinned: list[tuple[int, int]] = []
+        self.released: list[int] = []
+        self.threads: list[int] = []
+        self.held = threading.Event()
+        self.let_go = threading.Event()
+        self._let_through, self._allowed = let_through, allowed
+
+    def register(self, address: int, num_bytes: int) -> None:
+        if len(self.pinned) >= self._allowed:
+            raise DeviceError("cuMemHostRegister failed: CUDA_ERROR_OUT_OF_MEMORY (2), out of memory")
+        if len(self.pinned) >= self._let_through:
+            self.held.set()
+            assert self.let_go.wait(PATIENCE_S)
+        self.pinned.append((address, num_bytes))
+        self.threads.append(threading.get_ident())
+
+    def unregister(self, address: int) -> None:
+        self.released.append(address)
+
+
+@pytest.fixture
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    make_chunks_small(monkeypatch)
+
+
+def make_chunks_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A page at once, two pages first, four pages behind."""
+    monkeypatch.setattr(pinned, "READY_AT_ONCE_BYTES", PAGE)
+    monkeypatch.setattr(pinned, "FIRST_CHUNK_BYTES", 2 * PAGE)
+    monkeypatch.setattr(pinned, "CHUNK_BYTES", 4 * PAGE)
+
+
+def finish(slab: Slab) -> None:
+    assert slab._thread is not None
+    slab._thread.join(PATIENCE_S)
+    assert not slab._thread.is_alive()
+
+
+# ---------------------------------------------------------------------- borders
+
+
+def test_small_memory_is_one_chunk_and_large_memory_begins_with_a_small_one() -> None:
+    assert chunk_borders(READY_AT_ONCE_BYTES, 1) == [READY_AT_ONCE_BYTES]
+    assert chunk_borders(3 * GIB, 1) == [FIRST_CHUNK_BYTES, FIRST_CHUNK_BYTES + CHUNK_BYTES, FIRST_CHUNK_BYTES + 2 * CHUNK_BYTES, 3 * GIB]
+    assert chunk_borders(12345, 7) == [12345]
+
+
+@pytest.mark.parametrize("item_bytes", [1, 4096, 3000, 36 * 65536, 36 * 65536 + 512, 5 * MIB + 3])
+@pytest.mark.parametrize("num_bytes", [READY_AT_ONCE_BYTES + 1, 5 * GIB + 12345])
+def test_no_border_cuts_an_item_or_a_page_and_all_is_covered(item_bytes: int, num_bytes: int) -> None:
+    borders = chunk_borders(num_bytes, item_bytes)
+    assert borders == sorted(set(borders))
+    assert borders[-1] == num_bytes
+    assert not any(border % item_bytes or border % PAGE for border in borders[:-1])
+
+
+# ---------------------------------------------------------------------- from front to back
+
+
+def test_the_first_chunk_is_pinned_before_anybody_gets_the_memory_and_the_rest_by_a_thread(small_chunks: None) -> None:
+    pins = Pins(let_through=1)
+    slab = Slab("host", 11 * PAGE + 5, item_bytes=1, pins=pins)
+    start = slab.memory.data.data_ptr()
+    assert pins.held.wait(PATIENCE_S)
+    assert (slab.ready_bytes, pins.pinned) == (2 * PAGE, [(start, 2 * PAGE)])
+    slab.memory.data[: 2 * PAGE].fill_(7)
+    pins.let_go.set()
+    finish(slab)
+    assert slab.ready_bytes == slab.mapped_bytes == slab.memory.num_bytes == 11 * PAGE + 5
+    assert pins.pinned == [(start, 2 * PAGE), (start + 2 * PAGE, 4 * PAGE), (start + 6 * PAGE, 4 * PAGE), (start + 10 * PAGE, PAGE + 5)]
+    assert pins.threads[0] == threading.get_ident() not in pins.threads[1:]
+    assert (slab.memory.data[: 2 * PAGE] == 7).all()
+    assert not slab.memory.data[2 * PAGE :].any()
+    slab.close()
+    slab.close()
+    assert sorted(pins.released) == [address for address, _ in pins.pinned]
+
+
+def test_memory_is_zeroed_and_of_the_size_that_was_asked_for() -> None:
+    slab = Slab("mailbox", 12345, item_bytes=1, pins=Pins())
+    assert (slab.memory.num_bytes, slab.ready_bytes, int(slab.memory.data.sum())) == (12345, 12345, 0)
+    slab.close()
+
+
+def test_pages_are_touched_by_several_threads_before_they_are_pinned(small_chunks: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    touched: list[tuple[int, int]] = []
+    monkeypatch.setattr(pinned, "_TOUCH_BYTES", PAGE)
+    monkeypatch.setattr(pinned, "advise", lambda address, size, advice: touched.append((address, size)) or True)
+    pins = Pins()
+    slab = Slab("host", 4 * PAGE + 1, item_bytes=1, pins=pins)
+    finish(slab)
+    start = slab.memory.data.data_ptr()
+    assert sorted(touched[1:]) == [(start + page * PAGE, PAGE) for page in range(4)] + [(start + 4 * PAGE, 1)]
+    slab.close()
+
+
+def test_a_system_that_cannot_touch_pages_has_them_pinned_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pinned, "advise", lambda address, size, advice: False)
+    slab = Slab("host", PAGE, item_bytes=1, pins=Pins())
+    assert slab.ready_bytes == PAGE
+    slab.close()
+
+
+# ---------------------------------------------------------------------- when no more can be pinned
+
+
+def test_a_limit_of_locked_memory_stops_growth_with_one_warning(small_chunks: None, caplog: pytest.LogCaptureFixture) -> None:
+    pins = Pins(allowed=2)
+    with caplog.at_level(logging.WARNING):
+        slab = Slab("host", 20 * PAGE, item_bytes=1, pins=pins)
+        finish(slab)
+    assert slab.ready_bytes == 6 * PAGE
+    (record,) = caplog.records
+    assert "host memory: 0.00 of 0.00 GiB are pinned, the rest stays unused" in record.getMessage()
+    assert "ulimit -l" in record.getMessage()
+    slab.close()
+    assert len(pins.released) == 2
+
+
+def test_memory_of_which_nothing_can_be_pinned_is_a_clear_error(small_chunks: None) -> None:
+    with pytest.raises(ConfigError, match=r"^host memory: not even the first 0 MiB of 0\.00 GiB can be pinned .*ulimit -l.*ask for less$"):
+        Slab("host", 20 * PAGE, item_bytes=1, pins=Pins(allowed=0))
+
+
+def test_memory_that_no_machine_has_is_a_clear_error() -> None:
+    with pytest.raises(ConfigError, match="cannot be allocated on this machine: ask for less"):
+        Slab("host", 1 << 60, item_bytes=1, pins=Pins())
+
+
+def test_close_stops_growth_and_lets_go_of_what_was_pinned(small_chunks: None) -> None:
+    pins = Pins(let_through=2)
+    slab = Slab("host", 100 * PAGE, item_bytes=1, pins=pins)
+    assert pins.held.wait(PATIENCE_S)
+    closer = threading.Thread(target=slab.close)
+    closer.start()
+    while not slab._closing:
+        pass
+    pins.let_go.set()
+    closer.join(PATIENCE_S)
+    assert not closer.is_alive()
+    assert len(pins.released) == len(pins.pinned) == 3
+
+
+def test_close_lets_go_of_the_rest_when_a_chunk_cannot_be(small_chunks: None) -> None:
+    pins = Pins()
+    slab = Slab("host", 10 * PAGE, item_bytes=1, pins=pins)
+    finish(slab)
+    tried: list[int] = []
+
+    def lost(address: int) -> None:
+        tried.append(address)
+        raise DeviceError("lost")
+
+    pins.unregister = lost  # type: ignore[method-assign]
+    slab.close()
+    assert len(tried) == 3
+
+
+# ---------------------------------------------------------------------- on a device
+
+
+def device_with(monkeypatch: pytest.MonkeyPatch, available: Callable[[], int | None]) -> CudaDevice:
+    device = CudaDevice(driver=FakeGpu(memory_bytes=1 << 20))  # type: ignore[arg-type]
+    monkeypatch.setattr("sidestream.device.cuda.device._available_bytes", available)
+    return device
+
+
+def test_the_device_says_how_much_is_ready(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = device_with(monkeypatch, lambda: None)
+    host, kv = device.allocate_host("host", 3 * PAGE), device.allocate("kv", 64)
+    assert (device.ready_bytes(host), device.ready_bytes(kv)) == (3 * PAGE, 64)
+    device.close()
+
+
+def test_host_memory_that_does_not_fit_is_a_clear_error_and_given_out_memory_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = device_with(monkeypatch, lambda: 100 * PAGE)
+    make_chunks_small(monkeypatch)
+    pins = Pins(let_through=1)
+    device.driver.register = pins.register  # type: ignore[method-assign]
+    device.driver.unregister = pins.unregister  # type: ignore[method-assign]
+    device.allocate_host("host", 50 * PAGE)
+    assert pins.held.wait(PATIENCE_S)  # two pages are pinned, four are mapped
+    with pytest.raises(ConfigError, match=r"^more memory of 0\.00 GiB does not fit: this machine has 0\.00 GiB available; ask for less$"):
+        device.allocate_host("more", 57 * PAGE)
+    pins.let_go.set()
+    device.close()
+
+
+def test_device_memory_that_does_not_fit_is_a_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = device_with(monkeypatch, lambda: None)
+    with pytest.raises(ConfigError, match=r"^kv memory of 1\.00 GiB does not fit: 0\.00 of the GPU's 0\.00 GiB are free; ask for less"):
+        device.allocate("kv", GIB)
+    device.close()
+
+
+def test_copies_respect_the_borders_of_pinned_chunks(small_chunks: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    device = device_with(monkeypatch, lambda: None)
+    host = device.allocate_host("host", 10 * PAGE, item_bytes=PAGE)
+    assert device.place(host).borders.tolist() == [2 * PAGE, 6 * PAGE]
+    device.close()

@@ -1,0 +1,435 @@
+"""Streams and fences of the CUDA device, on a GPU made of lists: what is known of the device, and what happens when it is lost."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Iterator
+
+import pytest
+import torch
+from cuda_rig import PATIENCE_S, FakeGpu, GpuStream, Wait
+
+from sidestream.device.base import Rest
+from sidestream.device.cuda import CudaDevice
+from sidestream.device.cuda.stream import CudaStream
+from sidestream.errors import DeviceError, DeviceLost, InvariantError, OutOfDeviceMemory
+from sidestream.metrics import Metrics, Timeline
+
+# How long something that must not happen is given to happen. A pass never depends on it, a catch does.
+SILENCE_S = 0.1
+ILLEGAL = "CUDA error: an illegal memory access was encountered"
+
+
+@pytest.fixture
+def gpu() -> FakeGpu:
+    return FakeGpu()
+
+
+@pytest.fixture
+def device(gpu: FakeGpu) -> Iterator[CudaDevice]:
+    device = CudaDevice(driver=gpu)  # type: ignore[arg-type]
+    yield device
+    device.close()
+
+
+def nothing() -> None: ...
+
+
+def waits(gpu: FakeGpu, stream: CudaStream) -> int:
+    return sum(isinstance(entry, Wait) for entry in gpu.queues[stream.handle])
+
+
+# ---------------------------------------------------------------------- fences
+
+
+def test_a_fence_is_done_once_its_mark_was_passed_and_not_before(gpu: FakeGpu, device: CudaDevice) -> None:
+    stream = device.stream("compute")
+    first, second = stream.submit(nothing), stream.submit(nothing)
+    assert (first.tick, second.tick, first.stream) == (1, 2, "compute")
+    assert (first.poll(), second.poll()) == (False, False)
+    gpu.step(stream.handle)
+    assert (second.poll(), first.poll()) == (False, True)
+    gpu.step(stream.handle)
+    assert second.poll()
+
+
+def test_work_is_enqueued_at_once_by_the_thread_that_submits_it_and_let_go_of(gpu: FakeGpu, device: CudaDevice) -> None:
+    class Held:
+        thread: int | None = None
+
+        def work(self) -> None:
+            self.thread = threading.get_ident()
+
+    held = Held()
+    fence = device.stream("compute").submit(held.work)
+    assert held.thread == threading.get_ident()
+    alive = weakref.ref(held)
+    del held
+    assert alive() is None
+    assert not fence.poll()
+
+
+def test_a_fence_that_was_seen_done_is_not_asked_for_again(gpu: FakeGpu, device: CudaDevice) -> None:
+    stream = device.stream("compute")
+    fences = [stream.submit(nothing) for _ in range(5)]
+    gpu.run()
+    assert fences[-1].poll()
+    asked = sum(event.queries for event in gpu.events)
+    assert asked == 5
+    assert all(fence.poll() for fence in fences)
+    assert sum(event.queries for event in gpu.events) == asked
+
+
+def test_asking_for_a_late_fence_asks_only_for_the_oldest_mark(gpu: FakeGpu, device: CudaDevice) -> None:
+    stream = device.stream("compute")
+    fences = [stream.submit(nothing) for _ in range(100)]
+    assert not fences[-1].poll()
+    assert sum(event.queries for event in gpu.events) == 1
+
+
+def test_events_are_used_again_so_a_long_run_makes_few(gpu: FakeGpu, device: CudaDevice) -> None:
+    one, other = device.stream("compute"), device.stream("store")
+    for _ in range(500):
+        fences = one.submit(nothing), other.submit(nothing)
+        gpu.run()
+        done = [fence.poll() for fence in fences]
+        assert all(done)
+    assert len(gpu.events) == 2
+
+
+def test_threads_that_poll_and_submit_at_once_lose_no_fence(gpu: FakeGpu, device: CudaDevice) -> None:
+    stream = device.stream("compute")
+    stop, seen = threading.Event(), []
+
+    def poll_and_run() -> None:
+        while not stop.is_set():
+            gpu.run()
+            if fences and not fences[-1].poll():
+                seen.append(fences[-1])
+
+    fences = [stream.submit(nothing)]
+    threads = [threading.Thread(target=poll_and_run) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for _ in range(2000):
+        fences.append(stream.submit(nothing))
+        if len(fences) % 7 == 0:
+            fences[-7].poll()
+    stop.set()
+    for thread in threads:
+        thread.join(PATIENCE_S)
+    gpu.run()
+    assert [fence.tick for fence in fences] == list(range(1, 2002))
+    assert all(fence.poll() for fence in reversed(fences))
+    assert len(set(map(id, device._events))) == len(device._events) == len(gpu.events)  # each given back once
+
+
+# ---------------------------------------------------------------------- what work raises
+
+
+def test_work_that_raises_fails_its_own_fence_and_no_other(gpu: FakeGpu, device: CudaDevice) -> None:
+    stream = device.stream("store")
+
+    class Big: ...
+
+    kept: list[weakref.ref[Big]] = []
+
+    def broken() -> None:
+        big = Big()
+        kept.append(weakref.ref(big))
+        raise ValueError("broken")
+
+    before, failed, behind = stream.submit(nothing), stream.submit(broken), stream.submit(nothing)
+    gpu.run()
+    assert behind.poll()
+    assert isinstance(failed.failure, ValueError)
+    assert (before.failure, behind.failure, kept[0]()) == (None, None, None)
+
+
+def test_memory_that_runs_out_is_a_named_error_and_the_device_goes_on(gpu: FakeGpu, device: CudaDevice) -> None:
+    def broken() -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.\nmore")
+
+    stream = device.stream("compute")
+    fence = stream.submit(broken)
+    assert isinstance(fence.failure, OutOfDeviceMemory)
+    assert str(fence.failure) == (
+        "out of device memory: CUDA out of memory. Tried to allocate 20.00 GiB.; lower the KV memory or the batch"
+    )
+    stream.submit(nothing)
+    assert device.lost is None
+
+
+def test_a_program_that_is_told_to_end_inside_work_ends_with_the_work_covered(gpu: FakeGpu, device: CudaDevice) -> None:
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    stream = device.stream("compute")
+    with pytest.raises(KeyboardInterrupt):
+        stream.submit(interrupted)
+    behind = stream.submit(nothing)
+    assert behind.tick == 2
+    gpu.run()
+    assert behind.poll()
+
+
+def test_work_that_submits_to_its_own_stream_is_refused(device: CudaDevice) -> None:
+    stream = device.stream("compute")
+    fence = stream.submit(lambda: stream.submit(nothing) and None)
+    assert isinstance(fence.failure, InvariantError)
+    assert "given work by its own work" in str(fence.failure)
+
+
+# ---------------------------------------------------------------------- order between streams
+
+
+def test_a_stream_waits_on_the_device_for_the_fence_of_another(gpu: FakeGpu, device: CudaDevice) -> None:
+    store, compute, ran = device.stream("store"), device.stream("compute"), []
+    written = compute.submit(lambda: gpu.launch(compute, lambda: ran.append("write")))
+    store.wait(written)
+    stored = store.submit(lambda: gpu.launch(store, lambda: ran.append("store")))
+    gpu.run(store)
+    assert ran == []
+    assert not stored.poll()
+    gpu.run()
+    assert ran == ["write", "store"]
+
+
+def test_a_wait_holds_for_the_fence_that_was_meant_when_its_event_is_used_again(gpu: FakeGpu, device: CudaDevice) -> None:
+    store, compute = device.stream("store"), device.stream("compute")
+    written = compute.submit(nothing)
+    store.wait(written)
+    stored = store.submit(nothing)
+    gpu.run(compute)
+    assert written.poll()
+    again = compute.submit(nothing)  # with the event of `written`
+    assert len(gpu.events) == 2
+    gpu.run(store)
+    assert stored.poll()
+    assert not again.poll()
+
+
+def test_an_event_is_not_given_back_while_a_wait_for_it_is_being_made(gpu: FakeGpu, device: CudaDevice) -> None:
+    """Recorded anew in between, it would stand for other work."""
+    store, compute = device.stream("store"), device.stream("compute")
+    written = compute.submit(nothing)
+    event, free = gpu.events[-1], []
+    make, asker = event.wait, threading.Thread(target=written.poll)
+
+    def slowly(stream: GpuStream) -> None:
+        gpu.run(compute)
+        asker.start()
+        asker.join(SILENCE_S)
+        free.extend(device._events)
+        make(stream)
+
+    event.wait = slowly  # type: ignore[method-assign]
+    store.wait(written)
+    asker.join(PATIENCE_S)
+    assert free == []
+    assert device._events == [event]
+
+
+def test_a_wait_for_what_is_past_anyway_costs_the_driver_nothing(gpu: FakeGpu, device: CudaDevice) -> None:
+    store, compute = device.stream("store"), device.stream("compute")
+    own, past = store.submit(nothing), compute.submit(nothing)
+    gpu.run(compute)
+    store.wait(own)
+    store.wait(past)
+    assert waits(gpu, store) == 0
+
+
+def test_work_of_the_host_must_be_seen_done_not_waited_for(gpu: FakeGpu, device: CudaDevice) -> None:
+    disk, load, gate = device.worker("disk"), device.stream("load"), threading.Event()
+    read = disk.submit(lambda: gate.wait(PATIENCE_S) and None)
+    with pytest.raises(InvariantError, match="must be seen done, not waited for"):
+        load.wait(read)
+    gate.set()
+    assert device.wait_host(read, reason="test", timeout_s=PATIENCE_S)
+    load.wait(read)
+    assert waits(gpu, load) == 0
+
+
+def test_fences_of_another_device_are_refused(device: CudaDevice) -> None:
+    other = CudaDevice(driver=FakeGpu())  # type: ignore[arg-type]
+    fence = other.stream("compute").submit(nothing)
+    with pytest.raises(InvariantError, match="not of this device"):
+        device.stream("store").wait(fence)
+    other.close()
+
+
+def test_a_wait_that_cannot_be_made_loses_the_device(gpu: FakeGpu, device: CudaDevice) -> None:
+    """What was to be held up would run unordered."""
+    compute, store = device.stream("compute"), device.stream("store")
+    fence = compute.submit(nothing)
+    event = gpu.events[-1]
+    event.wait = lambda stream: (_ for _ in ()).throw(RuntimeError("CUDA error: invalid argument"))  # type: ignore[method-assign]
+    with pytest.raises(DeviceLost):
+        store.wait(fence)
+    assert device.lost is not None
+
+
+# ---------------------------------------------------------------------- a lost device
+
+
+def test_a_device_that_is_lost_says_so_to_everybody_and_closes(gpu: FakeGpu) -> None:
+    device = CudaDevice(driver=gpu)  # type: ignore[arg-type]
+    compute, store = device.stream("compute"), device.stream("store")
+    done = compute.submit(nothing)
+    gpu.run()
+    assert done.poll()
+    pending, other = compute.submit(nothing), store.submit(nothing)
+    gpu.broken = torch.AcceleratorError(ILLEGAL) if _takes_text() else RuntimeError(ILLEGAL)
+    with pytest.raises(DeviceLost, match=r"illegal memory access.*restart the process"):
+        pending.poll()
+    gpu.broken = None  # whatever the driver says from now on
+    for call in (other.poll, pending.poll, lambda: store.submit(nothing), lambda: compute.wait(other), lambda: device.allocate("kv", 1)):
+        with pytest.raises(DeviceLost, match="illegal memory access"):
+            call()
+    with pytest.raises(DeviceLost):
+        device.wait_host(other, reason="test")
+    assert done.poll()  # it was seen done before
+    assert device.lost is not None
+    gpu.broken = RuntimeError(ILLEGAL)
+    device.close()
+    device.close()
+
+
+def _takes_text() -> bool:
+    try:
+        torch.AcceleratorError("x")
+    except TypeError:
+        return False
+    return True
+
+
+def test_work_that_loses_the_device_is_told_to_who_submitted_it(gpu: FakeGpu, device: CudaDevice) -> None:
+    def broken() -> None:
+        raise RuntimeError("Triton Error [CUDA]: device-side assert triggered")
+
+    with pytest.raises(DeviceLost, match="device-side assert"):
+        device.stream("compute").submit(broken)
+    with pytest.raises(DeviceLost, match="device-side assert"):
+        device.stream("store").submit(nothing) if device.lost is None else device._check_alive()
+
+
+def test_work_without_a_mark_loses_the_device(gpu: FakeGpu, device: CudaDevice) -> None:
+    """It is on its way, and no fence will ever cover it."""
+
+    def breaks_behind() -> None:
+        gpu.broken = RuntimeError("CUDA error: invalid resource handle")
+
+    with pytest.raises(DeviceLost):
+        device.stream("compute").submit(breaks_behind)
+    gpu.broken = None
+    assert "invalid resource handle" in str(device.lost)
+
+
+# ---------------------------------------------------------------------- waits of the host
+
+
+def test_waits_of_the_host_are_counted_by_reason(gpu: FakeGpu) -> None:
+    metrics = Metrics()
+    device = CudaDevice(driver=gpu, metrics=metrics)  # type: ignore[arg-type]
+    stream = device.stream("compute")
+    fence = stream.submit(nothing)
+    assert device.wait_host(fence, reason="flight")
+    assert device.wait_host(fence, reason="flight")  # done already
+    assert not device.wait_host(stream.submit(nothing), reason="drain", timeout_s=0.0)
+    assert device.host_waits() == {"flight": 1, "drain": 1}
+    device.close()
+
+
+def test_an_event_that_a_thread_blocks_on_is_not_used_again_before_it_woke_up(gpu: FakeGpu, device: CudaDevice) -> None:
+    stream = device.stream("compute")
+    fence = stream.submit(nothing)
+    event = gpu.events[-1]
+    gpu.hold_waiters = True
+    waiter = threading.Thread(target=lambda: device.wait_host(fence, reason="flight"))
+    waiter.start()
+    assert event.blocked.wait(PATIENCE_S)
+    gpu.run()
+    assert fence.poll()
+    stream.submit(nothing)
+    assert gpu.events[-1] is not event
+    assert device._events == []
+    event.let_go.set()
+    waiter.join(PATIENCE_S)
+    assert device._events == [event]
+    gpu.hold_waiters = False
+
+
+def test_a_thread_of_the_host_gets_a_turn_when_a_fence_is_done(gpu: FakeGpu, device: CudaDevice) -> None:
+    stream, seen = device.stream("store"), threading.Event()
+    fence = stream.submit(nothing)
+
+    def turn() -> Rest:
+        if fence.poll():
+            seen.set()
+            return Rest()
+        return Rest(fences=(fence,))
+
+    thread = device.thread("mover", turn)
+    thread.wake()
+    gpu.run()
+    assert seen.wait(PATIENCE_S)
+    thread.close()
+    assert thread.failure is None
+
+
+# ---------------------------------------------------------------------- names and handles
+
+
+def test_handles_are_used_again_and_names_are_not(gpu: FakeGpu, device: CudaDevice) -> None:
+    first = device.stream("load 1")
+    handle = first.handle
+    first.close()
+    first.close()
+    assert device.stream("load 2").handle == handle
+    with pytest.raises(InvariantError, match="stream load 1 exists already"):
+        device.stream("load 1")
+    with pytest.raises(InvariantError, match="stream load 1 is closed"):
+        first.submit(nothing)
+
+
+def test_only_compute_goes_before_others(gpu: FakeGpu, device: CudaDevice) -> None:
+    low, high = device.stream("store"), device.stream("compute")
+    assert [made for made in gpu.made if made[0] in (low.handle, high.handle)] == [(low.handle, False), (high.handle, True)]
+
+
+def test_close_runs_what_was_submitted_and_gives_each_handle_back_once(gpu: FakeGpu) -> None:
+    device = CudaDevice(driver=gpu)  # type: ignore[arg-type]
+    streams = [device.stream(f"load {index}") for index in range(3)]
+    fences = [stream.submit(nothing) for stream in streams]
+    device.close()
+    device.close()
+    assert all(fence.poll() for fence in fences)
+    assert sorted(handle for handle, _ in gpu.kept) == sorted(stream.handle for stream in streams)
+    assert gpu.pinned == {}
+    with pytest.raises(InvariantError, match="closed"):
+        device.stream("late")
+
+
+def test_the_timeline_shows_work_from_when_it_was_enqueued_to_when_it_was_seen_done(gpu: FakeGpu) -> None:
+    timeline = Timeline()
+    device = CudaDevice(driver=gpu, timeline=timeline)  # type: ignore[arg-type]
+    fence = device.stream("compute").submit(nothing, label="flight 1")
+    assert timeline.spans() == []
+    gpu.run()
+    fence.poll()
+    (span,) = timeline.spans()
+    assert (span.track, span.name) == ("compute", "flight 1")
+    device.close()
+
+
+def test_what_fails_without_losing_the_device_fails_its_fence_only(gpu: FakeGpu, device: CudaDevice) -> None:
+    def broken() -> None:
+        raise DeviceError("cuMemcpyBatchAsync failed: CUDA_ERROR_INVALID_VALUE (1), invalid argument")
+
+    stream = device.stream("store")
+    fence = stream.submit(broken)
+    gpu.run()
+    assert fence.poll()
+    assert isinstance(fence.failure, DeviceError)
+    assert not isinstance(fence.failure, DeviceLost)
