@@ -5,7 +5,7 @@ VENV ?= .venv
 JOBS ?= 2
 BIN := $(VENV)/bin
 
-.PHONY: demo test lint types imports unit bench tables clean
+.PHONY: demo test test-gpu sanitize lint types imports unit bench bench-gpu tables clean
 
 demo: $(VENV)/.demo
 	$(BIN)/sidestream demo
@@ -26,6 +26,20 @@ unit: $(VENV)/.dev
 	$(BIN)/sidestream models prepare smollm2-135m-instruct || echo "no demo model: its tests will be skipped"
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile
 
+# What needs a GPU, with a Python whose torch has CUDA: `make test-gpu PYTHON=…`. Nothing is installed.
+test-gpu:
+	@$(PYTHON) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' || { echo "$(PYTHON) has no torch with a GPU: make test-gpu PYTHON=…"; exit 1; }
+	PYTHONPATH=src $(PYTHON) -m pytest -p no:cacheprovider -m gpu $$(grep -rl --include='test_*.py' mark.gpu tests)
+
+# Our own kernels under NVIDIA's memory checker, at small shapes: `make sanitize PYTHON=…`. Without torch's cache every tensor is an
+# allocation of its own, so that whatever goes past its end is seen.
+SANITIZER ?= compute-sanitizer
+sanitize:
+	@command -v $(SANITIZER) > /dev/null || { echo "no $(SANITIZER): it comes with the CUDA toolkit: make sanitize SANITIZER=…/compute-sanitizer"; exit 1; }
+	PYTHONPATH=src PYTORCH_NO_CUDA_MEMORY_CACHING=1 $(SANITIZER) --tool memcheck --error-exitcode 1 --report-api-errors no \
+		$(PYTHON) -m pytest -p no:cacheprovider -q tests/attention/test_triton.py tests/device/test_cuda_kernels_gpu.py \
+		-k "mixed_batch or head_sizes or last_byte"
+
 # Every benchmark of this machine; results are committed.
 bench: $(VENV)/.dev
 	for name in prefix decode overhead soak; do \
@@ -37,6 +51,13 @@ bench: $(VENV)/.dev
 	$(BIN)/sidestream torture --mutations --json > bench/results/torture-mutations.json.new
 	mv bench/results/torture-mutations.json.new bench/results/torture-mutations.json
 	$(MAKE) tables
+
+# Every benchmark of the GPU, with a Python whose torch has CUDA: `make bench-gpu PYTHON=…`. Results are committed.
+bench-gpu:
+	for name in transfer mailbox forward-thread interference; do \
+		PYTHONPATH=src $(PYTHON) -m sidestream bench $$name --json > bench/results/$$name-h100.json.new; \
+		mv bench/results/$$name-h100.json.new bench/results/$$name-h100.json; \
+	done
 
 # Tables and pictures in README and docs are generated from bench/results.
 tables: $(VENV)/.dev

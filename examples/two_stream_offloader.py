@@ -5,6 +5,8 @@
 The mover is not Sidestream's. All it needs of the kit is to submit its work with the byte ranges that the work touches.
 """
 
+import numpy as np
+
 from sidestream.device.base import CopyBatch
 from sidestream.testing.checker import simulated
 from sidestream.types import Access
@@ -29,7 +31,7 @@ def offload(policy: str, seed: int, *, fixed: bool) -> tuple[list[str], bool]:
             label=f"forward {step}",
         )
         store.wait(forward)
-        copy = CopyBatch(kv, host, [start], [step * BLOCK], BLOCK)
+        copy = CopyBatch(kv, host, np.array([start]), np.array([step * BLOCK]), BLOCK)
         copied[block] = store.submit(lambda copy=copy: store.copy(copy), copy.accesses, label=f"copy {step}")
     device.close()
     right = all(bool((host.data[step * BLOCK : (step + 1) * BLOCK] == step).all()) for step in range(STEPS))

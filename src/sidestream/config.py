@@ -20,6 +20,8 @@ from sidestream.types import SamplingSpec
 T = TypeVar("T")
 
 _SIZE = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([KMGT]i?B?|B)?\s*$", re.IGNORECASE)
+# Kernels of attention on a GPU read whole tiles of a block.
+_GPU_BLOCK_MULTIPLE = 16
 _UNIT = {"": 1, "B": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 
@@ -96,6 +98,7 @@ class OffloadConfig:
 class EngineConfig:
     """How an engine runs one model.
 
+    device          `"cpu"`, `"cuda"`, or `"auto"`: cuda where a GPU can be used
     kv_memory       bytes of the device's block pool
     block_tokens    tokens a block holds; what is stored, loaded and shared
     chunk_tokens    prefill is cut at multiples of this many tokens (and at the last block border), so that the same
@@ -127,14 +130,18 @@ class EngineConfig:
     def __post_init__(self) -> None:
         if self.dtype not in ("auto", "float32", "float16", "bfloat16"):
             raise ConfigError(unknown_name("dtype", str(self.dtype), ("auto", "float32", "float16", "bfloat16")))
-        if self.device not in ("cpu",):
-            raise ConfigError(f"device is {self.device!r}: this version runs on cpu")
+        if self.device not in ("auto", "cpu", "cuda"):
+            raise ConfigError(unknown_name("device", str(self.device), ("auto", "cpu", "cuda")))
         parse_bytes(self.kv_memory, option="kv_memory")
         for name, bound in (("block_tokens", 1), ("chunk_tokens", 1), ("token_budget", 1), ("max_running", 1), ("max_waiting", 1)):
             _at_least(name, getattr(self, name), bound)
         for name in ("max_model_len", "compute_threads"):
             if getattr(self, name) is not None:
                 _at_least(name, getattr(self, name), 1)
+        if self.device != "cpu" and self.block_tokens % _GPU_BLOCK_MULTIPLE:
+            raise ConfigError(
+                f"block_tokens is {self.block_tokens}: attention on a GPU needs a multiple of {_GPU_BLOCK_MULTIPLE}; give one, or device cpu"
+            )
         if self.chunk_tokens % self.block_tokens:
             raise ConfigError(
                 f"chunk_tokens is {self.chunk_tokens}: it must be a multiple of block_tokens ({self.block_tokens}), so that chunks end at block borders"

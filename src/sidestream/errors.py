@@ -11,7 +11,9 @@ SidestreamError
 │   ├── TierFull         no room, even after eviction
 │   ├── TierCorrupt      checksum, length or header is wrong
 │   └── TierTimeout      a deadline passed; the late completion is quarantined
-├── DeviceError          work on a stream failed in a way nobody expected
+├── DeviceError          a call of the device failed: whatever asked for it failed, the device goes on
+│   ├── OutOfDeviceMemory    the device has not enough memory left
+│   └── DeviceLost       the device does nothing any more: the engine ends
 ├── EngineStopped        the engine is draining or gone
 ├── RaceError            two accesses that nothing orders (raised by the checker)
 └── InvariantError       a rule of the ledger was broken: a bug in Sidestream
@@ -70,7 +72,15 @@ class TierTimeout(TierError):
 
 
 class DeviceError(SidestreamError):
-    """Work on a stream failed in a way nobody expected."""
+    """A call of the device failed: whatever asked for it failed, the device goes on."""
+
+
+class OutOfDeviceMemory(DeviceError):
+    """The device has not enough memory left for what was asked."""
+
+
+class DeviceLost(DeviceError):
+    """The device does nothing any more, and nothing that is on its way can be believed: the engine ends."""
 
 
 class EngineStopped(SidestreamError):

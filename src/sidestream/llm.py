@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, Generator, Iterator, Mapping, Sequence
@@ -13,6 +14,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from sidestream.config import EngineConfig, SamplingParams, from_options
+from sidestream.device.choice import torch_device
 from sidestream.engine import Engine, Handle, build_engine
 from sidestream.errors import EngineStopped, QueueFull, RaceError, RequestError, RequestRejected
 from sidestream.metrics import Metrics, Timeline
@@ -87,14 +89,16 @@ class _Served:
             raise TypeError(f"give either config or options ({', '.join(options)}), not both")
         self.config = config or from_options(EngineConfig, options)
         self.model_name = Path(model).name if Path(model).is_dir() else str(model)
+        device = torch_device(self.config.device)  # first: without a GPU that was asked for, nothing large need be read
         path = resolve(str(model), progress=progress)
         self._timeline = Timeline() if timeline is not None else None
         self._timeline_path = timeline
         self.tokenizer = Tokenizer.load(path)
-        loaded = load_model(path, dtype=self.config.dtype, block_tokens=self.config.block_tokens)
+        loaded = load_model(path, dtype=self.config.dtype, block_tokens=self.config.block_tokens, device=device)
         self._checker = Checker() if check_order else None
         self.engine: Engine = build_engine(loaded, self.tokenizer, self.config, timeline=self._timeline, witness=self._checker)
         self.max_model_len = min(self.engine.parts.bounds.max_model_len, self.engine.parts.bounds.pool_tokens)
+        _settle_garbage()
 
     @property
     def metrics(self) -> Metrics:
@@ -114,13 +118,25 @@ class _Served:
 
     def _close(self, drain_s: float) -> None:
         self.engine.close(drain_s=drain_s)
+        gc.unfreeze()  # or what refers to itself, such as an engine, would keep its memory for ever
         if self._timeline is not None and self._timeline_path is not None:
             self._timeline.write(self._timeline_path)
         checker, self._checker = self._checker, None
         if checker is not None:
-            checker.check_idle()
+            if self.health().status != "failed":
+                checker.check_idle()
             if checker.findings:
                 raise RaceError(f"the order of {len(checker.findings)} accesses was wrong; the first: {checker.findings[0]}")
+
+
+def _settle_garbage() -> None:
+    """Take what there is by now off the garbage collector's list, until `close`: most of it stays as long as the process.
+
+    A full collection stops every thread, the engine's too. With the modules of torch and transformers on the list, 373,000 objects, it took
+    0.14 to 0.18 s each time; afterwards 5 us (one 2 GHz Xeon core, Python 3.11, LLM with a tiny model).
+    """
+    gc.collect()
+    gc.freeze()
 
 
 class LLM(_Served):

@@ -189,13 +189,17 @@ class StorePlan:
 
 @dataclass(frozen=True, slots=True)
 class LoadPlan:
-    """Copy blocks from the host tier into fresh device blocks, behind the fences of those blocks' last uses."""
+    """Copy blocks from the host tier into fresh device blocks, behind the fences of those blocks' last uses.
+
+    prefetch   nobody waits for it yet: loads that somebody waits for go first
+    """
 
     request_id: RequestId
     epoch: int
     keys: tuple[Key, ...]
     block_ids: tuple[BlockId, ...]
     after: tuple[Fence, ...]
+    prefetch: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,8 +248,24 @@ class Witness(Protocol):
     """Is told of everything that ordering depends on, as it happens, by devices and by pools; judges, and never takes part.
 
     From any thread. A device calls `submitted`, `waited`, `started`, `touched` and `finished` of one stream in the order in which
-    that stream goes through them. "The host" is whoever submits: all such threads together are one.
+    that stream goes through them. "The host" is whoever submits: all such threads together are one, but for those that called `apart`.
     """
+
+    def apart(self, name: str) -> None:
+        """The calling thread is a host of its own from now on, under this name: it knows nothing but what it is sent."""
+        ...
+
+    def joined(self, name: str) -> None:
+        """That thread has ended, and the caller waited for its end: it knows what the thread knew."""
+        ...
+
+    def sent(self, channel: str, number: int) -> None:
+        """The caller is about to put message `number` into a channel between threads of the host."""
+        ...
+
+    def received(self, channel: str, number: int) -> None:
+        """The caller took message `number` out of the channel: it knows what its sender knew. Earlier ones that were not taken never will be."""
+        ...
 
     def submitted(self, fence: Fence, accesses: Accesses, label: str) -> None:
         """The host enqueued work on `fence.stream`; `fence` covers it. Called before the work can start."""

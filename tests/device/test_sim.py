@@ -316,7 +316,7 @@ def halves_seen(seed: int, *, ordered: bool) -> tuple[int, int]:
         source, target = device.allocate_host("host", 2), device.allocate("kv", 2)
         source.data.fill_(7)
         load, compute = device.stream("load"), device.stream("compute")
-        batch = CopyBatch(source, target, [0, 1], [0, 1], 1)
+        batch = CopyBatch(source, target, np.array([0, 1]), np.array([0, 1]), 1)
         loaded = load.submit(lambda: load.copy(batch), batch.accesses)
         if ordered:
             compute.wait(loaded)
@@ -374,7 +374,7 @@ def test_bytes_become_poison_when_the_last_of_their_uses_is_done_and_not_before(
 def test_a_pageable_copy_is_counted() -> None:
     with simulated() as device:
         stream = device.stream("load")
-        batch = CopyBatch(device.allocate_pageable("list", 1), device.allocate("kv", 1), [0], [0], 1)
+        batch = CopyBatch(device.allocate_pageable("list", 1), device.allocate("kv", 1), np.array([0]), np.array([0]), 1)
         stream.submit(lambda: stream.copy(batch), batch.accesses)
         device.close()
         assert device.host_waits() == {"pageable copy": 1}

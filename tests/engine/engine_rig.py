@@ -14,12 +14,14 @@ from pathlib import Path
 from typing import Any
 
 from sidestream.config import EngineConfig, OffloadConfig, SamplingParams
-from sidestream.device.cpu import CpuDevice, CpuFence
+from sidestream.device.cpu import CpuDevice
+from sidestream.device.host import HostFence, HostStream
 from sidestream.engine import Engine, Handle, build_engine
 from sidestream.testing.faults import FaultyTier, Hold
 from sidestream.testing.tokenizer import ToyTokenizer
 from sidestream.testing.toy import ToyModel
 from sidestream.tiers.disk import DiskTier, entry_bytes
+from sidestream.transfer.pacing import TO_DEVICE, TO_HOST
 from sidestream.types import CachedTokens, Delta, TokenLogprob
 
 PATIENCE_S = 20.0
@@ -120,6 +122,8 @@ class Rig:
         if always_load and self.engine.parts.costs is not None:
             self.engine.parts.costs.saw_prefill = lambda *_: None  # type: ignore[method-assign]  # no test hangs on measured speeds
         self._holds: list[Hold] = []
+        self._making = threading.Lock()
+        self._make_stream, self.device.stream = self.device.stream, self._stream  # type: ignore[method-assign]
 
     # ------------------------------------------------------------------ requests
 
@@ -153,8 +157,16 @@ class Rig:
         assert isinstance(self.engine.parts.device, CpuDevice)
         return self.engine.parts.device
 
+    def _stream(self, name: str) -> HostStream:
+        """One that a test made before the mover asked for it, or a new one."""
+        with self._making:
+            return self.device._streams.get(name) or self._make_stream(name)
+
     def hold(self, stream: str) -> Hold:
-        hold = Hold(self.device._streams[stream])
+        """Keep a stream from going on; `"store"` and `"load"` are all streams of their direction."""
+        lanes = {"store": TO_HOST, "load": TO_DEVICE}
+        names = [f"{stream}-{number}" for number in range(lanes[stream].streams)] if stream in lanes else [stream]
+        hold = Hold(*map(self._stream, names))
         self._holds.append(hold)
         return hold
 
@@ -195,8 +207,22 @@ class Rig:
             "coming": scheduler._coming,
         }
         if (transfers := parts.transfers) is not None:
-            for name in ("_stores", "_loads", "_writes", "_reads", "_waiters", "_events"):
+            for name in ("_loads", "_orders", "_news"):
                 kept[name] = getattr(transfers, name)
+            for name in (
+                "_later",
+                "_storing",
+                "_stores",
+                "_arriving",
+                "_unsettled",
+                "_writes",
+                "_reads",
+                "_waiters",
+                "_to_host",
+                "_to_device",
+            ):
+                kept[name] = getattr(transfers._mover, name)
+            kept["landing"] = transfers._mover._loads
         return {name: len(things) for name, things in kept.items()}
 
     def check_idle(self) -> None:
@@ -223,7 +249,7 @@ class Rig:
 def passed(rig: Rig, stream: str) -> None:
     """Wait until a stream has passed what it was given so far."""
     fence = rig.device._streams[stream].submit(lambda: None)
-    assert isinstance(fence, CpuFence)
+    assert isinstance(fence, HostFence)
     assert fence.block(PATIENCE_S), f"stream {stream} is stuck"
 
 

@@ -179,7 +179,7 @@ def test_close_gives_up_on_writes_that_have_not_begun_when_the_time_to_flush_is_
     rig.turn_until(lambda: len(rig.disk.writes) == 1 if rig.disk else False)
     closing = threading.Thread(target=lambda: rig.close(flush_s=0.0))
     closing.start()
-    rig.turn_until(lambda: rig.engine.parts.transfers is not None and rig.engine.parts.transfers._abandoned)
+    rig.turn_until(lambda: rig.engine.parts.transfers is not None and rig.engine.parts.transfers._mover.abandoned)
     model = rig.model
     with pytest.raises(ConfigError, match="in use"):  # a write still runs: the directory is not another's yet
         DiskTier.open(tmp_path, layout=model.layout, fingerprint=model.fingerprint, capacity_bytes=10 * entry_bytes(model.layout))

@@ -14,10 +14,13 @@ from engine_rig import PATIENCE_S, Reply, Rig, prompts, serving
 
 from sidestream.attention.paged import PagedBatch
 from sidestream.device.base import CopyBatch
-from sidestream.device.cpu import CpuStream
+from sidestream.device.cpu import CpuDevice
+from sidestream.device.host import HostFence, HostStream
+from sidestream.execute.eager import _VARIANTS, _row
 from sidestream.testing import faults
 from sidestream.testing.toy import ToyModel
-from sidestream.transfer import engine as transfer_module
+from sidestream.transfer import mover
+from sidestream.types import BatchPlan, LayerGates
 
 PROMPT = prompts(21, 1, longest=1)[0] + list(range(1, 30))  # 30 tokens: 7 blocks that a cache may supply
 REUSABLE = 28
@@ -25,7 +28,7 @@ REUSABLE = 28
 
 @pytest.fixture
 def one_layer_a_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transfer_module, "_MIN_SEGMENT_BYTES", 1)
+    monkeypatch.setattr(CpuDevice, "segment_bytes", 1)
 
 
 def cold(rig: Rig) -> None:
@@ -182,7 +185,7 @@ class FailingLoads:
         self.armed = True
         self.failed = 0
 
-    def __call__(self, stream: CpuStream, batch: CopyBatch) -> None:
+    def __call__(self, stream: HostStream, batch: CopyBatch) -> None:
         if batch.target.name == "kv" and self.armed:
             self.failed += 1
             for _, target in batch.runs():
@@ -191,17 +194,17 @@ class FailingLoads:
         _copy(stream, batch)
 
 
-_copy = CpuStream.copy
+_copy = HostStream.copy
 
 
 @pytest.fixture
 def failing_loads(monkeypatch: pytest.MonkeyPatch) -> FailingLoads:
     fail = FailingLoads()
 
-    def copy(stream: CpuStream, batch: CopyBatch) -> None:
+    def copy(stream: HostStream, batch: CopyBatch) -> None:
         fail(stream, batch)
 
-    monkeypatch.setattr(CpuStream, "copy", copy)
+    monkeypatch.setattr(HostStream, "copy", copy)
     return fail
 
 
@@ -235,7 +238,11 @@ def test_flight_that_chokes_on_a_failed_load_is_no_error_of_its_request(failing_
 
     with serving(slots=24, model=Choking()) as rig:
         cold(rig)
-        rig.ask(PROMPT)
+        steps = rig.engine.num_steps
+        with rig.hold("load"):
+            reply = rig.submit(PROMPT)
+            rig.turn_until(lambda: rig.engine.num_steps > steps)
+        rig.expect(reply, PROMPT)
         assert choked == [REUSABLE]
 
 
@@ -302,7 +309,7 @@ def test_disk_that_cannot_be_written_does_not_stop_serving(tmp_path: Path, fault
 
 
 def test_disk_that_comes_and_goes_never_changes_a_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transfer_module, "_DISK_PAUSE_S", 0.0)
+    monkeypatch.setattr(mover, "_DISK_PAUSE_S", 0.0)
     with serving(blocks=20, slots=16, disk=tmp_path, disk_blocks=40) as rig:
         assert rig.disk is not None
         rig.disk.on_read = faults.flapping(*[faults.healthy] * 5, faults.broken, faults.torn)
@@ -359,3 +366,18 @@ def test_requests_that_wait_for_the_same_blocks_on_disk_read_them_once(tmp_path:
         for reply in replies:
             rig.expect(reply, PROMPT)
         assert len(rig.disk.reads) == len(set(rig.disk.reads)) == REUSABLE // 4
+
+
+def test_flight_waits_for_what_it_is_told_to_wait_for() -> None:
+    with serving() as rig:
+        rig.ask(PROMPT)
+        parts, other = rig.engine.parts, rig.device.stream("other")
+        lease = parts.blocks.take(1)
+        with faults.Hold(other):
+            row = _row(0, tuple(lease.ids), 1, _VARIANTS[0])
+            flight = parts.executor.launch(BatchPlan((row,)), after=(other.submit(lambda: None),), gates=LayerGates())
+            assert isinstance(flight.fence, HostFence)
+            assert not flight.fence.block(0.1), "the flight overtook what it waits for"  # a pass does not depend on the 0.1 s, a catch does
+        assert flight.fence.block(PATIENCE_S)
+        flight.drop()
+        lease.release()

@@ -60,6 +60,60 @@ def test_a_use_that_ended_without_a_fence_does_not_hide_the_one_before(pool: Fen
     assert pool.take(4).after == (fence,)
 
 
+def test_an_id_is_in_use_until_a_use_that_only_the_host_sees_is_done(pool: FencedPool) -> None:
+    """H2, H10: no stream can wait for it, so nobody may have the id."""
+    mover = FakeStream("mover")
+    pool.take(3).release(until=mover.record())
+    assert (pool.num_used, pool.is_settling) == (3, True)
+    pool.settle()
+    with pytest.raises(PoolExhausted):
+        pool.take(2)
+    mover.finish()
+    assert pool.num_used == 3  # the ledger has not looked
+    pool.settle()
+    assert (pool.num_used, pool.is_settling) == (0, False)
+
+
+def test_an_id_that_comes_back_late_brings_its_fences(pool: FencedPool) -> None:
+    """H3: the transfer has ended, and the last flight still uses the block."""
+    mover, fence = FakeStream("mover"), FakeStream("compute").record()
+    pool.take(4).release(after=(fence,), until=mover.record())
+    mover.finish()
+    pool.settle()
+    assert pool.take(4).after == (fence,)
+
+
+def test_a_use_that_is_done_keeps_nothing_back(pool: FencedPool) -> None:
+    mover = FakeStream("mover")
+    done = mover.record()
+    mover.finish()
+    pool.take(4).release(until=done)
+    assert (pool.num_free, pool.is_settling) == (4, False)
+
+
+def test_ids_come_back_in_the_order_in_which_their_uses_end(pool: FencedPool) -> None:
+    mover = FakeStream("mover")
+    leases = [pool.take(2), pool.take(1), pool.take(1)]
+    for lease in leases:
+        lease.release(until=mover.record())
+    for done, free in ((1, 2), (2, 3), (3, 4)):
+        mover.finish(up_to=done)
+        pool.settle()
+        assert pool.num_free == free
+
+
+def test_publishing_many_at_once_is_publishing_each(pool: FencedPool) -> None:
+    lease = pool.take(4)
+    pool.publish(lease.ids[1], key(9))
+    pool.publish(lease.ids[3], key(2))
+    pool.publish_all(lease.ids[:3], [key(0), key(1), key(2)])  # the second has a key, and the third's key is another's
+    assert [pool.get(key(number)) for number in (0, 1, 2, 9)] == [lease.ids[0], None, lease.ids[3], lease.ids[1]]
+    lease.release()
+    with pytest.raises(InvariantError, match="not all are in use"):
+        pool.publish_all([lease.ids[2]], [key(5)])
+    pool.check()
+
+
 def test_a_finished_use_is_nothing_to_wait_for(pool: FencedPool) -> None:
     compute, store = FakeStream("compute"), FakeStream("store")
     done, pending = compute.record(), store.record()

@@ -40,9 +40,11 @@ class PoolMachine(RuleBasedStateMachine):
         self.key_of: dict[int, Key] = {}
         self.history: dict[int, list[FakeFence]] = {item: [] for item in range(size)}
         self.held: list[Held] = []
+        self.mover = FakeStream("mover")  # its fences only the host sees
+        self.postponed: list[tuple[FakeFence, list[int], list[FakeFence]]] = []
 
     def users(self) -> Counter[int]:
-        return Counter(item for held in self.held for item in held.ids)
+        return Counter(item for ids in (*(held.ids for held in self.held), *(ids for _, ids, _ in self.postponed)) for item in ids)
 
     def pending(self, ids: list[int]) -> set[FakeFence]:
         """The unfinished fences of all uses that these ids ever had, the last one on each stream."""
@@ -51,10 +53,11 @@ class PoolMachine(RuleBasedStateMachine):
 
     def give_back(self, ids: list[int], after: list[FakeFence]) -> None:
         """What a release does, once the ids are out of `held`."""
-        left = self.users()
+        left = self.users() + Counter(ids)  # a lease that was joined to another may hold an id twice
         for item in reversed(ids):
             self.history[item].extend(after)
-            if left[item] == 0 and item not in self.free and item not in self.cached:
+            left[item] -= 1
+            if left[item] == 0:
                 (self.cached if item in self.key_of else self.free).append(item)
 
     # ------------------------------------------------------------------ rules
@@ -98,6 +101,24 @@ class PoolMachine(RuleBasedStateMachine):
             held.lease.release()
 
     @precondition(lambda self: self.held)
+    @rule(pick=PICK, streams=st.sets(st.sampled_from(STREAMS)))
+    def release_until(self, pick: int, streams: set[str]) -> None:
+        held = self.held.pop(pick % len(self.held))
+        after, until = [self.streams[name].record() for name in sorted(streams)], self.mover.record()
+        held.lease.release(after=after, until=until)
+        self.postponed.append((until, held.ids, after))
+        assert not held.lease.open
+
+    @rule(count=st.integers(0, 3))
+    def settle(self, count: int) -> None:
+        self.mover.finish(up_to=min(self.mover.tick, self.mover.done_tick + count))
+        self.pool.settle()
+        while self.postponed and self.postponed[0][0].poll():
+            _, ids, after = self.postponed.pop(0)
+            self.give_back(ids, after)
+        assert self.pool.is_settling == bool(self.postponed)
+
+    @precondition(lambda self: self.held)
     @rule(pick=PICK, keep=st.integers(0, 3), streams=st.sets(st.sampled_from(STREAMS)))
     def truncate(self, pick: int, keep: int, streams: set[str]) -> None:
         held = self.held[pick % len(self.held)]
@@ -128,6 +149,20 @@ class PoolMachine(RuleBasedStateMachine):
         assert self.pool.publish(item, key) == possible
         if possible:
             self.key_of[item] = key
+
+    @rule(items=st.lists(st.integers(0, 5), max_size=4, unique=True), keys=st.permutations(KEYS))
+    def publish_all(self, items: list[int], keys: list[Key]) -> None:
+        items = [item for item in items if item < self.pool.size]
+        keys = keys[: len(items)]
+        users = self.users()
+        if any(users[item] == 0 for item in items):
+            with pytest.raises(InvariantError):
+                self.pool.publish_all(items, keys)
+            return
+        self.pool.publish_all(items, keys)
+        for item, key in zip(items, keys, strict=True):
+            if item not in self.key_of and key not in self.key_of.values():
+                self.key_of[item] = key
 
     @rule(keys=st.lists(st.sampled_from(KEYS), max_size=3))
     def touch(self, keys: list[Key]) -> None:
@@ -183,6 +218,7 @@ class PoolMachine(RuleBasedStateMachine):
             held = self.held.pop()
             held.lease.release()
             self.give_back(held.ids, [])
+        self.settle(self.mover.tick)
         everything = self.pool.take(self.pool.size)
         assert sorted(everything.ids) == list(range(self.pool.size))
         assert set(everything.after) == self.pending(everything.ids)

@@ -33,9 +33,10 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
+from sidestream.attention import paged
 from sidestream.attention.paged import paged_attention
 from sidestream.errors import ModelError
-from sidestream.models import adapter, kv_token_bytes, load_model
+from sidestream.models import kv_token_bytes, load_model
 from sidestream.models.facts import max_positions
 from sidestream.models.weights import pack_linears
 from sidestream.testing.tiny_models import tiny_config, tiny_model_dir
@@ -211,7 +212,7 @@ def test_the_self_check_refuses_a_model_whose_paged_logits_differ(llama: Path, m
     def sharper(*args: Any, scale: float, **options: Any) -> torch.Tensor:
         return paged_attention(*args, scale=scale * 1.05, **options)
 
-    monkeypatch.setattr(adapter, "paged_attention", sharper)
+    monkeypatch.setattr(paged, "paged_attention", sharper)
 
     assert "other logits than transformers' own" in refusal(llama)
 
@@ -224,7 +225,7 @@ def test_the_self_check_sees_a_window_that_is_longer_than_its_context(tmp_path: 
     def windowless(*args: Any, sliding_window: int | None, **options: Any) -> torch.Tensor:
         return paged_attention(*args, **options)
 
-    monkeypatch.setattr(adapter, "paged_attention", windowless)
+    monkeypatch.setattr(paged, "paged_attention", windowless)
 
     assert "other logits than transformers' own" in refusal(directory)
 
@@ -235,7 +236,7 @@ def test_the_self_check_refuses_a_model_that_skips_a_layer(llama: Path, monkeypa
     def skipping(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer: int, *args: Any, **options: Any) -> torch.Tensor:
         return query if layer == 1 else paged_attention(query, key, value, layer, *args, **options)
 
-    monkeypatch.setattr(adapter, "paged_attention", skipping)
+    monkeypatch.setattr(paged, "paged_attention", skipping)
 
     assert "layers [0, 2] of 3" in refusal(llama)
 

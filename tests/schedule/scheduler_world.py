@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from sidestream.kv.keys import BlockKeys
 from sidestream.kv.layout import KVLayout
-from sidestream.kv.pool import FencedPool, Lease
+from sidestream.kv.pool import FencedPool
 from sidestream.schedule.chunk import chunk_stop, reusable_tokens
 from sidestream.schedule.request import Request, State
 from sidestream.schedule.scheduler import Limits, Scheduler, Source
@@ -116,6 +116,7 @@ class SimTiers:
     def __init__(self) -> None:
         self.where: dict[Key, Source] = {}
         self.worth = True
+        self.on_their_way: list[Fence] = []
 
     def locate(self, keys: Sequence[Key]) -> list[Source]:
         found: list[Source] = []
@@ -128,11 +129,27 @@ class SimTiers:
     def worth_loading(self, sources: Sequence[Source]) -> bool:
         return self.worth
 
+    def uses(self) -> Fence | None:
+        pending = self.on_their_way = [fence for fence in self.on_their_way if not fence.poll()]
+        return AllOf(tuple(pending)) if pending else None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AllOf:
+    """Done when all transfers that were on their way are. Only the host sees it."""
+
+    fences: tuple[Fence, ...]
+    stream: str = "transfers"
+    tick: int = 0
+    failure: BaseException | None = None
+
+    def poll(self) -> bool:
+        return all(fence.poll() for fence in self.fences)
+
 
 @dataclass(slots=True, eq=False)
 class LoadTicket:
     plan: LoadPlan
-    blocks: Lease
     fence: SimFence
     fails: bool
 
@@ -242,6 +259,8 @@ class World:
         flight = self._launch(plan) if plan.batch.rows else None
         previous, self.previous = self.previous, flight
         self._commit(previous)
+        if flight is None and previous is None and self.blocks.is_settling:
+            self.device.run_some(1)  # the engine sleeps until a transfer has ended
         self._check()
         return plan
 
@@ -267,8 +286,15 @@ class World:
         assert (self.blocks.num_used, self.rows.num_used) == (0, 0)
         assert not self.scheduler.plan().batch.rows
 
+    def end_transfers(self) -> None:
+        """Let the transfers that can go on end; flights stay where they are."""
+        while ready := [stream for stream in (self.device.load, self.device.store) if stream.ready()]:
+            ready[0].run()
+        self.blocks.settle()
+
     def evict_everything(self) -> None:
         """Fill the device's pool with something else, so that nothing idle is found there any more."""
+        self.end_transfers()
         self.blocks.take(self.blocks.num_available).release()
 
     def computed_positions(self, request: Request) -> list[int]:
@@ -289,7 +315,6 @@ class World:
         if fails:
             self.doomed.add((plan.request_id, plan.epoch))
         assert all(self.tiers.where.get(key) == "host" for key in plan.keys)
-        lease = self.blocks.share(plan.block_ids)
         for fence in plan.after:
             self.device.load.wait(fence)
 
@@ -297,11 +322,12 @@ class World:
             for key, block in zip(plan.keys, plan.block_ids, strict=True):
                 self.kv[block] = [GARBAGE] * self.limits.block_tokens if fails else list(self.contents[key])
 
-        self.tickets.append(LoadTicket(plan, lease, self.device.load.submit(copy), fails))
+        fence = self.device.load.submit(copy)
+        self.tiers.on_their_way.append(fence)
+        self.tickets.append(LoadTicket(plan, fence, fails))
 
     def _store(self, plan: StorePlan) -> None:
         self.stored.append(plan)
-        source = self.blocks.share(plan.block_ids)
         for fence in plan.after:
             self.device.store.wait(fence)
 
@@ -310,17 +336,16 @@ class World:
                 assert self.kv[block] == self.contents[key], f"block {block} was not what its key names when it was stored"
                 self.tiers.where[key] = "host"
 
-        source.release(after=(self.device.store.submit(copy),))
+        self.tiers.on_their_way.append(self.device.store.submit(copy))
 
     def _apply_events(self) -> None:
+        for ticket in self.tickets:  # the order was taken: its fences exist
+            self.scheduler.load_ready(ticket.plan.request_id, ticket.plan.epoch)
         for ticket in [ticket for ticket in self.tickets if ticket.fence.poll()]:
             self.tickets.remove(ticket)
             if ticket.fails:
                 self.scheduler.load_failed(ticket.plan.request_id, ticket.plan.epoch)
-            else:
-                for key, block in zip(ticket.plan.keys, ticket.plan.block_ids, strict=True):
-                    self.blocks.publish(block, key)
-            ticket.blocks.release()
+        self.blocks.settle()
 
     # ------------------------------------------------------------------ flights
 

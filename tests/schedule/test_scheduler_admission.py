@@ -85,6 +85,7 @@ def test_nobody_overtakes_the_first_in_line_for_lack_of_room() -> None:
     long, short = world.submit(prompt(20, beginning=11)), world.submit(prompt(2, beginning=21))
     steps_until(world, lambda: running.state is State.FINISHED or State.RUNNING in states([long, short]))
     assert states([running, long, short]) == [State.FINISHED, State.WAITING, State.WAITING]
+    world.end_transfers()
     world.step()
     assert states([long, short]) == [State.RUNNING, State.RUNNING]
     world.run()

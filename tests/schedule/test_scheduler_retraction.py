@@ -131,6 +131,23 @@ def test_blocks_and_row_of_an_aborted_request_wait_for_its_flight() -> None:
     world.settle()
 
 
+def test_blocks_of_a_request_that_ends_are_nobodys_until_what_was_ordered_before_has_ended() -> None:
+    """H2, H10: no stream can wait for a transfer that the device has not been given yet, so the ledger does."""
+    world = World()
+    request = world.submit(prompt(18))
+    world.tiers.where = dict.fromkeys(world.keys_of(request)[:2], "host")
+    world.step()
+    (ticket,) = world.tickets
+    assert request.blocks is not None
+    used = len(request.blocks.ids)
+    world.abort(request)
+    assert (world.blocks.num_used, world.rows.num_used) == (used, 0)
+    assert world.blocks.is_settling
+    assert not set(ticket.plan.block_ids) & set(world.blocks.take(world.blocks.num_available).ids)
+    world.end_transfers()
+    assert (world.blocks.num_available, world.blocks.is_settling) == (used, False)
+
+
 def test_a_request_that_finished_by_itself_is_fenced_by_its_overrun_flight() -> None:
     """The token that ends it is seen one flight late: another flight of it is in the air by then."""
     world = World()
@@ -142,6 +159,7 @@ def test_a_request_that_finished_by_itself_is_fenced_by_its_overrun_flight() -> 
     steps_until(world, lambda: request.state is State.FINISHED)
     overrun = world.previous
     assert overrun is not None and row_epochs(overrun.batch.rows, request) == [0]
+    world.end_transfers()
     lease = world.blocks.take(world.blocks.num_available)
     assert overrun.fence in lease.after
     lease.release()

@@ -17,10 +17,39 @@ def test_blocks_in_the_host_tier_are_loaded_and_the_rest_is_computed() -> None:
     [load] = plan.transfers
     assert isinstance(load, LoadPlan)
     assert load.keys == tuple(world.keys_of(request)[:4])
+    assert plan.batch.rows == ()  # no flight could be gated by it yet
+    assert request.cached == CachedTokens(host=16)
+    plan = world.step()
     assert load.block_ids == row_of(plan, request).block_ids[:4]
     assert spans(plan, request) == [(16, 20)]
-    assert request.cached == CachedTokens(host=16)
     world.run()
+
+
+def test_a_request_joins_no_flight_before_its_load_is_ready_and_others_do() -> None:  # H5
+    world = World()
+    request, other = world.submit(prompt(22)), world.submit(prompt(6, beginning=11))
+    world.tiers.where = dict.fromkeys(world.keys_of(request)[:4], "host")
+    plan = world.scheduler.plan()
+    assert {row.request_id for row in plan.batch.rows} == {other.id}
+    assert request.state is State.RUNNING
+    assert request.id not in {row.request_id for row in world.scheduler.plan().batch.rows}
+    world.scheduler.load_ready(request.id, epoch=0)
+    assert request.id in {row.request_id for row in world.scheduler.plan().batch.rows}
+
+
+def test_news_of_a_load_that_was_given_up_lets_nobody_into_a_flight() -> None:  # H5
+    world = World()
+    request = world.submit(prompt(22))
+    world.tiers.where = dict.fromkeys(world.keys_of(request)[:4], "host")
+    world.scheduler.plan()
+    world.scheduler._retract(request)
+    [load] = world.scheduler.plan().transfers
+    assert (load.epoch, request.loading) == (1, True)
+    world.scheduler.load_ready(request.id, epoch=0)
+    world.scheduler.load_ready(99, epoch=0)
+    assert world.scheduler.plan().batch.rows == ()
+    world.scheduler.load_ready(request.id, epoch=1)
+    assert len(world.scheduler.plan().batch.rows) == 1
 
 
 def test_what_is_on_the_device_is_not_loaded() -> None:
@@ -120,7 +149,7 @@ def test_a_retracted_request_may_wait_for_the_disk_again() -> None:
     world = World()
     request = promoting(world)
     world.end_promotion(world.promotions[0], complete=True)
-    for _ in range(2):
+    for _ in range(3):
         world.step()
     world.scheduler._retract(request)
     world.device.run_all()
@@ -184,6 +213,7 @@ def test_a_failed_load_voids_the_flight_that_read_it() -> None:
     request = world.submit(prompt(18), outputs=3)
     world.tiers.where = dict.fromkeys(world.keys_of(request)[:4], "host")
     world.step()
+    world.step()
     world.step()  # the flight lands, its load had failed: neither token nor block of it is believed
     assert (request.num_outputs, request.epoch, world.blocks.num_keys) == (0, 1, 0)
     world.run()
@@ -202,6 +232,6 @@ def test_a_retracted_request_comes_back_from_the_host_tier() -> None:
     [load] = plan.transfers
     assert isinstance(load, LoadPlan)
     assert load.keys == tuple(world.keys_of(request)[:5])
-    assert spans(plan, request) == [(20, 21)]
+    assert spans(world.step(), request) == [(20, 21)]
     world.run()
     assert world.said(request) == world.expected(request)

@@ -1,139 +1,269 @@
-"""Whether a load is worth its time: bytes over measured bandwidth against tokens over the measured prefill rate."""
+"""One direction of the link: what goes first, how much of it, on which stream, and what becomes of what fails."""
 
+from __future__ import annotations
+
+import numpy as np
 import pytest
-from transfer_rig import DEADLINE_S, LAYOUT, Clock, Rig, keys
+import torch
 
-from sidestream.transfer import CostModel
-from sidestream.transfer.pacing import _STALE_S as STALE_S
+from sidestream.device.base import CopyBatch, Memory
+from sidestream.transfer.pacing import Copy, Lane, Pace, Urgency
+from sidestream.types import Fence
 
-BLOCK = LAYOUT.block_bytes
-
-
-def measured(*, host: float, disk: float, prefill: float) -> CostModel:
-    """A model that saw these rates (bytes/s, bytes/s, tokens/s) often enough to believe them."""
-    costs = CostModel(LAYOUT)
-    for _ in range(200):
-        costs.saw_transfer("host", round(host), 1.0)
-        costs.saw_transfer("disk", round(disk), 1.0)
-        costs.saw_prefill(round(prefill), 1.0)
-    return costs
+MEMORY = Memory("m", (torch.zeros(1 << 20, dtype=torch.uint8),))
+WIDE = Pace(slice_bytes=1 << 20, slice_segments=100, bytes_in_flight=1 << 30, segments_in_flight=1 << 20, streams=8)
 
 
-def test_loading_is_always_worth_it_until_a_prefill_was_measured() -> None:
-    costs = CostModel(LAYOUT)
-    assert costs.compute_seconds(1) == float("inf")
-    assert costs.load_seconds(host_blocks=1, disk_blocks=1) < 1
+class HandFence:
+    """Done when the test says so; counts how often it was looked at."""
+
+    def __init__(self, stream: str = "elsewhere", tick: int = 1) -> None:
+        self.stream = stream
+        self.tick = tick
+        self.failure: BaseException | None = None
+        self.done = False
+        self.looks = 0
+
+    def poll(self) -> bool:
+        self.looks += 1
+        return self.done
 
 
-def test_time_to_load_counts_disk_queue_and_the_way_through_the_host() -> None:
-    costs = measured(host=4 * BLOCK, disk=2 * BLOCK, prefill=8)
-    assert costs.load_seconds(host_blocks=4, disk_blocks=0) == pytest.approx(1.0, rel=1e-6)
-    assert costs.load_seconds(host_blocks=0, disk_blocks=4) == pytest.approx(2.0 + 1.0, rel=1e-6)
-    assert costs.load_seconds(host_blocks=0, disk_blocks=0, queued_disk_bytes=2 * BLOCK) == pytest.approx(1.0, rel=1e-6)
-    assert costs.compute_seconds(4) == pytest.approx(4 * LAYOUT.block_tokens / 8, rel=1e-6)
+class HandStream:
+    """Keeps what it was given, in order; nothing runs."""
+
+    def __init__(self, name: str, given: list[tuple[str, str, int]]) -> None:
+        self.name = name
+        self.fences: list[HandFence] = []
+        self.waits: list[Fence] = []
+        self._given = given
+
+    def submit_copy(self, batch: CopyBatch, first: int, stop: int, *, label: str = "") -> HandFence:
+        assert 0 <= first < stop <= len(batch.source_starts)
+        fence = HandFence(self.name, len(self.fences) + 1)
+        self.fences.append(fence)
+        self._given.append((self.name, label, stop - first))
+        return fence
+
+    def wait(self, fence: Fence) -> None:
+        self.waits.append(fence)
 
 
-def test_a_measurement_without_time_changes_nothing() -> None:
-    costs = CostModel(LAYOUT)
-    before = costs.load_seconds(host_blocks=1, disk_blocks=1)
-    costs.saw_transfer("disk", BLOCK, 0.0)
-    costs.saw_prefill(10, 0.0)
-    assert (costs.load_seconds(host_blocks=1, disk_blocks=1), costs.prefill_rate) == (before, None)
+class World:
+    """A lane over streams that the test drives. `given`: stream, label and segments of each slice."""
+
+    def __init__(self, pace: Pace = WIDE) -> None:
+        self.given: list[tuple[str, str, int]] = []
+        self.streams: list[HandStream] = []
+        self.lane = Lane(pace, self._make, clock=lambda: 7.0)  # type: ignore[arg-type, return-value]
+
+    def _make(self, number: int) -> HandStream:
+        assert number == len(self.streams)
+        self.streams.append(HandStream(f"s{number}", self.given))
+        return self.streams[-1]
+
+    def copy(self, label: str, *groups: int, size: int = 10, urgency: Urgency = Urgency.STORE, after: tuple[HandFence, ...] = ()) -> Copy:
+        """Queue a copy of groups of so many segments."""
+        copy = Copy([batch(count, size) for count in groups or (1,)], after=after, urgency=urgency, label=label)
+        self.lane.add(copy)
+        return copy
+
+    def labels(self) -> list[str]:
+        return [label for _, label, _ in self.given]
+
+    def end(self, label: str, *, error: BaseException | None = None) -> None:
+        """The oldest slice of that copy that is not done ends."""
+        ticks: dict[str, int] = {}
+        for stream, other, _ in self.given:
+            ticks[stream] = ticks.get(stream, 0) + 1
+            fence = next(each for each in self.streams if each.name == stream).fences[ticks[stream] - 1]
+            if other == label and not fence.done:
+                fence.done, fence.failure = True, error
+                return
+        raise AssertionError(f"nothing of {label} is on the device")
 
 
-STALLED = 1000.0
-"""Bytes a second of a tier that hardly answers."""
+def batch(count: int, size: int) -> CopyBatch:
+    starts = np.arange(count, dtype=np.int64) * size
+    return CopyBatch(MEMORY, MEMORY, starts, starts, size)
 
 
-def after_a_stall(tier: str) -> tuple[CostModel, Clock]:
-    clock = Clock()
-    costs = CostModel(LAYOUT, clock=clock)
-    for _ in range(100):
-        costs.saw_transfer(tier, round(STALLED), 1.0)
-    return costs, clock
+def test_what_is_urgent_goes_first_and_equals_in_order() -> None:
+    world = World()
+    for label, urgency in (
+        ("s1", Urgency.STORE),
+        ("p1", Urgency.PREFETCH),
+        ("d1", Urgency.DEMAND),
+        ("s2", Urgency.STORE),
+        ("d2", Urgency.DEMAND),
+    ):
+        world.copy(label, urgency=urgency)
+    world.lane.fill()
+    assert world.labels() == ["d1", "d2", "p1", "s1", "s2"]
 
 
-def seconds_for_a_block(costs: CostModel, tier: str) -> float:
-    return costs.load_seconds(host_blocks=tier == "host", disk_blocks=tier == "disk")
+def test_urgent_copy_goes_between_the_slices_of_one_that_has_begun() -> None:
+    world = World(Pace(slice_bytes=1 << 20, slice_segments=1, bytes_in_flight=1 << 30, segments_in_flight=2, streams=8))
+    world.copy("store", 4)
+    world.lane.fill()
+    world.copy("load", 2, urgency=Urgency.DEMAND)
+    for label in ("store", "store", "load", "load"):
+        world.end(label)
+        world.lane.retire()
+        world.lane.fill()
+    assert world.labels() == ["store", "store", "load", "load", "store", "store"]
 
 
-@pytest.mark.parametrize("tier", ["host", "disk"])
-def test_a_tier_that_once_stalled_is_tried_again_after_a_while_without_a_transfer(tier: str) -> None:
-    costs, clock = after_a_stall(tier)
-    clock.now_s += STALE_S - 1
-    assert seconds_for_a_block(costs, tier) == pytest.approx(BLOCK / STALLED, rel=1e-3)
-    clock.now_s += 2
-    assert seconds_for_a_block(costs, tier) < 1e-6
+def test_slices_are_cut_by_segments_and_by_bytes_alike_and_hold_one_segment_at_least() -> None:
+    for size, limit, slices in ((10, 100, [3, 2, 2]), (10, 25, [2, 2, 2, 1]), (10, 5, [1] * 7)):
+        world = World(Pace(slice_bytes=limit, slice_segments=3, bytes_in_flight=1 << 30, segments_in_flight=100, streams=1))
+        world.copy("a", 7, size=size)
+        world.lane.fill()
+        assert [count for *_, count in world.given] == slices
 
 
-@pytest.mark.parametrize("tier", ["host", "disk"])
-def test_a_stall_is_believed_again_once_the_trial_was_slow_too(tier: str) -> None:
-    costs, clock = after_a_stall(tier)
-    clock.now_s += STALE_S + 1
-    costs.saw_transfer(tier, round(STALLED), 1.0)
-    assert seconds_for_a_block(costs, tier) == pytest.approx(BLOCK / STALLED, rel=1e-3)
+@pytest.mark.parametrize(("bytes_in_flight", "segments_in_flight"), [(40, 1000), (59, 1000), (1 << 20, 4), (1 << 20, 5)])
+def test_no_more_is_in_flight_than_the_pace_allows(bytes_in_flight: int, segments_in_flight: int) -> None:
+    world = World(Pace(slice_bytes=20, slice_segments=2, bytes_in_flight=bytes_in_flight, segments_in_flight=segments_in_flight, streams=8))
+    for label in "abc":
+        world.copy(label, 4, size=10)
+    world.lane.fill()
+    assert [count for *_, count in world.given] == [2, 2]
+    world.lane.fill()
+    assert len(world.given) == 2
+    world.end("a")
+    world.lane.retire()
+    world.lane.fill()
+    assert world.labels() == ["a", "b", "a"]
 
 
-@pytest.mark.parametrize(("stalled", "other"), [("host", "disk"), ("disk", "host")])
-def test_a_transfer_of_one_tier_says_nothing_new_about_the_other(stalled: str, other: str) -> None:
-    costs, clock = after_a_stall(stalled)
-    clock.now_s += STALE_S + 1
-    costs.saw_transfer(other, round(STALLED), 1.0)
-    assert seconds_for_a_block(costs, stalled) < 1e-6
+def test_each_transfer_has_a_stream_of_its_own_and_there_are_no_more_than_the_pace_allows() -> None:
+    world = World(Pace(slice_bytes=20, slice_segments=2, bytes_in_flight=1 << 30, segments_in_flight=1000, streams=2))
+    for label in "abc":
+        world.copy(label, 4)
+    world.lane.fill()
+    assert world.given == [("s0", "a", 2), ("s1", "b", 2), ("s0", "a", 2), ("s1", "b", 2)]  # in turn
+    world.end("a")
+    world.end("a")
+    assert [copy.label for copy in world.lane.retire()] == ["a"]
+    world.lane.fill()
+    assert world.given[4:] == [("s0", "c", 2), ("s0", "c", 2)]
+    assert len(world.streams) == 2
 
 
-def test_a_tier_that_is_faster_than_hoped_is_believed_however_long_ago() -> None:
-    clock = Clock()
-    costs = CostModel(LAYOUT, clock=clock)
-    for _ in range(100):
-        costs.saw_transfer("host", 10**12, 1.0)
-    before = seconds_for_a_block(costs, "host")
-    clock.now_s += 1e6
-    assert seconds_for_a_block(costs, "host") == before == pytest.approx(BLOCK / 1e12, rel=1e-3)
+def test_copy_that_has_to_wait_lets_those_pass_that_need_not() -> None:
+    world, flight = World(), HandFence()
+    world.copy("first")
+    world.copy("waits", after=(flight,))
+    world.copy("ready")
+    world.lane.fill()
+    assert world.labels() == ["first", "ready"]
+    assert flight in list(world.lane.awaited())
+    flight.done = True
+    world.lane.fill()
+    assert world.labels() == ["first", "ready", "waits"]
+    assert world.streams[2].waits == []
 
 
-def test_what_was_never_measured_is_tried_after_a_while() -> None:
-    clock = Clock()
-    costs = CostModel(LAYOUT, clock=clock)
-    guessed = seconds_for_a_block(costs, "disk")
-    clock.now_s += STALE_S + 1
-    assert seconds_for_a_block(costs, "disk") < guessed / 4
+def test_copy_that_has_to_wait_waits_on_its_stream_when_there_is_nothing_else_and_takes_one_slice_of_room() -> None:  # H1, H3
+    world, done, flight = World(Pace(1 << 20, 2, 1 << 30, 100, 8)), HandFence(), HandFence()
+    done.done = True
+    world.copy("waits", 6, after=(done, flight))
+    world.lane.fill()
+    assert world.given == [("s0", "waits", 2)]
+    assert world.streams[0].waits == [flight]
+    world.copy("ready", 2)
+    world.lane.fill()
+    assert world.labels() == ["waits", "ready"]
+    flight.done = True
+    world.lane.fill()
+    assert world.labels() == ["waits", "ready", "waits", "waits"]
 
 
-def test_decision_goes_either_way_by_what_was_measured(disk_rig: Rig) -> None:
-    disk_rig.transfers._costs = measured(host=1000 * BLOCK, disk=10 * BLOCK, prefill=100 * LAYOUT.block_tokens)
-    assert disk_rig.transfers.worth_loading(["host", "host"])
-    assert not disk_rig.transfers.worth_loading(["host", "disk"])
-    disk_rig.transfers._costs = measured(host=1000 * BLOCK, disk=10 * BLOCK, prefill=2 * LAYOUT.block_tokens)
-    assert disk_rig.transfers.worth_loading(["host", "disk"])
+def test_copy_is_told_once_when_its_last_slice_was_given_and_ends_when_all_were_seen_done() -> None:
+    world = World(Pace(slice_bytes=1 << 20, slice_segments=2, bytes_in_flight=1 << 30, segments_in_flight=4, streams=1))
+    copy = world.copy("a", 2, 3)
+    assert world.lane.fill() == []  # two of three slices
+    assert [len(fences) for fences in copy.fences] == [1, 1]
+    world.end("a")
+    assert world.lane.retire() == []
+    assert world.lane.fill() == [copy]
+    assert [[fence.tick for fence in fences] for fences in copy.fences] == [[1], [2, 3]]
+    world.end("a")
+    assert world.lane.retire() == []
+    assert len(world.lane) == 1
+    world.end("a")
+    assert world.lane.retire() == [copy]
+    assert (len(world.lane), copy.failure, copy.began_s) == (0, None, 7.0)
 
 
-def test_load_that_would_miss_the_deadline_is_not_begun(disk_rig: Rig) -> None:
-    disk_rig.transfers._costs = measured(host=1000 * BLOCK, disk=BLOCK, prefill=0.01)
-    assert disk_rig.transfers.worth_loading(["disk"] * int(DEADLINE_S - 1))
-    assert not disk_rig.transfers.worth_loading(["disk"] * int(DEADLINE_S + 1))
+def test_slice_that_fails_ends_its_copy_once_the_others_are_done_and_no_more_is_given() -> None:  # H9, H15
+    world = World(Pace(slice_bytes=1 << 20, slice_segments=1, bytes_in_flight=1 << 30, segments_in_flight=2, streams=2))
+    copy, error = world.copy("a", 4), OSError("injected")
+    world.lane.fill()
+    world.end("a", error=error)
+    assert world.lane.retire() == []
+    assert world.lane.fill() == []
+    world.end("a")
+    assert world.lane.retire() == [copy]
+    assert copy.failure is error
+    assert len(world.given) == 2
+    world.copy("b")
+    world.lane.fill()
+    assert world.labels() == ["a", "a", "b"]
 
 
-def test_reads_that_queue_at_the_disk_already_count(disk_rig: Rig) -> None:
-    disk_rig.transfers._costs = measured(host=1e6 * BLOCK, disk=BLOCK, prefill=LAYOUT.block_tokens / 2)
-    disk_rig.on_disk_only(keys("a", "b"))
-    assert disk_rig.transfers.worth_loading(["disk"])
-    with disk_rig.hold("disk-read-0"), disk_rig.hold("disk-read-1"):
-        disk_rig.promote(keys("a", "b"))
-        assert not disk_rig.transfers.worth_loading(["disk"])
-    disk_rig.finish("disk-read-0", "disk-read-1")
+def test_cut_drops_what_has_not_begun_and_lets_the_rest_end_by_its_fences() -> None:
+    world = World(Pace(slice_bytes=1 << 20, slice_segments=1, bytes_in_flight=1 << 30, segments_in_flight=3, streams=2))
+    whole, begun, queued = world.copy("whole", 1), world.copy("begun", 4), world.copy("queued", 1)
+    world.lane.fill()
+    reason = RuntimeError("closed")
+    assert world.lane.cut(reason) == [queued]
+    assert (whole.failure, begun.failure, queued.failure) == (None, reason, reason)
+    assert world.lane.fill() == world.lane.retire() == []
+    for label in ("whole", "begun", "begun"):
+        world.end(label)
+    assert set(world.lane.retire()) == {whole, begun}
+    assert (len(world.lane), len(world.given)) == (0, 3)
 
 
-def test_transfers_teach_the_model_what_they_cost(disk_rig: Rig) -> None:
-    costs = disk_rig.transfers._costs
-    before = costs.load_seconds(host_blocks=1, disk_blocks=0), costs.load_seconds(host_blocks=0, disk_blocks=1)
-    disk_rig.clock.step_s = 1e-6
-    disk_rig.on_disk_only(keys("a"))
-    disk_rig.promote(keys("a"))
-    disk_rig.finish("disk-read-0", "disk-read-1")
-    lease = disk_rig.blocks.take(1)
-    disk_rig.load(keys("a"), lease.ids)
-    disk_rig.finish("load")
-    after = costs.load_seconds(host_blocks=1, disk_blocks=0), costs.load_seconds(host_blocks=0, disk_blocks=1)
-    assert all(one != other for one, other in zip(before, after, strict=True))
-    lease.release()
+def test_nobody_rests_for_a_fence_that_is_done() -> None:
+    """A full lane looks at nobody's waits; were it to name them, a thread that rests for them would spin."""
+    world = World(Pace(slice_bytes=1 << 20, slice_segments=1, bytes_in_flight=1 << 30, segments_in_flight=1, streams=8))
+    flight = HandFence()
+    world.copy("a")
+    world.copy("b", after=(flight,))
+    world.lane.fill()
+    flight.done = True
+    world.lane.retire()
+    world.lane.fill()
+    assert [fence.poll() for fence in world.lane.awaited()] == [False]
+
+
+def test_hundred_thousand_queued_copies_are_not_looked_at_one_by_one() -> None:
+    world, flight = World(Pace(1 << 20, 1, 1 << 30, 4, 2)), HandFence()
+    shared = [batch(1, 10)]
+    for _ in range(100_000):
+        world.lane.add(Copy(shared, after=(flight,), urgency=Urgency.STORE, label="waits"))
+    world.copy("urgent", urgency=Urgency.DEMAND)
+    for _ in range(10):
+        world.lane.retire()
+        world.lane.fill()
+        list(world.lane.awaited())
+    assert world.labels() == ["urgent"]
+    assert flight.looks <= 10 * 2 * 16
+
+
+def test_urgent_copy_that_has_begun_goes_before_one_that_began_earlier() -> None:
+    world = World(Pace(slice_bytes=1 << 20, slice_segments=1, bytes_in_flight=1 << 30, segments_in_flight=2, streams=2))
+    world.copy("store", 4)
+    world.lane.fill()
+    world.copy("load", 3, urgency=Urgency.DEMAND)
+    for label in ("store", "store"):
+        world.end(label)
+        world.lane.retire()
+        world.lane.fill()
+    world.end("load")
+    world.lane.retire()
+    world.lane.fill()
+    assert world.labels() == ["store", "store", "load", "load", "load"]

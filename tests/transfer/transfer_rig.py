@@ -1,32 +1,43 @@
 """A transfer engine over real streams, pools and tiers, without an engine around it: the test is the scheduler and the compute stream.
 
-The clock stands still unless a test moves it. `finish` brings named streams to their end and polls once.
+The clock stands still unless a test moves it. The mover has no thread: it takes its turns inside `wake`, `settle` and what calls them,
+until there is nothing more to do. `finish` brings named streams to their end and polls once.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from sidestream.device.cpu import CpuDevice, CpuFence, CpuStream
+from sidestream.device.base import Rest
+from sidestream.device.cpu import CpuDevice
+from sidestream.device.host import HostFence, HostStream
 from sidestream.kv.layout import KVLayout
 from sidestream.kv.pool import FencedPool, Lease
 from sidestream.metrics import Metrics
 from sidestream.testing.faults import FaultyTier, Hold
 from sidestream.tiers.disk import DiskTier, entry_bytes
 from sidestream.tiers.host import HostTier
-from sidestream.transfer import CostModel, TransferEngine, TransferEvent
+from sidestream.transfer import CostModel, LoadReady, TransferEngine, TransferEvent
 from sidestream.transfer.copy import BlockMemory
 from sidestream.types import BatchPlan, Fence, Key, LoadPlan, PromotePlan, RowPlan, StorePlan
 
 LAYOUT = KVLayout(num_layers=3, num_kv_heads=1, head_dim=2, block_tokens=4, dtype="float32")
 DEADLINE_S = 10.0
 _PATIENCE_S = 10.0
+# Far more than any test gives the mover to do: it must come to rest by itself.
+_MOST_TURNS = 1000
+# Who rests no longer than this has more to do.
+_MOMENT_S = 0.001
+# Streams of a direction; a name stands for all of them.
+_STREAMS = {kind: tuple(f"{kind}-{number}" for number in range(2)) for kind in ("store", "load")}
 
 
 def key(name: object) -> Key:
@@ -54,13 +65,54 @@ class Clock:
         return self.now_s
 
 
+class HandThread:
+    """A thread of the host whose turns are taken by whoever wakes it, until it has nothing to do. See `HostThread`."""
+
+    def __init__(self, turn: Callable[[], Rest], clock: Callable[[], float]) -> None:
+        self.failure: BaseException | None = None
+        self._turn = turn
+        self._clock = clock
+
+    def wake(self) -> None:
+        with contextlib.suppress(Exception):  # kept in `failure`
+            self.settle()
+
+    def settle(self) -> None:
+        if self.failure is not None:
+            return
+        for _ in range(_MOST_TURNS):
+            try:
+                rest = self._turn()
+            except Exception as error:
+                self.failure = error
+                raise
+            if not any(fence.poll() for fence in rest.fences) and (rest.until_s is None or rest.until_s > self._clock() + _MOMENT_S):
+                return
+        raise AssertionError("the mover does not come to rest")
+
+    def close(self) -> None:
+        pass
+
+
 class Rig:
-    def __init__(self, directory: Path | None = None, *, num_blocks: int = 16, num_slots: int = 8, disk_blocks: int = 64) -> None:
+    def __init__(
+        self,
+        directory: Path | None = None,
+        *,
+        num_blocks: int = 16,
+        num_slots: int = 8,
+        ready_slots: int | None = None,
+        disk_blocks: int = 64,
+    ) -> None:
+        """`ready_slots` of the host tier can be used at first; None: all."""
         self.device = CpuDevice(compute_threads=1)
         self.compute = self.device.stream("compute")
         self.blocks = FencedPool("device blocks", num_blocks)
         self.memory = BlockMemory(self.device.allocate("kv", num_blocks * LAYOUT.block_bytes), LAYOUT)
-        self.host = HostTier(self.device.allocate_host("host", num_slots * LAYOUT.block_bytes), LAYOUT)
+        self.ready_slots = num_slots if ready_slots is None else ready_slots
+        self.device.ready_bytes = lambda memory: self.ready_slots * LAYOUT.block_bytes  # type: ignore[method-assign]
+        slab = self.device.allocate_host("host", num_slots * LAYOUT.block_bytes)
+        self.host = HostTier(slab, LAYOUT, ready_bytes=self.device.ready_bytes(slab))
         self.disk: FaultyTier | None = None
         if directory is not None:
             capacity = disk_blocks * entry_bytes(LAYOUT)
@@ -68,6 +120,10 @@ class Rig:
         self.costs = CostModel(LAYOUT)
         self.metrics = Metrics()
         self.clock = self.device.now = Clock()  # type: ignore[method-assign]
+        self.device.sleep = self._sleep  # type: ignore[method-assign]
+        self.device.thread = self._start  # type: ignore[method-assign, assignment]
+        make, streams = self.device.stream, self.device._streams
+        self.device.stream = lambda name: streams.get(name) or make(name)  # type: ignore[method-assign]
         self.transfers = TransferEngine(
             device=self.device,
             blocks=self.blocks,
@@ -78,32 +134,70 @@ class Rig:
             metrics=self.metrics,
             load_deadline_s=DEADLINE_S,
         )
+        self.ready: list[tuple[int, int]] = []
         self._holds: list[Hold] = []
 
     # ------------------------------------------------------------------ streams
 
-    def stream(self, name: str) -> CpuStream:
-        return self.device._streams[name]
+    def stream(self, name: str) -> HostStream:
+        return self.device.stream(name)
 
     @property
     def stream_names(self) -> list[str]:
-        return list(self.device._streams)
+        """All that could have anything to do, a direction's first."""
+        return ["store", "load", *(name for name in self.device._streams if name.partition("-")[0] not in _STREAMS)]
 
     def hold(self, name: str) -> Hold:
-        hold = Hold(self.stream(name))
+        """Keep a stream, or a direction's streams, from going on until released."""
+        hold = Hold(*(self.stream(each) for each in _STREAMS.get(name, (name,))))
         self._holds.append(hold)
         return hold
 
+    @contextlib.contextmanager
+    def late(self) -> Iterator[None]:
+        """The mover hears of nothing that is ordered meanwhile, until somebody lets it go on."""
+        wake, self._thread.wake = self._thread.wake, lambda: None  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            self._thread.wake = wake  # type: ignore[method-assign]
+
+    def settle(self) -> None:
+        """Let the mover do what it can."""
+        self._thread.settle()
+
     def drain(self, *names: str) -> None:
-        """Let streams pass everything that they were given so far."""
+        """Let streams pass everything that they are given, by the mover too."""
         for name in names:
-            fence = self.stream(name).submit(lambda: None)
-            assert isinstance(fence, CpuFence)
-            assert fence.block(_PATIENCE_S), f"stream {name} is stuck"
+            self.settle()
+            for each in _STREAMS.get(name, (name,)):
+                self.pass_through(each)
+        self.settle()
+
+    def pass_through(self, name: str) -> None:
+        """Let one stream pass everything that it was given so far."""
+        fence = self.stream(name).submit(lambda: None)
+        assert isinstance(fence, HostFence)
+        assert fence.block(_PATIENCE_S), f"stream {name} is stuck"
+
+    def poll(self) -> list[TransferEvent]:
+        """What the engine thread hears, once the mover has done what it can; loads that are ready go to `ready`."""
+        self.settle()
+        events = self.transfers.poll()
+        self.ready += [(event.request_id, event.epoch) for event in events if isinstance(event, LoadReady)]
+        return [event for event in events if not isinstance(event, LoadReady)]
 
     def finish(self, *names: str) -> list[TransferEvent]:
         self.drain(*names)
-        return self.transfers.poll()
+        return self.poll()
+
+    def _sleep(self, seconds: float) -> None:
+        time.sleep(0)  # let the streams' threads run
+        self.settle()
+
+    def _start(self, name: str, turn: Callable[[], Rest]) -> HandThread:
+        self._thread = HandThread(turn, self.clock)
+        return self._thread
 
     # ------------------------------------------------------------------ blocks and slots
 
@@ -148,7 +242,7 @@ class Rig:
         fence = self.fill(lease.ids, wanted)
         self.store(wanted, lease.ids, fence, prefix=prefix)
         self.finish("compute", "store")
-        lease.release()
+        self.let_go(lease)
         if self.disk is not None:
             self.finish("disk-write")
 
@@ -162,6 +256,10 @@ class Rig:
         plan = LoadPlan(request_id, epoch, tuple(wanted), tuple(block_ids), after)
         self.transfers.submit([plan])
         return plan
+
+    def let_go(self, lease: Lease) -> None:
+        """What the scheduler does when a request ends: release its blocks, as far as transfers go."""
+        lease.release(until=self.transfers.uses())
 
     def promote(self, wanted: Sequence[Key], *, request_id: int = 1, epoch: int = 0) -> None:
         self.transfers.submit([PromotePlan(request_id, epoch, tuple(wanted))])
@@ -177,13 +275,12 @@ class Rig:
         self.drain(*self.stream_names)
         self.transfers.poll()
         self.device.close()
-        self.transfers.poll()
         self.transfers.close()
 
     def check_nothing_is_held(self) -> None:
         """Every lease that a transfer took has ended, and nobody waits."""
         self.clock.now_s += 1e6
-        self.transfers.poll()
+        self.poll()
         assert not self.transfers.busy
         self.blocks.check()
         self.host.pool.check()
@@ -195,6 +292,6 @@ class Rig:
 
 
 def flight_of(*members: tuple[int, int]) -> BatchPlan:
-    """A batch of rows `(request id, epoch)`."""
-    rows = [RowPlan(rid, row, epoch, 0, 1, None, (0,), True, 0) for row, (rid, epoch) in enumerate(members)]
+    """A batch of prefill rows `(request id, epoch)`."""
+    rows = [RowPlan(rid, row, epoch, 0, 1, (0,), (0,), True, 0) for row, (rid, epoch) in enumerate(members)]
     return BatchPlan(tuple(rows))

@@ -1,4 +1,6 @@
-"""Causal attention of a packed batch over the block pool; the torch reference, fast enough to serve from a CPU.
+"""Causal attention of a packed batch over the block pool: what every way of doing it offers, and the torch reference.
+
+The reference is fast enough to serve from a CPU.
 
 Knows nothing of models, requests or streams: whoever calls it is on the stream that owns the forward. Every row is attended
 to by itself, over exactly its own keys, so a row's numbers do not depend on the rows beside it.
@@ -8,13 +10,41 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from sidestream.errors import InvariantError
 
-__all__ = ["PagedBatch", "paged_attention"]
+__all__ = ["AttentionBatch", "PagedBatch", "paged_attention"]
+
+
+class AttentionBatch(Protocol):
+    """A packed batch as a model's layers see it: `PagedBatch`, or on a GPU `sidestream.attention.triton.DeviceBatch`."""
+
+    @property
+    def slots(self) -> torch.Tensor:
+        """int64 [T]: where each packed token's keys and values go."""
+        ...
+
+    def layer(self, index: int) -> torch.Tensor:
+        """One layer's pool `[blocks, 2, block_tokens, kv_heads, head_dim]`."""
+        ...
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        layer: int,
+        *,
+        scale: float,
+        sliding_window: int | None = None,
+        softcap: float | None = None,
+    ) -> torch.Tensor:
+        """Write keys and values into the pool, then attend; see `paged_attention`."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +73,24 @@ class PagedBatch:
         if self.query_starts[self.num_decode] != self.num_decode:
             raise InvariantError(f"{self.num_decode} decode rows hold {self.query_starts[self.num_decode]} tokens: one each expected")
         object.__setattr__(self, "_addresses", _Addresses(self))
+
+    def layer(self, index: int) -> torch.Tensor:
+        """One layer's pool `[blocks, 2, block_tokens, kv_heads, head_dim]`."""
+        return self.kv[:, index]
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        layer: int,
+        *,
+        scale: float,
+        sliding_window: int | None = None,
+        softcap: float | None = None,
+    ) -> torch.Tensor:
+        """See `paged_attention`."""
+        return paged_attention(query, key, value, layer, self, scale=scale, sliding_window=sliding_window, softcap=softcap)
 
 
 def paged_attention(

@@ -59,6 +59,7 @@ _watching = functools.partial(_option, "Watching")
 def engine_config(
     *,
     dtype: Annotated[str, _engine("auto (as the model is stored), float32, float16 or bfloat16.", "TYPE")] = _ENGINE.dtype,
+    device: Annotated[str, _engine("cpu, cuda, or auto: cuda where a GPU can be used.", "DEVICE")] = _ENGINE.device,
     kv_memory: Annotated[str, _engine("Memory of the device's KV pool.", "SIZE")] = str(_ENGINE.kv_memory),
     block_tokens: Annotated[int, _engine("Tokens that a KV block holds.", "N")] = _ENGINE.block_tokens,
     chunk_tokens: Annotated[int, _engine("Prefill is cut at multiples of this.", "N")] = _ENGINE.chunk_tokens,
@@ -80,6 +81,7 @@ def engine_config(
     """The engine's config. Offload is on when `offload_host` or `offload_disk` is given. Raises ConfigError."""
     return EngineConfig(
         dtype=dtype,
+        device=device,
         kv_memory=kv_memory,
         block_tokens=block_tokens,
         chunk_tokens=chunk_tokens,

@@ -28,6 +28,7 @@ from sidestream.config import EngineConfig, OffloadConfig
 from sidestream.errors import ConfigError, TierError
 
 if TYPE_CHECKING:
+    from sidestream.device.base import CopyBatch, Device
     from sidestream.tiers.disk import DiskTier
 
 _MIB, _GIB = 1 << 20, 1 << 30
@@ -66,9 +67,13 @@ def findings(disk: Path | None) -> Iterator[Finding]:
         return  # what follows uses them
     yield _cpu()
     yield from _memory()
-    yield _gpus()
-    yield _copy_speed()
-    yield _memory_lock()
+    gpu = _gpus()
+    yield gpu
+    on_gpu = gpu.data["device"] == "cuda"
+    yield _copy_speed("cpu")
+    if on_gpu:
+        yield _copy_speed("cuda")
+    yield _memory_lock(on_gpu)
     yield from _disk(disk)
     yield from _cache()
 
@@ -194,44 +199,70 @@ def _memory_bytes() -> tuple[int | None, int | None]:
 def _gpus() -> Finding:
     import torch
 
+    from sidestream.device.choice import why_no_gpu
+
     names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
-    text = f"{', '.join(names)}: not used by this version, which runs on the cpu device" if names else "none; the cpu device is used"
-    return Finding("gpus", Status.OK, text, data={"names": names, "device": "cpu"})
+    missing = why_no_gpu()
+    data: dict[str, object] = {"names": names, "device": "cpu" if missing else "cuda", "missing": missing}
+    if missing is None:
+        free, total = torch.cuda.mem_get_info(0)
+        text = f"{', '.join(names)}; --device cuda uses the first one, {_size(free)} of its {_size(total)} are free"
+        return Finding("gpus", Status.OK, text, data={**data, "free_bytes": free, "total_bytes": total})
+    if names:
+        return Finding("gpus", Status.WARN, f"{', '.join(names)}: cannot be used, --device auto is cpu", missing, data)
+    return Finding("gpus", Status.OK, f"none that can be used, --device auto is cpu ({missing})", data=data)
 
 
-def _memory_lock() -> Finding:
+def _memory_lock(on_gpu: bool) -> Finding:
     soft, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    wanted = OffloadConfig().host_bytes
     text = f"limit of pinned memory {_limit(soft)} (hard limit {_limit(hard)}); the cpu device pins none"
+    if on_gpu:
+        text += ", the cuda device all of its host tier (the driver's pins may not count)"
+    remedy = f"if pinning fails: ulimit -l {wanted >> 10}, or more for a larger --offload-host" if on_gpu and 0 <= soft < wanted else ""
     data: dict[str, object] = {
         name: None if value == resource.RLIM_INFINITY else value for name, value in (("soft_bytes", soft), ("hard_bytes", hard))
     }
-    return Finding("memory lock", Status.OK, text, data=data)
+    return Finding("memory lock", Status.OK, text, remedy, data)
 
 
 def _limit(num_bytes: int) -> str:
     return "none" if num_bytes == resource.RLIM_INFINITY else _size(num_bytes)
 
 
-def _copy_speed() -> Finding:
-    """Host to device as a load goes: a copy on a stream of its own, between two allocations of the device."""
+def _copy_speed(kind: str) -> Finding:
+    """Both ways as loads and stores go: copies on a stream of their own, between host memory and memory of the device."""
+    import numpy as np
+
     from sidestream.device.base import CopyBatch
     from sidestream.device.cpu import CpuDevice
+    from sidestream.device.cuda import CudaDevice
 
-    device = CpuDevice()
+    device: Device = CpuDevice() if kind == "cpu" else CudaDevice()
     try:
         host, memory = device.allocate_host("host", _COPY_BYTES), device.allocate("kv", _COPY_BYTES)
         host.data.fill_(1)
-        batch = CopyBatch(host, memory, [0], [0], _COPY_BYTES)
-        stream = device.stream("load")
-        device.wait_host(stream.submit(lambda: stream.copy(batch)), reason="warm up")  # touches the pages
-        copies, started_s = 0, time.monotonic()
-        while time.monotonic() - started_s < _COPY_S:
-            device.wait_host(stream.submit(lambda: stream.copy(batch)), reason="measure")
-            copies += 1
-        speed = copies * _COPY_BYTES / (time.monotonic() - started_s)
+        start = np.zeros(1, np.int64)
+        load, store = CopyBatch(host, memory, start, start, _COPY_BYTES), CopyBatch(memory, host, start, start, _COPY_BYTES)
+        speed = _measure(device, load)
+        if kind == "cpu":
+            return Finding("host to device", Status.OK, f"{_speed(speed)}, by one thread", data={"bytes_per_s": speed})
+        back = _measure(device, store)
+        data: dict[str, object] = {"to_gpu_bytes_per_s": speed, "from_gpu_bytes_per_s": back}
+        return Finding("host to gpu", Status.OK, f"{_speed(speed)}, and back {_speed(back)}, pinned", data=data)
     finally:
         device.close()
-    return Finding("host to device", Status.OK, f"{_speed(speed)}, by one thread", data={"bytes_per_s": speed})
+
+
+def _measure(device: Device, batch: CopyBatch) -> float:
+    """Bytes a second of the copy, again and again."""
+    stream = device.stream(f"{batch.source.name} to {batch.target.name}")
+    device.wait_host(stream.submit(lambda: stream.copy(batch)), reason="warm up")  # touches the pages
+    copies, started_s = 0, time.monotonic()
+    while time.monotonic() - started_s < _COPY_S:
+        device.wait_host(stream.submit(lambda: stream.copy(batch)), reason="measure")
+        copies += 1
+    return copies * batch.num_bytes / (time.monotonic() - started_s)
 
 
 def _disk(chosen: Path | None) -> Iterator[Finding]:

@@ -14,6 +14,7 @@ from rich.table import Table
 
 from sidestream.cli.bench.report import Figure, at_least, at_most, publish
 from sidestream.cli.options import AsJson
+from sidestream.cli.torture_device import show_campaign, show_hunt
 from sidestream.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -50,10 +51,34 @@ def torture(
     replay: Annotated[Path | None, typer.Option(metavar="FILE", help="Run a schedule that failed before.", show_default=False)] = None,
     workers: Annotated[int, typer.Option(metavar="N", help="Processes.")] = 1,
     save: Annotated[Path, typer.Option(metavar="DIR", help="Where failing schedules are written.")] = Path("runs/torture"),
+    device: Annotated[
+        str | None,
+        typer.Option(metavar="D", help="Torture the transfers alone, on a real device: cuda, or cpu.", show_default="a simulated one"),
+    ] = None,
+    blocks: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            help="With --device: block transfers, at most so many for each of --mutations.",
+            show_default="1,000,000 on cuda, 20,000 on cpu",
+        ),
+    ] = None,
+    check_order: Annotated[
+        bool, typer.Option("--check-order", help="With --device: have the checker look on, at a tenth of the blocks.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Run the engine on a simulated device, in orders that are allowed and unlikely, and judge all that comes of it."""
     _check_options(context, names or [])
+    if device is not None:
+        with _bar("mutations" if mutations else "torture", None) as tell:
+            if mutations:
+                good = show_hunt(device, names or [], seed=seed, blocks=blocks, as_json=as_json, tell=tell)
+            else:
+                good = show_campaign(device, seed=seed, blocks=blocks, check_order=check_order, as_json=as_json, tell=tell)
+        if not good:
+            raise typer.Exit(1)
+        return
     if replay is not None:
         _replay(replay, as_json=as_json)
         return
@@ -81,9 +106,14 @@ def torture(
 
 def _check_options(context: typer.Context, names: Sequence[str]) -> None:
     """Refuse what would be ignored. Raises ConfigError."""
-    flags = {name: f"--{name}" for name in ("schedules", "minutes", "seed", "policy", "mutations", "workers", "save")}
+    of_device = {"device": "--device", "blocks": "--blocks", "check_order": "--check-order"}
+    flags = {name: f"--{name}" for name in ("schedules", "minutes", "seed", "policy", "mutations", "workers", "save")} | of_device
     given = [flag for name, flag in flags.items() if _typed(context, name)]
-    if _typed(context, "replay"):
+    if _typed(context, "device"):
+        _check_device_options(context, given, names)
+    elif others := [flag for flag in of_device.values() if flag in given]:
+        raise ConfigError(f"{others[0]} is given without --device: give both, or leave it out")
+    elif _typed(context, "replay"):
         if given or names:
             raise ConfigError(f"--replay says all about its schedule: leave {(given or names)[0]} out")
     elif names and "--mutations" not in given:
@@ -92,6 +122,19 @@ def _check_options(context: typer.Context, names: Sequence[str]) -> None:
         raise ConfigError("--schedules and --minutes are both given: give how many, or how long")
     elif "--policy" in given and "--mutations" in given and "--schedules" not in given and "--minutes" not in given:
         raise ConfigError("--policy is given, and --mutations uses all policies: leave one of them out, or give --schedules too")
+
+
+def _check_device_options(context: typer.Context, given: Sequence[str], names: Sequence[str]) -> None:
+    """Of what `--device` goes with. Raises ConfigError."""
+    without = [flag for flag in given if flag not in ("--device", "--blocks", "--check-order", "--seed", "--mutations")]
+    if _typed(context, "replay"):
+        without.append("--replay")
+    if without:
+        raise ConfigError(f"{without[0]} is for schedules of the simulated device: leave it or --device out")
+    if names and "--mutations" not in given:
+        raise ConfigError(f"{names[0]} is given without --mutations: give both, or leave it out")
+    if "--check-order" in given and "--mutations" in given:
+        raise ConfigError("--check-order is given, and --mutations is judged by bytes: leave one of them out")
 
 
 def _typed(context: typer.Context, name: str) -> bool:

@@ -1,18 +1,22 @@
-"""What a device offers: streams that run work in order, fences between them, and memory.
+"""What a device offers: streams that run work in order, fences between them, memory, and threads of the host that drive them.
 
-`stream.submit(work, accesses)` is the only door to the device. Called from the engine thread and from mover threads; work
+`stream.submit(work, accesses)` is the only door to the device. Called from the engine thread and from the mover's thread; work
 runs wherever the device runs it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from sidestream.types import Access, Accesses, Fence, Witness
+
+Starts = npt.NDArray[np.int64]
 
 
 def no_accesses() -> Sequence[Access]:
@@ -24,60 +28,149 @@ def no_accesses() -> Sequence[Access]:
 class Memory:
     """Bytes that streams touch, under the name that accesses use.
 
-    data       uint8 `[num_bytes]`
+    parts      uint8 tensors of equal size, on one device. Offsets run through all of them: each `stripe` bytes in turn lie in the next part,
+               so that a block of layers that were allocated one by one has consecutive offsets, like a block of one allocation
+    stripe     bytes; with one part it says nothing
     pageable   host memory that the device cannot copy from or to by itself: such a copy stalls the thread that asks for it (P1)
     """
 
     name: str
-    data: torch.Tensor
+    parts: tuple[torch.Tensor, ...]
+    stripe: int = 0
     pageable: bool = False
 
     @property
     def num_bytes(self) -> int:
         """Its size."""
-        return self.data.numel()
+        return sum(part.numel() for part in self.parts)
+
+    @property
+    def data(self) -> torch.Tensor:
+        """All of it, uint8 `[num_bytes]`. Of memory in one part only."""
+        (part,) = self.parts
+        return part
+
+    def locate(self, starts: Starts) -> tuple[Starts, Starts]:
+        """Part and offset inside it of each start."""
+        if len(self.parts) == 1:
+            return np.zeros_like(starts), starts
+        stripes, inside = np.divmod(starts, self.stripe)
+        rows, parts = np.divmod(stripes, len(self.parts))
+        return parts, rows * self.stripe + inside
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CopyBatch:
     """Segments of one size, copied from one memory to another in one call: pair by pair, in no particular order.
 
-    source_starts, target_starts   byte offsets, as many of one as of the other
+    source_starts, target_starts   int64 byte offsets, as many of one as of the other
     size                           bytes of each segment
+    prepared                       what the device made of it (`Device.prepare`)
     """
 
     source: Memory
     target: Memory
-    source_starts: Sequence[int]
-    target_starts: Sequence[int]
+    source_starts: Starts
+    target_starts: Starts
     size: int
+    prepared: object = None
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all segments together."""
+        return len(self.source_starts) * self.size
+
+    def part(self, first: int, stop: int) -> CopyBatch:
+        """Some of the segments."""
+        return CopyBatch(self.source, self.target, self.source_starts[first:stop], self.target_starts[first:stop], self.size)
 
     def accesses(self) -> Sequence[Access]:
         """What the copy reads and writes."""
-        reads = [Access(self.source.name, start, start + self.size, False) for start in self.source_starts]
-        return [*reads, *(Access(self.target.name, start, start + self.size, True) for start in self.target_starts)]
+        reads = [Access(self.source.name, start, start + self.size, False) for start in self.source_starts.tolist()]
+        return [*reads, *(Access(self.target.name, start, start + self.size, True) for start in self.target_starts.tolist())]
+
+    def contiguous(self) -> CopyBatch:
+        """The same bytes in segments that lie in one piece each: cut at the stripes of both memories."""
+        stripes = [memory.stripe for memory in (self.source, self.target) if len(memory.parts) > 1 and memory.stripe < self.size]
+        if not stripes:
+            return self
+        piece = min(stripes)
+        offsets = np.arange(0, self.size, piece, dtype=np.int64)
+        source, target = ((starts[:, None] + offsets).ravel() for starts in (self.source_starts, self.target_starts))
+        return CopyBatch(self.source, self.target, source, target, piece)
+
+    def segments(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """The segments as pairs `(source, target)` of uint8, each in one piece."""
+        batch = self.contiguous()
+        for (from_part, from_), (to_part, to) in zip(
+            *(
+                zip(*(array.tolist() for array in memory.locate(starts)), strict=True)
+                for memory, starts in ((batch.source, batch.source_starts), (batch.target, batch.target_starts))
+            ),
+            strict=True,
+        ):
+            yield batch.source.parts[from_part][from_ : from_ + batch.size], batch.target.parts[to_part][to : to + batch.size]
 
     def runs(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """The segments as pairs `(source, target)` of uint8 `[n, size]`, one for each run with equal steps in both."""
-        first, count = 0, len(self.source_starts)
+        """The bytes as pairs `(source, target)` of uint8 `[n, size]`, one for each run of segments with equal steps in both."""
+        batch = self.contiguous()
+        sources, targets = (
+            [part.tolist() for part in memory.locate(starts)]
+            for memory, starts in ((batch.source, batch.source_starts), (batch.target, batch.target_starts))
+        )
+        first, count, size = 0, len(batch.source_starts), batch.size
         while first < count:
-            stop, step = first + 1, self._step(first)
-            while step is not None and stop < count and self._step(stop - 1) == step:
+            step = _step(sources, targets, first, size)
+            stop = first + 1
+            while step is not None and stop < count and _step(sources, targets, stop - 1, size) == step:
                 stop += 1
-            shape, stride = (stop - first, self.size), (step or self.size, 1)
-            source, target = self.source.data, self.target.data
+            shape, stride = (stop - first, size), (step or size, 1)
+            from_, to = batch.source.parts[sources[0][first]], batch.target.parts[targets[0][first]]
             yield (
-                source.as_strided(shape, stride, source.storage_offset() + self.source_starts[first]),
-                target.as_strided(shape, stride, target.storage_offset() + self.target_starts[first]),
+                from_.as_strided(shape, stride, from_.storage_offset() + sources[1][first]),
+                to.as_strided(shape, stride, to.storage_offset() + targets[1][first]),
             )
             first = stop
 
-    def _step(self, index: int) -> int | None:
-        """Bytes from one segment to the next, if it is the same forward step in both memories."""
-        if index + 1 >= len(self.source_starts):
-            return None
-        step = self.source_starts[index + 1] - self.source_starts[index]
-        return step if step >= self.size and step == self.target_starts[index + 1] - self.target_starts[index] else None
+
+def _step(sources: list[list[int]], targets: list[list[int]], index: int, size: int) -> int | None:
+    """Bytes from one segment to the next, if it is the same forward step inside one part of both memories."""
+    (source_parts, source_starts), (target_parts, target_starts) = sources, targets
+    if index + 1 >= len(source_starts) or source_parts[index] != source_parts[index + 1] or target_parts[index] != target_parts[index + 1]:
+        return None
+    step = source_starts[index + 1] - source_starts[index]
+    return step if step >= size and step == target_starts[index + 1] - target_starts[index] else None
+
+
+@dataclass(frozen=True, slots=True)
+class Rest:
+    """What a thread of the host waits for between two turns, besides being woken.
+
+    fences   when one of them is done, the next turn comes; gone through once, if at all
+    until_s  on the device's clock: then it comes at the latest
+    soon     the one of the fences that will be done first, within a fraction of a millisecond
+    """
+
+    fences: Iterable[Fence] = ()
+    until_s: float | None = None
+    soon: Fence | None = None
+
+
+class HostThread(Protocol):
+    """A thread of the host besides the engine's, that takes turns whenever there may be something to do."""
+
+    @property
+    def failure(self) -> BaseException | None:
+        """What a turn raised; then there are no more turns."""
+        ...
+
+    def wake(self) -> None:
+        """Have another turn soon. Never blocks; any thread."""
+        ...
+
+    def close(self) -> None:
+        """End behind the turn that runs now, if any; what one more turn would do is left to the caller. Blocks. Idempotent."""
+        ...
 
 
 class Stream(Protocol):
@@ -111,6 +204,17 @@ class Stream(Protocol):
         """Copy the segments. Inside work of this stream; the work declares `batch.accesses`."""
         ...
 
+    def submit_copy(self, batch: CopyBatch, first: int, stop: int, *, label: str = "") -> Fence:
+        """Enqueue a copy of segments `[first, stop)` and nothing else: `submit` of `copy`, for less of the caller's time."""
+        ...
+
+    def deliver(self, values: torch.Tensor, memory: Memory, start: int) -> None:
+        """Write the bytes of `values`, contiguous and on the device, to host memory at `start`, past the queue of bulk copies (P5).
+
+        Inside work of this stream; the work declares the write. The host reads them behind the work's fence.
+        """
+        ...
+
 
 class Device(Protocol):
     """Owns streams and memory; counts what the host waits for."""
@@ -118,6 +222,16 @@ class Device(Protocol):
     @property
     def kind(self) -> str:
         """`"cpu"`, `"cuda"` or `"sim"`."""
+        ...
+
+    @property
+    def segment_bytes(self) -> int:
+        """Segments of fewer bytes waste its copies. A fact of the hardware: where it could cut finer, nobody should."""
+        ...
+
+    @property
+    def torch_device(self) -> torch.device:
+        """Where tensors of its streams' work live."""
         ...
 
     @property
@@ -129,12 +243,31 @@ class Device(Protocol):
         """A new stream; `name` must not be in use."""
         ...
 
+    def worker(self, name: str) -> Stream:
+        """A new stream for work of the host, such as files: a thread that may block. It must be seen done, not waited for, by other streams."""
+        ...
+
+    def thread(self, name: str, turn: Callable[[], Rest]) -> HostThread:
+        """Start a thread that calls `turn` whenever it was woken, or what the last turn rests for has happened."""
+        ...
+
+    def prepare(self, batch: CopyBatch) -> CopyBatch:
+        """The same batch, of which parts can be copied at little cost: whatever can be worked out for all of it at once is."""
+        ...
+
     def allocate(self, name: str, num_bytes: int) -> Memory:
         """Device memory. Raises ConfigError when it does not fit."""
         ...
 
-    def allocate_host(self, name: str, num_bytes: int) -> Memory:
-        """Host memory that the device can copy from and to asynchronously."""
+    def allocate_host(self, name: str, num_bytes: int, *, item_bytes: int = 1) -> Memory:
+        """Host memory that the device can copy from and to asynchronously, its beginning at first, all of it in time (P7): see `ready_bytes`.
+
+        No multiple of `item_bytes` is cut by a border between what is ready and what is not, nor by one inside what is ready.
+        """
+        ...
+
+    def ready_bytes(self, memory: Memory) -> int:
+        """How many bytes of host memory, from its start on, can be copied asynchronously by now. Never falls."""
         ...
 
     def wait_host(self, fence: Fence, *, reason: str, timeout_s: float | None = None) -> bool:

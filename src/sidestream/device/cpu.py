@@ -1,7 +1,6 @@
 """The CPU as a device: a stream is a thread with a FIFO, a fence is a position in it, and asynchrony is real.
 
-Torch and numpy release the interpreter lock inside their kernels, so a copy on one stream really runs beside a forward pass on
-another. Submission is a queue append: it never blocks, however much is pending.
+Copies on one stream really run beside a forward pass on another, because torch and numpy release the interpreter lock inside their kernels.
 """
 
 from __future__ import annotations
@@ -11,211 +10,30 @@ import ctypes
 import mmap
 import threading
 import time
-import traceback
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from queue import SimpleQueue
 
 import torch
 
-from sidestream.device.base import CopyBatch, Memory, no_accesses
+from sidestream.device.base import CopyBatch, Memory, Rest
+from sidestream.device.host import HostFence, HostStream, TurnTaker
 from sidestream.errors import ConfigError, InvariantError
 from sidestream.metrics import Metrics, Timeline
-from sidestream.types import Accesses, Fence, Witness
+from sidestream.types import Fence, Witness
 
-# A wait shorter than this is not worth a span of its own on the timeline.
-_VISIBLE_WAIT_NS = 50_000
 # Linux 5.14; Python has no name for it yet.
 _MADV_POPULATE_WRITE = 23
 _TOUCH_BYTES = 32 << 20
 _OMP_PAUSE_HARD = 2
 
 
-class CpuFence:
-    """A position on one stream; done once the stream's thread has passed it."""
-
-    __slots__ = ("_failure", "_stream", "_tick")
-
-    def __init__(self, stream: CpuStream, tick: int) -> None:
-        self._stream = stream
-        self._tick = tick
-        self._failure: BaseException | None = None
-
-    @property
-    def stream(self) -> str:
-        """Name of the stream."""
-        return self._stream.name
-
-    @property
-    def tick(self) -> int:
-        """Position on the stream."""
-        return self._tick
-
-    def poll(self) -> bool:
-        """Whether the stream has passed this position. Never blocks."""
-        return self._stream.has_passed(self)
-
-    @property
-    def failure(self) -> BaseException | None:
-        """What the work raised, once done."""
-        return self._failure
-
-    def fail(self, error: BaseException) -> None:
-        """Keep what the work raised, without its frames' variables. Called by the stream's thread before the fence completes."""
-        traceback.clear_frames(error.__traceback__)
-        self._failure = error
-
-    def is_of(self, stream: CpuStream) -> bool:
-        """Whether it was recorded on `stream`; two devices may use the same name."""
-        return self._stream is stream
-
-    def block(self, timeout_s: float | None) -> bool:
-        """Block the calling thread until done; False when `timeout_s` passed first."""
-        return self._stream.block_until(self._tick, timeout_s)
-
-    def __repr__(self) -> str:
-        return f"fence({self.stream}:{self.tick}{' done' if self.poll() else ''})"
-
-
-@dataclass(frozen=True, slots=True)
-class _Work:
-    run: Callable[[], None]
-    fence: CpuFence
-    label: str
-
-
-@dataclass(frozen=True, slots=True)
-class _Wait:
-    fence: CpuFence
-
-
-class CpuStream:
-    """One thread that runs what is submitted, in order."""
-
-    def __init__(self, name: str, *, threads: int, timeline: Timeline | None, witness: Witness | None) -> None:
-        self.name = name
-        self.done_tick = 0
-        self._threads = threads
-        self._timeline = timeline
-        self._witness = witness
-        self._queue: SimpleQueue[_Work | _Wait | None] = SimpleQueue()
-        self._submit_lock = threading.Lock()
-        self._next_tick = 1
-        self._closed = False
-        self._passed = threading.Condition()
-        self._ready = threading.Event()
-        self._thread = threading.Thread(target=self._run, name=f"sidestream-{name}", daemon=True)
-        self._start()
-
-    def submit(self, work: Callable[[], None], accesses: Accesses = no_accesses, *, label: str = "") -> Fence:
-        """Enqueue `work`; returns at once. See `Stream.submit`."""
-        with self._submit_lock:
-            if self._closed:
-                raise InvariantError(f"stream {self.name} is closed: {label or 'work'} cannot be submitted")
-            fence = CpuFence(self, self._next_tick)
-            self._next_tick += 1
-            if self._witness is not None:
-                self._witness.submitted(fence, accesses, label)
-            self._queue.put(_Work(work, fence, label))
-        return fence
-
-    def wait(self, fence: Fence) -> None:
-        """Order later work behind `fence`. See `Stream.wait`."""
-        if not isinstance(fence, CpuFence):
-            raise InvariantError(f"stream {self.name} cannot wait for {fence!r}: it is not of this device")
-        if fence.is_of(self):
-            return  # a FIFO is behind its own past already
-        if threading.current_thread() is self._thread:
-            self._wait_here(fence)
-        elif not fence.poll():
-            with self._submit_lock:
-                self._queue.put(_Wait(fence))
-
-    def touch(self, accesses: Accesses) -> None:
-        """Declare from inside work what it touches from here on. See `Stream.touch`."""
-        if self._witness is not None:
-            self._witness.touched(self.name, accesses)
-
-    def copy(self, batch: CopyBatch) -> None:
-        """Copy the segments, on the calling thread. See `Stream.copy`."""
-        for source, target in batch.runs():
-            target.copy_(source)
-
-    def has_passed(self, fence: CpuFence) -> bool:
-        """Whether `fence`, of this stream, is done: then whoever asks has seen it."""
-        if self.done_tick < fence.tick:
-            return False
-        if self._witness is not None:
-            self._witness.observed(fence)
-        return True
-
-    def block_until(self, tick: int, timeout_s: float | None) -> bool:
-        """Block the calling thread until `tick` has been passed; False when `timeout_s` passed first."""
-        if self.done_tick >= tick:
-            return True
-        with self._passed:
-            return self._passed.wait_for(lambda: self.done_tick >= tick, timeout_s)
-
-    def close(self) -> None:
-        """Run what was submitted, then end the thread. Idempotent."""
-        with self._submit_lock:
-            if not self._closed:
-                self._closed = True
-                self._queue.put(None)
-        self._thread.join()
-
-    def _start(self) -> None:
-        """Start the thread with its own number of torch threads: copies stay on one core, the forward pass gets them all.
-
-        Torch keeps the number by thread, but a thread that never asked takes the last one set by any thread: so the stream's
-        thread asks before it sets, and the caller's number is set again afterwards, for threads still to come.
-        """
-        caller_threads = torch.get_num_threads()
-        self._thread.start()
-        self._ready.wait()
-        torch.set_num_threads(caller_threads)
-
-    def _run(self) -> None:
-        torch.get_num_threads()
-        torch.set_num_threads(self._threads)
-        self._ready.set()
-        while (item := self._queue.get()) is not None:
-            if isinstance(item, _Wait):
-                self._wait_here(item.fence)
-                continue
-            if self._witness is not None:
-                self._witness.started(item.fence)
-            start_ns = time.perf_counter_ns()
-            try:
-                item.run()
-            except BaseException as error:
-                item.fence.fail(error)
-            if self._timeline is not None:
-                self._timeline.record(self.name, item.label or "work", start_ns, time.perf_counter_ns())
-            if self._witness is not None:
-                self._witness.finished(item.fence)
-            tick = item.fence.tick
-            del item  # what the work held (tensors, leases) is gone before anybody learns that it is done (H24)
-            with self._passed:
-                self.done_tick = tick
-                self._passed.notify_all()
-
-    def _wait_here(self, fence: CpuFence) -> None:
-        start_ns = time.perf_counter_ns()
-        fence.block(None)
-        stop_ns = time.perf_counter_ns()
-        if self._witness is not None:
-            self._witness.waited(self.name, fence)
-        if self._timeline is not None and stop_ns - start_ns > _VISIBLE_WAIT_NS:
-            self._timeline.record(self.name, f"wait for {fence.stream}", start_ns, stop_ns)
-
-
 class CpuDevice:
     """Streams as threads, memory as torch tensors. One per engine."""
 
     kind = "cpu"
+    torch_device = torch.device("cpu")
+    segment_bytes = 64 << 10
 
     def __init__(
         self,
@@ -229,22 +47,43 @@ class CpuDevice:
         self._compute_threads = compute_threads or torch.get_num_threads()
         self._timeline = timeline
         self._metrics = metrics
-        self._streams: dict[str, CpuStream] = {}
+        self._streams: dict[str, HostStream] = {}
+        self._threads: list[TurnTaker] = []
         self._waits: Counter[str] = Counter()
         self._touchers: list[threading.Thread] = []
         self._touching = threading.Lock()
         self._untouched = 0
         self._closing = False
 
-    def stream(self, name: str) -> CpuStream:
+    def stream(self, name: str) -> HostStream:
         """A new stream. `"compute"` runs its kernels on all compute threads, every other one on a single thread."""
         if name in self._streams:
             raise InvariantError(f"stream {name} exists already")
         threads = self._compute_threads if name == "compute" else 1
         if threads > 1:
             _end_own_openmp_team()
-        stream = self._streams[name] = CpuStream(name, threads=threads, timeline=self._timeline, witness=self.witness)
+        stream = self._streams[name] = HostStream(
+            name, threads=threads, timeline=self._timeline, witness=self.witness, on_pass=self._passed
+        )
         return stream
+
+    def worker(self, name: str) -> HostStream:
+        """On a CPU, every stream is a thread of the host."""
+        return self.stream(name)
+
+    def thread(self, name: str, turn: Callable[[], Rest]) -> TurnTaker:
+        """A thread that takes turns; whatever passes a fence wakes it. See `Device.thread`."""
+        thread = TurnTaker(name, turn, clock=self.now, witness=self.witness)
+        self._threads.append(thread)
+        return thread
+
+    def _passed(self) -> None:
+        for thread in self._threads:
+            thread.wake_for_fences()
+
+    def prepare(self, batch: CopyBatch) -> CopyBatch:
+        """As it is."""
+        return batch
 
     def allocate(self, name: str, num_bytes: int) -> Memory:
         """Zeroed memory, page-aligned; its pages are touched in the background while the engine serves (P7)."""
@@ -264,11 +103,15 @@ class CpuDevice:
         toucher = threading.Thread(target=self._touch, args=(pages, num_bytes), name=f"sidestream-touch-{name}", daemon=True)
         toucher.start()
         self._touchers.append(toucher)
-        return Memory(name, torch.frombuffer(pages, dtype=torch.uint8))
+        return Memory(name, (torch.frombuffer(pages, dtype=torch.uint8),))
 
-    def allocate_host(self, name: str, num_bytes: int) -> Memory:
+    def allocate_host(self, name: str, num_bytes: int, *, item_bytes: int = 1) -> Memory:
         """On a CPU, host memory is what `allocate` gives."""
         return self.allocate(name, num_bytes)
+
+    def ready_bytes(self, memory: Memory) -> int:
+        """All of it: a page that was not touched yet costs time, and nothing else."""
+        return memory.num_bytes
 
     def _touch(self, pages: mmap.mmap, num_bytes: int) -> None:
         """Have the kernel map the pages, huge ones where it may, so that no copy pays for a page fault. Changes no byte."""
@@ -288,7 +131,7 @@ class CpuDevice:
         """Block this thread until `fence` is done; counted under `reason` unless it was done already."""
         if fence.poll():
             return True
-        if not isinstance(fence, CpuFence):
+        if not isinstance(fence, HostFence):
             raise InvariantError(f"cannot wait for {fence!r}: it is not of this device")
         self._waits[reason] += 1
         if self._metrics is not None:
@@ -316,8 +159,10 @@ class CpuDevice:
             ctypes.CDLL("libc.so.6").malloc_trim(0)
 
     def close(self) -> None:
-        """Run what was submitted, then end all streams. Idempotent."""
+        """Run what was submitted, then end all streams and threads. Idempotent."""
         self._closing = True
+        for thread in self._threads:
+            thread.close()
         for stream in self._streams.values():
             stream.close()
         for toucher in self._touchers:

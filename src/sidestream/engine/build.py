@@ -1,12 +1,24 @@
-"""From a model and a config to a running engine; every check that can fail comes before the thread that serves."""
+"""From a model and a config to a running engine; every check that can fail comes before the thread that serves.
+
+On a GPU the kernels are warmed up here, too: their first launch waits for the device, and must not do so while requests run (P3).
+"""
 
 from __future__ import annotations
 
+import contextlib
+import logging
+import time
+from collections.abc import Callable
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Protocol
 
+import torch
+
+from sidestream.attention.triton import Partials
 from sidestream.config import EngineConfig
 from sidestream.device.base import Device
+from sidestream.device.choice import torch_device
 from sidestream.device.cpu import CpuDevice
 from sidestream.engine.loop import Bounds, Engine, Parts
 from sidestream.engine.session import TokenSource
@@ -23,6 +35,8 @@ from sidestream.transfer import CostModel, TransferEngine
 from sidestream.transfer.copy import BlockMemory
 from sidestream.types import Witness
 
+logger = logging.getLogger(__name__)
+
 
 class ServableModel(ForwardModel, Protocol):
     """What an engine needs of a model: `sidestream.models.PagedModel`, or a toy."""
@@ -30,6 +44,11 @@ class ServableModel(ForwardModel, Protocol):
     @property
     def fingerprint(self) -> str:
         """Names everything that its KV depends on besides tokens and layout."""
+        ...
+
+    @property
+    def num_heads(self) -> int:
+        """Query heads of its attention."""
         ...
 
     @property
@@ -54,7 +73,9 @@ def build_engine(
     witness: Witness | None = None,
     threaded: bool = True,
 ) -> Engine:
-    """Allocate the pools, open the tiers, start the engine. Raises ConfigError; then nothing is left open.
+    """Allocate the pools, open the tiers, warm the device up, start the engine. Raises ConfigError; then nothing is left open.
+
+    The model's weights are where `torch_device(config.device)` says, or where `device` is.
 
     disk      an open tier in place of the one that `config.offload.disk` names; closed with the engine, or by the caller if this raises
     device    a device in place of the one that `config.device` names; closed with the engine
@@ -70,55 +91,113 @@ def build_engine(
         )
     if config.max_model_len is not None and config.max_model_len > model.max_model_len:
         raise ConfigError(f"max_model_len is {config.max_model_len}, the model was made for {model.max_model_len}: lower it")
-    metrics = Metrics()
-    if device is None:
-        device = CpuDevice(compute_threads=config.compute_threads, timeline=timeline, metrics=metrics, witness=witness)
-    memory = device.allocate("kv", num_blocks * layout.block_bytes)
-    host, disk = _open_tiers(model, config, device, disk)
-    blocks = FencedPool("device blocks", num_blocks, witness=device.witness)
-    if device.witness is not None:
-        device.witness.backed(blocks.name, memory.name, layout.block_bytes)
-    costs = CostModel(layout, clock=device.now)
-    transfers = None
-    if host is not None and config.offload is not None:
-        transfers = TransferEngine(
-            device=device,
-            blocks=blocks,
-            memory=BlockMemory(memory, layout),
-            host=host,
-            disk=disk,
-            costs=costs,
-            metrics=metrics,
-            load_deadline_s=config.offload.load_deadline_s,
-        )
-    limits = Limits(layout.block_tokens, config.chunk_tokens, config.token_budget, prefix_cache=config.prefix_cache)
-    keys = BlockKeys(fingerprint=model.fingerprint, layout=layout, salt=config.salt)
-    rows = FencedPool("rows", config.max_running, witness=device.witness)
-    parts = Parts(
-        device=device,
-        scheduler=Scheduler(limits=limits, blocks=blocks, rows=rows, keys=keys, tiers=transfers),
-        executor=EagerExecutor(device=device, model=model, memory=memory, num_rows=config.max_running),
-        blocks=blocks,
-        layout=layout,
-        tokenizer=tokenizer,
-        eos_ids=tuple(sorted({*model.eos_token_ids, *tokenizer.eos_ids})),
-        metrics=metrics,
-        bounds=Bounds(
+    with contextlib.ExitStack() as undo:
+        metrics = Metrics()
+        if device is None:
+            device = _open_device(config, timeline, metrics, witness)
+            undo.callback(device.close)
+        memory = device.allocate("kv", num_blocks * layout.block_bytes)
+        given, (host, disk) = disk, _open_tiers(model, config, device, disk)
+        if disk is not None and disk is not given:
+            undo.callback(disk.close)
+        blocks = FencedPool("device blocks", num_blocks, witness=device.witness)
+        if device.witness is not None:
+            device.witness.backed(blocks.name, memory.name, layout.block_bytes)
+        inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        costs = CostModel(layout, clock=device.now)
+        transfers = None
+        if host is not None and config.offload is not None:
+            transfers = TransferEngine(
+                device=device,
+                blocks=blocks,
+                memory=BlockMemory(memory, layout),
+                host=host,
+                disk=disk,
+                costs=costs,
+                metrics=metrics,
+                load_deadline_s=config.offload.load_deadline_s,
+                notify=lambda: inbox.put(_look_again),
+            )
+        limits = Limits(layout.block_tokens, config.chunk_tokens, config.token_budget, prefix_cache=config.prefix_cache)
+        keys = BlockKeys(fingerprint=model.fingerprint, layout=layout, salt=config.salt)
+        rows = FencedPool("rows", config.max_running, witness=device.witness)
+        bounds = Bounds(
             max_model_len=config.max_model_len or model.max_model_len,
             pool_tokens=num_blocks * layout.block_tokens,
             block_tokens=layout.block_tokens,
             vocab_size=model.vocab_size,
             max_unfinished=config.max_waiting + config.max_running,
-        ),
-        asynchronous=config.asynchronous,
-        salt=config.salt,
-        transfers=transfers,
-        host=host,
-        disk=disk,
-        costs=costs,
-        timeline=timeline,
-    )
+        )
+        on_gpu = device.torch_device.type == "cuda"
+        partials = _partials(model, config, bounds, device) if on_gpu else None
+        executor = EagerExecutor(device=device, model=model, memory=memory, num_rows=config.max_running, partials=partials)
+        if on_gpu:
+            _warm_up(executor, blocks, config, bounds)
+        parts = Parts(
+            device=device,
+            scheduler=Scheduler(limits=limits, blocks=blocks, rows=rows, keys=keys, tiers=transfers),
+            executor=executor,
+            blocks=blocks,
+            layout=layout,
+            tokenizer=tokenizer,
+            eos_ids=tuple(sorted({*model.eos_token_ids, *tokenizer.eos_ids})),
+            metrics=metrics,
+            bounds=bounds,
+            inbox=inbox,
+            asynchronous=config.asynchronous,
+            salt=config.salt,
+            transfers=transfers,
+            host=host,
+            disk=disk,
+            costs=costs,
+            timeline=timeline,
+        )
+        undo.pop_all()
     return Engine(parts, threaded=threaded)
+
+
+def _open_device(config: EngineConfig, timeline: Timeline | None, metrics: Metrics, witness: Witness | None) -> Device:
+    if torch_device(config.device).type == "cpu":
+        return CpuDevice(compute_threads=config.compute_threads, timeline=timeline, metrics=metrics, witness=witness)
+    from sidestream.device.cuda import CudaDevice
+
+    with contextlib.ExitStack() as undo:
+        device = CudaDevice(timeline=timeline, metrics=metrics, witness=witness)
+        undo.callback(device.close)
+        device.warm_up()
+        undo.pop_all()
+    return device
+
+
+def _partials(model: ServableModel, config: EngineConfig, bounds: Bounds, device: Device) -> Partials:
+    """What rows that decode are summed up in: as many as run at once, as long as the longest."""
+    tokens = min(bounds.max_model_len, bounds.pool_tokens)
+    try:
+        return Partials.allocate(
+            query_tokens=config.max_running,
+            kv_tokens=(model.layout.num_blocks_for(tokens) + 1) * model.layout.block_tokens,
+            heads=model.num_heads,
+            head_dim=model.layout.head_dim,
+            device=device.torch_device,
+        )
+    except torch.OutOfMemoryError as error:
+        raise ConfigError(
+            f"the GPU has no room for attention's buffers of {config.max_running} rows of up to {tokens} tokens: lower max_running, max_model_len or "
+            "kv_memory"
+        ) from error
+
+
+def _warm_up(executor: EagerExecutor, blocks: FencedPool, config: EngineConfig, bounds: Bounds) -> None:
+    start_s = time.monotonic()
+    chunk_tokens = min(config.chunk_tokens, bounds.max_model_len)
+    lease = blocks.take(min(blocks.num_available, max(config.max_running, -(-chunk_tokens // bounds.block_tokens))))
+    executor.warm_up(lease.ids, chunk_tokens=chunk_tokens)
+    lease.release()
+    logger.info("the GPU's kernels are warm after %.1f s", time.monotonic() - start_s)
+
+
+def _look_again() -> None:
+    """A message that says nothing but wakes the engine thread, which polls the transfers in every turn."""
 
 
 def _open_tiers(
@@ -134,7 +213,8 @@ def _open_tiers(
     if not config.prefix_cache:
         raise ConfigError("offload needs the prefix cache: leave prefix_cache on, or switch offload off")
     slots = offload.host_bytes // layout.block_bytes
-    host = HostTier(device.allocate_host("host", slots * layout.block_bytes), layout, witness=device.witness)
+    memory = device.allocate_host("host", slots * layout.block_bytes, item_bytes=layout.block_bytes)
+    host = HostTier(memory, layout, ready_bytes=device.ready_bytes(memory), witness=device.witness)
     if given is not None or offload.disk is None:
         return host, given
     return host, DiskTier.open(

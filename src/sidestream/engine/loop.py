@@ -14,14 +14,14 @@ import operator
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 
 from sidestream.config import SamplingParams
 from sidestream.device.base import Device
 from sidestream.engine.session import Handle, Session, Sink, TokenSource
-from sidestream.errors import ContextTooLong, EngineStopped, QueueFull, RequestRejected
+from sidestream.errors import ContextTooLong, DeviceLost, EngineStopped, QueueFull, RequestRejected
 from sidestream.execute.eager import EagerExecutor, Flight
 from sidestream.kv.keys import BlockKeys
 from sidestream.kv.layout import KVLayout
@@ -31,14 +31,13 @@ from sidestream.schedule.request import Request
 from sidestream.schedule.scheduler import Scheduler
 from sidestream.tiers.base import PersistentTier
 from sidestream.tiers.host import HostTier
-from sidestream.transfer import CostModel, LoadFailed, Promoted, TransferEngine
+from sidestream.transfer import CostModel, LoadFailed, LoadReady, Promoted, TransferEngine, TransferEvent
 from sidestream.types import Health, Key, LayerGates, RequestId, RowPlan
 
 logger = logging.getLogger(__name__)
 
-# How soon a loop without a flight looks at transfers again: when a request waits for one, and when none does.
-_AWAITED_POLL_S = 0.0005
-_BACKGROUND_POLL_S = 0.01
+# How soon a caller looks again whether the mover has forgotten.
+_FORGETTING_POLL_S = 0.0005
 # How long a loop without anything to do or to watch waits before it lets the device rest.
 _REST_AFTER_S = 1.0
 # Fewer prompt tokens in a flight do not measure the rate of prefill.
@@ -76,6 +75,7 @@ class Parts:
     eos_ids: tuple[int, ...]
     metrics: Metrics
     bounds: Bounds
+    inbox: SimpleQueue[Callable[[], None]]
     asynchronous: bool
     salt: str = ""
     transfers: TransferEngine | None = None
@@ -94,7 +94,7 @@ class Engine:
     def __init__(self, parts: Parts, *, threaded: bool = True) -> None:
         self.parts = parts
         self._ids = itertools.count()
-        self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self._inbox = parts.inbox
         self._sessions: dict[RequestId, Session] = {}
         self._previous: Flight | None = None
         self._unfinished = 0
@@ -104,6 +104,7 @@ class Engine:
         self._closing = threading.Lock()  # one close at a time; guards _closed
         self._closed = False
         self._next_gauges_s = 0.0
+        self._last_done_s = 0.0
         self._updates: list[tuple[Callable[[], None], str, threading.Event]] = []
         self._rested = False
         self.num_steps = 0
@@ -188,14 +189,20 @@ class Engine:
         return not busy[0]
 
     def reset_cache(self) -> None:
-        """Make every block of every tier unreachable at once (H8). Running requests go on; transfers on their way end by their fences."""
+        """Make every block of every tier unreachable at once (H8). Running requests go on; transfers on their way end by their fences.
+
+        Blocks until the tiers' ledgers are empty, too.
+        """
+        transfers = self.parts.transfers
 
         def forget() -> None:
             self.parts.scheduler.forget_all()
-            if self.parts.transfers is not None:
-                self.parts.transfers.forget_all()
+            if transfers is not None:
+                transfers.forget_all()
 
         self.call(forget)
+        while transfers is not None and not transfers.has_forgotten and self._alive:
+            self.parts.device.sleep(_FORGETTING_POLL_S)
 
     def update_weights(self, apply: Callable[[], None], *, fingerprint: str) -> threading.Event:
         """Have `apply` replace the model's weights as soon as no request uses them; the event is set once it has. Returns at once.
@@ -244,7 +251,7 @@ class Engine:
         deadline = self._now() + drain_s
         while self._unfinished and self._alive and self._now() < deadline:
             self._let_go(0.005)
-        with self._closing, contextlib.ExitStack() as ends:
+        with self._closing, self._surviving_loss(), contextlib.ExitStack() as ends:
             if self._closed:
                 return
             self._closed = True
@@ -257,6 +264,16 @@ class Engine:
             if transfers is not None:
                 ends.callback(transfers.flush, timeout_s=flush_s)
             ends.callback(self._end_loop)
+
+    @contextlib.contextmanager
+    def _surviving_loss(self) -> Iterator[None]:
+        """A device that is lost is told by the engine's health and to its clients, once; whatever could end nevertheless has ended in here."""
+        try:
+            yield
+        except DeviceLost as error:
+            if self._status.status != "failed":
+                logger.critical("the device was lost while the engine closed", exc_info=error)
+                self._fail(error)
 
     # ------------------------------------------------------------------ the step
 
@@ -293,7 +310,9 @@ class Engine:
             return
         parts = self.parts
         parts.device.wait_host(flight.fence, reason="flight")
-        self._apply_events()  # a load that failed under this flight voids its rows before they are believed
+        self._apply_events()
+        if flight.gated and parts.transfers is not None:
+            self._apply(parts.transfers.failed_loads())  # they void its rows before those are believed
         if flight.fence.failure is not None:
             self._flight_failed(flight)
             return
@@ -315,12 +334,14 @@ class Engine:
                 self._forget(request, "abort")
 
     def _measure(self, flight: Flight) -> None:
-        parts = self.parts
-        parts.metrics.observe("step_seconds", flight.seconds)
+        """Count a flight that was just seen done. It ran from its launch, or from the end of the one before, whichever came later."""
+        parts, now_s = self.parts, self._now()
+        seconds, self._last_done_s = now_s - max(flight.launched_s, self._last_done_s), now_s
+        parts.metrics.observe("step_seconds", seconds)
         prefill = sum(row.stop - row.start for row in flight.batch.rows if row.tokens is not None)
         # Short tails and flights that waited for a load say little about how fast a long prompt is computed.
         if parts.costs is not None and prefill >= max(_MEASURED_PREFILL, 0.5 * flight.batch.num_tokens) and not flight.gated:
-            parts.costs.saw_prefill(prefill, flight.seconds)
+            parts.costs.saw_prefill(prefill, seconds)
         if parts.timeline is not None:
             stop_ns = time.perf_counter_ns()
             parts.timeline.record("engine", "commit", stop_ns, stop_ns, tokens=flight.batch.num_tokens)
@@ -366,17 +387,12 @@ class Engine:
             self._unfinished = 0
 
     def _idle(self) -> None:
-        """Nothing to compute: sleep until a message comes, or until transfers may have moved on."""
-        transfers = self.parts.transfers
-        timeout, tired = None, False
-        if self.parts.scheduler.num_running or self.parts.scheduler.num_waiting or (transfers is not None and transfers.awaited):
-            timeout = _AWAITED_POLL_S
-        elif transfers is not None and transfers.busy:
-            timeout = _BACKGROUND_POLL_S
-        else:
+        """Nothing to compute: sleep until a message comes; the mover sends one with its news."""
+        transfers, tired = self.parts.transfers, False
+        if not self._sessions and (transfers is None or not transfers.busy):
             self._update_gauges(force=True)
             tired = not self._rested
-            timeout = _REST_AFTER_S if tired else None
+        timeout = _REST_AFTER_S if tired else None
         try:
             message = self._inbox.get(timeout=timeout)
         except Empty:
@@ -428,15 +444,19 @@ class Engine:
             message()
 
     def _apply_events(self) -> None:
-        transfers, scheduler = self.parts.transfers, self.parts.scheduler
-        if transfers is None:
-            return
-        for event in transfers.poll():
+        if self.parts.transfers is not None:
+            self._apply(self.parts.transfers.poll())
+
+    def _apply(self, events: Iterable[TransferEvent]) -> None:
+        scheduler = self.parts.scheduler
+        for event in events:
             match event:
                 case Promoted(request_id, epoch, complete, reason):
                     if not complete:
                         self.parts.metrics.inc("load_fallbacks_total", 1, reason)
                     scheduler.promoted(request_id, epoch, again=complete or reason == "no_room")
+                case LoadReady(request_id, epoch):
+                    scheduler.load_ready(request_id, epoch)
                 case LoadFailed(request_id, epoch):
                     self.parts.metrics.inc("load_fallbacks_total", 1, "load_failed")
                     scheduler.load_failed(request_id, epoch)

@@ -1,28 +1,56 @@
 """How a plan becomes device work, without graphs: one submission to the compute stream runs the whole flight.
 
-`launch` returns at once; the token that a decode row continues from is on the device and need not be known to the host.
+`launch` returns at once; the token that a decode row continues from is on the device and need not be known to the host. On a GPU nothing in
+it waits for the device either: what a flight needs of the host goes up from pinned memory (`execute/upload.py`).
 Called from the engine thread.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
 
-from sidestream.attention.paged import PagedBatch
+from sidestream.attention.paged import AttentionBatch, PagedBatch
+from sidestream.attention.triton import DeviceBatch, Partials
 from sidestream.device.base import Device, Memory
 from sidestream.execute.inputs import StepInputs, kv_accesses, make_inputs
 from sidestream.execute.mailbox import Letter, Mailbox
 from sidestream.execute.sample import sample
 from sidestream.execute.state import DecodeState
 from sidestream.kv.layout import KVLayout
-from sidestream.types import Access, BatchPlan, Fence, LayerGates, RowResult
+from sidestream.types import Access, BatchPlan, Fence, LayerGates, RowPlan, RowResult, RowStart, SamplingSpec
 
 # One flight runs, one is launched behind it, one is being read.
 _FLIGHTS = 3
+
+# What requests may ask of sampling: each takes kernels of its own.
+_GREEDY = SamplingSpec(
+    temperature=0.0,
+    top_k=0,
+    top_p=1.0,
+    min_p=0.0,
+    repetition_penalty=1.0,
+    presence_penalty=0.0,
+    frequency_penalty=0.0,
+    logit_bias={},
+    seed=0,
+    min_tokens=0,
+    forbidden_until_min=(),
+    top_logprobs=-1,
+)
+_VARIANTS = (
+    _GREEDY,
+    replace(_GREEDY, temperature=1.0),
+    replace(_GREEDY, temperature=1.0, top_k=2),
+    replace(_GREEDY, temperature=1.0, top_p=0.5),
+    replace(_GREEDY, temperature=1.0, top_k=2, top_p=0.5, min_p=0.1),
+    replace(_GREEDY, repetition_penalty=1.1, presence_penalty=0.1, frequency_penalty=0.1),
+    replace(_GREEDY, logit_bias={0: 1.0}, min_tokens=4, forbidden_until_min=(0,)),
+    replace(_GREEDY, top_logprobs=1),
+)
 
 
 class ForwardModel(Protocol):
@@ -38,26 +66,26 @@ class ForwardModel(Protocol):
         """Width of its logits."""
         ...
 
-    def forward(self, tokens: torch.Tensor, positions: torch.Tensor, batch: PagedBatch, logit_rows: torch.Tensor) -> torch.Tensor:
+    def forward(self, tokens: torch.Tensor, positions: torch.Tensor, batch: AttentionBatch, logit_rows: torch.Tensor) -> torch.Tensor:
         """Float32 logits `[R, vocab_size]` at the packed positions `logit_rows`; on the compute stream."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Flight:
-    """A launched batch; its fence covers the forward pass, the draws and their delivery. `gated`: it waits for loads."""
+    """A launched batch; its fence covers the forward pass, the draws and their delivery.
+
+    gated        it waits for loads
+    launched_s   on the device's clock
+    """
 
     batch: BatchPlan
     fence: Fence
     letter: Letter
     gated: bool
     top_logprobs: tuple[int, ...]
+    launched_s: float
     mailbox: Mailbox
-
-    @property
-    def seconds(self) -> float:
-        """Time of the flight on the device; behind the fence."""
-        return float(self.letter.slot.seconds[0])
 
     def drop(self) -> None:
         """End the flight without reading it, because it failed; behind the fence."""
@@ -71,16 +99,21 @@ class Flight:
 class EagerExecutor:
     """Owner of the compute stream, the device's decode state and the mailbox.
 
-    memory   the block pool, `num_blocks * layout.block_bytes` bytes
+    memory     the block pool, `num_blocks * layout.block_bytes` bytes
+    partials   what attention's kernels on a GPU sum up in, for `num_rows` rows that decode; None: attention by torch
     """
 
-    def __init__(self, *, device: Device, model: ForwardModel, memory: Memory, num_rows: int) -> None:
+    def __init__(self, *, device: Device, model: ForwardModel, memory: Memory, num_rows: int, partials: Partials | None = None) -> None:
+        self._device = device
         self._model = model
+        self._num_rows = num_rows
+        self._partials = partials
         self._clock = device.now
         self._witnessed = device.witness is not None
         self._stream = device.stream("compute")
-        self._state = DecodeState(num_rows, model.vocab_size)
-        self._mailbox = Mailbox(_FLIGHTS, num_rows, device)
+        self._torch_device = device.torch_device
+        self._state = DecodeState(num_rows, model.vocab_size, device=device.torch_device)
+        self._mailbox = Mailbox(_FLIGHTS, num_rows, model.vocab_size, device)
         layout = model.layout
         num_blocks = memory.num_bytes // layout.block_bytes
         dtype = getattr(torch, layout.dtype)
@@ -89,6 +122,7 @@ class EagerExecutor:
 
     def launch(self, batch: BatchPlan, *, after: tuple[Fence, ...], gates: LayerGates) -> Flight:
         """Enqueue one flight behind `after`; layer by layer behind `gates`. Returns at once."""
+        launched_s = self._clock()
         inputs = make_inputs(batch, self._model.layout)
         for row in batch.rows:
             if row.begin is not None:
@@ -107,7 +141,31 @@ class EagerExecutor:
             label=label,
         )
         wanted = tuple(self._wanted_logprobs[row.row] for row in batch.rows if row.samples)
-        return Flight(batch, fence, letter, gated, wanted, self._mailbox)
+        return Flight(batch, fence, letter, gated, wanted, launched_s, self._mailbox)
+
+    def warm_up(self, block_ids: Sequence[int], *, chunk_tokens: int) -> None:
+        """Run small flights that mean nothing through everything that a real one can reach, and wait for them (P3).
+
+        Before the first real flight. `block_ids` are leased by the caller and get overwritten: one for each row of a flight, all together for a
+        chunk of up to `chunk_tokens`. Raises what a flight raised.
+        """
+        size = self._model.layout.block_tokens
+        count = min(self._num_rows, len(block_ids))
+        for first in range(0, len(_VARIANTS), count):
+            begun = [_row(row, (block_ids[row],), 1, _VARIANTS[(first + row) % len(_VARIANTS)]) for row in range(count)]
+            going_on = [replace(row, start=1, stop=2, tokens=None, output_index=1, begin=None) for row in begun if size > 1]
+            for rows in (begun, going_on, going_on[:1], [*going_on[:1], *begun[1:]]):
+                self._run_for_nothing(rows)
+        self._run_for_nothing([_row(0, tuple(block_ids), min(chunk_tokens, len(block_ids) * size), _VARIANTS[0])])
+
+    def _run_for_nothing(self, rows: Sequence[RowPlan]) -> None:
+        if not rows:
+            return
+        flight = self.launch(BatchPlan(tuple(rows)), after=(), gates=LayerGates())
+        self._device.wait_host(flight.fence, reason="flight")
+        flight.drop()
+        if flight.fence.failure is not None:
+            raise flight.fence.failure
 
     def _accesses(self, batch: BatchPlan, letter: Letter, *, gated: bool) -> list[Access]:
         """What a flight touches from its start: all its KV, unless it gets to that layer by layer."""
@@ -129,7 +187,7 @@ class EagerExecutor:
 
     def _run(self, batch: BatchPlan, inputs: StepInputs, letter: Letter, before_layer: Callable[[int], None]) -> None:
         """The flight itself. On the compute stream."""
-        start = self._clock()
+        inputs = inputs.to(self._torch_device)
         with torch.inference_mode():
             for row in batch.rows:
                 if row.begin is not None:
@@ -137,7 +195,20 @@ class EagerExecutor:
             tokens = inputs.tokens
             if inputs.state_rows:
                 tokens = tokens.index_copy(0, inputs.from_state, self._state.last_tokens(inputs.state_rows))
-            paged = PagedBatch(
+            logits = self._model.forward(tokens, inputs.positions, self._paged(inputs, before_layer), inputs.logit_rows)
+            sampling = [row for row in batch.rows if row.samples]
+            if sampling:
+                rows = [row.row for row in sampling]
+                drawn = sample(logits, rows, [row.output_index for row in sampling], self._state)
+                self._state.commit(rows, drawn.tokens)
+                self._mailbox.write(letter, drawn, self._stream)
+
+    def _paged(self, inputs: StepInputs, before_layer: Callable[[int], None]) -> AttentionBatch:
+        """The flight as its layers' attention sees it. On a GPU, rows that decode are reduced in splits and chunks in one pass, whatever else
+        is in the flight: which way a row goes is part of what its bits depend on.
+        """
+        if self._partials is None:
+            return PagedBatch(
                 kv=self._kv,
                 slots=inputs.slots,
                 block_tables=inputs.block_tables,
@@ -146,11 +217,29 @@ class EagerExecutor:
                 num_decode=inputs.num_decode,
                 before_layer=before_layer,
             )
-            logits = self._model.forward(tokens, inputs.positions, paged, inputs.logit_rows)
-            sampling = [row for row in batch.rows if row.samples]
-            if sampling:
-                rows = [row.row for row in sampling]
-                drawn = sample(logits, rows, [row.output_index for row in sampling], self._state)
-                self._state.commit(rows, drawn.tokens)
-                self._mailbox.write(letter, drawn)
-        letter.slot.seconds[0] = self._clock() - start
+        return DeviceBatch(
+            kv=self._kv,
+            slots=inputs.slots,
+            block_tables=inputs.block_tables,
+            query_starts=inputs.query_starts_dev,
+            kv_lens=inputs.kv_lens_dev,
+            split_rows=inputs.num_decode,
+            partials=self._partials,
+            before_layer=before_layer,
+        )
+
+
+def _row(row: int, block_ids: tuple[int, ...], num_tokens: int, spec: SamplingSpec) -> RowPlan:
+    """A row that computes tokens of no request, and samples."""
+    return RowPlan(
+        request_id=-1 - row,
+        row=row,
+        epoch=0,
+        start=0,
+        stop=num_tokens,
+        tokens=(0,) * num_tokens,
+        block_ids=block_ids,
+        samples=True,
+        output_index=0,
+        begin=RowStart(sampling=spec, prompt=(0,), outputs=(0,)),
+    )

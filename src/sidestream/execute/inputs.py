@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
 
+from sidestream.execute.upload import upload
 from sidestream.kv.layout import KVLayout
 from sidestream.types import Access, BatchPlan, RowPlan
 
@@ -21,8 +23,8 @@ class StepInputs:
     positions       int64 [T]
     slots           int64 [T]: block id * block_tokens + offset of each token
     block_tables    int64 [B, max blocks], padded with 0
-    query_starts    B + 1 offsets into the packed tokens
-    kv_lens         B
+    query_starts    B + 1 offsets into the packed tokens; `query_starts_dev` the same as int64 [B + 1]
+    kv_lens         B; `kv_lens_dev` the same as int64 [B]
     logit_rows      int64 [R]: packed position of the last token of each row that samples
     """
 
@@ -33,9 +35,19 @@ class StepInputs:
     slots: torch.Tensor
     block_tables: torch.Tensor
     query_starts: tuple[int, ...]
+    query_starts_dev: torch.Tensor
     kv_lens: tuple[int, ...]
+    kv_lens_dev: torch.Tensor
     num_decode: int
     logit_rows: torch.Tensor
+
+    def to(self, device: torch.device) -> StepInputs:
+        """The same with its tensors on `device`. See `upload`."""
+        moved: dict[str, Any] = dict(zip(_TENSORS, upload([getattr(self, name) for name in _TENSORS], device), strict=True))
+        return replace(self, **moved)
+
+
+_TENSORS = ("tokens", "from_state", "positions", "slots", "block_tables", "query_starts_dev", "kv_lens_dev", "logit_rows")
 
 
 def make_inputs(batch: BatchPlan, layout: KVLayout) -> StepInputs:
@@ -62,8 +74,10 @@ def make_inputs(batch: BatchPlan, layout: KVLayout) -> StepInputs:
         positions=torch.from_numpy(positions),
         slots=torch.from_numpy(slots),
         block_tables=torch.from_numpy(tables),
-        query_starts=tuple(int(start) for start in starts),
+        query_starts=tuple(starts.tolist()),
+        query_starts_dev=torch.from_numpy(starts),
         kv_lens=tuple(row.stop for row in rows),
+        kv_lens_dev=torch.tensor([row.stop for row in rows], dtype=torch.int64),
         num_decode=sum(1 for row in rows if row.tokens is None),
         logit_rows=torch.tensor([int(starts[i + 1]) - 1 for i, row in enumerate(rows) if row.samples], dtype=torch.int64),
     )

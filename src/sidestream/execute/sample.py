@@ -27,6 +27,7 @@ from torch import Tensor
 
 from sidestream.errors import InvariantError
 from sidestream.execute.state import DecodeState, RowSampling
+from sidestream.execute.upload import upload_list
 from sidestream.types import SamplingSpec
 
 # A float32 probability times 2**52 is exact (below 2**-29 it loses bits, below 2**-52 it is 0), and a row's sum stays below 2**53,
@@ -35,7 +36,7 @@ _UNIT = 2.0**52
 # Divisors smaller than this would overflow or vanish in float32.
 _SMALLEST = 1e-30
 # Requests may ask for 0 to 20 of them; always taking 20 makes the choice among equals independent of what other rows ask for.
-_TOP_LOGPROBS = 20
+TOP_LOGPROBS = 20
 _MASK = (1 << 64) - 1
 
 
@@ -86,7 +87,7 @@ def sample(logits: Tensor, rows: Sequence[int], output_indices: Sequence[int], s
     tokens = torch.where(finite, _choose(logits, plans, output_indices), 0)
     if raw is None:
         return Drawn(tokens, finite, None)
-    width = max(_TOP_LOGPROBS, *(plan.spec.top_logprobs for plan in plans))
+    width = max(TOP_LOGPROBS, *(plan.spec.top_logprobs for plan in plans))
     return Drawn(tokens, finite, _logprobs(raw, state.index(asking), tokens, min(width, state.vocab_size)))
 
 
@@ -159,7 +160,7 @@ def _choose(logits: Tensor, plans: Sequence[RowSampling], output_indices: Sequen
     uniforms = [uniform(spec.seed, output_indices[at]) for spec, at in zip(specs, random, strict=True)]
     if len(random) == len(plans):
         return _draw(logits, specs, uniforms)
-    where = torch.tensor(random, device=logits.device)
+    where = upload_list(random, logits.device)
     return logits.argmax(-1).index_copy_(0, where, _draw(logits[where], specs, uniforms))
 
 
@@ -216,4 +217,4 @@ def _logprobs(raw: Tensor, where: Tensor, tokens: Tensor, width: int) -> Logprob
 
 
 def _column(values: Sequence[float], like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    return torch.tensor(values, dtype=dtype or like.dtype, device=like.device).unsqueeze(-1)
+    return upload_list(values, like.device, dtype or like.dtype).unsqueeze(-1)

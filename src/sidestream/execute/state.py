@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from sidestream.errors import InvariantError
+from sidestream.execute.upload import upload_list
 from sidestream.types import RowStart, SamplingSpec
 
 
@@ -48,7 +49,9 @@ class DecodeState:
         self.vocab_size = vocab_size
         self._device = torch.device(device)
         self._rows: list[RowSampling | None] = [None] * num_rows
-        self._last = torch.zeros(num_rows, dtype=torch.int64, device=self._device)
+        # By a copy that is waited for: a kernel would run on a stream that orders nothing. Tokens of the vocabulary from the start, because
+        # on a GPU a flight whose row could not begin would look up whatever lies here, and a wrong index ends the device.
+        self._last = torch.zeros(num_rows, dtype=torch.int64).to(self._device)
         self._output_counts: Tensor | None = None
         self._in_prompt: Tensor | None = None
 
@@ -63,7 +66,7 @@ class DecodeState:
             spec=spec,
             penalised=spec.repetition_penalty != 1 or spec.presence_penalty != 0 or spec.frequency_penalty != 0,
             bias_ids=self._ids(bias),
-            bias=torch.tensor(list(bias.values()), dtype=torch.float32, device=self._device),
+            bias=upload_list(list(bias.values()), self._device, torch.float32),
             forbidden=self._ids(spec.forbidden_until_min),
         )
         self._last[row] = (0, *start.prompt[-1:], *start.outputs[-1:])[-1]
@@ -98,7 +101,7 @@ class DecodeState:
 
     def index(self, values: Sequence[int]) -> Tensor:
         """Host numbers as int64 on the device of this state."""
-        return torch.tensor(values, dtype=torch.int64, device=self._device)
+        return upload_list(values, self._device)
 
     def _ids(self, tokens: Iterable[int]) -> Tensor:
         return self.index([token for token in tokens if 0 <= token < self.vocab_size])

@@ -58,12 +58,19 @@ class Lease:
         del self.ids[count:]
         self.pool._release(dropped, tuple(after))
 
-    def release(self, *, after: Iterable[Fence] = ()) -> None:
-        """Give the ids back at once; they may be reused behind the fences `after`. A second release is an error."""
+    def release(self, *, after: Iterable[Fence] = (), until: Fence | None = None) -> None:
+        """Give the ids back at once; they may be reused behind the fences `after`. A second release is an error.
+
+        until   a use that no stream can wait for, because only the host will see its end: the ids stay in use until `FencedPool.settle` finds
+                it done
+        """
         if not self._open:
             raise InvariantError(f"lease of {self.pool.name} {self.ids} was released twice")
         self._open = False
-        self.pool._release(self.ids, tuple(after))
+        if until is None or until.poll():
+            self.pool._release(self.ids, tuple(after))
+        else:
+            self.pool._postpone(until, self.ids, tuple(after))
 
 
 class FencedPool:
@@ -76,8 +83,16 @@ class FencedPool:
         self._references = [0] * size
         self._fences: list[tuple[Fence, ...]] = [()] * size
         self._free: deque[int] = deque(range(size))
+        self._postponed: deque[tuple[Fence, list[int], tuple[Fence, ...]]] = deque()  # in the order of the fences' ticks
         self._cached = Lru()
         self._index = PrefixIndex()
+
+    def grow(self, size: int) -> None:
+        """Add free ids up to `size`; never fewer than before."""
+        self._references.extend(0 for _ in range(self.size, size))
+        self._fences.extend(() for _ in range(self.size, size))
+        self._free.extend(range(self.size, size))
+        self.size = max(self.size, size)
 
     @property
     def num_free(self) -> int:
@@ -104,27 +119,45 @@ class FencedPool:
         """Keys that are findable."""
         return len(self._index)
 
+    @property
+    def is_settling(self) -> bool:
+        """Whether leases have ended whose ids come back as soon as a transfer ends."""
+        return bool(self._postponed)
+
+    def settle(self) -> None:
+        """Carry out the releases whose last uses are done by now."""
+        while self._postponed and self._postponed[0][0].poll():
+            _, ids, after = self._postponed.popleft()
+            self._release(ids, after)
+
     def take(self, count: int) -> Lease:
         """Lease `count` ids for writing, evicting the least recently used cached ones. All or nothing: raises PoolExhausted."""
         if count > self.num_available:
             raise PoolExhausted(f"{self.name}: {count} asked for, {self.num_available} of {self.size} available")
-        ids = [self._pop() for _ in range(count)]
-        pending = merge_fences(fence for item in ids for fence in self._fences[item])
+        ids, fences = [self._free.popleft() for _ in range(min(count, len(self._free)))], self._fences
+        ids.extend(self._evict() for _ in range(count - len(ids)))
+        pending: tuple[Fence, ...] = ()
+        if any(map(fences.__getitem__, ids)):
+            pending = merge_fences(fence for item in ids for fence in fences[item])
+            for item in ids:
+                fences[item] = tuple(fence for fence in fences[item] if not fence.poll())
         for item in ids:
             self._references[item] = 1
-            self._fences[item] = tuple(fence for fence in self._fences[item] if not fence.poll())
         if self._witness is not None:
             self._witness.took(self.name, ids, pending)
         return Lease(self, ids, pending)
 
     def share(self, ids: Sequence[int]) -> Lease:
         """Lease ids for reading that are used or cached already. An id that holds nothing raises InvariantError."""
+        references = self._references
+        if 0 in map(references.__getitem__, ids):  # else all are in use: the engine thread shares what running requests hold
+            for item in ids:
+                if references[item] == 0 and item not in self._cached:
+                    raise InvariantError(f"{self.name} {item} holds nothing: it cannot be shared")
+            for item in ids:
+                self._cached.discard(item)
         for item in ids:
-            if self._references[item] == 0 and item not in self._cached:
-                raise InvariantError(f"{self.name} {item} holds nothing: it cannot be shared")
-        for item in ids:
-            self._references[item] += 1
-            self._cached.discard(item)
+            references[item] += 1
         if self._witness is not None:
             self._witness.shared(self.name, ids)
         return Lease(self, list(ids), ())
@@ -137,6 +170,14 @@ class FencedPool:
         if added and self._witness is not None:
             self._witness.published(self.name, item, key)
         return added
+
+    def publish_all(self, ids: Sequence[int], keys: Sequence[Key]) -> None:
+        """`publish` each id under its key, at a cost that hardly grows with their number."""
+        if 0 in map(self._references.__getitem__, ids):
+            raise InvariantError(f"of {self.name} {list(ids)}, not all are in use: they cannot be published")
+        if self._witness is not None or not self._index.add_all(keys, ids):
+            for item, key in zip(ids, keys, strict=True):
+                self.publish(item, key)
 
     def match(self, keys: Sequence[Key]) -> list[int]:
         """Ids of the longest run of leading `keys` that are findable. Read-only."""
@@ -180,23 +221,25 @@ class FencedPool:
             if (findable and item in free) or (not findable and item in self._cached):
                 raise InvariantError(f"{self.name} {item} is {'free' if findable else 'cached'}, and findable: {findable}")
 
-    def _pop(self) -> int:
-        if self._free:
-            return self._free.popleft()  # the longest free: its fences are the likeliest to be done
+    def _postpone(self, until: Fence, ids: list[int], after: tuple[Fence, ...]) -> None:
+        self._postponed.append((until, ids, after))
+
+    def _evict(self) -> int:
         item = self._cached.pop_oldest()
         self._index.remove(item)
         return item
 
     def _release(self, ids: Sequence[int], after: tuple[Fence, ...]) -> None:
-        for item in ids:
-            if self._references[item] <= 0:
-                raise InvariantError(f"{self.name} {item} was released more often than taken")
+        references, fences = self._references, self._fences
+        if ids and min(map(references.__getitem__, ids)) <= 0:
+            raise InvariantError(f"{self.name} {ids} were released more often than taken")
         if self._witness is not None:
             self._witness.released(self.name, ids, after)
         for item in reversed(ids):  # the end of a sequence is evicted before its start, which more sequences share
-            self._references[item] -= 1
-            self._fences[item] = merge_fences((*self._fences[item], *after))
-            if self._references[item]:
+            references[item] -= 1
+            if after or fences[item]:
+                fences[item] = merge_fences((*fences[item], *after))
+            if references[item]:
                 continue
             if self._index.holds_key(item):
                 self._cached.touch(item)

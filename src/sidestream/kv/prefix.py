@@ -43,6 +43,14 @@ class PrefixIndex:
         self._key_of[item] = key
         return True
 
+    def add_all(self, keys: Sequence[Key], ids: Sequence[int]) -> bool:
+        """`add` for each pair, if all can be; else False, and no change."""
+        if len({*keys}) < len(keys) or not self._id_of.keys().isdisjoint(keys) or not self._key_of.keys().isdisjoint(ids):
+            return False
+        self._id_of.update(zip(keys, ids, strict=True))
+        self._key_of.update(zip(ids, keys, strict=True))
+        return True
+
     def remove(self, item: int) -> Key | None:
         """Forget the key of `item`; returns it."""
         key = self._key_of.pop(item, None)

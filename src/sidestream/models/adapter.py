@@ -11,7 +11,7 @@ import torch
 from torch.nn.functional import pad
 from transformers import AttentionInterface, PreTrainedConfig
 
-from sidestream.attention.paged import PagedBatch, paged_attention
+from sidestream.attention.paged import AttentionBatch
 from sidestream.errors import ModelError
 from sidestream.kv.layout import KVLayout
 
@@ -33,6 +33,7 @@ class PagedModel:
     config          the model's own config
     layout          shape of its KV blocks
     vocab_size      width of its logits
+    num_heads       query heads of its attention
     max_model_len   positions that it was made for
     eos_token_ids   tokens that end an answer, by the model's own generation config
     fingerprint     hex, 128 bits: equal in every process for equal config, weights and dtype
@@ -53,6 +54,7 @@ class PagedModel:
         self.config: PreTrainedConfig = module.config
         self.layout = layout
         self.vocab_size = int(module.config.vocab_size)
+        self.num_heads = int(module.config.num_attention_heads)
         self.max_model_len = max_model_len
         self.eos_token_ids = eos_token_ids
         self.fingerprint = fingerprint
@@ -60,13 +62,15 @@ class PagedModel:
         self.module = module
 
     @torch.inference_mode()
-    def forward(self, tokens: torch.Tensor, positions: torch.Tensor, batch: PagedBatch, logit_rows: torch.Tensor) -> torch.Tensor:
+    def forward(self, tokens: torch.Tensor, positions: torch.Tensor, batch: AttentionBatch, logit_rows: torch.Tensor) -> torch.Tensor:
         """Float32 logits `[R, vocab_size]` at the packed positions `logit_rows`; the tokens' KV is in the pool afterwards.
 
-        tokens, positions int64 [T] · logit_rows int64 [R], R may be 0. Runs on the calling thread, one call at a time.
+        tokens, positions int64 [T] · logit_rows int64 [R], R may be 0; on the model's device. Runs on the calling thread, on a GPU it is
+        enqueued on the current stream; one call at a time.
         """
-        missing = padded_length(len(tokens)) - len(tokens)
-        tokens, positions = pad(tokens, (0, missing)), pad(positions, (0, missing))
+        if tokens.device.type == "cpu":
+            missing = padded_length(len(tokens)) - len(tokens)
+            tokens, positions = pad(tokens, (0, missing)), pad(positions, (0, missing))
         logits: torch.Tensor = self.module(
             input_ids=tokens[None], position_ids=positions[None], use_cache=False, logits_to_keep=logit_rows, paged_batch=batch
         ).logits
@@ -74,7 +78,7 @@ class PagedModel:
 
 
 def padded_length(num_tokens: int) -> int:
-    """How many tokens a forward pass of `num_tokens` computes; the ones beyond reach neither the pool nor a logit.
+    """How many tokens a forward pass of `num_tokens` computes on a CPU; the ones beyond reach neither the pool nor a logit.
 
     Whole chunks of 256 stay as they are, and so do they with 16 rows that decode; all else is rounded up by at most a quarter, above 16
     tokens to a multiple of 16. Few lengths, because oneDNN keeps some 2.5 MiB of kernels for each: 2,000 short requests of SmolLM2-135M
@@ -94,7 +98,7 @@ def _paged_attention_hook(
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
     *,
-    paged_batch: PagedBatch | None = None,
+    paged_batch: AttentionBatch | None = None,
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
@@ -114,16 +118,17 @@ def _paged_attention_hook(
         raise ModelError("it builds an attention mask of its own, which paged attention would ignore")
     if not getattr(module, "is_causal", True):
         raise ModelError("its attention is not causal: KV in a pool cannot change once it is written")
-    if key.dtype != paged_batch.kv.dtype or not key.shape[1::2] == value.shape[1::2] == paged_batch.kv.shape[-2:]:
+    pool = paged_batch.layer(module.layer_idx)
+    if key.dtype != pool.dtype or not key.shape[1::2] == value.shape[1::2] == pool.shape[-2:]:
         raise ModelError(
             f"layer {module.layer_idx} has keys {tuple(key.shape[1::2])} and values {tuple(value.shape[1::2])} in {key.dtype}, the pool holds "
-            f"{tuple(paged_batch.kv.shape[-2:])} in {paged_batch.kv.dtype}: all layers, keys and values must be alike"
+            f"{tuple(pool.shape[-2:])} in {pool.dtype}: all layers, keys and values must be alike"
         )
     count = len(paged_batch.slots)  # the rest is padding: it writes nothing, attends to nothing and is thrown away
     q, k, v = (states[0, :, :count].transpose(0, 1) for states in (query, key, value))
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
-    seen = paged_attention(q, k, v, module.layer_idx, paged_batch, scale=scale, sliding_window=sliding_window, softcap=softcap)
-    return pad(seen, (0, 0, 0, 0, 0, query.shape[2] - count))[None], None
+    seen = paged_batch.attend(q, k, v, module.layer_idx, scale=scale, sliding_window=sliding_window, softcap=softcap)
+    return (pad(seen, (0, 0, 0, 0, 0, query.shape[2] - count)) if query.shape[2] > count else seen)[None], None
 
 
 AttentionInterface.register(PAGED, _paged_attention_hook)

@@ -6,12 +6,13 @@ Whatever a model does that the block pool cannot express shows here as other log
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
-from sidestream.attention.paged import PagedBatch
+from sidestream.attention.paged import AttentionBatch, PagedBatch
+from sidestream.attention.triton import DeviceBatch, Partials
 from sidestream.errors import ModelError
 from sidestream.models.adapter import PagedModel
 
@@ -21,16 +22,17 @@ BOUNDS = {"float32": 1e-3, "float16": 0.04, "bfloat16": 0.25}
 
 _NUM_TOKENS = 24
 _CHUNK_ENDS = (17, 23, 24)  # a prefill from nothing, one behind a context, and a decode
-_BLOCK_TOKENS = 8
-_BLOCK_TABLE = (4, 0, 2)
+_BLOCK_TOKENS = 16  # the least that attention on a GPU takes
+_BLOCK_TABLE = (2, 0)
 _WINDOW = 5  # shorter than the check's context, whatever the model's window is
 
 
 @torch.inference_mode()
 def eager_logits(module: Any) -> torch.Tensor:
-    """Float32 logits `[24, vocab]` of the check's tokens; `module` was loaded with eager attention."""
+    """Float32 logits `[24, vocab]` of the check's tokens, where the module is, which was loaded with eager attention."""
     with _narrow_windows(module):
-        logits: torch.Tensor = module(input_ids=_tokens(module.config.vocab_size)[None], use_cache=False).logits
+        tokens = _tokens(module.config.vocab_size).to(module.device)
+        logits: torch.Tensor = module(input_ids=tokens[None], use_cache=False).logits
     return logits[0].float()
 
 
@@ -52,26 +54,46 @@ def _paged_logits(model: PagedModel) -> torch.Tensor:
     layout = model.layout
     shape = (max(_BLOCK_TABLE) + 1, layout.num_layers, 2, _BLOCK_TOKENS, layout.num_kv_heads, layout.head_dim)
     # What nobody wrote is not a number, and neither is what comes of reading it.
-    pool = torch.full(shape, float("nan"), dtype=getattr(torch, layout.dtype))
-    table = torch.tensor([_BLOCK_TABLE])
-    tokens = _tokens(model.vocab_size)
+    device = model.module.device
+    pool = torch.full(shape, float("nan"), dtype=getattr(torch, layout.dtype), device=device)
+    tokens = _tokens(model.vocab_size).to(device)
     logits = []
     for start, end in zip((0, *_CHUNK_ENDS), _CHUNK_ENDS, strict=False):
-        positions = torch.arange(start, end)
+        positions = torch.arange(start, end, device=device)
         reached: list[int] = []
-        batch = PagedBatch(
-            kv=pool,
-            slots=table[0, positions // _BLOCK_TOKENS] * _BLOCK_TOKENS + positions % _BLOCK_TOKENS,
-            block_tables=table,
-            query_starts=(0, end - start),
-            kv_lens=(end,),
-            num_decode=int(end - start == 1),
-            before_layer=reached.append,
-        )
-        logits.append(model.forward(tokens[start:end], positions, batch, torch.arange(end - start)))
+        batch = _batch(model, pool, positions, start, end, reached.append)
+        logits.append(model.forward(tokens[start:end], positions, batch, torch.arange(end - start, device=device)))
         if reached != list(range(layout.num_layers)):
             raise ModelError(f"its attention asked for layers {reached} of {layout.num_layers}: each must attend once, in order")
     return torch.cat(logits)
+
+
+def _batch(
+    model: PagedModel, pool: torch.Tensor, positions: torch.Tensor, start: int, end: int, before_layer: Callable[[int], None]
+) -> AttentionBatch:
+    """One row, by the attention that the model will be served with where it is."""
+    device = pool.device
+    table = torch.tensor([_BLOCK_TABLE], device=device)
+    slots = table[0, positions // _BLOCK_TOKENS] * _BLOCK_TOKENS + positions % _BLOCK_TOKENS
+    decodes = int(end - start == 1)
+    if device.type == "cpu":
+        return PagedBatch(pool, slots, table, (0, end - start), (end,), decodes, before_layer)
+    return DeviceBatch(
+        pool,
+        slots,
+        table,
+        query_starts=torch.tensor((0, end - start), device=device),
+        kv_lens=torch.tensor((end,), device=device),
+        split_rows=decodes,
+        partials=Partials.allocate(
+            query_tokens=1,
+            kv_tokens=len(_BLOCK_TABLE) * _BLOCK_TOKENS,
+            heads=model.num_heads,
+            head_dim=model.layout.head_dim,
+            device=device,
+        ),
+        before_layer=before_layer,
+    )
 
 
 def _tokens(vocab_size: int) -> torch.Tensor:

@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 from transformers.utils import logging as transformers_logging
 
 from sidestream.config import unknown_name
-from sidestream.errors import ModelError
+from sidestream.errors import ConfigError, ModelError
 from sidestream.kv.layout import DTYPE_BYTES
 from sidestream.models.adapter import PagedModel
 from sidestream.models.check import check_paged, eager_logits
@@ -26,14 +26,15 @@ from sidestream.models.weights import check_files, fingerprint_of, pack_linears,
 # Weights as safetensors only: the other formats run code while they are read.
 _FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
 _CONFIGS = ["*.json", "*.jinja", "*.model", "*.txt"]
+_CPU = torch.device("cpu")
 
 
-def load_model(path_or_hub_id: str, *, dtype: str = "auto", block_tokens: int) -> PagedModel:
+def load_model(path_or_hub_id: str, *, dtype: str = "auto", block_tokens: int, device: torch.device = _CPU) -> PagedModel:
     """Load, check and fingerprint a model in transformers' format; a hub id is downloaded first, a directory needs no network.
 
-    dtype `"auto"` keeps that of the checkpoint. Holds one copy of the weights (an embedding that is the output matrix too
-    may be there in two orders). Raises ModelError with the reason when the
-    model cannot be read, or cannot be served right.
+    dtype `"auto"` keeps that of the checkpoint. The weights are read on the host and then moved to `device`, where the check runs too;
+    at the end there is one copy of them (on a CPU, an embedding that is the output matrix too may be there in two orders). Raises
+    ModelError with the reason when the model cannot be read, does not fit, or cannot be served right.
     """
     if dtype != "auto" and dtype not in DTYPE_BYTES:
         raise ModelError(unknown_name("dtype", dtype, ("auto", *DTYPE_BYTES)))
@@ -46,7 +47,8 @@ def load_model(path_or_hub_id: str, *, dtype: str = "auto", block_tokens: int) -
         check_files(directory)
         module = _load(directory, config, dtype)
         layout = layout_of(module.config, dtype=str(module.dtype).removeprefix("torch."), block_tokens=block_tokens)
-        fingerprint = fingerprint_of(module)
+        fingerprint = fingerprint_of(module)  # on the host: the name of a model does not say where it runs
+        module.to(device)
         expected = eager_logits(module)
         pack_linears(module)
         model = PagedModel(
@@ -76,8 +78,10 @@ def _about(name: str) -> Iterator[None]:
     try:
         with _quiet():
             yield
-    except ModelError as error:
+    except ConfigError as error:
         raise ModelError(f"model {name}: {error}") from error
+    except torch.OutOfMemoryError as error:
+        raise ModelError(f"model {name}: it does not fit the GPU ({str(error).splitlines()[0]}); choose a smaller one or dtype") from error
     except Exception as error:  # transformers and the model's own code raise anything here
         reason = (str(error).strip() or repr(error)).splitlines()[0]
         raise ModelError(f"model {name}: transformers cannot load or run it ({type(error).__name__}: {reason})") from error

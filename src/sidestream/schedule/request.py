@@ -62,10 +62,14 @@ class Request:
     launched_outputs: int = field(init=False, default=0)
     committed_len: int = field(init=False, default=0)
     published_blocks: int = field(init=False, default=0)
+    found_blocks: int = field(init=False, default=0)
+    """On the device or in a tier, when the row was taken."""
     prefill_end: int = field(init=False, default=0)
     """Tokens that were known when the row was taken: below this, chunks; from here on, one token a step."""
     shares: bool = field(init=False, default=True)
     """Its blocks may be found by others; False once the cache was reset under it, until it starts anew."""
+    loading: bool = field(init=False, default=False)
+    """Blocks of it come from the host tier, and no flight may be gated by that load yet."""
     begun: bool = field(init=False, default=False)
     """The row's state was set in this epoch."""
     stepped: bool = field(init=False, default=False)

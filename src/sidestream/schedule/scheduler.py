@@ -46,6 +46,10 @@ class TierView(Protocol):
         """Whether loading these blocks is expected to be faster than computing them."""
         ...
 
+    def uses(self) -> Fence | None:
+        """Done when every transfer ordered so far has let go of the device's blocks; None: it has."""
+        ...
+
 
 class NoTiers:
     """No tier besides the device."""
@@ -57,6 +61,10 @@ class NoTiers:
     def worth_loading(self, sources: Sequence[Source]) -> bool:
         """There is nothing to load."""
         return False
+
+    def uses(self) -> Fence | None:
+        """Nothing is."""
+        return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,6 +186,12 @@ class Scheduler:
         if not again:
             request.avoid_disk = True
 
+    def load_ready(self, request_id: RequestId, epoch: int) -> None:
+        """A load into the device has fences for all of it: flights of its request may leave, gated by them."""
+        request = self._requests.get(request_id)
+        if request is not None and request.epoch == epoch:
+            request.loading = False
+
     def load_failed(self, request_id: RequestId, epoch: int) -> None:
         """A load into the device failed: the request recomputes, in other blocks. A failed load is a miss."""
         request = self._requests.get(request_id)
@@ -267,6 +281,8 @@ class Scheduler:
                 request.waited_steps += 1
 
     def _plan_running(self, request: Request, draft: _Draft) -> None:
+        if request.loading:
+            return
         if request.in_prefill:
             self._plan_chunk(request, draft)
         elif request.can_decode and self._reserve(request, request.launched_len + 1, draft):
@@ -311,6 +327,8 @@ class Scheduler:
         if missing <= 0:
             return True
         while self._blocks.num_available < missing:
+            if self._blocks.is_settling:
+                return False  # blocks come back in a moment: nobody need give up theirs
             victim = self._victim_for(request)
             if victim is None:
                 return False
@@ -358,11 +376,12 @@ class Scheduler:
             draft.transfers.append(LoadPlan(request.id, request.epoch, keys, block_ids, fresh.after))
         blocks.extend(fresh)
         self._start(request, blocks, num_hits=len(hits), num_found=found)
+        request.loading = loads > 0
         if request.cached is None:
             from_disk = sum(key in request.promoted_keys for key in wanted[len(hits) : found])
             size = limits.block_tokens
             request.cached = CachedTokens(len(hits) * size, (loads - from_disk) * size, from_disk * size)
-        self._plan_chunk(request, draft)
+        self._plan_running(request, draft)
         return True
 
     def _promote(self, request: Request, keys: Sequence[Key], sources: list[Source], draft: _Draft) -> bool:
@@ -412,7 +431,7 @@ class Scheduler:
         request.row = self._rows.take(1)
         request.blocks = blocks
         request.launched_len = request.committed_len = length
-        request.published_blocks = num_hits
+        request.published_blocks, request.found_blocks = num_hits, num_found
         request.launched_outputs = request.num_outputs
         request.prefill_end = len(request.tokens)
         request.begun = request.stepped = False
@@ -468,7 +487,7 @@ class Scheduler:
         assert request.row is not None and request.blocks is not None
         after = () if request.last_fence is None else (request.last_fence,)
         request.row.release(after=after)
-        request.blocks.release(after=after)
+        request.blocks.release(after=after, until=self._tiers.uses())
         request.row = request.blocks = None
         for key in request.keys:
             if self._coming.get(key) == request.id:
@@ -477,7 +496,7 @@ class Scheduler:
     # ------------------------------------------------------------------ the rest
 
     def _publish(self, request: Request) -> Iterable[tuple[Key, int]]:
-        """Make the blocks that the last commit completed findable; those not held elsewhere are to be stored."""
+        """Make the blocks that the last commit completed findable; those that no tier had are to be stored."""
         assert request.blocks is not None
         complete = request.committed_len // self.limits.block_tokens
         if not self.limits.prefix_cache or not request.shares or complete <= request.published_blocks:
@@ -487,7 +506,7 @@ class Scheduler:
             key, block = request.keys[index], request.blocks.ids[index]
             if self._coming.get(key) == request.id:
                 del self._coming[key]
-            if self._blocks.publish(block, key):
+            if self._blocks.publish(block, key) and index >= request.found_blocks:
                 yield key, block
         request.published_blocks = complete
 

@@ -69,13 +69,41 @@ class Checker:
         self._allowed_waits = allowed_waits
         self._lock = threading.Lock()
         self._seq = 0
-        self._host: Clock = {}  # replaced, never changed: submissions keep it
+        self._hosts: dict[str, Clock] = {HOST: {}}  # of each host; a clock is replaced, never changed: submissions keep it
+        self._apart: dict[int, str] = {}  # threads that are hosts of their own
+        self._letters: dict[str, deque[tuple[int, Clock]]] = {}  # what the senders of messages knew that were not received yet, by channel
         self._streams: dict[str, _Stream] = {}
         self._shadows: dict[str, Shadow] = {}
         self._pools: dict[str, Pool] = {}
         self._unfinished: deque[Op] = deque()  # and finished ones behind the first that is not, in order of submission
         self._submissions = 0
         self._sweep_at = _SWEEP_FROM
+
+    # ------------------------------------------------------------------ what threads of the host tell
+
+    def apart(self, name: str) -> None:
+        """See `Witness.apart`."""
+        with self._lock:
+            self._apart[threading.get_ident()] = name
+            self._hosts[name] = {}
+
+    def joined(self, name: str) -> None:
+        """See `Witness.joined`."""
+        with self._lock:
+            self._apart = {thread: other for thread, other in self._apart.items() if other != name}
+            self._hear_of(self._hosts.pop(name, {}))
+
+    def sent(self, channel: str, number: int) -> None:
+        """See `Witness.sent`."""
+        with self._lock:
+            self._letters.setdefault(channel, deque()).append((number, self._host))
+
+    def received(self, channel: str, number: int) -> None:
+        """See `Witness.received`."""
+        with self._lock:
+            letters = self._letters.get(channel, deque())
+            while letters and letters[0][0] <= number:
+                self._hear_of(letters.popleft()[1])
 
     # ------------------------------------------------------------------ what a device tells
 
@@ -149,15 +177,13 @@ class Checker:
         with self._lock:
             op = self._op(fence)
             if op is not None and op.final is not None:
-                host = dict(self._host)
-                learn(host, op.final)
-                self._host = host
+                self._hear_of(op.final)
 
     def host_touched(self, accesses: Accesses, label: str) -> None:
         """See `Witness.host_touched`."""
         declared, site = accesses(), calling_site()
         with self._lock:
-            self._host = {**self._host, HOST: self._host.get(HOST, 0) + 1}  # what was submitted before does not know of this
+            self._host = {**self._host, self._name: self._host.get(self._name, 0) + 1}  # what was submitted before does not know of this
             op = self._host_op(label or "touch", site)
             self._declare(op, declared, op.writes, op.reads)
             self._apply(op, self._host, op.writes, op.reads)
@@ -275,8 +301,27 @@ class Checker:
         self._seq += 1
         return self._seq
 
+    @property
+    def _name(self) -> str:
+        """Which host the calling thread is."""
+        return self._apart.get(threading.get_ident(), HOST) if self._apart else HOST
+
+    @property
+    def _host(self) -> Clock:
+        """What the calling thread knows."""
+        return self._hosts[self._name]
+
+    @_host.setter
+    def _host(self, clock: Clock) -> None:
+        self._hosts[self._name] = clock
+
+    def _hear_of(self, clock: Clock) -> None:
+        known = dict(self._host)
+        learn(known, clock)
+        self._host = known
+
     def _host_op(self, label: str, site: Site) -> Op:
-        return Op(HOST, self._host.get(HOST, 0), self._next(), label, site, None)
+        return Op(self._name, self._host.get(self._name, 0), self._next(), label, site, None)
 
     def _stream(self, name: str) -> _Stream:
         stream = self._streams.get(name)
@@ -456,10 +501,11 @@ class Checker:
     # ------------------------------------------------------------------ bounded memory
 
     def _prune(self) -> None:
-        """Forget what everything still to come is ordered behind: what the host knew when it submitted the first work that is not over."""
-        floor, oldest = self._host, self._seq + 1
-        if self._unfinished:
-            floor, oldest = self._unfinished[0].before or {}, self._unfinished[0].seq
+        """Forget what everything still to come is ordered behind: what every host knows, and knew when it submitted work that is not over."""
+        oldest = self._unfinished[0].seq if self._unfinished else self._seq + 1
+        floor, *others = {id(clock): clock for clock in (*self._hosts.values(), *(op.before or {} for op in self._unfinished))}.values()
+        for clock in others:
+            floor = {name: min(tick, clock[name]) for name, tick in floor.items() if name in clock}
         for stream in self._streams.values():
             for tick in list(takewhile(floor.get(stream.name, 0).__ge__, stream.works)):
                 stream.works.pop(tick).final = None  # cells may keep the work for long

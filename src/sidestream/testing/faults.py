@@ -119,14 +119,15 @@ class FaultyTier:
 
 
 class Hold:
-    """Keeps a stream from going on, from the moment it gets here until `release`: whatever is enqueued later is late."""
+    """Keeps streams from going on, from the moment they get here until `release`: whatever is enqueued later is late."""
 
-    def __init__(self, stream: Stream) -> None:
+    def __init__(self, *streams: Stream) -> None:
         self._gate = threading.Event()
-        self.fence = stream.submit(lambda: _pass(self._gate), label="held up")
+        for stream in streams:
+            stream.submit(lambda: _pass(self._gate), label="held up")
 
     def release(self) -> None:
-        """Let the stream go on. Idempotent."""
+        """Let the streams go on. Idempotent."""
         self._gate.set()
 
     def __enter__(self) -> Hold:

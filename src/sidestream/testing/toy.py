@@ -17,7 +17,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from sidestream.attention.paged import PagedBatch
+from sidestream.attention.paged import AttentionBatch, PagedBatch
+from sidestream.errors import InvariantError
 from sidestream.kv.layout import KVLayout
 
 _PRIME = (1 << 31) - 1
@@ -35,13 +36,16 @@ class ToyModel:
     ) -> None:
         self.layout = KVLayout(num_layers, 1, 2, block_tokens, "float32")
         self.vocab_size = vocab_size
+        self.num_heads = 1
         self.max_model_len = max_model_len
         self.eos_token_ids = (0,)
         self.fingerprint = f"toy-{num_layers}-{vocab_size}-{eos_every}"
         self._eos_every = eos_every
 
-    def forward(self, tokens: torch.Tensor, positions: torch.Tensor, batch: PagedBatch, logit_rows: torch.Tensor) -> torch.Tensor:
-        """See `ForwardModel.forward`."""
+    def forward(self, tokens: torch.Tensor, positions: torch.Tensor, batch: AttentionBatch, logit_rows: torch.Tensor) -> torch.Tensor:
+        """See `ForwardModel.forward`. Only on a CPU."""
+        if not isinstance(batch, PagedBatch):
+            raise InvariantError("a toy model reads the pool by itself: run it on the cpu device")
         pool = batch.kv
         size = self.layout.block_tokens
         blocks, offsets = batch.slots // size, batch.slots % size

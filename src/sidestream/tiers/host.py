@@ -1,6 +1,6 @@
 """The host tier: slots of host memory that the device can copy from and to, with the same ledger as the device's blocks.
 
-Knows slots and bytes, not who copies them. The ledger is touched by the engine thread only; the bytes by whoever holds a lease.
+Knows slots and bytes, not who copies them. The ledger is written by the mover's thread only; the bytes by whoever holds a lease.
 """
 
 from __future__ import annotations
@@ -14,15 +14,26 @@ from sidestream.types import Witness
 class HostTier:
     """`num_slots` blocks in one slab of host memory.
 
-    memory   `num_slots * layout.block_bytes` bytes, from `Device.allocate_host`
+    memory        `num_slots * layout.block_bytes` bytes, from `Device.allocate_host`
+    ready_bytes   of its beginning, that can be used already (see `grow`); None: all
     """
 
-    def __init__(self, memory: Memory, layout: KVLayout, *, witness: Witness | None = None) -> None:
+    def __init__(self, memory: Memory, layout: KVLayout, *, ready_bytes: int | None = None, witness: Witness | None = None) -> None:
         self.layout = layout
         self.memory = memory
-        self.pool = FencedPool("host slots", memory.num_bytes // layout.block_bytes, witness=witness)
+        self.num_slots = memory.num_bytes // layout.block_bytes
+        self.pool = FencedPool(
+            "host slots", (memory.num_bytes if ready_bytes is None else ready_bytes) // layout.block_bytes, witness=witness
+        )
         if witness is not None:
             witness.backed(self.pool.name, memory.name, layout.block_bytes)
+
+    def grow(self, ready_bytes: int) -> bool:
+        """Use more of the memory, as it gets ready (P7); whether there is still more to come."""
+        ready = ready_bytes // self.layout.block_bytes
+        if ready > self.pool.size:
+            self.pool.grow(ready)
+        return ready < self.num_slots
 
     def slot(self, index: int) -> memoryview:
         """The bytes of one slot, writable; valid while the caller's lease holds it."""

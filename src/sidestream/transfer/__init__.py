@@ -1,6 +1,7 @@
 """HOW BYTES MOVE between the device and the tiers."""
 
-from sidestream.transfer.engine import LoadFailed, Promoted, TransferEngine, TransferEvent
-from sidestream.transfer.pacing import CostModel
+from sidestream.transfer.costs import CostModel
+from sidestream.transfer.engine import LoadFailed, LoadReady, TransferEngine, TransferEvent
+from sidestream.transfer.messages import Promoted
 
-__all__ = ["CostModel", "LoadFailed", "Promoted", "TransferEngine", "TransferEvent"]
+__all__ = ["CostModel", "LoadFailed", "LoadReady", "Promoted", "TransferEngine", "TransferEvent"]

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from sidestream.device.base import CopyBatch, Memory
 from sidestream.kv.layout import KVLayout
 from sidestream.types import Access
@@ -12,7 +14,7 @@ from sidestream.types import Access
 
 @dataclass(frozen=True, slots=True)
 class BlockMemory:
-    """A memory of blocks: the device's pool or the host's slab."""
+    """A memory of blocks: the device's pool or the host's slab. Of one allocation, or striped over one for each layer."""
 
     memory: Memory
     layout: KVLayout
@@ -31,7 +33,7 @@ def layers_batch(
     return CopyBatch(
         source.memory,
         target.memory,
-        [item * layout.block_bytes + skipped for item in source_ids],
-        [item * layout.block_bytes + skipped for item in target_ids],
+        np.array(source_ids, np.int64) * layout.block_bytes + skipped,
+        np.array(target_ids, np.int64) * layout.block_bytes + skipped,
         len(layers) * layout.layer_bytes,
     )

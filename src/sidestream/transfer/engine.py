@@ -1,56 +1,38 @@
-"""The transfer engine: hands plans to streams, watches their fences, publishes what is complete.
+"""The transfer engine as the engine thread sees it: hands plans over, hears what became of them, knows until when blocks are in use.
 
-Submission returns at once and never waits for a transfer; `poll` looks at fences and does the bookkeeping. Both run on the
-engine thread, the bytes move on the streams:
-
-    store        device blocks → host slots    behind the flight that filled the blocks (H1)
-    load         host slots → device blocks    behind the last use of the blocks (H3); one fence a layer group
-    disk-write   host slots → disk             after the store's fence was seen
-    disk-read-*  disk → host slots             for requests that wait
-
-Whatever fails is a miss: nothing is published (H9), the leases end, the request recomputes.
+All the rest happens on the mover's thread. Submission and `poll` cost the engine thread a few microseconds a plan, however many blocks it has;
+neither ever waits.
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from itertools import takewhile
 from typing import Literal
 
-from sidestream.device.base import Device, Stream
-from sidestream.errors import TierFull, TierTimeout
-from sidestream.kv.pool import FencedPool, Lease
+from sidestream.device.base import Device
+from sidestream.device.channel import Channel, Mark
+from sidestream.kv.pool import FencedPool
 from sidestream.metrics import Metrics
 from sidestream.tiers.base import PersistentTier
 from sidestream.tiers.host import HostTier
-from sidestream.transfer.copy import BlockMemory, layers_batch
-from sidestream.transfer.pacing import CostModel
-from sidestream.transfer.tickets import LoadTicket, ReadTicket, Stopwatch, StoreTicket, Waiter, WriteTicket
-from sidestream.types import BatchPlan, Fence, Key, LayerGates, LoadPlan, PromotePlan, RequestId, StorePlan, TransferPlan
+from sidestream.transfer.copy import BlockMemory
+from sidestream.transfer.costs import CostModel
+from sidestream.transfer.messages import Forget, LoadMissed, LoadSubmitted, MoverFailed, News, Orders, Promoted
+from sidestream.transfer.mover import Mover, layers_per_group
+from sidestream.types import BatchPlan, Fence, Key, LayerGates, LoadPlan, PromotePlan, RequestId, TransferPlan
 
-logger = logging.getLogger(__name__)
-
-# Layers of a block that are copied as one segment have at least so many bytes: fewer waste the copy, more make the first layer wait.
-_MIN_SEGMENT_BYTES = 64 * 1024
-_DISK_READERS = 2
-# After the disk refused a write, how long it is left alone.
-_DISK_PAUSE_S = 5.0
 # How often a flush looks whether the transfers have ended.
 _FLUSH_POLL_S = 0.001
-# A tier that is broken fails often; transfers_total counts what is not logged.
-_WARNING_PERIOD_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class Promoted:
-    """A request's wait for the disk ended; `complete`: everything it waited for is in the host tier."""
+class LoadReady:
+    """A load into the device is on its way, with fences for all of it: a flight may be gated by them."""
 
     request_id: RequestId
     epoch: int
-    complete: bool
-    reason: Literal["done", "deadline", "failed", "no_room"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,11 +43,54 @@ class LoadFailed:
     epoch: int
 
 
-TransferEvent = Promoted | LoadFailed
+TransferEvent = Promoted | LoadReady | LoadFailed
+
+
+@dataclass(slots=True, eq=False)
+class _Load:
+    """A load that has not ended. Single writer: the engine thread.
+
+    submitted   its fences, once there are fences for all of it
+    told        that it failed
+    """
+
+    plan: LoadPlan
+    submitted: LoadSubmitted | None = None
+    told: bool = False
+
+    def gates(self, group: int) -> tuple[Fence, ...]:
+        """What a layer of the group waits for."""
+        assert self.submitted is not None
+        return (*(piece[-1] for piece in self.submitted.before), self.submitted.groups[group][-1])
+
+    def has_failed(self) -> bool:
+        """Whether a part of it is done and failed, which nobody was told."""
+        if self.told or self.submitted is None:
+            return False
+        return any(
+            fence.poll() and fence.failure is not None for part in (*self.submitted.before, *self.submitted.groups) for fence in part
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class OrderFence:
+    """Done when no store or load up to order `tick` is on its way. Only the host sees it: no stream can wait for it."""
+
+    tick: int
+    settled: Mark
+    stream: str = "mover"
+    failure: BaseException | None = None
+
+    def poll(self) -> bool:
+        """Whether it is done. Never blocks."""
+        return self.settled.read() >= self.tick
 
 
 class TransferEngine:
-    """Owner of the copy streams and of every transfer on its way."""
+    """The engine thread's end of every transfer on its way.
+
+    notify   called by the mover's thread when there is something to `poll`
+    """
 
     def __init__(
         self,
@@ -78,37 +103,44 @@ class TransferEngine:
         costs: CostModel,
         metrics: Metrics,
         load_deadline_s: float,
+        notify: Callable[[], None] = lambda: None,
     ) -> None:
         self._blocks = blocks
-        self._memory = memory
         self._host = host
-        self._host_memory = BlockMemory(host.memory, host.layout)
         self._disk = disk
         self._costs = costs
-        self._metrics = metrics
         self._deadline_s = load_deadline_s
         self._clock = device.now
         self._sleep = device.sleep
         self._layout = memory.layout
-        self._store_stream: Stream = device.stream("store")
-        self._load_stream: Stream = device.stream("load")
-        self._write_stream: Stream | None = device.stream("disk-write") if disk else None
-        self._read_streams: list[Stream] = [device.stream(f"disk-read-{index}") for index in range(_DISK_READERS)] if disk else []
-        self._stores: dict[Key, StoreTicket] = {}
-        self._loads: list[LoadTicket] = []
-        self._writes: list[WriteTicket] = []
-        self._reads: dict[Key, ReadTicket] = {}
-        self._waiters: list[Waiter] = []
-        self._events: list[TransferEvent] = []
-        self._disk_resumes_s = 0.0
+        self._segment_bytes = device.segment_bytes
+        self._loads: dict[int, _Load] = {}
+        self._settled = Mark("settled", witness=device.witness, wake=notify)
+        self._num_promotions = 0
+        self._number = self._sent = 0
         self._generation = 0
-        self._next_warning_s = 0.0
-        self._abandoned = False  # read by the streams
+        self._failed = False
+        self._orders: Channel[Orders | Forget] = Channel("orders", witness=device.witness)
+        self._news: Channel[News] = Channel("news", witness=device.witness, wake=notify)
+        self._mover = Mover(
+            device=device,
+            memory=memory,
+            host=host,
+            disk=disk,
+            costs=costs,
+            metrics=metrics,
+            load_deadline_s=load_deadline_s,
+            orders=self._orders,
+            news=self._news,
+            settled=self._settled,
+        )
+        self._thread = device.thread("mover", self._mover.turn)
+        self._thread.wake()
 
     # ------------------------------------------------------------------ what the scheduler asks
 
     def locate(self, keys: Sequence[Key]) -> list[Literal["host", "disk"]]:
-        """Where the longest run of leading `keys` rests. Read-only."""
+        """Where the longest run of leading `keys` rests, as far as this thread can see: an order may come too late, and is a miss then."""
         sources: list[Literal["host", "disk"]] = []
         for key in keys:
             if self._host.pool.get(key) is not None:
@@ -121,7 +153,7 @@ class TransferEngine:
 
     def worth_loading(self, sources: Sequence[Literal["host", "disk"]]) -> bool:
         """Whether loading is expected to take less time than computing, and less than the deadline."""
-        queued = len(self._reads) * self._layout.block_bytes
+        queued = self._mover.num_reads * self._layout.block_bytes
         on_disk = sources.count("disk")
         seconds = self._costs.load_seconds(host_blocks=len(sources) - on_disk, disk_blocks=on_disk, queued_disk_bytes=queued)
         return seconds < min(self._costs.compute_seconds(len(sources)), self._deadline_s)
@@ -129,252 +161,104 @@ class TransferEngine:
     # ------------------------------------------------------------------ submission: never blocks
 
     def submit(self, plans: Sequence[TransferPlan]) -> None:
-        """Start loads, promotions and stores. Loads first: they lease slots that the others might evict."""
+        """Hand plans over. Who gives their device blocks up meanwhile must do so until `uses()` is done (H2, H10)."""
+        if not plans:
+            return
+        numbered = []
         for plan in plans:
+            self._number += 1
             if isinstance(plan, LoadPlan):
-                self._load(plan)
-        promotions = [(plan, self._keep(plan)) for plan in plans if isinstance(plan, PromotePlan)]
-        for promotion, kept in promotions:
-            self._promote(promotion, kept)
-        for plan in plans:
-            if isinstance(plan, StorePlan):
-                self._store(plan)
+                self._loads[self._number] = _Load(plan)
+            elif isinstance(plan, PromotePlan):
+                self._num_promotions += 1
+            numbered.append((self._number, plan))
+        self._tell(Orders(tuple(numbered), self._generation))
+
+    def uses(self) -> Fence | None:
+        """Done when everything ordered so far has let go of its device blocks; None: it has."""
+        return OrderFence(self._number, self._settled) if self._settled.read() < self._number else None
 
     def gates(self, batch: BatchPlan) -> LayerGates:
         """What a flight of `batch` must wait for, layer by layer: only loads of its own requests (H5)."""
-        members = {(row.request_id, row.epoch) for row in batch.rows}
-        loads = [t for t in self._loads if (t.plan.request_id, t.plan.epoch) in members and not t.done()]
+        if not self._loads:
+            return LayerGates()
+        members: set[tuple[RequestId, int]] = set()
+        for row in reversed(batch.rows):
+            if row.tokens is None:
+                break  # a row that decodes has had a flight that waited, and runs behind it
+            members.add((row.request_id, row.epoch))
+        loads = [load for load in self._loads.values() if load.submitted and (load.plan.request_id, load.plan.epoch) in members]
         if not loads:
             return LayerGates()
-        group = self._layers_per_group()
-        return LayerGates(tuple(tuple(t.fences[layer // group] for t in loads) for layer in range(self._layout.num_layers)))
-
-    def _store(self, plan: StorePlan) -> None:
-        """Copy blocks that the host tier lacks, as many as find a slot that is free or evictable; the rest is counted."""
-        pairs = [(k, b) for k, b in zip(plan.keys, plan.block_ids, strict=True) if k not in self._stores and self._host.pool.get(k) is None]
-        room = self._host.pool.num_available
-        if len(pairs) > room:
-            self._metrics.inc("transfers_total", 1, "store", "skipped")
-            del pairs[room:]
-        if not pairs:
-            return
-        slots = self._host.pool.take(len(pairs))
-        keys, block_ids = tuple(key for key, _ in pairs), [block for _, block in pairs]
-        source = self._blocks.share(block_ids)
-        for fence in (*plan.after, *slots.after):
-            self._store_stream.wait(fence)
-        every_layer = range(self._layout.num_layers)
-        watch, stream = Stopwatch(), self._store_stream
-        batch = layers_batch(self._memory, block_ids, self._host_memory, slots.ids, every_layer)
-        fence = stream.submit(self._timed(watch, lambda: stream.copy(batch)), batch.accesses, label=f"store {len(keys)} blocks")
-        source.release(after=(fence,))  # H2: whoever takes these blocks next waits for the fence on its own stream
-        ticket = StoreTicket(keys, plan.prefix, slots, fence, self._clock(), watch, self._generation)
-        self._stores.update(dict.fromkeys(keys, ticket))
-
-    def _load(self, plan: LoadPlan) -> None:
-        source_ids = self._host.pool.match(plan.keys)
-        if len(source_ids) < len(plan.keys):
-            self._events.append(LoadFailed(plan.request_id, plan.epoch))
-            return
-        if self._disk is not None:
-            self._disk.index.touch(plan.keys)  # used here, so not to be evicted there
-        slots, blocks = self._host.pool.share(source_ids), self._blocks.share(plan.block_ids)
-        for fence in plan.after:
-            self._load_stream.wait(fence)
-        group, last = self._layers_per_group(), self._layout.num_layers
-        watch, fences = Stopwatch(), []
-        for first in range(0, last, group):
-            layers = range(first, min(first + group, last))
-            batch = layers_batch(self._host_memory, source_ids, self._memory, plan.block_ids, layers)
-            label = f"load {len(plan.keys)} blocks, layers {layers.start}-{layers.stop - 1}"
-            fences.append(self._load_stream.submit(self._timed(watch, partial(self._load_stream.copy, batch)), batch.accesses, label=label))
-        self._loads.append(LoadTicket(plan, slots, blocks, tuple(fences), self._clock(), watch, self._generation))
-
-    def _keep(self, plan: PromotePlan) -> Lease:
-        """Hold the slots that a promoted run has in the host tier already, so that no promotion of this step evicts them."""
-        return self._host.pool.share([slot for key in plan.keys if (slot := self._host.pool.get(key)) is not None])
-
-    def _promote(self, plan: PromotePlan, kept: Lease) -> None:
-        """Read what is on disk and nobody reads yet; join the reads that are on their way. Without room, the run is cut."""
-        reads: dict[Key, ReadTicket] = {}
-        complete = True
-        for key in plan.keys:
-            if self._host.pool.get(key) is not None:
-                continue
-            if key not in self._reads:
-                complete = self._disk is not None and key in self._disk.index and self._host.pool.num_available > 0
-                if not complete:
-                    break
-                self._read(key)
-            reads[key] = self._reads[key]
-        self._waiters.append(Waiter(plan.request_id, plan.epoch, reads, kept, complete, self._clock() + self._deadline_s))
-
-    def _read(self, key: Key) -> None:
-        assert self._disk is not None
-        disk, slot, pin = self._disk, self._host.pool.take(1), self._disk.index.pin([key])
-        stream = self._read_streams[len(self._reads) % len(self._read_streams)]
-        for fence in slot.after:
-            stream.wait(fence)
-        watch, index = Stopwatch(), slot.ids[0]
-        fence = stream.submit(
-            self._timed(watch, lambda: disk.read(pin.entries[0], self._host.slot(index))),
-            lambda: [pin.entries[0].access(write=False), *self._host_memory.accesses([index], write=True)],
-            label="read block",
-        )
-        self._reads[key] = ReadTicket(key, slot, pin, fence, self._clock(), watch, self._generation)
-
-    def _write(self, key: Key, index: int, prefix: tuple[Key, ...]) -> None:
-        """Write a published slot through to disk, unless it is there or the disk has just refused."""
-        if self._disk is None or self._write_stream is None or key in self._disk.index:
-            return
-        crowded = len(self._writes) >= self._host.pool.size // 2  # each pins a slot: a slow disk must leave some to the others
-        if crowded or self._abandoned or self._clock() < self._disk_resumes_s:
-            self._metrics.inc("transfers_total", 1, "disk-write", "skipped")
-            return
-        try:
-            grant = self._disk.index.reserve(key)
-        except TierFull:
-            self._metrics.inc("transfers_total", 1, "disk-write", "full")
-            return
-        if grant is None:
-            return
-        disk, slot, watch = self._disk, self._host.pool.share([index]), Stopwatch()
-        fence = self._write_stream.submit(
-            self._timed(watch, lambda: disk.write(grant, self._host.slot(index))),
-            lambda: [*grant.accesses(), *self._host_memory.accesses([index], write=False)],
-            label="write block",
-        )
-        self._writes.append(WriteTicket(key, prefix, slot, grant, fence, self._clock(), watch))
+        group = layers_per_group(self._layout, self._segment_bytes)
+        by_group = [tuple(fence for load in loads for fence in load.gates(index)) for index in range(-(-self._layout.num_layers // group))]
+        return LayerGates(tuple(by_group[layer // group] for layer in range(self._layout.num_layers)))
 
     # ------------------------------------------------------------------ completion: never blocks
 
     @property
     def busy(self) -> bool:
-        """Whether any transfer is on its way."""
-        return bool(self._stores or self._loads or self._writes or self._reads or self._waiters or self._events)
+        """Whether any transfer is on its way, writes to disk included, or there is news that nobody polled."""
+        return self._mover.quiet_at != self._sent or len(self._news) > 0 or self._blocks.is_settling or bool(self._loads)
 
     @property
     def awaited(self) -> bool:
         """Whether a request waits for a transfer."""
-        return bool(self._waiters or self._loads or self._events)
+        return bool(self._num_promotions or self._loads)
 
     def poll(self) -> list[TransferEvent]:
-        """Publish what is complete, end what failed, and say which requests' waits are over."""
-        self._finish_stores()
-        self._finish_loads()
-        self._finish_writes()
-        self._finish_reads()
-        self._finish_waiters()
-        events, self._events = self._events, []
+        """Take in what the mover says: let blocks go, and say which requests' waits are over. Raises what ended the mover."""
+        events: list[TransferEvent] = []
+        settled = self._settled.read()  # before the news: of what has settled by now, all news is there
+        while (news := self._news.take()) is not None:
+            match news:
+                case LoadSubmitted():
+                    load = self._loads[news.number]
+                    load.submitted = news
+                    events.append(LoadReady(load.plan.request_id, load.plan.epoch))
+                case LoadMissed(number):
+                    load = self._loads[number]
+                    if not load.told:
+                        load.told = True
+                        events.append(LoadFailed(load.plan.request_id, load.plan.epoch))
+                case Promoted():
+                    self._num_promotions -= 1
+                    events.append(news)
+                case MoverFailed(error):
+                    self._failed = True
+                    raise error
+        for number in list(takewhile(settled.__ge__, self._loads)):
+            del self._loads[number]
+        self._blocks.settle()
         return events
 
-    def _finish_stores(self) -> None:
-        for ticket in [*dict.fromkeys(self._stores.values())]:
-            if not ticket.fence.poll():
-                break  # one stream: the later ones are not done either
-            for key in ticket.keys:
-                del self._stores[key]
-            good = self._ended("store", ticket.fence, len(ticket.keys), ticket.submitted_s)
-            if good and self._is_wanted(ticket):
-                for key, slot in zip(ticket.keys, ticket.slots.ids, strict=True):
-                    self._host.pool.publish(slot, key)  # H7: only now
-                    self._write(key, slot, ticket.prefix)
-            ticket.slots.release(after=(ticket.fence,))
-            self._touch(ticket.prefix)
+    def failed_loads(self) -> list[TransferEvent]:
+        """Loads that have failed by their own fences, though the mover has not said so yet; each is told once.
 
-    def _finish_loads(self) -> None:
-        for ticket in [t for t in self._loads if t.done()]:
-            self._loads.remove(ticket)
-            failed = next((fence for fence in ticket.fences if fence.failure is not None), ticket.fences[-1])
-            if self._ended("load", failed, len(ticket.plan.keys), ticket.submitted_s):
-                self._costs.saw_transfer("host", len(ticket.plan.keys) * self._layout.block_bytes, ticket.work.seconds)
-                if self._is_wanted(ticket):
-                    for key, block in zip(ticket.plan.keys, ticket.plan.block_ids, strict=True):
-                        self._blocks.publish(block, key)
-            else:
-                self._events.append(LoadFailed(ticket.plan.request_id, ticket.plan.epoch))
-            ticket.slots.release()
-            ticket.blocks.release()
-
-    def _finish_writes(self) -> None:
-        assert self._disk is not None or not self._writes
-        while self._writes and self._writes[0].fence.poll():
-            ticket = self._writes.pop(0)
-            if self._disk is not None:
-                if self._ended("disk-write", ticket.fence, 1, ticket.submitted_s) and ticket.grant.written:
-                    self._disk.index.publish(ticket.grant)
-                else:
-                    self._disk.index.abandon(ticket.grant)
-                    self._disk_resumes_s = self._clock() + _DISK_PAUSE_S
-            ticket.slot.release()
-            if not self._writes or self._writes[0].prefix is not ticket.prefix:
-                self._touch(ticket.prefix)  # again after the last write of a store: what was being written could not be counted before
-
-    def _touch(self, prefix: Sequence[Key]) -> None:
-        """Count a run from the start of a sequence as just used, in both tiers: they shall evict it from its end."""
-        self._host.pool.touch(prefix)
-        if self._disk is not None:
-            self._disk.index.touch(prefix)
-
-    def _finish_reads(self) -> None:
-        for ticket in [t for t in self._reads.values() if t.fence.poll()]:
-            assert self._disk is not None
-            del self._reads[ticket.key]
-            if self._ended("disk-read", ticket.fence, 1, ticket.submitted_s):
-                self._costs.saw_transfer("disk", self._layout.block_bytes, ticket.work.seconds)
-                if self._is_wanted(ticket):
-                    self._host.pool.publish(ticket.slot.ids[0], ticket.key)
-                    self._keep_for_waiters(ticket)
-            elif not isinstance(ticket.failure(), TierTimeout):
-                self._disk.index.forget(ticket.pin.entries[0])  # damaged or unreadable: it is computed and written anew
-            ticket.pin.release()
-            ticket.slot.release(after=(ticket.fence,))
-
-    def _keep_for_waiters(self, ticket: ReadTicket) -> None:
-        """Hold the promoted block for those who wait for more, so that nothing evicts it before they come for it."""
-        for waiter in self._waiters:
-            if waiter.reads.get(ticket.key) is ticket and (slot := self._host.pool.get(ticket.key)) is not None:
-                waiter.kept.extend(self._host.pool.share([slot]))
-
-    def _finish_waiters(self) -> None:
-        now = self._clock()
-        for waiter in list(self._waiters):
-            done = not any(self._reads.get(key) is read for key, read in waiter.reads.items())  # taken in, not only ended: now findable
-            if not done and now < waiter.deadline_s:
-                continue
-            self._waiters.remove(waiter)
-            waiter.kept.release()
-            good = done and all(read.failure() is None for read in waiter.reads.values())
-            reason: Literal["done", "deadline", "failed", "no_room"]
-            reason = "deadline" if not done else "failed" if not good else "done" if waiter.complete else "no_room"
-            self._events.append(Promoted(waiter.request_id, waiter.epoch, reason == "done", reason))
-
-    def _is_wanted(self, ticket: StoreTicket | LoadTicket | ReadTicket) -> bool:
-        return ticket.generation == self._generation
-
-    def _ended(self, kind: str, fence: Fence, num_blocks: int, submitted_s: float) -> bool:
-        """Count the end of a transfer; True when it went well."""
-        error = fence.failure
-        self._metrics.inc("transfers_total", 1, kind, "done" if error is None else "failed")
-        if error is None:
-            self._metrics.inc("transfer_bytes_total", num_blocks * self._layout.block_bytes, kind)
-            self._metrics.observe("transfer_seconds", self._clock() - submitted_s, kind)
-        elif self._clock() >= self._next_warning_s:
-            self._next_warning_s = self._clock() + _WARNING_PERIOD_S
-            logger.warning("%s failed and is a miss: %s: %s", kind, type(error).__name__, error)
-        return error is None
+        For whoever has seen the end of a flight that was gated by them: what it computed must not be believed.
+        """
+        events: list[TransferEvent] = []
+        for load in self._loads.values():
+            if load.has_failed():
+                load.told = True
+                events.append(LoadFailed(load.plan.request_id, load.plan.epoch))
+        return events
 
     # ------------------------------------------------------------------ the rest
 
+    @property
+    def has_forgotten(self) -> bool:
+        """Whether what `forget_all` made unreachable is out of the tiers' ledgers by now."""
+        return self._thread.failure is not None or self._mover.num_forgotten == self._generation
+
     def forget_all(self) -> None:
-        """Make everything in the host and disk tiers unreachable at once (H8).
+        """Make everything in the host and disk tiers unreachable at once (H8): whatever is ordered from here on finds nothing of before.
 
         Transfers on their way end by their fences, and nothing that they moved becomes findable.
         """
         self._generation += 1
-        self._host.pool.forget_all()
-        if self._disk is not None:
-            self._disk.index.clear()
+        self._mover.generation = self._generation
+        self._tell(Forget())
 
     def flush(self, *, timeout_s: float) -> bool:
         """Let what is on its way end, writes to disk included. Blocks; any thread, once the engine thread has ended.
@@ -383,30 +267,28 @@ class TransferEngine:
         """
         deadline = self._clock() + timeout_s
         while self.busy:
-            if self._clock() >= deadline:
-                self._abandoned = True
+            if self._clock() >= deadline or self._failed:
+                self._mover.abandoned = True
+                self._thread.wake()
                 return False
             self.poll()
             self._sleep(_FLUSH_POLL_S)
         return True
 
     def close(self) -> None:
-        """Take in what ended since the last poll and let go of the disk. Only once the streams have ended. Idempotent."""
+        """Take in what ended since the last poll and let go of the disk. Only once streams and threads have ended. Idempotent."""
         try:
+            self._mover.abandoned = True  # nothing new begins: there is no stream for it
+            if self._thread.failure is None:
+                self._mover.turn()
+                while len(self._orders):
+                    self._mover.turn()
             self.poll()
         finally:
             if self._disk is not None:
                 self._disk.close()
 
-    def _layers_per_group(self) -> int:
-        return min(self._layout.num_layers, -(-_MIN_SEGMENT_BYTES // self._layout.layer_bytes))
-
-    def _timed(self, watch: Stopwatch, work: Callable[[], None]) -> Callable[[], None]:
-        def run() -> None:
-            if self._abandoned:
-                raise TierTimeout("the engine closed before this could begin")
-            start = self._clock()
-            work()
-            watch.seconds += self._clock() - start
-
-        return run
+    def _tell(self, message: Orders | Forget) -> None:
+        self._sent += 1
+        self._orders.put(message)
+        self._thread.wake()

@@ -1,18 +1,21 @@
-"""Transfers on their way: what each one holds, and the fence that ends it. Owned by the transfer engine, on the engine thread.
+"""Transfers on their way: what each one holds, and what ends it. Owned by the mover, on its thread.
 
-A ticket's leases end with its fence and never by time (H6, H10): a request that stops waiting leaves its ticket behind, and the
+A ticket's leases end with its fences and never by time (H6, H10): a request that stops waiting leaves its ticket behind, and the
 bytes still land where nobody else is.
 
-generation   how often everything had been forgotten when the ticket was made; a ticket of an earlier one publishes nothing (H8)
+number       by which the engine thread knows the order; it holds the device blocks until it is told of the end
+generation   how often everything had been forgotten when the order was given; a ticket of an earlier one publishes nothing (H8). A load's
+             is kept by the engine thread, which publishes its blocks
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from sidestream.kv.pool import Lease
 from sidestream.tiers.index import ReadLease, WriteGrant
-from sidestream.types import Fence, Key, LoadPlan, RequestId
+from sidestream.transfer.pacing import Copy
+from sidestream.types import Fence, Key, LoadPlan, RequestId, StorePlan
 
 
 @dataclass(slots=True, eq=False)
@@ -22,37 +25,70 @@ class Stopwatch:
     seconds: float = 0.0
 
 
+@dataclass(slots=True, eq=False)
+class StoreOrder:
+    """A store that was ordered. It is carried out in pieces, so that no turn of the mover takes long (P8).
+
+    begun    blocks that were looked at
+    pieces   tickets that are on their way
+    cut      some of its blocks found no slot
+    """
+
+    number: int
+    plan: StorePlan
+    generation: int
+    begun: int = 0
+    pieces: int = 0
+    cut: bool = False
+
+    @property
+    def settled(self) -> bool:
+        """Whether nothing of it is to come or on its way."""
+        return self.begun == len(self.plan.keys) and not self.pieces
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class StoreTicket:
-    """Device to host. Holds the slots; the device blocks were released behind the fence at submission. `prefix`: see StorePlan."""
+    """Device to host, a piece of an order. Holds the slots that it writes. `prefix`: see StorePlan; of the last piece only."""
 
+    order: StoreOrder
     keys: tuple[Key, ...]
     prefix: tuple[Key, ...]
     slots: Lease
-    fence: Fence
-    submitted_s: float
-    work: Stopwatch
-    generation: int
+    copy: Copy
+    ordered_s: float
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class LoadTicket:
-    """Host to device, by layer groups. Holds the slots it reads and the blocks it writes.
+@dataclass(slots=True, eq=False)
+class LoadOrder:
+    """Host to device. Holds the slots that it reads. Carried out in pieces, too: all but the last by whole blocks, the last by layer groups.
 
-    fences   one a group, in the order of the layers
+    begun    blocks of which there are copies
+    copies   pieces, in order; on their way or ended
+    given    how many of them the device was given all of
+    ended    how many of them have ended
+    failure  of the first piece that failed; none is begun after that
     """
 
+    number: int
     plan: LoadPlan
     slots: Lease
-    blocks: Lease
-    fences: tuple[Fence, ...]
-    submitted_s: float
-    work: Stopwatch
-    generation: int
+    ordered_s: float
+    begun: int = 0
+    copies: list[Copy] = field(default_factory=list)
+    given: int = 0
+    ended: int = 0
+    failure: BaseException | None = None
 
-    def done(self) -> bool:
-        """Whether the last group was copied; groups are copied in order."""
-        return self.fences[-1].poll()
+    @property
+    def all_begun(self) -> bool:
+        """Whether there are copies of all its blocks."""
+        return self.begun == len(self.plan.keys)
+
+    @property
+    def settled(self) -> bool:
+        """Whether nothing of it is to come or on its way."""
+        return self.ended == len(self.copies) and (self.all_begun or self.failure is not None)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -67,8 +103,9 @@ class WriteTicket:
     slot: Lease
     grant: WriteGrant
     fence: Fence
-    submitted_s: float
+    ordered_s: float
     work: Stopwatch
+    generation: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -79,7 +116,7 @@ class ReadTicket:
     slot: Lease
     pin: ReadLease
     fence: Fence
-    submitted_s: float
+    ordered_s: float
     work: Stopwatch
     generation: int
 

@@ -20,13 +20,13 @@ ROOMS = ("kv", "schedule", "transfer", "tiers", "execute", "engine")
 CALLS = re.compile(
     "wait|wait_host|poll|done|join|launched|gates|commit|_commit|callback|"  # waits, what they wait for, and what comes before what
     "take|share|extend|truncate|release|_release|pin|reserve|begin|drop|flock|rename|replace|"  # leases and owners
-    "publish|add|abandon|forget|forget_all|clear|remove|rekey|_retire|_unpin|_end|_forget|_ended|_is_wanted|_is_current"
+    "is_ready|retire|failed|publish|add|abandon|forget|forget_all|clear|remove|rekey|_retire|_unpin|_end|_forget|_ended|_is_wanted|_is_current"
 )
 """Functions whose call is a wait, a lease or its end, or makes something findable or not."""
 
 FLAGS = re.compile(
     "failure|epoch|_?generation|finite|void|written|pins|retired|last_fence|shares|keys_version|state|begun|stepped|admits_new|"
-    "avoid_tiers|avoid_disk|is_cached|_open|_references|_fences|_abandoned"
+    "avoid_tiers|avoid_disk|is_cached|_open|_references|_fences|abandoned|loading|told|submitted"
 )
 """Attributes that say what may be believed and who may go on: where they are set, and where a decision depends on them."""
 

@@ -61,7 +61,7 @@ def test_a_mutation_of_which_one_edit_does_not_fit_changes_nothing() -> None:
 @pytest.mark.parametrize(
     ("target", "old", "message"),
     [
-        (f"{POOL}.take", "item", "occurs 6 times"),
+        (f"{POOL}.take", "item", "occurs 8 times"),
         (f"{POOL}.fetch", "x", "no fetch in"),
         ("sidestream.kv.pool:PoolExhausted", "x", "is no function"),
     ],
@@ -72,7 +72,7 @@ def test_what_does_not_fit_the_code_says_so(target: str, old: str, message: str)
 
 
 def test_overlapping_edits_are_refused() -> None:
-    twice = mutation(f"{POOL}._pop", "    self._index.remove(item)\n", "", Edit(f"{POOL}._pop", "self._index.remove(item)", ""))
+    twice = mutation(f"{POOL}._evict", "    self._index.remove(item)\n", "", Edit(f"{POOL}._evict", "self._index.remove(item)", ""))
     with pytest.raises(InvariantError, match="the edits overlap"), applied(twice):
         pass
 

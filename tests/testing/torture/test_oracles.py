@@ -30,10 +30,10 @@ NOT_EVER_FINISHED = doctored(
 )
 
 OBJECTIONS: dict[str, tuple[Mutation, int, str, int]] = {
-    "checker": (find("flight-waits-for-the-last-use"), 0, "late", 1),
+    "checker": (find("release-waits-for-the-transfers"), 0, "late", 1),
     "tokens": (find("only-the-last-chunk-samples"), 0, "random", 0),
     "content": (find("key-names-its-prefix"), 0, "random", 0),
-    "balance": (find("forgotten-block-is-free"), 3, "random", 24),
+    "balance": (find("forgotten-block-is-free"), 27, "random", 0),
     "answered": (find("request-ends-before-its-client-is-told"), 0, "random", 0),
     "deadlock": (LOST_FENCE, 0, "random", 0),
     "no progress": (NOT_EVER_FINISHED, 0, "random", 0),
@@ -58,8 +58,8 @@ def test_an_oracle_objects(oracle: str) -> None:
 
 
 def test_the_first_objection_is_that_of_the_first_oracle_in_the_list() -> None:
-    with applied(find("release-keeps-its-fences")):
-        outcome = run_one(draw_workload(0), "late", 1)
+    with applied(find("release-waits-for-uses-that-only-the-host-sees")):
+        outcome = run_one(draw_workload(1), "late", 1)
     assert list(outcome.oracles) == sorted(outcome.oracles, key=ORACLES.index)
     assert len(outcome.oracles) > 1
 

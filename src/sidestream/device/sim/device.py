@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from sidestream.device.base import CopyBatch, Memory, no_accesses
+from sidestream.device.base import CopyBatch, Memory, Rest, no_accesses
 from sidestream.device.sim.policies import HOST, Policy
 from sidestream.device.sim.turns import Actor, Turns
 from sidestream.errors import InvariantError
@@ -175,11 +175,20 @@ class SimStream:
         """Copy segment by segment; between two of them others may run. See `Stream.copy`."""
         if batch.source.pageable or batch.target.pageable:
             self._device.stall("pageable copy")
-        source, target = batch.source.data.numpy(), batch.target.data.numpy()
-        for index, (from_, to) in enumerate(zip(batch.source_starts, batch.target_starts, strict=True)):
+        for index, (source, target) in enumerate(batch.segments()):
             if index:
                 self._turns.point()
-            target[to : to + batch.size] = source[from_ : from_ + batch.size]
+            target.copy_(source)
+
+    def submit_copy(self, batch: CopyBatch, first: int, stop: int, *, label: str = "") -> SimFence:
+        """Enqueue a copy. See `Stream.submit_copy`."""
+        part = batch.part(first, stop)
+        return self.submit(lambda: self.copy(part), part.accesses, label=label)
+
+    def deliver(self, values: torch.Tensor, memory: Memory, start: int) -> None:
+        """Write the values' bytes. See `Stream.deliver`."""
+        flat = values.reshape(-1).view(torch.uint8)
+        memory.data[start : start + flat.numel()].copy_(flat)
 
     # ------------------------------------------------------------------ graphs
 
@@ -283,6 +292,55 @@ class SimStream:
             self._device.witness.waited(self.name, fence)
 
 
+class SimThread:
+    """A thread of the host besides the one that drives the device. See `HostThread`."""
+
+    def __init__(self, device: SimDevice, name: str, turn: Callable[[], Rest]) -> None:
+        self.name = name
+        self.failure: BaseException | None = None
+        self._device = device
+        self._turns = device.turns
+        self._turn = turn
+        self._rest = Rest()
+        self._woken = self._busy = self._closed = False
+        if device.witness is not None:
+            device.witness.sent(f"start of {name}", 1)
+        device.turns.add(name, self._may_go_on, self._awaited, self._run, is_host=True)
+
+    def wake(self) -> None:
+        """Have another turn soon. A point at which others may run."""
+        self._woken = True
+        self._turns.point()
+
+    def close(self) -> None:
+        """Let the turn that runs now come to its end; there is no other. Idempotent."""
+        if not self._closed:
+            self._turns.block(lambda: not self._busy, lambda: self.name)
+            self._closed = True
+            if self._device.witness is not None:
+                self._device.witness.joined(self.name)
+
+    def _may_go_on(self) -> bool:
+        return not self._closed and (self._woken or any(isinstance(fence, SimFence) and fence.done for fence in self._rest.fences))
+
+    def _awaited(self) -> str | None:
+        return next((fence.stream for fence in self._rest.fences if isinstance(fence, SimFence) and not fence.done), None)
+
+    def _run(self) -> None:
+        if self._device.witness is not None:
+            self._device.witness.apart(self.name)
+            self._device.witness.received(f"start of {self.name}", 1)
+        while self.failure is None:
+            self._woken, self._busy = False, True
+            try:
+                rest = self._turn()
+                self._rest = Rest(tuple(rest.fences), rest.until_s)
+            except Exception as error:
+                self.failure, self._rest, self._closed = error, Rest(), True
+            self._busy = False
+            self._turns.block(self._may_go_on, self._awaited, wake_s=None if self._closed else self._rest.until_s)
+
+
 class SimDevice:
     """Streams that a policy drives. Made, driven and closed by one thread, which is "the host".
 
@@ -291,6 +349,8 @@ class SimDevice:
     """
 
     kind = "sim"
+    torch_device = torch.device("cpu")
+    segment_bytes = 64 << 10
 
     def __init__(self, policy: Policy, *, witness: Witness | None = None, timeline: Timeline | None = None) -> None:
         self.turns = Turns(policy)
@@ -298,6 +358,7 @@ class SimDevice:
         self.timeline = timeline
         self.closed = False
         self._streams: dict[str, SimStream] = {}
+        self._threads: list[SimThread] = []
         self._memories: dict[str, Memory] = {}
         self._waits: Counter[str] = Counter()
         self._dying: list[tuple[tuple[SimFence, ...], Memory, int, int]] = []
@@ -311,17 +372,35 @@ class SimDevice:
         stream = self._streams[name] = SimStream(self, name)
         return stream
 
+    def worker(self, name: str) -> SimStream:
+        """A stream like any other: what it runs may sleep."""
+        return self.stream(name)
+
+    def thread(self, name: str, turn: Callable[[], Rest]) -> SimThread:
+        """A thread of the host that takes turns. See `Device.thread`."""
+        thread = SimThread(self, name, turn)
+        self._threads.append(thread)
+        return thread
+
+    def prepare(self, batch: CopyBatch) -> CopyBatch:
+        """As it is."""
+        return batch
+
     def allocate(self, name: str, num_bytes: int) -> Memory:
         """Device memory, all poison."""
-        return self._add(Memory(name, torch.full((num_bytes,), POISON, dtype=torch.uint8)))
+        return self._add(Memory(name, (torch.full((num_bytes,), POISON, dtype=torch.uint8),)))
 
-    def allocate_host(self, name: str, num_bytes: int) -> Memory:
+    def allocate_host(self, name: str, num_bytes: int, *, item_bytes: int = 1) -> Memory:
         """Host memory that streams may copy from and to, all poison."""
         return self.allocate(name, num_bytes)
 
+    def ready_bytes(self, memory: Memory) -> int:
+        """All of it."""
+        return memory.num_bytes
+
     def allocate_pageable(self, name: str, num_bytes: int) -> Memory:
         """Host memory of the ordinary kind: a copy from or to it stalls the host, which is an error."""
-        return self._add(Memory(name, torch.full((num_bytes,), POISON, dtype=torch.uint8), pageable=True))
+        return self._add(Memory(name, (torch.full((num_bytes,), POISON, dtype=torch.uint8),), pageable=True))
 
     def wait_host(self, fence: Fence, *, reason: str, timeout_s: float | None = None) -> bool:
         """Let others run until `fence` is done. See `Device.wait_host`. Raises Deadlock if it can never be."""
@@ -381,8 +460,10 @@ class SimDevice:
         self._dying = left
 
     def close(self) -> None:
-        """Run what was submitted, then end the streams. Idempotent. Raises Deadlock when something can never run."""
+        """Run what was submitted, then end streams and threads. Idempotent. Raises Deadlock when something can never run."""
         if not self.closed:
+            for thread in self._threads:
+                thread.close()
             self.turns.block(lambda: all(stream.idle for stream in self._streams.values()), self._unfinished)
         self.kill()
 

@@ -42,6 +42,7 @@ class Actor:
 
     ready     whether it can go on; asked again at every point
     awaits    name of the actor that it cannot go on without, for messages and for policies
+    is_host   a thread of the host: what it sees done, the host knows
     wake_s    virtual time at which it goes on whatever `ready` says
     baton     free exactly while the turn is on its way to it
     """
@@ -49,6 +50,7 @@ class Actor:
     name: str
     ready: Callable[[], bool]
     awaits: Callable[[], str | None]
+    is_host: bool = False
     wake_s: float | None = None
     thread: threading.Thread | None = None
     baton: threading.Lock = field(default_factory=_held)
@@ -83,16 +85,18 @@ class Turns:
         self.points = 0
         self.log: list[str] = []
         self._policy = policy
-        self._host = Actor(HOST, _always, _nobody)
+        self._host = Actor(HOST, _always, _nobody, is_host=True)
         self._actors = [self._host]
         self._running = self._host
         self._failure: BaseException | None = None
         self._spins = 0
         self._ended = False
 
-    def add(self, name: str, ready: Callable[[], bool], awaits: Callable[[], str | None], run: Callable[[], None]) -> Actor:
+    def add(
+        self, name: str, ready: Callable[[], bool], awaits: Callable[[], str | None], run: Callable[[], None], *, is_host: bool = False
+    ) -> Actor:
         """Start an actor on a thread of its own; `run` begins with its first turn and must go through `block` for every other one."""
-        actor = Actor(name, ready, awaits)
+        actor = Actor(name, ready, awaits, is_host)
         self._actors.append(actor)
 
         def body() -> None:
@@ -115,8 +119,8 @@ class Turns:
 
     @property
     def at_host(self) -> bool:
-        """Whether the caller is the host."""
-        return self._running is self._host
+        """Whether the caller is a thread of the host."""
+        return self._running.is_host
 
     def point(self) -> None:
         """Let others go first, or not, as the policy says; the caller could go on at once."""

@@ -149,8 +149,8 @@ def copy(
     batch = CopyBatch(
         source.memory,
         target.memory,
-        [LAYOUT.layer_span(item, layer, layer + 1)[0] for item, _ in ids for layer in layers],
-        [LAYOUT.layer_span(item, layer, layer + 1)[0] for _, item in ids for layer in layers],
+        np.array([LAYOUT.layer_span(item, layer, layer + 1)[0] for item, _ in ids for layer in layers], np.int64),
+        np.array([LAYOUT.layer_span(item, layer, layer + 1)[0] for _, item in ids for layer in layers], np.int64),
         size,
     )
     return stream.submit(lambda: stream.copy(batch), batch.accesses, label=label)

@@ -49,7 +49,7 @@ EXEMPT: tuple[Exempt, ...] = tuple(exempt for room in _ROOMS for exempt in room.
 ELSEWHERE: dict[str, str] = {
     "H13": "there is one rank",
     "H18": "there are no graphs, and a batch is packed anew for every flight",
-    "H20": "no flag is shared with another thread but the transfer engine's `_abandoned`, read once",
+    "H20": "what threads share besides messages is read once where it decides: the mover's `generation`, and `abandoned`, which stays set",
 }
 
 

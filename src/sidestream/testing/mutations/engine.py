@@ -10,13 +10,21 @@ _MAILBOX = "sidestream.execute.mailbox:Mailbox"
 
 MUTATIONS = (
     Mutation(
-        name="loads-are-submitted-before-their-flight-is-gated",
+        name="store-is-ordered-before-its-blocks-are-released",
         hazard="H23",
-        target=f"{_LOOP}.step",
-        old="        parts.transfers.submit(plan.transfers)\n        gates = parts.transfers.gates(plan.batch)\n",
-        new="        gates = parts.transfers.gates(plan.batch)\n        parts.transfers.submit(plan.transfers)\n",
-        removes="a flight waits for the loads of earlier steps and not for its own",
+        target=f"{_LOOP}._commit",
+        old="        parts.transfers.submit([committed.store])  # before anything is freed: the blocks are still their requests'\n",
+        new="        pass\n",
+        removes="a request that ends gives its blocks back as if nothing was to be stored of them",
         needs=frozenset({"offload"}),
+        also=(
+            Edit(
+                f"{_LOOP}._commit",
+                '        if not session.tell() and reason is None:\n            self._forget(request, "abort")\n',
+                '        if not session.tell() and reason is None:\n            self._forget(request, "abort")\n'
+                "    if parts.transfers is not None and committed.store is not None:\n        parts.transfers.submit([committed.store])\n",
+            ),
+        ),
     ),
     Mutation(
         name="launched-flight-is-noted",
@@ -70,15 +78,6 @@ MUTATIONS = (
         needs=frozenset({"bad_logits"}),
     ),
     Mutation(
-        name="failed-load-is-known-before-its-flight-is-believed",
-        hazard="H9",
-        target=f"{_LOOP}._commit",
-        old="    self._apply_events()",
-        new="    ",
-        removes="a token that was drawn from blocks which a load left half filled goes to its client",
-        needs=frozenset({"failing_copy", "offload"}),
-    ),
-    Mutation(
         name="request-ends-before-its-client-is-told",
         hazard="H24",
         target=f"{_LOOP}._commit",
@@ -126,10 +125,28 @@ MUTATIONS = (
         name="reset-reaches-the-tiers",
         hazard="H8",
         target=f"{_LOOP}.reset_cache",
-        old="            self.parts.transfers.forget_all()\n",
+        old="            transfers.forget_all()\n",
         new="            pass\n",
         removes="blocks in the tiers are found after a reset",
         needs=frozenset({"offload", "reset"}),
+    ),
+    Mutation(
+        name="reset-lasts-until-the-tiers-have-forgotten",
+        hazard="H8",
+        target=f"{_LOOP}.reset_cache",
+        old="    while transfers is not None and not transfers.has_forgotten and self._alive:\n",
+        new="    while False:\n",
+        removes="a reset has ended, and blocks of before it are found in a tier",
+        needs=frozenset({"offload", "reset"}),
+    ),
+    Mutation(
+        name="load-that-is-ready-joins-a-flight",
+        hazard="H26",
+        target=f"{_LOOP}._apply",
+        old="                scheduler.load_ready(request_id, epoch)\n",
+        new="                pass\n",
+        removes="a request waits for ever for blocks that are there",
+        needs=frozenset({"offload"}),
     ),
     Mutation(
         name="new-weights-wait-for-running-requests",
@@ -265,6 +282,30 @@ MUTATIONS = (
 EQUIVALENT = (
     Equivalent(
         Mutation(
+            name="failed-load-is-known-before-its-flight-is-believed",
+            hazard="H9",
+            target=f"{_LOOP}._commit",
+            old="    self._apply_events()",
+            new="    ",
+            removes="a token that was drawn from blocks which a load left half filled goes to its client",
+            needs=frozenset({"failing_copy", "offload"}),
+        ),
+        "the fences of the load say the same: see failure-of-a-load-is-known-with-its-flight",
+    ),
+    Equivalent(
+        Mutation(
+            name="loads-are-submitted-before-their-flight-is-gated",
+            hazard="H23",
+            target=f"{_LOOP}.step",
+            old="        parts.transfers.submit(plan.transfers)\n        gates = parts.transfers.gates(plan.batch)\n",
+            new="        gates = parts.transfers.gates(plan.batch)\n        parts.transfers.submit(plan.transfers)\n",
+            removes="a flight waits for the loads of earlier steps and not for its own",
+            needs=frozenset({"offload"}),
+        ),
+        "a request joins a flight when its load has all its fences, which takes the mover a turn: no load of this step gates a flight of this step",
+    ),
+    Equivalent(
+        Mutation(
             name="store-is-submitted-before-its-request-ends",
             hazard="H2",
             target=f"{_LOOP}._commit",
@@ -316,11 +357,19 @@ EQUIVALENT = (
 _OTHER_THREAD = "another thread's wait for the engine's; a schedule has one thread"
 _NOTHING = "without it nothing is told, published or ended; when it happens is ruled above"
 
+_UNBUILT = "of an engine that could not be built: nothing runs"
+_WARM_UP = "before anything is served; tests/attention/test_engine_in_interpreter.py runs it"
+
 EXEMPT = (
     Exempt(
         f"{_BUILD}:_open_tiers", "fingerprint=model.fingerprint,", "a schedule opens its disk itself; see disk-of-other-weights-is-refused"
     ),
     Exempt(f"{_BUILD}:build_engine", "salt=config.salt,\n", "see new-weights-keep-the-salt"),
+    Exempt(f"{_BUILD}:build_engine", "undo.callback(device.close)", _UNBUILT),
+    Exempt(f"{_BUILD}:build_engine", "undo.callback(disk.close)", _UNBUILT),
+    Exempt(f"{_BUILD}:_open_device", "undo.callback(device.close)", _UNBUILT),
+    Exempt(f"{_BUILD}:_warm_up", "lease = blocks.take(", _WARM_UP),
+    Exempt(f"{_BUILD}:_warm_up", "lease.release()", _WARM_UP),
     Exempt(f"{_LOOP}.call", "done.wait(0.05)", _OTHER_THREAD),
     Exempt(f"{_LOOP}._end_loop", "self._thread.join()", _OTHER_THREAD),
     Exempt(f"{_LOOP}.step", "after=plan.after, gates=gates", "see flight-waits-for-the-last-use and layer-waits-for-its-load"),

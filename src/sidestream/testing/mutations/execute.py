@@ -11,15 +11,6 @@ _STATE = "sidestream.execute.state:DecodeState"
 
 MUTATIONS = (
     Mutation(
-        name="flight-waits-for-the-last-use",
-        hazard="H2",
-        target=f"{_EAGER}.launch",
-        old="    for fence in after:\n        self._stream.wait(fence)\n",
-        new="",
-        removes="a flight writes into blocks that a store still reads",
-        needs=frozenset({"offload"}),
-    ),
-    Mutation(
         name="layer-waits-for-its-load",
         hazard="H5",
         target=f"{_EAGER}._gate",
@@ -84,19 +75,17 @@ MUTATIONS = (
     Mutation(
         name="letters-have-their-own-slots",
         hazard="H17",
-        target=f"{_MAILBOX}.address",
-        old="    lease = self._pool.take(1)\n    return Letter(lease, self._slots[lease.ids[0]], self._slot_bytes)\n",
-        new="    lease = self._pool.take(1)\n    return Letter(lease, self._slots[0], self._slot_bytes)\n",
+        target="sidestream.execute.mailbox:Letter.start",
+        old="return self.lease.ids[0] * self.num_bytes",
+        new="return 0",
         removes="a flight writes what it drew over what the host has not read yet",
     ),
     Mutation(
         name="letter-is-held-until-it-was-read",
         hazard="H17",
         target=f"{_MAILBOX}.address",
-        old="    lease = self._pool.take(1)\n    return Letter(lease, self._slots[lease.ids[0]], self._slot_bytes)\n",
-        new=(
-            "    lease = self._pool.take(1)\n    lease.release()\n    return Letter(lease, self._slots[lease.ids[0]], self._slot_bytes)\n"
-        ),
+        old="    return Letter(self._pool.take(1), self._slot_bytes)\n",
+        new="    lease = self._pool.take(1)\n    lease.release()\n    return Letter(lease, self._slot_bytes)\n",
         removes="a slot of the mailbox is free while its flight has yet to write and the host to read",
         also=(
             Edit(f"{_MAILBOX}.read", "    letter.lease.release(after=(fence,))\n", ""),
@@ -107,8 +96,8 @@ MUTATIONS = (
         name="broken-logits-are-told",
         hazard="H9",
         target=f"{_MAILBOX}.write",
-        old="letter.slot.finite[:count] = drawn.finite.numpy()",
-        new="letter.slot.finite[:count] = True",
+        old='"finite": drawn.finite}',
+        new='"finite": drawn.finite | True}',
         removes="the host believes what was drawn from logits that are no numbers",
         needs=frozenset({"bad_logits"}),
     ),
@@ -134,6 +123,19 @@ MUTATIONS = (
 EQUIVALENT = (
     Equivalent(
         Mutation(
+            name="flight-waits-for-the-last-use",
+            hazard="H2",
+            target=f"{_EAGER}.launch",
+            old="    for fence in after:\n        self._stream.wait(fence)\n",
+            new="",
+            removes="a flight does not wait for the last use of its blocks",
+            needs=frozenset({"offload"}),
+        ),
+        "flights run in the order of their launch, and blocks that anything else uses come back when the host has seen the end of that use",
+        noticed_by="engine/test_offload.py::test_flight_waits_for_what_it_is_told_to_wait_for",
+    ),
+    Equivalent(
+        Mutation(
             name="row-begins-with-its-last-token",
             hazard="H16",
             target=f"{_STATE}.begin",
@@ -145,7 +147,15 @@ EQUIVALENT = (
     ),
 )
 
+_WARM_UP = "before anything is served; tests/attention/test_engine_in_interpreter.py runs it"
+
 EXEMPT = (
+    Exempt(f"{_EAGER}.warm_up", "replace(row, start=1", "a value"),
+    Exempt(f"{_EAGER}._run_for_nothing", "after=(), gates=LayerGates()", _WARM_UP),
+    Exempt(f"{_EAGER}._run_for_nothing", 'self._device.wait_host(flight.fence, reason="flight")', _WARM_UP),
+    Exempt(f"{_EAGER}._run_for_nothing", "flight.drop()", _WARM_UP),
+    Exempt(f"{_EAGER}._run_for_nothing", "if flight.fence.failure is not None:", _WARM_UP),
+    Exempt("sidestream.execute.inputs:StepInputs.to", "replace(self, **moved)", "a value"),
     Exempt(f"{_EAGER}._run", "self._state.begin(row.row, row.begin)", "see row-begins-on-the-device"),
     Exempt(f"{_EAGER}._run", "self._state.commit(rows, drawn.tokens)", "see drawn-token-stays-on-the-device"),
 )

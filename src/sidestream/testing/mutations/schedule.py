@@ -75,9 +75,18 @@ MUTATIONS = (
         name="release-waits-for-the-last-flight",
         hazard="H3",
         target=f"{_SCHEDULER}._give_up_device",
-        old="request.blocks.release(after=after)",
-        new="request.blocks.release()",
+        old="request.blocks.release(after=after, ",
+        new="request.blocks.release(",
         removes="a load or a store of the next owner does not wait for the flight that still uses the blocks",
+    ),
+    Mutation(
+        name="release-waits-for-the-transfers",
+        hazard="H10",
+        target=f"{_SCHEDULER}._give_up_device",
+        old="request.blocks.release(after=after, until=self._tiers.uses())",
+        new="request.blocks.release(after=after)",
+        removes="whoever gets a block next writes into it while a store still reads it, or a load that nobody waits for any more lands in it",
+        needs=frozenset({"offload"}),
     ),
     Mutation(
         name="flight-leaves-its-fence",
@@ -88,26 +97,8 @@ MUTATIONS = (
         removes="a request that ends does not know which flight still uses what it releases",
     ),
     Mutation(
-        name="grown-block-waits-for-its-last-use",
-        hazard="H2",
-        target=f"{_SCHEDULER}._reserve",
-        old="    fresh = self._blocks.take(missing)\n    draft.after.extend(fresh.after)\n    request.blocks.extend(fresh)\n",
-        new="    fresh = self._blocks.take(missing)\n    request.blocks.extend(fresh)\n",
-        removes="a decode step writes into a block that a store still reads",
-        needs=frozenset({"offload"}),
-    ),
-    Mutation(
-        name="fresh-blocks-wait-for-their-last-use",
-        hazard="H4",
-        target=f"{_SCHEDULER}._try_admit",
-        old="    draft.after.extend(fresh.after)\n",
-        new="",
-        removes="a prefill writes into blocks that a store still reads",
-        needs=frozenset({"offload"}),
-    ),
-    Mutation(
         name="load-waits-for-its-blocks-last-use",
-        hazard="H3",
+        hazard="H4",
         target=f"{_SCHEDULER}._try_admit",
         old="LoadPlan(request.id, request.epoch, keys, block_ids, fresh.after)",
         new="LoadPlan(request.id, request.epoch, keys, block_ids, ())",
@@ -180,6 +171,25 @@ MUTATIONS = (
         new="            pass\n",
         removes="others wait for ever for blocks that a request was about to complete when it ended",
         needs=frozenset({"abort"}),
+    ),
+    # ------------------------------------------------------------------ loads
+    Mutation(
+        name="load-has-its-fences-before-its-first-flight",
+        hazard="H5",
+        target=f"{_SCHEDULER}._plan_running",
+        old="    if request.loading:\n        return\n",
+        new="",
+        removes="a request joins a flight before its load has fences that the flight could wait for",
+        needs=frozenset({"offload"}),
+    ),
+    Mutation(
+        name="request-with-a-load-is-loading",
+        hazard="H5",
+        target=f"{_SCHEDULER}._try_admit",
+        old="request.loading = loads > 0",
+        new="request.loading = False",
+        removes="nobody knows that a request's load has no fences yet",
+        needs=frozenset({"offload"}),
     ),
     # ------------------------------------------------------------------ rows
     Mutation(
@@ -286,6 +296,45 @@ MUTATIONS = (
 _SAVES_TIME = "saves work only: "
 
 EQUIVALENT = (
+    Equivalent(
+        Mutation(
+            name="fresh-blocks-wait-for-their-last-use",
+            hazard="H4",
+            target=f"{_SCHEDULER}._try_admit",
+            old="    draft.after.extend(fresh.after)\n",
+            new="",
+            removes="a prefill does not wait for the last use of its blocks",
+            needs=frozenset({"offload"}),
+        ),
+        "flights run in the order of their launch, and blocks that anything else uses come back when the host has seen the end of that use",
+        noticed_by="schedule/test_scheduler_retraction.py::test_a_flight_waits_for_the_last_use_of_the_blocks_it_writes",
+    ),
+    Equivalent(
+        Mutation(
+            name="grown-block-waits-for-its-last-use",
+            hazard="H2",
+            target=f"{_SCHEDULER}._reserve",
+            old="    fresh = self._blocks.take(missing)\n    draft.after.extend(fresh.after)\n    request.blocks.extend(fresh)\n",
+            new="    fresh = self._blocks.take(missing)\n    request.blocks.extend(fresh)\n",
+            removes="a decode step does not wait for the last use of its new block",
+            needs=frozenset({"offload"}),
+        ),
+        "flights run in the order of their launch, and blocks that anything else uses come back when the host has seen the end of that use",
+        noticed_by="schedule/test_scheduler_retraction.py::test_a_decode_row_that_grows_waits_for_the_last_use_of_its_new_block",
+    ),
+    Equivalent(
+        Mutation(
+            name="load-is-ready-for-its-own-epoch",
+            hazard="H5",
+            target=f"{_SCHEDULER}.load_ready",
+            old="if request is not None and request.epoch == epoch:",
+            new="if request is not None:",
+            removes="news of a load that was given up lets another one's request into a flight too early",
+            needs=frozenset({"offload", "preempt"}),
+        ),
+        "an old load's news and the new one's order are too many steps apart for a schedule to bring them together",
+        noticed_by="schedule/test_scheduler_tiers.py::test_news_of_a_load_that_was_given_up_lets_nobody_into_a_flight",
+    ),
     Equivalent(
         Mutation(
             name="wait-for-the-disk-ends",
@@ -523,5 +572,10 @@ EXEMPT = (
         "without it a request has no blocks to write to; when they may be written is ruled above",
     ),
     Exempt(f"{_SCHEDULER}._start", "self._rows.take(1)", "a row waits for nothing: see row-release-waits-for-the-last-flight"),
-    Exempt(f"{_SCHEDULER}._publish", "if self._blocks.publish(block, key):", "which blocks: see only-committed-blocks-are-published"),
+    Exempt(
+        f"{_SCHEDULER}._publish",
+        "if self._blocks.publish(block, key) and index >= request.found_blocks:",
+        "which blocks: see only-committed-blocks-are-published",
+    ),
+    Exempt(f"{_SCHEDULER}.load_ready", "request.loading = False", "see load-has-its-fences-before-its-first-flight"),
 )

@@ -85,24 +85,6 @@ MUTATIONS = (
         needs=frozenset({"disk", "restart"}),
     ),
     Mutation(
-        name="write-from-before-a-reset-publishes-nothing",
-        hazard="H8",
-        target=f"{_INDEX}.publish",
-        old="    if grant.void:\n        self.abandon(grant)\n        return\n",
-        new="",
-        removes="a write that was on its way brings back what a reset forgot",
-        needs=frozenset({"disk", "reset"}),
-    ),
-    Mutation(
-        name="reset-reaches-writes-on-their-way",
-        hazard="H8",
-        target=f"{_INDEX}.clear",
-        old="        grant.void = True\n",
-        new="        pass\n",
-        removes="writes on their way do not learn of a reset",
-        needs=frozenset({"disk", "reset"}),
-    ),
-    Mutation(
         name="reset-forgets-entries",
         hazard="H8",
         target=f"{_INDEX}.clear",
@@ -143,6 +125,32 @@ MUTATIONS = (
 _VERIFIED = "every read verifies the whole file, so it is a miss"
 
 EQUIVALENT = (
+    Equivalent(
+        Mutation(
+            name="reset-reaches-writes-on-their-way",
+            hazard="H8",
+            target=f"{_INDEX}.clear",
+            old="        grant.void = True\n",
+            new="        pass\n",
+            removes="writes on their way do not learn of a reset",
+            needs=frozenset({"disk", "reset"}),
+        ),
+        "the mover asks by generation, too: see disk-write-from-before-a-reset-publishes-nothing",
+        noticed_by="tiers/test_disk_index.py::test_clear_makes_every_key_unreachable_even_those_being_written_H8",
+    ),
+    Equivalent(
+        Mutation(
+            name="write-from-before-a-reset-publishes-nothing",
+            hazard="H8",
+            target=f"{_INDEX}.publish",
+            old="    if grant.void:\n        self.abandon(grant)\n        return\n",
+            new="",
+            removes="a write that was on its way brings back what a reset forgot",
+            needs=frozenset({"disk", "reset"}),
+        ),
+        "the mover asks by generation, too: see disk-write-from-before-a-reset-publishes-nothing",
+        noticed_by="tiers/test_disk_index.py::test_clear_makes_every_key_unreachable_even_those_being_written_H8",
+    ),
     Equivalent(
         Mutation(
             name="length-is-verified",

@@ -7,9 +7,15 @@
     load_replay(...)      a failure, from a file
 
 Everything follows from seeds: no clock, no thread of the system and no other process has a say in what happens.
+
+The transfer engine alone, on a real device, where the machine has its say (`sidestream.testing.torture.hardware`):
+
+    torture_device(...)   block transfers of the code as it is
+    hunt_device(...)      the same without one of its rules
 """
 
 from sidestream.testing.torture.campaign import POLICIES, Failure, Report, run_one, torture
+from sidestream.testing.torture.hardware import DEVICES, HUNT_BLOCKS, ON_HARDWARE, DeviceReport, Missed, hunt_device, torture_device
 from sidestream.testing.torture.hunt import MAX_SCHEDULES, Hunt, Killed, Row, hunt, kill, kill_miniature
 from sidestream.testing.torture.oracle import Reference, reference_of
 from sidestream.testing.torture.replay import Replay, load_replay
@@ -19,17 +25,22 @@ from sidestream.testing.torture.trace import TraceLine, explain, render
 from sidestream.testing.torture.workload import FEATURES, Asked, Event, Fault, Workload, draw_workload
 
 __all__ = [
+    "DEVICES",
     "FEATURES",
+    "HUNT_BLOCKS",
     "MAX_SCHEDULES",
+    "ON_HARDWARE",
     "ORACLES",
     "POLICIES",
     "Asked",
+    "DeviceReport",
     "Event",
     "Failure",
     "Fault",
     "Finding",
     "Hunt",
     "Killed",
+    "Missed",
     "Outcome",
     "Reference",
     "Replay",
@@ -41,6 +52,7 @@ __all__ = [
     "draw_workload",
     "explain",
     "hunt",
+    "hunt_device",
     "kill",
     "kill_miniature",
     "load_replay",
@@ -51,4 +63,5 @@ __all__ = [
     "run_schedule",
     "shrink",
     "torture",
+    "torture_device",
 ]

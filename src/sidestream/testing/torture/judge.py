@@ -72,11 +72,9 @@ def wrong_blocks(engine: Engine, device: ScriptedDevice, reference: Reference) -
 
 def wrong_entries(disk: ScriptedTier, reference: Reference, *, damaged: bool) -> Iterator[str]:
     """Published entries on disk whose payload is not what the key stands for. `damaged`: the script damages files, which reads notice."""
-    for key in list(disk.index):
-        lease = disk.index.pin([key])
-        entry = lease.entries[0]
+    for key, slot in list(disk.index._slots.items()):  # nobody writes meanwhile, and this thread is not the ledger's
+        entry = slot.entry
         payload = disk.peek(entry)
-        lease.release()
         if payload is not None:
             yield from _differing(f"disk entry {entry.serial}", key, payload, reference)
         elif not damaged:
@@ -140,6 +138,11 @@ def _kept(engine: Engine) -> dict[str, int]:
         "awaited keys": scheduler._coming,
     }
     if transfers is not None:
-        for name in ("stores", "loads", "writes", "reads", "waiters", "events"):
-            kept[name] = getattr(transfers, f"_{name}")
+        mover = transfers._mover
+        kept["orders"], kept["news"] = transfers._orders, transfers._news
+        kept["unsettled orders"], kept["loads of requests"] = mover._unsettled, transfers._loads
+        kept["later stores"] = mover._later
+        kept["copies to the host"], kept["copies to the device"] = mover._to_host, mover._to_device
+        for name in ("ended_copies", "arriving", "storing", "stores", "loads", "writes", "reads", "waiters"):
+            kept[name] = getattr(mover, f"_{name}")
     return {name: len(things) for name, things in kept.items()}

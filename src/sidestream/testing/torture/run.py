@@ -26,8 +26,12 @@ from sidestream.testing.torture.script import Scratch, Script, ScriptedDevice, S
 from sidestream.testing.torture.trace import Recorder, TraceLine
 from sidestream.testing.torture.workload import LOAD_DEADLINE_S, Event, Workload
 from sidestream.tiers.index import MEDIUM
-from sidestream.transfer import engine as transfer_engine
+from sidestream.transfer import mover, pacing
+from sidestream.transfer.pacing import Pace
 from sidestream.types import Delta, Fence
+
+# So little that transfers of a toy are cut into slices, wait for streams, and overtake one another.
+_NARROW = Pace(slice_bytes=1 << 20, slice_segments=1, bytes_in_flight=1 << 30, segments_in_flight=6, streams=3)
 
 ORACLES = ("checker", "tokens", "content", "balance", "answered", "deadlock", "no progress", "error")
 """What judges a schedule; the first to object is named first.
@@ -51,8 +55,9 @@ _EVENTS = {
     "crash": "dies, and begins again",
     "restart": "ends, and begins again",
 }
-# When nobody waits any more, the slowest of all operations may end soon.
+# When nobody waits any more, or so many steps in a row had nothing to do, the slowest of all operations may end soon.
 _DRAIN_S = 0.05
+_PATIENT_STEPS = 100
 # Typical schedules take 40 steps, those that wait for a slow disk 200.
 _MAX_STEPS = 2000
 
@@ -118,17 +123,19 @@ def run_schedule(workload: Workload, policy: Policy, *, trace: bool = False, ref
 
 @contextlib.contextmanager
 def _stage(workload: Workload) -> Iterator[None]:
-    """What a schedule changes around it: blocks of a toy are small, its disk's pauses short, and its faults no news."""
+    """What a schedule changes around it: its disk's pauses are short, and its faults no news."""
     logger, level, threads = logging.getLogger("sidestream"), logging.getLogger("sidestream").level, torch.get_num_threads()
-    segment, pause = transfer_engine._MIN_SEGMENT_BYTES, transfer_engine._DISK_PAUSE_S
+    pause, lanes, blocks = mover._DISK_PAUSE_S, (pacing.TO_HOST, pacing.TO_DEVICE), mover._BLOCKS_A_TURN
     logger.setLevel(logging.CRITICAL + 1)
     torch.set_num_threads(1)
-    transfer_engine._MIN_SEGMENT_BYTES = 1 if workload.layer_groups else segment
-    transfer_engine._DISK_PAUSE_S = LOAD_DEADLINE_S
+    if workload.layer_groups:
+        pacing.TO_HOST = pacing.TO_DEVICE = _NARROW
+        mover._BLOCKS_A_TURN = 2  # so that a toy's transfers have several pieces
+    mover._DISK_PAUSE_S = LOAD_DEADLINE_S
     try:
         yield
     finally:
-        transfer_engine._MIN_SEGMENT_BYTES, transfer_engine._DISK_PAUSE_S = segment, pause
+        mover._DISK_PAUSE_S, (pacing.TO_HOST, pacing.TO_DEVICE), mover._BLOCKS_A_TURN = pause, lanes, blocks
         torch.set_num_threads(threads)
         logger.setLevel(level)
 
@@ -147,6 +154,8 @@ class _Life:
         self.checker = Checker(poison=self._poison)
         self.recorder = Recorder(self.checker, self._actor, lines)
         self.device = ScriptedDevice(policy, script, witness=self.recorder)
+        if workload.layer_groups:
+            self.device.segment_bytes = 1
         self.model = ScriptedModel(toy_of(workload), self.device)
         self.model.weights = weights
         self.disk: ScriptedTier | None = None
@@ -218,6 +227,7 @@ class _Schedule:
         """Do what the workload says until all is done; False when the engine was closed under its requests, or does not get on."""
         workload = self._workload
         last = max([0, *(asked.at for asked in workload.requests), *(event.at for event in workload.events)])
+        idle = 0
         for step in range(_MAX_STEPS):
             self._steps += 1
             for event in workload.events:
@@ -230,8 +240,9 @@ class _Schedule:
                 self._judge_answers(over=False)
                 return False
             self._clients(step)
-            if not self._life.engine.step():
-                self._life.device.sleep(_IDLE_S if self._life.engine.unfinished else _DRAIN_S)
+            idle = 0 if self._life.engine.step() else idle + 1
+            if idle:
+                self._life.device.sleep(_IDLE_S if self._life.engine.unfinished and idle < _PATIENT_STEPS else _DRAIN_S)
             if step >= last and not self._life.engine.unfinished and not self._busy():
                 return True
         left = [number for (number, _), sample in self._life.told.items() if sample.reason is None]

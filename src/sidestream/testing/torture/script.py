@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from sidestream.attention.paged import PagedBatch
+from sidestream.attention.paged import AttentionBatch, PagedBatch
 from sidestream.device.base import CopyBatch, Memory
 from sidestream.device.sim import SimDevice, SimStream
 from sidestream.errors import InvariantError, TierCorrupt, TierError, TierFull
@@ -52,8 +52,9 @@ class ScriptedDevice(SimDevice):
     def stream(self, name: str) -> SimStream:
         """See `Device.stream`."""
         stream = super().stream(name)
-        if name in ("store", "load"):
-            stream.copy = self._around(name, stream.copy)  # type: ignore[method-assign, assignment, arg-type]
+        operation = name.partition("-")[0]
+        if operation in ("store", "load"):
+            stream.copy = self._around(operation, stream.copy)  # type: ignore[method-assign, assignment, arg-type]
         return stream
 
     def memory(self, name: str) -> Memory:
@@ -85,7 +86,7 @@ class ScriptedDevice(SimDevice):
         def faulty(batch: CopyBatch) -> None:
             def half() -> None:
                 count = (len(batch.source_starts) + 1) // 2
-                copy(CopyBatch(batch.source, batch.target, batch.source_starts[:count], batch.target_starts[:count], batch.size))
+                copy(batch.part(0, count))
 
             self.play(self.script.next(operation), lambda: copy(batch), torn=half)
 
@@ -101,6 +102,7 @@ class ScriptedModel:
         self.weights = 0
         self.layout: KVLayout = inner.layout
         self.vocab_size: int = inner.vocab_size
+        self.num_heads: int = inner.num_heads
         self.max_model_len: int = inner.max_model_len
         self.eos_token_ids: tuple[int, ...] = inner.eos_token_ids
 
@@ -113,7 +115,7 @@ class ScriptedModel:
         """Its name with that version of the weights."""
         return f"{self._inner.fingerprint}-{weights}"
 
-    def forward(self, tokens: torch.Tensor, positions: torch.Tensor, batch: PagedBatch, logit_rows: torch.Tensor) -> torch.Tensor:
+    def forward(self, tokens: torch.Tensor, positions: torch.Tensor, batch: AttentionBatch, logit_rows: torch.Tensor) -> torch.Tensor:
         """See `ForwardModel.forward`."""
         logits: list[torch.Tensor] = []
         seen = (tokens + self.weights) % self.vocab_size if self.weights else tokens
@@ -127,6 +129,7 @@ class ScriptedModel:
         fault = self._device.script.next("forward")
         self._device.play(fault, proceed, torn=_never)
         if fault is not None and fault.kind == "nan":
+            assert isinstance(batch, PagedBatch), "a toy model has run on it"
             logits[0].fill_(torch.nan)
             for last in logit_rows.tolist():  # only rows with logits: of the others, nobody could know
                 row = bisect_left(batch.query_starts, last + 1) - 1

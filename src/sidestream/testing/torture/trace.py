@@ -75,6 +75,26 @@ class Recorder:
 
     # ------------------------------------------------------------------ Witness
 
+    def apart(self, name: str) -> None:
+        """See `Witness.apart`."""
+        self._checker.apart(name)
+
+    def joined(self, name: str) -> None:
+        """See `Witness.joined`."""
+        self._checker.joined(name)
+
+    def sent(self, channel: str, number: int) -> None:
+        """See `Witness.sent`."""
+        if self._lines is not None:
+            self.say(f"sends {channel} {number}")
+        self._checker.sent(channel, number)
+
+    def received(self, channel: str, number: int) -> None:
+        """See `Witness.received`."""
+        if self._lines is not None:
+            self.say(f"receives {channel} {number}")
+        self._checker.received(channel, number)
+
     def submitted(self, fence: Fence, accesses: Accesses, label: str) -> None:
         """See `Witness.submitted`."""
         if self._lines is not None:

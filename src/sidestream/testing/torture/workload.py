@@ -7,7 +7,6 @@ Every workload can be served: a prompt with all of its outputs fits the pool, so
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -112,7 +111,7 @@ class Workload:
 
     blocks, slots, disk_blocks   sizes of the device pool, the host tier (0: none) and the disk tier (0: none)
     eos_every                    about one token in so many ends an answer; 0: none
-    layer_groups                 a block is loaded layer by layer, not at once
+    layer_groups                 a block is loaded layer by layer, not at once, and every copy is given to the device in slices
     closes_at                    step before which the engine is closed under its requests; None: when all is done
     flush_s                      how long a close lets transfers go on; what has not begun by then never does
     """
@@ -221,11 +220,12 @@ def _draw_visits(rng: random.Random) -> tuple[Asked, ...]:
         prompt = prompts[number % len(prompts)] if rng.random() < 0.8 else rng.choice(prompts)
         if rng.random() < 0.3:
             prompt = (*prompt, *_draw_tokens(rng, rng.randint(1, 5)))[:LONGEST_PROMPT]
-        requests.append(_draw_asked(rng, at, prompt, rng.randint(1, 5), levels))
-        at += rng.choice(gaps)
-    for number, (asked, later) in enumerate(itertools.pairwise(requests)):
-        if asked.abort_at is not None and rng.random() < 0.4:  # whoever comes takes the blocks of whoever goes
-            requests[number] = dataclasses.replace(asked, abort_at=later.at)
+        asked, gap = _draw_asked(rng, at, prompt, rng.randint(1, 5), levels), rng.choice(gaps)
+        if rng.random() < 0.2:  # whoever comes next takes the blocks of this one, which goes in the middle of a flight
+            gap = rng.randint(1, len(prompt) // 8 + asked.max_tokens)
+            asked = dataclasses.replace(asked, abort_at=at + gap)
+        requests.append(asked)
+        at += gap
     return tuple(requests)
 
 

@@ -1,0 +1,317 @@
+"""Threads of the host as streams: a FIFO of work on a thread of its own; and threads that take turns.
+
+A stream is a thread, a fence is a position in it, and asynchrony is real: torch and numpy release the interpreter lock inside their
+kernels. Submission is a queue append: it never blocks, however much is pending. All streams of the CPU device are of this kind, and on every
+device those that read and write files.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from queue import Empty, SimpleQueue
+
+import torch
+
+from sidestream.device.base import CopyBatch, Memory, Rest, no_accesses
+from sidestream.errors import DeviceLost, InvariantError
+from sidestream.metrics import Timeline
+from sidestream.types import Accesses, Fence, Witness
+
+# A wait shorter than this is not worth a span of its own on the timeline.
+_VISIBLE_WAIT_NS = 50_000
+
+
+class HostFence:
+    """A position on one stream; done once the stream's thread has passed it."""
+
+    __slots__ = ("_failure", "_stream", "_tick")
+
+    def __init__(self, stream: HostStream, tick: int) -> None:
+        self._stream = stream
+        self._tick = tick
+        self._failure: BaseException | None = None
+
+    @property
+    def stream(self) -> str:
+        """Name of the stream."""
+        return self._stream.name
+
+    @property
+    def tick(self) -> int:
+        """Position on the stream."""
+        return self._tick
+
+    def poll(self) -> bool:
+        """Whether the stream has passed this position. Never blocks."""
+        return self._stream.has_passed(self)
+
+    @property
+    def failure(self) -> BaseException | None:
+        """What the work raised, once done."""
+        return self._failure
+
+    def fail(self, error: BaseException) -> None:
+        """Keep what the work raised, without its frames' variables. Called by the stream's thread before the fence completes."""
+        traceback.clear_frames(error.__traceback__)
+        self._failure = error
+
+    def is_of(self, stream: HostStream) -> bool:
+        """Whether it was recorded on `stream`; two devices may use the same name."""
+        return self._stream is stream
+
+    def block(self, timeout_s: float | None) -> bool:
+        """Block the calling thread until done; False when `timeout_s` passed first."""
+        return self._stream.block_until(self._tick, timeout_s)
+
+    def __repr__(self) -> str:
+        return f"fence({self.stream}:{self.tick}{' done' if self.poll() else ''})"
+
+
+@dataclass(frozen=True, slots=True)
+class _Work:
+    run: Callable[[], None]
+    fence: HostFence
+    label: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Wait:
+    fence: HostFence
+
+
+class HostStream:
+    """One thread that runs what is submitted, in order."""
+
+    def __init__(
+        self, name: str, *, threads: int, timeline: Timeline | None, witness: Witness | None, on_pass: Callable[[], None] = lambda: None
+    ) -> None:
+        """`threads` of torch for its kernels; `on_pass` is called by its thread after each piece of work."""
+        self.name = name
+        self._on_pass = on_pass
+        self.done_tick = 0
+        self._threads = threads
+        self._timeline = timeline
+        self._witness = witness
+        self._queue: SimpleQueue[_Work | _Wait | None] = SimpleQueue()
+        self._submit_lock = threading.Lock()
+        self._next_tick = 1
+        self._closed = False
+        self._passed = threading.Condition()
+        self._ready = threading.Event()
+        self._thread = threading.Thread(target=self._run, name=f"sidestream-{name}", daemon=True)
+        self._start()
+
+    def submit(self, work: Callable[[], None], accesses: Accesses = no_accesses, *, label: str = "") -> Fence:
+        """Enqueue `work`; returns at once. See `Stream.submit`."""
+        with self._submit_lock:
+            if self._closed:
+                raise InvariantError(f"stream {self.name} is closed: {label or 'work'} cannot be submitted")
+            fence = HostFence(self, self._next_tick)
+            self._next_tick += 1
+            if self._witness is not None:
+                self._witness.submitted(fence, accesses, label)
+            self._queue.put(_Work(work, fence, label))
+        return fence
+
+    def wait(self, fence: Fence) -> None:
+        """Order later work behind `fence`. See `Stream.wait`."""
+        if not isinstance(fence, HostFence):
+            raise InvariantError(f"stream {self.name} cannot wait for {fence!r}: it is of another kind of stream")
+        if fence.is_of(self):
+            return  # a FIFO is behind its own past already
+        if threading.current_thread() is self._thread:
+            self._wait_here(fence)
+        elif not fence.poll():
+            with self._submit_lock:
+                self._queue.put(_Wait(fence))
+
+    def touch(self, accesses: Accesses) -> None:
+        """Declare from inside work what it touches from here on. See `Stream.touch`."""
+        if self._witness is not None:
+            self._witness.touched(self.name, accesses)
+
+    def copy(self, batch: CopyBatch) -> None:
+        """Copy the segments, on the calling thread. See `Stream.copy`."""
+        for source, target in batch.runs():
+            target.copy_(source)
+
+    def submit_copy(self, batch: CopyBatch, first: int, stop: int, *, label: str = "") -> Fence:
+        """Enqueue a copy. See `Stream.submit_copy`."""
+        part = batch.part(first, stop)
+        return self.submit(lambda: self.copy(part), part.accesses, label=label)
+
+    def deliver(self, values: torch.Tensor, memory: Memory, start: int) -> None:
+        """Write the values' bytes, on the calling thread. See `Stream.deliver`."""
+        flat = values.reshape(-1).view(torch.uint8)
+        memory.data[start : start + flat.numel()].copy_(flat)
+
+    def has_passed(self, fence: HostFence) -> bool:
+        """Whether `fence`, of this stream, is done: then whoever asks has seen it."""
+        if self.done_tick < fence.tick:
+            return False
+        if self._witness is not None:
+            self._witness.observed(fence)
+        return True
+
+    def block_until(self, tick: int, timeout_s: float | None) -> bool:
+        """Block the calling thread until `tick` has been passed; False when `timeout_s` passed first."""
+        if self.done_tick >= tick:
+            return True
+        with self._passed:
+            return self._passed.wait_for(lambda: self.done_tick >= tick, timeout_s)
+
+    def close(self) -> None:
+        """Run what was submitted, then end the thread. Idempotent."""
+        with self._submit_lock:
+            if not self._closed:
+                self._closed = True
+                self._queue.put(None)
+        self._thread.join()
+
+    def _start(self) -> None:
+        """Start the thread with its own number of torch threads: copies stay on one core, the forward pass gets them all.
+
+        Torch keeps the number by thread, but a thread that never asked takes the last one set by any thread: so the stream's
+        thread asks before it sets, and the caller's number is set again afterwards, for threads still to come.
+        """
+        caller_threads = torch.get_num_threads()
+        self._thread.start()
+        self._ready.wait()
+        torch.set_num_threads(caller_threads)
+
+    def _run(self) -> None:
+        torch.get_num_threads()
+        torch.set_num_threads(self._threads)
+        self._ready.set()
+        while (item := self._queue.get()) is not None:
+            if isinstance(item, _Wait):
+                self._wait_here(item.fence)
+                continue
+            if self._witness is not None:
+                self._witness.started(item.fence)
+            start_ns = time.perf_counter_ns()
+            try:
+                item.run()
+            except BaseException as error:
+                item.fence.fail(error)
+            if self._timeline is not None:
+                self._timeline.record(self.name, item.label or "work", start_ns, time.perf_counter_ns())
+            if self._witness is not None:
+                self._witness.finished(item.fence)
+            tick = item.fence.tick
+            del item  # what the work held (tensors, leases) is gone before anybody learns that it is done (H24)
+            with self._passed:
+                self.done_tick = tick
+                self._passed.notify_all()
+            self._on_pass()
+
+    def _wait_here(self, fence: HostFence) -> None:
+        start_ns = time.perf_counter_ns()
+        fence.block(None)
+        stop_ns = time.perf_counter_ns()
+        if self._witness is not None:
+            self._witness.waited(self.name, fence)
+        if self._timeline is not None and stop_ns - start_ns > _VISIBLE_WAIT_NS:
+            self._timeline.record(self.name, f"wait for {fence.stream}", start_ns, stop_ns)
+
+
+class TurnTaker:
+    """A thread that calls `turn` again and again, and sleeps in between until there may be something to do.
+
+    poll_s   how soon it looks at fences again that nobody announces; None: whoever passes one calls `wake_for_fences`
+    soon_s   the same for the fence that comes first: looking at that one alone takes a microsecond or two, a turn takes fifty
+    """
+
+    def __init__(
+        self,
+        name: str,
+        turn: Callable[[], Rest],
+        *,
+        clock: Callable[[], float],
+        poll_s: float | None = None,
+        soon_s: float | None = None,
+        prepare: Callable[[], None] = lambda: None,
+        witness: Witness | None = None,
+    ) -> None:
+        """`prepare` is called first, on the thread."""
+        self.name = name
+        self.failure: BaseException | None = None
+        self._turn = turn
+        self._clock = clock
+        self._poll_s = poll_s
+        self._soon_s = soon_s
+        self._prepare = prepare
+        self._witness = witness
+        self._wakes: SimpleQueue[None] = SimpleQueue()
+        self._woken = self._asleep = False
+        self._resting_for_fences = False
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, name=f"sidestream-{name}", daemon=True)
+        if witness is not None:
+            witness.sent(f"start of {name}", 1)
+        self._thread.start()
+
+    def wake(self) -> None:
+        """Have another turn soon. See `HostThread.wake`."""
+        if not self._woken:
+            self._woken = True
+            if self._asleep:  # else it looks before it falls asleep; two that see this at once put two wakes: one turn too many
+                self._wakes.put(None)
+
+    def wake_for_fences(self) -> None:
+        """A fence was passed, whichever: have another turn if the last one waits for any."""
+        if self._resting_for_fences:
+            self.wake()
+
+    def close(self) -> None:
+        """End behind the turn that runs now. See `HostThread.close`."""
+        self._closing = True
+        self._wakes.put(None)
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+            if self._witness is not None:
+                self._witness.joined(self.name)
+
+    def _run(self) -> None:
+        if self._witness is not None:
+            self._witness.apart(self.name)
+            self._witness.received(f"start of {self.name}", 1)
+        try:
+            self._prepare()
+            self._sleep(None)
+            while not self._closing:
+                self._woken = False
+                self._resting_for_fences = True  # before the turn looks at them: one that is passed behind its back wakes it again
+                rest = self._turn()
+                if rest.soon is not None and self._soon_s is not None:
+                    self._doze(rest.soon, self._soon_s)
+                else:
+                    self._resting_for_fences = any(True for _ in rest.fences)
+                    self._sleep(rest.until_s)
+        except BaseException as error:
+            self.failure = error
+
+    def _doze(self, fence: Fence, seconds: float) -> None:
+        """Sleep until the fence is done, or until woken."""
+        self._asleep = True
+        with contextlib.suppress(DeviceLost):  # the next turn finds out
+            while not self._woken and not fence.poll():
+                with contextlib.suppress(Empty):
+                    self._wakes.get(timeout=seconds)
+        self._asleep = False
+
+    def _sleep(self, until_s: float | None) -> None:
+        timeout = self._poll_s if self._resting_for_fences else None
+        if until_s is not None:
+            left = max(0.0, until_s - self._clock())
+            timeout = left if timeout is None else min(timeout, left)
+        self._asleep = True
+        if not self._woken:  # whoever wakes it from here on sees that it is asleep
+            with contextlib.suppress(Empty):
+                self._wakes.get(timeout=timeout)
+        self._asleep = False

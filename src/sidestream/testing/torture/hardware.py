@@ -1,0 +1,268 @@
+"""The torture test of the transfer engine on a real device: requests without a model, delays on every stream, and a pattern in every block.
+
+    torture_device(...)   so many block transfers of the code as it is, in several layouts
+    hunt_device(...)      the same without one of the engine's rules: are wrong bytes seen?
+
+What runs when is the machine's affair: a seed draws the requests, and nothing else. What the simulated device proves for every order, this
+shows for the copies, kernels and events of real hardware.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from sidestream.config import unknown_name
+from sidestream.device.cpu import CpuDevice
+from sidestream.device.cuda import CudaDevice
+from sidestream.errors import ConfigError, InvariantError
+from sidestream.kv.layout import KVLayout
+from sidestream.testing.checker import Checker
+from sidestream.testing.mutations import Mutation, applied, changed_functions, find, transfer
+from sidestream.testing.rig import Rig
+from sidestream.testing.torture.traffic import Habits, Meddler, Tally, Traffic
+
+DEVICES = ("cpu", "cuda")
+
+NOT_ON_HARDWARE: dict[str, str] = {
+    "disk-": "there is no disk: its reads and writes are threads of the host on every device",
+    "failed-disk-": "there is no disk",
+    "refused-disk-": "there is no disk",
+    "finished-disk-": "there is no disk",
+    "wait-for-the-disk-": "there is no disk",
+    "end-of-a-wait-for-the-disk-": "there is no disk",
+    "reset-forgets-the-disk": "there is no disk",
+    "transfers-know-of-resets": "it rules reads and writes of the disk; see store-from-before-a-reset-publishes-nothing",
+    "reset-waits-until": "the traffic does not wait for a reset: it orders at once, and what it orders must find nothing",
+}
+"""Beginnings of the names of mutations of the transfer engine that are left to the simulated device, and why.
+
+The rooms `schedule`, `execute`, `engine` and `tiers` have no part in this traffic.
+"""
+
+# Of the pools' rules those that make a stream wait; the others are a ledger's, the same on every device.
+_OF_POOLS = ("release-keeps-its-fences", "take-hands-on-fences")
+
+ON_HARDWARE: tuple[str, ...] = (
+    *(mutation.name for mutation in transfer.MUTATIONS if not mutation.name.startswith(tuple(NOT_ON_HARDWARE))),
+    *_OF_POOLS,
+)
+"""Mutations that traffic between the device and the host must notice, on any device that copies."""
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """A layout of blocks, chosen for the copies that it makes.
+
+    group_layers   layers that a load copies at once, behind a fence of their own
+    layered, together   see `Rig`
+    """
+
+    name: str
+    layout: KVLayout
+    group_layers: int
+    num_blocks: int
+    num_slots: int
+    habits: Habits
+    layered: bool = False
+    together: bool = False
+
+
+_USUAL = (0.1, 10e-6, 3e-3)
+# Everything is late, and by so much that whoever does not wait comes first.
+_LATE = (0.5, 1e-3, 5e-3)
+
+# Without a rule some never get an end: so long it is waited for.
+_IMPATIENCE_S = 2.0
+_ROUNDS = 3
+
+HUNT_BLOCKS = 100_000
+"""Blocks that are moved without a rule, at most, before it counts as not missed."""
+
+_SMALL = KVLayout(num_layers=2, num_kv_heads=1, head_dim=64, block_tokens=4, dtype="float32")  # 4 KiB, 2 KiB a layer
+_MIDDLE = KVLayout(num_layers=4, num_kv_heads=4, head_dim=128, block_tokens=8, dtype="bfloat16")  # 64 KiB, 16 KiB a layer
+_LARGE = KVLayout(num_layers=4, num_kv_heads=8, head_dim=128, block_tokens=8, dtype="bfloat16")  # 128 KiB, 32 KiB a layer
+
+# On a GPU   4 KiB     by kernels both ways; the longest requests are cut into slices
+#            64 KiB    stores by the batch call, loads by kernels
+#            striped   two-dimensional copies both ways
+#            apart     the batch call both ways, piece by piece
+WORLDS = (
+    World("4 KiB blocks", _SMALL, 1, 1536, 3072, Habits(longest=700, delay=_USUAL)),
+    World("64 KiB blocks", _MIDDLE, 1, 384, 768, Habits(longest=128, delay=_USUAL)),
+    World("128 KiB blocks, striped", _LARGE, 2, 384, 768, Habits(longest=128, delay=_USUAL), layered=True, together=True),
+    World("128 KiB blocks, layers apart", _LARGE, 2, 384, 768, Habits(longest=128, delay=_USUAL), layered=True),
+    World("4 KiB blocks, failing copies", _SMALL, 1, 1536, 3072, Habits(longest=700, delay=_USUAL, faults=0.05)),
+    World("128 KiB blocks, striped, failing copies", _LARGE, 2, 384, 768, Habits(longest=128, delay=_USUAL, faults=0.05), True, True),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceReport:
+    """What became of a run. `objections`: the checker's, where it looked on."""
+
+    tally: Tally
+    seconds: float
+    objections: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Missed:
+    """A rule that was taken out. after: block transfers until somebody noticed; None: nobody did. said: by what."""
+
+    name: str
+    hazard: str
+    after: int | None
+    said: str
+
+
+def torture_device(
+    kind: str,
+    *,
+    blocks: int,
+    seed: int = 0,
+    check_order: bool = False,
+    worlds: Sequence[World] = WORLDS,
+    tell: Callable[[int, str], None] = lambda done, text: None,
+) -> DeviceReport:
+    """Move `blocks` blocks and look at each. Ends with the round in which something is wrong. Blocks.
+
+    check_order   the checker looks on, which makes everything several times slower
+    tell          told of the blocks so far
+
+    Raises ConfigError when there is no such device, and whatever ends the transfer engine.
+    """
+    if blocks < 1:
+        raise ConfigError(f"blocks is {blocks}: give a whole number from 1")
+    tally = Tally()
+    objections: list[str] = []
+    start = time.monotonic()
+    for index, world in enumerate(worlds):
+        until = blocks * (index + 1) // len(worlds)
+        checker = Checker(allowed_waits=frozenset({"torture"})) if check_order else None
+        with _traffic(kind, world, seed=seed + index, tally=tally, checker=checker) as traffic:
+            while tally.blocks < until and not tally.wrong:
+                traffic.round(min(_round_blocks(kind), 2 * (until - tally.blocks)))
+                tell(tally.blocks, world.name)
+        if checker is not None:
+            objections += [str(finding) for finding in (*checker.findings, *checker.check_idle())]
+        if tally.wrong or objections:
+            break
+    return DeviceReport(tally, time.monotonic() - start, tuple(objections))
+
+
+def hunt_device(
+    kind: str,
+    names: Sequence[str] = (),
+    *,
+    blocks: int = HUNT_BLOCKS,
+    seed: int = 0,
+    tell: Callable[[int, str], None] = lambda done, text: None,
+) -> list[Missed]:
+    """Take the rules out, one by one, and move at most `blocks` blocks without each: is it missed?
+
+    Raises ConfigError when there is no such device or mutation, or the traffic cannot miss it; InvariantError when the mutation does not fit the
+    code, or when the code as it is does not please.
+    """
+    _check_kind(kind)
+    mutations = [find(name) for name in names or ON_HARDWARE]
+    for mutation in mutations:
+        if mutation.name not in ON_HARDWARE:
+            raise ConfigError(unknown_name("mutation for a device", mutation.name, ON_HARDWARE))
+        changed_functions(mutation)  # one that does not fit is not found out half an hour later
+    for index, world in enumerate(WORLDS):
+        if said := _run_late(kind, world, seed=seed + index, tally=Tally(), resets=0.0, rounds=1):
+            raise InvariantError(f"without any mutation: {said}: what the mutations would give says nothing")
+    found: list[Missed] = []
+    for mutation in mutations:
+        tell(len(found), mutation.name)
+        found.append(_kill(kind, mutation, blocks=blocks, seed=seed))
+    return found
+
+
+def _kill(kind: str, mutation: Mutation, *, blocks: int, seed: int) -> Missed:
+    """Run without the rule, in every world in turn, until somebody notices."""
+    tally = Tally()
+    worlds = [world for world in WORLDS if bool(world.habits.faults) == ("failing_copy" in mutation.needs)]
+    resets = 0.05 if "reset" in mutation.needs else 0.0
+    while tally.stored + tally.loaded < blocks:
+        for world in worlds:
+            with applied(mutation):
+                said = _run_late(kind, world, seed=seed, tally=tally, resets=resets)
+            if said:
+                return Missed(mutation.name, mutation.hazard, tally.stored + tally.loaded, said)
+            seed += 1
+    return Missed(mutation.name, mutation.hazard, None, "")
+
+
+def _run_late(kind: str, world: World, *, seed: int, tally: Tally, resets: float, rounds: int = _ROUNDS) -> str:
+    """A few rounds in which everything is late: what is wrong, or what was raised; empty when nothing is."""
+    usual = world.habits
+    habits = replace(usual, delay=_LATE, faults=4 * usual.faults, resets=resets, patience_s=_IMPATIENCE_S)
+    try:
+        with _traffic(kind, replace(world, habits=habits), seed=seed, tally=tally) as traffic:
+            for _ in range(rounds):
+                traffic.round(12 * habits.longest)
+                if tally.wrong:
+                    return tally.findings[0]
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+@contextlib.contextmanager
+def _traffic(kind: str, world: World, *, seed: int, tally: Tally, checker: Checker | None = None) -> Iterator[Traffic]:
+    """A device and everything around it, for one world."""
+    device = _open(kind, checker)
+    layout = world.layout if kind == "cuda" else replace(world.layout, block_tokens=1)  # a CPU copies every byte itself
+    device.segment_bytes = world.group_layers * layout.layer_bytes
+    meddler = Meddler(device, world.habits, seed=seed)
+    rig = None
+    level = logging.getLogger("sidestream").level
+    logging.getLogger("sidestream").setLevel(logging.CRITICAL + 1)  # copies that fail are no news here
+    try:
+        rig = Rig(
+            device,
+            layout,
+            num_blocks=world.num_blocks,
+            num_slots=world.num_slots,
+            layered=world.layered,
+            together=world.together,
+            seed=seed,
+        )
+        yield Traffic(rig, world.habits, seed=seed, name=world.name, tally=tally)
+    finally:
+        if rig is not None:
+            rig.transfers.flush(timeout_s=world.habits.patience_s)
+        device.close()
+        if rig is not None:
+            rig.transfers.close()
+        tally.failed_slices += meddler.failed
+        if kind == "cuda":
+            gc.collect()
+            torch.cuda.empty_cache()  # what flights of streams that are gone left behind
+        logging.getLogger("sidestream").setLevel(level)
+
+
+def _open(kind: str, checker: Checker | None) -> CpuDevice | CudaDevice:
+    _check_kind(kind)
+    if kind == "cpu":
+        return CpuDevice(compute_threads=1, witness=checker)
+    device = CudaDevice(witness=checker)
+    device.warm_up()
+    return device
+
+
+def _check_kind(kind: str) -> None:
+    if kind not in DEVICES:
+        raise ConfigError(unknown_name("device", kind, DEVICES))
+
+
+def _round_blocks(kind: str) -> int:
+    return 20_000 if kind == "cuda" else 2_000

@@ -1,0 +1,265 @@
+"""Patterns that say where they belong: every eight bytes of a block name its key and their own place. Written and compared on the device.
+
+Knows blocks and streams, not who owns them or why. Called from the thread that stands for the engine thread; it never waits for the device
+but to reuse its own pinned memory, and to read what was found, at the end of a round.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from sidestream.device.base import Device, Memory, Stream, no_accesses
+from sidestream.errors import ConfigError
+from sidestream.kv.layout import KVLayout
+from sidestream.kv.pool import merge_fences
+from sidestream.tiers.host import HostTier
+from sidestream.transfer.copy import BlockMemory
+from sidestream.types import Access, Fence, Key
+
+Words = npt.NDArray[np.int64]
+
+WORD_BYTES = 8
+# A word: generation << 51 | key's number << 20 | place in the block, in words.
+_PLACE_BITS = 20
+_NUMBER_BITS = 31
+# Flights that may be on their way with numbers of blocks and keys in pinned memory.
+_FLIGHTS = 32
+# Slots that are compared at once, so that the temporaries stay small.
+_SLOTS_AT_ONCE = 64
+# An H100 counts so many while it is busy; a slower GPU is busy for longer, which is no harm.
+_CYCLES_A_SECOND = 1.75e9
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """Something in a block that does not belong there.
+
+    row      which of the blocks that were looked at
+    place    byte in the block
+    word     what is there
+    num_bad  blocks that are wrong in the same way, this one included: of one look at one layer, or of a tier
+    """
+
+    row: int
+    place: int
+    word: int
+    num_bad: int
+
+
+def stamp_of(number: int, generation: int) -> int:
+    """What every word of a key's pattern begins with."""
+    return generation << _NUMBER_BITS | number
+
+
+def describe(word: int) -> str:
+    """Whose word it is."""
+    stamp, place = word >> _PLACE_BITS, word & (1 << _PLACE_BITS) - 1
+    number, generation = stamp & (1 << _NUMBER_BITS) - 1, stamp >> _NUMBER_BITS
+    return f"{word & (1 << 64) - 1:#018x} (key {number} of generation {generation}, byte {place * WORD_BYTES})"
+
+
+def busy(device: Device, seconds: float) -> None:
+    """Keep the current stream busy for about so long; not at all for 0. Inside work of it."""
+    if not seconds:
+        return
+    if device.kind == "cuda":
+        torch.cuda._sleep(int(seconds * _CYCLES_A_SECOND))  # type: ignore[no-untyped-call]
+    else:
+        time.sleep(seconds)
+
+
+class Patterns:
+    """Writes patterns into blocks of `memory` and looks for them there.
+
+    max_blocks   of one flight
+    max_looks    between two calls of `take_results`
+    """
+
+    def __init__(self, device: Device, memory: BlockMemory, *, max_blocks: int, max_looks: int) -> None:
+        layout = memory.layout
+        if layout.layer_bytes % WORD_BYTES or layout.block_bytes >> _PLACE_BITS >= WORD_BYTES:
+            raise ConfigError(
+                f"a block of {layout.num_layers} layers of {layout.layer_bytes} bytes cannot hold a pattern: "
+                f"give layers of a multiple of {WORD_BYTES} bytes, and less than {WORD_BYTES << _PLACE_BITS} bytes in all"
+            )
+        self._device = device
+        self._memory = memory
+        self._layer_words = layout.layer_bytes // WORD_BYTES
+        self._layers = _layers(memory.memory, layout.num_layers, self._layer_words)
+        self._places, self._results = _constants(device, layout, max_looks)
+        inputs = device.allocate_host("torture: inputs", _FLIGHTS * 2 * max_blocks * WORD_BYTES)
+        results = device.allocate_host("torture: results", self._results.numel() * WORD_BYTES)
+        self._inputs = inputs.data.view(torch.int64).view(_FLIGHTS, 2, max_blocks)
+        self._results_host = results.data.view(torch.int64).view(self._results.shape)
+        self._free: deque[tuple[int, Fence | None]] = deque((row, None) for row in range(_FLIGHTS))
+        self._flights: list[Fence] = []
+        self._num_looks = 0
+
+    @property
+    def looks_left(self) -> int:
+        """How often `look` may be called before the results must be taken."""
+        return len(self._results) - self._num_looks
+
+    def write(self, stream: Stream, block_ids: Sequence[int], stamps: Words, *, after: Sequence[Fence], delay_s: float) -> Fence:
+        """Have `stream` write the patterns into the blocks, `delay_s` after `after` is done."""
+        row = self._upload(block_ids, stamps)
+        count, size = len(block_ids), self._layer_words
+
+        def work() -> None:
+            busy(self._device, delay_s)
+            ids, words = self._read_inputs(row, count)
+            for layer, blocks in enumerate(self._layers):
+                blocks.index_copy_(0, ids, words[:, layer * size : (layer + 1) * size])
+
+        for fence in after:
+            stream.wait(fence)
+        fence = stream.submit(work, lambda: self._memory.accesses(block_ids, write=True), label=f"write {count} blocks")
+        return self._sent(row, fence)
+
+    def look(
+        self,
+        stream: Stream,
+        block_ids: Sequence[int],
+        stamps: Words,
+        *,
+        after: Sequence[Fence] = (),
+        gates: Sequence[Sequence[Fence]] = (),
+        delay_s: float,
+    ) -> tuple[int, Fence]:
+        """Have `stream` compare the blocks with the patterns; the number of the look, and its fence.
+
+        after   done before anything is touched
+        gates   by layer: done before that layer is touched; empty: nothing
+        """
+        row = self._upload(block_ids, stamps)
+        count, size = len(block_ids), self._layer_words
+        number, self._num_looks = self._num_looks, self._num_looks + 1
+
+        def work() -> None:
+            busy(self._device, delay_s)
+            ids, words = self._read_inputs(row, count)
+            for layer, blocks in enumerate(self._layers):
+                for gate in gates[layer] if gates else ():
+                    stream.wait(gate)
+                stream.touch(lambda layer=layer: [_read(self._memory, block, layer) for block in block_ids])  # type: ignore[misc]
+                found = blocks.index_select(0, ids)
+                wrong = found != words[:, layer * size : (layer + 1) * size]
+                place = wrong.view(-1).to(torch.uint8).argmax().view(1)
+                word = found.view(-1).index_select(0, place)
+                torch.cat((wrong.any(dim=1).sum().view(1), place, word), out=self._results[number, layer])
+
+        for fence in after:
+            stream.wait(fence)
+        fence = stream.submit(work, no_accesses, label=f"look at {count} blocks")
+        return number, self._sent(row, fence)
+
+    def take_results(self, stream: Stream, judge: Callable[[int, Found], None]) -> None:
+        """Wait for all flights so far, and call `judge` with the number of each look that found something wrong, layer by layer. Blocks.
+
+        Raises what a flight raised.
+        """
+
+        def work() -> None:
+            self._results_host.copy_(self._results, non_blocking=True)
+            self._results.zero_()
+
+        for fence in merge_fences(self._flights):
+            stream.wait(fence)
+        self._flights.append(stream.submit(work, label="results"))
+        self._device.wait_host(self._flights[-1], reason="torture")
+        _raise_failures(self._flights)
+        self._flights.clear()
+        results = self._results_host.numpy()
+        for number, layer in np.argwhere(results[: self._num_looks, :, 0]).tolist():
+            num_bad, position, word = results[number, layer].tolist()
+            row, place = divmod(position, self._layer_words)
+            judge(number, Found(row, (layer * self._layer_words + place) * WORD_BYTES, word, num_bad))
+        self._num_looks = 0
+
+    def expected(self, stamp: int, place: int) -> int:
+        """The word at byte `place` of a block with that stamp."""
+        return stamp << _PLACE_BITS | place // WORD_BYTES
+
+    # ------------------------------------------------------------------ inside
+
+    def _upload(self, block_ids: Sequence[int], stamps: Words) -> int:
+        """Put a flight's inputs into pinned memory that no flight reads any more."""
+        row, fence = self._free.popleft()
+        if fence is not None:
+            self._device.wait_host(fence, reason="torture")
+        inputs = self._inputs[row].numpy()
+        inputs[0, : len(block_ids)] = block_ids
+        inputs[1, : len(block_ids)] = stamps
+        return row
+
+    def _sent(self, row: int, fence: Fence) -> Fence:
+        self._free.append((row, fence))
+        self._flights.append(fence)
+        return fence
+
+    def _read_inputs(self, row: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Ids `[count]`, and the words of the blocks, `[count, words]`. Inside work."""
+        inputs = self._inputs[row].to(self._device.torch_device, non_blocking=True)[
+            :, :count
+        ]  # cut behind the copy: in one piece it is not staged
+        return inputs[0], (inputs[1] << _PLACE_BITS).view(-1, 1) | self._places
+
+
+def wrong_slots(host: HostTier, stamps: Mapping[Key, int]) -> list[tuple[Key, Found]]:
+    """Compare the host tier's slots of these keys, as far as they are findable, with their patterns. Nothing may be on its way.
+
+    `Found.row` is the slot.
+    """
+    keyed = [(slot, key) for key in stamps if (slot := host.pool.get(key)) is not None]
+    slots = host.memory.data.numpy().view(np.int64).reshape(host.num_slots, -1)
+    places = np.arange(slots.shape[1], dtype=np.int64)
+    wrong = []
+    for first in range(0, len(keyed), _SLOTS_AT_ONCE):
+        part = keyed[first : first + _SLOTS_AT_ONCE]
+        expected = np.array([[stamps[key]] for _, key in part], dtype=np.int64) << _PLACE_BITS | places
+        found = slots[[slot for slot, _ in part]]
+        differs = found != expected
+        for index in np.flatnonzero(differs.any(axis=1)).tolist():
+            place = int(differs[index].argmax())
+            slot, key = part[index]
+            wrong.append((key, Found(slot, place * WORD_BYTES, int(found[index, place]), 1)))
+    return wrong
+
+
+def _constants(device: Device, layout: KVLayout, max_looks: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Places in a block, int64 `[words]`, and empty results, int64 `[max_looks, layers, 3]`: made on a stream, and there for all of them."""
+    made: list[torch.Tensor] = []
+
+    def work() -> None:
+        made.append(torch.arange(layout.block_bytes // WORD_BYTES, dtype=torch.int64, device=device.torch_device))
+        made.append(torch.zeros(max_looks, layout.num_layers, 3, dtype=torch.int64, device=device.torch_device))
+
+    fence = device.stream("torture: begin").submit(work)
+    device.wait_host(fence, reason="torture")
+    _raise_failures([fence])
+    places, results = made
+    return places, results
+
+
+def _raise_failures(fences: Sequence[Fence]) -> None:
+    for fence in fences:
+        if fence.failure is not None:
+            raise fence.failure
+
+
+def _layers(memory: Memory, num_layers: int, layer_words: int) -> list[torch.Tensor]:
+    """Each layer of all blocks, int64 `[blocks, words]`."""
+    if len(memory.parts) == 1:
+        return list(memory.data.view(torch.int64).view(-1, num_layers, layer_words).unbind(dim=1))
+    return [part.view(torch.int64).view(-1, layer_words) for part in memory.parts]
+
+
+def _read(memory: BlockMemory, block: int, layer: int) -> Access:
+    return Access(memory.memory.name, *memory.layout.layer_span(block, layer, layer + 1), False)

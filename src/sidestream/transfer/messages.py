@@ -1,0 +1,64 @@
+"""What the engine thread and the mover tell each other. Frozen values; whoever sent one does not touch it any more."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from sidestream.types import Fence, RequestId, TransferPlan
+
+
+@dataclass(frozen=True, slots=True)
+class Orders:
+    """To the mover: plans of one step, each with the number by which the engine thread knows it.
+
+    generation   how often everything had been forgotten by then
+    """
+
+    plans: tuple[tuple[int, TransferPlan], ...]
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class Forget:
+    """To the mover: nothing that rests in a tier may be found any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadSubmitted:
+    """To the engine: all of a load was given to the device, so that fences for all of it exist.
+
+    before   of each piece but the last: its fences, in order of its stream; every layer needs all of them
+    groups   of the last piece: by layer group, in order of its stream
+    """
+
+    number: int
+    before: tuple[tuple[Fence, ...], ...]
+    groups: tuple[tuple[Fence, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class LoadMissed:
+    """To the engine: a load failed, or there was nothing to load: what its device blocks hold must not be used."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class Promoted:
+    """A request's wait for the disk ended; `complete`: everything it waited for is in the host tier."""
+
+    request_id: RequestId
+    epoch: int
+    complete: bool
+    reason: Literal["done", "deadline", "failed", "no_room"]
+
+
+@dataclass(frozen=True, slots=True)
+class MoverFailed:
+    """The mover has ended, because of `error`; nothing on its way will be heard of any more."""
+
+    error: BaseException
+
+
+News = LoadSubmitted | LoadMissed | Promoted | MoverFailed

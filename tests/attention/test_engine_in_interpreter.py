@@ -1,0 +1,111 @@
+"""A whole engine whose attention is Triton's, in the interpreter: what a GPU runs, as far as a CPU can tell."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from sidestream import LLM, OffloadConfig, SamplingParams
+from sidestream.attention.triton import DeviceBatch, Partials
+from sidestream.engine import build
+from sidestream.execute.eager import EagerExecutor
+from sidestream.testing.tiny_models import tiny_model_dir
+
+pytest.importorskip("triton", reason="triton is not installed: it comes with torch on Linux x86-64, or with the dev extra")
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU runs the engine itself: tests/engine/test_cuda_engine.py")
+
+SMALL = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "hidden_size": 32}
+GREEDY = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
+PROMPTS = [[10 + position * step % 200 for position in range(length)] for step, length in ((3, 37), (7, 18), (11, 5))]
+
+
+@pytest.fixture
+def batches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[DeviceBatch]]:
+    """Every engine that is built meanwhile attends, and is warmed up, as one on a GPU; these are its flights."""
+    seen: list[DeviceBatch] = []
+
+    class Interpreted(EagerExecutor):
+        def __init__(self, **parts: Any) -> None:
+            layout = parts["model"].layout
+            partials = Partials.allocate(
+                query_tokens=4, kv_tokens=256, heads=parts["model"].num_heads, head_dim=layout.head_dim, device="cpu"
+            )
+            super().__init__(**{**parts, "partials": partials})
+
+        def _paged(self, *given: Any) -> Any:
+            seen.append(super()._paged(*given))
+            return seen[-1]
+
+    monkeypatch.setattr(build, "EagerExecutor", Interpreted)
+    yield seen
+    assert all(isinstance(batch, DeviceBatch) for batch in seen)
+
+
+@pytest.fixture(scope="module", params=["qwen3", "gemma2"])
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    layers = {"layer_types": ["sliding_attention", "full_attention"]} if request.param == "gemma2" else {}
+    return tiny_model_dir(request.param, tmp_path_factory.mktemp(request.param), 3, **{**SMALL, **layers})
+
+
+def engine(model: Path, **options: Any) -> LLM:
+    return LLM(model, dtype="float32", kv_memory="64KiB", max_running=4, max_model_len=128, compute_threads=1, **options)
+
+
+def test_answers_are_those_of_the_reference_cold_from_the_device_and_from_the_host(model: Path, batches: list[DeviceBatch]) -> None:
+    with pytest.MonkeyPatch.context() as plain:
+        plain.setattr(build, "EagerExecutor", EagerExecutor)
+        with engine(model) as llm:
+            expected = [output.token_ids for output in llm.generate(PROMPTS, GREEDY)]
+    assert not batches
+
+    with engine(model, offload=OffloadConfig(host="1MiB"), check_order=True) as llm:
+        costs = llm.engine.parts.costs
+        assert costs is not None
+        costs.saw_prefill = lambda *_: None  # type: ignore[method-assign]  # the interpreter's speed is no reason to compute or not
+        for _ in ("cold", "from the device"):
+            assert [output.token_ids for output in llm.generate(PROMPTS, GREEDY)] == expected
+        assert llm.flush()
+        llm.engine.call(llm.engine.parts.blocks.forget_all)
+        outputs = llm.generate(PROMPTS, GREEDY)
+        assert [output.token_ids for output in outputs] == expected
+        assert [output.cached.host for output in outputs] == [32, 16, 0]
+    assert {batch.split_rows for batch in batches} >= {0, 1}
+    assert all(batch.split_rows == sum(stop - start == 1 for start, stop in zip(*offsets(batch), strict=True)) for batch in batches)
+
+
+def offsets(batch: DeviceBatch) -> tuple[list[int], list[int]]:
+    starts = batch.query_starts.tolist()
+    return starts[:-1], starts[1:]
+
+
+def test_warm_up_reaches_both_ways_of_attention_and_leaves_every_block_free(model: Path, batches: list[DeviceBatch]) -> None:
+    with engine(model, check_order=True) as llm:
+        parts = llm.engine.parts
+        lease = parts.blocks.take(3)
+        parts.executor.warm_up(lease.ids, chunk_tokens=40)
+        lease.release()
+        ways = {(batch.split_rows, len(batch.kv_lens), len(batch.slots)) for batch in batches}
+        assert {(0, 3, 3), (3, 3, 3), (1, 1, 1), (1, 3, 3), (0, 1, 40)} <= ways
+        assert parts.device.host_waits().keys() <= {"flight"}
+        assert parts.executor._mailbox._pool.num_used == 0
+        assert llm.generate(PROMPTS[2], GREEDY)[0].completions[0].finish_reason == "length"
+
+
+def test_warm_up_says_what_a_flight_raised(model: Path, batches: list[DeviceBatch], monkeypatch: pytest.MonkeyPatch) -> None:
+    with engine(model) as llm:
+        parts = llm.engine.parts
+
+        def explode(*_: Any, **__: Any) -> None:
+            raise RuntimeError("injected: no such kernel")
+
+        monkeypatch.setattr(parts.executor._model, "forward", explode)
+        lease = parts.blocks.take(1)
+        with pytest.raises(RuntimeError, match="no such kernel"):
+            parts.executor.warm_up(lease.ids, chunk_tokens=16)
+        lease.release()
+        assert parts.executor._mailbox._pool.num_used == 0

@@ -1,0 +1,62 @@
+"""`sidestream torture --device`: what it refuses and prints, and how it ends."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from sidestream.testing.mutations import applied, find
+
+from .conftest import Run
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--device", "gpu"), "no device gpu"),
+        (("--device", "cpu", "--blocks", "0"), "blocks is 0: give a whole number from 1"),
+        (("--device", "cpu", "--workers", "2"), "--workers is for schedules of the simulated device: leave it or --device out"),
+        (("--device", "cpu", "--replay", "none.json"), "--replay is for schedules of the simulated device: leave it or --device out"),
+        (("--device", "cpu", "store-waits-for-flight"), "store-waits-for-flight is given without --mutations"),
+        (("--device", "cpu", "--mutations", "finish-releases"), "no mutation for a device finish-releases"),
+        (("--device", "cpu", "--mutations", "--check-order"), "--check-order is given, and --mutations is judged by bytes"),
+        (("--blocks", "5"), "--blocks is given without --device"),
+        (("--check-order",), "--check-order is given without --device"),
+    ],
+)
+def test_what_makes_no_sense_is_refused_before_anything_runs(options: tuple[str, ...], message: str, run: Run) -> None:
+    result = run("torture", *options)
+    assert result.exit_code == 2
+    assert message in result.stderr
+    assert result.stdout == ""
+
+
+def test_figures_say_how_many_blocks_moved_and_that_none_was_wrong(run: Run) -> None:
+    result = run("torture", "--device", "cpu", "--blocks", "500", "--check-order", "--json")
+    assert result.exit_code == 0
+    report = json.loads(result.stdout)
+    figures = {figure["name"]: figure for figure in report["figures"]}
+    assert figures["torture_blocks"]["value"] >= 500
+    assert figures["torture_blocks"]["bound"] == "at least 500"
+    assert figures["torture_wrong"]["value"] == figures["findings"]["value"] == 0
+    assert all(figure["holds"] is not False for figure in report["figures"])
+
+
+def test_wrong_bytes_are_told_and_end_it_with_1(run: Run) -> None:
+    with applied(find("copy-forgets-only-what-is-done")):
+        result = run("torture", "--device", "cpu", "--blocks", "20000", "--json")
+    assert result.exit_code == 1
+    wrong = next(figure for figure in json.loads(result.stdout)["figures"] if figure["name"] == "torture_wrong")
+    assert wrong["value"] > 0
+    assert "expected" in result.stderr
+    assert "round" in result.stderr
+
+
+def test_a_rule_that_is_taken_out_is_missed_and_the_table_says_by_what(run: Run) -> None:
+    result = run("torture", "--device", "cpu", "--mutations", "copy-waits-on-its-stream", "--json")
+    assert result.exit_code == 0
+    (row,) = json.loads(result.stdout)["mutations"]
+    assert row["name"] == "copy-waits-on-its-stream"
+    assert row["killed_after"] > 0
+    assert "expected" in row["said"]

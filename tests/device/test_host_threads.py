@@ -1,0 +1,244 @@
+"""Threads of the host that take turns, and what they tell each other: no wake is lost, nothing is heard twice, nobody sleeps through a fence."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from sidestream.device.base import Rest
+from sidestream.device.channel import Channel, Mark
+from sidestream.device.cpu import CpuDevice
+from sidestream.device.host import TurnTaker
+from sidestream.device.sim import SimDevice, make_policy
+from sidestream.errors import DeviceLost
+from sidestream.testing.checker import simulated
+from sidestream.types import Access
+
+PATIENCE_S = 20.0
+
+
+class HandFence:
+    """Done when the test says so."""
+
+    stream, tick, failure = "elsewhere", 1, None
+
+    def __init__(self) -> None:
+        self.done = threading.Event()
+
+    def poll(self) -> bool:
+        return self.done.is_set()
+
+
+class Turns:
+    """Turns that rest for what the test says; `taken` counts them."""
+
+    def __init__(self, rest: Rest | None = None) -> None:
+        self.rest = rest or Rest()
+        self.taken = 0
+        self.happened = threading.Semaphore(0)
+
+    def __call__(self) -> Rest:
+        self.taken += 1
+        self.happened.release()
+        return self.rest
+
+    def expect(self) -> None:
+        assert self.happened.acquire(timeout=PATIENCE_S), "no turn was taken"
+
+
+@pytest.fixture
+def turns() -> Turns:
+    return Turns()
+
+
+@pytest.fixture
+def taker(turns: Turns) -> Iterator[TurnTaker]:
+    thread = TurnTaker("t", turns, clock=time.monotonic)
+    yield thread
+    thread.close()
+
+
+def test_no_turn_is_taken_before_somebody_wakes_it(turns: Turns, taker: TurnTaker) -> None:
+    assert turns.taken == 0
+    taker.wake()
+    turns.expect()
+
+
+def test_wake_during_a_turn_brings_another_one() -> None:
+    entered, go_on, taken = threading.Event(), threading.Event(), threading.Semaphore(0)
+
+    def turn() -> Rest:
+        entered.set()
+        assert go_on.wait(PATIENCE_S)
+        taken.release()
+        return Rest()
+
+    thread = TurnTaker("t", turn, clock=time.monotonic)
+    thread.wake()
+    assert entered.wait(PATIENCE_S)
+    thread.wake()
+    go_on.set()
+    assert taken.acquire(timeout=PATIENCE_S)
+    assert taken.acquire(timeout=PATIENCE_S), "the wake was lost"
+    thread.close()
+
+
+def test_many_wakes_are_never_lost(turns: Turns, taker: TurnTaker) -> None:
+    for _ in range(200):
+        before = turns.taken
+        taker.wake()
+        until = time.monotonic() + PATIENCE_S
+        while turns.taken == before:
+            assert time.monotonic() < until, "a wake was lost"
+
+
+def test_fence_that_is_passed_wakes_whoever_rests_for_one_and_nobody_else() -> None:
+    device = CpuDevice(compute_threads=1)
+    resting, idle = Turns(Rest((HandFence(),))), Turns()
+    threads = [device.thread("resting", resting), device.thread("idle", idle)]
+    for thread, turns in zip(threads, (resting, idle), strict=True):
+        thread.wake()
+        turns.expect()
+    stream = device.stream("s")
+    for _ in range(2):
+        device.wait_host(stream.submit(lambda: None), reason="test")
+        resting.expect()
+    device.close()
+    assert idle.taken == 1
+
+
+def test_thread_wakes_up_by_itself_at_the_time_that_it_named(turns: Turns) -> None:
+    turns.rest = Rest(until_s=time.monotonic() + 0.01)
+    thread = TurnTaker("t", turns, clock=time.monotonic)
+    thread.wake()
+    turns.expect()
+    turns.expect()
+    thread.close()
+
+
+def test_fence_that_comes_soon_is_looked_at_until_it_is_done() -> None:
+    fence = HandFence()
+    turns = Turns(Rest((fence,), soon=fence))
+    thread = TurnTaker("t", turns, clock=time.monotonic, poll_s=1000.0, soon_s=1e-4)
+    thread.wake()
+    turns.expect()
+    assert turns.taken == 1
+    fence.done.set()
+    turns.expect()
+    thread.close()
+
+
+def test_fence_that_says_that_the_device_is_lost_leaves_it_to_the_turn_to_find_out() -> None:
+    class Lost(HandFence):
+        def poll(self) -> bool:
+            raise DeviceLost("gone")
+
+    turns = Turns(Rest((Lost(),), soon=Lost()))
+    thread = TurnTaker("t", turns, clock=time.monotonic, poll_s=1000.0, soon_s=1e-4)
+    thread.wake()
+    turns.expect()
+    turns.expect()
+    thread.close()
+    assert thread.failure is None
+
+
+def test_turn_that_raises_is_the_last_one() -> None:
+    def turn() -> Rest:
+        raise OSError("injected")
+
+    thread = TurnTaker("t", turn, clock=time.monotonic)
+    thread.wake()
+    thread._thread.join(PATIENCE_S)
+    assert isinstance(thread.failure, OSError)
+    thread.wake()
+    thread.close()
+
+
+def test_messages_are_heard_in_order_and_once() -> None:
+    woken: list[int] = []
+    channel: Channel[str] = Channel("c", wake=lambda: woken.append(len(channel)))
+    assert channel.take() is None
+    channel.put("a")
+    channel.put("b")
+    assert (len(channel), woken) == (2, [1, 2])
+    assert [channel.take(), channel.take(), channel.take()] == ["a", "b", None]
+
+
+def test_mark_only_grows_and_says_nothing_twice() -> None:
+    woken: list[int] = []
+    mark = Mark("m", wake=lambda: woken.append(mark.read()))
+    assert mark.read() == 0
+    for number in (3, 3, 2, 5):
+        mark.raise_to(number)
+    assert (mark.read(), woken) == (5, [3, 5])
+
+
+# ------------------------------------------------------------------ simulated
+
+
+@pytest.mark.parametrize("policy", ["random", "early"])
+def test_simulated_thread_takes_a_turn_for_a_wake_for_a_fence_and_for_a_time(policy: str) -> None:
+    device = SimDevice(make_policy(policy, random.Random(0)))
+    stream, seen = device.stream("s"), list[str]()
+    fence = stream.submit(lambda: device.sleep(1.0))
+
+    def turn() -> Rest:
+        seen.append("done" if fence.done else "not done")
+        return Rest((fence,)) if not fence.done else Rest(until_s=5.0) if device.now() < 5.0 else Rest()
+
+    thread = device.thread("t", turn)
+    assert seen == []
+    thread.wake()
+    device.sleep(2.0)
+    assert seen[-1] == "done"
+    count = len(seen)
+    device.sleep(10.0)
+    assert len(seen) == count + 1
+    device.close()
+
+
+def test_simulated_thread_whose_turn_raises_takes_no_other() -> None:
+    device = SimDevice(make_policy("random", random.Random(0)))
+
+    def turn() -> Rest:
+        raise OSError("injected")
+
+    thread = device.thread("t", turn)
+    for _ in range(3):
+        thread.wake()
+        device.sleep(1.0)
+    assert isinstance(thread.failure, OSError)
+    device.close()
+
+
+# ------------------------------------------------------------------ what the checker makes of two hosts
+
+
+def race(*, tell: bool) -> list[str]:
+    """The host writes bytes, tells a thread or not, and the thread gives a stream work that reads them."""
+    device, checker = simulated("early", 0)
+    stream = device.stream("s")
+    channel: Channel[str] = Channel("c", witness=checker)
+    checker.host_touched(lambda: [Access("m", 0, 8, True)], "write")
+
+    def turn() -> Rest:
+        channel.take()
+        stream.submit(lambda: None, lambda: [Access("m", 0, 8, False)], label="read")
+        return Rest()
+
+    thread = device.thread("t", turn)
+    checker.host_touched(lambda: [Access("m", 0, 8, True)], "write again")
+    if tell:
+        channel.put("go")
+    thread.wake()
+    device.close()
+    return [finding.kind for finding in checker.findings]
+
+
+def test_message_orders_what_two_threads_do_and_without_one_it_is_a_race() -> None:
+    assert race(tell=True) == []
+    assert race(tell=False) == ["race"]

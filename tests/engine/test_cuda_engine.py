@@ -1,0 +1,335 @@
+"""The whole engine on a GPU: the answers of the CPU's reference, whatever tier a prefix comes from, whatever goes wrong beside it."""
+
+from __future__ import annotations
+
+import json
+import queue
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from sidestream import LLM, AsyncLLM, OffloadConfig, RequestError, RequestOutput, SamplingParams
+from sidestream.models import load_model
+from sidestream.models.catalog import prepared
+from sidestream.testing.tiny_models import FAMILIES, tiny_model_dir
+from sidestream.text import Tokenizer, sample_text
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
+
+PATIENCE_S = 60.0
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=3)
+PROMPTS = [[5 + position * step % 240 for position in range(length)] for step, length in ((3, 300), (7, 77), (11, 16), (13, 5), (17, 150))]
+# Log-probabilities in float32 on both sides: sums of a few hundred terms in another order, through a few layers, then a softmax.
+NEAR = 2e-3
+GIB = 1 << 30
+
+EVERY_WAY_TO_DRAW = [
+    SamplingParams(max_tokens=6, ignore_eos=True, seed=1, **way)
+    for way in (
+        {"temperature": 0},
+        {"temperature": 1.0},
+        {"top_k": 5},
+        {"top_p": 0.5},
+        {"top_k": 9, "top_p": 0.9, "min_p": 0.05},
+        {"repetition_penalty": 1.3, "presence_penalty": 0.5, "frequency_penalty": 0.5},
+        {"logit_bias": {7: 3.0}, "min_tokens": 4, "stop_token_ids": (9,)},
+        {"logprobs": 5},
+    )
+]
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model_dir("llama", tmp_path_factory.mktemp("llama"), 1)
+
+
+@pytest.fixture(scope="module")
+def smollm() -> str:
+    path = prepared("smollm2-135m-instruct")
+    if path is None:
+        pytest.skip("the demo model is not in the cache: `sidestream models prepare smollm2-135m-instruct` fetches it")
+    return str(path)
+
+
+def engine(model: Path | str, device: str = "cuda", **options: Any) -> LLM:
+    return LLM(model, device=device, **{"dtype": "float32", "kv_memory": "64MiB", **options})
+
+
+def always_load(llm: LLM) -> None:
+    """Not by measured speeds: a tiny model computes sooner than anything loads."""
+    costs = llm.engine.parts.costs
+    assert costs is not None
+    costs.saw_prefill = lambda *_: None  # type: ignore[method-assign]
+
+
+def forget_device(llm: LLM) -> None:
+    llm.engine.call(llm.engine.parts.blocks.forget_all)
+
+
+def tokens(outputs: list[RequestOutput]) -> list[tuple[int, ...]]:
+    return [output.token_ids for output in outputs]
+
+
+def assert_near(outputs: list[RequestOutput], reference: list[RequestOutput]) -> None:
+    assert tokens(outputs) == tokens(reference)
+    for output, expected in zip(outputs, reference, strict=True):
+        for got, wanted in zip(output.completions[0].logprobs, expected.completions[0].logprobs, strict=True):
+            assert got.logprob == pytest.approx(wanted.logprob, abs=NEAR)
+
+
+# ---------------------------------------------------------------------- the same answers
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_answers_of_every_family_are_those_of_the_cpu(family: str, tmp_path: Path) -> None:
+    model = tiny_model_dir(family, tmp_path, 2)
+    with engine(model, "cpu") as llm:
+        reference = llm.generate(PROMPTS, GREEDY)
+    with engine(model) as llm:
+        assert llm.engine.parts.device.kind == "cuda"
+        assert_near(llm.generate(PROMPTS, GREEDY), reference)
+        assert_near([llm.generate([prompt], GREEDY)[0] for prompt in PROMPTS], reference)
+
+
+def test_answers_of_a_real_model_are_those_of_the_cpu(smollm: str) -> None:
+    ids = Tokenizer.load(smollm).encode(sample_text())
+    prompts = [ids[:700], ids[100:131], ids[:16]]
+    with engine(smollm, "cpu") as llm:
+        reference = llm.generate(prompts, GREEDY)
+    with engine(smollm) as llm:
+        assert_near(llm.generate(prompts, GREEDY), reference)
+
+
+def test_a_model_has_the_same_fingerprint_on_both_devices(llama: Path) -> None:
+    there = load_model(str(llama), block_tokens=16, device=torch.device("cuda", 0))
+    assert there.module.device.type == "cuda"
+    assert there.fingerprint == load_model(str(llama), block_tokens=16).fingerprint
+
+
+def test_draws_with_a_seed_are_those_of_the_cpu(llama: Path) -> None:
+    prompts = [PROMPTS[1]] * len(EVERY_WAY_TO_DRAW)
+    with engine(llama, "cpu") as llm:
+        reference = llm.generate(prompts, EVERY_WAY_TO_DRAW)
+    with engine(llama) as llm:
+        assert tokens(llm.generate(prompts, EVERY_WAY_TO_DRAW)) == tokens(reference)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_half_precision_gives_equal_tokens_cold_and_from_every_tier(dtype: str, smollm: str, tmp_path: Path) -> None:
+    prompt = Tokenizer.load(smollm).encode(sample_text())[:1000]
+    offload = OffloadConfig(host="256MiB", disk=tmp_path / "kv", disk_capacity="256MiB")
+    with engine(smollm, dtype=dtype) as llm:
+        (cold,) = llm.generate([prompt], GREEDY)
+    with engine(smollm, dtype=dtype, offload=offload, check_order=True) as llm:
+        always_load(llm)
+        (stored,) = llm.generate([prompt], GREEDY)
+        assert llm.flush()
+        (on_device,) = llm.generate([prompt], GREEDY)
+        forget_device(llm)
+        (from_host,) = llm.generate([prompt], GREEDY)
+    with engine(smollm, dtype=dtype, offload=offload, check_order=True) as llm:
+        always_load(llm)
+        (from_disk,) = llm.generate([prompt], GREEDY)
+    assert (on_device.cached.device, from_host.cached.host, from_disk.cached.disk) == (992, 992, 992)
+    assert tokens([stored, on_device, from_host, from_disk]) == [cold.token_ids] * 4
+
+
+def test_what_a_gpu_stored_a_cpu_goes_on_with(llama: Path, tmp_path: Path) -> None:
+    offload = OffloadConfig(host="16MiB", disk=tmp_path / "kv", disk_capacity="64MiB")
+    with engine(llama, offload=offload) as llm:
+        reference = llm.generate([PROMPTS[0]], GREEDY)
+        assert llm.flush()
+    with engine(llama, "cpu", offload=offload) as llm:
+        always_load(llm)
+        outputs = llm.generate([PROMPTS[0]], GREEDY)
+    assert outputs[0].cached.disk == 288
+    assert_near(outputs, reference)
+
+
+# ---------------------------------------------------------------------- many at once
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_a_pool_that_is_too_small_preempts_and_offloads_and_no_answer_changes(asynchronous: bool, llama: Path, tmp_path: Path) -> None:
+    params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
+    prompts = [[5 + position * (2 * step + 3) % 240 for position in range(90 + 7 * step)] for step in range(12)]
+    with engine(llama) as llm:
+        reference = tokens(llm.generate(prompts, params))
+    offload = OffloadConfig(host="1MiB", disk=tmp_path / "kv", disk_capacity="4MiB")
+    block_bytes = 3 * 2 * 16 * 2 * 16 * 4
+    small = {"kv_memory": 40 * block_bytes, "offload": offload, "max_running": 6, "asynchronous": asynchronous}
+    with engine(llama, check_order=True, **small) as llm:
+        always_load(llm)
+        for _ in range(3):
+            assert tokens(llm.generate(prompts, params)) == reference
+        assert llm.metrics.value("preemptions_total") > 0
+        assert llm.metrics.value("transfer_bytes_total", "load") > 0
+        assert llm.metrics.value("transfers_total", "store", "failed") == 0
+        assert llm.flush()
+        assert llm.engine.parts.device.host_waits().keys() <= {"flight"}
+        llm.engine.call(lambda: None)
+        assert llm.engine.parts.blocks.num_used == 0
+
+
+def test_an_aborted_request_gives_everything_back(llama: Path) -> None:
+    with engine(llama, offload=OffloadConfig(host="16MiB"), check_order=True) as llm:
+        for _ in range(5):
+            for delta in llm.stream(PROMPTS[0], SamplingParams(max_tokens=500, ignore_eos=True)):
+                if delta.token_ids:
+                    break
+        reference = llm.generate([PROMPTS[1]], GREEDY)
+        assert tokens(reference) == tokens(llm.generate([PROMPTS[1]], GREEDY))
+        assert llm.flush()
+        llm.engine.call(lambda: None)
+        assert llm.engine.unfinished == 0
+        assert llm.engine.parts.blocks.num_used == 0
+
+
+def test_a_server_streams_an_answer(llama: Path) -> None:
+    httpx = pytest.importorskip("httpx")
+    pytest.importorskip("uvicorn")
+    from sidestream.server import Running, ServerOptions, serve
+
+    with engine(llama) as reference:
+        expected = reference.generate("The whale", SamplingParams(temperature=0, max_tokens=12))[0].text
+    llm = AsyncLLM(llama, device="cuda", dtype="float32", kv_memory="64MiB")
+    ready: queue.Queue[Running] = queue.Queue()
+    server = threading.Thread(target=lambda: serve(llm, ServerOptions(port=0), on_ready=ready.put), daemon=True)
+    server.start()
+    running = ready.get(timeout=PATIENCE_S)
+    body = {"model": llm.model_name, "prompt": "The whale", "max_tokens": 12, "temperature": 0, "stream": True}
+    with httpx.stream("POST", f"{running.url}/v1/completions", json=body, timeout=PATIENCE_S) as response:
+        assert response.status_code == 200
+        lines = [line.removeprefix("data: ") for line in response.iter_lines() if line.startswith("data: ")]
+    running.stop()
+    server.join(PATIENCE_S)
+    llm._close(0.0)
+    assert lines[-1] == "[DONE]"
+    assert "".join(choice["text"] for line in lines[:-1] for choice in json.loads(line)["choices"]) == expected
+
+
+# ---------------------------------------------------------------------- nothing waits, nothing compiles
+
+
+@pytest.fixture
+def no_host_wait() -> Iterator[None]:
+    """Whatever in torch makes the host wait for the device is an error meanwhile, which would end a request."""
+    torch.cuda.set_sync_debug_mode("error")
+    yield
+    torch.cuda.set_sync_debug_mode("default")
+
+
+def test_no_flight_makes_the_host_wait_whatever_is_asked_for_p1(llama: Path, request: pytest.FixtureRequest) -> None:
+    with engine(llama, offload=OffloadConfig(host="16MiB")) as llm:
+        request.getfixturevalue("no_host_wait")
+        prompts = [*PROMPTS, *PROMPTS][: len(EVERY_WAY_TO_DRAW)]
+        for _ in range(3):
+            assert all(len(output.token_ids) >= 4 for output in llm.generate(prompts, EVERY_WAY_TO_DRAW))
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "mistral"])
+def test_nothing_is_compiled_once_it_serves_p3(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import triton
+
+    compiled: list[Any] = []
+    model = tiny_model_dir(family, tmp_path, 2)
+    with engine(model, offload=OffloadConfig(host="16MiB"), max_running=7) as llm:
+        monkeypatch.setattr(triton.knobs.runtime, "jit_post_compile_hook", lambda **what: compiled.append(what["repr"]))
+        for count in (1, 2, 3, 5):
+            llm.generate(PROMPTS[:count], GREEDY)
+        llm.generate([*PROMPTS, *PROMPTS], [*EVERY_WAY_TO_DRAW, GREEDY, GREEDY])
+    assert compiled == []
+
+
+# ---------------------------------------------------------------------- what goes wrong
+
+
+def test_a_flight_that_the_gpu_has_no_memory_for_ends_its_request_and_the_engine_goes_on(
+    llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with engine(llama) as llm:
+        expected = tokens(llm.generate([PROMPTS[1]], GREEDY))
+        model = llm.engine.parts.executor._model
+        forward, left = model.forward, [1]
+
+        def greedy_for_memory(*given: Any) -> Any:
+            if left:
+                left.pop()
+                torch.empty(1 << 50, dtype=torch.uint8, device="cuda")
+            return forward(*given)
+
+        monkeypatch.setattr(model, "forward", greedy_for_memory)
+        with pytest.raises(RequestError, match=r"the forward pass failed: out of device memory: .*; lower the KV memory or the batch"):
+            llm.generate([PROMPTS[0]], GREEDY)
+        assert llm.health().status == "ok"
+        assert tokens(llm.generate([PROMPTS[1]], GREEDY)) == expected
+
+
+def test_a_pool_or_a_host_tier_that_does_not_fit_is_refused_before_it_serves(llama: Path) -> None:
+    from sidestream import ConfigError
+
+    with pytest.raises(ConfigError, match=r"of the GPU's .* GiB are free"):
+        engine(llama, kv_memory="100TiB")
+    with pytest.raises(ConfigError, match=r"this machine has .* GiB available"):
+        engine(llama, offload=OffloadConfig(host="100TiB"))
+    with engine(llama) as llm:  # and nothing of them is left open
+        assert llm.generate([PROMPTS[2]], GREEDY)
+
+
+LOST = """
+import sys
+import torch
+from sidestream import LLM, EngineStopped, OffloadConfig, RequestError, SamplingParams
+from sidestream.device.cuda import kernels
+
+offload = OffloadConfig(host="16MiB", disk=sys.argv[2], disk_capacity="64MiB")
+greedy = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+llm = LLM(sys.argv[1], device="cuda", dtype="float32", kv_memory="64MiB", offload=offload)
+print("tokens", *llm.generate([[5 + at for at in range(200)]], greedy)[0].token_ids)
+print("flushed", llm.flush())
+value = torch.zeros(1, dtype=torch.int64, device="cuda")
+stream = llm.engine.parts.executor._stream
+llm.engine.call(lambda: stream.submit(lambda: kernels.deliver(64, value.data_ptr(), 8)) and None)  # nothing is mapped at address 64
+for error in (RequestError, EngineStopped):
+    try:
+        llm.generate([[9] * 40], greedy)
+        print("went on")
+    except (RequestError, EngineStopped) as told:
+        print("told", "the GPU is lost" in str(told))
+print("health", llm.health().status, llm.health().detail)
+llm.close()
+print("closed")
+"""
+
+
+def test_a_lost_gpu_ends_the_engine_with_a_message_and_leaves_the_disk_intact(llama: Path, tmp_path: Path) -> None:
+    disk = tmp_path / "kv"
+    done = subprocess.run([sys.executable, "-c", LOST, llama, disk], check=False, capture_output=True, text=True, timeout=300)
+    lines = done.stdout.splitlines()
+    said = done.stdout + done.stderr[-3000:]
+    assert [line.split()[0] for line in lines] == ["tokens", "flushed", "told", "told", "health", "closed"], said
+    assert lines[1:4] == ["flushed True", "told True", "told True"], said
+    assert lines[4].startswith("health failed DeviceLost: the GPU is lost"), said
+
+    offload = OffloadConfig(host="16MiB", disk=disk, disk_capacity="64MiB")
+    with engine(llama, "cpu", offload=offload) as llm:
+        always_load(llm)
+        (output,) = llm.generate([[5 + at for at in range(200)]], GREEDY)
+    assert output.cached.disk == 192
+    assert lines[0] == " ".join(["tokens", *map(str, output.token_ids)])
+
+
+def test_doctor_says_that_the_gpu_is_used_and_how_fast_its_link_is() -> None:
+    from sidestream.cli.probes import findings
+
+    found = {finding.name: finding for finding in findings(None)}
+    assert found["gpus"].data["device"] == "cuda"
+    assert "--device cuda uses the first one" in found["gpus"].text
+    assert found["host to gpu"].data["to_gpu_bytes_per_s"] > GIB  # type: ignore[operator]

@@ -1,0 +1,361 @@
+"""The mover's turns, what the two ends tell each other, and how it ends."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from transfer_rig import LAYOUT, Rig, content, flight_of, key, keys
+
+from sidestream.device.base import CopyBatch
+from sidestream.device.host import HostStream
+from sidestream.errors import InvariantError
+from sidestream.transfer import LoadFailed, LoadReady, mover
+from sidestream.transfer.pacing import Lane, Pace
+from sidestream.types import Key, PromotePlan, StorePlan
+
+
+def test_a_turn_takes_a_bounded_number_of_orders(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It shares the interpreter lock with the engine thread (P8)."""
+    monkeypatch.setattr(rig._thread, "wake", lambda: None)
+    lease = rig.blocks.take(16)
+    flight = rig.fill(lease.ids, keys(*range(16)))
+    for number in range(100):
+        rig.store(keys(*(f"{number}.{index}" for index in range(16))), lease.ids, flight)
+    before, most = len(rig.transfers._orders), 0
+    while (left := len(rig.transfers._orders)) > 0:
+        rest = rig._thread._turn()
+        most = max(most, left - len(rig.transfers._orders))
+        assert rest.until_s is not None or not len(rig.transfers._orders)  # it comes back for the rest by itself
+    assert (before, most) == (100, mover._BLOCKS_A_TURN)
+    lease.release()
+
+
+def test_blocks_whose_store_is_not_worth_a_copy_are_given_back_at_once(rig: Rig) -> None:
+    busy = rig.host.pool.take(8)
+    lease = rig.blocks.take(1)
+    with rig.late():
+        rig.store(keys("a"), lease.ids, rig.fill(lease.ids, keys("a")))
+        rig.let_go(lease)
+    assert rig.blocks.num_used == 1
+    rig.poll()
+    assert rig.blocks.num_used == 0
+    busy.release()
+
+
+def test_load_that_was_not_submitted_gates_nobody(rig: Rig) -> None:
+    """Its request is in no flight before it is ready."""
+    rig.stored(keys("a"))
+    lease = rig.blocks.take(1)
+    with rig.hold("load"):
+        rig.load(keys("a"), lease.ids)
+        assert rig.transfers.gates(flight_of((1, 0))).by_layer == ()
+        rig.poll()
+        assert rig.ready == [(1, 0)]
+        assert len(rig.transfers.gates(flight_of((1, 0))).by_layer) == LAYOUT.num_layers
+    rig.finish("load")
+    lease.release()
+
+
+@pytest.mark.parametrize("fence_first", [True, False])
+def test_failed_load_is_told_once_whoever_sees_it_first(rig: Rig, monkeypatch: pytest.MonkeyPatch, fence_first: bool) -> None:
+    """A flight that waited for the load may be read before the mover has seen the load's end."""
+    rig.stored(keys("a"))
+    lease = rig.blocks.take(1)
+
+    def fail(stream: HostStream, batch: CopyBatch) -> None:
+        raise OSError("injected: the copy failed")
+
+    monkeypatch.setattr(HostStream, "copy", fail)
+    with rig.hold("load"):
+        rig.load(keys("a"), lease.ids)
+        assert rig.transfers.poll() == [LoadReady(1, 0)]
+    rig.pass_through("load-0")
+    if not fence_first:
+        rig.settle()
+        assert rig.transfers.poll() == [LoadFailed(1, 0)]
+    else:
+        assert rig.transfers.poll() == []  # the mover has not looked
+        assert rig.transfers.failed_loads() == [LoadFailed(1, 0)]
+    assert rig.transfers.poll() == rig.transfers.failed_loads() == []
+    assert rig.poll() == rig.transfers.failed_loads() == []
+    lease.release()
+
+
+def test_what_was_ordered_before_a_reset_and_begun_after_it_publishes_nothing(disk_rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:  # H8
+    rig = disk_rig
+    rig.on_disk_only(keys("read"))
+    rig.stored(keys("held"))
+    lease = rig.blocks.take(2)
+    flight = rig.fill(lease.ids[:1], keys("stored"))
+    with monkeypatch.context() as late:
+        late.setattr(rig._thread, "wake", lambda: None)
+        rig.store(keys("stored"), lease.ids[:1], flight)
+        rig.load(keys("held"), lease.ids[1:])
+        rig.transfers.submit([PromotePlan(1, 0, keys("read"))])
+        rig.transfers.forget_all()
+        assert not rig.transfers.has_forgotten
+    rig.finish("compute", "store", "load", "disk-read-0", "disk-read-1")
+    assert rig.transfers.has_forgotten
+    for name in ("stored", "read", "held"):
+        assert rig.transfers.locate(keys(name)) == []
+    assert rig.blocks.match(keys("held")) == []
+    lease.release()
+
+
+def test_tier_grows_while_it_is_in_use() -> None:
+    """Its memory is pinned in the background (P7)."""
+    rig = Rig(ready_slots=2)
+    rig.stored(keys("a", "b", "c"))
+    assert rig.host.pool.size == 2
+    assert rig.transfers.locate(keys("a", "b")) == ["host", "host"]
+    rig.ready_slots = 5
+    rig.clock.now_s += 1.0
+    rig.stored(keys("c", "d", "e"))
+    assert rig.host.pool.size == 5
+    assert all(rig.host_holds(of) for of in keys("a", "b", "c", "d", "e"))
+    rig.ready_slots = 8
+    rig.poll()
+    assert rig.host.pool.size == 8
+    rig.close()
+    rig.check_nothing_is_held()
+
+
+def test_mover_that_raises_tells_it_and_flush_and_close_return(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = Rig(tmp_path)
+    lease = rig.blocks.take(1)
+
+    def broken(*_: object) -> None:
+        raise InvariantError("injected: a bug")
+
+    monkeypatch.setattr(rig.transfers._mover, "_store", broken)
+    rig.transfers.submit([StorePlan(keys("a"), tuple(lease.ids), ())])
+    with pytest.raises(InvariantError, match="injected: a bug"):
+        rig.transfers.poll()
+    rig.transfers.forget_all()
+    assert rig.transfers.has_forgotten  # nothing more is waited for
+    assert not rig.transfers.flush(timeout_s=10)
+    rig.device.close()
+    rig.transfers.close()
+    assert rig.disk is not None
+    reopened = Rig(tmp_path)  # the disk was let go of
+    reopened.close()
+
+
+def test_close_with_orders_that_nobody_took_loses_cache_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = Rig(tmp_path)
+    rig.on_disk_only(keys("on disk"))
+    rig.stored(keys("in host"))
+    lease = rig.blocks.take(2)
+    flight = rig.fill(lease.ids[:1], keys("new"))
+    rig.drain("compute")
+    monkeypatch.setattr(rig._thread, "wake", lambda: None)
+    for number in range(80):  # more than a turn takes
+        rig.store(keys(f"new {number}"), lease.ids[:1], flight)
+    rig.load(keys("in host"), lease.ids[1:])
+    rig.promote(keys("on disk"))
+    lease.release()
+    rig.device.close()  # from here on a submission raises
+    rig.transfers.close()
+    rig.blocks.check()
+    assert (rig.blocks.num_used, rig.host.pool.num_used, len(rig.transfers._orders)) == (0, 0, 0)
+    assert not rig.transfers.busy
+    assert rig.host_holds(key("in host"))
+    again = Rig(tmp_path)
+    assert again.transfers.locate(keys("on disk", "in host")) == ["disk", "disk"]
+    again.close()
+
+
+def test_reset_while_the_mover_publishes_a_store_is_over_once_that_is_forgotten_too(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:  # H8
+    publish = rig.host.pool.publish_all
+    forgotten: list[bool] = []
+
+    def after_reset(slots: Sequence[int], of: Sequence[Key]) -> None:
+        with rig.late():  # by the engine thread, behind the mover's back
+            rig.transfers.forget_all()
+        forgotten.append(rig.transfers.has_forgotten)
+        publish(slots, of)
+
+    monkeypatch.setattr(rig.host.pool, "publish_all", after_reset)
+    rig.stored(keys("a", "b"))
+    assert forgotten == [False]
+    assert rig.transfers.has_forgotten
+    assert rig.transfers.locate(keys("a")) == rig.transfers.locate(keys("b")) == []
+
+
+# ------------------------------------------------------------------ pieces
+
+
+@pytest.fixture
+def one_block_a_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mover, "_BLOCKS_A_TURN", 1)
+
+
+def narrow(rig: Rig, *, segments_in_flight: int) -> None:
+    """Loads get so much of the device at a time."""
+    rig.transfers._mover._to_device._pace = Pace(1 << 20, 1, 1 << 30, segments_in_flight, streams=2)
+
+
+class Blink:
+    """Done between two looks at it, once two copies wait for it."""
+
+    stream, tick, failure = "elsewhere", 1, None
+
+    def __init__(self, lane: Lane) -> None:
+        self._lane = lane
+        self._looks = 0
+
+    def poll(self) -> bool:
+        self._looks += sum(map(len, self._lane._queues)) == 2
+        return self._looks > 1
+
+
+@pytest.mark.usefixtures("one_block_a_turn")
+def test_load_is_ready_when_all_its_pieces_were_given_in_whatever_order(rig: Rig) -> None:  # H5
+    rig.stored(keys("a", "b", "other"))
+    lease = rig.blocks.take(3)
+    narrow(rig, segments_in_flight=2)
+    with rig.hold("load"):
+        rig.load(keys("other"), lease.ids[2:], request_id=2)
+        rig.load(keys("a", "b"), lease.ids[:2], Blink(rig.transfers._mover._to_device))
+        rig.poll()
+        (order,) = {order for order in rig.transfers._mover._loads.values() if len(order.copies) == 2}
+        assert [len(copy.fences[0]) for copy in order.copies] == [0, 1]  # the second, because what both wait for ended between two looks
+        assert rig.ready == [(2, 0)]
+    rig.finish("load")
+    rig.finish("load")
+    assert rig.ready == [(2, 0), (1, 0)]
+    assert [rig.block(block) for block in lease.ids] == [content(key(name)).tobytes() for name in ("a", "b", "other")]
+    lease.release()
+
+
+@pytest.mark.usefixtures("one_block_a_turn")
+def test_load_of_which_a_piece_has_failed_is_never_said_to_be_ready(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:  # H9
+    rig.stored(keys("a", "b"))
+    lease = rig.blocks.take(2)
+    narrow(rig, segments_in_flight=1)
+    copy, failed = HostStream.copy, []
+
+    def fail_once(stream: HostStream, batch: CopyBatch) -> None:
+        if not failed:
+            failed.append(stream.name)
+            raise OSError("injected: the copy failed")
+        copy(stream, batch)
+
+    monkeypatch.setattr(HostStream, "copy", fail_once)
+    with rig.hold("load"):
+        rig.load(keys("a", "b"), lease.ids)
+        rig.settle()
+    rig.drain("load")  # the second piece is given when the first has ended
+    assert rig.finish("load") == [LoadFailed(1, 0)]
+    assert (failed, rig.ready) == (["load-0"], [])
+    lease.release()
+
+
+def test_layer_waits_for_the_last_slice_of_every_piece(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:  # H5
+    monkeypatch.setattr(mover, "_BLOCKS_A_TURN", 2)
+    rig.stored(keys("a", "b", "c", "d"))
+    lease = rig.blocks.take(4)
+    narrow(rig, segments_in_flight=8)
+    with rig.hold("load"):
+        rig.load(keys("a", "b", "c", "d"), lease.ids)
+        rig.poll()
+        gates = rig.transfers.gates(flight_of((1, 0))).by_layer
+        waited = [("load-0", 3), ("load-1", 3)]  # the hold was tick 1
+        assert [[(fence.stream, fence.tick) for fence in fences] for fences in gates] == [waited] * LAYOUT.num_layers
+    rig.finish("load")
+    assert [rig.block(block) for block in lease.ids] == [content(key(name)).tobytes() for name in "abcd"]
+    lease.release()
+
+
+@pytest.mark.usefixtures("one_block_a_turn")
+def test_store_lets_go_of_its_blocks_when_its_last_piece_has_ended(rig: Rig) -> None:  # H2
+    lease = rig.blocks.take(3)
+    flight = rig.fill(lease.ids, keys("a", "b", "c"))
+    rig.drain("compute")
+    hold = rig.hold("store-1")
+    rig.store(keys("a", "b", "c"), lease.ids, flight)
+    rig.let_go(lease)
+    rig.pass_through("store-0")
+    rig.poll()
+    assert rig.transfers.locate(keys("a")) == ["host"]  # a piece is published by itself
+    assert rig.blocks.num_used == 3
+    hold.release()
+    rig.finish("store", "store-2")
+    assert rig.blocks.num_used == 0
+    assert all(rig.host_holds(of) for of in keys("a", "b", "c"))
+
+
+def test_load_that_settles_while_the_engine_polls_is_kept_until_its_news_was_heard(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    lease = rig.blocks.take(1)
+    with rig.late():
+        rig.load(keys("never stored"), lease.ids)
+    take, settled = rig.transfers._news.take, []
+
+    def then_settle() -> object:
+        news = take()
+        if news is None and not settled:
+            settled.append(True)
+            rig.settle()
+        return news
+
+    monkeypatch.setattr(rig.transfers._news, "take", then_settle)
+    assert rig.transfers.poll() == []
+    assert settled
+    assert rig.transfers.poll() == [LoadFailed(1, 0)]
+    lease.release()
+
+
+# ------------------------------------------------------------------ a close between two pieces
+
+
+@pytest.mark.parametrize("kind", ["load", "store"])
+@pytest.mark.usefixtures("one_block_a_turn")
+def test_close_between_two_pieces_of_a_load_and_of_a_store_lets_go_of_both(kind: str) -> None:
+    rig = Rig()
+    rig.stored(keys("a", "b", "c"))
+    lease = rig.blocks.take(3)
+    flight = rig.fill(lease.ids, keys("d", "e", "f"))
+    rig.drain("compute")
+    with rig.late():
+        if kind == "load":
+            rig.load(keys("a", "b", "c"), lease.ids)
+        else:
+            rig.store(keys("d", "e", "f"), lease.ids, flight)
+        rig._thread._turn()  # takes it, and begins the first piece
+        rig.store(keys("g"), lease.ids[:1])  # is all that a turn takes: no further piece is begun
+        rig.let_go(lease)
+    closed(rig)
+    assert [rig.host_holds(of) for of in keys("d", "e", "f")] == [kind == "store", False, False]
+
+
+@pytest.mark.usefixtures("one_block_a_turn")
+def test_close_that_finds_a_load_which_has_failed_already_lets_go_of_it_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = Rig()
+    rig.stored(keys("a", "b"))
+    lease = rig.blocks.take(2)
+
+    def fail(*_: object) -> None:
+        raise OSError("injected: the copy failed")
+
+    monkeypatch.setattr(HostStream, "copy", fail)
+    with rig.late():
+        rig.load(keys("a", "b"), lease.ids)
+        for _ in range(2):
+            rig._thread._turn()
+        rig.store(keys("c"), lease.ids[:1])  # is all that a turn takes: the load stays in line
+        rig.let_go(lease)
+    closed(rig)
+
+
+def closed(rig: Rig) -> None:
+    """Close the engine, which must leave nothing in use."""
+    rig.device.close()
+    rig.transfers.close()
+    assert rig.transfers.uses() is None
+    assert not rig.transfers.busy
+    assert (rig.blocks.num_used, rig.host.pool.num_used) == (0, 0)
+    rig.check_nothing_is_held()
