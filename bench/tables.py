@@ -1,7 +1,7 @@
 """Write the tables of README and docs from the files in bench/results; with `--check`, only say whether they are up to date.
 
-A table stands between `<!-- figures: NAME … -->` and `<!-- end -->`; NAME is a file of bench/results without its ending. The table of
-hazards stands behind `<!-- hazards -->` and is made from the code (`hazards.py`).
+A table stands between `<!-- figures: NAME … -->` and `<!-- end -->`; NAME is a file of bench/results without its ending. `bounds` in the place
+of `figures` shows only those that have a bound. The table of hazards stands behind `<!-- hazards -->` and is made from the code (`hazards.py`).
 """
 
 from __future__ import annotations
@@ -15,22 +15,24 @@ from hazards import hazard_table
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench" / "results"
-_MARKED = re.compile(r"(<!-- figures: (?P<names>[\w\- ]+) -->\n)(?P<table>.*?)(<!-- end -->)", re.DOTALL)
+_MARKED = re.compile(r"(<!-- (?P<which>figures|bounds): (?P<names>[\w\- ]+) -->\n)(?P<table>.*?)(?P<end><!-- end -->)", re.DOTALL)
 _HAZARDS = re.compile(r"(<!-- hazards -->\n)(?P<table>.*?)(<!-- end -->)", re.DOTALL)
 
 
-def table(names: list[str]) -> str:
-    """One markdown table for several result files, with the machine and the commands below it."""
+def table(names: list[str], *, bounded: bool = False) -> str:
+    """One markdown table for several result files, with the machine and the commands below it. `bounded`: only figures that have a bound."""
     reports = [json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8")) for name in names]
     lines = ["| figure | measured | unit | bound | holds |", "| --- | ---: | --- | --- | --- |"]
     for report in reports:
         for figure in report["figures"]:
+            if bounded and figure["bound"] is None:
+                continue
             holds = {True: "yes", False: "**no**", None: ""}[figure["holds"]]
             value = figure["value"]
             shown = f"{value:,.0f}" if value == int(value) else f"{value:.4g}"
             lines.append(f"| `{figure['name']}` | {shown} | {figure['unit']} | {figure['bound'] or ''} | {holds} |")
     machines = {
-        f"{e['cpu']}, {e['cores']} cores, torch {e['torch']}, transformers {e['transformers']}, {e['model']}, {e['date']}"
+        f"{e['gpu'] + ', ' if 'gpu' in e else ''}{e['cpu']}, {e['cores']} cores, torch {e['torch']}, transformers {e['transformers']}, {e['model']}, {e['date']}"
         for e in (report["environment"] for report in reports)
     }
     commands = ", ".join(f"`{report['command']}`" for report in reports)
@@ -39,7 +41,7 @@ def table(names: list[str]) -> str:
 
 def rewritten(text: str) -> str:
     """The text with every marked table made anew."""
-    text = _MARKED.sub(lambda found: found[1] + table(found["names"].split()) + found[4], text)
+    text = _MARKED.sub(lambda found: found[1] + table(found["names"].split(), bounded=found["which"] == "bounds") + found["end"], text)
     return _HAZARDS.sub(lambda found: found[1] + hazard_table() + found[3], text)
 
 
