@@ -192,6 +192,7 @@ def test_reset_while_the_mover_publishes_a_store_is_over_once_that_is_forgotten_
 @pytest.fixture
 def one_block_a_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mover, "_BLOCKS_A_TURN", 1)
+    monkeypatch.setattr(mover, "_LOAD_BYTES", 0)
 
 
 def narrow(rig: Rig, *, segments_in_flight: int) -> None:
@@ -257,6 +258,7 @@ def test_load_of_which_a_piece_has_failed_is_never_said_to_be_ready(rig: Rig, mo
 
 def test_layer_waits_for_the_last_slice_of_every_piece(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:  # H5
     monkeypatch.setattr(mover, "_BLOCKS_A_TURN", 2)
+    monkeypatch.setattr(mover, "_LOAD_BYTES", 0)
     rig.stored(keys("a", "b", "c", "d"))
     lease = rig.blocks.take(4)
     narrow(rig, segments_in_flight=8)

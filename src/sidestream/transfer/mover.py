@@ -38,6 +38,8 @@ logger = logging.getLogger(__name__)
 
 # Blocks of orders that one turn carries out, and of a store that one ticket has: some 3 us each, of the interpreter lock (P8).
 _BLOCKS_A_TURN = 16
+# Of a load, a piece has at least so many bytes: what is on its way at once goes layer by layer, so that the forward pass can follow it.
+_LOAD_BYTES = 64 << 20
 # How long it lets others go first when there is more to do.
 _BREATH_S = 20e-6
 # While so many copies wait in the lane, no store is carried out that could wait as an order: a plan takes far less memory than a ticket, and
@@ -287,7 +289,7 @@ class Mover:
         flight layer by layer: so only the last piece is cut by layers, which costs speed.
         """
         plan, layout, first = order.plan, self._layout, order.begun
-        stop = order.begun = min(first + _BLOCKS_A_TURN, len(plan.keys))
+        stop = order.begun = min(first + max(_BLOCKS_A_TURN, _LOAD_BYTES // layout.block_bytes), len(plan.keys))
         step = layers_per_group(layout, self._device.segment_bytes) if order.all_begun else layout.num_layers
         groups = []
         for layer in range(0, layout.num_layers, step):

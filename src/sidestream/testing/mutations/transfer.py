@@ -1045,7 +1045,9 @@ EXEMPT = (
     Exempt(f"{_MOVER}._begin_pieces", "if store.begun == len(store.plan.keys):\n                del self._later[0]", _QUEUE),
     Exempt(f"{_MOVER}._carry_out", "self._later.extend(StoreOrder", _QUEUE),
     Exempt(f"{_MOVER}._store", "order.begun = min(first + _BLOCKS_A_TURN, len(plan.keys))", _COUNT),
-    Exempt(f"{_MOVER}._load_piece", "order.begun = min(first + _BLOCKS_A_TURN, len(plan.keys))", _COUNT),
+    Exempt(
+        f"{_MOVER}._load_piece", "order.begun = min(first + max(_BLOCKS_A_TURN, _LOAD_BYTES // layout.block_bytes), len(plan.keys))", _COUNT
+    ),
     Exempt(f"{_TICKETS}:LoadOrder.all_begun", "return self.begun == len(self.plan.keys)", "a question; who asks is ruled above"),
     Exempt(f"{_MOVER}._end_load", "copy.failure is None and copy.began_s is not None", "what it measures"),
     Exempt(f"{_MOVER}._end_load", "elif order.failure is None:", "which of several failures is told"),

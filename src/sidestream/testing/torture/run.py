@@ -125,17 +125,17 @@ def run_schedule(workload: Workload, policy: Policy, *, trace: bool = False, ref
 def _stage(workload: Workload) -> Iterator[None]:
     """What a schedule changes around it: its disk's pauses are short, and its faults no news."""
     logger, level, threads = logging.getLogger("sidestream"), logging.getLogger("sidestream").level, torch.get_num_threads()
-    pause, lanes, blocks = mover._DISK_PAUSE_S, (pacing.TO_HOST, pacing.TO_DEVICE), mover._BLOCKS_A_TURN
+    pause, lanes, blocks = mover._DISK_PAUSE_S, (pacing.TO_HOST, pacing.TO_DEVICE), (mover._BLOCKS_A_TURN, mover._LOAD_BYTES)
     logger.setLevel(logging.CRITICAL + 1)
     torch.set_num_threads(1)
     if workload.layer_groups:
         pacing.TO_HOST = pacing.TO_DEVICE = _NARROW
-        mover._BLOCKS_A_TURN = 2  # so that a toy's transfers have several pieces
+        mover._BLOCKS_A_TURN, mover._LOAD_BYTES = 2, 0  # so that a toy's transfers have several pieces
     mover._DISK_PAUSE_S = LOAD_DEADLINE_S
     try:
         yield
     finally:
-        mover._DISK_PAUSE_S, (pacing.TO_HOST, pacing.TO_DEVICE), mover._BLOCKS_A_TURN = pause, lanes, blocks
+        mover._DISK_PAUSE_S, (pacing.TO_HOST, pacing.TO_DEVICE), (mover._BLOCKS_A_TURN, mover._LOAD_BYTES) = pause, lanes, blocks
         torch.set_num_threads(threads)
         logger.setLevel(level)
 
