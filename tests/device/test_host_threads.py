@@ -122,8 +122,8 @@ def test_thread_wakes_up_by_itself_at_the_time_that_it_named(turns: Turns) -> No
 
 def test_fence_that_comes_soon_is_looked_at_until_it_is_done() -> None:
     fence = HandFence()
-    turns = Turns(Rest((fence,), soon=fence))
-    thread = TurnTaker("t", turns, clock=time.monotonic, poll_s=1000.0, soon_s=1e-4)
+    turns = Turns(Rest((fence,)))
+    thread = TurnTaker("t", turns, clock=time.monotonic, poll_s=1e-4)
     thread.wake()
     turns.expect()
     assert turns.taken == 1
@@ -137,13 +137,30 @@ def test_fence_that_says_that_the_device_is_lost_leaves_it_to_the_turn_to_find_o
         def poll(self) -> bool:
             raise DeviceLost("gone")
 
-    turns = Turns(Rest((Lost(),), soon=Lost()))
-    thread = TurnTaker("t", turns, clock=time.monotonic, poll_s=1000.0, soon_s=1e-4)
+    turns = Turns(Rest((Lost(),)))
+    thread = TurnTaker("t", turns, clock=time.monotonic, poll_s=1e-4)
     thread.wake()
     turns.expect()
     turns.expect()
     thread.close()
     assert thread.failure is None
+
+
+def test_rests_of_microseconds_all_end() -> None:
+    """A queue's `get` with such a timeout blocks for ever once in some hundred times."""
+    clock, turns = time.monotonic, Turns()
+
+    def turn() -> Rest:
+        turns()
+        thread._ring()  # as somebody does who saw it asleep a moment ago
+        return Rest(until_s=clock() + 2e-6 * (turns.taken % 16)) if turns.taken % 2 else Rest()
+
+    thread = TurnTaker("t", turn, clock=clock)
+    for _ in range(4000):
+        thread.wake()
+        turns.expect()
+        turns.expect()
+    thread.close()
 
 
 def test_turn_that_raises_is_the_last_one() -> None:

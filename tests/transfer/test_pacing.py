@@ -134,21 +134,32 @@ def test_no_more_is_in_flight_than_the_pace_allows(bytes_in_flight: int, segment
     world.end("a")
     world.lane.retire()
     world.lane.fill()
-    assert world.labels() == ["a", "b", "a"]
+    assert world.labels() == ["a", "a", "b"]
 
 
-def test_each_transfer_has_a_stream_of_its_own_and_there_are_no_more_than_the_pace_allows() -> None:
+def test_slices_take_the_streams_in_turn_each_behind_the_one_before_whosever_it_was() -> None:  # P5
     world = World(Pace(slice_bytes=20, slice_segments=2, bytes_in_flight=1 << 30, segments_in_flight=1000, streams=2))
-    for label in "abc":
-        world.copy(label, 4)
+    for label in "ab":
+        world.copy(label, 3)
     world.lane.fill()
-    assert world.given == [("s0", "a", 2), ("s1", "b", 2), ("s0", "a", 2), ("s1", "b", 2)]  # in turn
-    world.end("a")
-    world.end("a")
-    assert [copy.label for copy in world.lane.retire()] == ["a"]
+    assert world.given == [("s0", "a", 2), ("s1", "a", 1), ("s0", "b", 2), ("s1", "b", 1)]
+    (a1, b1), (a2, b2) = (stream.fences for stream in world.streams)
+    assert [stream.waits for stream in world.streams] == [[a2], [a1, b1]]
+    for label in "aabb":
+        world.end(label)
+    world.lane.retire()
+    world.copy("c")
     world.lane.fill()
-    assert world.given[4:] == [("s0", "c", 2), ("s0", "c", 2)]
-    assert len(world.streams) == 2
+    assert world.given[-1] == ("s0", "c", 1)
+    assert world.streams[0].waits == [a2]  # the one before was seen done
+    assert b2.done
+
+
+def test_one_stream_is_a_fifo_and_waits_for_nothing() -> None:
+    world = World(Pace(slice_bytes=20, slice_segments=2, bytes_in_flight=1 << 30, segments_in_flight=1000, streams=1))
+    world.copy("a", 6)
+    world.lane.fill()
+    assert (world.labels(), world.streams[0].waits) == (["a"] * 3, [])
 
 
 def test_copy_that_has_to_wait_lets_those_pass_that_need_not() -> None:
@@ -162,22 +173,52 @@ def test_copy_that_has_to_wait_lets_those_pass_that_need_not() -> None:
     flight.done = True
     world.lane.fill()
     assert world.labels() == ["first", "ready", "waits"]
-    assert world.streams[2].waits == []
 
 
-def test_copy_that_has_to_wait_waits_on_its_stream_when_there_is_nothing_else_and_takes_one_slice_of_room() -> None:  # H1, H3
-    world, done, flight = World(Pace(1 << 20, 2, 1 << 30, 100, 8)), HandFence(), HandFence()
-    done.done = True
-    world.copy("waits", 6, after=(done, flight))
+def test_copy_is_given_nothing_of_before_all_that_it_has_to_wait_for_was_seen_done() -> None:  # H1, H3
+    """On the device it would hold up what comes behind it."""
+    world, first, second = World(), HandFence(), HandFence()
+    world.copy("waits", 6, after=(first, second))
+    for fence in (first, second):
+        world.lane.fill()
+        assert world.given == []
+        assert list(world.lane.awaited()) == [fence]
+        fence.done = True
     world.lane.fill()
-    assert world.given == [("s0", "waits", 2)]
-    assert world.streams[0].waits == [flight]
-    world.copy("ready", 2)
+    assert world.labels() == ["waits"]
+
+
+def test_copy_that_has_begun_goes_on_before_one_that_became_ready_meanwhile() -> None:
+    world, flight = World(Pace(1 << 20, 1, 1 << 30, 2, streams=2)), HandFence()
+    world.copy("late", 2, after=(flight,))
+    world.copy("begun", 4)
     world.lane.fill()
-    assert world.labels() == ["waits", "ready"]
     flight.done = True
+    for label in ("begun", "begun", "begun", "begun"):
+        world.end(label)
+        world.lane.retire()
+        world.lane.fill()
+    assert world.labels() == ["begun"] * 4 + ["late"] * 2
+
+
+def test_thread_rests_for_half_of_what_is_in_flight_or_for_the_end_of_a_copy() -> None:
+    """So it has time, and little to do."""
+    world = World(Pace(slice_bytes=1 << 20, slice_segments=1, bytes_in_flight=1 << 30, segments_in_flight=4, streams=2))
+    world.copy("a", 3)
+    world.copy("b", 3)
     world.lane.fill()
-    assert world.labels() == ["waits", "ready", "waits", "waits"]
+    (a1, a3), (a2, b1) = (stream.fences for stream in world.streams)
+    assert list(world.lane.awaited()) == [a3]  # a1, a2, then this one, then b1
+    for fence in (a1, a2):
+        fence.done = True
+    world.lane.retire()
+    world.lane.fill()
+    assert not world.lane.has_more
+    assert list(world.lane.awaited()) == [a3]  # the last one of a
+    a3.done = True
+    assert [copy.label for copy in world.lane.retire()] == ["a"]
+    assert list(world.lane.awaited()) == [world.streams[1].fences[2]]
+    assert b1.tick == 2
 
 
 def test_copy_is_told_once_when_its_last_slice_was_given_and_ends_when_all_were_seen_done() -> None:

@@ -6,7 +6,7 @@ runs wherever the device runs it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -146,14 +146,12 @@ def _step(sources: list[list[int]], targets: list[list[int]], index: int, size: 
 class Rest:
     """What a thread of the host waits for between two turns, besides being woken.
 
-    fences   when one of them is done, the next turn comes; gone through once, if at all
+    fences   when one of them is done, the next turn comes
     until_s  on the device's clock: then it comes at the latest
-    soon     the one of the fences that will be done first, within a fraction of a millisecond
     """
 
-    fences: Iterable[Fence] = ()
+    fences: Sequence[Fence] = ()
     until_s: float | None = None
-    soon: Fence | None = None
 
 
 class HostThread(Protocol):

@@ -11,9 +11,9 @@ import contextlib
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 
 import torch
 
@@ -224,7 +224,6 @@ class TurnTaker:
     """A thread that calls `turn` again and again, and sleeps in between until there may be something to do.
 
     poll_s   how soon it looks at fences again that nobody announces; None: whoever passes one calls `wake_for_fences`
-    soon_s   the same for the fence that comes first: looking at that one alone takes a microsecond or two, a turn takes fifty
     """
 
     def __init__(
@@ -234,7 +233,6 @@ class TurnTaker:
         *,
         clock: Callable[[], float],
         poll_s: float | None = None,
-        soon_s: float | None = None,
         prepare: Callable[[], None] = lambda: None,
         witness: Witness | None = None,
     ) -> None:
@@ -244,10 +242,11 @@ class TurnTaker:
         self._turn = turn
         self._clock = clock
         self._poll_s = poll_s
-        self._soon_s = soon_s
         self._prepare = prepare
         self._witness = witness
-        self._wakes: SimpleQueue[None] = SimpleQueue()
+        # Locked while nobody has woken it. Not a SimpleQueue: whose `get` with a timeout of microseconds now and then blocks for ever.
+        self._signal = threading.Lock()
+        self._signal.acquire()
         self._woken = self._asleep = False
         self._resting_for_fences = False
         self._closing = False
@@ -260,8 +259,8 @@ class TurnTaker:
         """Have another turn soon. See `HostThread.wake`."""
         if not self._woken:
             self._woken = True
-            if self._asleep:  # else it looks before it falls asleep; two that see this at once put two wakes: one turn too many
-                self._wakes.put(None)
+            if self._asleep:  # else it looks before it falls asleep
+                self._ring()
 
     def wake_for_fences(self) -> None:
         """A fence was passed, whichever: have another turn if the last one waits for any."""
@@ -271,7 +270,7 @@ class TurnTaker:
     def close(self) -> None:
         """End behind the turn that runs now. See `HostThread.close`."""
         self._closing = True
-        self._wakes.put(None)
+        self._ring()
         if threading.current_thread() is not self._thread:
             self._thread.join()
             if self._witness is not None:
@@ -288,30 +287,33 @@ class TurnTaker:
                 self._woken = False
                 self._resting_for_fences = True  # before the turn looks at them: one that is passed behind its back wakes it again
                 rest = self._turn()
-                if rest.soon is not None and self._soon_s is not None:
-                    self._doze(rest.soon, self._soon_s)
-                else:
-                    self._resting_for_fences = any(True for _ in rest.fences)
-                    self._sleep(rest.until_s)
+                self._resting_for_fences = bool(rest.fences)
+                self._sleep(rest.until_s, rest.fences)
         except BaseException as error:
             self.failure = error
 
-    def _doze(self, fence: Fence, seconds: float) -> None:
-        """Sleep until the fence is done, or until woken."""
+    def _ring(self) -> None:
+        with contextlib.suppress(RuntimeError):  # somebody else has just done so
+            self._signal.release()
+
+    def _sleep(self, until_s: float | None, fences: Sequence[Fence] = ()) -> None:
+        """Until woken, or until that time, or until one of the fences is done: looking at them takes a few microseconds, a turn takes fifty."""
         self._asleep = True
-        with contextlib.suppress(DeviceLost):  # the next turn finds out
-            while not self._woken and not fence.poll():
-                with contextlib.suppress(Empty):
-                    self._wakes.get(timeout=seconds)
+        while not (self._woken or self._closing):  # whoever wakes it from here on sees that it is asleep
+            timeout = self._poll_s if fences else None
+            if until_s is not None:
+                left = until_s - self._clock()
+                if left <= 0:
+                    break
+                timeout = left if timeout is None else min(timeout, left)
+            self._signal.acquire(timeout=-1 if timeout is None else timeout)
+            if self._poll_s is not None and _any_done(fences):
+                break
         self._asleep = False
 
-    def _sleep(self, until_s: float | None) -> None:
-        timeout = self._poll_s if self._resting_for_fences else None
-        if until_s is not None:
-            left = max(0.0, until_s - self._clock())
-            timeout = left if timeout is None else min(timeout, left)
-        self._asleep = True
-        if not self._woken:  # whoever wakes it from here on sees that it is asleep
-            with contextlib.suppress(Empty):
-                self._wakes.get(timeout=timeout)
-        self._asleep = False
+
+def _any_done(fences: Sequence[Fence]) -> bool:
+    try:
+        return any(fence.poll() for fence in fences)
+    except DeviceLost:
+        return True  # the next turn finds out

@@ -10,7 +10,7 @@ import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from itertools import count
-from queue import Empty, SimpleQueue
+from queue import Empty, Queue
 
 from sidestream.device.base import Device, Memory
 from sidestream.errors import DeviceError
@@ -70,7 +70,7 @@ class Rig:
         for pool in (self.blocks, self.host.pool):
             _shuffle(pool, rng)
         self.metrics = Metrics()
-        self._news: SimpleQueue[None] = SimpleQueue()
+        self._news: Queue[None] = Queue()
         self.failures: list[LoadFailed] = []
         self.transfers = TransferEngine(
             device=device,

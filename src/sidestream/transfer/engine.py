@@ -13,7 +13,7 @@ from typing import Literal
 
 from sidestream.device.base import Device
 from sidestream.device.channel import Channel, Mark
-from sidestream.kv.pool import FencedPool
+from sidestream.kv.pool import FencedPool, merge_fences
 from sidestream.metrics import Metrics
 from sidestream.tiers.base import PersistentTier
 from sidestream.tiers.host import HostTier
@@ -191,7 +191,9 @@ class TransferEngine:
         if not loads:
             return LayerGates()
         group = layers_per_group(self._layout, self._segment_bytes)
-        by_group = [tuple(fence for load in loads for fence in load.gates(index)) for index in range(-(-self._layout.num_layers // group))]
+        by_group = [
+            merge_fences(fence for load in loads for fence in load.gates(index)) for index in range(-(-self._layout.num_layers // group))
+        ]
         return LayerGates(tuple(by_group[layer // group] for layer in range(self._layout.num_layers)))
 
     # ------------------------------------------------------------------ completion: never blocks

@@ -16,6 +16,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Iterator
+from itertools import islice
 from typing import Literal
 
 from sidestream.device.base import Device, Rest, Stream
@@ -227,12 +228,12 @@ class Mover:
             or self._waiters
         )
         self.quiet_at = -1 if busy or more else self._taken
-        return Rest(self._awaited(), min(waits, default=None), self._to_host.soonest() or self._to_device.soonest())
+        return Rest(tuple(dict.fromkeys(self._awaited())), min(waits, default=None))
 
     def _awaited(self) -> Iterator[Fence]:
         yield from self._to_host.awaited()
         yield from self._to_device.awaited()
-        yield from (read.fence for read in self._reads.values())
+        yield from (read.fence for read in islice(self._reads.values(), _DISK_READERS))
         yield from (ticket.fence for ticket in self._writes[:1])
 
     # ------------------------------------------------------------------ orders

@@ -11,12 +11,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from itertools import islice
+from typing import NamedTuple
 
 from sidestream.device.base import CopyBatch, Stream
 from sidestream.types import Fence
 
-# So many copies are given slices in turn: on one stream, each batch waits for the end of the one before, and the link for the batch.
-_ABREAST = 2
 # So many of a queue are looked at for one that can begin, each time: the queue may hold a hundred thousand.
 _LOOK_AHEAD = 16
 
@@ -34,8 +33,8 @@ class Pace:
     """What one direction of the link is given at most.
 
     slice_bytes, slice_segments           one call: a batch of 8,192 segments costs the calling thread 8 ms (P9)
-    bytes_in_flight, segments_in_flight   given and not seen done: whoever else copies in this direction waits for as long as that takes (P5)
-    streams                               transfers that are on the device at a time, each on a stream of its own
+    bytes_in_flight, segments_in_flight   given and not seen done: so long is the mover's thread free to do something else
+    streams                               take the slices in turn, each behind the one before
     """
 
     slice_bytes: int
@@ -45,16 +44,17 @@ class Pace:
     streams: int
 
 
-# bench/results/transfer-h100.json, mailbox-h100.json: two slices of 9 MiB keep the link busy from a thread written in Python, and a small copy of
-# somebody else's waits for 0.3 ms. Small copies to the device do not wait for big ones, so that direction may have more.
-TO_HOST = Pace(slice_bytes=9 << 20, slice_segments=512, bytes_in_flight=18 << 20, segments_in_flight=1024, streams=8)
-TO_DEVICE = Pace(slice_bytes=32 << 20, slice_segments=512, bytes_in_flight=96 << 20, segments_in_flight=1536, streams=8)
+# To the host, by two streams in turn: whenever a slice ends, the copy engine finds its stream waiting for another one's, and looks whether anybody
+# else has something for it. So a foreign copy waits for one slice, however many are in flight (docs/decisions/0014); by one stream it would wait
+# for all of them (P5). Small copies to the device do not wait for big ones, so one stream does for that direction.
+TO_HOST = Pace(slice_bytes=14 << 20, slice_segments=512, bytes_in_flight=112 << 20, segments_in_flight=4096, streams=2)
+TO_DEVICE = Pace(slice_bytes=32 << 20, slice_segments=512, bytes_in_flight=128 << 20, segments_in_flight=2048, streams=1)
 
 
 class Copy:
     """One transfer's share of a lane: groups of segments, each with fences of its own. Single writer: its lane.
 
-    after    what must be done before the first byte moves
+    after    what must be seen done before the first byte is given to the device
     groups   copied one after another
     fences   by group, of the slices that were submitted so far
     failure  of the first slice that failed; what was not submitted by then never is
@@ -69,8 +69,7 @@ class Copy:
         self.groups = groups
         self._after = list(after)
         self._group = self._segment = 0
-        self._flying: deque[tuple[Fence, int, int]] = deque()  # with bytes and segments
-        self._stream: Stream | None = None
+        self._flying = 0  # slices
 
     @property
     def submitted(self) -> bool:
@@ -89,43 +88,54 @@ class Copy:
         return not self._after
 
 
-class Lane:
-    """One direction of the link.
+class _Slice(NamedTuple):
+    """Given to the device, and not seen done."""
 
-    streams   makes a stream, by its number; asked for `pace.streams` at most, each when it is needed first
+    fence: Fence
+    copy: Copy
+    num_bytes: int
+    num_segments: int
+
+
+class Lane:
+    """One direction of the link: a FIFO on the device, and queues before it.
+
+    streams   makes a stream, by its number, below `pace.streams`
     """
 
     def __init__(self, pace: Pace, streams: Callable[[int], Stream], *, clock: Callable[[], float]) -> None:
         self._pace = pace
-        self._make_stream = streams
-        self._num_streams = 0
+        self._streams = deque(streams(number) for number in range(pace.streams))  # the next slice goes to the first one
         self._clock = clock
-        self._idle_streams: list[Stream] = []
-        self._queues: tuple[deque[Copy], ...] = tuple(deque() for _ in Urgency)
-        self._open: list[Copy] = []  # have a stream, in the order in which they got it
-        self._bytes = self._segments = 0  # given and not seen done
+        self._queues: tuple[deque[Copy], ...] = tuple(deque() for _ in Urgency)  # the first one of each may have begun
+        self._flying: deque[_Slice] = deque()  # in the order in which the device does them
+        self._bytes = self._segments = 0  # of these
+        self._num_copies = 0
 
     def __len__(self) -> int:
         """Copies that are not done."""
-        return len(self._open) + sum(map(len, self._queues))
+        return self._num_copies
 
     def add(self, copy: Copy) -> None:
         """Queue a copy behind those of its urgency."""
         self._queues[copy.urgency].append(copy)
+        self._num_copies += 1
 
     def retire(self) -> list[Copy]:
         """Look at what is on the device; the copies that have ended, which are the lane's no more. Never blocks."""
-        for copy in self._open:
-            while copy._flying and copy._flying[0][0].poll():
-                fence, num_bytes, num_segments = copy._flying.popleft()
-                self._bytes -= num_bytes
-                self._segments -= num_segments
-                copy.failure = copy.failure or fence.failure
-        ended = [copy for copy in self._open if copy.done]
-        for copy in ended:
-            self._open.remove(copy)
-            assert copy._stream is not None
-            self._idle_streams.append(copy._stream)
+        ended = []
+        while self._flying and self._flying[0].fence.poll():
+            slice_ = self._flying.popleft()
+            copy = slice_.copy
+            self._bytes -= slice_.num_bytes
+            self._segments -= slice_.num_segments
+            copy._flying -= 1
+            if slice_.fence.failure is not None and not copy.submitted:
+                self._queues[copy.urgency].popleft()  # it is given nothing more
+            copy.failure = copy.failure or slice_.fence.failure
+            if copy.done:
+                ended.append(copy)
+        self._num_copies -= len(ended)
         return ended
 
     def fill(self) -> list[Copy]:
@@ -134,24 +144,29 @@ class Lane:
         while self._has_room and (copy := self._next()) is not None:
             self._give(copy)
             if copy.submitted:
+                self._queues[copy.urgency].popleft()
                 given.append(copy)
         return given
 
     def cut(self, reason: BaseException) -> list[Copy]:
         """Give the device nothing more of what is here. The copies of which it has nothing, which are the lane's no more; the others end by their fences."""
-        dropped = [copy for queue in self._queues for copy in queue]
+        queued = [copy for queue in self._queues for copy in queue]
         for queue in self._queues:
             queue.clear()
-        for copy in (*dropped, *(copy for copy in self._open if not copy.submitted)):
+        for copy in queued:
             copy.failure = reason
+        dropped = [copy for copy in queued if copy.done]
+        self._num_copies -= len(dropped)
         return dropped
 
     def awaited(self) -> Iterator[Fence]:
-        """Fences that, done, let the lane get on. Behind `fill`, which saw that they were not: a thread that rests for one that is done spins."""
-        for copy in self._open:
-            if copy._flying:
-                yield copy._flying[0][0]
-        if self._has_room and self._has_stream:
+        """Fences that, done, let the lane get on: half of what is in flight if there is more, else a copy's last slice; and what somebody waits for.
+
+        Behind `fill`, which saw that they were not: a thread that rests for one that is done spins.
+        """
+        if self._flying:
+            yield self._flying[len(self._flying) // 2 if self.has_more else self._end_of_first()].fence
+        if self._has_room:
             for queue in self._queues:
                 for copy in islice(queue, _LOOK_AHEAD):
                     if copy._after:
@@ -160,11 +175,11 @@ class Lane:
     @property
     def has_more(self) -> bool:
         """Whether there is something to give besides what the device was given."""
-        return any(self._queues) or any(not copy.submitted for copy in self._open)
+        return any(self._queues)
 
-    def soonest(self) -> Fence | None:
-        """The slice that will be done first, if it has begun: within a fraction of a millisecond."""
-        return next((copy._flying[0][0] for copy in self._open if copy._flying and not copy._after), None)
+    def _end_of_first(self) -> int:
+        """Which of those in flight is the last slice of the copy that comes first."""
+        return self._flying[0].copy._flying - 1
 
     @property
     def _has_room(self) -> bool:
@@ -174,55 +189,39 @@ class Lane:
             self._bytes + pace.slice_bytes <= pace.bytes_in_flight and self._segments + pace.slice_segments <= pace.segments_in_flight
         )
 
-    @property
-    def _has_stream(self) -> bool:
-        return bool(self._idle_streams) or self._num_streams < self._pace.streams
-
     def _next(self) -> Copy | None:
-        """The copy to be given a slice of: of the most urgent ones abreast that with the fewest on their way.
+        """The copy to be given a slice of: of the most urgent ones that can begin the one that came first, brought to the head of its queue.
 
-        One that must wait on the device gives no more than its first slice, and is begun only if there is nothing else.
+        One that would have to wait is given nothing (H1, H3): on the device it would hold up all that comes behind it.
         """
-        abreast = [copy for copy in self._open if not copy.submitted and (not copy._flying or copy.is_ready())]
-        best = min(abreast, key=_turn, default=None)
-        if self._has_stream:
-            more_urgent = len(Urgency) if best is None else best.urgency + (len(abreast) < _ABREAST)
-            for queue in self._queues[:more_urgent]:
-                for index, copy in enumerate(islice(queue, _LOOK_AHEAD)):
-                    if copy.is_ready() or not self._open:
+        for queue in self._queues:
+            for index, copy in enumerate(islice(queue, _LOOK_AHEAD)):
+                if copy.is_ready():
+                    if index:
                         del queue[index]
-                        return self._begin(copy)
-        return best
-
-    def _begin(self, copy: Copy) -> Copy:
-        """Give a copy its stream, which waits for what is not done yet (H1, H3)."""
-        if not self._idle_streams:
-            self._idle_streams.append(self._make_stream(self._num_streams))
-            self._num_streams += 1
-        stream = copy._stream = self._idle_streams.pop()
-        for fence in copy._after:
-            stream.wait(fence)
-        copy.began_s = self._clock()
-        self._open.append(copy)
-        return copy
+                        queue.appendleft(copy)
+                    return copy
+        return None
 
     def _give(self, copy: Copy) -> None:
-        """Submit the next slice of a copy that has a stream."""
-        stream, group = copy._stream, copy.groups[copy._group]
-        assert stream is not None
+        """Submit the next slice of a copy, behind the slice before it, whosever that was."""
+        stream, group = self._streams[0], copy.groups[copy._group]
+        self._streams.rotate(-1)
+        if copy.began_s is None:
+            copy.began_s = self._clock()
+        if self._flying and len(self._streams) > 1:
+            stream.wait(self._flying[-1].fence)
         first, count = copy._segment, len(group.source_starts)
         most = max(1, min(self._pace.slice_segments, self._pace.slice_bytes // group.size))
         slices = -(-(count - first) // most)
         stop = first + -(-(count - first) // slices)  # slices of one size: a small one at the end costs as much time to give
         fence = stream.submit_copy(group, first, stop, label=copy.label)
         copy.fences[copy._group].append(fence)
-        copy._flying.append((fence, (stop - first) * group.size, stop - first))
-        self._bytes += (stop - first) * group.size
-        self._segments += stop - first
+        copy._flying += 1
+        num_bytes, num_segments = (stop - first) * group.size, stop - first
+        self._flying.append(_Slice(fence, copy, num_bytes, num_segments))
+        self._bytes += num_bytes
+        self._segments += num_segments
         copy._segment = stop
         if stop == count:
             copy._group, copy._segment = copy._group + 1, 0
-
-
-def _turn(copy: Copy) -> tuple[Urgency, int]:
-    return copy.urgency, len(copy._flying)

@@ -8,6 +8,7 @@ from functools import partial
 from statistics import median
 from typing import Any
 
+import numpy as np
 import torch
 
 from sidestream.cli.bench.gpu import QWEN3_8B_BLOCK, open_device
@@ -172,7 +173,7 @@ class _Kernel:
     def __init__(self, rig: Rig, count: int, programs: int) -> None:
         self._rig = rig
         self._programs = programs
-        ids = list(range(count))
+        ids = np.random.default_rng(0).permutation(count).tolist()  # neighbours would be copied as one piece, by one program
         host = rig.transfers._mover._host_memory
         self._batch = layers_batch(rig.memory, ids, host, ids, range(rig.layout.num_layers))
         self._stream = rig.device.stream(f"kernel {time.perf_counter_ns()}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+import numpy as np
 import torch
 
 from sidestream.cli.bench.gpu import QWEN3_8B_BLOCK, busy, open_device, stamp
@@ -143,7 +144,7 @@ class _Box:
 
 def _behind_everything(rig: Rig, box: _Box, count: int) -> float:
     """Latency of a small copy when all blocks were given to the device at once, as a store without pacing does."""
-    ids = list(range(count))
+    ids = np.random.default_rng(0).permutation(count).tolist()
     batch = layers_batch(rig.memory, ids, rig.transfers._mover._host_memory, ids, range(rig.layout.num_layers))
     bulk = rig.device.stream(f"unpaced {time.perf_counter_ns()}")
     fence = bulk.submit(lambda: bulk.copy(batch))

@@ -27,10 +27,9 @@ from sidestream.types import Fence, Witness
 
 log = logging.getLogger(__name__)
 
-# Nobody announces a fence of a GPU: a thread that rests for one looks this often.
+# Nobody announces a fence of a GPU: a thread that rests for some looks this often. Not by blocking in the driver: while one thread spins
+# there, another one's wait ends up to milliseconds late.
 _POLL_S = 50e-6
-# Not by blocking in the driver: while one thread spins there, another one's wait ends up to milliseconds late.
-_SOON_S = 20e-6
 # A wait of the host begins with asking again and again: most are for something that is just ending, and waking up takes as long.
 _SPIN_S = 50e-6
 # Segments that a kernel's copy takes in one launch, and how many launches may be on their way before the copy engine takes over.
@@ -103,9 +102,9 @@ class CudaDevice:
         return worker
 
     def thread(self, name: str, turn: Callable[[], Rest]) -> TurnTaker:
-        """A thread that takes turns. While it rests for fences it looks at them every 50 us, at the first one sooner. See `Device.thread`."""
+        """A thread that takes turns. While it rests for fences it looks at them every 50 us. See `Device.thread`."""
         prepare = self.driver.prepare_thread
-        thread = TurnTaker(name, turn, clock=self.now, poll_s=_POLL_S, soon_s=_SOON_S, prepare=prepare, witness=self.witness)
+        thread = TurnTaker(name, turn, clock=self.now, poll_s=_POLL_S, prepare=prepare, witness=self.witness)
         self._threads.append(thread)
         return thread
 
