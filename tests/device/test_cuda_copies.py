@@ -163,6 +163,31 @@ def test_layers_of_uneven_distance_go_by_a_batch() -> None:
 # ---------------------------------------------------------------------- on a device, to the byte
 
 
+@pytest.mark.parametrize("into_stripes", [True, False])
+@pytest.mark.parametrize(
+    ("starts", "size", "at_once"),
+    [
+        pytest.param([0, 640, 320], 320, True, id="whole blocks"),
+        pytest.param([64, 704, 384], 128, True, id="some layers"),
+        pytest.param([256, 0], 64, False, id="not the same layers"),
+        pytest.param([8, 328], 64, False, id="from inside a stripe"),
+        pytest.param([256], 128, False, id="on into the next row"),
+        pytest.param([0, 320], 96, False, id="half a stripe"),
+    ],
+)
+def test_stripes_are_worked_out_by_segment_or_one_by_one_with_the_same_result(
+    into_stripes: bool, starts: list[int], size: int, at_once: bool
+) -> None:
+    kv, host = memory("kv", 960, parts=5, stripe=64, apart=True), memory("host", 960)
+    offsets = [size * index for index in range(len(starts))]
+    copy = batch(host, offsets, kv, starts, size) if into_stripes else batch(kv, starts, host, offsets, size)
+    source, target = locate(copy.source), locate(copy.target)
+    assert (copies._rows(copy, source, target) is not None) == at_once
+    calls = plan(copy, source, target, max_pitch=ANY_PITCH, merged=False)
+    assert isinstance(calls, Segments)
+    assert calls.table.tolist() == copies.segments(copy, source, target, merged=False).tolist()
+
+
 @pytest.fixture
 def kernels(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """In the place of the kernels, which need Triton: what was launched. Runs at once."""

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 from transfer_rig import LAYOUT, Rig, content, flight_of, key, keys
 
 from sidestream.device.base import CopyBatch
-from sidestream.device.host import HostFence, HostStream
+from sidestream.device.host import HostStream
 from sidestream.errors import InvariantError
 from sidestream.transfer import LoadFailed, LoadReady, mover
 from sidestream.transfer.pacing import Lane, Pace
 from sidestream.types import Key, PromotePlan, StorePlan
+
+PATIENCE_S = 10.0
 
 
 def test_a_turn_takes_a_bounded_number_of_orders(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -281,11 +284,10 @@ def test_store_lets_go_of_its_blocks_when_its_last_piece_has_ended(rig: Rig) -> 
     hold = rig.hold("store-1")
     rig.store(keys("a", "b", "c"), lease.ids, flight)
     rig.let_go(lease)
-    first = rig.transfers._mover._to_host._flying[0].fence
-    assert isinstance(first, HostFence)
-    assert first.block(10.0)
-    rig.poll()
-    assert rig.transfers.locate(keys("a")) == ["host"]  # a piece is published by itself
+    until = time.monotonic() + PATIENCE_S
+    while rig.transfers.locate(keys("a")) != ["host"]:  # a piece is published by itself
+        assert time.monotonic() < until
+        rig.poll()
     assert rig.blocks.num_used == 3
     hold.release()
     rig.finish("store")
@@ -310,6 +312,56 @@ def test_load_that_settles_while_the_engine_polls_is_kept_until_its_news_was_hea
     assert rig.transfers.poll() == []
     assert settled
     assert rig.transfers.poll() == [LoadFailed(1, 0)]
+    lease.release()
+
+
+@pytest.fixture
+def crowded(rig: Rig, monkeypatch: pytest.MonkeyPatch, one_block_a_turn: None) -> Iterator[None]:
+    """The lane has room for one copy besides one that waits: a piece begins when the one before has ended and its books are kept."""
+    monkeypatch.setattr(mover, "_CROWDED_LANE", 2)
+    rig.stored(keys("a", "b", "waits"))
+    lease = rig.blocks.take(1)
+    with rig.hold("compute"):
+        flight = rig.compute.submit(lambda: None)
+        rig.load(keys("waits"), lease.ids, flight, request_id=2)
+        yield
+    rig.finish("compute", "load")
+    lease.release()
+
+
+@pytest.mark.usefixtures("crowded")
+def test_load_of_which_all_that_has_begun_has_ended_goes_on_to_hold_its_slots(rig: Rig) -> None:  # H10
+    lease = rig.blocks.take(2)
+    rig.load(keys("a", "b"), lease.ids)
+    rig.pass_through("load-0")  # the first piece, and the mover has not looked
+    with rig.hold("load"):
+        rig.settle()  # the second one is behind the hold
+        assert rig.host.pool.num_used == 3
+    assert rig.finish("load") == []
+    assert rig.ready == [(1, 0)]
+    assert rig.host.pool.num_used == 1  # of the one that waits
+    assert [rig.block(block) for block in lease.ids] == [content(key(name)).tobytes() for name in "ab"]
+    lease.release()
+
+
+@pytest.mark.usefixtures("crowded")
+def test_load_of_which_a_piece_fails_before_the_next_began_fails_and_begins_no_more(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:  # H10
+    lease = rig.blocks.take(2)
+    copied: list[str] = []
+
+    def fail(stream: HostStream, batch: CopyBatch) -> None:
+        copied.append(stream.name)
+        raise OSError("injected: the copy failed")
+
+    with monkeypatch.context() as failing:
+        failing.setattr(HostStream, "copy", fail)
+        rig.load(keys("a", "b"), lease.ids)
+        rig.drain("load")
+        assert rig.finish("load") == [LoadFailed(1, 0)]
+    assert (copied, rig.ready) == (["load-0"], [])
+    assert rig.host.pool.num_used == 1  # of the one that waits
     lease.release()
 
 

@@ -26,6 +26,7 @@ class Lru:
         """Forget `item`, if present."""
         self._order.pop(item, None)
 
-    def pop_oldest(self) -> int:
-        """Remove and return the least recently used. Raises KeyError when empty."""
-        return self._order.popitem(last=False)[0]
+    def pop_oldest(self, count: int) -> list[int]:
+        """Remove and return the `count` least recently used, the oldest first. Raises KeyError when there are fewer."""
+        pop = self._order.popitem
+        return [pop(last=False)[0] for _ in range(count)]

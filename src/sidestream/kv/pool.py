@@ -135,7 +135,7 @@ class FencedPool:
         if count > self.num_available:
             raise PoolExhausted(f"{self.name}: {count} asked for, {self.num_available} of {self.size} available")
         ids, fences = [self._free.popleft() for _ in range(min(count, len(self._free)))], self._fences
-        ids.extend(self._evict() for _ in range(count - len(ids)))
+        ids.extend(self._evict(count - len(ids)))
         pending: tuple[Fence, ...] = ()
         if any(map(fences.__getitem__, ids)):
             pending = merge_fences(fence for item in ids for fence in fences[item])
@@ -224,10 +224,10 @@ class FencedPool:
     def _postpone(self, until: Fence, ids: list[int], after: tuple[Fence, ...]) -> None:
         self._postponed.append((until, ids, after))
 
-    def _evict(self) -> int:
-        item = self._cached.pop_oldest()
-        self._index.remove(item)
-        return item
+    def _evict(self, count: int) -> list[int]:
+        items = self._cached.pop_oldest(count)
+        self._index.remove_all(items)
+        return items
 
     def _release(self, ids: Sequence[int], after: tuple[Fence, ...]) -> None:
         references, fences = self._references, self._fences

@@ -51,12 +51,11 @@ class PrefixIndex:
         self._key_of.update(zip(ids, keys, strict=True))
         return True
 
-    def remove(self, item: int) -> Key | None:
-        """Forget the key of `item`; returns it."""
-        key = self._key_of.pop(item, None)
-        if key is not None:
-            del self._id_of[key]
-        return key
+    def remove_all(self, items: Sequence[int]) -> None:
+        """Forget the keys of `items`, which have one each."""
+        key_of, id_of = self._key_of.pop, self._id_of
+        for item in items:
+            del id_of[key_of(item)]
 
     def clear(self) -> list[int]:
         """Forget all; returns the ids that were findable."""

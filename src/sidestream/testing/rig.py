@@ -5,12 +5,11 @@ For benchmarks and for tests on hardware. Used by one thread, which stands for t
 
 from __future__ import annotations
 
-import contextlib
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from itertools import count
-from queue import Empty, Queue
+from threading import Event
 
 from sidestream.device.base import Device, Memory
 from sidestream.errors import DeviceError
@@ -70,7 +69,7 @@ class Rig:
         for pool in (self.blocks, self.host.pool):
             _shuffle(pool, rng)
         self.metrics = Metrics()
-        self._news: Queue[None] = Queue()
+        self._news = Event()
         self.failures: list[LoadFailed] = []
         self.transfers = TransferEngine(
             device=device,
@@ -81,7 +80,7 @@ class Rig:
             costs=CostModel(layout),
             metrics=self.metrics,
             load_deadline_s=_PATIENCE_S,
-            notify=lambda: self._news.put(None),
+            notify=self._news.set,
         )
         self._numbers = count()
 
@@ -106,9 +105,7 @@ class Rig:
 
     def poll(self) -> None:
         """Take in the mover's news."""
-        with contextlib.suppress(Empty):
-            while True:
-                self._news.get_nowait()
+        self._news.clear()
         self.failures.extend(event for event in self.transfers.poll() if isinstance(event, LoadFailed))
 
     def until(self, done: Callable[[], bool], *, patience_s: float = _PATIENCE_S) -> None:
@@ -119,8 +116,7 @@ class Rig:
                 raise DeviceError(f"transfers did not end within {patience_s:.0f} s")
             self.poll()
             if not done():
-                with contextlib.suppress(Empty):
-                    self._news.get(timeout=_LOOK_AGAIN_S)  # as the engine thread does when it has nothing to compute
+                self._news.wait(_LOOK_AGAIN_S)  # as the engine thread does when it has nothing to compute
 
     def settle(self) -> None:
         """Poll until nothing is on its way."""

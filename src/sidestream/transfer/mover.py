@@ -144,8 +144,9 @@ class Mover:
         if self.abandoned:
             self._drop()
             self._keep_books()
-        # One thing a turn that takes time: what the link will lack soon, then books, then what it will lack later.
-        elif not (self._begin_pieces(ahead=False) or self._keep_books()):
+        # One thing a turn that takes time: what the link will lack soon, then books, then what it will lack later. Of blocks so small that the
+        # link always lacks some, the books are kept all the same.
+        elif not ((len(self._ended_copies) <= _CROWDED_LANE and self._begin_pieces(ahead=False)) or self._keep_books()):
             self._begin_pieces(ahead=True)
         self._fill()
         self._finish_waiters()
@@ -217,17 +218,8 @@ class Mover:
             waits.append(self._clock() + _BREATH_S)
         if self._growing:
             waits.append(self._clock() + _GROWTH_POLL_S)
-        busy = (
-            self._later
-            or self._arriving
-            or self._ended_copies
-            or self._stores
-            or self._loads
-            or self._writes
-            or self._reads
-            or self._waiters
-        )
-        self.quiet_at = -1 if busy or more else self._taken
+        busy = more or self._later or self._arriving or self._stores or self._loads or self._writes or self._reads or self._waiters
+        self.quiet_at = -1 if busy else self._taken
         return Rest(tuple(dict.fromkeys(self._awaited())), min(waits, default=None))
 
     def _awaited(self) -> Iterator[Fence]:

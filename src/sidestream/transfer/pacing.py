@@ -47,7 +47,7 @@ class Pace:
 # To the host, by two streams in turn: whenever a slice ends, the copy engine finds its stream waiting for another one's, and looks whether anybody
 # else has something for it. So a foreign copy waits for one slice, however many are in flight (docs/decisions/0014); by one stream it would wait
 # for all of them (P5). Small copies to the device do not wait for big ones, so one stream does for that direction.
-TO_HOST = Pace(slice_bytes=14 << 20, slice_segments=512, bytes_in_flight=112 << 20, segments_in_flight=4096, streams=2)
+TO_HOST = Pace(slice_bytes=18 << 20, slice_segments=512, bytes_in_flight=126 << 20, segments_in_flight=4096, streams=2)
 TO_DEVICE = Pace(slice_bytes=32 << 20, slice_segments=512, bytes_in_flight=128 << 20, segments_in_flight=2048, streams=1)
 
 

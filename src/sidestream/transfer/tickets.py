@@ -47,7 +47,7 @@ class StoreOrder:
         return self.begun == len(self.plan.keys) and not self.pieces
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class StoreTicket:
     """Device to host, a piece of an order. Holds the slots that it writes. `prefix`: see StorePlan; of the last piece only."""
 

@@ -72,7 +72,9 @@ def test_what_does_not_fit_the_code_says_so(target: str, old: str, message: str)
 
 
 def test_overlapping_edits_are_refused() -> None:
-    twice = mutation(f"{POOL}._evict", "    self._index.remove(item)\n", "", Edit(f"{POOL}._evict", "self._index.remove(item)", ""))
+    twice = mutation(
+        f"{POOL}._evict", "    self._index.remove_all(items)\n", "", Edit(f"{POOL}._evict", "self._index.remove_all(items)", "")
+    )
     with pytest.raises(InvariantError, match="the edits overlap"), applied(twice):
         pass
 

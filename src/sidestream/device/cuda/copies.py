@@ -74,7 +74,9 @@ def plan(batch: CopyBatch, source: Place, target: Place, *, max_pitch: int, merg
     grid = _grid(batch, source, target, max_pitch)
     if grid is not None:
         return grid
-    table = segments(batch, source, target, merged=merged)
+    table = None if merged else _rows(batch, source, target)
+    if table is None:
+        table = segments(batch, source, target, merged=merged)
     return Segments(table, batch.num_bytes < KERNEL_BELOW * table.shape[1])
 
 
@@ -100,6 +102,26 @@ def _grid(batch: CopyBatch, source: Place, target: Place, max_pitch: int) -> Gri
     targets = _addresses(batch.target, target, batch.target_starts).tolist()
     source_pitch, target_pitch = (place.pitch, width) if striped_source else (width, place.pitch)
     return Grid(targets, sources, target_pitch, source_pitch, width, height, source.on_device, target.on_device)
+
+
+def _rows(batch: CopyBatch, source: Place, target: Place) -> Table | None:
+    """The table of whole stripes between striped memory and one piece, if it is that: worked out by segment instead of by stripe."""
+    striped_source = len(source.bases) > 1
+    if striped_source == (len(target.bases) > 1):
+        return None
+    (memory, place, starts), (other, other_starts) = (batch.source, source, batch.source_starts), (target, batch.target_starts)
+    if not striped_source:
+        (memory, place, starts), (other, other_starts) = (batch.target, target, batch.target_starts), (source, batch.source_starts)
+    stripe, height = memory.stripe, batch.size // memory.stripe
+    rows, inside = np.divmod(starts, stripe * len(place.bases))
+    first, rest = divmod(int(inside[0]), stripe)
+    if rest or height * stripe != batch.size or first + height > len(place.bases) or (inside != inside[0]).any():
+        return None
+    table = np.empty((3, len(starts), height), dtype=np.int64)
+    table[int(striped_source)] = (rows * stripe)[:, None] + place.bases[first : first + height]
+    table[int(not striped_source)] = (other_starts + other.bases)[:, None] + np.arange(0, batch.size, stripe)
+    table[2] = stripe
+    return table.reshape(3, -1)
 
 
 def _table(pieces: CopyBatch, source: Place, target: Place, *, merged: bool) -> Table:

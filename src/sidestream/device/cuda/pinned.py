@@ -31,6 +31,7 @@ _TOUCHERS = 4
 # Linux 5.14; Python has no name for it yet.
 _MADV_POPULATE_WRITE = 23
 _MADV_HUGEPAGE = 14
+_MADV_DONTFORK = 10
 
 
 class Pins(Protocol):
@@ -81,7 +82,9 @@ class Slab:
         Raises ConfigError when there is not so much memory, or none that may be pinned.
         """
         try:
-            pages = mmap.mmap(-1, num_bytes)  # shared: after a fork, writing to a private page would move it away from what the GPU reads
+            pages = mmap.mmap(
+                -1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+            )  # most systems have no huge pages for shared memory
         except (OSError, ValueError, OverflowError) as error:
             raise ConfigError(f"{name} memory of {num_bytes / 2**30:.2f} GiB cannot be allocated on this machine: ask for less") from error
         self.memory = Memory(name, (torch.frombuffer(pages, dtype=torch.uint8),))
@@ -94,7 +97,8 @@ class Slab:
         self._pinned: list[int] = []
         self._closing = False
         self._thread: threading.Thread | None = None
-        advise(self._address, num_bytes, _MADV_HUGEPAGE)  # refused: smaller pages, and pinning takes longer
+        advise(self._address, num_bytes, _MADV_HUGEPAGE)  # refused: smaller pages, and pinning and copies take longer
+        advise(self._address, num_bytes, _MADV_DONTFORK)  # else, after a fork, a page that is written to moves away from what the GPU reads
         try:
             self._pin(self.borders[0])
         except DeviceError as error:

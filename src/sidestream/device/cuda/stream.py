@@ -162,14 +162,14 @@ class CudaStream:
             part = batch.part(first, stop)
             return self.submit(lambda: self.copy(part), part.accesses, label=label)
 
-        def copy() -> None:
+        def enqueue(_: object) -> None:
             if isinstance(rows, Rows):
                 self._driver.copy_rows(rows, first, stop - first, self.handle)
             else:
                 assert isinstance(rows, Grid)
                 self._copy_grid(rows, rows.targets[first:stop], rows.sources[first:stop])
 
-        return self._submit(_run, copy, lambda: batch.part(first, stop).accesses(), label)
+        return self._submit(enqueue, _nothing, lambda: batch.part(first, stop).accesses(), label)
 
     def _submit(self, enqueue: Callable[[Callable[[], None]], None], work: Callable[[], None], accesses: Accesses, label: str) -> CudaFence:
         with self._submitting:
@@ -477,5 +477,4 @@ class CudaStream:
             first += size
 
 
-def _run(work: Callable[[], None]) -> None:
-    work()
+def _nothing() -> None: ...

@@ -97,38 +97,6 @@ MUTATIONS = (
             ),
         ),
     ),
-    Mutation(
-        name="load-lets-go-when-nothing-of-it-is-to-come",
-        hazard="H10",
-        target=f"{_TICKETS}:LoadOrder.settled",
-        old="return self.ended == len(self.copies) and (self.all_begun or self.failure is not None)",
-        new="return self.ended == len(self.copies)",
-        removes="a load counts as ended between two pieces, and its slots are free",
-        needs=frozenset({"offload"}),
-        also=(
-            Edit(
-                f"{_MOVER}._settle_load",
-                "    if not order.settled:\n",
-                "    if not order.settled or order.number not in self._unsettled:\n",
-            ),
-        ),
-    ),
-    Mutation(
-        name="failed-load-begins-no-piece",
-        hazard="H10",
-        target=f"{_MOVER}._begin_pieces",
-        old="        if order.failure is None:\n            self._load_piece",
-        new="        if True:\n            self._load_piece",
-        removes="a load that failed and let go of its blocks goes on landing in them",
-        needs=frozenset({"failing_copy", "offload"}),
-        also=(
-            Edit(
-                f"{_MOVER}._settle_load",
-                "    if not order.settled:\n",
-                "    if not order.settled or order.number not in self._unsettled:\n",
-            ),
-        ),
-    ),
     # ------------------------------------------------------------------ copies
     Mutation(
         name="store-waits-for-flight",
@@ -395,15 +363,6 @@ MUTATIONS = (
         needs=frozenset({"failing_copy", "offload"}),
     ),
     Mutation(
-        name="load-fails-with-any-of-its-pieces",
-        hazard="H15",
-        target=f"{_MOVER}._end_load",
-        old="        order.failure = copy.failure\n",
-        new="        order.failure = copy.failure if order.all_begun else None\n",
-        removes="a load of which a piece failed goes on, and nobody hears of it",
-        needs=frozenset({"failing_copy", "offload"}),
-    ),
-    Mutation(
         name="load-fails-with-any-of-its-slices",
         hazard="H15",
         target=f"{_LOAD}.has_failed",
@@ -642,15 +601,6 @@ MUTATIONS = (
         new="StoreOrder(number, plan, self.generation)",
         removes="a store that was ordered before a reset and begun after it counts as ordered after it",
         needs=frozenset({"offload", "reset"}),
-    ),
-    Mutation(
-        name="disk-read-is-of-the-generation-of-its-order",
-        hazard="H8",
-        target=f"{_MOVER}._carry_out",
-        old="self._promote(promotion, kept, orders.generation)",
-        new="self._promote(promotion, kept, self.generation)",
-        removes="a read that was ordered before a reset and begun after it counts as ordered after it",
-        needs=frozenset({"disk", "reset"}),
     ),
     Mutation(
         name="reset-forgets-the-host-tier",
@@ -985,6 +935,72 @@ EQUIVALENT = (
         ),
         _LATER,
         noticed_by="transfer/test_pacing.py::test_urgent_copy_that_has_begun_goes_before_one_that_began_earlier",
+    ),
+    Equivalent(
+        Mutation(
+            name="load-lets-go-when-nothing-of-it-is-to-come",
+            hazard="H10",
+            target=f"{_TICKETS}:LoadOrder.settled",
+            old="return self.ended == len(self.copies) and (self.all_begun or self.failure is not None)",
+            new="return self.ended == len(self.copies)",
+            removes="a load counts as ended between two pieces, and its slots are free",
+            needs=frozenset({"offload"}),
+            also=(
+                Edit(
+                    f"{_MOVER}._settle_load",
+                    "    if not order.settled:\n",
+                    "    if not order.settled or order.number not in self._unsettled:\n",
+                ),
+            ),
+        ),
+        "a load would have to lose its turn between two of its pieces to others that wait",
+        noticed_by="transfer/test_mover.py::test_load_of_which_all_that_has_begun_has_ended_goes_on_to_hold_its_slots",
+    ),
+    Equivalent(
+        Mutation(
+            name="failed-load-begins-no-piece",
+            hazard="H10",
+            target=f"{_MOVER}._begin_pieces",
+            old="        if order.failure is None:\n            self._load_piece",
+            new="        if True:\n            self._load_piece",
+            removes="a load that failed and let go of its blocks goes on landing in them",
+            needs=frozenset({"failing_copy", "offload"}),
+            also=(
+                Edit(
+                    f"{_MOVER}._settle_load",
+                    "    if not order.settled:\n",
+                    "    if not order.settled or order.number not in self._unsettled:\n",
+                ),
+            ),
+        ),
+        "a load would have to lose its turn between two of its pieces to others that wait",
+        noticed_by="transfer/test_mover.py::test_load_of_which_a_piece_fails_before_the_next_began_fails_and_begins_no_more",
+    ),
+    Equivalent(
+        Mutation(
+            name="load-fails-with-any-of-its-pieces",
+            hazard="H15",
+            target=f"{_MOVER}._end_load",
+            old="        order.failure = copy.failure\n",
+            new="        order.failure = copy.failure if order.all_begun else None\n",
+            removes="a load of which a piece failed goes on, and nobody hears of it",
+            needs=frozenset({"failing_copy", "offload"}),
+        ),
+        "a load would have to lose its turn between two of its pieces to others that wait",
+        noticed_by="transfer/test_mover.py::test_load_of_which_a_piece_fails_before_the_next_began_fails_and_begins_no_more",
+    ),
+    Equivalent(
+        Mutation(
+            name="disk-read-is-of-the-generation-of-its-order",
+            hazard="H8",
+            target=f"{_MOVER}._carry_out",
+            old="self._promote(promotion, kept, orders.generation)",
+            new="self._promote(promotion, kept, self.generation)",
+            removes="a read that was ordered before a reset and begun after it counts as ordered after it",
+            needs=frozenset({"disk", "reset"}),
+        ),
+        "the mover would have to sleep from the order of a read until a reset, and the request be told before it",
+        noticed_by="transfer/test_mover.py::test_what_was_ordered_before_a_reset_and_begun_after_it_publishes_nothing",
     ),
 )
 

@@ -9,7 +9,7 @@ import contextlib
 import logging
 import traceback
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -30,8 +30,14 @@ from sidestream.transfer import mover, pacing
 from sidestream.transfer.pacing import Pace
 from sidestream.types import Delta, Fence
 
-# So little that transfers of a toy are cut into slices, wait for streams, and overtake one another.
-_NARROW = Pace(slice_bytes=1 << 20, slice_segments=1, bytes_in_flight=1 << 30, segments_in_flight=6, streams=3)
+# So little that a toy's transfers have several pieces.
+_SMALL_PIECES = {"_BLOCKS_A_TURN": 2, "_LOAD_BYTES": 0}
+
+
+def _narrow(pace: Pace) -> Pace:
+    """So little that transfers of a toy are cut into slices, and overtake one another."""
+    return replace(pace, slice_segments=1, segments_in_flight=2)
+
 
 ORACLES = ("checker", "tokens", "content", "balance", "answered", "deadlock", "no progress", "error")
 """What judges a schedule; the first to object is named first.
@@ -125,17 +131,19 @@ def run_schedule(workload: Workload, policy: Policy, *, trace: bool = False, ref
 def _stage(workload: Workload) -> Iterator[None]:
     """What a schedule changes around it: its disk's pauses are short, and its faults no news."""
     logger, level, threads = logging.getLogger("sidestream"), logging.getLogger("sidestream").level, torch.get_num_threads()
-    pause, lanes, blocks = mover._DISK_PAUSE_S, (pacing.TO_HOST, pacing.TO_DEVICE), (mover._BLOCKS_A_TURN, mover._LOAD_BYTES)
+    lanes = pacing.TO_HOST, pacing.TO_DEVICE
+    kept = {name: getattr(mover, name) for name in ("_DISK_PAUSE_S", *_SMALL_PIECES)}
     logger.setLevel(logging.CRITICAL + 1)
     torch.set_num_threads(1)
     if workload.layer_groups:
-        pacing.TO_HOST = pacing.TO_DEVICE = _NARROW
-        mover._BLOCKS_A_TURN, mover._LOAD_BYTES = 2, 0  # so that a toy's transfers have several pieces
+        pacing.TO_HOST, pacing.TO_DEVICE = map(_narrow, lanes)
+        vars(mover).update(_SMALL_PIECES)
     mover._DISK_PAUSE_S = LOAD_DEADLINE_S
     try:
         yield
     finally:
-        mover._DISK_PAUSE_S, (pacing.TO_HOST, pacing.TO_DEVICE), (mover._BLOCKS_A_TURN, mover._LOAD_BYTES) = pause, lanes, blocks
+        pacing.TO_HOST, pacing.TO_DEVICE = lanes
+        vars(mover).update(kept)
         torch.set_num_threads(threads)
         logger.setLevel(level)
 
