@@ -196,6 +196,7 @@ def coded(code: int, text: str = "CUDA error: something") -> RuntimeError:
         (coded(2), OutOfDeviceMemory),
         (coded(1), DeviceError),
         (RuntimeError("CUDA error: an illegal memory access was encountered\nmore"), DeviceLost),
+        (coded(1, "CUDA error: invalid argument\nCompile with `TORCH_USE_CUDA_DSA` to enable device-side assertions."), DeviceError),
         (RuntimeError("Triton Error [CUDA]: unspecified launch failure"), DeviceLost),
         (RuntimeError("Triton Error [CUDA]: out of memory"), OutOfDeviceMemory),
         (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"), OutOfDeviceMemory),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 import weakref
 from collections.abc import Iterator
@@ -434,11 +433,3 @@ def test_what_fails_without_losing_the_device_fails_its_fence_only(gpu: FakeGpu,
     assert fence.poll()
     assert isinstance(fence.failure, DeviceError)
     assert not isinstance(fence.failure, DeviceLost)
-
-
-def test_threads_hand_the_interpreter_lock_over_soon_while_a_device_is_open(gpu: FakeGpu) -> None:  # P8
-    before = sys.getswitchinterval()
-    device = CudaDevice(driver=gpu)  # type: ignore[arg-type]
-    assert sys.getswitchinterval() == pytest.approx(50e-6)
-    device.close()
-    assert sys.getswitchinterval() == before

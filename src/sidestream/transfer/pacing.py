@@ -177,6 +177,11 @@ class Lane:
         """Whether there is something to give besides what the device was given."""
         return any(self._queues)
 
+    @property
+    def runs_low(self) -> bool:
+        """Whether less than half of what may be in flight is."""
+        return 2 * self._bytes < self._pace.bytes_in_flight and 2 * self._segments < self._pace.segments_in_flight
+
     def _end_of_first(self) -> int:
         """Which of those in flight is the last slice of the copy that comes first."""
         return self._flying[0].copy._flying - 1

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import sys
 import threading
 import time
 from collections import Counter
@@ -31,9 +30,6 @@ log = logging.getLogger(__name__)
 # Nobody announces a fence of a GPU: a thread that rests for some looks this often. Not by blocking in the driver: while one thread spins
 # there, another one's wait ends up to milliseconds late.
 _POLL_S = 50e-6
-# A thread of Python that wants to go on while another one computes gets the interpreter lock after so long; by default after 5 ms, in which the
-# GPU could run dry. Of the whole process.
-_SWITCH_S = 50e-6
 # A wait of the host begins with asking again and again: most are for something that is just ending, and waking up takes as long.
 _SPIN_S = 50e-6
 # Segments that a kernel's copy takes in one launch, and how many launches may be on their way before the copy engine takes over.
@@ -43,8 +39,6 @@ _TABLES = 16
 
 class CudaDevice:
     """One GPU.
-
-    While it is open, the process's threads of Python hand the interpreter lock over within 50 us.
 
     lost   what ended it; None while it works. Then every fence that is not done raises DeviceLost, and so does every submission
     """
@@ -68,8 +62,6 @@ class CudaDevice:
         self.timeline = timeline
         self.lost: str | None = None
         self.driver = driver or open_driver(index)
-        self._switch_s = sys.getswitchinterval()
-        sys.setswitchinterval(min(self._switch_s, _SWITCH_S))
         self.torch_device = self.driver.torch_device
         self._metrics = metrics
         self._names: set[str] = set()
@@ -241,7 +233,6 @@ class CudaDevice:
         if self._closed:
             return
         self._closed = True
-        sys.setswitchinterval(self._switch_s)
         for thread in self._threads:
             thread.close()
         for worker in self._workers:

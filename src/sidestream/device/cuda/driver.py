@@ -102,7 +102,7 @@ def named(error: BaseException) -> BaseException:
         return _caused(OutOfDeviceMemory(f"out of device memory: {_first_line(error)}; lower the KV memory or the batch"), error)
     if not isinstance(error, RuntimeError):
         return error
-    code, text = getattr(error, "error_code", None), str(error)
+    code, text = getattr(error, "error_code", None), _first_line(error)  # torch adds a hint about device-side assertions to every error
     if code in _LOST or _LOST_TEXT.search(text):
         return _caused(DeviceLost(f"the GPU is lost: {_first_line(error)}; restart the process"), error)
     if code == _OUT_OF_MEMORY or _OUT_OF_MEMORY_TEXT.search(text):
