@@ -54,9 +54,9 @@ def test_wrong_bytes_are_told_and_end_it_with_1(run: Run) -> None:
 
 
 def test_a_rule_that_is_taken_out_is_missed_and_the_table_says_by_what(run: Run) -> None:
-    result = run("torture", "--device", "cpu", "--mutations", "copy-waits-on-its-stream", "--json")
+    result = run("torture", "--device", "cpu", "--mutations", "copy-is-given-nothing-before-it-is-ready", "--json")
     assert result.exit_code == 0
     (row,) = json.loads(result.stdout)["mutations"]
-    assert row["name"] == "copy-waits-on-its-stream"
+    assert row["name"] == "copy-is-given-nothing-before-it-is-ready"
     assert row["killed_after"] > 0
     assert "expected" in row["said"]

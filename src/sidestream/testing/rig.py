@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import count
 from threading import Event
 
+import torch
+
 from sidestream.device.base import Device, Memory
 from sidestream.errors import DeviceError
 from sidestream.kv.layout import KVLayout
@@ -24,6 +26,8 @@ from sidestream.types import Fence, Key, LoadPlan, StorePlan
 # How often it looks whether transfers have ended though nobody told it.
 _LOOK_AGAIN_S = 0.01
 _PATIENCE_S = 60.0
+# An H100 counts so many while it is busy; what is kept busy too long by a slower one is no harm.
+_CYCLES_A_SECOND = 1.75e9
 
 
 class Rig:
@@ -128,6 +132,16 @@ class Rig:
         self.transfers.flush(timeout_s=_PATIENCE_S)
         self.device.close()
         self.transfers.close()
+
+
+def busy(device: Device, seconds: float) -> None:
+    """Keep the current stream busy for about so long; not at all for 0. Inside work of it."""
+    if not seconds:
+        return
+    if device.kind == "cuda":
+        torch.cuda._sleep(int(seconds * _CYCLES_A_SECOND))  # type: ignore[no-untyped-call]
+    else:
+        time.sleep(seconds)
 
 
 def in_groups(items: Sequence[Key], size: int) -> Iterator[Sequence[Key]]:

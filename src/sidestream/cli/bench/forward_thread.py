@@ -8,12 +8,12 @@ from collections import deque
 from collections.abc import Callable
 from statistics import median
 
-from sidestream.cli.bench.gpu import QWEN3_8B_BLOCK, busy, open_device
+from sidestream.cli.bench.gpu import QWEN3_8B_BLOCK, open_device
 from sidestream.cli.bench.report import Figure, at_most
 from sidestream.device.base import Stream
 from sidestream.kv.layout import KVLayout
 from sidestream.kv.pool import Lease
-from sidestream.testing.rig import Rig, in_groups
+from sidestream.testing.rig import Rig, busy, in_groups
 from sidestream.types import BatchPlan, Fence, Key, LoadPlan, RowPlan, StorePlan, TransferPlan
 
 _STEP_S = 0.010

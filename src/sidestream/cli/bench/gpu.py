@@ -15,10 +15,6 @@ QWEN3_8B_BLOCK = KVLayout(num_layers=36, num_kv_heads=8, head_dim=128, block_tok
 """2.25 MiB; 64 KiB a layer."""
 
 
-# An H100 counts so many while it is busy; what is kept busy too long by a slower one is no harm.
-_CYCLES_A_SECOND = 1.75e9
-
-
 def open_device(kind: str) -> Device:
     """A device of that kind, warmed up. Raises ConfigError when there is none."""
     if kind == "cpu":
@@ -64,14 +60,6 @@ class Link:
     def _copy(self, way: int) -> None:
         target, source = (self._host[0], self._there[0]) if way == 0 else (self._there[1], self._host[1])
         target.copy_(source, non_blocking=True)
-
-
-def busy(device: Device, seconds: float) -> None:
-    """Keep the current stream busy for about so long. Inside work of it."""
-    if device.kind == "cuda":
-        torch.cuda._sleep(int(seconds * _CYCLES_A_SECOND))  # type: ignore[no-untyped-call]
-    else:
-        time.sleep(seconds)
 
 
 def stamp(device: Device, memory: Memory, start: int) -> None:

@@ -8,10 +8,10 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from sidestream.cli.bench.gpu import QWEN3_8B_BLOCK, busy, open_device, stamp
+from sidestream.cli.bench.gpu import QWEN3_8B_BLOCK, open_device, stamp
 from sidestream.cli.bench.report import Figure, at_most
 from sidestream.device.base import Device
-from sidestream.testing.rig import Rig
+from sidestream.testing.rig import Rig, busy
 from sidestream.transfer.copy import layers_batch
 from sidestream.types import Fence
 

@@ -125,15 +125,6 @@ MUTATIONS = (
         needs=frozenset({"offload"}),
     ),
     Mutation(
-        name="slice-waits-for-the-one-before",
-        hazard="H7",
-        target=f"{_LANE}._give",
-        old="        stream.wait(self._flying[-1].fence)\n",
-        new="        pass\n",
-        removes="slices end in another order than that in which the lane looks at them, and layers' fences say too much",
-        needs=frozenset({"offload"}),
-    ),
-    Mutation(
         name="copy-forgets-only-what-is-done",
         hazard="H3",
         target=f"{_COPY}.is_ready",
@@ -1001,6 +992,19 @@ EQUIVALENT = (
         ),
         "the mover would have to sleep from the order of a read until a reset, and the request be told before it",
         noticed_by="transfer/test_mover.py::test_what_was_ordered_before_a_reset_and_begun_after_it_publishes_nothing",
+    ),
+    Equivalent(
+        Mutation(
+            name="slice-waits-for-the-one-before",
+            hazard="H7",
+            target=f"{_LANE}._give",
+            old="        stream.wait(self._flying[-1].fence)\n",
+            new="        pass\n",
+            removes="others' copies wait for all that is in flight, and slices end in another order than that in which the lane looks at them",
+            needs=frozenset({"offload"}),
+        ),
+        "each slice is looked at before its copy counts as done; what a layer waits for is on one stream",
+        noticed_by="transfer/test_pacing.py::test_slices_take_the_streams_in_turn_each_behind_the_one_before_whosever_it_was",
     ),
 )
 

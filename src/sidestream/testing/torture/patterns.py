@@ -6,7 +6,6 @@ but to reuse its own pinned memory, and to read what was found, at the end of a 
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from sidestream.device.base import Device, Memory, Stream, no_accesses
 from sidestream.errors import ConfigError
 from sidestream.kv.layout import KVLayout
 from sidestream.kv.pool import merge_fences
+from sidestream.testing.rig import busy
 from sidestream.tiers.host import HostTier
 from sidestream.transfer.copy import BlockMemory
 from sidestream.types import Access, Fence, Key
@@ -33,8 +33,6 @@ _NUMBER_BITS = 31
 _FLIGHTS = 32
 # Slots that are compared at once, so that the temporaries stay small.
 _SLOTS_AT_ONCE = 64
-# An H100 counts so many while it is busy; a slower GPU is busy for longer, which is no harm.
-_CYCLES_A_SECOND = 1.75e9
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,16 +61,6 @@ def describe(word: int) -> str:
     stamp, place = word >> _PLACE_BITS, word & (1 << _PLACE_BITS) - 1
     number, generation = stamp & (1 << _NUMBER_BITS) - 1, stamp >> _NUMBER_BITS
     return f"{word & (1 << 64) - 1:#018x} (key {number} of generation {generation}, byte {place * WORD_BYTES})"
-
-
-def busy(device: Device, seconds: float) -> None:
-    """Keep the current stream busy for about so long; not at all for 0. Inside work of it."""
-    if not seconds:
-        return
-    if device.kind == "cuda":
-        torch.cuda._sleep(int(seconds * _CYCLES_A_SECOND))  # type: ignore[no-untyped-call]
-    else:
-        time.sleep(seconds)
 
 
 class Patterns:
