@@ -33,7 +33,7 @@ OBJECTIONS: dict[str, tuple[Mutation, int, str, int]] = {
     "checker": (find("release-waits-for-the-transfers"), 0, "late", 1),
     "tokens": (find("only-the-last-chunk-samples"), 0, "random", 0),
     "content": (find("key-names-its-prefix"), 0, "random", 0),
-    "balance": (find("forgotten-block-is-free"), 27, "random", 0),
+    "balance": (find("forgotten-block-is-free"), 30, "random", 1),
     "answered": (find("request-ends-before-its-client-is-told"), 0, "random", 0),
     "deadlock": (LOST_FENCE, 0, "random", 0),
     "no progress": (NOT_EVER_FINISHED, 0, "random", 0),
