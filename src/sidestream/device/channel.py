@@ -14,10 +14,10 @@ T = TypeVar("T")
 class Channel(Generic[T]):
     """A queue with one thread at each end; neither ever blocks.
 
-    wake   called after each message was put, by the thread that put it
+    wake   called after each message was put, by the thread that put it; None: nobody need be woken
     """
 
-    def __init__(self, name: str, *, witness: Witness | None = None, wake: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, name: str, *, witness: Witness | None = None, wake: Callable[[], None] | None = None) -> None:
         self.name = name
         self._witness = witness
         self._wake = wake
@@ -34,14 +34,14 @@ class Channel(Generic[T]):
         if self._witness is not None:
             self._witness.sent(self.name, self._put)
         self._messages.append((self._put, message))
-        self._wake()
+        if self._wake is not None:
+            self._wake()
 
     def take(self) -> T | None:
         """The oldest message; None when there is none."""
-        try:
-            number, message = self._messages.popleft()
-        except IndexError:
-            return None
+        if not self._messages:
+            return None  # nobody else takes any
+        number, message = self._messages.popleft()
         if self._witness is not None:
             self._witness.received(self.name, number)
         return message

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import takewhile
 from typing import Literal
 
 from sidestream.device.base import Device
@@ -19,7 +18,7 @@ from sidestream.tiers.base import PersistentTier
 from sidestream.tiers.host import HostTier
 from sidestream.transfer.copy import BlockMemory
 from sidestream.transfer.costs import CostModel
-from sidestream.transfer.messages import Forget, LoadMissed, LoadSubmitted, MoverFailed, News, Orders, Promoted
+from sidestream.transfer.messages import Forget, LoadMissed, LoadSubmitted, News, Orders, Promoted
 from sidestream.transfer.mover import Mover, layers_per_group
 from sidestream.types import BatchPlan, Fence, Key, LayerGates, LoadPlan, PromotePlan, RequestId, TransferPlan
 
@@ -213,23 +212,22 @@ class TransferEngine:
         events: list[TransferEvent] = []
         settled = self._settled.read()  # before the news: of what has settled by now, all news is there
         while (news := self._news.take()) is not None:
-            match news:
-                case LoadSubmitted():
-                    load = self._loads[news.number]
-                    load.submitted = news
-                    events.append(LoadReady(load.plan.request_id, load.plan.epoch))
-                case LoadMissed(number):
-                    load = self._loads[number]
-                    if not load.told:
-                        load.told = True
-                        events.append(LoadFailed(load.plan.request_id, load.plan.epoch))
-                case Promoted():
-                    self._num_promotions -= 1
-                    events.append(news)
-                case MoverFailed(error):
-                    self._failed = True
-                    raise error
-        for number in list(takewhile(settled.__ge__, self._loads)):
+            if isinstance(news, LoadSubmitted):  # a `match` takes twice as long, in every step
+                load = self._loads[news.number]
+                load.submitted = news
+                events.append(LoadReady(load.plan.request_id, load.plan.epoch))
+            elif isinstance(news, LoadMissed):
+                load = self._loads[news.number]
+                if not load.told:
+                    load.told = True
+                    events.append(LoadFailed(load.plan.request_id, load.plan.epoch))
+            elif isinstance(news, Promoted):
+                self._num_promotions -= 1
+                events.append(news)
+            else:
+                self._failed = True
+                raise news.error
+        while self._loads and (number := next(iter(self._loads))) <= settled:
             del self._loads[number]
         self._blocks.settle()
         return events
