@@ -35,6 +35,24 @@ def test_a_turn_takes_a_bounded_number_of_orders(rig: Rig, monkeypatch: pytest.M
     lease.release()
 
 
+def test_others_get_the_interpreter_lock_between_turns_that_can_give_the_link_nothing(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a hundred thousand orders behind a flight, the engine thread would wait for it in each of its steps (P8)."""
+    monkeypatch.setattr(rig._thread, "wake", lambda: None)
+    monkeypatch.setattr(mover, "_CROWDED_LANE", 2)
+    lease = rig.blocks.take(1)
+    with rig.hold("compute"):
+        flight = rig.compute.submit(lambda: None)
+        for number in range(60):
+            rig.store(keys(number), lease.ids, flight)
+        rests = [rig._thread._turn().until_s for _ in range(3)]
+    assert len(rig.transfers._orders) > 0  # there is more to do
+    assert [rest and rest - rig.clock() for rest in rests][-1] == pytest.approx(mover._BREATH_S)
+    while len(rig.transfers._orders):
+        rig._thread._turn()
+    rig.finish("compute", "store")
+    lease.release()
+
+
 def test_blocks_whose_store_is_not_worth_a_copy_are_given_back_at_once(rig: Rig) -> None:
     busy = rig.host.pool.take(8)
     lease = rig.blocks.take(1)

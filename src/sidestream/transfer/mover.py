@@ -216,7 +216,7 @@ class Mover:
         more = bool(self._orders or self._ended_copies) or any(orders and len(lane) < _CROWDED_LANE for orders, lane in waiting)
         waits: list[float] = [waiter.deadline_s for waiter in self._waiters]
         if more:
-            hurried = any((orders or lane.has_more) and lane.runs_low for orders, lane in waiting)
+            hurried = any(orders and lane.runs_low and len(lane) < _CROWDED_LANE for orders, lane in waiting)
             waits.append(self._clock() + (0.0 if hurried else _BREATH_S))
         if self._growing:
             waits.append(self._clock() + _GROWTH_POLL_S)
