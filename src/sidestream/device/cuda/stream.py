@@ -329,6 +329,14 @@ class CudaStream:
                 except RuntimeError as error:
                     raise self._lose(error) from error  # what was to be held up goes on unordered
 
+    def launched(self, fence: CudaFence) -> tuple[str, float] | None:
+        """Label of the work that `fence` ends, and when it was enqueued, in seconds of `time.perf_counter`; None: it is done."""
+        with self._looking:
+            if fence.tick <= self.done_tick:
+                return None
+            flight = self._flights[fence.tick - self.done_tick - 1]
+            return flight.label, flight.enqueued_ns / 1e9
+
     def block_until(self, fence: CudaFence, timeout_s: float | None) -> bool:
         """Block the calling thread until `fence` is done; False when `timeout_s` passed first. Raises DeviceLost."""
         until = None if timeout_s is None else time.monotonic() + timeout_s

@@ -1,0 +1,133 @@
+"""How a wait of the host knows when to look, and what it does when it is wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from cuda_rig import FakeGpu
+
+from sidestream.device.cuda import CudaDevice
+from sidestream.device.cuda import device as device_module
+from sidestream.device.cuda.forecast import Forecast
+from sidestream.device.cuda.stream import CudaFence, CudaStream
+
+
+def test_work_is_expected_to_take_as_long_as_the_shortest_of_its_name_lately() -> None:
+    forecast = Forecast()
+    assert forecast.soonest_end_s("decode 2", 1.0) is None
+    now = 1.0
+    for took in (0.5, 0.2, 0.4):
+        forecast.ended("decode 2", now, now + took)
+        now += took
+    assert forecast.soonest_end_s("decode 2", now) == pytest.approx(now + 0.2)
+    assert forecast.soonest_end_s("prefill 9", now) is None
+    for _ in range(7):  # the eighth pushes the shortest one out
+        forecast.ended("decode 2", now, now + 0.4)
+        now += 0.4
+    assert forecast.soonest_end_s("decode 2", now) == pytest.approx(now + 0.4)
+
+
+def test_work_begins_when_what_was_before_it_has_ended() -> None:
+    forecast = Forecast()
+    forecast.ended("a", 1.0, 1.5)
+    forecast.ended("b", 1.1, 1.7)  # was launched behind a
+    assert forecast.soonest_end_s("b", 1.0) == pytest.approx(1.7 + 0.2)
+    assert forecast.soonest_end_s("b", 3.0) == pytest.approx(3.0 + 0.2)
+
+
+def test_names_that_were_not_seen_for_long_are_forgotten() -> None:
+    forecast = Forecast()
+    for number in range(300):
+        forecast.ended(f"prefill {number}", number, number + 0.5)
+        forecast.ended("decode 1", number + 0.5, number + 0.75)
+    assert len(forecast._seconds) <= 256
+    assert forecast.soonest_end_s("prefill 0", 400.0) is None
+    assert forecast.soonest_end_s("decode 1", 400.0) == pytest.approx(400.25)
+
+
+class Clock:
+    """Goes on by sleeping, and by a microsecond when it is looked at. Stands for the module `time`."""
+
+    def __init__(self, gpu: FakeGpu, ends_s: float) -> None:
+        self.now_s = 0.0
+        self.slept: list[float] = []
+        self._gpu, self._ends_s = gpu, ends_s
+
+    def perf_counter(self) -> float:
+        self._go_on(1e-6)
+        return self.now_s
+
+    def sleep(self, seconds: float) -> None:
+        assert seconds > 0
+        self.slept.append(seconds)
+        self._go_on(seconds)
+
+    def _go_on(self, seconds: float) -> None:
+        before, self.now_s = self.now_s, self.now_s + seconds
+        if before < self._ends_s <= self.now_s:
+            self._gpu.run()
+
+
+@pytest.fixture
+def gpu() -> FakeGpu:
+    return FakeGpu()
+
+
+@pytest.fixture
+def device(gpu: FakeGpu) -> Iterator[CudaDevice]:
+    device = CudaDevice(driver=gpu)  # type: ignore[arg-type]
+    yield device
+    gpu.run()
+    device.close()
+
+
+@pytest.fixture
+def fence(device: CudaDevice, gpu: FakeGpu) -> CudaFence:
+    stream = device.stream("compute")
+    assert isinstance(stream, CudaStream)
+    return stream.submit(lambda: gpu.launch(stream.external, lambda: None), label="decode 1")
+
+
+@pytest.mark.parametrize(
+    ("due_s", "ends_s", "late_s", "blocks"),
+    [
+        pytest.param(0.010, 0.010, 3e-6, False, id="when it was due"),
+        pytest.param(0.010, 0.0100_9, 3e-6, False, id="a little later"),
+        pytest.param(0.010, 0.002, 0.0005, False, id="far sooner"),
+        pytest.param(None, 0.0000_5, 3e-6, False, id="at once, and it is the first of its name"),
+        pytest.param(0.001, 0.010, 0.0, True, id="far later"),
+    ],
+)
+def test_a_wait_sleeps_until_the_end_is_near_and_looks_from_then_on(
+    device: CudaDevice,
+    gpu: FakeGpu,
+    fence: CudaFence,
+    monkeypatch: pytest.MonkeyPatch,
+    due_s: float | None,
+    ends_s: float,
+    late_s: float,
+    blocks: bool,
+) -> None:
+    clock = Clock(gpu, ends_s)
+    monkeypatch.setattr(device_module, "time", clock)
+    device._wait_for(fence, due_s)
+    assert fence.poll()
+    if blocks:
+        assert clock.now_s < ends_s  # the driver let it go on
+    else:
+        assert ends_s <= clock.now_s <= ends_s + late_s + 2e-6
+    if due_s is not None:
+        assert sum(clock.slept) <= due_s - 200e-6 + 1e-9
+        assert max(clock.slept) <= 500e-6
+        assert blocks or ends_s < due_s or sum(clock.slept) > 0.9 * (due_s - 200e-6)
+
+
+def test_waits_teach_the_forecast_of_their_stream(device: CudaDevice, gpu: FakeGpu) -> None:
+    stream = device.stream("compute")
+    assert isinstance(stream, CudaStream)
+    for _ in range(2):
+        fence = stream.submit(lambda: gpu.launch(stream.external, lambda: None), label="decode 7")
+        assert device.wait_host(fence, reason="flight")
+    assert device._forecasts["compute"].soonest_end_s("decode 7", 0.0) is not None
+    assert device.host_waits() == {"flight": 2}
