@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from sidestream.attention.paged import PagedBatch
-from sidestream.execute.inputs import make_inputs
+from sidestream.execute.inputs import Packer
 from sidestream.testing.toy import RecurrentToyModel, ToyDraftHead, ToyModel
 from sidestream.types import BatchPlan, RowPlan
 
@@ -30,7 +30,7 @@ class Rig:
     def compute(self, tokens: tuple[int, ...], start: int, stop: int, blocks: tuple[int, ...]) -> int:
         """The token drawn after positions `[start, stop)` were computed on top of what the pool holds."""
         row = RowPlan(0, 0, 0, start, stop, tokens[start:stop], blocks, True, 0)
-        inputs = make_inputs(BatchPlan((row,)), self.model.layout)
+        inputs = Packer(row.row + 1, self.model.layout).pack(BatchPlan((row,)))
         batch = PagedBatch(self.pool, inputs.slots, inputs.block_tables, inputs.query_starts, inputs.kv_lens, 0, self.gates.append)
         return int(self.model.forward(inputs.tokens, inputs.positions, batch, inputs.logit_rows).argmax())
 

@@ -16,7 +16,7 @@ import torch
 from sidestream.attention.paged import AttentionBatch, PagedBatch
 from sidestream.attention.triton import DeviceBatch, Partials
 from sidestream.device.base import Device, Memory
-from sidestream.execute.inputs import StepInputs, kv_accesses, make_inputs
+from sidestream.execute.inputs import Packer, StepInputs, kv_accesses
 from sidestream.execute.mailbox import Letter, Mailbox
 from sidestream.execute.sample import sample
 from sidestream.execute.state import DecodeState
@@ -115,6 +115,7 @@ class EagerExecutor:
         self._state = DecodeState(num_rows, model.vocab_size, device=device.torch_device)
         self._mailbox = Mailbox(_FLIGHTS, num_rows, model.vocab_size, device)
         layout = model.layout
+        self._packer = Packer(num_rows, layout)
         num_blocks = memory.num_bytes // layout.block_bytes
         dtype = getattr(torch, layout.dtype)
         self._kv = memory.data[: num_blocks * layout.block_bytes].view(dtype).view(layout.shape(num_blocks))
@@ -123,7 +124,7 @@ class EagerExecutor:
     def launch(self, batch: BatchPlan, *, after: tuple[Fence, ...], gates: LayerGates) -> Flight:
         """Enqueue one flight behind `after`; layer by layer behind `gates`. Returns at once."""
         launched_s = self._clock()
-        inputs = make_inputs(batch, self._model.layout)
+        inputs = self._packer.pack(batch)
         for row in batch.rows:
             if row.begin is not None:
                 self._wanted_logprobs[row.row] = row.begin.sampling.top_logprobs

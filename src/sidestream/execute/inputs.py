@@ -47,40 +47,69 @@ class StepInputs:
         return replace(self, **moved)
 
 
+# Blocks of a row that there is room for from the start.
+_WIDTH = 64
+
 _TENSORS = ("tokens", "from_state", "positions", "slots", "block_tables", "query_starts_dev", "kv_lens_dev", "logit_rows")
 
 
-def make_inputs(batch: BatchPlan, layout: KVLayout) -> StepInputs:
-    """Pack a batch whose decode rows come first."""
-    rows = batch.rows
-    lengths = [row.stop - row.start for row in rows]
-    starts = np.concatenate(([0], np.cumsum(lengths)))
-    tables = np.zeros((len(rows), max(len(row.block_ids) for row in rows)), np.int64)
-    positions = np.empty(starts[-1], np.int64)
-    tokens = np.zeros(starts[-1], np.int64)
-    slots = np.empty(starts[-1], np.int64)
-    for index, row in enumerate(rows):
-        here = slice(starts[index], starts[index + 1])
-        tables[index, : len(row.block_ids)] = row.block_ids
-        positions[here] = np.arange(row.start, row.stop)
-        slots[here] = tables[index, positions[here] // layout.block_tokens] * layout.block_tokens + positions[here] % layout.block_tokens
-        if row.tokens is not None:
-            tokens[here] = row.tokens
-    from_state = [index for index, row in enumerate(rows) if row.tokens is None]
-    return StepInputs(
-        tokens=torch.from_numpy(tokens),
-        from_state=torch.from_numpy(starts[from_state]) if from_state else torch.empty(0, dtype=torch.int64),
-        state_rows=tuple(rows[index].row for index in from_state),
-        positions=torch.from_numpy(positions),
-        slots=torch.from_numpy(slots),
-        block_tables=torch.from_numpy(tables),
-        query_starts=tuple(starts.tolist()),
-        query_starts_dev=torch.from_numpy(starts),
-        kv_lens=tuple(row.stop for row in rows),
-        kv_lens_dev=torch.tensor([row.stop for row in rows], dtype=torch.int64),
-        num_decode=sum(1 for row in rows if row.tokens is None),
-        logit_rows=torch.tensor([int(starts[i + 1]) - 1 for i, row in enumerate(rows) if row.samples], dtype=torch.int64),
-    )
+class Packer:
+    """Packs batches whose decode rows come first. Keeps each row's block table: a step adds a block to a few of them."""
+
+    def __init__(self, num_rows: int, layout: KVLayout) -> None:
+        self._block_tokens = layout.block_tokens
+        self._held: list[tuple[int, ...]] = [()] * num_rows
+        self._tables = np.zeros((num_rows, _WIDTH), np.int64)  # what a row holds, then zeros
+
+    def pack(self, batch: BatchPlan) -> StepInputs:
+        """The batch as tensors; a copy, which later batches do not change."""
+        rows, size = batch.rows, self._block_tokens
+        for row in rows:
+            self._hold(row.row, row.block_ids)
+        begins = np.array([row.start for row in rows], np.int64)
+        kv_lens = [row.stop for row in rows]
+        kv_lens_dev = np.array(kv_lens, np.int64)
+        starts = np.zeros(len(rows) + 1, np.int64)
+        np.cumsum(kv_lens_dev - begins, out=starts[1:])
+        index = np.repeat(np.arange(len(rows)), kv_lens_dev - begins)  # of each token's row
+        positions = np.arange(starts[-1]) - (starts[:-1] - begins)[index]
+        tables = self._tables[[row.row for row in rows], : max(len(row.block_ids) for row in rows)]
+        blocks, inside = np.divmod(positions, size)
+        tokens = np.zeros(starts[-1], np.int64)
+        from_state = []
+        for at, row in enumerate(rows):
+            if row.tokens is None:
+                from_state.append(at)
+            else:
+                tokens[starts[at] : starts[at + 1]] = row.tokens
+        return StepInputs(
+            tokens=torch.from_numpy(tokens),
+            from_state=torch.from_numpy(starts[from_state]) if from_state else torch.empty(0, dtype=torch.int64),
+            state_rows=tuple(rows[at].row for at in from_state),
+            positions=torch.from_numpy(positions),
+            slots=torch.from_numpy(tables[index, blocks] * size + inside),
+            block_tables=torch.from_numpy(tables),
+            query_starts=tuple(starts.tolist()),
+            query_starts_dev=torch.from_numpy(starts),
+            kv_lens=tuple(kv_lens),
+            kv_lens_dev=torch.from_numpy(kv_lens_dev),
+            num_decode=len(from_state),
+            logit_rows=torch.from_numpy(starts[1:][[row.samples for row in rows]] - 1),
+        )
+
+    def _hold(self, row: int, block_ids: tuple[int, ...]) -> None:
+        """Make the row's table say `block_ids`: mostly it does, or lacks the last one."""
+        held = self._held[row]
+        if block_ids == held:
+            return
+        if len(block_ids) > self._tables.shape[1]:
+            wider = np.zeros((len(self._held), 2 * len(block_ids)), np.int64)
+            wider[:, : self._tables.shape[1]] = self._tables
+            self._tables = wider
+        kept = len(held) if block_ids[: len(held)] == held else 0  # else it is somebody else's row now
+        self._tables[row, kept : len(block_ids)] = block_ids[kept:]
+        self._tables[row, len(block_ids) : len(held)] = 0
+        self._held[row] = block_ids
 
 
 def kv_accesses(rows: Sequence[RowPlan], layout: KVLayout, layers: range) -> list[Access]:

@@ -41,9 +41,10 @@ logger = logging.getLogger(__name__)
 _BLOCKS_A_TURN = 16
 # Of a load, a piece has at least so many bytes: what is on its way at once goes layer by layer, so that the forward pass can follow it.
 _LOAD_BYTES = 64 << 20
-# How long it lets others go first when there is more to do and the link has enough for now: a thread that gets the interpreter lock needs some
-# 50 us to wake up, and must not find it taken again.
+# How long it lets others go first when there is more to do: a thread that gets the interpreter lock needs some 50 us to wake up, and must not
+# find it taken again. While the link runs low, no longer than the system's shortest sleep.
 _BREATH_S = 100e-6
+_SHORT_BREATH_S = 20e-6
 # While so many copies wait in the lane, no store is carried out that could wait as an order: a plan takes far less memory than a ticket, and
 # hundreds of thousands of objects make the garbage collector stop the engine thread for hundreds of milliseconds.
 _CROWDED_LANE = 64
@@ -217,7 +218,7 @@ class Mover:
         waits: list[float] = [waiter.deadline_s for waiter in self._waiters]
         if more:
             hurried = any(orders and lane.runs_low and len(lane) < _CROWDED_LANE for orders, lane in waiting)
-            waits.append(self._clock() + (0.0 if hurried else _BREATH_S))
+            waits.append(self._clock() + (_SHORT_BREATH_S if hurried else _BREATH_S))
         if self._growing:
             waits.append(self._clock() + _GROWTH_POLL_S)
         busy = more or self._later or self._arriving or self._stores or self._loads or self._writes or self._reads or self._waiters
