@@ -53,6 +53,21 @@ def test_others_get_the_interpreter_lock_between_turns_that_can_give_the_link_no
     lease.release()
 
 
+def test_rests_are_short_while_the_link_lacks_what_is_ordered(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rig._thread, "wake", lambda: None)
+    lease = rig.blocks.take(1)
+    rig.fill(lease.ids, keys("x"))
+    rig.drain("compute")
+    for number in range(60):
+        rig.store(keys(number), lease.ids)
+    assert (rest := rig._thread._turn().until_s) is not None
+    assert rest - rig.clock() == pytest.approx(mover._SHORT_BREATH_S)
+    while len(rig.transfers._orders):
+        rig._thread._turn()
+    rig.finish("store")
+    lease.release()
+
+
 def test_blocks_whose_store_is_not_worth_a_copy_are_given_back_at_once(rig: Rig) -> None:
     busy = rig.host.pool.take(8)
     lease = rig.blocks.take(1)

@@ -201,6 +201,17 @@ def test_copy_that_has_begun_goes_on_before_one_that_became_ready_meanwhile() ->
     assert world.labels() == ["begun"] * 4 + ["late"] * 2
 
 
+@pytest.mark.parametrize(("bytes_in_flight", "segments_in_flight"), [(40, 1000), (1 << 20, 4)])
+def test_link_runs_low_below_half_of_what_may_be_in_flight(bytes_in_flight: int, segments_in_flight: int) -> None:
+    world = World(Pace(slice_bytes=10, slice_segments=1, bytes_in_flight=bytes_in_flight, segments_in_flight=segments_in_flight, streams=1))
+    low = [world.lane.runs_low]
+    for label in "ab":
+        world.copy(label, 1)
+        world.lane.fill()
+        low.append(world.lane.runs_low)
+    assert low == [True, True, False]
+
+
 def test_thread_rests_for_half_of_what_is_in_flight_or_for_the_end_of_a_copy() -> None:
     """So it has time, and little to do."""
     world = World(Pace(slice_bytes=1 << 20, slice_segments=1, bytes_in_flight=1 << 30, segments_in_flight=4, streams=2))

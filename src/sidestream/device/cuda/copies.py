@@ -87,10 +87,9 @@ def segments(batch: CopyBatch, source: Place, target: Place, *, merged: bool = T
 
 def _grid(batch: CopyBatch, source: Place, target: Place, max_pitch: int) -> Grid | None:
     """The batch as two-dimensional copies, if one side is striped evenly, the other lies in one piece, and the pieces are small but not tiny."""
-    striped_source = len(source.bases) > 1
-    if striped_source == (len(target.bases) > 1):
+    if (striped := _striped_side(batch, source, target)) is None:
         return None
-    memory, place, starts = (batch.source, source, batch.source_starts) if striped_source else (batch.target, target, batch.target_starts)
+    striped_source, memory, place, starts = striped
     width = memory.stripe
     height = batch.size // width
     if not (KERNEL_BELOW <= width < GRID_BELOW and height > 1 and height * width == batch.size and width <= place.pitch <= max_pitch):
@@ -104,14 +103,20 @@ def _grid(batch: CopyBatch, source: Place, target: Place, max_pitch: int) -> Gri
     return Grid(targets, sources, target_pitch, source_pitch, width, height, source.on_device, target.on_device)
 
 
-def _rows(batch: CopyBatch, source: Place, target: Place) -> Table | None:
-    """The table of whole stripes between striped memory and one piece, if it is that: worked out by segment instead of by stripe."""
+def _striped_side(batch: CopyBatch, source: Place, target: Place) -> tuple[bool, Memory, Place, Starts] | None:
+    """Whether it is the source, its memory, place and starts, if one side is striped and the other lies in one piece."""
     striped_source = len(source.bases) > 1
     if striped_source == (len(target.bases) > 1):
         return None
-    (memory, place, starts), (other, other_starts) = (batch.source, source, batch.source_starts), (target, batch.target_starts)
-    if not striped_source:
-        (memory, place, starts), (other, other_starts) = (batch.target, target, batch.target_starts), (source, batch.source_starts)
+    return (True, batch.source, source, batch.source_starts) if striped_source else (False, batch.target, target, batch.target_starts)
+
+
+def _rows(batch: CopyBatch, source: Place, target: Place) -> Table | None:
+    """The table of whole stripes between striped memory and one piece, if it is that: worked out by segment instead of by stripe."""
+    if (striped := _striped_side(batch, source, target)) is None:
+        return None
+    striped_source, memory, place, starts = striped
+    other, other_starts = (target, batch.target_starts) if striped_source else (source, batch.source_starts)
     stripe, height = memory.stripe, batch.size // memory.stripe
     rows, inside = np.divmod(starts, stripe * len(place.bases))
     first, rest = divmod(int(inside[0]), stripe)

@@ -82,9 +82,8 @@ class Slab:
         Raises ConfigError when there is not so much memory, or none that may be pinned.
         """
         try:
-            pages = mmap.mmap(
-                -1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-            )  # most systems have no huge pages for shared memory
+            # Not shared, as it would be else: most systems have no huge pages for that.
+            pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except (OSError, ValueError, OverflowError) as error:
             raise ConfigError(f"{name} memory of {num_bytes / 2**30:.2f} GiB cannot be allocated on this machine: ask for less") from error
         self.memory = Memory(name, (torch.frombuffer(pages, dtype=torch.uint8),))

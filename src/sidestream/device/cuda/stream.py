@@ -153,7 +153,7 @@ class CudaStream:
 
         Raises DeviceLost when the device is. While a graph is captured, the work goes into the graph.
         """
-        return self._submit(self._enqueue, work, accesses, label)
+        return self._submit(lambda: self._enqueue(work), accesses, label)
 
     def submit_copy(self, batch: CopyBatch, first: int, stop: int, *, label: str = "") -> CudaFence:
         """Enqueue a copy; of a prepared batch without making the stream current, which only kernels need. See `Stream.submit_copy`."""
@@ -162,16 +162,16 @@ class CudaStream:
             part = batch.part(first, stop)
             return self.submit(lambda: self.copy(part), part.accesses, label=label)
 
-        def enqueue(_: object) -> None:
+        def enqueue() -> None:
             if isinstance(rows, Rows):
                 self._driver.copy_rows(rows, first, stop - first, self.handle)
             else:
                 assert isinstance(rows, Grid)
                 self._copy_grid(rows, rows.targets[first:stop], rows.sources[first:stop])
 
-        return self._submit(enqueue, _nothing, lambda: batch.part(first, stop).accesses(), label)
+        return self._submit(enqueue, lambda: batch.part(first, stop).accesses(), label)
 
-    def _submit(self, enqueue: Callable[[Callable[[], None]], None], work: Callable[[], None], accesses: Accesses, label: str) -> CudaFence:
+    def _submit(self, enqueue: Callable[[], None], accesses: Accesses, label: str) -> CudaFence:
         with self._submitting:
             if self._running:
                 raise InvariantError(f"stream {self.name} was given {label or 'work'} by its own work: submit it behind, not inside")
@@ -180,7 +180,7 @@ class CudaStream:
             self._check_alive()
             if self._capture is not None:
                 self._capture.accesses.append(accesses)
-                enqueue(work)
+                enqueue()
                 return CudaFence(self, 0)
             fence = CudaFence(self, self._last_tick + 1)
             history = self._owner.history
@@ -188,7 +188,7 @@ class CudaStream:
                 history.submitted(fence, accesses, label)
             self._last_tick = fence.tick
             try:
-                enqueue(work)
+                enqueue()
             except BaseException as error:
                 fence.fail(named(error))
             if isinstance(fence.failure, DeviceLost):
@@ -483,6 +483,3 @@ class CudaStream:
             mapped[: 3 * size] = part.ravel()
             kernels.copy_segments(mapped.ctypes.data, size, wide=not (part % 8).any(), programs=programs)
             first += size
-
-
-def _nothing() -> None: ...
