@@ -53,21 +53,6 @@ def test_others_get_the_interpreter_lock_between_turns_that_can_give_the_link_no
     lease.release()
 
 
-def test_rests_are_short_while_the_link_lacks_what_is_ordered(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rig._thread, "wake", lambda: None)
-    lease = rig.blocks.take(1)
-    rig.fill(lease.ids, keys("x"))
-    rig.drain("compute")
-    for number in range(60):
-        rig.store(keys(number), lease.ids)
-    assert (rest := rig._thread._turn().until_s) is not None
-    assert rest - rig.clock() == pytest.approx(mover._SHORT_BREATH_S)
-    while len(rig.transfers._orders):
-        rig._thread._turn()
-    rig.finish("store")
-    lease.release()
-
-
 def test_blocks_whose_store_is_not_worth_a_copy_are_given_back_at_once(rig: Rig) -> None:
     busy = rig.host.pool.take(8)
     lease = rig.blocks.take(1)
@@ -234,6 +219,39 @@ def one_block_a_turn(monkeypatch: pytest.MonkeyPatch) -> None:
 def narrow(rig: Rig, *, segments_in_flight: int) -> None:
     """Loads get so much of the device at a time."""
     rig.transfers._mover._to_device._pace = Pace(1 << 20, 1, 1 << 30, segments_in_flight, streams=1)
+
+
+@pytest.mark.usefixtures("one_block_a_turn")
+def test_rests_are_short_while_the_link_lacks_what_is_ordered(rig: Rig) -> None:
+    lease = rig.blocks.take(3)
+    rig.fill(lease.ids, keys("a", "b", "c"))
+    rig.drain("compute")
+    with rig.late():
+        rig.store(keys("a", "b", "c"), lease.ids)
+        rest = rig._thread._turn().until_s  # the first of three pieces has begun
+    assert rest is not None
+    assert rest - rig.clock() == pytest.approx(mover._SHORT_BREATH_S)
+    rig.finish("store")
+    lease.release()
+
+
+@pytest.mark.usefixtures("one_block_a_turn")
+def test_books_are_kept_beside_blocks_that_are_gone_before_the_next_one_was_given(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else tickets pile up, and no block is given back, for as long as there are orders."""
+    monkeypatch.setattr(mover, "_CROWDED_LANE", 1)
+    lease = rig.blocks.take(8)
+    rig.fill(lease.ids, keys(*range(8)))
+    rig.drain("compute")
+    found = 0
+    with rig.late():
+        rig.store(keys(*range(8)), lease.ids)
+        while rig._thread._turn() and rig.transfers._mover._later:
+            rig.pass_through("store-0")
+            rig.pass_through("store-1")
+            found = rig.host.pool.num_keys
+    assert found > 0
+    rig.finish("store")
+    lease.release()
 
 
 class Blink:
