@@ -104,6 +104,14 @@ def test_a_package_that_cannot_be_imported_makes_doctor_fail(run: Run, monkeypat
     assert "cannot be imported: libtorch.so" in result.output
 
 
+def test_a_source_tree_that_is_not_installed_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    def not_there(name: str) -> list[str]:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "requires", not_there)
+    assert (_named("packages").status, _named("packages").remedy) == (Status.WARN, "pip install -e .")
+
+
 def test_a_missing_extra_is_a_warning_that_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
     real = probes.importlib.util.find_spec
     monkeypatch.setattr(probes.importlib.util, "find_spec", lambda name: None if name == "uvicorn" else real(name))

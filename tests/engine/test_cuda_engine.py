@@ -7,6 +7,7 @@ import queue
 import subprocess
 import sys
 import threading
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -220,7 +221,9 @@ def test_a_server_streams_an_answer(llama: Path) -> None:
 @pytest.fixture
 def no_host_wait() -> Iterator[None]:
     """Whatever in torch makes the host wait for the device is an error meanwhile, which would end a request."""
-    torch.cuda.set_sync_debug_mode("error")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # torch says that it does not see all of them
+        torch.cuda.set_sync_debug_mode("error")
     yield
     torch.cuda.set_sync_debug_mode("default")
 
@@ -231,7 +234,7 @@ def test_no_flight_makes_the_host_wait_whatever_is_asked_for_p1(llama: Path, req
         prompts = [*PROMPTS, *PROMPTS][: len(EVERY_WAY_TO_DRAW)]
         for _ in range(3):
             assert all(len(output.token_ids) >= 4 for output in llm.generate(prompts, EVERY_WAY_TO_DRAW))
-        torch.cuda.set_sync_debug_mode("default")
+        torch.cuda.set_sync_debug_mode("default")  # closing waits
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "mistral"])

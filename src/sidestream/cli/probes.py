@@ -84,7 +84,12 @@ def _packages() -> Iterator[Finding]:
 
     python = platform.python_version()
     yield Finding("sidestream", Status.OK, f"{__version__}, Python {python}", data={"version": __version__, "python": python})
-    for requirement in importlib.metadata.requires("sidestream") or ():
+    try:
+        requirements = importlib.metadata.requires("sidestream") or ()
+    except importlib.metadata.PackageNotFoundError:  # a source tree on the path: what it needs is written nowhere else
+        requirements = ()
+        yield Finding("packages", Status.WARN, "not checked, sidestream itself is not installed", "pip install -e .")
+    for requirement in requirements:
         if (parts := re.fullmatch(r"([\w.-]+)>=([\d.]+)", requirement)) is not None:  # those of extras have a marker behind
             yield from _package(parts[1], parts[2], remedy=f"pip install '{requirement}'")
 

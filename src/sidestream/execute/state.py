@@ -69,7 +69,9 @@ class DecodeState:
             bias=upload_list(list(bias.values()), self._device, torch.float32),
             forbidden=self._ids(spec.forbidden_until_min),
         )
-        self._last[row] = (0, *start.prompt[-1:], *start.outputs[-1:])[-1]
+        self._last[row : row + 1].fill_(
+            (0, *start.prompt[-1:], *start.outputs[-1:])[-1]
+        )  # assigned, a number would be waited for on a GPU (P1)
         if self.row(row).penalised:
             self._fill_tables(row, start)  # tables of other rows are never read, so they need no wiping
 
@@ -109,9 +111,9 @@ class DecodeState:
     def _fill_tables(self, row: int, start: RowStart) -> None:
         counts, in_prompt = self._tables()
         outputs = self._ids(start.outputs)
-        counts[row] = 0
+        counts[row].zero_()
         counts[row].index_add_(0, outputs, torch.ones_like(outputs, dtype=counts.dtype))
-        in_prompt[row] = False
+        in_prompt[row].zero_()
         in_prompt[row].index_fill_(0, self._ids(start.prompt), True)
 
     def _tables(self) -> tuple[Tensor, Tensor]:
