@@ -94,6 +94,10 @@ class OffloadConfig:
         return parse_bytes(self.disk_capacity, option="offload disk_capacity")
 
 
+# Of a chunk of prefill by default: on a CPU, on a GPU.
+_CHUNK_TOKENS = {False: 256, True: 2048}
+
+
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
     """How an engine runs one model.
@@ -102,22 +106,24 @@ class EngineConfig:
     kv_memory       bytes of the device's block pool
     block_tokens    tokens a block holds; what is stored, loaded and shared
     chunk_tokens    prefill is cut at multiples of this many tokens (and at the last block border), so that the same
-                    prompt is always computed in the same shapes
-    token_budget    tokens that one step computes at most, prefill and decode together
+                    prompt is always computed in the same shapes; None: some 256 on a CPU, 2,048 on a GPU
+    token_budget    tokens that one step computes at most, prefill and decode together; None: two chunks on a CPU, a chunk on a GPU, and a
+                    token for each running request
     max_running     requests that run at once (rows of device state)
     max_waiting     requests that may queue; one more is refused
     max_model_len   tokens of prompt and output together; None: what the model was made for
     compute_threads threads of the forward pass on a CPU; None: all cores
     salt            part of every content key: engines with different salts never share KV
     asynchronous    launch step N+1 before step N is committed; False is for measuring and debugging
+    eager           on a GPU, launch kernel by kernel instead of compiling the model's layers and capturing graphs: starts sooner, runs slower
     """
 
     dtype: str = "auto"
     device: str = "cpu"
     kv_memory: int | str = "1GiB"
     block_tokens: int = 16
-    chunk_tokens: int = 256
-    token_budget: int = 512
+    chunk_tokens: int | None = None
+    token_budget: int | None = None
     max_running: int = 16
     max_waiting: int = 1024
     max_model_len: int | None = None
@@ -125,6 +131,7 @@ class EngineConfig:
     salt: str = ""
     prefix_cache: bool = True
     asynchronous: bool = True
+    eager: bool = False
     offload: OffloadConfig | None = None
 
     def __post_init__(self) -> None:
@@ -133,24 +140,32 @@ class EngineConfig:
         if self.device not in ("auto", "cpu", "cuda"):
             raise ConfigError(unknown_name("device", str(self.device), ("auto", "cpu", "cuda")))
         parse_bytes(self.kv_memory, option="kv_memory")
-        for name, bound in (("block_tokens", 1), ("chunk_tokens", 1), ("token_budget", 1), ("max_running", 1), ("max_waiting", 1)):
-            _at_least(name, getattr(self, name), bound)
-        for name in ("max_model_len", "compute_threads"):
+        for name in ("block_tokens", "max_running", "max_waiting"):
+            _at_least(name, getattr(self, name), 1)
+        for name in ("chunk_tokens", "token_budget", "max_model_len", "compute_threads"):
             if getattr(self, name) is not None:
                 _at_least(name, getattr(self, name), 1)
         if self.device != "cpu" and self.block_tokens % _GPU_BLOCK_MULTIPLE:
             raise ConfigError(
                 f"block_tokens is {self.block_tokens}: attention on a GPU needs a multiple of {_GPU_BLOCK_MULTIPLE}; give one, or device cpu"
             )
-        if self.chunk_tokens % self.block_tokens:
+        if self.chunk_tokens is not None and self.chunk_tokens % self.block_tokens:
             raise ConfigError(
                 f"chunk_tokens is {self.chunk_tokens}: it must be a multiple of block_tokens ({self.block_tokens}), so that chunks end at block borders"
             )
-        if self.token_budget < self.chunk_tokens + self.max_running:
+        self.chunk_and_budget("cuda" if self.device == "cuda" else "cpu")
+
+    def chunk_and_budget(self, kind: str) -> tuple[int, int]:
+        """Tokens of a chunk, and of a step at most, on a device of that kind. Raises ConfigError when the one does not hold the other."""
+        on_gpu = kind == "cuda"
+        chunk = self.chunk_tokens or max(1, _CHUNK_TOKENS[on_gpu] // self.block_tokens) * self.block_tokens
+        budget = self.token_budget or (1 if on_gpu else 2) * chunk + self.max_running
+        if budget < chunk + self.max_running:
             raise ConfigError(
-                f"token_budget is {self.token_budget}: it must hold one chunk and a token for each running request "
-                f"({self.chunk_tokens} + {self.max_running}); raise it or lower chunk_tokens or max_running"
+                f"token_budget is {budget}: it must hold one chunk and a token for each running request "
+                f"({chunk} + {self.max_running}); raise it or lower chunk_tokens or max_running"
             )
+        return chunk, budget
 
     @property
     def kv_bytes(self) -> int:

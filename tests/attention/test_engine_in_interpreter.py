@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from sidestream import LLM, OffloadConfig, SamplingParams
+from sidestream import LLM, OffloadConfig, RequestError, SamplingParams
 from sidestream.attention.triton import DeviceBatch, Partials
 from sidestream.engine import build
 from sidestream.execute.eager import EagerExecutor
+from sidestream.execute.frame import Shape
 from sidestream.testing.tiny_models import tiny_model_dir
 
 pytest.importorskip("triton", reason="triton is not installed: it comes with torch on Linux x86-64, or with the dev extra")
@@ -76,6 +77,50 @@ def test_answers_are_those_of_the_reference_cold_from_the_device_and_from_the_ho
         assert [output.cached.host for output in outputs] == [32, 16, 0]
     assert {batch.split_rows for batch in batches} >= {0, 1}
     assert all(batch.split_rows == sum(stop - start == 1 for start, stop in zip(*offsets(batch), strict=True)) for batch in batches)
+
+
+def test_answers_by_captured_forward_passes_are_those_of_eager_ones(model: Path, batches: list[DeviceBatch]) -> None:
+    prompts = [*PROMPTS, PROMPTS[0][:20]]
+    options = {"chunk_tokens": 16, "token_budget": 20, "offload": OffloadConfig(host="1MiB"), "check_order": True}
+    with engine(model, **options) as llm:
+        expected = [output.token_ids for output in llm.generate(prompts, GREEDY)]
+    with engine(model, **options) as llm:
+        executor = llm.engine.parts.executor
+        llm.engine.call(lambda: executor.capture(chunk_tokens=16, max_tokens=20))
+        graphs = executor._graphs
+        assert graphs is not None
+        assert graphs.shapes == [Shape(1), Shape(2), Shape(4), Shape(0, 16), Shape(0, 20), Shape(4, 16), Shape(4, 20)]
+        replayed: list[Shape] = []
+        replay = graphs.replay
+        graphs.replay = lambda captured, **how: replayed.append(captured.frame.shape) or replay(captured, **how)  # type: ignore[method-assign,func-returns-value]
+        batches.clear()
+        assert [output.token_ids for output in llm.generate(prompts, GREEDY)] == expected
+        assert [output.token_ids for output in llm.generate(prompts, GREEDY)] == expected  # from the device's prefix cache
+        assert {Shape(4), Shape(0, 16), Shape(4, 16)} <= set(replayed)
+        assert batches == []  # nothing ran eagerly
+
+
+def test_a_graph_that_could_not_be_filled_leaves_the_next_flight_right(
+    model: Path, batches: list[DeviceBatch], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with engine(model, chunk_tokens=16) as llm:
+        executor = llm.engine.parts.executor
+        expected = llm.generate(PROMPTS[:1], GREEDY)[0].token_ids
+        llm.engine.call(llm.engine.parts.blocks.forget_all)
+        llm.engine.call(lambda: executor.capture(chunk_tokens=16, max_tokens=20))
+        state, left = executor._state, [1]
+        place = state.place
+
+        def fail_once(*changes: Any) -> None:
+            if left:
+                left.pop()
+                raise MemoryError("no room for the blocks")
+            place(*changes)
+
+        monkeypatch.setattr(state, "place", fail_once)
+        with pytest.raises(RequestError, match="no room for the blocks"):
+            llm.generate(PROMPTS[:1], GREEDY)
+        assert llm.generate(PROMPTS[:1], GREEDY)[0].token_ids == expected
 
 
 def offsets(batch: DeviceBatch) -> tuple[list[int], list[int]]:

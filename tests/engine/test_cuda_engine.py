@@ -59,7 +59,8 @@ def smollm() -> str:
 
 
 def engine(model: Path | str, device: str = "cuda", **options: Any) -> LLM:
-    return LLM(model, device=device, **{"dtype": "float32", "kv_memory": "64MiB", **options})
+    """Eager unless said otherwise: compiling takes longer than all that these tests ask for."""
+    return LLM(model, device=device, **{"dtype": "float32", "kv_memory": "64MiB", "eager": True, **options})
 
 
 def always_load(llm: LLM) -> None:
@@ -151,6 +152,72 @@ def test_what_a_gpu_stored_a_cpu_goes_on_with(llama: Path, tmp_path: Path) -> No
         outputs = llm.generate([PROMPTS[0]], GREEDY)
     assert outputs[0].cached.disk == 288
     assert_near(outputs, reference)
+
+
+# ---------------------------------------------------------------------- captured forward passes
+
+CAPTURED = {"eager": False, "max_running": 6, "chunk_tokens": 64}
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3_moe"])
+def test_answers_by_captured_forward_passes_are_those_of_eager_ones(family: str, tmp_path: Path) -> None:
+    model = tiny_model_dir(family, tmp_path, 2)
+    with engine(model, max_running=6, chunk_tokens=64) as llm:
+        expected = [llm.generate([*PROMPTS, *PROMPTS], GREEDY), llm.generate(PROMPTS, EVERY_WAY_TO_DRAW[: len(PROMPTS)])]
+    with engine(model, **CAPTURED, check_order=True) as llm:
+        assert_near(llm.generate([*PROMPTS, *PROMPTS], GREEDY), expected[0])
+        assert tokens(llm.generate(PROMPTS, EVERY_WAY_TO_DRAW[: len(PROMPTS)])) == tokens(expected[1])
+        graphs = llm.engine.parts.executor._graphs
+        assert graphs is not None or family == "qwen3_moe"  # experts that are chosen on the host cannot be captured, and run all the same
+
+
+def test_a_captured_flight_waits_for_each_group_of_layers_that_is_still_on_its_way_h5(llama: Path) -> None:
+    with engine(llama, **CAPTURED, offload=OffloadConfig(host="64MiB"), check_order=True) as llm:
+        always_load(llm)
+        reference = tokens(llm.generate([PROMPTS[0]], GREEDY))
+        assert llm.flush()
+        executor, device = llm.engine.parts.executor, llm.engine.parts.device
+        graphs, gated = executor._graphs, list[bool]()
+        assert graphs is not None
+        replay = graphs.replay
+
+        def count(captured: Any, *, gated_: list[bool] = gated, **how: bool) -> torch.Tensor:
+            gated_.append(how["gated"])
+            return replay(captured, **how)
+
+        graphs.replay = count  # type: ignore[method-assign]
+        loads = next(stream for stream in device._streams if stream.name == "load-0")  # type: ignore[attr-defined]
+        for _ in range(3):
+            forget_device(llm)
+            executor._kv.fill_(float("nan"))  # what is read before it was loaded is not a number
+            assert executor._kv[0, 0, 0, 0, 0, 0].isnan().item()  # done
+            loads.submit(lambda: torch.cuda._sleep(50_000_000))  # some 30 ms
+            (output,) = llm.generate([PROMPTS[0]], GREEDY)
+            assert output.cached.host == 288
+            assert tokens([output]) == reference
+        assert gated.count(True) >= 3
+        assert gated.count(False) >= 3
+        assert llm.engine.parts.device.host_waits().keys() <= {"flight"}
+
+
+def test_a_model_that_cannot_be_captured_is_served_all_the_same(
+    llama: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from sidestream.models.adapter import PagedModel
+
+    forward = PagedModel.forward
+
+    def waits(self: PagedModel, *given: Any) -> torch.Tensor:
+        logits = forward(self, *given)
+        logits.sum().item()
+        return logits
+
+    with engine(llama, max_running=6, chunk_tokens=64) as llm:
+        expected = tokens(llm.generate(PROMPTS, GREEDY))
+    monkeypatch.setattr(PagedModel, "forward", waits)
+    with engine(llama, **CAPTURED) as llm:
+        assert "cannot be captured" in caplog.text
+        assert tokens(llm.generate(PROMPTS, GREEDY)) == expected
 
 
 # ---------------------------------------------------------------------- many at once

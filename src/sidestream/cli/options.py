@@ -62,12 +62,17 @@ def engine_config(
     device: Annotated[str, _engine("cpu, cuda, or auto: cuda where a GPU can be used.", "DEVICE")] = _ENGINE.device,
     kv_memory: Annotated[str, _engine("Memory of the device's KV pool.", "SIZE")] = str(_ENGINE.kv_memory),
     block_tokens: Annotated[int, _engine("Tokens that a KV block holds.", "N")] = _ENGINE.block_tokens,
-    chunk_tokens: Annotated[int, _engine("Prefill is cut at multiples of this.", "N")] = _ENGINE.chunk_tokens,
-    token_budget: Annotated[int, _engine("Tokens that one step computes at most.", "N")] = _ENGINE.token_budget,
+    chunk_tokens: Annotated[
+        int | None, _engine("Prefill is cut at multiples of this.", "N", "256 on a CPU, 2048 on a GPU")
+    ] = _ENGINE.chunk_tokens,
+    token_budget: Annotated[
+        int | None, _engine("Tokens that one step computes at most.", "N", "two chunks on a CPU, one on a GPU, and one token a request")
+    ] = _ENGINE.token_budget,
     max_running: Annotated[int, _engine("Requests that run at once.", "N")] = _ENGINE.max_running,
     max_waiting: Annotated[int, _engine("Requests that may queue; one more is refused.", "N")] = _ENGINE.max_waiting,
     max_model_len: Annotated[int | None, _engine("Tokens of prompt and output together.", "N", "the model's")] = _ENGINE.max_model_len,
     threads: Annotated[int | None, _engine("Threads of the forward pass.", "N", "all cores")] = _ENGINE.compute_threads,
+    eager: Annotated[bool, _engine("On a GPU, neither compile nor capture: starts sooner, runs slower.", "", False)] = _ENGINE.eager,
     salt: Annotated[str, _engine("Engines with different salts never share KV.", "TEXT", False)] = _ENGINE.salt,
     offload_host: Annotated[
         str | None, _offload("Keep KV in this much host memory too.", "SIZE", f"{_OFFLOAD.host} with --offload-disk, else off")
@@ -90,6 +95,7 @@ def engine_config(
         max_waiting=max_waiting,
         max_model_len=max_model_len,
         compute_threads=threads,
+        eager=eager,
         salt=salt,
         offload=_offload_config(offload_host, offload_disk, offload_disk_capacity, load_deadline),
     )

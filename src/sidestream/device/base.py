@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -171,6 +171,10 @@ class HostThread(Protocol):
         ...
 
 
+class Graph(Protocol):
+    """Work that was captured on a stream: it runs again on the same memory, as often as it is enqueued."""
+
+
 class Stream(Protocol):
     """A FIFO of work. Order holds inside one stream; between streams only fences order anything."""
 
@@ -204,6 +208,17 @@ class Stream(Protocol):
 
     def submit_copy(self, batch: CopyBatch, first: int, stop: int, *, label: str = "") -> Fence:
         """Enqueue a copy of segments `[first, stop)` and nothing else: `submit` of `copy`, for less of the caller's time."""
+        ...
+
+    def capture(self, build: Callable[[], None], *, beside: Any = None) -> Graph:
+        """What `build` submits to this stream, as a graph; nothing runs. Blocks until the device is idle: before serving only.
+
+        `beside` is a graph of this stream's with which it shares memory for what is only needed while it runs: the two never run at once.
+        """
+        ...
+
+    def enqueue(self, graph: Any) -> None:
+        """Run everything in the graph, which this stream captured, behind what its work enqueued so far. Inside work of this stream."""
         ...
 
     def deliver(self, values: torch.Tensor, memory: Memory, start: int) -> None:

@@ -85,6 +85,13 @@ class _Wait:
     fence: HostFence
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class HostGraph:
+    """Work that was captured, to run again as it is."""
+
+    nodes: tuple[Callable[[], None], ...]
+
+
 class HostStream:
     """One thread that runs what is submitted, in order."""
 
@@ -102,6 +109,7 @@ class HostStream:
         self._submit_lock = threading.Lock()
         self._next_tick = 1
         self._closed = False
+        self._capture: list[Callable[[], None]] | None = None
         self._passed = threading.Condition()
         self._ready = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"sidestream-{name}", daemon=True)
@@ -112,6 +120,9 @@ class HostStream:
         with self._submit_lock:
             if self._closed:
                 raise InvariantError(f"stream {self.name} is closed: {label or 'work'} cannot be submitted")
+            if self._capture is not None:
+                self._capture.append(work)
+                return HostFence(self, 0)
             fence = HostFence(self, self._next_tick)
             self._next_tick += 1
             if self._witness is not None:
@@ -145,6 +156,20 @@ class HostStream:
         """Enqueue a copy. See `Stream.submit_copy`."""
         part = batch.part(first, stop)
         return self.submit(lambda: self.copy(part), part.accesses, label=label)
+
+    def capture(self, build: Callable[[], None], *, beside: HostGraph | None = None) -> HostGraph:
+        """What `build` submits to this stream, to run again; nothing runs. See `Stream.capture`."""
+        self._capture = []
+        try:
+            build()
+            return HostGraph(tuple(self._capture))
+        finally:
+            self._capture = None
+
+    def enqueue(self, graph: HostGraph) -> None:
+        """Run it, on the calling thread. See `Stream.enqueue`."""
+        for node in graph.nodes:
+            node()
 
     def deliver(self, values: torch.Tensor, memory: Memory, start: int) -> None:
         """Write the values' bytes, on the calling thread. See `Stream.deliver`."""

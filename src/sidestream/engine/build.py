@@ -22,7 +22,7 @@ from sidestream.device.choice import torch_device
 from sidestream.device.cpu import CpuDevice
 from sidestream.engine.loop import Bounds, Engine, Parts
 from sidestream.engine.session import TokenSource
-from sidestream.errors import ConfigError
+from sidestream.errors import ConfigError, DeviceLost
 from sidestream.execute.eager import EagerExecutor, ForwardModel
 from sidestream.kv.keys import BlockKeys
 from sidestream.kv.pool import FencedPool
@@ -33,6 +33,7 @@ from sidestream.tiers.disk import DiskTier
 from sidestream.tiers.host import HostTier
 from sidestream.transfer import CostModel, TransferEngine
 from sidestream.transfer.copy import BlockMemory
+from sidestream.transfer.mover import layers_per_group
 from sidestream.types import Witness
 
 logger = logging.getLogger(__name__)
@@ -118,7 +119,8 @@ def build_engine(
                 load_deadline_s=config.offload.load_deadline_s,
                 notify=lambda: inbox.put(_look_again),
             )
-        limits = Limits(layout.block_tokens, config.chunk_tokens, config.token_budget, prefix_cache=config.prefix_cache)
+        chunk_tokens, token_budget = config.chunk_and_budget(device.kind)
+        limits = Limits(layout.block_tokens, chunk_tokens, token_budget, prefix_cache=config.prefix_cache)
         keys = BlockKeys(fingerprint=model.fingerprint, layout=layout, salt=config.salt)
         rows = FencedPool("rows", config.max_running, witness=device.witness)
         bounds = Bounds(
@@ -132,7 +134,10 @@ def build_engine(
         partials = _partials(model, config, bounds, device) if on_gpu else None
         executor = EagerExecutor(device=device, model=model, memory=memory, num_rows=config.max_running, partials=partials)
         if on_gpu:
-            _warm_up(executor, blocks, config, bounds)
+            _warm_up(executor, blocks, config, min(chunk_tokens, bounds.max_model_len))
+        if on_gpu and not config.eager:
+            gate_layers = 0 if transfers is None else layers_per_group(layout, device.segment_bytes)
+            _capture(executor, model, chunk_tokens=chunk_tokens, max_tokens=min(token_budget, bounds.pool_tokens), gate_layers=gate_layers)
         parts = Parts(
             device=device,
             scheduler=Scheduler(limits=limits, blocks=blocks, rows=rows, keys=keys, tiers=transfers),
@@ -187,10 +192,32 @@ def _partials(model: ServableModel, config: EngineConfig, bounds: Bounds, device
         ) from error
 
 
-def _warm_up(executor: EagerExecutor, blocks: FencedPool, config: EngineConfig, bounds: Bounds) -> None:
+def _capture(executor: EagerExecutor, model: ServableModel, *, chunk_tokens: int, max_tokens: int, gate_layers: int) -> None:
+    """Compile the layers and capture graphs. What cannot be compiled runs as it is written, what cannot be captured is launched kernel by kernel."""
+    from sidestream.models.adapter import PagedModel
+    from sidestream.models.compiled import compile_layers, decompile
+
     start_s = time.monotonic()
-    chunk_tokens = min(config.chunk_tokens, bounds.max_model_len)
-    lease = blocks.take(min(blocks.num_available, max(config.max_running, -(-chunk_tokens // bounds.block_tokens))))
+    ways: list[tuple[str, Callable[[], None]]] = [("", lambda: None)]
+    if isinstance(model, PagedModel):
+        ways = [("compiled and ", lambda: compile_layers(model)), ("", lambda: decompile(model))]
+    for way, prepare in ways:
+        try:
+            prepare()
+            executor.capture(chunk_tokens=chunk_tokens, max_tokens=max_tokens, gate_layers=gate_layers)
+        except DeviceLost:
+            raise
+        except Exception as error:  # the compiler, transformers and the model's own code raise anything here
+            reason = (str(error).strip() or repr(error)).splitlines()[0]
+            logger.warning("forward passes cannot be %scaptured (%s: %s): they run slower", way, type(error).__name__, reason)
+        else:
+            logger.info("forward passes are %scaptured after %.1f s", way, time.monotonic() - start_s)
+            return
+
+
+def _warm_up(executor: EagerExecutor, blocks: FencedPool, config: EngineConfig, chunk_tokens: int) -> None:
+    start_s = time.monotonic()
+    lease = blocks.take(min(blocks.num_available, max(config.max_running, -(-chunk_tokens // config.block_tokens))))
     executor.warm_up(lease.ids, chunk_tokens=chunk_tokens)
     lease.release()
     logger.info("the GPU's kernels are warm after %.1f s", time.monotonic() - start_s)

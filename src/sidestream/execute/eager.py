@@ -1,4 +1,4 @@
-"""How a plan becomes device work, without graphs: one submission to the compute stream runs the whole flight.
+"""How a plan becomes device work: one submission to the compute stream runs the whole flight, by a captured graph where there is one for it.
 
 `launch` returns at once; the token that a decode row continues from is on the device and need not be known to the host. On a GPU nothing in
 it waits for the device either: what a flight needs of the host goes up from pinned memory (`execute/upload.py`).
@@ -16,10 +16,13 @@ import torch
 from sidestream.attention.paged import AttentionBatch, PagedBatch
 from sidestream.attention.triton import DeviceBatch, Partials
 from sidestream.device.base import Device, Memory
+from sidestream.execute.frame import Shape, TableKeeper, pack
+from sidestream.execute.graphs import Captured, Graphs
 from sidestream.execute.inputs import Packer, StepInputs, kv_accesses
 from sidestream.execute.mailbox import Letter, Mailbox
 from sidestream.execute.sample import sample
 from sidestream.execute.state import DecodeState
+from sidestream.execute.upload import staged
 from sidestream.kv.layout import KVLayout
 from sidestream.types import Access, BatchPlan, Fence, LayerGates, RowPlan, RowResult, RowStart, SamplingSpec
 
@@ -104,6 +107,7 @@ class EagerExecutor:
     """
 
     def __init__(self, *, device: Device, model: ForwardModel, memory: Memory, num_rows: int, partials: Partials | None = None) -> None:
+        """There are no graphs until `capture` makes some."""
         self._device = device
         self._model = model
         self._num_rows = num_rows
@@ -112,7 +116,10 @@ class EagerExecutor:
         self._witnessed = device.witness is not None
         self._stream = device.stream("compute")
         self._torch_device = device.torch_device
-        self._state = DecodeState(num_rows, model.vocab_size, device=device.torch_device)
+        table_width = 0 if partials is None else partials.tops.shape[1] * partials.tokens // model.layout.block_tokens
+        self._state = DecodeState(num_rows, model.vocab_size, device=device.torch_device, table_width=table_width)
+        self._tables = TableKeeper(num_rows, table_width)
+        self._graphs: Graphs | None = None
         self._mailbox = Mailbox(_FLIGHTS, num_rows, model.vocab_size, device)
         layout = model.layout
         self._packer = Packer(num_rows, layout)
@@ -124,20 +131,21 @@ class EagerExecutor:
     def launch(self, batch: BatchPlan, *, after: tuple[Fence, ...], gates: LayerGates) -> Flight:
         """Enqueue one flight behind `after`; layer by layer behind `gates`. Returns at once."""
         launched_s = self._clock()
-        inputs = self._packer.pack(batch)
+        gated = bool(gates.by_layer)
+        captured = None if self._graphs is None else self._graphs.find(batch, gated=gated)
+        work = self._eager_work(batch, gates) if captured is None else self._captured_work(batch, captured, gates)
         for row in batch.rows:
             if row.begin is not None:
                 self._wanted_logprobs[row.row] = row.begin.sampling.top_logprobs
         letter = self._mailbox.address()
         for fence in after:
             self._stream.wait(fence)
-        decodes = inputs.num_decode
+        decodes = sum(row.tokens is None for row in batch.rows)
         label = f"decode {decodes}" if decodes == len(batch.rows) else f"prefill {batch.num_tokens - decodes}"
         if 0 < decodes < len(batch.rows):
             label += f" + decode {decodes}"
-        gated = bool(gates.by_layer)
         fence = self._stream.submit(
-            lambda: self._run(batch, inputs, letter, self._gate(gates, batch)),
+            lambda: self._run(batch, work, letter),
             lambda: self._accesses(batch, letter, gated=gated),
             label=label,
         )
@@ -158,6 +166,27 @@ class EagerExecutor:
             for rows in (begun, going_on, going_on[:1], [*going_on[:1], *begun[1:]]):
                 self._run_for_nothing(rows)
         self._run_for_nothing([_row(0, tuple(block_ids), min(chunk_tokens, len(block_ids) * size), _VARIANTS[0])])
+
+    def capture(
+        self, *, chunk_tokens: int, max_tokens: int, gate_layers: int = 0, tell: Callable[[int, int], None] = lambda done, total: None
+    ) -> None:
+        """Capture the forward pass of every shape worth it, up to `max_tokens` tokens of prefill in chunks of `chunk_tokens`. See `Graphs`.
+
+        Behind `warm_up`, before the first real flight. Blocks; nothing in the pool is read or written.
+        """
+        assert self._partials is not None, "only attention that plans nothing on the host can be captured"
+        self._graphs = None
+        graphs = Graphs(
+            device=self._device,
+            stream=self._stream,
+            forward=self._model.forward,
+            kv=self._kv,
+            partials=self._partials,
+            state=self._state,
+            gate_layers=gate_layers,
+        )
+        graphs.capture(Shape.all_of(max_rows=self._num_rows, chunk_tokens=chunk_tokens, max_tokens=max_tokens), tell=tell)
+        self._graphs = graphs
 
     def _run_for_nothing(self, rows: Sequence[RowPlan]) -> None:
         if not rows:
@@ -186,23 +215,56 @@ class EagerExecutor:
 
         return before_layer
 
-    def _run(self, batch: BatchPlan, inputs: StepInputs, letter: Letter, before_layer: Callable[[int], None]) -> None:
-        """The flight itself. On the compute stream."""
-        inputs = inputs.to(self._torch_device)
+    def _run(self, batch: BatchPlan, forward: Callable[[], torch.Tensor], letter: Letter) -> None:
+        """The flight itself: `forward` gives the logits of the rows that sample. On the compute stream."""
         with torch.inference_mode():
             for row in batch.rows:
                 if row.begin is not None:
                     self._state.begin(row.row, row.begin)
-            tokens = inputs.tokens
-            if inputs.state_rows:
-                tokens = tokens.index_copy(0, inputs.from_state, self._state.last_tokens(inputs.state_rows))
-            logits = self._model.forward(tokens, inputs.positions, self._paged(inputs, before_layer), inputs.logit_rows)
+            logits = forward()
             sampling = [row for row in batch.rows if row.samples]
             if sampling:
                 rows = [row.row for row in sampling]
-                drawn = sample(logits, rows, [row.output_index for row in sampling], self._state)
+                drawn = sample(logits[: len(rows)], rows, [row.output_index for row in sampling], self._state)
                 self._state.commit(rows, drawn.tokens)
                 self._mailbox.write(letter, drawn, self._stream)
+
+    def _eager_work(self, batch: BatchPlan, gates: LayerGates) -> Callable[[], torch.Tensor]:
+        """The batch's forward pass, launched kernel by kernel."""
+        packed, before_layer = self._packer.pack(batch), self._gate(gates, batch)
+
+        def forward() -> torch.Tensor:
+            inputs = packed.to(self._torch_device)
+            tokens = inputs.tokens
+            if inputs.state_rows:
+                tokens = tokens.index_copy(0, inputs.from_state, self._state.last_tokens(inputs.state_rows))
+            return self._model.forward(tokens, inputs.positions, self._paged(inputs, before_layer), inputs.logit_rows)
+
+        return forward
+
+    def _captured_work(self, batch: BatchPlan, captured: Captured, gates: LayerGates) -> Callable[[], torch.Tensor]:
+        """The batch's forward pass, by a graph."""
+        assert self._graphs is not None
+        graphs, gated = self._graphs, bool(gates.by_layer)
+        numbers = staged(pack(batch, captured.frame.shape, nobody=self._state.nobody), self._torch_device)
+        places, blocks = self._tables.changes(batch.rows)
+        if gated:
+            graphs.close_gates(gates)
+
+        def forward() -> torch.Tensor:
+            try:
+                if places:
+                    self._state.place(places, blocks)
+                captured.frame.fill(numbers)
+                logits = graphs.replay(captured, gated=gated)
+            except BaseException:
+                self._tables.forget()  # nobody knows what the device's tables say now
+                raise
+            if gated and self._witnessed:
+                self._stream.touch(lambda: kv_accesses(batch.rows, self._model.layout, range(self._model.layout.num_layers)))
+            return logits
+
+        return forward
 
     def _paged(self, inputs: StepInputs, before_layer: Callable[[int], None]) -> AttentionBatch:
         """The flight as its layers' attention sees it. On a GPU, rows that decode are reduced in splits and chunks in one pass, whatever else

@@ -1,4 +1,4 @@
-"""Decode state that lives on the device, by row: the last token drawn, and what penalties need to know of earlier ones.
+"""Decode state that lives on the device, by row: the last token drawn, the blocks held, and what penalties need to know of earlier tokens.
 
 Knows rows and tokens, never requests, blocks or logits. Touched only by work that runs on the compute stream, so that a row's
 reset, its draws and its next reset are in order without a lock; the host never reads it back.
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from sidestream.errors import InvariantError
-from sidestream.execute.upload import upload_list
+from sidestream.execute.upload import upload, upload_list
 from sidestream.types import RowStart, SamplingSpec
 
 
@@ -41,17 +41,22 @@ class RowSampling:
 class DecodeState:
     """Owner of the rows' device tensors; its single writer is the compute stream.
 
+    last     int64 `[num_rows + 1]`, the last token committed to each row, or given when it began
+    tables   int32 `[num_rows + 1, table_width]`, the blocks of each row, for captured forward passes
+    nobody   number of one row more, which padding uses: it draws nothing, and holds nothing that anybody reads
+
     The `[num_rows, vocab_size]` tables of penalties (5 bytes an entry) are allocated when the first row needs them.
     """
 
-    def __init__(self, num_rows: int, vocab_size: int, *, device: torch.device | str = "cpu") -> None:
-        self.num_rows = num_rows
+    def __init__(self, num_rows: int, vocab_size: int, *, device: torch.device | str = "cpu", table_width: int = 0) -> None:
+        self.num_rows = self.nobody = num_rows
         self.vocab_size = vocab_size
         self._device = torch.device(device)
         self._rows: list[RowSampling | None] = [None] * num_rows
         # By a copy that is waited for: a kernel would run on a stream that orders nothing. Tokens of the vocabulary from the start, because
         # on a GPU a flight whose row could not begin would look up whatever lies here, and a wrong index ends the device.
-        self._last = torch.zeros(num_rows, dtype=torch.int64).to(self._device)
+        self.last = torch.zeros(num_rows + 1, dtype=torch.int64).to(self._device)
+        self.tables = torch.zeros(num_rows + 1, table_width, dtype=torch.int32).to(self._device)
         self._output_counts: Tensor | None = None
         self._in_prompt: Tensor | None = None
 
@@ -69,9 +74,8 @@ class DecodeState:
             bias=upload_list(list(bias.values()), self._device, torch.float32),
             forbidden=self._ids(spec.forbidden_until_min),
         )
-        self._last[row : row + 1].fill_(
-            (0, *start.prompt[-1:], *start.outputs[-1:])[-1]
-        )  # assigned, a number would be waited for on a GPU (P1)
+        # Not assigned: a GPU would be waited for (P1).
+        self.last[row : row + 1].fill_((0, *start.prompt[-1:], *start.outputs[-1:])[-1])
         if self.row(row).penalised:
             self._fill_tables(row, start)  # tables of other rows are never read, so they need no wiping
 
@@ -84,11 +88,16 @@ class DecodeState:
 
     def last_tokens(self, rows: Sequence[int]) -> Tensor:
         """The last token committed to each row, or given when it began: int64 `[len(rows)]`, a copy."""
-        return self._last[self.index(rows)]
+        return self.last[self.index(rows)]
+
+    def place(self, places: Sequence[int], blocks: Sequence[int]) -> None:
+        """Write block ids at flat places of `tables`."""
+        where, what = upload([torch.tensor(places), torch.tensor(blocks)], self._device)
+        self.tables.view(-1).index_copy_(0, where, what.to(torch.int32))
 
     def commit(self, rows: Sequence[int], tokens: Tensor) -> None:
         """Make `tokens`, int64 `[len(rows)]`, the rows' last tokens and count them. Each row at most once."""
-        self._last[self.index(rows)] = tokens
+        self.last[self.index(rows)] = tokens
         counted = [at for at, row in enumerate(rows) if self.row(row).penalised]
         if counted:
             counts, _ = self._tables()

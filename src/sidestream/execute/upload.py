@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 
@@ -19,6 +21,12 @@ def upload(tensors: Sequence[torch.Tensor], device: torch.device) -> list[torch.
     torch.cat([tensor.reshape(-1) for tensor in tensors], out=staged)
     parts = torch.split(staged.to(device, non_blocking=True), [tensor.numel() for tensor in tensors])
     return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
+
+
+def staged(numbers: npt.NDArray[np.int64], device: torch.device) -> torch.Tensor:
+    """Numbers where a copy to `device` leaves from without a wait."""
+    tensor = torch.from_numpy(numbers)
+    return tensor if device.type == "cpu" else tensor.pin_memory()
 
 
 def upload_list(values: Sequence[float], device: torch.device, dtype: torch.dtype = torch.int64) -> torch.Tensor:

@@ -91,7 +91,7 @@ def padded_length(num_tokens: int) -> int:
     return -(-num_tokens // step) * step
 
 
-def _paged_attention_hook(
+def paged_attention_hook(
     module: Any,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -131,4 +131,4 @@ def _paged_attention_hook(
     return (pad(seen, (0, 0, 0, 0, 0, query.shape[2] - count)) if query.shape[2] > count else seen)[None], None
 
 
-AttentionInterface.register(PAGED, _paged_attention_hook)
+AttentionInterface.register(PAGED, paged_attention_hook)

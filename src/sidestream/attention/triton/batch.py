@@ -52,7 +52,7 @@ class Tiles:
             return cls(Tile(side, side, warps, 1), Tile(16, side, warps, 1))
         if head_dim > 128:
             return cls(Tile(128, 64, 8, 2), Tile(16, 32, 4, 3))
-        return cls(Tile(128, 64, 8, 3), Tile(16, 64, 4, 3))
+        return cls(Tile(128, 64, 8, 3), Tile(16, 32, 4, 3))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -107,6 +107,7 @@ def paged_attention(
             partials.sums, partials.tops, partials.totals, out, batch.query_starts, batch.kv_lens,
             batch.split_queries, partials.tops.shape[1], window,
             SPLIT=partials.tokens, WINDOW=sliding_window is not None, HEADS=heads, HEAD_DIM=head_dim, PADDED_DIM=_power_of_two(head_dim),
+            num_warps=1,
         )  # fmt: skip
     return out
 

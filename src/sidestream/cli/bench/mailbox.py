@@ -32,10 +32,12 @@ def measure(*, device: str, mib: int, tokens: int, tell: Callable[[str], None]) 
         tell("while storing")
         stored = _Stores(rig, count)
         under, paced, foreign = list[float](), list[float](), list[float]()
+        start, before = time.perf_counter(), rig.metrics.value("transfer_bytes_total", "store")
         while len(under) < tokens:
             stored.top_up()
             under.append(box.latency_ms(box.deliver))
         stored.end()
+        stored_gb_s = (rig.metrics.value("transfer_bytes_total", "store") - before) / (time.perf_counter() - start) / 1e9
         tell("the copy engine's queue, paced")
         while len(paced) < tokens // 4:
             stored.top_up()
@@ -58,6 +60,7 @@ def measure(*, device: str, mib: int, tokens: int, tell: Callable[[str], None]) 
         Figure("foreign_copy_alone_ms_median", _percentile(idle, 0.5), "ms"),
         Figure("foreign_copy_behind_kernel_ms_median", _percentile(paced, 0.5), "ms"),
         Figure("unpaced_copy_ms_median", _percentile(unpaced, 0.5), "ms"),
+        Figure("stored_gb_s", stored_gb_s, "GB/s"),
         Figure("tokens", len(under), "tokens"),
     ]
 

@@ -34,7 +34,7 @@ _POLL_S = 50e-6
 # A wait of the host asks again and again for so long from when the end may be there, which is how much later it often is.
 _SPIN_S = 1e-3
 # So long before that it begins: sleep ends late, and the interpreter lock must be had by then.
-_AHEAD_S = 500e-6
+_AHEAD_S = 1e-3
 # It looks so often all the same: what waited for a load may take far less time when it need not.
 _NAP_S = 500e-6
 # Segments that a kernel's copy takes in one launch, and how many launches may be on their way before the copy engine takes over.

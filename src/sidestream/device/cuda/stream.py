@@ -262,11 +262,9 @@ class CudaStream:
 
     # ------------------------------------------------------------------ graphs
 
-    def capture(self, build: Callable[[], None], *, pool: Any = None) -> CudaGraph:
-        """What `build` submits to this stream, as a graph; nothing runs. Blocks until the device is idle: before serving only.
-
-        `pool` is another graph's (`graph.graph.pool()`), to share its memory: for graphs that never run at once.
-        """
+    def capture(self, build: Callable[[], None], *, beside: CudaGraph | None = None) -> CudaGraph:
+        """What `build` submits to this stream, as a graph. See `Stream.capture`."""
+        pool = None if beside is None else beside.graph.pool()
         with self._submitting:
             self._check_alive()
             graph = torch.cuda.CUDAGraph()
@@ -294,11 +292,22 @@ class CudaStream:
             return [access for said in graph.accesses for access in said()]
 
         with self._submitting:
-            if self._owner.history is not None:
-                for event in graph.waits:
-                    if event.fence is not None:
-                        self._owner.history.waited(self.name, event.fence)
+            self._count_waits(graph)
             return self.submit(graph.graph.replay, accesses or captured, label=label or "graph")
+
+    def enqueue(self, graph: CudaGraph) -> None:
+        """Replay it inside work of this stream, which says what it touches. See `Stream.enqueue`."""
+        if not self._running:
+            raise InvariantError(f"stream {self.name} was told to enqueue a graph, but not by its work: `replay` is for others")
+        self._count_waits(graph)
+        graph.graph.replay()
+
+    def _count_waits(self, graph: CudaGraph) -> None:
+        """Say that the stream goes past the graph's waits: somewhere in it, at its beginning for whoever is told."""
+        if self._owner.history is not None:
+            for event in graph.waits:
+                if event.fence is not None:
+                    self._owner.history.waited(self.name, event.fence)
 
     # ------------------------------------------------------------------ fences
 

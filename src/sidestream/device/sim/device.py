@@ -192,8 +192,8 @@ class SimStream:
 
     # ------------------------------------------------------------------ graphs
 
-    def capture(self, build: Callable[[], None]) -> SimGraph:
-        """What `build` submits to this stream, as a graph; nothing runs."""
+    def capture(self, build: Callable[[], None], *, beside: SimGraph | None = None) -> SimGraph:
+        """What `build` submits to this stream, as a graph; nothing runs. See `Stream.capture`."""
         self._capture, self._ignored_waits = [], 0
         try:
             build()
@@ -217,6 +217,15 @@ class SimStream:
         if not graph.nodes or isinstance(graph.nodes[-1], _ExternalWait):
             fence = self._enqueue(_Work(lambda: None, no_accesses, f"{label}: end" if label else "end"))
         return fence
+
+    def enqueue(self, graph: SimGraph) -> None:
+        """Run it as a part of the work that runs. A point at which others may run after each node. See `Stream.enqueue`."""
+        for node in graph.nodes:
+            if isinstance(node, _Work):
+                node.run()
+                self._turns.point()
+            elif node.event.fence is not None:
+                self.wait(node.event.fence)
 
     # ------------------------------------------------------------------ the stream's own turns
 

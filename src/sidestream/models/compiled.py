@@ -1,0 +1,122 @@
+"""A model's decoder layers, compiled: one compilation for all layers of a kind and for every number of tokens.
+
+Not the whole model: that took half a minute for every shape (docs/decisions/0017). Attention stays outside, as our own kernels launch it.
+Projections that read the same states become one multiplication.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+from torch.nn.functional import linear
+from transformers import AttentionInterface
+
+from sidestream.models import adapter
+from sidestream.models.adapter import PagedModel
+
+logger = logging.getLogger(__name__)
+
+# The same hook, which the compiler leaves alone.
+_OUTSIDE = f"{adapter.PAGED}_outside"
+
+_JOINED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+# A layer is compiled for one token, and for any number; a model has few kinds of layers.
+_MOST_VARIANTS = 64
+
+
+def compile_layers(model: PagedModel, *, backend: str | Callable[..., Any] = "inductor") -> None:
+    """Have the model's decoder layers compiled at their next calls, in place; the first ones take seconds. `decompile` undoes it.
+
+    Joins projections first: their weights move to new memory, one layer at a time. Results differ from eager ones by rounding.
+    """
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _MOST_VARIANTS)
+    with torch.no_grad():
+        for part in list(model.module.modules()):
+            for names in _JOINED:
+                _join(part, names)
+    AttentionInterface.register(_OUTSIDE, torch.compiler.disable(adapter.paged_attention_hook))  # type: ignore[no-untyped-call]
+    model.module.config._attn_implementation = _OUTSIDE
+    options = {"joint_custom_pre_pass": _MergeProducts()} if backend == "inductor" else None
+    for layer in decoder_layers(model):
+        layer.compile(dynamic=True, backend=backend, options=options)
+
+
+def decompile(model: PagedModel) -> None:
+    """Run the layers as they were written again. Joined projections stay joined in memory and are computed one by one."""
+    for layer in decoder_layers(model):
+        layer._compiled_call_impl = None
+    model.module.config._attn_implementation = adapter.PAGED
+
+
+def decoder_layers(model: PagedModel) -> Sequence[nn.Module]:
+    """The layers that repeat; empty for a model that keeps them elsewhere than transformers' own do."""
+    layers = getattr(model.module.base_model, "layers", None)
+    return list(layers) if isinstance(layers, nn.ModuleList) else ()
+
+
+class _Part(nn.Module):
+    """Some rows of a weight that several projections share.
+
+    Compiled, each of them multiplies by all of it, and `_MergeProducts` leaves one of these products.
+    """
+
+    def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None, first: int, stop: int) -> None:
+        super().__init__()
+        self.weight, self.bias = weight, bias
+        self._first, self._stop = first, stop
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        """`[..., in_features]` to `[..., stop - first]`."""
+        if torch.compiler.is_compiling():
+            return linear(states, self.weight, self.bias)[..., self._first : self._stop]
+        bias = None if self.bias is None else self.bias[self._first : self._stop]
+        return linear(states, self.weight[self._first : self._stop], bias)
+
+
+def _join(parent: nn.Module, names: Sequence[str]) -> None:
+    """Give `parent`'s projections of these names one weight, if it has all of them, plain ones of one kind."""
+    parts = [getattr(parent, name, None) for name in names]
+    if not all(type(part) is nn.Linear for part in parts):
+        return
+    kinds = {(part.in_features, part.weight.dtype, part.bias is None) for part in parts if part is not None}
+    if len(kinds) != 1:
+        return
+    weight = nn.Parameter(torch.cat([part.weight for part in parts if part is not None]), requires_grad=False)
+    biases = [part.bias for part in parts if part is not None and part.bias is not None]
+    bias = nn.Parameter(torch.cat(biases), requires_grad=False) if biases else None
+    first = 0
+    for name, part in zip(names, parts, strict=True):
+        assert part is not None
+        setattr(parent, name, _Part(weight, bias, first, first + part.out_features))
+        first += part.out_features
+
+
+class _MergeProducts(CustomGraphPass):
+    """Leaves one of equal products: torch's own pass keeps those of which an output is a view."""
+
+    def __call__(self, graph: torch.fx.Graph) -> None:
+        """Change the graph in place."""
+        aten = torch.ops.aten
+        pure = {
+            op.default
+            for op in (aten.mm, aten.addmm, aten.view, aten.permute, aten.t, aten.reshape, aten._unsafe_view)
+            if hasattr(op, "default")
+        }
+        first: dict[tuple[Any, ...], torch.fx.Node] = {}
+        for node in list(graph.nodes):
+            if node.op != "call_function" or node.target not in pure:
+                continue
+            same = first.setdefault((node.target, repr(node.args), repr(node.kwargs)), node)
+            if same is not node:
+                node.replace_all_uses_with(same)
+                graph.erase_node(node)
+
+    def uuid(self) -> Any:
+        """What the cache of compiled graphs knows this pass by."""
+        return get_hash_for_files((str(Path(__file__)),))

@@ -1,0 +1,113 @@
+"""Frames: what captured kernels read is what the batch says, and padding is nobody's."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from sidestream.execute.frame import Frame, Shape, TableKeeper, pack, shape_of, smallest
+from sidestream.execute.inputs import Packer
+from sidestream.execute.state import DecodeState
+from sidestream.kv.layout import KVLayout
+from sidestream.types import BatchPlan, RowPlan
+
+ROWS, BLOCK_TOKENS, WIDTH = 12, 4, 10
+LAYOUT = KVLayout(num_layers=1, num_kv_heads=1, head_dim=2, block_tokens=BLOCK_TOKENS, dtype="float32")
+
+
+def row_plan(row: int, start: int, stop: int, *, blocks: tuple[int, ...], decodes: bool, samples: bool = True) -> RowPlan:
+    tokens = None if decodes else tuple(100 + position for position in range(start, stop))
+    return RowPlan(row, row, 0, start, stop, tokens, blocks, samples, 0)
+
+
+def random_batch(rng: random.Random) -> BatchPlan:
+    numbers = rng.sample(range(ROWS), rng.randint(1, 7))
+    decodes = rng.randint(0, len(numbers))
+    rows = []
+    for at, number in enumerate(numbers):
+        start = rng.randrange(0, 25)
+        stop = start + (1 if at < decodes else rng.randint(1, 8))
+        blocks = tuple(rng.sample(range(500), -(-stop // BLOCK_TOKENS)))
+        rows.append(row_plan(number, start, stop, blocks=blocks, decodes=at < decodes, samples=at < decodes or rng.random() < 0.7))
+    return BatchPlan(tuple(rows))
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_captured_kernels_read_what_eager_ones_are_given_and_padding_is_nobodys_h18(seed: int) -> None:
+    rng = random.Random(seed)
+    state = DecodeState(ROWS, 300, table_width=WIDTH)
+    state.last.copy_(torch.arange(ROWS + 1) + 50)
+    keeper, packer = TableKeeper(ROWS, WIDTH), Packer(ROWS, LAYOUT)
+    shape = Shape(9, 60)
+    frame = Frame.allocate(shape, torch.device("cpu"), nobody=state.nobody)
+    for _ in range(4):  # over one another: what an earlier batch left must not show
+        batch = random_batch(rng)
+        if changes := keeper.changes(batch.rows):
+            state.place(*changes)
+        frame.fill(torch.from_numpy(pack(batch, shape, nobody=state.nobody)))
+        tokens, slots, tables = frame.inputs(state, BLOCK_TOKENS)
+
+        expected = packer.pack(batch)
+        count, decodes = len(expected.tokens), expected.num_decode
+        wanted = expected.tokens.clone()
+        wanted[expected.from_state] = state.last_tokens(expected.state_rows)
+        assert tokens[:count].tolist() == wanted.tolist()
+        assert frame.positions[:count].tolist() == expected.positions.tolist()
+        assert slots[:count].tolist() == expected.slots.tolist()
+        assert slots[count:].eq(-1).all()
+        assert frame.positions[count:].eq(0).all()
+        assert frame.token_rows[count:].eq(state.nobody).all()
+
+        starts = frame.query_starts.tolist()
+        places = [*range(decodes), *range(shape.decodes, shape.decodes + len(batch.rows) - decodes)]
+        for at, place in enumerate(places):
+            assert starts[place : place + 2] == list(expected.query_starts[at : at + 2])
+            assert frame.kv_lens[place] == expected.kv_lens[at]
+            held = -(-expected.kv_lens[at] // BLOCK_TOKENS)
+            assert tables[place, :held].tolist() == expected.block_tables[at, :held].tolist()
+        for place in set(range(shape.rows)) - set(places):
+            assert starts[place] == starts[place + 1]
+            assert frame.kv_lens[place] == 0
+            assert frame.rows[place] == state.nobody
+        assert starts[-1] == count
+        sampling = len(expected.logit_rows)
+        assert frame.logit_rows[:sampling].tolist() == expected.logit_rows.tolist()
+        assert frame.logit_rows[sampling:].eq(0).all()
+
+
+def test_a_frame_that_was_never_filled_is_padding() -> None:
+    shape = Shape(3, 8)
+    frame = Frame.allocate(shape, torch.device("cpu"), nobody=ROWS)
+    _, slots, _ = frame.inputs(DecodeState(ROWS, 10, table_width=WIDTH), BLOCK_TOKENS)
+    assert slots.eq(-1).all()
+    assert frame.query_starts.eq(0).all()
+    assert frame.kv_lens.eq(0).all()
+
+
+def test_a_chunk_of_one_token_is_no_row_that_decodes() -> None:
+    batch = BatchPlan((row_plan(0, 3, 4, blocks=(1,), decodes=True), row_plan(1, 3, 4, blocks=(2,), decodes=False)))
+    assert shape_of(batch) == (1, 1, 1)
+
+
+def test_the_shape_with_the_least_padding_is_chosen() -> None:
+    shapes = Shape.all_of(max_rows=40, chunk_tokens=256, max_tokens=300)
+    assert smallest(shapes, 3, 0, 0) == Shape(4)
+    assert smallest(shapes, 33, 0, 0) == Shape(40)
+    assert smallest(shapes, 40, 0, 0) == Shape(40)
+    assert smallest(shapes, 0, 1, 17) == Shape(0, 32)
+    assert smallest(shapes, 9, 2, 300) == Shape(32, 300)
+    assert smallest(shapes, 41, 0, 0) is None
+    assert smallest(shapes, 0, 9, 9) is None
+    assert smallest(shapes, 0, 1, 301) is None
+
+
+def test_tables_change_where_a_row_got_blocks_or_another_owner() -> None:
+    keeper = TableKeeper(3, WIDTH)
+    assert keeper.changes([row_plan(1, 0, 8, blocks=(7, 8), decodes=False)]) == ([WIDTH, WIDTH + 1], [7, 8])
+    assert keeper.changes([row_plan(1, 8, 9, blocks=(7, 8), decodes=True)]) == ([], [])
+    assert keeper.changes([row_plan(1, 8, 9, blocks=(7, 8, 3), decodes=True)]) == ([WIDTH + 2], [3])
+    assert keeper.changes([row_plan(1, 0, 4, blocks=(5,), decodes=False)]) == ([WIDTH], [5])
+    keeper.forget()
+    assert keeper.changes([row_plan(1, 0, 4, blocks=(5,), decodes=False)]) == ([WIDTH], [5])
