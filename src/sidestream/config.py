@@ -115,6 +115,8 @@ class EngineConfig:
     compute_threads threads of the forward pass on a CPU; None: all cores
     salt            part of every content key: engines with different salts never share KV
     asynchronous    launch step N+1 before step N is committed; False is for measuring and debugging
+    tail_apart      compute the last tokens of a prompt, those that no cache supplies, in a chunk of their own: then the same prompt gets
+                    the same tokens from every tier, not only up to rounding. None: on a CPU; on a GPU it is one more pass over all weights
     eager           on a GPU, launch kernel by kernel instead of compiling the model's layers and capturing graphs: starts sooner, runs slower
     """
 
@@ -131,6 +133,7 @@ class EngineConfig:
     salt: str = ""
     prefix_cache: bool = True
     asynchronous: bool = True
+    tail_apart: bool | None = None
     eager: bool = False
     offload: OffloadConfig | None = None
 

@@ -16,7 +16,8 @@ import pytest
 import torch
 
 from sidestream import LLM, AsyncLLM, OffloadConfig, RequestError, RequestOutput, SamplingParams
-from sidestream.models import load_model
+from sidestream.execute.frame import SHORT_TOKENS, Shape
+from sidestream.models import compiled, load_model
 from sidestream.models.catalog import prepared
 from sidestream.testing.tiny_models import FAMILIES, tiny_model_dir
 from sidestream.text import Tokenizer, sample_text
@@ -126,16 +127,16 @@ def test_draws_with_a_seed_are_those_of_the_cpu(llama: Path) -> None:
 def test_half_precision_gives_equal_tokens_cold_and_from_every_tier(dtype: str, smollm: str, tmp_path: Path) -> None:
     prompt = Tokenizer.load(smollm).encode(sample_text())[:1000]
     offload = OffloadConfig(host="256MiB", disk=tmp_path / "kv", disk_capacity="256MiB")
-    with engine(smollm, dtype=dtype) as llm:
+    with engine(smollm, tail_apart=True, dtype=dtype) as llm:
         (cold,) = llm.generate([prompt], GREEDY)
-    with engine(smollm, dtype=dtype, offload=offload, check_order=True) as llm:
+    with engine(smollm, tail_apart=True, dtype=dtype, offload=offload, check_order=True) as llm:
         always_load(llm)
         (stored,) = llm.generate([prompt], GREEDY)
         assert llm.flush()
         (on_device,) = llm.generate([prompt], GREEDY)
         forget_device(llm)
         (from_host,) = llm.generate([prompt], GREEDY)
-    with engine(smollm, dtype=dtype, offload=offload, check_order=True) as llm:
+    with engine(smollm, tail_apart=True, dtype=dtype, offload=offload, check_order=True) as llm:
         always_load(llm)
         (from_disk,) = llm.generate([prompt], GREEDY)
     assert (on_device.cached.device, from_host.cached.host, from_disk.cached.disk) == (992, 992, 992)
@@ -157,9 +158,24 @@ def test_what_a_gpu_stored_a_cpu_goes_on_with(llama: Path, tmp_path: Path) -> No
 # ---------------------------------------------------------------------- captured forward passes
 
 CAPTURED = {"eager": False, "max_running": 6, "chunk_tokens": 64}
+FEW = [Shape(1), Shape(6), Shape(0, SHORT_TOKENS), Shape(0, 64), Shape(0, 96), Shape(6, SHORT_TOKENS), Shape(6, 96)]
+compiles = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning", "ignore::FutureWarning")  # torch's own, of torch
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3_moe"])
+@pytest.fixture
+def few_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Capturing all takes longer than what these tests ask for."""
+    monkeypatch.setattr(Shape, "all_of", classmethod(lambda cls, **bounds: FEW))
+
+
+@pytest.fixture
+def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiled, "compile_layers", lambda model: None)
+
+
+@compiles
+@pytest.mark.usefixtures("few_shapes")
+@pytest.mark.parametrize("family", ["gemma2", "qwen3_moe"])
 def test_answers_by_captured_forward_passes_are_those_of_eager_ones(family: str, tmp_path: Path) -> None:
     model = tiny_model_dir(family, tmp_path, 2)
     with engine(model, max_running=6, chunk_tokens=64) as llm:
@@ -171,6 +187,7 @@ def test_answers_by_captured_forward_passes_are_those_of_eager_ones(family: str,
         assert graphs is not None or family == "qwen3_moe"  # experts that are chosen on the host cannot be captured, and run all the same
 
 
+@pytest.mark.usefixtures("few_shapes", "uncompiled")
 def test_a_captured_flight_waits_for_each_group_of_layers_that_is_still_on_its_way_h5(llama: Path) -> None:
     with engine(llama, **CAPTURED, offload=OffloadConfig(host="64MiB"), check_order=True) as llm:
         always_load(llm)
@@ -200,6 +217,7 @@ def test_a_captured_flight_waits_for_each_group_of_layers_that_is_still_on_its_w
         assert llm.engine.parts.device.host_waits().keys() <= {"flight"}
 
 
+@pytest.mark.usefixtures("few_shapes", "uncompiled")
 def test_a_model_that_cannot_be_captured_is_served_all_the_same(
     llama: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

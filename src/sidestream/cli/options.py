@@ -72,6 +72,9 @@ def engine_config(
     max_waiting: Annotated[int, _engine("Requests that may queue; one more is refused.", "N")] = _ENGINE.max_waiting,
     max_model_len: Annotated[int | None, _engine("Tokens of prompt and output together.", "N", "the model's")] = _ENGINE.max_model_len,
     threads: Annotated[int | None, _engine("Threads of the forward pass.", "N", "all cores")] = _ENGINE.compute_threads,
+    tail_apart: Annotated[
+        bool | None, _engine("Compute a prompt's last tokens apart: equal tokens from every tier.", "", "on a CPU, not on a GPU")
+    ] = _ENGINE.tail_apart,
     eager: Annotated[bool, _engine("On a GPU, neither compile nor capture: starts sooner, runs slower.", "", False)] = _ENGINE.eager,
     salt: Annotated[str, _engine("Engines with different salts never share KV.", "TEXT", False)] = _ENGINE.salt,
     offload_host: Annotated[
@@ -95,6 +98,7 @@ def engine_config(
         max_waiting=max_waiting,
         max_model_len=max_model_len,
         compute_threads=threads,
+        tail_apart=tail_apart,
         eager=eager,
         salt=salt,
         offload=_offload_config(offload_host, offload_disk, offload_disk_capacity, load_deadline),

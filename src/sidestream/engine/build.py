@@ -24,6 +24,7 @@ from sidestream.engine.loop import Bounds, Engine, Parts
 from sidestream.engine.session import TokenSource
 from sidestream.errors import ConfigError, DeviceLost
 from sidestream.execute.eager import EagerExecutor, ForwardModel
+from sidestream.execute.frame import SHORT_TOKENS
 from sidestream.kv.keys import BlockKeys
 from sidestream.kv.pool import FencedPool
 from sidestream.metrics import Metrics, Timeline
@@ -120,7 +121,13 @@ def build_engine(
                 notify=lambda: inbox.put(_look_again),
             )
         chunk_tokens, token_budget = config.chunk_and_budget(device.kind)
-        limits = Limits(layout.block_tokens, chunk_tokens, token_budget, prefix_cache=config.prefix_cache)
+        limits = Limits(
+            layout.block_tokens,
+            chunk_tokens,
+            token_budget,
+            prefix_cache=config.prefix_cache,
+            tail_apart=device.kind != "cuda" if config.tail_apart is None else config.tail_apart,
+        )
         keys = BlockKeys(fingerprint=model.fingerprint, layout=layout, salt=config.salt)
         rows = FencedPool("rows", config.max_running, witness=device.witness)
         bounds = Bounds(
@@ -179,7 +186,7 @@ def _partials(model: ServableModel, config: EngineConfig, bounds: Bounds, device
     tokens = min(bounds.max_model_len, bounds.pool_tokens)
     try:
         return Partials.allocate(
-            query_tokens=config.max_running,
+            query_tokens=config.max_running + SHORT_TOKENS,
             kv_tokens=(model.layout.num_blocks_for(tokens) + 1) * model.layout.block_tokens,
             heads=model.num_heads,
             head_dim=model.layout.head_dim,

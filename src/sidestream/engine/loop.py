@@ -546,8 +546,9 @@ class Engine:
         bounds = self.parts.bounds
         if not prompt:
             raise RequestRejected("the prompt is empty: give at least one token", param="prompt")
-        if min(prompt) < 0 or max(prompt) >= bounds.vocab_size:
-            bad = min(prompt) if min(prompt) < 0 else max(prompt)
+        lowest, highest = min(prompt), max(prompt)
+        if lowest < 0 or highest >= bounds.vocab_size:
+            bad = lowest if lowest < 0 else highest
             raise RequestRejected(f"the prompt has token id {bad}: the model knows 0 to {bounds.vocab_size - 1}", param="prompt")
         for name, ids in (("logit_bias", params.logit_bias), ("stop_token_ids", params.stop_token_ids)):
             for token_id in ids:

@@ -15,7 +15,7 @@ import torch
 
 from sidestream.attention.paged import AttentionBatch, PagedBatch
 from sidestream.attention.triton import DeviceBatch, Partials
-from sidestream.device.base import Device, Memory
+from sidestream.device.base import Device, Memory, Stream
 from sidestream.execute.frame import Shape, TableKeeper, pack
 from sidestream.execute.graphs import Captured, Graphs
 from sidestream.execute.inputs import Packer, StepInputs, kv_accesses
@@ -103,7 +103,7 @@ class EagerExecutor:
     """Owner of the compute stream, the device's decode state and the mailbox.
 
     memory     the block pool, `num_blocks * layout.block_bytes` bytes
-    partials   what attention's kernels on a GPU sum up in, for `num_rows` rows that decode; None: attention by torch
+    partials   what attention's kernels on a GPU sum up in, for `num_rows` rows that decode and a short chunk; None: attention by torch
     """
 
     def __init__(self, *, device: Device, model: ForwardModel, memory: Memory, num_rows: int, partials: Partials | None = None) -> None:
@@ -115,6 +115,7 @@ class EagerExecutor:
         self._clock = device.now
         self._witnessed = device.witness is not None
         self._stream = device.stream("compute")
+        self._gates: Stream | None = None
         self._torch_device = device.torch_device
         table_width = 0 if partials is None else partials.tops.shape[1] * partials.tokens // model.layout.block_tokens
         self._state = DecodeState(num_rows, model.vocab_size, device=device.torch_device, table_width=table_width)
@@ -176,9 +177,11 @@ class EagerExecutor:
         """
         assert self._partials is not None, "only attention that plans nothing on the host can be captured"
         self._graphs = None
+        self._gates = self._gates or self._device.stream("gates")
         graphs = Graphs(
             device=self._device,
             stream=self._stream,
+            gates=self._gates,
             forward=self._model.forward,
             kv=self._kv,
             partials=self._partials,
@@ -267,8 +270,8 @@ class EagerExecutor:
         return forward
 
     def _paged(self, inputs: StepInputs, before_layer: Callable[[int], None]) -> AttentionBatch:
-        """The flight as its layers' attention sees it. On a GPU, rows that decode are reduced in splits and chunks in one pass, whatever else
-        is in the flight: which way a row goes is part of what its bits depend on.
+        """The flight as its layers' attention sees it. On a GPU, rows that decode are reduced in splits and chunks in one pass, or, if they are
+        short, in splits as well: which way a row goes is part of what its bits depend on.
         """
         if self._partials is None:
             return PagedBatch(
@@ -280,13 +283,16 @@ class EagerExecutor:
                 num_decode=inputs.num_decode,
                 before_layer=before_layer,
             )
+        shape = Shape(inputs.num_decode, len(inputs.tokens) - inputs.num_decode)
+        split_rows, split_queries = shape.splits
         return DeviceBatch(
             kv=self._kv,
             slots=inputs.slots,
             block_tables=inputs.block_tables,
             query_starts=inputs.query_starts_dev,
             kv_lens=inputs.kv_lens_dev,
-            split_rows=inputs.num_decode,
+            split_rows=min(split_rows, len(inputs.kv_lens)),
+            split_queries=split_queries,
             partials=self._partials,
             before_layer=before_layer,
         )

@@ -22,6 +22,8 @@ Numbers = npt.NDArray[np.int64]
 
 # Chunks of prefill that one flight of a captured shape has at most.
 _CHUNKS = 8
+SHORT_TOKENS = 16
+"""A flight with so few tokens of prefill reduces them in splits, like rows that decode: what a cache did not supply is a few tokens over many."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -51,6 +53,11 @@ class Shape:
         return self.decodes + self.tokens
 
     @property
+    def splits(self) -> tuple[int, int]:
+        """How many of its first rows attention reduces in splits, and how many query tokens each of these has at most."""
+        return (self.rows, SHORT_TOKENS) if 0 < self.tokens <= SHORT_TOKENS else (self.decodes, 1)
+
+    @property
     def sizes(self) -> list[int]:
         """Lengths of the parts of a frame's buffer, in the order of `Frame`."""
         return [self.num_tokens, self.num_tokens, self.num_tokens, self.rows + 1, self.rows, self.rows, self.rows]
@@ -66,7 +73,9 @@ class Shape:
         A whole chunk of prefill is not padded.
         """
         decodes = [count for count in (1, 2, 4, *range(8, 64, 8), *range(64, 128, 16), *range(128, 1024, 32)) if count < max_rows]
-        tokens = [count for count in (16, 32, 64, 128, 256, 384, 512, 768, *range(1024, 8192, 512), chunk_tokens) if count < max_tokens]
+        tokens = [
+            count for count in (SHORT_TOKENS, 32, 64, 128, 256, 384, 512, 768, *range(1024, 8192, 512), chunk_tokens) if count < max_tokens
+        ]
         beside = [count for count in (0, 8, 32, 128) if count < max_rows]
         return [
             *(cls(count) for count in (*decodes, max_rows)),

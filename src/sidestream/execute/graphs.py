@@ -57,14 +57,25 @@ class Graphs:
     """Owner of the frames and graphs of one executor.
 
     kv           the pool by layer, as attention takes it
+    gates        a stream of its own, on which gates are recorded
     gate_layers  layers that wait together, in the gated graphs; 0: there are none, and nothing gated is replayed
     """
 
     def __init__(
-        self, *, device: Device, stream: Stream, forward: Forward, kv: Tensor, partials: Partials, state: DecodeState, gate_layers: int
+        self,
+        *,
+        device: Device,
+        stream: Stream,
+        gates: Stream,
+        forward: Forward,
+        kv: Tensor,
+        partials: Partials,
+        state: DecodeState,
+        gate_layers: int,
     ) -> None:
         self._device = device
         self._stream = stream
+        self._gates = gates
         self._forward = forward
         self._kv = kv
         self._partials = partials
@@ -75,8 +86,9 @@ class Graphs:
         if gate_layers:
             num_layers = kv.shape[1]
             self._groups = [range(first, min(first + gate_layers, num_layers)) for first in range(0, num_layers, gate_layers)]
-            self._gates = device.stream("gates")
             self._events = [device.event(f"gate {group.start}") for group in self._groups]  # type: ignore[attr-defined]
+            for event in self._events:
+                event.record(gates)  # a wait for one that never was would be nothing
 
     @property
     def shapes(self) -> Sequence[Shape]:
@@ -141,8 +153,7 @@ class Graphs:
             if layer in events:
                 self._stream.wait_external(events[layer])  # type: ignore[attr-defined]
 
-        for _ in range(2):  # what compiles, tunes itself or allocates does so now
-            self._finish(lambda: run(captured.plain, ungated))
+        self._finish(lambda: run(captured.plain, ungated))  # what compiles, tunes itself or allocates does so now
         beside = next((other.plain.graph for other in self._captured.values()), None)
         captured.plain.graph = self._stream.capture(lambda: self._submit(lambda: run(captured.plain, ungated)), beside=beside)
         if events:
@@ -158,13 +169,15 @@ class Graphs:
 
     def _run(self, frame: Frame, before_layer: Callable[[int], None]) -> Tensor:
         tokens, slots, tables = frame.inputs(self._state, self._kv.shape[3])
+        split_rows, split_queries = frame.shape.splits
         batch = DeviceBatch(
             kv=self._kv,
             slots=slots,
             block_tables=tables,
             query_starts=frame.query_starts,
             kv_lens=frame.kv_lens,
-            split_rows=frame.shape.decodes,
+            split_rows=split_rows,
+            split_queries=split_queries,
             partials=self._partials,
             before_layer=before_layer,
         )

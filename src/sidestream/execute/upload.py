@@ -31,6 +31,8 @@ def staged(numbers: npt.NDArray[np.int64], device: torch.device) -> torch.Tensor
 
 def upload_list(values: Sequence[float], device: torch.device, dtype: torch.dtype = torch.int64) -> torch.Tensor:
     """A list of numbers as a tensor `[len(values)]` on `device`."""
+    if not values:
+        return torch.empty(0, dtype=dtype, device=device)
     if device.type == "cpu":
         return torch.tensor(values, dtype=dtype)
     return torch.tensor(values, dtype=dtype, pin_memory=True).to(device, non_blocking=True)

@@ -4,6 +4,8 @@ Arithmetic is only repeatable in the same shapes. A prompt of `known` tokens is 
 more at the last block border before its end, so that its tail is a chunk of its own. A run that finds everything up to that
 border in a tier computes the very same tail as the run that computed all of it: equal shapes, equal bits, equal tokens. A run
 that finds only a part goes on from there, in a first chunk that may be shorter: equal up to rounding (docs/identity.md).
+
+On a GPU a tail of its own is one more pass over all weights, so it is left out there unless it is asked for.
 """
 
 from __future__ import annotations
@@ -14,8 +16,10 @@ def reusable_tokens(known: int, block_tokens: int) -> int:
     return (known - 1) // block_tokens * block_tokens
 
 
-def chunk_stop(start: int, known: int, *, chunk_tokens: int, block_tokens: int) -> int:
-    """End of the chunk that begins at `start < known`."""
+def chunk_stop(start: int, known: int, *, chunk_tokens: int, block_tokens: int, tail_apart: bool = True) -> int:
+    """End of the chunk that begins at `start < known`; `tail_apart`: the tail is a chunk of its own."""
     tail = reusable_tokens(known, block_tokens)
     border = (start // chunk_tokens + 1) * chunk_tokens
+    if not tail_apart:
+        return min(border, known)
     return min(border, tail) if start < tail else known

@@ -71,6 +71,7 @@ class NoTiers:
 class Limits:
     """Bounds of one step and of fairness.
 
+    tail_apart      see `chunk_stop`
     aging_steps     steps of waiting that improve a request's priority by one
     max_promotions  times a request waits for the disk before it recomputes
     max_probes      requests that one step looks at for admission
@@ -80,6 +81,7 @@ class Limits:
     chunk_tokens: int
     token_budget: int
     prefix_cache: bool = True
+    tail_apart: bool = True
     aging_steps: int = 256
     max_promotions: int = 2
     max_probes: int = 64
@@ -291,7 +293,8 @@ class Scheduler:
 
     def _plan_chunk(self, request: Request, draft: _Draft) -> None:
         start, known = request.launched_len, request.prefill_end
-        stop = chunk_stop(start, known, chunk_tokens=self.limits.chunk_tokens, block_tokens=self.limits.block_tokens)
+        limits = self.limits
+        stop = chunk_stop(start, known, chunk_tokens=limits.chunk_tokens, block_tokens=limits.block_tokens, tail_apart=limits.tail_apart)
         if stop - start > draft.prefill_budget:
             return  # a chunk is never cut shorter: its shape is part of the result
         draft.prefill_budget -= stop - start

@@ -30,6 +30,19 @@ SHAPES: Mapping[str, tuple[type[Any], Mapping[str, Any]]] = {
             "tie_word_embeddings": True,
         },
     ),
+    "tiny": (
+        Qwen3Config,
+        {
+            "vocab_size": 512,
+            "head_dim": 16,
+            "num_key_value_heads": 1,
+            "max_position_embeddings": 1024,
+            "hidden_size": 64,
+            "intermediate_size": 96,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+        },
+    ),
     "llama-3.2-1b": (
         LlamaConfig,
         {

@@ -28,6 +28,7 @@ def register(app: typer.Typer) -> None:
     app.command("interference")(interference)
     app.command("forward-thread")(forward_thread)
     app.command("mailbox")(mailbox)
+    app.command("engine")(engine)
 
 
 def prefix(
@@ -129,6 +130,26 @@ def mailbox(
     from sidestream.cli.bench.mailbox import measure
 
     _report("mailbox", _BLOCKS, as_json, lambda tell: measure(device=device, mib=mib, tokens=tokens, tell=tell), bounded=device == "cuda")
+
+
+def engine(
+    parts: Annotated[list[str] | None, typer.Argument(help="decode, prefill, ttft, resume, async; all of them by default.")] = None,
+    device: Device = "cuda",
+    shape: Annotated[
+        str, typer.Option(help="qwen3-8b, llama-3.2-1b, qwen3-0.6b or tiny: the model's shape; its weights are random.")
+    ] = "qwen3-8b",
+    as_json: Json = False,
+) -> None:
+    """A whole engine on a GPU: steps, prefill and first tokens, over what the hardware allows."""
+    from sidestream.cli.bench.engine import PARTS, measure
+
+    _report(
+        "engine",
+        f"{shape}, random weights",
+        as_json,
+        lambda tell: measure(device=device, shape=shape, parts=parts or PARTS, tell=tell),
+        bounded=device == "cuda" and shape == "qwen3-8b",
+    )
 
 
 def _report(

@@ -282,6 +282,8 @@ class CudaStream:
         """Inside `capture`: a node that waits for the last record of `event` at the time of each replay."""
         if self._capture is None:
             raise InvariantError("an external wait is a node of a graph: capture one")
+        if event.fence is None:
+            raise InvariantError(f"event {event.name} was never recorded: the graph would have no node that waits for it")
         event.event.wait(self.external)
         self._capture.waits.append(event)
 

@@ -1,4 +1,4 @@
-"""The benchmarks of transfers, on the CPU and tiny: they measure what they say, and no bound is claimed for a CPU."""
+"""The benchmarks of a GPU, on the CPU and tiny: they measure what they say, and no bound is claimed for a CPU."""
 
 from __future__ import annotations
 
@@ -13,12 +13,14 @@ COMMANDS = {
     "interference": ["--rounds", "1"],
     "mailbox": ["--mib", "16", "--tokens", "8"],
     "forward-thread": ["--requests", "32", "--steps", "4", "--pending", "200"],
+    "engine": ["--shape", "tiny"],
 }
 FIGURES = {
     "transfer": {"store_over_link", "load_over_link", "two_way_over_link", "store_64k_over_link", "load_64k_over_link"},
     "interference": {"decode_under_transfer", "matmul_under_transfer"},
     "mailbox": {"mailbox_ms_p99", "foreign_copy_wait_ms"},
     "forward-thread": {"engine_thread_us_median", "engine_thread_us_max", "host_waits", "pending_submit_us_max"},
+    "engine": {"decode_b1_over_floor", "idle_share_max", "ttft_host_over_floor", "itl_p99_during_resume", "async_tokens_identical"},
 }
 
 

@@ -1,0 +1,384 @@
+"""A whole engine with a model of a well-known shape and random weights: steps, prefill and first tokens, over what the hardware allows.
+
+decode    time of a step over the time that reading its weights and KV takes; how long the device idles between steps
+prefill   time of a prompt's prefill over the time that its multiplications take
+ttft      first token of prompts that nobody knows, and of prompts whose KV is in host memory
+resume    what others feel while a long request's KV comes back
+async     the same engine with every step committed before the next one is launched
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from statistics import median
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from sidestream.cli.bench.gpu import Link, stamp
+from sidestream.cli.bench.report import Figure, at_least, at_most
+from sidestream.config import EngineConfig, OffloadConfig, SamplingParams, unknown_name
+from sidestream.engine.build import build_engine
+from sidestream.engine.loop import Engine
+from sidestream.errors import ConfigError, SidestreamError
+from sidestream.execute.mailbox import Letter
+from sidestream.models.adapter import PagedModel
+from sidestream.testing.random_models import random_model
+from sidestream.types import BatchPlan, CachedTokens, Delta
+
+PARTS = ("decode", "prefill", "ttft", "resume", "async")
+
+_PATIENCE_S = 300.0
+_MOST_FLIGHTS = 200_000
+_OTHERS = 31  # requests that decode beside one that comes back
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """What is asked for; small ones try the benchmark itself.
+
+    decode    rows, tokens of context, and the bound of the step over its floor
+    cold      prompt lengths, and the bound of the first token in ms
+    host      prompt lengths, the bounds of the first token over its floor, and of a cold one over it
+    """
+
+    kv_memory: str
+    host: str
+    max_model_len: int
+    max_running: int
+    decode: tuple[tuple[int, int, float], ...]
+    cold: tuple[tuple[int, float], ...]
+    from_host: tuple[tuple[int, float, float], ...]
+    others_context: int
+    resumed: int
+    outputs: int
+
+
+_FULL = Sizes(
+    kv_memory="14GiB",
+    host="8GiB",
+    max_model_len=40960,
+    max_running=128,
+    decode=((1, 1024, 1.30), (32, 1024, 1.27), (128, 512, 1.30)),
+    cold=((128, 9.0), (2048, 50.0), (8192, 215.0)),
+    from_host=((8192, 1.10, 6.5), (32768, 1.08, 11.0)),
+    others_context=1024,
+    resumed=16000,
+    outputs=64,
+)
+_TINY = Sizes("16MiB", "16MiB", 512, 4, ((1, 32, 1.30), (4, 16, 1.30)), ((32, 9.0),), ((128, 1.10, 6.5),), 32, 200, 12)
+
+
+class _NoText:
+    """A tokenizer whose tokens have no text: detokenising is not what is measured."""
+
+    eos_ids = ()
+
+    def detokenizer(self) -> _NoText:
+        return self
+
+    def push(self, token_id: int) -> str:
+        return ""
+
+    def finish(self) -> str:
+        return ""
+
+
+@dataclass(slots=True, eq=False)
+class _Answer:
+    """One request's news, with the host's clock."""
+
+    started_s: float
+    times: list[float] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    cached: CachedTokens = field(default_factory=CachedTokens)
+    error: str | None = None
+    ended: threading.Event = field(default_factory=threading.Event)
+
+    def take(self, delta: Delta) -> None:
+        if delta.token_ids:
+            self.times.append(time.perf_counter())
+            self.tokens.extend(delta.token_ids)
+        self.cached = delta.cached
+        if delta.finish_reason is not None:
+            self.error = delta.error
+            self.ended.set()
+
+    def wait(self) -> _Answer:
+        """Until it has ended. Raises SidestreamError if it ended badly, or not in time."""
+        if not self.ended.wait(_PATIENCE_S):
+            raise SidestreamError(f"a request of the benchmark did not end within {_PATIENCE_S:g} s")
+        if self.error is not None:
+            raise SidestreamError(f"a request of the benchmark failed: {self.error}")
+        return self
+
+    @property
+    def ttft_s(self) -> float:
+        return self.times[0] - self.started_s
+
+
+class _Rig:
+    """The engine, the clock of the device at both ends of each flight, and what the hardware does."""
+
+    def __init__(self, device: str, shape: str, sizes: Sizes, tell: Callable[[str], None]) -> None:
+        torch_device = torch.device("cuda", 0) if device == "cuda" else torch.device("cpu")
+        tell("making the model")
+        self.model: PagedModel = random_model(shape, device=torch_device)
+        embedding = self.model.module.get_input_embeddings().weight
+        tied = self.model.module.get_output_embeddings().weight is embedding
+        self.weights = sum(part.numel() for part in self.model.module.parameters()) - (0 if tied else embedding.numel())
+        start = time.perf_counter()
+        tell("starting the engine: compiling and capturing")
+        self.engine: Engine = build_engine(
+            self.model,
+            _NoText(),
+            EngineConfig(
+                device=device,
+                kv_memory=sizes.kv_memory,
+                max_running=sizes.max_running,
+                max_model_len=sizes.max_model_len,
+                offload=OffloadConfig(host=sizes.host),
+            ),
+        )
+        self.start_s = time.perf_counter() - start
+        self.parts = self.engine.parts
+        assert self.parts.costs is not None
+        self.parts.costs.saw_prefill = lambda *_: None  # type: ignore[method-assign]  # what is asked from host memory shall come from there
+        self._random = np.random.default_rng(0)
+        self._stamps = self.parts.device.allocate_host("stamps", 16 * _MOST_FLIGHTS)
+        self._ends: npt.NDArray[np.int64] = self._stamps.data.view(torch.int64).numpy().reshape(-1, 2)
+        self._flights: list[tuple[int, int]] = []
+        executor = self.parts.executor
+        run = executor._run
+
+        def stamped(batch: BatchPlan, forward: Callable[[], torch.Tensor], letter: Letter) -> None:
+            at = 16 * len(self._flights)
+            self._flights.append((len(batch.rows), batch.num_tokens))
+            stamp(self.parts.device, self._stamps, at)
+            run(batch, forward, letter)
+            stamp(self.parts.device, self._stamps, at + 8)
+
+        executor._run = stamped  # type: ignore[method-assign]
+        tell("measuring the hardware")
+        self.link = Link(self.parts.device, 64 << 20 if device == "cuda" else 1 << 20, in_a_row=8)
+        self.link.seconds()
+        self._torch_device = torch_device
+
+    def close(self) -> None:
+        self.engine.close()
+
+    def prompt(self, num_tokens: int) -> list[int]:
+        """One that nobody has asked."""
+        return [int(token) for token in self._random.integers(1, self.model.vocab_size, num_tokens)]
+
+    def ask(self, prompt: Sequence[int], outputs: int) -> _Answer:
+        answer = _Answer(time.perf_counter())
+        self.engine.submit(prompt, SamplingParams(temperature=0, max_tokens=outputs, ignore_eos=True), answer.take)
+        return answer
+
+    def ask_at_once(self, prompts: Sequence[Sequence[int]], outputs: int) -> list[_Answer]:
+        """Between two steps, so that all come to the same one: batches are the same each time."""
+        answers: list[_Answer] = []
+        self.engine.call(lambda: answers.extend(self.ask(prompt, outputs) for prompt in prompts))
+        return answers
+
+    def forget_device(self) -> None:
+        """What was asked rests in host memory only."""
+        if not self.engine.flush(timeout_s=60.0):
+            raise SidestreamError("stores did not end within 60 s")
+        self.engine.call(self.parts.blocks.forget_all)
+
+    def steps(self, rows: int, context: int, outputs: int) -> tuple[list[float], list[float]]:
+        """Seconds of each step of so many rows that decode at once, from end to end, and how long of that the device had no flight."""
+        first = len(self._flights)
+        answers = [self.ask(self.prompt(context), outputs) for _ in range(rows)]
+        for answer in answers:
+            answer.wait()
+        full = [
+            at for at in range(first + 1, len(self._flights)) if self._flights[at] == (rows, rows) and self._flights[at - 1] == (rows, rows)
+        ]
+        full = full[2:-2] if len(full) > 6 else full
+        lengths = [float(self._ends[at, 1] - self._ends[at - 1, 1]) / 1e9 for at in full]
+        return lengths, [float(self._ends[at, 0] - self._ends[at - 1, 1]) / 1e9 for at in full]
+
+    def busy_s(self, work: Callable[[], object]) -> float:
+        """The device's time for some work of the host's asking, the least of three."""
+        stream = self.parts.device.stream(f"bench {time.perf_counter_ns()}")
+        taken = []
+        for _ in range(3):
+
+            def timed() -> None:
+                stamp(self.parts.device, self._stamps, 16 * (_MOST_FLIGHTS - 1))
+                work()
+                stamp(self.parts.device, self._stamps, 16 * _MOST_FLIGHTS - 8)
+
+            self.parts.device.wait_host(stream.submit(timed), reason="benchmark")
+            begin, end = self._ends[_MOST_FLIGHTS - 1]
+            taken.append(float(end - begin) / 1e9)
+        return min(taken)
+
+    def bandwidth(self) -> float:
+        """Bytes a second that the device reads from its memory."""
+        data = torch.zeros((2 << 30 if self._torch_device.type == "cuda" else 32 << 20) // 8, dtype=torch.int64, device=self._torch_device)
+        return data.numel() * 8 / self.busy_s(data.sum)
+
+    def flops(self) -> float:
+        """Of a large product, a second."""
+        size = 8192 if self._torch_device.type == "cuda" else 256
+        left, right = (torch.randn(size, size, dtype=torch.bfloat16, device=self._torch_device) for _ in range(2))
+        return 2 * size**3 / self.busy_s(lambda: left @ right)
+
+    def bytes_a_second_to_device(self) -> float:
+        return 8 * (64 << 20 if self._torch_device.type == "cuda" else 1 << 20) / median(self.link.seconds()["to_device"] for _ in range(5))
+
+
+def measure(*, device: str, shape: str, parts: Sequence[str], tell: Callable[[str], None]) -> list[Figure]:
+    """Figures of the parts that are asked for, of one engine. Raises ConfigError for an unknown part."""
+    for part in parts:
+        if part not in PARTS:
+            raise ConfigError(unknown_name("part", part, PARTS))
+    sizes = _FULL if device == "cuda" else _TINY
+    rig = _Rig(device, shape, sizes, tell)
+    try:
+        rig.ask(rig.prompt(40), 4).wait()
+        figures = [Figure("engine_ready_s", rig.start_s, "s", at_most(60.0))]
+        step_s = median(rig.steps(1, sizes.others_context, sizes.outputs)[0])
+        ways = {"decode": _decode, "prefill": _prefill, "ttft": _ttft, "resume": _resume, "async": _async}
+        for part in parts:
+            figures += ways[part](rig, sizes, step_s, tell)
+        waits = {reason: count for reason, count in rig.parts.device.host_waits().items() if reason not in ("flight", "benchmark")}
+        figures.append(Figure("host_waits_besides_commits", sum(waits.values()), "waits", at_most(0)))
+    finally:
+        rig.close()
+    return figures
+
+
+def _decode(rig: _Rig, sizes: Sizes, step_s: float, tell: Callable[[str], None]) -> list[Figure]:
+    bandwidth = rig.bandwidth()
+    figures, idle_shares = [Figure("memory_read_gb_s", bandwidth / 1e9, "GB/s")], []
+    for rows, context, bound in sizes.decode:
+        tell(f"decode, {rows} rows")
+        lengths, idle = rig.steps(rows, context, sizes.outputs)
+        floor = (2 * rig.weights + rows * context * rig.model.layout.token_bytes) / bandwidth
+        figures.append(Figure(f"decode_b{rows}_over_floor", median(lengths) / floor, "ratio", at_most(bound)))
+        figures.append(Figure(f"decode_b{rows}_ms", 1e3 * median(lengths), "ms"))
+        figures.append(Figure(f"decode_b{rows}_floor_ms", 1e3 * floor, "ms"))
+        idle_shares.append(sum(idle) / sum(lengths))
+    return [*figures, Figure("idle_share_max", max(idle_shares), "share", at_most(0.02))]
+
+
+def _prefill(rig: _Rig, sizes: Sizes, step_s: float, tell: Callable[[str], None]) -> list[Figure]:
+    flops, figures = rig.flops(), []
+    layout = rig.model.layout
+    for length, _ in sizes.cold:
+        tell(f"prefill, {length} tokens")
+        taken = []
+        for _ in range(5):
+            first = len(rig._flights)
+            rig.ask(rig.prompt(length), 1).wait()
+            last = len(rig._flights) - 1
+            taken.append(float(rig._ends[last, 1] - rig._ends[first, 0]) / 1e9)
+        work = 2 * rig.weights * length + 2 * length**2 * rig.model.num_heads * layout.head_dim * layout.num_layers
+        figures.append(Figure(f"prefill_{length}_over_floor", median(taken) * flops / work, "ratio"))
+        figures.append(Figure(f"prefill_{length}_ms", 1e3 * median(taken), "ms"))
+    return [*figures, Figure("matmul_tflops", flops / 1e12, "TFLOP/s")]
+
+
+def _ttft(rig: _Rig, sizes: Sizes, step_s: float, tell: Callable[[str], None]) -> list[Figure]:
+    figures = []
+    for length, bound in sizes.cold:
+        tell(f"first token, {length} tokens cold")
+        taken = [rig.ask(rig.prompt(length), 1).wait().ttft_s for _ in range(7)]
+        figures.append(Figure(f"ttft_cold_ms_{length}", 1e3 * median(taken), "ms", at_most(bound)))
+    rate = rig.bytes_a_second_to_device()
+    for number, (length, bound, gain) in enumerate(sizes.from_host):
+        tell(f"first token, {length} tokens from host memory")
+        suffix = "" if not number else f"_{length}"
+        cold, warm = [], []
+        for _ in range(5):
+            prompt = rig.prompt(length + 1)
+            cold.append(rig.ask(prompt, 1).wait().ttft_s)
+            rig.forget_device()
+            answer = rig.ask(prompt, 1).wait()
+            if answer.cached.host != length:
+                raise SidestreamError(
+                    f"{answer.cached.host} of {length} tokens came from host memory: the benchmark measures something else"
+                )
+            warm.append(answer.ttft_s)
+        floor = length * rig.model.layout.token_bytes / rate + step_s
+        figures.append(Figure(f"ttft_host_over_floor{suffix}", median(warm) / floor, "ratio", at_most(bound)))
+        figures.append(Figure(f"ttft_cold_over_host{suffix}", median(cold) / median(warm), "ratio", at_least(gain)))
+        figures.append(Figure(f"ttft_host_ms_{length}", 1e3 * median(warm), "ms"))
+    return [*figures, Figure("link_to_device_gb_s", rate / 1e9, "GB/s"), Figure("one_step_ms", 1e3 * step_s, "ms")]
+
+
+def _resume(rig: _Rig, sizes: Sizes, step_s: float, tell: Callable[[str], None]) -> list[Figure]:
+    tell("others decode while a long request comes back")
+    count = min(_OTHERS, sizes.max_running - 1)
+    long = rig.prompt(sizes.resumed)
+    rig.ask(long, 1).wait()
+    rig.forget_device()
+    alone, during, taken = list[float](), list[float](), list[float]()
+    for _ in range(3):
+        others = [rig.ask(rig.prompt(sizes.others_context), 3 * sizes.outputs) for _ in range(count)]
+        while any(len(other.times) < sizes.outputs // 2 for other in others):
+            time.sleep(0.001)
+        began = time.perf_counter()
+        answer = rig.ask(long, 1).wait()
+        ended = answer.times[0]
+        taken.append(answer.ttft_s)
+        for other in others:
+            other.wait()
+            for before, after in zip(other.times, other.times[1:], strict=False):
+                if began <= after <= ended + 2 * (after - before):
+                    during.append(after - before)
+                elif after > ended + 10 * step_s and before > began:
+                    alone.append(after - before)
+        rig.forget_device()
+    rate = rig.bytes_a_second_to_device()
+    blocks = (sizes.resumed - 1) // rig.model.layout.block_tokens
+    floor = blocks * rig.model.layout.block_bytes / rate + step_s
+    return [
+        Figure("itl_p99_during_resume", _p99(during) / _p99(alone), "ratio", at_most(1.05)),
+        Figure("itl_p99_during_resume_ms", 1e3 * _p99(during), "ms"),
+        Figure("itl_p99_alone_ms", 1e3 * _p99(alone), "ms"),
+        Figure("itl_median_alone_ms", 1e3 * median(alone), "ms"),
+        Figure("itl_max_during_resume_ms", 1e3 * max(during), "ms"),
+        Figure("resume_ttft_over_floor", median(taken) / floor, "ratio", at_most(1.10)),
+        Figure("resume_ttft_ms", 1e3 * median(taken), "ms"),
+    ]
+
+
+def _async(rig: _Rig, sizes: Sizes, step_s: float, tell: Callable[[str], None]) -> list[Figure]:
+    figures, equal = [], True
+    for rows, context, _ in sizes.decode:
+        rates: dict[bool, list[float]] = {True: [], False: []}
+        prompts = [rig.prompt(context) for _ in range(rows)]
+        tokens: dict[bool, list[list[int]]] = {}
+        for _ in range(3):
+            for asynchronous in (True, False):
+                tell(f"{rows} rows, {'asynchronous' if asynchronous else 'each step committed before the next'}")
+                rig.engine.reset_cache()
+                rig.engine.call(lambda on=asynchronous: _switch(rig.engine, on))  # type: ignore[misc]
+                answers = rig.ask_at_once(prompts, sizes.outputs)
+                tokens[asynchronous] = [answer.wait().tokens for answer in answers]
+                last = max(answer.times[-1] for answer in answers)
+                begin = max(answer.times[0] for answer in answers)
+                rates[asynchronous].append(sum(sum(at > begin for at in answer.times) for answer in answers) / (last - begin))
+        equal &= tokens[True] == tokens[False]
+        figures.append(Figure(f"async_over_sync_b{rows}", median(rates[True]) / median(rates[False]), "ratio"))
+    rig.engine.call(lambda: _switch(rig.engine, True))
+    return [*figures, Figure("async_tokens_identical", float(equal), "1 if so", at_least(1))]
+
+
+def _switch(engine: Engine, asynchronous: bool) -> None:
+    """Engine thread, between two steps."""
+    engine.parts = replace(engine.parts, asynchronous=asynchronous)
+
+
+def _p99(values: list[float]) -> float:
+    return sorted(values)[min(len(values) - 1, int(0.99 * len(values)))]
