@@ -116,6 +116,7 @@ class SimTiers:
     def __init__(self) -> None:
         self.where: dict[Key, Source] = {}
         self.worth = True
+        self.arrived = True
         self.on_their_way: list[Fence] = []
 
     def locate(self, keys: Sequence[Key]) -> list[Source]:
@@ -128,6 +129,9 @@ class SimTiers:
 
     def worth_loading(self, sources: Sequence[Source]) -> bool:
         return self.worth
+
+    def has_arrived(self, request_id: int, epoch: int) -> bool:
+        return self.arrived
 
     def uses(self) -> Fence | None:
         pending = self.on_their_way = [fence for fence in self.on_their_way if not fence.poll()]

@@ -37,6 +37,32 @@ def test_a_request_joins_no_flight_before_its_load_is_ready_and_others_do() -> N
     assert request.id in {row.request_id for row in world.scheduler.plan().batch.rows}
 
 
+def test_those_that_decode_do_not_wait_for_a_load_of_somebody_else() -> None:
+    world = World()
+    other = world.submit(prompt(6, beginning=11), outputs=20)
+    steps_until(world, lambda: other.begun and other.can_decode)
+    request = world.submit(prompt(22))
+    world.tiers.where = dict.fromkeys(world.keys_of(request)[:4], "host")
+    world.tiers.arrived = False
+    assert world.scheduler.plan().transfers
+    world.scheduler.load_ready(request.id, epoch=0)
+    assert [row.request_id for row in world.scheduler.plan().batch.rows] == [other.id]
+    world.tiers.arrived = True
+    assert [row.request_id for row in world.scheduler.plan().batch.rows] == [other.id, request.id]
+    world.tiers.arrived = False  # of the first flight only: the others run behind it
+    assert request.id in {row.request_id for row in world.scheduler.plan().batch.rows}
+
+
+def test_alone_a_request_begins_while_its_load_is_on_its_way() -> None:
+    world = World()
+    request = world.submit(prompt(22))
+    world.tiers.where = dict.fromkeys(world.keys_of(request)[:4], "host")
+    world.tiers.arrived = False
+    assert world.scheduler.plan().transfers
+    world.scheduler.load_ready(request.id, epoch=0)
+    assert [row.request_id for row in world.scheduler.plan().batch.rows] == [request.id]
+
+
 def test_news_of_a_load_that_was_given_up_lets_nobody_into_a_flight() -> None:  # H5
     world = World()
     request = world.submit(prompt(22))

@@ -79,6 +79,22 @@ def test_load_that_was_not_submitted_gates_nobody(rig: Rig) -> None:
     lease.release()
 
 
+def test_a_load_has_arrived_when_all_of_it_is_done_and_well(rig: Rig) -> None:
+    rig.stored(keys("ab"))
+    lease = rig.blocks.take(2)
+    with rig.hold("load"):
+        rig.load(keys("ab"), lease.ids)
+        assert not rig.transfers.has_arrived(1, 0)
+        assert rig.transfers.has_arrived(1, 1)  # not its own
+        assert rig.transfers.has_arrived(2, 0)
+        rig.poll()
+        assert rig.ready == [(1, 0)]
+        assert not rig.transfers.has_arrived(1, 0)
+    rig.finish("load")
+    assert rig.transfers.has_arrived(1, 0)
+    lease.release()
+
+
 @pytest.mark.parametrize("fence_first", [True, False])
 def test_failed_load_is_told_once_whoever_sees_it_first(rig: Rig, monkeypatch: pytest.MonkeyPatch, fence_first: bool) -> None:
     """A flight that waited for the load may be read before the mover has seen the load's end."""

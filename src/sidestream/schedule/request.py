@@ -70,6 +70,8 @@ class Request:
     """Its blocks may be found by others; False once the cache was reset under it, until it starts anew."""
     loading: bool = field(init=False, default=False)
     """Blocks of it come from the host tier, and no flight may be gated by that load yet."""
+    arriving: bool = field(init=False, default=False)
+    """Blocks of it come from the host tier, and no flight of it was planned yet: the first one may have to wait for them."""
     begun: bool = field(init=False, default=False)
     """The row's state was set in this epoch."""
     stepped: bool = field(init=False, default=False)

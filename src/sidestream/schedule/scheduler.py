@@ -46,6 +46,10 @@ class TierView(Protocol):
         """Whether loading these blocks is expected to be faster than computing them."""
         ...
 
+    def has_arrived(self, request_id: RequestId, epoch: int) -> bool:
+        """Whether the blocks that were loaded for the request are all there, so that its flights wait for nothing."""
+        ...
+
     def uses(self) -> Fence | None:
         """Done when every transfer ordered so far has let go of the device's blocks; None: it has."""
         ...
@@ -61,6 +65,10 @@ class NoTiers:
     def worth_loading(self, sources: Sequence[Source]) -> bool:
         """There is nothing to load."""
         return False
+
+    def has_arrived(self, request_id: RequestId, epoch: int) -> bool:
+        """Nothing is on its way."""
+        return True
 
     def uses(self) -> Fence | None:
         """Nothing is."""
@@ -108,6 +116,7 @@ class _Draft:
     """A step in the making; lives inside one `plan` call."""
 
     prefill_budget: int
+    num_decoding: int
     decodes: list[RowPlan] = field(default_factory=list)
     prefills: list[RowPlan] = field(default_factory=list)
     transfers: list[TransferPlan] = field(default_factory=list)
@@ -266,7 +275,8 @@ class Scheduler:
     def plan(self) -> StepPlan:
         """What the next step does. Oldest first, decode before prefill, then admission; a plan without rows means: nothing to compute."""
         self._retract_for_priority()
-        draft = _Draft(self.limits.token_budget - sum(request.can_decode for request in self._running.values()))
+        num_decoding = sum(request.can_decode for request in self._running.values())
+        draft = _Draft(self.limits.token_budget - num_decoding, num_decoding)
         for request in self._by_rank(self._running.values()):
             if request.state is State.RUNNING:  # a retraction for an older one may have come before
                 self._plan_running(request, draft)
@@ -285,6 +295,10 @@ class Scheduler:
     def _plan_running(self, request: Request, draft: _Draft) -> None:
         if request.loading:
             return
+        if request.arriving:
+            if draft.num_decoding and not self._tiers.has_arrived(request.id, request.epoch):
+                return  # those that decode would wait for its load
+            request.arriving = False
         if request.in_prefill:
             self._plan_chunk(request, draft)
         elif request.can_decode and self._reserve(request, request.launched_len + 1, draft):
@@ -379,7 +393,7 @@ class Scheduler:
             draft.transfers.append(LoadPlan(request.id, request.epoch, keys, block_ids, fresh.after))
         blocks.extend(fresh)
         self._start(request, blocks, num_hits=len(hits), num_found=found)
-        request.loading = loads > 0
+        request.loading = request.arriving = loads > 0
         if request.cached is None:
             from_disk = sum(key in request.promoted_keys for key in wanted[len(hits) : found])
             size = limits.block_tokens

@@ -62,6 +62,12 @@ class _Load:
         assert self.submitted is not None
         return (*(piece[-1] for piece in self.submitted.before), self.submitted.groups[group][-1])
 
+    def has_arrived(self) -> bool:
+        """Whether all of it is done and well."""
+        return self.submitted is not None and all(
+            fence.poll() and fence.failure is None for part in (*self.submitted.before, *self.submitted.groups) for fence in part
+        )
+
     def has_failed(self) -> bool:
         """Whether a part of it is done and failed, which nobody was told."""
         if self.told or self.submitted is None:
@@ -194,6 +200,10 @@ class TransferEngine:
             merge_fences(fence for load in loads for fence in load.gates(index)) for index in range(-(-self._layout.num_layers // group))
         ]
         return LayerGates(tuple(by_group[layer // group] for layer in range(self._layout.num_layers)))
+
+    def has_arrived(self, request_id: RequestId, epoch: int) -> bool:
+        """Whether no load of the request is on its way any more. Never blocks."""
+        return all(load.has_arrived() for load in self._loads.values() if (load.plan.request_id, load.plan.epoch) == (request_id, epoch))
 
     # ------------------------------------------------------------------ completion: never blocks
 

@@ -156,6 +156,7 @@ _GRAPHS = (
 
 EXEMPT = (
     Exempt(f"{_EAGER}.warm_up", "replace(row, start=1", "a value"),
+    Exempt(f"{_EAGER}.capture", "gates=self._gates,", "a stream"),
     Exempt(f"{_EAGER}._run_for_nothing", "after=(), gates=LayerGates()", _WARM_UP),
     Exempt(f"{_EAGER}._run_for_nothing", 'self._device.wait_host(flight.fence, reason="flight")', _WARM_UP),
     Exempt(f"{_EAGER}._run_for_nothing", "flight.drop()", _WARM_UP),

@@ -186,7 +186,7 @@ MUTATIONS = (
         name="request-with-a-load-is-loading",
         hazard="H5",
         target=f"{_SCHEDULER}._try_admit",
-        old="request.loading = loads > 0",
+        old="request.loading = request.arriving = loads > 0",
         new="request.loading = False",
         removes="nobody knows that a request's load has no fences yet",
         needs=frozenset({"offload"}),
@@ -578,4 +578,9 @@ EXEMPT = (
         "which blocks: see only-committed-blocks-are-published",
     ),
     Exempt(f"{_SCHEDULER}.load_ready", "request.loading = False", "see load-has-its-fences-before-its-first-flight"),
+    Exempt(
+        f"{_SCHEDULER}._plan_running",
+        "self._tiers.has_arrived(request.id, request.epoch)",
+        "for speed: a flight waits for its loads whoever is in it, see flight-waits-for-its-loads-layer-by-layer",
+    ),
 )

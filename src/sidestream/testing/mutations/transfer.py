@@ -1013,7 +1013,16 @@ _QUEUE = "a list"
 _COUNT = "how far it is; what follows from it is ruled above"
 _PLACE = "without it there is no place to write to; how long it is held is ruled above"
 
+_FOR_SPEED = "who waits for whom; a flight waits for its loads whoever is in it"
+
 EXEMPT = (
+    Exempt(f"{_LOAD}.has_arrived", "self.submitted is not None", _FOR_SPEED),
+    Exempt(
+        f"{_LOAD}.has_arrived",
+        "fence.poll() and fence.failure is None for part in (*self.submitted.before, *self.submitted.groups)",
+        _FOR_SPEED,
+    ),
+    Exempt(f"{_ENGINE}.has_arrived", "(load.plan.request_id, load.plan.epoch) == (request_id, epoch)", _FOR_SPEED),
     Exempt(f"{_MOVER}._store", "self._host.pool.take(len(pairs))", _PLACE),
     Exempt(f"{_MOVER}._read", "self._host.pool.take(1)", _PLACE),
     Exempt(f"{_MOVER}._read", "self._disk.index.pin([key])", "without it there is no entry to read; how long it is held is ruled above"),
