@@ -321,8 +321,8 @@ class Engine:
         if parts.transfers is not None and committed.store is not None:
             parts.transfers.submit([committed.store])  # before anything is freed: the blocks are still their requests'
         now_s = self._now()
-        for drawn in committed.drawn:
-            request, result = drawn.request, drawn.result
+        parts.metrics.inc("output_tokens_total", sum(drawn.result.finite for drawn in committed.drawn))
+        for request, result in committed.drawn:
             session = self._sessions[request.id]
             if not result.finite:
                 self._end(request.id, "error", "the model's logits are not finite, or every token was forbidden")

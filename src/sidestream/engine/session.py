@@ -85,7 +85,6 @@ class Session:
         """Take in one committed token; returns why the sample ends, if it does. `tell` sends the news."""
         self._metrics.observe("ttft_seconds" if self._first else "itl_seconds", now_s - self._last_s)
         self._first, self._last_s = False, now_s
-        self._metrics.inc("output_tokens_total")
         try:
             text, reason = self._read(result.token_id, stop_reason)
         except Exception as error:  # a tokenizer is foreign code: its fault is this request's alone

@@ -117,6 +117,7 @@ class Request:
 
     def stop_reason(self) -> str | None:
         """Why the last committed token ends the request, if it does."""
-        if self.num_outputs and self.num_outputs >= self.min_tokens and self.tokens[-1] in self.stop_ids:
+        outputs = len(self.tokens) - len(self.prompt)
+        if outputs and outputs >= self.min_tokens and self.tokens[-1] in self.stop_ids:
             return "stop"
-        return "length" if self.num_outputs >= self.max_outputs else None
+        return "length" if outputs >= self.max_outputs else None

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 from sidestream.errors import InvariantError
 from sidestream.kv.keys import BlockKeys
@@ -95,8 +95,7 @@ class Limits:
     max_probes: int = 64
 
 
-@dataclass(frozen=True, slots=True)
-class Drawn:
+class Drawn(NamedTuple):
     """One token that a commit added to a request."""
 
     request: Request
@@ -259,7 +258,7 @@ class Scheduler:
             request.committed_len = row.stop
             request.stepped = True
             if result is None or result.finite:  # else its KV may be no better than its logits: nobody else shall find it
-                complete = list(self._publish(request))
+                complete = self._publish(request)
                 stored.extend(complete)
                 prefix.extend(request.keys[: request.published_blocks] if complete else ())
             if result is not None:
@@ -512,20 +511,22 @@ class Scheduler:
 
     # ------------------------------------------------------------------ the rest
 
-    def _publish(self, request: Request) -> Iterable[tuple[Key, int]]:
+    def _publish(self, request: Request) -> Sequence[tuple[Key, int]]:
         """Make the blocks that the last commit completed findable; those that no tier had are to be stored."""
         assert request.blocks is not None
         complete = request.committed_len // self.limits.block_tokens
         if not self.limits.prefix_cache or not request.shares or complete <= request.published_blocks:
-            return
+            return ()
+        new: list[tuple[Key, int]] = []
         self._keys.extend(request.keys, request.tokens)
         for index in range(request.published_blocks, complete):
             key, block = request.keys[index], request.blocks.ids[index]
             if self._coming.get(key) == request.id:
                 del self._coming[key]
             if self._blocks.publish(block, key) and index >= request.found_blocks:
-                yield key, block
+                new.append((key, block))
         request.published_blocks = complete
+        return new
 
     def _by_rank(self, requests: Iterable[Request]) -> list[Request]:
         aging = self.limits.aging_steps
