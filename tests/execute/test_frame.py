@@ -37,7 +37,8 @@ def random_batch(rng: random.Random) -> BatchPlan:
 @pytest.mark.parametrize("seed", range(50))
 def test_captured_kernels_read_what_eager_ones_are_given_and_padding_is_nobodys_h18(seed: int) -> None:
     rng = random.Random(seed)
-    state = DecodeState(ROWS, 300, table_width=WIDTH)
+    state = DecodeState(ROWS, 300)
+    state.hold_tables(WIDTH)
     state.last.copy_(torch.arange(ROWS + 1) + 50)
     keeper, packer = TableKeeper(ROWS, WIDTH), Packer(ROWS, LAYOUT)
     shape = Shape(9, 60)
@@ -74,13 +75,15 @@ def test_captured_kernels_read_what_eager_ones_are_given_and_padding_is_nobodys_
         assert starts[-1] == count
         sampling = len(expected.logit_rows)
         assert frame.logit_rows[:sampling].tolist() == expected.logit_rows.tolist()
-        assert frame.logit_rows[sampling:].eq(0).all()
+        assert frame.logit_rows[sampling:].eq(-1).all()
 
 
 def test_a_frame_that_was_never_filled_is_padding() -> None:
     shape = Shape(3, 8)
     frame = Frame.allocate(shape, torch.device("cpu"), nobody=ROWS)
-    _, slots, _ = frame.inputs(DecodeState(ROWS, 10, table_width=WIDTH), BLOCK_TOKENS)
+    state = DecodeState(ROWS, 10)
+    state.hold_tables(WIDTH)
+    _, slots, _ = frame.inputs(state, BLOCK_TOKENS)
     assert slots.eq(-1).all()
     assert frame.query_starts.eq(0).all()
     assert frame.kv_lens.eq(0).all()

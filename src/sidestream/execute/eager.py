@@ -117,9 +117,8 @@ class EagerExecutor:
         self._stream = device.stream("compute")
         self._gates: Stream | None = None
         self._torch_device = device.torch_device
-        table_width = 0 if partials is None else partials.tops.shape[1] * partials.tokens // model.layout.block_tokens
-        self._state = DecodeState(num_rows, model.vocab_size, device=device.torch_device, table_width=table_width)
-        self._tables = TableKeeper(num_rows, table_width)
+        self._state = DecodeState(num_rows, model.vocab_size, device=device.torch_device)
+        self._tables = TableKeeper(num_rows, 0)
         self._graphs: Graphs | None = None
         self._mailbox = Mailbox(_FLIGHTS, num_rows, model.vocab_size, device)
         layout = model.layout
@@ -175,8 +174,12 @@ class EagerExecutor:
 
         Behind `warm_up`, before the first real flight. Blocks; nothing in the pool is read or written.
         """
-        assert self._partials is not None, "only attention that plans nothing on the host can be captured"
         self._graphs = None
+        longest = self._kv.shape[0]  # blocks
+        if self._partials is not None:
+            longest = min(longest, self._partials.tops.shape[1] * self._partials.tokens // self._model.layout.block_tokens)
+        self._state.hold_tables(longest)
+        self._tables = TableKeeper(self._num_rows, longest)
         self._gates = self._gates or self._device.stream("gates")
         graphs = Graphs(
             device=self._device,

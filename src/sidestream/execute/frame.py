@@ -93,7 +93,7 @@ class Frame:
     query_starts   [B + 1] rows that decode first, then chunks of prefill; rows of padding have no tokens
     kv_lens        [B]; 0 of padding
     rows           [B]; `nobody` of padding
-    logit_rows     [B] packed position of the last token of each row that samples, one after another; 0 of padding
+    logit_rows     [B] packed position of the last token of each row that samples, one after another; -1 of padding
     """
 
     shape: Shape
@@ -156,7 +156,7 @@ def pack(batch: BatchPlan, shape: Shape, *, nobody: int) -> Numbers:
     frame_rows[:decodes], frame_rows[behind] = rows[:decodes], rows[decodes:]
     query_starts[shape.decodes + 1 :][:chunks] = ends[decodes:]
     last = [end - 1 for row, end in zip(batch.rows, ends.tolist(), strict=True) if row.samples]
-    logit_rows[: len(last)] = last
+    logit_rows[: len(last)], logit_rows[len(last) :] = last, -1
     return numbers
 
 

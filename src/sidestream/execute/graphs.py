@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from sidestream.attention.paged import AttentionBatch
+from sidestream.attention.paged import AttentionBatch, PagedBatch
 from sidestream.attention.triton import DeviceBatch, Partials
 from sidestream.attention.triton.batch import ungated
 from sidestream.device.base import Device, Graph, Stream
@@ -57,6 +57,7 @@ class Graphs:
     """Owner of the frames and graphs of one executor.
 
     kv           the pool by layer, as attention takes it
+    partials     buffers of attention's kernels on a GPU; None: attention by torch, which reads a frame on the host when it is replayed
     gates        a stream of its own, on which gates are recorded
     gate_layers  layers that wait together, in the gated graphs; 0: there are none, and nothing gated is replayed
     """
@@ -69,7 +70,7 @@ class Graphs:
         gates: Stream,
         forward: Forward,
         kv: Tensor,
-        partials: Partials,
+        partials: Partials | None,
         state: DecodeState,
         gate_layers: int,
     ) -> None:
@@ -169,6 +170,8 @@ class Graphs:
 
     def _run(self, frame: Frame, before_layer: Callable[[int], None]) -> Tensor:
         tokens, slots, tables = frame.inputs(self._state, self._kv.shape[3])
+        if self._partials is None:
+            return self._run_on_host(frame, tokens, slots, tables, before_layer)
         split_rows, split_queries = frame.shape.splits
         batch = DeviceBatch(
             kv=self._kv,
@@ -181,7 +184,26 @@ class Graphs:
             partials=self._partials,
             before_layer=before_layer,
         )
-        return self._forward(tokens, frame.positions, batch, frame.logit_rows)
+        return self._forward(tokens, frame.positions, batch, frame.logit_rows.clamp(min=0))
+
+    def _run_on_host(self, frame: Frame, tokens: Tensor, slots: Tensor, tables: Tensor, before_layer: Callable[[int], None]) -> Tensor:
+        """The same without padding, which attention by torch does not know."""
+        starts, lens = frame.query_starts.tolist(), frame.kv_lens.tolist()
+        rows = [row for row in range(frame.shape.rows) if starts[row + 1] > starts[row]]
+        sampling = frame.logit_rows[frame.logit_rows >= 0]
+        count = starts[-1]
+        if not count:
+            return torch.zeros(0)
+        batch = PagedBatch(
+            kv=self._kv,
+            slots=slots[:count],
+            block_tables=tables[rows].to(torch.int64),
+            query_starts=(0, *(starts[row + 1] for row in rows)),
+            kv_lens=tuple(lens[row] for row in rows),
+            num_decode=sum(row < frame.shape.decodes for row in rows),
+            before_layer=before_layer,
+        )
+        return self._forward(tokens[:count], frame.positions[:count], batch, sampling)
 
     def _submit(self, work: Callable[[], None]) -> None:
         self._stream.submit(work, label="capture")

@@ -42,13 +42,13 @@ class DecodeState:
     """Owner of the rows' device tensors; its single writer is the compute stream.
 
     last     int64 `[num_rows + 1]`, the last token committed to each row, or given when it began
-    tables   int32 `[num_rows + 1, table_width]`, the blocks of each row, for captured forward passes
+    tables   int32 `[num_rows + 1, width]`, the blocks of each row, for captured forward passes; width 0 until `hold_tables`
     nobody   number of one row more, which padding uses: it draws nothing, and holds nothing that anybody reads
 
     The `[num_rows, vocab_size]` tables of penalties (5 bytes an entry) are allocated when the first row needs them.
     """
 
-    def __init__(self, num_rows: int, vocab_size: int, *, device: torch.device | str = "cpu", table_width: int = 0) -> None:
+    def __init__(self, num_rows: int, vocab_size: int, *, device: torch.device | str = "cpu") -> None:
         self.num_rows = self.nobody = num_rows
         self.vocab_size = vocab_size
         self._device = torch.device(device)
@@ -56,7 +56,7 @@ class DecodeState:
         # By a copy that is waited for: a kernel would run on a stream that orders nothing. Tokens of the vocabulary from the start, because
         # on a GPU a flight whose row could not begin would look up whatever lies here, and a wrong index ends the device.
         self.last = torch.zeros(num_rows + 1, dtype=torch.int64).to(self._device)
-        self.tables = torch.zeros(num_rows + 1, table_width, dtype=torch.int32).to(self._device)
+        self.tables = torch.zeros(num_rows + 1, 0, dtype=torch.int32, device=self._device)
         self._output_counts: Tensor | None = None
         self._in_prompt: Tensor | None = None
 
@@ -89,6 +89,10 @@ class DecodeState:
     def last_tokens(self, rows: Sequence[int]) -> Tensor:
         """The last token committed to each row, or given when it began: int64 `[len(rows)]`, a copy."""
         return self.last[self.index(rows)]
+
+    def hold_tables(self, width: int) -> None:
+        """Have tables of so many blocks a row, holding none. Before any work that uses them."""
+        self.tables = torch.zeros(self.num_rows + 1, width, dtype=torch.int32).to(self._device)
 
     def place(self, places: Sequence[int], blocks: Sequence[int]) -> None:
         """Write block ids at flat places of `tables`."""

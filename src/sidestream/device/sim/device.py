@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import traceback
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -81,6 +81,8 @@ class _Work:
     run: Callable[[], None]
     accesses: Accesses
     label: str
+    records: Mapping[SimEvent, SimFence | None] = field(default_factory=dict)
+    """What each event stood for when this was submitted: that is what a graph in it waits for."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -125,6 +127,7 @@ class SimStream:
         self._next_tick = 1
         self._capture: list[_Work | _ExternalWait] | None = None
         self._ignored_waits = 0
+        self._records: Mapping[SimEvent, SimFence | None] = {}
         self.busy = False
         self._actor: Actor = device.turns.add(name, self._may_go_on, self._awaited, self._run)
 
@@ -137,7 +140,7 @@ class SimStream:
         """
         if self._device.closed:
             raise InvariantError(f"stream {self.name} is closed: {label or 'work'} cannot be submitted")
-        item = _Work(work, accesses, label or "work")
+        item = _Work(work, accesses, label or "work", {event: event.fence for event in self._device.events})
         if self._capture is not None:
             self._capture.append(item)
             return SimFence(self._device, self.name, 0)
@@ -202,10 +205,16 @@ class SimStream:
             self._capture = None
 
     def wait_external(self, event: SimEvent) -> None:
-        """Inside `capture`: a node that waits for the last record of `event` at the time of each replay."""
-        if self._capture is None:
+        """Inside `capture`: a node that waits for the last record of `event` at the time of each replay.
+
+        Inside captured work: the same, from here on in it.
+        """
+        if self._capture is not None:
+            self._capture.append(_ExternalWait(event))
+        elif self._turns.current is not self._actor:
             raise InvariantError("an external wait is a node of a graph: capture one")
-        self._capture.append(_ExternalWait(event))
+        elif (fence := self._records.get(event)) is not None:
+            self.wait(fence)
 
     def replay(self, graph: SimGraph, *, label: str = "") -> SimFence:
         """Enqueue everything in the graph; the fence covers all of it, a last wait too."""
@@ -224,8 +233,8 @@ class SimStream:
             if isinstance(node, _Work):
                 node.run()
                 self._turns.point()
-            elif node.event.fence is not None:
-                self.wait(node.event.fence)
+            else:
+                self.wait_external(node.event)
 
     # ------------------------------------------------------------------ the stream's own turns
 
@@ -284,6 +293,7 @@ class SimStream:
         if witness is not None:
             witness.started(fence)
         start_s = self._turns.now_s
+        self._records = work.records
         try:
             work.run()
         except Exception as error:
@@ -366,6 +376,7 @@ class SimDevice:
         self.witness = witness
         self.timeline = timeline
         self.closed = False
+        self.events: list[SimEvent] = []
         self._streams: dict[str, SimStream] = {}
         self._threads: list[SimThread] = []
         self._memories: dict[str, Memory] = {}
@@ -446,7 +457,9 @@ class SimDevice:
 
     def event(self, name: str) -> SimEvent:
         """A new event, never recorded."""
-        return SimEvent(name)
+        event = SimEvent(name)
+        self.events.append(event)
+        return event
 
     def poison(self, memory: str, start: int, stop: int, after: Sequence[Fence]) -> None:
         """Overwrite bytes that nobody may read any more, as soon as the last of their uses is done."""

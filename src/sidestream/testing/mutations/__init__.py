@@ -48,7 +48,6 @@ EXEMPT: tuple[Exempt, ...] = tuple(exempt for room in _ROOMS for exempt in room.
 
 ELSEWHERE: dict[str, str] = {
     "H13": "there is one rank",
-    "H18": "there are no graphs, and a batch is packed anew for every flight",
     "H20": "what threads share besides messages is read once where it decides: the mover's `generation`, and `abandoned`, which stays set",
 }
 

@@ -25,6 +25,7 @@ _changed_now: set[FunctionType] = set()
 Feature = Literal[
     "abort",
     "bad_logits",
+    "captured",
     "close",
     "corrupt_tier",
     "disk",
@@ -45,6 +46,7 @@ Feature = Literal[
 
 abort           requests that their clients end, at any point
 bad_logits      a flight with logits that are not finite, over KV that is wrong
+captured        forward passes that are captured and replayed
 close           the engine ends in good order, with requests or transfers on their way
 corrupt_tier    files of the disk tier that are cut short or have a bit flipped
 disk            a disk tier

@@ -178,9 +178,20 @@ class _Life:
             self.engine: Engine = build_engine(
                 self.model, ToyTokenizer(), _config(workload, self.model), device=self.device, threaded=False, disk=self.disk
             )
+            if workload.captured:
+                self._capture(workload)
         except BaseException:
             self.crash()
             raise
+
+    def _capture(self, workload: Workload) -> None:
+        """Some shapes: what does not fit in one runs eagerly, between others that do."""
+        parts, layout = self.engine.parts, self.model.layout
+        parts.executor.capture(
+            chunk_tokens=workload.chunk_tokens,
+            max_tokens=workload.chunk_tokens,
+            gate_layers=0 if parts.transfers is None else mover.layers_per_group(layout, self.device.segment_bytes),
+        )
 
     def crash(self) -> None:
         """End as a killed process does. Idempotent, and harmless after a close."""

@@ -112,6 +112,7 @@ class Workload:
     blocks, slots, disk_blocks   sizes of the device pool, the host tier (0: none) and the disk tier (0: none)
     eos_every                    about one token in so many ends an answer; 0: none
     layer_groups                 a block is loaded layer by layer, not at once, and every copy is given to the device in slices
+    captured                     forward passes are captured in a few shapes, gated ones too
     closes_at                    step before which the engine is closed under its requests; None: when all is done
     flush_s                      how long a close lets transfers go on; what has not begun by then never does
     """
@@ -128,6 +129,7 @@ class Workload:
     eos_every: int = 0
     asynchronous: bool = True
     layer_groups: bool = True
+    captured: bool = False
     closes_at: int | None = None
     flush_s: float = 30.0
 
@@ -154,6 +156,7 @@ def _happens(*kinds: EventKind) -> Callable[[Workload], bool]:
 
 FEATURES: Mapping[Feature, Callable[[Workload], bool]] = {
     "abort": lambda w: any(asked.abort_at is not None for asked in w.requests),
+    "captured": lambda w: w.captured,
     "bad_logits": _befalls(("forward", "nan")),
     "close": lambda w: w.closes_at is not None or any(event.kind == "restart" for event in w.events),
     "corrupt_tier": _befalls(("read", "truncated"), ("read", "flipped"), ("write", "truncated"), ("write", "flipped")),
@@ -206,6 +209,7 @@ def draw_workload(seed: int) -> Workload:
         layer_groups=rng.random() < 0.7,
         closes_at=rng.randrange(last) if rng.random() < 0.05 else None,
         flush_s=rng.choice((30.0, 30.0, LOAD_DEADLINE_S, 0.0)),
+        captured=rng.random() < 0.4,
     )
 
 
