@@ -90,7 +90,7 @@ def test_answers_by_captured_forward_passes_are_those_of_eager_ones(model: Path,
         expected = [output.token_ids for output in llm.generate(prompts, GREEDY)]
     with engine(model, **options) as llm:
         executor = llm.engine.parts.executor
-        llm.engine.call(lambda: executor.capture(chunk_tokens=16, max_tokens=20))
+        llm.engine.call(lambda: executor.capture(Shape.all_of(max_rows=4, chunk_tokens=16, max_tokens=20)))
         graphs = executor._graphs
         assert graphs is not None
         assert graphs.shapes == [Shape(1), Shape(2), Shape(4), Shape(0, 16), Shape(0, 20), Shape(4, 16), Shape(4, 20)]
@@ -111,7 +111,7 @@ def test_a_graph_that_could_not_be_filled_leaves_the_next_flight_right(
         executor = llm.engine.parts.executor
         expected = llm.generate(PROMPTS[:1], GREEDY)[0].token_ids
         llm.engine.call(llm.engine.parts.blocks.forget_all)
-        llm.engine.call(lambda: executor.capture(chunk_tokens=16, max_tokens=20))
+        llm.engine.call(lambda: executor.capture(Shape.all_of(max_rows=4, chunk_tokens=16, max_tokens=20)))
         state, left = executor._state, [1]
         place = state.place
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Protocol
@@ -24,7 +24,7 @@ from sidestream.engine.loop import Bounds, Engine, Parts
 from sidestream.engine.session import TokenSource
 from sidestream.errors import ConfigError, DeviceLost
 from sidestream.execute.eager import EagerExecutor, ForwardModel
-from sidestream.execute.frame import SHORT_TOKENS
+from sidestream.execute.frame import SHORT_TOKENS, Shape
 from sidestream.kv.keys import BlockKeys
 from sidestream.kv.pool import FencedPool
 from sidestream.metrics import Metrics, Timeline
@@ -144,7 +144,8 @@ def build_engine(
             _warm_up(executor, blocks, config, min(chunk_tokens, bounds.max_model_len))
         if on_gpu and not config.eager:
             gate_layers = 0 if transfers is None else layers_per_group(layout, device.segment_bytes)
-            _capture(executor, model, chunk_tokens=chunk_tokens, max_tokens=min(token_budget, bounds.pool_tokens), gate_layers=gate_layers)
+            shapes = Shape.all_of(max_rows=config.max_running, chunk_tokens=chunk_tokens, max_tokens=min(token_budget, bounds.pool_tokens))
+            _capture(executor, model, shapes, gate_layers=gate_layers)
         parts = Parts(
             device=device,
             scheduler=Scheduler(limits=limits, blocks=blocks, rows=rows, keys=keys, tiers=transfers),
@@ -199,7 +200,7 @@ def _partials(model: ServableModel, config: EngineConfig, bounds: Bounds, device
         ) from error
 
 
-def _capture(executor: EagerExecutor, model: ServableModel, *, chunk_tokens: int, max_tokens: int, gate_layers: int) -> None:
+def _capture(executor: EagerExecutor, model: ServableModel, shapes: Sequence[Shape], *, gate_layers: int) -> None:
     """Compile the layers and capture graphs. What cannot be compiled runs as it is written, what cannot be captured is launched kernel by kernel."""
     from sidestream.models.adapter import PagedModel
     from sidestream.models.compiled import compile_layers, decompile
@@ -211,7 +212,7 @@ def _capture(executor: EagerExecutor, model: ServableModel, *, chunk_tokens: int
     for way, prepare in ways:
         try:
             prepare()
-            executor.capture(chunk_tokens=chunk_tokens, max_tokens=max_tokens, gate_layers=gate_layers)
+            executor.capture(shapes, gate_layers=gate_layers)
         except DeviceLost:
             raise
         except Exception as error:  # the compiler, transformers and the model's own code raise anything here

@@ -168,12 +168,9 @@ class EagerExecutor:
         self._run_for_nothing([_row(0, tuple(block_ids), min(chunk_tokens, len(block_ids) * size), _VARIANTS[0])])
 
     def capture(
-        self, *, chunk_tokens: int, max_tokens: int, gate_layers: int = 0, tell: Callable[[int, int], None] = lambda done, total: None
+        self, shapes: Sequence[Shape], *, gate_layers: int = 0, tell: Callable[[int, int], None] = lambda done, total: None
     ) -> None:
-        """Capture the forward pass of every shape worth it, up to `max_tokens` tokens of prefill in chunks of `chunk_tokens`. See `Graphs`.
-
-        Behind `warm_up`, before the first real flight. Blocks; nothing in the pool is read or written.
-        """
+        """Capture the forward pass of each shape. Behind `warm_up`, before the first real flight. Blocks; touches no KV. See `Graphs`."""
         self._graphs = None
         longest = self._kv.shape[0]  # blocks
         if self._partials is not None:
@@ -191,7 +188,7 @@ class EagerExecutor:
             state=self._state,
             gate_layers=gate_layers,
         )
-        graphs.capture(Shape.all_of(max_rows=self._num_rows, chunk_tokens=chunk_tokens, max_tokens=max_tokens), tell=tell)
+        graphs.capture(shapes, tell=tell)
         self._graphs = graphs
 
     def _run_for_nothing(self, rows: Sequence[RowPlan]) -> None:

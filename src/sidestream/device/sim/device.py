@@ -98,13 +98,15 @@ class _ExternalWait:
 class SimEvent:
     """What CUDA calls an event: it stands for the last position at which it was recorded, and for nothing before the first."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, device: SimDevice, name: str) -> None:
         self.name = name
         self.fence: SimFence | None = None
+        self._device = device
 
     def record(self, stream: SimStream) -> SimFence:
         """From now on, whoever waits for this event waits for what `stream` was given so far."""
         self.fence = stream.submit(lambda: None, label=f"record {self.name}")
+        self._device.records = {**self._device.records, self: self.fence}  # anew: work that was submitted keeps the one before
         return self.fence
 
 
@@ -140,7 +142,7 @@ class SimStream:
         """
         if self._device.closed:
             raise InvariantError(f"stream {self.name} is closed: {label or 'work'} cannot be submitted")
-        item = _Work(work, accesses, label or "work", {event: event.fence for event in self._device.events})
+        item = _Work(work, accesses, label or "work", self._device.records)
         if self._capture is not None:
             self._capture.append(item)
             return SimFence(self._device, self.name, 0)
@@ -376,7 +378,7 @@ class SimDevice:
         self.witness = witness
         self.timeline = timeline
         self.closed = False
-        self.events: list[SimEvent] = []
+        self.records: Mapping[SimEvent, SimFence | None] = {}
         self._streams: dict[str, SimStream] = {}
         self._threads: list[SimThread] = []
         self._memories: dict[str, Memory] = {}
@@ -457,9 +459,7 @@ class SimDevice:
 
     def event(self, name: str) -> SimEvent:
         """A new event, never recorded."""
-        event = SimEvent(name)
-        self.events.append(event)
-        return event
+        return SimEvent(self, name)
 
     def poison(self, memory: str, start: int, stop: int, after: Sequence[Fence]) -> None:
         """Overwrite bytes that nobody may read any more, as soon as the last of their uses is done."""

@@ -17,6 +17,7 @@ from sidestream.config import EngineConfig, OffloadConfig
 from sidestream.device.sim import Deadlock, Policy
 from sidestream.device.sim.policies import HOST, Choice
 from sidestream.engine import Engine, Handle, build_engine
+from sidestream.execute.frame import Shape
 from sidestream.testing.checker import Checker
 from sidestream.testing.findings import Finding as Objection
 from sidestream.testing.tokenizer import ToyTokenizer
@@ -185,11 +186,10 @@ class _Life:
             raise
 
     def _capture(self, workload: Workload) -> None:
-        """Some shapes: what does not fit in one runs eagerly, between others that do."""
+        """One shape: what does not fit runs eagerly, between flights that do."""
         parts, layout = self.engine.parts, self.model.layout
         parts.executor.capture(
-            chunk_tokens=workload.chunk_tokens,
-            max_tokens=workload.chunk_tokens,
+            [Shape(workload.max_running, workload.chunk_tokens)],
             gate_layers=0 if parts.transfers is None else mover.layers_per_group(layout, self.device.segment_bytes),
         )
 

@@ -209,7 +209,7 @@ def draw_workload(seed: int) -> Workload:
         layer_groups=rng.random() < 0.7,
         closes_at=rng.randrange(last) if rng.random() < 0.05 else None,
         flush_s=rng.choice((30.0, 30.0, LOAD_DEADLINE_S, 0.0)),
-        captured=rng.random() < 0.4,
+        captured=rng.random() < 0.25,
     )
 
 
