@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from sidestream import LLM, QueueFull, RequestError, RequestRejected, SamplingParams
+from sidestream import LLM, ConfigError, EngineConfig, QueueFull, RequestError, RequestRejected, SamplingParams
 from sidestream.testing.faults import Hold
 from sidestream.testing.tiny_models import tiny_model_dir
 from sidestream.types import Delta
@@ -47,6 +48,23 @@ class Watched:
             raise
         self.accepted += 1
         return handle
+
+
+def test_whoever_starts_it_is_told_what_the_start_is_at(tmp_path: Path) -> None:
+    told: list[str] = []
+    with LLM(tiny_model_dir("llama", tmp_path, seed=1), kv_memory="8MiB", compute_threads=1, tell=told.append):
+        assert told == ["reading the weights"]
+
+
+def test_chunks_and_budget_fit_the_device_and_one_another() -> None:
+    assert EngineConfig().chunk_and_budget("cpu") == (256, 528)
+    assert EngineConfig(max_running=64).chunk_and_budget("cuda") == (2048, 2112)
+    assert EngineConfig(block_tokens=48).chunk_and_budget("cpu") == (240, 496)
+    assert EngineConfig(block_tokens=512).chunk_and_budget("cpu") == (512, 1040)
+    with pytest.raises(ConfigError, match=r"token_budget is 300: it must hold one chunk .* \(256 \+ 64\)"):
+        EngineConfig(token_budget=300, max_running=64)
+    with pytest.raises(ConfigError, match=r"chunk_tokens is 100: it must be a multiple of block_tokens \(16\)"):
+        EngineConfig(chunk_tokens=100)
 
 
 def test_more_prompts_than_the_queue_takes_are_all_answered_in_their_order(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:

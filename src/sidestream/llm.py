@@ -6,7 +6,7 @@ import asyncio
 import gc
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, Generator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
@@ -74,11 +74,13 @@ class _Served:
         timeline: str | Path | None = None,
         check_order: bool = False,
         progress: Progress | None = None,
+        tell: Callable[[str], None] = lambda text: None,
         **options: Any,
     ) -> None:
         """Load `model` (a directory, a hub id or a name of `sidestream models`) and start an engine.
 
         options    fields of EngineConfig, such as `kv_memory="2GiB"` or `offload=OffloadConfig(...)`; not together with `config`
+        tell       is told in words what the start is at: on a GPU it takes up to a minute
         timeline   file that `close` writes: what each stream did when, for ui.perfetto.dev
         check_order   judge with vector clocks that nothing is read or reused too early (`sidestream.testing.checker`); `close` raises
                       RaceError if anything was. For finding bugs: a step takes up to twice as long
@@ -94,9 +96,10 @@ class _Served:
         self._timeline = Timeline() if timeline is not None else None
         self._timeline_path = timeline
         self.tokenizer = Tokenizer.load(path)
+        tell("reading the weights")
         loaded = load_model(path, dtype=self.config.dtype, block_tokens=self.config.block_tokens, device=device)
         self._checker = Checker() if check_order else None
-        self.engine: Engine = build_engine(loaded, self.tokenizer, self.config, timeline=self._timeline, witness=self._checker)
+        self.engine: Engine = build_engine(loaded, self.tokenizer, self.config, timeline=self._timeline, witness=self._checker, tell=tell)
         self.max_model_len = min(self.engine.parts.bounds.max_model_len, self.engine.parts.bounds.pool_tokens)
         _settle_garbage()
 

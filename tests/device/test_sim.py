@@ -14,7 +14,7 @@ import pytest
 
 from sidestream.device.base import CopyBatch
 from sidestream.device.sim import Deadlock, SimDevice, SimFence, make_policy
-from sidestream.device.sim.device import POISON, QUEUE_LIMIT
+from sidestream.device.sim.device import POISON, QUEUE_LIMIT, SimEvent, SimStream
 from sidestream.errors import ConfigError, InvariantError
 from sidestream.types import Accesses, Fence
 
@@ -282,6 +282,30 @@ def test_a_captured_graph_ignores_a_wait_that_the_host_made_at_capture() -> None
 def test_an_external_wait_is_honoured_at_each_replay_for_the_record_of_that_time(policy: str) -> None:
     for seed in range(10):
         assert replayed("external", policy, seed) == ["load", "read", "load", "read"]
+
+
+@pytest.mark.parametrize("policy", ALL_POLICIES)
+def test_a_graph_inside_work_waits_for_what_its_events_stood_for_when_the_work_was_submitted(policy: str) -> None:
+    """And for nothing later: a load that comes behind this very work would never end."""
+    for seed in range(10):
+        ran: list[str] = []
+        with simulated(policy, seed) as device:
+            load, compute = device.stream("load"), device.stream("compute")
+            loaded = device.event("loaded")
+
+            def read(ran: list[str] = ran, compute: SimStream = compute, loaded: SimEvent = loaded) -> None:
+                compute.wait_external(loaded)
+                ran.append("read")
+
+            graph = compute.capture(lambda: compute.submit(read))  # noqa: B023 - called here
+            load.submit(lambda: ran.append("load"))  # noqa: B023 - done before the next seed
+            loaded.record(load)
+            flight = compute.submit(lambda: compute.enqueue(graph))  # noqa: B023
+            load.wait(flight)
+            load.submit(lambda: ran.append("load behind it"))  # noqa: B023
+            loaded.record(load)
+            device.close()
+        assert ran == ["load", "read", "load behind it"]
 
 
 def test_the_fence_of_a_replay_covers_all_of_the_graph_even_a_wait_at_its_end() -> None:

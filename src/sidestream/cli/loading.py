@@ -42,5 +42,11 @@ def start(kind: type[Served], model: str, *, config: EngineConfig, watch: Watchi
     prepare_model(model)
     log.info("loading %s", model)
     console = Console(stderr=True, quiet=log.isEnabledFor(logging.INFO))  # either the log says it or the spinner
-    with console.status(f"loading {model}{' and warming up' if config.device != 'cpu' else ''}"):
-        return kind(model, config=config, timeline=watch.timeline, check_order=watch.check_order)
+    with console.status(f"loading {model}") as line:
+        return kind(
+            model,
+            config=config,
+            timeline=watch.timeline,
+            check_order=watch.check_order,
+            tell=lambda text: line.update(f"loading {model}: {text}"),
+        )

@@ -74,6 +74,7 @@ def build_engine(
     device: Device | None = None,
     witness: Witness | None = None,
     threaded: bool = True,
+    tell: Callable[[str], None] = lambda text: None,
 ) -> Engine:
     """Allocate the pools, open the tiers, warm the device up, start the engine. Raises ConfigError; then nothing is left open.
 
@@ -82,6 +83,7 @@ def build_engine(
     disk      an open tier in place of the one that `config.offload.disk` names; closed with the engine, or by the caller if this raises
     device    a device in place of the one that `config.device` names; closed with the engine
     witness   told of everything that ordering depends on, if `device` is not given
+    tell      is told in words what is being done
     threaded  False: whoever calls `Engine.step` is the engine thread, and must be the only one to use the engine
     """
     layout = model.layout
@@ -141,11 +143,12 @@ def build_engine(
         partials = _partials(model, config, bounds, device) if on_gpu else None
         executor = EagerExecutor(device=device, model=model, memory=memory, num_rows=config.max_running, partials=partials)
         if on_gpu:
+            tell("warming up the GPU's kernels")
             _warm_up(executor, blocks, config, min(chunk_tokens, bounds.max_model_len))
         if on_gpu and not config.eager:
             gate_layers = 0 if transfers is None else layers_per_group(layout, device.segment_bytes)
             shapes = Shape.all_of(max_rows=config.max_running, chunk_tokens=chunk_tokens, max_tokens=min(token_budget, bounds.pool_tokens))
-            _capture(executor, model, shapes, gate_layers=gate_layers)
+            _capture(executor, model, shapes, gate_layers=gate_layers, tell=tell)
         parts = Parts(
             device=device,
             scheduler=Scheduler(limits=limits, blocks=blocks, rows=rows, keys=keys, tiers=transfers),
@@ -200,7 +203,9 @@ def _partials(model: ServableModel, config: EngineConfig, bounds: Bounds, device
         ) from error
 
 
-def _capture(executor: EagerExecutor, model: ServableModel, shapes: Sequence[Shape], *, gate_layers: int) -> None:
+def _capture(
+    executor: EagerExecutor, model: ServableModel, shapes: Sequence[Shape], *, gate_layers: int, tell: Callable[[str], None]
+) -> None:
     """Compile the layers and capture graphs. What cannot be compiled runs as it is written, what cannot be captured is launched kernel by kernel."""
     from sidestream.models.adapter import PagedModel
     from sidestream.models.compiled import compile_layers, decompile
@@ -212,7 +217,9 @@ def _capture(executor: EagerExecutor, model: ServableModel, shapes: Sequence[Sha
     for way, prepare in ways:
         try:
             prepare()
-            executor.capture(shapes, gate_layers=gate_layers)
+            executor.capture(
+                shapes, gate_layers=gate_layers, tell=lambda done, total: tell(f"compiling and capturing forward passes, {done} of {total}")
+            )
         except DeviceLost:
             raise
         except Exception as error:  # the compiler, transformers and the model's own code raise anything here
