@@ -104,8 +104,9 @@ def test_answers_by_captured_forward_passes_are_those_of_eager_ones(model: Path,
         assert batches == []  # nothing ran eagerly
 
 
+@pytest.mark.parametrize("what", ["place", "begin"])
 def test_a_graph_that_could_not_be_filled_leaves_the_next_flight_right(
-    model: Path, batches: list[DeviceBatch], monkeypatch: pytest.MonkeyPatch
+    model: Path, batches: list[DeviceBatch], monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
     with engine(model, chunk_tokens=16) as llm:
         executor = llm.engine.parts.executor
@@ -113,17 +114,18 @@ def test_a_graph_that_could_not_be_filled_leaves_the_next_flight_right(
         llm.engine.call(llm.engine.parts.blocks.forget_all)
         llm.engine.call(lambda: executor.capture(Shape.all_of(max_rows=4, chunk_tokens=16, max_tokens=20)))
         state, left = executor._state, [1]
-        place = state.place
+        works = getattr(state, what)
 
-        def fail_once(*changes: Any) -> None:
+        def fail_once(*given: Any) -> None:
             if left:
                 left.pop()
                 raise MemoryError("no room for the blocks")
-            place(*changes)
+            works(*given)
 
-        monkeypatch.setattr(state, "place", fail_once)
+        monkeypatch.setattr(state, what, fail_once)
         with pytest.raises(RequestError, match="no room for the blocks"):
             llm.generate(PROMPTS[:1], GREEDY)
+        assert not any(executor._tables._held)  # nobody knows what the device's tables say
         assert llm.generate(PROMPTS[:1], GREEDY)[0].token_ids == expected
 
 

@@ -45,7 +45,8 @@ def test_captured_kernels_read_what_eager_ones_are_given_and_padding_is_nobodys_
     frame = Frame.allocate(shape, torch.device("cpu"), nobody=state.nobody)
     for _ in range(4):  # over one another: what an earlier batch left must not show
         batch = random_batch(rng)
-        if changes := keeper.changes(batch.rows):
+        changes = keeper.changes(batch.rows)
+        if changes.places:
             state.place(*changes)
         frame.fill(torch.from_numpy(pack(batch, shape, nobody=state.nobody)))
         tokens, slots, tables = frame.inputs(state, BLOCK_TOKENS)

@@ -16,7 +16,7 @@ import torch
 from sidestream.attention.paged import AttentionBatch, PagedBatch
 from sidestream.attention.triton import DeviceBatch, Partials
 from sidestream.device.base import Device, Memory, Stream
-from sidestream.execute.frame import Shape, TableKeeper, pack
+from sidestream.execute.frame import Shape, TableChanges, TableKeeper, pack
 from sidestream.execute.graphs import Captured, Graphs
 from sidestream.execute.inputs import Packer, StepInputs, kv_accesses
 from sidestream.execute.mailbox import Letter, Mailbox
@@ -134,6 +134,7 @@ class EagerExecutor:
         gated = bool(gates.by_layer)
         captured = None if self._graphs is None else self._graphs.find(batch, gated=gated)
         work = self._eager_work(batch, gates) if captured is None else self._captured_work(batch, captured, gates)
+        changes = TableChanges([], []) if captured is None else self._tables.changes(batch.rows)
         for row in batch.rows:
             if row.begin is not None:
                 self._wanted_logprobs[row.row] = row.begin.sampling.top_logprobs
@@ -145,7 +146,7 @@ class EagerExecutor:
         if 0 < decodes < len(batch.rows):
             label += f" + decode {decodes}"
         fence = self._stream.submit(
-            lambda: self._run(batch, work, letter),
+            lambda: self._run(batch, changes, work, letter),
             lambda: self._accesses(batch, letter, gated=gated),
             label=label,
         )
@@ -218,19 +219,28 @@ class EagerExecutor:
 
         return before_layer
 
-    def _run(self, batch: BatchPlan, forward: Callable[[], torch.Tensor], letter: Letter) -> None:
-        """The flight itself: `forward` gives the logits of the rows that sample. On the compute stream."""
-        with torch.inference_mode():
-            for row in batch.rows:
-                if row.begin is not None:
-                    self._state.begin(row.row, row.begin)
-            logits = forward()
-            sampling = [row for row in batch.rows if row.samples]
-            if sampling:
-                rows = [row.row for row in sampling]
-                drawn = sample(logits[: len(rows)], rows, [row.output_index for row in sampling], self._state)
-                self._state.commit(rows, drawn.tokens)
-                self._mailbox.write(letter, drawn, self._stream)
+    def _run(self, batch: BatchPlan, changes: TableChanges, forward: Callable[[], torch.Tensor], letter: Letter) -> None:
+        """The flight itself: `forward` gives the logits of the rows that sample. On the compute stream.
+
+        Whatever fails, the device's tables are made anew for the flights behind it: on a GPU this is the engine thread, before it packs another.
+        """
+        try:
+            with torch.inference_mode():
+                if changes.places:
+                    self._state.place(changes.places, changes.blocks)
+                for row in batch.rows:
+                    if row.begin is not None:
+                        self._state.begin(row.row, row.begin)
+                logits = forward()
+                sampling = [row for row in batch.rows if row.samples]
+                if sampling:
+                    rows = [row.row for row in sampling]
+                    drawn = sample(logits[: len(rows)], rows, [row.output_index for row in sampling], self._state)
+                    self._state.commit(rows, drawn.tokens)
+                    self._mailbox.write(letter, drawn, self._stream)
+        except BaseException:
+            self._tables.forget()
+            raise
 
     def _eager_work(self, batch: BatchPlan, gates: LayerGates) -> Callable[[], torch.Tensor]:
         """The batch's forward pass, launched kernel by kernel."""
@@ -250,19 +260,12 @@ class EagerExecutor:
         assert self._graphs is not None
         graphs, gated = self._graphs, bool(gates.by_layer)
         numbers = staged(pack(batch, captured.frame.shape, nobody=self._state.nobody), self._torch_device)
-        places, blocks = self._tables.changes(batch.rows)
         if gated:
             graphs.close_gates(gates)
 
         def forward() -> torch.Tensor:
-            try:
-                if places:
-                    self._state.place(places, blocks)
-                captured.frame.fill(numbers)
-                logits = graphs.replay(captured, gated=gated)
-            except BaseException:
-                self._tables.forget()  # nobody knows what the device's tables say now
-                raise
+            captured.frame.fill(numbers)
+            logits = graphs.replay(captured, gated=gated)
             if gated and self._witnessed:
                 self._stream.touch(lambda: kv_accesses(batch.rows, self._model.layout, range(self._model.layout.num_layers)))
             return logits

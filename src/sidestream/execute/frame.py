@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -160,6 +161,13 @@ def pack(batch: BatchPlan, shape: Shape, *, nobody: int) -> Numbers:
     return numbers
 
 
+class TableChanges(NamedTuple):
+    """Flat places in the device's tables, and the block that belongs there."""
+
+    places: list[int]
+    blocks: list[int]
+
+
 class TableKeeper:
     """Which blocks the device's tables say that each row holds, and what a flight has to change there. Engine thread only."""
 
@@ -167,8 +175,8 @@ class TableKeeper:
         self._width = width
         self._held: list[tuple[int, ...]] = [()] * num_rows
 
-    def changes(self, rows: Iterable[RowPlan]) -> tuple[list[int], list[int]]:
-        """Flat places in the tables, and the block that belongs there. They are taken for made: `forget` if they were not."""
+    def changes(self, rows: Iterable[RowPlan]) -> TableChanges:
+        """What the rows' tables lack. It is taken for made: `forget` if it was not."""
         places: list[int] = []
         blocks: list[int] = []
         for row in rows:
@@ -180,7 +188,7 @@ class TableKeeper:
             places.extend(range(base + kept, base + len(wanted)))
             blocks.extend(wanted[kept:])
             self._held[row.row] = wanted
-        return places, blocks
+        return TableChanges(places, blocks)
 
     def forget(self) -> None:
         """Believe nothing of the device's tables any more."""

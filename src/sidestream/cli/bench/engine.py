@@ -25,6 +25,7 @@ from sidestream.config import EngineConfig, OffloadConfig, SamplingParams, unkno
 from sidestream.engine.build import build_engine
 from sidestream.engine.loop import Engine
 from sidestream.errors import ConfigError, SidestreamError
+from sidestream.execute.frame import TableChanges
 from sidestream.execute.mailbox import Letter
 from sidestream.models.adapter import PagedModel
 from sidestream.testing.random_models import random_model
@@ -155,11 +156,11 @@ class _Rig:
         executor = self.parts.executor
         run = executor._run
 
-        def stamped(batch: BatchPlan, forward: Callable[[], torch.Tensor], letter: Letter) -> None:
+        def stamped(batch: BatchPlan, changes: TableChanges, forward: Callable[[], torch.Tensor], letter: Letter) -> None:
             at = 16 * len(self._flights)
             self._flights.append((len(batch.rows), batch.num_tokens))
             stamp(self.parts.device, self._stamps, at)
-            run(batch, forward, letter)
+            run(batch, changes, forward, letter)
             stamp(self.parts.device, self._stamps, at + 8)
 
         executor._run = stamped  # type: ignore[method-assign]
