@@ -12,7 +12,7 @@ import torch
 from sidestream import LLM, OffloadConfig, RequestError, SamplingParams
 from sidestream.attention.triton import DeviceBatch, Partials
 from sidestream.engine import build
-from sidestream.execute.eager import EagerExecutor
+from sidestream.execute.executor import Executor
 from sidestream.execute.frame import SHORT_TOKENS, Shape
 from sidestream.testing.tiny_models import tiny_model_dir
 
@@ -30,7 +30,7 @@ def batches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[DeviceBatch]]:
     """Every engine that is built meanwhile attends, and is warmed up, as one on a GPU; these are its flights."""
     seen: list[DeviceBatch] = []
 
-    class Interpreted(EagerExecutor):
+    class Interpreted(Executor):
         def __init__(self, **parts: Any) -> None:
             layout = parts["model"].layout
             partials = Partials.allocate(
@@ -42,7 +42,7 @@ def batches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[DeviceBatch]]:
             seen.append(super()._paged(*given))
             return seen[-1]
 
-    monkeypatch.setattr(build, "EagerExecutor", Interpreted)
+    monkeypatch.setattr(build, "Executor", Interpreted)
     yield seen
     assert all(isinstance(batch, DeviceBatch) for batch in seen)
 
@@ -59,7 +59,7 @@ def engine(model: Path, **options: Any) -> LLM:
 
 def test_answers_are_those_of_the_reference_cold_from_the_device_and_from_the_host(model: Path, batches: list[DeviceBatch]) -> None:
     with pytest.MonkeyPatch.context() as plain:
-        plain.setattr(build, "EagerExecutor", EagerExecutor)
+        plain.setattr(build, "Executor", Executor)
         with engine(model) as llm:
             expected = [output.token_ids for output in llm.generate(PROMPTS, GREEDY)]
     assert not batches

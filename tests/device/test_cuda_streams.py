@@ -12,6 +12,7 @@ from cuda_rig import PATIENCE_S, FakeGpu, GpuStream, Wait
 
 from sidestream.device.base import Rest
 from sidestream.device.cuda import CudaDevice
+from sidestream.device.cuda.graphs import Capture, CudaGraph
 from sidestream.device.cuda.stream import CudaStream
 from sidestream.errors import DeviceError, DeviceLost, InvariantError, OutOfDeviceMemory
 from sidestream.metrics import Metrics, Timeline
@@ -433,3 +434,21 @@ def test_what_fails_without_losing_the_device_fails_its_fence_only(gpu: FakeGpu,
     assert fence.poll()
     assert isinstance(fence.failure, DeviceError)
     assert not isinstance(fence.failure, DeviceLost)
+
+
+# ---------------------------------------------------------------------- graphs
+
+
+def test_a_graph_cannot_wait_for_an_event_that_was_never_recorded_h5(device: CudaDevice) -> None:
+    """There would be no node, and nothing that says so."""
+    compute = device.stream("compute")
+    compute._capture = Capture([], [])
+    with pytest.raises(InvariantError, match="event loaded was never recorded"):
+        compute.wait_external(device.event("loaded"))
+    assert compute._capture.waits == []
+    compute._capture = None
+
+
+def test_a_graph_is_enqueued_by_work_of_its_stream_only(device: CudaDevice) -> None:
+    with pytest.raises(InvariantError, match="was told to enqueue a graph, but not by its work"):
+        device.stream("compute").enqueue(CudaGraph(None, (), (), 0))

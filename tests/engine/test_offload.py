@@ -16,7 +16,7 @@ from sidestream.attention.paged import PagedBatch
 from sidestream.device.base import CopyBatch
 from sidestream.device.cpu import CpuDevice
 from sidestream.device.host import HostFence, HostStream
-from sidestream.execute.eager import _VARIANTS, _row
+from sidestream.execute.executor import _VARIANTS, _row
 from sidestream.testing import faults
 from sidestream.testing.toy import ToyModel
 from sidestream.transfer import mover

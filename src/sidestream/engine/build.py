@@ -23,7 +23,7 @@ from sidestream.device.cpu import CpuDevice
 from sidestream.engine.loop import Bounds, Engine, Parts
 from sidestream.engine.session import TokenSource
 from sidestream.errors import ConfigError, DeviceLost
-from sidestream.execute.eager import EagerExecutor, ForwardModel
+from sidestream.execute.executor import Executor, ForwardModel
 from sidestream.execute.frame import SHORT_TOKENS, Shape
 from sidestream.kv.keys import BlockKeys
 from sidestream.kv.pool import FencedPool
@@ -141,7 +141,7 @@ def build_engine(
         )
         on_gpu = device.torch_device.type == "cuda"
         partials = _partials(model, config, bounds, device) if on_gpu else None
-        executor = EagerExecutor(device=device, model=model, memory=memory, num_rows=config.max_running, partials=partials)
+        executor = Executor(device=device, model=model, memory=memory, num_rows=config.max_running, partials=partials)
         if on_gpu:
             tell("warming up the GPU's kernels")
             _warm_up(executor, blocks, config, min(chunk_tokens, bounds.max_model_len))
@@ -203,9 +203,7 @@ def _partials(model: ServableModel, config: EngineConfig, bounds: Bounds, device
         ) from error
 
 
-def _capture(
-    executor: EagerExecutor, model: ServableModel, shapes: Sequence[Shape], *, gate_layers: int, tell: Callable[[str], None]
-) -> None:
+def _capture(executor: Executor, model: ServableModel, shapes: Sequence[Shape], *, gate_layers: int, tell: Callable[[str], None]) -> None:
     """Compile the layers and capture graphs. What cannot be compiled runs as it is written, what cannot be captured is launched kernel by kernel."""
     from sidestream.models.adapter import PagedModel
     from sidestream.models.compiled import compile_layers, decompile
@@ -230,7 +228,7 @@ def _capture(
             return
 
 
-def _warm_up(executor: EagerExecutor, blocks: FencedPool, config: EngineConfig, chunk_tokens: int) -> None:
+def _warm_up(executor: Executor, blocks: FencedPool, config: EngineConfig, chunk_tokens: int) -> None:
     start_s = time.monotonic()
     lease = blocks.take(min(blocks.num_available, max(config.max_running, -(-chunk_tokens // config.block_tokens))))
     executor.warm_up(lease.ids, chunk_tokens=chunk_tokens)

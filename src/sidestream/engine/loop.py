@@ -22,7 +22,7 @@ from sidestream.config import SamplingParams
 from sidestream.device.base import Device
 from sidestream.engine.session import Handle, Session, Sink, TokenSource
 from sidestream.errors import ContextTooLong, DeviceLost, EngineStopped, QueueFull, RequestRejected
-from sidestream.execute.eager import EagerExecutor, Flight
+from sidestream.execute.executor import Executor, Flight
 from sidestream.kv.keys import BlockKeys
 from sidestream.kv.layout import KVLayout
 from sidestream.kv.pool import FencedPool
@@ -68,7 +68,7 @@ class Parts:
 
     device: Device
     scheduler: Scheduler
-    executor: EagerExecutor
+    executor: Executor
     blocks: FencedPool
     layout: KVLayout
     tokenizer: TokenSource

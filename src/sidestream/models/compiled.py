@@ -6,7 +6,6 @@ Projections that read the same states become one multiplication.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,8 +18,6 @@ from transformers import AttentionInterface
 
 from sidestream.models import adapter
 from sidestream.models.adapter import PagedModel
-
-logger = logging.getLogger(__name__)
 
 # The same hook, which the compiler leaves alone.
 _OUTSIDE = f"{adapter.PAGED}_outside"
@@ -103,11 +100,7 @@ class _MergeProducts(CustomGraphPass):
     def __call__(self, graph: torch.fx.Graph) -> None:
         """Change the graph in place."""
         aten = torch.ops.aten
-        pure = {
-            op.default
-            for op in (aten.mm, aten.addmm, aten.view, aten.permute, aten.t, aten.reshape, aten._unsafe_view)
-            if hasattr(op, "default")
-        }
+        pure = {op.default for op in (aten.mm, aten.addmm, aten.view, aten.permute, aten.t, aten.reshape, aten._unsafe_view)}
         first: dict[tuple[Any, ...], torch.fx.Node] = {}
         for node in list(graph.nodes):
             if node.op != "call_function" or node.target not in pure:

@@ -57,7 +57,7 @@ def test_the_scan_sees_what_looks_like_a_rule(line: str, found: list[str]) -> No
 
 
 def test_a_new_wait_without_a_row_is_told_with_its_place() -> None:
-    (path,) = {site.path for site in all_sites() if site.path.name == "eager.py"}
+    (path,) = {site.path for site in all_sites() if site.path.name == "executor.py"}
     text = path.read_text(encoding="utf-8") + "\n\ndef new(stream, fence):\n    stream.wait(fence)\n"
     (missing,) = uncovered(sites_of(path, text))
-    assert str(missing) == f"execute/eager.py:{len(text.splitlines())}: `wait` in `stream.wait(fence)`"
+    assert str(missing) == f"execute/executor.py:{len(text.splitlines())}: `wait` in `stream.wait(fence)`"

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from sidestream.testing.mutations.mechanism import Edit, Equivalent, Exempt, Mutation
 
-_EAGER = "sidestream.execute.eager:EagerExecutor"
+_EXECUTOR = "sidestream.execute.executor:Executor"
 _GRAPHS = "sidestream.execute.graphs:Graphs"
-_FLIGHT = "sidestream.execute.eager:Flight"
+_FLIGHT = "sidestream.execute.executor:Flight"
 _MAILBOX = "sidestream.execute.mailbox:Mailbox"
 _STATE = "sidestream.execute.state:DecodeState"
 
@@ -14,7 +14,7 @@ MUTATIONS = (
     Mutation(
         name="layer-waits-for-its-load",
         hazard="H5",
-        target=f"{_EAGER}._gate",
+        target=f"{_EXECUTOR}._gate",
         old="        for fence in gates.by_layer[layer]:\n            self._stream.wait(fence)\n",
         new="",
         removes="a flight reads blocks that a load is still writing",
@@ -23,7 +23,7 @@ MUTATIONS = (
     Mutation(
         name="row-begins-on-the-device",
         hazard="H16",
-        target=f"{_EAGER}._run",
+        target=f"{_EXECUTOR}._run",
         old="                if row.begin is not None:\n",
         new="                if row.begin is not None and not row.begin.outputs:\n",
         removes="a request that comes back draws with what the row's owner before it left there",
@@ -32,7 +32,7 @@ MUTATIONS = (
     Mutation(
         name="row-begins-on-the-host",
         hazard="H16",
-        target=f"{_EAGER}.launch",
+        target=f"{_EXECUTOR}.launch",
         old="            self._wanted_logprobs[row.row] = row.begin.sampling.top_logprobs\n",
         new="            self._wanted_logprobs.setdefault(row.row, row.begin.sampling.top_logprobs)\n",
         removes="a request gets the log-probabilities that the row's owner before it asked for",
@@ -113,7 +113,7 @@ MUTATIONS = (
     Mutation(
         name="changed-blocks-reach-the-device",
         hazard="H16",
-        target=f"{_EAGER}._run",
+        target=f"{_EXECUTOR}._run",
         old="                self._state.place(changes.places, changes.blocks)\n",
         new="                pass\n",
         removes="a captured pass writes to whatever block its table was made with",
@@ -122,7 +122,7 @@ MUTATIONS = (
     Mutation(
         name="frame-is-filled-before-its-replay",
         hazard="H18",
-        target=f"{_EAGER}._captured_work",
+        target=f"{_EXECUTOR}._captured_work",
         old="        captured.frame.fill(numbers)\n",
         new="",
         removes="a captured pass computes the batch before it again",
@@ -181,7 +181,7 @@ EQUIVALENT = (
         Mutation(
             name="flight-waits-for-the-last-use",
             hazard="H2",
-            target=f"{_EAGER}.launch",
+            target=f"{_EXECUTOR}.launch",
             old="    for fence in after:\n        self._stream.wait(fence)\n",
             new="",
             removes="a flight does not wait for the last use of its blocks",
@@ -211,18 +211,18 @@ _UNPLACED = (
 )
 
 EXEMPT = (
-    Exempt(f"{_EAGER}.warm_up", "replace(row, start=1", "a value"),
-    Exempt(f"{_EAGER}.capture", "gates=self._gates,", "a stream"),
-    Exempt(f"{_EAGER}._run_for_nothing", "after=(), gates=LayerGates()", _WARM_UP),
-    Exempt(f"{_EAGER}._run_for_nothing", 'self._device.wait_host(flight.fence, reason="flight")', _WARM_UP),
-    Exempt(f"{_EAGER}._run_for_nothing", "flight.drop()", _WARM_UP),
-    Exempt(f"{_EAGER}._run_for_nothing", "if flight.fence.failure is not None:", _WARM_UP),
+    Exempt(f"{_EXECUTOR}.warm_up", "replace(row, start=1", "a value"),
+    Exempt(f"{_EXECUTOR}.capture", "gates=self._gates,", "a stream"),
+    Exempt(f"{_EXECUTOR}._run_for_nothing", "after=(), gates=LayerGates()", _WARM_UP),
+    Exempt(f"{_EXECUTOR}._run_for_nothing", 'self._device.wait_host(flight.fence, reason="flight")', _WARM_UP),
+    Exempt(f"{_EXECUTOR}._run_for_nothing", "flight.drop()", _WARM_UP),
+    Exempt(f"{_EXECUTOR}._run_for_nothing", "if flight.fence.failure is not None:", _WARM_UP),
     Exempt("sidestream.execute.inputs:StepInputs.to", "replace(self, **moved)", "a value"),
     Exempt("sidestream.execute.frame:TableKeeper.changes", "places.extend(range(base + kept, base + len(wanted)))", "a list"),
     Exempt("sidestream.execute.frame:TableKeeper.changes", "blocks.extend(wanted[kept:])", "a list"),
-    Exempt(f"{_EAGER}._run", "self._tables.forget()", _UNPLACED),
+    Exempt(f"{_EXECUTOR}._run", "self._tables.forget()", _UNPLACED),
     Exempt(f"{_GRAPHS}._finish", 'self._device.wait_host(fence, reason="flight")', _WARM_UP),
     Exempt(f"{_GRAPHS}._finish", "if fence.failure is not None:", _WARM_UP),
-    Exempt(f"{_EAGER}._run", "self._state.begin(row.row, row.begin)", "see row-begins-on-the-device"),
-    Exempt(f"{_EAGER}._run", "self._state.commit(rows, drawn.tokens)", "see drawn-token-stays-on-the-device"),
+    Exempt(f"{_EXECUTOR}._run", "self._state.begin(row.row, row.begin)", "see row-begins-on-the-device"),
+    Exempt(f"{_EXECUTOR}._run", "self._state.commit(rows, drawn.tokens)", "see drawn-token-stays-on-the-device"),
 )

@@ -99,7 +99,7 @@ class Flight:
         return self.mailbox.read(self.letter, self.batch.rows, self.top_logprobs, self.fence)
 
 
-class EagerExecutor:
+class Executor:
     """Owner of the compute stream, the device's decode state and the mailbox.
 
     memory     the block pool, `num_blocks * layout.block_bytes` bytes
