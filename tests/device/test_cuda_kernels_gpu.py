@@ -54,3 +54,29 @@ def test_results_up_to_the_last_byte_of_host_memory_are_delivered(size: int) -> 
         assert not there.data[:start].any()
     finally:
         device.close()
+
+
+def test_kernels_read_what_the_host_wrote_into_mapped_memory_while_copies_keep_the_copy_engine_busy() -> None:  # P5
+    device = CudaDevice()
+    try:
+        size = 256 << 20
+        bulk, there = device.allocate_host("bulk", size), device.allocate("there", size)
+        small = device.allocate_host("small", 4096)
+        mapped = device.mapped(small).view(torch.int64)
+        fetched = torch.zeros(512, dtype=torch.int64, device=device.torch_device)
+        torch.add(mapped, 0, out=fetched)  # a first launch waits for whatever runs (P3)
+        torch.cuda.default_stream().synchronize()
+        starts = np.arange(256, dtype=np.int64) << 20
+        batch, copies, compute = CopyBatch(bulk, there, starts, starts, 1 << 20), device.stream("load-0"), device.stream("compute")
+        for round_ in range(3):
+            small.data.view(torch.int64)[:] = torch.arange(512) + round_
+            last = [copies.submit_copy(device.prepare(batch), 0, 256) for _ in range(4)][-1]
+            fence = compute.submit(lambda: torch.add(mapped, 0, out=fetched))
+            assert device.wait_host(fence, reason="test", timeout_s=60)
+            assert fence.failure is None
+            assert not last.poll(), "the copies were over before the kernel was: they prove nothing"
+            assert device.wait_host(last, reason="test", timeout_s=60)
+            assert fetched.cpu().tolist() == [number + round_ for number in range(512)]
+        assert mapped.device == device.torch_device
+    finally:
+        device.close()

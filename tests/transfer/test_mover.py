@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -13,7 +14,7 @@ from sidestream.device.base import CopyBatch
 from sidestream.device.host import HostStream
 from sidestream.errors import InvariantError
 from sidestream.transfer import LoadFailed, LoadReady, mover
-from sidestream.transfer.pacing import Lane, Pace
+from sidestream.transfer.pacing import Copy, Lane, Pace
 from sidestream.types import Key, PromotePlan, StorePlan
 
 PATIENCE_S = 10.0
@@ -79,20 +80,98 @@ def test_load_that_was_not_submitted_gates_nobody(rig: Rig) -> None:
     lease.release()
 
 
-def test_a_load_has_arrived_when_all_of_it_is_done_and_well(rig: Rig) -> None:
+def test_a_load_has_arrived_when_all_of_it_is_done(rig: Rig) -> None:
     rig.stored(keys("ab"))
     lease = rig.blocks.take(2)
     with rig.hold("load"):
         rig.load(keys("ab"), lease.ids)
-        assert not rig.transfers.has_arrived(1, 0)
-        assert rig.transfers.has_arrived(1, 1)  # not its own
-        assert rig.transfers.has_arrived(2, 0)
+        assert rig.transfers.seconds_left(1, 0, step_s=0) == math.inf  # not all of it was given to the device
+        assert rig.transfers.seconds_left(1, 1, step_s=0) == 0  # not its own
+        assert rig.transfers.seconds_left(2, 0, step_s=0) == 0
         rig.poll()
         assert rig.ready == [(1, 0)]
-        assert not rig.transfers.has_arrived(1, 0)
+        assert rig.transfers.seconds_left(1, 0, step_s=0) == pytest.approx(LAYOUT.block_bytes / 2e9)  # the first guess of the rate
+    rig.drain("load")
+    assert rig.transfers.seconds_left(1, 0, step_s=0) == 0
     rig.finish("load")
-    assert rig.transfers.has_arrived(1, 0)
+    assert rig.transfers.seconds_left(1, 0, step_s=0) == 0
     lease.release()
+
+
+def test_a_flight_may_begin_before_a_load_has_ended_if_each_layer_is_there_when_it_comes_to_it(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rig.transfers._mover._device, "segment_bytes", LAYOUT.layer_bytes)
+    rig.stored(keys("a", "b"))
+    lease = rig.blocks.take(2)
+    with rig.hold("load"):
+        rig.load(keys("a", "b"), lease.ids)
+        rig.poll()
+        whole_s = 2 * LAYOUT.block_bytes / 2e9  # the first guess of the rate
+        assert LAYOUT.num_layers == 3
+        # A third of it for the first layer; the second and the third are there in time, a third of a step later each.
+        assert rig.transfers.seconds_left(1, 0, step_s=whole_s) == pytest.approx(whole_s / 3)
+        assert rig.transfers.seconds_left(1, 0, step_s=whole_s / 2) == pytest.approx(whole_s - whole_s / 3)
+        assert rig.transfers.seconds_left(1, 0, step_s=0) == pytest.approx(whole_s)
+    rig.drain("load")
+    assert rig.transfers.seconds_left(1, 0, step_s=1.0) == 0
+    rig.finish("load")
+    lease.release()
+
+
+def test_what_is_loaded_for_others_first_counts(rig: Rig) -> None:
+    rig.stored(keys("a", "b", "c"))
+    lease = rig.blocks.take(3)
+    block_s = LAYOUT.block_bytes / 2e9  # the first guess of the rate
+    with rig.hold("load"):
+        rig.load(keys("a", "b"), lease.ids[:2], request_id=1)
+        rig.load(keys("c"), lease.ids[2:], request_id=2)
+        rig.poll()
+        assert rig.transfers.seconds_left(1, 0, step_s=0) == pytest.approx(2 * block_s)
+        assert rig.transfers.seconds_left(2, 0, step_s=0) == pytest.approx(3 * block_s)
+        assert rig.transfers.seconds_left(3, 0, step_s=0) == 0
+    rig.drain("load")
+    assert rig.transfers.seconds_left(2, 0, step_s=0) == 0
+    rig.finish("load")
+    lease.release()
+
+
+def test_a_load_that_failed_is_not_waited_for_as_one_that_comes(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    rig.stored(keys("a"))
+    lease = rig.blocks.take(1)
+
+    def fail(self: HostStream, batch: CopyBatch) -> None:
+        raise OSError("injected")
+
+    monkeypatch.setattr(HostStream, "copy", fail)
+    with rig.hold("load"):
+        rig.load(keys("a"), lease.ids)
+        rig.poll()
+    rig.drain("load")
+    assert rig.transfers.seconds_left(1, 0, step_s=0) == math.inf
+    rig.finish("load")
+    lease.release()
+
+
+@pytest.mark.parametrize(("last", "pieces"), [(0, [1, 1, 1]), (2, [1, 2]), (3, [3])])
+def test_the_last_piece_of_a_load_is_a_large_one_and_the_only_one_by_layers(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, last: int, pieces: list[int]
+) -> None:
+    monkeypatch.setattr(mover, "_BLOCKS_A_TURN", 1)
+    monkeypatch.setattr(mover, "_LOAD_BYTES", 0)
+    monkeypatch.setattr(mover, "_LAST_BYTES", last * LAYOUT.block_bytes)
+    monkeypatch.setattr(rig.transfers._mover._device, "segment_bytes", LAYOUT.layer_bytes)
+    copies: list[Copy] = []
+    add = rig.transfers._mover._to_device.add
+    monkeypatch.setattr(rig.transfers._mover._to_device, "add", lambda copy: copies.append(copy) or add(copy))  # type: ignore[func-returns-value]
+    rig.stored(keys("a", "b", "c"))
+    lease = rig.blocks.take(3)
+    rig.load(keys("a", "b", "c"), lease.ids)
+    rig.finish("load")
+    assert [rig.block(block) for block in lease.ids] == [content(key(name)).tobytes() for name in "abc"]
+    lease.release()
+    assert [len(copy.groups[0].source_starts) for copy in copies] == pieces
+    assert [len(copy.groups) for copy in copies] == [1] * (len(pieces) - 1) + [LAYOUT.num_layers]
 
 
 @pytest.mark.parametrize("fence_first", [True, False])
@@ -230,6 +309,7 @@ def test_reset_while_the_mover_publishes_a_store_is_over_once_that_is_forgotten_
 def one_block_a_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mover, "_BLOCKS_A_TURN", 1)
     monkeypatch.setattr(mover, "_LOAD_BYTES", 0)
+    monkeypatch.setattr(mover, "_LAST_BYTES", 0)
 
 
 def narrow(rig: Rig, *, segments_in_flight: int) -> None:
@@ -329,6 +409,7 @@ def test_load_of_which_a_piece_has_failed_is_never_said_to_be_ready(rig: Rig, mo
 def test_layer_waits_for_the_last_slice_of_every_piece(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:  # H5
     monkeypatch.setattr(mover, "_BLOCKS_A_TURN", 2)
     monkeypatch.setattr(mover, "_LOAD_BYTES", 0)
+    monkeypatch.setattr(mover, "_LAST_BYTES", 0)
     rig.stored(keys("a", "b", "c", "d"))
     lease = rig.blocks.take(4)
     narrow(rig, segments_in_flight=8)

@@ -55,7 +55,8 @@ class World:
     def __init__(self, pace: Pace = WIDE) -> None:
         self.given: list[tuple[str, str, int]] = []
         self.streams: list[HandStream] = []
-        self.lane = Lane(pace, self._make, clock=lambda: 7.0)  # type: ignore[arg-type, return-value]
+        self.now_s = 7.0
+        self.lane = Lane(pace, self._make, clock=lambda: self.now_s)  # type: ignore[arg-type, return-value]
 
     def _make(self, number: int) -> HandStream:
         assert number == len(self.streams)
@@ -246,7 +247,44 @@ def test_copy_is_told_once_when_its_last_slice_was_given_and_ends_when_all_were_
     assert len(world.lane) == 1
     world.end("a")
     assert world.lane.retire() == [copy]
-    assert (len(world.lane), copy.failure, copy.began_s) == (0, None, 7.0)
+    assert (len(world.lane), copy.failure, copy.seconds) == (0, None, 0.0)
+
+
+def test_a_copy_took_as_long_as_the_lane_had_nothing_else_to_do_before_it() -> None:
+    world = World()
+    first, second = world.copy("a"), world.copy("b")
+    world.lane.fill()
+    world.now_s = 9.0
+    world.end("a")
+    world.lane.retire()
+    world.now_s = 10.0
+    world.end("b")
+    world.lane.retire()
+    assert (first.seconds, second.seconds) == (2.0, 1.0)
+    third = world.copy("c")
+    world.now_s = 20.0
+    world.lane.fill()
+    world.now_s = 20.5
+    world.end("c")
+    world.lane.retire()
+    assert third.seconds == 0.5
+
+
+def test_copies_that_are_seen_done_at_once_share_the_time_by_bytes() -> None:
+    world = World()
+    copies = [world.copy("a", 3), world.copy("b", 1), world.copy("c", 4)]
+    world.lane.fill()
+    world.now_s = 9.0
+    for label in "abc":
+        world.end(label)
+    assert world.lane.retire() == copies
+    assert [copy.seconds for copy in copies] == [0.75, 0.25, 1.0]
+    later = world.copy("d")
+    world.lane.fill()
+    world.now_s = 10.0
+    world.end("d")
+    world.lane.retire()
+    assert later.seconds == 1.0
 
 
 def test_slice_that_fails_ends_its_copy_once_the_others_are_done_and_no_more_is_given() -> None:  # H9, H15

@@ -279,6 +279,14 @@ class Device(Protocol):
         """
         ...
 
+    def mapped(self, memory: Memory) -> torch.Tensor:
+        """Host memory as kernels of the device see it: uint8 `[num_bytes]`, what is ready of it, the same bytes.
+
+        For kernels only, which read it when they run: a copy between the two goes through the copy engine. Whoever writes it on the host meanwhile
+        changes what they read.
+        """
+        ...
+
     def ready_bytes(self, memory: Memory) -> int:
         """How many bytes of host memory, from its start on, can be copied asynchronously by now. Never falls."""
         ...

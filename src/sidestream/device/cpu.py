@@ -109,6 +109,10 @@ class CpuDevice:
         """On a CPU, host memory is what `allocate` gives."""
         return self.allocate(name, num_bytes)
 
+    def mapped(self, memory: Memory) -> torch.Tensor:
+        """The memory itself. See `Device.mapped`."""
+        return memory.data
+
     def ready_bytes(self, memory: Memory) -> int:
         """All of it: a page that was not touched yet costs time, and nothing else."""
         return memory.num_bytes

@@ -6,6 +6,7 @@ neither ever waits.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -62,11 +63,31 @@ class _Load:
         assert self.submitted is not None
         return (*(piece[-1] for piece in self.submitted.before), self.submitted.groups[group][-1])
 
-    def has_arrived(self) -> bool:
-        """Whether all of it is done and well."""
-        return self.submitted is not None and all(
-            fence.poll() and fence.failure is None for part in (*self.submitted.before, *self.submitted.groups) for fence in part
-        )
+    def share_left(self) -> float:
+        """How much of it is still on its way, from 0 to 1."""
+        if self.submitted is None:
+            return 1.0
+        fences = [fence for part in (*self.submitted.before, *self.submitted.groups) for fence in part]
+        return sum(not fence.poll() for fence in fences) / len(fences)
+
+    def seconds_left(self, load_s: float, step_s: float) -> float:
+        """How soon a flight of `step_s` may begin that never waits for it: each group of layers is there when the flight comes to it.
+
+        `load_s`: what all of it takes, with nothing before it. Infinite as long as there are no fences for all of it, and if it failed.
+        """
+        if self.submitted is None:
+            return math.inf
+        pieces, groups = self.submitted.before, self.submitted.groups
+        fences = [fence for part in (*pieces, *groups) for fence in part]
+        if any(fence.failure is not None for fence in fences):
+            return math.inf
+        left = sum(not fence.poll() for piece in pieces for fence in piece)
+        soonest = 0.0
+        for index, group in enumerate(groups):
+            left += sum(not fence.poll() for fence in group)
+            if left:
+                soonest = max(soonest, load_s * left / len(fences) - step_s * index / len(groups))
+        return soonest
 
     def has_failed(self) -> bool:
         """Whether a part of it is done and failed, which nobody was told."""
@@ -201,9 +222,17 @@ class TransferEngine:
         ]
         return LayerGates(tuple(by_group[layer // group] for layer in range(self._layout.num_layers)))
 
-    def has_arrived(self, request_id: RequestId, epoch: int) -> bool:
-        """Whether no load of the request is on its way any more. Never blocks."""
-        return all(load.has_arrived() for load in self._loads.values() if (load.plan.request_id, load.plan.epoch) == (request_id, epoch))
+    def seconds_left(self, request_id: RequestId, epoch: int, *, step_s: float) -> float:
+        """How soon a flight of `step_s` may begin that does not wait for the request's loads; infinite when nobody knows. Never blocks."""
+        ahead_s = soonest_s = 0.0
+        for load in self._loads.values():  # in the order in which the device gets them, but for prefetches
+            load_s = self._costs.load_seconds(host_blocks=len(load.plan.keys), disk_blocks=0)
+            if (load.plan.request_id, load.plan.epoch) == (request_id, epoch):
+                left_s = load.seconds_left(load_s, step_s)
+                soonest_s = max(soonest_s, left_s and ahead_s + left_s)
+            elif not load.plan.prefetch:
+                ahead_s += load_s * load.share_left()
+        return soonest_s
 
     # ------------------------------------------------------------------ completion: never blocks
 

@@ -39,8 +39,10 @@ logger = logging.getLogger(__name__)
 
 # Blocks of orders that one turn carries out, and of a store that one ticket has: some 3 us each, of the interpreter lock (P8).
 _BLOCKS_A_TURN = 16
-# Of a load, a piece has at least so many bytes: what is on its way at once goes layer by layer, so that the forward pass can follow it.
+# Of a load, a piece has so many bytes, and the last one, which goes layer by layer, at most so many: about as many as the link moves during a
+# forward pass, which follows it layer by layer.
 _LOAD_BYTES = 64 << 20
+_LAST_BYTES = 384 << 20
 # How long it lets others go first when there is more to do: a thread that gets the interpreter lock needs some 50 us to wake up, and must not
 # find it taken again. While the link runs low, no longer than the system's shortest sleep.
 _BREATH_S = 100e-6
@@ -285,7 +287,9 @@ class Mover:
         flight layer by layer: so only the last piece is cut by layers, which costs speed.
         """
         plan, layout, first = order.plan, self._layout, order.begun
-        stop = order.begun = min(first + max(_BLOCKS_A_TURN, _LOAD_BYTES // layout.block_bytes), len(plan.keys))
+        piece, last = (max(_BLOCKS_A_TURN, num_bytes // layout.block_bytes) for num_bytes in (_LOAD_BYTES, _LAST_BYTES))
+        left = len(plan.keys) - first
+        stop = order.begun = first + (left if left <= last else min(piece, left - last))
         step = layers_per_group(layout, self._device.segment_bytes) if order.all_begun else layout.num_layers
         groups = []
         for layer in range(0, layout.num_layers, step):
@@ -410,9 +414,8 @@ class Mover:
         """A piece has ended."""
         del self._loads[copy]
         order.ended += 1
-        if copy.failure is None and copy.began_s is not None:
-            num_bytes = sum(group.num_bytes for group in copy.groups)
-            self._costs.saw_transfer("host", num_bytes, self._clock() - copy.began_s)
+        if copy.failure is None:
+            self._costs.saw_transfer("host", sum(group.num_bytes for group in copy.groups), copy.seconds)
         elif order.failure is None:
             order.failure = copy.failure
         self._settle_load(order)

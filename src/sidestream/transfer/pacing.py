@@ -46,9 +46,11 @@ class Pace:
 
 # To the host, by two streams in turn: whenever a slice ends, the copy engine finds its stream waiting for another one's, and looks whether anybody
 # else has something for it. So a foreign copy waits for one slice, however many are in flight (docs/decisions/0014); by one stream it would wait
-# for all of them (P5). Small copies to the device do not wait for big ones, so one stream does for that direction.
+# for all of them (P5).
 TO_HOST = Pace(slice_bytes=18 << 20, slice_segments=512, bytes_in_flight=126 << 20, segments_in_flight=4096, streams=2)
-TO_DEVICE = Pace(slice_bytes=32 << 20, slice_segments=512, bytes_in_flight=128 << 20, segments_in_flight=2048, streams=1)
+# To the device nobody else copies: what a flight needs of the host is fetched by kernels (docs/decisions/0018). And the more of a load has been
+# given, the sooner a flight can be launched behind it: a step and more before the load's end.
+TO_DEVICE = Pace(slice_bytes=32 << 20, slice_segments=512, bytes_in_flight=768 << 20, segments_in_flight=4096, streams=1)
 
 
 class Copy:
@@ -58,6 +60,7 @@ class Copy:
     groups   copied one after another
     fences   by group, of the slices that were submitted so far
     failure  of the first slice that failed; what was not submitted by then never is
+    seconds  for which the lane had nothing else to do before it, once it is done; its share of them, if others ended with it
     """
 
     def __init__(self, groups: Sequence[CopyBatch], *, after: Sequence[Fence], urgency: Urgency, label: str) -> None:
@@ -65,11 +68,12 @@ class Copy:
         self.label = label
         self.fences: list[list[Fence]] = [[] for _ in groups]
         self.failure: BaseException | None = None
-        self.began_s: float | None = None
+        self.seconds = 0.0
         self.groups = groups
         self._after = list(after)
         self._group = self._segment = 0
         self._flying = 0  # slices
+        self._began_s = 0.0
 
     @property
     def submitted(self) -> bool:
@@ -111,6 +115,7 @@ class Lane:
         self._flying: deque[_Slice] = deque()  # in the order in which the device does them
         self._bytes = self._segments = 0  # of these
         self._num_copies = 0
+        self._last_end_s = 0.0
 
     def __len__(self) -> int:
         """Copies that are not done."""
@@ -135,6 +140,12 @@ class Lane:
             copy.failure = copy.failure or slice_.fence.failure
             if copy.done:
                 ended.append(copy)
+        if ended:  # what was seen done at once shares the time by bytes
+            now_s, sizes = self._clock(), [sum(group.num_bytes for group in copy.groups) for copy in ended]
+            seconds = now_s - max(min(copy._began_s for copy in ended), self._last_end_s)
+            for copy, size in zip(ended, sizes, strict=True):
+                copy.seconds = seconds * size / sum(sizes)
+            self._last_end_s = now_s
         self._num_copies -= len(ended)
         return ended
 
@@ -212,8 +223,8 @@ class Lane:
         """Submit the next slice of a copy, behind the slice before it, whosever that was."""
         stream, group = self._streams[0], copy.groups[copy._group]
         self._streams.rotate(-1)
-        if copy.began_s is None:
-            copy.began_s = self._clock()
+        if not copy._group and not copy._segment:
+            copy._began_s = self._clock()
         if self._flying and len(self._streams) > 1:
             stream.wait(self._flying[-1].fence)
         first, count = copy._segment, len(group.source_starts)

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from sidestream.errors import ConfigError, DeviceError, DeviceLost, OutOfDeviceMemory, SidestreamError
+from sidestream.errors import ConfigError, DeviceError, DeviceLost, InvariantError, OutOfDeviceMemory, SidestreamError
 
 _OUT_OF_MEMORY = 2
 # 214 ECC, 220 NVLink, 700 address, 702 timeout, 709 context, 710 assert, 714 to 719 faults of a kernel, 999 unknown. No call works any more.
@@ -152,6 +152,14 @@ class Rows:
 _spare_streams: dict[tuple[int, bool], list[int]] = {}
 
 
+class _Mapped:
+    """Memory of the host by the protocol in which libraries hand device memory to each other; torch keeps it as long as its tensor."""
+
+    def __init__(self, data: torch.Tensor) -> None:
+        self._data = data
+        self.__cuda_array_interface__ = {"shape": tuple(data.shape), "typestr": "|u1", "data": (data.data_ptr(), False), "version": 3}
+
+
 class Driver:
     """One GPU's driver. What fails raises OutOfDeviceMemory, DeviceLost or DeviceError with the driver's name and text for it.
 
@@ -257,6 +265,14 @@ class Driver:
         """Device memory, uint8 `[num_bytes]`, not set to anything."""
         with naming():
             return torch.empty(num_bytes, dtype=torch.uint8, device=self.torch_device)
+
+    def mapped(self, data: torch.Tensor) -> torch.Tensor:
+        """Registered memory of the host, uint8 `[num_bytes]`, as a tensor on the GPU; it keeps `data`."""
+        with naming():
+            mapped = torch.as_tensor(_Mapped(data), device=self.torch_device)
+        if mapped.data_ptr() != data.data_ptr():
+            raise InvariantError("torch copied memory that the GPU is to read where it is")
+        return mapped
 
     def register(self, address: int, num_bytes: int) -> None:
         """Pin pages of the host, for copies and for kernels, which see them at the same address. Takes 0.035 s per GiB (P7)."""

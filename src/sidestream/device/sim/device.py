@@ -416,6 +416,10 @@ class SimDevice:
         """Host memory that streams may copy from and to, all poison."""
         return self.allocate(name, num_bytes)
 
+    def mapped(self, memory: Memory) -> torch.Tensor:
+        """The memory itself. See `Device.mapped`."""
+        return memory.data
+
     def ready_bytes(self, memory: Memory) -> int:
         """All of it."""
         return memory.num_bytes
