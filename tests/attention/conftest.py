@@ -19,8 +19,11 @@ def _interpret() -> None:
         from triton.runtime import interpreter
 
         import sidestream.attention.triton.kernels  # noqa: F401
+        from sidestream.attention.triton import launch
     finally:
         del os.environ["TRITON_INTERPRET"]  # what was imported stays interpreted; child processes are not meant
+
+    launch._PROGRAMS = 12  # here one runs after another; how many there are changes no result, as a test shows
 
     # Triton before 3.9 makes the bounds of a loop from arrays of one element, which NumPy refuses from 2.4 on.
     patch = interpreter._patch_lang_tensor

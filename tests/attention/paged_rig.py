@@ -16,7 +16,7 @@ LAYERS = 2
 LAYER = 1
 
 # Small tiles: a short row crosses many of their borders.
-TILES = Tiles(Tile(32, 16, 4, 2), Tile(16, 16, 4, 2))
+TILES = Tiles(Tile(32, 16, 4, 2), Tile(16, 16, 4, 2), Tile(32, 16, 4, 2))
 
 
 @dataclass(frozen=True)
@@ -62,10 +62,12 @@ class Row:
 
 @dataclass(frozen=True)
 class Launch:
-    """How a flight is launched: nothing in here but the first split_rows may change a result, and that within rounding."""
+    """How a flight is launched: nothing in here but which rows are in splits, and which of them short, may change a result, and that within rounding."""
 
     split_rows: int = 0
     split_queries: int = 1
+    short_rows: int = 0
+    short_queries: int = 1
     padded_rows: int = 0
     padded_tokens: int = 0
     wider: int = 0
@@ -119,7 +121,7 @@ def make_batch(
     starts += starts[-1:] * launch.padded_rows
     slots += [-1] * launch.padded_tokens
     lens = [len(row.key) for row in rows] + [0] * launch.padded_rows
-    if launch.split_rows and partials is None:
+    if launch.split_rows + launch.short_rows and partials is None:
         partials = Partials.allocate(
             query_tokens=len(slots),
             kv_tokens=width * shape.block_tokens,
@@ -138,6 +140,8 @@ def make_batch(
         torch.tensor(lens, dtype=launch.index_dtype, device=DEVICE),
         split_rows=launch.split_rows,
         split_queries=launch.split_queries,
+        short_rows=launch.short_rows,
+        short_queries=launch.short_queries,
         partials=partials,
         tiles=launch.tiles,
     )
@@ -204,16 +208,19 @@ def assert_right(rows: Sequence[Row], outputs: Sequence[torch.Tensor], options: 
 
 
 def random_flight(draws: random.Random, longest: int, rows: int) -> tuple[list[tuple[int, int]], Launch]:
-    """(queries, kv_len) of decode and verify rows, then of chunks and continued chunks; and a launch with room to spare."""
+    """(queries, kv_len) of decode and verify rows, of short chunks, then of chunks and continued chunks; and a launch with room to spare."""
     split = draws.randint(0, rows)
+    short = draws.choice((0, rows - split, draws.randint(0, rows - split)))
     lens = []
     for index in range(rows):
         kv_len = draws.randint(1, longest)
-        queries = draws.choice((1, 1, draws.randint(2, 8))) if index < split else draws.randint(1, kv_len)
+        queries = draws.choice((1, 1, draws.randint(2, 8))) if index < split else draws.randint(1, 20 if index < split + short else kv_len)
         lens.append((min(queries, kv_len), kv_len))
     launch = Launch(
         split_rows=split,
         split_queries=max((queries for queries, _ in lens[:split]), default=1) + draws.randint(0, 2),
+        short_rows=short,
+        short_queries=max((queries for queries, _ in lens[split : split + short]), default=1) + draws.randint(0, 2),
         padded_rows=draws.choice((0, 1, 3)),
         padded_tokens=draws.choice((0, 1, 5)),
         wider=draws.randint(0, 3),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from sidestream import LLM, OffloadConfig, RequestError, SamplingParams
+from sidestream import LLM, OffloadConfig, RequestError, SamplingParams, SpeculativeConfig
 from sidestream.attention.triton import DeviceBatch, Partials
 from sidestream.engine import build
 from sidestream.execute.executor import Executor
 from sidestream.execute.frame import SHORT_TOKENS, Shape
-from sidestream.testing.tiny_models import tiny_model_dir
+from sidestream.testing.tiny_models import save_head, tiny_model_dir
 
 pytest.importorskip("triton", reason="triton is not installed: it comes with torch on Linux x86-64, or with the dev extra")
 
@@ -34,7 +35,7 @@ def batches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[DeviceBatch]]:
         def __init__(self, **parts: Any) -> None:
             layout = parts["model"].layout
             partials = Partials.allocate(
-                query_tokens=20, kv_tokens=256, heads=parts["model"].num_heads, head_dim=layout.head_dim, device="cpu"
+                query_tokens=28, kv_tokens=256, heads=parts["model"].num_heads, head_dim=layout.head_dim, device="cpu"
             )
             super().__init__(**{**parts, "partials": partials})
 
@@ -79,10 +80,12 @@ def test_answers_are_those_of_the_reference_cold_from_the_device_and_from_the_ho
     for batch in batches:
         lengths = [stop - start for start, stop in zip(*offsets(batch), strict=True)]
         prefill = [length for length in lengths if length > 1]
-        assert batch.split_rows == (len(lengths) - len(prefill) if sum(prefill) > SHORT_TOKENS else len(lengths))
+        assert (batch.split_rows, batch.short_rows) == (len(lengths) - len(prefill), 0 if sum(prefill) > SHORT_TOKENS else len(prefill))
         assert batch.split_queries >= max(lengths[: batch.split_rows], default=0)
+        assert batch.short_queries >= max(lengths[batch.split_rows : batch.rows_in_splits], default=0)
 
 
+@pytest.mark.parametrize("model", ["qwen3"], indirect=True)
 def test_answers_by_captured_forward_passes_are_those_of_eager_ones(model: Path, batches: list[DeviceBatch]) -> None:
     prompts = [*PROMPTS, PROMPTS[0][:20]]
     options = {"chunk_tokens": 16, "token_budget": 20, "offload": OffloadConfig(host="1MiB"), "check_order": True}
@@ -104,7 +107,7 @@ def test_answers_by_captured_forward_passes_are_those_of_eager_ones(model: Path,
         assert batches == []  # nothing ran eagerly
 
 
-@pytest.mark.parametrize("what", ["place", "begin"])
+@pytest.mark.parametrize(("model", "what"), [("qwen3", "place"), ("qwen3", "begin")], indirect=["model"])
 def test_a_graph_that_could_not_be_filled_leaves_the_next_flight_right(
     model: Path, batches: list[DeviceBatch], monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
@@ -122,10 +125,18 @@ def test_a_graph_that_could_not_be_filled_leaves_the_next_flight_right(
                 raise MemoryError("no room for the blocks")
             works(*given)
 
+        tables, believed = executor._tables, []
+        forget = tables.forget
+
+        def forget_and_tell() -> None:
+            forget()
+            believed.append(any(tables._held))  # at once: the flight behind the failed one, if it is packed by then, holds blocks again
+
         monkeypatch.setattr(state, what, fail_once)
+        monkeypatch.setattr(tables, "forget", forget_and_tell)
         with pytest.raises(RequestError, match="no room for the blocks"):
             llm.generate(PROMPTS[:1], GREEDY)
-        assert not any(executor._tables._held)  # nobody knows what the device's tables say
+        assert believed == [False]  # nobody knows what the device's tables say
         assert llm.generate(PROMPTS[:1], GREEDY)[0].token_ids == expected
 
 
@@ -160,3 +171,31 @@ def test_warm_up_says_what_a_flight_raised(model: Path, batches: list[DeviceBatc
             parts.executor.warm_up(lease.ids, chunk_tokens=16)
         lease.release()
         assert parts.executor._mailbox._pool.num_used == 0
+
+
+@pytest.mark.parametrize("model", ["qwen3"], indirect=True)
+def test_drafting_flights_of_a_gpu_give_the_same_tokens_eager_and_captured(model: Path, batches: list[DeviceBatch], tmp_path: Path) -> None:
+    prompts = [PROMPTS[2], PROMPTS[2][::-1]]
+    params = dataclasses.replace(GREEDY, max_tokens=4)
+    with pytest.MonkeyPatch.context() as plain:
+        plain.setattr(build, "Executor", Executor)
+        with engine(model) as llm:
+            expected = [output.token_ids for output in llm.generate(prompts, params)]
+    head = save_head(model, tmp_path / "head.safetensors", seed=1)
+    speculative = SpeculativeConfig("mtp", 2, adaptive=False, head=head)
+    with engine(model, chunk_tokens=16, token_budget=20, speculative=speculative, check_order=True) as llm:
+        executor, rows = llm.engine.parts.executor, []
+        assert [output.token_ids for output in llm.generate(prompts, params)] == expected
+        assert max(batch.split_queries for batch in batches) == 3
+        llm.engine.call(llm.engine.parts.blocks.forget_all)
+        llm.engine.call(lambda: executor.capture(Shape.all_of(max_rows=4, chunk_tokens=16, max_tokens=20, drafts=2)))
+        graphs = executor._graphs
+        assert graphs is not None
+        compute = graphs._compute
+        graphs._compute = lambda tokens, *rest: rows.append(len(tokens)) or compute(tokens, *rest)  # type: ignore[method-assign,func-returns-value]
+        drafted = llm.metrics.value("draft_tokens_total", "mtp")
+        batches.clear()
+        assert [output.token_ids for output in llm.generate(prompts, params)] == expected
+        assert llm.metrics.value("draft_tokens_total", "mtp") > drafted
+        assert batches == []  # nothing ran eagerly
+        assert {2 * 3, 16} <= set(rows)

@@ -122,14 +122,18 @@ def assert_only_written(rows: Any, shape: Shape, before: torch.Tensor, after: to
 def test_a_row_gives_the_same_bits_alone_in_any_batch_in_any_order_and_with_any_padding(dtype: torch.dtype, options: Options) -> None:
     shape = Shape(dtype=dtype)
     rows = make_rows([(1, 30), (3, 80), (1, 1), (9, 9), (1, 13), (20, 45)], shape)
-    together = attend(rows, shape, options, IN_SPLITS)
-    order = [2, 0, 1, 5, 3, 4]
+    together = attend(rows, shape, options, replace(IN_SPLITS, short_rows=1, short_queries=9))
+    order = [2, 0, 1, 3, 5, 4]
 
-    roomy = Launch(split_rows=3, split_queries=5, padded_rows=2, padded_tokens=7, wider=9, index_dtype=torch.int64)
+    roomy = Launch(
+        split_rows=3, split_queries=5, short_rows=1, short_queries=30, padded_rows=2, padded_tokens=7, wider=9, index_dtype=torch.int64
+    )
     shuffled = attend([rows[index] for index in order], shape, options, roomy)
 
     for index, row in enumerate(rows):
-        (alone, _) = attend([row], shape, options, Launch(split_rows=int(index < 3), split_queries=len(row.query)))
+        queries = len(row.query)
+        launched = Launch(split_rows=int(index < 3), split_queries=queries, short_rows=int(index == 3), short_queries=queries)
+        (alone, _) = attend([row], shape, options, launched)
         assert torch.equal(alone, together[index])
         assert torch.equal(alone, shuffled[order.index(index)])
 
@@ -140,7 +144,6 @@ def test_a_row_in_splits_gives_the_same_bits_however_many_programs_share_them(pr
     rows = make_rows([(1, 270), (4, 150)], shape)
     launched = Launch(split_rows=2, split_queries=4)
     usual = attend(rows, shape, launch=launched)
-    monkeypatch.setattr(launch, "_LEAST_SPLIT_PROGRAMS", programs)
     monkeypatch.setattr(launch, "_PROGRAMS", programs)
 
     for expected, given in zip(usual, attend(rows, shape, launch=launched), strict=True):
@@ -273,13 +276,14 @@ def test_without_triton_the_first_launch_says_so(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"split_rows": 3}, "split_rows is 3: the batch has 2 rows"),
+        ({"split_rows": 3}, "split_rows is 3, short_rows 0: the batch has 2 rows"),
+        ({"split_rows": 2, "short_rows": 1}, "split_rows is 2, short_rows 1: the batch has 2 rows"),
         ({"split_rows": 1, "partials": None}, "give partials"),
         ({"split_rows": 2, "split_queries": 9}, r"7 query tokens over rows of up to 32 tokens: partials hold 2 over 64"),
         ({"kv_lens": torch.zeros(3, dtype=torch.int32)}, "B, B \\+ 1 and B expected"),
         ({"kv_lens": torch.zeros(2)}, "kv_lens is torch.float32"),
     ],
-    ids=["rows", "partials", "room", "lengths", "dtype"],
+    ids=["rows", "short", "partials", "room", "lengths", "dtype"],
 )
 def test_a_batch_that_does_not_fit_together_is_a_bug(change: dict[str, Any], message: str) -> None:
     shape = Shape()
@@ -326,5 +330,10 @@ def test_numbers_that_do_not_fit_the_pool_are_a_bug() -> None:
 def test_tiles_of_other_shapes_agree_within_rounding() -> None:
     shape = Shape()
     rows = make_rows([(1, 30), (3, 150), (20, 75)], shape)
-    for tiles in (Tiles(Tile(16, 64, 4, 1), Tile(16, 64, 4, 1)), Tiles(Tile(64, 32, 4, 2), Tile(32, 16, 4, 2))):
-        assert_right(rows, attend(rows, shape, launch=Launch(split_rows=2, split_queries=3, tiles=tiles)), Options())
+    for tiles in (
+        Tiles(Tile(16, 64, 4, 1), Tile(16, 64, 4, 1), Tile(16, 64, 4, 1)),
+        Tiles(Tile(64, 32, 4, 2), Tile(32, 16, 4, 2), Tile(64, 16, 4, 2)),
+    ):
+        assert_right(
+            rows, attend(rows, shape, launch=Launch(split_rows=1, split_queries=3, short_rows=1, short_queries=3, tiles=tiles)), Options()
+        )

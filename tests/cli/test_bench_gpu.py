@@ -14,6 +14,7 @@ COMMANDS = {
     "mailbox": ["--mib", "16", "--tokens", "8"],
     "forward-thread": ["--requests", "32", "--steps", "4", "--pending", "200"],
     "engine": ["--shape", "tiny"],
+    "throughput": ["--shape", "tiny"],
 }
 FIGURES = {
     "transfer": {"store_over_link", "load_over_link", "two_way_over_link", "store_64k_over_link", "load_64k_over_link"},
@@ -21,6 +22,7 @@ FIGURES = {
     "mailbox": {"mailbox_ms_p99", "foreign_copy_wait_ms"},
     "forward-thread": {"engine_thread_us_median", "engine_thread_us_max", "host_waits", "pending_submit_us_max"},
     "engine": {"decode_b1_over_floor", "idle_share_max", "ttft_host_over_floor", "itl_p99_during_resume", "async_tokens_identical"},
+    "throughput": {"throughput_no_reuse", "throughput_working_set_4x"},
 }
 
 

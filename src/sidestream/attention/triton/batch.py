@@ -39,20 +39,21 @@ class Tile:
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """Tiles of rows in one pass, and of rows in splits. Part of what a row's bits depend on: one choice per engine."""
+    """Tiles of rows in one pass, of rows in splits, and of short chunks in splits. Part of what a row's bits depend on: one choice per engine."""
 
     whole: Tile
     split: Tile
+    short: Tile
 
     @classmethod
     def default(cls, head_dim: int, dtype: torch.dtype) -> Tiles:
         """What suits an H100 by shared memory and registers; float32 multiplies without tensor cores, in small tiles."""
         if dtype == torch.float32:
             side, warps = (32, 4) if head_dim <= 64 else (32, 8) if head_dim <= 128 else (16, 8)
-            return cls(Tile(side, side, warps, 1), Tile(16, side, warps, 1))
+            return cls(Tile(side, side, warps, 1), Tile(16, side, warps, 1), Tile(side, side, warps, 1))
         if head_dim > 128:
-            return cls(Tile(128, 64, 8, 2), Tile(16, 32, 4, 3))
-        return cls(Tile(128, 64, 8, 3), Tile(16, 32, 4, 3))
+            return cls(Tile(128, 64, 8, 2), Tile(16, 32, 4, 3), Tile(64, 32, 4, 2))
+        return cls(Tile(128, 64, 8, 3), Tile(16, 32, 4, 3), Tile(64, 32, 4, 3))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -99,13 +100,15 @@ class DeviceBatch:
     query_starts    integers [B + 1]: where each row's queries begin in the packed tokens, and where the last row's end; a row may be empty.
                     Tokens from there to T are padding
     kv_lens         integers [B]: length of each row's KV, this flight's tokens included; a row's queries are the last of them
-    split_rows      the first split_rows rows are reduced in splits (decode, verification, short chunks), the others in one pass (prefill)
-    split_queries   the most query tokens that one of the first split_rows rows may have
-    partials        buffers of the splits; needed if split_rows is not 0
+    split_rows      the first split_rows rows are reduced in splits (decode, verification)
+    split_queries   the most query tokens that one of them may have
+    short_rows      as many rows behind them are too, more queries at a time (short chunks); the others in one pass (prefill)
+    short_queries   the most query tokens that one of them may have
+    partials        buffers of the splits; needed if there are such rows
     tiles           shapes of the programs' work; None: Tiles.default
     before_layer    called with i before layer i of the pool is written or read
 
-    T, B, max_blocks, split_rows and split_queries are launch bounds: a captured graph bakes them in, with the tensors' addresses.
+    T, B, max_blocks and the numbers of rows and queries in splits are launch bounds: a captured graph bakes them in, with the tensors' addresses.
     """
 
     kv: torch.Tensor | tuple[torch.Tensor, ...]
@@ -115,6 +118,8 @@ class DeviceBatch:
     kv_lens: torch.Tensor
     split_rows: int = 0
     split_queries: int = 1
+    short_rows: int = 0
+    short_queries: int = 1
     partials: Partials | None = None
     tiles: Tiles | None = None
     before_layer: Callable[[int], None] = ungated
@@ -134,18 +139,28 @@ class DeviceBatch:
             raise ConfigError(f"block_tokens is {layer.shape[2]}: these kernels need a multiple of {_MULTIPLE}")
         if layer.stride(-1) != 1:
             raise InvariantError(f"the pool's last dimension has stride {layer.stride(-1)}: 1 expected")
-        if not 0 <= self.split_rows <= rows:
-            raise InvariantError(f"split_rows is {self.split_rows}: the batch has {rows} rows")
-        if self.split_rows:
+        if self.split_rows < 0 or self.short_rows < 0 or self.rows_in_splits > rows:
+            raise InvariantError(f"split_rows is {self.split_rows}, short_rows {self.short_rows}: the batch has {rows} rows")
+        if self.rows_in_splits:
             if self.partials is None:
-                raise InvariantError(f"{self.split_rows} rows in splits, and no buffers for them: give partials")
-            tokens = min(len(self.slots), self.split_rows * self.split_queries)
+                raise InvariantError(f"{self.rows_in_splits} rows in splits, and no buffers for them: give partials")
+            tokens = self.tokens_in_splits
             kv_tokens = max_blocks * int(layer.shape[2])
             held, splits = self.partials.tops.shape[:2]
             if tokens > held or kv_tokens > splits * self.partials.tokens:
                 raise InvariantError(
                     f"{tokens} query tokens over rows of up to {kv_tokens} tokens: partials hold {held} over {splits * self.partials.tokens}"
                 )
+
+    @property
+    def rows_in_splits(self) -> int:
+        """The first so many rows are reduced in splits."""
+        return self.split_rows + self.short_rows
+
+    @property
+    def tokens_in_splits(self) -> int:
+        """The most query tokens that these rows have."""
+        return min(len(self.slots), self.split_rows * self.split_queries + self.short_rows * self.short_queries)
 
     def layer(self, index: int) -> torch.Tensor:
         """One layer's pool `[blocks, 2, block_tokens, kv_heads, head_dim]`."""

@@ -79,6 +79,49 @@ def _row_of_tile(tile, query_starts, first_row, num_rows, TILE_TOKENS: tl.conste
 
 
 @triton.jit
+def _splits(query_len, kv_len, window, SPLIT: tl.constexpr, WINDOW: tl.constexpr, TILE_TOKENS: tl.constexpr):
+    """Of a row: how many tiles of queries it has, the first split that any of them sees, and how many there are from that one on."""
+    first_split = query_len * 0
+    if WINDOW:
+        first_split = tl.maximum(0, kv_len - query_len - window + 1) // SPLIT
+    return tl.cdiv(query_len, TILE_TOKENS), first_split, tl.cdiv(kv_len, SPLIT) - first_split
+
+
+@triton.jit
+def _share(query_starts, kv_lens, first_row, num_rows, window, SPLIT: tl.constexpr, WINDOW: tl.constexpr, TILE_TOKENS: tl.constexpr):
+    """Which splits of tiles this program reduces, counted over rows [first_row, num_rows): from, to, the row of the first of them, and how many the rows before it have.
+
+    Shares differ by one at most, whatever the rows are like: a long row among short ones is everybody's.
+    """
+    count = 0
+    for begin in range(first_row, num_rows, 128):
+        row_tiles, _, splits = _splits_of_rows(begin, query_starts, kv_lens, num_rows, window, SPLIT, WINDOW, TILE_TOKENS)
+        count += tl.sum(row_tiles * splits)
+    share, shares = tl.program_id(1), tl.num_programs(1)
+    item = (share.to(tl.int64) * count // shares).to(tl.int32)
+    stop = ((share.to(tl.int64) + 1) * count // shares).to(tl.int32)
+    row, before, end = first_row + item * 0, item * 0, item * 0
+    for begin in range(first_row, num_rows, 128):
+        row_tiles, _, splits = _splits_of_rows(begin, query_starts, kv_lens, num_rows, window, SPLIT, WINDOW, TILE_TOKENS)
+        counts = row_tiles * splits
+        passed = (end + tl.cumsum(counts, 0) <= item) & (begin + tl.arange(0, 128) < num_rows)
+        row += tl.sum(passed.to(tl.int32))
+        before += tl.sum(tl.where(passed, counts, 0))
+        end += tl.sum(counts)
+    return item, stop, row, before
+
+
+@triton.jit
+def _splits_of_rows(begin, query_starts, kv_lens, num_rows, window, SPLIT: tl.constexpr, WINDOW: tl.constexpr, TILE_TOKENS: tl.constexpr):
+    """`_splits` of the 128 rows from `begin` on; beyond the last one there are none."""
+    rows = begin + tl.arange(0, 128)
+    start = tl.load(query_starts + rows, mask=rows < num_rows, other=0)
+    stop = tl.load(query_starts + rows + 1, mask=rows < num_rows, other=0)
+    kv_len = tl.load(kv_lens + rows, mask=rows < num_rows, other=0)
+    return _splits((stop - start).to(tl.int32), kv_len.to(tl.int32), window, SPLIT, WINDOW, TILE_TOKENS)
+
+
+@triton.jit
 def _blocks(table, tile, low, high, BLOCK_N: tl.constexpr, BLOCK_TOKENS: tl.constexpr):
     """The block of each position of a KV tile, or the one block of all; 0 where nothing in [low, high) is."""
     if BLOCK_TOKENS % BLOCK_N == 0:
@@ -171,7 +214,7 @@ def _reduce(
 
 
 @triton.jit(
-    do_not_specialize=["first_row", "num_rows", "row_tiles", "max_splits", "window", "table_stride"],
+    do_not_specialize=["first_row", "num_rows", "max_splits", "window", "table_stride"],
     do_not_specialize_on_alignment=["block_tables", "query_starts", "kv_lens"],
 )
 def attend(
@@ -186,7 +229,6 @@ def attend(
     kv_lens,
     first_row,
     num_rows,
-    row_tiles,
     max_splits,
     window,
     cap_scale,
@@ -209,47 +251,42 @@ def attend(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """One tile of queries of one row, all heads of one kv head.
+    """Tiles of queries, each of one of the rows [first_row, num_rows), all heads of one kv head.
 
-    SPLIT = 0   one pass over its KV, into `out`. Grid (kv_heads, tiles). For rows [first_row, num_rows)
-    SPLIT > 0   every n-th split of its KV, n the third axis of the grid; each into sums, tops, totals. Grid (kv_heads, rows * row_tiles, n)
+    SPLIT = 0   one tile, in one pass over its KV, into `out`. Grid (kv_heads, tiles)
+    SPLIT > 0   this program's share of all splits of all tiles of these rows, one by one into sums, tops, totals. Grid (kv_heads, shares)
     """
     TILE_TOKENS: tl.constexpr = BLOCK_M // GROUP
     kv_head = tl.program_id(0)
+    line = tl.arange(0, BLOCK_M)
+    dims = tl.arange(0, PADDED_DIM)
+    heads = kv_head * GROUP + line % GROUP
+    keys = pool + kv_head.to(tl.int64) * head_stride
+    values = keys + half_stride
+
     if SPLIT == 0:
         # The last tiles of a row see the most keys: they begin first, so that none is left running alone.
         row, row_tile = _row_of_tile(tl.num_programs(1) - 1 - tl.program_id(1), query_starts, first_row, num_rows, TILE_TOKENS)
-    else:
-        row = tl.program_id(1) // row_tiles
-        row_tile = tl.program_id(1) % row_tiles
-    query_start = tl.load(query_starts + row).to(tl.int64)
-    query_len = (tl.load(query_starts + row + 1) - query_start).to(tl.int32)
-    begin = row_tile * TILE_TOKENS
-    if begin >= query_len:
-        return
-    kv_len = tl.load(kv_lens + row).to(tl.int32)
+        query_start = tl.load(query_starts + row).to(tl.int64)
+        query_len = (tl.load(query_starts + row + 1) - query_start).to(tl.int32)
+        kv_len = tl.load(kv_lens + row).to(tl.int32)
+        begin = row_tile * TILE_TOKENS
+        if begin >= query_len:
+            return
+        tokens = begin + line // GROUP
+        real = (line < TILE_TOKENS * GROUP) & (tokens < query_len)
+        there = real[:, None] & (dims[None, :] < HEAD_DIM)
+        at = (query_start + tokens) * query_token_stride + heads * query_head_stride
+        q = tl.load(query + at[:, None] + dims[None, :], mask=there, other=0.0)
+        table = block_tables + row.to(tl.int64) * table_stride
+        # Of this tile: its first query sees [low, first], its last one up to high.
+        positions = kv_len - query_len + tokens
+        first = kv_len - query_len + begin
+        high = tl.minimum(first + TILE_TOKENS, kv_len)
+        low = 0
+        if WINDOW:
+            low = tl.maximum(0, first - window + 1)
 
-    line = tl.arange(0, BLOCK_M)
-    dims = tl.arange(0, PADDED_DIM)
-    tokens = begin + line // GROUP
-    heads = kv_head * GROUP + line % GROUP
-    real = (line < TILE_TOKENS * GROUP) & (tokens < query_len)
-    there = real[:, None] & (dims[None, :] < HEAD_DIM)
-    at = (query_start + tokens) * query_token_stride + heads * query_head_stride
-    q = tl.load(query + at[:, None] + dims[None, :], mask=there, other=0.0)
-
-    # Of this tile: its first query sees [low, first], its last one up to high.
-    positions = kv_len - query_len + tokens
-    first = kv_len - query_len + begin
-    high = tl.minimum(first + TILE_TOKENS, kv_len)
-    low = 0
-    if WINDOW:
-        low = tl.maximum(0, first - window + 1)
-    keys = pool + kv_head.to(tl.int64) * head_stride
-    values = keys + half_stride
-    table = block_tables + row.to(tl.int64) * table_stride
-
-    if SPLIT == 0:
         top = tl.full([BLOCK_M], float("-inf"), tl.float32)
         total = tl.zeros([BLOCK_M], tl.float32)
         acc = tl.zeros([BLOCK_M, PADDED_DIM], tl.float32)
@@ -275,7 +312,36 @@ def attend(
         to = (query_start + tokens) * (KV_HEADS * GROUP * HEAD_DIM) + heads * HEAD_DIM
         tl.store(out + to[:, None] + dims[None, :], acc.to(out.dtype.element_ty), mask=there)
     else:
-        for split in range(low // SPLIT + tl.program_id(2), tl.cdiv(high, SPLIT), tl.num_programs(2)):
+        item, stop, row, before = _share(query_starts, kv_lens, first_row, num_rows, window, SPLIT, WINDOW, TILE_TOKENS)
+        for number in range(item, stop):
+            query_start = tl.load(query_starts + row).to(tl.int64)
+            query_len = (tl.load(query_starts + row + 1) - query_start).to(tl.int32)
+            kv_len = tl.load(kv_lens + row).to(tl.int32)
+            row_tiles, first_split, splits = _splits(query_len, kv_len, window, SPLIT, WINDOW, TILE_TOKENS)
+            while number >= before + row_tiles * splits:
+                before += row_tiles * splits
+                row += 1
+                query_start = tl.load(query_starts + row).to(tl.int64)
+                query_len = (tl.load(query_starts + row + 1) - query_start).to(tl.int32)
+                kv_len = tl.load(kv_lens + row).to(tl.int32)
+                row_tiles, first_split, splits = _splits(query_len, kv_len, window, SPLIT, WINDOW, TILE_TOKENS)
+            # A split's tiles one after another: the second one finds its KV in a cache.
+            split = first_split + (number - before) // row_tiles
+            begin = (number - before) % row_tiles * TILE_TOKENS
+
+            tokens = begin + line // GROUP
+            real = (line < TILE_TOKENS * GROUP) & (tokens < query_len)
+            there = real[:, None] & (dims[None, :] < HEAD_DIM)
+            at = (query_start + tokens) * query_token_stride + heads * query_head_stride
+            q = tl.load(query + at[:, None] + dims[None, :], mask=there, other=0.0)
+            table = block_tables + row.to(tl.int64) * table_stride
+            positions = kv_len - query_len + tokens
+            first = kv_len - query_len + begin
+            high = tl.minimum(first + TILE_TOKENS, kv_len)
+            low = 0
+            if WINDOW:
+                low = tl.maximum(0, first - window + 1)
+
             top = tl.full([BLOCK_M], float("-inf"), tl.float32)
             total = tl.zeros([BLOCK_M], tl.float32)
             acc = tl.zeros([BLOCK_M, PADDED_DIM], tl.float32)
@@ -292,7 +358,7 @@ def attend(
 
 
 @triton.jit(
-    do_not_specialize=["row_tokens", "max_splits", "window"],
+    do_not_specialize=["num_rows", "max_splits", "window"],
     do_not_specialize_on_alignment=["query_starts", "kv_lens"],
 )
 def combine(
@@ -302,7 +368,7 @@ def combine(
     out,
     query_starts,
     kv_lens,
-    row_tokens,
+    num_rows,
     max_splits,
     window,
     SPLIT: tl.constexpr,
@@ -311,14 +377,19 @@ def combine(
     HEAD_DIM: tl.constexpr,
     PADDED_DIM: tl.constexpr,
 ):
-    """One head of one token: its splits, first to last. Grid (rows * row_tokens, heads)."""
-    row = tl.program_id(0) // row_tokens
-    token = tl.program_id(0) % row_tokens
+    """One head of one token: its splits, first to last. Grid (tokens, heads); tokens of rows from `num_rows` on are somebody else's."""
+    packed = tl.program_id(0)
     head = tl.program_id(1)
+    row = packed * 0
+    for begin in range(0, num_rows, 128):
+        rows = begin + tl.arange(0, 128)
+        stops = tl.load(query_starts + rows + 1, mask=rows < num_rows, other=0)
+        row += tl.sum(((stops <= packed) & (rows < num_rows)).to(tl.int32))
+    if row >= num_rows:
+        return
     query_start = tl.load(query_starts + row).to(tl.int64)
     query_len = (tl.load(query_starts + row + 1) - query_start).to(tl.int32)
-    if token >= query_len:
-        return
+    token = (packed - query_start).to(tl.int32)
     position = tl.load(kv_lens + row).to(tl.int32) - query_len + token
     first = 0
     if WINDOW:

@@ -22,10 +22,8 @@ __all__ = ["Variant", "paged_attention", "warm_up"]
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _MAX_HEAD_DIM = 256
 
-# Programs that keep an H100 busy: eight for each of its 132 multiprocessors. A launch with fewer tiles of queries than that gives its
-# splits programs of their own; how many never changes a result.
-_PROGRAMS = 1056
-_LEAST_SPLIT_PROGRAMS = 8
+# Programs that share the splits: four for each of an H100's 132 multiprocessors, as many as fit there at once. How many never changes a result.
+_PROGRAMS = 528
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,11 +49,11 @@ def paged_attention(
 
     query [T, heads, head_dim] · key, value [T, kv_heads, head_dim], in the pool's dtype, last dimension dense. heads is a multiple of
     kv_heads; query head h reads kv head h // (heads / kv_heads). A query at position p sees positions `(p - sliding_window, p]`. `softcap`
-    bounds the scores: softcap * tanh(score / softcap). scale is positive. Enqueues two to four kernels on the current stream and reads
+    bounds the scores: softcap * tanh(score / softcap). scale is positive. Enqueues two to five kernels on the current stream and reads
     nothing back, so it may be captured; sums are float32 (float32 inputs are multiplied as such, never as TF32).
 
     What a query token gets is, to the bit, a function of the query, its position, its row's KV, the options and tiles, and of whether its
-    row is reduced in splits (then also of `Partials.tokens`). It does not depend on the row's other queries, the rows beside it, their
+    row is reduced in splits (then also of `Partials.tokens`, and of whether it counts as short). It does not depend on the row's other queries, the rows beside it, their
     order, B, T, the width of the block tables, where blocks lie, or on eager or captured launch. It does differ, within rounding, between
     a row in splits and the same row in one pass, and between tiles of different shape.
 
@@ -83,29 +81,30 @@ def paged_attention(
     window = sliding_window or 0
     cap_scale, exponent = _factors(scale, softcap)
 
-    def attend(tile: Tile, grid: tuple[int, ...], rows: range, row_tiles: int, partials: Partials | None) -> None:
+    def attend(tile: Tile, grid: tuple[int, ...], rows: range, partials: Partials | None) -> None:
         parts = (partials.sums, partials.tops, partials.totals, partials.tops.shape[1]) if partials else (out, out, out, 0)
         kernels.attend[grid](
             query, pool, out, *parts[:3], batch.block_tables, batch.query_starts, batch.kv_lens,
-            rows.start, rows.stop, row_tiles, parts[3], window, cap_scale, exponent, batch.block_tables.stride(0),
+            rows.start, rows.stop, parts[3], window, cap_scale, exponent, batch.block_tables.stride(0),
             query.stride(0), query.stride(1), block_stride, half_stride, offset_stride, head_stride,
             SPLIT=partials.tokens if partials else 0, WINDOW=sliding_window is not None, CAPPED=softcap is not None,
             KV_HEADS=kv_heads, GROUP=group, HEAD_DIM=head_dim, PADDED_DIM=_power_of_two(head_dim), BLOCK_TOKENS=block_tokens,
             BLOCK_M=_lines(tile, group), BLOCK_N=tile.keys, num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
 
-    if batch.split_rows < rows:
-        whole = range(batch.split_rows, rows)
-        attend(tiles.whole, (kv_heads, tokens // (_lines(tiles.whole, group) // group) + len(whole)), whole, 1, None)
-    if batch.split_rows and (partials := batch.partials):
-        row_tiles = -(-batch.split_queries // (_lines(tiles.split, group) // group))
-        programs = kv_heads * batch.split_rows * row_tiles
+    if batch.rows_in_splits < rows:
+        whole = range(batch.rows_in_splits, rows)
+        attend(tiles.whole, (kv_heads, tokens // (_lines(tiles.whole, group) // group) + len(whole)), whole, None)
+    if batch.rows_in_splits and (partials := batch.partials):
         splits = -(-batch.block_tables.shape[1] * block_tokens // partials.tokens)
-        grid = (kv_heads, batch.split_rows * row_tiles, min(splits, max(_LEAST_SPLIT_PROGRAMS, -(-_PROGRAMS // programs))))
-        attend(tiles.split, grid, range(batch.split_rows), row_tiles, partials)
-        kernels.combine[(batch.split_rows * batch.split_queries, heads)](
+        split, short = range(batch.split_rows), range(batch.split_rows, batch.rows_in_splits)
+        for tile, part, queries in ((tiles.split, split, batch.split_queries), (tiles.short, short, batch.short_queries)):
+            if part:
+                row_tiles = -(-queries // (_lines(tile, group) // group))
+                attend(tile, (kv_heads, min(-(-_PROGRAMS // kv_heads), len(part) * row_tiles * splits)), part, partials)
+        kernels.combine[(batch.tokens_in_splits, heads)](
             partials.sums, partials.tops, partials.totals, out, batch.query_starts, batch.kv_lens,
-            batch.split_queries, partials.tops.shape[1], window,
+            batch.rows_in_splits, partials.tops.shape[1], window,
             SPLIT=partials.tokens, WINDOW=sliding_window is not None, HEADS=heads, HEAD_DIM=head_dim, PADDED_DIM=_power_of_two(head_dim),
             num_warps=1,
         )  # fmt: skip
@@ -139,7 +138,7 @@ def warm_up(
     )
     pool = nothing.layer(0)
     query, key = (torch.zeros(1, count, pool.shape[4], dtype=pool.dtype, device=device) for count in (heads, pool.shape[3]))
-    for batch in (nothing, replace(nothing, split_rows=1)) if partials else (nothing,):
+    for batch in (nothing, replace(nothing, split_rows=1), replace(nothing, short_rows=1)) if partials else (nothing,):
         for variant in variants:
             paged_attention(query, key, key, 0, batch, scale=1.0, sliding_window=variant.sliding_window, softcap=variant.softcap)
 

@@ -9,10 +9,10 @@ async     the same engine with every step committed before the next one is launc
 
 from __future__ import annotations
 
-import threading
+import gc
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from statistics import median
 
 import numpy as np
@@ -21,19 +21,21 @@ import torch
 
 from sidestream.cli.bench.gpu import Link, stamp
 from sidestream.cli.bench.report import Figure, at_least, at_most
-from sidestream.config import EngineConfig, OffloadConfig, SamplingParams, unknown_name
+from sidestream.cli.bench.requests import Answer, NoText, ask, ask_at_once
+from sidestream.config import EngineConfig, OffloadConfig, unknown_name
+from sidestream.device.choice import torch_device
 from sidestream.engine.build import build_engine
 from sidestream.engine.loop import Engine
 from sidestream.errors import ConfigError, SidestreamError
+from sidestream.execute.executor import Work
 from sidestream.execute.frame import TableChanges
 from sidestream.execute.mailbox import Letter
 from sidestream.models.adapter import PagedModel
-from sidestream.testing.random_models import random_model
-from sidestream.types import BatchPlan, CachedTokens, Delta
+from sidestream.testing.random_models import random_model, random_module
+from sidestream.types import BatchPlan
 
 PARTS = ("decode", "prefill", "ttft", "resume", "async")
 
-_PATIENCE_S = 300.0
 _MOST_FLIGHTS = 200_000
 _OTHERS = 31  # requests that decode beside one that comes back
 
@@ -74,61 +76,13 @@ _FULL = Sizes(
 _TINY = Sizes("16MiB", "16MiB", 512, 4, ((1, 32, 1.30), (4, 16, 1.30)), ((32, 9.0),), ((128, 1.10, 6.5),), 32, 200, 12)
 
 
-class _NoText:
-    """A tokenizer whose tokens have no text: detokenising is not what is measured."""
-
-    eos_ids = ()
-
-    def detokenizer(self) -> _NoText:
-        return self
-
-    def push(self, token_id: int) -> str:
-        return ""
-
-    def finish(self) -> str:
-        return ""
-
-
-@dataclass(slots=True, eq=False)
-class _Answer:
-    """One request's news, with the host's clock."""
-
-    started_s: float
-    times: list[float] = field(default_factory=list)
-    tokens: list[int] = field(default_factory=list)
-    cached: CachedTokens = field(default_factory=CachedTokens)
-    error: str | None = None
-    ended: threading.Event = field(default_factory=threading.Event)
-
-    def take(self, delta: Delta) -> None:
-        if delta.token_ids:
-            self.times.append(time.perf_counter())
-            self.tokens.extend(delta.token_ids)
-        self.cached = delta.cached
-        if delta.finish_reason is not None:
-            self.error = delta.error
-            self.ended.set()
-
-    def wait(self) -> _Answer:
-        """Until it has ended. Raises SidestreamError if it ended badly, or not in time."""
-        if not self.ended.wait(_PATIENCE_S):
-            raise SidestreamError(f"a request of the benchmark did not end within {_PATIENCE_S:g} s")
-        if self.error is not None:
-            raise SidestreamError(f"a request of the benchmark failed: {self.error}")
-        return self
-
-    @property
-    def ttft_s(self) -> float:
-        return self.times[0] - self.started_s
-
-
 class _Rig:
     """The engine, the clock of the device at both ends of each flight, and what the hardware does."""
 
     def __init__(self, device: str, shape: str, sizes: Sizes, tell: Callable[[str], None]) -> None:
-        torch_device = torch.device("cuda", 0) if device == "cuda" else torch.device("cpu")
+        self.torch_device = torch_device(device)
         tell("making the model")
-        self.model: PagedModel = random_model(shape, device=torch_device)
+        self.model: PagedModel = random_model(shape, device=self.torch_device)
         embedding = self.model.module.get_input_embeddings().weight
         tied = self.model.module.get_output_embeddings().weight is embedding
         self.weights = sum(part.numel() for part in self.model.module.parameters()) - (0 if tied else embedding.numel())
@@ -136,7 +90,7 @@ class _Rig:
         tell("starting the engine: compiling and capturing")
         self.engine: Engine = build_engine(
             self.model,
-            _NoText(),
+            NoText(),
             EngineConfig(
                 device=device,
                 kv_memory=sizes.kv_memory,
@@ -146,6 +100,8 @@ class _Rig:
             ),
         )
         self.start_s = time.perf_counter() - start
+        gc.collect()
+        gc.freeze()  # as LLM does: a collection stops the engine's thread
         self.parts = self.engine.parts
         assert self.parts.costs is not None
         self.parts.costs.saw_prefill = lambda *_: None  # type: ignore[method-assign]  # what is asked from host memory shall come from there
@@ -156,7 +112,7 @@ class _Rig:
         executor = self.parts.executor
         run = executor._run
 
-        def stamped(batch: BatchPlan, changes: TableChanges, forward: Callable[[], torch.Tensor], letter: Letter) -> None:
+        def stamped(batch: BatchPlan, changes: TableChanges, forward: Work, letter: Letter) -> None:
             at = 16 * len(self._flights)
             self._flights.append((len(batch.rows), batch.num_tokens))
             stamp(self.parts.device, self._stamps, at)
@@ -167,25 +123,17 @@ class _Rig:
         tell("measuring the hardware")
         self.link = Link(self.parts.device, 64 << 20 if device == "cuda" else 1 << 20, in_a_row=8)
         self.link.seconds()
-        self._torch_device = torch_device
 
     def close(self) -> None:
         self.engine.close()
+        gc.unfreeze()
 
     def prompt(self, num_tokens: int) -> list[int]:
         """One that nobody has asked."""
         return [int(token) for token in self._random.integers(1, self.model.vocab_size, num_tokens)]
 
-    def ask(self, prompt: Sequence[int], outputs: int) -> _Answer:
-        answer = _Answer(time.perf_counter())
-        self.engine.submit(prompt, SamplingParams(temperature=0, max_tokens=outputs, ignore_eos=True), answer.take)
-        return answer
-
-    def ask_at_once(self, prompts: Sequence[Sequence[int]], outputs: int) -> list[_Answer]:
-        """Between two steps, so that all come to the same one: batches are the same each time."""
-        answers: list[_Answer] = []
-        self.engine.call(lambda: answers.extend(self.ask(prompt, outputs) for prompt in prompts))
-        return answers
+    def ask(self, prompt: Sequence[int], outputs: int) -> Answer:
+        return ask(self.engine, prompt, outputs)
 
     def forget_device(self) -> None:
         """What was asked rests in host memory only."""
@@ -224,17 +172,17 @@ class _Rig:
 
     def bandwidth(self) -> float:
         """Bytes a second that the device reads from its memory."""
-        data = torch.zeros((2 << 30 if self._torch_device.type == "cuda" else 32 << 20) // 8, dtype=torch.int64, device=self._torch_device)
+        data = torch.zeros((2 << 30 if self.torch_device.type == "cuda" else 32 << 20) // 8, dtype=torch.int64, device=self.torch_device)
         return data.numel() * 8 / self.busy_s(data.sum)
 
     def flops(self) -> float:
         """Of a large product, a second."""
-        size = 8192 if self._torch_device.type == "cuda" else 256
-        left, right = (torch.randn(size, size, dtype=torch.bfloat16, device=self._torch_device) for _ in range(2))
+        size = 8192 if self.torch_device.type == "cuda" else 256
+        left, right = (torch.randn(size, size, dtype=torch.bfloat16, device=self.torch_device) for _ in range(2))
         return 2 * size**3 / self.busy_s(lambda: left @ right)
 
     def bytes_a_second_to_device(self) -> float:
-        return 8 * (64 << 20 if self._torch_device.type == "cuda" else 1 << 20) / median(self.link.seconds()["to_device"] for _ in range(5))
+        return 8 * (64 << 20 if self.torch_device.type == "cuda" else 1 << 20) / median(self.link.seconds()["to_device"] for _ in range(5))
 
 
 def measure(*, device: str, shape: str, parts: Sequence[str], tell: Callable[[str], None]) -> list[Figure]:
@@ -269,7 +217,35 @@ def _decode(rig: _Rig, sizes: Sizes, step_s: float, tell: Callable[[str], None])
         figures.append(Figure(f"decode_b{rows}_ms", 1e3 * median(lengths), "ms"))
         figures.append(Figure(f"decode_b{rows}_floor_ms", 1e3 * floor, "ms"))
         idle_shares.append(sum(idle) / sum(lengths))
+    tell("transformers' generate")
+    figures += _generate(rig, sizes, {rows: figure.value for (rows, _, _), figure in zip(sizes.decode, figures[2::3], strict=True)})
     return [*figures, Figure("idle_share_max", max(idle_shares), "share", at_most(0.02))]
+
+
+def _generate(rig: _Rig, sizes: Sizes, ours_ms: Mapping[int, float]) -> list[Figure]:
+    """A step of transformers' own `generate`, of the same shape and batch; what a prompt takes is left out."""
+    module, figures = random_module(rig.model.name, device=rig.torch_device), []
+    for rows, context, _ in sizes.decode:
+        prompts = torch.tensor([rig.prompt(context) for _ in range(rows)], device=rig.torch_device)
+
+        def seconds(outputs: int, prompts: torch.Tensor = prompts) -> float:
+            start = time.perf_counter()
+            with torch.inference_mode():
+                module.generate(
+                    prompts,
+                    attention_mask=torch.ones_like(prompts),
+                    max_new_tokens=outputs,
+                    min_new_tokens=outputs,
+                    do_sample=False,
+                    pad_token_id=0,
+                ).cpu()
+            return time.perf_counter() - start
+
+        seconds(1)
+        step_ms = 1e3 * (seconds(9) - seconds(1)) / 8
+        figures.append(Figure(f"generate_b{rows}_ms", step_ms, "ms"))
+        figures.append(Figure(f"generate_b{rows}_over_ours", step_ms / ours_ms[rows], "ratio"))
+    return figures
 
 
 def _prefill(rig: _Rig, sizes: Sizes, step_s: float, tell: Callable[[str], None]) -> list[Figure]:
@@ -369,7 +345,7 @@ def _async(rig: _Rig, sizes: Sizes, step_s: float, tell: Callable[[str], None]) 
                 tell(f"{rows} rows, {'asynchronous' if asynchronous else 'each step committed before the next'}")
                 rig.engine.reset_cache()
                 rig.engine.call(lambda on=asynchronous: _switch(rig.engine, on))  # type: ignore[misc]
-                answers = rig.ask_at_once(prompts, sizes.outputs)
+                answers = ask_at_once(rig.engine, prompts, sizes.outputs)
                 tokens[asynchronous] = [answer.wait().tokens for answer in answers]
                 last = max(answer.times[-1] for answer in answers)
                 begin = max(answer.times[0] for answer in answers)

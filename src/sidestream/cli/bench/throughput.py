@@ -1,0 +1,131 @@
+"""Tokens a second of a whole engine with offload, over the same engine without: where offload cannot help, and where it must.
+
+Two engines of one model, alive at once, are asked in turn.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from statistics import median
+
+import numpy as np
+
+from sidestream.cli.bench.report import Figure, at_least
+from sidestream.cli.bench.requests import NoText, ask, ask_at_once
+from sidestream.config import EngineConfig, OffloadConfig
+from sidestream.device.choice import torch_device
+from sidestream.engine.build import build_engine
+from sidestream.engine.loop import Engine
+from sidestream.errors import SidestreamError
+from sidestream.models.adapter import PagedModel
+from sidestream.testing.random_models import random_model
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """What is asked for; small ones try the benchmark itself.
+
+    conversations, tokens, outputs   asked again and again, all at once; the device's pool holds a quarter of them
+    strangers                        requests, prompt tokens and outputs of the work without any reuse
+    rounds                           of each kind and engine
+    """
+
+    conversations: int
+    tokens: int
+    outputs: int
+    strangers: tuple[int, int, int]
+    rounds: int
+
+
+# What was measured of other engines on the same GPU.
+_FULL = Sizes(16, 8200, 32, (96, 2048, 128), 3)
+_TINY = Sizes(8, 200, 4, (6, 32, 4), 1)
+
+
+def measure(*, device: str, shape: str, tell: Callable[[str], None]) -> list[Figure]:
+    """Ask both engines. Raises SidestreamError when what should come from the host did not."""
+    sizes = _FULL if device == "cuda" else _TINY
+    tell("making the model")
+    model = random_model(shape, device=torch_device(device))
+    random = np.random.default_rng(0)
+
+    def prompts(count: int, tokens: int) -> list[list[int]]:
+        return [[int(token) for token in random.integers(1, model.vocab_size, tokens)] for _ in range(count)]
+
+    with ExitStack() as ends:
+        engines: dict[bool, Engine] = {}
+        for offload in (True, False):
+            tell(f"starting the engine {'with' if offload else 'without'} offload")
+            engines[offload] = _engine(model, device, sizes, offload=offload)
+            ends.callback(engines[offload].close)
+            ask(engines[offload], prompts(1, 16)[0], 4).wait()
+
+        gc.collect()
+        gc.freeze()  # as LLM does: a collection stops the engine's threads
+        ends.callback(gc.unfreeze)
+
+        strangers: dict[bool, list[float]] = {True: [], False: []}
+        count, tokens, outputs = sizes.strangers
+        for number in range(sizes.rounds):
+            for offload, engine in engines.items():
+                tell(f"no reuse, {'with' if offload else 'without'} offload, {number + 1} of {sizes.rounds}")
+                strangers[offload].append(_rate(engine, prompts(count, tokens), outputs, reused=0)[0])
+                engine.flush(timeout_s=60.0)
+
+        again: dict[bool, list[float]] = {True: [], False: []}
+        conversations = prompts(sizes.conversations, sizes.tokens)
+        shares = []
+        for number in range(sizes.rounds + 1):
+            for offload, engine in engines.items():
+                tell(f"four times the pool, {'with' if offload else 'without'} offload, round {number} of {sizes.rounds}")
+                rate, share = _rate(engine, conversations, sizes.outputs, reused=None)
+                if number:  # nobody knows them the first time
+                    again[offload].append(rate)
+                if number and offload:
+                    shares.append(share)
+    if min(shares) < 0.9:
+        raise SidestreamError(f"only {min(shares):.2f} of the prompts' tokens came from a cache: the benchmark measures something else")
+    return [
+        Figure("throughput_no_reuse", median(strangers[True]) / median(strangers[False]), "ratio", at_least(0.99)),
+        Figure("throughput_no_reuse_tokens_s", median(strangers[True]), "tokens/s"),
+        Figure("throughput_no_reuse_off_tokens_s", median(strangers[False]), "tokens/s"),
+        Figure("throughput_working_set_4x", median(again[True]) / median(again[False]), "ratio", at_least(3.3)),
+        Figure("throughput_working_set_4x_tokens_s", median(again[True]), "tokens/s"),
+        Figure("throughput_working_set_4x_off_tokens_s", median(again[False]), "tokens/s"),
+        Figure("working_set_round_s", sizes.conversations * sizes.outputs / median(again[True]), "s"),
+        Figure("working_set_round_off_s", sizes.conversations * sizes.outputs / median(again[False]), "s"),
+        Figure("working_set_reused", median(shares), "share"),
+    ]
+
+
+def _engine(model: PagedModel, device: str, sizes: Sizes, *, offload: bool) -> Engine:
+    layout = model.layout
+    blocks = layout.num_blocks_for(sizes.tokens + sizes.outputs) * sizes.conversations
+    # What nobody asks for again must not push the conversations out.
+    others = layout.num_blocks_for(sizes.strangers[1] + sizes.strangers[2])
+    return build_engine(
+        model,
+        NoText(),
+        EngineConfig(
+            device=device,
+            kv_memory=(blocks // 4 + 1) * layout.block_bytes,
+            max_running=sizes.conversations,
+            max_model_len=2 * sizes.tokens,
+            offload=OffloadConfig(host=(blocks + sizes.conversations * others) * layout.block_bytes) if offload else None,
+        ),
+    )
+
+
+def _rate(engine: Engine, prompts: Sequence[Sequence[int]], outputs: int, *, reused: int | None) -> tuple[float, float]:
+    """Tokens a second from the question to the last token, and which share of the prompts' tokens came from a cache."""
+    start = time.perf_counter()
+    answers = [answer.wait() for answer in ask_at_once(engine, prompts, outputs)]
+    seconds = time.perf_counter() - start
+    found = sum(answer.cached.device + answer.cached.host + answer.cached.disk for answer in answers)
+    if reused is not None and found != reused:
+        raise SidestreamError(f"{found} tokens came from a cache, {reused} were to: the benchmark measures something else")
+    return sum(len(answer.tokens) for answer in answers) / seconds, found / sum(map(len, prompts))
