@@ -9,7 +9,8 @@ import pytest
 
 from sidestream.cli.options import engine_config, options_of, sampling_params
 from sidestream.cli.serve import serve
-from sidestream.config import EngineConfig, OffloadConfig, SamplingParams
+from sidestream.config import EngineConfig, OffloadConfig, SamplingParams, SpeculativeConfig
+from sidestream.errors import ConfigError
 from sidestream.server import ServerOptions
 
 
@@ -63,6 +64,16 @@ def test_every_sampling_option_reaches_its_field() -> None:
         ignore_eos=True,
     )
     assert params == SamplingParams(0.5, 3, 0.9, 0.1, 1.1, 0.2, 0.3, seed=7, stop=("a", "b"), max_tokens=9, min_tokens=2, ignore_eos=True)
+
+
+def test_drafting_is_on_when_its_way_is_given() -> None:
+    assert engine_config().speculative is None
+    assert engine_config(speculative="ngram").speculative == SpeculativeConfig()
+    assert engine_config(speculative="ngram", max_drafts=7).speculative == SpeculativeConfig(max_drafts=7)
+    with pytest.raises(ConfigError, match="--max-drafts is 7, but nothing is drafted: give --speculative ngram too"):
+        engine_config(max_drafts=7)
+    with pytest.raises(ConfigError, match="no proposer gram; did you mean ngram"):
+        engine_config(speculative="gram")
 
 
 def test_offload_is_on_when_a_place_for_it_is_given() -> None:

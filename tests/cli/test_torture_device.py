@@ -23,6 +23,8 @@ from .conftest import Run
         (("--device", "cpu", "--mutations", "--check-order"), "--check-order is given, and --mutations is judged by bytes"),
         (("--blocks", "5"), "--blocks is given without --device"),
         (("--check-order",), "--check-order is given without --device"),
+        (("--requests", "5"), "--requests is given without --device"),
+        (("--device", "cpu", "--requests", "5", "--blocks", "5"), "--requests tortures a whole engine, --blocks is for transfers alone"),
     ],
 )
 def test_what_makes_no_sense_is_refused_before_anything_runs(options: tuple[str, ...], message: str, run: Run) -> None:

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from sidestream.attention.paged import PagedBatch
+from sidestream.attention.triton import DeviceBatch
 from sidestream.execute.inputs import Packer
 from sidestream.testing.toy import RecurrentToyModel, ToyDraftHead, ToyModel
 from sidestream.types import BatchPlan, RowPlan
@@ -51,6 +52,47 @@ def test_decoding_draws_what_the_reference_draws(model: ToyModel) -> None:
     for _ in range(8):
         tokens += (rig.compute(tokens, len(tokens) - 1, len(tokens), (1, 3, 5, 7, 2, 4, 6)),)
     assert list(tokens[len(PROMPT) :]) == model.expected(PROMPT, 9)
+
+
+def test_on_a_gpu_it_draws_the_same_and_padding_writes_nothing() -> None:
+    model = ToyModel(block_tokens=16, num_layers=2, eos_every=5)
+    prompts = [tuple((7 * index + 3 * at) % 90 + 1 for at in range(length)) for index, length in enumerate((40, 17, 33))]
+    blocks = [(3, 1, 4), (5, 9), (2, 6, 8)]
+    pool = torch.full(model.layout.shape(12), 123456.0)
+    gates: list[int] = []
+    at = [0, 0, 0]
+    for take in ((32, 17, 20), (8, 0, 12), (0, 0, 1)):  # no tokens: a row of padding
+        lengths = [min(count, len(prompt) - start) for count, prompt, start in zip(take, prompts, at, strict=True)]
+        tokens, positions, slots = [0, 0], [0, 0], [-1, -1]  # padding comes first here, and last
+        for prompt, table, start, count in zip(prompts, blocks, at, lengths, strict=True):
+            tokens += prompt[start : start + count]
+            positions += range(start, start + count)
+            slots += [table[position // 16] * 16 + position % 16 for position in range(start, start + count)]
+        starts = [2, *(2 + sum(lengths[: row + 1]) for row in range(3))]
+        at = [start + count for start, count in zip(at, lengths, strict=True)]
+        table = torch.zeros(3, 3, dtype=torch.int32)
+        for row, held in enumerate(blocks):
+            table[row, : len(held)] = torch.tensor(held)
+        batch = DeviceBatch(
+            pool,
+            torch.tensor([*slots, -1]),
+            table,
+            torch.tensor(starts),
+            torch.tensor([stop if count else 0 for stop, count in zip(at, lengths, strict=True)]),
+            before_layer=gates.append,
+        )
+        sampling = [row for row in range(3) if lengths[row]]
+        ends = torch.tensor([starts[row + 1] - 1 for row in sampling])
+        drawn = model.forward(torch.tensor([*tokens, 0]), torch.tensor([*positions, 0]), batch, ends).argmax(1)
+        assert drawn.tolist() == [model.expected(prompts[row][: at[row]], 1)[0] for row in sampling]
+    assert gates == [0, 1] * 3
+    untouched = [block for block in range(12) if not any(block in held for held in blocks)]
+    assert (pool[untouched] == 123456.0).all()
+
+    nothing = DeviceBatch(pool, torch.tensor([-1, -1]), torch.zeros(1, 1, dtype=torch.int32), torch.tensor([0, 0]), torch.tensor([0]))
+    before = pool.clone()
+    model.forward(torch.zeros(2, dtype=torch.int64), torch.zeros(2, dtype=torch.int64), nothing, torch.tensor([0]))
+    assert torch.equal(pool, before)
 
 
 @pytest.mark.parametrize("model", MODELS, ids=named)

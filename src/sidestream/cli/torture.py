@@ -14,7 +14,7 @@ from rich.table import Table
 
 from sidestream.cli.bench.report import Figure, at_least, at_most, publish
 from sidestream.cli.options import AsJson
-from sidestream.cli.torture_device import show_campaign, show_hunt
+from sidestream.cli.torture_device import show_campaign, show_hunt, show_service
 from sidestream.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -53,7 +53,9 @@ def torture(
     save: Annotated[Path, typer.Option(metavar="DIR", help="Where failing schedules are written.")] = Path("runs/torture"),
     device: Annotated[
         str | None,
-        typer.Option(metavar="D", help="Torture the transfers alone, on a real device: cuda, or cpu.", show_default="a simulated one"),
+        typer.Option(
+            metavar="D", help="Torture a real device: cuda, or cpu; the transfers alone, unless --requests.", show_default="a simulated one"
+        ),
     ] = None,
     blocks: Annotated[
         int | None,
@@ -62,6 +64,10 @@ def torture(
             help="With --device: block transfers, at most so many for each of --mutations.",
             show_default="1,000,000 on cuda, 20,000 on cpu",
         ),
+    ] = None,
+    requests: Annotated[
+        int | None,
+        typer.Option(metavar="N", help="With --device: torture a whole engine on it, with so many requests.", show_default=False),
     ] = None,
     check_order: Annotated[
         bool, typer.Option("--check-order", help="With --device: have the checker look on, at a tenth of the blocks.")
@@ -74,6 +80,8 @@ def torture(
         with _bar("mutations" if mutations else "torture", None) as tell:
             if mutations:
                 good = show_hunt(device, names or [], seed=seed, blocks=blocks, as_json=as_json, tell=tell)
+            elif requests is not None:
+                good = show_service(device, seed=seed, requests=requests, as_json=as_json, tell=tell)
             else:
                 good = show_campaign(device, seed=seed, blocks=blocks, check_order=check_order, as_json=as_json, tell=tell)
         if not good:
@@ -106,7 +114,7 @@ def torture(
 
 def _check_options(context: typer.Context, names: Sequence[str]) -> None:
     """Refuse what would be ignored. Raises ConfigError."""
-    of_device = {"device": "--device", "blocks": "--blocks", "check_order": "--check-order"}
+    of_device = {"device": "--device", "blocks": "--blocks", "requests": "--requests", "check_order": "--check-order"}
     flags = {name: f"--{name}" for name in ("schedules", "minutes", "seed", "policy", "mutations", "workers", "save")} | of_device
     given = [flag for name, flag in flags.items() if _typed(context, name)]
     if _typed(context, "device"):
@@ -126,13 +134,15 @@ def _check_options(context: typer.Context, names: Sequence[str]) -> None:
 
 def _check_device_options(context: typer.Context, given: Sequence[str], names: Sequence[str]) -> None:
     """Of what `--device` goes with. Raises ConfigError."""
-    without = [flag for flag in given if flag not in ("--device", "--blocks", "--check-order", "--seed", "--mutations")]
+    without = [flag for flag in given if flag not in ("--device", "--blocks", "--requests", "--check-order", "--seed", "--mutations")]
     if _typed(context, "replay"):
         without.append("--replay")
     if without:
         raise ConfigError(f"{without[0]} is for schedules of the simulated device: leave it or --device out")
     if names and "--mutations" not in given:
         raise ConfigError(f"{names[0]} is given without --mutations: give both, or leave it out")
+    if "--requests" in given and (others := [flag for flag in ("--blocks", "--check-order", "--mutations") if flag in given]):
+        raise ConfigError(f"--requests tortures a whole engine, {others[0]} is for transfers alone: leave one of them out")
     if "--check-order" in given and "--mutations" in given:
         raise ConfigError("--check-order is given, and --mutations is judged by bytes: leave one of them out")
 

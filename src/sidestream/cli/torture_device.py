@@ -1,4 +1,4 @@
-"""`sidestream torture --device`: block transfers on real hardware, of the code as it is and with rules taken out."""
+"""`sidestream torture --device`: block transfers on real hardware, of the code as it is and with rules taken out, and a whole engine."""
 
 from __future__ import annotations
 
@@ -63,6 +63,31 @@ def show_hunt(device: str, names: Sequence[str], *, seed: int, blocks: int | Non
     _show_rows(rows)
     details = {"mutations": [{"name": row.name, "hazard": row.hazard, "killed_after": row.after, "said": row.said} for row in rows]}
     return publish("torture", f"transfers on {device}", figures, as_json=as_json, console=Console(), details=details)
+
+
+def show_service(device: str, *, seed: int, requests: int, as_json: bool, tell: Tell) -> bool:
+    """Run it, print figures, and findings on standard error; whether nothing is wrong."""
+    from sidestream.testing.torture import torture_service
+
+    report = torture_service(
+        device, requests=requests, seed=seed, tell=lambda done, text: tell(done / requests, f"{done:,} of {requests:,} requests, {text}")
+    )
+    console = Console(stderr=True)
+    for text in report.findings[:_SHOWN]:
+        console.print(text, markup=False, highlight=False, soft_wrap=True)
+    figures = [
+        Figure("torture_requests", report.requests, "requests", at_least(requests)),
+        Figure("torture_wrong_answers", report.wrong, "findings", at_most(0)),
+        Figure("tokens", report.tokens, "tokens"),
+        Figure("tokens_found_on_device", report.from_device, "tokens"),
+        Figure("tokens_found_on_host", report.from_host, "tokens"),
+        Figure("requests_aborted", report.aborted, "requests"),
+        Figure("preemptions", report.preemptions, "preemptions"),
+        Figure("resets", report.resets, "resets"),
+        Figure("failed_slices", report.failed_slices, "slices"),
+        Figure("seconds", report.seconds, "s"),
+    ]
+    return publish("torture", f"toy on {device}", figures, as_json=as_json, console=Console())
 
 
 def _figures(report: DeviceReport, *, least: int, checked: bool) -> list[Figure]:

@@ -67,7 +67,7 @@ class Answers:
 class Engine:
     """An engine in a process of its own. A context manager; leaving it closes the engine and ends the process.
 
-    options   fields of EngineConfig as plain values; those of OffloadConfig under "offload"
+    options   fields of EngineConfig as plain values; those of OffloadConfig under "offload", those of SpeculativeConfig under "speculative"
     """
 
     def __init__(self, model: str, options: dict[str, Any], *, timeline: str | None = None, check_order: bool = False) -> None:
@@ -88,12 +88,14 @@ class Engine:
 
 
 def _ready(order: dict[str, Any]) -> tuple[Callable[[dict[str, Any]], Any], Callable[[], None]]:
-    from sidestream.config import OffloadConfig, from_options
+    from sidestream.config import OffloadConfig, SpeculativeConfig, from_options
     from sidestream.llm import LLM
 
     options = order["options"]
     if "offload" in options:
         options["offload"] = from_options(OffloadConfig, options["offload"])
+    if "speculative" in options:
+        options["speculative"] = from_options(SpeculativeConfig, options["speculative"])
     llm = LLM(order["model"], timeline=order["timeline"], check_order=order["check_order"], **options)
     _generate(llm, [list(_WARM_UP)], 4)
     return lambda question: _answer(llm, question), llm.close

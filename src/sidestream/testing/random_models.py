@@ -66,18 +66,23 @@ def random_model(shape: str, *, device: torch.device, block_tokens: int = 16, se
 
     Raises ConfigError for an unknown shape.
     """
+    module = random_module(shape, device=device, attention="eager", seed=seed)
+    return PagedModel(
+        module,
+        name=shape,
+        layout=layout_of(module.config, dtype="bfloat16", block_tokens=block_tokens),
+        max_model_len=module.config.max_position_embeddings,
+        eos_token_ids=(),
+        fingerprint=f"random-{shape}-{seed}",
+    )
+
+
+def random_module(shape: str, *, device: torch.device, attention: str = "sdpa", seed: int = 0) -> Any:
+    """The same as transformers has it, with `attention` of its own. Raises ConfigError for an unknown shape."""
     if shape not in SHAPES:
         raise ConfigError(unknown_name("shape", shape, tuple(SHAPES)))
     kind, fields = SHAPES[shape]
     config = kind(**{"tie_word_embeddings": False, **fields})
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), device:
         torch.manual_seed(seed)
-        module = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="eager").eval()
-    return PagedModel(
-        module,
-        name=shape,
-        layout=layout_of(config, dtype="bfloat16", block_tokens=block_tokens),
-        max_model_len=config.max_position_embeddings,
-        eos_token_ids=(),
-        fingerprint=f"random-{shape}-{seed}",
-    )
+        return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation=attention).eval()

@@ -5,11 +5,14 @@ Small enough to load in a blink, and made so that attention matters: windows are
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
@@ -26,6 +29,8 @@ from transformers import (
     Qwen3MoeConfig,
 )
 from transformers.utils import logging as transformers_logging
+
+from sidestream.models.mtp import MtpHead, write_head
 
 WINDOW = 12
 """Sliding window of the families that have one."""
@@ -77,6 +82,45 @@ def tiny_model_dir(family: str, directory: Path, seed: int, **changes: Any) -> P
             transformers_logging.enable_progress_bar()
     _tokenizer().save_pretrained(directory)
     return directory
+
+
+def save_head(model: Path, path: Path, *, seed: int) -> Path:
+    """Save a head with random weights for the model in a directory, as a file of ours. Returns `path`."""
+    module = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        write_head(MtpHead(module, feeds_normed=False), path)
+    return path
+
+
+def carry_head(model: Path, head: Path, *, names: Literal["qwen", "deepseek"]) -> None:
+    """Add the tensors of a file of ours to a checkpoint's directory, by the names that others give them."""
+    layers = json.loads((model / "config.json").read_text(encoding="utf-8"))["num_hidden_layers"]
+    prefix, renamed = {
+        "qwen": (
+            "mtp.",
+            {"join.": "fc.", "norm_embedding.": "pre_fc_norm_embedding.", "norm_hidden.": "pre_fc_norm_hidden.", "layer.": "layers.0."},
+        ),
+        "deepseek": (
+            f"model.layers.{layers}.",
+            {"join.": "eh_proj.", "norm_embedding.": "enorm.", "norm_hidden.": "hnorm.", "norm.": "shared_head.norm.", "layer.": ""},
+        ),
+    }[names]
+    carried = {}
+    for name, tensor in load_file(head).items():
+        ours = next((ours for ours in renamed if name.startswith(ours)), "")
+        theirs = prefix + renamed.get(ours, "") + name.removeprefix(ours)
+        if (found := re.match(r"(.*\.experts)\.(gate_up_proj|down_proj)$", theirs)) is None:
+            carried[theirs] = tensor
+            continue
+        for number, expert in enumerate(tensor):
+            parts = (
+                dict(zip(("gate_proj", "up_proj"), expert.chunk(2), strict=True)) if found[2] == "gate_up_proj" else {"down_proj": expert}
+            )
+            carried |= {f"{found[1]}.{number}.{part}.weight": weights.contiguous() for part, weights in parts.items()}
+    if names == "deepseek":  # it repeats what it shares
+        carried[f"{prefix}embed_tokens.weight"] = torch.zeros(2, 2)
+    save_file(carried, model / "model-mtp.safetensors")
 
 
 def _tokenizer() -> PreTrainedTokenizerFast:

@@ -5,21 +5,26 @@ No weights, no arithmetic that rounds: their outputs are equal or wrong. For tes
     ToyModel            keys and values of every token
     RecurrentToyModel   and, inside each block, a state that the block's end leaves behind
     ToyDraftHead        guesses the next tokens of either, and is right a known number of times
+    ToyProposer         the same for an engine that speculates
 """
 
 from __future__ import annotations
 
+import bisect
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from sidestream.attention.paged import AttentionBatch, PagedBatch
+from sidestream.attention.triton import DeviceBatch
 from sidestream.errors import InvariantError
 from sidestream.kv.layout import KVLayout
+from sidestream.speculate import Context, Shown
 
 _PRIME = (1 << 31) - 1
 
@@ -28,24 +33,60 @@ class ToyModel:
     """Writes numbers made of token, position and layer into the KV pool, and draws from the sum of what it reads there.
 
     The logits are zero but for one token, so greedy and sampled draws agree. `eos_every` makes about one token in so many
-    the end of sequence, id 0.
+    the end of sequence, id 0. `leaves_hidden` gives the pool two layers more: for a `ToyProposer`'s
+    own KV, and for hidden states.
     """
 
     def __init__(
-        self, *, block_tokens: int = 4, num_layers: int = 3, vocab_size: int = 97, max_model_len: int = 512, eos_every: int = 0
+        self,
+        *,
+        block_tokens: int = 4,
+        num_layers: int = 3,
+        vocab_size: int = 97,
+        max_model_len: int = 512,
+        eos_every: int = 0,
+        leaves_hidden: bool = False,
     ) -> None:
-        self.layout = KVLayout(num_layers, 1, 2, block_tokens, "float32")
+        self.layout = KVLayout(num_layers + 2 * leaves_hidden, 1, 2, block_tokens, "float32")
+        self.hidden_size = 4 * block_tokens
+        self._num_layers = num_layers
+        self._hidden_after: dict[tuple[int, ...], int] = {}
         self.vocab_size = vocab_size
         self.num_heads = 1
         self.max_model_len = max_model_len
         self.eos_token_ids = (0,)
-        self.fingerprint = f"toy-{num_layers}-{vocab_size}-{eos_every}"
+        self.fingerprint = f"toy-{num_layers}-{vocab_size}-{eos_every}" + "-hidden" * leaves_hidden
         self._eos_every = eos_every
 
     def forward(self, tokens: torch.Tensor, positions: torch.Tensor, batch: AttentionBatch, logit_rows: torch.Tensor) -> torch.Tensor:
-        """See `ForwardModel.forward`. Only on a CPU."""
+        """See `ForwardModel.forward`."""
+        return self._forward(tokens, positions, batch, logit_rows)
+
+    def forward_with_hidden(
+        self, tokens: torch.Tensor, positions: torch.Tensor, batch: AttentionBatch, logit_rows: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `ForwardModel.forward_with_hidden`: one number a token, which depends on all KV up to it, as often as a block's layer holds."""
+        assert isinstance(batch, PagedBatch), "hidden states are read on the host"
+        logits = self._forward(tokens, positions, batch, logit_rows)
+        left = torch.tensor([[float(self.hidden(self._seen_at(batch, packed)))] for packed in range(len(tokens))])
+        return logits, left.expand(-1, self.hidden_size)
+
+    def hidden(self, seen: npt.NDArray[np.int64]) -> int:
+        """What the last layer leaves behind after KV `seen`: exact in float32, never 0."""
+        return 1 + self._mixed(seen) % (1 << 20)
+
+    def hidden_after(self, tokens: Sequence[int]) -> int:
+        """The same after `tokens`, computed without any pool; 0 after none."""
+        given = tuple(tokens)
+        if given not in self._hidden_after:
+            self._hidden_after[given] = self.hidden(self._reference(np.array(given))) if given else 0
+        return self._hidden_after[given]
+
+    def _forward(self, tokens: torch.Tensor, positions: torch.Tensor, batch: AttentionBatch, logit_rows: torch.Tensor) -> torch.Tensor:
+        if isinstance(batch, DeviceBatch):
+            return self._forward_on_device(tokens, positions, batch, logit_rows)
         if not isinstance(batch, PagedBatch):
-            raise InvariantError("a toy model reads the pool by itself: run it on the cpu device")
+            raise InvariantError(f"a toy model reads the pool by itself, and does not know how from a {type(batch).__name__}")
         pool = batch.kv
         size = self.layout.block_tokens
         blocks, offsets = batch.slots // size, batch.slots % size
@@ -54,20 +95,65 @@ class ToyModel:
             written = _written(tokens.numpy(), positions.numpy(), layer)
             pool[blocks, layer, :, offsets, 0, :] = torch.from_numpy(written).view(len(tokens), 2, 2)
         self._after_layers(batch)
-        last_row = {stop - 1: row for row, stop in enumerate(batch.query_starts[1:])}
         logits = torch.zeros(len(logit_rows), self.vocab_size)
         for at, packed in enumerate(logit_rows.tolist()):
-            row = last_row[packed]
-            logits[at, self.next_token(self._seen(pool, batch.block_tables[row], batch.kv_lens[row]))] = 100.0
+            logits[at, self.next_token(self._seen_at(batch, packed))] = 100.0
         return logits
+
+    def _seen_at(self, batch: PagedBatch, packed: int) -> npt.NDArray[np.int64]:
+        """What the draw behind a packed token depends on."""
+        row = bisect.bisect_right(batch.query_starts, packed) - 1
+        length = batch.kv_lens[row] - (batch.query_starts[row + 1] - 1 - packed)
+        return self._seen(batch.kv, batch.block_tables[row], length)
+
+    def _forward_on_device(
+        self, tokens: torch.Tensor, positions: torch.Tensor, batch: DeviceBatch, logit_rows: torch.Tensor
+    ) -> torch.Tensor:
+        """The same to the bit, by operations that read nothing back, so that it can be captured."""
+        pool, size, layers = batch.kv, self.layout.block_tokens, self._num_attended
+        if not isinstance(pool, torch.Tensor) or layers != self.layout.num_layers:
+            raise InvariantError("on a GPU there is only the toy without a recurrent state, over one pool")
+        # Padding writes what the first token does, to the same place, or what is there already.
+        real = batch.slots >= 0
+        first = real.to(torch.int64).argmax(keepdim=True)
+        slots = torch.where(real, batch.slots, batch.slots[first].clamp(min=0))
+        blocks, offsets = slots // size, slots % size
+        part = torch.arange(4, device=tokens.device)
+        for layer in range(layers):
+            batch.before_layer(layer)
+            base = tokens * 7919 + positions * 104729 + layer * 1299709
+            written = ((base[:, None] + part * 611953) % (1 << 20)).to(torch.float32).view(-1, 2, 2)
+            there = pool[blocks, layer, :, offsets, 0]
+            written = torch.where(real[:, None, None], written, torch.where(real.any(), written[first], there))
+            pool[blocks, layer, :, offsets, 0] = written
+
+        row = (batch.query_starts[1:][None, :] <= logit_rows[:, None]).sum(1).clamp(max=len(batch.kv_lens) - 1)
+        behind = batch.query_starts[1:][row] - 1 - logit_rows
+        length = (batch.kv_lens[row].to(torch.int64) - behind)[:, None, None, None, None]
+        seen = pool[batch.block_tables[row].clamp(min=0).to(torch.int64), :, :, :, 0].view(torch.int32).to(torch.int64)
+        seen = seen.permute(0, 2, 3, 1, 4, 5).flatten(3, 4)  # [R, layers, 2, tokens, 2]
+        layer_, half, token, lane = (
+            torch.arange(count, device=tokens.device).view([-1 if axis == own else 1 for axis in range(4)])
+            for own, count in enumerate(seen.shape[1:])
+        )
+        place = ((layer_ * 2 + half) * length + token) * 2 + lane
+        mixed = seen * ((place + 1) * 48271 % _PRIME) % _PRIME
+        mixed = torch.where(token < length, mixed, 0).sum((1, 2, 3, 4)) % _PRIME * 69621 % _PRIME
+        drawn = 1 + mixed // 7 % (self.vocab_size - 1)
+        if self._eos_every:
+            drawn = torch.where(mixed % self._eos_every == 0, 0, drawn)
+        return torch.zeros(len(logit_rows), self.vocab_size, device=tokens.device).scatter_(1, drawn[:, None], 100.0)
 
     def next_token(self, seen: npt.NDArray[np.int64]) -> int:
         """The token drawn after KV `seen`, the bits of its numbers as int64 `[layers, 2, length, 2]`."""
-        weights = (np.arange(1, seen.size + 1, dtype=np.int64) * 48271 % _PRIME).reshape(seen.shape)
-        mixed = int((seen * weights % _PRIME).sum() % _PRIME) * 69621 % _PRIME
+        mixed = self._mixed(seen)
         if self._eos_every and mixed % self._eos_every == 0:
             return 0
         return 1 + mixed // 7 % (self.vocab_size - 1)
+
+    def _mixed(self, seen: npt.NDArray[np.int64]) -> int:
+        weights = (np.arange(1, seen.size + 1, dtype=np.int64) * 48271 % _PRIME).reshape(seen.shape)
+        return int((seen * weights % _PRIME).sum() % _PRIME) * 69621 % _PRIME
 
     def expected(self, prompt: Sequence[int], num_outputs: int) -> list[int]:
         """What the model draws after `prompt`, computed without any pool: the reference."""
@@ -81,7 +167,7 @@ class ToyModel:
     @property
     def _num_attended(self) -> int:
         """Layers that hold keys and values of tokens."""
-        return self.layout.num_layers
+        return self._num_layers
 
     def _after_layers(self, batch: PagedBatch) -> None:
         """What a variant writes once all keys and values are there."""
@@ -105,17 +191,29 @@ class RecurrentToyModel(ToyModel):
     """
 
     def __init__(
-        self, *, block_tokens: int = 4, num_layers: int = 3, vocab_size: int = 97, max_model_len: int = 512, eos_every: int = 0
+        self,
+        *,
+        block_tokens: int = 4,
+        num_layers: int = 3,
+        vocab_size: int = 97,
+        max_model_len: int = 512,
+        eos_every: int = 0,
+        leaves_hidden: bool = False,
     ) -> None:
         """`num_layers` does not count the layer of the state."""
         super().__init__(
-            block_tokens=block_tokens, num_layers=num_layers + 1, vocab_size=vocab_size, max_model_len=max_model_len, eos_every=eos_every
+            block_tokens=block_tokens,
+            num_layers=num_layers + 1,
+            vocab_size=vocab_size,
+            max_model_len=max_model_len,
+            eos_every=eos_every,
+            leaves_hidden=leaves_hidden,
         )
-        self.fingerprint = f"toy-recurrent-{num_layers}-{vocab_size}-{eos_every}"
+        self.fingerprint = f"toy-recurrent-{num_layers}-{vocab_size}-{eos_every}" + "-hidden" * leaves_hidden
 
     @property
     def _num_attended(self) -> int:
-        return self.layout.num_layers - 1
+        return self._num_layers - 1
 
     def _after_layers(self, batch: PagedBatch) -> None:
         batch.before_layer(self._num_attended)
@@ -198,6 +296,69 @@ class ToyDraftHead:
             accept_lengths.append(self.accept_length(context, drafts))
             context += self.verify(context, drafts)
         return SpeculativeRun(tuple(context[len(prompt) :]), tuple(accept_lengths))
+
+
+class HiddenSource(Protocol):
+    """What a toy's hidden states are compared with."""
+
+    @property
+    def hidden_size(self) -> int:
+        """Of each, all of whose values are one number."""
+        ...
+
+    def hidden_after(self, tokens: Sequence[int]) -> int:
+        """See `ToyModel.hidden_after`."""
+        ...
+
+
+class ToyProposer:
+    """Drafts as a `ToyDraftHead` does, from what the device state says of each row: if that is stale, accept lengths tell.
+
+    model   leaves hidden states. The last one must be that of the row's tokens, and so must those before each token, which are kept as KV;
+            None: nobody reads any
+    """
+
+    name = "toy"
+
+    def __init__(self, head: ToyDraftHead, *, model: HiddenSource | None = None) -> None:
+        self.head = head
+        self._model = model
+        self.hidden_size, self.num_layers = (0, 0) if model is None else (model.hidden_size, 1)
+
+    def propose(self, context: Context, count: int) -> torch.Tensor:
+        """See `Proposer.propose`; `count` up to the head's width. Reads the state on the host: for devices that are threads."""
+        drafts = []
+        for row, (history, length) in enumerate(zip(context.history.tolist(), context.lengths.tolist(), strict=True)):
+            tokens = history[:length]
+            fresh = self._model is None or self._knows(context, row, tokens)
+            drafts.append(self.head.drafts(tokens, self.head.hidden(tokens) if fresh else 0)[:count])
+        if self._model is not None:
+            for step in range(count):  # as a head does that feeds itself: it is shown those positions again
+                batch = context.attend(context.lengths - 1 + step)
+                assert isinstance(batch, PagedBatch)
+                self._keep(batch, torch.full((len(drafts), 1), -1.0))
+        return torch.tensor(drafts, dtype=torch.int64)
+
+    def _knows(self, context: Context, row: int, tokens: list[int]) -> bool:
+        """Whether hidden state and KV are those of the row's tokens."""
+        assert self._model is not None
+        batch = context.attend(context.lengths - 1)
+        assert isinstance(batch, PagedBatch)
+        kept = batch.kv[batch.block_tables[row], -2].permute(0, 2, 1, 3, 4).reshape(-1, 4)[: len(tokens) - 1]
+        expected = [float(self._model.hidden_after(tokens[:position])) for position in range(len(tokens))]
+        return context.hidden[row].tolist() == expected[-1:] * self.hidden_size and kept.tolist() == [
+            [value] * 4 for value in expected[:-1]
+        ]
+
+    def follow(self, shown: Shown) -> None:
+        """See `Proposer.follow`: keeps what was before each token, in the layer before the last."""
+        assert isinstance(shown.batch, PagedBatch)
+        shown.batch.before_layer(shown.batch.kv.shape[1] - 2)
+        self._keep(shown.batch, shown.before[:, :1])
+
+    def _keep(self, batch: PagedBatch, values: torch.Tensor) -> None:
+        layer, size = batch.kv.shape[1] - 2, batch.kv.shape[3]
+        batch.kv[batch.slots // size, layer, :, batch.slots % size, 0] = values[:, :, None].expand(-1, 2, 2)
 
 
 def _written(tokens: npt.NDArray[np.int64], positions: npt.NDArray[np.int64], layer: int) -> npt.NDArray[np.float32]:

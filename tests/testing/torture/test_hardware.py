@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 
 import numpy as np
@@ -28,13 +29,16 @@ KILLED = ["store-waits-for-flight", "slice-is-seen-done-before-it-counts", "rese
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_every_block_holds_what_its_key_stands_for_in_every_layout(device: str) -> None:
-    report = torture_device(device, blocks=BLOCKS[device], seed=1)
-
-    tally = report.tally
-    assert tally.findings == []
-    assert tally.wrong == 0
-    assert tally.blocks >= BLOCKS[device]
-    assert min(tally.stored, tally.loaded, tally.hits, tally.aborted, tally.reused) > 0
+    seen: Counter[str] = Counter()
+    for seed in range(1, 6):  # a machine that is busy elsewhere may end every use before the next begins: then once more
+        tally = torture_device(device, blocks=BLOCKS[device], seed=seed).tally
+        assert tally.findings == []
+        assert tally.wrong == 0
+        assert tally.blocks >= BLOCKS[device]
+        seen += Counter({name: getattr(tally, name) for name in ("stored", "loaded", "hits", "aborted", "reused")})
+        if len(seen) == 5:  # a counter keeps what is above 0
+            break
+    assert seen.keys() == {"stored", "loaded", "hits", "aborted", "reused"}
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -32,6 +32,7 @@ NOT_EVER_FINISHED = doctored(
 OBJECTIONS: dict[str, tuple[Mutation, int, str, int]] = {
     "checker": (find("release-waits-for-the-transfers"), 0, "late", 1),
     "tokens": (find("only-the-last-chunk-samples"), 0, "random", 0),
+    "accept lengths": (find("new-owner-brings-its-own-history"), 8, "late", 0),
     "content": (find("key-names-its-prefix"), 0, "random", 0),
     "balance": (find("forgotten-block-is-free"), 30, "random", 1),
     "answered": (find("request-ends-before-its-client-is-told"), 0, "random", 0),

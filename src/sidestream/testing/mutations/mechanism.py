@@ -31,7 +31,9 @@ Feature = Literal[
     "disk",
     "failing_copy",
     "failing_flight",
+    "failing_load",
     "failing_tier",
+    "hidden_states",
     "logprobs",
     "offload",
     "preempt",
@@ -40,6 +42,7 @@ Feature = Literal[
     "restart",
     "sampling",
     "slow_tier",
+    "speculative",
     "weights",
 ]
 """What a workload may contain.
@@ -51,8 +54,10 @@ close           the engine ends in good order, with requests or transfers on the
 corrupt_tier    files of the disk tier that are cut short or have a bit flipped
 disk            a disk tier
 failing_copy    stores and loads that raise, loads possibly after a part was copied
+failing_load    loads among them
 failing_flight  forward passes that raise
 failing_tier    disk reads and writes that raise
+hidden_states   drafts that are made of hidden states
 logprobs        requests that ask for log-probabilities, beside others that do not
 offload         a host tier
 preempt         a device pool too small for the requests that run
@@ -61,6 +66,7 @@ reset           the cache is forgotten while transfers are on their way
 restart         the engine ends and another one opens the same disk
 sampling        penalties, biases and `min_tokens` such that the draws depend on them
 slow_tier       disk operations that take longer than the deadline
+speculative     tokens that are drafted and verified
 weights         new weights, so that what was computed before is wrong
 """
 

@@ -351,7 +351,7 @@ MUTATIONS = (
         old="if load.has_failed():",
         new="if False:",
         removes="a flight over a load that failed is believed, because the mover has not said so yet",
-        needs=frozenset({"failing_copy", "offload"}),
+        needs=frozenset({"failing_copy", "failing_load", "offload"}),
     ),
     Mutation(
         name="load-fails-with-any-of-its-slices",
@@ -360,7 +360,7 @@ MUTATIONS = (
         old="(*self.submitted.before, *self.submitted.groups)",
         new="self.submitted.groups[-1:]",
         removes="a flight over a load of which only the last layers came is believed",
-        needs=frozenset({"failing_copy", "offload"}),
+        needs=frozenset({"failing_copy", "failing_load", "offload"}),
     ),
     # ------------------------------------------------------------------ the end
     Mutation(
@@ -1016,13 +1016,13 @@ _PLACE = "without it there is no place to write to; how long it is held is ruled
 _FOR_SPEED = "who waits for whom; a flight waits for its loads whoever is in it"
 
 EXEMPT = (
-    Exempt(f"{_LOAD}.has_arrived", "self.submitted is not None", _FOR_SPEED),
-    Exempt(
-        f"{_LOAD}.has_arrived",
-        "fence.poll() and fence.failure is None for part in (*self.submitted.before, *self.submitted.groups)",
-        _FOR_SPEED,
-    ),
-    Exempt(f"{_ENGINE}.has_arrived", "(load.plan.request_id, load.plan.epoch) == (request_id, epoch)", _FOR_SPEED),
+    Exempt(f"{_LOAD}.share_left", "self.submitted is None", _FOR_SPEED),
+    Exempt(f"{_LOAD}.share_left", "fence.poll()", _FOR_SPEED),
+    Exempt(f"{_LOAD}.seconds_left", "self.submitted is None", _FOR_SPEED),
+    Exempt(f"{_LOAD}.seconds_left", "not fence.poll() for piece in pieces", _FOR_SPEED),
+    Exempt(f"{_LOAD}.seconds_left", "not fence.poll() for fence in group", _FOR_SPEED),
+    Exempt(f"{_LOAD}.seconds_left", "fence.failure is not None", _FOR_SPEED),
+    Exempt(f"{_ENGINE}.seconds_left", "(load.plan.request_id, load.plan.epoch) == (request_id, epoch)", _FOR_SPEED),
     Exempt(f"{_MOVER}._store", "self._host.pool.take(len(pairs))", _PLACE),
     Exempt(f"{_MOVER}._read", "self._host.pool.take(1)", _PLACE),
     Exempt(f"{_MOVER}._read", "self._disk.index.pin([key])", "without it there is no entry to read; how long it is held is ruled above"),
@@ -1076,11 +1076,9 @@ EXEMPT = (
     Exempt(f"{_MOVER}._begin_pieces", "if store.begun == len(store.plan.keys):\n                del self._later[0]", _QUEUE),
     Exempt(f"{_MOVER}._carry_out", "self._later.extend(StoreOrder", _QUEUE),
     Exempt(f"{_MOVER}._store", "order.begun = min(first + _BLOCKS_A_TURN, len(plan.keys))", _COUNT),
-    Exempt(
-        f"{_MOVER}._load_piece", "order.begun = min(first + max(_BLOCKS_A_TURN, _LOAD_BYTES // layout.block_bytes), len(plan.keys))", _COUNT
-    ),
+    Exempt(f"{_MOVER}._load_piece", "order.begun = first + (left if left <= last else min(piece, left - last))", _COUNT),
     Exempt(f"{_TICKETS}:LoadOrder.all_begun", "return self.begun == len(self.plan.keys)", "a question; who asks is ruled above"),
-    Exempt(f"{_MOVER}._end_load", "copy.failure is None and copy.began_s is not None", "what it measures"),
+    Exempt(f"{_MOVER}._end_load", "copy.failure is None", "what it measures"),
     Exempt(f"{_MOVER}._end_load", "elif order.failure is None:", "which of several failures is told"),
     Exempt(f"{_MOVER}._drop", "arriving.failure = reason", "see dropped-load-lets-go"),
     Exempt(f"{_MOVER}._drop", "order.begun = len(order.plan.keys)", "see what-was-ordered-last-is-dropped-too"),

@@ -12,6 +12,10 @@ The transfer engine alone, on a real device, where the machine has its say (`sid
 
     torture_device(...)   block transfers of the code as it is
     hunt_device(...)      the same without one of its rules
+
+And a whole engine on one (`sidestream.testing.torture.service`):
+
+    torture_service(...)  requests to a toy model that reads every byte
 """
 
 from sidestream.testing.torture.campaign import POLICIES, Failure, Report, run_one, torture
@@ -20,6 +24,7 @@ from sidestream.testing.torture.hunt import MAX_SCHEDULES, Hunt, Killed, Row, hu
 from sidestream.testing.torture.oracle import Reference, reference_of
 from sidestream.testing.torture.replay import Replay, load_replay
 from sidestream.testing.torture.run import ORACLES, Finding, Outcome, run_schedule
+from sidestream.testing.torture.service import ServiceReport, torture_service
 from sidestream.testing.torture.shrink import Shrunk, rerun, shrink
 from sidestream.testing.torture.trace import TraceLine, explain, render
 from sidestream.testing.torture.workload import FEATURES, Asked, Event, Fault, Workload, draw_workload
@@ -46,6 +51,7 @@ __all__ = [
     "Replay",
     "Report",
     "Row",
+    "ServiceReport",
     "Shrunk",
     "TraceLine",
     "Workload",
@@ -64,4 +70,5 @@ __all__ = [
     "shrink",
     "torture",
     "torture_device",
+    "torture_service",
 ]

@@ -26,6 +26,7 @@ from sidestream.kv.layout import KVLayout
 from sidestream.testing.checker import Checker
 from sidestream.testing.mutations import Mutation, applied, changed_functions, find, transfer
 from sidestream.testing.rig import Rig
+from sidestream.testing.torture.narrow import narrow_lanes
 from sidestream.testing.torture.traffic import Habits, Meddler, Tally, Traffic
 
 DEVICES = ("cpu", "cuda")
@@ -39,6 +40,7 @@ NOT_ON_HARDWARE: dict[str, str] = {
     "end-of-a-wait-for-the-disk-": "there is no disk",
     "reset-forgets-the-disk": "there is no disk",
     "transfers-know-of-resets": "it rules reads and writes of the disk; see store-from-before-a-reset-publishes-nothing",
+    "load-lets-go-when-all-its-pieces": "blocks come back behind all that was ordered by then, and this traffic always orders more behind a load",
     "reset-waits-until": "the traffic does not wait for a reset: it orders at once, and what it orders must find nothing",
 }
 """Beginnings of the names of mutations of the transfer engine that are left to the simulated device, and why.
@@ -62,6 +64,7 @@ class World:
 
     group_layers   layers that a load copies at once, behind a fence of their own
     layered, together   see `Rig`
+    narrow         lanes take so little at a time that a request's copies have many slices, and a load many pieces
     """
 
     name: str
@@ -72,6 +75,7 @@ class World:
     habits: Habits
     layered: bool = False
     together: bool = False
+    narrow: bool = False
 
 
 _USUAL = (0.1, 10e-6, 3e-3)
@@ -81,6 +85,8 @@ _LATE = (0.5, 1e-3, 5e-3)
 # Without a rule some never get an end: so long it is waited for.
 _IMPATIENCE_S = 2.0
 _ROUNDS = 3
+# Several pieces of a load, so that some still land when one has failed.
+_NARROW_IN_FLIGHT = 4
 
 HUNT_BLOCKS = 100_000
 """Blocks that are moved without a rule, at most, before it counts as not missed."""
@@ -93,6 +99,7 @@ _LARGE = KVLayout(num_layers=4, num_kv_heads=8, head_dim=128, block_tokens=8, dt
 #            64 KiB    stores by the batch call, loads by kernels
 #            striped   two-dimensional copies both ways
 #            apart     the batch call both ways, piece by piece
+#            narrow    by kernels both ways, two blocks in a piece, and the mover always has something else to do
 WORLDS = (
     World("4 KiB blocks", _SMALL, 1, 1536, 3072, Habits(longest=700, delay=_USUAL)),
     World("64 KiB blocks", _MIDDLE, 1, 384, 768, Habits(longest=128, delay=_USUAL)),
@@ -100,6 +107,8 @@ WORLDS = (
     World("128 KiB blocks, layers apart", _LARGE, 2, 384, 768, Habits(longest=128, delay=_USUAL), layered=True),
     World("4 KiB blocks, failing copies", _SMALL, 1, 1536, 3072, Habits(longest=700, delay=_USUAL, faults=0.05)),
     World("128 KiB blocks, striped, failing copies", _LARGE, 2, 384, 768, Habits(longest=128, delay=_USUAL, faults=0.05), True, True),
+    World("4 KiB blocks, narrow lanes", _SMALL, 1, 384, 768, Habits(longest=96, delay=_USUAL), narrow=True),
+    World("4 KiB blocks, narrow lanes, failing copies", _SMALL, 1, 384, 768, Habits(longest=96, delay=_USUAL, faults=0.02), narrow=True),
 )
 
 
@@ -177,7 +186,7 @@ def hunt_device(
             raise ConfigError(unknown_name("mutation for a device", mutation.name, ON_HARDWARE))
         changed_functions(mutation)  # one that does not fit is not found out half an hour later
     for index, world in enumerate(WORLDS):
-        if said := _run_late(kind, world, seed=seed + index, tally=Tally(), resets=0.0, rounds=1):
+        if said := _run_late(kind, world, seed=seed + index, tally=Tally(), abrupt=True, rounds=1):
             raise InvariantError(f"without any mutation: {said}: what the mutations would give says nothing")
     found: list[Missed] = []
     for mutation in mutations:
@@ -190,19 +199,22 @@ def _kill(kind: str, mutation: Mutation, *, blocks: int, seed: int) -> Missed:
     """Run without the rule, in every world in turn, until somebody notices."""
     tally = Tally()
     worlds = [world for world in WORLDS if bool(world.habits.faults) == ("failing_copy" in mutation.needs)]
-    resets = 0.05 if "reset" in mutation.needs else 0.0
+    resets, abrupt = 0.05 if "reset" in mutation.needs else 0.0, "close" in mutation.needs
     while tally.stored + tally.loaded < blocks:
         for world in worlds:
             with applied(mutation):
-                said = _run_late(kind, world, seed=seed, tally=tally, resets=resets)
+                said = _run_late(kind, world, seed=seed, tally=tally, resets=resets, abrupt=abrupt)
             if said:
                 return Missed(mutation.name, mutation.hazard, tally.stored + tally.loaded, said)
             seed += 1
     return Missed(mutation.name, mutation.hazard, None, "")
 
 
-def _run_late(kind: str, world: World, *, seed: int, tally: Tally, resets: float, rounds: int = _ROUNDS) -> str:
-    """A few rounds in which everything is late: what is wrong, or what was raised; empty when nothing is."""
+def _run_late(kind: str, world: World, *, seed: int, tally: Tally, resets: float = 0.0, abrupt: bool = False, rounds: int = _ROUNDS) -> str:
+    """A few rounds in which everything is late: what is wrong, or what was raised; empty when nothing is.
+
+    abrupt   behind them everything is closed with requests on their way
+    """
     usual = world.habits
     habits = replace(usual, delay=_LATE, faults=4 * usual.faults, resets=resets, patience_s=_IMPATIENCE_S)
     try:
@@ -211,6 +223,12 @@ def _run_late(kind: str, world: World, *, seed: int, tally: Tally, resets: float
                 traffic.round(12 * habits.longest)
                 if tally.wrong:
                     return tally.findings[0]
+            if abrupt:
+                traffic.break_off()
+        if abrupt:
+            traffic.judge_ledgers()
+            if tally.wrong:
+                return tally.findings[0]
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return ""
@@ -219,27 +237,29 @@ def _run_late(kind: str, world: World, *, seed: int, tally: Tally, resets: float
 @contextlib.contextmanager
 def _traffic(kind: str, world: World, *, seed: int, tally: Tally, checker: Checker | None = None) -> Iterator[Traffic]:
     """A device and everything around it, for one world."""
-    device = _open(kind, checker)
+    device = open_device(kind, checker)
     layout = world.layout if kind == "cuda" else replace(world.layout, block_tokens=1)  # a CPU copies every byte itself
     device.segment_bytes = world.group_layers * layout.layer_bytes
     meddler = Meddler(device, world.habits, seed=seed)
-    rig = None
+    rig, traffic = None, None
     level = logging.getLogger("sidestream").level
     logging.getLogger("sidestream").setLevel(logging.CRITICAL + 1)  # copies that fail are no news here
     try:
-        rig = Rig(
-            device,
-            layout,
-            num_blocks=world.num_blocks,
-            num_slots=world.num_slots,
-            layered=world.layered,
-            together=world.together,
-            seed=seed,
-        )
-        yield Traffic(rig, world.habits, seed=seed, name=world.name, tally=tally)
+        with narrow_lanes(in_flight=_NARROW_IN_FLIGHT) if world.narrow else contextlib.nullcontext():
+            rig = Rig(
+                device,
+                layout,
+                num_blocks=world.num_blocks,
+                num_slots=world.num_slots,
+                layered=world.layered,
+                together=world.together,
+                seed=seed,
+            )
+            traffic = Traffic(rig, world.habits, seed=seed, name=world.name, tally=tally)
+            yield traffic
     finally:
         if rig is not None:
-            rig.transfers.flush(timeout_s=world.habits.patience_s)
+            rig.transfers.flush(timeout_s=0.0 if traffic is not None and traffic.broken_off else world.habits.patience_s)
         device.close()
         if rig is not None:
             rig.transfers.close()
@@ -250,7 +270,8 @@ def _traffic(kind: str, world: World, *, seed: int, tally: Tally, checker: Check
         logging.getLogger("sidestream").setLevel(level)
 
 
-def _open(kind: str, checker: Checker | None) -> CpuDevice | CudaDevice:
+def open_device(kind: str, checker: Checker | None = None) -> CpuDevice | CudaDevice:
+    """A real device, ready. Raises ConfigError when there is no such one."""
     _check_kind(kind)
     if kind == "cpu":
         return CpuDevice(compute_threads=1, witness=checker)

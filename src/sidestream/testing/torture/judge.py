@@ -5,15 +5,18 @@ Looks at the insides of every room on purpose: the engine's own accounts are wha
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sized
+import itertools
+from collections.abc import Iterator, Sequence, Sized
 
 from sidestream.engine import Engine
 from sidestream.errors import InvariantError
 from sidestream.kv.pool import FencedPool
+from sidestream.schedule.scheduler import Scheduler
 from sidestream.testing.torture.oracle import Reference, Sample
 from sidestream.testing.torture.script import ScriptedDevice, ScriptedTier
 from sidestream.testing.torture.workload import Workload
-from sidestream.types import Key
+from sidestream.testing.toy import ToyDraftHead
+from sidestream.types import BatchPlan, Key, RowResult
 
 # Log-probabilities of equal logits may differ by rounding, in batches of another size.
 _TOLERANCE = 1e-4
@@ -45,6 +48,22 @@ def unbalanced(engine: Engine, disk: ScriptedTier | None) -> Iterator[str]:
             yield f"{index._leaving} entries are neither on disk nor gone"
     if stalls := set(parts.device.host_waits()) - {"flight"}:
         yield f"the engine's thread was held up: {', '.join(sorted(stalls))}"
+
+
+def wrong_accept_lengths(head: ToyDraftHead, scheduler: Scheduler, batch: BatchPlan, results: Sequence[RowResult]) -> Iterator[str]:
+    """Rows of a flight that is about to be committed whose accepted drafts are not those that `head` makes of the request's own tokens."""
+    sampling = (row for row in batch.rows if row.samples)
+    for row, result in zip(sampling, results, strict=True):
+        request = scheduler.get(row.request_id)
+        if not row.drafts or not result.finite or request is None or request.epoch != row.epoch:
+            continue
+        drafts = head.drafts(request.tokens, head.hidden(request.tokens))[: row.drafts]
+        right = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(drafts, result.token_ids, strict=False)))
+        if right != len(result.token_ids) - 1:
+            yield (
+                f"request {row.request_id} went on by {len(result.token_ids)} tokens behind its {len(request.tokens)}: "
+                f"{right} of {row.drafts} drafts were right (H19)"
+            )
 
 
 def still_findable(engine: Engine, disk: ScriptedTier | None) -> Iterator[str]:
@@ -93,7 +112,7 @@ def wrong_answer(workload: Workload, number: int, told: Sample, expected: Sample
     if told.reason == "abort" and asked.abort_at is None and workload.closes_at is None and not over:
         yield "answered", f"{who} was aborted, though nobody asked for it"
     restarts = any(event.kind in ("crash", "restart") for event in workload.events)  # who comes again may come after the abort
-    if asked.abort_at is not None and not restarts and count > asked.abort_at - asked.at:
+    if asked.abort_at is not None and not restarts and count > (asked.abort_at - asked.at) * (1 + workload.drafts):
         yield "answered", f"{who} was told {count} tokens, though its client left {asked.abort_at - asked.at} steps after it came"
     if told.reason == "error" and not workload.features & {"bad_logits", "failing_flight"}:
         yield "answered", f"{who} ended with an error: {told.error}"

@@ -78,7 +78,7 @@ def params_of(number: int, asked: Asked) -> SamplingParams:
 
 def toy_of(workload: Workload) -> ToyModel:
     """The model that the workload runs on."""
-    return ToyModel(eos_every=workload.eos_every)
+    return ToyModel(eos_every=workload.eos_every, leaves_hidden=workload.leaves_hidden)
 
 
 def reference_of(workload: Workload) -> Reference:
@@ -91,7 +91,8 @@ def reference_of(workload: Workload) -> Reference:
         told = _run(workload, model)
         samples.append(told)
         for (number, _), sample in told.items():
-            blocks.update(_blocks_of(model, (*workload.requests[number].prompt, *sample.tokens)))
+            tokens = (*workload.requests[number].prompt, *sample.tokens)
+            blocks.update(_blocks_of(model, tokens, hidden=workload.leaves_hidden))
     return Reference(tuple(samples), blocks)
 
 
@@ -126,7 +127,7 @@ def _run(workload: Workload, model: ScriptedModel) -> dict[tuple[int, int], Samp
     return told
 
 
-def _blocks_of(model: ScriptedModel, tokens: Sequence[int]) -> dict[Key, bytes]:
+def _blocks_of(model: ScriptedModel, tokens: Sequence[int], *, hidden: bool) -> dict[Key, bytes]:
     """The KV of each complete block whose tokens all went through the model, computed in one go in a memory of its own."""
     layout = model.layout
     computed = len(tokens) - 1
@@ -143,6 +144,11 @@ def _blocks_of(model: ScriptedModel, tokens: Sequence[int]) -> dict[Key, bytes]:
         before_layer=lambda layer: None,
     )
     model.forward(torch.tensor(tokens[:computed]), everything, batch, torch.empty(0, dtype=torch.int64))
+    if hidden:
+        for end in range(layout.block_tokens, computed + 1, layout.block_tokens):
+            kv[end // layout.block_tokens - 1, -1] = model.hidden_after(tokens[:end])
+        for position in range(computed):
+            kv[position // layout.block_tokens, -2, :, position % layout.block_tokens] = model.hidden_after(tokens[:position])
     keys: list[Key] = []
     BlockKeys(fingerprint=model.fingerprint, layout=layout, salt=SALT).extend(keys, tokens[:computed])
     return {key: kv[index].numpy().tobytes() for index, key in enumerate(keys)}

@@ -7,52 +7,46 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import traceback
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
-from sidestream.config import EngineConfig, OffloadConfig
+from sidestream.config import EngineConfig, OffloadConfig, SpeculativeConfig
 from sidestream.device.sim import Deadlock, Policy
 from sidestream.device.sim.policies import HOST, Choice
 from sidestream.engine import Engine, Handle, build_engine
 from sidestream.execute.frame import Shape
+from sidestream.schedule.scheduler import Committed
 from sidestream.testing.checker import Checker
 from sidestream.testing.findings import Finding as Objection
 from sidestream.testing.tokenizer import ToyTokenizer
-from sidestream.testing.torture.judge import still_findable, unbalanced, wrong_answer, wrong_blocks, wrong_entries
+from sidestream.testing.torture.judge import still_findable, unbalanced, wrong_accept_lengths, wrong_answer, wrong_blocks, wrong_entries
+from sidestream.testing.torture.narrow import narrow_lanes
 from sidestream.testing.torture.oracle import SALT, Reference, Sample, params_of, reference_of, toy_of
 from sidestream.testing.torture.script import Scratch, Script, ScriptedDevice, ScriptedModel, ScriptedTier
 from sidestream.testing.torture.trace import Recorder, TraceLine
 from sidestream.testing.torture.workload import LOAD_DEADLINE_S, Event, Workload
+from sidestream.testing.toy import ToyDraftHead, ToyProposer
 from sidestream.tiers.index import MEDIUM
-from sidestream.transfer import mover, pacing
-from sidestream.transfer.pacing import Pace
-from sidestream.types import Delta, Fence
+from sidestream.transfer import mover
+from sidestream.types import BatchPlan, Delta, Fence, RowResult
 
-# So little that a toy's transfers have several pieces.
-_SMALL_PIECES = {"_BLOCKS_A_TURN": 2, "_LOAD_BYTES": 0}
-
-
-def _narrow(pace: Pace) -> Pace:
-    """So little that transfers of a toy are cut into slices, and overtake one another."""
-    return replace(pace, slice_segments=1, segments_in_flight=2)
-
-
-ORACLES = ("checker", "tokens", "content", "balance", "answered", "deadlock", "no progress", "error")
+ORACLES = ("checker", "tokens", "accept lengths", "content", "balance", "answered", "deadlock", "no progress", "error")
 """What judges a schedule; the first to object is named first.
 
-checker      no two unordered accesses, no use outside a lease, and what else `sidestream.testing.checker` knows
-tokens       equal to the reference's, with text, log-probabilities and finish reason; an aborted request's: a beginning of them
-content      every findable block in every tier holds what its key stands for; nothing from before a reset becomes findable
-balance      when all is done, every pool is as it was at the start, and nothing is kept by request or transfer
-answered     every request ends once, for a reason that it can have; who is told so finds nothing held any more (H24)
-deadlock     everybody waits for somebody else
-no progress  the schedule does not end (H26)
-error        an exception came out of the engine
-
-Accept lengths are judged in miniature (`sidestream.testing.miniatures`): the engine has no drafts yet.
+checker         no two unordered accesses, no use outside a lease, and what else `sidestream.testing.checker` knows
+tokens          equal to the reference's, with text, log-probabilities and finish reason; an aborted request's: a beginning of them
+accept lengths  every step drafts what its row's tokens lead to, and accepts as much of it as is right: a stale read would leave the text
+                right (H19)
+content         every findable block in every tier holds what its key stands for; nothing from before a reset becomes findable
+balance         when all is done, every pool is as it was at the start, and nothing is kept by request or transfer
+answered        every request ends once, for a reason that it can have; who is told so finds nothing held any more (H24)
+deadlock        everybody waits for somebody else
+no progress     the schedule does not end (H26)
+error           an exception came out of the engine
 """
 
 _IDLE_S = 1e-4
@@ -132,19 +126,15 @@ def run_schedule(workload: Workload, policy: Policy, *, trace: bool = False, ref
 def _stage(workload: Workload) -> Iterator[None]:
     """What a schedule changes around it: its disk's pauses are short, and its faults no news."""
     logger, level, threads = logging.getLogger("sidestream"), logging.getLogger("sidestream").level, torch.get_num_threads()
-    lanes = pacing.TO_HOST, pacing.TO_DEVICE
-    kept = {name: getattr(mover, name) for name in ("_DISK_PAUSE_S", *_SMALL_PIECES)}
+    disk_pause_s = mover._DISK_PAUSE_S
     logger.setLevel(logging.CRITICAL + 1)
     torch.set_num_threads(1)
-    if workload.layer_groups:
-        pacing.TO_HOST, pacing.TO_DEVICE = map(_narrow, lanes)
-        vars(mover).update(_SMALL_PIECES)
     mover._DISK_PAUSE_S = LOAD_DEADLINE_S
     try:
-        yield
+        with narrow_lanes() if workload.layer_groups else contextlib.nullcontext():
+            yield
     finally:
-        pacing.TO_HOST, pacing.TO_DEVICE = lanes
-        vars(mover).update(kept)
+        mover._DISK_PAUSE_S = disk_pause_s
         torch.set_num_threads(threads)
         logger.setLevel(level)
 
@@ -167,6 +157,7 @@ class _Life:
             self.device.segment_bytes = 1
         self.model = ScriptedModel(toy_of(workload), self.device)
         self.model.weights = weights
+        self.head = ToyDraftHead(toy_of(workload), width=max(1, workload.drafts))
         self.disk: ScriptedTier | None = None
         self.handles: dict[int, Handle] = {}
         self.told: dict[tuple[int, int], Sample] = {}
@@ -177,8 +168,16 @@ class _Life:
             if workload.disk_blocks:
                 self.disk = _scratch().open(self.model, self.device, num_blocks=workload.disk_blocks)
             self.engine: Engine = build_engine(
-                self.model, ToyTokenizer(), _config(workload, self.model), device=self.device, threaded=False, disk=self.disk
+                self.model,
+                ToyTokenizer(),
+                _config(workload, self.model),
+                device=self.device,
+                threaded=False,
+                disk=self.disk,
+                proposer=ToyProposer(self.head, model=self.model if workload.leaves_hidden else None),
             )
+            if workload.layer_groups:  # flights join loads that are far from their end: what that costs is nobody's concern here
+                self.engine._lead_s = lambda: math.inf  # type: ignore[method-assign]
             if workload.captured:
                 self._capture(workload)
         except BaseException:
@@ -189,7 +188,7 @@ class _Life:
         """One shape: what does not fit runs eagerly, between flights that do."""
         parts, layout = self.engine.parts, self.model.layout
         parts.executor.capture(
-            [Shape(workload.max_running, workload.chunk_tokens)],
+            [Shape(workload.max_running, workload.chunk_tokens, workload.drafts)],
             gate_layers=0 if parts.transfers is None else mover.layers_per_group(layout, self.device.segment_bytes),
         )
 
@@ -219,7 +218,21 @@ class _Schedule:
         self._weights = 0
         self._steps = 0
         self._again: list[int] = []  # requests to be asked again after a crash
-        self._life = _Life(workload, self._policy, self._script, 0, self._lines)
+        self._life = self._begin(0)
+
+    def _begin(self, weights: int) -> _Life:
+        life = _Life(self._workload, self._policy, self._script, weights, self._lines)
+        scheduler = life.engine.parts.scheduler
+        commit = scheduler.commit
+
+        def judged(batch: BatchPlan, results: Sequence[RowResult], fence: Fence) -> Committed:
+            for text in wrong_accept_lengths(life.head, scheduler, batch, results):
+                self._find("accept lengths", text)
+            return commit(batch, results, fence)
+
+        if self._workload.drafts:
+            scheduler.commit = judged  # type: ignore[method-assign]
+        return life
 
     def run(self) -> Outcome:
         try:
@@ -332,7 +345,7 @@ class _Schedule:
         self._judge_witnesses()
         left = {number for (number, _), sample in life.told.items() if sample.reason in ("abort", "error") and number not in life.cut_off}
         self._again = sorted({number for number, _ in life.told} - left)
-        self._life = _Life(self._workload, self._policy, self._script, self._weights, self._lines)
+        self._life = self._begin(self._weights)
         self._judge_disk(self._life, "after the restart")
 
     def _update_weights(self) -> None:
@@ -419,6 +432,7 @@ def _config(workload: Workload, model: ScriptedModel) -> EngineConfig:
         max_running=workload.max_running,
         asynchronous=workload.asynchronous,
         offload=offload,
+        speculative=SpeculativeConfig(max_drafts=workload.drafts, adaptive=False) if workload.drafts else None,
         salt=SALT,
     )
 

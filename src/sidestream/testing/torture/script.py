@@ -9,7 +9,7 @@ import os
 import tempfile
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +103,7 @@ class ScriptedModel:
         self.layout: KVLayout = inner.layout
         self.vocab_size: int = inner.vocab_size
         self.num_heads: int = inner.num_heads
+        self.hidden_size: int = inner.hidden_size
         self.max_model_len: int = inner.max_model_len
         self.eos_token_ids: tuple[int, ...] = inner.eos_token_ids
 
@@ -117,25 +118,44 @@ class ScriptedModel:
 
     def forward(self, tokens: torch.Tensor, positions: torch.Tensor, batch: AttentionBatch, logit_rows: torch.Tensor) -> torch.Tensor:
         """See `ForwardModel.forward`."""
-        logits: list[torch.Tensor] = []
+        return self._forward(self._inner.forward, tokens, positions, batch, logit_rows)[0]
+
+    def forward_with_hidden(
+        self, tokens: torch.Tensor, positions: torch.Tensor, batch: AttentionBatch, logit_rows: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `ForwardModel.forward_with_hidden`."""
+        logits, hidden = self._forward(self._inner.forward_with_hidden, tokens, positions, batch, logit_rows)
+        return logits, hidden
+
+    def hidden_after(self, tokens: Sequence[int]) -> int:
+        """See `ToyModel.hidden_after`; with the weights of now."""
+        hidden: int = self._inner.hidden_after([(token + self.weights) % self.vocab_size for token in tokens])
+        return hidden
+
+    def _forward(
+        self, forward: Callable[..., Any], tokens: torch.Tensor, positions: torch.Tensor, batch: AttentionBatch, logit_rows: torch.Tensor
+    ) -> list[torch.Tensor]:
+        """What `forward` gives, logits first."""
+        given: list[torch.Tensor] = []
         seen = (tokens + self.weights) % self.vocab_size if self.weights else tokens
 
         def proceed() -> None:
-            logits.append(self._inner.forward(seen, positions, batch, logit_rows))
+            outcome = forward(seen, positions, batch, logit_rows)
+            given.extend(outcome if isinstance(outcome, tuple) else (outcome,))
 
         if self._device is None:
             proceed()
-            return logits[0]
+            return given
         fault = self._device.script.next("forward")
         self._device.play(fault, proceed, torn=_never)
         if fault is not None and fault.kind == "nan":
             assert isinstance(batch, PagedBatch), "a toy model has run on it"
-            logits[0].fill_(torch.nan)
+            given[0].fill_(torch.nan)
             for last in logit_rows.tolist():  # only rows with logits: of the others, nobody could know
                 row = bisect_left(batch.query_starts, last + 1) - 1
                 slots = batch.slots[batch.query_starts[row] : last + 1]
                 batch.kv[slots // self.layout.block_tokens, :, :, slots % self.layout.block_tokens] = -1.0
-        return logits[0]
+        return given
 
 
 class ScriptedTier:

@@ -149,6 +149,10 @@ def simpler_workloads(workload: Workload) -> Iterator[Workload]:
             yield _changed(workload, faults=(*workload.faults[:number], once, *workload.faults[number + 1 :]))
     if workload.layer_groups:
         yield _changed(workload, layer_groups=False)
+    if workload.drafts:
+        yield _changed(workload, drafts=0)
+    if workload.captured:
+        yield _changed(workload, captured=False)
     if workload.eos_every:
         yield _changed(workload, eos_every=0)
 

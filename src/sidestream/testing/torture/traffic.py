@@ -130,6 +130,7 @@ class Traffic:
         self._looks: dict[int, _Request] = {}
         self._unproven: set[int] = set()  # numbers of keys whose store nobody has seen the bytes of
         self._progress_s = time.monotonic()
+        self.broken_off = False
 
     def round(self, blocks: int) -> None:
         """Move about so many blocks, wait until all has ended, and judge. Raises DeviceError when nothing ends, and whatever the parts raise."""
@@ -139,6 +140,18 @@ class Traffic:
             self._step()
         self._settle()
         self._judge()
+
+    def break_off(self) -> None:
+        """Begin what there is room for, wait for nothing, and give everything up: the device is closed next, and behind that `judge_ledgers`."""
+        self._progress_s = time.monotonic()
+        while self._begin():
+            pass
+        held = [*self._keeping, *(self._loading[request_id] for request_id in self._waiting)]
+        self._keeping.clear()
+        self._waiting.clear()
+        for request in held:
+            self._give_up(request)
+        self.broken_off = True
 
     # ------------------------------------------------------------------ one step
 
@@ -348,7 +361,7 @@ class Traffic:
                 self._tally.loaded += len(request.numbers)
                 self._prove(len(request.numbers), request.numbers if request.generation == self._generation else ())
         self._judge_host()
-        self._judge_ledgers()
+        self.judge_ledgers()
         self._looks.clear()
         self._loading.clear()
 
@@ -361,7 +374,8 @@ class Traffic:
         known = {numbers[key] for key, _ in wrong}
         self._prove(0, [n for key, n in numbers.items() if n not in known and self._rig.host.pool.get(key) is not None])
 
-    def _judge_ledgers(self) -> None:
+    def judge_ledgers(self) -> None:
+        """Nothing is on its way: whatever is still in use never lets go."""
         for pool in (self._rig.blocks, self._rig.host.pool):
             pool.check()
             if pool.num_used:

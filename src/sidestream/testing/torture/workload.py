@@ -113,6 +113,8 @@ class Workload:
     eos_every                    about one token in so many ends an answer; 0: none
     layer_groups                 a block is loaded layer by layer, not at once, and every copy is given to the device in slices
     captured                     forward passes are captured in a few shapes, gated ones too
+    drafts                       tokens that are drafted for a row in each step; 0: nothing is
+    hidden                       drafts are made of hidden states, which rows and blocks hold
     closes_at                    step before which the engine is closed under its requests; None: when all is done
     flush_s                      how long a close lets transfers go on; what has not begun by then never does
     """
@@ -130,6 +132,8 @@ class Workload:
     asynchronous: bool = True
     layer_groups: bool = True
     captured: bool = False
+    drafts: int = 0
+    hidden: bool = False
     closes_at: int | None = None
     flush_s: float = 30.0
 
@@ -139,6 +143,11 @@ class Workload:
             raise ConfigError(f"the workload's pool has {self.blocks} blocks, its largest request takes {largest}: give it as many")
         if self.disk_blocks and not self.slots:
             raise ConfigError("the workload has a disk tier, but no host tier: blocks go to disk through host memory")
+
+    @property
+    def leaves_hidden(self) -> bool:
+        """Whether blocks hold hidden states."""
+        return self.drafts > 0 and self.hidden
 
     @property
     def features(self) -> frozenset[Feature]:
@@ -163,7 +172,9 @@ FEATURES: Mapping[Feature, Callable[[Workload], bool]] = {
     "disk": lambda w: w.disk_blocks > 0,
     "failing_copy": _befalls(("store", "lost"), ("store", "torn"), ("load", "lost"), ("load", "torn")),
     "failing_flight": _befalls(("forward", "lost")),
+    "failing_load": _befalls(("load", "lost"), ("load", "torn")),
     "failing_tier": _befalls(("read", "lost"), ("read", "torn"), ("write", "lost"), ("write", "full")),
+    "hidden_states": lambda w: w.leaves_hidden,
     "logprobs": lambda w: len({asked.logprobs is None for asked in w.requests}) > 1,
     "offload": lambda w: w.slots > 0,
     "preempt": lambda w: w.max_running > 1 and w.blocks < sum(blocks_for(asked) * asked.n for asked in w.requests),
@@ -172,6 +183,7 @@ FEATURES: Mapping[Feature, Callable[[Workload], bool]] = {
     "restart": _happens("crash", "restart"),
     "sampling": lambda w: any(asked.penalties is not None or asked.bias or asked.min_tokens for asked in w.requests),
     "slow_tier": _befalls(("read", "slow"), ("read", "late"), ("write", "slow"), ("write", "late")),
+    "speculative": lambda w: w.drafts > 0,
     "weights": _happens("weights"),
 }
 """By the names that `sidestream.testing.mutations` asks for."""
@@ -210,6 +222,8 @@ def draw_workload(seed: int) -> Workload:
         closes_at=rng.randrange(last) if rng.random() < 0.05 else None,
         flush_s=rng.choice((30.0, 30.0, LOAD_DEADLINE_S, 0.0)),
         captured=rng.random() < 0.25,
+        drafts=rng.choice((1, 3, 0, 0, 0, 0)),
+        hidden=rng.random() < 0.5,
     )
 
 

@@ -1,0 +1,32 @@
+"""Lanes so narrow that small transfers have several pieces and slices, and overtake one another."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import replace
+
+from sidestream.transfer import mover, pacing
+from sidestream.transfer.pacing import Pace
+
+_PIECES = {"_BLOCKS_A_TURN": 2, "_LOAD_BYTES": 0, "_LAST_BYTES": 0}
+
+
+@contextlib.contextmanager
+def narrow_lanes(*, in_flight: int = 3) -> Iterator[None]:
+    """For transfer engines that are made inside: a slice has one segment, `in_flight` are on their way, and a piece has two blocks.
+
+    Three, so that an earlier layer may fail when all was given to the device.
+    """
+    lanes, kept = (pacing.TO_HOST, pacing.TO_DEVICE), {name: getattr(mover, name) for name in _PIECES}
+    pacing.TO_HOST, pacing.TO_DEVICE = (_narrow(pace, in_flight) for pace in lanes)
+    vars(mover).update(_PIECES)
+    try:
+        yield
+    finally:
+        pacing.TO_HOST, pacing.TO_DEVICE = lanes
+        vars(mover).update(kept)
+
+
+def _narrow(pace: Pace, in_flight: int) -> Pace:
+    return replace(pace, slice_segments=1, segments_in_flight=in_flight)

@@ -1,0 +1,231 @@
+"""The torture test of a whole engine on a real device: requests that share beginnings, abort and come back, and a model that reads every byte.
+
+    torture_service(...)   so many requests; each answer must be what the model draws without any pool
+
+The toy model's next token is a hash of all KV that it must attend to: a byte that is stale, early or another block's changes the text. On a GPU its
+forward pass is captured like any other's. What runs when is the machine's affair: a seed draws the requests, and nothing else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from sidestream.config import EngineConfig, OffloadConfig, SamplingParams
+from sidestream.device.cpu import CpuDevice
+from sidestream.device.cuda import CudaDevice
+from sidestream.engine import Engine, Handle, build_engine
+from sidestream.errors import ConfigError
+from sidestream.execute.executor import Work
+from sidestream.execute.frame import TableChanges
+from sidestream.execute.mailbox import Letter
+from sidestream.testing.rig import busy
+from sidestream.testing.tokenizer import ToyTokenizer
+from sidestream.testing.torture.hardware import open_device
+from sidestream.testing.torture.traffic import Habits, Meddler, draw_delay
+from sidestream.testing.toy import ToyModel
+from sidestream.types import BatchPlan, Delta
+
+# Beginnings that prompts share, their tokens at most, and what a prompt has of its own.
+_FAMILIES = 12
+_LONGEST = 320
+_OWN = 40
+_OUTPUTS = 40
+# Requests on their way at once: several times what the pool holds.
+_CROWD = 24
+_POOL_BLOCKS = 72
+_HOST_BLOCKS = 320
+_PATIENCE_S = 120.0
+_TOLD = 20
+_HABITS = Habits(longest=0, delay=(0.2, 20e-6, 3e-3), faults=0.02)
+
+
+@dataclass(slots=True)
+class ServiceReport:
+    """What was asked, and what became of it.
+
+    wrong        answers that are not what they must be, requests that ended otherwise than they can, and what is held when all has ended
+    from_host    tokens of prompts whose KV came back from the host
+    findings     the first wrong ones in words
+    """
+
+    requests: int = 0
+    aborted: int = 0
+    tokens: int = 0
+    from_device: int = 0
+    from_host: int = 0
+    preemptions: int = 0
+    resets: int = 0
+    failed_slices: int = 0
+    wrong: int = 0
+    seconds: float = 0.0
+    findings: list[str] = field(default_factory=list)
+
+    def find(self, text: str) -> None:
+        """Something is wrong."""
+        self.wrong += 1
+        if len(self.findings) < _TOLD:
+            self.findings.append(text)
+
+
+@dataclass(slots=True, eq=False)
+class _Asked:
+    """One request. abort_at: it is given up when it has so many tokens; None: it is not."""
+
+    prompt: tuple[int, ...]
+    outputs: int
+    abort_at: int | None
+    handle: Handle | None = None
+    tokens: list[int] = field(default_factory=list)
+    reason: str | None = None
+    error: str | None = None
+
+
+def torture_service(
+    kind: str, *, requests: int, seed: int = 0, tell: Callable[[int, str], None] = lambda done, text: None
+) -> ServiceReport:
+    """Ask `requests` times and look at each answer. Blocks. `tell` is told of the answers so far.
+
+    Raises ConfigError when there is no such device, and whatever ends the engine.
+    """
+    if requests < 1:
+        raise ConfigError(f"requests is {requests}: give a whole number from 1")
+    start, report, rng = time.monotonic(), ServiceReport(), random.Random(seed)
+    model = ToyModel(block_tokens=16, num_layers=12, vocab_size=97, max_model_len=512, eos_every=60)
+    with _quiet(), _engine(kind, model, seed=seed, report=report) as engine:
+        _ask_all(engine, model, requests, rng, report, tell)
+        if not engine.flush(timeout_s=_PATIENCE_S):
+            report.find("transfers did not end")
+        report.preemptions = engine.parts.scheduler.num_preemptions
+        for pool in (engine.parts.blocks, engine.parts.host.pool if engine.parts.host else engine.parts.blocks):
+            pool.check()
+            if pool.num_used:
+                report.find(f"{pool.num_used} of {pool.name} are still in use though all has ended")
+    report.seconds = time.monotonic() - start
+    return report
+
+
+def _ask_all(
+    engine: Engine, model: ToyModel, requests: int, rng: random.Random, report: ServiceReport, tell: Callable[[int, str], None]
+) -> None:
+    """Keep a crowd on its way; judge who has ended."""
+    families = [tuple(rng.randrange(1, model.vocab_size) for _ in range(_LONGEST)) for _ in range(_FAMILIES)]
+    running: list[_Asked] = []
+    news = threading.Event()
+    asked, progress_s = 0, time.monotonic()
+    while asked < requests or running:
+        while asked < requests and len(running) < _CROWD:
+            running.append(_ask(engine, model, families, rng, news))
+            asked += 1
+            if rng.random() < 0.005:
+                engine.reset_cache()
+                report.resets += 1
+        news.wait(0.05)
+        news.clear()
+        ended = [one for one in running if one.reason is not None]
+        for one in ended:
+            _judge(one, model, report)
+            progress_s = time.monotonic()
+        running = [one for one in running if one not in ended]  # others may have ended meanwhile
+        tell(report.requests, f"{report.tokens:,} tokens")
+        if report.wrong or time.monotonic() - progress_s > _PATIENCE_S:
+            if not report.wrong:
+                report.find(f"no request ended within {_PATIENCE_S:g} s; {len(running)} are on their way")
+            return
+
+
+def _ask(engine: Engine, model: ToyModel, families: list[tuple[int, ...]], rng: random.Random, news: threading.Event) -> _Asked:
+    shared = rng.choice(families)[: rng.randint(0, _LONGEST)]
+    prompt = (*shared, *(rng.randrange(1, model.vocab_size) for _ in range(rng.randint(1, _OWN))))
+    one = _Asked(prompt, rng.randint(1, _OUTPUTS), rng.randint(0, 20) if rng.random() < 0.15 else None)
+
+    def take(delta: Delta) -> None:
+        one.tokens.extend(delta.token_ids)
+        one.error, one.reason = delta.error, delta.finish_reason
+        if one.abort_at is not None and one.reason is None and len(one.tokens) >= one.abort_at and one.handle is not None:
+            engine.abort(one.handle)
+            one.abort_at = None
+        if one.reason is not None:
+            news.set()
+
+    one.handle = engine.submit(prompt, SamplingParams(temperature=0, max_tokens=one.outputs), take, priority=rng.choice((0, 0, 1)))
+    if one.abort_at == 0:
+        engine.abort(one.handle)
+    return one
+
+
+def _judge(one: _Asked, model: ToyModel, report: ServiceReport) -> None:
+    report.requests += 1
+    report.tokens += len(one.tokens)
+    if one.reason == "abort":
+        report.aborted += 1
+    expected = model.expected(one.prompt, one.outputs)
+    given, wanted = one.tokens, expected if one.reason != "abort" else expected[: len(one.tokens)]
+    if given != wanted:
+        at = next((at for at, (a, b) in enumerate(zip(given, wanted, strict=False)) if a != b), min(len(given), len(wanted)))
+        report.find(
+            f"a prompt of {len(one.prompt)} tokens: output {at} is wrong: {given[at : at + 3]} given, {wanted[at : at + 3]} expected"
+        )
+    if one.reason not in ("stop", "length", "abort"):
+        report.find(f"a prompt of {len(one.prompt)} tokens ended with {one.reason}: {one.error}")
+
+
+@contextlib.contextmanager
+def _engine(kind: str, model: ToyModel, *, seed: int, report: ServiceReport) -> Iterator[Engine]:
+    """An engine whose flights and copies are held up, and whose copies fail now and then."""
+    device = open_device(kind)
+    meddler = Meddler(device, _HABITS, seed=seed)
+    layout = model.layout
+    engine = build_engine(
+        model,
+        ToyTokenizer(),
+        EngineConfig(
+            device=kind,
+            kv_memory=_POOL_BLOCKS * layout.block_bytes,
+            block_tokens=layout.block_tokens,
+            max_running=8,
+            max_model_len=model.max_model_len,
+            chunk_tokens=64,
+            token_budget=128,
+            offload=OffloadConfig(host=_HOST_BLOCKS * layout.block_bytes),
+        ),
+        device=device,
+    )
+    try:
+        _hold_up_flights(engine, device, seed)
+        costs = engine.parts.costs
+        assert costs is not None
+        costs.saw_prefill = lambda *_: None  # type: ignore[method-assign]  # what rests on the host shall come from there
+        yield engine
+        report.from_device, report.from_host = (int(engine.parts.metrics.value("cached_tokens_total", tier)) for tier in ("device", "host"))
+    finally:
+        engine.close(flush_s=_PATIENCE_S)
+        report.failed_slices = meddler.failed
+
+
+def _hold_up_flights(engine: Engine, device: CpuDevice | CudaDevice, seed: int) -> None:
+    executor, rng = engine.parts.executor, random.Random(seed + 1)
+    run = executor._run
+
+    def late(batch: BatchPlan, changes: TableChanges, forward: Work, letter: Letter) -> None:
+        busy(device, draw_delay(rng, _HABITS))
+        run(batch, changes, forward, letter)
+
+    executor._run = late  # type: ignore[method-assign]
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Copies that fail are no news here."""
+    logger = logging.getLogger("sidestream")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL + 1)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)

@@ -1,0 +1,39 @@
+"""The torture test of a whole engine on a real device: on a CPU, and on a GPU if there is one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from sidestream.errors import ConfigError
+from sidestream.testing.mutations import applied, find
+from sidestream.testing.torture import torture_service
+
+ON_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
+DEVICES = ["cpu", pytest.param("cuda", marks=ON_GPU)]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_every_answer_is_what_the_model_draws_without_a_pool(device: str) -> None:
+    report = torture_service(device, requests=120, seed=1)
+
+    assert report.findings == []
+    assert (report.wrong, report.requests) == (0, 120)
+    assert min(report.aborted, report.from_device, report.from_host, report.preemptions, report.failed_slices) > 0
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", ["release-keeps-its-fences", "store-waits-for-flight", "only-committed-blocks-are-published"])
+def test_a_rule_that_is_missing_shows_in_the_answers(device: str, name: str) -> None:
+    with applied(find(name)):
+        report = torture_service(device, requests=300, seed=1)
+
+    assert report.wrong > 0
+    assert "is wrong" in report.findings[0]
+
+
+def test_what_makes_no_sense_is_refused() -> None:
+    with pytest.raises(ConfigError, match="requests is 0: give a whole number from 1"):
+        torture_service("cpu", requests=0)
+    with pytest.raises(ConfigError, match="no device gpu"):
+        torture_service("gpu", requests=1)
