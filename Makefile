@@ -1,8 +1,8 @@
 # Two commands on a fresh machine with Python 3.11+, pip and git: `make demo` and `make test`.
 PYTHON ?= python3
 VENV ?= .venv
-# Tests run in so many processes, each file in one of them.
-JOBS ?= 2
+# Tests run in so many processes, each file in one of them: one more than two cores, because tests wait as well.
+JOBS ?= 3
 BIN := $(VENV)/bin
 
 .PHONY: demo test test-gpu sanitize lint types imports unit bench bench-gpu tables clean

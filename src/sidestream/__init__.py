@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from sidestream.version import VERSION
 
 if TYPE_CHECKING:
-    from sidestream.config import EngineConfig, OffloadConfig, SamplingParams
+    from sidestream.config import EngineConfig, OffloadConfig, SamplingParams, SpeculativeConfig
     from sidestream.errors import (
         ConfigError,
         ContextTooLong,
@@ -57,6 +57,7 @@ _HOME = {
     "RequestRejected": "errors",
     "SamplingParams": "config",
     "SidestreamError": "errors",
+    "SpeculativeConfig": "config",
     "TierCorrupt": "errors",
     "TierError": "errors",
     "TierFull": "errors",
@@ -87,6 +88,7 @@ __all__ = [
     "RequestRejected",
     "SamplingParams",
     "SidestreamError",
+    "SpeculativeConfig",
     "TierCorrupt",
     "TierError",
     "TierFull",

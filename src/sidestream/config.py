@@ -94,6 +94,37 @@ class OffloadConfig:
         return parse_bytes(self.disk_capacity, option="offload disk_capacity")
 
 
+PROPOSERS = ("ngram", "mtp")
+"""Ways of drafting."""
+MOST_DRAFTS = 16
+"""Tokens that are verified at once, besides a row's last one."""
+
+
+@dataclass(frozen=True, slots=True)
+class SpeculativeConfig:
+    """Drafting of tokens that the model then verifies several at a time. It changes how soon a token comes, and never which, up to rounding.
+
+    proposer     `"ngram"`: what followed the last tokens when they came before in the request; `"mtp"`: a head that was trained for the model
+    head         of `"mtp"`: its file, or the directory of a checkpoint that carries it; None: the model's own carries it
+    max_drafts   tokens to draft for a request in a step at most
+    adaptive     draft as many as are likely enough to be right for what they cost, none if need be; False: always `max_drafts`
+    """
+
+    proposer: str = "ngram"
+    max_drafts: int = 4
+    adaptive: bool = True
+    head: str | Path | None = None
+
+    def __post_init__(self) -> None:
+        if self.head is not None and self.proposer != "mtp":
+            raise ConfigError(f"head is {self.head}, but the proposer is {self.proposer}: give proposer mtp too")
+        if self.proposer not in PROPOSERS:
+            raise ConfigError(unknown_name("proposer", str(self.proposer), PROPOSERS))
+        _at_least("max_drafts", self.max_drafts, 1)
+        if self.max_drafts > MOST_DRAFTS:
+            raise ConfigError(f"max_drafts is {self.max_drafts}: at most {MOST_DRAFTS} tokens are verified at once; lower it")
+
+
 # Of a chunk of prefill by default: on a CPU, on a GPU.
 _CHUNK_TOKENS = {False: 256, True: 2048}
 
@@ -117,6 +148,7 @@ class EngineConfig:
     asynchronous    launch step N+1 before step N is committed; False is for measuring and debugging
     tail_apart      compute the last tokens of a prompt, those that no cache supplies, in a chunk of their own: then the same prompt gets
                     the same tokens from every tier, not only up to rounding. None: on a CPU; on a GPU it is one more pass over all weights
+    speculative     draft tokens and verify several in one step; None: no
     eager           on a GPU, launch kernel by kernel instead of compiling the model's layers and capturing graphs: starts sooner, runs slower
     """
 
@@ -136,6 +168,7 @@ class EngineConfig:
     tail_apart: bool | None = None
     eager: bool = False
     offload: OffloadConfig | None = None
+    speculative: SpeculativeConfig | None = None
 
     def __post_init__(self) -> None:
         if self.dtype not in ("auto", "float32", "float16", "bfloat16"):
@@ -195,6 +228,7 @@ class SamplingParams:
     seed                same seed, same tokens, whatever else runs; None: drawn at random
     logprobs            None: none; k: the drawn token's and the k likeliest ones' log-probabilities
     max_tokens          None: as many as the model and the pool allow
+    max_drafts          tokens to draft in a step at most; 0: none; None: as many as the engine drafts
     """
 
     temperature: float = 1.0
@@ -214,6 +248,7 @@ class SamplingParams:
     ignore_eos: bool = False
     logprobs: int | None = None
     n: int = 1
+    max_drafts: int | None = None
 
     def __post_init__(self) -> None:
         _finite("temperature", self.temperature, 0.0, 100.0)
@@ -232,6 +267,8 @@ class SamplingParams:
                 )
         if self.logprobs is not None:
             _whole("logprobs", self.logprobs, 0, 20)
+        if self.max_drafts is not None:
+            _whole("max_drafts", self.max_drafts, 0, MOST_DRAFTS)
         if self.seed is not None:
             _whole("seed", self.seed, -(1 << 63), (1 << 63) - 1)
         if isinstance(self.stop, str) or not all(isinstance(s, str) for s in self.stop):

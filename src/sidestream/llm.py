@@ -20,6 +20,8 @@ from sidestream.errors import EngineStopped, QueueFull, RaceError, RequestError,
 from sidestream.metrics import Metrics, Timeline
 from sidestream.models import load_model
 from sidestream.models.catalog import Progress, resolve
+from sidestream.models.mtp import attach_head
+from sidestream.speculate.mtp import MtpProposer
 from sidestream.testing.checker import Checker
 from sidestream.text import Tokenizer
 from sidestream.types import CachedTokens, Delta, Health, TokenLogprob
@@ -98,8 +100,13 @@ class _Served:
         self.tokenizer = Tokenizer.load(path)
         tell("reading the weights")
         loaded = load_model(path, dtype=self.config.dtype, block_tokens=self.config.block_tokens, device=device)
+        proposer, speculative = None, self.config.speculative
+        if speculative is not None and speculative.proposer == "mtp":
+            proposer = MtpProposer(attach_head(loaded, speculative.head or path))
         self._checker = Checker() if check_order else None
-        self.engine: Engine = build_engine(loaded, self.tokenizer, self.config, timeline=self._timeline, witness=self._checker, tell=tell)
+        self.engine: Engine = build_engine(
+            loaded, self.tokenizer, self.config, timeline=self._timeline, witness=self._checker, proposer=proposer, tell=tell
+        )
         self.max_model_len = min(self.engine.parts.bounds.max_model_len, self.engine.parts.bounds.pool_tokens)
         _settle_garbage()
 

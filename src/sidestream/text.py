@@ -21,6 +21,9 @@ _ROLES = ("system", "developer", "user", "assistant", "tool")
 _LONG_WINDOW = 32  # tokens; one character takes a few at most
 _UNDECIDED = "\ufffd"  # what a decoder writes for bytes that are no character, or not yet
 
+# Of the topics of tasks, one in so many is held out.
+_HELD_OUT_EVERY = 8
+
 
 class Tokenizer:
     """A model's tokenizer: text to token ids, messages to token ids, ids to text.
@@ -38,6 +41,7 @@ class Tokenizer:
         self.special_ids = _special_ids(backend)
         self.vocab_size = max(backend.get_vocab().values()) + 1
         self.byte_ids = _byte_ids(backend.get_vocab())
+        self._lengths: dict[int, int] = {}
 
     @classmethod
     def load(cls, model: str) -> Tokenizer:
@@ -62,6 +66,13 @@ class Tokenizer:
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of `token_ids`, without special tokens and with no clean-up of spaces. Bytes that are no character become U+FFFD."""
         return self._text_of(list(token_ids))
+
+    def length_of(self, token_id: int) -> int:
+        """How many characters one token's text has; asked for every token that is drawn, so it is looked up."""
+        length = self._lengths.get(token_id)
+        if length is None:
+            length = self._lengths[token_id] = len(self.decode([token_id]))
+        return length
 
     def detokenizer(self) -> Detokenizer:
         """A fresh incremental `decode`, for one sample."""
@@ -139,6 +150,7 @@ class Detokenizer:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._decode = tokenizer.decode
+        self._length_of = tokenizer.length_of
         self._special_ids = tokenizer.special_ids
         self._byte_ids = tokenizer.byte_ids
         self._window: list[int] = []
@@ -177,7 +189,7 @@ class Detokenizer:
     def _keep_from(self, index: int) -> None:
         self._window = self._window[index:]
         self._settled = len(self._window)
-        self._given = len(self._decode(self._window))
+        self._given = self._length_of(self._window[0]) if len(self._window) == 1 else len(self._decode(self._window))
         self._patience = 0
 
     def _cut(self, text: str) -> None:
@@ -254,6 +266,14 @@ class StopStrings:
 def sample_text() -> str:
     """The first chapter of Moby-Dick (1851, public domain): a real text of about 2,800 tokens, for demos, benchmarks and tests."""
     return importlib.resources.files("sidestream").joinpath("data", "loomings.txt").read_text(encoding="utf-8")
+
+
+def sample_tasks(*, held_out: bool = False) -> list[str]:
+    """Questions and tasks of many kinds, for training a head; `held_out`: others, about other topics, for judging it. In a fixed order."""
+    data = importlib.resources.files("sidestream").joinpath("data")
+    tasks, topics = (data.joinpath(name).read_text(encoding="utf-8").splitlines() for name in ("tasks.txt", "topics.txt"))
+    chosen = [topic for number, topic in enumerate(topics) if (number % _HELD_OUT_EVERY == 0) == held_out]
+    return [task.format(topic=topic) for topic in chosen for task in tasks]
 
 
 def _borders(stop: str) -> tuple[int, ...]:

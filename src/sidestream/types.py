@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 BlockId = int
 SlotId = int
@@ -85,14 +85,15 @@ class RowStart:
     """Tokens already emitted, for a request that was retracted and comes back."""
 
 
-@dataclass(frozen=True, slots=True)
-class RowPlan:
+class RowPlan(NamedTuple):
     """One request's share of a flight: compute KV for positions `[start, stop)`.
 
-    tokens      ids for `[start, stop)`; None: one token, the last one drawn for this row, taken from device state
-    block_ids   block table that covers `[0, stop)`
-    samples     the chunk ends at the last known token, so its last position yields output number `output_index`
-    begin       set with a row's first chunk of an epoch
+    tokens        ids for `[start, stop)`; None: the last one drawn for this row, taken from device state, and `drafts` drafted behind it
+    block_ids     block table that covers `[0, stop)`
+    samples       the chunk ends at the last known token, so its last position yields output number `output_index`; behind drafts, each does
+    begin         set with a row's first chunk of an epoch
+    drafts        0 with tokens. How many drafts of flights on their way are right only the device knows: then the `1 + drafts` tokens lie
+                  somewhere in `[start, stop)`, and `output_index` is the least that it may be
     """
 
     request_id: RequestId
@@ -105,18 +106,33 @@ class RowPlan:
     samples: bool
     output_index: int
     begin: RowStart | None = None
+    drafts: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that the flight computes for it."""
+        return 1 + self.drafts if self.tokens is None else self.stop - self.start
+
+    @property
+    def is_certain(self) -> bool:
+        """Whether the host knows where it begins."""
+        return self.stop - self.start == self.num_tokens
 
 
 @dataclass(frozen=True, slots=True)
 class BatchPlan:
-    """One flight: rows in the order they are packed, decode rows (length 1) first."""
+    """One flight: rows in the order they are packed. Those that decode come first, and of these those without drafts.
+
+    speculates   some row has drafts, or begins where only the device knows because a flight before it has drafts
+    """
 
     rows: tuple[RowPlan, ...]
+    speculates: bool = False
 
     @property
     def num_tokens(self) -> int:
         """Tokens that the flight computes."""
-        return sum(row.stop - row.start for row in self.rows)
+        return sum(row.num_tokens for row in self.rows) if self.speculates else sum(row.stop - row.start for row in self.rows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,11 +148,13 @@ class TokenLogprob:
 class RowResult:
     """What one row of a flight drew.
 
-    finite   False: the logits held NaN or infinity, or every token was forbidden; the token means nothing
+    token_ids   one, and one more for each draft that was accepted
+    logprobs    of each of them, if the request asked for any
+    finite      False: behind these tokens the logits held NaN or infinity, or every token was forbidden
     """
 
-    token_id: int
-    logprob: TokenLogprob | None = None
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprob, ...] = ()
     finite: bool = True
 
 

@@ -17,6 +17,7 @@ from sidestream.config import EngineConfig, OffloadConfig, SamplingParams
 from sidestream.device.cpu import CpuDevice
 from sidestream.device.host import HostFence, HostStream
 from sidestream.engine import Engine, Handle, build_engine
+from sidestream.speculate import Proposer
 from sidestream.testing.faults import FaultyTier, Hold
 from sidestream.testing.tokenizer import ToyTokenizer
 from sidestream.testing.toy import ToyModel
@@ -106,6 +107,7 @@ class Rig:
         tokenizer: Any = None,
         load_deadline_s: float = 10.0,
         always_load: bool = True,
+        proposer: Proposer | None = None,
         **options: Any,
     ) -> None:
         self.model = model or ToyModel()
@@ -118,7 +120,7 @@ class Rig:
             self.disk = FaultyTier(DiskTier.open(disk, layout=layout, fingerprint=self.model.fingerprint, capacity_bytes=capacity))
         sizes = {"block_tokens": layout.block_tokens, "chunk_tokens": 16, "token_budget": 24, "max_running": 4, **options}
         config = EngineConfig(kv_memory=blocks * layout.block_bytes, offload=offload, compute_threads=1, **sizes)
-        self.engine: Engine = build_engine(self.model, self.tokenizer, config, disk=self.disk)
+        self.engine: Engine = build_engine(self.model, self.tokenizer, config, disk=self.disk, proposer=proposer)
         if always_load and self.engine.parts.costs is not None:
             self.engine.parts.costs.saw_prefill = lambda *_: None  # type: ignore[method-assign]  # no test hangs on measured speeds
         self._holds: list[Hold] = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import queue
 import subprocess
@@ -15,11 +16,11 @@ from typing import Any
 import pytest
 import torch
 
-from sidestream import LLM, AsyncLLM, OffloadConfig, RequestError, RequestOutput, SamplingParams
+from sidestream import LLM, AsyncLLM, OffloadConfig, RequestError, RequestOutput, SamplingParams, SpeculativeConfig
 from sidestream.execute.frame import SHORT_TOKENS, Shape
 from sidestream.models import compiled, load_model
 from sidestream.models.catalog import prepared
-from sidestream.testing.tiny_models import FAMILIES, tiny_model_dir
+from sidestream.testing.tiny_models import FAMILIES, save_head, tiny_model_dir
 from sidestream.text import Tokenizer, sample_text
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
@@ -165,7 +166,9 @@ compiles = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::Use
 @pytest.fixture
 def few_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Capturing all takes longer than what these tests ask for."""
-    monkeypatch.setattr(Shape, "all_of", classmethod(lambda cls, **bounds: FEW))
+    monkeypatch.setattr(
+        Shape, "all_of", classmethod(lambda cls, drafts=0, **bounds: [*FEW, *(Shape(6, count, drafts) for count in (0, 96) if drafts)])
+    )
 
 
 @pytest.fixture
@@ -215,6 +218,36 @@ def test_a_captured_flight_waits_for_each_group_of_layers_that_is_still_on_its_w
         assert gated.count(True) >= 3
         assert gated.count(False) >= 3
         assert llm.engine.parts.device.host_waits().keys() <= {"flight"}
+
+
+@pytest.mark.usefixtures("few_shapes", "uncompiled")
+@pytest.mark.parametrize("eager", [True, False])
+@pytest.mark.parametrize("proposer", ["ngram", "mtp"])
+def test_drafts_change_no_token_and_are_accepted_alike_asynchronous_and_not(
+    llama: Path, tmp_path: Path, proposer: str, eager: bool
+) -> None:
+    head = save_head(llama, tmp_path / "head.safetensors", seed=1) if proposer == "mtp" else None
+    options = {**CAPTURED, "eager": eager, "offload": OffloadConfig(host="64MiB"), "check_order": True}
+    repeating = [prompt[:40] + prompt[:30] for prompt in PROMPTS]
+    params = [dataclasses.replace(way, max_tokens=20, logprobs=None) for way in EVERY_WAY_TO_DRAW[: len(PROMPTS)]]
+    with engine(llama, **options) as llm:
+        expected = tokens(llm.generate(repeating, params))
+    counts = []
+    for asynchronous in (True, False):
+        speculative = SpeculativeConfig(proposer, 3, adaptive=False, head=head)
+        with engine(llama, **options, speculative=speculative, asynchronous=asynchronous) as llm:
+            assert tokens(llm.generate(repeating, params)) == expected
+            always_load(llm)
+            assert llm.flush()
+            forget_device(llm)
+            outputs = llm.generate(repeating, params)
+            assert tokens(outputs) == expected
+            assert sum(output.cached.host for output in outputs) > 0
+            counts.append(llm.metrics.value("accepted_tokens_total", proposer))
+            assert llm.engine.parts.device.host_waits().keys() <= {"flight"}
+            graphs = llm.engine.parts.executor._graphs
+            assert eager or (graphs is not None and any(shape.drafts for shape in graphs.shapes))
+    assert proposer == "mtp" or min(counts) > 0
 
 
 @pytest.mark.usefixtures("few_shapes", "uncompiled")

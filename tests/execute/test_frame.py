@@ -7,13 +7,15 @@ import random
 import pytest
 import torch
 
+from sidestream.execute.follow import FROM_ROW, origin_of
 from sidestream.execute.frame import Frame, Shape, TableKeeper, pack, shape_of, smallest
 from sidestream.execute.inputs import Packer
 from sidestream.execute.state import DecodeState
 from sidestream.kv.layout import KVLayout
-from sidestream.types import BatchPlan, RowPlan
+from sidestream.types import BatchPlan, RowPlan, RowStart, SamplingSpec
 
 ROWS, BLOCK_TOKENS, WIDTH = 12, 4, 10
+GREEDY = SamplingSpec(0.0, 0, 1.0, 0.0, 1.0, 0.0, 0.0, {}, 0, 0, (), -1)
 LAYOUT = KVLayout(num_layers=1, num_kv_heads=1, head_dim=2, block_tokens=BLOCK_TOKENS, dtype="float32")
 
 
@@ -22,56 +24,69 @@ def row_plan(row: int, start: int, stop: int, *, blocks: tuple[int, ...], decode
     return RowPlan(row, row, 0, start, stop, tokens, blocks, samples, 0)
 
 
-def random_batch(rng: random.Random) -> BatchPlan:
+def random_batch(rng: random.Random, most: int) -> BatchPlan:
+    """Rows with up to `most` drafts, behind flights that may have had as many."""
     numbers = rng.sample(range(ROWS), rng.randint(1, 7))
     decodes = rng.randint(0, len(numbers))
     rows = []
     for at, number in enumerate(numbers):
         start = rng.randrange(0, 25)
-        stop = start + (1 if at < decodes else rng.randint(1, 8))
+        drafts, slack = (rng.randint(0, most), rng.randint(0, most)) if at < decodes else (0, 0)
+        stop = start + (1 + drafts + slack if at < decodes else rng.randint(1, 8))
         blocks = tuple(rng.sample(range(500), -(-stop // BLOCK_TOKENS)))
-        rows.append(row_plan(number, start, stop, blocks=blocks, decodes=at < decodes, samples=at < decodes or rng.random() < 0.7))
-    return BatchPlan(tuple(rows))
+        row = row_plan(number, start, stop, blocks=blocks, decodes=at < decodes, samples=at < decodes or rng.random() < 0.7)
+        begin = RowStart(GREEDY, (1,), ()) if at >= decodes and rng.random() < 0.5 else None
+        rows.append(row._replace(drafts=drafts, begin=begin))
+    rows[:decodes] = sorted(rows[:decodes], key=lambda row: row.drafts > 0)
+    return BatchPlan(tuple(rows), speculates=most > 0)
 
 
+@pytest.mark.parametrize("drafts", [0, 3])
 @pytest.mark.parametrize("seed", range(50))
-def test_captured_kernels_read_what_eager_ones_are_given_and_padding_is_nobodys_h18(seed: int) -> None:
+def test_captured_kernels_read_what_eager_ones_are_given_and_padding_is_nobodys_h18(seed: int, drafts: int) -> None:
     rng = random.Random(seed)
     state = DecodeState(ROWS, 300)
     state.hold_tables(WIDTH)
     state.last.copy_(torch.arange(ROWS + 1) + 50)
     keeper, packer = TableKeeper(ROWS, WIDTH), Packer(ROWS, LAYOUT)
-    shape = Shape(9, 60)
+    shape = Shape(9, 60, drafts)
     frame = Frame.allocate(shape, torch.device("cpu"), nobody=state.nobody)
     for _ in range(4):  # over one another: what an earlier batch left must not show
-        batch = random_batch(rng)
+        batch = random_batch(rng, shape.drafts)
         changes = keeper.changes(batch.rows)
         if changes.places:
             state.place(*changes)
-        frame.fill(torch.from_numpy(pack(batch, shape, nobody=state.nobody)))
-        tokens, slots, tables = frame.inputs(state, BLOCK_TOKENS)
+        frame.buffer.copy_(torch.from_numpy(pack(batch, shape, nobody=state.nobody, block_tokens=BLOCK_TOKENS)))
+        for row in batch.rows:  # somewhere in its bounds; and where the host knows, whatever a failed flight left
+            state.lengths[row.row] = 27 if row.is_certain else rng.randint(row.start, row.stop - row.num_tokens)
+        drafts = torch.randint(300, (ROWS + 1, shape.drafts), generator=torch.Generator().manual_seed(seed)) if shape.drafts else None
+        tokens, positions, kv_lens, slots, tables = frame.inputs(state, BLOCK_TOKENS, drafts)
 
-        expected = packer.pack(batch)
-        count, decodes = len(expected.tokens), expected.num_decode
+        expected = packer.pack(batch).anchored(state.lengths)
+        count, decodes = len(expected.tokens), len(expected.state_rows)
         wanted = expected.tokens.clone()
         wanted[expected.from_state] = state.last_tokens(expected.state_rows)
+        if drafts is not None:
+            wanted[expected.drafted] = torch.cat([drafts[row.row, : row.drafts] for row in batch.rows])
         assert tokens[:count].tolist() == wanted.tolist()
-        assert frame.positions[:count].tolist() == expected.positions.tolist()
+        assert positions[:count].tolist() == expected.positions.tolist()
         assert slots[:count].tolist() == expected.slots.tolist()
         assert slots[count:].eq(-1).all()
-        assert frame.positions[count:].eq(0).all()
+        assert positions[count:].eq(0).all()
         assert frame.token_rows[count:].eq(state.nobody).all()
 
         starts = frame.query_starts.tolist()
         places = [*range(decodes), *range(shape.decodes, shape.decodes + len(batch.rows) - decodes)]
         for at, place in enumerate(places):
             assert starts[place : place + 2] == list(expected.query_starts[at : at + 2])
-            assert frame.kv_lens[place] == expected.kv_lens[at]
+            assert kv_lens[place] == expected.kv_lens[at]
+            assert frame.origins[place] == origin_of(batch.rows[at], BLOCK_TOKENS)
             held = -(-expected.kv_lens[at] // BLOCK_TOKENS)
             assert tables[place, :held].tolist() == expected.block_tables[at, :held].tolist()
         for place in set(range(shape.rows)) - set(places):
             assert starts[place] == starts[place + 1]
-            assert frame.kv_lens[place] == 0
+            assert kv_lens[place] == 0
+            assert frame.origins[place] == FROM_ROW
             assert frame.rows[place] == state.nobody
         assert starts[-1] == count
         sampling = len(expected.logit_rows)
@@ -84,15 +99,14 @@ def test_a_frame_that_was_never_filled_is_padding() -> None:
     frame = Frame.allocate(shape, torch.device("cpu"), nobody=ROWS)
     state = DecodeState(ROWS, 10)
     state.hold_tables(WIDTH)
-    _, slots, _ = frame.inputs(state, BLOCK_TOKENS)
-    assert slots.eq(-1).all()
+    assert frame.inputs(state, BLOCK_TOKENS).slots.eq(-1).all()
     assert frame.query_starts.eq(0).all()
     assert frame.kv_lens.eq(0).all()
 
 
 def test_a_chunk_of_one_token_is_no_row_that_decodes() -> None:
     batch = BatchPlan((row_plan(0, 3, 4, blocks=(1,), decodes=True), row_plan(1, 3, 4, blocks=(2,), decodes=False)))
-    assert shape_of(batch) == (1, 1, 1)
+    assert shape_of(batch) == (1, 1, 1, 0)
 
 
 def test_the_shape_with_the_least_padding_is_chosen() -> None:
@@ -105,6 +119,11 @@ def test_the_shape_with_the_least_padding_is_chosen() -> None:
     assert smallest(shapes, 41, 0, 0) is None
     assert smallest(shapes, 0, 9, 9) is None
     assert smallest(shapes, 0, 1, 301) is None
+    assert smallest(shapes, 3, 0, 0, 2) is None
+    drafting = Shape.all_of(max_rows=40, chunk_tokens=256, max_tokens=300, drafts=4)
+    assert smallest(drafting, 3, 0, 0) == Shape(4)
+    assert smallest(drafting, 3, 0, 0, 2) == Shape(4, 0, 4)
+    assert smallest(drafting, 9, 2, 200, 1) == Shape(40, 256, 4)
 
 
 def test_tables_change_where_a_row_got_blocks_or_another_owner() -> None:

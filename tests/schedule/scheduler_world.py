@@ -16,6 +16,7 @@ from sidestream.kv.keys import BlockKeys
 from sidestream.kv.layout import KVLayout
 from sidestream.kv.pool import FencedPool
 from sidestream.schedule.chunk import chunk_stop, reusable_tokens
+from sidestream.schedule.drafting import DraftPolicy
 from sidestream.schedule.request import Request, State
 from sidestream.schedule.scheduler import Limits, Scheduler, Source
 from sidestream.types import BatchPlan, Fence, Key, LoadPlan, PromotePlan, RequestId, RowPlan, RowResult, SamplingSpec, StepPlan, StorePlan
@@ -116,7 +117,7 @@ class SimTiers:
     def __init__(self) -> None:
         self.where: dict[Key, Source] = {}
         self.worth = True
-        self.arrived = True
+        self.left_s = 0.0
         self.on_their_way: list[Fence] = []
 
     def locate(self, keys: Sequence[Key]) -> list[Source]:
@@ -130,8 +131,8 @@ class SimTiers:
     def worth_loading(self, sources: Sequence[Source]) -> bool:
         return self.worth
 
-    def has_arrived(self, request_id: int, epoch: int) -> bool:
-        return self.arrived
+    def seconds_left(self, request_id: int, epoch: int, *, step_s: float) -> float:
+        return self.left_s
 
     def uses(self) -> Fence | None:
         pending = self.on_their_way = [fence for fence in self.on_their_way if not fence.poll()]
@@ -161,6 +162,16 @@ class LoadTicket:
 # ---------------------------------------------------------------------- the world
 
 
+@dataclass(slots=True)
+class RowState:
+    """What the device knows of a row."""
+
+    owner: RequestId
+    epoch: int
+    last: int
+    length: int = 0
+
+
 @dataclass(slots=True, eq=False)
 class Flight:
     batch: BatchPlan
@@ -182,10 +193,13 @@ class Story:
 class World:
     """The engine's loop around one scheduler, asynchronous: flight N+1 is launched before flight N is committed.
 
-    Without a seed, streams run only when somebody waits for them, so that what a step launched is in the air after it.
+    Without a seed, streams run only when somebody waits for them, so that what a step launched is in the air after it. Rows draft up to
+    `drafts` tokens, of which so many are right as chance will have it.
     """
 
-    def __init__(self, *, num_blocks: int = 16, num_rows: int = 4, seed: int | None = None, limits: Limits | None = None) -> None:
+    def __init__(
+        self, *, num_blocks: int = 16, num_rows: int = 4, seed: int | None = None, limits: Limits | None = None, drafts: int = 0
+    ) -> None:
         self.limits = limits or Limits(block_tokens=4, chunk_tokens=8, token_budget=8 + num_rows)
         size = self.limits.block_tokens
         self.device = SimDevice(seed or 0)
@@ -193,11 +207,21 @@ class World:
         self.blocks, self.rows = FencedPool("blocks", num_blocks), FencedPool("rows", num_rows)
         self.keys = BlockKeys(fingerprint="world", layout=KVLayout(1, 1, 1, size, "float32"))
         self.tiers = SimTiers()
-        self.scheduler = Scheduler(limits=self.limits, blocks=self.blocks, rows=self.rows, keys=self.keys, tiers=self.tiers)
+        self.max_drafts = drafts
+        self.scheduler = Scheduler(
+            limits=self.limits,
+            blocks=self.blocks,
+            rows=self.rows,
+            keys=self.keys,
+            tiers=self.tiers,
+            drafts=DraftPolicy(drafts, adaptive=False),
+        )
         self.stories: dict[RequestId, Story] = {}
         self.contents: dict[Key, list[Cell]] = {}
         self.kv: list[list[Cell]] = [[GARBAGE] * size for _ in range(num_blocks)]
-        self.row_state: dict[int, tuple[RequestId, int, int]] = {}  # row -> request, epoch, last token
+        self.row_state: dict[int, RowState] = {}
+        self.accepted: dict[RequestId, list[int]] = {}
+        self.draws = random.Random(seed)
         self.tickets: list[LoadTicket] = []
         self.promotions: list[PromotePlan] = []
         self.doomed: set[tuple[RequestId, int]] = set()
@@ -218,9 +242,10 @@ class World:
             stop_ids=frozenset(stop_ids),
             min_tokens=0,
             priority=priority,
+            max_drafts=self.max_drafts,
         )
         said: list[int] = []
-        for _ in range(outputs + 2):
+        for _ in range(outputs + 2 + self.max_drafts):
             said.append(next_token([*tokens, *said]))
         end = next((at + 1 for at, token in enumerate(said[:outputs]) if token in request.stop_ids), outputs)
         story = Story(request, [*tokens, *said], said[:end])
@@ -369,33 +394,47 @@ class World:
         for row in batch.rows:
             drawn = self._fly_row(row)
             if row.samples:
-                owner, epoch, _ = self.row_state[row.row]
-                assert (owner, epoch) == (row.request_id, row.epoch)
-                self.row_state[row.row] = (owner, epoch, drawn)
-                results.append(RowResult(drawn))
+                results.append(RowResult(tuple(drawn)))
 
-    def _fly_row(self, row: RowPlan) -> int:
-        """Compute one row as the device would, from nothing but blocks and row state; the token that its last position yields."""
+    def _fly_row(self, row: RowPlan) -> list[int]:
+        """Compute one row as the device would, from nothing but blocks and row state; the tokens that it yields."""
         if row.begin is not None:
             known = (*row.begin.prompt, *row.begin.outputs)
-            self.row_state[row.row] = (row.request_id, row.epoch, known[-1])
-        owner, epoch, last = self.row_state[row.row]
-        assert (owner, epoch) == (row.request_id, row.epoch), f"row {row.row} was of {owner}, epoch {epoch} when {row} flew"
-        tokens = (last,) if row.tokens is None else row.tokens
+            self.row_state[row.row] = RowState(row.request_id, row.epoch, known[-1])
+        state = self.row_state[row.row]
+        assert (state.owner, state.epoch) == (row.request_id, row.epoch), f"row {row.row} was of {state} when {row} flew"
+        start = row.start if row.tokens is not None else state.length
+        assert start >= row.start
+        assert start + row.num_tokens <= row.stop, f"{row} is at {start} and writes beyond what it was told"
         if (row.request_id, row.epoch) in self.doomed:
-            self._write(row, [GARBAGE] * (row.stop - row.start))
-            return NO_TOKEN
+            self._write(row, start, [GARBAGE] * row.num_tokens)
+            state.length, state.last = start + row.num_tokens, NO_TOKEN
+            return [NO_TOKEN] * (1 + row.drafts)
         size = self.limits.block_tokens
-        read = [self.kv[row.block_ids[position // size]][position % size] for position in range(row.start)]
+        read = [self.kv[row.block_ids[position // size]][position % size] for position in range(start)]
         story = self.stories[row.request_id].tokens
-        assert read == [(story[position], position) for position in range(row.start)], f"{row} read what is not its own"
-        assert list(tokens) == story[row.start : row.stop], f"{row} computed tokens that are not its own"
-        self._write(row, list(zip(tokens, range(row.start, row.stop), strict=True)))
-        return next_token([*(token for token, _ in read), *tokens])
+        assert read == [(story[position], position) for position in range(start)], f"{row} read what is not its own"
+        before = [token for token, _ in read]
+        if row.tokens is not None:
+            assert list(row.tokens) == story[start : row.stop], f"{row} computed tokens that are not its own"
+            self._write(row, start, list(zip(row.tokens, range(start, row.stop), strict=True)))
+            state.length, state.last = row.stop, next_token([*before, *row.tokens])
+            return [state.last]
+        assert state.last == story[start], f"{row} computed a token that is not its own"
+        right = self.draws.randint(0, row.drafts)
+        tokens, drawn = [state.last], [next_token([*before, state.last])]
+        for number in range(row.drafts):
+            tokens.append(drawn[-1] if number < right else (drawn[-1] + 1) % VOCAB)
+            if number < right:
+                drawn.append(next_token([*before, *tokens]))
+        self._write(row, start, list(zip(tokens, range(start, start + row.num_tokens), strict=True)))
+        state.length, state.last = start + len(drawn), drawn[-1]
+        self.accepted.setdefault(row.request_id, []).append(right)
+        return drawn
 
-    def _write(self, row: RowPlan, cells: list[Cell]) -> None:
+    def _write(self, row: RowPlan, start: int, cells: list[Cell]) -> None:
         size = self.limits.block_tokens
-        for position, cell in zip(range(row.start, row.stop), cells, strict=True):
+        for position, cell in enumerate(cells, start):
             self.kv[row.block_ids[position // size]][position % size] = cell
 
     def _commit(self, flight: Flight | None) -> None:
@@ -409,7 +448,7 @@ class World:
             self._store(committed.store)
         for drawn in committed.drawn:
             request = drawn.request
-            self.said(request).append(drawn.result.token_id)
+            self.said(request).extend(drawn.result.token_ids[: drawn.num_tokens])
             if (reason := request.stop_reason()) is not None:
                 self.scheduler.finish(request, reason)
 
@@ -417,14 +456,17 @@ class World:
 
     def _check_plan(self, plan: StepPlan) -> None:
         limits, rows = self.limits, plan.batch.rows
-        assert plan.batch.num_tokens <= limits.token_budget
+        assert plan.batch.num_tokens - sum(row.drafts for row in rows) <= limits.token_budget
         assert len({row.row for row in rows}) == len({row.request_id for row in rows}) == len(rows)
-        assert sorted(rows, key=lambda row: row.tokens is not None) == list(rows), "decode rows come first"
+        assert sorted(rows, key=lambda row: (row.tokens is not None, row.drafts > 0)) == list(rows), "decode rows come first"
         written: list[int] = []
         for row in rows:
             request = self.stories[row.request_id].request
             assert request.state is State.RUNNING and request.epoch == row.epoch
-            assert len(row.block_ids) == -(-row.stop // limits.block_tokens)
+            assert request.committed_len <= row.start
+            assert row.stop <= len(request.prompt) + request.max_outputs, "nothing is written past the limit"
+            assert len(row.block_ids) == -(-row.stop // limits.block_tokens) or self.max_drafts
+            assert len(row.block_ids) * limits.block_tokens >= row.stop
             written.extend(row.block_ids[row.start // limits.block_tokens :])
             assert (row.tokens is None) == (row.start >= request.prefill_end)
             if row.tokens is not None:

@@ -19,11 +19,15 @@ class SchedulerMachine(RuleBasedStateMachine):
     """`World.step` checks after every step; these rules only make trouble."""
 
     @initialize(
-        seed=PICK, num_blocks=st.integers(8, 10), num_rows=st.integers(1, 4), prefix_cache=st.sampled_from([True, True, True, False])
+        seed=PICK,
+        num_blocks=st.integers(8, 10),
+        num_rows=st.integers(1, 4),
+        prefix_cache=st.sampled_from([True, True, True, False]),
+        drafts=st.sampled_from([0, 0, 1, 3]),
     )
-    def create(self, seed: int, num_blocks: int, num_rows: int, prefix_cache: bool) -> None:
+    def create(self, seed: int, num_blocks: int, num_rows: int, prefix_cache: bool, drafts: int) -> None:
         limits = Limits(block_tokens=2, chunk_tokens=4, token_budget=4 + num_rows, prefix_cache=prefix_cache, aging_steps=4)
-        self.world = World(num_blocks=num_blocks, num_rows=num_rows, seed=seed, limits=limits)
+        self.world = World(num_blocks=num_blocks, num_rows=num_rows, seed=seed, limits=limits, drafts=drafts)
 
     @rule(
         beginning=BEGINNINGS,

@@ -206,7 +206,7 @@ def test_blocks_behind_logits_that_are_not_finite_are_not_published() -> None:
     flight = world.previous
     assert flight is not None
     world.device.run_until(flight.fence)
-    broken = [RowResult(0, finite=False) for _ in flight.results]
+    broken = [RowResult((), finite=False) for _ in flight.results]
     committed = world.scheduler.commit(flight.batch, broken, flight.fence)
     assert [drawn.request for drawn in committed.drawn][-1] is other
     assert committed.store is None

@@ -43,13 +43,13 @@ def test_those_that_decode_do_not_wait_for_a_load_of_somebody_else() -> None:
     steps_until(world, lambda: other.begun and other.can_decode)
     request = world.submit(prompt(22))
     world.tiers.where = dict.fromkeys(world.keys_of(request)[:4], "host")
-    world.tiers.arrived = False
+    world.tiers.left_s = 0.003
     assert world.scheduler.plan().transfers
     world.scheduler.load_ready(request.id, epoch=0)
-    assert [row.request_id for row in world.scheduler.plan().batch.rows] == [other.id]
-    world.tiers.arrived = True
-    assert [row.request_id for row in world.scheduler.plan().batch.rows] == [other.id, request.id]
-    world.tiers.arrived = False  # of the first flight only: the others run behind it
+    assert [row.request_id for row in world.scheduler.plan(lead_s=0.002).batch.rows] == [other.id]
+    world.tiers.left_s = 0.002  # the device is busy until it is there
+    assert [row.request_id for row in world.scheduler.plan(lead_s=0.002).batch.rows] == [other.id, request.id]
+    world.tiers.left_s = 1.0  # of the first flight only: the others run behind it
     assert request.id in {row.request_id for row in world.scheduler.plan().batch.rows}
 
 
@@ -57,7 +57,7 @@ def test_alone_a_request_begins_while_its_load_is_on_its_way() -> None:
     world = World()
     request = world.submit(prompt(22))
     world.tiers.where = dict.fromkeys(world.keys_of(request)[:4], "host")
-    world.tiers.arrived = False
+    world.tiers.left_s = 1.0
     assert world.scheduler.plan().transfers
     world.scheduler.load_ready(request.id, epoch=0)
     assert [row.request_id for row in world.scheduler.plan().batch.rows] == [request.id]

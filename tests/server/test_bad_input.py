@@ -70,6 +70,8 @@ def _user(content: object) -> list[dict[str, object]]:
         ({"repetition_penalty": 0}, "repetition_penalty"),
         ({"stop_token_ids": [-1]}, "stop_token_ids"),
         ({"stop_token_ids": [1.5]}, "stop_token_ids[0]"),
+        ({"max_drafts": 17}, "max_drafts"),
+        ({"max_drafts": "many"}, "max_drafts"),
         ({"priority": "high"}, "priority"),
         ({"priority": 10**9}, "priority"),
         ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),

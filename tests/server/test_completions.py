@@ -137,6 +137,7 @@ def test_every_accepted_field_reaches_the_engine() -> None:
         "stop_token_ids": [3],
         "include_stop_str_in_output": True,
         "priority": -3,
+        "max_drafts": 2,
         "logprobs": True,
         "top_logprobs": 4,
     }
@@ -148,7 +149,7 @@ def test_every_accepted_field_reaches_the_engine() -> None:
     assert (params.presence_penalty, params.frequency_penalty, params.repetition_penalty) == (0.1, -0.2, 1.1)
     assert (params.top_k, params.min_p, params.min_tokens, params.max_tokens) == (40, 0.05, 2, 9)
     assert (params.ignore_eos, params.stop_token_ids, params.include_stop, params.logprobs) == (True, (3,), True, 4)
-    assert params.logit_bias == {65: -100, 66: 1.5}
+    assert (params.logit_bias, params.max_drafts) == ({65: -100, 66: 1.5}, 2)
 
 
 def test_null_means_the_default() -> None:

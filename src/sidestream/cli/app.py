@@ -15,6 +15,7 @@ from sidestream.cli.generate import generate
 from sidestream.cli.models import app as models_app
 from sidestream.cli.serve import serve
 from sidestream.cli.torture import torture
+from sidestream.cli.train import train_mtp
 
 app = typer.Typer(
     cls=Commands,
@@ -52,3 +53,4 @@ app.command()(doctor)
 app.add_typer(bench_app, name="bench")
 app.command()(demo)
 app.command()(torture)
+app.command("train-mtp")(train_mtp)

@@ -19,13 +19,13 @@ from typing import Annotated, Any
 
 import typer
 
-from sidestream.config import EngineConfig, OffloadConfig, SamplingParams
+from sidestream.config import EngineConfig, OffloadConfig, SamplingParams, SpeculativeConfig
 from sidestream.errors import ConfigError
 
 DEMO_MODEL = "smollm2-135m-instruct"
 """What the commands run when no model is named; in the catalogue."""
 
-_ENGINE, _OFFLOAD, _SAMPLING = EngineConfig(), OffloadConfig(), SamplingParams()
+_ENGINE, _OFFLOAD, _SAMPLING, _SPECULATIVE = EngineConfig(), OffloadConfig(), SamplingParams(), SpeculativeConfig()
 
 Model = Annotated[
     str, typer.Argument(metavar="MODEL", help="A directory in transformers' format, a hub id, or a name that `sidestream models` lists.")
@@ -76,6 +76,16 @@ def engine_config(
         bool | None, _engine("Compute a prompt's last tokens apart: equal tokens from every tier.", "", "on a CPU, not on a GPU")
     ] = _ENGINE.tail_apart,
     eager: Annotated[bool, _engine("On a GPU, neither compile nor capture: starts sooner, runs slower.", "", False)] = _ENGINE.eager,
+    speculative: Annotated[
+        str | None,
+        _engine("Draft tokens and verify several in a step: ngram looks up what followed before, mtp asks a head.", "PROPOSER", "off"),
+    ] = None,
+    draft_head: Annotated[
+        Path | None, _engine("The head's file, or a checkpoint that carries it.", "PATH", "the model's own, with --speculative mtp")
+    ] = None,
+    max_drafts: Annotated[
+        int | None, _engine("Tokens to draft for a request in a step at most.", "N", f"{_SPECULATIVE.max_drafts} with --speculative")
+    ] = None,
     salt: Annotated[str, _engine("Engines with different salts never share KV.", "TEXT", False)] = _ENGINE.salt,
     offload_host: Annotated[
         str | None, _offload("Keep KV in this much host memory too.", "SIZE", f"{_OFFLOAD.host} with --offload-disk, else off")
@@ -101,8 +111,19 @@ def engine_config(
         tail_apart=tail_apart,
         eager=eager,
         salt=salt,
+        speculative=_speculative_config(speculative, max_drafts, draft_head),
         offload=_offload_config(offload_host, offload_disk, offload_disk_capacity, load_deadline),
     )
+
+
+def _speculative_config(proposer: str | None, max_drafts: int | None, head: Path | None) -> SpeculativeConfig | None:
+    if proposer is None:
+        if head is not None:
+            raise ConfigError(f"--draft-head is {head}, but nothing is drafted: give --speculative mtp too")
+        if max_drafts is not None:
+            raise ConfigError(f"--max-drafts is {max_drafts}, but nothing is drafted: give --speculative {_SPECULATIVE.proposer} too")
+        return None
+    return SpeculativeConfig(proposer=proposer, max_drafts=_SPECULATIVE.max_drafts if max_drafts is None else max_drafts, head=head)
 
 
 def _offload_config(host: str | None, disk: Path | None, disk_capacity: str | None, load_deadline_s: float | None) -> OffloadConfig | None:

@@ -23,12 +23,15 @@ from sidestream.device.cpu import CpuDevice
 from sidestream.engine.loop import Bounds, Engine, Parts
 from sidestream.engine.session import TokenSource
 from sidestream.errors import ConfigError, DeviceLost
-from sidestream.execute.executor import Executor, ForwardModel
+from sidestream.execute.executor import Executor
 from sidestream.execute.frame import SHORT_TOKENS, Shape
+from sidestream.execute.model import ForwardModel
 from sidestream.kv.keys import BlockKeys
 from sidestream.kv.pool import FencedPool
 from sidestream.metrics import Metrics, Timeline
+from sidestream.schedule.drafting import DraftPolicy
 from sidestream.schedule.scheduler import Limits, Scheduler
+from sidestream.speculate import NgramProposer, Proposer
 from sidestream.tiers.base import PersistentTier
 from sidestream.tiers.disk import DiskTier
 from sidestream.tiers.host import HostTier
@@ -73,6 +76,7 @@ def build_engine(
     disk: PersistentTier | None = None,
     device: Device | None = None,
     witness: Witness | None = None,
+    proposer: Proposer | None = None,
     threaded: bool = True,
     tell: Callable[[str], None] = lambda text: None,
 ) -> Engine:
@@ -83,6 +87,7 @@ def build_engine(
     disk      an open tier in place of the one that `config.offload.disk` names; closed with the engine, or by the caller if this raises
     device    a device in place of the one that `config.device` names; closed with the engine
     witness   told of everything that ordering depends on, if `device` is not given
+    proposer  drafts in place of the one that `config.speculative` names
     tell      is told in words what is being done
     threaded  False: whoever calls `Engine.step` is the engine thread, and must be the only one to use the engine
     """
@@ -100,7 +105,14 @@ def build_engine(
         if device is None:
             device = _open_device(config, timeline, metrics, witness)
             undo.callback(device.close)
-        memory = device.allocate("kv", num_blocks * layout.block_bytes)
+        if config.speculative is None:
+            proposer = None
+        elif proposer is None:
+            if config.speculative.proposer != "ngram":
+                raise ConfigError(f"the proposer {config.speculative.proposer} needs the model's head: give build_engine a proposer")
+            proposer = NgramProposer()
+        spare = proposer is not None and proposer.hidden_size > 0
+        memory = device.allocate("kv", (num_blocks + spare) * layout.block_bytes)
         given, (host, disk) = disk, _open_tiers(model, config, device, disk)
         if disk is not None and disk is not given:
             undo.callback(disk.close)
@@ -131,6 +143,13 @@ def build_engine(
             tail_apart=device.kind != "cuda" if config.tail_apart is None else config.tail_apart,
         )
         keys = BlockKeys(fingerprint=model.fingerprint, layout=layout, salt=config.salt)
+        speculative = config.speculative
+        if speculative is not None and speculative.max_drafts + 2 > num_blocks * layout.block_tokens:
+            raise ConfigError(
+                f"max_drafts is {speculative.max_drafts}, the pool holds {num_blocks * layout.block_tokens} tokens: at most "
+                f"{num_blocks * layout.block_tokens - 2} drafts fit behind a prompt; lower it or raise kv_memory"
+            )
+        max_drafts = 0 if speculative is None else speculative.max_drafts
         rows = FencedPool("rows", config.max_running, witness=device.witness)
         bounds = Bounds(
             max_model_len=config.max_model_len or model.max_model_len,
@@ -140,18 +159,36 @@ def build_engine(
             max_unfinished=config.max_waiting + config.max_running,
         )
         on_gpu = device.torch_device.type == "cuda"
-        partials = _partials(model, config, bounds, device) if on_gpu else None
-        executor = Executor(device=device, model=model, memory=memory, num_rows=config.max_running, partials=partials)
+        partials = _partials(model, config, bounds, max_drafts, device) if on_gpu else None
+        executor = Executor(
+            device=device,
+            model=model,
+            memory=memory,
+            num_rows=config.max_running,
+            partials=partials,
+            proposer=proposer,
+            max_drafts=max_drafts,
+            max_len=min(bounds.max_model_len, bounds.pool_tokens),
+        )
         if on_gpu:
             tell("warming up the GPU's kernels")
             _warm_up(executor, blocks, config, min(chunk_tokens, bounds.max_model_len))
         if on_gpu and not config.eager:
             gate_layers = 0 if transfers is None else layers_per_group(layout, device.segment_bytes)
-            shapes = Shape.all_of(max_rows=config.max_running, chunk_tokens=chunk_tokens, max_tokens=min(token_budget, bounds.pool_tokens))
+            shapes = Shape.all_of(
+                max_rows=config.max_running, chunk_tokens=chunk_tokens, max_tokens=min(token_budget, bounds.pool_tokens), drafts=max_drafts
+            )
             _capture(executor, model, shapes, gate_layers=gate_layers, tell=tell)
         parts = Parts(
             device=device,
-            scheduler=Scheduler(limits=limits, blocks=blocks, rows=rows, keys=keys, tiers=transfers),
+            scheduler=Scheduler(
+                limits=limits,
+                blocks=blocks,
+                rows=rows,
+                keys=keys,
+                tiers=transfers,
+                drafts=None if speculative is None else DraftPolicy(max_drafts, adaptive=speculative.adaptive),
+            ),
             executor=executor,
             blocks=blocks,
             layout=layout,
@@ -166,6 +203,8 @@ def build_engine(
             host=host,
             disk=disk,
             costs=costs,
+            proposer="" if proposer is None else proposer.name,
+            max_drafts=max_drafts,
             timeline=timeline,
         )
         undo.pop_all()
@@ -185,12 +224,12 @@ def _open_device(config: EngineConfig, timeline: Timeline | None, metrics: Metri
     return device
 
 
-def _partials(model: ServableModel, config: EngineConfig, bounds: Bounds, device: Device) -> Partials:
+def _partials(model: ServableModel, config: EngineConfig, bounds: Bounds, max_drafts: int, device: Device) -> Partials:
     """What rows that decode are summed up in: as many as run at once, as long as the longest."""
     tokens = min(bounds.max_model_len, bounds.pool_tokens)
     try:
         return Partials.allocate(
-            query_tokens=config.max_running + SHORT_TOKENS,
+            query_tokens=config.max_running * (1 + max_drafts) + SHORT_TOKENS,
             kv_tokens=(model.layout.num_blocks_for(tokens) + 1) * model.layout.block_tokens,
             heads=model.num_heads,
             head_dim=model.layout.head_dim,

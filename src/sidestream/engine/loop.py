@@ -32,7 +32,7 @@ from sidestream.schedule.scheduler import Scheduler
 from sidestream.tiers.base import PersistentTier
 from sidestream.tiers.host import HostTier
 from sidestream.transfer import CostModel, LoadFailed, LoadReady, Promoted, TransferEngine, TransferEvent
-from sidestream.types import Health, Key, LayerGates, RequestId, RowPlan
+from sidestream.types import BatchPlan, Health, Key, LayerGates, RequestId, RowPlan, RowResult
 
 logger = logging.getLogger(__name__)
 
@@ -82,6 +82,8 @@ class Parts:
     host: HostTier | None = None
     disk: PersistentTier | None = None
     costs: CostModel | None = None
+    proposer: str = ""
+    max_drafts: int = 0
     timeline: Timeline | None = None
 
 
@@ -104,7 +106,7 @@ class Engine:
         self._closing = threading.Lock()  # one close at a time; guards _closed
         self._closed = False
         self._next_gauges_s = 0.0
-        self._last_done_s = 0.0
+        self._last_done_s = self._last_s = 0.0
         self._updates: list[tuple[Callable[[], None], str, threading.Event]] = []
         self._rested = False
         self.num_steps = 0
@@ -284,7 +286,7 @@ class Engine:
         self._apply_events()
         if self._updates:
             self._update_weights()
-        plan = parts.scheduler.plan()
+        plan = parts.scheduler.plan(lead_s=self._lead_s(), step_s=self._last_s)
         gates = LayerGates()
         if parts.transfers is not None:
             parts.transfers.submit(plan.transfers)
@@ -295,7 +297,9 @@ class Engine:
             parts.scheduler.launched(plan.batch, flight.fence)
             self.num_steps += 1
             parts.metrics.inc("steps_total")
-        if not parts.asynchronous:
+        # What a flight could not even be launched with is known at once: nothing is planned on what it would have left on the device.
+        failed = flight is not None and flight.fence.failure is not None
+        if not parts.asynchronous or failed:
             self._commit(self._previous)
             self._previous = None
             self._commit(flight)
@@ -303,6 +307,10 @@ class Engine:
         previous, self._previous = self._previous, flight
         self._commit(previous)
         return flight is not None or previous is not None
+
+    def _lead_s(self) -> float:
+        """How long the device is expected to need for the flight that it has: as long as for the one before."""
+        return 0.0 if self._previous is None else max(0.0, self._last_done_s + self._last_s - self._now())
 
     def _commit(self, flight: Flight | None) -> None:
         """Read a flight's mailbox. The only place where a token reaches a client, a block is published or a request ends by itself."""
@@ -317,28 +325,50 @@ class Engine:
             self._flight_failed(flight)
             return
         self._measure(flight)
-        committed = parts.scheduler.commit(flight.batch, flight.results(), flight.fence)
+        results = flight.results()
+        committed = parts.scheduler.commit(flight.batch, results, flight.fence)
+        if flight.batch.speculates:
+            self._count_drafts(flight.batch, results)
         if parts.transfers is not None and committed.store is not None:
             parts.transfers.submit([committed.store])  # before anything is freed: the blocks are still their requests'
         now_s = self._now()
-        parts.metrics.inc("output_tokens_total", sum(drawn.result.finite for drawn in committed.drawn))
-        for request, result in committed.drawn:
+        parts.metrics.inc("output_tokens_total", sum(drawn.num_tokens for drawn in committed.drawn))
+        waits: dict[bool, list[float]] = {True: [], False: []}
+        for request, _, count in committed.drawn:
+            if count:
+                first, waited_s = self._sessions[request.id].waited(now_s)
+                waits[first].extend([waited_s / count] * count)
+        parts.metrics.observe_all("ttft_seconds", waits[True])
+        parts.metrics.observe_all("itl_seconds", waits[False])
+        for request, result, count in committed.drawn:
             session = self._sessions[request.id]
-            if not result.finite:
+            reason = session.push(result, count, stop_reason=request.stop_reason()) if count else None
+            if reason is None and not result.finite:
+                session.tell()  # what came before
                 self._end(request.id, "error", "the model's logits are not finite, or every token was forbidden")
                 continue
-            reason = session.push(result, stop_reason=request.stop_reason(), now_s=now_s)
             if reason is not None:
                 self._forget(request, reason)  # before its client is told: whoever hears of the end finds nothing held (H24)
             if not session.tell() and reason is None:
                 self._forget(request, "abort")
 
+    def _count_drafts(self, batch: BatchPlan, results: Sequence[RowResult]) -> None:
+        metrics, proposer = self.parts.metrics, self.parts.proposer
+        sampling = (row for row in batch.rows if row.samples)
+        lengths = [(row.drafts, len(result.token_ids)) for row, result in zip(sampling, results, strict=True) if row.drafts]
+        metrics.inc("draft_tokens_total", sum(drafts for drafts, _ in lengths), proposer)
+        metrics.inc("accepted_tokens_total", sum(max(0, length - 1) for _, length in lengths), proposer)
+        metrics.observe_all("accept_length", [length for _, length in lengths], proposer)
+
     def _measure(self, flight: Flight) -> None:
         """Count a flight that was just seen done. It ran from its launch, or from the end of the one before, whichever came later."""
         parts, now_s = self.parts, self._now()
-        seconds, self._last_done_s = now_s - max(flight.launched_s, self._last_done_s), now_s
+        seconds = self._last_s = now_s - max(flight.launched_s, self._last_done_s)
+        self._last_done_s = now_s
         parts.metrics.observe("step_seconds", seconds)
         prefill = sum(row.stop - row.start for row in flight.batch.rows if row.tokens is not None)
+        if not prefill and not flight.gated:
+            parts.scheduler.measured(flight.batch, seconds)
         # Short tails and flights that waited for a load say little about how fast a long prompt is computed.
         if parts.costs is not None and prefill >= max(_MEASURED_PREFILL, 0.5 * flight.batch.num_tokens) and not flight.gated:
             parts.costs.saw_prefill(prefill, seconds)
@@ -536,10 +566,9 @@ class Engine:
             stop_ids=frozenset(params.stop_token_ids if params.ignore_eos else (*params.stop_token_ids, *parts.eos_ids)),
             min_tokens=params.min_tokens,
             priority=priority,
+            max_drafts=parts.max_drafts if params.max_drafts is None else min(params.max_drafts, parts.max_drafts),
         )
-        return Session(
-            request, index=index, params=params, tokenizer=parts.tokenizer, sink=sink, metrics=parts.metrics, arrival_s=self._now()
-        )
+        return Session(request, index=index, params=params, tokenizer=parts.tokenizer, sink=sink, arrival_s=self._now())
 
     def _check(self, prompt: Sequence[int], params: SamplingParams) -> int:
         """Refuse what cannot be served; else the number of tokens that may be emitted."""
@@ -579,6 +608,8 @@ def _whole_numbers(values: Iterable[object], param: str) -> tuple[int, ...]:
     """A copy that nobody else changes, of plain ints. Raises RequestRejected for anything else, a bool included."""
     try:
         given = tuple(values)
+        if set(map(type, given)) <= {int}:
+            return given  # type: ignore[return-value]
         if bool in map(type, given):  # an int to Python, a mistake here
             raise TypeError("True and False are no numbers")
         return tuple(map(operator.index, given))  # type: ignore[arg-type]

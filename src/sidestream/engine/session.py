@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from sidestream.config import SamplingParams
-from sidestream.metrics import Metrics
 from sidestream.schedule.request import Request
 from sidestream.text import StopStrings
 from sidestream.types import CachedTokens, Delta, RequestId, RowResult
@@ -55,6 +54,9 @@ class Handle:
     request_ids: tuple[RequestId, ...]
 
 
+_NOTHING = CachedTokens()
+
+
 class Session:
     """One sample's client side."""
 
@@ -66,7 +68,6 @@ class Session:
         params: SamplingParams,
         tokenizer: TokenSource,
         sink: Sink,
-        metrics: Metrics,
         arrival_s: float,
     ) -> None:
         self.request = request
@@ -76,22 +77,33 @@ class Session:
         self._stops = StopStrings(params.stop, include=params.include_stop)
         self._min_tokens = params.min_tokens
         self._sink = sink
-        self._metrics = metrics
         self._last_s = arrival_s
         self._first = True
         self._news: Delta | None = None
 
-    def push(self, result: RowResult, *, stop_reason: str | None, now_s: float) -> str | None:
-        """Take in one committed token; returns why the sample ends, if it does. `tell` sends the news."""
-        self._metrics.observe("ttft_seconds" if self._first else "itl_seconds", now_s - self._last_s)
+    def waited(self, now_s: float) -> tuple[bool, float]:
+        """Tokens came: whether the first one is among them, and how long the client waited for them."""
+        first, waited_s = self._first, now_s - self._last_s
         self._first, self._last_s = False, now_s
-        try:
-            text, reason = self._read(result.token_id, stop_reason)
-        except Exception as error:  # a tokenizer is foreign code: its fault is this request's alone
-            logger.exception("request %d: the text of token %d could not be made", self.request.id, result.token_id)
-            self._news = self._delta("", result, "error", f"the tokenizer failed: {error}")
-            return "error"
-        self._news = self._delta(text, result, reason)
+        return first, waited_s
+
+    def push(self, result: RowResult, count: int, *, stop_reason: str | None) -> str | None:
+        """Take in the first `count` tokens of a result, which were committed: why the sample ends, if it does. `tell` sends the news.
+
+        `stop_reason` is the last one's. A stop string may end the sample before: then nothing behind it is told.
+        """
+        text, reason, outputs = "", None, self.request.num_outputs - count
+        for taken, token_id in enumerate(result.token_ids[:count], 1):
+            try:
+                more, reason = self._read(token_id, stop_reason if taken == count else None, outputs + taken)
+            except Exception as error:  # a tokenizer is foreign code: its fault is this request's alone
+                logger.exception("request %d: the text of token %d could not be made", self.request.id, token_id)
+                self._news = self._delta(text, result, taken, "error", f"the tokenizer failed: {error}")
+                return "error"
+            text += more
+            if reason is not None:
+                break
+        self._news = self._delta(text, result, taken, reason)
         return reason
 
     def tell(self) -> bool:
@@ -107,14 +119,14 @@ class Session:
                 text = self._rest()
             except Exception:  # a tokenizer is foreign code
                 logger.exception("request %d: the rest of its text could not be made", self.request.id)
-        self._send(self._delta(text, None, reason, error))
+        self._send(self._delta(text, None, 0, reason, error))
 
-    def _read(self, token_id: int, stop_reason: str | None) -> tuple[str, str | None]:
-        """The text that may be shown with this token, and why the sample ends, if it does."""
+    def _read(self, token_id: int, stop_reason: str | None, num_outputs: int) -> tuple[str, str | None]:
+        """The text that may be shown with this token, output number `num_outputs`, and why the sample ends, if it does."""
         text, reason = "", stop_reason
         if stop_reason != "stop" or self._include_stop:  # the text ends before the token that stopped it
             text = self._detokenizer.push(token_id)
-            if self.request.num_outputs >= self._min_tokens:  # before, no stop string counts
+            if num_outputs >= self._min_tokens:  # before, no stop string counts
                 text, found = self._stops.push(text)
                 reason = "stop" if found else reason
         return text if reason is None else text + self._rest(), reason
@@ -123,10 +135,9 @@ class Session:
         """What was held back; nothing once a stop string was found."""
         return "" if self._stops.matched is not None else self._stops.push(self._detokenizer.finish())[0] + self._stops.flush()
 
-    def _delta(self, text: str, result: RowResult | None, reason: str | None, error: str | None = None) -> Delta:
-        logprobs = (result.logprob,) if result is not None and result.logprob is not None else ()
-        tokens = () if result is None else (result.token_id,)
-        cached = self.request.cached or CachedTokens()
+    def _delta(self, text: str, result: RowResult | None, count: int, reason: str | None, error: str | None = None) -> Delta:
+        tokens, logprobs = ((), ()) if result is None else (result.token_ids[:count], result.logprobs[:count])
+        cached = self.request.cached or _NOTHING
         return Delta(self._index, text, tokens, logprobs, reason, len(self.request.prompt), cached, error)
 
     def _send(self, news: Delta) -> bool:

@@ -1,7 +1,7 @@
 """How a plan becomes device work: one submission to the compute stream runs the whole flight, by a captured graph where there is one for it.
 
 `launch` returns at once; the token that a decode row continues from is on the device and need not be known to the host. On a GPU nothing in
-it waits for the device either: what a flight needs of the host goes up from pinned memory (`execute/upload.py`).
+it waits for the device either: what a flight needs of the host is read from mapped memory (`execute/upload.py`).
 Called from the engine thread.
 """
 
@@ -9,21 +9,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import torch
+from torch.nn.functional import pad
 
 from sidestream.attention.paged import AttentionBatch, PagedBatch
 from sidestream.attention.triton import DeviceBatch, Partials
 from sidestream.device.base import Device, Memory, Stream
-from sidestream.execute.frame import Shape, TableChanges, TableKeeper, pack
+from sidestream.execute.drafts import Drafts
+from sidestream.execute.follow import HiddenStates, origin_of
+from sidestream.execute.frame import SHORT_TOKENS, Shape, TableChanges, TableKeeper, pack
 from sidestream.execute.graphs import Captured, Graphs
 from sidestream.execute.inputs import Packer, StepInputs, kv_accesses
 from sidestream.execute.mailbox import Letter, Mailbox
+from sidestream.execute.model import ForwardModel, one_token_each
 from sidestream.execute.sample import sample
 from sidestream.execute.state import DecodeState
-from sidestream.execute.upload import staged
-from sidestream.kv.layout import KVLayout
+from sidestream.execute.upload import Uploads
+from sidestream.speculate import Proposer, Shown
 from sidestream.types import Access, BatchPlan, Fence, LayerGates, RowPlan, RowResult, RowStart, SamplingSpec
 
 # One flight runs, one is launched behind it, one is being read.
@@ -56,22 +59,24 @@ _VARIANTS = (
 )
 
 
-class ForwardModel(Protocol):
-    """What the executor needs of a model."""
+@dataclass(frozen=True, slots=True)
+class Computed:
+    """What a flight's forward pass leaves behind.
 
-    @property
-    def layout(self) -> KVLayout:
-        """Where its KV lies."""
-        ...
+    logits      float32 `[at least N, vocab_size]`, by place where a token is drawn
+    positions   int64 `[N]` of those places; None: the host knows them
+    hidden      `[N, hidden_size]` at those places; None: nobody reads it
+    proposed    int64 `[R, most]`, the drafts of the rows that sample; None: there are none
+    """
 
-    @property
-    def vocab_size(self) -> int:
-        """Width of its logits."""
-        ...
+    logits: torch.Tensor
+    positions: torch.Tensor | None = None
+    hidden: torch.Tensor | None = None
+    proposed: torch.Tensor | None = None
 
-    def forward(self, tokens: torch.Tensor, positions: torch.Tensor, batch: AttentionBatch, logit_rows: torch.Tensor) -> torch.Tensor:
-        """Float32 logits `[R, vocab_size]` at the packed positions `logit_rows`; on the compute stream."""
-        ...
+
+Work = Callable[[Drafts | None], Computed]
+"""A flight's forward pass; the rows that sample are told to it where something drafts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,30 +107,55 @@ class Flight:
 class Executor:
     """Owner of the compute stream, the device's decode state and the mailbox.
 
-    memory     the block pool, `num_blocks * layout.block_bytes` bytes
-    partials   what attention's kernels on a GPU sum up in, for `num_rows` rows that decode and a short chunk; None: attention by torch
+    memory      the block pool, `num_blocks * layout.block_bytes` bytes
+    proposer    drafts up to `max_drafts` tokens for a row that holds up to `max_len`; None: nobody drafts. For one that reads hidden states, the
+                pool has one block more than anybody holds, and its last layers are for those
+    partials    what attention's kernels on a GPU sum up in, for `num_rows` rows that decode and a short chunk; None: attention by torch
     """
 
-    def __init__(self, *, device: Device, model: ForwardModel, memory: Memory, num_rows: int, partials: Partials | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        device: Device,
+        model: ForwardModel,
+        memory: Memory,
+        num_rows: int,
+        partials: Partials | None = None,
+        proposer: Proposer | None = None,
+        max_drafts: int = 0,
+        max_len: int = 0,
+    ) -> None:
         """There are no graphs until `capture` makes some."""
         self._device = device
         self._model = model
         self._num_rows = num_rows
         self._partials = partials
+        self._proposer = proposer
+        self._max_drafts = max_drafts
         self._clock = device.now
         self._witnessed = device.witness is not None
         self._stream = device.stream("compute")
         self._gates: Stream | None = None
-        self._torch_device = device.torch_device
-        self._state = DecodeState(num_rows, model.vocab_size, device=device.torch_device)
+        self._uploads = Uploads.of(device, num_slots=_FLIGHTS)
+        dtype = getattr(torch, model.layout.dtype)
+        hidden_size = 0 if proposer is None else proposer.hidden_size
+        self._state = DecodeState(
+            num_rows,
+            model.vocab_size,
+            device=device.torch_device,
+            uploads=self._uploads,
+            max_len=0 if proposer is None else max_len,
+            hidden_size=hidden_size,
+            dtype=dtype,
+        )
         self._tables = TableKeeper(num_rows, 0)
         self._graphs: Graphs | None = None
-        self._mailbox = Mailbox(_FLIGHTS, num_rows, model.vocab_size, device)
+        self._mailbox = Mailbox(_FLIGHTS, num_rows, model.vocab_size, device, max_drafts=max_drafts)
         layout = model.layout
         self._packer = Packer(num_rows, layout)
         num_blocks = memory.num_bytes // layout.block_bytes
-        dtype = getattr(torch, layout.dtype)
         self._kv = memory.data[: num_blocks * layout.block_bytes].view(dtype).view(layout.shape(num_blocks))
+        self._hidden = HiddenStates(self._kv, layout, self._state, num_layers=proposer.num_layers) if proposer and hidden_size else None
         self._wanted_logprobs: dict[int, int] = {}
 
     def launch(self, batch: BatchPlan, *, after: tuple[Fence, ...], gates: LayerGates) -> Flight:
@@ -139,6 +169,7 @@ class Executor:
             if row.begin is not None:
                 self._wanted_logprobs[row.row] = row.begin.sampling.top_logprobs
         letter = self._mailbox.address()
+        self._uploads.open(letter.lease.ids[0])
         for fence in after:
             self._stream.wait(fence)
         decodes = sum(row.tokens is None for row in batch.rows)
@@ -147,7 +178,7 @@ class Executor:
             label += f" + decode {decodes}"
         fence = self._stream.submit(
             lambda: self._run(batch, changes, work, letter),
-            lambda: self._accesses(batch, letter, gated=gated),
+            lambda: self._accesses(batch, letter, later=gated or batch.speculates),
             label=label,
         )
         wanted = tuple(self._wanted_logprobs[row.row] for row in batch.rows if row.samples)
@@ -163,9 +194,14 @@ class Executor:
         count = min(self._num_rows, len(block_ids))
         for first in range(0, len(_VARIANTS), count):
             begun = [_row(row, (block_ids[row],), 1, _VARIANTS[(first + row) % len(_VARIANTS)]) for row in range(count)]
-            going_on = [replace(row, start=1, stop=2, tokens=None, output_index=1, begin=None) for row in begun if size > 1]
+            going_on = [row._replace(start=1, stop=2, tokens=None, output_index=1, begin=None) for row in begun if size > 1]
             for rows in (begun, going_on, going_on[:1], [*going_on[:1], *begun[1:]]):
                 self._run_for_nothing(rows)
+            if self._proposer is not None and size > 2:
+                drafts = min(self._max_drafts, size - 2)
+                drafting = [row._replace(stop=row.stop + drafts, drafts=drafts) for row in going_on]
+                for rows in (drafting, begun, [*drafting[:1], *begun[1:]]):
+                    self._run_for_nothing(rows)
         self._run_for_nothing([_row(0, tuple(block_ids), min(chunk_tokens, len(block_ids) * size), _VARIANTS[0])])
 
     def capture(
@@ -183,11 +219,13 @@ class Executor:
             device=self._device,
             stream=self._stream,
             gates=self._gates,
-            forward=self._model.forward,
+            model=self._model,
             kv=self._kv,
             partials=self._partials,
             state=self._state,
             gate_layers=gate_layers,
+            proposer=self._proposer,
+            hidden=self._hidden,
         )
         graphs.capture(shapes, tell=tell)
         self._graphs = graphs
@@ -195,18 +233,34 @@ class Executor:
     def _run_for_nothing(self, rows: Sequence[RowPlan]) -> None:
         if not rows:
             return
-        flight = self.launch(BatchPlan(tuple(rows)), after=(), gates=LayerGates())
+        flight = self.launch(BatchPlan(tuple(rows), any(row.drafts for row in rows)), after=(), gates=LayerGates())
         self._device.wait_host(flight.fence, reason="flight")
         flight.drop()
         if flight.fence.failure is not None:
             raise flight.fence.failure
 
-    def _accesses(self, batch: BatchPlan, letter: Letter, *, gated: bool) -> list[Access]:
-        """What a flight touches from its start: all its KV, unless it gets to that layer by layer."""
+    def _accesses(self, batch: BatchPlan, letter: Letter, *, later: bool) -> list[Access]:
+        """What a flight touches from its start: all its KV, unless it gets to that layer by layer, or knows only then which it is."""
         layout = self._model.layout
-        return [letter.access(write=True), *([] if gated else kv_accesses(batch.rows, layout, range(layout.num_layers)))]
+        return [letter.access(write=True), *([] if later else kv_accesses(batch.rows, layout, range(layout.num_layers)))]
 
-    def _gate(self, gates: LayerGates, batch: BatchPlan) -> Callable[[int], None]:
+    def _rows_where_they_are(self, batch: BatchPlan, inputs: StepInputs) -> Sequence[RowPlan]:
+        """The batch's rows as they turned out, where the host may look; else within their bounds."""
+        if not batch.speculates or inputs.positions.device.type != "cpu":
+            return batch.rows
+        return [row._replace(start=length - row.num_tokens, stop=length) for row, length in zip(batch.rows, inputs.kv_lens, strict=True)]
+
+    def _rows_from_state(self, batch: BatchPlan) -> Sequence[RowPlan]:
+        """The same before a captured pass: from where the device state says that rows are."""
+        if not batch.speculates or self._state.lengths.device.type != "cpu":
+            return batch.rows
+        lengths = self._state.lengths.tolist()
+        return [
+            row if row.tokens is not None else row._replace(start=lengths[row.row], stop=lengths[row.row] + row.num_tokens)
+            for row in batch.rows
+        ]
+
+    def _gate(self, gates: LayerGates, rows: Sequence[RowPlan]) -> Callable[[int], None]:
         """What the attention calls before it touches a layer's KV: waits, on the device, for that layer's loads (H5)."""
         if not gates.by_layer:
             return lambda layer: None
@@ -215,12 +269,12 @@ class Executor:
             for fence in gates.by_layer[layer]:
                 self._stream.wait(fence)
             if self._witnessed:
-                self._stream.touch(lambda: kv_accesses(batch.rows, self._model.layout, range(layer, layer + 1)))
+                self._stream.touch(lambda: kv_accesses(rows, self._model.layout, range(layer, layer + 1)))
 
         return before_layer
 
-    def _run(self, batch: BatchPlan, changes: TableChanges, forward: Callable[[], torch.Tensor], letter: Letter) -> None:
-        """The flight itself: `forward` gives the logits of the rows that sample. On the compute stream.
+    def _run(self, batch: BatchPlan, changes: TableChanges, forward: Work, letter: Letter) -> None:
+        """The flight itself. On the compute stream.
 
         Whatever fails, the device's tables are made anew for the flights behind it: on a GPU this is the engine thread, before it packs another.
         """
@@ -231,44 +285,87 @@ class Executor:
                 for row in batch.rows:
                     if row.begin is not None:
                         self._state.begin(row.row, row.begin)
-                logits = forward()
+                drafts = None if self._proposer is None else Drafts.of(batch.rows, self._state)
+                computed = forward(drafts)
                 sampling = [row for row in batch.rows if row.samples]
-                if sampling:
+                if sampling and drafts is None:
                     rows = [row.row for row in sampling]
-                    drawn = sample(logits[: len(rows)], rows, [row.output_index for row in sampling], self._state)
+                    drawn = sample(computed.logits[: len(rows)], rows, [row.output_index for row in sampling], self._state)
                     self._state.commit(rows, drawn.tokens)
                     self._mailbox.write(letter, drawn, self._stream)
+                elif sampling and drafts is not None:
+                    positions = computed.positions
+                    if positions is None:
+                        positions = self._state.index([row.stop - 1 for row in sampling])
+                    drawn, counts = drafts.draw(
+                        computed.logits[: len(positions)], positions, computed.hidden, computed.proposed, self._state
+                    )
+                    self._mailbox.write(letter, drawn, self._stream, counts=counts if drafts.most else None)
         except BaseException:
             self._tables.forget()
             raise
 
-    def _eager_work(self, batch: BatchPlan, gates: LayerGates) -> Callable[[], torch.Tensor]:
-        """The batch's forward pass, launched kernel by kernel."""
-        packed, before_layer = self._packer.pack(batch), self._gate(gates, batch)
+    def _eager_work(self, batch: BatchPlan, gates: LayerGates) -> Work:
+        """The batch's forward pass, launched kernel by kernel; what is drafted and verified is drafted here."""
+        packed = self._packer.pack(batch)
 
-        def forward() -> torch.Tensor:
-            inputs = packed.to(self._torch_device)
-            tokens = inputs.tokens
+        def forward(drafts: Drafts | None) -> Computed:
+            inputs = packed.brought(self._uploads).anchored(self._state.lengths)
+            rows = self._rows_where_they_are(batch, inputs)
+            if batch.speculates and not gates.by_layer and self._witnessed:
+                self._stream.touch(lambda: kv_accesses(rows, self._model.layout, range(self._model.layout.num_layers)))
+            before_layer = self._gate(gates, rows)
+            tokens, proposed = inputs.tokens, None
             if inputs.state_rows:
                 tokens = tokens.index_copy(0, inputs.from_state, self._state.last_tokens(inputs.state_rows))
-            return self._model.forward(tokens, inputs.positions, self._paged(inputs, before_layer), inputs.logit_rows)
+            if self._proposer is not None and drafts is not None and drafts.most:
+                proposed = drafts.propose(
+                    self._proposer, self._state, lambda which, at: self._one_token_each(inputs.block_tables[which], at)
+                )
+                tokens = drafts.put(tokens, inputs, proposed, self._state)
+            paged = self._paged(inputs, before_layer)
+            if self._hidden is None or self._proposer is None:
+                logits, hidden = self._model.forward(tokens, inputs.positions, paged, inputs.logit_rows), None
+            else:
+                logits, everywhere = self._model.forward_with_hidden(tokens, inputs.positions, paged, inputs.logit_rows)
+                numbers = self._state.index([row.row for row in batch.rows])
+                origins = self._state.index([origin_of(row, self._model.layout.block_tokens) for row in batch.rows])
+                bounds = inputs.query_starts_dev
+                before = self._hidden.before(everywhere, bounds=bounds, rows=numbers, origins=origins, before_layer=before_layer)
+                self._proposer.follow(Shown(tokens, inputs.positions, before, paged))
+                self._hidden.keep(everywhere, positions=inputs.positions, slots=inputs.slots, bounds=bounds, rows=numbers)
+                hidden = everywhere[inputs.logit_rows]
+            return Computed(logits, inputs.positions[inputs.logit_rows], hidden, proposed)
 
         return forward
 
-    def _captured_work(self, batch: BatchPlan, captured: Captured, gates: LayerGates) -> Callable[[], torch.Tensor]:
+    def _one_token_each(self, tables: torch.Tensor, positions: torch.Tensor) -> AttentionBatch:
+        return one_token_each(
+            self._kv, tables, positions, torch.zeros_like(positions, dtype=torch.bool), self._model.layout.block_tokens, self._partials
+        )
+
+    def _captured_work(self, batch: BatchPlan, captured: Captured, gates: LayerGates) -> Work:
         """The batch's forward pass, by a graph."""
         assert self._graphs is not None
         graphs, gated = self._graphs, bool(gates.by_layer)
-        numbers = staged(pack(batch, captured.frame.shape, nobody=self._state.nobody), self._torch_device)
+        layout, num_places = self._model.layout, sum(1 + row.drafts for row in batch.rows if row.samples)
+        numbers = pack(batch, captured.frame.shape, nobody=self._state.nobody, block_tokens=layout.block_tokens)
         if gated:
             graphs.close_gates(gates)
 
-        def forward() -> torch.Tensor:
-            captured.frame.fill(numbers)
-            logits = graphs.replay(captured, gated=gated)
-            if gated and self._witnessed:
-                self._stream.touch(lambda: kv_accesses(batch.rows, self._model.layout, range(self._model.layout.num_layers)))
-            return logits
+        def forward(drafts: Drafts | None) -> Computed:
+            self._uploads.into(captured.frame.buffer, numbers)
+            rows = self._rows_from_state(batch)
+            logits, positions, hidden, drafted = graphs.replay(captured, gated=gated)
+            if (gated or batch.speculates) and self._witnessed:
+                self._stream.touch(lambda: kv_accesses(rows, layout, range(layout.num_layers)))
+            if drafts is None:
+                return Computed(logits)
+            proposed = None
+            if drafts.most and drafted is not None:
+                count = sum(row.tokens is None for row in batch.rows)  # they come first, and all of them sample
+                proposed = pad(drafted[:count, : drafts.most], (0, 0, 0, len(drafts.rows) - count))
+            return Computed(logits, positions[:num_places], None if hidden is None else hidden[:num_places], proposed)
 
         return forward
 
@@ -286,16 +383,20 @@ class Executor:
                 num_decode=inputs.num_decode,
                 before_layer=before_layer,
             )
-        shape = Shape(inputs.num_decode, len(inputs.tokens) - inputs.num_decode)
-        split_rows, split_queries = shape.splits
+        split_rows, longest = inputs.num_decode, 1
+        if len(inputs.drafted):
+            split_rows, longest = len(inputs.state_rows), 1 + self._max_drafts
+        shape = Shape(split_rows, len(inputs.tokens) - inputs.query_starts[split_rows])
         return DeviceBatch(
             kv=self._kv,
             slots=inputs.slots,
             block_tables=inputs.block_tables,
             query_starts=inputs.query_starts_dev,
             kv_lens=inputs.kv_lens_dev,
-            split_rows=min(split_rows, len(inputs.kv_lens)),
-            split_queries=split_queries,
+            split_rows=shape.decodes,
+            split_queries=longest,
+            short_rows=min(shape.short_rows, len(inputs.kv_lens) - shape.decodes),
+            short_queries=SHORT_TOKENS,
             partials=self._partials,
             before_layer=before_layer,
         )

@@ -16,6 +16,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from sidestream.execute.follow import FROM_ROW, origin_of
 from sidestream.execute.state import DecodeState
 from sidestream.types import BatchPlan, RowPlan
 
@@ -33,10 +34,12 @@ class Shape:
 
     decodes   rows that decode, a token each
     tokens    of prefill, all chunks together
+    drafts    of each row that decodes
     """
 
     decodes: int
     tokens: int = 0
+    drafts: int = 0
 
     @property
     def chunks(self) -> int:
@@ -51,27 +54,32 @@ class Shape:
     @property
     def num_tokens(self) -> int:
         """All tokens."""
-        return self.decodes + self.tokens
+        return self.places + self.tokens - self.chunks
 
     @property
-    def splits(self) -> tuple[int, int]:
-        """How many of its first rows attention reduces in splits, and how many query tokens each of these has at most."""
-        return (self.rows, SHORT_TOKENS) if 0 < self.tokens <= SHORT_TOKENS else (self.decodes, 1)
+    def places(self) -> int:
+        """Where a token may be drawn."""
+        return self.decodes * (1 + self.drafts) + self.chunks
+
+    @property
+    def short_rows(self) -> int:
+        """Chunks that attention reduces in splits, as it does rows that decode."""
+        return self.chunks if self.tokens <= SHORT_TOKENS else 0
 
     @property
     def sizes(self) -> list[int]:
         """Lengths of the parts of a frame's buffer, in the order of `Frame`."""
-        return [self.num_tokens, self.num_tokens, self.num_tokens, self.rows + 1, self.rows, self.rows, self.rows]
+        return [self.num_tokens, self.num_tokens, self.num_tokens, self.rows + 1, self.rows, self.rows, self.rows, self.places]
 
-    def fits(self, decodes: int, chunks: int, tokens: int) -> bool:
+    def fits(self, decodes: int, chunks: int, tokens: int, drafts: int = 0) -> bool:
         """Whether such a batch has room in it."""
-        return decodes <= self.decodes and chunks <= self.chunks and tokens <= self.tokens
+        return decodes <= self.decodes and chunks <= self.chunks and tokens <= self.tokens and drafts <= self.drafts
 
     @classmethod
-    def all_of(cls, *, max_rows: int, chunk_tokens: int, max_tokens: int) -> list[Shape]:
+    def all_of(cls, *, max_rows: int, chunk_tokens: int, max_tokens: int, drafts: int = 0) -> list[Shape]:
         """Those worth a graph each, for up to `max_rows` rows at once and up to `max_tokens` tokens of prefill; the most used first.
 
-        A whole chunk of prefill is not padded.
+        A whole chunk of prefill is not padded. With drafts, rows that decode have graphs for `drafts` of them beside those for none.
         """
         decodes = [count for count in (1, 2, 4, *range(8, 64, 8), *range(64, 128, 16), *range(128, 1024, 32)) if count < max_rows]
         tokens = [
@@ -79,22 +87,24 @@ class Shape:
         ]
         beside = [count for count in (0, 8, 32, 128) if count < max_rows]
         return [
-            *(cls(count) for count in (*decodes, max_rows)),
+            *(cls(count, 0, number) for number in sorted({0, drafts}) for count in (*decodes, max_rows)),
+            *(cls(max_rows, count, drafts) for count in (*sorted(set(tokens)), max_tokens) if drafts),
             *(cls(rows, count) for rows in (*beside, max_rows) for count in (*sorted(set(tokens)), max_tokens)),
         ]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Frame:
-    """The buffer of one shape, int64 on the device, and its parts; written by `fill`, read by the captured kernels.
+    """The buffer of one shape, int64 on the device, and its parts; overwritten by each batch, read by the captured kernels.
 
-    tokens         [T] ids; -1: the row's last token, from device state
-    positions      [T]
+    tokens         [T] ids; -1: the row's last token, from device state; -2 and below: its first draft, and those behind it
+    positions      [T]; -1 and below: where only the device knows: the row's last token, and what is behind it
     token_rows     [T] row of each token; `DecodeState.nobody` of padding
     query_starts   [B + 1] rows that decode first, then chunks of prefill; rows of padding have no tokens
-    kv_lens        [B]; 0 of padding
+    kv_lens        [B]; 0 of padding; below: so many tokens more than the device knows of the row
     rows           [B]; `nobody` of padding
-    logit_rows     [B] packed position of the last token of each row that samples, one after another; -1 of padding
+    origins        [B] what was before the row's first token: a block's hidden state, or `FROM_ROW`, or `NOTHING`
+    logit_rows     [N] packed positions where a token is drawn, one after another; -1 of padding
     """
 
     shape: Shape
@@ -105,60 +115,93 @@ class Frame:
     query_starts: Tensor
     kv_lens: Tensor
     rows: Tensor
+    origins: Tensor
     logit_rows: Tensor
 
     @classmethod
     def allocate(cls, shape: Shape, device: torch.device, *, nobody: int) -> Frame:
         """All of it padding."""
-        buffer = torch.from_numpy(pack(BatchPlan(()), shape, nobody=nobody)).to(device)
+        buffer = torch.from_numpy(pack(BatchPlan(()), shape, nobody=nobody, block_tokens=1)).to(device)
         return cls(shape, buffer, *torch.split(buffer, shape.sizes))
 
-    def fill(self, staged: Tensor) -> None:
-        """Overwrite all of it with a packed batch. On the compute stream; `staged` is pinned, if the buffer is on a GPU."""
-        self.buffer.copy_(staged, non_blocking=True)
-
-    def inputs(self, state: DecodeState, block_tokens: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Token ids `[T]`, slots `[T]` (-1: nothing is written) and block tables int32 `[B, max blocks]`. On the compute stream."""
+    def inputs(self, state: DecodeState, block_tokens: int, drafts: Tensor | None = None) -> FrameInputs:
+        """What the kernels take. `drafts`: int64 `[num_rows + 1, shape.drafts]`, by row. On the compute stream."""
         tokens = torch.where(self.tokens < 0, state.last[self.token_rows], self.tokens)
-        blocks = state.tables[self.token_rows, self.positions // block_tokens]
-        slots = blocks * block_tokens + self.positions % block_tokens
-        return tokens, torch.where(self.token_rows == state.nobody, -1, slots), state.tables[self.rows]
+        if drafts is not None:
+            number = (-2 - self.tokens).clamp(min=0)
+            tokens = torch.where(self.tokens < -1, drafts[self.token_rows, number], tokens)
+        positions = torch.where(self.positions < 0, state.lengths[self.token_rows] - 1 - self.positions, self.positions)
+        kv_lens = torch.where(self.kv_lens < 0, state.lengths[self.rows] - self.kv_lens, self.kv_lens)
+        blocks = state.tables[self.token_rows, positions // block_tokens]
+        slots = torch.where(self.token_rows == state.nobody, -1, blocks * block_tokens + positions % block_tokens)
+        return FrameInputs(tokens, positions, kv_lens, slots, state.tables[self.rows])
 
 
-def shape_of(batch: BatchPlan) -> tuple[int, int, int]:
-    """Rows that decode, chunks of prefill, tokens of prefill."""
+class FrameInputs(NamedTuple):
+    """What captured kernels make of a frame and the device state.
+
+    tokens, positions   int64 `[T]`
+    kv_lens             int64 `[B]`
+    slots               int64 `[T]`; -1: nothing is written
+    tables              int32 `[B, max blocks]`
+    """
+
+    tokens: Tensor
+    positions: Tensor
+    kv_lens: Tensor
+    slots: Tensor
+    tables: Tensor
+
+
+def shape_of(batch: BatchPlan) -> tuple[int, int, int, int]:
+    """Rows that decode, chunks of prefill, tokens of prefill, drafts of the row that has most."""
     decodes = sum(row.tokens is None for row in batch.rows)
-    return decodes, len(batch.rows) - decodes, batch.num_tokens - decodes
+    most = max((row.drafts for row in batch.rows), default=0) if batch.speculates else 0
+    computed = sum(row.drafts for row in batch.rows) if most else 0
+    return decodes, len(batch.rows) - decodes, batch.num_tokens - decodes - computed, most
 
 
-def pack(batch: BatchPlan, shape: Shape, *, nobody: int) -> Numbers:
+def pack(batch: BatchPlan, shape: Shape, *, nobody: int, block_tokens: int) -> Numbers:
     """The numbers of a frame of `shape`, which has room for the batch, whose rows that decode come first."""
-    decodes, chunks, _ = shape_of(batch)
+    decodes, chunks, *_ = shape_of(batch)
     rows = np.array([row.row for row in batch.rows], np.int64)
     starts = np.array([row.start for row in batch.rows], np.int64)
-    stops = np.array([row.stop for row in batch.rows], np.int64)
-    ends = np.cumsum(stops - starts)  # packed
+    counts = np.array([row.num_tokens for row in batch.rows], np.int64) if batch.speculates else _stops(batch) - starts
+    stops = starts + counts
+    ends = np.cumsum(counts)  # packed
     count = int(ends[-1]) if len(ends) else 0
+    decoded = int(ends[decodes - 1]) if decodes else 0
 
     numbers = np.zeros(sum(shape.sizes), np.int64)
-    tokens, positions, token_rows, query_starts, kv_lens, frame_rows, logit_rows = np.split(numbers, np.cumsum(shape.sizes)[:-1])
-    tokens[:decodes] = -1
-    for row, (begin, end) in zip(batch.rows[decodes:], pairwise([decodes, *ends[decodes:].tolist()]), strict=True):
+    tokens, positions, token_rows, query_starts, kv_lens, frame_rows, origins, logit_rows = np.split(numbers, np.cumsum(shape.sizes)[:-1])
+    inside = np.arange(count) - np.repeat(ends - counts, counts)  # of its row
+    tokens[:decoded] = -1 - inside[:decoded]
+    for row, (begin, end) in zip(batch.rows[decodes:], pairwise([decoded, *ends[decodes:].tolist()]), strict=True):
         tokens[begin:end] = row.tokens or ()
-    positions[:count] = np.arange(count) - np.repeat(ends - stops, stops - starts)
+    positions[:count] = inside + np.repeat(starts, counts)
     token_rows[:] = nobody
-    token_rows[:count] = np.repeat(rows, stops - starts)
+    token_rows[:count] = np.repeat(rows, counts)
     frame_rows[:] = nobody
-    query_starts[: decodes + 1] = np.arange(decodes + 1)
-    query_starts[decodes + 1 : shape.decodes + 1] = decodes
+    query_starts[1 : decodes + 1] = ends[:decodes]
+    query_starts[decodes + 1 : shape.decodes + 1] = decoded
     query_starts[shape.decodes + 1 :] = count
     behind = slice(shape.decodes, shape.decodes + chunks)
     kv_lens[:decodes], kv_lens[behind] = stops[:decodes], stops[decodes:]
+    if batch.speculates:  # rows whose place the host does not know are where the device says
+        uncertain = np.array([not row.is_certain for row in batch.rows[:decodes]], np.bool_)
+        positions[:decoded] = np.where(np.repeat(uncertain, counts[:decodes]), -1 - inside[:decoded], positions[:decoded])
+        kv_lens[:decodes] = np.where(uncertain, -counts[:decodes], kv_lens[:decodes])
     frame_rows[:decodes], frame_rows[behind] = rows[:decodes], rows[decodes:]
+    origins[:] = FROM_ROW
+    origins[behind] = [origin_of(row, block_tokens) for row in batch.rows[decodes:]]
     query_starts[shape.decodes + 1 :][:chunks] = ends[decodes:]
-    last = [end - 1 for row, end in zip(batch.rows, ends.tolist(), strict=True) if row.samples]
+    last = [place for row, end in zip(batch.rows, ends.tolist(), strict=True) if row.samples for place in range(end - 1 - row.drafts, end)]
     logit_rows[: len(last)], logit_rows[len(last) :] = last, -1
     return numbers
+
+
+def _stops(batch: BatchPlan) -> Numbers:
+    return np.array([row.stop for row in batch.rows], np.int64)
 
 
 class TableChanges(NamedTuple):
@@ -181,7 +224,7 @@ class TableKeeper:
         blocks: list[int] = []
         for row in rows:
             held, wanted = self._held[row.row], row.block_ids
-            if wanted == held:
+            if wanted is held or wanted == held:
                 continue
             kept = len(held) if wanted[: len(held)] == held else 0  # else it is somebody else's row now
             base = row.row * self._width
@@ -195,7 +238,7 @@ class TableKeeper:
         self._held = [()] * len(self._held)
 
 
-def smallest(shapes: Sequence[Shape], decodes: int, chunks: int, tokens: int) -> Shape | None:
+def smallest(shapes: Sequence[Shape], decodes: int, chunks: int, tokens: int, drafts: int = 0) -> Shape | None:
     """The one with the least padding that fits; None: none does."""
-    fitting = [shape for shape in shapes if shape.fits(decodes, chunks, tokens)]
+    fitting = [shape for shape in shapes if shape.fits(decodes, chunks, tokens, drafts)]
     return min(fitting, key=lambda shape: (shape.num_tokens, shape), default=None)

@@ -1,7 +1,7 @@
 """Forward passes that were captured once, by shape, and are replayed: the host's part of a step is one call, however many layers there are.
 
 Each shape has two graphs: one for batches whose KV is all there, and one that waits for loads on their way, group of layers by group of
-layers (H5). Both read the shape's frame (`execute/frame.py`) and leave logits where they always are. Engine thread.
+layers (H5). Both read the shape's frame (`execute/frame.py`) and leave what they computed where it always is. Engine thread.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -19,13 +19,14 @@ from sidestream.attention.triton import DeviceBatch, Partials
 from sidestream.attention.triton.batch import ungated
 from sidestream.device.base import Device, Graph, Stream
 from sidestream.errors import InvariantError, OutOfDeviceMemory
-from sidestream.execute.frame import Frame, Shape, shape_of, smallest
+from sidestream.execute.follow import HiddenStates
+from sidestream.execute.frame import SHORT_TOKENS, Frame, Shape, shape_of, smallest
+from sidestream.execute.model import ForwardModel, one_token_each
 from sidestream.execute.state import DecodeState
+from sidestream.speculate import Context, Proposer, Shown
 from sidestream.types import BatchPlan, LayerGates
 
 logger = logging.getLogger(__name__)
-
-Forward = Callable[[Tensor, Tensor, AttentionBatch, Tensor], Tensor]
 
 
 class GateEvent(Protocol):
@@ -36,12 +37,27 @@ class GateEvent(Protocol):
         ...
 
 
+class Outcome(NamedTuple):
+    """What a replay leaves behind, always in the same memory; by place where a token is drawn, in the order of the frame's `logit_rows`.
+
+    logits      float32 `[N, vocab_size]`
+    positions   int64 `[N]`
+    hidden      `[N, hidden_size]`; None: nobody reads it
+    drafts      int64 `[rows that decode, drafts]`; None: the shape has none
+    """
+
+    logits: Tensor
+    positions: Tensor
+    hidden: Tensor | None = None
+    drafts: Tensor | None = None
+
+
 @dataclass(slots=True, eq=False)
 class _Pass:
-    """One graph, and where it leaves its logits."""
+    """One graph, and what it leaves behind."""
 
     graph: Graph | None = None
-    logits: Tensor | None = None
+    outcome: Outcome | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -60,6 +76,7 @@ class Graphs:
     partials     buffers of attention's kernels on a GPU; None: attention by torch, which reads a frame on the host when it is replayed
     gates        a stream of its own, on which gates are recorded
     gate_layers  layers that wait together, in the gated graphs; 0: there are none, and nothing gated is replayed
+    proposer     drafts for shapes with drafts, and follows if it reads hidden states, which `hidden` keeps then
     """
 
     def __init__(
@@ -68,16 +85,20 @@ class Graphs:
         device: Device,
         stream: Stream,
         gates: Stream,
-        forward: Forward,
+        model: ForwardModel,
         kv: Tensor,
         partials: Partials | None,
         state: DecodeState,
         gate_layers: int,
+        proposer: Proposer | None = None,
+        hidden: HiddenStates | None = None,
     ) -> None:
         self._device = device
         self._stream = stream
         self._gates = gates
-        self._forward = forward
+        self._model = model
+        self._proposer = proposer
+        self._hidden = hidden
         self._kv = kv
         self._partials = partials
         self._state = state
@@ -131,16 +152,13 @@ class Graphs:
                 self._gates.wait(fence)
             event.record(self._gates)
 
-    def replay(self, captured: Captured, *, gated: bool) -> Tensor:
-        """Enqueue a shape's graph, whose frame was filled. Inside work of the compute stream.
-
-        Returns its logits, float32 `[shape.rows, vocab]`: the first ones are those of the rows that sample, in their order.
-        """
+    def replay(self, captured: Captured, *, gated: bool) -> Outcome:
+        """Enqueue a shape's graph, whose frame was filled. Inside work of the compute stream."""
         chosen = captured.gated if gated else captured.plain
         self._stream.enqueue(chosen.graph)
-        if chosen.logits is None:
+        if chosen.outcome is None:
             raise InvariantError(f"the graph of {captured.frame.shape} was never captured")
-        return chosen.logits
+        return chosen.outcome
 
     def _capture(self, shape: Shape) -> Captured:
         captured = Captured(Frame.allocate(shape, self._state.tables.device, nobody=self._state.nobody), _Pass(), _Pass())
@@ -148,7 +166,7 @@ class Graphs:
 
         def run(into: _Pass, before_layer: Callable[[int], None]) -> None:
             with torch.inference_mode():
-                into.logits = self._run(captured.frame, before_layer)
+                into.outcome = self._run(captured.frame, before_layer)
 
         def wait(layer: int) -> None:
             if layer in events:
@@ -168,42 +186,92 @@ class Graphs:
     def _replay(self, captured: Captured, *, gated: bool) -> None:
         self.replay(captured, gated=gated)
 
-    def _run(self, frame: Frame, before_layer: Callable[[int], None]) -> Tensor:
-        tokens, slots, tables = frame.inputs(self._state, self._kv.shape[3])
+    def _run(self, frame: Frame, before_layer: Callable[[int], None]) -> Outcome:
         if self._partials is None:
-            return self._run_on_host(frame, tokens, slots, tables, before_layer)
-        split_rows, split_queries = frame.shape.splits
+            return self._run_on_host(frame, before_layer)
+        drafts = self._propose(frame, range(frame.shape.decodes))
+        tokens, positions, kv_lens, slots, tables = frame.inputs(self._state, self._kv.shape[3], drafts)
         batch = DeviceBatch(
             kv=self._kv,
             slots=slots,
             block_tables=tables,
             query_starts=frame.query_starts,
-            kv_lens=frame.kv_lens,
-            split_rows=split_rows,
-            split_queries=split_queries,
+            kv_lens=kv_lens,
+            split_rows=frame.shape.decodes,
+            split_queries=1 + frame.shape.drafts,
+            short_rows=frame.shape.short_rows,
+            short_queries=SHORT_TOKENS,
             partials=self._partials,
             before_layer=before_layer,
         )
-        return self._forward(tokens, frame.positions, batch, frame.logit_rows.clamp(min=0))
+        places = frame.logit_rows.clamp(min=0)
+        drafted = None if drafts is None else drafts[frame.rows[: frame.shape.decodes]]
+        return self._compute(tokens, positions, batch, places, drafted, frame.query_starts, frame.rows, frame.origins, before_layer)
 
-    def _run_on_host(self, frame: Frame, tokens: Tensor, slots: Tensor, tables: Tensor, before_layer: Callable[[int], None]) -> Tensor:
+    def _run_on_host(self, frame: Frame, before_layer: Callable[[int], None]) -> Outcome:
         """The same without padding, which attention by torch does not know."""
-        starts, lens = frame.query_starts.tolist(), frame.kv_lens.tolist()
-        rows = [row for row in range(frame.shape.rows) if starts[row + 1] > starts[row]]
-        sampling = frame.logit_rows[frame.logit_rows >= 0]
+        starts, shape = frame.query_starts.tolist(), frame.shape
+        rows = [row for row in range(shape.rows) if starts[row + 1] > starts[row]]
+        decoding = [row for row in rows if row < shape.decodes]
+        drafts = self._propose(frame, decoding)
+        tokens, positions, kv_lens, slots, tables = frame.inputs(self._state, self._kv.shape[3], drafts)
         count = starts[-1]
         if not count:
-            return torch.zeros(0)
+            return Outcome(torch.zeros(0), torch.zeros(0, dtype=torch.int64))
         batch = PagedBatch(
             kv=self._kv,
             slots=slots[:count],
             block_tables=tables[rows].to(torch.int64),
             query_starts=(0, *(starts[row + 1] for row in rows)),
-            kv_lens=tuple(lens[row] for row in rows),
-            num_decode=sum(row < frame.shape.decodes for row in rows),
+            kv_lens=tuple(kv_lens[rows].tolist()),
+            num_decode=next((at for at, row in enumerate(rows) if starts[row + 1] - starts[row] > 1 or row >= shape.decodes), len(rows)),
             before_layer=before_layer,
         )
-        return self._forward(tokens[:count], frame.positions[:count], batch, sampling)
+        bounds = torch.tensor(batch.query_starts)
+        drafted = None if drafts is None else drafts[frame.rows[decoding]]
+        places = frame.logit_rows[frame.logit_rows >= 0]
+        return self._compute(
+            tokens[:count], positions[:count], batch, places, drafted, bounds, frame.rows[rows], frame.origins[rows], before_layer
+        )
+
+    def _compute(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        batch: PagedBatch | DeviceBatch,
+        places: Tensor,
+        drafted: Tensor | None,
+        bounds: Tensor,
+        rows: Tensor,
+        origins: Tensor,
+        before_layer: Callable[[int], None],
+    ) -> Outcome:
+        if self._hidden is None or self._proposer is None:
+            return Outcome(self._model.forward(tokens, positions, batch, places), positions[places], None, drafted)
+        logits, everywhere = self._model.forward_with_hidden(tokens, positions, batch, places)
+        before = self._hidden.before(everywhere, bounds=bounds, rows=rows, origins=origins, before_layer=before_layer)
+        self._proposer.follow(Shown(tokens, positions, before, batch))
+        self._hidden.keep(everywhere, positions=positions, slots=batch.slots, bounds=bounds, rows=rows)
+        return Outcome(logits, positions[places], everywhere[places], drafted)
+
+    def _propose(self, frame: Frame, decoding: Sequence[int]) -> Tensor | None:
+        """Drafts by row number, int64 `[num_rows + 1, drafts]`, for the rows of the frame that decode; None: the shape has none."""
+        if self._proposer is None or not frame.shape.drafts or not decoding:
+            return None
+        state, size = self._state, self._kv.shape[3]
+        chosen = slice(decoding[0], decoding[-1] + 1)
+        rows, tables = frame.rows[chosen], state.tables[frame.rows[chosen]]
+        # Where the row is, by the host if it knows; and as far as it has room.
+        begins, ends = frame.positions[frame.query_starts[chosen]], frame.kv_lens[chosen]
+        lengths = torch.where(begins < 0, state.lengths[rows], begins)
+        last = (torch.where(ends < 0, lengths - ends, ends) - 1).clamp(min=0)  # rows of padding have none
+
+        def attend(positions: Tensor) -> AttentionBatch:
+            return one_token_each(self._kv, tables, torch.minimum(positions, last), rows == state.nobody, size, self._partials)
+
+        context = Context(state.history[rows, :-1], lengths + 1, state.hidden[rows], attend)
+        drafted = torch.zeros(state.num_rows + 1, frame.shape.drafts, dtype=torch.int64, device=rows.device)
+        return drafted.index_copy(0, rows, self._proposer.propose(context, frame.shape.drafts))
 
     def _submit(self, work: Callable[[], None]) -> None:
         self._stream.submit(work, label="capture")

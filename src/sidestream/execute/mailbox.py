@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+from torch import Tensor
 
 from sidestream.device.base import Device, Memory, Stream
 from sidestream.errors import InvariantError
@@ -22,7 +23,7 @@ _ALIGNMENT = 64
 
 @dataclass(frozen=True, slots=True)
 class _Field:
-    """One array of a slot: by position among the flight's sampling rows, `width` values each, `start` bytes into the slot."""
+    """One array of a slot: `width` values for each place where a token is drawn, or each row that samples; `start` bytes into the slot."""
 
     start: int
     dtype: type[np.generic]
@@ -49,22 +50,25 @@ class Letter:
 class Mailbox:
     """A few slots, in host memory that the device writes, for the flights that are on their way."""
 
-    def __init__(self, num_slots: int, num_rows: int, vocab_size: int, device: Device) -> None:
+    def __init__(self, num_slots: int, num_rows: int, vocab_size: int, device: Device, *, max_drafts: int = 0) -> None:
+        """For flights of up to `num_rows` rows with up to `max_drafts` drafts each."""
         self._witness: Witness | None = device.witness
         self._pool = FencedPool("mailbox", num_slots, witness=device.witness)
         width = min(TOP_LOGPROBS, vocab_size)
         layout = {
+            "counts": (np.int64, 1),
             "tokens": (np.int64, 1),
             "top_ids": (np.int64, width),
             "drawn": (np.float32, 1),
             "top": (np.float32, width),
             "finite": (np.bool_, 1),
         }
+        num_places = num_rows * (1 + max_drafts)
         self._fields: dict[str, _Field] = {}
         start = 0
         for name, (dtype, count) in layout.items():  # the 8-byte ones first, so that all are aligned
             self._fields[name] = _Field(start, dtype, count)
-            start += np.dtype(dtype).itemsize * count * num_rows
+            start += np.dtype(dtype).itemsize * count * num_places
         self._slot_bytes = -(-start // _ALIGNMENT) * _ALIGNMENT
         self._memory: Memory = device.allocate_host(MEMORY, num_slots * self._slot_bytes)
         self._bytes: npt.NDArray[np.uint8] = self._memory.data.numpy()
@@ -75,9 +79,13 @@ class Mailbox:
         """A free slot for a flight about to be launched. Raises PoolExhausted when too many flights are unread."""
         return Letter(self._pool.take(1), self._slot_bytes)
 
-    def write(self, letter: Letter, drawn: Drawn, stream: Stream) -> None:
-        """Deliver a flight's draws. Inside work of `stream`, the compute stream."""
+    def write(self, letter: Letter, drawn: Drawn, stream: Stream, *, counts: Tensor | None = None) -> None:
+        """Deliver a flight's draws, and how many of them each row that samples goes on by; None: each by one. Inside work of `stream`, the compute
+        stream.
+        """
         values = {"tokens": drawn.tokens, "finite": drawn.finite}
+        if counts is not None:
+            values["counts"] = counts
         if drawn.logprobs is not None:
             values |= {"drawn": drawn.logprobs.drawn, "top_ids": drawn.logprobs.top_ids, "top": drawn.logprobs.top}
         for name, tensor in values.items():
@@ -86,28 +94,32 @@ class Mailbox:
     def read(self, letter: Letter, rows: tuple[RowPlan, ...], top_logprobs: tuple[int, ...], fence: Fence) -> tuple[RowResult, ...]:
         """One result for each row that samples. On the engine thread, behind the flight's fence; ends the lease.
 
-        `top_logprobs` by sampling row: -1 for a row that asked for none.
+        `top_logprobs` by sampling row: -1 for a row that asked for none. How many tokens a row with drafts goes on by was written with them.
         """
         if not fence.poll():
             raise InvariantError(f"the mailbox was read before {fence!r}")
         if self._witness is not None:
             self._witness.host_touched(lambda: [letter.access(write=False)], "read mailbox")
-        count = sum(row.samples for row in rows)
-        tokens, finite = self._values(letter, "tokens", count), self._values(letter, "finite", count)
-        if max(top_logprobs, default=-1) >= 0:
-            drawn, top_ids, top = (self._values(letter, name, count) for name in ("drawn", "top_ids", "top"))
-        results = []
-        for at, wanted in enumerate(top_logprobs):
-            token, logprob = int(tokens[at, 0]), None
-            if wanted >= 0:
-                likeliest = zip(top_ids[at, :wanted].tolist(), top[at, :wanted].tolist(), strict=True)
-                logprob = TokenLogprob(token, float(drawn[at, 0]), tuple(likeliest))
-            results.append(RowResult(token, logprob, bool(finite[at, 0])))
+        drafts = [row.drafts for row in rows if row.samples]
+        count, places = len(drafts), len(drafts) + sum(drafts)
+        tokens, finite = self._values(letter, "tokens", places)[:, 0].tolist(), self._values(letter, "finite", places)[:, 0].tolist()
+        lengths = self._values(letter, "counts", count)[:, 0].tolist() if places > count else [1] * count
+        results, at = [], 0
+        for row_drafts, length, wanted in zip(drafts, lengths, top_logprobs, strict=True):
+            whole = all(finite[at : at + length])
+            drawn = range(at, at + (length if whole else finite[at : at + length].index(False)))
+            logprobs = () if wanted < 0 else tuple(self._logprob(letter, place, tokens[place], wanted, places) for place in drawn)
+            results.append(RowResult(tuple(tokens[drawn.start : drawn.stop]), logprobs, whole))
+            at += 1 + row_drafts
         letter.lease.release(after=(fence,))
         return tuple(results)
 
+    def _logprob(self, letter: Letter, place: int, token: int, wanted: int, num_places: int) -> TokenLogprob:
+        drawn, top_ids, top = (self._values(letter, name, num_places)[place] for name in ("drawn", "top_ids", "top"))
+        return TokenLogprob(token, float(drawn[0]), tuple(zip(top_ids[:wanted].tolist(), top[:wanted].tolist(), strict=True)))
+
     def _values(self, letter: Letter, name: str, count: int) -> npt.NDArray[np.generic]:
-        """A field's values for the first `count` sampling rows, `[count, width]`."""
+        """A field's first `count` values, `[count, width]`."""
         field = self._fields[name]
         start = letter.start + field.start
         size = np.dtype(field.dtype).itemsize * field.width * count

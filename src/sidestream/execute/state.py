@@ -1,4 +1,5 @@
-"""Decode state that lives on the device, by row: the last token drawn, the blocks held, and what penalties need to know of earlier tokens.
+"""Decode state that lives on the device, by row: the last token drawn, the blocks held, what penalties need to know of earlier tokens, and,
+where tokens are drafted, all tokens and how many they are: then the host learns a step late how far a row went.
 
 Knows rows and tokens, never requests, blocks or logits. Touched only by work that runs on the compute stream, so that a row's
 reset, its draws and its next reset are in order without a lock; the host never reads it back.
@@ -9,11 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from sidestream.errors import InvariantError
-from sidestream.execute.upload import upload, upload_list
+from sidestream.execute.upload import Uploads
 from sidestream.types import RowStart, SamplingSpec
 
 
@@ -24,10 +26,12 @@ class RowSampling:
     penalised   the row's output counts are kept, because a penalty reads them
     bias_ids    int64 `[n]`, distinct, each inside the vocabulary; `bias` float32 `[n]`
     forbidden   int64 `[m]`, ids that may not be drawn before `spec.min_tokens` outputs
+    prompt_len  tokens of the row that are no outputs
     """
 
     spec: SamplingSpec
     penalised: bool
+    prompt_len: int
     bias_ids: Tensor
     bias: Tensor
     forbidden: Tensor
@@ -43,20 +47,44 @@ class DecodeState:
 
     last     int64 `[num_rows + 1]`, the last token committed to each row, or given when it began
     tables   int32 `[num_rows + 1, width]`, the blocks of each row, for captured forward passes; width 0 until `hold_tables`
+    lengths  int64 `[num_rows + 1]`, of a row that has drawn: how many of its tokens have KV, which is where its last token goes
+    history  int32 `[num_rows + 1, width + 1]`, all tokens of each row up to and with its last one; empty without `max_len`. The last column
+             takes what is thrown away
+    hidden   `[num_rows + 1, hidden_size]`: what the model's last layer left at the last position that has KV
     nobody   number of one row more, which padding uses: it draws nothing, and holds nothing that anybody reads
 
-    The `[num_rows, vocab_size]` tables of penalties (5 bytes an entry) are allocated when the first row needs them.
+    `lengths`, `history` and `hidden` are kept by `advance` and `leave`, where tokens are drafted. The `[num_rows, vocab_size]` tables of penalties (5 bytes an entry) are allocated when the first row needs them.
     """
 
-    def __init__(self, num_rows: int, vocab_size: int, *, device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self,
+        num_rows: int,
+        vocab_size: int,
+        *,
+        device: torch.device | str = "cpu",
+        uploads: Uploads | None = None,
+        max_len: int = 0,
+        hidden_size: int = 0,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        """`uploads` brings what flights need of the host's numbers; None: on a CPU. `max_len`: tokens of a row at most, if they are kept; `dtype`:
+        that of hidden states.
+        """
         self.num_rows = self.nobody = num_rows
         self.vocab_size = vocab_size
         self._device = torch.device(device)
+        self._uploads = uploads or Uploads(device)
         self._rows: list[RowSampling | None] = [None] * num_rows
         # By a copy that is waited for: a kernel would run on a stream that orders nothing. Tokens of the vocabulary from the start, because
         # on a GPU a flight whose row could not begin would look up whatever lies here, and a wrong index ends the device.
         self.last = torch.zeros(num_rows + 1, dtype=torch.int64).to(self._device)
         self.tables = torch.zeros(num_rows + 1, 0, dtype=torch.int32, device=self._device)
+        self.lengths = torch.zeros(num_rows + 1, dtype=torch.int64).to(self._device)
+        # Zeros of numpy, here and below: a fill by several threads would leave this thread with a team of its own, and torch's threads of the
+        # forward pass wake late ever after where there are more of them than cores (a step of SmolLM2-135M took 85 ms instead of 45).
+        self.history = torch.from_numpy(np.zeros((num_rows + 1, max_len + 1 if max_len else 0), np.int32)).to(self._device)
+        zeros = torch.from_numpy(np.zeros((num_rows + 1) * max(1, hidden_size) * dtype.itemsize, np.uint8))
+        self.hidden = zeros.view(dtype).view(num_rows + 1, -1)[:, :hidden_size].to(self._device)
         self._output_counts: Tensor | None = None
         self._in_prompt: Tensor | None = None
 
@@ -69,13 +97,17 @@ class DecodeState:
         bias = {token: value for token, value in spec.logit_bias.items() if 0 <= token < self.vocab_size}
         self._rows[row] = RowSampling(
             spec=spec,
+            prompt_len=len(start.prompt),
             penalised=spec.repetition_penalty != 1 or spec.presence_penalty != 0 or spec.frequency_penalty != 0,
             bias_ids=self._ids(bias),
-            bias=upload_list(list(bias.values()), self._device, torch.float32),
+            bias=self.numbers(list(bias.values()), torch.float32),
             forbidden=self._ids(spec.forbidden_until_min),
         )
         # Not assigned: a GPU would be waited for (P1).
         self.last[row : row + 1].fill_((0, *start.prompt[-1:], *start.outputs[-1:])[-1])
+        if self.history.shape[1]:
+            known = self.numbers((*start.prompt, *start.outputs), torch.int32)
+            self.history[row, : len(known)].copy_(known)
         if self.row(row).penalised:
             self._fill_tables(row, start)  # tables of other rows are never read, so they need no wiping
 
@@ -96,7 +128,7 @@ class DecodeState:
 
     def place(self, places: Sequence[int], blocks: Sequence[int]) -> None:
         """Write block ids at flat places of `tables`."""
-        where, what = upload([torch.tensor(places), torch.tensor(blocks)], self._device)
+        where, what = self._uploads.together([torch.tensor(places), torch.tensor(blocks)])
         self.tables.view(-1).index_copy_(0, where, what.to(torch.int32))
 
     def commit(self, rows: Sequence[int], tokens: Tensor) -> None:
@@ -108,6 +140,28 @@ class DecodeState:
             where = self.index([rows[at] for at in counted])
             counts.index_put_((where, tokens[self.index(counted)]), counts.new_ones(()), accumulate=True)
 
+    def advance(self, rows: Sequence[int], starts: Tensor, drawn: Tensor, counts: Tensor) -> None:
+        """The rows, whose last token was at position `starts`, int64 `[R]`, go on by the first `counts`, int64 `[R]`, of `drawn`, int64 `[R, n]`.
+
+        Each row at most once. The only writer of what the next flight takes from here (H19).
+        """
+        where, place = self.index(rows), torch.arange(drawn.shape[1], device=self._device)
+        taken = place < counts[:, None]
+        self.last[where] = drawn.gather(1, counts[:, None] - 1).squeeze(1)
+        self.lengths[where] = starts + counts
+        thrown_away = self.history.shape[1] - 1
+        positions = torch.where(taken, starts[:, None] + 1 + place, thrown_away).clamp(max=thrown_away)
+        self.history[where[:, None], positions] = drawn.to(torch.int32)
+        counted = [at for at, row in enumerate(rows) if self.row(row).penalised]
+        if counted:
+            output_counts, _ = self._tables()
+            chosen, of_row = self.index(counted), self.index([rows[at] for at in counted])
+            output_counts.index_put_((of_row[:, None], drawn[chosen]), taken[chosen].to(output_counts.dtype), accumulate=True)
+
+    def leave(self, rows: Sequence[int], hidden: Tensor) -> None:
+        """Keep copies of hidden states, `[R, hidden_size]`, at the last positions of rows; each row at most once (H19)."""
+        self.hidden[self.index(rows)] = hidden
+
     def seen(self, rows: Sequence[int]) -> tuple[Tensor, Tensor]:
         """Of penalised rows: output counts int32 and presence in the prompt bool, both `[len(rows), vocab_size]`, copies."""
         counts, in_prompt = self._tables()
@@ -116,7 +170,11 @@ class DecodeState:
 
     def index(self, values: Sequence[int]) -> Tensor:
         """Host numbers as int64 on the device of this state."""
-        return upload_list(values, self._device)
+        return self.numbers(values)
+
+    def numbers(self, values: Sequence[float], dtype: torch.dtype = torch.int64) -> Tensor:
+        """Host numbers on the device of this state."""
+        return self._uploads.numbers(values, dtype)
 
     def _ids(self, tokens: Iterable[int]) -> Tensor:
         return self.index([token for token in tokens if 0 <= token < self.vocab_size])

@@ -28,8 +28,12 @@ class BlockKeys:
 
     def extend(self, keys: list[Key], tokens: Sequence[int]) -> None:
         """Append to `keys` (the keys of the first blocks of `tokens`) those of all further complete blocks."""
-        size = self._block_tokens
-        for index in range(len(keys), len(tokens) // size):
-            parent = keys[-1] if keys else self._root
-            block = array("q", tokens[index * size : (index + 1) * size])
-            keys.append(hashlib.blake2b(parent + block.tobytes(), digest_size=KEY_BYTES).digest())
+        size, first, parent = self._block_tokens, len(keys), keys[-1] if keys else self._root
+        count = len(tokens) // size - first
+        if count <= 0:
+            return
+        data = array("q", tokens[first * size : (first + count) * size]).tobytes()
+        width, blake2b = len(data) // count, hashlib.blake2b
+        for start in range(0, len(data), width):
+            parent = blake2b(parent + data[start : start + width], digest_size=KEY_BYTES).digest()
+            keys.append(parent)

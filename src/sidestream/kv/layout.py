@@ -43,6 +43,10 @@ class KVLayout:
         """Shape of a pool of `num_blocks` blocks."""
         return (num_blocks, self.num_layers, 2, self.block_tokens, self.num_kv_heads, self.head_dim)
 
+    def layers_for(self, num_values: int) -> int:
+        """Layers that hold `num_values` values of the layout's dtype in each block."""
+        return -(-num_values // (2 * self.block_tokens * self.num_kv_heads * self.head_dim))
+
     def num_blocks_for(self, num_tokens: int) -> int:
         """Blocks that hold `num_tokens` tokens."""
         return -(-num_tokens // self.block_tokens)

@@ -235,10 +235,14 @@ class FencedPool:
             raise InvariantError(f"{self.name} {ids} were released more often than taken")
         if self._witness is not None:
             self._witness.released(self.name, ids, after)
+        after, merged = merge_fences(after), dict[tuple[Fence, ...], tuple[Fence, ...]]()  # most ids of a lease have the same fences
         for item in reversed(ids):  # the end of a sequence is evicted before its start, which more sequences share
             references[item] -= 1
             if after or fences[item]:
-                fences[item] = merge_fences((*fences[item], *after))
+                before = fences[item]
+                if before not in merged:
+                    merged[before] = merge_fences((*before, *after))
+                fences[item] = merged[before]
             if references[item]:
                 continue
             if self._index.holds_key(item):

@@ -12,7 +12,7 @@ from torch.nn.functional import pad
 from transformers import AttentionInterface, PreTrainedConfig
 
 from sidestream.attention.paged import AttentionBatch
-from sidestream.errors import ModelError
+from sidestream.errors import InvariantError, ModelError
 from sidestream.kv.layout import KVLayout
 
 PAGED = "sidestream_paged"
@@ -60,6 +60,25 @@ class PagedModel:
         self.fingerprint = fingerprint
         module.config._attn_implementation = PAGED
         self.module = module
+        self._last_hidden: torch.Tensor | None = None
+
+    def leave_hidden(self) -> None:
+        """Have every forward keep what the last layer left, for `forward_with_hidden`. Once, before the first forward that is captured."""
+
+        def keep(module: Any, given: Any, out: Any) -> None:
+            self._last_hidden = out.last_hidden_state
+
+        self.module.base_model.register_forward_hook(keep)
+
+    def forward_with_hidden(
+        self, tokens: torch.Tensor, positions: torch.Tensor, batch: AttentionBatch, logit_rows: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """`forward`, and what the last layer left at each packed token, after the model's last norm: `[T, hidden_size]`. Behind `leave_hidden`."""
+        logits, hidden = self.forward(tokens, positions, batch, logit_rows), self._last_hidden
+        if hidden is None:
+            raise InvariantError("the model keeps no hidden states: leave_hidden comes first")
+        self._last_hidden = None
+        return logits, hidden[0, : len(tokens)]
 
     @torch.inference_mode()
     def forward(self, tokens: torch.Tensor, positions: torch.Tensor, batch: AttentionBatch, logit_rows: torch.Tensor) -> torch.Tensor:

@@ -40,7 +40,7 @@ def load_model(path_or_hub_id: str, *, dtype: str = "auto", block_tokens: int, d
         raise ModelError(unknown_name("dtype", dtype, ("auto", *DTYPE_BYTES)))
     name = Path(path_or_hub_id).name
     with _about(name):
-        directory = _directory(path_or_hub_id, _FILES)
+        directory = local_directory(path_or_hub_id)
         config = _read_config(directory)
         refuse_unservable(config)
         layout_of(config, dtype="float32", block_tokens=block_tokens)
@@ -76,7 +76,7 @@ def kv_token_bytes(path_or_hub_id: str, *, dtype: str = "auto") -> int:
 def _about(name: str) -> Iterator[None]:
     """Name the model in every reason; what transformers raises is a reason too."""
     try:
-        with _quiet():
+        with quiet():
             yield
     except ConfigError as error:
         raise ModelError(f"model {name}: {error}") from error
@@ -88,7 +88,7 @@ def _about(name: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """No progress bars and no warnings of transformers meanwhile; what matters in them becomes a ModelError."""
     verbosity, bars = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
     transformers_logging.set_verbosity_error()
@@ -99,6 +99,11 @@ def _quiet() -> Iterator[None]:
         transformers_logging.set_verbosity(verbosity)
         if bars:
             transformers_logging.enable_progress_bar()
+
+
+def local_directory(path_or_hub_id: str) -> Path:
+    """Where a model's files are, fetched first if they must be. Raises ModelError."""
+    return _directory(path_or_hub_id, _FILES)
 
 
 def _directory(path_or_hub_id: str, patterns: list[str]) -> Path:

@@ -12,15 +12,20 @@ Positions of one running request:
     [0, committed_len)             KV computed, its flight's fence observed
     [committed_len, launched_len)  computed by a flight, or copied by a load, that is still on its way
     [launched_len, len(blocks) * block_tokens)   reserved
+
+With drafts on their way `launched_len` and `launched_outputs` are upper bounds, as if all were right; they come down to what is true when
+their flight is committed. The lower bound is `drafts_on_way` less.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum
 
 from sidestream.kv.pool import Lease
-from sidestream.types import CachedTokens, Fence, Key, RequestId, SamplingSpec
+from sidestream.schedule.drafting import DraftRecord
+from sidestream.types import BlockId, CachedTokens, Fence, Key, RequestId, SamplingSpec
 
 
 class State(Enum):
@@ -45,6 +50,8 @@ class Request:
     min_tokens: int
     priority: int = 0
     """Lower runs earlier."""
+    max_drafts: int = 0
+    """Tokens to draft in a step at most."""
     keys: list[Key] = field(default_factory=list)
     """Of the first complete blocks of `tokens`; may be given for the prompt's, and grows as blocks complete."""
     keys_version: int = 0
@@ -58,8 +65,14 @@ class Request:
     epoch: int = field(init=False, default=0)
     row: Lease | None = field(init=False, default=None)
     blocks: Lease | None = field(init=False, default=None)
+    table: tuple[BlockId, ...] = field(init=False, default=())
+    """What its last flight was told of `blocks`: the same object as long as it is the same blocks."""
     launched_len: int = field(init=False, default=0)
     launched_outputs: int = field(init=False, default=0)
+    drafts_on_way: int = field(init=False, default=0)
+    """Drafts of flights that were not committed."""
+    drafting: DraftRecord = field(init=False, default_factory=DraftRecord)
+    """What became of its drafts."""
     committed_len: int = field(init=False, default=0)
     published_blocks: int = field(init=False, default=0)
     found_blocks: int = field(init=False, default=0)
@@ -114,6 +127,15 @@ class Request:
     def level(self, aging_steps: int) -> int:
         """Priority, improved by one for every `aging_steps` flights that left without it: nobody waits for ever."""
         return self.priority - self.waited_steps // aging_steps
+
+    def append_outputs(self, token_ids: Iterable[int]) -> int:
+        """Append committed tokens, up to the first that ends the request; how many that are."""
+        count = 0
+        for count, token_id in enumerate(token_ids, 1):
+            self.tokens.append(token_id)
+            if self.stop_reason() is not None:
+                return count
+        return count
 
     def stop_reason(self) -> str | None:
         """Why the last committed token ends the request, if it does."""

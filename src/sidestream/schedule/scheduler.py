@@ -15,6 +15,7 @@ from sidestream.errors import InvariantError
 from sidestream.kv.keys import BlockKeys
 from sidestream.kv.pool import FencedPool, Lease
 from sidestream.schedule.chunk import chunk_stop, reusable_tokens
+from sidestream.schedule.drafting import DraftPolicy
 from sidestream.schedule.request import Request, State
 from sidestream.types import (
     BatchPlan,
@@ -46,8 +47,8 @@ class TierView(Protocol):
         """Whether loading these blocks is expected to be faster than computing them."""
         ...
 
-    def has_arrived(self, request_id: RequestId, epoch: int) -> bool:
-        """Whether the blocks that were loaded for the request are all there, so that its flights wait for nothing."""
+    def seconds_left(self, request_id: RequestId, epoch: int, *, step_s: float) -> float:
+        """How soon a flight of `step_s` may begin that is expected not to wait for blocks that are loaded for the request; 0: at once."""
         ...
 
     def uses(self) -> Fence | None:
@@ -66,9 +67,9 @@ class NoTiers:
         """There is nothing to load."""
         return False
 
-    def has_arrived(self, request_id: RequestId, epoch: int) -> bool:
+    def seconds_left(self, request_id: RequestId, epoch: int, *, step_s: float) -> float:
         """Nothing is on its way."""
-        return True
+        return 0.0
 
     def uses(self) -> Fence | None:
         """Nothing is."""
@@ -81,6 +82,7 @@ class Limits:
 
     tail_apart      see `chunk_stop`
     aging_steps     steps of waiting that improve a request's priority by one
+    token_budget    of a step, drafts not counted
     max_promotions  times a request waits for the disk before it recomputes
     max_probes      requests that one step looks at for admission
     """
@@ -96,10 +98,11 @@ class Limits:
 
 
 class Drawn(NamedTuple):
-    """One token that a commit added to a request."""
+    """What a commit added to a request: the first `num_tokens` of the result. None follows the one that ends the request."""
 
     request: Request
     result: RowResult
+    num_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +119,11 @@ class _Draft:
 
     prefill_budget: int
     num_decoding: int
+    lead_s: float
+    step_s: float
+    speculates: bool = False
     decodes: list[RowPlan] = field(default_factory=list)
+    drafting: list[RowPlan] = field(default_factory=list)
     prefills: list[RowPlan] = field(default_factory=list)
     transfers: list[TransferPlan] = field(default_factory=list)
     after: list[Fence] = field(default_factory=list)
@@ -125,8 +132,19 @@ class _Draft:
 class Scheduler:
     """Owner of all requests and of the device's block and row pools."""
 
-    def __init__(self, *, limits: Limits, blocks: FencedPool, rows: FencedPool, keys: BlockKeys, tiers: TierView | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        limits: Limits,
+        blocks: FencedPool,
+        rows: FencedPool,
+        keys: BlockKeys,
+        tiers: TierView | None = None,
+        drafts: DraftPolicy | None = None,
+    ) -> None:
+        """`drafts` None: nothing is drafted."""
         self.limits = limits
+        self._drafts = drafts or DraftPolicy(0)
         self.num_preemptions = 0
         self._blocks = blocks
         self._rows = rows
@@ -255,32 +273,55 @@ class Scheduler:
             request = self._requests.get(row.request_id)
             if request is None or request.epoch != row.epoch or request.state is not State.RUNNING:
                 continue
-            request.committed_len = row.stop
             request.stepped = True
+            count = 0 if result is None else request.append_outputs(result.token_ids)
+            if row.tokens is None and result is not None:
+                self._re_anchor(request, row.drafts, len(result.token_ids))
+                request.committed_len += count
+            else:
+                request.committed_len = row.stop
             if result is None or result.finite:  # else its KV may be no better than its logits: nobody else shall find it
                 complete = self._publish(request)
                 stored.extend(complete)
                 prefix.extend(request.keys[: request.published_blocks] if complete else ())
             if result is not None:
-                request.tokens.append(result.token_id)
-                drawn.append(Drawn(request, result))
+                drawn.append(Drawn(request, result, count))
         store = None
         if stored:
             store = StorePlan(tuple(key for key, _ in stored), tuple(block for _, block in stored), (fence,), tuple(prefix))
         return Committed(tuple(drawn), store)
 
+    def _re_anchor(self, request: Request, drafts: int, drawn: int) -> None:
+        """Bring the bounds of what was launched down to what came of a flight that drafted."""
+        if drafts:
+            request.drafts_on_way -= drafts
+            request.launched_len -= 1 + drafts - drawn
+            request.launched_outputs -= 1 + drafts - drawn
+            request.drafting.saw(drafts, drawn - 1)
+
+    def measured(self, batch: BatchPlan, seconds: float) -> None:
+        """A flight in which every row decodes took so long."""
+        if self._drafts.most:
+            self._drafts.saw_flight(len(batch.rows), sum(row.drafts for row in batch.rows), seconds)
+
     # ------------------------------------------------------------------ planning
 
-    def plan(self) -> StepPlan:
-        """What the next step does. Oldest first, decode before prefill, then admission; a plan without rows means: nothing to compute."""
+    def plan(self, *, lead_s: float = 0.0, step_s: float = 0.0) -> StepPlan:
+        """What the next step does. Oldest first, decode before prefill, then admission; a plan without rows means: nothing to compute.
+
+        lead_s   how long the device is expected to be busy before its flight begins
+        step_s   how long that is expected to take
+        """
         self._retract_for_priority()
         num_decoding = sum(request.can_decode for request in self._running.values())
-        draft = _Draft(self.limits.token_budget - num_decoding, num_decoding)
+        draft = _Draft(self.limits.token_budget - num_decoding, num_decoding, lead_s, step_s)
+        if num_decoding:
+            self._drafts.prepare(num_decoding)
         for request in self._by_rank(self._running.values()):
             if request.state is State.RUNNING:  # a retraction for an older one may have come before
                 self._plan_running(request, draft)
         self._admit(draft)
-        batch = BatchPlan((*draft.decodes, *draft.prefills))
+        batch = BatchPlan((*draft.decodes, *draft.drafting, *draft.prefills), draft.speculates)
         self._age(batch)
         return StepPlan(tuple(draft.transfers), batch, tuple(draft.after))
 
@@ -295,14 +336,28 @@ class Scheduler:
         if request.loading:
             return
         if request.arriving:
-            if draft.num_decoding and not self._tiers.has_arrived(request.id, request.epoch):
+            if draft.num_decoding and self._tiers.seconds_left(request.id, request.epoch, step_s=draft.step_s) > draft.lead_s:
                 return  # those that decode would wait for its load
             request.arriving = False
         if request.in_prefill:
             self._plan_chunk(request, draft)
-        elif request.can_decode and self._reserve(request, request.launched_len + 1, draft):
-            start = request.launched_len
-            draft.decodes.append(self._row_plan(request, start, start + 1, tokens=None, samples=True))
+        elif request.can_decode:
+            self._plan_decode(request, draft)
+
+    def _plan_decode(self, request: Request, draft: _Draft) -> None:
+        """One token, and drafts behind it if there is room for them without taking anybody else's."""
+        drafts = 0
+        if request.max_drafts:
+            most = min(request.max_drafts, request.max_outputs - request.launched_outputs - 1)
+            drafts = self._drafts.choose(request.drafting, most=most)
+            if drafts and not self._reserve(request, request.launched_len + 1 + drafts, draft, retracting=False):
+                drafts = 0
+        stop = request.launched_len + 1 + drafts
+        if drafts or self._reserve(request, stop, draft, retracting=not request.drafts_on_way):
+            start = request.launched_len - request.drafts_on_way
+            draft.speculates |= drafts > 0 or request.drafts_on_way > 0
+            row = self._row_plan(request, start, stop, tokens=None, samples=True, drafts=drafts)
+            (draft.drafting if drafts else draft.decodes).append(row)
 
     def _plan_chunk(self, request: Request, draft: _Draft) -> None:
         start, known = request.launched_len, request.prefill_end
@@ -314,30 +369,25 @@ class Scheduler:
         tokens = tuple(request.tokens[start:stop])
         draft.prefills.append(self._row_plan(request, start, stop, tokens=tokens, samples=stop == known))
 
-    def _row_plan(self, request: Request, start: int, stop: int, *, tokens: tuple[int, ...] | None, samples: bool) -> RowPlan:
+    def _row_plan(
+        self, request: Request, start: int, stop: int, *, tokens: tuple[int, ...] | None, samples: bool, drafts: int = 0
+    ) -> RowPlan:
         assert request.row is not None and request.blocks is not None
         begin = None
         if not request.begun:
             begin = RowStart(request.sampling, request.prompt, tuple(request.tokens[len(request.prompt) :]))
             request.begun = True
-        plan = RowPlan(
-            request_id=request.id,
-            row=request.row.ids[0],
-            epoch=request.epoch,
-            start=start,
-            stop=stop,
-            tokens=tokens,
-            block_ids=tuple(request.blocks.ids[: -(-stop // self.limits.block_tokens)]),
-            samples=samples,
-            output_index=request.launched_outputs,
-            begin=begin,
-        )
+        if len(request.table) < (count := -(-stop // self.limits.block_tokens)):
+            request.table = tuple(request.blocks.ids[:count])
+        row, outputs = request.row.ids[0], request.launched_outputs - request.drafts_on_way
+        plan = RowPlan(request.id, row, request.epoch, start, stop, tokens, request.table, samples, outputs, begin, drafts)
         request.launched_len = stop
-        request.launched_outputs += samples
+        request.launched_outputs += samples + drafts
+        request.drafts_on_way += drafts
         return plan
 
-    def _reserve(self, request: Request, length: int, draft: _Draft) -> bool:
-        """Make the request's blocks cover `length` tokens, retracting younger requests if need be; False: not this step."""
+    def _reserve(self, request: Request, length: int, draft: _Draft, *, retracting: bool = True) -> bool:
+        """Make the request's blocks cover `length` tokens, `retracting` younger requests if need be; False: not this step."""
         assert request.blocks is not None
         missing = -(-length // self.limits.block_tokens) - len(request.blocks.ids)
         if missing <= 0:
@@ -345,7 +395,7 @@ class Scheduler:
         while self._blocks.num_available < missing:
             if self._blocks.is_settling:
                 return False  # blocks come back in a moment: nobody need give up theirs
-            victim = self._victim_for(request)
+            victim = self._victim_for(request) if retracting else None
             if victim is None:
                 return False
             self._retract(victim)
@@ -449,6 +499,7 @@ class Scheduler:
         request.launched_len = request.committed_len = length
         request.published_blocks, request.found_blocks = num_hits, num_found
         request.launched_outputs = request.num_outputs
+        request.drafts_on_way = 0
         request.prefill_end = len(request.tokens)
         request.begun = request.stepped = False
         request.shares = True
@@ -505,6 +556,7 @@ class Scheduler:
         request.row.release(after=after)
         request.blocks.release(after=after, until=self._tiers.uses())
         request.row = request.blocks = None
+        request.table = ()
         for key in request.keys:
             if self._coming.get(key) == request.id:
                 del self._coming[key]
@@ -517,16 +569,16 @@ class Scheduler:
         complete = request.committed_len // self.limits.block_tokens
         if not self.limits.prefix_cache or not request.shares or complete <= request.published_blocks:
             return ()
-        new: list[tuple[Key, int]] = []
         self._keys.extend(request.keys, request.tokens)
-        for index in range(request.published_blocks, complete):
-            key, block = request.keys[index], request.blocks.ids[index]
+        first, found = request.published_blocks, min(complete, max(request.published_blocks, request.found_blocks))
+        keys, ids = request.keys[first:complete], request.blocks.ids[first:complete]
+        for key in keys:
             if self._coming.get(key) == request.id:
                 del self._coming[key]
-            if self._blocks.publish(block, key) and index >= request.found_blocks:
-                new.append((key, block))
+        self._blocks.publish_all(ids[: found - first], keys[: found - first])
         request.published_blocks = complete
-        return new
+        computed = zip(keys[found - first :], ids[found - first :], strict=True)
+        return [(key, block) for key, block in computed if self._blocks.publish(block, key)]
 
     def _by_rank(self, requests: Iterable[Request]) -> list[Request]:
         aging = self.limits.aging_steps

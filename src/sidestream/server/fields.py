@@ -115,6 +115,7 @@ class _Fields(BaseModel):
     stop_token_ids: Annotated[list[int], FailFast()] = Field(default=[], max_length=1024)
     priority: int = Field(default=0, ge=-1_000_000, le=1_000_000)
     include_stop_str_in_output: bool = False
+    max_drafts: int | None = None
 
 
 class _Chat(_Fields):
@@ -237,6 +238,7 @@ def _sampling(asked: _Fields, max_tokens: int | None, logprobs: int | None, rena
             ignore_eos=asked.ignore_eos,
             logprobs=logprobs,
             n=asked.n,
+            max_drafts=asked.max_drafts,
         )
     except RequestRejected as failure:  # speaks of the parameter; the client knows the field
         param = failure.param or ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -15,6 +16,13 @@ Model = Annotated[str, typer.Argument(help="Directory, hub id, or a name of `sid
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 Device = Annotated[str, typer.Option(help="`cuda`, or `cpu` to try the benchmark itself.")]
+Shape = Annotated[str, typer.Option(help="qwen3-8b, llama-3.2-1b, qwen3-0.6b or tiny: the model's shape; its weights are random.")]
+_PARTS = {
+    "prefill": "Time of a prompt's prefill on a GPU, over what its multiplications take.",
+    "ttft": "First token of prompts that nobody knows, and of prompts whose KV is in host memory, over what the link takes.",
+    "resume": "What requests that decode feel while a long one's KV comes back.",
+    "async": "Asynchronous over synchronous execution: tokens a second, and whether the tokens are equal.",
+}
 _BLOCKS = "blocks of Qwen3-8B"
 
 
@@ -28,7 +36,11 @@ def register(app: typer.Typer) -> None:
     app.command("interference")(interference)
     app.command("forward-thread")(forward_thread)
     app.command("mailbox")(mailbox)
+    for part in ("prefill", "ttft", "resume", "async"):
+        app.command(part, help=_PARTS[part])(_part(part))
     app.command("engine")(engine)
+    app.command("throughput")(throughput)
+    app.command("speculative")(speculative)
 
 
 def prefix(
@@ -48,9 +60,15 @@ def decode(
     output_tokens: Annotated[int, typer.Option(help="Tokens drawn for each request.")] = 96,
     rounds: Annotated[int, typer.Option(help="Repetitions, ours and generate in turn.")] = 5,
     dtype: Annotated[str, typer.Option(help="Data type of both.")] = "auto",
+    device: Annotated[
+        str, typer.Option(help="`cuda`: steps of a large model with random weights, over what its bytes take; nothing else is asked.")
+    ] = "cpu",
     as_json: Json = False,
 ) -> None:
     """Tokens a second, alone and with eight at once, over transformers' generate."""
+    if device == "cuda":
+        _engine(["decode"], device, "qwen3-8b", as_json)
+        return
     from sidestream.cli.bench.decode import measure
 
     _report("decode", model, as_json, lambda tell: measure(model, output_tokens=output_tokens, rounds=rounds, dtype=dtype, tell=tell))
@@ -135,12 +153,23 @@ def mailbox(
 def engine(
     parts: Annotated[list[str] | None, typer.Argument(help="decode, prefill, ttft, resume, async; all of them by default.")] = None,
     device: Device = "cuda",
-    shape: Annotated[
-        str, typer.Option(help="qwen3-8b, llama-3.2-1b, qwen3-0.6b or tiny: the model's shape; its weights are random.")
-    ] = "qwen3-8b",
+    shape: Shape = "qwen3-8b",
     as_json: Json = False,
 ) -> None:
     """A whole engine on a GPU: steps, prefill and first tokens, over what the hardware allows."""
+    _engine(parts or [], device, shape, as_json)
+
+
+def _part(name: str) -> Callable[..., None]:
+    """One part of `engine`, as a command."""
+
+    def run(device: Device = "cuda", shape: Shape = "qwen3-8b", as_json: Json = False) -> None:
+        _engine([name], device, shape, as_json)
+
+    return run
+
+
+def _engine(parts: list[str], device: str, shape: str, as_json: bool) -> None:
     from sidestream.cli.bench.engine import PARTS, measure
 
     _report(
@@ -149,6 +178,47 @@ def engine(
         as_json,
         lambda tell: measure(device=device, shape=shape, parts=parts or PARTS, tell=tell),
         bounded=device == "cuda" and shape == "qwen3-8b",
+    )
+
+
+def throughput(
+    device: Device = "cuda",
+    shape: Shape = "qwen3-8b",
+    as_json: Json = False,
+) -> None:
+    """Tokens a second with offload over offload off: without any reuse, and of conversations four times the device's pool."""
+    from sidestream.cli.bench.throughput import measure
+
+    _report(
+        "throughput",
+        f"{shape}, random weights",
+        as_json,
+        lambda tell: measure(device=device, shape=shape, tell=tell),
+        bounded=device == "cuda" and shape == "qwen3-8b",
+    )
+
+
+def speculative(
+    model: Model = DEMO_MODEL,
+    head: Annotated[Path | None, typer.Option(help="A head for the model; without, only ngram drafts.")] = None,
+    device: Annotated[str, typer.Option(help="`cpu` or `cuda`.")] = "cpu",
+    batch: Annotated[list[int] | None, typer.Option(help="Requests at once; may be given several times.", show_default="1, 8")] = None,
+    output_tokens: Annotated[int, typer.Option(help="Tokens drawn for each request.")] = 96,
+    rounds: Annotated[int, typer.Option(help="Repetitions, with drafts and without in turn.")] = 3,
+    as_json: Json = False,
+) -> None:
+    """Tokens a second with drafts over without, tokens that a step goes on by, and that in float32 no token depends on drafts."""
+    from sidestream.cli.bench.speculative import measure
+    from sidestream.device.choice import torch_device
+
+    torch_device(device)
+    _report(
+        "speculative",
+        model,
+        as_json,
+        lambda tell: measure(
+            model, head=head, device=device, batches=batch or (1, 8), output_tokens=output_tokens, rounds=rounds, tell=tell
+        ),
     )
 
 

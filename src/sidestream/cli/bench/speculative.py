@@ -1,0 +1,133 @@
+"""Tokens a second with drafts over without, tokens that a step goes on by, and what must not change: every token, every accept length."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from sidestream.cli.bench.report import Figure, at_least, at_most
+from sidestream.cli.visits import Engine
+from sidestream.config import SamplingParams, SpeculativeConfig
+from sidestream.execute.executor import Executor, Flight
+from sidestream.llm import LLM
+from sidestream.types import BatchPlan, Fence, LayerGates, RowResult
+
+_PROMPT_TOKENS = 48
+_DRAFTS = 4
+_SEVERAL = 8  # requests whose accept lengths are compared
+
+
+def measure(
+    model: str, *, head: Path | None, device: str, batches: Sequence[int], output_tokens: int, rounds: int, tell: Callable[[str], None]
+) -> list[Figure]:
+    """The same prompts by engines that differ in their drafts alone, taking turns. Bounds but those of equality are for a GPU."""
+    from sidestream.models.catalog import resolve
+    from sidestream.text import Tokenizer, sample_text
+
+    path, on_gpu = resolve(model), device == "cuda"
+    ids = Tokenizer.load(path).encode(sample_text())
+    step = (len(ids) - _PROMPT_TOKENS) // max(*batches, _SEVERAL)
+    prompts = [ids[at * step : at * step + _PROMPT_TOKENS] for at in range(max(*batches, _SEVERAL))]
+    proposers: dict[str, dict[str, Any]] = {"ngram": {"proposer": "ngram", "max_drafts": _DRAFTS}}
+    if head is not None:
+        proposers["mtp"] = {"proposer": "mtp", "max_drafts": _DRAFTS, "head": str(head.resolve())}
+    options: dict[str, Any] = {"device": device, "kv_memory": "1GiB", "prefix_cache": False, "max_running": max(*batches, _SEVERAL)}
+
+    figures = []
+    for name, config in proposers.items():
+        tell(f"accept lengths of {name}")
+        figures += _equalities(str(path), options, name, config, prompts[:_SEVERAL], output_tokens, on_gpu=on_gpu)
+    speeds: dict[tuple[str, int], list[float]] = defaultdict(list)
+    with contextlib.ExitStack() as ends:
+        # Each in a process of its own, or the threads of one would be in another's way.
+        engines = {"plain": ends.enter_context(Engine(str(path), dict(options)))}
+        engines |= {name: ends.enter_context(Engine(str(path), {**options, "speculative": config})) for name, config in proposers.items()}
+        for number in range(1, rounds + 1):
+            for batch in batches:
+                tell(f"round {number} of {rounds}, {batch} at once")
+                for name, engine in engines.items():
+                    seconds = engine.ask(prompts[:batch], max_tokens=output_tokens, at_once=True).seconds
+                    speeds[name, batch].append(batch * output_tokens / seconds)
+    for name in proposers:
+        ratios = {batch: median(a / b for a, b in zip(speeds[name, batch], speeds["plain", batch], strict=True)) for batch in batches}
+        figures += [Figure(f"speedup_b{batch}_{name}", ratio, "ratio") for batch, ratio in ratios.items()]
+        figures.append(Figure(f"speedup_min_{name}", min(ratios.values()), "ratio", at_least(0.97) if on_gpu else None))
+        if name == "mtp" and on_gpu:
+            figures.append(Figure("speedup_b1", ratios[min(batches)], "ratio", at_least(1.8)))
+    figures.append(Figure("plain_tokens_per_s_b1", median(speeds["plain", min(batches)]), "tokens/s"))
+    return figures
+
+
+def _equalities(
+    path: str, options: dict[str, Any], name: str, config: dict[str, Any], prompts: list[list[int]], output_tokens: int, *, on_gpu: bool
+) -> list[Figure]:
+    """With a fixed number of drafts, asynchronous and synchronous: the tokens, the accept lengths, and how many tokens a step goes on by.
+
+    In float32, where products of several rows and of one round nearly alike. Accept lengths are compared step by step, but for a request's last
+    steps: how much may be drafted there depends on what is on its way.
+    """
+    fixed, params = SpeculativeConfig(**config, adaptive=False), SamplingParams(temperature=0, max_tokens=output_tokens, ignore_eos=True)
+    dispatches: list[float] = []
+    waits = steps = 0
+    with LLM(path, **{**options, "dtype": "float32"}) as llm:
+        plain = [output.token_ids for output in llm.generate(prompts, params)]
+    tokens, lengths = [], []
+    for asynchronous in (True, False):
+        with LLM(path, **{**options, "dtype": "float32"}, speculative=fixed, asynchronous=asynchronous) as llm:
+            seen = _accept_lengths(llm)
+            if asynchronous:
+                _time_launches(llm.engine.parts.executor, dispatches)
+            tokens.append([output.token_ids for output in llm.generate(prompts, params)])
+            lengths.append(dict(seen))
+            if asynchronous:
+                waits = sum(count for reason, count in llm.engine.parts.device.host_waits().items() if reason != "flight")
+                steps = llm.engine.num_steps
+    every = [length for of_request in lengths[0].values() for length in of_request.values()]
+    alike = all(
+        {at: length for at, length in of_request.items() if at < max(of_request) - _DRAFTS}
+        == {at: length for at, length in lengths[1][request].items() if at < max(of_request) - _DRAFTS}
+        for request, of_request in lengths[0].items()
+    )
+    return [
+        Figure(f"tokens_per_step_{name}", sum(every) / len(every), "tokens"),
+        Figure(f"tokens_identical_{name}", float(tokens[0] == tokens[1] == plain), "share", at_least(1)),
+        Figure(f"accept_lengths_identical_{name}", float(alike), "share", at_least(1)),
+        Figure(f"dispatch_us_median_{name}", 1e6 * median(dispatches), "us", at_most(66) if on_gpu else None),
+        Figure(f"host_waits_per_step_{name}", waits / steps, "waits/step", at_most(0)),
+    ]
+
+
+def _accept_lengths(llm: LLM) -> dict[int, dict[int, int]]:
+    """By request and number of tokens that it has, how far it goes in each step that drafts as much as may be; from now on."""
+    seen: dict[int, dict[int, int]] = defaultdict(dict)
+    count = llm.engine._count_drafts
+
+    def count_and_keep(batch: BatchPlan, results: Sequence[RowResult]) -> None:
+        sampling = (row for row in batch.rows if row.samples)
+        for row, result in zip(sampling, results, strict=True):
+            request = llm.engine.parts.scheduler.get(row.request_id)
+            if row.drafts == _DRAFTS and request is not None:
+                seen[row.request_id][len(request.tokens) - len(result.token_ids)] = len(result.token_ids)
+        count(batch, results)
+
+    llm.engine._count_drafts = count_and_keep  # type: ignore[method-assign]
+    return seen
+
+
+def _time_launches(executor: Executor, seconds: list[float]) -> None:
+    """Keep what the engine thread needs to hand over each flight that drafts."""
+    launch = executor.launch
+
+    def timed(batch: BatchPlan, *, after: tuple[Fence, ...], gates: LayerGates) -> Flight:
+        begin = time.perf_counter()
+        flight = launch(batch, after=after, gates=gates)
+        if batch.speculates:
+            seconds.append(time.perf_counter() - begin)
+        return flight
+
+    executor.launch = timed  # type: ignore[method-assign]

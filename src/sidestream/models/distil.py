@@ -1,0 +1,162 @@
+"""Teach a head what its own model would say next: the model's distribution at each position is the target, one further token a step.
+
+On one device, on the calling thread. Knows nothing of engines, texts or files.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers import AutoModelForCausalLM
+
+from sidestream.config import MOST_DRAFTS
+from sidestream.errors import ConfigError, ModelError
+from sidestream.models.loader import local_directory, quiet
+from sidestream.models.mtp import MtpHead
+
+# Positions whose logits are there at a time: a row of them is as wide as the vocabulary.
+_PIECE = 1024
+_WARM_UP = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class Lesson:
+    """How a head is taught.
+
+    steps          in all
+    batch          sequences of a step
+    drafts         tokens that it learns to draft one after another, each by its own hidden state of the one before
+    fading         weight of each further one over the one before
+    learning_rate  at its highest: it rises over the first 5 % of the steps and falls to nothing by the last, as a cosine does
+    seed           of the order of sequences
+    """
+
+    steps: int
+    batch: int = 16
+    drafts: int = 4
+    fading: float = 0.8
+    learning_rate: float = 1e-3
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "batch", "drafts"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} is {getattr(self, name)}: it must be 1 or more")
+        if self.drafts > MOST_DRAFTS:
+            raise ConfigError(f"drafts is {self.drafts}: at most {MOST_DRAFTS} tokens are verified at once; lower it")
+        if not self.learning_rate > 0:
+            raise ConfigError(f"learning_rate is {self.learning_rate:g}: it must be more than 0")
+
+
+class Distillation:
+    """A head being taught; `done` steps of the lesson are behind it.
+
+    model    a transformers causal model, which stays as it is · head: its head, in float32
+    tokens   int32 `[sequences, length]`, on the host
+    """
+
+    def __init__(self, model: Any, head: MtpHead, tokens: Tensor, lesson: Lesson) -> None:
+        """Raises ConfigError when there are fewer sequences than a step takes."""
+        if len(tokens) < lesson.batch:
+            raise ConfigError(f"there are {len(tokens)} sequences, a step takes {lesson.batch}: give more text, or a smaller batch")
+        self.done = 0
+        self._model = model.requires_grad_(False)
+        self._head = head.train()
+        self._tokens = tokens
+        self._lesson = lesson
+        self._optimizer = torch.optim.AdamW(head.parameters(), lr=lesson.learning_rate, weight_decay=0.01)
+        head.layer.self_attn.config._attn_implementation = "sdpa"
+
+    def step(self) -> float:
+        """Learn from one batch; what it lacks of the model's own distributions, in nats a token."""
+        lesson, device = self._lesson, self._head.join.weight.device
+        for group in self._optimizer.param_groups:
+            group["lr"] = lesson.learning_rate * self._share()
+        tokens = self._tokens[self._chosen()].to(device, torch.int64)
+        with torch.autocast(device.type, dtype=torch.bfloat16, enabled=device.type == "cuda"):
+            loss = self._loss(tokens)
+        self._optimizer.zero_grad(set_to_none=True)
+        loss.backward()  # type: ignore[no-untyped-call]
+        nn.utils.clip_grad_norm_(self._head.parameters(), 1.0)
+        self._optimizer.step()
+        self.done += 1
+        return float(loss.detach())
+
+    def state(self) -> dict[str, Any]:
+        """All that goes on from here needs, but model, tokens and lesson."""
+        return {"done": self.done, "head": self._head.state_dict(), "optimizer": self._optimizer.state_dict()}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on where `state` was taken."""
+        self.done = state["done"]
+        self._head.load_state_dict(state["head"])
+        self._optimizer.load_state_dict(state["optimizer"])
+
+    def _share(self) -> float:
+        """Of the highest learning rate."""
+        warm = max(1, int(self._lesson.steps * _WARM_UP))
+        if self.done < warm:
+            return (self.done + 1) / warm
+        return 0.5 * (1 + math.cos(math.pi * (self.done - warm) / max(1, self._lesson.steps - warm)))
+
+    def _chosen(self) -> Tensor:
+        """This step's sequences: each pass over all of them has an order of its own."""
+        per_pass = len(self._tokens) // self._lesson.batch
+        number, at = divmod(self.done, per_pass)
+        order = torch.randperm(len(self._tokens), generator=torch.Generator().manual_seed(self._lesson.seed * 1_000_003 + number))
+        return order[at * self._lesson.batch : (at + 1) * self._lesson.batch]
+
+    def _loss(self, tokens: Tensor) -> Tensor:
+        with torch.no_grad():
+            hidden = self._model.base_model(tokens, use_cache=False).last_hidden_state
+        positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+        before, weight, weights = hidden, 1.0, 0.0
+        total: Tensor = hidden.new_zeros((), dtype=torch.float32)
+        for number in range(self._lesson.drafts):
+            before = torch.cat([torch.zeros_like(before[:, :1]), before[:, :-1]], dim=1)
+            predicts, before = self._head(tokens, before, positions, attention_mask=None)
+            # The first positions of a further draft have nothing before them that was drafted.
+            total = total + weight * self._distance(predicts[:, number:].flatten(0, 1), hidden[:, number:].flatten(0, 1))
+            weights += weight
+            weight *= self._lesson.fading
+        return total / weights
+
+    def _distance(self, predicts: Tensor, hidden: Tensor) -> Tensor:
+        """What the head's distributions lack of the model's: their divergence (Kullback and Leibler 1951), in the mean."""
+        matrix = self._model.get_output_embeddings()
+
+        def of(part: Tensor, left: Tensor) -> Tensor:
+            with torch.no_grad():
+                wanted: Tensor = matrix(left).float().log_softmax(-1)
+            given: Tensor = matrix(part).float().log_softmax(-1)
+            return (wanted.exp() * (wanted - given)).sum()
+
+        total: Tensor = predicts.new_zeros((), dtype=torch.float32)
+        for part, left in zip(torch.split(predicts, _PIECE), torch.split(hidden, _PIECE), strict=True):
+            total = total + checkpoint(of, part, left, use_reentrant=False)
+        return total / len(predicts)
+
+
+def load_teacher(path_or_hub_id: str, *, device: torch.device) -> Any:
+    """A transformers causal model to learn from: in its own dtype on a GPU, in float32 on a CPU. Raises ModelError."""
+    directory = local_directory(path_or_hub_id)
+    try:
+        with quiet():
+            model = AutoModelForCausalLM.from_pretrained(
+                directory,
+                dtype="auto" if device.type == "cuda" else torch.float32,
+                attn_implementation="sdpa",
+                use_safetensors=True,
+                local_files_only=True,
+                trust_remote_code=False,
+            )
+    except Exception as error:  # transformers and the model's own code raise anything here
+        reason = (str(error).strip() or repr(error)).splitlines()[0]
+        raise ModelError(f"model {directory.name}: transformers cannot load it ({type(error).__name__}: {reason})") from error
+    return model.eval().to(device)

@@ -1,0 +1,218 @@
+"""A head that predicts further tokens (multi-token prediction): one decoder layer of the model's own kind over [the token's embedding, the
+hidden state before it], with the model's embedding and output matrix.
+
+At position p it sees token p and the hidden state of position p - 1, so that its KV at p depends on nothing behind p: a block's share of it
+belongs to the block (H15). That is the usual head, one position later; positions are relative to it. Several tokens are predicted by feeding
+it its own hidden state.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.nn.functional import pad
+
+from sidestream.attention.paged import AttentionBatch
+from sidestream.errors import ModelError
+from sidestream.models.adapter import PagedModel, padded_length
+from sidestream.models.loader import local_directory
+from sidestream.models.weights import pack_linears
+
+# Names of checkpoints that carry a head, and ours for the same thing; what is not named is the decoder layer's.
+_QWEN = {
+    "mtp.fc.": "join.",
+    "mtp.pre_fc_norm_embedding.": "norm_embedding.",
+    "mtp.pre_fc_norm_hidden.": "norm_hidden.",
+    "mtp.norm.": "norm.",
+    "mtp.layers.0.": "layer.",
+}
+_DEEPSEEK = {"eh_proj.": "join.", "enorm.": "norm_embedding.", "hnorm.": "norm_hidden.", "shared_head.norm.": "norm.", "": "layer."}
+_SHARED = ("shared_head.head.weight", "embed_tokens.weight")
+_OWN_FORMAT = "sidestream-mtp"
+# Of the model's config, in a file of ours: what a head depends on.
+_FACTS = ("model_type", "hidden_size", "vocab_size")
+_EXPERT = re.compile(r"^(?P<path>layer\..*\.experts)\.(?P<number>\d+)\.(?P<part>gate_proj|up_proj|down_proj)\.weight$")
+
+
+class MtpHead(nn.Module):
+    """The head of one model, which it shares embedding and output matrix with.
+
+    feeds_normed   the hidden state that it feeds itself is that after its norm, as in Qwen's; else that before, as in DeepSeek's and GLM's
+    """
+
+    def __init__(self, model: Any, *, feeds_normed: bool) -> None:
+        """`model`: a transformers causal model. The new head's norms are the model's last one, all else is drawn at random. Raises ModelError."""
+        super().__init__()
+        base = model.base_model
+        lacking = [name for name in ("embed_tokens", "layers", "norm", "rotary_emb") if not hasattr(base, name)]
+        if lacking:
+            raise ModelError(f"a head needs the model's {lacking[0]}, and {type(base).__name__} has none of that name")
+        self._model = (model,)  # in a tuple, so that its weights are not the head's
+        config = copy.deepcopy(model.config)
+        self.layer_index = config.num_hidden_layers
+        config.num_hidden_layers += 1
+        if getattr(config, "layer_types", None):
+            config.layer_types = [*config.layer_types, "full_attention"]
+        self.config = config
+        self.hidden_size = int(config.hidden_size)
+        self.feeds_normed = feeds_normed
+        self.norm_embedding, self.norm_hidden, self.norm = (copy.deepcopy(base.norm) for _ in range(3))
+        reference = base.norm.weight
+        with torch.device("cpu"):
+            self.join = nn.Linear(2 * self.hidden_size, self.hidden_size, bias=False)
+            self.layer = type(base.layers[-1])(config, layer_idx=self.layer_index)
+        for part in (self.join, self.layer):
+            part.apply(model._init_weights)
+        self.to(reference.device, reference.dtype)
+
+    def forward(self, tokens: Tensor, before: Tensor, positions: Tensor, **attention: Any) -> tuple[Tensor, Tensor]:
+        """What predicts the tokens behind `tokens`, and what to feed back: both `[N, T, hidden_size]`.
+
+        tokens, positions int64 `[N, T]` · before `[N, T, hidden_size]` · attention: what the layer's attention takes besides
+        """
+        base = self._model[0].base_model
+        joined = self.join(torch.cat([self.norm_embedding(base.embed_tokens(tokens)), self.norm_hidden(before)], dim=-1))
+        rotary = base.rotary_emb(joined, position_ids=positions)
+        left = self.layer(joined, position_embeddings=rotary, position_ids=positions, use_cache=False, **attention)
+        left = left[0] if isinstance(left, tuple) else left
+        normed = self.norm(left)
+        return normed, normed if self.feeds_normed else left
+
+    @torch.inference_mode()
+    def step(self, tokens: Tensor, before: Tensor, positions: Tensor, batch: AttentionBatch) -> tuple[Tensor, Tensor]:
+        """The same over the block pool, packed: both `[T, hidden_size]`; KV is in the pool afterwards, in layer `layer_index`."""
+        count = len(tokens)
+        if tokens.device.type == "cpu":
+            missing = padded_length(count) - count
+            tokens, positions, before = pad(tokens, (0, missing)), pad(positions, (0, missing)), pad(before, (0, 0, 0, missing))
+        predicts, feeds = self(tokens[None], before[None], positions[None], attention_mask=None, paged_batch=batch)
+        return predicts[0, :count], feeds[0, :count]
+
+    def likeliest(self, predicts: Tensor) -> Tensor:
+        """The likeliest tokens, int64 `[T]`, of what predicts them."""
+        found: Tensor = self._model[0].get_output_embeddings()(predicts).argmax(-1)
+        return found
+
+
+def attach_head(model: PagedModel, source: str | Path) -> MtpHead:
+    """Give the model the head that `source` holds: a file of ours, or a checkpoint that carries one (a directory or a hub id).
+
+    From then on its blocks have a layer for the head's KV, and layers for a hidden state, and its fingerprint names the head too.
+    Raises ModelError when there is none, or when it does not fit.
+    """
+    head = load_head(model.module, source)
+    layout = model.layout
+    extra = 1 + layout.layers_for(head.hidden_size)
+    model.layout = replace(layout, num_layers=layout.num_layers + extra)
+    digest = xxhash.xxh3_128(model.fingerprint.encode())
+    for name, tensor in sorted(head.state_dict().items()):
+        digest.update(name.encode())
+        digest.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy())
+    model.fingerprint = digest.hexdigest()
+    pack_linears(head)
+    model.leave_hidden()
+    return head
+
+
+def load_head(model: Any, source: str | Path) -> MtpHead:
+    """The head for a transformers model, with the weights that `source` holds, where the model is. Raises ModelError."""
+    given, feeds_normed = _read(Path(source).expanduser(), model.config)
+    head = MtpHead(model, feeds_normed=feeds_normed)
+    given = _with_joined_experts(given)
+    own = head.state_dict()
+    lacking, strange = sorted(own.keys() - given.keys()), sorted(given.keys() - own.keys())
+    if lacking or strange:
+        raise ModelError(
+            f"the head in {source} {'lacks' if lacking else 'has'} {(lacking or strange)[0]}: it is not one for {model.config.model_type}"
+        )
+    for name, tensor in given.items():
+        if tensor.shape != own[name].shape:
+            raise ModelError(
+                f"the head in {source} has {name} of shape {list(tensor.shape)}, the model's is {list(own[name].shape)} (hidden size "
+                f"{head.hidden_size}): it belongs to another model"
+            )
+    head.load_state_dict(given)
+    return head.eval()
+
+
+def write_head(head: MtpHead, path: Path, *, record: Mapping[str, str] | None = None) -> None:
+    """Write a file of ours, whole or not at all; `record` says how the head came to be."""
+    facts = {name: str(getattr(head.config, name)) for name in _FACTS}
+    partial = path.with_name(path.name + ".partial")
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in head.state_dict().items()}
+    save_file(tensors, partial, {**(record or {}), "format": _OWN_FORMAT, "feeds_normed": str(head.feeds_normed), **facts})
+    partial.replace(path)
+
+
+def _read(source: Path, config: Any) -> tuple[dict[str, Tensor], bool]:
+    """A head's tensors by our names, and whether it feeds itself what its norm gives."""
+    if source.is_file():
+        with _opened(source) as file:
+            metadata = file.metadata() or {}
+            if metadata.get("format") != _OWN_FORMAT:
+                raise ModelError(
+                    f"{source} holds no head of ours (its format is {metadata.get('format')}): give one, or a checkpoint's directory"
+                )
+            for name in _FACTS:
+                if metadata.get(name) != str(getattr(config, name)):
+                    raise ModelError(
+                        f"the head in {source} was made for {name} {metadata.get(name)}, the model has {getattr(config, name)}: take the model's own"
+                    )
+            return {name: file.get_tensor(name) for name in file.keys()}, metadata.get("feeds_normed") == "True"  # noqa: SIM118
+    directory = local_directory(str(source))
+    tensors: dict[str, Tensor] = {}
+    qwen = False
+    prefix = f"model.layers.{config.num_hidden_layers}."
+    for path in sorted(directory.glob("*.safetensors")):
+        with _opened(path) as file:
+            for name in file.keys():  # noqa: SIM118
+                if name.startswith("mtp."):
+                    qwen = True
+                    tensors[_renamed(name, _QWEN)] = file.get_tensor(name)
+                elif name.startswith(prefix) and name.removeprefix(prefix) not in _SHARED:
+                    tensors[_renamed(name.removeprefix(prefix), _DEEPSEEK)] = file.get_tensor(name)
+    if not tensors:
+        raise ModelError(
+            f"{directory} carries no head: it has no tensors named mtp.* or {prefix}*; give a file of one (--draft-head), `sidestream train-mtp` makes one"
+        )
+    return tensors, qwen
+
+
+def _opened(path: Path) -> Any:
+    try:
+        return safe_open(path, framework="pt")
+    except (OSError, SafetensorError) as error:
+        raise ModelError(f"{path} is no readable safetensors file ({error}): take another copy of it") from error
+
+
+def _renamed(name: str, names: Mapping[str, str]) -> str:
+    for theirs, ours in names.items():
+        if name.startswith(theirs):
+            return ours + name.removeprefix(theirs)
+    return name
+
+
+def _with_joined_experts(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Experts' matrices, which checkpoints hold one by one, as transformers' layers hold them: `[experts, ...]`."""
+    joined: dict[str, Tensor] = {}
+    experts: dict[str, dict[int, dict[str, Tensor]]] = {}
+    for name, tensor in tensors.items():
+        if (found := _EXPERT.match(name)) is None:
+            joined[name] = tensor
+        else:
+            experts.setdefault(found["path"], {}).setdefault(int(found["number"]), {})[found["part"]] = tensor
+    for path, parts in experts.items():
+        ordered: Iterable[dict[str, Tensor]] = [parts[number] for number in sorted(parts)]
+        joined[f"{path}.gate_up_proj"] = torch.stack([torch.cat([part["gate_proj"], part["up_proj"]]) for part in ordered])
+        joined[f"{path}.down_proj"] = torch.stack([part["down_proj"] for part in ordered])
+    return joined

@@ -1,0 +1,194 @@
+"""Drafted and verified: the same tokens as without drafts, sooner, and as much sooner as the drafts are right.
+
+Accept lengths are compared step by step: a stale read of device state would leave the text right (H19).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from engine_rig import Reply, Rig, prompts, serving
+
+from sidestream.config import EngineConfig, SamplingParams, SpeculativeConfig
+from sidestream.errors import ConfigError, RequestRejected
+from sidestream.testing.toy import RecurrentToyModel, ToyDraftHead, ToyModel, ToyProposer
+from sidestream.types import BatchPlan, RowResult
+
+ALWAYS = SpeculativeConfig(max_drafts=3, adaptive=False)
+
+
+def speculating(model: ToyModel | None = None, **options: Any) -> Any:
+    model = model or ToyModel()
+    head = ToyDraftHead(model, width=3)
+    return serving(**{"model": model, "proposer": ToyProposer(head), "speculative": ALWAYS, **options})
+
+
+def accept_lengths(rig: Rig) -> dict[int, list[int]]:
+    """What the engine saw of each request's drafts from now on: tokens that each of its drafting steps went on by, less the last."""
+    seen: dict[int, list[int]] = defaultdict(list)
+    count = rig.engine._count_drafts
+
+    def count_and_keep(batch: BatchPlan, results: Sequence[RowResult]) -> None:
+        sampling = [row for row in batch.rows if row.samples]
+        for row, result in zip(sampling, results, strict=True):
+            if row.drafts == ALWAYS.max_drafts:
+                seen[row.request_id].append(len(result.token_ids) - 1)
+        count(batch, results)
+
+    rig.engine._count_drafts = count_and_keep  # type: ignore[method-assign]
+    return seen
+
+
+def expected_lengths(rig: Rig, prompt: list[int], rounds: int) -> list[int]:
+    """Of `rounds` steps behind the token that prefill draws."""
+    head = ToyDraftHead(rig.model, width=3)
+    first = rig.model.expected(prompt, 1)
+    return list(head.expected([*prompt, *first], rounds).accept_lengths)
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+@pytest.mark.parametrize("model", [ToyModel, RecurrentToyModel])
+def test_tokens_and_accept_lengths_are_those_of_the_reference_step_by_step(model: type[ToyModel], asynchronous: bool) -> None:
+    asked = prompts(5, 12, shared=12)
+    with speculating(model(), asynchronous=asynchronous, blocks=96) as rig:
+        seen = accept_lengths(rig)
+        replies = [rig.submit(prompt, 40) for prompt in asked]
+        for reply, prompt in zip(replies, asked, strict=True):
+            rig.expect(reply, prompt, 40)
+        for number, prompt in enumerate(asked):
+            assert len(seen[number]) >= 8
+            assert seen[number] == expected_lengths(rig, prompt, len(seen[number]))
+        assert rig.counted("draft_tokens_total", "toy") > rig.counted("accepted_tokens_total", "toy") > 100
+
+
+def test_fewer_flights_are_flown_than_tokens_come() -> None:
+    with speculating() as rig:
+        rig.ask(prompts(1, 1)[0], 60)
+        assert rig.counted("steps_total") < 40
+
+
+@pytest.mark.parametrize("max_tokens", range(1, 12))
+def test_an_answer_ends_at_its_limit_wherever_the_accepted_run_would_have(max_tokens: int) -> None:
+    with speculating() as rig:
+        for prompt in prompts(max_tokens, 6):
+            rig.ask(prompt, max_tokens)
+
+
+def test_nothing_follows_a_token_or_a_string_that_ends_an_answer() -> None:
+    with speculating(blocks=96) as rig:
+        for prompt in prompts(3, 12):
+            full = rig.model.expected(prompt, 30)
+            for end in (2, 3, 4, 7, 11):
+                by_id = rig.submit(prompt, 30, stop_token_ids=(full[end],)).wait()
+                first = full.index(full[end])
+                assert (by_id.token_ids(), by_id.reason) == (full[: first + 1], "stop")
+                text = rig.tokenizer.decode(full)
+                by_string = rig.submit(prompt, 30, stop=(text[end : end + 2],)).wait()
+                where = text.index(text[end : end + 2])
+                assert (by_string.text(), by_string.reason) == (text[:where], "stop")
+                assert by_string.token_ids() == full[: where + 2]
+
+
+def test_min_tokens_holds_back_an_end_inside_an_accepted_run() -> None:
+    with speculating(ToyModel(eos_every=6), blocks=96) as rig:
+        for prompt in prompts(8, 8):
+            plain = rig.submit(prompt, 24, temperature=0.0, min_tokens=9, max_drafts=0).wait()
+            drafted = rig.submit(prompt, 24, temperature=0.0, min_tokens=9).wait()
+            assert drafted.token_ids() == plain.token_ids()
+            assert 0 not in drafted.token_ids()[:8]
+
+
+OPTIONS: list[dict[str, Any]] = [
+    {"temperature": 20.0},
+    {"temperature": 20.0, "top_p": 0.5, "top_k": 40},
+    {"temperature": 0.0, "repetition_penalty": 1.3, "presence_penalty": 1.5, "frequency_penalty": 0.7},
+    {"temperature": 20.0, "frequency_penalty": 2.0, "repetition_penalty": 2.0},
+    {"temperature": 20.0, "logprobs": 3},
+    {"temperature": 1.0, "logit_bias": {5: 90.0, 7: 95.0}},
+    {"temperature": 20.0, "min_tokens": 12, "stop_token_ids": tuple(range(40))},
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_every_way_of_drawing_draws_the_same_with_drafts_as_without(options: dict[str, Any]) -> None:
+    def told(reply: Reply) -> Any:
+        reply.wait()
+        return reply.token_ids(), reply.text(), reply.reason, [(one.token_id, one.logprob, one.top) for one in reply.logprobs()]
+
+    with speculating(blocks=96) as rig:
+        for seed, prompt in enumerate(prompts(11, 6)):
+            pair = [rig.submit(prompt, 25, seed=seed, max_drafts=drafts, **options) for drafts in (0, 3)]
+            assert told(pair[0]) == told(pair[1])
+
+
+def test_retracted_requests_come_back_with_equal_tokens_and_accept_lengths() -> None:
+    asked = prompts(21, 10, longest=20)
+    with speculating(blocks=18, slots=64) as rig:
+        seen = accept_lengths(rig)
+        replies = [rig.submit(prompt, 30) for prompt in asked]
+        for reply, prompt in zip(replies, asked, strict=True):
+            rig.expect(reply, prompt, 30)
+        assert rig.counted("preemptions_total") > 0
+        # A flight that was dropped is drafted again, so lengths may come twice; none may come that the reference has not.
+        for number, prompt in enumerate(asked):
+            assert set(seen[number]) <= {*expected_lengths(rig, prompt, 40)}
+
+
+def test_a_conversation_that_left_the_pool_goes_on_from_the_host_with_drafts() -> None:
+    with speculating(blocks=24, slots=64) as rig:
+        prompt = prompts(31, 1, longest=20)[0]
+        answer = rig.ask(prompt, 30).token_ids()
+        rig.settle()
+        rig.forget_device()
+        reply = rig.ask([*prompt, *answer], 20)
+        assert reply.cached.host > 0
+
+
+def test_requests_that_draft_and_requests_that_do_not_share_flights() -> None:
+    with speculating(blocks=96) as rig:
+        asked = prompts(41, 12)
+        replies = [rig.submit(prompt, 25, max_drafts=number % 3) for number, prompt in enumerate(asked)]
+        for reply, prompt in zip(replies, asked, strict=True):
+            rig.expect(reply, prompt, 25)
+
+
+def test_an_aborted_request_leaves_nothing_and_its_row_serves_the_next() -> None:
+    with speculating(blocks=96, max_running=2) as rig:
+        for prompt in prompts(51, 10):
+            reply = rig.submit(prompt, 60).wait_for_tokens(3)
+            rig.abort(reply)
+            assert reply.reason == "abort"
+            rig.ask(prompt[::-1], 12)
+
+
+def test_ngram_drafts_what_came_before() -> None:
+    model = ToyModel(vocab_size=3, max_model_len=512)
+    with serving(model=model, blocks=128, speculative=SpeculativeConfig(max_drafts=4, adaptive=False)) as rig:
+        rig.ask([1, 2, 1, 2, 1, 2], 100)
+        assert rig.counted("accepted_tokens_total", "ngram") > 20
+        assert rig.counted("steps_total") < 95
+
+
+def test_adapting_changes_no_token() -> None:
+    with speculating(blocks=96, speculative=SpeculativeConfig(max_drafts=3)) as rig:
+        asked = prompts(61, 8)
+        replies = [rig.submit(prompt, 60) for prompt in asked]
+        for reply, prompt in zip(replies, asked, strict=True):
+            rig.expect(reply, prompt, 60)
+
+
+def test_what_cannot_be_is_refused_with_the_bound() -> None:
+    with pytest.raises(ConfigError, match="max_drafts is 17: at most 16"):
+        SpeculativeConfig(max_drafts=17)
+    with pytest.raises(ConfigError, match="max_drafts is 0: it must be a whole number of 1 or more"):
+        SpeculativeConfig(max_drafts=0)
+    with pytest.raises(ConfigError, match="no proposer ngrams; did you mean ngram"):
+        SpeculativeConfig(proposer="ngrams")
+    with pytest.raises(RequestRejected, match="max_drafts is -1"):
+        SamplingParams(max_drafts=-1)
+    with pytest.raises(ConfigError, match="max_drafts is 16, the pool holds 16 tokens: at most 14"):
+        Rig(blocks=4, speculative=SpeculativeConfig(max_drafts=16))
+    assert EngineConfig().speculative is None

@@ -1,0 +1,80 @@
+"""A head that is taught drafts better than one that is not, the same way each time, also after an interruption."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from sidestream import LLM, SamplingParams, SpeculativeConfig
+from sidestream.errors import ConfigError
+from sidestream.models.distil import Distillation, Lesson, load_teacher
+from sidestream.models.mtp import MtpHead, write_head
+from sidestream.testing.tiny_models import save_head, tiny_model_dir
+
+LESSON = Lesson(200, batch=4, drafts=3, learning_rate=3e-3, seed=1)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model_dir("llama", tmp_path_factory.mktemp("llama"), 3, num_hidden_layers=2, initializer_range=0.1)
+
+
+@pytest.fixture(scope="module")
+def tokens(model: Path) -> Tensor:
+    """The model's own answers."""
+    with LLM(model, dtype="float32", compute_threads=1) as llm:
+        prompts = [[number, 7 * number % 200] for number in range(1, 17)]
+        outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=46, ignore_eos=True))
+    return torch.tensor([[*prompt, *output.token_ids] for prompt, output in zip(prompts, outputs, strict=True)], dtype=torch.int32)
+
+
+def school(model: Path, tokens: Tensor, lesson: Lesson = LESSON) -> tuple[Distillation, MtpHead]:
+    teacher = load_teacher(str(model), device=torch.device("cpu"))
+    torch.manual_seed(0)
+    head = MtpHead(teacher, feeds_normed=False).float()
+    return Distillation(teacher, head, tokens, lesson), head
+
+
+def accepted(model: Path, head: Path) -> float:
+    """Drafts that were right, of those that a head made."""
+    with LLM(model, dtype="float32", compute_threads=1, speculative=SpeculativeConfig("mtp", 3, adaptive=False, head=head)) as llm:
+        llm.generate(
+            [[number, 9 * number % 200] for number in range(20, 28)], SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+        )
+        return llm.metrics.value("accepted_tokens_total", "mtp") / llm.metrics.value("draft_tokens_total", "mtp")
+
+
+def test_a_head_learns_to_draft(model: Path, tokens: Tensor, tmp_path: Path) -> None:
+    whole, head = school(model, tokens)
+    losses = [whole.step() for _ in range(LESSON.steps)]
+    assert sum(losses[-5:]) < 0.6 * sum(losses[:5])
+    write_head(head, tmp_path / "taught.safetensors")
+    assert (
+        accepted(model, tmp_path / "taught.safetensors") > accepted(model, save_head(model, tmp_path / "random.safetensors", seed=0)) + 0.1
+    )
+
+
+def test_an_interruption_changes_nothing(model: Path, tokens: Tensor, tmp_path: Path) -> None:
+    short = Lesson(9, batch=4, drafts=2, seed=1)
+    whole, head = school(model, tokens, short)
+    first, _ = school(model, tokens, short)
+    for _ in range(short.steps):
+        whole.step()
+        if first.done < 5:
+            first.step()
+    torch.save(first.state(), tmp_path / "state")
+    second, again = school(model, tokens, short)
+    second.restore(torch.load(tmp_path / "state", weights_only=True))
+    while second.done < short.steps:
+        second.step()
+    assert all(torch.equal(tensor, again.state_dict()[name]) for name, tensor in head.state_dict().items())
+
+
+def test_too_little_to_learn_from_is_refused(model: Path, tokens: Tensor) -> None:
+    with pytest.raises(ConfigError, match="there are 3 sequences, a step takes 4"):
+        school(model, tokens[:3])
+    with pytest.raises(ConfigError, match="steps is 0"):
+        Lesson(0)

@@ -1,0 +1,100 @@
+"""Drafts in the scheduler: bounds that come down at commit, room that is not taken from anybody, and limits that hold whatever is right."""
+
+from __future__ import annotations
+
+import pytest
+from plans import prompt, row_of
+from scheduler_world import World
+
+from sidestream.schedule.request import Request
+from sidestream.types import RowPlan
+
+WRONG, RIGHT = 0, 3
+
+
+def drafting_world(*, right: int, drafts: int = 3, num_blocks: int = 16) -> World:
+    """Of each row's drafts so many are right."""
+    world = World(num_blocks=num_blocks, drafts=drafts)
+    world.draws.randint = lambda low, high: min(right, high)  # type: ignore[method-assign,assignment]
+    return world
+
+
+def decodes(world: World, request: Request) -> list[RowPlan]:
+    return [row for plan in world.plans for row in plan.batch.rows if row.request_id == request.id and row.tokens is None]
+
+
+def test_a_flight_behind_drafts_is_planned_within_bounds_that_come_down_when_they_are_known() -> None:
+    world = drafting_world(right=1)
+    request = world.submit(prompt(6), outputs=20)
+    while len(decodes(world, request)) < 4:
+        world.step()
+    first, second, third, _ = decodes(world, request)
+    assert (first.start, first.stop, first.drafts, first.is_certain) == (6, 10, 3, True)
+    assert (second.start, second.stop, second.is_certain) == (7, 14, False)  # behind 1 to 4 tokens
+    assert (third.start, third.stop) == (9, 16)  # the first one went on by 2
+    assert [row.output_index for row in (first, second, third)] == [1, 2, 4]
+    world.run()
+
+
+@pytest.mark.parametrize("right", [WRONG, 1, RIGHT])
+def test_the_answer_is_as_long_as_it_was_asked_for_and_no_position_behind_it_is_written(right: int) -> None:
+    for outputs in range(1, 12):
+        world = drafting_world(right=right)
+        request = world.submit(prompt(5), outputs=outputs)
+        world.run()
+        assert world.said(request) == world.expected(request)
+        assert max((row.stop for row in decodes(world, request)), default=0) <= 5 + outputs
+
+
+def test_right_drafts_save_flights() -> None:
+    flights = {}
+    for right in (WRONG, RIGHT):
+        world = drafting_world(right=right)
+        request = world.submit(prompt(5), outputs=24)
+        world.run()
+        flights[right] = len(decodes(world, request))
+    assert flights[RIGHT] <= 8
+    assert flights[WRONG] >= 23
+
+
+def test_a_row_without_room_for_drafts_goes_on_without_them_and_takes_nobodys_room() -> None:
+    world = drafting_world(right=WRONG, num_blocks=6)
+    older, younger = world.submit(prompt(7), outputs=6), world.submit(prompt(7, beginning=21), outputs=6)
+    plans = [world.step() for _ in range(4)]
+    assert any(row.drafts == 0 and row.tokens is None for plan in plans for row in plan.batch.rows)
+    assert world.scheduler.num_preemptions == 0
+    world.run()
+    assert all(world.said(request) == world.expected(request) for request in (older, younger))
+
+
+def test_a_request_may_want_fewer_drafts_or_none() -> None:
+    world = drafting_world(right=WRONG)
+    plain, one, three = (world.submit(prompt(5, beginning=beginning), outputs=9) for beginning in (1, 21, 31))
+    plain.max_drafts, one.max_drafts = 0, 1
+    world.step(), world.step()
+    plan = world.step()
+    assert [row_of(plan, request).drafts for request in (plain, one, three)] == [0, 1, 3]
+    assert [row.request_id for row in plan.batch.rows] == [plain.id, one.id, three.id]
+    world.run()
+
+
+def test_drafts_do_not_take_the_budget_of_prompts() -> None:
+    world = drafting_world(right=WRONG, num_blocks=64)
+    early = [world.submit(prompt(5, beginning=beginning), outputs=30) for beginning in (1, 21, 31)]
+    while not all(decodes(world, request) for request in early):
+        world.step()
+    late = world.submit(prompt(9, beginning=11), outputs=2)
+    plan = world.step()
+    assert (row_of(plan, late).start, row_of(plan, late).stop) == (0, 8)  # a whole chunk, beside 3 x 4 tokens
+    world.run()
+
+
+def test_what_became_of_drafts_is_remembered_for_the_request() -> None:
+    chances = {}
+    for right in (WRONG, RIGHT):
+        world = drafting_world(right=right)
+        request = world.submit(prompt(5), outputs=24)
+        before = request.drafting.chance
+        world.run()
+        chances[right] = request.drafting.chance - before
+    assert chances[WRONG] < 0 < chances[RIGHT]

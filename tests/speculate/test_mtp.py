@@ -1,0 +1,168 @@
+"""A head drafts through the engine what it drafts without pools, rows, flights and tiers, whatever became of earlier drafts."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from sidestream import LLM, OffloadConfig, SamplingParams, SpeculativeConfig
+from sidestream.errors import ConfigError, ModelError
+from sidestream.models.mtp import MtpHead, load_head
+from sidestream.speculate import Context
+from sidestream.testing.tiny_models import carry_head, save_head, tiny_model_dir
+
+DRAFTS = 3
+GREEDY = SamplingParams(temperature=0, max_tokens=15, ignore_eos=True)
+PROMPTS = [[10 + position * step % 200 for position in range(length)] for step, length in ((3, 37), (7, 18), (11, 5), (5, 52))]
+ALWAYS = SpeculativeConfig("mtp", DRAFTS, adaptive=False)
+
+
+@pytest.fixture(scope="module")
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    family = getattr(request, "param", "llama")
+    return tiny_model_dir(family, tmp_path_factory.mktemp(family), 3)
+
+
+@pytest.fixture(scope="module")
+def head(model: Path) -> Path:
+    return save_head(model, model.parent / "head.safetensors", seed=5)
+
+
+class Reference:
+    """transformers' model and the head over whole sequences, without a cache."""
+
+    def __init__(self, model: Path, head: Path) -> None:
+        self.model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation="eager").eval()
+        self.head: MtpHead = load_head(self.model, head)
+        self._known: dict[tuple[int, ...], list[int]] = {}
+
+    def drafts(self, tokens: tuple[int, ...]) -> list[int]:
+        """What is drafted behind `tokens`."""
+        if tokens not in self._known:
+            self._known[tokens] = self._drafts(tokens, DRAFTS)
+        return self._known[tokens]
+
+    @torch.inference_mode()
+    def _drafts(self, tokens: tuple[int, ...], count: int) -> list[int]:
+        given = torch.tensor([tokens])
+        hidden = self.model.base_model(given, use_cache=False).last_hidden_state
+        before = torch.cat([torch.zeros_like(hidden[:, :1]), hidden[:, :-1]], dim=1)
+        for _ in range(count):
+            length = given.shape[1]
+            mask = torch.full((length, length), -torch.inf).triu(1)[None, None]
+            predicts, feeds = self.head(given, before, torch.arange(length)[None], attention_mask=mask)
+            given = torch.cat([given, self.head.likeliest(predicts[:, -1:])], dim=1)
+            before = torch.cat([before, feeds[:, -1:]], dim=1)
+        return given[0, len(tokens) :].tolist()
+
+
+def drafted(llm: LLM) -> dict[tuple[int, ...], list[list[int]]]:
+    """What the engine drafts behind which tokens, from now on."""
+    proposer = llm.engine.parts.executor._proposer
+    assert proposer is not None
+    seen: dict[tuple[int, ...], list[list[int]]] = defaultdict(list)
+    propose = proposer.propose
+
+    def propose_and_keep(context: Context, count: int) -> Tensor:
+        drafts = propose(context, count)
+        for history, length, row in zip(context.history.tolist(), context.lengths.tolist(), drafts.tolist(), strict=True):
+            seen[tuple(history[:length])].append(row)
+        return drafts
+
+    proposer.propose = propose_and_keep  # type: ignore[method-assign]
+    return seen
+
+
+def engine(model: Path, head: Path, **options: Any) -> LLM:
+    speculative = dataclasses.replace(ALWAYS, head=head)
+    return LLM(
+        model,
+        **{
+            "dtype": "float32",
+            "kv_memory": "1MiB",
+            "max_running": 4,
+            "compute_threads": 1,
+            "speculative": speculative,
+            "check_order": True,
+            **options,
+        },
+    )
+
+
+@pytest.mark.parametrize(("model", "asynchronous"), [("llama", True), ("llama", False), ("gemma2", True)], indirect=["model"])
+def test_drafts_are_those_of_the_head_alone_cold_from_the_device_and_from_the_host(model: Path, head: Path, asynchronous: bool) -> None:
+    with LLM(model, dtype="float32", compute_threads=1) as plain:
+        expected = [output.token_ids for output in plain.generate(PROMPTS, GREEDY)]
+    reference = Reference(model, head)
+    with engine(model, head, asynchronous=asynchronous, chunk_tokens=32, offload=OffloadConfig(host="4MiB")) as llm:
+        costs = llm.engine.parts.costs
+        assert costs is not None
+        costs.saw_prefill = lambda *_: None  # type: ignore[method-assign]
+        for source in ("nothing", "device", "host"):
+            if source == "host":
+                assert llm.flush()
+                llm.engine.call(llm.engine.parts.blocks.forget_all)
+            seen = drafted(llm)
+            outputs = llm.generate(PROMPTS, GREEDY)
+            assert [output.token_ids for output in outputs] == expected
+            assert (sum(output.cached.host for output in outputs) > 0) == (source == "host")
+            assert len(seen) > 12
+            steps = 0
+            for tokens, every in seen.items():
+                if not any(expected[number][: len(tokens) - len(prompt)] == tokens[len(prompt) :] for number, prompt in enumerate(PROMPTS)):
+                    continue  # behind an answer's end
+                steps += 1
+                assert every == [reference.drafts(tokens)[: len(row)] for row in every]
+            assert steps > 12
+
+
+def test_a_row_without_drafts_keeps_up_so_that_it_may_draft_later(model: Path, head: Path) -> None:
+    reference = Reference(model, head)
+    with engine(model, head) as llm:
+        first = llm.generate(PROMPTS[:1], dataclasses.replace(GREEDY, max_drafts=0, max_tokens=20))[0]
+        assert llm.metrics.value("draft_tokens_total", "mtp") == 0
+        seen = drafted(llm)
+        llm.generate([[*PROMPTS[0], *first.token_ids]], GREEDY)
+        for tokens, every in seen.items():
+            assert every == [reference.drafts(tokens)[: len(row)] for row in every]
+
+
+# ---------------------------------------------------------------------- files
+
+
+def test_a_head_that_does_not_fit_is_refused_with_both_values(model: Path, head: Path, tmp_path: Path) -> None:
+    wider = tiny_model_dir("llama", tmp_path / "wider", 3, hidden_size=96)
+    with pytest.raises(ModelError, match=r"made for (model_type|hidden_size) \w+, the model has \w+"):
+        engine(model, save_head(wider, tmp_path / "wide.safetensors", seed=0))
+    with pytest.raises(ModelError, match=r"carries no head: it has no tensors named mtp\.\*"):
+        LLM(model, speculative=SpeculativeConfig("mtp"))
+    with pytest.raises(ModelError, match="is no readable safetensors file"):
+        (tmp_path / "torn.safetensors").write_bytes(head.read_bytes()[:100])
+        engine(model, tmp_path / "torn.safetensors")
+    with pytest.raises(ModelError, match="there is no directory"):
+        engine(model, Path("/nowhere/at/all"))
+    with pytest.raises(ConfigError, match="head is x, but the proposer is ngram: give proposer mtp too"):
+        SpeculativeConfig(head="x")
+
+
+@pytest.mark.parametrize("names", ["qwen", "deepseek"])
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+def test_a_head_that_a_checkpoint_carries_is_found_by_the_names_of_its_makers(family: str, names: Any, tmp_path: Path) -> None:
+    directory = tiny_model_dir(family, tmp_path / "model", 3)
+    file = save_head(directory, tmp_path / "head.safetensors", seed=7)
+    carry_head(directory, file, names=names)
+    module = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    ours, theirs = load_head(module, file), load_head(module, directory)
+    assert ours.state_dict().keys() == theirs.state_dict().keys()
+    assert all(torch.equal(tensor, theirs.state_dict()[name]) for name, tensor in ours.state_dict().items())
+    assert theirs.feeds_normed == (names == "qwen")
+    with LLM(directory, dtype="float32", compute_threads=1, speculative=SpeculativeConfig("mtp", 2, adaptive=False)) as llm:
+        llm.generate(PROMPTS[:1], GREEDY)
+        assert llm.metrics.value("draft_tokens_total", "mtp") > 0
