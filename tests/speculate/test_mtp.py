@@ -14,8 +14,10 @@ from transformers import AutoModelForCausalLM
 
 from sidestream import LLM, OffloadConfig, SamplingParams, SpeculativeConfig
 from sidestream.errors import ConfigError, ModelError
+from sidestream.execute.drafts import Drafts
 from sidestream.models.mtp import MtpHead, load_head
 from sidestream.speculate import Context
+from sidestream.speculate.mtp import MtpProposer
 from sidestream.testing.tiny_models import carry_head, save_head, tiny_model_dir
 
 DRAFTS = 3
@@ -63,20 +65,30 @@ class Reference:
         return given[0, len(tokens) :].tolist()
 
 
-def drafted(llm: LLM) -> dict[tuple[int, ...], list[list[int]]]:
-    """What the engine drafts behind which tokens, from now on."""
-    proposer = llm.engine.parts.executor._proposer
-    assert proposer is not None
-    seen: dict[tuple[int, ...], list[list[int]]] = defaultdict(list)
-    propose = proposer.propose
+Seen = dict[tuple[int, ...], list[list[int]]]
 
-    def propose_and_keep(context: Context, count: int) -> Tensor:
-        drafts = propose(context, count)
-        for history, length, row in zip(context.history.tolist(), context.lengths.tolist(), drafts.tolist(), strict=True):
-            seen[tuple(history[:length])].append(row)
+
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
+    """What engines draft behind which tokens: of each row as many as it is to have, which near an answer's end are fewer than others have."""
+    seen: Seen = defaultdict(list)
+    contexts: list[Context] = []
+    propose_for_all, propose = MtpProposer.propose, Drafts.propose
+
+    def keep_context(self: MtpProposer, context: Context, count: int) -> Tensor:
+        contexts.append(context)
+        return propose_for_all(self, context, count)
+
+    def keep_drafts(self: Drafts, *given: Any) -> Tensor:
+        drafts = propose(self, *given)
+        context = contexts.pop()
+        drafting = [(row, count) for row, count in zip(drafts.tolist(), self.num_drafts, strict=True) if count]
+        for history, length, (row, count) in zip(context.history.tolist(), context.lengths.tolist(), drafting, strict=True):
+            seen[tuple(history[:length])].append(row[:count])
         return drafts
 
-    proposer.propose = propose_and_keep  # type: ignore[method-assign]
+    monkeypatch.setattr(MtpProposer, "propose", keep_context)
+    monkeypatch.setattr(Drafts, "propose", keep_drafts)
     return seen
 
 
@@ -97,7 +109,9 @@ def engine(model: Path, head: Path, **options: Any) -> LLM:
 
 
 @pytest.mark.parametrize(("model", "asynchronous"), [("llama", True), ("llama", False), ("gemma2", True)], indirect=["model"])
-def test_drafts_are_those_of_the_head_alone_cold_from_the_device_and_from_the_host(model: Path, head: Path, asynchronous: bool) -> None:
+def test_drafts_are_those_of_the_head_alone_cold_from_the_device_and_from_the_host(
+    model: Path, head: Path, asynchronous: bool, seen: Seen
+) -> None:
     with LLM(model, dtype="float32", compute_threads=1) as plain:
         expected = [output.token_ids for output in plain.generate(PROMPTS, GREEDY)]
     reference = Reference(model, head)
@@ -109,7 +123,7 @@ def test_drafts_are_those_of_the_head_alone_cold_from_the_device_and_from_the_ho
             if source == "host":
                 assert llm.flush()
                 llm.engine.call(llm.engine.parts.blocks.forget_all)
-            seen = drafted(llm)
+            seen.clear()
             outputs = llm.generate(PROMPTS, GREEDY)
             assert [output.token_ids for output in outputs] == expected
             assert (sum(output.cached.host for output in outputs) > 0) == (source == "host")
@@ -123,13 +137,14 @@ def test_drafts_are_those_of_the_head_alone_cold_from_the_device_and_from_the_ho
             assert steps > 12
 
 
-def test_a_row_without_drafts_keeps_up_so_that_it_may_draft_later(model: Path, head: Path) -> None:
+def test_a_row_without_drafts_keeps_up_so_that_it_may_draft_later(model: Path, head: Path, seen: Seen) -> None:
     reference = Reference(model, head)
     with engine(model, head) as llm:
         first = llm.generate(PROMPTS[:1], dataclasses.replace(GREEDY, max_drafts=0, max_tokens=20))[0]
         assert llm.metrics.value("draft_tokens_total", "mtp") == 0
-        seen = drafted(llm)
+        assert not seen
         llm.generate([[*PROMPTS[0], *first.token_ids]], GREEDY)
+        assert len(seen) > 4
         for tokens, every in seen.items():
             assert every == [reference.drafts(tokens)[: len(row)] for row in every]
 
