@@ -94,7 +94,7 @@ class OffloadConfig:
         return parse_bytes(self.disk_capacity, option="offload disk_capacity")
 
 
-PROPOSERS = ("ngram", "mtp")
+PROPOSERS = ("ngram", "mtp", "draft")
 """Ways of drafting."""
 MOST_DRAFTS = 16
 """Tokens that are verified at once, besides a row's last one."""
@@ -104,8 +104,10 @@ MOST_DRAFTS = 16
 class SpeculativeConfig:
     """Drafting of tokens that the model then verifies several at a time. It changes how soon a token comes, and never which, up to rounding.
 
-    proposer     `"ngram"`: what followed the last tokens when they came before in the request; `"mtp"`: a head that was trained for the model
+    proposer     `"ngram"`: what followed the last tokens when they came before in the request; `"mtp"`: a head that was trained for the model;
+                 `"draft"`: a smaller model with the same tokenizer
     head         of `"mtp"`: its file, or the directory of a checkpoint that carries it; None: the model's own carries it
+    model        of `"draft"`: a directory, a hub id or a name of `sidestream models`
     max_drafts   tokens to draft for a request in a step at most
     adaptive     draft as many as are likely enough to be right for what they cost, none if need be; False: always `max_drafts`
     """
@@ -114,10 +116,15 @@ class SpeculativeConfig:
     max_drafts: int = 4
     adaptive: bool = True
     head: str | Path | None = None
+    model: str | Path | None = None
 
     def __post_init__(self) -> None:
         if self.head is not None and self.proposer != "mtp":
             raise ConfigError(f"head is {self.head}, but the proposer is {self.proposer}: give proposer mtp too")
+        if self.model is not None and self.proposer != "draft":
+            raise ConfigError(f"the draft model is {self.model}, but the proposer is {self.proposer}: give proposer draft too")
+        if self.model is None and self.proposer == "draft":
+            raise ConfigError("the proposer is draft, and there is no draft model: give model, a smaller one with the same tokenizer")
         if self.proposer not in PROPOSERS:
             raise ConfigError(unknown_name("proposer", str(self.proposer), PROPOSERS))
         _at_least("max_drafts", self.max_drafts, 1)

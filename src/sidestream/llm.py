@@ -13,14 +13,19 @@ from queue import SimpleQueue
 from types import TracebackType
 from typing import Any, Self
 
+import torch
+
 from sidestream.config import EngineConfig, SamplingParams, from_options
 from sidestream.device.choice import torch_device
 from sidestream.engine import Engine, Handle, build_engine
 from sidestream.errors import EngineStopped, QueueFull, RaceError, RequestError, RequestRejected
 from sidestream.metrics import Metrics, Timeline
-from sidestream.models import load_model
+from sidestream.models import PagedModel, load_model
 from sidestream.models.catalog import Progress, resolve
+from sidestream.models.draft import attach_draft
 from sidestream.models.mtp import attach_head
+from sidestream.speculate import Proposer
+from sidestream.speculate.draft_model import DraftModelProposer
 from sidestream.speculate.mtp import MtpProposer
 from sidestream.testing.checker import Checker
 from sidestream.text import Tokenizer
@@ -100,9 +105,7 @@ class _Served:
         self.tokenizer = Tokenizer.load(path)
         tell("reading the weights")
         loaded = load_model(path, dtype=self.config.dtype, block_tokens=self.config.block_tokens, device=device)
-        proposer, speculative = None, self.config.speculative
-        if speculative is not None and speculative.proposer == "mtp":
-            proposer = MtpProposer(attach_head(loaded, speculative.head or path))
+        proposer = self._proposer(loaded, path, device, progress, tell)
         self._checker = Checker() if check_order else None
         self.engine: Engine = build_engine(
             loaded, self.tokenizer, self.config, timeline=self._timeline, witness=self._checker, proposer=proposer, tell=tell
@@ -125,6 +128,22 @@ class _Served:
 
     def _ids(self, prompt: Prompt) -> list[int]:
         return self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+
+    def _proposer(
+        self, model: PagedModel, path: str, device: torch.device, progress: Progress | None, tell: Callable[[str], None]
+    ) -> Proposer | None:
+        """One that needs weights; None: nobody drafts, or one that the engine makes by itself."""
+        wanted = self.config.speculative
+        if wanted is None or wanted.proposer == "ngram":
+            return None
+        if wanted.proposer == "mtp":
+            return MtpProposer(attach_head(model, wanted.head or path))
+        draft_path = resolve(str(wanted.model), progress=progress)
+        self.tokenizer.check_equal(Tokenizer.load(draft_path), name=str(wanted.model))
+        tell("reading the draft model's weights")
+        draft = load_model(draft_path, dtype=model.layout.dtype, block_tokens=model.layout.block_tokens, device=device)
+        num_layers = attach_draft(model, draft, max_model_len=self.config.max_model_len or model.max_model_len)
+        return DraftModelProposer(draft, num_layers=num_layers, vocab_size=model.vocab_size)
 
     def _close(self, drain_s: float) -> None:
         self.engine.close(drain_s=drain_s)

@@ -54,6 +54,16 @@ class Tokenizer:
             raise _no_tokenizer(model, "its vocabulary is empty")
         return cls(backend, eos_ids=_eos_ids(model, backend))
 
+    def check_equal(self, other: Tokenizer, *, name: str) -> None:
+        """Raise ModelError, with both values, unless the draft model `name`'s tokenizer gives every id the same token."""
+        ours, theirs = self._backend.get_vocab(), other._backend.get_vocab()
+        for token, number in sorted(ours.items(), key=lambda item: item[1]):
+            if theirs.get(token) != number:
+                raise ModelError(
+                    f"the draft model {name} has another tokenizer: {token!r} is {theirs.get(token, 'no token')} there, {number} here "
+                    f"({len(theirs)} tokens there, {len(ours)} here); take a draft model of the same family"
+                )
+
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`, with what the model wants around it (such as a beginning of sequence) if asked.
 

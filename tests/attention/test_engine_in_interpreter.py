@@ -174,15 +174,21 @@ def test_warm_up_says_what_a_flight_raised(model: Path, batches: list[DeviceBatc
 
 
 @pytest.mark.parametrize("model", ["qwen3"], indirect=True)
-def test_drafting_flights_of_a_gpu_give_the_same_tokens_eager_and_captured(model: Path, batches: list[DeviceBatch], tmp_path: Path) -> None:
+@pytest.mark.parametrize("proposer", ["mtp", "draft"])
+def test_drafting_flights_of_a_gpu_give_the_same_tokens_eager_and_captured(
+    model: Path, proposer: str, batches: list[DeviceBatch], tmp_path: Path
+) -> None:
     prompts = [PROMPTS[2], PROMPTS[2][::-1]]
     params = dataclasses.replace(GREEDY, max_tokens=4)
     with pytest.MonkeyPatch.context() as plain:
         plain.setattr(build, "Executor", Executor)
         with engine(model) as llm:
             expected = [output.token_ids for output in llm.generate(prompts, params)]
-    head = save_head(model, tmp_path / "head.safetensors", seed=1)
-    speculative = SpeculativeConfig("mtp", 2, adaptive=False, head=head)
+    if proposer == "mtp":
+        speculative = SpeculativeConfig("mtp", 2, adaptive=False, head=save_head(model, tmp_path / "head.safetensors", seed=1))
+    else:
+        other = tiny_model_dir("llama", tmp_path / "draft", 4, num_attention_heads=2, num_key_value_heads=1, head_dim=16)
+        speculative = SpeculativeConfig("draft", 2, adaptive=False, model=other)
     with engine(model, chunk_tokens=16, token_budget=20, speculative=speculative, check_order=True) as llm:
         executor, rows = llm.engine.parts.executor, []
         assert [output.token_ids for output in llm.generate(prompts, params)] == expected
@@ -191,11 +197,11 @@ def test_drafting_flights_of_a_gpu_give_the_same_tokens_eager_and_captured(model
         llm.engine.call(lambda: executor.capture(Shape.all_of(max_rows=4, chunk_tokens=16, max_tokens=20, drafts=2)))
         graphs = executor._graphs
         assert graphs is not None
-        compute = graphs._compute
-        graphs._compute = lambda tokens, *rest: rows.append(len(tokens)) or compute(tokens, *rest)  # type: ignore[method-assign,func-returns-value]
-        drafted = llm.metrics.value("draft_tokens_total", "mtp")
+        run = graphs._forward.run
+        graphs._forward.run = lambda tokens, *rest, **named: rows.append(len(tokens)) or run(tokens, *rest, **named)  # type: ignore[method-assign,func-returns-value]
+        drafted = llm.metrics.value("draft_tokens_total", proposer)
         batches.clear()
         assert [output.token_ids for output in llm.generate(prompts, params)] == expected
-        assert llm.metrics.value("draft_tokens_total", "mtp") > drafted
+        assert llm.metrics.value("draft_tokens_total", proposer) > drafted
         assert batches == []  # nothing ran eagerly
         assert {2 * 3, 16} <= set(rows)

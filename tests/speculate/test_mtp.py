@@ -3,26 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from drafting_rig import GREEDY, PROMPTS, Seen
 from transformers import AutoModelForCausalLM
 
-from sidestream import LLM, OffloadConfig, SamplingParams, SpeculativeConfig
+from sidestream import LLM, OffloadConfig, SpeculativeConfig
 from sidestream.errors import ConfigError, ModelError
-from sidestream.execute.drafts import Drafts
 from sidestream.models.mtp import MtpHead, load_head
-from sidestream.speculate import Context
-from sidestream.speculate.mtp import MtpProposer
 from sidestream.testing.tiny_models import carry_head, save_head, tiny_model_dir
 
 DRAFTS = 3
-GREEDY = SamplingParams(temperature=0, max_tokens=15, ignore_eos=True)
-PROMPTS = [[10 + position * step % 200 for position in range(length)] for step, length in ((3, 37), (7, 18), (11, 5), (5, 52))]
 ALWAYS = SpeculativeConfig("mtp", DRAFTS, adaptive=False)
 
 
@@ -63,33 +57,6 @@ class Reference:
             given = torch.cat([given, self.head.likeliest(predicts[:, -1:])], dim=1)
             before = torch.cat([before, feeds[:, -1:]], dim=1)
         return given[0, len(tokens) :].tolist()
-
-
-Seen = dict[tuple[int, ...], list[list[int]]]
-
-
-@pytest.fixture
-def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
-    """What engines draft behind which tokens: of each row as many as it is to have, which near an answer's end are fewer than others have."""
-    seen: Seen = defaultdict(list)
-    contexts: list[Context] = []
-    propose_for_all, propose = MtpProposer.propose, Drafts.propose
-
-    def keep_context(self: MtpProposer, context: Context, count: int) -> Tensor:
-        contexts.append(context)
-        return propose_for_all(self, context, count)
-
-    def keep_drafts(self: Drafts, *given: Any) -> Tensor:
-        drafts = propose(self, *given)
-        context = contexts.pop()
-        drafting = [(row, count) for row, count in zip(drafts.tolist(), self.num_drafts, strict=True) if count]
-        for history, length, (row, count) in zip(context.history.tolist(), context.lengths.tolist(), drafting, strict=True):
-            seen[tuple(history[:length])].append(row[:count])
-        return drafts
-
-    monkeypatch.setattr(MtpProposer, "propose", keep_context)
-    monkeypatch.setattr(Drafts, "propose", keep_drafts)
-    return seen
 
 
 def engine(model: Path, head: Path, **options: Any) -> LLM:

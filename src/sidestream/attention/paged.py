@@ -9,7 +9,7 @@ to by itself, over exactly its own keys, so a row's numbers do not depend on the
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import torch
@@ -17,7 +17,31 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from sidestream.errors import InvariantError
 
-__all__ = ["AttentionBatch", "PagedBatch", "paged_attention"]
+__all__ = ["AttentionBatch", "KVShape", "PagedBatch", "paged_attention", "ungated"]
+
+
+def ungated(layer: int) -> None:
+    """The gate of a batch that waits for no load."""
+
+
+@dataclass(frozen=True, slots=True)
+class KVShape:
+    """Layers of KV that differ from the pool's own, and the heads of the attention over them."""
+
+    num_layers: int
+    kv_heads: int
+    head_dim: int
+    heads: int
+
+    def values(self, block_tokens: int) -> int:
+        """Numbers that a block holds of them."""
+        return self.num_layers * 2 * block_tokens * self.kv_heads * self.head_dim
+
+    def at_the_end_of(self, kv: torch.Tensor) -> torch.Tensor:
+        """The last numbers of each block of a pool, as `[blocks, num_layers, 2, block_tokens, kv_heads, head_dim]`: a view."""
+        blocks, block_tokens = kv.shape[0], kv.shape[3]
+        shape = (self.num_layers, 2, block_tokens, self.kv_heads, self.head_dim)
+        return kv.view(blocks, -1)[:, -self.values(block_tokens) :].view(blocks, *shape)
 
 
 class AttentionBatch(Protocol):
@@ -30,6 +54,10 @@ class AttentionBatch(Protocol):
 
     def layer(self, index: int) -> torch.Tensor:
         """One layer's pool `[blocks, 2, block_tokens, kv_heads, head_dim]`."""
+        ...
+
+    def over(self, shape: KVShape) -> AttentionBatch:
+        """The same rows in the KV of another model, at the end of the same blocks; it waits for nothing."""
         ...
 
     def attend(
@@ -51,7 +79,8 @@ class AttentionBatch(Protocol):
 class PagedBatch:
     """How a packed batch maps onto the block pool. Complete at birth; made once a flight.
 
-    kv             the pool `[blocks, layers, 2, block_tokens, kv_heads, head_dim]`, contiguous; keys are 0, values 1
+    kv             the pool `[blocks, layers, 2, block_tokens, kv_heads, head_dim]`, each block contiguous; keys are 0, values 1. Blocks are as many
+                   numbers apart as some of its tokens have in a layer
     slots          int64 [T]: block_id * block_tokens + offset of each packed token, no two equal
     block_tables   int64 [B, max_blocks], padded with 0
     query_starts   B + 1 offsets of the rows into the packed tokens
@@ -77,6 +106,10 @@ class PagedBatch:
     def layer(self, index: int) -> torch.Tensor:
         """One layer's pool `[blocks, 2, block_tokens, kv_heads, head_dim]`."""
         return self.kv[:, index]
+
+    def over(self, shape: KVShape) -> PagedBatch:
+        """See `AttentionBatch.over`."""
+        return replace(self, kv=shape.at_the_end_of(self.kv), before_layer=ungated)
 
     def attend(
         self,
@@ -154,8 +187,12 @@ class _Addresses:
 
     def __init__(self, batch: PagedBatch) -> None:
         blocks, layers, _, self._block_tokens, kv_heads, head_dim = batch.kv.shape
-        self._block_rows = layers * 2 * self._block_tokens
-        self._pool = batch.kv.view(blocks * self._block_rows, kv_heads, head_dim)
+        width = kv_heads * head_dim
+        self._block_rows, rest = divmod(batch.kv.stride(0), width)
+        if rest:
+            raise InvariantError(f"blocks are {batch.kv.stride(0)} numbers apart, a token has {width}: a multiple expected")
+        rows = (blocks - 1) * self._block_rows + layers * 2 * self._block_tokens
+        self._pool = batch.kv.as_strided((rows, kv_heads, head_dim), (width, head_dim, 1))
         self._block_tables = batch.block_tables
         self._query_lens = tuple(stop - start for start, stop in zip(batch.query_starts, batch.query_starts[1:], strict=False))
         self._kv_lens = batch.kv_lens

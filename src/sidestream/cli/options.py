@@ -78,10 +78,17 @@ def engine_config(
     eager: Annotated[bool, _engine("On a GPU, neither compile nor capture: starts sooner, runs slower.", "", False)] = _ENGINE.eager,
     speculative: Annotated[
         str | None,
-        _engine("Draft tokens and verify several in a step: ngram looks up what followed before, mtp asks a head.", "PROPOSER", "off"),
+        _engine(
+            "Draft tokens and verify several in a step: ngram looks up what followed before, mtp asks a head, draft a smaller model.",
+            "PROPOSER",
+            "off",
+        ),
     ] = None,
     draft_head: Annotated[
         Path | None, _engine("The head's file, or a checkpoint that carries it.", "PATH", "the model's own, with --speculative mtp")
+    ] = None,
+    draft_model: Annotated[
+        str | None, _engine("A smaller model with the same tokenizer, which drafts.", "MODEL", "none; needed with --speculative draft")
     ] = None,
     max_drafts: Annotated[
         int | None, _engine("Tokens to draft for a request in a step at most.", "N", f"{_SPECULATIVE.max_drafts} with --speculative")
@@ -111,19 +118,24 @@ def engine_config(
         tail_apart=tail_apart,
         eager=eager,
         salt=salt,
-        speculative=_speculative_config(speculative, max_drafts, draft_head),
+        speculative=_speculative_config(speculative, max_drafts, draft_head, draft_model),
         offload=_offload_config(offload_host, offload_disk, offload_disk_capacity, load_deadline),
     )
 
 
-def _speculative_config(proposer: str | None, max_drafts: int | None, head: Path | None) -> SpeculativeConfig | None:
+def _speculative_config(proposer: str | None, max_drafts: int | None, head: Path | None, model: str | None) -> SpeculativeConfig | None:
     if proposer is None:
         if head is not None:
             raise ConfigError(f"--draft-head is {head}, but nothing is drafted: give --speculative mtp too")
+        if model is not None:
+            raise ConfigError(f"--draft-model is {model}, but nothing is drafted: give --speculative draft too")
         if max_drafts is not None:
             raise ConfigError(f"--max-drafts is {max_drafts}, but nothing is drafted: give --speculative {_SPECULATIVE.proposer} too")
         return None
-    return SpeculativeConfig(proposer=proposer, max_drafts=_SPECULATIVE.max_drafts if max_drafts is None else max_drafts, head=head)
+    if proposer == "draft" and model is None:
+        raise ConfigError("--speculative draft needs a model that drafts: give --draft-model, a smaller one with the same tokenizer")
+    most = _SPECULATIVE.max_drafts if max_drafts is None else max_drafts
+    return SpeculativeConfig(proposer=proposer, max_drafts=most, head=head, model=model)
 
 
 def _offload_config(host: str | None, disk: Path | None, disk_capacity: str | None, load_deadline_s: float | None) -> OffloadConfig | None:

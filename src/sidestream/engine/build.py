@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
@@ -39,6 +39,10 @@ from sidestream.transfer import CostModel, TransferEngine
 from sidestream.transfer.copy import BlockMemory
 from sidestream.transfer.mover import layers_per_group
 from sidestream.types import Witness
+
+if TYPE_CHECKING:  # transformers is imported by who loads a model
+    from sidestream.models.adapter import PagedModel
+    from sidestream.models.mtp import MtpHead
 
 logger = logging.getLogger(__name__)
 
@@ -109,7 +113,7 @@ def build_engine(
             proposer = None
         elif proposer is None:
             if config.speculative.proposer != "ngram":
-                raise ConfigError(f"the proposer {config.speculative.proposer} needs the model's head: give build_engine a proposer")
+                raise ConfigError(f"the proposer {config.speculative.proposer} needs weights: give build_engine a proposer")
             proposer = NgramProposer()
         spare = proposer is not None and proposer.hidden_size > 0
         memory = device.allocate("kv", (num_blocks + spare) * layout.block_bytes)
@@ -178,7 +182,7 @@ def build_engine(
             shapes = Shape.all_of(
                 max_rows=config.max_running, chunk_tokens=chunk_tokens, max_tokens=min(token_budget, bounds.pool_tokens), drafts=max_drafts
             )
-            _capture(executor, model, shapes, gate_layers=gate_layers, tell=tell)
+            _capture(executor, [model, *_drafting(proposer)], shapes, gate_layers=gate_layers, tell=tell)
         parts = Parts(
             device=device,
             scheduler=Scheduler(
@@ -242,18 +246,31 @@ def _partials(model: ServableModel, config: EngineConfig, bounds: Bounds, max_dr
         ) from error
 
 
-def _capture(executor: Executor, model: ServableModel, shapes: Sequence[Shape], *, gate_layers: int, tell: Callable[[str], None]) -> None:
+def _drafting(proposer: Proposer | None) -> Sequence[PagedModel | MtpHead]:
+    """What a proposer computes with."""
+    from sidestream.speculate.draft_model import DraftModelProposer
+    from sidestream.speculate.mtp import MtpProposer
+
+    if isinstance(proposer, MtpProposer):
+        return (proposer.head,)
+    return (proposer.model,) if isinstance(proposer, DraftModelProposer) else ()
+
+
+def _capture(
+    executor: Executor, models: Sequence[object], shapes: Sequence[Shape], *, gate_layers: int, tell: Callable[[str], None]
+) -> None:
     """Compile the layers and capture graphs. What cannot be compiled runs as it is written, what cannot be captured is launched kernel by kernel."""
     from sidestream.models.adapter import PagedModel
     from sidestream.models.compiled import compile_layers, decompile
+    from sidestream.models.mtp import MtpHead
 
     start_s = time.monotonic()
-    ways: list[tuple[str, Callable[[], None]]] = [("", lambda: None)]
-    if isinstance(model, PagedModel):
-        ways = [("compiled and ", lambda: compile_layers(model)), ("", lambda: decompile(model))]
-    for way, prepare in ways:
+    compilable = [model for model in models if isinstance(model, (PagedModel, MtpHead))]
+    ways: list[tuple[str, Callable[[PagedModel | MtpHead], None]]] = [("compiled and ", compile_layers)] if compilable else []
+    for way, prepare in (*ways, ("", decompile)):
         try:
-            prepare()
+            for model in compilable:
+                prepare(model)
             executor.capture(
                 shapes, gate_layers=gate_layers, tell=lambda done, total: tell(f"compiling and capturing forward passes, {done} of {total}")
             )

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from sidestream.attention.paged import AttentionBatch
+from sidestream.execute.forward import Computed
 from sidestream.execute.inputs import StepInputs
 from sidestream.execute.sample import Drawn, sample
 from sidestream.execute.state import DecodeState
@@ -85,15 +86,9 @@ class Drafts:
         chosen = [at * self.most + number for at, count in enumerate(self.num_drafts) for number in range(count)]
         return tokens.index_copy(0, inputs.drafted, proposed.view(-1)[state.index(chosen)])
 
-    def draw(
-        self, logits: Tensor, positions: Tensor, hidden: Tensor | None, proposed: Tensor | None, state: DecodeState
-    ) -> tuple[Drawn, Tensor]:
-        """Draw at all places, and publish how far each row goes for the flights behind this one: what was drawn, and int64 `[R]` tokens.
-
-        logits float32 `[N, vocab_size]`, positions int64 `[N]` and hidden `[N, hidden_size]` by place · hidden None: nobody reads it ·
-        proposed None: no row has drafts
-        """
-        most = self.most
+    def draw(self, computed: Computed, state: DecodeState) -> tuple[Drawn, Tensor]:
+        """Draw at all places, and publish how far each row goes for the flights behind this one: what was drawn, and int64 `[R]` tokens."""
+        most, proposed, positions, hidden = self.most, computed.proposed, computed.positions, computed.hidden
         starts = [0]
         for count in self.num_drafts:
             starts.append(starts[-1] + 1 + count)
@@ -103,7 +98,7 @@ class Drafts:
         ).view(len(self.rows), most + 1)
         row_of_place = self.row_of_place
         drawn = sample(
-            logits,
+            computed.logits,
             row_of_place,
             positions + 1 - state.index([state.row(row).prompt_len for row in row_of_place]),
             state,

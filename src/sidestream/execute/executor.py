@@ -17,16 +17,17 @@ from sidestream.attention.paged import AttentionBatch, PagedBatch
 from sidestream.attention.triton import DeviceBatch, Partials
 from sidestream.device.base import Device, Memory, Stream
 from sidestream.execute.drafts import Drafts
-from sidestream.execute.follow import HiddenStates, origin_of
+from sidestream.execute.follow import PackedRows, origin_of
+from sidestream.execute.forward import Computed, Forward
 from sidestream.execute.frame import SHORT_TOKENS, Shape, TableChanges, TableKeeper, pack
 from sidestream.execute.graphs import Captured, Graphs
 from sidestream.execute.inputs import Packer, StepInputs, kv_accesses
 from sidestream.execute.mailbox import Letter, Mailbox
-from sidestream.execute.model import ForwardModel, one_token_each
+from sidestream.execute.model import ForwardModel
 from sidestream.execute.sample import sample
 from sidestream.execute.state import DecodeState
 from sidestream.execute.upload import Uploads
-from sidestream.speculate import Proposer, Shown
+from sidestream.speculate import Proposer
 from sidestream.types import Access, BatchPlan, Fence, LayerGates, RowPlan, RowResult, RowStart, SamplingSpec
 
 # One flight runs, one is launched behind it, one is being read.
@@ -57,22 +58,6 @@ _VARIANTS = (
     replace(_GREEDY, logit_bias={0: 1.0}, min_tokens=4, forbidden_until_min=(0,)),
     replace(_GREEDY, top_logprobs=1),
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Computed:
-    """What a flight's forward pass leaves behind.
-
-    logits      float32 `[at least N, vocab_size]`, by place where a token is drawn
-    positions   int64 `[N]` of those places; None: the host knows them
-    hidden      `[N, hidden_size]` at those places; None: nobody reads it
-    proposed    int64 `[R, most]`, the drafts of the rows that sample; None: there are none
-    """
-
-    logits: torch.Tensor
-    positions: torch.Tensor | None = None
-    hidden: torch.Tensor | None = None
-    proposed: torch.Tensor | None = None
 
 
 Work = Callable[[Drafts | None], Computed]
@@ -155,7 +140,7 @@ class Executor:
         self._packer = Packer(num_rows, layout)
         num_blocks = memory.num_bytes // layout.block_bytes
         self._kv = memory.data[: num_blocks * layout.block_bytes].view(dtype).view(layout.shape(num_blocks))
-        self._hidden = HiddenStates(self._kv, layout, self._state, num_layers=proposer.num_layers) if proposer and hidden_size else None
+        self._forward = Forward(model, self._kv, partials=partials, state=self._state, proposer=proposer)
         self._wanted_logprobs: dict[int, int] = {}
 
     def launch(self, batch: BatchPlan, *, after: tuple[Fence, ...], gates: LayerGates) -> Flight:
@@ -219,13 +204,12 @@ class Executor:
             device=self._device,
             stream=self._stream,
             gates=self._gates,
-            model=self._model,
+            forward=self._forward,
             kv=self._kv,
             partials=self._partials,
             state=self._state,
             gate_layers=gate_layers,
             proposer=self._proposer,
-            hidden=self._hidden,
         )
         graphs.capture(shapes, tell=tell)
         self._graphs = graphs
@@ -290,16 +274,11 @@ class Executor:
                 sampling = [row for row in batch.rows if row.samples]
                 if sampling and drafts is None:
                     rows = [row.row for row in sampling]
-                    drawn = sample(computed.logits[: len(rows)], rows, [row.output_index for row in sampling], self._state)
+                    drawn = sample(computed.logits, rows, [row.output_index for row in sampling], self._state)
                     self._state.commit(rows, drawn.tokens)
                     self._mailbox.write(letter, drawn, self._stream)
                 elif sampling and drafts is not None:
-                    positions = computed.positions
-                    if positions is None:
-                        positions = self._state.index([row.stop - 1 for row in sampling])
-                    drawn, counts = drafts.draw(
-                        computed.logits[: len(positions)], positions, computed.hidden, computed.proposed, self._state
-                    )
+                    drawn, counts = drafts.draw(computed, self._state)
                     self._mailbox.write(letter, drawn, self._stream, counts=counts if drafts.most else None)
         except BaseException:
             self._tables.forget()
@@ -320,29 +299,27 @@ class Executor:
                 tokens = tokens.index_copy(0, inputs.from_state, self._state.last_tokens(inputs.state_rows))
             if self._proposer is not None and drafts is not None and drafts.most:
                 proposed = drafts.propose(
-                    self._proposer, self._state, lambda which, at: self._one_token_each(inputs.block_tables[which], at)
+                    self._proposer, self._state, lambda which, at: self._forward.one_token_each(inputs.block_tables[which], at)
                 )
                 tokens = drafts.put(tokens, inputs, proposed, self._state)
-            paged = self._paged(inputs, before_layer)
-            if self._hidden is None or self._proposer is None:
-                logits, hidden = self._model.forward(tokens, inputs.positions, paged, inputs.logit_rows), None
-            else:
-                logits, everywhere = self._model.forward_with_hidden(tokens, inputs.positions, paged, inputs.logit_rows)
-                numbers = self._state.index([row.row for row in batch.rows])
-                origins = self._state.index([origin_of(row, self._model.layout.block_tokens) for row in batch.rows])
-                bounds = inputs.query_starts_dev
-                before = self._hidden.before(everywhere, bounds=bounds, rows=numbers, origins=origins, before_layer=before_layer)
-                self._proposer.follow(Shown(tokens, inputs.positions, before, paged))
-                self._hidden.keep(everywhere, positions=inputs.positions, slots=inputs.slots, bounds=bounds, rows=numbers)
-                hidden = everywhere[inputs.logit_rows]
-            return Computed(logits, inputs.positions[inputs.logit_rows], hidden, proposed)
+            of_rows = None
+            if self._forward.keeps_up:
+                of_rows = PackedRows(
+                    inputs.query_starts_dev,
+                    self._state.index([row.row for row in batch.rows]),
+                    self._state.index([origin_of(row, self._model.layout.block_tokens) for row in batch.rows]),
+                )
+            return self._forward.run(
+                tokens,
+                inputs.positions,
+                self._paged(inputs, before_layer),
+                places=inputs.logit_rows,
+                rows=of_rows,
+                before_layer=before_layer,
+                proposed=proposed,
+            )
 
         return forward
-
-    def _one_token_each(self, tables: torch.Tensor, positions: torch.Tensor) -> AttentionBatch:
-        return one_token_each(
-            self._kv, tables, positions, torch.zeros_like(positions, dtype=torch.bool), self._model.layout.block_tokens, self._partials
-        )
 
     def _captured_work(self, batch: BatchPlan, captured: Captured, gates: LayerGates) -> Work:
         """The batch's forward pass, by a graph."""
@@ -356,16 +333,14 @@ class Executor:
         def forward(drafts: Drafts | None) -> Computed:
             self._uploads.into(captured.frame.buffer, numbers)
             rows = self._rows_from_state(batch)
-            logits, positions, hidden, drafted = graphs.replay(captured, gated=gated)
+            computed = graphs.replay(captured, gated=gated)
             if (gated or batch.speculates) and self._witnessed:
                 self._stream.touch(lambda: kv_accesses(rows, layout, range(layout.num_layers)))
-            if drafts is None:
-                return Computed(logits)
             proposed = None
-            if drafts.most and drafted is not None:
+            if drafts is not None and drafts.most and computed.proposed is not None:
                 count = sum(row.tokens is None for row in batch.rows)  # they come first, and all of them sample
-                proposed = pad(drafted[:count, : drafts.most], (0, 0, 0, len(drafts.rows) - count))
-            return Computed(logits, positions[:num_places], None if hidden is None else hidden[:num_places], proposed)
+                proposed = pad(computed.proposed[:count, : drafts.most], (0, 0, 0, len(drafts.rows) - count))
+            return computed.first(num_places, proposed)
 
         return forward
 

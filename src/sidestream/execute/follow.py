@@ -7,7 +7,7 @@ On the compute stream.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -27,43 +27,45 @@ def origin_of(row: RowPlan, block_tokens: int) -> int:
     return row.block_ids[row.start // block_tokens - 1] if row.start else NOTHING
 
 
-class HiddenStates:
-    """Owner of the layers of the pool that hold, in each complete block, the hidden state of its last token.
+@dataclass(frozen=True, slots=True)
+class PackedRows:
+    """The rows of a packed flight, on the device.
 
-    kv           the pool, with one block more than anybody holds: what belongs nowhere is written there
-    num_layers   layers before those, which the proposer keeps KV in
+    bounds    int64 `[B + 1]`: where each one's tokens begin, and where the last one's end
+    numbers   int64 `[B]`: row numbers
+    origins   int64 `[B]`: `origin_of` each
     """
 
-    def __init__(self, kv: Tensor, layout: KVLayout, state: DecodeState, *, num_layers: int) -> None:
+    bounds: Tensor
+    numbers: Tensor
+    origins: Tensor
+
+
+class HiddenStates:
+    """Owner of the pool's last layers, which hold in each complete block the hidden state of its last token.
+
+    kv   the pool, with one block more than anybody holds: what belongs nowhere is written there
+    """
+
+    def __init__(self, kv: Tensor, layout: KVLayout, state: DecodeState) -> None:
         self._state = state
         self._size = layout.block_tokens
         hidden_size = state.hidden.shape[1]
-        first = layout.num_layers - layout.layers_for(hidden_size)
-        start = first * kv[0, 0].numel()
+        start = (layout.num_layers - layout.layers_for(hidden_size)) * kv[0, 0].numel()
         self._by_block = kv.view(kv.shape[0], -1)[:, start : start + hidden_size]
-        self._layers = range(first - num_layers, layout.num_layers)
 
-    def before(self, hidden: Tensor, *, bounds: Tensor, rows: Tensor, origins: Tensor, before_layer: Callable[[int], None]) -> Tensor:
-        """The hidden state at the position before each packed token: `[T, hidden_size]`, from those of this flight, `hidden` `[T, hidden_size]`.
-
-        bounds int64 `[B + 1]`: where each row's packed tokens begin, and the last one's end · rows, origins int64 `[B]`: row numbers, and
-        `origin_of` each. `before_layer` is called first, in their order, with the layers that the proposer has and that are read here.
-        """
-        for layer in self._layers:
-            before_layer(layer)
-        first, where = self._state.hidden[rows], origins[:, None]
-        held = self._by_block[origins.clamp(min=0)]
+    def before(self, hidden: Tensor, rows: PackedRows) -> Tensor:
+        """The hidden state at the position before each packed token: `[T, hidden_size]`, from those of this flight, `hidden` `[T, hidden_size]`."""
+        first, where = self._state.hidden[rows.numbers], rows.origins[:, None]
+        held = self._by_block[rows.origins.clamp(min=0)]
         first = torch.where(where >= 0, held, torch.where(where == FROM_ROW, first, 0))
-        starts, stops, nowhere = bounds[:-1], bounds[1:], len(hidden)
+        starts, stops, nowhere = rows.bounds[:-1], rows.bounds[1:], len(hidden)
         shifted = torch.cat([hidden[-1:], hidden])  # one more: what belongs to rows without tokens goes there
         return shifted.index_copy(0, torch.where(stops > starts, starts, nowhere), first)[:nowhere]
 
-    def keep(self, hidden: Tensor, *, positions: Tensor, slots: Tensor, bounds: Tensor, rows: Tensor) -> None:
-        """Write what blocks hold, and leave to each row that of its last packed token.
-
-        positions, slots int64 `[T]`, slot -1: nobody's · bounds, rows as for `before`
-        """
+    def keep(self, hidden: Tensor, rows: PackedRows, *, positions: Tensor, slots: Tensor) -> None:
+        """Write what blocks hold, and leave to each row that of its last packed token. positions, slots int64 `[T]`, slot -1: nobody's."""
         nowhere = self._by_block.shape[0] - 1
         blocks = torch.where(((positions + 1) % self._size == 0) & (slots >= 0), slots // self._size, nowhere)
         self._by_block[blocks] = hidden
-        self._state.hidden[rows] = hidden[(bounds[1:] - 1).clamp(min=0)]
+        self._state.hidden[rows.numbers] = hidden[(rows.bounds[1:] - 1).clamp(min=0)]

@@ -9,21 +9,20 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from sidestream.attention.paged import AttentionBatch, PagedBatch
+from sidestream.attention.paged import AttentionBatch, PagedBatch, ungated
 from sidestream.attention.triton import DeviceBatch, Partials
-from sidestream.attention.triton.batch import ungated
 from sidestream.device.base import Device, Graph, Stream
 from sidestream.errors import InvariantError, OutOfDeviceMemory
-from sidestream.execute.follow import HiddenStates
+from sidestream.execute.follow import PackedRows
+from sidestream.execute.forward import Computed, Forward
 from sidestream.execute.frame import SHORT_TOKENS, Frame, Shape, shape_of, smallest
-from sidestream.execute.model import ForwardModel, one_token_each
 from sidestream.execute.state import DecodeState
-from sidestream.speculate import Context, Proposer, Shown
+from sidestream.speculate import Context, Proposer
 from sidestream.types import BatchPlan, LayerGates
 
 logger = logging.getLogger(__name__)
@@ -37,27 +36,12 @@ class GateEvent(Protocol):
         ...
 
 
-class Outcome(NamedTuple):
-    """What a replay leaves behind, always in the same memory; by place where a token is drawn, in the order of the frame's `logit_rows`.
-
-    logits      float32 `[N, vocab_size]`
-    positions   int64 `[N]`
-    hidden      `[N, hidden_size]`; None: nobody reads it
-    drafts      int64 `[rows that decode, drafts]`; None: the shape has none
-    """
-
-    logits: Tensor
-    positions: Tensor
-    hidden: Tensor | None = None
-    drafts: Tensor | None = None
-
-
 @dataclass(slots=True, eq=False)
 class _Pass:
     """One graph, and what it leaves behind."""
 
     graph: Graph | None = None
-    outcome: Outcome | None = None
+    computed: Computed | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -76,7 +60,7 @@ class Graphs:
     partials     buffers of attention's kernels on a GPU; None: attention by torch, which reads a frame on the host when it is replayed
     gates        a stream of its own, on which gates are recorded
     gate_layers  layers that wait together, in the gated graphs; 0: there are none, and nothing gated is replayed
-    proposer     drafts for shapes with drafts, and follows if it reads hidden states, which `hidden` keeps then
+    proposer     drafts for shapes with drafts
     """
 
     def __init__(
@@ -85,20 +69,18 @@ class Graphs:
         device: Device,
         stream: Stream,
         gates: Stream,
-        model: ForwardModel,
+        forward: Forward,
         kv: Tensor,
         partials: Partials | None,
         state: DecodeState,
         gate_layers: int,
         proposer: Proposer | None = None,
-        hidden: HiddenStates | None = None,
     ) -> None:
         self._device = device
         self._stream = stream
         self._gates = gates
-        self._model = model
+        self._forward = forward
         self._proposer = proposer
-        self._hidden = hidden
         self._kv = kv
         self._partials = partials
         self._state = state
@@ -152,13 +134,13 @@ class Graphs:
                 self._gates.wait(fence)
             event.record(self._gates)
 
-    def replay(self, captured: Captured, *, gated: bool) -> Outcome:
+    def replay(self, captured: Captured, *, gated: bool) -> Computed:
         """Enqueue a shape's graph, whose frame was filled. Inside work of the compute stream."""
         chosen = captured.gated if gated else captured.plain
         self._stream.enqueue(chosen.graph)
-        if chosen.outcome is None:
+        if chosen.computed is None:
             raise InvariantError(f"the graph of {captured.frame.shape} was never captured")
-        return chosen.outcome
+        return chosen.computed
 
     def _capture(self, shape: Shape) -> Captured:
         captured = Captured(Frame.allocate(shape, self._state.tables.device, nobody=self._state.nobody), _Pass(), _Pass())
@@ -166,7 +148,7 @@ class Graphs:
 
         def run(into: _Pass, before_layer: Callable[[int], None]) -> None:
             with torch.inference_mode():
-                into.outcome = self._run(captured.frame, before_layer)
+                into.computed = self._run(captured.frame, before_layer)
 
         def wait(layer: int) -> None:
             if layer in events:
@@ -186,7 +168,7 @@ class Graphs:
     def _replay(self, captured: Captured, *, gated: bool) -> None:
         self.replay(captured, gated=gated)
 
-    def _run(self, frame: Frame, before_layer: Callable[[int], None]) -> Outcome:
+    def _run(self, frame: Frame, before_layer: Callable[[int], None]) -> Computed:
         if self._partials is None:
             return self._run_on_host(frame, before_layer)
         drafts = self._propose(frame, range(frame.shape.decodes))
@@ -205,10 +187,17 @@ class Graphs:
             before_layer=before_layer,
         )
         places = frame.logit_rows.clamp(min=0)
-        drafted = None if drafts is None else drafts[frame.rows[: frame.shape.decodes]]
-        return self._compute(tokens, positions, batch, places, drafted, frame.query_starts, frame.rows, frame.origins, before_layer)
+        return self._forward.run(
+            tokens,
+            positions,
+            batch,
+            places=places,
+            rows=PackedRows(frame.query_starts, frame.rows, frame.origins) if self._forward.keeps_up else None,
+            before_layer=before_layer,
+            proposed=None if drafts is None else drafts[frame.rows[: frame.shape.decodes]],
+        )
 
-    def _run_on_host(self, frame: Frame, before_layer: Callable[[int], None]) -> Outcome:
+    def _run_on_host(self, frame: Frame, before_layer: Callable[[int], None]) -> Computed:
         """The same without padding, which attention by torch does not know."""
         starts, shape = frame.query_starts.tolist(), frame.shape
         rows = [row for row in range(shape.rows) if starts[row + 1] > starts[row]]
@@ -217,7 +206,7 @@ class Graphs:
         tokens, positions, kv_lens, slots, tables = frame.inputs(self._state, self._kv.shape[3], drafts)
         count = starts[-1]
         if not count:
-            return Outcome(torch.zeros(0), torch.zeros(0, dtype=torch.int64))
+            return Computed(torch.zeros(0), torch.zeros(0, dtype=torch.int64))
         batch = PagedBatch(
             kv=self._kv,
             slots=slots[:count],
@@ -227,38 +216,22 @@ class Graphs:
             num_decode=next((at for at, row in enumerate(rows) if starts[row + 1] - starts[row] > 1 or row >= shape.decodes), len(rows)),
             before_layer=before_layer,
         )
-        bounds = torch.tensor(batch.query_starts)
-        drafted = None if drafts is None else drafts[frame.rows[decoding]]
-        places = frame.logit_rows[frame.logit_rows >= 0]
-        return self._compute(
-            tokens[:count], positions[:count], batch, places, drafted, bounds, frame.rows[rows], frame.origins[rows], before_layer
+        of_rows = PackedRows(torch.tensor(batch.query_starts), frame.rows[rows], frame.origins[rows])
+        return self._forward.run(
+            tokens[:count],
+            positions[:count],
+            batch,
+            places=frame.logit_rows[frame.logit_rows >= 0],
+            rows=of_rows if self._forward.keeps_up else None,
+            before_layer=before_layer,
+            proposed=None if drafts is None else drafts[frame.rows[decoding]],
         )
-
-    def _compute(
-        self,
-        tokens: Tensor,
-        positions: Tensor,
-        batch: PagedBatch | DeviceBatch,
-        places: Tensor,
-        drafted: Tensor | None,
-        bounds: Tensor,
-        rows: Tensor,
-        origins: Tensor,
-        before_layer: Callable[[int], None],
-    ) -> Outcome:
-        if self._hidden is None or self._proposer is None:
-            return Outcome(self._model.forward(tokens, positions, batch, places), positions[places], None, drafted)
-        logits, everywhere = self._model.forward_with_hidden(tokens, positions, batch, places)
-        before = self._hidden.before(everywhere, bounds=bounds, rows=rows, origins=origins, before_layer=before_layer)
-        self._proposer.follow(Shown(tokens, positions, before, batch))
-        self._hidden.keep(everywhere, positions=positions, slots=batch.slots, bounds=bounds, rows=rows)
-        return Outcome(logits, positions[places], everywhere[places], drafted)
 
     def _propose(self, frame: Frame, decoding: Sequence[int]) -> Tensor | None:
         """Drafts by row number, int64 `[num_rows + 1, drafts]`, for the rows of the frame that decode; None: the shape has none."""
         if self._proposer is None or not frame.shape.drafts or not decoding:
             return None
-        state, size = self._state, self._kv.shape[3]
+        state = self._state
         chosen = slice(decoding[0], decoding[-1] + 1)
         rows, tables = frame.rows[chosen], state.tables[frame.rows[chosen]]
         # Where the row is, by the host if it knows; and as far as it has room.
@@ -267,7 +240,7 @@ class Graphs:
         last = (torch.where(ends < 0, lengths - ends, ends) - 1).clamp(min=0)  # rows of padding have none
 
         def attend(positions: Tensor) -> AttentionBatch:
-            return one_token_each(self._kv, tables, torch.minimum(positions, last), rows == state.nobody, size, self._partials)
+            return self._forward.one_token_each(tables, torch.minimum(positions, last), rows == state.nobody)
 
         context = Context(state.history[rows, :-1], lengths + 1, state.hidden[rows], attend)
         drafted = torch.zeros(state.num_rows + 1, frame.shape.drafts, dtype=torch.int64, device=rows.device)

@@ -18,6 +18,7 @@ from transformers import AttentionInterface
 
 from sidestream.models import adapter
 from sidestream.models.adapter import PagedModel
+from sidestream.models.mtp import MtpHead
 
 # The same hook, which the compiler leaves alone.
 _OUTSIDE = f"{adapter.PAGED}_outside"
@@ -27,34 +28,40 @@ _JOINED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 _MOST_VARIANTS = 64
 
 
-def compile_layers(model: PagedModel, *, backend: str | Callable[..., Any] = "inductor") -> None:
-    """Have the model's decoder layers compiled at their next calls, in place; the first ones take seconds. `decompile` undoes it.
+def compile_layers(model: PagedModel | MtpHead, *, backend: str | Callable[..., Any] = "inductor") -> None:
+    """Have the decoder layers of a model or a head compiled at their next calls, in place; the first ones take seconds. `decompile` undoes it.
 
     Joins projections first: their weights move to new memory, one layer at a time. Results differ from eager ones by rounding.
     """
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _MOST_VARIANTS)
     with torch.no_grad():
-        for part in list(model.module.modules()):
+        for part in list(_module(model).modules()):
             for names in _JOINED:
                 _join(part, names)
     AttentionInterface.register(_OUTSIDE, torch.compiler.disable(adapter.paged_attention_hook))  # type: ignore[no-untyped-call]
-    model.module.config._attn_implementation = _OUTSIDE
+    _module(model).config._attn_implementation = _OUTSIDE
     options = {"joint_custom_pre_pass": _MergeProducts()} if backend == "inductor" else None
     for layer in decoder_layers(model):
         layer.compile(dynamic=True, backend=backend, options=options)
 
 
-def decompile(model: PagedModel) -> None:
+def decompile(model: PagedModel | MtpHead) -> None:
     """Run the layers as they were written again. Joined projections stay joined in memory and are computed one by one."""
     for layer in decoder_layers(model):
         layer._compiled_call_impl = None
-    model.module.config._attn_implementation = adapter.PAGED
+    _module(model).config._attn_implementation = adapter.PAGED
 
 
-def decoder_layers(model: PagedModel) -> Sequence[nn.Module]:
+def decoder_layers(model: PagedModel | MtpHead) -> Sequence[nn.Module]:
     """The layers that repeat; empty for a model that keeps them elsewhere than transformers' own do."""
+    if isinstance(model, MtpHead):
+        return (model.layer,)
     layers = getattr(model.module.base_model, "layers", None)
     return list(layers) if isinstance(layers, nn.ModuleList) else ()
+
+
+def _module(model: PagedModel | MtpHead) -> Any:
+    return model if isinstance(model, MtpHead) else model.module
 
 
 class _Part(nn.Module):

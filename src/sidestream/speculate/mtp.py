@@ -16,7 +16,7 @@ class MtpProposer:
     num_layers = 1
 
     def __init__(self, head: MtpHead) -> None:
-        self._head = head
+        self.head = head
         self.hidden_size = head.hidden_size
 
     def propose(self, context: Context, count: int) -> Tensor:
@@ -25,11 +25,12 @@ class MtpProposer:
         tokens, before = context.history.gather(1, positions[:, None]).squeeze(1).to(torch.int64), context.hidden
         drafts = []
         for _ in range(count):
-            predicts, before = self._head.step(tokens, before, positions, context.attend(positions))
-            tokens, positions = self._head.likeliest(predicts), positions + 1
+            predicts, before = self.head.step(tokens, before, positions, context.attend(positions))
+            tokens, positions = self.head.likeliest(predicts), positions + 1
             drafts.append(tokens)
         return torch.stack(drafts, dim=1)
 
     def follow(self, shown: Shown) -> None:
         """See `Proposer.follow`."""
-        self._head.step(shown.tokens, shown.before, shown.positions, shown.batch)
+        assert shown.before is not None, "a head is shown hidden states"
+        self.head.step(shown.tokens, shown.before, shown.positions, shown.batch)

@@ -1,7 +1,7 @@
 """What every way of drafting offers, and what it is given. Called on the compute stream, inside a flight's work.
 
-A proposer may read the model's hidden states, and keep KV of its own in layers of the block pool behind the model's. Then it is shown every
-token that the model computes, in the same flight: so what it keeps is as far as the model's KV is, and travels with the blocks (H15).
+A proposer may keep KV of its own in layers of the block pool behind the model's, and read the model's hidden states for it. Then it is shown
+every token that the model computes, in the same flight: so what it keeps is as far as the model's KV is, and travels with the blocks (H15).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Context:
 
     history   int32 `[R, width]`: all tokens of each row, its last one included; behind that, whatever was there
     lengths   int64 `[R]`: how many of them there are, at least 1 · of a row that never began, whatever it says
-    hidden    `[R, hidden_size]`: what the model's last layer left at the token before the last one
+    hidden    `[R, hidden_size]`: what the model's last layer left at the token before the last one; for who reads it
     attend    the batch in which each row has one token, at the given positions, int64 `[R]`
     """
 
@@ -36,12 +36,13 @@ class Shown:
     """What a flight computes, packed, for a proposer that keeps up with it.
 
     tokens, positions   int64 `[T]`
-    before              `[T, hidden_size]`: what the model's last layer left at the position before each token; zeros before the first
+    before              `[T, hidden_size]`: what the model's last layer left at the position before each token; zeros before the first. None
+                        for who reads no hidden states
     """
 
     tokens: Tensor
     positions: Tensor
-    before: Tensor
+    before: Tensor | None
     batch: AttentionBatch
 
 
@@ -55,12 +56,12 @@ class Proposer(Protocol):
 
     @property
     def hidden_size(self) -> int:
-        """Of the hidden states that it reads; 0: it reads none, and is shown nothing."""
+        """Of the hidden states that it reads; 0: it reads none."""
         ...
 
     @property
     def num_layers(self) -> int:
-        """Layers of KV that it keeps."""
+        """Layers of the pool behind the model's that it keeps KV in; 0: none, and it is shown nothing."""
         ...
 
     def propose(self, context: Context, count: int) -> Tensor:

@@ -353,6 +353,7 @@ class ToyProposer:
     def follow(self, shown: Shown) -> None:
         """See `Proposer.follow`: keeps what was before each token, in the layer before the last."""
         assert isinstance(shown.batch, PagedBatch)
+        assert shown.before is not None
         shown.batch.before_layer(shown.batch.kv.shape[1] - 2)
         self._keep(shown.batch, shown.before[:, :1])
 

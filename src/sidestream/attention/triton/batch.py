@@ -5,20 +5,18 @@ Made on the engine thread; read on the stream that owns the forward.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
+from sidestream.attention.paged import KVShape, ungated
 from sidestream.errors import ConfigError, InvariantError
 
-__all__ = ["DeviceBatch", "Partials", "Tile", "Tiles", "ungated"]
+__all__ = ["DeviceBatch", "Partials", "Tile", "Tiles"]
 
 _MULTIPLE = 16  # a KV tile is made of blocks of at least so many tokens
-
-
-def ungated(layer: int) -> None:
-    """The gate of a batch that waits for no load."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +85,16 @@ class Partials:
             torch.empty(shape, dtype=torch.float32, device=device),
             torch.empty(shape, dtype=torch.float32, device=device),
         )
+
+    def over(self, shape: KVShape) -> Partials:
+        """The same memory for other heads, of which it has room for as many tokens and splits. Raises InvariantError if it has not."""
+        rows, splits, heads = self.tops.shape
+        sizes = (rows, splits, shape.heads)
+        if math.prod(sizes) * shape.head_dim > self.sums.numel() or shape.heads > heads:
+            raise InvariantError(f"{shape.heads} heads of {shape.head_dim}: partials were made for {heads} of {self.sums.shape[-1]}")
+        count = math.prod(sizes)
+        sums = self.sums.view(-1)[: count * shape.head_dim].view(*sizes, shape.head_dim)
+        return Partials(self.tokens, sums, *(part.view(-1)[:count].view(sizes) for part in (self.tops, self.totals)))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -165,6 +173,13 @@ class DeviceBatch:
     def layer(self, index: int) -> torch.Tensor:
         """One layer's pool `[blocks, 2, block_tokens, kv_heads, head_dim]`."""
         return self.kv[:, index] if isinstance(self.kv, torch.Tensor) else self.kv[index]
+
+    def over(self, shape: KVShape) -> DeviceBatch:
+        """See `AttentionBatch.over`. Of a pool that is one tensor."""
+        if not isinstance(self.kv, torch.Tensor):
+            raise InvariantError("layers of separate tensors have no end of a block in common")
+        partials = None if self.partials is None else self.partials.over(shape)
+        return replace(self, kv=shape.at_the_end_of(self.kv), partials=partials, tiles=None, before_layer=ungated)
 
     def attend(
         self,

@@ -10,6 +10,7 @@ _FLIGHT = "sidestream.execute.executor:Flight"
 _MAILBOX = "sidestream.execute.mailbox:Mailbox"
 _STATE = "sidestream.execute.state:DecodeState"
 _DRAFTS = "sidestream.execute.drafts:Drafts"
+_FORWARD = "sidestream.execute.forward:Forward"
 _HIDDEN = "sidestream.execute.follow:HiddenStates"
 
 MUTATIONS = (
@@ -216,8 +217,8 @@ MUTATIONS = (
     Mutation(
         name="hidden-states-wait-for-their-load",
         hazard="H15",
-        target=f"{_HIDDEN}.before",
-        old="    for layer in self._layers:\n        before_layer(layer)\n",
+        target=f"{_FORWARD}.run",
+        old="    for layer in self._layers_behind:\n        before_layer(layer)\n",
         new="",
         removes="the hidden state of a block is read before it was loaded",
         needs=frozenset({"hidden_states", "offload"}),
@@ -235,7 +236,7 @@ MUTATIONS = (
         name="next-chunk-begins-with-the-hidden-state-of-the-last",
         hazard="H19",
         target=f"{_HIDDEN}.keep",
-        old="    self._state.hidden[rows] = hidden[(bounds[1:] - 1).clamp(min=0)]\n",
+        old="    self._state.hidden[rows.numbers] = hidden[(rows.bounds[1:] - 1).clamp(min=0)]\n",
         new="",
         removes="a chunk of prefill is shown what the row's owner before left",
         needs=frozenset({"hidden_states"}),
@@ -243,20 +244,11 @@ MUTATIONS = (
     Mutation(
         name="proposer-is-shown-every-flight",
         hazard="H15",
-        target=f"{_EXECUTOR}._eager_work",
-        old="            self._proposer.follow(Shown(",
-        new="            if drafts is None or not drafts.most:\n                self._proposer.follow(Shown(",
+        target=f"{_FORWARD}.run",
+        old="    self._proposer.follow(",
+        new="    if proposed is None:\n        self._proposer.follow(",
         removes="KV of drafting lacks what was verified",
         needs=frozenset({"hidden_states"}),
-    ),
-    Mutation(
-        name="proposer-that-follows-is-shown-captured-passes",
-        hazard="H15",
-        target=f"{_GRAPHS}._compute",
-        old="    self._proposer.follow(Shown(tokens, positions, before, batch))\n",
-        new="",
-        removes="KV of drafting lacks what a captured pass computed",
-        needs=frozenset({"hidden_states", "captured"}),
     ),
     # ------------------------------------------------------------------ captured passes
     Mutation(

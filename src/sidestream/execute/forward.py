@@ -1,0 +1,121 @@
+"""A flight's forward pass, however it is launched: the model, and behind it what keeps up with it for drafting. On the compute stream."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from sidestream.attention.paged import AttentionBatch, PagedBatch, ungated
+from sidestream.attention.triton import DeviceBatch, Partials
+from sidestream.execute.follow import HiddenStates, PackedRows
+from sidestream.execute.model import ForwardModel
+from sidestream.execute.state import DecodeState
+from sidestream.speculate import Proposer, Shown
+
+
+class Computed(NamedTuple):
+    """What a forward pass leaves behind, by place where a token is drawn.
+
+    logits      float32 `[N, vocab_size]`
+    positions   int64 `[N]`
+    hidden      `[N, hidden_size]`; None: nobody reads it
+    proposed    int64 `[rows, drafts]`, what was drafted for the first rows that sample; None: nothing was
+    """
+
+    logits: Tensor
+    positions: Tensor
+    hidden: Tensor | None = None
+    proposed: Tensor | None = None
+
+    def first(self, count: int, proposed: Tensor | None) -> Computed:
+        """That of the first `count` places, with the drafts that the batch has."""
+        hidden = None if self.hidden is None else self.hidden[:count]
+        return Computed(self.logits[:count], self.positions[:count], hidden, proposed)
+
+
+class Forward:
+    """The one way from packed tokens to logits, for passes that are launched kernel by kernel and for those that are captured.
+
+    kv           the pool by layer, as attention takes it; with one block more than anybody holds for a proposer that reads hidden states
+    partials     buffers of attention's kernels on a GPU; None: attention by torch
+    proposer     is shown every pass, if it keeps KV; None: nobody drafts
+    keeps_up     whether it does
+    """
+
+    def __init__(
+        self, model: ForwardModel, kv: Tensor, *, partials: Partials | None, state: DecodeState, proposer: Proposer | None
+    ) -> None:
+        self._model = model
+        self._kv = kv
+        self._partials = partials
+        self._proposer = proposer
+        layout, hidden_size = model.layout, 0 if proposer is None else proposer.hidden_size
+        behind = 0 if proposer is None else proposer.num_layers + layout.layers_for(hidden_size)
+        self._layers_behind = range(layout.num_layers - behind, layout.num_layers)
+        self._hidden = HiddenStates(kv, layout, state) if hidden_size else None
+        self.keeps_up = proposer is not None and proposer.num_layers > 0
+
+    def run(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        batch: AttentionBatch,
+        *,
+        places: Tensor,
+        rows: PackedRows | None,
+        before_layer: Callable[[int], None],
+        proposed: Tensor | None,
+    ) -> Computed:
+        """One pass over packed tokens, int64 `[T]`, at positions, int64 `[T]`.
+
+        places int64 `[N]`: which of them a token is drawn behind · rows: None if nobody keeps up · before_layer: called with each layer
+        behind the model's, in their order, before any of them is read or written · proposed: what the tokens hold of drafts
+        """
+        if self._proposer is None or rows is None:
+            return Computed(self._model.forward(tokens, positions, batch, places), positions[places], None, proposed)
+        hidden, everywhere, before = self._hidden, None, None
+        if hidden is None:
+            logits = self._model.forward(tokens, positions, batch, places)
+        else:
+            logits, everywhere = self._model.forward_with_hidden(tokens, positions, batch, places)
+        for layer in self._layers_behind:
+            before_layer(layer)
+        if hidden is not None and everywhere is not None:
+            before = hidden.before(everywhere, rows)
+        self._proposer.follow(Shown(tokens, positions, before, batch))
+        if hidden is not None and everywhere is not None:
+            hidden.keep(everywhere, rows, positions=positions, slots=batch.slots)
+        return Computed(logits, positions[places], None if everywhere is None else everywhere[places], proposed)
+
+    def one_token_each(self, tables: Tensor, positions: Tensor, nobody: Tensor | None = None) -> AttentionBatch:
+        """A batch over the pool of rows with one token each, which wait for nothing: tables `[n, blocks]`, positions int64 `[n]`.
+
+        nobody   bool `[n]`: rows that write nothing and see nothing, which attention by torch does not know; None: there are none
+        """
+        count, size = len(positions), self._model.layout.block_tokens
+        blocks = tables.to(torch.int64)
+        slots = blocks.gather(1, (positions // size)[:, None]).squeeze(1) * size + positions % size
+        if self._partials is None:
+            return PagedBatch(
+                kv=self._kv,
+                slots=slots,
+                block_tables=blocks,
+                query_starts=tuple(range(count + 1)),
+                kv_lens=tuple((positions + 1).tolist()),
+                num_decode=count,
+                before_layer=ungated,
+            )
+        lengths = positions + 1
+        return DeviceBatch(
+            kv=self._kv,
+            slots=slots if nobody is None else torch.where(nobody, -1, slots),
+            block_tables=tables,
+            query_starts=torch.arange(count + 1, device=positions.device),
+            kv_lens=lengths if nobody is None else torch.where(nobody, 0, lengths),
+            split_rows=count,
+            partials=self._partials,
+            before_layer=ungated,
+        )

@@ -1,0 +1,50 @@
+"""A smaller model that drafts for the one that is served: its KV lies at the end of the same blocks, and moves with them (H15)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import xxhash
+
+from sidestream.attention.paged import KVShape
+from sidestream.errors import ModelError
+from sidestream.kv.layout import DTYPE_BYTES
+from sidestream.models.adapter import PagedModel
+
+
+def attach_draft(model: PagedModel, draft: PagedModel, *, max_model_len: int) -> int:
+    """Give each of the model's blocks room for the draft's KV, and its fingerprint the draft's; returns how many layers of the pool that takes.
+
+    Both were loaded with the same block_tokens and dtype. `max_model_len`: tokens of a request at most. Raises ModelError, with both values,
+    for a draft that does not fit.
+    """
+    layout, own = model.layout, draft.layout
+    if own.dtype != layout.dtype or own.block_tokens != layout.block_tokens:
+        raise ModelError(
+            f"the draft model {draft.name} has KV in {own.dtype} and blocks of {own.block_tokens} tokens, {model.name} in {layout.dtype} and of "
+            f"{layout.block_tokens}: load both alike"
+        )
+    if draft.max_model_len < max_model_len:
+        raise ModelError(
+            f"the draft model {draft.name} was made for {draft.max_model_len} tokens, a request may have {max_model_len}: lower max_model_len, "
+            "or take another draft"
+        )
+    if draft.num_heads > model.num_heads or own.head_dim > layout.head_dim:
+        raise ModelError(
+            f"the draft model {draft.name} has {draft.num_heads} heads of {own.head_dim}, {model.name} has {model.num_heads} of "
+            f"{layout.head_dim}: take a smaller one"
+        )
+    shape = shape_of(draft)
+    layer = layout.layer_bytes // DTYPE_BYTES[layout.dtype]
+    width = own.num_kv_heads * own.head_dim
+    extra = -(-shape.values(own.block_tokens) // layer)
+    while (layout.num_layers + extra) * layer % width:  # attention finds a token a whole number of rows behind another
+        extra += 1
+    model.layout = replace(layout, num_layers=layout.num_layers + extra)
+    model.fingerprint = xxhash.xxh3_128(f"{model.fingerprint} drafted by {draft.fingerprint}".encode()).hexdigest()
+    return extra
+
+
+def shape_of(draft: PagedModel) -> KVShape:
+    """What a block holds for it."""
+    return KVShape(draft.layout.num_layers, draft.layout.num_kv_heads, draft.layout.head_dim, draft.num_heads)

@@ -1,0 +1,42 @@
+"""What tests of proposers share: a look at what an engine drafts."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from drafting_rig import Seen
+from torch import Tensor
+
+from sidestream.attention.paged import AttentionBatch
+from sidestream.execute.drafts import Drafts
+from sidestream.execute.state import DecodeState
+from sidestream.speculate import Context, Proposer
+
+
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
+    """What engines draft behind which tokens: of each row as many as it is to have, which near an answer's end are fewer than others have."""
+    seen: Seen = defaultdict(list)
+    propose = Drafts.propose
+
+    def keep(self: Drafts, proposer: Proposer, state: DecodeState, attend: Callable[[Tensor, Tensor], AttentionBatch]) -> Tensor:
+        contexts: list[Context] = []
+
+        def propose_for_all(context: Context, count: int) -> Tensor:
+            contexts.append(context)
+            return proposer.propose(context, count)
+
+        watched: Any = SimpleNamespace(propose=propose_for_all)
+        drafts = propose(self, watched, state, attend)
+        drafting = [(row, count) for row, count in zip(drafts.tolist(), self.num_drafts, strict=True) if count]
+        (context,) = contexts
+        for history, length, (row, count) in zip(context.history.tolist(), context.lengths.tolist(), drafting, strict=True):
+            seen[tuple(history[:length])].append(row[:count])
+        return drafts
+
+    monkeypatch.setattr(Drafts, "propose", keep)
+    return seen

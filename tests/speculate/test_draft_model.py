@@ -1,0 +1,125 @@
+"""A smaller model drafts through the engine what it would go on with by itself, wherever its KV was meanwhile."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from drafting_rig import GREEDY, PROMPTS, Seen
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from sidestream import LLM, OffloadConfig, SpeculativeConfig
+from sidestream.errors import ConfigError, ModelError
+from sidestream.models import load_model
+from sidestream.models.draft import attach_draft
+from sidestream.testing.tiny_models import tiny_model_dir
+
+DRAFTS = 3
+# Other heads, other layers, and five numbers where the model has some power of two.
+SMALLER = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 10}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model_dir("llama", tmp_path_factory.mktemp("model"), 3)
+
+
+@pytest.fixture(scope="module")
+def draft(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model_dir("llama", tmp_path_factory.mktemp("draft"), 4, **SMALLER)
+
+
+def engine(model: Path, draft: Path, **options: Any) -> LLM:
+    speculative = SpeculativeConfig("draft", DRAFTS, adaptive=False, model=draft)
+    defaults = {"dtype": "float32", "kv_memory": "1MiB", "max_running": 4, "compute_threads": 1, "check_order": True}
+    return LLM(model, speculative=speculative, **{**defaults, **options})
+
+
+def plain_tokens(model: Path) -> list[tuple[int, ...]]:
+    with LLM(model, dtype="float32", compute_threads=1) as plain:
+        return [output.token_ids for output in plain.generate(PROMPTS, GREEDY)]
+
+
+class Alone:
+    """The draft model by itself, over whole sequences, without a cache."""
+
+    def __init__(self, path: Path) -> None:
+        self._model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
+
+    @torch.inference_mode()
+    def goes_on(self, tokens: tuple[int, ...]) -> list[int]:
+        given = torch.tensor([tokens])
+        for _ in range(DRAFTS):
+            given = torch.cat([given, self._model(given, use_cache=False).logits[:, -1:].argmax(-1)], dim=1)
+        drafts: list[int] = given[0, len(tokens) :].tolist()
+        return drafts
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_drafts_are_those_of_the_draft_model_alone_cold_from_the_device_and_from_the_host(
+    model: Path, draft: Path, asynchronous: bool, seen: Seen
+) -> None:
+    expected, alone = plain_tokens(model), Alone(draft)
+    with engine(model, draft, asynchronous=asynchronous, chunk_tokens=32, offload=OffloadConfig(host="4MiB")) as llm:
+        costs = llm.engine.parts.costs
+        assert costs is not None
+        costs.saw_prefill = lambda *_: None  # type: ignore[method-assign]
+        for source in ("nothing", "device", "host"):
+            if source == "host":
+                assert llm.flush()
+                llm.engine.call(llm.engine.parts.blocks.forget_all)
+            seen.clear()
+            outputs = llm.generate(PROMPTS, GREEDY)
+            assert [output.token_ids for output in outputs] == expected
+            assert (sum(output.cached.host for output in outputs) > 0) == (source == "host")
+            steps = 0
+            for tokens, every in seen.items():
+                if not any(expected[number][: len(tokens) - len(prompt)] == tokens[len(prompt) :] for number, prompt in enumerate(PROMPTS)):
+                    continue  # behind an answer's end
+                steps += 1
+                assert every == [alone.goes_on(tokens)[: len(row)] for row in every]
+            assert steps > 12
+
+
+def test_a_model_that_drafts_for_itself_is_always_right(model: Path) -> None:
+    expected = plain_tokens(model)
+    with engine(model, model) as llm:
+        assert [output.token_ids for output in llm.generate(PROMPTS, GREEDY)] == expected
+        drafted = llm.metrics.value("draft_tokens_total", "draft")
+        assert llm.metrics.value("accepted_tokens_total", "draft") == drafted > 0
+
+
+def test_blocks_of_a_model_with_another_draft_model_or_none_are_no_hits(model: Path, draft: Path, tmp_path: Path) -> None:
+    other = tiny_model_dir("llama", tmp_path / "other", 5, **SMALLER)
+    loaded = [load_model(str(model), block_tokens=16) for _ in range(3)]
+    for served, drafting in zip(loaded[1:], (draft, other), strict=True):
+        attach_draft(served, load_model(str(drafting), block_tokens=16), max_model_len=64)
+    assert len({served.fingerprint for served in loaded}) == 3
+
+
+# ---------------------------------------------------------------------- refusals
+
+
+def test_a_draft_model_that_does_not_fit_is_refused_with_both_values(model: Path, tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"was made for 64 tokens, a request may have \d+: lower max_model_len"):
+        engine(model, tiny_model_dir("llama", tmp_path / "short", 4, max_position_embeddings=64))
+    with pytest.raises(ModelError, match=r"has 8 heads of 16, \w+ has 4 of 16: take a smaller one"):
+        engine(model, tiny_model_dir("llama", tmp_path / "wide", 4, num_attention_heads=8, num_key_value_heads=1))
+    stranger = tiny_model_dir("llama", tmp_path / "stranger", 4)
+    tokenizer = AutoTokenizer.from_pretrained(stranger)
+    tokenizer.add_tokens(["zymurgy"])
+    other = tiny_model_dir("llama", tmp_path / "other", 3)
+    tokenizer.save_pretrained(other)
+    with pytest.raises(ModelError, match=r"has another tokenizer: 'zymurgy' is no token there, \d+ here"):
+        engine(other, stranger)
+
+
+def test_half_a_choice_is_refused() -> None:
+    with pytest.raises(ConfigError, match="there is no draft model: give model"):
+        SpeculativeConfig("draft")
+    with pytest.raises(ConfigError, match="the draft model is x, but the proposer is ngram: give proposer draft too"):
+        SpeculativeConfig(model="x")
+    assert dataclasses.replace(SpeculativeConfig("draft", model="x"), max_drafts=2).model == "x"
