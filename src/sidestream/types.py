@@ -7,7 +7,7 @@ neither of the three rooms imports another.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol, runtime_checkable
 
 BlockId = int
@@ -236,12 +236,15 @@ TransferPlan = StorePlan | LoadPlan | PromotePlan
 class StepPlan:
     """What one step does: transfers to hand over, and a flight to launch (no rows: none).
 
-    after   fences that the compute stream waits for before the flight: last uses of the blocks it writes
+    after       fences that the compute stream waits for before the flight: last uses of the blocks it writes
+    undrafted   how many rows that may have drafts have none, by why: the answer ends (end), there is no room (blocks), drafts are not likely
+                enough to be right for what they cost (chance), or the flight goes without to measure what that takes (measuring)
     """
 
     transfers: tuple[TransferPlan, ...]
     batch: BatchPlan
     after: tuple[Fence, ...]
+    undrafted: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

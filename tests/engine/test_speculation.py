@@ -6,16 +6,18 @@ Accept lengths are compared step by step: a stale read of device state would lea
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
 from engine_rig import Reply, Rig, prompts, serving
 
 from sidestream.config import EngineConfig, SamplingParams, SpeculativeConfig
+from sidestream.engine import loop
 from sidestream.errors import ConfigError, RequestRejected
+from sidestream.execute.mailbox import Delivered
+from sidestream.schedule.drafting import DraftPolicy
 from sidestream.testing.toy import RecurrentToyModel, ToyDraftHead, ToyModel, ToyProposer
-from sidestream.types import BatchPlan, RowResult
+from sidestream.types import BatchPlan
 
 ALWAYS = SpeculativeConfig(max_drafts=3, adaptive=False)
 
@@ -31,12 +33,12 @@ def accept_lengths(rig: Rig) -> dict[int, list[int]]:
     seen: dict[int, list[int]] = defaultdict(list)
     count = rig.engine._count_drafts
 
-    def count_and_keep(batch: BatchPlan, results: Sequence[RowResult]) -> None:
+    def count_and_keep(batch: BatchPlan, delivered: Delivered) -> None:
         sampling = [row for row in batch.rows if row.samples]
-        for row, result in zip(sampling, results, strict=True):
+        for row, result in zip(sampling, delivered.rows, strict=True):
             if row.drafts == ALWAYS.max_drafts:
                 seen[row.request_id].append(len(result.token_ids) - 1)
-        count(batch, results)
+        count(batch, delivered)
 
     rig.engine._count_drafts = count_and_keep  # type: ignore[method-assign]
     return seen
@@ -178,6 +180,39 @@ def test_adapting_changes_no_token() -> None:
         replies = [rig.submit(prompt, 60) for prompt in asked]
         for reply, prompt in zip(replies, asked, strict=True):
             rig.expect(reply, prompt, 60)
+
+
+def test_times_of_drafting_and_verifying_are_counted_for_each_flight_that_does() -> None:
+    with speculating() as rig:
+        rig.ask(prompts(1, 1)[0], 30)
+        _, histograms = rig.engine.parts.metrics.snapshot()
+        drafted, verified, flights = (
+            histograms["draft_seconds"]["toy",],
+            histograms["verify_seconds"]["toy",],
+            histograms["step_seconds"][()],
+        )
+        assert 0 < drafted.count == verified.count < flights.count
+        assert 0 < drafted.total + verified.total < flights.total
+        assert min(drafted.total, verified.total) > 0
+
+
+def test_steps_without_drafts_are_counted_by_why_and_told_now_and_then(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(loop, "_UNDRAFTED_PERIOD_S", 0.0)
+    caplog.set_level("INFO", logger="sidestream.engine.loop")
+    saw = DraftPolicy.saw_flight
+    for dear in (False, True):
+        seconds = 10.0 if dear else 1.0
+        monkeypatch.setattr(
+            DraftPolicy, "saw_flight", lambda self, rows, drafts, _, seconds=seconds: saw(self, rows, drafts, seconds if drafts else 1.0)
+        )
+        with speculating(speculative=SpeculativeConfig(max_drafts=3)) as rig:
+            rig.ask(prompts(1, 1)[0], 30)
+            assert rig.counted("draft_fallbacks_total", "measuring") > 0
+            assert rig.counted("draft_fallbacks_total", "end") > 0
+            assert (rig.counted("draft_fallbacks_total", "chance") > 0) == dear
+            assert ("because too few were right for what they cost" in caplog.text) == dear
 
 
 def test_what_cannot_be_is_refused_with_the_bound() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 from plans import prompt, row_of
 from scheduler_world import World
@@ -44,6 +46,17 @@ def test_the_answer_is_as_long_as_it_was_asked_for_and_no_position_behind_it_is_
         world.run()
         assert world.said(request) == world.expected(request)
         assert max((row.stop for row in decodes(world, request)), default=0) <= 5 + outputs
+
+
+def test_a_plan_says_how_many_rows_go_without_drafts_and_why() -> None:
+    world = drafting_world(right=RIGHT)
+    request = world.submit(prompt(5), outputs=6)
+    world.run()
+    reasons = Counter[str]()
+    for plan in world.plans:
+        reasons.update(plan.undrafted)
+    assert set(reasons) == {"end"}
+    assert reasons["end"] == sum(not row.drafts for row in decodes(world, request))
 
 
 def test_right_drafts_save_flights() -> None:

@@ -221,6 +221,10 @@ class Stream(Protocol):
         """Run everything in the graph, which this stream captured, behind what its work enqueued so far. Inside work of this stream."""
         ...
 
+    def stamp(self, times: torch.Tensor) -> None:
+        """Write the device's clock, in ns, into the first of `times`, int64 on the device, when the work gets here. Inside work of this stream."""
+        ...
+
     def deliver(self, values: torch.Tensor, memory: Memory, start: int) -> None:
         """Write the bytes of `values`, contiguous and on the device, to host memory at `start`, past the queue of bulk copies (P5).
 

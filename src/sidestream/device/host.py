@@ -171,6 +171,10 @@ class HostStream:
         for node in graph.nodes:
             node()
 
+    def stamp(self, times: torch.Tensor) -> None:
+        """Write the system's monotonic clock. See `Stream.stamp`."""
+        times[0] = time.monotonic_ns()
+
     def deliver(self, values: torch.Tensor, memory: Memory, start: int) -> None:
         """Write the values' bytes, on the calling thread. See `Stream.deliver`."""
         flat = values.reshape(-1).view(torch.uint8)

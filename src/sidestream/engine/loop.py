@@ -14,7 +14,8 @@ import operator
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 
@@ -23,6 +24,7 @@ from sidestream.device.base import Device
 from sidestream.engine.session import Handle, Session, Sink, TokenSource
 from sidestream.errors import ContextTooLong, DeviceLost, EngineStopped, QueueFull, RequestRejected
 from sidestream.execute.executor import Executor, Flight
+from sidestream.execute.mailbox import Delivered
 from sidestream.kv.keys import BlockKeys
 from sidestream.kv.layout import KVLayout
 from sidestream.kv.pool import FencedPool
@@ -32,7 +34,7 @@ from sidestream.schedule.scheduler import Scheduler
 from sidestream.tiers.base import PersistentTier
 from sidestream.tiers.host import HostTier
 from sidestream.transfer import CostModel, LoadFailed, LoadReady, Promoted, TransferEngine, TransferEvent
-from sidestream.types import BatchPlan, Health, Key, LayerGates, RequestId, RowPlan, RowResult
+from sidestream.types import BatchPlan, Health, Key, LayerGates, RequestId, RowPlan
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +46,8 @@ _REST_AFTER_S = 1.0
 _MEASURED_PREFILL = 64
 # Gauges are read by people.
 _GAUGE_PERIOD_S = 0.2
+# And so is the log: how often it says that requests go without drafts.
+_UNDRAFTED_PERIOD_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +102,8 @@ class Engine:
         self._ids = itertools.count()
         self._inbox = parts.inbox
         self._sessions: dict[RequestId, Session] = {}
+        self._undrafted: Counter[str] = Counter()
+        self._undrafted_since_s = self._now()
         self._previous: Flight | None = None
         self._unfinished = 0
         self._gate = threading.Lock()  # orders submit against close; guards _unfinished and _status
@@ -297,6 +303,8 @@ class Engine:
             parts.scheduler.launched(plan.batch, flight.fence)
             self.num_steps += 1
             parts.metrics.inc("steps_total")
+        if plan.undrafted:
+            self._count_undrafted(plan.undrafted)
         # What a flight could not even be launched with is known at once: nothing is planned on what it would have left on the device.
         failed = flight is not None and flight.fence.failure is not None
         if not parts.asynchronous or failed:
@@ -325,10 +333,10 @@ class Engine:
             self._flight_failed(flight)
             return
         self._measure(flight)
-        results = flight.results()
-        committed = parts.scheduler.commit(flight.batch, results, flight.fence)
+        delivered = flight.results()
+        committed = parts.scheduler.commit(flight.batch, delivered.rows, flight.fence)
         if flight.batch.speculates:
-            self._count_drafts(flight.batch, results)
+            self._count_drafts(flight.batch, delivered)
         if parts.transfers is not None and committed.store is not None:
             parts.transfers.submit([committed.store])  # before anything is freed: the blocks are still their requests'
         now_s = self._now()
@@ -352,13 +360,35 @@ class Engine:
             if not session.tell() and reason is None:
                 self._forget(request, "abort")
 
-    def _count_drafts(self, batch: BatchPlan, results: Sequence[RowResult]) -> None:
+    def _count_drafts(self, batch: BatchPlan, delivered: Delivered) -> None:
         metrics, proposer = self.parts.metrics, self.parts.proposer
         sampling = (row for row in batch.rows if row.samples)
-        lengths = [(row.drafts, len(result.token_ids)) for row, result in zip(sampling, results, strict=True) if row.drafts]
+        lengths = [(row.drafts, len(result.token_ids)) for row, result in zip(sampling, delivered.rows, strict=True) if row.drafts]
         metrics.inc("draft_tokens_total", sum(drafts for drafts, _ in lengths), proposer)
         metrics.inc("accepted_tokens_total", sum(max(0, length - 1) for _, length in lengths), proposer)
         metrics.observe_all("accept_length", [length for _, length in lengths], proposer)
+        if delivered.draft_s is not None and delivered.verify_s is not None:
+            metrics.observe("draft_seconds", delivered.draft_s, proposer)
+            metrics.observe("verify_seconds", delivered.verify_s, proposer)
+
+    def _count_undrafted(self, undrafted: Mapping[str, int]) -> None:
+        """Count rows that went without drafts, and say so now and then, if it is more than an answer's end or a measurement."""
+        for reason, count in undrafted.items():
+            self.parts.metrics.inc("draft_fallbacks_total", count, reason)
+            self._undrafted[reason] += count
+        seconds = self._now() - self._undrafted_since_s
+        if seconds >= _UNDRAFTED_PERIOD_S:
+            chance, blocks = self._undrafted["chance"], self._undrafted["blocks"]
+            if chance or blocks:
+                logger.info(
+                    "in %.0f s, requests went %d steps without drafts: %d because too few were right for what they cost, %d for lack of blocks",
+                    seconds,
+                    chance + blocks,
+                    chance,
+                    blocks,
+                )
+            self._undrafted.clear()
+            self._undrafted_since_s = self._now()
 
     def _measure(self, flight: Flight) -> None:
         """Count a flight that was just seen done. It ran from its launch, or from the end of the one before, whichever came later."""

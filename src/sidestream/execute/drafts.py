@@ -88,7 +88,8 @@ class Drafts:
 
     def draw(self, computed: Computed, state: DecodeState) -> tuple[Drawn, Tensor]:
         """Draw at all places, and publish how far each row goes for the flights behind this one: what was drawn, and int64 `[R]` tokens."""
-        most, proposed, positions, hidden = self.most, computed.proposed, computed.positions, computed.hidden
+        most, positions, hidden = self.most, computed.positions, computed.hidden
+        proposed = None if computed.proposed is None else computed.proposed.tokens
         starts = [0]
         for count in self.num_drafts:
             starts.append(starts[-1] + 1 + count)

@@ -22,13 +22,13 @@ from sidestream.execute.forward import Computed, Forward
 from sidestream.execute.frame import SHORT_TOKENS, Shape, TableChanges, TableKeeper, pack
 from sidestream.execute.graphs import Captured, Graphs
 from sidestream.execute.inputs import Packer, StepInputs, kv_accesses
-from sidestream.execute.mailbox import Letter, Mailbox
+from sidestream.execute.mailbox import Delivered, Letter, Mailbox
 from sidestream.execute.model import ForwardModel
 from sidestream.execute.sample import sample
 from sidestream.execute.state import DecodeState
 from sidestream.execute.upload import Uploads
 from sidestream.speculate import Proposer
-from sidestream.types import Access, BatchPlan, Fence, LayerGates, RowPlan, RowResult, RowStart, SamplingSpec
+from sidestream.types import Access, BatchPlan, Fence, LayerGates, RowPlan, RowStart, SamplingSpec
 
 # One flight runs, one is launched behind it, one is being read.
 _FLIGHTS = 3
@@ -84,7 +84,7 @@ class Flight:
         """End the flight without reading it, because it failed; behind the fence."""
         self.letter.lease.release(after=(self.fence,))
 
-    def results(self) -> tuple[RowResult, ...]:
+    def results(self) -> Delivered:
         """What the sampling rows drew, in order; once, behind the fence."""
         return self.mailbox.read(self.letter, self.batch.rows, self.top_logprobs, self.fence)
 
@@ -140,7 +140,7 @@ class Executor:
         self._packer = Packer(num_rows, layout)
         num_blocks = memory.num_bytes // layout.block_bytes
         self._kv = memory.data[: num_blocks * layout.block_bytes].view(dtype).view(layout.shape(num_blocks))
-        self._forward = Forward(model, self._kv, partials=partials, state=self._state, proposer=proposer)
+        self._forward = Forward(model, self._kv, stream=self._stream, partials=partials, state=self._state, proposer=proposer)
         self._wanted_logprobs: dict[int, int] = {}
 
     def launch(self, batch: BatchPlan, *, after: tuple[Fence, ...], gates: LayerGates) -> Flight:
@@ -279,7 +279,8 @@ class Executor:
                     self._mailbox.write(letter, drawn, self._stream)
                 elif sampling and drafts is not None:
                     drawn, counts = drafts.draw(computed, self._state)
-                    self._mailbox.write(letter, drawn, self._stream, counts=counts if drafts.most else None)
+                    times = None if computed.proposed is None else computed.proposed.times
+                    self._mailbox.write(letter, drawn, self._stream, counts=counts if drafts.most else None, times=times)
         except BaseException:
             self._tables.forget()
             raise
@@ -297,11 +298,14 @@ class Executor:
             tokens, proposed = inputs.tokens, None
             if inputs.state_rows:
                 tokens = tokens.index_copy(0, inputs.from_state, self._state.last_tokens(inputs.state_rows))
-            if self._proposer is not None and drafts is not None and drafts.most:
-                proposed = drafts.propose(
-                    self._proposer, self._state, lambda which, at: self._forward.one_token_each(inputs.block_tables[which], at)
-                )
-                tokens = drafts.put(tokens, inputs, proposed, self._state)
+            proposer = self._proposer
+            if proposer is not None and drafts is not None and drafts.most:
+
+                def attend(which: torch.Tensor, at: torch.Tensor) -> AttentionBatch:
+                    return self._forward.one_token_each(inputs.block_tables[which], at)
+
+                proposed = self._forward.draft(lambda: drafts.propose(proposer, self._state, attend))
+                tokens = drafts.put(tokens, inputs, proposed.tokens, self._state)
             of_rows = None
             if self._forward.keeps_up:
                 of_rows = PackedRows(
@@ -336,11 +340,11 @@ class Executor:
             computed = graphs.replay(captured, gated=gated)
             if (gated or batch.speculates) and self._witnessed:
                 self._stream.touch(lambda: kv_accesses(rows, layout, range(layout.num_layers)))
-            proposed = None
+            drafted = None
             if drafts is not None and drafts.most and computed.proposed is not None:
                 count = sum(row.tokens is None for row in batch.rows)  # they come first, and all of them sample
-                proposed = pad(computed.proposed[:count, : drafts.most], (0, 0, 0, len(drafts.rows) - count))
-            return computed.first(num_places, proposed)
+                drafted = pad(computed.proposed.tokens[:count, : drafts.most], (0, 0, 0, len(drafts.rows) - count))
+            return computed.first(num_places, drafted)
 
         return forward
 

@@ -10,10 +10,22 @@ from torch import Tensor
 
 from sidestream.attention.paged import AttentionBatch, PagedBatch, ungated
 from sidestream.attention.triton import DeviceBatch, Partials
+from sidestream.device.base import Stream
 from sidestream.execute.follow import HiddenStates, PackedRows
 from sidestream.execute.model import ForwardModel
 from sidestream.execute.state import DecodeState
 from sidestream.speculate import Proposer, Shown
+
+
+class Proposed(NamedTuple):
+    """What was drafted.
+
+    tokens   int64 `[rows, drafts]`, of the first rows that sample
+    times    int64 `[3]`: when the pass began, had its drafts, and had verified them; ns of the device's clock
+    """
+
+    tokens: Tensor
+    times: Tensor
 
 
 class Computed(NamedTuple):
@@ -22,17 +34,18 @@ class Computed(NamedTuple):
     logits      float32 `[N, vocab_size]`
     positions   int64 `[N]`
     hidden      `[N, hidden_size]`; None: nobody reads it
-    proposed    int64 `[rows, drafts]`, what was drafted for the first rows that sample; None: nothing was
+    proposed    None: nothing was drafted
     """
 
     logits: Tensor
     positions: Tensor
     hidden: Tensor | None = None
-    proposed: Tensor | None = None
+    proposed: Proposed | None = None
 
-    def first(self, count: int, proposed: Tensor | None) -> Computed:
-        """That of the first `count` places, with the drafts that the batch has."""
+    def first(self, count: int, drafts: Tensor | None) -> Computed:
+        """That of the first `count` places, with the drafts that the batch has; None: it has none."""
         hidden = None if self.hidden is None else self.hidden[:count]
+        proposed = None if drafts is None or self.proposed is None else Proposed(drafts, self.proposed.times)
         return Computed(self.logits[:count], self.positions[:count], hidden, proposed)
 
 
@@ -46,8 +59,9 @@ class Forward:
     """
 
     def __init__(
-        self, model: ForwardModel, kv: Tensor, *, partials: Partials | None, state: DecodeState, proposer: Proposer | None
+        self, model: ForwardModel, kv: Tensor, *, stream: Stream, partials: Partials | None, state: DecodeState, proposer: Proposer | None
     ) -> None:
+        self._stream = stream
         self._model = model
         self._kv = kv
         self._partials = partials
@@ -58,6 +72,14 @@ class Forward:
         self._hidden = HiddenStates(kv, layout, state) if hidden_size else None
         self.keeps_up = proposer is not None and proposer.num_layers > 0
 
+    def draft(self, propose: Callable[[], Tensor]) -> Proposed:
+        """The drafts of a pass that is about to run, which `propose` gives."""
+        times = torch.empty(3, dtype=torch.int64, device=self._kv.device)
+        self._stream.stamp(times[:1])
+        tokens = propose()
+        self._stream.stamp(times[1:2])
+        return Proposed(tokens, times)
+
     def run(
         self,
         tokens: Tensor,
@@ -67,27 +89,28 @@ class Forward:
         places: Tensor,
         rows: PackedRows | None,
         before_layer: Callable[[int], None],
-        proposed: Tensor | None,
+        proposed: Proposed | None,
     ) -> Computed:
         """One pass over packed tokens, int64 `[T]`, at positions, int64 `[T]`.
 
         places int64 `[N]`: which of them a token is drawn behind · rows: None if nobody keeps up · before_layer: called with each layer
         behind the model's, in their order, before any of them is read or written · proposed: what the tokens hold of drafts
         """
-        if self._proposer is None or rows is None:
-            return Computed(self._model.forward(tokens, positions, batch, places), positions[places], None, proposed)
         hidden, everywhere, before = self._hidden, None, None
         if hidden is None:
             logits = self._model.forward(tokens, positions, batch, places)
         else:
             logits, everywhere = self._model.forward_with_hidden(tokens, positions, batch, places)
-        for layer in self._layers_behind:
-            before_layer(layer)
-        if hidden is not None and everywhere is not None:
-            before = hidden.before(everywhere, rows)
-        self._proposer.follow(Shown(tokens, positions, before, batch))
-        if hidden is not None and everywhere is not None:
-            hidden.keep(everywhere, rows, positions=positions, slots=batch.slots)
+        if self._proposer is not None and rows is not None:
+            for layer in self._layers_behind:
+                before_layer(layer)
+            if hidden is not None and everywhere is not None:
+                before = hidden.before(everywhere, rows)
+            self._proposer.follow(Shown(tokens, positions, before, batch))
+            if hidden is not None and everywhere is not None:
+                hidden.keep(everywhere, rows, positions=positions, slots=batch.slots)
+        if proposed is not None:
+            self._stream.stamp(proposed.times[2:])
         return Computed(logits, positions[places], None if everywhere is None else everywhere[places], proposed)
 
     def one_token_each(self, tables: Tensor, positions: Tensor, nobody: Tensor | None = None) -> AttentionBatch:

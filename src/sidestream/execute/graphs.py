@@ -19,7 +19,7 @@ from sidestream.attention.triton import DeviceBatch, Partials
 from sidestream.device.base import Device, Graph, Stream
 from sidestream.errors import InvariantError, OutOfDeviceMemory
 from sidestream.execute.follow import PackedRows
-from sidestream.execute.forward import Computed, Forward
+from sidestream.execute.forward import Computed, Forward, Proposed
 from sidestream.execute.frame import SHORT_TOKENS, Frame, Shape, shape_of, smallest
 from sidestream.execute.state import DecodeState
 from sidestream.speculate import Context, Proposer
@@ -171,7 +171,8 @@ class Graphs:
     def _run(self, frame: Frame, before_layer: Callable[[int], None]) -> Computed:
         if self._partials is None:
             return self._run_on_host(frame, before_layer)
-        drafts = self._propose(frame, range(frame.shape.decodes))
+        proposed = self._propose(frame, range(frame.shape.decodes))
+        drafts = None if proposed is None else proposed.tokens
         tokens, positions, kv_lens, slots, tables = frame.inputs(self._state, self._kv.shape[3], drafts)
         batch = DeviceBatch(
             kv=self._kv,
@@ -194,7 +195,7 @@ class Graphs:
             places=places,
             rows=PackedRows(frame.query_starts, frame.rows, frame.origins) if self._forward.keeps_up else None,
             before_layer=before_layer,
-            proposed=None if drafts is None else drafts[frame.rows[: frame.shape.decodes]],
+            proposed=None if proposed is None else proposed._replace(tokens=proposed.tokens[frame.rows[: frame.shape.decodes]]),
         )
 
     def _run_on_host(self, frame: Frame, before_layer: Callable[[int], None]) -> Computed:
@@ -202,7 +203,8 @@ class Graphs:
         starts, shape = frame.query_starts.tolist(), frame.shape
         rows = [row for row in range(shape.rows) if starts[row + 1] > starts[row]]
         decoding = [row for row in rows if row < shape.decodes]
-        drafts = self._propose(frame, decoding)
+        proposed = self._propose(frame, decoding)
+        drafts = None if proposed is None else proposed.tokens
         tokens, positions, kv_lens, slots, tables = frame.inputs(self._state, self._kv.shape[3], drafts)
         count = starts[-1]
         if not count:
@@ -224,12 +226,13 @@ class Graphs:
             places=frame.logit_rows[frame.logit_rows >= 0],
             rows=of_rows if self._forward.keeps_up else None,
             before_layer=before_layer,
-            proposed=None if drafts is None else drafts[frame.rows[decoding]],
+            proposed=None if proposed is None else proposed._replace(tokens=proposed.tokens[frame.rows[decoding]]),
         )
 
-    def _propose(self, frame: Frame, decoding: Sequence[int]) -> Tensor | None:
-        """Drafts by row number, int64 `[num_rows + 1, drafts]`, for the rows of the frame that decode; None: the shape has none."""
-        if self._proposer is None or not frame.shape.drafts or not decoding:
+    def _propose(self, frame: Frame, decoding: Sequence[int]) -> Proposed | None:
+        """Drafts by row number, `[num_rows + 1, drafts]`, for the rows of the frame that decode; None: the shape has none."""
+        proposer = self._proposer
+        if proposer is None or not frame.shape.drafts or not decoding:
             return None
         state = self._state
         chosen = slice(decoding[0], decoding[-1] + 1)
@@ -244,7 +247,7 @@ class Graphs:
 
         context = Context(state.history[rows, :-1], lengths + 1, state.hidden[rows], attend)
         drafted = torch.zeros(state.num_rows + 1, frame.shape.drafts, dtype=torch.int64, device=rows.device)
-        return drafted.index_copy(0, rows, self._proposer.propose(context, frame.shape.drafts))
+        return self._forward.draft(lambda: drafted.index_copy(0, rows, proposer.propose(context, frame.shape.drafts)))
 
     def _submit(self, work: Callable[[], None]) -> None:
         self._stream.submit(work, label="capture")

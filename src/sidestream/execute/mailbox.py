@@ -6,6 +6,7 @@ The compute stream writes, the engine thread reads behind the fence; nothing is 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -23,7 +24,7 @@ _ALIGNMENT = 64
 
 @dataclass(frozen=True, slots=True)
 class _Field:
-    """One array of a slot: `width` values for each place where a token is drawn, or each row that samples; `start` bytes into the slot."""
+    """One array of a slot: `width` values for each place where a token is drawn, or each row that samples, or once; `start` bytes into the slot."""
 
     start: int
     dtype: type[np.generic]
@@ -47,6 +48,19 @@ class Letter:
         return Access(MEMORY, self.start, self.start + self.num_bytes, write)
 
 
+class Delivered(NamedTuple):
+    """What the host hears of a flight.
+
+    rows       one result for each row that samples, in order
+    draft_s    seconds that drafting took; None: nothing was drafted
+    verify_s   seconds of the forward pass that verified it; None likewise
+    """
+
+    rows: tuple[RowResult, ...]
+    draft_s: float | None = None
+    verify_s: float | None = None
+
+
 class Mailbox:
     """A few slots, in host memory that the device writes, for the flights that are on their way."""
 
@@ -55,20 +69,21 @@ class Mailbox:
         self._witness: Witness | None = device.witness
         self._pool = FencedPool("mailbox", num_slots, witness=device.witness)
         width = min(TOP_LOGPROBS, vocab_size)
-        layout = {
-            "counts": (np.int64, 1),
-            "tokens": (np.int64, 1),
-            "top_ids": (np.int64, width),
-            "drawn": (np.float32, 1),
-            "top": (np.float32, width),
-            "finite": (np.bool_, 1),
-        }
         num_places = num_rows * (1 + max_drafts)
+        layout: dict[str, tuple[type[np.generic], int, int]] = {
+            "times": (np.int64, 3, 1),
+            "counts": (np.int64, 1, num_rows),
+            "tokens": (np.int64, 1, num_places),
+            "top_ids": (np.int64, width, num_places),
+            "drawn": (np.float32, 1, num_places),
+            "top": (np.float32, width, num_places),
+            "finite": (np.bool_, 1, num_places),
+        }
         self._fields: dict[str, _Field] = {}
         start = 0
-        for name, (dtype, count) in layout.items():  # the 8-byte ones first, so that all are aligned
-            self._fields[name] = _Field(start, dtype, count)
-            start += np.dtype(dtype).itemsize * count * num_places
+        for name, (dtype, values, times) in layout.items():  # the 8-byte ones first, so that all are aligned
+            self._fields[name] = _Field(start, dtype, values)
+            start += np.dtype(dtype).itemsize * values * times
         self._slot_bytes = -(-start // _ALIGNMENT) * _ALIGNMENT
         self._memory: Memory = device.allocate_host(MEMORY, num_slots * self._slot_bytes)
         self._bytes: npt.NDArray[np.uint8] = self._memory.data.numpy()
@@ -79,20 +94,20 @@ class Mailbox:
         """A free slot for a flight about to be launched. Raises PoolExhausted when too many flights are unread."""
         return Letter(self._pool.take(1), self._slot_bytes)
 
-    def write(self, letter: Letter, drawn: Drawn, stream: Stream, *, counts: Tensor | None = None) -> None:
-        """Deliver a flight's draws, and how many of them each row that samples goes on by; None: each by one. Inside work of `stream`, the compute
-        stream.
+    def write(self, letter: Letter, drawn: Drawn, stream: Stream, *, counts: Tensor | None = None, times: Tensor | None = None) -> None:
+        """Deliver a flight's draws, and of one with drafts how many of them each row that samples goes on by, and `Proposed.times`. Inside work of
+        `stream`, the compute stream.
         """
         values = {"tokens": drawn.tokens, "finite": drawn.finite}
-        if counts is not None:
-            values["counts"] = counts
+        if counts is not None and times is not None:
+            values |= {"counts": counts, "times": times}
         if drawn.logprobs is not None:
             values |= {"drawn": drawn.logprobs.drawn, "top_ids": drawn.logprobs.top_ids, "top": drawn.logprobs.top}
         for name, tensor in values.items():
             stream.deliver(tensor, self._memory, letter.start + self._fields[name].start)
 
-    def read(self, letter: Letter, rows: tuple[RowPlan, ...], top_logprobs: tuple[int, ...], fence: Fence) -> tuple[RowResult, ...]:
-        """One result for each row that samples. On the engine thread, behind the flight's fence; ends the lease.
+    def read(self, letter: Letter, rows: tuple[RowPlan, ...], top_logprobs: tuple[int, ...], fence: Fence) -> Delivered:
+        """What a flight delivered. On the engine thread, behind the flight's fence; ends the lease.
 
         `top_logprobs` by sampling row: -1 for a row that asked for none. How many tokens a row with drafts goes on by was written with them.
         """
@@ -111,8 +126,12 @@ class Mailbox:
             logprobs = () if wanted < 0 else tuple(self._logprob(letter, place, tokens[place], wanted, places) for place in drawn)
             results.append(RowResult(tuple(tokens[drawn.start : drawn.stop]), logprobs, whole))
             at += 1 + row_drafts
+        draft_s = verify_s = None
+        if places > count:
+            begun, drafted, verified = self._values(letter, "times", 1)[0].tolist()
+            draft_s, verify_s = 1e-9 * (drafted - begun), 1e-9 * (verified - drafted)
         letter.lease.release(after=(fence,))
-        return tuple(results)
+        return Delivered(tuple(results), draft_s, verify_s)
 
     def _logprob(self, letter: Letter, place: int, token: int, wanted: int, num_places: int) -> TokenLogprob:
         drawn, top_ids, top = (self._values(letter, name, num_places)[place] for name in ("drawn", "top_ids", "top"))

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+_PARTS = (0.0001, 0.00025, 0.0005, *_SECONDS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +40,9 @@ METRICS: Mapping[str, Declared] = {
     "accept_length": Declared(
         "histogram", "tokens that a row with drafts goes on by in a step", ("proposer",), tuple(float(count) for count in range(1, 18))
     ),
+    "draft_seconds": Declared("histogram", "of a flight with drafts, the device's time for drafting", ("proposer",), _PARTS),
+    "verify_seconds": Declared("histogram", "of a flight with drafts, the device's time for the forward pass", ("proposer",), _PARTS),
+    "draft_fallbacks_total": Declared("counter", "steps of requests that went without drafts, by why", ("reason",)),
     "transfers_total": Declared("counter", "transfers that ended, by kind and outcome", ("kind", "outcome")),
     "transfer_bytes_total": Declared("counter", "bytes of transfers that went well, by kind", ("kind",)),
     "transfer_seconds": Declared("histogram", "submission to completion of a transfer, by kind", ("kind",), _SECONDS),

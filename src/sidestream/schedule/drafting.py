@@ -55,21 +55,24 @@ class _Seconds:
 
 
 class DraftPolicy:
-    """Chooses how many drafts a row gets, between 0 and `most`. `adaptive` False: always as many as there may be."""
+    """Chooses how many drafts a row gets, between 0 and `most`. `adaptive` False: always as many as there may be.
+
+    measuring   the flight that was prepared goes without drafts, to measure what that takes
+    """
 
     def __init__(self, most: int, *, adaptive: bool = True) -> None:
         self.most = most
         self.adaptive = adaptive
         self._seconds: dict[int, _Seconds] = {}
         self._now = _Seconds()
-        self._measuring = self._retrying = False
+        self.measuring = self._retrying = False
 
     def prepare(self, num_rows: int) -> None:
         """A flight is planned in which `num_rows` rows decode; `choose` is asked for each of them."""
         now = self._now = self._of(num_rows)
-        self._measuring = now.plain is None or now.drafted >= _MEASURE_FLIGHTS
-        self._retrying = not self._measuring and now.dry >= _RETRY_FLIGHTS
-        if self._measuring:
+        self.measuring = now.plain is None or now.drafted >= _MEASURE_FLIGHTS
+        self._retrying = not self.measuring and now.dry >= _RETRY_FLIGHTS
+        if self.measuring:
             now.drafted = 0
         if self._retrying:
             now.dry = 0
@@ -79,7 +82,7 @@ class DraftPolicy:
         most = min(most, self.most)
         if not self.adaptive or most <= 0:
             return max(most, 0)
-        if self._measuring:
+        if self.measuring:
             return 0
         count, chance, cost = 0, record.chance, self._now.cost
         if cost is None or self._retrying:

@@ -7,6 +7,7 @@ Called from the engine thread only.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, Protocol
@@ -127,6 +128,7 @@ class _Draft:
     prefills: list[RowPlan] = field(default_factory=list)
     transfers: list[TransferPlan] = field(default_factory=list)
     after: list[Fence] = field(default_factory=list)
+    undrafted: Counter[str] = field(default_factory=Counter)
 
 
 class Scheduler:
@@ -323,7 +325,7 @@ class Scheduler:
         self._admit(draft)
         batch = BatchPlan((*draft.decodes, *draft.drafting, *draft.prefills), draft.speculates)
         self._age(batch)
-        return StepPlan(tuple(draft.transfers), batch, tuple(draft.after))
+        return StepPlan(tuple(draft.transfers), batch, tuple(draft.after), draft.undrafted)
 
     def _age(self, batch: BatchPlan) -> None:
         """Count the step for everybody it passed over, with or without a row. A step without a flight passes nobody over."""
@@ -350,7 +352,10 @@ class Scheduler:
         if request.max_drafts:
             most = min(request.max_drafts, request.max_outputs - request.launched_outputs - 1)
             drafts = self._drafts.choose(request.drafting, most=most)
-            if drafts and not self._reserve(request, request.launched_len + 1 + drafts, draft, retracting=False):
+            if not drafts:
+                draft.undrafted["end" if most <= 0 else "measuring" if self._drafts.measuring else "chance"] += 1
+            elif not self._reserve(request, request.launched_len + 1 + drafts, draft, retracting=False):
+                draft.undrafted["blocks"] += 1
                 drafts = 0
         stop = request.launched_len + 1 + drafts
         if drafts or self._reserve(request, stop, draft, retracting=not request.drafts_on_way):

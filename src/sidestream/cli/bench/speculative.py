@@ -14,8 +14,9 @@ from sidestream.cli.bench.report import Figure, at_least, at_most
 from sidestream.cli.visits import Engine
 from sidestream.config import SamplingParams, SpeculativeConfig
 from sidestream.execute.executor import Executor, Flight
+from sidestream.execute.mailbox import Delivered
 from sidestream.llm import LLM
-from sidestream.types import BatchPlan, Fence, LayerGates, RowResult
+from sidestream.types import BatchPlan, Fence, LayerGates
 
 _PROMPT_TOKENS = 48
 _DRAFTS = 4
@@ -107,13 +108,13 @@ def _accept_lengths(llm: LLM) -> dict[int, dict[int, int]]:
     seen: dict[int, dict[int, int]] = defaultdict(dict)
     count = llm.engine._count_drafts
 
-    def count_and_keep(batch: BatchPlan, results: Sequence[RowResult]) -> None:
+    def count_and_keep(batch: BatchPlan, delivered: Delivered) -> None:
         sampling = (row for row in batch.rows if row.samples)
-        for row, result in zip(sampling, results, strict=True):
+        for row, result in zip(sampling, delivered.rows, strict=True):
             request = llm.engine.parts.scheduler.get(row.request_id)
             if row.drafts == _DRAFTS and request is not None:
                 seen[row.request_id][len(request.tokens) - len(result.token_ids)] = len(result.token_ids)
-        count(batch, results)
+        count(batch, delivered)
 
     llm.engine._count_drafts = count_and_keep  # type: ignore[method-assign]
     return seen

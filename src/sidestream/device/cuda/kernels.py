@@ -67,7 +67,7 @@ def _stamp(target):  # type: ignore[no-untyped-def]
 
 
 def stamp(target: int) -> None:
-    """Write the GPU's clock, in ns, to mapped host address `target`, on the current stream."""
+    """Write the GPU's clock, in ns, to `target`, an address on the device or a mapped one of the host's, on the current stream."""
     grid: Any = _stamp[(1,)]
     grid(target, num_warps=1)
 

@@ -250,6 +250,12 @@ class CudaStream:
         else:
             self._copy_by_engine(calls.table, source, target)
 
+    def stamp(self, times: torch.Tensor) -> None:
+        """Have a kernel write the GPU's clock. See `Stream.stamp`."""
+        from sidestream.device.cuda import kernels
+
+        kernels.stamp(times.data_ptr())
+
     def deliver(self, values: torch.Tensor, memory: Memory, start: int) -> None:
         """Have one program of a kernel write the bytes. See `Stream.deliver`."""
         if not values.is_contiguous():

@@ -190,6 +190,10 @@ class SimStream:
         part = batch.part(first, stop)
         return self.submit(lambda: self.copy(part), part.accesses, label=label)
 
+    def stamp(self, times: torch.Tensor) -> None:
+        """Write virtual time. See `Stream.stamp`."""
+        times[0] = round(1e9 * self._device.now())
+
     def deliver(self, values: torch.Tensor, memory: Memory, start: int) -> None:
         """Write the values' bytes. See `Stream.deliver`."""
         flat = values.reshape(-1).view(torch.uint8)
