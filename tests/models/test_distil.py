@@ -10,7 +10,7 @@ from torch import Tensor
 
 from sidestream import LLM, SamplingParams, SpeculativeConfig
 from sidestream.errors import ConfigError
-from sidestream.models.distil import Distillation, Lesson, load_teacher
+from sidestream.models.distil import Distillation, Lesson, as_it_drafts, load_teacher
 from sidestream.models.mtp import MtpHead, write_head
 from sidestream.testing.tiny_models import save_head, tiny_model_dir
 
@@ -26,7 +26,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def tokens(model: Path) -> Tensor:
     """The model's own answers."""
     with LLM(model, dtype="float32", compute_threads=1) as llm:
-        prompts = [[number, 7 * number % 200] for number in range(1, 17)]
+        prompts = [[number, 7 * number % 200] for number in range(1, 49)]
         outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=46, ignore_eos=True))
     return torch.tensor([[*prompt, *output.token_ids] for prompt, output in zip(prompts, outputs, strict=True)], dtype=torch.int32)
 
@@ -52,9 +52,33 @@ def test_a_head_learns_to_draft(model: Path, tokens: Tensor, tmp_path: Path) -> 
     losses = [whole.step() for _ in range(LESSON.steps)]
     assert sum(losses[-5:]) < 0.6 * sum(losses[:5])
     write_head(head, tmp_path / "taught.safetensors")
-    assert (
-        accepted(model, tmp_path / "taught.safetensors") > accepted(model, save_head(model, tmp_path / "random.safetensors", seed=0)) + 0.1
-    )
+    taught = accepted(model, tmp_path / "taught.safetensors")
+    assert taught > accepted(model, save_head(model, tmp_path / "random.safetensors", seed=0)) + 0.1
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+@torch.no_grad()
+def test_a_head_is_taught_on_what_it_will_draft_from(family: str, tmp_path: Path) -> None:
+    """Each prediction is that of a head that was given the model's hidden states up to a position, and fed itself from there."""
+    teacher = load_teacher(str(tiny_model_dir(family, tmp_path, 3)), device=torch.device("cpu"))
+    torch.manual_seed(0)
+    head, drafts = MtpHead(teacher, feeds_normed=False), 3
+    tokens = torch.tensor([[10 + 7 * position % 200 for position in range(9)]])
+    hidden = teacher.base_model(tokens, use_cache=False).last_hidden_state
+    shifted = torch.cat([torch.zeros_like(hidden[:, :1]), hidden[:, :-1]], dim=1)
+    expected = torch.zeros(drafts, *hidden.shape[1:])
+    head.config._attn_implementation = "eager"
+    for known in range(1, 10):
+        before = shifted[:, :known]
+        for number in range(min(drafts, 10 - known)):
+            length = known + number
+            mask = torch.full((length, length), -torch.inf).triu(1)[None, None]
+            predicts, feeds = head(tokens[:, :length], before, torch.arange(length)[None], attention_mask=mask)
+            expected[number, length - 1] = predicts[0, -1]
+            before = torch.cat([before, feeds[:, -1:]], dim=1)
+    Distillation(teacher, head, tokens, Lesson(1, batch=1))
+    for number, predicts in enumerate(as_it_drafts(head, tokens, hidden, drafts)):
+        torch.testing.assert_close(predicts[0, number:], expected[number, number:], atol=1e-5, rtol=1e-5)
 
 
 def test_an_interruption_changes_nothing(model: Path, tokens: Tensor, tmp_path: Path) -> None:

@@ -60,6 +60,10 @@ class AttentionBatch(Protocol):
         """The same rows in the KV of another model, at the end of the same blocks; it waits for nothing."""
         ...
 
+    def write(self, key: torch.Tensor, value: torch.Tensor, layer: int) -> None:
+        """Write keys and values into the pool, as `attend` does first."""
+        ...
+
     def attend(
         self,
         query: torch.Tensor,
@@ -111,6 +115,13 @@ class PagedBatch:
         """See `AttentionBatch.over`."""
         return replace(self, kv=shape.at_the_end_of(self.kv), before_layer=ungated)
 
+    def write(self, key: torch.Tensor, value: torch.Tensor, layer: int) -> None:
+        """See `AttentionBatch.write`."""
+        self.before_layer(layer)
+        pool = self._addresses.pool_from(layer)
+        pool.index_copy_(0, self._addresses.written_keys, key)
+        pool.index_copy_(0, self._addresses.written_values, value)
+
     def attend(
         self,
         query: torch.Tensor,
@@ -143,12 +154,9 @@ def paged_attention(
     query head h reads kv head h // (heads / kv_heads). A query at position p sees positions `(p - sliding_window, p]`.
     `softcap` bounds the scores: softcap * tanh(score / softcap). Runs on the calling thread; one call at a time per batch.
     """
-    batch.before_layer(layer)
+    batch.write(key, value, layer)
     addresses = batch._addresses
     pool = addresses.pool_from(layer)
-    pool.index_copy_(0, addresses.written_keys, key)
-    pool.index_copy_(0, addresses.written_values, value)
-
     seen = addresses.seen(sliding_window, query.dtype)
     gathered = pool.index_select(0, seen.index).view(2, 1, -1, *key.shape[1:]).transpose(2, 3)
     row_keys, row_values = (half.split_with_sizes(seen.lens, 2) for half in gathered.unbind())

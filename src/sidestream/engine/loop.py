@@ -387,7 +387,7 @@ class Engine:
                     chance,
                     blocks,
                 )
-            self._undrafted.clear()
+            self._undrafted = Counter()
             self._undrafted_since_s = self._now()
 
     def _measure(self, flight: Flight) -> None:

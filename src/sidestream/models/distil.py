@@ -1,19 +1,21 @@
 """Teach a head what its own model would say next: the model's distribution at each position is the target, one further token a step.
 
-On one device, on the calling thread. Knows nothing of engines, texts or files.
+Taught as it will draft: what it attends to is, of all but the tokens that it drafted itself, made of the model's own hidden states (as Li et
+al. 2025 unroll it). On one device, on the calling thread. Knows nothing of engines, texts or files.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoModelForCausalLM
+from transformers import AttentionInterface, AutoModelForCausalLM
 
 from sidestream.config import MOST_DRAFTS
 from sidestream.errors import ConfigError, ModelError
@@ -71,7 +73,7 @@ class Distillation:
         self._tokens = tokens
         self._lesson = lesson
         self._optimizer = torch.optim.AdamW(head.parameters(), lr=lesson.learning_rate, weight_decay=0.01)
-        head.layer.self_attn.config._attn_implementation = "sdpa"
+        head.layer.self_attn.config._attn_implementation = _AS_IT_DRAFTS
 
     def step(self) -> float:
         """Learn from one batch; what it lacks of the model's own distributions, in nats a token."""
@@ -115,12 +117,9 @@ class Distillation:
     def _loss(self, tokens: Tensor) -> Tensor:
         with torch.no_grad():
             hidden = self._model.base_model(tokens, use_cache=False).last_hidden_state
-        positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
-        before, weight, weights = hidden, 1.0, 0.0
+        weight, weights = 1.0, 0.0
         total: Tensor = hidden.new_zeros((), dtype=torch.float32)
-        for number in range(self._lesson.drafts):
-            before = torch.cat([torch.zeros_like(before[:, :1]), before[:, :-1]], dim=1)
-            predicts, before = self._head(tokens, before, positions, attention_mask=None)
+        for number, predicts in enumerate(as_it_drafts(self._head, tokens, hidden, self._lesson.drafts)):
             # The first positions of a further draft have nothing before them that was drafted.
             total = total + weight * self._distance(predicts[:, number:].flatten(0, 1), hidden[:, number:].flatten(0, 1))
             weights += weight
@@ -141,6 +140,71 @@ class Distillation:
         for part, left in zip(torch.split(predicts, _PIECE), torch.split(hidden, _PIECE), strict=True):
             total = total + checkpoint(of, part, left, use_reentrant=False)
         return total / len(predicts)
+
+
+def as_it_drafts(head: MtpHead, tokens: Tensor, hidden: Tensor, drafts: int) -> Iterator[Tensor]:
+    """What predicts the token behind each position, `[N, T, hidden_size]`, if the last 0, 1, … `drafts - 1` tokens up to it were drafted, and right.
+
+    tokens int64 `[N, T]` · hidden `[N, T, hidden_size]`: what the model's last layer left. In the n-th, the first n positions mean nothing.
+    """
+    positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+    before, drafted = hidden, _Drafted()
+    for _ in range(drafts):
+        before = torch.cat([torch.zeros_like(before[:, :1]), before[:, :-1]], dim=1)
+        predicts, before = head(tokens, before, positions, attention_mask=None, drafted=drafted)
+        yield predicts
+
+
+@dataclass(slots=True)
+class _Drafted:
+    """Keys and values, `[N, kv_heads, T, head_dim]` each, by how many tokens up to a position were drafted."""
+
+    keys: list[Tensor] = field(default_factory=list)
+    values: list[Tensor] = field(default_factory=list)
+
+
+def _attend(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    drafted: _Drafted,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """Attention of a head that drafts. At the n-th pass a position sees what is n and more before it as the model left it, and of those
+    between the first as drafted once, the next as drafted twice, up to itself, drafted n times.
+    """
+    drafted.keys.append(key)
+    drafted.values.append(value)
+    number, length = len(drafted.keys) - 1, key.shape[2]
+    grouped = query.view(len(query), key.shape[1], -1, *query.shape[2:])  # [N, kv_heads, heads of a group, T, head_dim]
+    place = torch.arange(length, device=query.device)
+    scores = [grouped @ drafted.keys[0][:, :, None].transpose(-1, -2)]
+    visible = [place <= place[:, None] - number]
+    for depth in range(1, number + 1):
+        scores.append((grouped * _behind(drafted.keys[depth], number - depth)[:, :, None]).sum(-1, keepdim=True))
+        visible.append(place[:, None] >= number - depth)
+    joined = torch.cat(scores, dim=-1).float() * (query.shape[-1] ** -0.5 if scaling is None else scaling)
+    if softcap is not None:
+        joined = softcap * (joined / softcap).tanh()
+    weights = joined.masked_fill(~torch.cat(visible, dim=-1), -torch.inf).softmax(-1).to(value.dtype)
+    seen = weights[..., :length] @ drafted.values[0][:, :, None]
+    for depth in range(1, number + 1):
+        seen = seen + weights[..., length + depth - 1, None] * _behind(drafted.values[depth], number - depth)[:, :, None]
+    return seen.flatten(1, 2).transpose(1, 2), None
+
+
+def _behind(states: Tensor, count: int) -> Tensor:
+    """`[N, kv_heads, T, head_dim]` with what was `count` positions before; zeros before the first."""
+    return pad(states, (0, 0, count, 0))[:, :, : states.shape[2]] if count else states
+
+
+_AS_IT_DRAFTS = "sidestream_as_it_drafts"
+AttentionInterface.register(_AS_IT_DRAFTS, _attend)
 
 
 def load_teacher(path_or_hub_id: str, *, device: torch.device) -> Any:

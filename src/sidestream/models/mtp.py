@@ -8,10 +8,11 @@ it its own hidden state.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import re
-from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -80,28 +81,67 @@ class MtpHead(nn.Module):
 
         tokens, positions int64 `[N, T]` · before `[N, T, hidden_size]` · attention: what the layer's attention takes besides
         """
-        base = self._model[0].base_model
-        joined = self.join(torch.cat([self.norm_embedding(base.embed_tokens(tokens)), self.norm_hidden(before)], dim=-1))
-        rotary = base.rotary_emb(joined, position_ids=positions)
-        left = self.layer(joined, position_embeddings=rotary, position_ids=positions, use_cache=False, **attention)
+        left = self._through(self.layer, tokens, before, positions, **attention)
         left = left[0] if isinstance(left, tuple) else left
         normed = self.norm(left)
         return normed, normed if self.feeds_normed else left
+
+    def _through(self, layer: Callable[..., Any], tokens: Tensor, before: Tensor, positions: Tensor, **attention: Any) -> Any:
+        base = self._model[0].base_model
+        joined = self.join(torch.cat([self.norm_embedding(base.embed_tokens(tokens)), self.norm_hidden(before)], dim=-1))
+        rotary = base.rotary_emb(joined, position_ids=positions)
+        return layer(joined, position_embeddings=rotary, position_ids=positions, use_cache=False, **attention)
 
     @torch.inference_mode()
     def step(self, tokens: Tensor, before: Tensor, positions: Tensor, batch: AttentionBatch) -> tuple[Tensor, Tensor]:
         """The same over the block pool, packed: both `[T, hidden_size]`; KV is in the pool afterwards, in layer `layer_index`."""
         count = len(tokens)
-        if tokens.device.type == "cpu":
-            missing = padded_length(count) - count
-            tokens, positions, before = pad(tokens, (0, missing)), pad(positions, (0, missing)), pad(before, (0, 0, 0, missing))
-        predicts, feeds = self(tokens[None], before[None], positions[None], attention_mask=None, paged_batch=batch)
+        predicts, feeds = self(*_padded(tokens, before, positions), attention_mask=None, paged_batch=batch)
         return predicts[0, :count], feeds[0, :count]
+
+    @torch.inference_mode()
+    def keep_up(self, tokens: Tensor, before: Tensor, positions: Tensor, batch: AttentionBatch) -> None:
+        """`step` as far as to keys and values: they are in the pool afterwards, and nothing is predicted."""
+        with contextlib.suppress(_Written):  # of the layer as it is written: compiled, it would not let go half way
+            self._through(self.layer.forward, *_padded(tokens, before, positions), attention_mask=None, paged_batch=_KeysAndValues(batch))
 
     def likeliest(self, predicts: Tensor) -> Tensor:
         """The likeliest tokens, int64 `[T]`, of what predicts them."""
         found: Tensor = self._model[0].get_output_embeddings()(predicts).argmax(-1)
         return found
+
+
+def _padded(tokens: Tensor, before: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """A packed batch as one sequence; on a CPU, of one of few lengths, as `PagedModel.forward` has it."""
+    if tokens.device.type == "cpu":
+        missing = padded_length(len(tokens)) - len(tokens)
+        tokens, positions, before = pad(tokens, (0, missing)), pad(positions, (0, missing)), pad(before, (0, 0, 0, missing))
+    return tokens[None], before[None], positions[None]
+
+
+class _Written(Exception):
+    """A layer has written keys and values, and need go no further."""
+
+
+@dataclass(frozen=True, slots=True)
+class _KeysAndValues:
+    """A batch that is not attended to: it leaves the layer once keys and values are written, however the layer came to them."""
+
+    batch: AttentionBatch
+
+    @property
+    def slots(self) -> Tensor:
+        """See `AttentionBatch`."""
+        return self.batch.slots
+
+    def layer(self, index: int) -> Tensor:
+        """See `AttentionBatch`."""
+        return self.batch.layer(index)
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, layer: int, **how: Any) -> Tensor:
+        """Write, and leave."""
+        self.batch.write(key, value, layer)
+        raise _Written
 
 
 def attach_head(model: PagedModel, source: str | Path) -> MtpHead:

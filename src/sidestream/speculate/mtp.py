@@ -33,4 +33,4 @@ class MtpProposer:
     def follow(self, shown: Shown) -> None:
         """See `Proposer.follow`."""
         assert shown.before is not None, "a head is shown hidden states"
-        self.head.step(shown.tokens, shown.before, shown.positions, shown.batch)
+        self.head.keep_up(shown.tokens, shown.before, shown.positions, shown.batch)

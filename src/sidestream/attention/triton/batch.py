@@ -181,6 +181,12 @@ class DeviceBatch:
         partials = None if self.partials is None else self.partials.over(shape)
         return replace(self, kv=shape.at_the_end_of(self.kv), partials=partials, tiles=None, before_layer=ungated)
 
+    def write(self, key: torch.Tensor, value: torch.Tensor, layer: int) -> None:
+        """See `AttentionBatch.write`."""
+        from sidestream.attention.triton import launch
+
+        launch.write(key, value, layer, self, out=torch.empty_like(key))
+
     def attend(
         self,
         query: torch.Tensor,

@@ -62,20 +62,13 @@ def paged_attention(
     pool = batch.layer(layer)
     _check(query, key, value, pool, batch, scale)
     kernels = _kernels()
-    batch.before_layer(layer)
     tokens, heads, head_dim = query.shape
     _, _, block_tokens, kv_heads, _ = pool.shape
     block_stride, half_stride, offset_stride, head_stride, _ = pool.stride()
     rows = len(batch.kv_lens)
     tiles = batch.tiles or Tiles.default(head_dim, query.dtype)
     out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-
-    kernels.write[(tokens,)](
-        key, value, pool, batch.slots, out, batch.query_starts, rows,
-        key.stride(0), key.stride(1), value.stride(0), value.stride(1), block_stride, half_stride, offset_stride, head_stride,
-        KV_HEADS=kv_heads, OUT_WIDTH=heads * head_dim, HEAD_DIM=head_dim, BLOCK_TOKENS=block_tokens,
-        WIDTH=_power_of_two(kv_heads * head_dim),
-    )  # fmt: skip
+    write(key, value, layer, batch, out=out)
 
     group = heads // kv_heads
     window = sliding_window or 0
@@ -109,6 +102,20 @@ def paged_attention(
             num_warps=1,
         )  # fmt: skip
     return out
+
+
+def write(key: torch.Tensor, value: torch.Tensor, layer: int, batch: DeviceBatch, *, out: torch.Tensor) -> None:
+    """Write keys and values, `[T, kv_heads, head_dim]`, into the pool, and zeros into those rows of `out`, `[T, …]`, that are padding."""
+    pool, tokens = batch.layer(layer), len(key)
+    _, _, block_tokens, kv_heads, head_dim = pool.shape
+    block_stride, half_stride, offset_stride, head_stride, _ = pool.stride()
+    batch.before_layer(layer)
+    _kernels().write[(tokens,)](
+        key, value, pool, batch.slots, out, batch.query_starts, len(batch.kv_lens),
+        key.stride(0), key.stride(1), value.stride(0), value.stride(1), block_stride, half_stride, offset_stride, head_stride,
+        KV_HEADS=kv_heads, OUT_WIDTH=out[0].numel(), HEAD_DIM=head_dim, BLOCK_TOKENS=block_tokens,
+        WIDTH=_power_of_two(kv_heads * head_dim),
+    )  # fmt: skip
 
 
 def warm_up(
