@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,9 +11,10 @@ from typing import Any
 
 import pytest
 
-from sidestream import LLM, ConfigError, EngineConfig, QueueFull, RequestError, RequestRejected, SamplingParams
+from sidestream import LLM, AsyncLLM, ConfigError, EngineConfig, QueueFull, RequestError, RequestRejected, SamplingParams
 from sidestream.testing.faults import Hold
 from sidestream.testing.tiny_models import tiny_model_dir
+from sidestream.text import Detokenizer
 from sidestream.types import Delta
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
@@ -115,6 +118,65 @@ def test_a_failure_in_the_middle_aborts_what_is_on_its_way(llm: LLM, monkeypatch
         llm.generate(PROMPTS, SamplingParams(max_tokens=900, ignore_eos=True))
     wait_until_idle(llm)
     assert llm.metrics.value("requests_total", "abort") == aborted + 2
+
+
+class _Broken:
+    """A detokenizer that fails at the third token."""
+
+    def __init__(self) -> None:
+        self._left = 2
+
+    def push(self, token_id: int) -> str:
+        self._left -= 1
+        if self._left < 0:
+            raise UnicodeError("injected: no such character")
+        return "x"
+
+    def finish(self) -> str:
+        return ""
+
+
+def test_text_of_a_stream_is_that_of_the_whole_and_the_engine_thread_makes_none(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = llm.generate(PROMPTS[0], GREEDY)[0].text
+    assert whole
+    makers = []
+    push = Detokenizer.push
+    monkeypatch.setattr(Detokenizer, "push", lambda self, token: makers.append(threading.current_thread()) or push(self, token))
+    assert "".join(delta.text for delta in llm.stream(PROMPTS[0], GREEDY)) == whole
+    assert set(makers) == {threading.current_thread()}
+    makers.clear()
+    assert llm.generate(PROMPTS[0], GREEDY)[0].text == whole
+    assert not makers  # all tokens at once
+
+
+def test_a_tokenizer_that_fails_is_an_error_of_the_request_and_leaves_nothing_running(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(llm.tokenizer, "detokenizer", _Broken)
+    with pytest.raises(RequestError, match="the tokenizer failed: injected"):
+        list(llm.stream(PROMPTS[0], SamplingParams(max_tokens=900, ignore_eos=True)))
+    wait_until_idle(llm)
+    monkeypatch.setattr(llm.tokenizer, "decode", lambda tokens: _Broken().push(tokens) * _Broken().missing)  # type: ignore[attr-defined]
+    with pytest.raises(RequestError, match="the tokenizer failed: '_Broken' object has no attribute 'missing'"):
+        llm.generate(PROMPTS[0], GREEDY)
+    wait_until_idle(llm)
+
+
+def test_a_tokenizer_that_fails_ends_its_sample_alone_for_event_loops_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = AsyncLLM(tiny_model_dir("llama", tmp_path, seed=1), kv_memory="8MiB", compute_threads=1)
+    made = iter([_Broken(), model.tokenizer.detokenizer()])
+    monkeypatch.setattr(model.tokenizer, "detokenizer", lambda: next(made))
+
+    async def answers() -> dict[int, Delta]:
+        ends = {}
+        async for delta in model.generate(PROMPTS[0], SamplingParams(n=2, max_tokens=200, ignore_eos=True)):
+            if delta.finish_reason is not None:
+                assert delta.index not in ends
+                ends[delta.index] = delta
+        await model.close()
+        return ends
+
+    ends = asyncio.run(answers())
+    assert sorted(str(delta.finish_reason) for delta in ends.values()) == ["error", "length"]
+    assert model.engine.unfinished == 0
 
 
 def test_token_ids_are_one_prompt_and_must_be_whole_numbers(llm: LLM) -> None:

@@ -17,7 +17,7 @@ import torch
 
 from sidestream.config import EngineConfig, SamplingParams, from_options
 from sidestream.device.choice import torch_device
-from sidestream.engine import Engine, Handle, build_engine
+from sidestream.engine import Engine, Handle, Reader, build_engine
 from sidestream.errors import EngineStopped, QueueFull, RaceError, RequestError, RequestRejected
 from sidestream.metrics import Metrics, Timeline
 from sidestream.models import PagedModel, load_model
@@ -210,7 +210,7 @@ class LLM(_Served):
     def _submitted(self, ids: list[int], params: SamplingParams, *, may_wait: bool) -> _Collected | None:
         """One prompt on its way; None when the queue is full and an answer of ours will make room."""
         try:
-            return _Collected(self.engine, ids, params)
+            return _Collected(self.engine, self.tokenizer, ids, params)
         except QueueFull:
             if may_wait:
                 return None
@@ -222,7 +222,7 @@ class LLM(_Served):
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Generator[Delta, None, None]:
         """News of one prompt's samples as they come. Leaving the loop aborts the request."""
-        collected = _Collected(self.engine, self._ids(prompt), params or SamplingParams())
+        collected = _Collected(self.engine, self.tokenizer, self._ids(prompt), params or SamplingParams())
         try:
             yield from collected.deltas()
         finally:
@@ -264,12 +264,18 @@ class AsyncLLM(_Served):
                 loop.call_soon_threadsafe(news.put_nowait, delta)
 
         ids = await asyncio.to_thread(self._ids, prompt) if isinstance(prompt, str) else list(prompt)
-        handle = self.engine.submit(ids, chosen, sink, priority=priority)
+        reader = Reader(self.tokenizer, chosen)
+        handle = self.engine.submit(ids, chosen, sink, priority=priority, text=False)
         left = chosen.n
         try:
             while left:
-                delta = await news.get()
+                told = await news.get()
+                delta = reader.read(told)
+                if delta is None:
+                    continue
                 left -= delta.finish_reason is not None
+                if told.finish_reason is None and delta.finish_reason is not None:  # its text cannot be made: nobody waits for the rest
+                    self.engine.abort(Handle((handle.request_ids[delta.index],)))
                 yield delta
         finally:
             if left:
@@ -283,14 +289,27 @@ class AsyncLLM(_Served):
 class _Collected:
     """One submitted prompt and its news."""
 
-    def __init__(self, engine: Engine, prompt: list[int], params: SamplingParams) -> None:
+    def __init__(self, engine: Engine, tokenizer: Tokenizer, prompt: list[int], params: SamplingParams) -> None:
+        self._tokenizer = tokenizer
+        self._params = params
+        self._reader = Reader(tokenizer, params)
         self._news: SimpleQueue[tuple[float, Delta]] = SimpleQueue()
         self._num_samples = params.n
         self._started_s = time.monotonic()
-        self.handle: Handle = engine.submit(prompt, params, lambda delta: self._news.put((time.monotonic(), delta)))
+        self.handle: Handle = engine.submit(prompt, params, lambda delta: self._news.put((time.monotonic(), delta)), text=False)
         self._ttft_s: float | None = None
 
     def deltas(self) -> Iterator[Delta]:
+        """The news as they come, with their text."""
+        for told in self._told():
+            delta = self._reader.read(told)
+            if delta is None:
+                continue
+            if delta.finish_reason == "error":
+                raise RequestError(delta.error or "the request failed")
+            yield delta
+
+    def _told(self) -> Iterator[Delta]:
         left = self._num_samples
         while left:
             at, delta = self._news.get()
@@ -304,20 +323,22 @@ class _Collected:
             yield delta
 
     def output(self) -> RequestOutput:
-        deltas = list(self.deltas())
+        """All of it; where no stop string was looked for, text is made of all tokens at once."""
+        deltas = list(self._told())
         completions = []
         for index in range(self._num_samples):
             own = [delta for delta in deltas if delta.index == index]
-            completions.append(
-                Completion(
-                    index=index,
-                    text="".join(delta.text for delta in own),
-                    token_ids=tuple(token for delta in own for token in delta.token_ids),
-                    logprobs=tuple(logprob for delta in own for logprob in delta.logprobs),
-                    finish_reason=own[-1].finish_reason or "",
-                )
-            )
+            token_ids, reason = tuple(token for delta in own for token in delta.token_ids), own[-1].finish_reason or ""
+            logprobs = tuple(logprob for delta in own for logprob in delta.logprobs)
+            text = "".join(delta.text for delta in own) if self._params.stop else self._text(token_ids, reason)
+            completions.append(Completion(index, text, token_ids, logprobs, reason))
         return RequestOutput(deltas[0].prompt_tokens, tuple(completions), deltas[0].cached, self._ttft_s or 0.0)
+
+    def _text(self, token_ids: tuple[int, ...], finish_reason: str) -> str:
+        try:
+            return self._tokenizer.decode(self._reader.shown(token_ids, finish_reason))
+        except Exception as error:  # a tokenizer is foreign code
+            raise RequestError(f"the tokenizer failed: {error}") from error
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -122,8 +122,10 @@ class Engine:
 
     # ------------------------------------------------------------------ from any thread
 
-    def submit(self, prompt: Sequence[int], params: SamplingParams, sink: Sink, *, priority: int = 0) -> Handle:
+    def submit(self, prompt: Sequence[int], params: SamplingParams, sink: Sink, *, priority: int = 0, text: bool = True) -> Handle:
         """Queue one request of `params.n` samples; their news goes to `sink`, on the engine thread.
+
+        `text` False: no text is made there unless stop strings must be looked for; a `Reader` makes it elsewhere.
 
         Raises RequestRejected, ContextTooLong, QueueFull or EngineStopped before anything is taken.
         """
@@ -142,7 +144,7 @@ class Engine:
                     "try again later, or raise max_waiting"
                 )
             sessions = [
-                self._session(index, prompt, keys, keys_version, params, sink, priority, seed + index, max_outputs)
+                self._session(index, prompt, keys, keys_version, params, sink, priority, seed + index, max_outputs, text=text)
                 for index in range(params.n)
             ]
             self._unfinished += params.n
@@ -583,6 +585,8 @@ class Engine:
         priority: int,
         seed: int,
         max_outputs: int,
+        *,
+        text: bool,
     ) -> Session:
         """One sample of a request. On the submitting thread, under the gate, so that ids grow with arrival."""
         parts = self.parts
@@ -598,7 +602,8 @@ class Engine:
             priority=priority,
             max_drafts=parts.max_drafts if params.max_drafts is None else min(params.max_drafts, parts.max_drafts),
         )
-        return Session(request, index=index, params=params, tokenizer=parts.tokenizer, sink=sink, arrival_s=self._now())
+        tokenizer = parts.tokenizer if text or params.stop else None
+        return Session(request, index=index, params=params, tokenizer=tokenizer, sink=sink, arrival_s=self._now())
 
     def _check(self, prompt: Sequence[int], params: SamplingParams) -> int:
         """Refuse what cannot be served; else the number of tokens that may be emitted."""

@@ -66,14 +66,15 @@ class Session:
         *,
         index: int,
         params: SamplingParams,
-        tokenizer: TokenSource,
+        tokenizer: TokenSource | None,
         sink: Sink,
         arrival_s: float,
     ) -> None:
+        """`tokenizer` None: its news have no text, and `params` no stop strings."""
         self.request = request
         self._index = index
         self._include_stop = params.include_stop
-        self._detokenizer = tokenizer.detokenizer()
+        self._detokenizer = None if tokenizer is None else tokenizer.detokenizer()
         self._stops = StopStrings(params.stop, include=params.include_stop)
         self._min_tokens = params.min_tokens
         self._sink = sink
@@ -92,10 +93,13 @@ class Session:
 
         `stop_reason` is the last one's. A stop string may end the sample before: then nothing behind it is told.
         """
+        if self._detokenizer is None:
+            self._news = self._delta("", result, count, stop_reason)
+            return stop_reason
         text, reason, outputs = "", None, self.request.num_outputs - count
         for taken, token_id in enumerate(result.token_ids[:count], 1):
             try:
-                more, reason = self._read(token_id, stop_reason if taken == count else None, outputs + taken)
+                more, reason = self._read(self._detokenizer, token_id, stop_reason if taken == count else None, outputs + taken)
             except Exception as error:  # a tokenizer is foreign code: its fault is this request's alone
                 logger.exception("request %d: the text of token %d could not be made", self.request.id, token_id)
                 self._news = self._delta(text, result, taken, "error", f"the tokenizer failed: {error}")
@@ -114,26 +118,26 @@ class Session:
     def end(self, reason: str, error: str | None = None) -> None:
         """Send how the sample ended, when no token of its own ended it."""
         text = ""
-        if error is None:
+        if error is None and self._detokenizer is not None:
             try:
-                text = self._rest()
+                text = self._rest(self._detokenizer)
             except Exception:  # a tokenizer is foreign code
                 logger.exception("request %d: the rest of its text could not be made", self.request.id)
         self._send(self._delta(text, None, 0, reason, error))
 
-    def _read(self, token_id: int, stop_reason: str | None, num_outputs: int) -> tuple[str, str | None]:
+    def _read(self, source: TextSource, token_id: int, stop_reason: str | None, num_outputs: int) -> tuple[str, str | None]:
         """The text that may be shown with this token, output number `num_outputs`, and why the sample ends, if it does."""
         text, reason = "", stop_reason
         if stop_reason != "stop" or self._include_stop:  # the text ends before the token that stopped it
-            text = self._detokenizer.push(token_id)
+            text = source.push(token_id)
             if num_outputs >= self._min_tokens:  # before, no stop string counts
                 text, found = self._stops.push(text)
                 reason = "stop" if found else reason
-        return text if reason is None else text + self._rest(), reason
+        return text if reason is None else text + self._rest(source), reason
 
-    def _rest(self) -> str:
+    def _rest(self, source: TextSource) -> str:
         """What was held back; nothing once a stop string was found."""
-        return "" if self._stops.matched is not None else self._stops.push(self._detokenizer.finish())[0] + self._stops.flush()
+        return "" if self._stops.matched is not None else self._stops.push(source.finish())[0] + self._stops.flush()
 
     def _delta(self, text: str, result: RowResult | None, count: int, reason: str | None, error: str | None = None) -> Delta:
         tokens, logprobs = ((), ()) if result is None else (result.token_ids[:count], result.logprobs[:count])
