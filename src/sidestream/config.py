@@ -120,16 +120,18 @@ class SpeculativeConfig:
 
     def __post_init__(self) -> None:
         if self.head is not None and self.proposer != "mtp":
-            raise ConfigError(f"head is {self.head}, but the proposer is {self.proposer}: give proposer mtp too")
+            raise ConfigError(f"head is {self.head}, but the proposer is {self.proposer}: heads are for mtp; leave it out, or choose that")
         if self.model is not None and self.proposer != "draft":
-            raise ConfigError(f"the draft model is {self.model}, but the proposer is {self.proposer}: give proposer draft too")
+            raise ConfigError(
+                f"the draft model is {self.model}, but the proposer is {self.proposer}: draft models are for draft; leave it out, or choose that"
+            )
         if self.model is None and self.proposer == "draft":
             raise ConfigError("the proposer is draft, and there is no draft model: give model, a smaller one with the same tokenizer")
         if self.proposer not in PROPOSERS:
             raise ConfigError(unknown_name("proposer", str(self.proposer), PROPOSERS))
         _at_least("max_drafts", self.max_drafts, 1)
         if self.max_drafts > MOST_DRAFTS:
-            raise ConfigError(f"max_drafts is {self.max_drafts}: at most {MOST_DRAFTS} tokens are verified at once; lower it")
+            raise ConfigError(f"max_drafts is {self.max_drafts}: at most {MOST_DRAFTS} tokens are drafted at once; lower it")
 
 
 # Of a chunk of prefill by default: on a CPU, on a GPU.

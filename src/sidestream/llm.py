@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import time
 from collections import deque
@@ -13,12 +14,10 @@ from queue import SimpleQueue
 from types import TracebackType
 from typing import Any, Self
 
-import torch
-
 from sidestream.config import EngineConfig, SamplingParams, from_options
 from sidestream.device.choice import torch_device
 from sidestream.engine import Engine, Handle, Reader, build_engine
-from sidestream.errors import EngineStopped, QueueFull, RaceError, RequestError, RequestRejected
+from sidestream.errors import ConfigError, EngineStopped, ModelError, QueueFull, RaceError, RequestError, RequestRejected
 from sidestream.metrics import Metrics, Timeline
 from sidestream.models import PagedModel, load_model
 from sidestream.models.catalog import Progress, resolve
@@ -103,9 +102,10 @@ class _Served:
         self._timeline = Timeline() if timeline is not None else None
         self._timeline_path = timeline
         self.tokenizer = Tokenizer.load(path)
+        draft_path = self._draft_path(progress)
         tell("reading the weights")
         loaded = load_model(path, dtype=self.config.dtype, block_tokens=self.config.block_tokens, device=device)
-        proposer = self._proposer(loaded, path, device, progress, tell)
+        proposer = self._proposer(loaded, path, draft_path, tell)
         self._checker = Checker() if check_order else None
         self.engine: Engine = build_engine(
             loaded, self.tokenizer, self.config, timeline=self._timeline, witness=self._checker, proposer=proposer, tell=tell
@@ -129,20 +129,32 @@ class _Served:
     def _ids(self, prompt: Prompt) -> list[int]:
         return self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
 
-    def _proposer(
-        self, model: PagedModel, path: str, device: torch.device, progress: Progress | None, tell: Callable[[str], None]
-    ) -> Proposer | None:
+    def _draft_path(self, progress: Progress | None) -> str | None:
+        """Where the draft model is, if there is one; before anything large is read, it is known to have the same tokenizer."""
+        wanted = self.config.speculative
+        if wanted is None or wanted.model is None:
+            return None
+        with _about("the draft model"):
+            path = resolve(str(wanted.model), progress=progress)
+            theirs = Tokenizer.load(path)
+        self.tokenizer.check_equal(theirs, name=str(wanted.model))
+        return path
+
+    def _proposer(self, model: PagedModel, path: str, draft_path: str | None, tell: Callable[[str], None]) -> Proposer | None:
         """One that needs weights; None: nobody drafts, or one that the engine makes by itself."""
         wanted = self.config.speculative
-        if wanted is None or wanted.proposer == "ngram":
+        if wanted is not None and wanted.proposer == "mtp":
+            with _about("the head"):
+                return MtpProposer(attach_head(model, wanted.head or path))
+        if draft_path is None:
             return None
-        if wanted.proposer == "mtp":
-            return MtpProposer(attach_head(model, wanted.head or path))
-        draft_path = resolve(str(wanted.model), progress=progress)
-        self.tokenizer.check_equal(Tokenizer.load(draft_path), name=str(wanted.model))
         tell("reading the draft model's weights")
-        draft = load_model(draft_path, dtype=model.layout.dtype, block_tokens=model.layout.block_tokens, device=device)
-        num_layers = attach_draft(model, draft, max_model_len=self.config.max_model_len or model.max_model_len)
+        with _about("the draft model"):
+            draft = load_model(
+                draft_path, dtype=model.layout.dtype, block_tokens=model.layout.block_tokens, device=torch_device(self.config.device)
+            )
+        max_model_len = self.config.max_model_len or model.max_model_len
+        num_layers = attach_draft(model, draft, max_model_len=max_model_len, num_tokens=self.tokenizer.vocab_size)
         return DraftModelProposer(draft, num_layers=num_layers, vocab_size=model.vocab_size)
 
     def _close(self, drain_s: float) -> None:
@@ -156,6 +168,17 @@ class _Served:
                 checker.check_idle()
             if checker.findings:
                 raise RaceError(f"the order of {len(checker.findings)} accesses was wrong; the first: {checker.findings[0]}")
+
+
+@contextlib.contextmanager
+def _about(what: str) -> Iterator[None]:
+    """Say in every reason what it is about; what a hub raises is a reason too."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ModelError(f"{what}: {error}") from error
+    except OSError as error:
+        raise ModelError(f"{what}: it cannot be fetched ({str(error).strip().splitlines()[0]}); check the path or the name") from error
 
 
 def _settle_garbage() -> None:

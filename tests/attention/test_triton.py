@@ -26,6 +26,7 @@ from paged_rig import (
     random_flight,
 )
 
+from sidestream.attention.paged import KVShape
 from sidestream.attention.triton import DeviceBatch, Partials, Tile, Tiles, Variant, launch, paged_attention, warm_up
 from sidestream.errors import ConfigError, InvariantError
 
@@ -48,6 +49,41 @@ def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
         return fresh.fill_(float("nan")) if fresh.is_floating_point() else fresh
 
     monkeypatch.setattr(torch, "empty", poisoned)
+
+
+def test_a_smaller_models_kv_at_the_end_of_the_blocks_is_attended_to_by_its_own_heads() -> None:
+    """Rows in splits and whole; more heads than the pool's own model has, and fewer numbers in all."""
+    inner, shape = Shape(heads=4, kv_heads=1, head_dim=16), Shape(heads=3, kv_heads=1, head_dim=32)
+    other = KVShape(1, inner.kv_heads, inner.head_dim, inner.heads)
+    rows = make_rows(MIXED, inner)
+    alone = pool_for(rows, inner, Options())
+    pool = torch.full((len(alone), 2, 2, 16, shape.kv_heads, shape.head_dim), float("nan"), device=DEVICE)
+    there = other.at_the_end_of(pool)
+    there[:, 0] = alone[:, LAYER]
+    assert there.data_ptr() != pool.data_ptr()
+    partials = Partials.allocate(query_tokens=64, kv_tokens=160, heads=3, head_dim=32, device=DEVICE, tokens=64, also=other)
+    whole = pool_for(rows, inner, Options())
+    expected = make_batch(whole, rows, inner, IN_SPLITS)
+    batch = replace(expected, kv=pool, partials=partials, tiles=None).over(other)
+    query, key, value = packed(rows, 0, inner)
+    got = batch.attend(query, key, value, 0, scale=0.25)
+    wanted = paged_attention(query, key, value, LAYER, replace(expected, tiles=None), scale=0.25)
+    assert torch.equal(got, wanted)
+    assert torch.equal(there[:, 0].nan_to_num(), whole[:, LAYER].nan_to_num())
+    assert pool.view(len(pool), -1)[:, : -other.values(16)].isnan().all()
+    with pytest.raises(InvariantError, match="8 heads of 32: partials were made for 3 of 32"):
+        partials.over(KVShape(1, 1, 32, 8))
+
+
+def test_keys_and_values_alone_are_written_as_attention_writes_them() -> None:
+    shape = Shape()
+    rows = make_rows(MIXED, shape)
+    query, key, value = packed(rows, 0, shape)
+    pools = [pool_for(rows, shape, Options()) for _ in range(2)]
+    attending, writing = (make_batch(pool, rows, shape, IN_SPLITS) for pool in pools)
+    paged_attention(query, key, value, LAYER, attending, scale=0.25)
+    writing.write(key, value, LAYER)
+    assert torch.equal(pools[0].nan_to_num(), pools[1].nan_to_num())
 
 
 @pytest.mark.parametrize(

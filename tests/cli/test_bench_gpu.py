@@ -5,8 +5,11 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+
+from sidestream.testing.tiny_models import save_head, tiny_model_dir
 
 COMMANDS = {
     "transfer": ["--mib", "8", "--rounds", "1"],
@@ -38,6 +41,23 @@ def test_benchmark_measures_on_the_cpu_too(name: str) -> None:
     if name == "forward-thread":
         assert figures["host_waits"]["value"] == 0
         assert figures["stored_gib"]["value"] > 0
+
+
+def test_drafting_is_measured_for_each_proposer_and_changes_no_token(tmp_path: Path) -> None:
+    model = tiny_model_dir("llama", tmp_path / "model", 3)
+    head = save_head(model, tmp_path / "head.safetensors", seed=1)
+    command = [sys.executable, "-m", "sidestream", "bench", "speculative", str(model), "--device", "cpu", "--json", "--head", str(head)]
+    command += ["--draft-model", str(model), "--rounds", "1", "--batch", "1", "--batch", "2", "--output-tokens", "12"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=240)
+    assert done.returncode == 0, done.stderr
+    figures = {figure["name"]: figure["value"] for figure in json.loads(done.stdout)["figures"]}
+    for proposer in ("ngram", "mtp", "draft"):
+        assert figures[f"tokens_identical_{proposer}"] == figures[f"accept_lengths_identical_{proposer}"] == 1
+        assert figures[f"host_waits_per_step_{proposer}"] == 0
+        assert figures[f"dispatch_us_median_{proposer}"] > 0
+        assert figures[f"speedup_b2_{proposer}"] > 0
+    assert figures["tokens_per_step_draft"] > 3  # the model itself: all its drafts are right
+    assert 0 < figures["speculative_idle_share_max"] < 1
 
 
 def test_device_that_is_not_known_names_the_nearest_one() -> None:

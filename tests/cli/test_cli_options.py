@@ -70,10 +70,22 @@ def test_drafting_is_on_when_its_way_is_given() -> None:
     assert engine_config().speculative is None
     assert engine_config(speculative="ngram").speculative == SpeculativeConfig()
     assert engine_config(speculative="ngram", max_drafts=7).speculative == SpeculativeConfig(max_drafts=7)
-    with pytest.raises(ConfigError, match="--max-drafts is 7, but nothing is drafted: give --speculative ngram too"):
+    with pytest.raises(ConfigError, match="--max-drafts is 7, but nothing is drafted: give --speculative too"):
         engine_config(max_drafts=7)
     with pytest.raises(ConfigError, match="no proposer gram; did you mean ngram"):
         engine_config(speculative="gram")
+    drafting = engine_config(speculative="draft", draft_model="small").speculative
+    assert drafting == SpeculativeConfig("draft", model="small")
+    with pytest.raises(ConfigError, match="--speculative draft needs a model that drafts: give --draft-model"):
+        engine_config(speculative="draft")
+    with pytest.raises(ConfigError, match="--draft-model is small, but nothing is drafted: give --speculative draft too"):
+        engine_config(draft_model="small")
+    with pytest.raises(
+        ConfigError, match="--draft-model is small, but --speculative is ngram: leave it out, or choose --speculative draft"
+    ):
+        engine_config(speculative="ngram", draft_model="small")
+    with pytest.raises(ConfigError, match="--max-drafts is 0: give 1 to 16, or leave out --speculative"):
+        engine_config(speculative="ngram", max_drafts=0)
 
 
 def test_offload_is_on_when_a_place_for_it_is_given() -> None:

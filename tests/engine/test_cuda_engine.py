@@ -65,6 +65,17 @@ def engine(model: Path | str, device: str = "cuda", **options: Any) -> LLM:
     return LLM(model, device=device, **{"dtype": "float32", "kv_memory": "64MiB", "eager": True, **options})
 
 
+def drafting(proposer: str, model: Path, directory: Path) -> SpeculativeConfig:
+    """Three drafts whenever there is room for them, by a head or a smaller model with random weights."""
+    directory.mkdir(exist_ok=True)
+    if proposer == "mtp":
+        return SpeculativeConfig("mtp", 3, adaptive=False, head=save_head(model, directory / "head.safetensors", seed=1))
+    if proposer == "draft":
+        smaller = tiny_model_dir("llama", directory / "draft", 4, num_attention_heads=2, num_key_value_heads=1)
+        return SpeculativeConfig("draft", 3, adaptive=False, model=smaller)
+    return SpeculativeConfig("ngram", 3, adaptive=False)
+
+
 def always_load(llm: LLM) -> None:
     """Not by measured speeds: a tiny model computes sooner than anything loads."""
     costs = llm.engine.parts.costs
@@ -226,8 +237,6 @@ def test_a_captured_flight_waits_for_each_group_of_layers_that_is_still_on_its_w
 def test_drafts_change_no_token_and_are_accepted_alike_asynchronous_and_not(
     llama: Path, tmp_path: Path, proposer: str, eager: bool
 ) -> None:
-    head = save_head(llama, tmp_path / "head.safetensors", seed=1) if proposer == "mtp" else None
-    draft = tiny_model_dir("llama", tmp_path / "draft", 4, num_attention_heads=2, num_key_value_heads=1) if proposer == "draft" else None
     options = {**CAPTURED, "eager": eager, "offload": OffloadConfig(host="64MiB"), "check_order": True}
     repeating = [prompt[:40] + prompt[:30] for prompt in PROMPTS]
     params = [dataclasses.replace(way, max_tokens=20, logprobs=None) for way in EVERY_WAY_TO_DRAW[: len(PROMPTS)]]
@@ -235,7 +244,7 @@ def test_drafts_change_no_token_and_are_accepted_alike_asynchronous_and_not(
         expected = tokens(llm.generate(repeating, params))
     counts = []
     for asynchronous in (True, False):
-        speculative = SpeculativeConfig(proposer, 3, adaptive=False, head=head, model=draft)
+        speculative = drafting(proposer, llama, tmp_path / "drafting")
         with engine(llama, **options, speculative=speculative, asynchronous=asynchronous) as llm:
             assert tokens(llm.generate(repeating, params)) == expected
             always_load(llm)
@@ -368,6 +377,43 @@ def test_nothing_is_compiled_once_it_serves_p3(family: str, tmp_path: Path, monk
             llm.generate(PROMPTS[:count], GREEDY)
         llm.generate([*PROMPTS, *PROMPTS], [*EVERY_WAY_TO_DRAW, GREEDY, GREEDY])
     assert compiled == []
+
+
+@pytest.mark.parametrize("proposer", ["ngram", "mtp", "draft"])
+def test_no_flight_that_drafts_makes_the_host_wait_and_nothing_is_compiled_for_it_p1_p3(
+    llama: Path, tmp_path: Path, proposer: str, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    import triton
+
+    compiled: list[Any] = []
+    with engine(llama, offload=OffloadConfig(host="16MiB"), speculative=drafting(proposer, llama, tmp_path)) as llm:
+        monkeypatch.setattr(triton.knobs.runtime, "jit_post_compile_hook", lambda **what: compiled.append(what["repr"]))
+        request.getfixturevalue("no_host_wait")
+        for _ in range(3):
+            llm.generate([*PROMPTS, *PROMPTS][: len(EVERY_WAY_TO_DRAW)], EVERY_WAY_TO_DRAW)
+        torch.cuda.set_sync_debug_mode("default")  # closing waits
+        assert llm.metrics.value("draft_tokens_total", proposer) > 0
+    assert compiled == []
+
+
+@compiles
+@pytest.mark.usefixtures("few_shapes")
+@pytest.mark.parametrize("proposer", ["mtp", "draft"])
+def test_what_drafts_is_compiled_and_captured_with_the_model(
+    llama: Path, tmp_path: Path, proposer: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with engine(llama, **CAPTURED) as llm:
+        expected = tokens(llm.generate(PROMPTS, GREEDY))
+    caplog.set_level("INFO", logger="sidestream.engine.build")
+    with engine(llama, **CAPTURED, speculative=drafting(proposer, llama, tmp_path)) as llm:
+        assert "forward passes are compiled and captured" in caplog.text
+        assert tokens(llm.generate(PROMPTS, GREEDY)) == expected
+        assert llm.metrics.value("draft_tokens_total", proposer) > 0
+        _, histograms = llm.metrics.snapshot()
+        drafted, verified = (histograms[name][proposer,] for name in ("draft_seconds", "verify_seconds"))
+        assert 0 < drafted.count == verified.count
+        assert 0 < drafted.total / drafted.count < 1
+        assert 0 < verified.total / verified.count < 1
 
 
 # ---------------------------------------------------------------------- what goes wrong

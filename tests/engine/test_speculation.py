@@ -14,10 +14,10 @@ from engine_rig import Reply, Rig, prompts, serving
 from sidestream.config import EngineConfig, SamplingParams, SpeculativeConfig
 from sidestream.engine import loop
 from sidestream.errors import ConfigError, RequestRejected
+from sidestream.execute.executor import Flight
 from sidestream.execute.mailbox import Delivered
 from sidestream.schedule.drafting import DraftPolicy
 from sidestream.testing.toy import RecurrentToyModel, ToyDraftHead, ToyModel, ToyProposer
-from sidestream.types import BatchPlan
 
 ALWAYS = SpeculativeConfig(max_drafts=3, adaptive=False)
 
@@ -33,12 +33,12 @@ def accept_lengths(rig: Rig) -> dict[int, list[int]]:
     seen: dict[int, list[int]] = defaultdict(list)
     count = rig.engine._count_drafts
 
-    def count_and_keep(batch: BatchPlan, delivered: Delivered) -> None:
-        sampling = [row for row in batch.rows if row.samples]
+    def count_and_keep(flight: Flight, delivered: Delivered) -> None:
+        sampling = [row for row in flight.batch.rows if row.samples]
         for row, result in zip(sampling, delivered.rows, strict=True):
             if row.drafts == ALWAYS.max_drafts:
                 seen[row.request_id].append(len(result.token_ids) - 1)
-        count(batch, delivered)
+        count(flight, delivered)
 
     rig.engine._count_drafts = count_and_keep  # type: ignore[method-assign]
     return seen

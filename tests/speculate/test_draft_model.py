@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from drafting_rig import GREEDY, PROMPTS, Seen
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config
 
 from sidestream import LLM, OffloadConfig, SpeculativeConfig
 from sidestream.errors import ConfigError, ModelError
@@ -35,7 +35,7 @@ def draft(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def engine(model: Path, draft: Path, **options: Any) -> LLM:
     speculative = SpeculativeConfig("draft", DRAFTS, adaptive=False, model=draft)
     defaults = {"dtype": "float32", "kv_memory": "1MiB", "max_running": 4, "compute_threads": 1, "check_order": True}
-    return LLM(model, speculative=speculative, **{**defaults, **options})
+    return LLM(model, **{**defaults, "speculative": speculative, **options})
 
 
 def plain_tokens(model: Path) -> list[tuple[int, ...]]:
@@ -92,11 +92,23 @@ def test_a_model_that_drafts_for_itself_is_always_right(model: Path) -> None:
         assert llm.metrics.value("accepted_tokens_total", "draft") == drafted > 0
 
 
+@pytest.mark.parametrize("length", [51, 56])
+def test_nothing_is_drafted_from_beyond_the_last_position_that_a_draft_model_has(length: int, tmp_path: Path) -> None:
+    """A model with learned positions has none behind its last; a row at its end shares flights with one that drafts as much as may be."""
+    path = tiny_model_dir("llama", tmp_path, 3)  # for its tokenizer
+    config = GPT2Config(vocab_size=259, n_positions=64, n_embd=32, n_layer=1, n_head=2, eos_token_id=256, bos_token_id=None)
+    AutoModelForCausalLM.from_config(config).save_pretrained(path)
+    with engine(path, path, max_model_len=64, speculative=SpeculativeConfig("draft", 4, adaptive=False, model=path)) as llm:
+        prompts = [list(range(10, 10 + length)), [5, 6, 7]]
+        params = [dataclasses.replace(GREEDY, max_tokens=64 - len(prompt)) for prompt in prompts]
+        assert [len(output.token_ids) for output in llm.generate(prompts, params)] == [64 - len(prompt) for prompt in prompts]
+
+
 def test_blocks_of_a_model_with_another_draft_model_or_none_are_no_hits(model: Path, draft: Path, tmp_path: Path) -> None:
     other = tiny_model_dir("llama", tmp_path / "other", 5, **SMALLER)
     loaded = [load_model(str(model), block_tokens=16) for _ in range(3)]
     for served, drafting in zip(loaded[1:], (draft, other), strict=True):
-        attach_draft(served, load_model(str(drafting), block_tokens=16), max_model_len=64)
+        attach_draft(served, load_model(str(drafting), block_tokens=16), max_model_len=64, num_tokens=200)
     assert len({served.fingerprint for served in loaded}) == 3
 
 
@@ -106,8 +118,10 @@ def test_blocks_of_a_model_with_another_draft_model_or_none_are_no_hits(model: P
 def test_a_draft_model_that_does_not_fit_is_refused_with_both_values(model: Path, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"was made for 64 tokens, a request may have \d+: lower max_model_len"):
         engine(model, tiny_model_dir("llama", tmp_path / "short", 4, max_position_embeddings=64))
-    with pytest.raises(ModelError, match=r"has 8 heads of 16, \w+ has 4 of 16: take a smaller one"):
-        engine(model, tiny_model_dir("llama", tmp_path / "wide", 4, num_attention_heads=8, num_key_value_heads=1))
+    with pytest.raises(ModelError, match=r"the draft model narrow knows 100 tokens, the tokenizer has \d+: take one that knows them all"):
+        engine(model, tiny_model_dir("llama", tmp_path / "narrow", 4, vocab_size=100))
+    with pytest.raises(ModelError, match=r"the draft model: model .*nowhere: there is no such directory"):
+        engine(model, tmp_path / "nowhere")
     stranger = tiny_model_dir("llama", tmp_path / "stranger", 4)
     tokenizer = AutoTokenizer.from_pretrained(stranger)
     tokenizer.add_tokens(["zymurgy"])
@@ -120,6 +134,6 @@ def test_a_draft_model_that_does_not_fit_is_refused_with_both_values(model: Path
 def test_half_a_choice_is_refused() -> None:
     with pytest.raises(ConfigError, match="there is no draft model: give model"):
         SpeculativeConfig("draft")
-    with pytest.raises(ConfigError, match="the draft model is x, but the proposer is ngram: give proposer draft too"):
+    with pytest.raises(ConfigError, match="the draft model is x, but the proposer is ngram: draft models are for draft"):
         SpeculativeConfig(model="x")
     assert dataclasses.replace(SpeculativeConfig("draft", model="x"), max_drafts=2).model == "x"

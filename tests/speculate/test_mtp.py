@@ -128,9 +128,11 @@ def test_a_head_that_does_not_fit_is_refused_with_both_values(model: Path, head:
     with pytest.raises(ModelError, match="is no readable safetensors file"):
         (tmp_path / "torn.safetensors").write_bytes(head.read_bytes()[:100])
         engine(model, tmp_path / "torn.safetensors")
-    with pytest.raises(ModelError, match="there is no directory"):
+    with pytest.raises(ModelError, match="the head: there is no directory"):
         engine(model, Path("/nowhere/at/all"))
-    with pytest.raises(ConfigError, match="head is x, but the proposer is ngram: give proposer mtp too"):
+    with pytest.raises(ModelError, match=r"the head: there is no file nope\.safetensors: check the path"):
+        engine(model, Path("nope.safetensors"))
+    with pytest.raises(ConfigError, match="head is x, but the proposer is ngram: heads are for mtp"):
         SpeculativeConfig(head="x")
 
 

@@ -105,7 +105,10 @@ def _ignore(piece: str) -> None:
 
 
 def _as_json(llm: LLM, answer: Answer) -> dict[str, object]:
-    cached = answer.cached
+    cached, speculative = answer.cached, llm.config.speculative
+    drafts = {}
+    if speculative is not None:
+        drafts = {name: int(llm.metrics.value(f"{name}_tokens_total", speculative.proposer)) for name in ("draft", "accepted")}
     return {
         "model": llm.model_name,
         "text": answer.text,
@@ -115,4 +118,5 @@ def _as_json(llm: LLM, answer: Answer) -> dict[str, object]:
         "cached": {"device": cached.device, "host": cached.host, "disk": cached.disk},
         "ttft_s": answer.ttft_s,
         "seconds": answer.seconds,
+        **drafts,
     }

@@ -19,7 +19,7 @@ from typing import Annotated, Any
 
 import typer
 
-from sidestream.config import EngineConfig, OffloadConfig, SamplingParams, SpeculativeConfig
+from sidestream.config import MOST_DRAFTS, EngineConfig, OffloadConfig, SamplingParams, SpeculativeConfig
 from sidestream.errors import ConfigError
 
 DEMO_MODEL = "smollm2-135m-instruct"
@@ -130,10 +130,15 @@ def _speculative_config(proposer: str | None, max_drafts: int | None, head: Path
         if model is not None:
             raise ConfigError(f"--draft-model is {model}, but nothing is drafted: give --speculative draft too")
         if max_drafts is not None:
-            raise ConfigError(f"--max-drafts is {max_drafts}, but nothing is drafted: give --speculative {_SPECULATIVE.proposer} too")
+            raise ConfigError(f"--max-drafts is {max_drafts}, but nothing is drafted: give --speculative too")
         return None
     if proposer == "draft" and model is None:
         raise ConfigError("--speculative draft needs a model that drafts: give --draft-model, a smaller one with the same tokenizer")
+    for option, value, own in (("--draft-head", head, "mtp"), ("--draft-model", model, "draft")):
+        if value is not None and proposer != own:
+            raise ConfigError(f"{option} is {value}, but --speculative is {proposer}: leave it out, or choose --speculative {own}")
+    if max_drafts == 0:
+        raise ConfigError(f"--max-drafts is 0: give 1 to {MOST_DRAFTS}, or leave out --speculative to draft nothing")
     most = _SPECULATIVE.max_drafts if max_drafts is None else max_drafts
     return SpeculativeConfig(proposer=proposer, max_drafts=most, head=head, model=model)
 

@@ -163,7 +163,7 @@ def build_engine(
             max_unfinished=config.max_waiting + config.max_running,
         )
         on_gpu = device.torch_device.type == "cuda"
-        partials = _partials(model, config, bounds, max_drafts, device) if on_gpu else None
+        partials = _partials(model, config, bounds, proposer, max_drafts, device) if on_gpu else None
         executor = Executor(
             device=device,
             model=model,
@@ -182,7 +182,7 @@ def build_engine(
             shapes = Shape.all_of(
                 max_rows=config.max_running, chunk_tokens=chunk_tokens, max_tokens=min(token_budget, bounds.pool_tokens), drafts=max_drafts
             )
-            _capture(executor, [model, *_drafting(proposer)], shapes, gate_layers=gate_layers, tell=tell)
+            _capture(executor, model, proposer, shapes, gate_layers=gate_layers, tell=tell)
         parts = Parts(
             device=device,
             scheduler=Scheduler(
@@ -228,8 +228,12 @@ def _open_device(config: EngineConfig, timeline: Timeline | None, metrics: Metri
     return device
 
 
-def _partials(model: ServableModel, config: EngineConfig, bounds: Bounds, max_drafts: int, device: Device) -> Partials:
-    """What rows that decode are summed up in: as many as run at once, as long as the longest."""
+def _partials(
+    model: ServableModel, config: EngineConfig, bounds: Bounds, proposer: Proposer | None, max_drafts: int, device: Device
+) -> Partials:
+    """What rows that decode are summed up in: as many as run at once, as long as the longest; by the model and by one that drafts."""
+    from sidestream.speculate.draft_model import DraftModelProposer
+
     tokens = min(bounds.max_model_len, bounds.pool_tokens)
     try:
         return Partials.allocate(
@@ -238,6 +242,7 @@ def _partials(model: ServableModel, config: EngineConfig, bounds: Bounds, max_dr
             heads=model.num_heads,
             head_dim=model.layout.head_dim,
             device=device.torch_device,
+            also=proposer.shape if isinstance(proposer, DraftModelProposer) else None,
         )
     except torch.OutOfMemoryError as error:
         raise ConfigError(
@@ -257,20 +262,28 @@ def _drafting(proposer: Proposer | None) -> Sequence[PagedModel | MtpHead]:
 
 
 def _capture(
-    executor: Executor, models: Sequence[object], shapes: Sequence[Shape], *, gate_layers: int, tell: Callable[[str], None]
+    executor: Executor,
+    model: ServableModel,
+    proposer: Proposer | None,
+    shapes: Sequence[Shape],
+    *,
+    gate_layers: int,
+    tell: Callable[[str], None],
 ) -> None:
     """Compile the layers and capture graphs. What cannot be compiled runs as it is written, what cannot be captured is launched kernel by kernel."""
     from sidestream.models.adapter import PagedModel
     from sidestream.models.compiled import compile_layers, decompile
-    from sidestream.models.mtp import MtpHead
 
     start_s = time.monotonic()
-    compilable = [model for model in models if isinstance(model, (PagedModel, MtpHead))]
-    ways: list[tuple[str, Callable[[PagedModel | MtpHead], None]]] = [("compiled and ", compile_layers)] if compilable else []
-    for way, prepare in (*ways, ("", decompile)):
+    served: list[PagedModel | MtpHead] = [model] if isinstance(model, PagedModel) else []
+    drafting = _drafting(proposer)
+    ways: list[tuple[str, Sequence[PagedModel | MtpHead]]] = [("compiled and ", [*served, *drafting])] if served else []
+    if served and drafting:
+        ways.append(("compiled, but for what drafts, and ", served))
+    for way, compiled in (*ways, ("", [])):
         try:
-            for model in compilable:
-                prepare(model)
+            for part in (*served, *drafting):
+                (compile_layers if part in compiled else decompile)(part)
             executor.capture(
                 shapes, gate_layers=gate_layers, tell=lambda done, total: tell(f"compiling and capturing forward passes, {done} of {total}")
             )

@@ -34,7 +34,7 @@ from sidestream.schedule.scheduler import Scheduler
 from sidestream.tiers.base import PersistentTier
 from sidestream.tiers.host import HostTier
 from sidestream.transfer import CostModel, LoadFailed, LoadReady, Promoted, TransferEngine, TransferEvent
-from sidestream.types import BatchPlan, Health, Key, LayerGates, RequestId, RowPlan
+from sidestream.types import Health, Key, LayerGates, RequestId, RowPlan
 
 logger = logging.getLogger(__name__)
 
@@ -338,7 +338,7 @@ class Engine:
         delivered = flight.results()
         committed = parts.scheduler.commit(flight.batch, delivered.rows, flight.fence)
         if flight.batch.speculates:
-            self._count_drafts(flight.batch, delivered)
+            self._count_drafts(flight, delivered)
         if parts.transfers is not None and committed.store is not None:
             parts.transfers.submit([committed.store])  # before anything is freed: the blocks are still their requests'
         now_s = self._now()
@@ -362,14 +362,14 @@ class Engine:
             if not session.tell() and reason is None:
                 self._forget(request, "abort")
 
-    def _count_drafts(self, batch: BatchPlan, delivered: Delivered) -> None:
+    def _count_drafts(self, flight: Flight, delivered: Delivered) -> None:
         metrics, proposer = self.parts.metrics, self.parts.proposer
-        sampling = (row for row in batch.rows if row.samples)
+        sampling = (row for row in flight.batch.rows if row.samples)
         lengths = [(row.drafts, len(result.token_ids)) for row, result in zip(sampling, delivered.rows, strict=True) if row.drafts]
         metrics.inc("draft_tokens_total", sum(drafts for drafts, _ in lengths), proposer)
         metrics.inc("accepted_tokens_total", sum(max(0, length - 1) for _, length in lengths), proposer)
         metrics.observe_all("accept_length", [length for _, length in lengths], proposer)
-        if delivered.draft_s is not None and delivered.verify_s is not None:
+        if delivered.draft_s is not None and delivered.verify_s is not None and not flight.gated:  # else loads were waited for meanwhile
             metrics.observe("draft_seconds", delivered.draft_s, proposer)
             metrics.observe("verify_seconds", delivered.verify_s, proposer)
 

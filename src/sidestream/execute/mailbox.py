@@ -99,8 +99,10 @@ class Mailbox:
         `stream`, the compute stream.
         """
         values = {"tokens": drawn.tokens, "finite": drawn.finite}
-        if counts is not None and times is not None:
-            values |= {"counts": counts, "times": times}
+        if counts is not None:
+            values["counts"] = counts
+        if times is not None:
+            values["times"] = times
         if drawn.logprobs is not None:
             values |= {"drawn": drawn.logprobs.drawn, "top_ids": drawn.logprobs.top_ids, "top": drawn.logprobs.top}
         for name, tensor in values.items():

@@ -12,11 +12,11 @@ from sidestream.kv.layout import DTYPE_BYTES
 from sidestream.models.adapter import PagedModel
 
 
-def attach_draft(model: PagedModel, draft: PagedModel, *, max_model_len: int) -> int:
+def attach_draft(model: PagedModel, draft: PagedModel, *, max_model_len: int, num_tokens: int) -> int:
     """Give each of the model's blocks room for the draft's KV, and its fingerprint the draft's; returns how many layers of the pool that takes.
 
-    Both were loaded with the same block_tokens and dtype. `max_model_len`: tokens of a request at most. Raises ModelError, with both values,
-    for a draft that does not fit.
+    Both were loaded with the same block_tokens and dtype. `max_model_len`: tokens of a request at most; `num_tokens`: that their tokenizer has.
+    Raises ModelError, with both values, for a draft that does not fit.
     """
     layout, own = model.layout, draft.layout
     if own.dtype != layout.dtype or own.block_tokens != layout.block_tokens:
@@ -29,10 +29,9 @@ def attach_draft(model: PagedModel, draft: PagedModel, *, max_model_len: int) ->
             f"the draft model {draft.name} was made for {draft.max_model_len} tokens, a request may have {max_model_len}: lower max_model_len, "
             "or take another draft"
         )
-    if draft.num_heads > model.num_heads or own.head_dim > layout.head_dim:
+    if draft.vocab_size < num_tokens:
         raise ModelError(
-            f"the draft model {draft.name} has {draft.num_heads} heads of {own.head_dim}, {model.name} has {model.num_heads} of "
-            f"{layout.head_dim}: take a smaller one"
+            f"the draft model {draft.name} knows {draft.vocab_size} tokens, the tokenizer has {num_tokens}: take one that knows them all"
         )
     shape = shape_of(draft)
     layer = layout.layer_bytes // DTYPE_BYTES[layout.dtype]

@@ -209,6 +209,8 @@ def _read(source: Path, config: Any) -> tuple[dict[str, Tensor], bool]:
                         f"the head in {source} was made for {name} {metadata.get(name)}, the model has {getattr(config, name)}: take the model's own"
                     )
             return {name: file.get_tensor(name) for name in file.keys()}, metadata.get("feeds_normed") == "True"  # noqa: SIM118
+    if source.suffix == ".safetensors":
+        raise ModelError(f"there is no file {source}: check the path of the head")
     directory = local_directory(str(source))
     tensors: dict[str, Tensor] = {}
     qwen = False

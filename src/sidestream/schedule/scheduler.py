@@ -348,21 +348,22 @@ class Scheduler:
 
     def _plan_decode(self, request: Request, draft: _Draft) -> None:
         """One token, and drafts behind it if there is room for them without taking anybody else's."""
-        drafts = 0
+        drafts, reason = 0, ""
         if request.max_drafts:
             most = min(request.max_drafts, request.max_outputs - request.launched_outputs - 1)
             drafts = self._drafts.choose(request.drafting, most=most)
             if not drafts:
-                draft.undrafted["end" if most <= 0 else "measuring" if self._drafts.measuring else "chance"] += 1
+                reason = "end" if most <= 0 else "measuring" if self._drafts.measuring else "chance"
             elif not self._reserve(request, request.launched_len + 1 + drafts, draft, retracting=False):
-                draft.undrafted["blocks"] += 1
-                drafts = 0
+                drafts, reason = 0, "blocks"
         stop = request.launched_len + 1 + drafts
         if drafts or self._reserve(request, stop, draft, retracting=not request.drafts_on_way):
             start = request.launched_len - request.drafts_on_way
             draft.speculates |= drafts > 0 or request.drafts_on_way > 0
             row = self._row_plan(request, start, stop, tokens=None, samples=True, drafts=drafts)
             (draft.drafting if drafts else draft.decodes).append(row)
+            if reason:
+                draft.undrafted[reason] += 1
 
     def _plan_chunk(self, request: Request, draft: _Draft) -> None:
         start, known = request.launched_len, request.prefill_end

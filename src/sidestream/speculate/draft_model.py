@@ -15,6 +15,7 @@ class DraftModelProposer:
 
     num_layers   what `attach_draft` returned: layers of the pool that hold its KV
     vocab_size   of the model that is served: no token is drafted that it does not have
+    shape        of its KV
     """
 
     name = "draft"
@@ -23,7 +24,7 @@ class DraftModelProposer:
     def __init__(self, model: PagedModel, *, num_layers: int, vocab_size: int) -> None:
         self.model = model
         self.num_layers = num_layers
-        self._shape = shape_of(model)
+        self.shape = shape_of(model)
         self._common = min(vocab_size, model.vocab_size)
 
     def propose(self, context: Context, count: int) -> Tensor:
@@ -33,8 +34,10 @@ class DraftModelProposer:
         every = torch.arange(len(tokens), device=tokens.device)
         drafts = []
         for _ in range(count):
-            batch = context.attend(positions).over(self._shape)
-            logits = self.model.forward(self._known(tokens), positions, batch, every)
+            batch = context.attend(positions).over(self.shape)
+            # A row may have fewer drafts than another, and its end be that of what the model has positions for.
+            reached = positions.clamp(max=self.model.max_model_len - 1)
+            logits = self.model.forward(self._known(tokens), reached, batch, every)
             tokens, positions = logits[:, : self._common].argmax(-1), positions + 1
             drafts.append(tokens)
         return torch.stack(drafts, dim=1)
@@ -42,7 +45,7 @@ class DraftModelProposer:
     def follow(self, shown: Shown) -> None:
         """See `Proposer.follow`."""
         nowhere = torch.empty(0, dtype=torch.int64, device=shown.tokens.device)
-        self.model.forward(self._known(shown.tokens), shown.positions, shown.batch.over(self._shape), nowhere)
+        self.model.forward(self._known(shown.tokens), shown.positions, shown.batch.over(self.shape), nowhere)
 
     def _known(self, tokens: Tensor) -> Tensor:
         """Ids that it can look up: a prompt may hold some that only the other model's wider vocabulary has."""

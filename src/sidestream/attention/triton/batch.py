@@ -6,7 +6,7 @@ Made on the engine thread; read on the stream that owns the forward.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 import torch
@@ -70,31 +70,43 @@ class Partials:
 
     @classmethod
     def allocate(
-        cls, *, query_tokens: int, kv_tokens: int, heads: int, head_dim: int, device: torch.device | str, tokens: int = 256
+        cls,
+        *,
+        query_tokens: int,
+        kv_tokens: int,
+        heads: int,
+        head_dim: int,
+        device: torch.device | str,
+        tokens: int = 256,
+        also: KVShape | None = None,
     ) -> Partials:
         """Buffers for `query_tokens` packed tokens over rows of at most `kv_tokens`; 4 * (head_dim + 2) bytes a token, head and split.
 
-        Raises ConfigError if `tokens` is not a power of two of 64 or more.
+        `also`: have room for those heads too, one or the other at a time. Raises ConfigError if `tokens` is not a power of two of 64 or more.
         """
         if tokens < 64 or tokens & (tokens - 1):
             raise ConfigError(f"a split of {tokens} KV tokens: give a power of two of 64 or more, such as 256")
-        shape = (query_tokens, -(-kv_tokens // tokens), heads)
-        return cls(
-            tokens,
-            torch.empty((*shape, head_dim), dtype=torch.float32, device=device),
-            torch.empty(shape, dtype=torch.float32, device=device),
-            torch.empty(shape, dtype=torch.float32, device=device),
-        )
+        places = query_tokens * -(-kv_tokens // tokens)
+        most = max(heads, also.heads if also else 0)
+        width = max(heads * head_dim, also.heads * also.head_dim if also else 0)
+        room = (torch.empty(places * count, dtype=torch.float32, device=device) for count in (width, most, most))
+        return cls(tokens, *_cut(room, (query_tokens, -(-kv_tokens // tokens), heads), head_dim))
 
     def over(self, shape: KVShape) -> Partials:
         """The same memory for other heads, of which it has room for as many tokens and splits. Raises InvariantError if it has not."""
         rows, splits, heads = self.tops.shape
-        sizes = (rows, splits, shape.heads)
-        if math.prod(sizes) * shape.head_dim > self.sums.numel() or shape.heads > heads:
+        room = [part.new_empty(0).set_(part.untyped_storage()) for part in (self.sums, self.tops, self.totals)]
+        places = rows * splits * shape.heads
+        if places * shape.head_dim > room[0].numel() or places > room[1].numel():
             raise InvariantError(f"{shape.heads} heads of {shape.head_dim}: partials were made for {heads} of {self.sums.shape[-1]}")
-        count = math.prod(sizes)
-        sums = self.sums.view(-1)[: count * shape.head_dim].view(*sizes, shape.head_dim)
-        return Partials(self.tokens, sums, *(part.view(-1)[:count].view(sizes) for part in (self.tops, self.totals)))
+        return Partials(self.tokens, *_cut(room, (rows, splits, shape.heads), shape.head_dim))
+
+
+def _cut(room: Iterable[torch.Tensor], shape: tuple[int, int, int], head_dim: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Sums, tops and totals of that shape, each from where its room begins."""
+    sums, tops, totals = room
+    count = math.prod(shape)
+    return sums[: count * head_dim].view(*shape, head_dim), tops[:count].view(shape), totals[:count].view(shape)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -200,7 +200,8 @@ def throughput(
 
 def speculative(
     model: Model = DEMO_MODEL,
-    head: Annotated[Path | None, typer.Option(help="A head for the model; without, only ngram drafts.")] = None,
+    head: Annotated[Path | None, typer.Option(help="A head for the model, which drafts too.")] = None,
+    draft_model: Annotated[str | None, typer.Option(help="A smaller model with the same tokenizer, which drafts too.")] = None,
     device: Annotated[str, typer.Option(help="`cpu` or `cuda`.")] = "cpu",
     batch: Annotated[list[int] | None, typer.Option(help="Requests at once; may be given several times.", show_default="1, 8")] = None,
     output_tokens: Annotated[int, typer.Option(help="Tokens drawn for each request.")] = 96,
@@ -217,7 +218,14 @@ def speculative(
         model,
         as_json,
         lambda tell: measure(
-            model, head=head, device=device, batches=batch or (1, 8), output_tokens=output_tokens, rounds=rounds, tell=tell
+            model,
+            head=head,
+            draft_model=draft_model,
+            device=device,
+            batches=batch or (1, 8),
+            output_tokens=output_tokens,
+            rounds=rounds,
+            tell=tell,
         ),
     )
 

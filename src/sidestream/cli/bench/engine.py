@@ -16,9 +16,9 @@ from dataclasses import dataclass, replace
 from statistics import median
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
+from sidestream.cli.bench.flights import FlightClock
 from sidestream.cli.bench.gpu import Link, stamp
 from sidestream.cli.bench.report import Figure, at_least, at_most
 from sidestream.cli.bench.requests import Answer, NoText, ask, ask_at_once
@@ -27,16 +27,11 @@ from sidestream.device.choice import torch_device
 from sidestream.engine.build import build_engine
 from sidestream.engine.loop import Engine
 from sidestream.errors import ConfigError, SidestreamError
-from sidestream.execute.executor import Work
-from sidestream.execute.frame import TableChanges
-from sidestream.execute.mailbox import Letter
 from sidestream.models.adapter import PagedModel
 from sidestream.testing.random_models import random_model, random_module
-from sidestream.types import BatchPlan
 
 PARTS = ("decode", "prefill", "ttft", "resume", "async")
 
-_MOST_FLIGHTS = 200_000
 _OTHERS = 31  # requests that decode beside one that comes back
 
 
@@ -106,20 +101,8 @@ class _Rig:
         assert self.parts.costs is not None
         self.parts.costs.saw_prefill = lambda *_: None  # type: ignore[method-assign]  # what is asked from host memory shall come from there
         self._random = np.random.default_rng(0)
-        self._stamps = self.parts.device.allocate_host("stamps", 16 * _MOST_FLIGHTS)
-        self._ends: npt.NDArray[np.int64] = self._stamps.data.view(torch.int64).numpy().reshape(-1, 2)
-        self._flights: list[tuple[int, int]] = []
-        executor = self.parts.executor
-        run = executor._run
-
-        def stamped(batch: BatchPlan, changes: TableChanges, forward: Work, letter: Letter) -> None:
-            at = 16 * len(self._flights)
-            self._flights.append((len(batch.rows), batch.num_tokens))
-            stamp(self.parts.device, self._stamps, at)
-            run(batch, changes, forward, letter)
-            stamp(self.parts.device, self._stamps, at + 8)
-
-        executor._run = stamped  # type: ignore[method-assign]
+        self.clock = FlightClock(self.parts.device, self.parts.executor)
+        self._stamps = self.parts.device.allocate_host("busy stamps", 16)
         tell("measuring the hardware")
         self.link = Link(self.parts.device, 64 << 20 if device == "cuda" else 1 << 20, in_a_row=8)
         self.link.seconds()
@@ -143,16 +126,13 @@ class _Rig:
 
     def steps(self, rows: int, context: int, outputs: int) -> tuple[list[float], list[float]]:
         """Seconds of each step of so many rows that decode at once, from end to end, and how long of that the device had no flight."""
-        first = len(self._flights)
+        first = len(self.clock.batches)
         answers = [self.ask(self.prompt(context), outputs) for _ in range(rows)]
         for answer in answers:
             answer.wait()
-        full = [
-            at for at in range(first + 1, len(self._flights)) if self._flights[at] == (rows, rows) and self._flights[at - 1] == (rows, rows)
-        ]
-        full = full[2:-2] if len(full) > 6 else full
-        lengths = [float(self._ends[at, 1] - self._ends[at - 1, 1]) / 1e9 for at in full]
-        return lengths, [float(self._ends[at, 0] - self._ends[at - 1, 1]) / 1e9 for at in full]
+        sizes = [(len(batch.rows), batch.num_tokens) for batch in self.clock.batches]
+        full = [at for at in range(first + 1, len(sizes)) if sizes[at] == sizes[at - 1] == (rows, rows)]
+        return self.clock.steps(full[2:-2] if len(full) > 6 else full)
 
     def busy_s(self, work: Callable[[], object]) -> float:
         """The device's time for some work of the host's asking, the least of three."""
@@ -161,12 +141,12 @@ class _Rig:
         for _ in range(3):
 
             def timed() -> None:
-                stamp(self.parts.device, self._stamps, 16 * (_MOST_FLIGHTS - 1))
+                stamp(self.parts.device, self._stamps, 0)
                 work()
-                stamp(self.parts.device, self._stamps, 16 * _MOST_FLIGHTS - 8)
+                stamp(self.parts.device, self._stamps, 8)
 
             self.parts.device.wait_host(stream.submit(timed), reason="benchmark")
-            begin, end = self._ends[_MOST_FLIGHTS - 1]
+            begin, end = self._stamps.data.view(torch.int64).tolist()
             taken.append(float(end - begin) / 1e9)
         return min(taken)
 
@@ -255,10 +235,10 @@ def _prefill(rig: _Rig, sizes: Sizes, step_s: float, tell: Callable[[str], None]
         tell(f"prefill, {length} tokens")
         taken = []
         for _ in range(5):
-            first = len(rig._flights)
+            first = len(rig.clock.batches)
             rig.ask(rig.prompt(length), 1).wait()
-            last = len(rig._flights) - 1
-            taken.append(float(rig._ends[last, 1] - rig._ends[first, 0]) / 1e9)
+            last = len(rig.clock.batches) - 1
+            taken.append(float(rig.clock.ends[last, 1] - rig.clock.ends[first, 0]) / 1e9)
         work = 2 * rig.weights * length + 2 * length**2 * rig.model.num_heads * layout.head_dim * layout.num_layers
         figures.append(Figure(f"prefill_{length}_over_floor", median(taken) * flops / work, "ratio"))
         figures.append(Figure(f"prefill_{length}_ms", 1e3 * median(taken), "ms"))

@@ -10,9 +10,11 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from sidestream.cli.bench.flights import FlightClock
 from sidestream.cli.bench.report import Figure, at_least, at_most
 from sidestream.cli.visits import Engine
 from sidestream.config import SamplingParams, SpeculativeConfig
+from sidestream.errors import SidestreamError
 from sidestream.execute.executor import Executor, Flight
 from sidestream.execute.mailbox import Delivered
 from sidestream.llm import LLM
@@ -24,7 +26,15 @@ _SEVERAL = 8  # requests whose accept lengths are compared
 
 
 def measure(
-    model: str, *, head: Path | None, device: str, batches: Sequence[int], output_tokens: int, rounds: int, tell: Callable[[str], None]
+    model: str,
+    *,
+    head: Path | None,
+    draft_model: str | None,
+    device: str,
+    batches: Sequence[int],
+    output_tokens: int,
+    rounds: int,
+    tell: Callable[[str], None],
 ) -> list[Figure]:
     """The same prompts by engines that differ in their drafts alone, taking turns. Bounds but those of equality are for a GPU."""
     from sidestream.models.catalog import resolve
@@ -37,12 +47,24 @@ def measure(
     proposers: dict[str, dict[str, Any]] = {"ngram": {"proposer": "ngram", "max_drafts": _DRAFTS}}
     if head is not None:
         proposers["mtp"] = {"proposer": "mtp", "max_drafts": _DRAFTS, "head": str(head.resolve())}
+    if draft_model is not None:
+        proposers["draft"] = {"proposer": "draft", "max_drafts": _DRAFTS, "model": str(resolve(draft_model))}
     options: dict[str, Any] = {"device": device, "kv_memory": "1GiB", "prefix_cache": False, "max_running": max(*batches, _SEVERAL)}
 
     figures = []
     for name, config in proposers.items():
         tell(f"accept lengths of {name}")
-        figures += _equalities(str(path), options, name, config, prompts[:_SEVERAL], output_tokens, on_gpu=on_gpu)
+        figures += _equalities(str(path), options, name, config, prompts[:_SEVERAL], output_tokens)
+        tell(f"flights of {name}")
+        figures += _flights(str(path), options, name, config, [prompts[:batch] for batch in batches], output_tokens, on_gpu=on_gpu)
+    figures.append(
+        Figure(
+            "speculative_idle_share_max",
+            max(figure.value for figure in figures if figure.name.startswith("idle_share_")),
+            "share",
+            at_most(0.03) if on_gpu else None,
+        )
+    )
     speeds: dict[tuple[str, int], list[float]] = defaultdict(list)
     with contextlib.ExitStack() as ends:
         # Each in a process of its own, or the threads of one would be in another's way.
@@ -65,7 +87,7 @@ def measure(
 
 
 def _equalities(
-    path: str, options: dict[str, Any], name: str, config: dict[str, Any], prompts: list[list[int]], output_tokens: int, *, on_gpu: bool
+    path: str, options: dict[str, Any], name: str, config: dict[str, Any], prompts: list[list[int]], output_tokens: int
 ) -> list[Figure]:
     """With a fixed number of drafts, asynchronous and synchronous: the tokens, the accept lengths, and how many tokens a step goes on by.
 
@@ -73,7 +95,6 @@ def _equalities(
     steps: how much may be drafted there depends on what is on its way.
     """
     fixed, params = SpeculativeConfig(**config, adaptive=False), SamplingParams(temperature=0, max_tokens=output_tokens, ignore_eos=True)
-    dispatches: list[float] = []
     waits = steps = 0
     with LLM(path, **{**options, "dtype": "float32"}) as llm:
         plain = [output.token_ids for output in llm.generate(prompts, params)]
@@ -81,8 +102,6 @@ def _equalities(
     for asynchronous in (True, False):
         with LLM(path, **{**options, "dtype": "float32"}, speculative=fixed, asynchronous=asynchronous) as llm:
             seen = _accept_lengths(llm)
-            if asynchronous:
-                _time_launches(llm.engine.parts.executor, dispatches)
             tokens.append([output.token_ids for output in llm.generate(prompts, params)])
             lengths.append(dict(seen))
             if asynchronous:
@@ -98,8 +117,42 @@ def _equalities(
         Figure(f"tokens_per_step_{name}", sum(every) / len(every), "tokens"),
         Figure(f"tokens_identical_{name}", float(tokens[0] == tokens[1] == plain), "share", at_least(1)),
         Figure(f"accept_lengths_identical_{name}", float(alike), "share", at_least(1)),
-        Figure(f"dispatch_us_median_{name}", 1e6 * median(dispatches), "us", at_most(66) if on_gpu else None),
         Figure(f"host_waits_per_step_{name}", waits / steps, "waits/step", at_most(0)),
+    ]
+
+
+def _flights(
+    path: str,
+    options: dict[str, Any],
+    name: str,
+    config: dict[str, Any],
+    asked: Sequence[list[list[int]]],
+    output_tokens: int,
+    *,
+    on_gpu: bool,
+) -> list[Figure]:
+    """As it is served: what the engine thread needs to hand over a flight that drafts, and how long the device has none between two such."""
+    params = SamplingParams(temperature=0, max_tokens=output_tokens, ignore_eos=True)
+    dispatches: list[float] = []
+    shares = []
+    with LLM(path, **options, speculative=SpeculativeConfig(**config)) as llm:
+        parts = llm.engine.parts
+        llm.generate(asked[0], params)
+        clock = FlightClock(parts.device, parts.executor)
+        _time_launches(parts.executor, dispatches)
+        for prompts in asked:
+            first = len(clock.batches)
+            llm.generate(prompts, params)
+            drafting = [len(batch.rows) == len(prompts) and any(row.drafts for row in batch.rows) for batch in clock.batches]
+            pairs = [at for at in range(first + 1, len(drafting)) if drafting[at] and drafting[at - 1]]
+            if pairs:
+                lengths, idle = clock.steps(pairs)
+                shares.append(sum(idle) / sum(lengths))
+    if not dispatches:
+        raise SidestreamError(f"no flight had drafts of {name}: there is nothing to measure; ask for more tokens")
+    return [
+        Figure(f"dispatch_us_median_{name}", 1e6 * median(dispatches), "us", at_most(66) if on_gpu else None),
+        Figure(f"idle_share_{name}", max(shares, default=0.0), "share"),
     ]
 
 
@@ -108,13 +161,13 @@ def _accept_lengths(llm: LLM) -> dict[int, dict[int, int]]:
     seen: dict[int, dict[int, int]] = defaultdict(dict)
     count = llm.engine._count_drafts
 
-    def count_and_keep(batch: BatchPlan, delivered: Delivered) -> None:
-        sampling = (row for row in batch.rows if row.samples)
+    def count_and_keep(flight: Flight, delivered: Delivered) -> None:
+        sampling = (row for row in flight.batch.rows if row.samples)
         for row, result in zip(sampling, delivered.rows, strict=True):
             request = llm.engine.parts.scheduler.get(row.request_id)
             if row.drafts == _DRAFTS and request is not None:
                 seen[row.request_id][len(request.tokens) - len(result.token_ids)] = len(result.token_ids)
-        count(batch, delivered)
+        count(flight, delivered)
 
     llm.engine._count_drafts = count_and_keep  # type: ignore[method-assign]
     return seen
