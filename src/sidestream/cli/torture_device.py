@@ -82,6 +82,7 @@ def show_service(device: str, *, seed: int, requests: int, as_json: bool, tell: 
         Figure("tokens_found_on_device", report.from_device, "tokens"),
         Figure("tokens_found_on_host", report.from_host, "tokens"),
         Figure("requests_aborted", report.aborted, "requests"),
+        Figure("drafts_accepted", report.accepted, "tokens"),
         Figure("preemptions", report.preemptions, "preemptions"),
         Figure("resets", report.resets, "resets"),
         Figure("failed_slices", report.failed_slices, "slices"),

@@ -6,6 +6,7 @@ No weights, no arithmetic that rounds: their outputs are equal or wrong. For tes
     RecurrentToyModel   and, inside each block, a state that the block's end leaves behind
     ToyDraftHead        guesses the next tokens of either, and is right a known number of times
     ToyProposer         the same for an engine that speculates
+    ToyItself           the model as its own draft, on any device
 """
 
 from __future__ import annotations
@@ -360,6 +361,37 @@ class ToyProposer:
     def _keep(self, batch: PagedBatch, values: torch.Tensor) -> None:
         layer, size = batch.kv.shape[1] - 2, batch.kv.shape[3]
         batch.kv[batch.slots // size, layer, :, batch.slots % size, 0] = values[:, :, None].expand(-1, 2, 2)
+
+
+class ToyItself:
+    """Drafts what the model itself draws behind each row's last token, but now and then the token beside it. Reads nothing on the host.
+
+    It looks where flights look: at KV that is stale, or of somebody else, it drafts what is not accepted. What it writes is written again when
+    it is verified.
+    """
+
+    name = "toy"
+    hidden_size = num_layers = 0
+
+    def __init__(self, model: ToyModel, *, wrong_every: int = 5) -> None:
+        self._model = model
+        self._wrong_every = wrong_every
+
+    def propose(self, context: Context, count: int) -> torch.Tensor:
+        """See `Proposer.propose`."""
+        positions = context.lengths - 1
+        tokens = context.history.gather(1, positions[:, None]).squeeze(1).to(torch.int64)
+        every = torch.arange(len(tokens), device=tokens.device)
+        drafts = []
+        for _ in range(count):
+            drawn = self._model.forward(tokens, positions, context.attend(positions), every).argmax(-1)
+            beside = 1 + drawn % (self._model.vocab_size - 1)
+            tokens, positions = torch.where(positions % self._wrong_every == 0, beside, drawn), positions + 1
+            drafts.append(tokens)
+        return torch.stack(drafts, dim=1)
+
+    def follow(self, shown: Shown) -> None:
+        """It keeps nothing of its own."""
 
 
 def _written(tokens: npt.NDArray[np.int64], positions: npt.NDArray[np.int64], layer: int) -> npt.NDArray[np.float32]:

@@ -19,11 +19,19 @@ def test_every_answer_is_what_the_model_draws_without_a_pool(device: str) -> Non
 
     assert report.findings == []
     assert (report.wrong, report.requests) == (0, 120)
-    assert min(report.aborted, report.from_device, report.from_host, report.preemptions, report.failed_slices) > 0
+    assert min(report.aborted, report.from_device, report.from_host, report.preemptions, report.failed_slices, report.accepted) > 0
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("name", ["release-keeps-its-fences", "store-waits-for-flight", "only-committed-blocks-are-published"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "release-keeps-its-fences",
+        "store-waits-for-flight",
+        "only-committed-blocks-are-published",
+        "length-is-published-by-its-flight",
+    ],
+)
 def test_a_rule_that_is_missing_shows_in_the_answers(device: str, name: str) -> None:
     with applied(find(name)):
         report = torture_service(device, requests=300, seed=1)

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from sidestream.config import EngineConfig, OffloadConfig, SamplingParams
+from sidestream.config import EngineConfig, OffloadConfig, SamplingParams, SpeculativeConfig
 from sidestream.device.cpu import CpuDevice
 from sidestream.device.cuda import CudaDevice
 from sidestream.engine import Engine, Handle, build_engine
@@ -28,7 +28,7 @@ from sidestream.testing.rig import busy
 from sidestream.testing.tokenizer import ToyTokenizer
 from sidestream.testing.torture.hardware import open_device
 from sidestream.testing.torture.traffic import Habits, Meddler, draw_delay
-from sidestream.testing.toy import ToyModel
+from sidestream.testing.toy import ToyItself, ToyModel
 from sidestream.types import BatchPlan, Delta
 
 # Beginnings that prompts share, their tokens at most, and what a prompt has of its own.
@@ -36,6 +36,8 @@ _FAMILIES = 12
 _LONGEST = 320
 _OWN = 40
 _OUTPUTS = 40
+# Of the requests that draft, in a step.
+_DRAFTS = 3
 # Requests on their way at once: several times what the pool holds.
 _CROWD = 24
 _POOL_BLOCKS = 72
@@ -51,6 +53,7 @@ class ServiceReport:
 
     wrong        answers that are not what they must be, requests that ended otherwise than they can, and what is held when all has ended
     from_host    tokens of prompts whose KV came back from the host
+    accepted     drafts that were right
     findings     the first wrong ones in words
     """
 
@@ -59,6 +62,7 @@ class ServiceReport:
     tokens: int = 0
     from_device: int = 0
     from_host: int = 0
+    accepted: int = 0
     preemptions: int = 0
     resets: int = 0
     failed_slices: int = 0
@@ -153,7 +157,8 @@ def _ask(engine: Engine, model: ToyModel, families: list[tuple[int, ...]], rng: 
         if one.reason is not None:
             news.set()
 
-    one.handle = engine.submit(prompt, SamplingParams(temperature=0, max_tokens=one.outputs), take, priority=rng.choice((0, 0, 1)))
+    params = SamplingParams(temperature=0, max_tokens=one.outputs, max_drafts=rng.choice((0, 0, 1, _DRAFTS)))
+    one.handle = engine.submit(prompt, params, take, priority=rng.choice((0, 0, 1)))
     if one.abort_at == 0:
         engine.abort(one.handle)
     return one
@@ -193,8 +198,10 @@ def _engine(kind: str, model: ToyModel, *, seed: int, report: ServiceReport) -> 
             chunk_tokens=64,
             token_budget=128,
             offload=OffloadConfig(host=_HOST_BLOCKS * layout.block_bytes),
+            speculative=SpeculativeConfig(max_drafts=_DRAFTS, adaptive=False),
         ),
         device=device,
+        proposer=ToyItself(model),
     )
     try:
         _hold_up_flights(engine, device, seed)
@@ -202,6 +209,7 @@ def _engine(kind: str, model: ToyModel, *, seed: int, report: ServiceReport) -> 
         assert costs is not None
         costs.saw_prefill = lambda *_: None  # type: ignore[method-assign]  # what rests on the host shall come from there
         yield engine
+        report.accepted = int(engine.parts.metrics.value("accepted_tokens_total", ToyItself.name))
         report.from_device, report.from_host = (int(engine.parts.metrics.value("cached_tokens_total", tier)) for tier in ("device", "host"))
     finally:
         engine.close(flush_s=_PATIENCE_S)
