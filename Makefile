@@ -52,11 +52,12 @@ bench: $(VENV)/.dev
 	mv bench/results/torture-mutations.json.new bench/results/torture-mutations.json
 	$(MAKE) tables
 
-# Every benchmark of the GPU, with a Python whose torch has CUDA: `make bench-gpu PYTHON=…`. Results are committed.
+# Every benchmark of the GPU, with a Python whose torch has CUDA: `make bench-gpu PYTHON=…`. Results are committed, by the card's name.
+GPU ?= h100
 bench-gpu:
-	for name in transfer mailbox forward-thread interference; do \
-		PYTHONPATH=src $(PYTHON) -m sidestream bench $$name --json > bench/results/$$name-h100.json.new; \
-		mv bench/results/$$name-h100.json.new bench/results/$$name-h100.json; \
+	for name in transfer mailbox forward-thread interference engine throughput; do \
+		PYTHONPATH=src $(PYTHON) -m sidestream bench $$name --json > bench/results/$$name-$(GPU).json.new; \
+		mv bench/results/$$name-$(GPU).json.new bench/results/$$name-$(GPU).json; \
 	done
 
 # Tables and pictures in README and docs are generated from bench/results.
