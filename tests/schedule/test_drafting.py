@@ -56,6 +56,21 @@ def test_a_flight_without_drafts_comes_first_and_the_first_with_drafts_says_what
     assert chosen(policy, good) == 0
 
 
+def test_a_new_request_begins_with_how_others_fared_and_now_and_then_one_hopes_again() -> None:
+    policy = seasoned(0.3)
+    assert policy.newcomer().chance == pytest.approx(0.8)
+    failing = policy.newcomer()
+    for _ in range(300):
+        policy.saw(failing, 4, 0)
+    begun = [policy.newcomer() for _ in range(32)]
+    hopeful = [one for one in begun if one.chance == pytest.approx(0.8)]
+    assert len(hopeful) == 2
+    assert [chosen(policy, one) > 0 for one in begun].count(True) == 2
+    for _ in range(300):
+        policy.saw(failing, 4, 4)
+    assert all(chosen(policy, policy.newcomer()) == 4 for _ in range(8))
+
+
 def test_a_row_whose_drafts_fail_stops_and_tries_again_now_and_then() -> None:
     policy, failing = seasoned(0.1), record(accepted=0, drafted=1)
     counts = [chosen(policy, failing) for _ in range(200)]

@@ -11,6 +11,11 @@ from dataclasses import dataclass
 # Weight of the newest observation.
 _FRESH = 0.1
 _FRESH_S = 0.2
+_FRESH_USUAL = 0.02
+# Of a draft before anything was seen: optimistic, so that a short answer gets drafts too. One new request in so many begins with it whatever
+# became of others, or nobody would see that they changed.
+_HOPE = 0.8
+_HOPEFUL_EVERY = 16
 # What a draft is taken to cost until it was seen, and the least that is believed.
 _FIRST_COST = 0.05
 _LEAST_COST = 0.01
@@ -25,17 +30,22 @@ _RETRY_FLIGHTS = 256
 class DraftRecord:
     """What became of one request's drafts.
 
-    chance   that a draft behind accepted ones is accepted; optimistic at first, so that a short answer gets drafts too
+    chance   that a draft behind accepted ones is accepted
     idle     steps since it drafted
     """
 
-    chance: float = 0.8
+    chance: float = _HOPE
     idle: int = 0
 
     def saw(self, drafted: int, accepted: int) -> None:
         """`accepted` of `drafted` leading tokens were right: so many tries went well, and one more did not unless all did."""
-        for right in [True] * accepted + [False] * (accepted < drafted):
+        for right in _tries(drafted, accepted):
             self.chance += _FRESH * (right - self.chance)
+
+
+def _tries(drafted: int, accepted: int) -> list[bool]:
+    """What so many right drafts say, one by one."""
+    return [True] * accepted + [False] * (accepted < drafted)
 
 
 @dataclass(slots=True)
@@ -63,9 +73,22 @@ class DraftPolicy:
     def __init__(self, most: int, *, adaptive: bool = True) -> None:
         self.most = most
         self.adaptive = adaptive
+        self._usual = _HOPE
+        self._num_begun = 0
         self._seconds: dict[int, _Seconds] = {}
         self._now = _Seconds()
         self.measuring = self._retrying = False
+
+    def newcomer(self) -> DraftRecord:
+        """Of a new request, of which nothing is known but how others fared."""
+        self._num_begun += 1
+        return DraftRecord(max(self._usual, _HOPE) if self._num_begun % _HOPEFUL_EVERY == 1 else self._usual)
+
+    def saw(self, record: DraftRecord, drafted: int, accepted: int) -> None:
+        """What became of one request's drafts in a flight, see `DraftRecord.saw`."""
+        record.saw(drafted, accepted)
+        for right in _tries(drafted, accepted):
+            self._usual += _FRESH_USUAL * (right - self._usual)
 
     def prepare(self, num_rows: int) -> None:
         """A flight is planned in which `num_rows` rows decode; `choose` is asked for each of them."""

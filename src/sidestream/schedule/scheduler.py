@@ -194,6 +194,7 @@ class Scheduler:
         if request.keys_version != self.keys_version:
             request.keys.clear()
             request.keys_version = self.keys_version
+        request.drafting = self._drafts.newcomer()
         self._requests[request.id] = request
         self._queue[request.id] = request
 
@@ -299,7 +300,7 @@ class Scheduler:
             request.drafts_on_way -= drafts
             request.launched_len -= 1 + drafts - drawn
             request.launched_outputs -= 1 + drafts - drawn
-            request.drafting.saw(drafts, drawn - 1)
+            self._drafts.saw(request.drafting, drafts, drawn - 1)
 
     def measured(self, batch: BatchPlan, seconds: float) -> None:
         """A flight in which every row decodes took so long."""
