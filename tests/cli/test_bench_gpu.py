@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from sidestream.testing.tiny_models import save_head, tiny_model_dir
+from sidestream.cli.bench import speculative
+from sidestream.testing.tiny_models import tiny_model_dir
 
 COMMANDS = {
     "transfer": ["--mib", "8", "--rounds", "1"],
@@ -43,21 +44,21 @@ def test_benchmark_measures_on_the_cpu_too(name: str) -> None:
         assert figures["stored_gib"]["value"] > 0
 
 
-def test_drafting_is_measured_for_each_proposer_and_changes_no_token(tmp_path: Path) -> None:
-    model = tiny_model_dir("llama", tmp_path / "model", 3)
-    head = save_head(model, tmp_path / "head.safetensors", seed=1)
-    command = [sys.executable, "-m", "sidestream", "bench", "speculative", str(model), "--device", "cpu", "--json", "--head", str(head)]
-    command += ["--draft-model", str(model), "--rounds", "1", "--batch", "1", "--batch", "2", "--output-tokens", "12"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=240)
-    assert done.returncode == 0, done.stderr
-    figures = {figure["name"]: figure["value"] for figure in json.loads(done.stdout)["figures"]}
-    for proposer in ("ngram", "mtp", "draft"):
-        assert figures[f"tokens_identical_{proposer}"] == figures[f"accept_lengths_identical_{proposer}"] == 1
-        assert figures[f"host_waits_per_step_{proposer}"] == 0
-        assert figures[f"dispatch_us_median_{proposer}"] > 0
-        assert figures[f"speedup_b2_{proposer}"] > 0
+def test_flights_that_draft_are_measured_and_no_token_depends_on_drafts(tmp_path: Path) -> None:
+    model = str(tiny_model_dir("llama", tmp_path / "model", 3))
+    options = {"device": "cpu", "kv_memory": "8MiB", "prefix_cache": False, "max_running": 2, "compute_threads": 1}
+    config = {"proposer": "draft", "max_drafts": 4, "model": model}
+    prompts = [[5, 6, 7], [8, 9, 10, 11]]
+    measured = [
+        *speculative._equalities(model, options, "draft", config, prompts, 24),
+        *speculative._flights(model, options, "draft", config, [prompts[:1], prompts], 24, on_gpu=False),
+    ]
+    figures = {figure.name: figure.value for figure in measured}
+    assert figures["tokens_identical_draft"] == figures["accept_lengths_identical_draft"] == 1
+    assert figures["host_waits_per_step_draft"] == 0
     assert figures["tokens_per_step_draft"] > 3  # the model itself: all its drafts are right
-    assert 0 < figures["speculative_idle_share_max"] < 1
+    assert figures["dispatch_us_median_draft"] > 0
+    assert 0 < figures["idle_share_draft"] < 1
 
 
 def test_device_that_is_not_known_names_the_nearest_one() -> None:
