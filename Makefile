@@ -10,9 +10,7 @@ BIN := $(VENV)/bin
 demo: $(VENV)/.demo
 	$(BIN)/sidestream demo
 
-# Two at a time: while one process checks types, tests begin on the other core.
-test: $(VENV)/.dev
-	$(MAKE) --jobs 2 lint types imports unit
+test: lint types imports unit
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff format --check .
