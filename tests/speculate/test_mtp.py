@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from drafting_rig import GREEDY, PROMPTS, Seen
+from drafting_rig import GREEDY, PROMPTS, Seen, check_drafts_from_every_source
 from transformers import AutoModelForCausalLM
 
 from sidestream import LLM, OffloadConfig, SpeculativeConfig
@@ -83,25 +83,7 @@ def test_drafts_are_those_of_the_head_alone_cold_from_the_device_and_from_the_ho
         expected = [output.token_ids for output in plain.generate(PROMPTS, GREEDY)]
     reference = Reference(model, head)
     with engine(model, head, asynchronous=asynchronous, chunk_tokens=32, offload=OffloadConfig(host="4MiB")) as llm:
-        costs = llm.engine.parts.costs
-        assert costs is not None
-        costs.saw_prefill = lambda *_: None  # type: ignore[method-assign]
-        for source in ("nothing", "device", "host"):
-            if source == "host":
-                assert llm.flush()
-                llm.engine.call(llm.engine.parts.blocks.forget_all)
-            seen.clear()
-            outputs = llm.generate(PROMPTS, GREEDY)
-            assert [output.token_ids for output in outputs] == expected
-            assert (sum(output.cached.host for output in outputs) > 0) == (source == "host")
-            assert len(seen) > 12
-            steps = 0
-            for tokens, every in seen.items():
-                if not any(expected[number][: len(tokens) - len(prompt)] == tokens[len(prompt) :] for number, prompt in enumerate(PROMPTS)):
-                    continue  # behind an answer's end
-                steps += 1
-                assert every == [reference.drafts(tokens)[: len(row)] for row in every]
-            assert steps > 12
+        check_drafts_from_every_source(llm, expected, seen, reference.drafts)
 
 
 def test_a_row_without_drafts_keeps_up_so_that_it_may_draft_later(model: Path, head: Path, seen: Seen) -> None:

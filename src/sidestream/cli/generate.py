@@ -108,7 +108,8 @@ def _as_json(llm: LLM, answer: Answer) -> dict[str, object]:
     cached, speculative = answer.cached, llm.config.speculative
     drafts = {}
     if speculative is not None:
-        drafts = {name: int(llm.metrics.value(f"{name}_tokens_total", speculative.proposer)) for name in ("draft", "accepted")}
+        counters = {"drafted": "draft_tokens_total", "accepted": "accepted_tokens_total"}
+        drafts = {name: int(llm.metrics.value(counter, speculative.proposer)) for name, counter in counters.items()}
     return {
         "model": llm.model_name,
         "text": answer.text,
