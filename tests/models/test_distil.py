@@ -10,7 +10,7 @@ from torch import Tensor
 
 from sidestream import LLM, SamplingParams, SpeculativeConfig
 from sidestream.errors import ConfigError
-from sidestream.models.distil import Distillation, Lesson, as_it_drafts, load_teacher
+from sidestream.models.distil import Distillation, Divergence, Lesson, as_it_drafts, load_teacher
 from sidestream.models.mtp import MtpHead, write_head
 from sidestream.testing.tiny_models import save_head, tiny_model_dir
 
@@ -54,6 +54,20 @@ def test_a_head_learns_to_draft(model: Path, tokens: Tensor, tmp_path: Path) -> 
     write_head(head, tmp_path / "taught.safetensors")
     taught = accepted(model, tmp_path / "taught.safetensors")
     assert taught > accepted(model, save_head(model, tmp_path / "random.safetensors", seed=0)) + 0.1
+
+
+def test_the_divergence_and_its_gradient_are_those_of_the_formula() -> None:
+    torch.manual_seed(0)
+    matrix = torch.nn.Linear(8, 50, bias=False)
+    predicts, hidden = torch.randn(5000, 8, requires_grad=True), torch.randn(5000, 8)
+    wanted, given = matrix(hidden).detach().log_softmax(-1), matrix(predicts).log_softmax(-1)
+    formula = (wanted.exp() * (wanted - given)).sum()
+    (expected,) = torch.autograd.grad(formula, predicts)
+
+    found = Divergence.apply(predicts, hidden, matrix)
+
+    torch.testing.assert_close(found, formula)
+    torch.testing.assert_close(torch.autograd.grad(found, predicts)[0], expected)
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2"])

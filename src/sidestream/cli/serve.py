@@ -31,7 +31,7 @@ log = logging.getLogger("sidestream.cli")
 def serve(
     model: Model = DEMO_MODEL,
     host: Annotated[str, typer.Option(metavar="ADDRESS", help="Address to listen on; 0.0.0.0 for all.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(metavar="PORT", help="Port to listen on; 0 for any free one.")] = 8000,
+    port: Annotated[int, typer.Option(metavar="N", help="Port to listen on; 0 for any free one.")] = 8000,
     api_key: Annotated[
         str | None,
         typer.Option(

@@ -19,9 +19,11 @@ from sidestream.errors import ConfigError
 if TYPE_CHECKING:
     from torch import Tensor
 
-# What a prompt may take of a sequence, and requests that run at once while the model answers.
+# What a prompt may take of a sequence, requests that run at once while the model answers, and temperatures: the first two answers to a task are
+# its likeliest and a drawn one, those after that are drawn.
 _PROMPT_SHARE = 0.5
 _AT_ONCE = {"cpu": 8, "cuda": 256}
+_DRAWN_AT = (0.5, 1.0, 0.7)
 _SAVE_EVERY = 200
 
 
@@ -40,7 +42,7 @@ def train_mtp(
     ] = None,
     learning_rate: Annotated[float, typer.Option(metavar="R", help="At its highest.")] = 1e-3,
     seed: Annotated[int, typer.Option(metavar="N", help="Same seed, same head, on the same machine.")] = 0,
-    device: Annotated[str, typer.Option(metavar="DEVICE", help="cpu, cuda, or auto.")] = "auto",
+    device: Annotated[str, typer.Option(help="cpu, cuda, or auto.")] = "auto",
 ) -> None:
     """Train a head that drafts for a model (speculative decoding), by the model's own answers to tasks and by texts.
 
@@ -142,9 +144,7 @@ def _written(model: str, texts: Sequence[str], record: dict[str, Any], kind: str
             prompts = [llm.tokenizer.chat([{"role": "user", "content": task}])[: int(length * _PROMPT_SHARE)] for task in some]
             params = [
                 SamplingParams(
-                    temperature=(0.0, 1.0)[(number + at) // len(tasks) % 2 or at % 2],
-                    max_tokens=length // 2,
-                    seed=record["seed"] + number + at,
+                    temperature=_temperature(*divmod(number + at, len(tasks))), max_tokens=length // 2, seed=record["seed"] + number + at
                 )
                 for at in range(len(some))
             ]
@@ -154,6 +154,15 @@ def _written(model: str, texts: Sequence[str], record: dict[str, Any], kind: str
                 done += len(answer.token_ids)
                 yield said
             bars.update(bar, completed=min(done, wanted))
+            if not bars.console.is_terminal:
+                bars.console.print(f"the model has written {done:,} of {wanted:,} tokens", highlight=False)
+
+
+def _temperature(time: int, task: int) -> float:
+    """At which a task is answered the first, second, … time: once by the likeliest tokens, which would be the same again."""
+    if time < 2:
+        return 0.0 if (time + task) % 2 == 0 else 1.0
+    return _DRAWN_AT[time % len(_DRAWN_AT)]
 
 
 # ---------------------------------------------------------------------- learning
@@ -189,6 +198,8 @@ def _teach(model: str, out: Path, record: dict[str, Any], tokens: Tensor, lesson
             bars.update(bar, completed=school.done, description=f"teaching, {loss:.3f} nats a token")
             if school.done % _SAVE_EVERY == 0:
                 save()
+                if not console.is_terminal:  # there is no bar
+                    console.print(f"step {school.done} of {lesson.steps}: {loss:.3f} nats a token", highlight=False)
     except KeyboardInterrupt:
         save()
         console.print(f"interrupted after step {school.done} of {lesson.steps}: the same command goes on from there", highlight=False)

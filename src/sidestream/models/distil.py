@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
-from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, AutoModelForCausalLM
 
 from sidestream.config import MOST_DRAFTS
@@ -23,7 +22,7 @@ from sidestream.models.loader import local_directory, quiet
 from sidestream.models.mtp import MtpHead
 
 # Positions whose logits are there at a time: a row of them is as wide as the vocabulary.
-_PIECE = 1024
+_PIECE = 2048
 _WARM_UP = 0.05
 
 
@@ -127,19 +126,35 @@ class Distillation:
         return total / weights
 
     def _distance(self, predicts: Tensor, hidden: Tensor) -> Tensor:
-        """What the head's distributions lack of the model's: their divergence (Kullback and Leibler 1951), in the mean."""
-        matrix = self._model.get_output_embeddings()
-
-        def of(part: Tensor, left: Tensor) -> Tensor:
-            with torch.no_grad():
-                wanted: Tensor = matrix(left).float().log_softmax(-1)
-            given: Tensor = matrix(part).float().log_softmax(-1)
-            return (wanted.exp() * (wanted - given)).sum()
-
-        total: Tensor = predicts.new_zeros((), dtype=torch.float32)
-        for part, left in zip(torch.split(predicts, _PIECE), torch.split(hidden, _PIECE), strict=True):
-            total = total + checkpoint(of, part, left, use_reentrant=False)
+        """What the head's distributions lack of the model's, in the mean."""
+        total: Tensor = Divergence.apply(predicts, hidden, self._model.get_output_embeddings())  # type: ignore[no-untyped-call]
         return total / len(predicts)
+
+
+class Divergence(torch.autograd.Function):
+    """The sum over positions of what one distribution lacks of another (Kullback and Leibler 1951), and its gradient, made piece by piece with
+    it: so logits are computed once and kept for a piece at a time.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, predicts: Tensor, hidden: Tensor, matrix: nn.Linear) -> Tensor:
+        """`predicts` and `hidden`, both `[N, hidden_size]`: what the one and the other is made of, by `matrix`. A number, float32."""
+        gradient = torch.empty_like(predicts)
+        total = predicts.new_zeros((), dtype=torch.float32)
+        for part, left, into in zip(*(torch.split(tensor, _PIECE) for tensor in (predicts, hidden, gradient)), strict=True):
+            wanted: Tensor = matrix(left).float().log_softmax(-1)
+            given: Tensor = matrix(part).float().log_softmax(-1)
+            chances = wanted.exp()
+            total += (chances * (wanted - given)).sum()
+            into.copy_((given.exp() - chances).to(matrix.weight.dtype) @ matrix.weight)
+        ctx.save_for_backward(gradient)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *of: Tensor) -> tuple[Tensor, None, None]:
+        """For `predicts` alone."""
+        (gradient,) = ctx.saved_tensors
+        return of[0] * gradient, None, None
 
 
 def as_it_drafts(head: MtpHead, tokens: Tensor, hidden: Tensor, drafts: int) -> Iterator[Tensor]:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -33,11 +37,25 @@ def test_every_answer_is_what_the_model_draws_without_a_pool(device: str) -> Non
     ],
 )
 def test_a_rule_that_is_missing_shows_in_the_answers(device: str, name: str) -> None:
-    with applied(find(name)):
-        report = torture_service(device, requests=300, seed=1)
+    assert _shown_without(name, device)
 
-    assert report.wrong > 0
-    assert "is wrong" in report.findings[0]
+
+def _shown_without(name: str, device: str) -> bool:
+    """Whether answers are wrong with a rule taken out. On a GPU in a process of its own: numbers that are read too early may be wrong indexes,
+    which end it, and everything that was on it.
+    """
+    if device == "cpu":
+        return _wrong_without(name, device, 300)
+    call = f"from test_service import _wrong_without; print('wrong:', _wrong_without({name!r}, {device!r}, 3000))"
+    done = subprocess.run([sys.executable, "-c", call], cwd=Path(__file__).parent, capture_output=True, text=True, check=False, timeout=120)
+    assert "wrong:" in done.stdout or "device-side assert" in done.stderr, done.stderr
+    return "wrong: False" not in done.stdout
+
+
+def _wrong_without(name: str, device: str, requests: int) -> bool:
+    with applied(find(name)):
+        report = torture_service(device, requests=requests, seed=1)
+    return report.wrong > 0 and "is wrong" in report.findings[0]
 
 
 def test_what_makes_no_sense_is_refused() -> None:

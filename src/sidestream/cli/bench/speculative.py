@@ -20,9 +20,8 @@ from sidestream.execute.mailbox import Delivered
 from sidestream.llm import LLM
 from sidestream.types import BatchPlan, Fence, LayerGates
 
-_PROMPT_TOKENS = 48
 _DRAFTS = 4
-_SEVERAL = 8  # requests whose accept lengths are compared
+_SEVERAL = 8  # requests that are asked at any number at once, and whose accept lengths are compared
 
 
 def measure(
@@ -36,14 +35,14 @@ def measure(
     rounds: int,
     tell: Callable[[str], None],
 ) -> list[Figure]:
-    """The same prompts by engines that differ in their drafts alone, taking turns. Bounds but those of equality are for a GPU."""
+    """The same prompts by engines that differ in their drafts alone, taking turns. Bounds but those of equality are for a GPU.
+
+    Prompts are tasks about topics that no head was taught on.
+    """
     from sidestream.models.catalog import resolve
-    from sidestream.text import Tokenizer, sample_text
 
     path, on_gpu = resolve(model), device == "cuda"
-    ids = Tokenizer.load(path).encode(sample_text())
-    step = (len(ids) - _PROMPT_TOKENS) // max(*batches, _SEVERAL)
-    prompts = [ids[at * step : at * step + _PROMPT_TOKENS] for at in range(max(*batches, _SEVERAL))]
+    prompts = _held_out(path, max(*batches, _SEVERAL))
     proposers: dict[str, dict[str, Any]] = {"ngram": {"proposer": "ngram", "max_drafts": _DRAFTS}}
     if head is not None:
         proposers["mtp"] = {"proposer": "mtp", "max_drafts": _DRAFTS, "head": str(head.resolve())}
@@ -73,9 +72,10 @@ def measure(
         for number in range(1, rounds + 1):
             for batch in batches:
                 tell(f"round {number} of {rounds}, {batch} at once")
+                groups = [prompts[at : at + batch] for at in range(0, max(batch, _SEVERAL - batch + 1), batch)]
                 for name, engine in engines.items():
-                    seconds = engine.ask(prompts[:batch], max_tokens=output_tokens, at_once=True).seconds
-                    speeds[name, batch].append(batch * output_tokens / seconds)
+                    seconds = sum(engine.ask(group, max_tokens=output_tokens, at_once=True).seconds for group in groups)
+                    speeds[name, batch].append(batch * len(groups) * output_tokens / seconds)
     for name in proposers:
         ratios = {batch: median(a / b for a, b in zip(speeds[name, batch], speeds["plain", batch], strict=True)) for batch in batches}
         figures += [Figure(f"speedup_b{batch}_{name}", ratio, "ratio") for batch, ratio in ratios.items()]
@@ -84,6 +84,17 @@ def measure(
             figures.append(Figure("speedup_b1", ratios[min(batches)], "ratio", at_least(1.8)))
     figures.append(Figure("plain_tokens_per_s_b1", median(speeds["plain", min(batches)]), "tokens/s"))
     return figures
+
+
+def _held_out(path: str, count: int) -> list[list[int]]:
+    """Prompts, in the model's own chat format where it has one: of different topics, as far as there are so many."""
+    from sidestream.text import Tokenizer, sample_tasks
+
+    tokenizer, tasks = Tokenizer.load(path), sample_tasks(held_out=True)
+    chosen = [tasks[17 * at % len(tasks)] for at in range(count)]
+    if not tokenizer.has_chat_template:
+        return [tokenizer.encode(task) for task in chosen]
+    return [tokenizer.chat([{"role": "user", "content": task}]) for task in chosen]
 
 
 def _equalities(
