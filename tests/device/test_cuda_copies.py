@@ -202,9 +202,9 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         for target, source, size in table.T.tolist():
             ctypes.memmove(target, source, size)
 
-    def deliver(target: int, source: int, num_bytes: int) -> None:
+    def deliver(target: int, source: int, num_bytes: int, *, behind: int = 0) -> None:
         launched.append(f"{num_bytes} bytes")
-        ctypes.memmove(target, source, num_bytes)
+        ctypes.memmove(target + (ctypes.c_int64.from_address(behind).value if behind else 0), source, num_bytes)
 
     fake = types.ModuleType("sidestream.device.cuda.kernels")
     fake.copy_segments, fake.deliver = copy_segments, deliver  # type: ignore[attr-defined]
@@ -344,7 +344,9 @@ def test_values_are_delivered_byte_by_byte_whatever_their_type(device: CudaDevic
     fence = stream.submit(lambda: stream.deliver(torch.zeros(4, 4)[:, 1], mailbox, 0))
     assert isinstance(fence.failure, InvariantError)
     stream.submit(lambda: stream.deliver(values[:0], mailbox, 0))
-    assert kernels == ["12 bytes"]
+    stream.submit(lambda: stream.deliver(values, mailbox, torch.tensor([40]), further=8))
+    assert mailbox.data[48:60].view(torch.int32).tolist() == [1, -2, 3]
+    assert kernels == ["12 bytes", "12 bytes"]
 
 
 def test_warming_up_launches_each_variant_and_gives_everything_back(device: CudaDevice, gpu: FakeGpu, kernels: list[str]) -> None:

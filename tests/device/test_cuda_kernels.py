@@ -27,6 +27,10 @@ for count, shift in ((8, 0), (8, 3), (13, 0), (40_000, 0), (70_001, 1)):
     kernels.deliver(target.data_ptr() + shift, source.data_ptr() + shift, count)
     before[shift:shift + count] = source[shift:shift + count]
     assert torch.equal(target, before), ("deliver", count, shift)
+    behind = torch.tensor([16])
+    kernels.deliver(target.data_ptr() + shift, source.data_ptr() + shift, count, behind=behind.data_ptr())
+    before[shift + 16:shift + 16 + count] = source[shift:shift + count]
+    assert torch.equal(target, before), ("deliver behind", count, shift)
 
 for wide, count in ((True, 1), (True, 5), (False, 6), (False, 2)):
     unit = 8 if wide else 1

@@ -56,7 +56,7 @@ def test_captured_kernels_read_what_eager_ones_are_given_and_padding_is_nobodys_
         changes = keeper.changes(batch.rows)
         if changes.places:
             state.place(*changes)
-        frame.buffer.copy_(torch.from_numpy(pack(batch, shape, nobody=state.nobody, block_tokens=BLOCK_TOKENS)))
+        frame.buffer.copy_(torch.from_numpy(pack(batch, shape, nobody=state.nobody, block_tokens=BLOCK_TOKENS, letter=640)))
         for row in batch.rows:  # somewhere in its bounds; and where the host knows, whatever a failed flight left
             state.lengths[row.row] = 27 if row.is_certain else rng.randint(row.start, row.stop - row.num_tokens)
         drafts = torch.randint(300, (ROWS + 1, shape.drafts), generator=torch.Generator().manual_seed(seed)) if shape.drafts else None
@@ -92,6 +92,9 @@ def test_captured_kernels_read_what_eager_ones_are_given_and_padding_is_nobodys_
         sampling = len(expected.logit_rows)
         assert frame.logit_rows[:sampling].tolist() == expected.logit_rows.tolist()
         assert frame.logit_rows[sampling:].eq(-1).all()
+        drawing = [place for place, row in zip(places, batch.rows, strict=True) if row.samples]
+        assert frame.draws.tolist() == drawing + [-1] * (shape.rows - len(drawing))
+        assert frame.letter.tolist() == [640]
 
 
 def test_a_frame_that_was_never_filled_is_padding() -> None:

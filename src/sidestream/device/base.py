@@ -225,8 +225,9 @@ class Stream(Protocol):
         """Write the device's clock, in ns, into the first of `times`, int64 on the device, when the work gets here. Inside work of this stream."""
         ...
 
-    def deliver(self, values: torch.Tensor, memory: Memory, start: int) -> None:
-        """Write the bytes of `values`, contiguous and on the device, to host memory at `start`, past the queue of bulk copies (P5).
+    def deliver(self, values: torch.Tensor, memory: Memory, start: int | torch.Tensor, *, further: int = 0) -> None:
+        """Write the bytes of `values`, contiguous and on the device, to host memory, past the queue of bulk copies (P5): `further` bytes behind
+        `start`, which is a number or, for work that is captured, int64 `[1]` on the device, a multiple of 8.
 
         Inside work of this stream; the work declares the write. The host reads them behind the work's fence.
         """

@@ -175,10 +175,11 @@ class HostStream:
         """Write the system's monotonic clock. See `Stream.stamp`."""
         times[0] = time.monotonic_ns()
 
-    def deliver(self, values: torch.Tensor, memory: Memory, start: int) -> None:
+    def deliver(self, values: torch.Tensor, memory: Memory, start: int | torch.Tensor, *, further: int = 0) -> None:
         """Write the values' bytes, on the calling thread. See `Stream.deliver`."""
         flat = values.reshape(-1).view(torch.uint8)
-        memory.data[start : start + flat.numel()].copy_(flat)
+        first = int(start) + further
+        memory.data[first : first + flat.numel()].copy_(flat)
 
     def has_passed(self, fence: HostFence) -> bool:
         """Whether `fence`, of this stream, is done: then whoever asks has seen it."""

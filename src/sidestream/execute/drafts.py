@@ -88,7 +88,7 @@ class Drafts:
 
     def draw(self, computed: Computed, state: DecodeState) -> tuple[Drawn, Tensor]:
         """Draw at all places, and publish how far each row goes for the flights behind this one: what was drawn, and int64 `[R]` tokens."""
-        most, positions, hidden = self.most, computed.positions, computed.hidden
+        most, positions = self.most, computed.positions
         proposed = None if computed.proposed is None else computed.proposed.tokens
         starts = [0]
         for count in self.num_drafts:
@@ -98,6 +98,7 @@ class Drafts:
             [start + min(number, count) for start, count in zip(starts, self.num_drafts, strict=False) for number in range(most + 1)]
         ).view(len(self.rows), most + 1)
         row_of_place = self.row_of_place
+        num_drafts = state.index(self.num_drafts)
         drawn = sample(
             computed.logits,
             row_of_place,
@@ -105,11 +106,8 @@ class Drafts:
             state,
             drafted=self._before(proposed, state) if proposed is not None and self.penalised else None,
         )
-        by_row = drawn.tokens[places]
-        counts = torch.ones_like(places[:, 0]) if proposed is None else accept_lengths(proposed, by_row, state.index(self.num_drafts))
-        state.advance(self.rows, positions[places[:, 0]], by_row, counts)
-        if hidden is not None:
-            state.leave(self.rows, hidden[places.gather(1, counts[:, None] - 1).squeeze(1)])
+        counts = publish(state, computed, drawn.tokens, where=state.index(self.rows), places=places, num_drafts=num_drafts)
+        state.count(self.rows, drawn.tokens[places], counts)
         return drawn, counts
 
     def _before(self, proposed: Tensor, state: DecodeState) -> Tensor:
@@ -117,3 +115,33 @@ class Drafts:
         of_row = state.index([at for at, count in enumerate(self.num_drafts) for _ in range(1 + count)])
         number = state.index([number for count in self.num_drafts for number in range(1 + count)])
         return torch.where(torch.arange(self.most, device=proposed.device) < number[:, None], proposed[of_row], -1)
+
+
+def publish(
+    state: DecodeState,
+    computed: Computed,
+    tokens: Tensor,
+    *,
+    where: Tensor,
+    places: Tensor,
+    num_drafts: Tensor,
+    nobody: Tensor | None = None,
+) -> Tensor:
+    """Let rows go on by what was drawn, for the flights behind this one to read: by how many tokens each does, int64 `[R]` (H19).
+
+    tokens       int64 `[N]`, drawn at all places
+    where        int64 `[R]`: row numbers
+    places       int64 `[R, K + 1]`: those of each row; a row with fewer drafts repeats its last one
+    num_drafts   int64 `[R]`
+    nobody       bool `[R]`: padding; None: there is none
+    """
+    by_row, starts, hidden = tokens[places], computed.positions[places[:, 0]], computed.hidden
+    counts = torch.ones_like(places[:, 0])
+    if computed.proposed is not None:
+        counts = accept_lengths(computed.proposed.tokens, by_row, num_drafts)
+    if nobody is not None:
+        starts, counts = torch.where(nobody, 0, starts), torch.where(nobody, 1, counts)
+    state.advance(where, starts, by_row, counts)
+    if hidden is not None:
+        state.leave(where, hidden[places.gather(1, counts[:, None] - 1).squeeze(1)])
+    return counts

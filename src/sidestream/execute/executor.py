@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch.nn.functional import pad
@@ -22,6 +23,7 @@ from sidestream.execute.forward import Computed, Forward
 from sidestream.execute.frame import SHORT_TOKENS, Shape, TableChanges, TableKeeper, pack
 from sidestream.execute.graphs import Captured, Graphs
 from sidestream.execute.inputs import Packer, StepInputs, kv_accesses
+from sidestream.execute.likeliest import takes_likeliest
 from sidestream.execute.mailbox import Delivered, Letter, Mailbox
 from sidestream.execute.model import ForwardModel
 from sidestream.execute.sample import sample
@@ -60,8 +62,15 @@ _VARIANTS = (
 )
 
 
-Work = Callable[[Drafts | None], Computed]
-"""A flight's forward pass; the rows that sample are told to it where something drafts."""
+class Work(NamedTuple):
+    """A flight's forward pass.
+
+    run     it; the rows that sample are told to it where something drafts
+    draws   it draws and delivers as well, and leaves nothing to be done
+    """
+
+    run: Callable[[Drafts | None], Computed | None]
+    draws: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,19 +150,22 @@ class Executor:
         num_blocks = memory.num_bytes // layout.block_bytes
         self._kv = memory.data[: num_blocks * layout.block_bytes].view(dtype).view(layout.shape(num_blocks))
         self._forward = Forward(model, self._kv, stream=self._stream, partials=partials, state=self._state, proposer=proposer)
-        self._wanted_logprobs: dict[int, int] = {}
+        # Of each row, as it last began.
+        self._wanted_logprobs = [-1] * num_rows
+        self._takes_likeliest = [True] * num_rows
 
     def launch(self, batch: BatchPlan, *, after: tuple[Fence, ...], gates: LayerGates) -> Flight:
         """Enqueue one flight behind `after`; layer by layer behind `gates`. Returns at once."""
         launched_s = self._clock()
         gated = bool(gates.by_layer)
-        captured = None if self._graphs is None else self._graphs.find(batch, gated=gated)
-        work = self._eager_work(batch, gates) if captured is None else self._captured_work(batch, captured, gates)
-        changes = TableChanges([], []) if captured is None else self._tables.changes(batch.rows)
         for row in batch.rows:
             if row.begin is not None:
                 self._wanted_logprobs[row.row] = row.begin.sampling.top_logprobs
+                self._takes_likeliest[row.row] = takes_likeliest(row.begin.sampling)
+        captured = None if self._graphs is None else self._graphs.find(batch, gated=gated)
         letter = self._mailbox.address()
+        work = self._eager_work(batch, gates) if captured is None else self._captured_work(batch, captured, gates, letter)
+        changes = TableChanges([], []) if captured is None else self._tables.changes(batch.rows)
         self._uploads.open(letter.lease.ids[0])
         for fence in after:
             self._stream.wait(fence)
@@ -209,6 +221,7 @@ class Executor:
             partials=self._partials,
             state=self._state,
             gate_layers=gate_layers,
+            mailbox=self._mailbox,
             proposer=self._proposer,
         )
         graphs.capture(shapes, tell=tell)
@@ -257,7 +270,7 @@ class Executor:
 
         return before_layer
 
-    def _run(self, batch: BatchPlan, changes: TableChanges, forward: Work, letter: Letter) -> None:
+    def _run(self, batch: BatchPlan, changes: TableChanges, work: Work, letter: Letter) -> None:
         """The flight itself. On the compute stream.
 
         Whatever fails, the device's tables are made anew for the flights behind it: on a GPU this is the engine thread, before it packs another.
@@ -269,18 +282,20 @@ class Executor:
                 for row in batch.rows:
                     if row.begin is not None:
                         self._state.begin(row.row, row.begin)
-                drafts = None if self._proposer is None else Drafts.of(batch.rows, self._state)
-                computed = forward(drafts)
-                sampling = [row for row in batch.rows if row.samples]
-                if sampling and drafts is None:
+                drafts = None if self._proposer is None or work.draws else Drafts.of(batch.rows, self._state)
+                computed = work.run(drafts)
+                sampling = () if computed is None else [row for row in batch.rows if row.samples]
+                if computed is None or not sampling:
+                    return
+                if drafts is None:
                     rows = [row.row for row in sampling]
                     drawn = sample(computed.logits, rows, [row.output_index for row in sampling], self._state)
                     self._state.commit(rows, drawn.tokens)
-                    self._mailbox.write(letter, drawn, self._stream)
-                elif sampling and drafts is not None:
+                    self._mailbox.write(letter.start, drawn, self._stream)
+                else:
                     drawn, counts = drafts.draw(computed, self._state)
                     times = None if computed.proposed is None else computed.proposed.times
-                    self._mailbox.write(letter, drawn, self._stream, counts=counts if drafts.most else None, times=times)
+                    self._mailbox.write(letter.start, drawn, self._stream, counts=counts if drafts.most else None, times=times)
         except BaseException:
             self._tables.forget()
             raise
@@ -323,30 +338,35 @@ class Executor:
                 proposed=proposed,
             )
 
-        return forward
+        return Work(forward, draws=False)
 
-    def _captured_work(self, batch: BatchPlan, captured: Captured, gates: LayerGates) -> Work:
-        """The batch's forward pass, by a graph."""
+    def _captured_work(self, batch: BatchPlan, captured: Captured, gates: LayerGates, letter: Letter) -> Work:
+        """The batch's forward pass, by a graph; its draws by another one, where no row asks for more than its likeliest token."""
         assert self._graphs is not None
         graphs, gated = self._graphs, bool(gates.by_layer)
         layout, num_places = self._model.layout, sum(1 + row.drafts for row in batch.rows if row.samples)
-        numbers = pack(batch, captured.frame.shape, nobody=self._state.nobody, block_tokens=layout.block_tokens)
+        nobody, shape = self._state.nobody, captured.frame.shape
+        numbers = pack(batch, shape, nobody=nobody, block_tokens=layout.block_tokens, letter=letter.start)
+        draws = all(self._takes_likeliest[row.row] for row in batch.rows if row.samples)
         if gated:
             graphs.close_gates(gates)
 
-        def forward(drafts: Drafts | None) -> Computed:
+        def forward(drafts: Drafts | None) -> Computed | None:
             self._uploads.into(captured.frame.buffer, numbers)
             rows = self._rows_from_state(batch)
             computed = graphs.replay(captured, gated=gated)
             if (gated or batch.speculates) and self._witnessed:
                 self._stream.touch(lambda: kv_accesses(rows, layout, range(layout.num_layers)))
+            if draws:
+                graphs.draw_likeliest(captured, gated=gated)
+                return None
             drafted = None
             if drafts is not None and drafts.most and computed.proposed is not None:
                 count = sum(row.tokens is None for row in batch.rows)  # they come first, and all of them sample
                 drafted = pad(computed.proposed.tokens[:count, : drafts.most], (0, 0, 0, len(drafts.rows) - count))
             return computed.first(num_places, drafted)
 
-        return forward
+        return Work(forward, draws)
 
     def _paged(self, inputs: StepInputs, before_layer: Callable[[int], None]) -> AttentionBatch:
         """The flight as its layers' attention sees it. On a GPU, rows that decode are reduced in splits and chunks in one pass, or, if they are

@@ -69,7 +69,18 @@ class Shape:
     @property
     def sizes(self) -> list[int]:
         """Lengths of the parts of a frame's buffer, in the order of `Frame`."""
-        return [self.num_tokens, self.num_tokens, self.num_tokens, self.rows + 1, self.rows, self.rows, self.rows, self.places]
+        return [
+            self.num_tokens,
+            self.num_tokens,
+            self.num_tokens,
+            self.rows + 1,
+            self.rows,
+            self.rows,
+            self.rows,
+            self.places,
+            self.rows,
+            1,
+        ]
 
     def fits(self, decodes: int, chunks: int, tokens: int, drafts: int = 0) -> bool:
         """Whether such a batch has room in it."""
@@ -105,6 +116,8 @@ class Frame:
     rows           [B]; `nobody` of padding
     origins        [B] what was before the row's first token: a block's hidden state, or `FROM_ROW`, or `NOTHING`
     logit_rows     [N] packed positions where a token is drawn, one after another; -1 of padding
+    draws          [B] rows that sample, one after another, by their place in `rows`; -1 of padding
+    letter         [1] where what was drawn is left for the host: bytes into the mailbox
     """
 
     shape: Shape
@@ -117,6 +130,8 @@ class Frame:
     rows: Tensor
     origins: Tensor
     logit_rows: Tensor
+    draws: Tensor
+    letter: Tensor
 
     @classmethod
     def allocate(cls, shape: Shape, device: torch.device, *, nobody: int) -> Frame:
@@ -161,8 +176,8 @@ def shape_of(batch: BatchPlan) -> tuple[int, int, int, int]:
     return decodes, len(batch.rows) - decodes, batch.num_tokens - decodes - computed, most
 
 
-def pack(batch: BatchPlan, shape: Shape, *, nobody: int, block_tokens: int) -> Numbers:
-    """The numbers of a frame of `shape`, which has room for the batch, whose rows that decode come first."""
+def pack(batch: BatchPlan, shape: Shape, *, nobody: int, block_tokens: int, letter: int = 0) -> Numbers:
+    """The numbers of a frame of `shape`, which has room for the batch, whose rows that decode come first; see `Frame.letter`."""
     decodes, chunks, *_ = shape_of(batch)
     rows = np.array([row.row for row in batch.rows], np.int64)
     starts = np.array([row.start for row in batch.rows], np.int64)
@@ -173,7 +188,8 @@ def pack(batch: BatchPlan, shape: Shape, *, nobody: int, block_tokens: int) -> N
     decoded = int(ends[decodes - 1]) if decodes else 0
 
     numbers = np.zeros(sum(shape.sizes), np.int64)
-    tokens, positions, token_rows, query_starts, kv_lens, frame_rows, origins, logit_rows = np.split(numbers, np.cumsum(shape.sizes)[:-1])
+    parts = np.split(numbers, np.cumsum(shape.sizes)[:-1])
+    tokens, positions, token_rows, query_starts, kv_lens, frame_rows, origins, logit_rows, draws, letters = parts
     inside = np.arange(count) - np.repeat(ends - counts, counts)  # of its row
     tokens[:decoded] = -1 - inside[:decoded]
     for row, (begin, end) in zip(batch.rows[decodes:], pairwise([decoded, *ends[decodes:].tolist()]), strict=True):
@@ -197,6 +213,9 @@ def pack(batch: BatchPlan, shape: Shape, *, nobody: int, block_tokens: int) -> N
     query_starts[shape.decodes + 1 :][:chunks] = ends[decodes:]
     last = [place for row, end in zip(batch.rows, ends.tolist(), strict=True) if row.samples for place in range(end - 1 - row.drafts, end)]
     logit_rows[: len(last)], logit_rows[len(last) :] = last, -1
+    sampling = [at if at < decodes else shape.decodes + at - decodes for at, row in enumerate(batch.rows) if row.samples]
+    draws[: len(sampling)], draws[len(sampling) :] = sampling, -1
+    letters[:] = letter
     return numbers
 
 

@@ -21,6 +21,8 @@ from sidestream.errors import InvariantError, OutOfDeviceMemory
 from sidestream.execute.follow import PackedRows
 from sidestream.execute.forward import Computed, Forward, Proposed
 from sidestream.execute.frame import SHORT_TOKENS, Frame, Shape, shape_of, smallest
+from sidestream.execute.likeliest import draw_likeliest
+from sidestream.execute.mailbox import Mailbox
 from sidestream.execute.state import DecodeState
 from sidestream.speculate import Context, Proposer
 from sidestream.types import BatchPlan, LayerGates
@@ -38,10 +40,11 @@ class GateEvent(Protocol):
 
 @dataclass(slots=True, eq=False)
 class _Pass:
-    """One graph, and what it leaves behind."""
+    """One graph, and what it leaves behind; and the graph of the draws behind it, for flights whose rows all take their likeliest token."""
 
     graph: Graph | None = None
     computed: Computed | None = None
+    draws: Graph | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -61,6 +64,7 @@ class Graphs:
     gates        a stream of its own, on which gates are recorded
     gate_layers  layers that wait together, in the gated graphs; 0: there are none, and nothing gated is replayed
     proposer     drafts for shapes with drafts
+    mailbox      where draws that are captured are delivered
     """
 
     def __init__(
@@ -74,6 +78,7 @@ class Graphs:
         partials: Partials | None,
         state: DecodeState,
         gate_layers: int,
+        mailbox: Mailbox,
         proposer: Proposer | None = None,
     ) -> None:
         self._device = device
@@ -81,6 +86,7 @@ class Graphs:
         self._gates = gates
         self._forward = forward
         self._proposer = proposer
+        self._mailbox = mailbox
         self._kv = kv
         self._partials = partials
         self._state = state
@@ -142,6 +148,10 @@ class Graphs:
             raise InvariantError(f"the graph of {captured.frame.shape} was never captured")
         return chosen.computed
 
+    def draw_likeliest(self, captured: Captured, *, gated: bool) -> None:
+        """Enqueue the draws behind what was just replayed: each row takes its likeliest token, goes on, and the host is told."""
+        self._stream.enqueue((captured.gated if gated else captured.plain).draws)
+
     def _capture(self, shape: Shape) -> Captured:
         captured = Captured(Frame.allocate(shape, self._state.tables.device, nobody=self._state.nobody), _Pass(), _Pass())
         events = dict(zip((group.start for group in self._groups), self._events, strict=True))
@@ -155,11 +165,17 @@ class Graphs:
                 self._stream.wait_external(events[layer])  # type: ignore[attr-defined]
 
         self._finish(lambda: run(captured.plain, ungated))  # what compiles, tunes itself or allocates does so now
+        self._finish(lambda: self._draw(captured.frame, captured.plain))
         beside = next((other.plain.graph for other in self._captured.values()), None)
         captured.plain.graph = self._stream.capture(lambda: self._submit(lambda: run(captured.plain, ungated)), beside=beside)
         if events:
             captured.gated.graph = self._stream.capture(
                 lambda: self._submit(lambda: run(captured.gated, wait)), beside=captured.plain.graph
+            )
+        for into in (captured.plain, captured.gated)[: 1 + bool(events)]:
+            into.draws = self._stream.capture(
+                lambda into=into: self._submit(lambda: self._draw(captured.frame, into)),  # type: ignore[misc]
+                beside=captured.plain.graph,
             )
         for gated in (False, True)[: 1 + bool(events)]:  # a graph's first replay takes longer
             self._finish(lambda gated=gated: self._replay(captured, gated=gated))  # type: ignore[misc]
@@ -167,6 +183,17 @@ class Graphs:
 
     def _replay(self, captured: Captured, *, gated: bool) -> None:
         self.replay(captured, gated=gated)
+        self.draw_likeliest(captured, gated=gated)
+
+    def _draw(self, frame: Frame, behind: _Pass) -> None:
+        """Of a frame of padding, for nobody, into a letter that nobody reads."""
+        computed = behind.computed
+        if computed is None or not len(computed.logits):  # on a host there are no places of padding
+            return
+        with torch.inference_mode():
+            drawn, counts = draw_likeliest(frame, computed, self._state)
+            times = None if counts is None or computed.proposed is None else computed.proposed.times
+            self._mailbox.write(frame.letter, drawn, self._stream, counts=counts, times=times)
 
     def _run(self, frame: Frame, before_layer: Callable[[int], None]) -> Computed:
         if self._partials is None:

@@ -24,11 +24,12 @@ _ALIGNMENT = 64
 
 @dataclass(frozen=True, slots=True)
 class _Field:
-    """One array of a slot: `width` values for each place where a token is drawn, or each row that samples, or once; `start` bytes into the slot."""
+    """One array of a slot, `start` bytes into it: `count` times `width` values. One for each place where a token is drawn, or each row that samples."""
 
     start: int
     dtype: type[np.generic]
     width: int
+    count: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +72,7 @@ class Mailbox:
         width = min(TOP_LOGPROBS, vocab_size)
         num_places = num_rows * (1 + max_drafts)
         layout: dict[str, tuple[type[np.generic], int, int]] = {
-            "times": (np.int64, 3, 1),
+            "times": (np.int64, 1, 3),
             "counts": (np.int64, 1, num_rows),
             "tokens": (np.int64, 1, num_places),
             "top_ids": (np.int64, width, num_places),
@@ -81,9 +82,9 @@ class Mailbox:
         }
         self._fields: dict[str, _Field] = {}
         start = 0
-        for name, (dtype, values, times) in layout.items():  # the 8-byte ones first, so that all are aligned
-            self._fields[name] = _Field(start, dtype, values)
-            start += np.dtype(dtype).itemsize * values * times
+        for name, (dtype, width, count) in layout.items():  # the 8-byte ones first, so that all are aligned
+            self._fields[name] = _Field(start, dtype, width, count)
+            start += np.dtype(dtype).itemsize * width * count
         self._slot_bytes = -(-start // _ALIGNMENT) * _ALIGNMENT
         self._memory: Memory = device.allocate_host(MEMORY, num_slots * self._slot_bytes)
         self._bytes: npt.NDArray[np.uint8] = self._memory.data.numpy()
@@ -94,9 +95,12 @@ class Mailbox:
         """A free slot for a flight about to be launched. Raises PoolExhausted when too many flights are unread."""
         return Letter(self._pool.take(1), self._slot_bytes)
 
-    def write(self, letter: Letter, drawn: Drawn, stream: Stream, *, counts: Tensor | None = None, times: Tensor | None = None) -> None:
+    def write(
+        self, start: int | Tensor, drawn: Drawn, stream: Stream, *, counts: Tensor | None = None, times: Tensor | None = None
+    ) -> None:
         """Deliver a flight's draws, and of one with drafts how many of them each row that samples goes on by, and `Proposed.times`. Inside work of
-        `stream`, the compute stream.
+        `stream`, the compute stream. `start`: that of the flight's letter, or int64 `[1]` on the device, for work that is captured. What is
+        behind all that a flight may draw is padding, and stays.
         """
         values = {"tokens": drawn.tokens, "finite": drawn.finite}
         if counts is not None:
@@ -106,7 +110,8 @@ class Mailbox:
         if drawn.logprobs is not None:
             values |= {"drawn": drawn.logprobs.drawn, "top_ids": drawn.logprobs.top_ids, "top": drawn.logprobs.top}
         for name, tensor in values.items():
-            stream.deliver(tensor, self._memory, letter.start + self._fields[name].start)
+            field = self._fields[name]
+            stream.deliver(tensor[: field.count], self._memory, start, further=field.start)
 
     def read(self, letter: Letter, rows: tuple[RowPlan, ...], top_logprobs: tuple[int, ...], fence: Fence) -> Delivered:
         """What a flight delivered. On the engine thread, behind the flight's fence; ends the lease.
@@ -130,7 +135,7 @@ class Mailbox:
             at += 1 + row_drafts
         draft_s = verify_s = None
         if places > count:
-            begun, drafted, verified = self._values(letter, "times", 1)[0].tolist()
+            begun, drafted, verified = self._values(letter, "times", 3)[:, 0].tolist()
             draft_s, verify_s = 1e-9 * (drafted - begun), 1e-9 * (verified - drafted)
         letter.lease.release(after=(fence,))
         return Delivered(tuple(results), draft_s, verify_s)

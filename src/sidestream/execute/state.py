@@ -88,6 +88,11 @@ class DecodeState:
         self._output_counts: Tensor | None = None
         self._in_prompt: Tensor | None = None
 
+    @property
+    def keeps_history(self) -> bool:
+        """Whether tokens are drafted."""
+        return self.history.shape[1] > 0
+
     def begin(self, row: int, start: RowStart) -> None:
         """Hand `row` to a new owner, or to the same one again after it was retracted: nothing of before is kept (H16, H18).
 
@@ -105,7 +110,7 @@ class DecodeState:
         )
         # Not assigned: a GPU would be waited for (P1).
         self.last[row : row + 1].fill_((0, *start.prompt[-1:], *start.outputs[-1:])[-1])
-        if self.history.shape[1]:
+        if self.keeps_history:
             known = self.numbers((*start.prompt, *start.outputs), torch.int32)
             self.history[row, : len(known)].copy_(known)
         if self.row(row).penalised:
@@ -133,34 +138,43 @@ class DecodeState:
 
     def commit(self, rows: Sequence[int], tokens: Tensor) -> None:
         """Make `tokens`, int64 `[len(rows)]`, the rows' last tokens and count them. Each row at most once."""
-        self.last[self.index(rows)] = tokens
+        self.keep(self.index(rows), tokens)
         counted = [at for at, row in enumerate(rows) if self.row(row).penalised]
         if counted:
             counts, _ = self._tables()
             where = self.index([rows[at] for at in counted])
             counts.index_put_((where, tokens[self.index(counted)]), counts.new_ones(()), accumulate=True)
 
-    def advance(self, rows: Sequence[int], starts: Tensor, drawn: Tensor, counts: Tensor) -> None:
-        """The rows, whose last token was at position `starts`, int64 `[R]`, go on by the first `counts`, int64 `[R]`, of `drawn`, int64 `[R, n]`.
+    def keep(self, where: Tensor, tokens: Tensor) -> None:
+        """Make `tokens`, int64 `[R]`, the last ones of rows, int64 `[R]`. Each row at most once."""
+        self.last[where] = tokens
 
-        Each row at most once. The only writer of what the next flight takes from here (H19).
+    def advance(self, where: Tensor, starts: Tensor, drawn: Tensor, counts: Tensor) -> None:
+        """Rows, int64 `[R]`, whose last token was at position `starts`, int64 `[R]`, go on by the first `counts`, int64 `[R]`, of `drawn`, int64
+        `[R, n]`.
+
+        Each row at most once, but for `nobody`. The only writer of what the next flight takes from here (H19).
         """
-        where, place = self.index(rows), torch.arange(drawn.shape[1], device=self._device)
+        place = torch.arange(drawn.shape[1], device=self._device)
         taken = place < counts[:, None]
-        self.last[where] = drawn.gather(1, counts[:, None] - 1).squeeze(1)
+        self.keep(where, drawn.gather(1, counts[:, None] - 1).squeeze(1))
         self.lengths[where] = starts + counts
         thrown_away = self.history.shape[1] - 1
         positions = torch.where(taken, starts[:, None] + 1 + place, thrown_away).clamp(max=thrown_away)
         self.history[where[:, None], positions] = drawn.to(torch.int32)
+
+    def count(self, rows: Sequence[int], drawn: Tensor, counts: Tensor) -> None:
+        """Count the first `counts`, int64 `[R]`, of `drawn`, int64 `[R, n]`, as output of those rows whose draws depend on that."""
         counted = [at for at, row in enumerate(rows) if self.row(row).penalised]
         if counted:
             output_counts, _ = self._tables()
             chosen, of_row = self.index(counted), self.index([rows[at] for at in counted])
+            taken = torch.arange(drawn.shape[1], device=self._device) < counts[:, None]
             output_counts.index_put_((of_row[:, None], drawn[chosen]), taken[chosen].to(output_counts.dtype), accumulate=True)
 
-    def leave(self, rows: Sequence[int], hidden: Tensor) -> None:
-        """Keep copies of hidden states, `[R, hidden_size]`, at the last positions of rows; each row at most once (H19)."""
-        self.hidden[self.index(rows)] = hidden
+    def leave(self, where: Tensor, hidden: Tensor) -> None:
+        """Keep copies of hidden states, `[R, hidden_size]`, at the last positions of rows, int64 `[R]`; each row at most once, but for `nobody` (H19)."""
+        self.hidden[where] = hidden
 
     def seen(self, rows: Sequence[int]) -> tuple[Tensor, Tensor]:
         """Of penalised rows: output counts int32 and presence in the prompt bool, both `[len(rows), vocab_size]`, copies."""

@@ -29,11 +29,11 @@ class FlightClock:
         self.batches: list[BatchPlan] = []
         run = executor._run
 
-        def stamped(batch: BatchPlan, changes: TableChanges, forward: Work, letter: Letter) -> None:
+        def stamped(batch: BatchPlan, changes: TableChanges, work: Work, letter: Letter) -> None:
             at = 16 * len(self.batches)
             self.batches.append(batch)
             stamp(device, self._stamps, at)
-            run(batch, changes, forward, letter)
+            run(batch, changes, work, letter)
             stamp(device, self._stamps, at + 8)
 
         executor._run = stamped  # type: ignore[method-assign]

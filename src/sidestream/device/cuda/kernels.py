@@ -35,9 +35,12 @@ def _span(target, source, num_bytes, WIDE: tl.constexpr, LANES: tl.constexpr):  
         offset += LANES
 
 
-@triton.jit(do_not_specialize=["target", "source", "num_bytes"])  # type: ignore[untyped-decorator]
-def _deliver(target, source, num_bytes, WIDE: tl.constexpr, LANES: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
-    _span(target, source, num_bytes, WIDE, LANES)
+@triton.jit(do_not_specialize=["target", "source", "num_bytes", "behind"])  # type: ignore[untyped-decorator]
+def _deliver(target, source, num_bytes, behind, BEHIND: tl.constexpr, WIDE: tl.constexpr, LANES: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+    start = target.to(tl.int64)
+    if BEHIND:
+        start += tl.load(behind.to(tl.int64).to(tl.pointer_type(tl.int64)))
+    _span(start, source, num_bytes, WIDE, LANES)
 
 
 @triton.jit(do_not_specialize=["table", "count"])  # type: ignore[untyped-decorator]
@@ -72,11 +75,14 @@ def stamp(target: int) -> None:
     grid(target, num_warps=1)
 
 
-def deliver(target: int, source: int, num_bytes: int) -> None:
-    """Write `num_bytes` at device address `source` to mapped host address `target`, on the current stream, by one program."""
+def deliver(target: int, source: int, num_bytes: int, *, behind: int = 0) -> None:
+    """Write `num_bytes` at device address `source` to mapped host address `target`, on the current stream, by one program.
+
+    `behind`: a device address, at which an int64, a multiple of eight, says how many bytes further on; 0: there is none.
+    """
     wide = not (target | source | num_bytes) % 8
     grid: Any = _deliver[(1,)]
-    grid(target, source, num_bytes, wide, _DELIVERY_LANES, num_warps=4)
+    grid(target, source, num_bytes, behind, behind != 0, wide, _DELIVERY_LANES, num_warps=4)
 
 
 def copy_segments(table_address: int, count: int, *, wide: bool, programs: int = PROGRAMS) -> None:

@@ -256,15 +256,20 @@ class CudaStream:
 
         kernels.stamp(times.data_ptr())
 
-    def deliver(self, values: torch.Tensor, memory: Memory, start: int) -> None:
+    def deliver(self, values: torch.Tensor, memory: Memory, start: int | torch.Tensor, *, further: int = 0) -> None:
         """Have one program of a kernel write the bytes. See `Stream.deliver`."""
         if not values.is_contiguous():
             raise InvariantError(f"values of shape {tuple(values.shape)} with strides {values.stride()} are not contiguous: deliver a copy")
         from sidestream.device.cuda import kernels
 
         num_bytes = values.numel() * values.element_size()
-        if num_bytes:
-            kernels.deliver(memory.data.data_ptr() + start, values.data_ptr(), num_bytes)
+        if not num_bytes:
+            return
+        target = memory.data.data_ptr() + further
+        if isinstance(start, torch.Tensor):
+            kernels.deliver(target, values.data_ptr(), num_bytes, behind=start.data_ptr())
+        else:
+            kernels.deliver(target + start, values.data_ptr(), num_bytes)
 
     # ------------------------------------------------------------------ graphs
 

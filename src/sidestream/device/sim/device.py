@@ -194,10 +194,11 @@ class SimStream:
         """Write virtual time. See `Stream.stamp`."""
         times[0] = round(1e9 * self._device.now())
 
-    def deliver(self, values: torch.Tensor, memory: Memory, start: int) -> None:
+    def deliver(self, values: torch.Tensor, memory: Memory, start: int | torch.Tensor, *, further: int = 0) -> None:
         """Write the values' bytes. See `Stream.deliver`."""
         flat = values.reshape(-1).view(torch.uint8)
-        memory.data[start : start + flat.numel()].copy_(flat)
+        first = int(start) + further
+        memory.data[first : first + flat.numel()].copy_(flat)
 
     # ------------------------------------------------------------------ graphs
 

@@ -71,11 +71,10 @@ MUTATIONS = (
     Mutation(
         name="drawn-token-stays-on-the-device",
         hazard="H19",
-        target=f"{_STATE}.commit",
-        old="    self.last[self.index(rows)] = tokens\n",
-        new="",
+        target=f"{_STATE}.keep",
+        old="    self.last[where] = tokens\n",
+        new="    pass\n",
         removes="the next step continues from the token before the last",
-        also=(Edit(f"{_STATE}.advance", "    self.last[where] = drawn.gather(1, counts[:, None] - 1).squeeze(1)\n", ""),),
     ),
     # ------------------------------------------------------------------ drafts
     Mutation(
@@ -135,9 +134,9 @@ MUTATIONS = (
     Mutation(
         name="only-right-drafts-are-accepted",
         hazard="H19",
-        target=f"{_DRAFTS}.draw",
-        old="accept_lengths(proposed, by_row, state.index(self.num_drafts))",
-        new="1 + state.index(self.num_drafts)",
+        target="sidestream.execute.drafts:publish",
+        old="accept_lengths(computed.proposed.tokens, by_row, num_drafts)",
+        new="1 + num_drafts",
         removes="what was drawn behind a wrong draft is told",
         needs=frozenset({"speculative"}),
     ),
@@ -162,9 +161,9 @@ MUTATIONS = (
     Mutation(
         name="accepted-tokens-count-for-later-penalties",
         hazard="H19",
-        target=f"{_STATE}.advance",
-        old="taken[chosen].to(output_counts.dtype)",
-        new="(taken[chosen] & (place == 0)).to(output_counts.dtype)",
+        target=f"{_STATE}.count",
+        old="torch.arange(drawn.shape[1], device=self._device) < counts[:, None]",
+        new="torch.arange(drawn.shape[1], device=self._device) < counts[:, None].clamp(max=1)",
         removes="accepted drafts are not counted as output",
         needs=frozenset({"speculative", "sampling"}),
     ),

@@ -220,9 +220,9 @@ def _hold_up_flights(engine: Engine, device: CpuDevice | CudaDevice, seed: int) 
     executor, rng = engine.parts.executor, random.Random(seed + 1)
     run = executor._run
 
-    def late(batch: BatchPlan, changes: TableChanges, forward: Work, letter: Letter) -> None:
+    def late(batch: BatchPlan, changes: TableChanges, work: Work, letter: Letter) -> None:
         busy(device, draw_delay(rng, _HABITS))
-        run(batch, changes, forward, letter)
+        run(batch, changes, work, letter)
 
     executor._run = late  # type: ignore[method-assign]
 

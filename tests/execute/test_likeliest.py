@@ -1,0 +1,130 @@
+"""Captured draws are those that the host would have launched, and leave the same behind; padding draws for nobody."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+
+from sidestream.execute.drafts import Drafts
+from sidestream.execute.forward import Computed, Proposed
+from sidestream.execute.frame import Frame, Shape, pack
+from sidestream.execute.likeliest import draw_likeliest, takes_likeliest
+from sidestream.execute.sample import sample
+from sidestream.execute.state import DecodeState
+from sidestream.types import BatchPlan, RowPlan, RowStart, SamplingSpec
+
+ROWS, VOCAB, MAX_LEN, HIDDEN = 12, 40, 64, 5
+GREEDY = SamplingSpec(0.0, 0, 1.0, 0.0, 1.0, 0.0, 0.0, {}, 0, 0, (), -1)
+
+
+def random_batch(rng: random.Random, most: int) -> BatchPlan:
+    """Rows that decode, with up to `most` drafts, then chunks, of which some sample."""
+    numbers = rng.sample(range(ROWS), rng.randint(1, 7))
+    decodes = rng.randint(0, len(numbers))
+    rows = []
+    for at, number in enumerate(numbers):
+        start, drafts = rng.randrange(1, 25), rng.randint(0, most) if at < decodes else 0
+        count = 1 + drafts if at < decodes else rng.randint(1, 6)
+        tokens = None if at < decodes else tuple(range(count))
+        samples = at < decodes or rng.random() < 0.7
+        rows.append(RowPlan(number, number, 0, start, start + count, tokens, tuple(range(9)), samples, 0)._replace(drafts=drafts))
+    rows[:decodes] = sorted(rows[:decodes], key=lambda row: row.drafts > 0)
+    return BatchPlan(tuple(rows), speculates=any(row.drafts for row in rows))
+
+
+def begun(max_len: int, hidden_size: int) -> DecodeState:
+    state = DecodeState(ROWS, VOCAB, max_len=max_len, hidden_size=hidden_size)
+    for row in range(ROWS):
+        state.begin(row, RowStart(GREEDY, (row,), ()))
+    return state
+
+
+def computed(shape: Shape, batch: BatchPlan, seed: int, *, hidden: bool, padded: bool) -> Computed:
+    """Logits that are now and then not numbers, where the forward pass leaves them: padded, as a GPU's, or not."""
+    draws = torch.Generator().manual_seed(seed)
+    count = sum(1 + row.drafts for row in batch.rows if row.samples)
+    places = shape.places if padded else count
+    logits = torch.randint(0, 3, (places, VOCAB), generator=draws).float()  # many equals
+    logits[torch.rand(places, generator=draws) < 0.2, 7] = torch.nan
+    logits[count:] = torch.nan
+    positions = [at for row in batch.rows if row.samples for at in range(row.stop - 1 - row.drafts, row.stop)]
+    proposed = None
+    decodes = shape.decodes if padded else sum(row.tokens is None for row in batch.rows)
+    if shape.drafts and decodes:
+        drafts = logits.nan_to_num().argmax(-1)[
+            torch.randint(0, max(count, 1), (decodes, shape.drafts), generator=draws).clamp(max=places - 1)
+        ]
+        proposed = Proposed(drafts, torch.zeros(3, dtype=torch.int64))
+    return Computed(
+        logits,
+        torch.tensor(positions + [0] * (places - count)),
+        torch.randn(places, HIDDEN, generator=draws) if hidden else None,
+        proposed,
+    )
+
+
+@pytest.mark.parametrize("padded", [True, False])
+@pytest.mark.parametrize("drafts", [0, 3])
+@pytest.mark.parametrize("seed", range(40))
+def test_captured_draws_are_those_of_the_host_h19_h18(seed: int, drafts: int, padded: bool) -> None:
+    rng = random.Random(seed)
+    hidden, shape = drafts > 0 and seed % 2 == 0, Shape(9, 60, drafts)
+    batch = random_batch(rng, drafts)
+    sampling = [row for row in batch.rows if row.samples]
+    if not sampling:
+        return
+    theirs, ours = (begun(MAX_LEN if drafts else 0, HIDDEN if hidden else 0) for _ in range(2))
+    left = computed(shape, batch, seed, hidden=hidden, padded=padded)
+    frame = Frame.allocate(shape, torch.device("cpu"), nobody=ours.nobody)
+    frame.buffer.copy_(torch.from_numpy(pack(batch, shape, nobody=ours.nobody, block_tokens=4)))
+
+    drawn, counts = draw_likeliest(frame, left._replace(logits=left.logits.clone()), ours)
+
+    count = sum(1 + row.drafts for row in sampling)
+    first = Computed(left.logits[:count].clone(), left.positions[:count], None if left.hidden is None else left.hidden[:count], None)
+    if drafts:
+        planned = Drafts.of(batch.rows, theirs)
+        decodes = sum(row.tokens is None for row in batch.rows)
+        if planned.most and left.proposed is not None:
+            proposed = torch.zeros(len(sampling), planned.most, dtype=torch.int64)
+            proposed[:decodes] = left.proposed.tokens[:decodes, : planned.most]
+            first = first._replace(proposed=Proposed(proposed, left.proposed.times))
+        expected, expected_counts = planned.draw(first, theirs)
+        assert (counts is None) is (left.proposed is None)
+        if counts is not None:
+            assert counts[: len(sampling)].tolist() == expected_counts.tolist()
+    else:
+        rows = [row.row for row in sampling]
+        expected = sample(first.logits, rows, [0] * len(rows), theirs)
+        theirs.commit(rows, expected.tokens)
+        assert counts is None
+    assert drawn.tokens[:count].tolist() == expected.tokens.tolist()
+    assert drawn.finite[:count].tolist() == expected.finite.tolist()
+    for name in ("last", "lengths", "history", "hidden"):
+        mine, wanted = getattr(ours, name)[:ROWS], getattr(theirs, name)[:ROWS]
+        if name == "history" and drafts:
+            mine, wanted = mine[:, :-1], wanted[:, :-1]  # the last column takes what is thrown away
+        torch.testing.assert_close(mine, wanted, rtol=0, atol=0, msg=name)
+    assert ours.lengths[ours.nobody] < MAX_LEN
+
+
+@pytest.mark.parametrize(
+    ("asked", "expected"),
+    [
+        ({}, True),
+        ({"temperature": 1.0, "top_k": 1}, True),
+        ({"min_tokens": 3}, True),
+        ({"temperature": 0.5}, False),
+        ({"repetition_penalty": 1.1}, False),
+        ({"presence_penalty": 0.1}, False),
+        ({"frequency_penalty": -0.1}, False),
+        ({"logit_bias": {1: 1.0}}, False),
+        ({"min_tokens": 3, "forbidden_until_min": (2,)}, False),
+        ({"top_logprobs": 0}, False),
+    ],
+)
+def test_what_the_likeliest_token_is_all_of(asked: dict[str, object], expected: bool) -> None:
+    assert takes_likeliest(replace(GREEDY, **asked)) is expected  # type: ignore[arg-type]
