@@ -178,9 +178,27 @@ MUTATIONS = (
     ),
     # ------------------------------------------------------------------ hidden states
     Mutation(
+        name="captured-draws-go-into-their-own-letter",
+        hazard="H17",
+        target="sidestream.execute.frame:pack",
+        old="    letters[:] = letter\n",
+        new="",
+        removes="a captured flight leaves what it drew where another one does",
+        needs=frozenset({"captured"}),
+    ),
+    Mutation(
+        name="padding-draws-for-nobody",
+        hazard="H18",
+        target="sidestream.execute.likeliest:draw_likeliest",
+        old="torch.where(nobody, state.nobody, frame.rows[at])",
+        new="frame.rows[at]",
+        removes="what padding draws is taken for a row's own",
+        needs=frozenset({"captured"}),
+    ),
+    Mutation(
         name="hidden-state-is-that-of-the-accepted-run",
         hazard="H19",
-        target=f"{_DRAFTS}.draw",
+        target="sidestream.execute.drafts:publish",
         old="hidden[places.gather(1, counts[:, None] - 1).squeeze(1)]",
         new="hidden[places[:, 0]]",
         removes="the next step drafts from where the accepted run began: the text is right, and hardly a draft",
@@ -386,6 +404,8 @@ _UNPLACED = (
     "tests/attention/test_engine_in_interpreter.py::test_a_graph_that_could_not_be_filled_leaves_the_next_flight_right lets it have none"
 )
 
+_PUBLISHED = "see accepted-run-is-published-before-the-next-flight-reads-it, and those behind it"
+
 EXEMPT = (
     Exempt(f"{_EXECUTOR}.capture", "gates=self._gates,", "a stream"),
     Exempt(f"{_EXECUTOR}._run_for_nothing", "after=(), gates=LayerGates()", _WARM_UP),
@@ -402,4 +422,6 @@ EXEMPT = (
     Exempt(f"{_GRAPHS}._finish", "if fence.failure is not None:", _WARM_UP),
     Exempt(f"{_EXECUTOR}._run", "self._state.begin(row.row, row.begin)", "see row-begins-on-the-device"),
     Exempt(f"{_EXECUTOR}._run", "self._state.commit(rows, drawn.tokens)", "see drawn-token-stays-on-the-device"),
+    Exempt(f"{_DRAFTS}.draw", "counts = publish(", _PUBLISHED),
+    Exempt("sidestream.execute.likeliest:draw_likeliest", "counts = publish(", _PUBLISHED),
 )
