@@ -20,7 +20,7 @@ from sidestream.device.base import Device, Memory, Stream
 from sidestream.execute.drafts import Drafts
 from sidestream.execute.follow import PackedRows, origin_of
 from sidestream.execute.forward import Computed, Forward
-from sidestream.execute.frame import SHORT_TOKENS, Shape, TableChanges, TableKeeper, pack
+from sidestream.execute.frame import SHORT_TOKENS, Shape, TableChanges, TableKeeper, pack, shape_of
 from sidestream.execute.graphs import Captured, Graphs
 from sidestream.execute.inputs import Packer, StepInputs, kv_accesses
 from sidestream.execute.likeliest import takes_likeliest
@@ -78,6 +78,7 @@ class Flight:
     """A launched batch; its fence covers the forward pass, the draws and their delivery.
 
     gated        it waits for loads
+    top_logprobs   of each row that samples; empty: nobody asked for any
     launched_s   on the device's clock
     """
 
@@ -150,9 +151,9 @@ class Executor:
         num_blocks = memory.num_bytes // layout.block_bytes
         self._kv = memory.data[: num_blocks * layout.block_bytes].view(dtype).view(layout.shape(num_blocks))
         self._forward = Forward(model, self._kv, stream=self._stream, partials=partials, state=self._state, proposer=proposer)
-        # Of each row, as it last began.
-        self._wanted_logprobs = [-1] * num_rows
-        self._takes_likeliest = [True] * num_rows
+        # Of rows as they last began: how many log-probabilities, if any, and who draws otherwise than by the likeliest token.
+        self._wanted_logprobs: dict[int, int] = {}
+        self._draws_otherwise: set[int] = set()
 
     def launch(self, batch: BatchPlan, *, after: tuple[Fence, ...], gates: LayerGates) -> Flight:
         """Enqueue one flight behind `after`; layer by layer behind `gates`. Returns at once."""
@@ -160,8 +161,7 @@ class Executor:
         gated = bool(gates.by_layer)
         for row in batch.rows:
             if row.begin is not None:
-                self._wanted_logprobs[row.row] = row.begin.sampling.top_logprobs
-                self._takes_likeliest[row.row] = takes_likeliest(row.begin.sampling)
+                self._note(row.row, row.begin.sampling)
         captured = None if self._graphs is None else self._graphs.find(batch, gated=gated)
         letter = self._mailbox.address()
         work = self._eager_work(batch, gates) if captured is None else self._captured_work(batch, captured, gates, letter)
@@ -169,17 +169,30 @@ class Executor:
         self._uploads.open(letter.lease.ids[0])
         for fence in after:
             self._stream.wait(fence)
-        decodes = sum(row.tokens is None for row in batch.rows)
-        label = f"decode {decodes}" if decodes == len(batch.rows) else f"prefill {batch.num_tokens - decodes}"
-        if 0 < decodes < len(batch.rows):
+        decodes, chunks, tokens, _ = shape_of(batch)
+        label = f"prefill {tokens}" if chunks else f"decode {decodes}"
+        if chunks and decodes:
             label += f" + decode {decodes}"
         fence = self._stream.submit(
             lambda: self._run(batch, changes, work, letter),
             lambda: self._accesses(batch, letter, later=gated or batch.speculates),
             label=label,
         )
-        wanted = tuple(self._wanted_logprobs[row.row] for row in batch.rows if row.samples)
+        wanted: tuple[int, ...] = ()
+        if self._wanted_logprobs:
+            wanted = tuple(self._wanted_logprobs.get(row.row, -1) for row in batch.rows if row.samples)
         return Flight(batch, fence, letter, gated, wanted, launched_s, self._mailbox)
+
+    def _note(self, row: int, asked: SamplingSpec) -> None:
+        """What the host has to know of how a row draws, from now on."""
+        if asked.top_logprobs >= 0:
+            self._wanted_logprobs[row] = asked.top_logprobs
+        else:
+            self._wanted_logprobs.pop(row, None)
+        if takes_likeliest(asked):
+            self._draws_otherwise.discard(row)
+        else:
+            self._draws_otherwise.add(row)
 
     def warm_up(self, block_ids: Sequence[int], *, chunk_tokens: int) -> None:
         """Run small flights that mean nothing through everything that a real one can reach, and wait for them (P3).
@@ -347,7 +360,7 @@ class Executor:
         layout, num_places = self._model.layout, sum(1 + row.drafts for row in batch.rows if row.samples)
         nobody, shape = self._state.nobody, captured.frame.shape
         numbers = pack(batch, shape, nobody=nobody, block_tokens=layout.block_tokens, letter=letter.start)
-        draws = all(self._takes_likeliest[row.row] for row in batch.rows if row.samples)
+        draws = not self._draws_otherwise or self._draws_otherwise.isdisjoint(row.row for row in batch.rows if row.samples)
         if gated:
             graphs.close_gates(gates)
 

@@ -6,6 +6,8 @@ padding, which computes with nobody's row, writes no KV and draws nothing (H18).
 
 from __future__ import annotations
 
+import functools
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -170,57 +172,79 @@ class FrameInputs(NamedTuple):
 
 def shape_of(batch: BatchPlan) -> tuple[int, int, int, int]:
     """Rows that decode, chunks of prefill, tokens of prefill, drafts of the row that has most."""
-    decodes = sum(row.tokens is None for row in batch.rows)
-    most = max((row.drafts for row in batch.rows), default=0) if batch.speculates else 0
-    computed = sum(row.drafts for row in batch.rows) if most else 0
-    return decodes, len(batch.rows) - decodes, batch.num_tokens - decodes - computed, most
+    rows = batch.rows
+    decodes = bisect_left(rows, True, key=lambda row: row.tokens is not None)
+    tokens = sum(row.stop - row.start for row in rows[decodes:])
+    return decodes, len(rows) - decodes, tokens, max((row.drafts for row in rows), default=0) if batch.speculates else 0
 
 
 def pack(batch: BatchPlan, shape: Shape, *, nobody: int, block_tokens: int, letter: int = 0) -> Numbers:
     """The numbers of a frame of `shape`, which has room for the batch, whose rows that decode come first; see `Frame.letter`."""
-    decodes, chunks, *_ = shape_of(batch)
-    rows = np.array([row.row for row in batch.rows], np.int64)
-    starts = np.array([row.start for row in batch.rows], np.int64)
-    counts = np.array([row.num_tokens for row in batch.rows], np.int64) if batch.speculates else _stops(batch) - starts
-    stops = starts + counts
-    ends = np.cumsum(counts)  # packed
+    rows, (decodes, chunks, *_) = batch.rows, shape_of(batch)
+    numbers = _padding(shape, nobody).copy()
+    parts = [numbers[part] for part in _parts(shape)]
+    tokens, positions, token_rows, query_starts, kv_lens, frame_rows, origins, logit_rows, draws, letters = parts
+    letters[:] = letter
+    own = np.array([row.row for row in rows], np.int64)
+    starts = np.array([row.start for row in rows], np.int64)
+    stops = np.array([row.stop for row in rows], np.int64)
+    if not chunks and not batch.speculates:  # a token each
+        tokens[:decodes] = -1
+        positions[:decodes], token_rows[:decodes], frame_rows[:decodes], kv_lens[:decodes] = starts, own, own, stops
+        logit_rows[:decodes] = draws[:decodes] = query_starts[:decodes] = np.arange(decodes)
+        query_starts[decodes:] = decodes
+        return numbers
+    drafts = np.array([row.drafts for row in rows], np.int64)
+    counts = stops - starts
+    if batch.speculates:
+        counts[:decodes] = 1 + drafts[:decodes]
+        uncertain = starts + counts != stops  # of them, the host does not know the place
+        stops = starts + counts
+    ends = counts.cumsum()  # packed
     count = int(ends[-1]) if len(ends) else 0
     decoded = int(ends[decodes - 1]) if decodes else 0
 
-    numbers = np.zeros(sum(shape.sizes), np.int64)
-    parts = np.split(numbers, np.cumsum(shape.sizes)[:-1])
-    tokens, positions, token_rows, query_starts, kv_lens, frame_rows, origins, logit_rows, draws, letters = parts
     inside = np.arange(count) - np.repeat(ends - counts, counts)  # of its row
     tokens[:decoded] = -1 - inside[:decoded]
-    for row, (begin, end) in zip(batch.rows[decodes:], pairwise([decoded, *ends[decodes:].tolist()]), strict=True):
+    for row, (begin, end) in zip(rows[decodes:], pairwise([decoded, *ends[decodes:].tolist()]), strict=True):
         tokens[begin:end] = row.tokens or ()
     positions[:count] = inside + np.repeat(starts, counts)
-    token_rows[:] = nobody
-    token_rows[:count] = np.repeat(rows, counts)
-    frame_rows[:] = nobody
+    token_rows[:count] = np.repeat(own, counts)
     query_starts[1 : decodes + 1] = ends[:decodes]
     query_starts[decodes + 1 : shape.decodes + 1] = decoded
     query_starts[shape.decodes + 1 :] = count
+    query_starts[shape.decodes + 1 :][:chunks] = ends[decodes:]
     behind = slice(shape.decodes, shape.decodes + chunks)
     kv_lens[:decodes], kv_lens[behind] = stops[:decodes], stops[decodes:]
     if batch.speculates:  # rows whose place the host does not know are where the device says
-        uncertain = np.array([not row.is_certain for row in batch.rows[:decodes]], np.bool_)
-        positions[:decoded] = np.where(np.repeat(uncertain, counts[:decodes]), -1 - inside[:decoded], positions[:decoded])
-        kv_lens[:decodes] = np.where(uncertain, -counts[:decodes], kv_lens[:decodes])
-    frame_rows[:decodes], frame_rows[behind] = rows[:decodes], rows[decodes:]
-    origins[:] = FROM_ROW
-    origins[behind] = [origin_of(row, block_tokens) for row in batch.rows[decodes:]]
-    query_starts[shape.decodes + 1 :][:chunks] = ends[decodes:]
-    last = [place for row, end in zip(batch.rows, ends.tolist(), strict=True) if row.samples for place in range(end - 1 - row.drafts, end)]
-    logit_rows[: len(last)], logit_rows[len(last) :] = last, -1
-    sampling = [at if at < decodes else shape.decodes + at - decodes for at, row in enumerate(batch.rows) if row.samples]
-    draws[: len(sampling)], draws[len(sampling) :] = sampling, -1
-    letters[:] = letter
+        lost = uncertain[:decodes]
+        positions[:decoded] = np.where(np.repeat(lost, counts[:decodes]), -1 - inside[:decoded], positions[:decoded])
+        kv_lens[:decodes] = np.where(lost, -counts[:decodes], kv_lens[:decodes])
+    frame_rows[:decodes], frame_rows[behind] = own[:decodes], own[decodes:]
+    origins[behind] = [origin_of(row, block_tokens) for row in rows[decodes:]]
+    sampling = np.array([row.samples for row in rows], np.bool_)
+    drawing = np.repeat(sampling, counts) & (inside >= np.repeat(counts - 1 - drafts, counts))
+    last = drawing.nonzero()[0]
+    logit_rows[: len(last)] = last
+    places = sampling.nonzero()[0]
+    draws[: len(places)] = np.where(places < decodes, places, places + shape.decodes - decodes)
     return numbers
 
 
-def _stops(batch: BatchPlan) -> Numbers:
-    return np.array([row.stop for row in batch.rows], np.int64)
+@functools.cache
+def _parts(shape: Shape) -> list[slice]:
+    """Of a frame's buffer, in the order of `Frame`."""
+    stops = np.cumsum(shape.sizes).tolist()
+    return [slice(stop - size, stop) for stop, size in zip(stops, shape.sizes, strict=True)]
+
+
+@functools.cache
+def _padding(shape: Shape, nobody: int) -> Numbers:
+    """A frame's numbers without a batch."""
+    numbers = np.zeros(sum(shape.sizes), np.int64)
+    _, _, token_rows, _, _, rows, origins, logit_rows, draws, _ = (numbers[part] for part in _parts(shape))
+    token_rows[:], rows[:], origins[:], logit_rows[:], draws[:] = nobody, nobody, FROM_ROW, -1, -1
+    return numbers
 
 
 class TableChanges(NamedTuple):

@@ -91,6 +91,7 @@ class Graphs:
         self._partials = partials
         self._state = state
         self._captured: dict[Shape, Captured] = {}
+        self._fitting: dict[tuple[int, int, int, int], Captured | None] = {}
         self._groups: list[range] = []
         self._events: list[GateEvent] = []
         if gate_layers:
@@ -130,8 +131,11 @@ class Graphs:
         """The graphs of the shape with the least padding that the batch fits in; None: it runs without one."""
         if gated and not self._groups:
             return None
-        shape = smallest(self.shapes, *shape_of(batch))
-        return None if shape is None else self._captured[shape]
+        wanted = shape_of(batch)
+        if wanted not in self._fitting:
+            shape = smallest(self.shapes, *wanted)
+            self._fitting[wanted] = None if shape is None else self._captured[shape]
+        return self._fitting[wanted]
 
     def close_gates(self, gates: LayerGates) -> None:
         """Have the next replay of a gated graph wait for these loads, each group of layers for its own."""

@@ -116,7 +116,8 @@ class Mailbox:
     def read(self, letter: Letter, rows: tuple[RowPlan, ...], top_logprobs: tuple[int, ...], fence: Fence) -> Delivered:
         """What a flight delivered. On the engine thread, behind the flight's fence; ends the lease.
 
-        `top_logprobs` by sampling row: -1 for a row that asked for none. How many tokens a row with drafts goes on by was written with them.
+        `top_logprobs` by sampling row: -1 for a row that asked for none; empty: nobody did. How many tokens a row with drafts goes on by was
+        written with them.
         """
         if not fence.poll():
             raise InvariantError(f"the mailbox was read before {fence!r}")
@@ -126,13 +127,16 @@ class Mailbox:
         count, places = len(drafts), len(drafts) + sum(drafts)
         tokens, finite = self._values(letter, "tokens", places)[:, 0].tolist(), self._values(letter, "finite", places)[:, 0].tolist()
         lengths = self._values(letter, "counts", count)[:, 0].tolist() if places > count else [1] * count
-        results, at = [], 0
-        for row_drafts, length, wanted in zip(drafts, lengths, top_logprobs, strict=True):
-            whole = all(finite[at : at + length])
-            drawn = range(at, at + (length if whole else finite[at : at + length].index(False)))
-            logprobs = () if wanted < 0 else tuple(self._logprob(letter, place, tokens[place], wanted, places) for place in drawn)
-            results.append(RowResult(tuple(tokens[drawn.start : drawn.stop]), logprobs, whole))
-            at += 1 + row_drafts
+        if places == count and not top_logprobs and all(finite):  # nearly always: a token each
+            results = [RowResult((token,)) for token in tokens]
+        else:
+            results, at = [], 0
+            for row_drafts, length, wanted in zip(drafts, lengths, top_logprobs or [-1] * count, strict=True):
+                whole = all(finite[at : at + length])
+                drawn = range(at, at + (length if whole else finite[at : at + length].index(False)))
+                logprobs = () if wanted < 0 else tuple(self._logprob(letter, place, tokens[place], wanted, places) for place in drawn)
+                results.append(RowResult(tuple(tokens[drawn.start : drawn.stop]), logprobs, whole))
+                at += 1 + row_drafts
         draft_s = verify_s = None
         if places > count:
             begun, drafted, verified = self._values(letter, "times", 3)[:, 0].tolist()

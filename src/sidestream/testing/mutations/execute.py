@@ -35,11 +35,20 @@ MUTATIONS = (
     Mutation(
         name="row-begins-on-the-host",
         hazard="H16",
-        target=f"{_EXECUTOR}.launch",
-        old="            self._wanted_logprobs[row.row] = row.begin.sampling.top_logprobs\n",
-        new="            self._wanted_logprobs.setdefault(row.row, row.begin.sampling.top_logprobs)\n",
+        target=f"{_EXECUTOR}._note",
+        old="        self._wanted_logprobs.pop(row, None)\n",
+        new="        pass\n",
         removes="a request gets the log-probabilities that the row's owner before it asked for",
         needs=frozenset({"logprobs"}),
+    ),
+    Mutation(
+        name="row-draws-as-its-own-request-asks",
+        hazard="H16",
+        target=f"{_EXECUTOR}._note",
+        old="        self._draws_otherwise.add(row)\n",
+        new="        pass\n",
+        removes="a captured flight takes the likeliest token of a row that is penalised",
+        needs=frozenset({"captured", "sampling"}),
     ),
     Mutation(
         name="row-forgets-its-owner's-outputs",
