@@ -106,7 +106,8 @@ class SpeculativeConfig:
 
     proposer     `"ngram"`: what followed the last tokens when they came before in the request; `"mtp"`: a head that was trained for the model;
                  `"draft"`: a smaller model with the same tokenizer
-    head         of `"mtp"`: its file, or the directory of a checkpoint that carries it; None: the model's own carries it
+    head         of `"mtp"`: its file, or the directory of a checkpoint that carries it; None: the model's own carries it,
+                 or Sidestream does, for the demo model
     model        of `"draft"`: a directory, a hub id or a name of `sidestream models`
     max_drafts   tokens to draft for a request in a step at most
     adaptive     draft as many as are likely enough to be right for what they cost, none if need be; False: always `max_drafts`

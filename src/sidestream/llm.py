@@ -20,7 +20,7 @@ from sidestream.engine import Engine, Handle, Reader, build_engine
 from sidestream.errors import ConfigError, EngineStopped, ModelError, QueueFull, RaceError, RequestError, RequestRejected
 from sidestream.metrics import Metrics, Timeline
 from sidestream.models import PagedModel, load_model
-from sidestream.models.catalog import Progress, resolve
+from sidestream.models.catalog import Progress, resolve, shipped_head
 from sidestream.models.draft import attach_draft
 from sidestream.models.mtp import attach_head
 from sidestream.speculate import Proposer
@@ -145,7 +145,7 @@ class _Served:
         wanted = self.config.speculative
         if wanted is not None and wanted.proposer == "mtp":
             with _about("the head"):
-                return MtpProposer(attach_head(model, wanted.head or path))
+                return MtpProposer(attach_head(model, wanted.head or shipped_head(path) or path))
         if draft_path is None:
             return None
         tell("reading the draft model's weights")

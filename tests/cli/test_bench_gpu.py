@@ -52,12 +52,16 @@ def test_flights_that_draft_are_measured_and_no_token_depends_on_drafts(tmp_path
     measured = [
         *speculative._equalities(model, options, "draft", config, prompts, 24),
         *speculative._flights(model, options, "draft", config, [prompts[:1], prompts], 24, on_gpu=False),
+        *speculative._flights(model, options, "plain", None, [prompts], 24, on_gpu=False),
     ]
     figures = {figure.name: figure.value for figure in measured}
     assert figures["tokens_identical_draft"] == figures["accept_lengths_identical_draft"] == 1
     assert figures["host_waits_per_step_draft"] == 0
     assert figures["tokens_per_step_draft"] > 3  # the model itself: all its drafts are right
     assert figures["dispatch_us_median_draft"] > 0
+    assert figures["flight_ms_b2_draft"] > figures["flight_ms_b2_plain"] > 0
+    assert 0 < figures["drafts_per_row_b2_draft"] <= 4
+    assert figures["uncaptured_share_b1_draft"] == figures["uncaptured_share_b2_plain"] == 1  # nothing is captured on a CPU
     assert 0 < figures["idle_share_draft"] < 1
 
 

@@ -85,7 +85,8 @@ def engine_config(
         ),
     ] = None,
     draft_head: Annotated[
-        Path | None, _engine("The head's file, or a checkpoint that carries it.", "PATH", "the model's own, with --speculative mtp")
+        Path | None,
+        _engine("The head's file, or a checkpoint that carries it.", "PATH", "the model's own, or the demo model's that is shipped"),
     ] = None,
     draft_model: Annotated[
         str | None, _engine("A smaller model with the same tokenizer, which drafts.", "MODEL", "none; needed with --speculative draft")

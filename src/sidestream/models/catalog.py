@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import hashlib
+import importlib.resources
 import importlib.util
 import json
 import os
@@ -65,6 +66,7 @@ class CatalogModel:
     download_bytes: int
     working_bytes: int
     recipe: int
+    head: str = ""
 
 
 CATALOG: Mapping[str, CatalogModel] = MappingProxyType(
@@ -81,6 +83,7 @@ CATALOG: Mapping[str, CatalogModel] = MappingProxyType(
             download_bytes=92_871_040,
             working_bytes=400_000_000,
             recipe=1,
+            head="smollm2-135m-instruct.mtp.safetensors",
         )
     }
 )
@@ -142,6 +145,16 @@ def prepared(name: str, *, thorough: bool = False) -> Path | None:
     model = _known(name)
     directory = cache_root() / "models" / name
     return directory if is_complete(directory, model, thorough=thorough) else None
+
+
+def shipped_head(directory: str | Path) -> Path | None:
+    """The file of the head that Sidestream carries for the model in `directory`, as `resolve` gives it; None: it carries none."""
+    try:
+        name = json.loads((Path(directory) / MARKER).read_text(encoding="utf-8"))["model"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None  # not of the catalogue
+    model = CATALOG.get(name)
+    return None if model is None or not model.head else Path(str(importlib.resources.files("sidestream").joinpath("data", model.head)))
 
 
 def prepare(name: str, *, progress: Progress | None = None) -> Path:

@@ -200,7 +200,9 @@ def throughput(
 
 def speculative(
     model: Model = DEMO_MODEL,
-    head: Annotated[Path | None, typer.Option(help="A head for the model, which drafts too.")] = None,
+    head: Annotated[
+        Path | None, typer.Option(help="A head for the model, which drafts too.", show_default="the demo model's that is shipped")
+    ] = None,
     draft_model: Annotated[str | None, typer.Option(help="A smaller model with the same tokenizer, which drafts too.")] = None,
     device: Annotated[str, typer.Option(help="`cpu` or `cuda`.")] = "cpu",
     batch: Annotated[list[int] | None, typer.Option(help="Requests at once; may be given several times.", show_default="1, 8")] = None,

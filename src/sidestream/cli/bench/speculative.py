@@ -15,7 +15,7 @@ from sidestream.cli.bench.report import Figure, at_least, at_most
 from sidestream.cli.visits import Engine
 from sidestream.config import SamplingParams, SpeculativeConfig
 from sidestream.errors import SidestreamError
-from sidestream.execute.executor import Executor, Flight
+from sidestream.execute.executor import Executor, Flight, Work
 from sidestream.execute.mailbox import Delivered
 from sidestream.llm import LLM
 from sidestream.types import BatchPlan, Fence, LayerGates
@@ -39,9 +39,10 @@ def measure(
 
     Prompts are tasks about topics that no head was taught on.
     """
-    from sidestream.models.catalog import resolve
+    from sidestream.models.catalog import resolve, shipped_head
 
     path, on_gpu = resolve(model), device == "cuda"
+    head = head or shipped_head(path)
     prompts = _held_out(path, max(*batches, _SEVERAL))
     proposers: dict[str, dict[str, Any]] = {"ngram": {"proposer": "ngram", "max_drafts": _DRAFTS}}
     if head is not None:
@@ -50,12 +51,14 @@ def measure(
         proposers["draft"] = {"proposer": "draft", "max_drafts": _DRAFTS, "model": str(resolve(draft_model))}
     options: dict[str, Any] = {"device": device, "kv_memory": "1GiB", "prefix_cache": False, "max_running": max(*batches, _SEVERAL)}
 
-    figures = []
+    asked = [prompts[:batch] for batch in batches]
+    tell("flights without drafts")
+    figures = _flights(str(path), options, "plain", None, asked, output_tokens, on_gpu=on_gpu)
     for name, config in proposers.items():
         tell(f"accept lengths of {name}")
         figures += _equalities(str(path), options, name, config, prompts[:_SEVERAL], output_tokens)
         tell(f"flights of {name}")
-        figures += _flights(str(path), options, name, config, [prompts[:batch] for batch in batches], output_tokens, on_gpu=on_gpu)
+        figures += _flights(str(path), options, name, config, asked, output_tokens, on_gpu=on_gpu)
     figures.append(
         Figure(
             "speculative_idle_share_max",
@@ -82,8 +85,7 @@ def measure(
         figures.append(Figure(f"speedup_min_{name}", min(ratios.values()), "ratio", at_least(0.97) if on_gpu else None))
         if name == "mtp" and on_gpu:
             figures.append(Figure("speedup_b1", ratios[min(batches)], "ratio", at_least(1.8)))
-    figures.append(Figure("plain_tokens_per_s_b1", median(speeds["plain", min(batches)]), "tokens/s"))
-    return figures
+    return figures + [Figure(f"plain_tokens_per_s_b{batch}", median(speeds["plain", batch]), "tokens/s") for batch in batches]
 
 
 def _held_out(path: str, count: int) -> list[list[int]]:
@@ -136,35 +138,56 @@ def _flights(
     path: str,
     options: dict[str, Any],
     name: str,
-    config: dict[str, Any],
+    config: dict[str, Any] | None,
     asked: Sequence[list[list[int]]],
     output_tokens: int,
     *,
     on_gpu: bool,
 ) -> list[Figure]:
-    """As it is served: what the engine thread needs to hand over a flight that drafts, and how long the device has none between two such."""
+    """As it is served, for each number of requests at once: how long the device takes from one flight's end to the next one's, for flights of all
+    requests that draft (without `config`: that decode), how much of that it has none, and what the engine thread needs to hand one over.
+    """
     params = SamplingParams(temperature=0, max_tokens=output_tokens, ignore_eos=True)
-    dispatches: list[float] = []
-    shares = []
-    with LLM(path, **options, speculative=SpeculativeConfig(**config)) as llm:
+    speculative = None if config is None else SpeculativeConfig(**config)
+    figures, shares, every = [], [], []
+    with LLM(path, **options, speculative=speculative) as llm:
         parts = llm.engine.parts
         llm.generate(asked[0], params)
-        clock = FlightClock(parts.device, parts.executor)
-        _time_launches(parts.executor, dispatches)
+        clock, handed_over = FlightClock(parts.device, parts.executor), _HandedOver(parts.executor)
         for prompts in asked:
-            first = len(clock.batches)
+            first, end = len(clock.batches), f"b{len(prompts)}_{name}"
+            handed_over.seconds.clear()
+            handed_over.uncaptured = 0
             llm.generate(prompts, params)
-            drafting = [len(batch.rows) == len(prompts) and any(row.drafts for row in batch.rows) for batch in clock.batches]
-            pairs = [at for at in range(first + 1, len(drafting)) if drafting[at] and drafting[at - 1]]
-            if pairs:
-                lengths, idle = clock.steps(pairs)
-                shares.append(sum(idle) / sum(lengths))
-    if not dispatches:
+            drafts = [_drafts(batch, rows=len(prompts)) for batch in clock.batches]
+            least = 0 if config is None else 1
+            chosen = [at for at in range(first + 1, len(drafts)) if drafts[at] >= least and drafts[at - 1] >= least]
+            figures.append(Figure(f"uncaptured_share_{end}", handed_over.uncaptured / (len(drafts) - first), "share"))
+            if not chosen:
+                continue
+            lengths, idle = clock.steps(chosen)
+            shares.append(sum(idle) / sum(lengths))
+            figures.append(Figure(f"flight_ms_{end}", 1e3 * median(lengths), "ms"))
+            if config is not None:
+                every += handed_over.seconds
+                figures.append(Figure(f"dispatch_us_{end}", 1e6 * median(handed_over.seconds), "us"))
+                figures.append(Figure(f"drafts_per_row_{end}", sum(drafts[at] for at in chosen) / len(chosen) / len(prompts), "tokens"))
+    if config is None:
+        return figures
+    if not every:
         raise SidestreamError(f"no flight had drafts of {name}: there is nothing to measure; ask for more tokens")
     return [
-        Figure(f"dispatch_us_median_{name}", 1e6 * median(dispatches), "us", at_most(66) if on_gpu else None),
-        Figure(f"idle_share_{name}", max(shares, default=0.0), "share"),
+        *figures,
+        Figure(f"dispatch_us_median_{name}", 1e6 * median(every), "us", at_most(66) if on_gpu else None),
+        Figure(f"idle_share_{name}", max(shares), "share"),
     ]
+
+
+def _drafts(batch: BatchPlan, *, rows: int) -> int:
+    """Of all rows together; -1: they are others, or some are given tokens."""
+    if len(batch.rows) != rows or any(row.tokens is not None for row in batch.rows):
+        return -1
+    return sum(row.drafts for row in batch.rows)
 
 
 def _accept_lengths(llm: LLM) -> dict[int, dict[int, int]]:
@@ -184,15 +207,28 @@ def _accept_lengths(llm: LLM) -> dict[int, dict[int, int]]:
     return seen
 
 
-def _time_launches(executor: Executor, seconds: list[float]) -> None:
-    """Keep what the engine thread needs to hand over each flight that drafts."""
-    launch = executor.launch
+class _HandedOver:
+    """What handing flights over takes, from now on.
 
-    def timed(batch: BatchPlan, *, after: tuple[Fence, ...], gates: LayerGates) -> Flight:
-        begin = time.perf_counter()
-        flight = launch(batch, after=after, gates=gates)
-        if batch.speculates:
-            seconds.append(time.perf_counter() - begin)
-        return flight
+    seconds      of each flight that drafts, on the engine thread
+    uncaptured   flights that were launched kernel by kernel
+    """
 
-    executor.launch = timed  # type: ignore[method-assign]
+    def __init__(self, executor: Executor) -> None:
+        self.seconds: list[float] = []
+        self.uncaptured = 0
+        launch, eager_work = executor.launch, executor._eager_work
+
+        def timed(batch: BatchPlan, *, after: tuple[Fence, ...], gates: LayerGates) -> Flight:
+            begin = time.perf_counter()
+            flight = launch(batch, after=after, gates=gates)
+            if any(row.drafts for row in batch.rows):
+                self.seconds.append(time.perf_counter() - begin)
+            return flight
+
+        def counted(batch: BatchPlan, gates: LayerGates) -> Work:
+            self.uncaptured += 1
+            return eager_work(batch, gates)
+
+        executor.launch = timed  # type: ignore[method-assign]
+        executor._eager_work = counted  # type: ignore[method-assign]
