@@ -2,118 +2,157 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import pytest
 
 from sidestream.schedule.drafting import DraftPolicy, DraftRecord
 
-
-def record(*, accepted: int, drafted: int, times: int = 60) -> DraftRecord:
-    made = DraftRecord()
-    for _ in range(times):
-        made.saw(drafted, accepted)
-    return made
+PLAIN_S = 0.010
 
 
-def seasoned(cost: float, *, num_rows: int = 4) -> DraftPolicy:
-    """One that saw flights in which a draft of each row costs so much of a row."""
-    policy = DraftPolicy(4)
-    for _ in range(40):
-        policy.saw_flight(num_rows, 0, 0.010)
-        policy.saw_flight(num_rows, 2 * num_rows, 0.010 * (1 + 2 * cost))
-    return policy
+def record(chance: float) -> DraftRecord:
+    return DraftRecord(chance)
 
 
-def chosen(policy: DraftPolicy, one: DraftRecord, *, num_rows: int = 4, most: int = 4) -> int:
-    policy.prepare(num_rows)
-    return policy.choose(one, most=most)
+def proportional(cost: float) -> Callable[[int], float]:
+    """A flight takes so much more for each draft of a row: as on a CPU."""
+    return lambda depth: PLAIN_S * (1 + cost * depth)
 
 
-def test_rows_whose_drafts_are_right_get_as_many_as_there_may_be() -> None:
-    good = record(accepted=4, drafted=4)
-    assert [chosen(seasoned(0.1), good, most=most) for most in (9, 2, 0, -1)] == [4, 2, 0, 0]
+def flat(ratio: float) -> Callable[[int], float]:
+    """A flight takes so many times as long with drafts, however many: as a captured pass does."""
+    return lambda depth: PLAIN_S * (ratio if depth else 1.0)
 
 
-def test_a_draft_is_worth_it_as_long_as_its_chance_exceeds_its_cost() -> None:
-    half = record(accepted=1, drafted=2)
-    half.chance = 0.5
-    assert [chosen(seasoned(cost), half) for cost in (0.04, 0.2, 0.4, 0.6)] == [4, 2, 1, 0]
+def fly(policy: DraftPolicy, rows: Sequence[DraftRecord], takes: Callable[[int], float], *, most: int = 4) -> list[int]:
+    """One flight: what each row gets."""
+    policy.prepare(len(rows))
+    counts = [policy.choose(row, most=most) for row in rows]
+    policy.saw_flight(len(rows), max(counts), takes(max(counts)))
+    return counts
 
 
-def test_costs_are_those_of_flights_of_about_so_many_rows() -> None:
-    policy = seasoned(1.9, num_rows=64)
-    good = record(accepted=3, drafted=4)
-    assert chosen(policy, good, num_rows=64) == 0
-    policy.saw_flight(2, 0, 0.005)
-    assert chosen(policy, good, num_rows=2) > 0
+def depths(policy: DraftPolicy, rows: Sequence[DraftRecord], takes: Callable[[int], float], flights: int) -> list[int]:
+    return [max(fly(policy, rows, takes)) for _ in range(flights)]
+
+
+def settled(counts: Sequence[int]) -> int:
+    """What most of the last flights got."""
+    return max(set(counts), key=counts.count)
 
 
 def test_a_flight_without_drafts_comes_first_and_the_first_with_drafts_says_what_they_cost() -> None:
-    policy, good = DraftPolicy(4), record(accepted=4, drafted=4)
-    assert chosen(policy, good) == 0
-    policy.saw_flight(4, 0, 0.010)
-    assert chosen(policy, good) == 4
-    policy.saw_flight(4, 16, 0.060)
-    assert chosen(policy, good) == 0
+    policy, rows = DraftPolicy(4), [record(0.9)] * 4
+    assert [fly(policy, rows, flat(6.0))[0] for _ in range(4)] == [0, 4, 0, 0]
+
+
+@pytest.mark.parametrize(("ratio", "chance", "expected"), [(1.7, 0.6, 4), (2.2, 0.6, 4), (2.4, 0.6, 0), (1.05, 0.1, 1), (4.0, 0.95, 4)])
+def test_where_drafts_cost_the_same_however_many_all_are_made_or_none(ratio: float, chance: float, expected: int) -> None:
+    """With a chance of 0.6, four drafts bring 1.3 tokens more."""
+    policy = DraftPolicy(4)
+    assert settled(depths(policy, [record(chance)] * 8, flat(ratio), 60)[20:]) == expected
+
+
+@pytest.mark.parametrize(("cost", "expected"), [(0.02, 4), (0.2, 2), (0.4, 1), (0.7, 0)])
+def test_where_each_draft_costs_as_many_are_made_as_pay(cost: float, expected: int) -> None:
+    policy = DraftPolicy(4)
+    assert settled(depths(policy, [record(0.6)] * 8, proportional(cost), 60)[20:]) == expected
+
+
+def test_no_row_gets_more_than_there_may_be() -> None:
+    policy, rows = DraftPolicy(4), [record(0.95)] * 2
+    depths(policy, rows, flat(1.2), 10)
+    assert [fly(policy, rows, flat(1.2), most=most) for most in (9, 2, 0, -1)] == [[4, 4], [2, 2], [0, 0], [0, 0]]
+
+
+def test_rows_whose_drafts_fail_do_without_beside_others_and_try_again_now_and_then() -> None:
+    policy, rows = DraftPolicy(4), [record(0.9)] * 6 + [record(0.02)]
+    depths(policy, rows, flat(1.3), 10)
+    counts = [fly(policy, rows, flat(1.3)) for _ in range(200)]
+    assert settled([flight[0] for flight in counts]) == 4
+    assert 3 <= sum(flight[-1] for flight in counts) <= 8
+    assert max(flight[-1] for flight in counts) == 1
+
+
+@pytest.mark.parametrize("num_rows", [1, 8, 32, 128])
+@pytest.mark.parametrize("ratio", [1.3, 2.0, 4.0])
+@pytest.mark.parametrize("chance", [0.02, 0.5])
+def test_drafts_that_are_not_worth_it_cost_less_than_three_in_a_hundred(num_rows: int, ratio: float, chance: float) -> None:
+    """Rows do not try one after another, each in a flight that all of them pay for."""
+    policy, rows = DraftPolicy(4), [record(chance) for _ in range(num_rows)]
+    takes = flat(ratio)
+    depths(policy, rows, takes, 20)
+    tokens = seconds = 0.0
+    for _ in range(2000):
+        counts = fly(policy, rows, takes)
+        tokens += sum(1 + sum(row.chance**at for at in range(1, count + 1)) for row, count in zip(rows, counts, strict=True))
+        seconds += takes(max(counts))
+    assert tokens / seconds > 0.97 * num_rows / PLAIN_S
+
+
+def test_costs_are_those_of_flights_of_about_so_many_rows_and_at_first_those_of_the_next_best_number() -> None:
+    policy, good = DraftPolicy(4), record(0.6)
+    depths(policy, [good] * 64, flat(5.0), 10)
+    depths(policy, [good] * 2, flat(1.2), 200)
+    assert settled(depths(policy, [good] * 64, flat(5.0), 10)) == 0
+    assert settled(depths(policy, [good] * 2, flat(1.2), 10)) == 4
+    assert [max(fly(policy, [good] * 40, flat(5.0))) for _ in range(3)] == [0, 0, 0]
+    assert [max(fly(policy, [good] * 5, flat(1.2))) for _ in range(3)] == [0, 4, 4]  # measured first
+
+
+def test_a_flight_goes_without_drafts_now_and_then_so_that_their_cost_is_known() -> None:
+    policy = DraftPolicy(4)
+    counts = depths(policy, [record(0.9)] * 4, flat(1.4), 400)
+    assert 5 <= counts.count(0) <= 8
+
+
+def test_a_flight_that_was_to_be_measured_and_was_not_does_not_end_drafting() -> None:
+    """Flights with prompts beside them measure nothing."""
+    policy, rows = DraftPolicy(4), [record(0.9)] * 4
+    depths(policy, rows, flat(1.4), 66)
+    counts = []
+    for _ in range(50):
+        policy.prepare(4)
+        counts.append(policy.choose(rows[0], most=4))
+    assert counts.count(0) <= 1
+
+
+def test_drafts_that_were_too_dear_are_tried_by_all_rows_together_now_and_then() -> None:
+    policy, rows = DraftPolicy(4), [record(0.9)] * 4
+    depths(policy, rows, flat(6.0), 20)
+    assert set(depths(policy, rows, flat(6.0), 400)) == {0}
+    counts = depths(policy, rows, flat(1.4), 8000)  # they are cheap now: some tries find out
+    assert settled(counts[-100:]) == 4
 
 
 def test_a_new_request_begins_with_how_others_fared_and_now_and_then_one_hopes_again() -> None:
-    policy = seasoned(0.3)
+    policy = DraftPolicy(4)
     assert policy.newcomer().chance == pytest.approx(0.8)
     failing = policy.newcomer()
     for _ in range(300):
         policy.saw(failing, 4, 0)
     begun = [policy.newcomer() for _ in range(32)]
-    hopeful = [one for one in begun if one.chance == pytest.approx(0.8)]
-    assert len(hopeful) == 2
-    assert [chosen(policy, one) > 0 for one in begun].count(True) == 2
+    assert sum(one.chance == pytest.approx(0.8) for one in begun) == 2
+    assert sum(one.chance < 0.05 for one in begun) == 30
     for _ in range(300):
         policy.saw(failing, 4, 4)
-    assert all(chosen(policy, policy.newcomer()) == 4 for _ in range(8))
+    assert all(policy.newcomer().chance > 0.9 for _ in range(8))
 
 
-def test_a_row_whose_drafts_fail_stops_and_tries_again_now_and_then() -> None:
-    policy, failing = seasoned(0.1), record(accepted=0, drafted=1)
-    counts = [chosen(policy, failing) for _ in range(200)]
-    assert 3 <= sum(counts) <= 8
-    assert max(counts) == 1
-
-
-def test_a_flight_goes_without_drafts_now_and_then_so_that_their_cost_is_known() -> None:
-    policy, good = seasoned(0.1), record(accepted=4, drafted=4)
-    counts = []
-    for _ in range(400):
-        counts.append(chosen(policy, good))
-        policy.saw_flight(4, 4 * counts[-1], 0.014 if counts[-1] else 0.010)
-    assert 4 <= counts.count(0) <= 8
-
-
-def test_a_flight_that_was_to_be_measured_and_was_not_does_not_end_drafting() -> None:
-    """Flights with prompts beside them measure nothing."""
-    policy, good = seasoned(0.1), record(accepted=4, drafted=4)
-    for _ in range(70):
-        policy.saw_flight(4, 16, 0.014)
-    assert [chosen(policy, good) for _ in range(50)].count(0) == 1
-
-
-def test_few_drafts_among_many_rows_say_nothing_of_what_all_would_cost() -> None:
-    policy, good = seasoned(0.1, num_rows=32), record(accepted=4, drafted=4)
-    for _ in range(50):
-        policy.saw_flight(32, 1, 0.013)
-    assert [chosen(policy, good, num_rows=32) for _ in range(2)] == [0, 4]  # measured first
-
-
-def test_drafts_that_were_too_dear_are_tried_by_all_rows_together_now_and_then() -> None:
-    policy, good = seasoned(3.0), record(accepted=4, drafted=4)
-    counts = []
-    for _ in range(600):
-        counts.append(chosen(policy, good))
-        policy.saw_flight(4, 4 * counts[-1], 0.014 if counts[-1] else 0.010)
-    assert counts[:200] == [0] * 32 + [1] + counts[33:200]
-    assert sum(count == 4 for count in counts[-100:]) > 90  # they are cheap now: a few tries found out
+def test_a_record_follows_what_became_of_its_drafts() -> None:
+    one = record(0.5)
+    for _ in range(60):
+        one.saw(4, 4)
+    assert one.chance > 0.95
+    for _ in range(60):
+        one.saw(4, 0)
+    assert one.chance < 0.05
 
 
 @pytest.mark.parametrize("most", [0, 3])
 def test_without_adapting_a_row_always_gets_what_there_may_be(most: int) -> None:
     policy = DraftPolicy(3, adaptive=False)
-    assert chosen(policy, record(accepted=0, drafted=3), num_rows=1, most=8) == 3
-    assert chosen(policy, record(accepted=0, drafted=3), num_rows=1, most=most) == most
+    policy.prepare(1)
+    assert policy.choose(record(0.0), most=8) == 3
+    assert policy.choose(record(0.0), most=most) == most

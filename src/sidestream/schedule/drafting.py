@@ -1,29 +1,35 @@
-"""How many tokens to draft for a row: as many as are likely enough to be right for what they cost. Pure: no clock; engine thread only.
+"""How many tokens to draft for a row: as many as bring more than they cost. Pure: no clock; engine thread only.
 
-A row's draft is worth its place in a flight if the chance that it is accepted exceeds what one more token of one row costs, as a share of what
-a row costs without drafts: by then the flight yields more tokens a second with it than without. Both sides are measured.
+What a flight with drafts takes is mostly a matter of how many the row that has most of them gets, its depth: a captured pass computes as many for every
+row, and drafting is one pass after another. So the depth is chosen for a flight: the one with the most tokens a second, none if need be, by what flights
+of each depth took and by how likely each row's drafts are to be right. Within it a row gets drafts as long as they are likely enough to be right.
+Both sides are measured.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
-# Weight of the newest observation.
+# Weight of the newest observation; of what a flight takes also if it is the first one for long.
 _FRESH = 0.1
-_FRESH_S = 0.2
+_FRESH_S, _FRESH_AGAIN_S = 0.2, 0.5
 _FRESH_USUAL = 0.02
 # Of a draft before anything was seen: optimistic, so that a short answer gets drafts too. One new request in so many begins with it whatever
 # became of others, or nobody would see that they changed.
 _HOPE = 0.8
 _HOPEFUL_EVERY = 16
-# What a draft is taken to cost until it was seen, and the least that is believed.
+# What a draft of each row is taken to add to a flight until it was seen, as a share of one without. In a flight, a row gets a draft that is likelier to
+# be right than half of what that adds for each row, within bounds: not all of it is that row's.
 _FIRST_COST = 0.05
-_LEAST_COST = 0.01
-# Steps after which a row that drafts nothing tries one again; flights after which one goes without drafts to be measured, and after which, if
-# drafts were too dear for everybody, all rows try together: what they cost shows only where most rows have some.
-_PROBE_STEPS = 32
+_SHARE = 0.5
+_LEAST_CHANCE, _MOST_CHANCE = 0.05, 0.5
+# Flights with drafts after which a row without any tries one; after which a flight goes without, to be measured; and flights less deep than may be
+# after which one is as deep, times what that takes, so that trying costs less than a hundredth; fewer if it was never seen with so many rows.
+_PROBE_FLIGHTS = 32
 _MEASURE_FLIGHTS = 64
-_RETRY_FLIGHTS = 256
+_RETRY_FLIGHTS = 128
+_FIRST_TRY_FLIGHTS = 32
 
 
 @dataclass(slots=True)
@@ -31,7 +37,7 @@ class DraftRecord:
     """What became of one request's drafts.
 
     chance   that a draft behind accepted ones is accepted
-    idle     steps since it drafted
+    idle     flights with drafts since it had any
     """
 
     chance: float = _HOPE
@@ -49,19 +55,39 @@ def _tries(drafted: int, accepted: int) -> list[bool]:
 
 
 @dataclass(slots=True)
-class _Seconds:
-    """Of flights with about so many rows.
+class _Flights:
+    """Of about so many rows.
 
-    plain    seconds without drafts; None: such a flight comes first
-    cost     what a draft of each row adds, as a share of that; None: nobody knows
-    drafted  flights with drafts since one was to go without
-    dry      flights since most rows had drafts
+    seconds   that flights of each depth take; None: nobody knows
+    last      which flight was the last of each depth, of `count` that were seen
+    drafted   with drafts, since one was to go without
+    shallow   planned, since one was as deep as may be
     """
 
-    plain: float | None = None
-    cost: float | None = None
+    seconds: list[float | None]
+    last: list[int]
+    count: int = 0
     drafted: int = 0
-    dry: int = 0
+    shallow: int = 0
+
+    def ratio(self, depth: int) -> float | None:
+        """What a flight of this depth takes, of one without drafts; between depths that are known, in proportion. None: nobody knows."""
+        plain = self.seconds[0]
+        known = [at for at, seconds in enumerate(self.seconds) if seconds is not None]
+        above = [at for at in known if at >= depth]
+        if plain is None or not above:
+            return None
+        low, high = max(at for at in known if at <= depth), above[0]
+        left, right = self.seconds[low] or plain, self.seconds[high] or plain
+        return (left + (right - left) * (depth - low) / max(1, high - low)) / plain
+
+
+@dataclass(slots=True)
+class _Rows:
+    """Of a flight: how many rows decode, and how many of them would have their first, second, … draft right, in the mean."""
+
+    count: int
+    right: list[float]
 
 
 class DraftPolicy:
@@ -73,11 +99,13 @@ class DraftPolicy:
     def __init__(self, most: int, *, adaptive: bool = True) -> None:
         self.most = most
         self.adaptive = adaptive
+        self.measuring = False
         self._usual = _HOPE
         self._num_begun = 0
-        self._seconds: dict[int, _Seconds] = {}
-        self._now = _Seconds()
-        self.measuring = self._retrying = False
+        self._flights: dict[int, _Flights] = {}
+        self._rows = _Rows(0, [0.0] * most)
+        self._depth = most
+        self._least = [_LEAST_CHANCE] * most
 
     def newcomer(self) -> DraftRecord:
         """Of a new request, of which nothing is known but how others fared."""
@@ -92,45 +120,59 @@ class DraftPolicy:
 
     def prepare(self, num_rows: int) -> None:
         """A flight is planned in which `num_rows` rows decode; `choose` is asked for each of them."""
-        now = self._now = self._of(num_rows)
-        self.measuring = now.plain is None or now.drafted >= _MEASURE_FLIGHTS
-        self._retrying = not self.measuring and now.dry >= _RETRY_FLIGHTS
+        flights, rows = self._of(num_rows), self._rows
+        self._rows = _Rows(num_rows, [0.0] * self.most)
+        self.measuring = flights.seconds[0] is None or flights.drafted >= _MEASURE_FLIGHTS
         if self.measuring:
-            now.drafted = 0
-        if self._retrying:
-            now.dry = 0
+            self._depth = flights.drafted = 0
+            return
+        ratios = [self._ratio(num_rows, depth) for depth in range(self.most + 1)]
+        # By the rows of the flight before: they are mostly the same.
+        chances = [right / rows.count for right in rows.right] if rows.count else [self._usual ** (at + 1) for at in range(self.most)]
+        self._depth = max(range(self.most + 1), key=lambda depth: (1 + sum(chances[:depth])) / ratios[depth])
+        self._least = [min(max(_SHARE * (more - less), _LEAST_CHANCE), _MOST_CHANCE) for less, more in pairwise(ratios)]
+        patience = _FIRST_TRY_FLIGHTS if flights.seconds[-1] is None else _RETRY_FLIGHTS
+        if flights.shallow >= patience * ratios[-1]:
+            self._depth, self._least = self.most, [_LEAST_CHANCE] * self.most
+        flights.shallow = 0 if self._depth == self.most else flights.shallow + 1
 
     def choose(self, record: DraftRecord, *, most: int) -> int:
         """For one row of the flight that was prepared; `most`: what its own bounds leave."""
-        most = min(most, self.most)
-        if not self.adaptive or most <= 0:
-            return max(most, 0)
-        if self.measuring:
+        most = max(0, min(most, self.most))
+        if not self.adaptive:
+            return most
+        right, chance, count = self._rows.right, record.chance, 0
+        for at in range(self.most):
+            right[at] += chance  # also where its end is near: it will be another's turn
+            if at < self._depth and at < most and chance > self._least[at]:
+                count = at + 1
+            chance *= record.chance
+        if not self._depth or not most:
             return 0
-        count, chance, cost = 0, record.chance, self._now.cost
-        if cost is None or self._retrying:
-            cost = _FIRST_COST
-        while count < most and chance > cost:
-            count, chance = count + 1, chance * record.chance
         record.idle = 0 if count else record.idle + 1
-        if record.idle > _PROBE_STEPS:
+        if record.idle > _PROBE_FLIGHTS:
             count, record.idle = 1, 0
         return count
 
-    def saw_flight(self, num_rows: int, num_drafts: int, seconds: float) -> None:
-        """A flight of rows that decode took so long, with so many drafts in all.
+    def saw_flight(self, num_rows: int, depth: int, seconds: float) -> None:
+        """A flight of rows that decode took so long; `depth`: drafts of the row that has most."""
+        flights = self._of(num_rows)
+        known, weight = flights.seconds[depth], _FRESH_S
+        flights.count += 1
+        if flights.count - flights.last[depth] > _MEASURE_FLIGHTS:
+            weight = _FRESH_AGAIN_S
+        flights.last[depth] = flights.count
+        flights.seconds[depth] = seconds if known is None else known + weight * (seconds - known)
+        flights.drafted += depth > 0
 
-        What drafts cost is seen where most rows have some: the cost of few is mostly that of drafting at all.
-        """
-        known = self._of(num_rows)
-        known.dry = 0 if num_drafts >= num_rows else known.dry + 1
-        if not num_drafts:
-            known.plain = seconds if known.plain is None else known.plain + _FRESH_S * (seconds - known.plain)
-            return
-        known.drafted += 1
-        if known.plain and num_drafts >= num_rows:
-            added = max(_LEAST_COST, (seconds / known.plain - 1) / (num_drafts / num_rows))
-            known.cost = added if known.cost is None else known.cost + _FRESH_S * (added - known.cost)
+    def _ratio(self, num_rows: int, depth: int) -> float:
+        """What a flight of this depth takes, of one without drafts: as it was with about so many rows, or else with the next best number."""
+        own = num_rows.bit_length()
+        for size in sorted(self._flights, key=lambda size: abs(size - own)):
+            ratio = self._flights[size].ratio(depth)
+            if ratio is not None:
+                return ratio
+        return 1 + _FIRST_COST * depth
 
-    def _of(self, num_rows: int) -> _Seconds:
-        return self._seconds.setdefault(num_rows.bit_length(), _Seconds())
+    def _of(self, num_rows: int) -> _Flights:
+        return self._flights.setdefault(num_rows.bit_length(), _Flights([None] * (self.most + 1), [0] * (self.most + 1)))

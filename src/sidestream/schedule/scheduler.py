@@ -305,7 +305,7 @@ class Scheduler:
     def measured(self, batch: BatchPlan, seconds: float) -> None:
         """A flight in which every row decodes took so long."""
         if self._drafts.most:
-            self._drafts.saw_flight(len(batch.rows), sum(row.drafts for row in batch.rows), seconds)
+            self._drafts.saw_flight(len(batch.rows), max(row.drafts for row in batch.rows), seconds)
 
     # ------------------------------------------------------------------ planning
 
