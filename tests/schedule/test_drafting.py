@@ -60,6 +60,10 @@ def test_where_each_draft_costs_as_many_are_made_as_pay(cost: float, expected: i
     assert settled(depths(policy, [record(0.6)] * 8, proportional(cost), 60)[20:]) == expected
 
 
+def test_a_clock_that_does_not_move_says_nothing() -> None:
+    assert settled(depths(DraftPolicy(4), [record(0.9)] * 2, lambda depth: 0.0, 20)) == 4
+
+
 def test_no_row_gets_more_than_there_may_be() -> None:
     policy, rows = DraftPolicy(4), [record(0.95)] * 2
     depths(policy, rows, flat(1.2), 10)

@@ -75,7 +75,7 @@ class _Flights:
         plain = self.seconds[0]
         known = [at for at, seconds in enumerate(self.seconds) if seconds is not None]
         above = [at for at in known if at >= depth]
-        if plain is None or not above:
+        if not plain or not above:  # 0: a clock that did not move
             return None
         low, high = max(at for at in known if at <= depth), above[0]
         left, right = self.seconds[low] or plain, self.seconds[high] or plain

@@ -279,14 +279,16 @@ class Scheduler:
             request.stepped = True
             count = 0 if result is None else request.append_outputs(result.token_ids)
             if row.tokens is None and result is not None:
-                self._re_anchor(request, row.drafts, len(result.token_ids))
+                if row.drafts:
+                    self._re_anchor(request, row.drafts, len(result.token_ids))
                 request.committed_len += count
             else:
                 request.committed_len = row.stop
             if result is None or result.finite:  # else its KV may be no better than its logits: nobody else shall find it
                 complete = self._publish(request)
-                stored.extend(complete)
-                prefix.extend(request.keys[: request.published_blocks] if complete else ())
+                if complete:
+                    stored.extend(complete)
+                    prefix.extend(request.keys[: request.published_blocks])
             if result is not None:
                 drawn.append(Drawn(request, result, count))
         store = None
@@ -296,11 +298,10 @@ class Scheduler:
 
     def _re_anchor(self, request: Request, drafts: int, drawn: int) -> None:
         """Bring the bounds of what was launched down to what came of a flight that drafted."""
-        if drafts:
-            request.drafts_on_way -= drafts
-            request.launched_len -= 1 + drafts - drawn
-            request.launched_outputs -= 1 + drafts - drawn
-            self._drafts.saw(request.drafting, drafts, drawn - 1)
+        request.drafts_on_way -= drafts
+        request.launched_len -= 1 + drafts - drawn
+        request.launched_outputs -= 1 + drafts - drawn
+        self._drafts.saw(request.drafting, drafts, drawn - 1)
 
     def measured(self, batch: BatchPlan, seconds: float) -> None:
         """A flight in which every row decodes took so long."""
@@ -330,6 +331,8 @@ class Scheduler:
 
     def _age(self, batch: BatchPlan) -> None:
         """Count the step for everybody it passed over, with or without a row. A step without a flight passes nobody over."""
+        if len(batch.rows) == len(self._requests):
+            return  # everybody is in it
         served = {row.request_id for row in batch.rows}
         for request in self._requests.values():
             if served and request.id not in served and request.has_work:
@@ -589,4 +592,6 @@ class Scheduler:
 
     def _by_rank(self, requests: Iterable[Request]) -> list[Request]:
         aging = self.limits.aging_steps
-        return sorted(requests, key=lambda request: (request.level(aging), request.id))
+        return sorted(
+            requests, key=lambda request: (request.priority - request.waited_steps // aging, request.id)
+        )  # its level, and its age

@@ -159,7 +159,7 @@ MUTATIONS = (
         name="bounds-come-down-at-commit",
         hazard="H19",
         target=f"{_SCHEDULER}._re_anchor",
-        old="        request.launched_len -= 1 + drafts - drawn\n        request.launched_outputs -= 1 + drafts - drawn\n",
+        old="    request.launched_len -= 1 + drafts - drawn\n    request.launched_outputs -= 1 + drafts - drawn\n",
         new="",
         removes="a request whose drafts fail is taken to be longer and longer, until it may not go on",
         needs=frozenset({"speculative"}),
