@@ -26,6 +26,17 @@ def test_the_text_is_printed_and_json_tells_how_it_came(run: Run, tiny: Path) ->
     assert 0 < answer["ttft_s"] <= answer["seconds"]
 
 
+def test_json_tells_what_became_of_drafts(run: Run, tiny: Path) -> None:
+    plain, drafting = (
+        json.loads(run("generate", tiny, "--prompt", "The whale. The whale. The", "--json", "--dtype", "float32", *more, *ENGINE).output)
+        for more in ((), ("--speculative", "ngram"))
+    )
+    assert not {"drafted", "accepted"} & plain.keys()
+    assert drafting["drafted"] >= drafting["accepted"] >= 0
+    assert drafting["drafted"] > 0
+    assert drafting["token_ids"] == plain["token_ids"]
+
+
 def test_the_prompt_may_come_from_a_file_or_from_stdin(run: Run, tiny: Path, tmp_path: Path) -> None:
     (tmp_path / "prompt.txt").write_text("The whale\n", encoding="utf-8")
     wanted = run("generate", tiny, "--prompt", "The whale", *ENGINE).output

@@ -48,6 +48,7 @@ def generate(
 ) -> None:
     """Continue a prompt (or, with --chat, answer it) and print the text as it comes.
 
+    --json prints what came of it instead: text, tokens, where the prompt was found, times, and how many tokens were drafted and accepted.
     A single newline at the end of a file or of stdin is not part of the prompt.
     """
     if system is not None and not chat:

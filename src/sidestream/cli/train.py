@@ -36,7 +36,7 @@ def train_mtp(
     batch: Annotated[int, typer.Option(metavar="N", help="Sequences in a batch.")] = 16,
     length: Annotated[int, typer.Option(metavar="N", help="Tokens of a sequence.")] = 512,
     drafts: Annotated[int, typer.Option(metavar="N", help="Tokens that it learns to draft one after another.")] = 4,
-    answers: Annotated[int, typer.Option(metavar="N", help="Tokens that the model writes itself, to learn from.")] = 2_000_000,
+    answers: Annotated[int, typer.Option(metavar="N", help="Tokens that the model writes itself, to learn from.")] = 3_000_000,
     text: Annotated[
         list[Path] | None, typer.Option(metavar="FILE", help="A text to learn from too, in UTF-8; may be given several times.")
     ] = None,
