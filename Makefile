@@ -59,6 +59,8 @@ bench-gpu:
 		PYTHONPATH=src $(PYTHON) -m sidestream bench $$name --json > bench/results/$$name-$(GPU).json.new; \
 		mv bench/results/$$name-$(GPU).json.new bench/results/$$name-$(GPU).json; \
 	done
+	PYTHONPATH=src $(PYTHON) -m sidestream bench speculative --device cuda --batch 1 --batch 8 --batch 32 --batch 128 --output-tokens 192 --json \
+		> bench/results/speculative-$(GPU).json.new; mv bench/results/speculative-$(GPU).json.new bench/results/speculative-$(GPU).json
 
 # Tables and pictures in README and docs are generated from bench/results.
 tables: $(VENV)/.dev

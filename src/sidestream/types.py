@@ -73,6 +73,16 @@ class SamplingSpec:
     top_logprobs: int
     """-1: no logprobs; k >= 0: the drawn token's and the k most likely ones'."""
 
+    @property
+    def greedy(self) -> bool:
+        """Whether the likeliest token is drawn. `top_k` 1 leaves no choice either."""
+        return self.temperature == 0 or self.top_k == 1
+
+    @property
+    def penalised(self) -> bool:
+        """Whether a draw depends on the tokens before it."""
+        return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
+
 
 @dataclass(frozen=True, slots=True)
 class RowStart:

@@ -77,9 +77,9 @@ class Work(NamedTuple):
 class Flight:
     """A launched batch; its fence covers the forward pass, the draws and their delivery.
 
-    gated        it waits for loads
+    gated          it waits for loads
     top_logprobs   of each row that samples; empty: nobody asked for any
-    launched_s   on the device's clock
+    launched_s     on the device's clock
     """
 
     batch: BatchPlan

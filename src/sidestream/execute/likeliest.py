@@ -18,14 +18,8 @@ from sidestream.types import SamplingSpec
 
 def takes_likeliest(spec: SamplingSpec) -> bool:
     """Whether a row's draw is the likeliest token of its logits as they are, and nobody asks for log-probabilities."""
-    return (
-        (spec.temperature == 0 or spec.top_k == 1)
-        and spec.repetition_penalty == 1
-        and spec.presence_penalty == spec.frequency_penalty == 0
-        and not spec.logit_bias
-        and not (spec.min_tokens and spec.forbidden_until_min)
-        and spec.top_logprobs < 0
-    )
+    forbids = spec.min_tokens and spec.forbidden_until_min
+    return spec.greedy and not (spec.penalised or spec.logit_bias or forbids) and spec.top_logprobs < 0
 
 
 def draw_likeliest(frame: Frame, computed: Computed, state: DecodeState) -> tuple[Drawn, Tensor | None]:

@@ -198,7 +198,7 @@ def _penalise(logits: Tensor, counts: Tensor, in_prompt: Tensor, specs: Sequence
 
 
 def _choose(logits: Tensor, plans: Sequence[RowSampling], output_indices: Sequence[int] | Tensor, state: DecodeState) -> Tensor:
-    random = [at for at, plan in enumerate(plans) if not plan.greedy]
+    random = [at for at, plan in enumerate(plans) if not plan.spec.greedy]
     if not random:
         return logits.argmax(-1)
     specs = [plans[at].spec for at in random]

@@ -23,23 +23,21 @@ from sidestream.types import RowStart, SamplingSpec
 class RowSampling:
     """What the host knows of how one row draws, and the id lists that its draws need on the device.
 
-    penalised   the row's output counts are kept, because a penalty reads them
     bias_ids    int64 `[n]`, distinct, each inside the vocabulary; `bias` float32 `[n]`
     forbidden   int64 `[m]`, ids that may not be drawn before `spec.min_tokens` outputs
     prompt_len  tokens of the row that are no outputs
     """
 
     spec: SamplingSpec
-    penalised: bool
     prompt_len: int
     bias_ids: Tensor
     bias: Tensor
     forbidden: Tensor
 
     @property
-    def greedy(self) -> bool:
-        """Whether the row takes its likeliest token. `top_k` 1 leaves no choice either."""
-        return self.spec.temperature == 0 or self.spec.top_k == 1
+    def penalised(self) -> bool:
+        """Whether the row's output counts are kept, because a penalty reads them."""
+        return self.spec.penalised
 
 
 class DecodeState:
@@ -103,7 +101,6 @@ class DecodeState:
         self._rows[row] = RowSampling(
             spec=spec,
             prompt_len=len(start.prompt),
-            penalised=spec.repetition_penalty != 1 or spec.presence_penalty != 0 or spec.frequency_penalty != 0,
             bias_ids=self._ids(bias),
             bias=self.numbers(list(bias.values()), torch.float32),
             forbidden=self._ids(spec.forbidden_until_min),

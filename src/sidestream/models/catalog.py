@@ -53,6 +53,7 @@ class CatalogModel:
     download_bytes        size of the wheel
     working_bytes         free disk space that preparing needs at its peak
     recipe                raised whenever the conversion changes, so that older results are made again
+    head                  file in sidestream/data of a head that drafts for it; empty: there is none
     """
 
     name: str

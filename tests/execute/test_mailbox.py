@@ -1,0 +1,53 @@
+"""A letter holds what its own flight drew, whatever padding is drawn behind it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from sidestream.device.cpu import CpuDevice
+from sidestream.execute.mailbox import Letter, Mailbox
+from sidestream.execute.sample import Drawn
+from sidestream.types import Fence, RowPlan
+
+ROWS, DRAFTS, PADDED = 3, 2, 40
+
+
+def row(number: int, drafts: int) -> RowPlan:
+    return RowPlan(number, number, 0, 5, 6 + drafts, None, (1,), True, 1)._replace(drafts=drafts)
+
+
+@pytest.mark.parametrize("by_device", [False, True])
+def test_padding_that_is_drawn_changes_no_field_and_no_other_letter(by_device: bool) -> None:
+    device = CpuDevice()
+    try:
+        box, stream = Mailbox(2, ROWS, 50, device, max_drafts=DRAFTS), device.stream("compute")
+        rows = tuple(row(number, DRAFTS) for number in range(ROWS))
+        places = ROWS * (1 + DRAFTS)
+
+        def write(letter: Letter, first: int) -> Fence:
+            tokens = torch.full((PADDED,), 999)
+            tokens[:places] = torch.arange(first, first + places)
+            counts = torch.full((PADDED,), 99)
+            counts[:ROWS] = torch.tensor([1, 2, 3])
+            finite = torch.zeros(PADDED, dtype=torch.bool)
+            finite[:places] = True
+            start = torch.tensor([letter.start]) if by_device else letter.start
+            times = torch.tensor([1, 2, 4])
+            return stream.submit(lambda: box.write(start, Drawn(tokens, finite, None), stream, counts=counts, times=times))
+
+        letters = [box.address(), box.address()]
+        fences = [write(letters[1], 100), write(letters[0], 0)]
+        for fence in fences:
+            device.wait_host(fence, reason="test")
+        for letter, first in zip(letters, (0, 100), strict=True):
+            delivered = box.read(letter, rows, (), fences[1])
+            assert [result.token_ids for result in delivered.rows] == [
+                (first,),
+                (first + 3, first + 4),
+                (first + 6, first + 7, first + 8),
+            ]
+            assert all(result.finite for result in delivered.rows)
+            assert delivered.verify_s == pytest.approx(2e-9)
+    finally:
+        device.close()
