@@ -54,9 +54,14 @@ def test_captured_kernels_read_what_eager_ones_are_given_and_padding_is_nobodys_
     for _ in range(4):  # over one another: what an earlier batch left must not show
         batch = random_batch(rng, shape.drafts)
         changes = keeper.changes(batch.rows)
-        if changes.places:
-            state.place(*changes)
-        frame.buffer.copy_(torch.from_numpy(pack(batch, shape, nobody=state.nobody, block_tokens=BLOCK_TOKENS, letter=640)))
+        if inside := len(changes.places) <= shape.rows:
+            state.place_numbers([0], [0])  # nothing else is there before
+        else:
+            state.place_numbers(*changes)
+        given = changes if inside else None
+        numbers = pack(batch, shape, nobody=state.nobody, block_tokens=BLOCK_TOKENS, letter=640, changes=given)
+        frame.buffer.copy_(torch.from_numpy(numbers))
+        state.place(frame.places, frame.blocks)
         for row in batch.rows:  # somewhere in its bounds; and where the host knows, whatever a failed flight left
             state.lengths[row.row] = 27 if row.is_certain else rng.randint(row.start, row.stop - row.num_tokens)
         drafts = torch.randint(300, (ROWS + 1, shape.drafts), generator=torch.Generator().manual_seed(seed)) if shape.drafts else None

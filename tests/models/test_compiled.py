@@ -74,7 +74,7 @@ def test_number_of_compilations_does_not_grow_with_layers_or_lengths(tmp_path: P
     model = load_model(str(tiny_model_dir("llama", tmp_path, 1, num_hidden_layers=6)), block_tokens=16)
     compile_layers(model, backend=counting(graphs))
     logits(model)
-    assert len(graphs) <= 8  # four parts of a layer, for one token and for any number
+    assert len(graphs) <= 12  # four parts of a layer and two around them, for one token and for any number
 
 
 def test_equal_products_are_merged_and_others_are_not() -> None:

@@ -130,7 +130,7 @@ def test_bfloat16_stays_near_the_float32_logits(directory: Path) -> None:
     run(model, [sequence])
 
     _, expected = generate(directory, sequence.prompt)
-    drawn = sequence.logits[0]
+    drawn = sequence.logits[0].float()
     # 8 bits in each of up to 6 layers: a few percent of the logits' spread. A wrong weight or window gives all of it.
     assert (drawn - expected[0]).square().mean().sqrt() < 0.15 * expected[0].std()
 

@@ -23,7 +23,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
     seen: Seen = defaultdict(list)
     propose = Drafts.propose
 
-    def keep(self: Drafts, proposer: Proposer, state: DecodeState, attend: Callable[[Tensor, Tensor], AttentionBatch]) -> Tensor:
+    def keep(self: Drafts, proposer: Proposer, state: DecodeState, attend: Callable[[Tensor, Tensor, Tensor], AttentionBatch]) -> Tensor:
         contexts: list[Context] = []
 
         def propose_for_all(context: Context, count: int) -> Tensor:
@@ -34,7 +34,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
         drafts = propose(self, watched, state, attend)
         drafting = [(row, count) for row, count in zip(drafts.tolist(), self.num_drafts, strict=True) if count]
         (context,) = contexts
-        for history, length, (row, count) in zip(context.history.tolist(), context.lengths.tolist(), drafting, strict=True):
+        for history, length, (row, count) in zip(context.history[context.rows].tolist(), context.lengths.tolist(), drafting, strict=True):
             seen[tuple(history[:length])].append(row[:count])
         return drafts
 

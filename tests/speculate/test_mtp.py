@@ -54,7 +54,7 @@ class Reference:
             length = given.shape[1]
             mask = torch.full((length, length), -torch.inf).triu(1)[None, None]
             predicts, feeds = self.head(given, before, torch.arange(length)[None], attention_mask=mask)
-            given = torch.cat([given, self.head.likeliest(predicts[:, -1:])], dim=1)
+            given = torch.cat([given, self.head.logits(predicts[:, -1:]).argmax(-1)], dim=1)
             before = torch.cat([before, feeds[:, -1:]], dim=1)
         return given[0, len(tokens) :].tolist()
 

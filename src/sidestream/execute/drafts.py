@@ -61,10 +61,10 @@ class Drafts:
         """Row number of each place where a token is drawn."""
         return [row for row, count in zip(self.rows, self.num_drafts, strict=True) for _ in range(1 + count)]
 
-    def propose(self, proposer: Proposer, state: DecodeState, attend: Callable[[Tensor, Tensor], AttentionBatch]) -> Tensor:
+    def propose(self, proposer: Proposer, state: DecodeState, attend: Callable[[Tensor, Tensor, Tensor], AttentionBatch]) -> Tensor:
         """Draft for the rows that have drafts, and nothing for the others: int64 `[R, most]`.
 
-        `attend` gives the batch of rows of the flight, int64 `[n]`, with one token each at positions, int64 `[n]`.
+        `attend` gives the batch of rows of the flight, int64 `[n]`, with one token each at positions, int64 `[n]`, within bounds, int64 `[n]`.
         """
         drafted = torch.zeros(len(self.rows), self.most, dtype=torch.int64, device=state.lengths.device)
         at = [at for at, count in enumerate(self.num_drafts) if count]
@@ -74,10 +74,11 @@ class Drafts:
         lengths = torch.where(starts < 0, state.lengths[where], starts)
         last = lengths + state.index([self.num_drafts[each] for each in at])
         context = Context(
-            history=state.history[where, :-1],
+            history=state.history[:, :-1],
+            rows=where,
             lengths=lengths + 1,
             hidden=state.hidden[where],
-            attend=lambda positions: attend(in_flight, torch.minimum(positions, last)),
+            attend=lambda positions: attend(in_flight, positions, last),
         )
         return drafted.index_copy(0, state.index(at), proposer.propose(context, self.most))
 
@@ -100,7 +101,7 @@ class Drafts:
         row_of_place = self.row_of_place
         num_drafts = state.index(self.num_drafts)
         drawn = sample(
-            computed.logits,
+            computed.logits.float(),
             row_of_place,
             positions + 1 - state.index([state.row(row).prompt_len for row in row_of_place]),
             state,

@@ -62,6 +62,9 @@ _VARIANTS = (
 )
 
 
+_NO_CHANGES = TableChanges([], [])
+
+
 class Work(NamedTuple):
     """A flight's forward pass.
 
@@ -164,8 +167,13 @@ class Executor:
                 self._note(row.row, row.begin.sampling)
         captured = None if self._graphs is None else self._graphs.find(batch, gated=gated)
         letter = self._mailbox.address()
-        work = self._eager_work(batch, gates) if captured is None else self._captured_work(batch, captured, gates, letter)
-        changes = TableChanges([], []) if captured is None else self._tables.changes(batch.rows)
+        changes = _NO_CHANGES if captured is None else self._tables.changes(batch.rows)
+        if captured is None:
+            work = self._eager_work(batch, gates)
+        elif len(changes.places) <= captured.frame.shape.rows:
+            work, changes = self._captured_work(batch, captured, gates, letter, changes), _NO_CHANGES
+        else:
+            work = self._captured_work(batch, captured, gates, letter, _NO_CHANGES)
         self._uploads.open(letter.lease.ids[0])
         for fence in after:
             self._stream.wait(fence)
@@ -291,7 +299,7 @@ class Executor:
         try:
             with torch.inference_mode():
                 if changes.places:
-                    self._state.place(changes.places, changes.blocks)
+                    self._state.place_numbers(changes.places, changes.blocks)
                 for row in batch.rows:
                     if row.begin is not None:
                         self._state.begin(row.row, row.begin)
@@ -302,7 +310,7 @@ class Executor:
                     return
                 if drafts is None:
                     rows = [row.row for row in sampling]
-                    drawn = sample(computed.logits, rows, [row.output_index for row in sampling], self._state)
+                    drawn = sample(computed.logits.float(), rows, [row.output_index for row in sampling], self._state)
                     self._state.commit(rows, drawn.tokens)
                     self._mailbox.write(letter.start, drawn, self._stream)
                 else:
@@ -329,8 +337,8 @@ class Executor:
             proposer = self._proposer
             if proposer is not None and drafts is not None and drafts.most:
 
-                def attend(which: torch.Tensor, at: torch.Tensor) -> AttentionBatch:
-                    return self._forward.one_token_each(inputs.block_tables[which], at)
+                def attend(which: torch.Tensor, at: torch.Tensor, last: torch.Tensor) -> AttentionBatch:
+                    return self._forward.one_token_each(inputs.block_tables[which], at, last)
 
                 proposed = self._forward.draft(lambda: drafts.propose(proposer, self._state, attend))
                 tokens = drafts.put(tokens, inputs, proposed.tokens, self._state)
@@ -353,13 +361,15 @@ class Executor:
 
         return Work(forward, draws=False)
 
-    def _captured_work(self, batch: BatchPlan, captured: Captured, gates: LayerGates, letter: Letter) -> Work:
-        """The batch's forward pass, by a graph; its draws by another one, where no row asks for more than its likeliest token."""
+    def _captured_work(self, batch: BatchPlan, captured: Captured, gates: LayerGates, letter: Letter, changes: TableChanges) -> Work:
+        """The batch's forward pass, by a graph, which changes the tables first; its draws by another one, where no row asks for more than its
+        likeliest token.
+        """
         assert self._graphs is not None
         graphs, gated = self._graphs, bool(gates.by_layer)
         layout, num_places = self._model.layout, sum(1 + row.drafts for row in batch.rows if row.samples)
         nobody, shape = self._state.nobody, captured.frame.shape
-        numbers = pack(batch, shape, nobody=nobody, block_tokens=layout.block_tokens, letter=letter.start)
+        numbers = pack(batch, shape, nobody=nobody, block_tokens=layout.block_tokens, letter=letter.start, changes=changes)
         draws = not self._draws_otherwise or self._draws_otherwise.isdisjoint(row.row for row in batch.rows if row.samples)
         if gated:
             graphs.close_gates(gates)

@@ -56,6 +56,10 @@ class HiddenStates:
 
     def before(self, hidden: Tensor, rows: PackedRows) -> Tensor:
         """The hidden state at the position before each packed token: `[T, hidden_size]`, from those of this flight, `hidden` `[T, hidden_size]`."""
+        if hidden.is_cuda:
+            from sidestream.execute import launch  # Triton, which a CPU does not need
+
+            return launch.before(hidden, rows, self._state.hidden, self._by_block)
         first, where = self._state.hidden[rows.numbers], rows.origins[:, None]
         held = self._by_block[rows.origins.clamp(min=0)]
         first = torch.where(where >= 0, held, torch.where(where == FROM_ROW, first, 0))
@@ -65,6 +69,11 @@ class HiddenStates:
 
     def keep(self, hidden: Tensor, rows: PackedRows, *, positions: Tensor, slots: Tensor) -> None:
         """Write what blocks hold, and leave to each row that of its last packed token. positions, slots int64 `[T]`, slot -1: nobody's."""
+        if hidden.is_cuda:
+            from sidestream.execute import launch
+
+            launch.keep(hidden, rows, self._state.hidden, self._by_block, positions=positions, slots=slots, block_tokens=self._size)
+            return
         nowhere = self._by_block.shape[0] - 1
         blocks = torch.where(((positions + 1) % self._size == 0) & (slots >= 0), slots // self._size, nowhere)
         self._by_block[blocks] = hidden

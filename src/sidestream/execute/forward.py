@@ -31,7 +31,7 @@ class Proposed(NamedTuple):
 class Computed(NamedTuple):
     """What a forward pass leaves behind, by place where a token is drawn.
 
-    logits      float32 `[N, vocab_size]`
+    logits      `[N, vocab_size]`, in the model's dtype
     positions   int64 `[N]`
     hidden      `[N, hidden_size]`; None: nobody reads it
     proposed    None: nothing was drafted
@@ -70,6 +70,7 @@ class Forward:
         behind = 0 if proposer is None else proposer.num_layers + layout.layers_for(hidden_size)
         self._layers_behind = range(layout.num_layers - behind, layout.num_layers)
         self._hidden = HiddenStates(kv, layout, state) if hidden_size else None
+        self._numbers = torch.arange(state.num_rows + 2).to(kv.device)
         self.keeps_up = proposer is not None and proposer.num_layers > 0
 
     def draft(self, propose: Callable[[], Tensor]) -> Proposed:
@@ -113,31 +114,39 @@ class Forward:
             self._stream.stamp(proposed.times[2:])
         return Computed(logits, positions[places], None if everywhere is None else everywhere[places], proposed)
 
-    def one_token_each(self, tables: Tensor, positions: Tensor, nobody: Tensor | None = None) -> AttentionBatch:
+    def one_token_each(self, tables: Tensor, positions: Tensor, last: Tensor, nobody: Tensor | None = None) -> AttentionBatch:
         """A batch over the pool of rows with one token each, which wait for nothing: tables `[n, blocks]`, positions int64 `[n]`.
 
+        last     int64 `[n]`: as far as a row has room; what would be behind that is there
         nobody   bool `[n]`: rows that write nothing and see nothing, which attention by torch does not know; None: there are none
         """
         count, size = len(positions), self._model.layout.block_tokens
-        blocks = tables.to(torch.int64)
-        slots = blocks.gather(1, (positions // size)[:, None]).squeeze(1) * size + positions % size
+        if tables.is_cuda:
+            from sidestream.execute import launch  # Triton, which a CPU does not need
+
+            slots, lengths = launch.one_token_each(tables, positions, last, nobody, block_tokens=size)
+        else:
+            positions = torch.minimum(positions, last)
+            slots = tables.gather(1, (positions // size)[:, None]).squeeze(1).to(torch.int64) * size + positions % size
+            lengths = positions + 1
+            if nobody is not None:
+                slots, lengths = torch.where(nobody, -1, slots), torch.where(nobody, 0, lengths)
         if self._partials is None:
             return PagedBatch(
                 kv=self._kv,
                 slots=slots,
-                block_tables=blocks,
+                block_tables=tables.to(torch.int64),
                 query_starts=tuple(range(count + 1)),
-                kv_lens=tuple((positions + 1).tolist()),
+                kv_lens=tuple(lengths.tolist()),
                 num_decode=count,
                 before_layer=ungated,
             )
-        lengths = positions + 1
         return DeviceBatch(
             kv=self._kv,
-            slots=slots if nobody is None else torch.where(nobody, -1, slots),
+            slots=slots,
             block_tables=tables,
-            query_starts=torch.arange(count + 1, device=positions.device),
-            kv_lens=lengths if nobody is None else torch.where(nobody, 0, lengths),
+            query_starts=self._numbers[: count + 1],
+            kv_lens=lengths,
             split_rows=count,
             partials=self._partials,
             before_layer=ungated,

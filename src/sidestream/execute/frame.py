@@ -81,6 +81,9 @@ class Shape:
             self.rows,
             self.places,
             self.rows,
+            self.rows,
+            self.rows,
+            self.rows,
             1,
         ]
 
@@ -108,7 +111,7 @@ class Shape:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Frame:
-    """The buffer of one shape, int64 on the device, and its parts; overwritten by each batch, read by the captured kernels.
+    """The buffer of one shape, int64 on the device, and its parts; overwritten by each batch, read by the captured launch.
 
     tokens         [T] ids; -1: the row's last token, from device state; -2 and below: its first draft, and those behind it
     positions      [T]; -1 and below: where only the device knows: the row's last token, and what is behind it
@@ -119,6 +122,9 @@ class Frame:
     origins        [B] what was before the row's first token: a block's hidden state, or `FROM_ROW`, or `NOTHING`
     logit_rows     [N] packed positions where a token is drawn, one after another; -1 of padding
     draws          [B] rows that sample, one after another, by their place in `rows`; -1 of padding
+    firsts         [B] of each of those, its first place among `logit_rows`
+    places         [B] flat places in the device's tables that get another block; -1 of padding
+    blocks         [B] which one
     letter         [1] where what was drawn is left for the host: bytes into the mailbox
     """
 
@@ -133,6 +139,9 @@ class Frame:
     origins: Tensor
     logit_rows: Tensor
     draws: Tensor
+    firsts: Tensor
+    places: Tensor
+    blocks: Tensor
     letter: Tensor
 
     @classmethod
@@ -143,6 +152,10 @@ class Frame:
 
     def inputs(self, state: DecodeState, block_tokens: int, drafts: Tensor | None = None) -> FrameInputs:
         """What the kernels take. `drafts`: int64 `[num_rows + 1, shape.drafts]`, by row. On the compute stream."""
+        if self.buffer.is_cuda:
+            from sidestream.execute import launch  # Triton, which a CPU does not need
+
+            return FrameInputs(*launch.inputs(self, state, block_tokens, drafts))
         tokens = torch.where(self.tokens < 0, state.last[self.token_rows], self.tokens)
         if drafts is not None:
             number = (-2 - self.tokens).clamp(min=0)
@@ -152,6 +165,13 @@ class Frame:
         blocks = state.tables[self.token_rows, positions // block_tokens]
         slots = torch.where(self.token_rows == state.nobody, -1, blocks * block_tokens + positions % block_tokens)
         return FrameInputs(tokens, positions, kv_lens, slots, state.tables[self.rows])
+
+
+class TableChanges(NamedTuple):
+    """Flat places in the device's tables, and the block that belongs there."""
+
+    places: list[int]
+    blocks: list[int]
 
 
 class FrameInputs(NamedTuple):
@@ -178,20 +198,27 @@ def shape_of(batch: BatchPlan) -> tuple[int, int, int, int]:
     return decodes, len(rows) - decodes, tokens, max((row.drafts for row in rows), default=0) if batch.speculates else 0
 
 
-def pack(batch: BatchPlan, shape: Shape, *, nobody: int, block_tokens: int, letter: int = 0) -> Numbers:
-    """The numbers of a frame of `shape`, which has room for the batch, whose rows that decode come first; see `Frame.letter`."""
+def pack(
+    batch: BatchPlan, shape: Shape, *, nobody: int, block_tokens: int, letter: int = 0, changes: TableChanges | None = None
+) -> Numbers:
+    """The numbers of a frame of `shape`, which has room for the batch, whose rows that decode come first; see `Frame.letter`.
+
+    changes   of the device's tables, at most as many as the frame has rows
+    """
     rows, (decodes, chunks, *_) = batch.rows, shape_of(batch)
     numbers = _padding(shape, nobody).copy()
     parts = [numbers[part] for part in _parts(shape)]
-    tokens, positions, token_rows, query_starts, kv_lens, frame_rows, origins, logit_rows, draws, letters = parts
+    tokens, positions, token_rows, query_starts, kv_lens, frame_rows, origins, logit_rows, draws, firsts, changed, blocks, letters = parts
     letters[:] = letter
+    if changes is not None and (count := len(changes.places)):
+        changed[:count], blocks[:count] = changes
     own = np.array([row.row for row in rows], np.int64)
     starts = np.array([row.start for row in rows], np.int64)
     stops = np.array([row.stop for row in rows], np.int64)
     if not chunks and not batch.speculates:  # a token each
         tokens[:decodes] = -1
         positions[:decodes], token_rows[:decodes], frame_rows[:decodes], kv_lens[:decodes] = starts, own, own, stops
-        logit_rows[:decodes] = draws[:decodes] = query_starts[:decodes] = np.arange(decodes)
+        logit_rows[:decodes] = draws[:decodes] = firsts[:decodes] = query_starts[:decodes] = np.arange(decodes)
         query_starts[decodes:] = decodes
         return numbers
     drafts = np.array([row.drafts for row in rows], np.int64)
@@ -228,6 +255,7 @@ def pack(batch: BatchPlan, shape: Shape, *, nobody: int, block_tokens: int, lett
     logit_rows[: len(last)] = last
     places = sampling.nonzero()[0]
     draws[: len(places)] = np.where(places < decodes, places, places + shape.decodes - decodes)
+    firsts[: len(places)] = (1 + drafts[places]).cumsum() - 1 - drafts[places]
     return numbers
 
 
@@ -242,16 +270,9 @@ def _parts(shape: Shape) -> list[slice]:
 def _padding(shape: Shape, nobody: int) -> Numbers:
     """A frame's numbers without a batch."""
     numbers = np.zeros(sum(shape.sizes), np.int64)
-    _, _, token_rows, _, _, rows, origins, logit_rows, draws, _ = (numbers[part] for part in _parts(shape))
-    token_rows[:], rows[:], origins[:], logit_rows[:], draws[:] = nobody, nobody, FROM_ROW, -1, -1
+    _, _, token_rows, _, _, rows, origins, logit_rows, draws, _, changed, *_ = (numbers[part] for part in _parts(shape))
+    token_rows[:], rows[:], origins[:], logit_rows[:], draws[:], changed[:] = nobody, nobody, FROM_ROW, -1, -1, -1
     return numbers
-
-
-class TableChanges(NamedTuple):
-    """Flat places in the device's tables, and the block that belongs there."""
-
-    places: list[int]
-    blocks: list[int]
 
 
 class TableKeeper:

@@ -202,9 +202,9 @@ class Graphs:
     def _run(self, frame: Frame, before_layer: Callable[[int], None]) -> Computed:
         if self._partials is None:
             return self._run_on_host(frame, before_layer)
+        self._state.place(frame.places, frame.blocks)
         proposed = self._propose(frame, range(frame.shape.decodes))
-        drafts = None if proposed is None else proposed.tokens
-        tokens, positions, kv_lens, slots, tables = frame.inputs(self._state, self._kv.shape[3], drafts)
+        tokens, positions, kv_lens, slots, tables = frame.inputs(self._state, self._kv.shape[3], self._by_row(frame, proposed))
         batch = DeviceBatch(
             kv=self._kv,
             slots=slots,
@@ -226,7 +226,7 @@ class Graphs:
             places=places,
             rows=PackedRows(frame.query_starts, frame.rows, frame.origins) if self._forward.keeps_up else None,
             before_layer=before_layer,
-            proposed=None if proposed is None else proposed._replace(tokens=proposed.tokens[frame.rows[: frame.shape.decodes]]),
+            proposed=proposed,
         )
 
     def _run_on_host(self, frame: Frame, before_layer: Callable[[int], None]) -> Computed:
@@ -234,9 +234,9 @@ class Graphs:
         starts, shape = frame.query_starts.tolist(), frame.shape
         rows = [row for row in range(shape.rows) if starts[row + 1] > starts[row]]
         decoding = [row for row in rows if row < shape.decodes]
+        self._state.place(frame.places, frame.blocks)
         proposed = self._propose(frame, decoding)
-        drafts = None if proposed is None else proposed.tokens
-        tokens, positions, kv_lens, slots, tables = frame.inputs(self._state, self._kv.shape[3], drafts)
+        tokens, positions, kv_lens, slots, tables = frame.inputs(self._state, self._kv.shape[3], self._by_row(frame, proposed))
         count = starts[-1]
         if not count:
             return Computed(torch.zeros(0), torch.zeros(0, dtype=torch.int64))
@@ -257,28 +257,36 @@ class Graphs:
             places=frame.logit_rows[frame.logit_rows >= 0],
             rows=of_rows if self._forward.keeps_up else None,
             before_layer=before_layer,
-            proposed=None if proposed is None else proposed._replace(tokens=proposed.tokens[frame.rows[decoding]]),
+            proposed=proposed,
         )
 
     def _propose(self, frame: Frame, decoding: Sequence[int]) -> Proposed | None:
-        """Drafts by row number, `[num_rows + 1, drafts]`, for the rows of the frame that decode; None: the shape has none."""
+        """Drafts for the rows of the frame that decode, which are its first ones; None: the shape has none."""
         proposer = self._proposer
         if proposer is None or not frame.shape.drafts or not decoding:
             return None
         state = self._state
         chosen = slice(decoding[0], decoding[-1] + 1)
         rows, tables = frame.rows[chosen], state.tables[frame.rows[chosen]]
+        nobody = rows == state.nobody
         # Where the row is, by the host if it knows; and as far as it has room.
         begins, ends = frame.positions[frame.query_starts[chosen]], frame.kv_lens[chosen]
         lengths = torch.where(begins < 0, state.lengths[rows], begins)
         last = (torch.where(ends < 0, lengths - ends, ends) - 1).clamp(min=0)  # rows of padding have none
 
         def attend(positions: Tensor) -> AttentionBatch:
-            return self._forward.one_token_each(tables, torch.minimum(positions, last), rows == state.nobody)
+            return self._forward.one_token_each(tables, positions, last, nobody)
 
-        context = Context(state.history[rows, :-1], lengths + 1, state.hidden[rows], attend)
-        drafted = torch.zeros(state.num_rows + 1, frame.shape.drafts, dtype=torch.int64, device=rows.device)
-        return self._forward.draft(lambda: drafted.index_copy(0, rows, proposer.propose(context, frame.shape.drafts)))
+        context = Context(state.history[:, :-1], rows, lengths + 1, state.hidden[rows], attend)
+        return self._forward.draft(lambda: proposer.propose(context, frame.shape.drafts))
+
+    def _by_row(self, frame: Frame, proposed: Proposed | None) -> Tensor | None:
+        """Drafts by row number, `[num_rows + 1, drafts]`."""
+        if proposed is None:
+            return None
+        tokens = proposed.tokens
+        drafts = torch.zeros(self._state.num_rows + 1, tokens.shape[1], dtype=torch.int64, device=tokens.device)
+        return drafts.index_copy_(0, frame.rows[: len(tokens)], tokens)
 
     def _submit(self, work: Callable[[], None]) -> None:
         self._stream.submit(work, label="capture")

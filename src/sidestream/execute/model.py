@@ -24,7 +24,7 @@ class ForwardModel(Protocol):
         ...
 
     def forward(self, tokens: torch.Tensor, positions: torch.Tensor, batch: AttentionBatch, logit_rows: torch.Tensor) -> torch.Tensor:
-        """Float32 logits `[R, vocab_size]` at the packed positions `logit_rows`; on the compute stream."""
+        """Logits `[R, vocab_size]` at the packed positions `logit_rows`; on the compute stream."""
         ...
 
     def forward_with_hidden(

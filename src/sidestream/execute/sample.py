@@ -96,12 +96,6 @@ def sample(
     return Drawn(tokens, finite, _logprobs(raw, state.index(asking), tokens, min(width, state.vocab_size)))
 
 
-def likeliest(logits: Tensor) -> Drawn:
-    """What rows without penalties, bias and forbidden ids draw at temperature 0: as `sample` has it, of logits float32 `[R, vocab_size]`."""
-    finite = logits.amax(-1).isfinite()
-    return Drawn(torch.where(finite, logits.argmax(-1), 0), finite, None)
-
-
 def uniform(seed: int, output_index: int) -> float:
     """The random number of one draw, in [0, 1), a multiple of 2**-53. Hash of both arguments by splitmix64 (Steele et al. 2014).
 

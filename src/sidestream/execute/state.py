@@ -128,10 +128,19 @@ class DecodeState:
         """Have tables of so many blocks a row, holding none. Before any work that uses them."""
         self.tables = torch.zeros(self.num_rows + 1, width, dtype=torch.int32).to(self._device)
 
-    def place(self, places: Sequence[int], blocks: Sequence[int]) -> None:
-        """Write block ids at flat places of `tables`."""
-        where, what = self._uploads.together([torch.tensor(places), torch.tensor(blocks)])
-        self.tables.view(-1).index_copy_(0, where, what.to(torch.int32))
+    def place(self, places: Tensor, blocks: Tensor) -> None:
+        """Write block ids at flat places of `tables`, both int64 `[n]`; none at -1."""
+        if places.is_cuda:
+            from sidestream.execute import launch  # Triton, which a CPU does not need
+
+            launch.place(places, blocks, self.tables)
+            return
+        real = places >= 0
+        self.tables.view(-1)[places[real]] = blocks[real].to(torch.int32)
+
+    def place_numbers(self, places: Sequence[int], blocks: Sequence[int]) -> None:
+        """The same by numbers of the host."""
+        self.place(*self._uploads.together([torch.tensor(places), torch.tensor(blocks)]))
 
     def commit(self, rows: Sequence[int], tokens: Tensor) -> None:
         """Make `tokens`, int64 `[len(rows)]`, the rows' last tokens and count them. Each row at most once."""

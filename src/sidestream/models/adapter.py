@@ -82,7 +82,7 @@ class PagedModel:
 
     @torch.inference_mode()
     def forward(self, tokens: torch.Tensor, positions: torch.Tensor, batch: AttentionBatch, logit_rows: torch.Tensor) -> torch.Tensor:
-        """Float32 logits `[R, vocab_size]` at the packed positions `logit_rows`; the tokens' KV is in the pool afterwards.
+        """Logits `[R, vocab_size]`, in the model's dtype, at the packed positions `logit_rows`; the tokens' KV is in the pool afterwards.
 
         tokens, positions int64 [T] · logit_rows int64 [R], R may be 0; on the model's device. Runs on the calling thread, on a GPU it is
         enqueued on the current stream; one call at a time.
@@ -93,7 +93,7 @@ class PagedModel:
         logits: torch.Tensor = self.module(
             input_ids=tokens[None], position_ids=positions[None], use_cache=False, logits_to_keep=logit_rows, paged_batch=batch
         ).logits
-        return logits[0].float()
+        return logits[0]
 
 
 def padded_length(num_tokens: int) -> int:

@@ -1,7 +1,7 @@
-"""A model's decoder layers, compiled: one compilation for all layers of a kind and for every number of tokens.
+"""A model's decoder layers, compiled: one compilation for all layers of a kind and for every number of tokens; and what is small around them.
 
 Not the whole model: that took half a minute for every shape (docs/decisions/0017). Attention stays outside, as our own kernels launch it.
-Projections that read the same states become one multiplication.
+Projections that read the same states become one multiplication. Norms and positions would be ten launches each as they are written.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ def compile_layers(model: PagedModel | MtpHead, *, backend: str | Callable[..., 
     AttentionInterface.register(_OUTSIDE, torch.compiler.disable(adapter.paged_attention_hook))  # type: ignore[no-untyped-call]
     _module(model).config._attn_implementation = _OUTSIDE
     options = {"joint_custom_pre_pass": _MergeProducts()} if backend == "inductor" else None
-    for layer in decoder_layers(model):
-        layer.compile(dynamic=True, backend=backend, options=options)
+    for part in (*decoder_layers(model), *_around(model)):
+        part.compile(dynamic=True, backend=backend, options=options)
 
 
 def decompile(model: PagedModel | MtpHead) -> None:
     """Run the layers as they were written again. Joined projections stay joined in memory and are computed one by one."""
-    for layer in decoder_layers(model):
-        layer._compiled_call_impl = None
+    for part in (*decoder_layers(model), *_around(model)):
+        part._compiled_call_impl = None
     _module(model).config._attn_implementation = adapter.PAGED
 
 
@@ -58,6 +58,14 @@ def decoder_layers(model: PagedModel | MtpHead) -> Sequence[nn.Module]:
         return (model.layer,)
     layers = getattr(model.module.base_model, "layers", None)
     return list(layers) if isinstance(layers, nn.ModuleList) else ()
+
+
+def _around(model: PagedModel | MtpHead) -> Sequence[nn.Module]:
+    """Small modules before and behind the layers, as far as the model has them."""
+    if isinstance(model, MtpHead):
+        return (model.norm_embedding, model.norm_hidden, model.norm)
+    found = (getattr(model.module.base_model, name, None) for name in ("rotary_emb", "norm"))
+    return [module for module in found if isinstance(module, nn.Module)]
 
 
 def _module(model: PagedModel | MtpHead) -> Any:

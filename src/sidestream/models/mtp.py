@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -81,16 +81,16 @@ class MtpHead(nn.Module):
 
         tokens, positions int64 `[N, T]` · before `[N, T, hidden_size]` · attention: what the layer's attention takes besides
         """
-        left = self._through(self.layer, tokens, before, positions, **attention)
+        left = self._through(tokens, before, positions, **attention)
         left = left[0] if isinstance(left, tuple) else left
         normed = self.norm(left)
         return normed, normed if self.feeds_normed else left
 
-    def _through(self, layer: Callable[..., Any], tokens: Tensor, before: Tensor, positions: Tensor, **attention: Any) -> Any:
+    def _through(self, tokens: Tensor, before: Tensor, positions: Tensor, **attention: Any) -> Any:
         base = self._model[0].base_model
         joined = self.join(torch.cat([self.norm_embedding(base.embed_tokens(tokens)), self.norm_hidden(before)], dim=-1))
         rotary = base.rotary_emb(joined, position_ids=positions)
-        return layer(joined, position_embeddings=rotary, position_ids=positions, use_cache=False, **attention)
+        return self.layer(joined, position_embeddings=rotary, position_ids=positions, use_cache=False, **attention)
 
     @torch.inference_mode()
     def step(self, tokens: Tensor, before: Tensor, positions: Tensor, batch: AttentionBatch) -> tuple[Tensor, Tensor]:
@@ -102,12 +102,12 @@ class MtpHead(nn.Module):
     @torch.inference_mode()
     def keep_up(self, tokens: Tensor, before: Tensor, positions: Tensor, batch: AttentionBatch) -> None:
         """`step` as far as to keys and values: they are in the pool afterwards, and nothing is predicted."""
-        with contextlib.suppress(_Written):  # of the layer as it is written: compiled, it would not let go half way
-            self._through(self.layer.forward, *_padded(tokens, before, positions), attention_mask=None, paged_batch=_KeysAndValues(batch))
+        with contextlib.suppress(_Written):
+            self._through(*_padded(tokens, before, positions), attention_mask=None, paged_batch=_KeysAndValues(batch))
 
-    def likeliest(self, predicts: Tensor) -> Tensor:
-        """The likeliest tokens, int64 `[T]`, of what predicts them."""
-        found: Tensor = self._model[0].get_output_embeddings()(predicts).argmax(-1)
+    def logits(self, predicts: Tensor) -> Tensor:
+        """Of the tokens that `predicts`, `[..., hidden_size]`, predicts: `[..., vocab_size]`."""
+        found: Tensor = self._model[0].get_output_embeddings()(predicts)
         return found
 
 

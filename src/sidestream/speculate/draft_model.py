@@ -7,6 +7,7 @@ from torch import Tensor
 
 from sidestream.models.adapter import PagedModel
 from sidestream.models.draft import shape_of
+from sidestream.speculate.likeliest import likeliest
 from sidestream.speculate.proposer import Context, Shown
 
 
@@ -30,7 +31,7 @@ class DraftModelProposer:
     def propose(self, context: Context, count: int) -> Tensor:
         """See `Proposer.propose`."""
         positions = context.lengths - 1
-        tokens = context.history.gather(1, positions[:, None]).squeeze(1).to(torch.int64)
+        tokens = context.last_tokens()
         every = torch.arange(len(tokens), device=tokens.device)
         drafts = []
         for _ in range(count):
@@ -38,7 +39,7 @@ class DraftModelProposer:
             # A row may have fewer drafts than another, and its end be that of what the model has positions for.
             reached = positions.clamp(max=self.model.max_model_len - 1)
             logits = self.model.forward(self._known(tokens), reached, batch, every)
-            tokens, positions = logits[:, : self._common].argmax(-1), positions + 1
+            (tokens, _), positions = likeliest(logits[:, : self._common]), positions + 1
             drafts.append(tokens)
         return torch.stack(drafts, dim=1)
 

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from sidestream.models.mtp import MtpHead
+from sidestream.speculate.likeliest import likeliest
 from sidestream.speculate.proposer import Context, Shown
 
 
@@ -22,11 +23,11 @@ class MtpProposer:
     def propose(self, context: Context, count: int) -> Tensor:
         """See `Proposer.propose`."""
         positions = context.lengths - 1
-        tokens, before = context.history.gather(1, positions[:, None]).squeeze(1).to(torch.int64), context.hidden
+        tokens, before = context.last_tokens(), context.hidden
         drafts = []
         for _ in range(count):
             predicts, before = self.head.step(tokens, before, positions, context.attend(positions))
-            tokens, positions = self.head.likeliest(predicts), positions + 1
+            (tokens, _), positions = likeliest(self.head.logits(predicts)), positions + 1
             drafts.append(tokens)
         return torch.stack(drafts, dim=1)
 

@@ -25,7 +25,11 @@ class NgramProposer:
 
     def propose(self, context: Context, count: int) -> Tensor:
         """See `Proposer.propose`. Reads `[R, width]` numbers once for each length of a run."""
-        history, lengths = context.history, context.lengths[:, None]
+        if context.history.is_cuda:
+            from sidestream.speculate import launch  # Triton, which a CPU does not need
+
+            return launch.look_up(context.history, context.rows, context.lengths, count, longest=self.longest, shortest=self.shortest)
+        history, lengths = context.history[context.rows], context.lengths[:, None]
         width = history.shape[1]
         place = torch.arange(width, device=history.device)
         last = (lengths - 1).clamp(min=0)

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from sidestream.attention.paged import AttentionBatch
@@ -19,16 +20,22 @@ from sidestream.attention.paged import AttentionBatch
 class Context:
     """Where the rows stand that are to be drafted for, all of it on the device.
 
-    history   int32 `[R, width]`: all tokens of each row, its last one included; behind that, whatever was there
-    lengths   int64 `[R]`: how many of them there are, at least 1 · of a row that never began, whatever it says
+    history   int32 `[rows of the device, width]`: all tokens of each, its last one included; behind that, whatever was there
+    rows      int64 `[R]`: which of them these are
+    lengths   int64 `[R]`: how many tokens each has, at least 1 · of a row that never began, whatever it says
     hidden    `[R, hidden_size]`: what the model's last layer left at the token before the last one; for who reads it
     attend    the batch in which each row has one token, at the given positions, int64 `[R]`
     """
 
     history: Tensor
+    rows: Tensor
     lengths: Tensor
     hidden: Tensor
     attend: Callable[[Tensor], AttentionBatch]
+
+    def last_tokens(self) -> Tensor:
+        """The last token of each row, int64 `[R]`."""
+        return self.history[self.rows, self.lengths - 1].to(torch.int64)
 
 
 @dataclass(frozen=True, slots=True)

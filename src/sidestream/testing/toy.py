@@ -329,7 +329,7 @@ class ToyProposer:
     def propose(self, context: Context, count: int) -> torch.Tensor:
         """See `Proposer.propose`; `count` up to the head's width. Reads the state on the host: for devices that are threads."""
         drafts = []
-        for row, (history, length) in enumerate(zip(context.history.tolist(), context.lengths.tolist(), strict=True)):
+        for row, (history, length) in enumerate(zip(context.history[context.rows].tolist(), context.lengths.tolist(), strict=True)):
             tokens = history[:length]
             fresh = self._model is None or self._knows(context, row, tokens)
             drafts.append(self.head.drafts(tokens, self.head.hidden(tokens) if fresh else 0)[:count])
@@ -380,7 +380,7 @@ class ToyItself:
     def propose(self, context: Context, count: int) -> torch.Tensor:
         """See `Proposer.propose`."""
         positions = context.lengths - 1
-        tokens = context.history.gather(1, positions[:, None]).squeeze(1).to(torch.int64)
+        tokens = context.last_tokens()
         every = torch.arange(len(tokens), device=tokens.device)
         drafts = []
         for _ in range(count):

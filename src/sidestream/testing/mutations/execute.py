@@ -198,7 +198,7 @@ MUTATIONS = (
     Mutation(
         name="padding-draws-for-nobody",
         hazard="H18",
-        target="sidestream.execute.likeliest:draw_likeliest",
+        target="sidestream.execute.likeliest:_advance",
         old="torch.where(nobody, state.nobody, frame.rows[at])",
         new="frame.rows[at]",
         removes="what padding draws is taken for a row's own",
@@ -216,20 +216,11 @@ MUTATIONS = (
     Mutation(
         name="drafting-writes-where-its-row-has-room",
         hazard="H11",
-        target=f"{_DRAFTS}.propose",
+        target=f"{_FORWARD}.one_token_each",
         old="torch.minimum(positions, last)",
         new="positions",
         removes="a row with fewer drafts than another writes their KV into somebody's block",
         needs=frozenset({"hidden_states"}),
-    ),
-    Mutation(
-        name="captured-drafting-writes-where-its-row-has-room",
-        hazard="H11",
-        target=f"{_GRAPHS}._propose",
-        old="torch.minimum(positions, last)",
-        new="positions",
-        removes="a captured pass drafts for a row with fewer drafts into somebody's block",
-        needs=frozenset({"hidden_states", "captured"}),
     ),
     Mutation(
         name="hidden-state-comes-back-with-its-block",
@@ -316,9 +307,9 @@ MUTATIONS = (
     Mutation(
         name="changed-blocks-reach-the-device",
         hazard="H16",
-        target=f"{_EXECUTOR}._run",
-        old="                self._state.place(changes.places, changes.blocks)\n",
-        new="                pass\n",
+        target="sidestream.execute.frame:pack",
+        old="        changed[:count], blocks[:count] = changes\n",
+        new="        pass\n",
         removes="a captured pass writes to whatever block its table was made with",
         needs=frozenset({"captured"}),
     ),
@@ -432,5 +423,5 @@ EXEMPT = (
     Exempt(f"{_EXECUTOR}._run", "self._state.begin(row.row, row.begin)", "see row-begins-on-the-device"),
     Exempt(f"{_EXECUTOR}._run", "self._state.commit(rows, drawn.tokens)", "see drawn-token-stays-on-the-device"),
     Exempt(f"{_DRAFTS}.draw", "counts = publish(", _PUBLISHED),
-    Exempt("sidestream.execute.likeliest:draw_likeliest", "counts = publish(", _PUBLISHED),
+    Exempt("sidestream.execute.likeliest:_advance", "return publish(", _PUBLISHED),
 )

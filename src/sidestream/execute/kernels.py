@@ -1,0 +1,187 @@
+"""Kernels of what a captured pass does beside the model: each does at once what torch would launch tens of kernels for. Need triton.
+
+A step of a small model is as long as its launches are many. Launched on the current stream; nothing is read back. What they compute is what
+the torch code that calls them on a GPU computes elsewhere, to the bit: that is what tests hold them against.
+"""
+
+import triton
+import triton.language as tl
+
+LANES = tl.constexpr(128)
+# Parts of a frame: where one begins depends on its shape, and is no reason to compile another variant.
+_NUMBERS = ["tokens", "positions", "token_rows", "kv_lens", "rows", "places", "blocks", "draws", "firsts", "starts", "origins"]
+
+
+@triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=_NUMBERS)
+def change_tables(places, blocks, tables, count):
+    """Write each block at its flat place; none at -1. Grid (tiles,)."""
+    at = tl.program_id(0) * LANES + tl.arange(0, LANES)
+    place = tl.load(places + at, mask=at < count, other=-1)
+    tl.store(tables + place, tl.load(blocks + at, mask=at < count, other=0).to(tl.int32), mask=place >= 0)
+
+
+@triton.jit(do_not_specialize=["num_tokens", "nobody", "width", "num_drafts", "size"], do_not_specialize_on_alignment=_NUMBERS)
+def inputs(
+    tokens,
+    positions,
+    token_rows,
+    kv_lens,
+    rows,
+    last,
+    lengths,
+    tables,
+    drafts,
+    to_tokens,
+    to_positions,
+    to_kv_lens,
+    to_slots,
+    to_tables,
+    num_tokens,
+    nobody,
+    width,
+    num_drafts,
+    size,
+    DRAFTS: tl.constexpr,
+):
+    """Of a tile of tokens, or behind those of one row. Grid (tiles + rows,)."""
+    tiles = tl.cdiv(num_tokens, LANES)
+    if tl.program_id(0) < tiles:
+        at = tl.program_id(0) * LANES + tl.arange(0, LANES)
+        real = at < num_tokens
+        row = tl.load(token_rows + at, mask=real, other=0)
+        token = tl.load(tokens + at, mask=real, other=0)
+        chosen = tl.where(token < 0, tl.load(last + row, mask=real, other=0), token)
+        if DRAFTS:
+            drafted = real & (token < -1)
+            chosen = tl.where(drafted, tl.load(drafts + row * num_drafts - 2 - token, mask=drafted, other=0), chosen)
+        position = tl.load(positions + at, mask=real, other=0)
+        position = tl.where(position < 0, tl.load(lengths + row, mask=real, other=0) - 1 - position, position)
+        somebody = real & (row != nobody)
+        block = tl.load(tables + row * width + position // size, mask=somebody, other=0).to(tl.int64)
+        tl.store(to_tokens + at, chosen, mask=real)
+        tl.store(to_positions + at, position, mask=real)
+        tl.store(to_slots + at, tl.where(somebody, block * size + position % size, -1), mask=real)
+    else:
+        index = tl.program_id(0).to(tl.int64) - tiles
+        number = tl.load(rows + index)
+        kv_len = tl.load(kv_lens + index)
+        if kv_len < 0:
+            kv_len = tl.load(lengths + number) - kv_len
+        tl.store(to_kv_lens + index, kv_len)
+        for begin in range(0, width, LANES):
+            column = begin + tl.arange(0, LANES)
+            held = tl.load(tables + number * width + column, mask=column < width)
+            tl.store(to_tables + index * width + column, held, mask=column < width)
+
+
+@triton.jit(do_not_specialize=["size", "width"], do_not_specialize_on_alignment=["positions", "bounds", "nobody"])
+def one_token_each(tables, positions, bounds, nobody, slots, kv_lens, size, width, PADDED: tl.constexpr):
+    """Where one row's token goes: at its position, or at its bound if that is before. Grid (rows,)."""
+    at = tl.program_id(0).to(tl.int64)
+    position = tl.minimum(tl.load(positions + at), tl.load(bounds + at))
+    slot = tl.load(tables + at * width + position // size).to(tl.int64) * size + position % size
+    kv_len = position + 1
+    if PADDED:
+        if tl.load(nobody + at) != 0:
+            slot, kv_len = slot * 0 - 1, kv_len * 0
+    tl.store(slots + at, slot)
+    tl.store(kv_lens + at, kv_len)
+
+
+@triton.jit(do_not_specialize=["decodes", "proposed", "width", "hidden_size"], do_not_specialize_on_alignment=_NUMBERS)
+def advance(
+    draws,
+    firsts,
+    rows,
+    starts,
+    tokens,
+    positions,
+    drafts,
+    hidden,
+    last,
+    lengths,
+    history,
+    to_hidden,
+    counts,
+    decodes,
+    proposed,
+    width,
+    hidden_size,
+    KEEPS: tl.constexpr,
+    HIDDEN: tl.constexpr,
+):
+    """One row that samples: how far it goes, and its state. Grid (rows,); nothing of padding changes."""
+    program = tl.program_id(0)
+    at = tl.load(draws + program)
+    count = program * 0 + 1
+    if at >= 0:
+        row = tl.load(rows + at)
+        first = tl.load(firsts + program)
+        num_drafts = at * 0
+        if at < decodes:
+            num_drafts = tl.minimum(tl.load(starts + at + 1) - tl.load(starts + at) - 1, proposed)
+        right = num_drafts >= 0
+        for number in range(proposed):
+            if number < num_drafts:
+                right = right & (tl.load(drafts + at * proposed + number) == tl.load(tokens + first + number))
+                count += right.to(tl.int32)
+        tl.store(last + row, tl.load(tokens + first + count - 1))
+        if KEEPS:
+            start = tl.load(positions + first)
+            tl.store(lengths + row, start + count)
+            for number in range(count):
+                position = start + 1 + number
+                if position < width - 1:
+                    tl.store(history + row * width + position, tl.load(tokens + first + number).to(tl.int32))
+        if HIDDEN:
+            for begin in range(0, hidden_size, LANES):
+                lane = begin + tl.arange(0, LANES)
+                values = tl.load(hidden + (first + count - 1) * hidden_size + lane, mask=lane < hidden_size)
+                tl.store(to_hidden + row * hidden_size + lane, values, mask=lane < hidden_size)
+    tl.store(counts + program, count.to(tl.int64))
+
+
+@triton.jit(do_not_specialize=["num_rows", "stride", "block_stride", "hidden_size"], do_not_specialize_on_alignment=_NUMBERS)
+def before(hidden, starts, rows, origins, by_row, by_block, to, num_rows, stride, block_stride, hidden_size):
+    """The hidden state before one token. Grid (tokens,)."""
+    token = tl.program_id(0)
+    at, begins = token * 0, token * 0  # the row that it is of, and whether it is its first
+    for begin in range(0, num_rows, LANES):
+        row = begin + tl.arange(0, LANES)
+        start = tl.load(starts + row, mask=row < num_rows, other=0)
+        stop = tl.load(starts + row + 1, mask=row < num_rows, other=0)
+        at += tl.sum(((stop <= token) & (row < num_rows)).to(tl.int32))
+        begins += tl.sum(((start == token) & (stop > token)).to(tl.int32))
+    source = hidden + tl.maximum(token - 1, 0).to(tl.int64) * stride
+    something = token >= 0
+    if begins > 0:
+        origin = tl.load(origins + at)
+        something = origin >= -1
+        source = by_row + tl.load(rows + at) * hidden_size
+        if origin >= 0:
+            source = by_block + origin * block_stride
+    for begin in range(0, hidden_size, LANES):
+        lane = begin + tl.arange(0, LANES)
+        values = tl.load(source + lane, mask=(lane < hidden_size) & something, other=0.0)
+        tl.store(to + token.to(tl.int64) * hidden_size + lane, values, mask=lane < hidden_size)
+
+
+@triton.jit(do_not_specialize=["num_tokens", "stride", "block_stride", "hidden_size", "size"], do_not_specialize_on_alignment=_NUMBERS)
+def keep(hidden, positions, slots, starts, rows, by_row, by_block, num_tokens, stride, block_stride, hidden_size, size):
+    """One token's hidden state into its block, or behind those a row's last one into its row. Grid (tokens + rows,)."""
+    program = tl.program_id(0)
+    if program < num_tokens:
+        token = program.to(tl.int64)
+        slot = tl.load(slots + token)
+        wanted = ((tl.load(positions + token) + 1) % size == 0) & (slot >= 0)
+        target = by_block + tl.maximum(slot, 0) // size * block_stride
+    else:
+        at = program - num_tokens
+        stop = tl.load(starts + at + 1)
+        token = tl.maximum(stop - 1, 0)
+        wanted = stop > tl.load(starts + at)
+        target = by_row + tl.load(rows + at) * hidden_size
+    if wanted:
+        for begin in range(0, hidden_size, LANES):
+            lane = begin + tl.arange(0, LANES)
+            tl.store(target + lane, tl.load(hidden + token * stride + lane, mask=lane < hidden_size), mask=lane < hidden_size)

@@ -1,0 +1,88 @@
+"""From a frame and the device state to launches of `kernels`, and what the torch code beside the callers is for elsewhere. Need triton.
+
+Enqueues on the current stream and reads nothing back, so it may be captured.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from sidestream.execute import kernels
+
+if TYPE_CHECKING:
+    from sidestream.execute.follow import PackedRows
+    from sidestream.execute.forward import Computed
+    from sidestream.execute.frame import Frame
+    from sidestream.execute.state import DecodeState
+
+
+def place(places: Tensor, blocks: Tensor, tables: Tensor) -> None:
+    """See `DecodeState.place`."""
+    grid: Any = kernels.change_tables[(-(-len(places) // kernels.LANES.value),)]
+    grid(places, blocks, tables, len(places), num_warps=4)
+
+
+def inputs(frame: Frame, state: DecodeState, block_tokens: int, drafts: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """See `Frame.inputs`."""
+    num_tokens, num_rows, width = len(frame.tokens), len(frame.rows), state.tables.shape[1]
+    tokens, positions, slots = (torch.empty_like(frame.tokens) for _ in range(3))
+    kv_lens, tables = torch.empty_like(frame.kv_lens), state.tables.new_empty(num_rows, width)
+    grid: Any = kernels.inputs[(-(-num_tokens // kernels.LANES.value) + num_rows,)]
+    grid(
+        frame.tokens, frame.positions, frame.token_rows, frame.kv_lens, frame.rows, state.last, state.lengths, state.tables,
+        state.last if drafts is None else drafts, tokens, positions, kv_lens, slots, tables,
+        num_tokens, state.nobody, width, 0 if drafts is None else drafts.shape[1], block_tokens, DRAFTS=drafts is not None, num_warps=4,
+    )  # fmt: skip
+    return tokens, positions, kv_lens, slots, tables
+
+
+def one_token_each(tables: Tensor, positions: Tensor, last: Tensor, nobody: Tensor | None, *, block_tokens: int) -> tuple[Tensor, Tensor]:
+    """Slots and KV lengths, both int64 `[n]`: see `Forward.one_token_each`."""
+    slots, kv_lens = torch.empty_like(positions), torch.empty_like(positions)
+    tables = tables.contiguous()
+    grid: Any = kernels.one_token_each[(len(positions),)]
+    grid(
+        tables, positions, last, slots if nobody is None else nobody.view(torch.uint8), slots, kv_lens, block_tokens, tables.shape[1],
+        PADDED=nobody is not None, num_warps=1,
+    )  # fmt: skip
+    return slots, kv_lens
+
+
+def advance(frame: Frame, computed: Computed, tokens: Tensor, state: DecodeState) -> Tensor:
+    """Let the rows of a frame go on by `tokens`, int64 `[N]`, drawn at all its places: see `drafts.publish`, for what it returns as well."""
+    counts = torch.empty_like(frame.draws)
+    drafts = None if computed.proposed is None else computed.proposed.tokens
+    hidden = computed.hidden if state.keeps_history else None
+    grid: Any = kernels.advance[(len(frame.draws),)]
+    grid(
+        frame.draws, frame.firsts, frame.rows, frame.query_starts, tokens, computed.positions, tokens if drafts is None else drafts,
+        tokens if hidden is None else hidden, state.last, state.lengths, state.history, state.hidden, counts,
+        frame.shape.decodes, 0 if drafts is None else drafts.shape[1], state.history.shape[1], state.hidden.shape[1],
+        KEEPS=state.keeps_history, HIDDEN=hidden is not None, num_warps=1,
+    )  # fmt: skip
+    return counts
+
+
+def before(hidden: Tensor, rows: PackedRows, by_row: Tensor, by_block: Tensor) -> Tensor:
+    """See `HiddenStates.before`."""
+    to = torch.empty(hidden.shape, dtype=hidden.dtype, device=hidden.device)
+    grid: Any = kernels.before[(len(hidden),)]
+    grid(
+        hidden, rows.bounds, rows.numbers, rows.origins, by_row, by_block, to,
+        len(rows.numbers), hidden.stride(0), by_block.stride(0), hidden.shape[1], num_warps=4,
+    )  # fmt: skip
+    return to
+
+
+def keep(
+    hidden: Tensor, rows: PackedRows, by_row: Tensor, by_block: Tensor, *, positions: Tensor, slots: Tensor, block_tokens: int
+) -> None:
+    """See `HiddenStates.keep`."""
+    grid: Any = kernels.keep[(len(hidden) + len(rows.numbers),)]
+    grid(
+        hidden, positions, slots, rows.bounds, rows.numbers, by_row, by_block,
+        len(hidden), hidden.stride(0), by_block.stride(0), hidden.shape[1], block_tokens, num_warps=4,
+    )  # fmt: skip
