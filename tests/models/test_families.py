@@ -73,9 +73,9 @@ def flight(model: PagedModel, pool: torch.Tensor, free: list[int], rows: list[Se
     batch = PagedBatch(pool, torch.tensor(slots), tables, tuple(starts), tuple(row.computed for row in rows), decodes, lambda layer: None)
     logits = model.forward(torch.tensor(tokens), torch.tensor(positions), batch, torch.tensor([at for _, at in samples], dtype=torch.int64))
     assert logits.shape == (len(samples), model.vocab_size)
-    assert logits.dtype == torch.float32
+    assert logits.dtype == pool.dtype
     for (row, _), drawn in zip(samples, logits, strict=True):
-        row.logits.append(drawn)
+        row.logits.append(drawn.float())
         row.tokens.append(int(drawn.argmax()))
 
 
@@ -130,7 +130,7 @@ def test_bfloat16_stays_near_the_float32_logits(directory: Path) -> None:
     run(model, [sequence])
 
     _, expected = generate(directory, sequence.prompt)
-    drawn = sequence.logits[0].float()
+    drawn = sequence.logits[0]
     # 8 bits in each of up to 6 layers: a few percent of the logits' spread. A wrong weight or window gives all of it.
     assert (drawn - expected[0]).square().mean().sqrt() < 0.15 * expected[0].std()
 
