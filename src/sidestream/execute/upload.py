@@ -19,6 +19,7 @@ from sidestream.device.base import Device
 MEMORY = "uploads"
 _SLOT_BYTES = 1 << 20
 _ALIGNMENT = 16
+_NUMBER_BYTES = 8
 
 
 class Uploads:
@@ -31,6 +32,11 @@ class Uploads:
         self._device = torch.device(device)
         self._staging = staging
         self._mapped = mapped
+        # Of each slot, as int64: as the host writes it, and as kernels read it.
+        self._numbers: list[tuple[npt.NDArray[np.int64], Tensor]] = []
+        if staging is not None and mapped is not None:
+            pairs = zip(staging, mapped, strict=True)
+            self._numbers = [(ours.numpy().view(np.int64), theirs.view(torch.int64)) for ours, theirs in pairs]
         self._slot = self._used = 0
 
     @classmethod
@@ -64,12 +70,14 @@ class Uploads:
 
     def into(self, target: Tensor, numbers: npt.NDArray[np.int64]) -> None:
         """Overwrite all of `target`, int64 on the device."""
-        source = torch.from_numpy(numbers)
-        staged = self._stage(source)
-        if staged is None:
-            target.copy_(self._pinned(source), non_blocking=True)
-        else:
-            torch.add(staged, 0, out=target)  # `copy_` would ask the copy engine: the driver knows where the memory is
+        room = self._take(numbers.nbytes)
+        if room is None:
+            target.copy_(self._pinned(torch.from_numpy(numbers)), non_blocking=True)
+            return
+        written, read = self._numbers[self._slot]
+        part = slice(room.start // _NUMBER_BYTES, room.stop // _NUMBER_BYTES)
+        written[part] = numbers
+        torch.add(read[part], 0, out=target)  # `copy_` would ask the copy engine: the driver knows where the memory is
 
     def _fetch(self, values: Tensor) -> Tensor:
         staged = self._stage(values)
@@ -77,15 +85,19 @@ class Uploads:
 
     def _stage(self, values: Tensor) -> Tensor | None:
         """The values where a kernel of this flight can read them; None: it need not, or they are too many."""
-        if self._staging is None or self._mapped is None:
+        room = self._take(values.numel() * values.element_size())
+        if room is None or self._staging is None or self._mapped is None:
             return None
+        self._staging[self._slot, room].view(values.dtype).copy_(values)
+        return self._mapped[self._slot, room].view(values.dtype)
+
+    def _take(self, num_bytes: int) -> slice | None:
+        """Bytes of the flight's slot that nothing else has; None: there are none to spare."""
         start = -(-self._used // _ALIGNMENT) * _ALIGNMENT
-        stop = start + values.numel() * values.element_size()
-        if stop > self._staging.shape[1]:
+        if self._staging is None or start + num_bytes > self._staging.shape[1]:
             return None
-        self._used = stop
-        self._staging[self._slot, start:stop].view(values.dtype).copy_(values)
-        return self._mapped[self._slot, start:stop].view(values.dtype)
+        self._used = start + num_bytes
+        return slice(start, self._used)
 
     def _pinned(self, values: Tensor) -> Tensor:
         """For a copy that the host does not wait for (P1), of what no slot has room for; torch keeps it until the copy was made."""
