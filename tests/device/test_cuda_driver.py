@@ -42,6 +42,7 @@ class Library:
         self._add("cuStreamDestroy_v2")
         self._add("cuMemHostRegister_v2")
         self._add("cuMemHostUnregister")
+        self._add("cuGraphLaunch")
         self._add("cuMemcpyAsync")
         self._add("cuMemcpy2DAsync_v2", self._grid)
         self._add("cuGetErrorName", lambda rc, text: setattr(text._obj, "value", b"CUDA_ERROR_SOMETHING"))
@@ -161,7 +162,7 @@ def test_streams_are_apart_from_the_default_stream(high: bool, priority: int) ->
         (712, DeviceError),
     ],
 )
-@pytest.mark.parametrize("call", ["cuMemcpyBatchAsync_v2", "cuMemcpyAsync", "cuMemcpy2DAsync_v2"])
+@pytest.mark.parametrize("call", ["cuMemcpyBatchAsync_v2", "cuMemcpyAsync", "cuMemcpy2DAsync_v2", "cuGraphLaunch"])
 def test_failures_have_names(call: str, rc: int, error: type[DeviceError]) -> None:
     library = Library()
     driver = Driver(library)
@@ -172,6 +173,8 @@ def test_failures_have_names(call: str, rc: int, error: type[DeviceError]) -> No
                 driver.copy_each(table((1, 2, 3)), 99)
             case "cuMemcpy2DAsync_v2":
                 driver.copy_grid([1], [2], 99, from_device=True, to_device=False, target_pitch=8, source_pitch=8, width=8, height=1)
+            case "cuGraphLaunch":
+                driver.launch_graph(7, 99)
             case _:
                 driver.copy_batch(table((1, 2, 3)), 99, from_device=True, to_device=False)
     assert type(caught.value) is error

@@ -47,9 +47,21 @@ def test_what_was_fetched_outlives_its_slot(uploads: Uploads) -> None:  # H17
 
 def test_a_buffer_is_overwritten_whole(uploads: Uploads) -> None:
     target = torch.full((4,), -1)
-    uploads.open(0)
     uploads.into(target, np.arange(4))
     assert target.tolist() == [0, 1, 2, 3]
+
+
+def test_a_frame_is_fetched_from_the_flights_own_slot_beside_its_other_numbers(staging: torch.Tensor) -> None:  # H17
+    uploads, target = Uploads(staging=staging, mapped=staging.view(torch.uint8), frame_bytes=64), torch.full((4,), -1)
+    fetches = uploads.fetches(target)
+    for slot, first in ((1, 10), (0, 20)):
+        uploads.open(slot)
+        assert uploads.write(np.arange(first, first + 4)) == slot
+        assert uploads.numbers([7, 8, 9]).tolist() == [7, 8, 9]
+    for slot, first in ((0, 20), (1, 10)):
+        fetches[slot]()
+        assert target.tolist() == [*range(first, first + 4)]
+    assert uploads.fetches(torch.zeros(9, dtype=torch.int64)) == []  # 72 bytes
 
 
 def test_what_no_slot_has_room_for_comes_all_the_same(uploads: Uploads, staging: torch.Tensor) -> None:

@@ -243,6 +243,7 @@ class Executor:
             state=self._state,
             gate_layers=gate_layers,
             mailbox=self._mailbox,
+            uploads=self._uploads,
             proposer=self._proposer,
         )
         graphs.capture(shapes, tell=tell)
@@ -375,7 +376,7 @@ class Executor:
             graphs.close_gates(gates)
 
         def forward(drafts: Drafts | None) -> Computed | None:
-            self._uploads.into(captured.frame.buffer, numbers)
+            graphs.fill(captured, numbers)
             rows = self._rows_from_state(batch)
             computed = graphs.replay(captured, gated=gated)
             if (gated or batch.speculates) and self._witnessed:

@@ -10,7 +10,6 @@ import functools
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -205,57 +204,45 @@ def pack(
 
     changes   of the device's tables, at most as many as the frame has rows
     """
-    rows, (decodes, chunks, *_) = batch.rows, shape_of(batch)
+    rows, (decodes, *_) = batch.rows, shape_of(batch)
     numbers = _padding(shape, nobody).copy()
     parts = [numbers[part] for part in _parts(shape)]
     tokens, positions, token_rows, query_starts, kv_lens, frame_rows, origins, logit_rows, draws, firsts, changed, blocks, letters = parts
     letters[:] = letter
     if changes is not None and (count := len(changes.places)):
         changed[:count], blocks[:count] = changes
-    own = np.array([row.row for row in rows], np.int64)
-    starts = np.array([row.start for row in rows], np.int64)
-    stops = np.array([row.stop for row in rows], np.int64)
-    if not chunks and not batch.speculates:  # a token each
-        tokens[:decodes] = -1
-        positions[:decodes], token_rows[:decodes], frame_rows[:decodes], kv_lens[:decodes] = starts, own, own, stops
-        logit_rows[:decodes] = draws[:decodes] = firsts[:decodes] = query_starts[:decodes] = np.arange(decodes)
-        query_starts[decodes:] = decodes
-        return numbers
-    drafts = np.array([row.drafts for row in rows], np.int64)
-    counts = stops - starts
+    decoding = rows[:decodes]
+    own = np.array([row.row for row in decoding], np.int64)
+    starts = np.array([row.start for row in decoding], np.int64)
+    stops = np.array([row.stop for row in decoding], np.int64)
+    frame_rows[:decodes], draws[:decodes] = own, np.arange(decodes)
     if batch.speculates:
-        counts[:decodes] = 1 + drafts[:decodes]
-        uncertain = starts + counts != stops  # of them, the host does not know the place
-        stops = starts + counts
-    ends = counts.cumsum()  # packed
-    count = int(ends[-1]) if len(ends) else 0
-    decoded = int(ends[decodes - 1]) if decodes else 0
-
-    inside = np.arange(count) - np.repeat(ends - counts, counts)  # of its row
-    tokens[:decoded] = -1 - inside[:decoded]
-    for row, (begin, end) in zip(rows[decodes:], pairwise([decoded, *ends[decodes:].tolist()]), strict=True):
-        tokens[begin:end] = row.tokens or ()
-    positions[:count] = inside + np.repeat(starts, counts)
-    token_rows[:count] = np.repeat(own, counts)
-    query_starts[1 : decodes + 1] = ends[:decodes]
-    query_starts[decodes + 1 : shape.decodes + 1] = decoded
-    query_starts[shape.decodes + 1 :] = count
-    query_starts[shape.decodes + 1 :][:chunks] = ends[decodes:]
-    behind = slice(shape.decodes, shape.decodes + chunks)
-    kv_lens[:decodes], kv_lens[behind] = stops[:decodes], stops[decodes:]
-    if batch.speculates:  # rows whose place the host does not know are where the device says
-        lost = uncertain[:decodes]
-        positions[:decoded] = np.where(np.repeat(lost, counts[:decodes]), -1 - inside[:decoded], positions[:decoded])
-        kv_lens[:decodes] = np.where(lost, -counts[:decodes], kv_lens[:decodes])
-    frame_rows[:decodes], frame_rows[behind] = own[:decodes], own[decodes:]
-    origins[behind] = [origin_of(row, block_tokens) for row in rows[decodes:]]
-    sampling = np.array([row.samples for row in rows], np.bool_)
-    drawing = np.repeat(sampling, counts) & (inside >= np.repeat(counts - 1 - drafts, counts))
-    last = drawing.nonzero()[0]
-    logit_rows[: len(last)] = last
-    places = sampling.nonzero()[0]
-    draws[: len(places)] = np.where(places < decodes, places, places + shape.decodes - decodes)
-    firsts[: len(places)] = (1 + drafts[places]).cumsum() - 1 - drafts[places]
+        counts = 1 + np.array([row.drafts for row in decoding], np.int64)
+        ends = counts.cumsum()
+        count = int(ends[-1]) if decodes else 0
+        inside = np.arange(count) - np.repeat(ends - counts, counts)  # of its row
+        lost = starts + counts != stops  # rows whose place the host does not know are where the device says
+        tokens[:count] = -1 - inside
+        token_rows[:count] = np.repeat(own, counts)
+        positions[:count] = np.where(np.repeat(lost, counts), -1 - inside, inside + np.repeat(starts, counts))
+        kv_lens[:decodes] = np.where(lost, -counts, stops)
+        query_starts[1 : decodes + 1], firsts[:decodes] = ends, ends - counts
+    else:
+        count = decodes
+        tokens[:count] = -1
+        positions[:count], token_rows[:count], kv_lens[:count] = starts, own, stops
+        query_starts[1 : count + 1], firsts[:count] = np.arange(1, count + 1), np.arange(count)
+    logit_rows[:count] = np.arange(count)
+    query_starts[decodes + 1 :] = count
+    begin, place, sampling = count, count, decodes
+    for at, row in enumerate(rows[decodes:], shape.decodes):
+        end = begin + row.stop - row.start
+        tokens[begin:end], positions[begin:end], token_rows[begin:end] = row.tokens or (), np.arange(row.start, row.stop), row.row
+        query_starts[at + 1 :], kv_lens[at], frame_rows[at], origins[at] = end, row.stop, row.row, origin_of(row, block_tokens)
+        if row.samples:
+            logit_rows[place], draws[sampling], firsts[sampling] = end - 1, at, place
+            place, sampling = place + 1, sampling + 1
+        begin = end
     return numbers
 
 

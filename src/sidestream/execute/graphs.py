@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -20,14 +20,17 @@ from sidestream.device.base import Device, Graph, Stream
 from sidestream.errors import InvariantError, OutOfDeviceMemory
 from sidestream.execute.follow import PackedRows
 from sidestream.execute.forward import Computed, Forward, Proposed
-from sidestream.execute.frame import SHORT_TOKENS, Frame, Shape, shape_of, smallest
+from sidestream.execute.frame import SHORT_TOKENS, Frame, Numbers, Shape, pack, shape_of, smallest
 from sidestream.execute.likeliest import draw_likeliest
 from sidestream.execute.mailbox import Mailbox
 from sidestream.execute.state import DecodeState
+from sidestream.execute.upload import Uploads
 from sidestream.speculate import Context, Proposer
 from sidestream.types import BatchPlan, LayerGates
 
 logger = logging.getLogger(__name__)
+
+_NOBODY = BatchPlan(())
 
 
 class GateEvent(Protocol):
@@ -49,11 +52,12 @@ class _Pass:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Captured:
-    """One shape's graphs."""
+    """One shape's graphs. `fetches`: of each slot of the uploads, the one that fills the frame; none: that is not captured."""
 
     frame: Frame
     plain: _Pass
     gated: _Pass
+    fetches: list[Graph] = field(default_factory=list)
 
 
 class Graphs:
@@ -65,6 +69,7 @@ class Graphs:
     gate_layers  layers that wait together, in the gated graphs; 0: there are none, and nothing gated is replayed
     proposer     drafts for shapes with drafts
     mailbox      where draws that are captured are delivered
+    uploads      where a flight's numbers lie
     """
 
     def __init__(
@@ -79,6 +84,7 @@ class Graphs:
         state: DecodeState,
         gate_layers: int,
         mailbox: Mailbox,
+        uploads: Uploads,
         proposer: Proposer | None = None,
     ) -> None:
         self._device = device
@@ -87,6 +93,7 @@ class Graphs:
         self._forward = forward
         self._proposer = proposer
         self._mailbox = mailbox
+        self._uploads = uploads
         self._kv = kv
         self._partials = partials
         self._state = state
@@ -144,6 +151,13 @@ class Graphs:
                 self._gates.wait(fence)
             event.record(self._gates)
 
+    def fill(self, captured: Captured, numbers: Numbers) -> None:
+        """Overwrite a shape's frame. Inside work of the compute stream."""
+        if captured.fetches:
+            self._stream.enqueue(captured.fetches[self._uploads.write(numbers)])
+        else:
+            self._uploads.into(captured.frame.buffer, numbers)
+
     def replay(self, captured: Captured, *, gated: bool) -> Computed:
         """Enqueue a shape's graph, whose frame was filled. Inside work of the compute stream."""
         chosen = captured.gated if gated else captured.plain
@@ -181,6 +195,13 @@ class Graphs:
                 lambda into=into: self._submit(lambda: self._draw(captured.frame, into)),  # type: ignore[misc]
                 beside=captured.plain.graph,
             )
+        for fetch in self._uploads.fetches(captured.frame.buffer):
+            self._finish(fetch)
+            captured.fetches.append(
+                self._stream.capture(lambda fetch=fetch: self._submit(fetch), beside=captured.plain.graph)  # type: ignore[misc]
+            )
+        if captured.fetches:
+            self._finish(lambda: self.fill(captured, pack(_NOBODY, shape, nobody=self._state.nobody, block_tokens=1)))
         for gated in (False, True)[: 1 + bool(events)]:  # a graph's first replay takes longer
             self._finish(lambda gated=gated: self._replay(captured, gated=gated))  # type: ignore[misc]
         return captured

@@ -7,7 +7,7 @@ mailbox (H17), and a kernel fetches them. On a CPU they are there already.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -20,15 +20,21 @@ MEMORY = "uploads"
 _SLOT_BYTES = 1 << 20
 _ALIGNMENT = 16
 _NUMBER_BYTES = 8
+# The first bytes of a slot are for the numbers of a captured flight.
+_FRAME_BYTES = 1 << 19
 
 
 class Uploads:
     """What the flight that is being enqueued takes with it. Single writer: whoever enqueues it.
 
-    staging  uint8 `[slots, bytes]` on the host · mapped: the same memory as the device's kernels see it. Both None: no kernel has to fetch anything
+    staging  uint8 `[slots, bytes]` on the host · mapped: the same memory as the device's kernels see it. Both None: no kernel has to fetch
+             anything
+    frame_bytes  of each slot, for `write`
     """
 
-    def __init__(self, device: torch.device | str = "cpu", *, staging: Tensor | None = None, mapped: Tensor | None = None) -> None:
+    def __init__(
+        self, device: torch.device | str = "cpu", *, staging: Tensor | None = None, mapped: Tensor | None = None, frame_bytes: int = 0
+    ) -> None:
         self._device = torch.device(device)
         self._staging = staging
         self._mapped = mapped
@@ -37,7 +43,8 @@ class Uploads:
         if staging is not None and mapped is not None:
             pairs = zip(staging, mapped, strict=True)
             self._numbers = [(ours.numpy().view(np.int64), theirs.view(torch.int64)) for ours, theirs in pairs]
-        self._slot = self._used = 0
+        self._frame_bytes = frame_bytes
+        self._slot, self._used = 0, frame_bytes
 
     @classmethod
     def of(cls, device: Device, *, num_slots: int) -> Uploads:
@@ -49,11 +56,12 @@ class Uploads:
             device.torch_device,
             staging=memory.data.view(num_slots, _SLOT_BYTES),
             mapped=device.mapped(memory).view(num_slots, _SLOT_BYTES),
+            frame_bytes=_FRAME_BYTES,
         )
 
     def open(self, slot: int) -> None:
         """A flight is about to be enqueued that has this slot: what an earlier one put there was read."""
-        self._slot, self._used = slot, 0
+        self._slot, self._used = slot, self._frame_bytes
 
     def numbers(self, values: Sequence[float], dtype: torch.dtype = torch.int64) -> Tensor:
         """A list of numbers as a tensor `[len(values)]` on the device; it may outlive the flight."""
@@ -68,16 +76,24 @@ class Uploads:
         parts = torch.split(self._fetch(torch.cat([tensor.reshape(-1) for tensor in tensors])), [tensor.numel() for tensor in tensors])
         return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
 
+    def fetches(self, target: Tensor) -> list[Callable[[], None]]:
+        """Of each slot, the work that overwrites all of `target`, int64 on the device, by what `write` left there: to be captured. None of them
+        if there is no room for it.
+        """
+        count = len(target)
+        if count * _NUMBER_BYTES > self._frame_bytes:
+            return []
+        # `copy_` would ask the copy engine: the driver knows where the memory is.
+        return [lambda read=read: torch.add(read[:count], 0, out=target) and None for _, read in self._numbers]  # type: ignore[misc]
+
+    def write(self, numbers: npt.NDArray[np.int64]) -> int:
+        """Put the numbers where the fetch of the flight's slot finds them. Returns the slot."""
+        self._numbers[self._slot][0][: len(numbers)] = numbers
+        return self._slot
+
     def into(self, target: Tensor, numbers: npt.NDArray[np.int64]) -> None:
-        """Overwrite all of `target`, int64 on the device."""
-        room = self._take(numbers.nbytes)
-        if room is None:
-            target.copy_(self._pinned(torch.from_numpy(numbers)), non_blocking=True)
-            return
-        written, read = self._numbers[self._slot]
-        part = slice(room.start // _NUMBER_BYTES, room.stop // _NUMBER_BYTES)
-        written[part] = numbers
-        torch.add(read[part], 0, out=target)  # `copy_` would ask the copy engine: the driver knows where the memory is
+        """Overwrite all of `target`, int64 on the device, without a slot: the device's copy engine may be busy with something else."""
+        target.copy_(self._pinned(torch.from_numpy(numbers)), non_blocking=True)
 
     def _fetch(self, values: Tensor) -> Tensor:
         staged = self._stage(values)
@@ -85,19 +101,15 @@ class Uploads:
 
     def _stage(self, values: Tensor) -> Tensor | None:
         """The values where a kernel of this flight can read them; None: it need not, or they are too many."""
-        room = self._take(values.numel() * values.element_size())
-        if room is None or self._staging is None or self._mapped is None:
+        if self._staging is None or self._mapped is None:
             return None
-        self._staging[self._slot, room].view(values.dtype).copy_(values)
-        return self._mapped[self._slot, room].view(values.dtype)
-
-    def _take(self, num_bytes: int) -> slice | None:
-        """Bytes of the flight's slot that nothing else has; None: there are none to spare."""
         start = -(-self._used // _ALIGNMENT) * _ALIGNMENT
-        if self._staging is None or start + num_bytes > self._staging.shape[1]:
+        stop = start + values.numel() * values.element_size()
+        if stop > self._staging.shape[1]:
             return None
-        self._used = start + num_bytes
-        return slice(start, self._used)
+        self._used = stop
+        self._staging[self._slot, start:stop].view(values.dtype).copy_(values)
+        return self._mapped[self._slot, start:stop].view(values.dtype)
 
     def _pinned(self, values: Tensor) -> Tensor:
         """For a copy that the host does not wait for (P1), of what no slot has room for; torch keeps it until the copy was made."""

@@ -40,15 +40,18 @@ def compile_layers(model: PagedModel | MtpHead, *, backend: str | Callable[..., 
                 _join(part, names)
     AttentionInterface.register(_OUTSIDE, torch.compiler.disable(adapter.paged_attention_hook))  # type: ignore[no-untyped-call]
     _module(model).config._attn_implementation = _OUTSIDE
-    options = {"joint_custom_pre_pass": _MergeProducts()} if backend == "inductor" else None
+    options: Any = {"joint_custom_pre_pass": _MergeProducts()} if backend == "inductor" else None
     for part in (*decoder_layers(model), *_around(model)):
         part.compile(dynamic=True, backend=backend, options=options)
+    if isinstance(model, MtpHead):
+        vars(model)["joined"] = torch.compile(MtpHead.joined.__get__(model), dynamic=True, backend=backend, options=options)
 
 
 def decompile(model: PagedModel | MtpHead) -> None:
     """Run the layers as they were written again. Joined projections stay joined in memory and are computed one by one."""
     for part in (*decoder_layers(model), *_around(model)):
         part._compiled_call_impl = None
+    vars(model).pop("joined", None)
     _module(model).config._attn_implementation = adapter.PAGED
 
 
@@ -63,7 +66,7 @@ def decoder_layers(model: PagedModel | MtpHead) -> Sequence[nn.Module]:
 def _around(model: PagedModel | MtpHead) -> Sequence[nn.Module]:
     """Small modules before and behind the layers, as far as the model has them."""
     if isinstance(model, MtpHead):
-        return (model.norm_embedding, model.norm_hidden, model.norm)
+        return (model.norm,)
     found = (getattr(model.module.base_model, name, None) for name in ("rotary_emb", "norm"))
     return [module for module in found if isinstance(module, nn.Module)]
 
@@ -110,11 +113,16 @@ def _join(parent: nn.Module, names: Sequence[str]) -> None:
 
 
 class _MergeProducts(CustomGraphPass):
-    """Leaves one of equal products: torch's own pass keeps those of which an output is a view."""
+    """Leaves one of equal products: torch's own pass keeps those of which an output is a view. And a product of a column and a row, which is what
+    positions are to frequencies, becomes a multiplication, which is no launch of its own.
+    """
 
     def __call__(self, graph: torch.fx.Graph) -> None:
         """Change the graph in place."""
         aten = torch.ops.aten
+        for node in graph.find_nodes(op="call_function", target=aten.bmm.default):
+            if node.args[0].meta["val"].shape[2] == 1:
+                node.target = aten.mul.Tensor
         pure = {op.default for op in (aten.mm, aten.addmm, aten.view, aten.permute, aten.t, aten.reshape, aten._unsafe_view)}
         first: dict[tuple[Any, ...], torch.fx.Node] = {}
         for node in list(graph.nodes):

@@ -87,10 +87,14 @@ class MtpHead(nn.Module):
         return normed, normed if self.feeds_normed else left
 
     def _through(self, tokens: Tensor, before: Tensor, positions: Tensor, **attention: Any) -> Any:
+        joined, rotary = self.joined(tokens, before, positions)
+        return self.layer(joined, position_embeddings=rotary, position_ids=positions, use_cache=False, **attention)
+
+    def joined(self, tokens: Tensor, before: Tensor, positions: Tensor) -> tuple[Tensor, Any]:
+        """What the layer takes: `[N, T, hidden_size]`, and what its attention needs to know of the positions."""
         base = self._model[0].base_model
         joined = self.join(torch.cat([self.norm_embedding(base.embed_tokens(tokens)), self.norm_hidden(before)], dim=-1))
-        rotary = base.rotary_emb(joined, position_ids=positions)
-        return self.layer(joined, position_embeddings=rotary, position_ids=positions, use_cache=False, **attention)
+        return joined, base.rotary_emb(joined, position_ids=positions)
 
     @torch.inference_mode()
     def step(self, tokens: Tensor, before: Tensor, positions: Tensor, batch: AttentionBatch) -> tuple[Tensor, Tensor]:

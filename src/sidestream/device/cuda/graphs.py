@@ -37,12 +37,14 @@ class CudaGraph:
     accesses        what the captured work declared
     waits           events that a replay waits for
     ignored_waits   waits for fences while it was captured, which are no part of it
+    executable      the driver's; None: of a torch that does not tell it
     """
 
     graph: Any
     accesses: Sequence[Accesses]
     waits: Sequence[CudaEvent]
     ignored_waits: int
+    executable: int | None = None
 
 
 @dataclass(slots=True, eq=False)

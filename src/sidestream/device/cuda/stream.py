@@ -287,7 +287,10 @@ class CudaStream:
                     build()
             finally:
                 self._capture = None
-            return CudaGraph(graph, tuple(capture.accesses), tuple(capture.waits), capture.ignored_waits)
+            tell: Any = getattr(graph, "raw_cuda_graph_exec", None)
+            return CudaGraph(
+                graph, tuple(capture.accesses), tuple(capture.waits), capture.ignored_waits, None if tell is None else int(tell())
+            )
 
     def wait_external(self, event: CudaEvent) -> None:
         """Inside `capture`: a node that waits for the last record of `event` at the time of each replay."""
@@ -306,14 +309,20 @@ class CudaStream:
 
         with self._submitting:
             self._count_waits(graph)
-            return self.submit(graph.graph.replay, accesses or captured, label=label or "graph")
+            return self.submit(lambda: self._launch(graph), accesses or captured, label=label or "graph")
 
     def enqueue(self, graph: CudaGraph) -> None:
         """Replay it inside work of this stream, which says what it touches. See `Stream.enqueue`."""
         if not self._running:
             raise InvariantError(f"stream {self.name} was told to enqueue a graph, but not by its work: `replay` is for others")
         self._count_waits(graph)
-        graph.graph.replay()
+        self._launch(graph)
+
+    def _launch(self, graph: CudaGraph) -> None:
+        if graph.executable is None:
+            graph.graph.replay()
+        else:
+            self._driver.launch_graph(graph.executable, self.handle)
 
     def _count_waits(self, graph: CudaGraph) -> None:
         """Say that the stream goes past the graph's waits: somewhere in it, at its beginning for whoever is told."""
