@@ -7,6 +7,7 @@ mailbox (H17), and a kernel fetches them. On a CPU they are there already.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -83,8 +84,7 @@ class Uploads:
         count = len(target)
         if count * _NUMBER_BYTES > self._frame_bytes:
             return []
-        # `copy_` would ask the copy engine: the driver knows where the memory is.
-        return [lambda read=read: torch.add(read[:count], 0, out=target) and None for _, read in self._numbers]  # type: ignore[misc]
+        return [functools.partial(_fetch, read[:count], target) for _, read in self._numbers]
 
     def write(self, numbers: npt.NDArray[np.int64]) -> int:
         """Put the numbers where the fetch of the flight's slot finds them. Returns the slot."""
@@ -114,3 +114,7 @@ class Uploads:
     def _pinned(self, values: Tensor) -> Tensor:
         """For a copy that the host does not wait for (P1), of what no slot has room for; torch keeps it until the copy was made."""
         return values if self._device.type == "cpu" else values.pin_memory()
+
+
+def _fetch(read: Tensor, target: Tensor) -> None:
+    torch.add(read, 0, out=target)  # `copy_` would ask the copy engine: the driver knows where the memory is
