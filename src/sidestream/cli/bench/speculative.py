@@ -16,6 +16,7 @@ from sidestream.cli.visits import Engine
 from sidestream.config import SamplingParams, SpeculativeConfig
 from sidestream.errors import SidestreamError
 from sidestream.execute.executor import Executor, Flight, Work
+from sidestream.execute.forward import Computed
 from sidestream.execute.mailbox import Delivered
 from sidestream.llm import LLM
 from sidestream.types import BatchPlan, Fence, LayerGates
@@ -145,19 +146,21 @@ def _flights(
     on_gpu: bool,
 ) -> list[Figure]:
     """As it is served, for each number of requests at once: how long the device takes from one flight's end to the next one's, for flights of all
-    requests that draft (without `config`: that decode), how much of that it has none, and what the engine thread needs to hand one over.
+    requests that draft (without `config`: that decode), how much of that it has none, and what the engine thread needs to launch one; of that, to
+    publish how far its rows go and to hand it over to whoever reads it, which is what is behind the forward pass.
     """
     params = SamplingParams(temperature=0, max_tokens=output_tokens, ignore_eos=True)
     speculative = None if config is None else SpeculativeConfig(**config)
-    figures, shares, every = [], [], []
+    figures, shares = [], []
+    launching: list[float] = []
+    dispatching: list[float] = []
     with LLM(path, **options, speculative=speculative) as llm:
         parts = llm.engine.parts
         llm.generate(asked[0], params)
         clock, handed_over = FlightClock(parts.device, parts.executor), _HandedOver(parts.executor)
         for prompts in asked:
             first, end = len(clock.batches), f"b{len(prompts)}_{name}"
-            handed_over.seconds.clear()
-            handed_over.uncaptured = 0
+            handed_over.clear()
             llm.generate(prompts, params)
             drafts = [_drafts(batch, rows=len(prompts)) for batch in clock.batches]
             least = 0 if config is None else 1
@@ -169,16 +172,18 @@ def _flights(
             shares.append(sum(idle) / sum(lengths))
             figures.append(Figure(f"flight_ms_{end}", 1e3 * median(lengths), "ms"))
             if config is not None:
-                every += handed_over.seconds
-                figures.append(Figure(f"dispatch_us_{end}", 1e6 * median(handed_over.seconds), "us"))
+                launching += handed_over.launching
+                dispatching += handed_over.dispatching
+                figures.append(Figure(f"launch_us_{end}", 1e6 * median(handed_over.launching), "us"))
                 figures.append(Figure(f"drafts_per_row_{end}", sum(drafts[at] for at in chosen) / len(chosen) / len(prompts), "tokens"))
     if config is None:
         return figures
-    if not every:
+    if not launching:
         raise SidestreamError(f"no flight had drafts of {name}: there is nothing to measure; ask for more tokens")
     return [
         *figures,
-        Figure(f"dispatch_us_median_{name}", 1e6 * median(every), "us", at_most(66) if on_gpu else None),
+        Figure(f"launch_us_median_{name}", 1e6 * median(launching), "us"),
+        Figure(f"dispatch_us_median_{name}", 1e6 * median(dispatching), "us", at_most(66) if on_gpu else None),
         Figure(f"idle_share_{name}", max(shares), "share"),
     ]
 
@@ -208,22 +213,27 @@ def _accept_lengths(llm: LLM) -> dict[int, dict[int, int]]:
 
 
 class _HandedOver:
-    """What handing flights over takes, from now on.
+    """What handing flights over takes on the engine thread, from now on.
 
-    seconds      of each flight that drafts, on the engine thread
-    uncaptured   flights that were launched kernel by kernel
+    launching     seconds of each flight that drafts
+    dispatching   of those, what is behind the forward pass
+    uncaptured    flights that were launched kernel by kernel
     """
 
     def __init__(self, executor: Executor) -> None:
-        self.seconds: list[float] = []
+        self.launching: list[float] = []
+        self.dispatching: list[float] = []
         self.uncaptured = 0
-        launch, eager_work = executor.launch, executor._eager_work
+        self._enqueued_s = 0.0
+        launch, eager_work, run = executor.launch, executor._eager_work, executor._forward.run
 
         def timed(batch: BatchPlan, *, after: tuple[Fence, ...], gates: LayerGates) -> Flight:
-            begin = time.perf_counter()
+            begin_s = self._enqueued_s = time.perf_counter()
             flight = launch(batch, after=after, gates=gates)
             if any(row.drafts for row in batch.rows):
-                self.seconds.append(time.perf_counter() - begin)
+                end_s = time.perf_counter()
+                self.launching.append(end_s - begin_s)
+                self.dispatching.append(end_s - self._enqueued_s)
             return flight
 
         def counted(batch: BatchPlan, gates: LayerGates) -> Work:
@@ -232,3 +242,22 @@ class _HandedOver:
 
         executor.launch = timed  # type: ignore[method-assign]
         executor._eager_work = counted  # type: ignore[method-assign]
+        executor._forward.run = self._behind(run)  # type: ignore[method-assign]
+        if executor._graphs is not None:
+            executor._graphs.replay = self._behind(executor._graphs.replay)  # type: ignore[method-assign]
+
+    def clear(self) -> None:
+        """Begin anew."""
+        self.launching.clear()
+        self.dispatching.clear()
+        self.uncaptured = 0
+
+    def _behind(self, enqueue: Callable[..., Computed]) -> Callable[..., Computed]:
+        """The same forward pass, which says when it was enqueued."""
+
+        def enqueued(*given: Any, **more: Any) -> Computed:
+            computed = enqueue(*given, **more)
+            self._enqueued_s = time.perf_counter()
+            return computed
+
+        return enqueued
