@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, Protocol
 
 from sidestream.errors import InvariantError
 from sidestream.kv.keys import BlockKeys
@@ -98,12 +98,8 @@ class Limits:
     max_probes: int = 64
 
 
-class Drawn(NamedTuple):
-    """What a commit added to a request: the first `num_tokens` of the result. None follows the one that ends the request."""
-
-    request: Request
-    result: RowResult
-    num_tokens: int
+Drawn = tuple[Request, RowResult, int, str | None]
+"""What a commit added to a request: of the result, the first so many tokens, and why they end the request, if they do. None follows those."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,27 +266,30 @@ class Scheduler:
         drawn: list[Drawn] = []
         stored: list[tuple[Key, int]] = []
         prefix: list[Key] = []
-        results_left = iter(results)
-        for row in batch.rows:
-            result = next(results_left) if row.samples else None
-            request = self._requests.get(row.request_id)
-            if request is None or request.epoch != row.epoch or request.state is not State.RUNNING:
+        results_left, requests, size, running = iter(results), self._requests, self.limits.block_tokens, State.RUNNING
+        for request_id, _, epoch, _, stop, tokens, _, samples, _, _, drafts in batch.rows:
+            result = next(results_left) if samples else None
+            request = requests.get(request_id)
+            if request is None or request.epoch != epoch or request.state is not running:
                 continue
             request.stepped = True
-            count = 0 if result is None else request.append_outputs(result.token_ids)
-            if row.tokens is None and result is not None:
-                if row.drafts:
-                    self._re_anchor(request, row.drafts, len(result.token_ids))
-                request.committed_len += count
+            if result is None:
+                request.committed_len = stop
             else:
-                request.committed_len = row.stop
-            if result is None or result.finite:  # else its KV may be no better than its logits: nobody else shall find it
-                complete = self._publish(request)
-                if complete:
-                    stored.extend(complete)
-                    prefix.extend(request.keys[: request.published_blocks])
-            if result is not None:
-                drawn.append(Drawn(request, result, count))
+                count, stop_reason = request.append_outputs(result.token_ids)
+                drawn.append((request, result, count, stop_reason))
+                if tokens is not None:
+                    request.committed_len = stop
+                else:
+                    if drafts:
+                        self._re_anchor(request, drafts, len(result.token_ids))
+                    request.committed_len += count
+                if not result.finite:  # its KV may be no better than its logits: nobody else shall find it
+                    continue
+            complete = request.committed_len // size
+            if complete > request.published_blocks and (fresh := self._publish(request, complete)):
+                stored.extend(fresh)
+                prefix.extend(request.keys[:complete])
         store = None
         if stored:
             store = StorePlan(tuple(key for key, _ in stored), tuple(block for _, block in stored), (fence,), tuple(prefix))
@@ -317,13 +316,16 @@ class Scheduler:
         step_s   how long that is expected to take
         """
         self._retract_for_priority()
-        num_decoding = sum(request.can_decode for request in self._running.values())
+        ranked = self._by_rank(self._running.values())
+        decoding = [request for request in ranked if request.can_decode]
+        num_decoding = len(decoding)
         draft = _Draft(self.limits.token_budget - num_decoding, num_decoding, lead_s, step_s)
         if num_decoding:
             self._drafts.prepare(num_decoding)
-        for request in self._by_rank(self._running.values()):
-            if request.state is State.RUNNING:  # a retraction for an older one may have come before
-                self._plan_running(request, draft)
+        self._plan_decodes(decoding, draft)
+        if num_decoding < len(ranked):
+            for request in ranked:
+                self._plan_prefill(request, draft)
         self._admit(draft)
         batch = BatchPlan((*draft.decodes, *draft.drafting, *draft.prefills), draft.speculates)
         self._age(batch)
@@ -338,17 +340,22 @@ class Scheduler:
             if served and request.id not in served and request.has_work:
                 request.waited_steps += 1
 
-    def _plan_running(self, request: Request, draft: _Draft) -> None:
-        if request.loading:
-            return
-        if request.arriving:
-            if draft.num_decoding and self._tiers.seconds_left(request.id, request.epoch, step_s=draft.step_s) > draft.lead_s:
-                return  # those that decode would wait for its load
-            request.arriving = False
-        if request.in_prefill:
-            self._plan_chunk(request, draft)
-        elif request.can_decode:
-            self._plan_decode(request, draft)
+    def _plan_decodes(self, requests: Sequence[Request], draft: _Draft) -> None:
+        """A row for each that may have one. Nearly always it is one token, in a block that the last flight was told of: those are planned here."""
+        size, running, plain, new = self.limits.block_tokens, State.RUNNING, draft.decodes.append, tuple.__new__
+        for request in requests:
+            if request.state is not running:  # it was retracted for an older one
+                continue
+            start, table = request.launched_len, request.table
+            if request.max_drafts or start >= len(table) * size:
+                self._plan_decode(request, draft)
+                continue
+            assert request.row is not None
+            outputs, row = request.launched_outputs, request.row.ids[0]
+            # What a call of the class comes to, at half the time.
+            plain(new(RowPlan, (request.id, row, request.epoch, start, start + 1, None, table, True, outputs, None, 0)))
+            request.launched_len = start + 1
+            request.launched_outputs = outputs + 1
 
     def _plan_decode(self, request: Request, draft: _Draft) -> None:
         """One token, and drafts behind it if there is room for them without taking anybody else's."""
@@ -369,7 +376,13 @@ class Scheduler:
             if reason:
                 draft.undrafted[reason] += 1
 
-    def _plan_chunk(self, request: Request, draft: _Draft) -> None:
+    def _plan_prefill(self, request: Request, draft: _Draft) -> None:
+        if request.state is not State.RUNNING or request.loading or not request.in_prefill:
+            return
+        if request.arriving:
+            if draft.num_decoding and self._tiers.seconds_left(request.id, request.epoch, step_s=draft.step_s) > draft.lead_s:
+                return  # those that decode would wait for its load
+            request.arriving = False
         start, known = request.launched_len, request.prefill_end
         limits = self.limits
         stop = chunk_stop(start, known, chunk_tokens=limits.chunk_tokens, block_tokens=limits.block_tokens, tail_apart=limits.tail_apart)
@@ -457,7 +470,7 @@ class Scheduler:
             from_disk = sum(key in request.promoted_keys for key in wanted[len(hits) : found])
             size = limits.block_tokens
             request.cached = CachedTokens(len(hits) * size, (loads - from_disk) * size, from_disk * size)
-        self._plan_running(request, draft)
+        self._plan_prefill(request, draft)
         return True
 
     def _promote(self, request: Request, keys: Sequence[Key], sources: list[Source], draft: _Draft) -> bool:
@@ -573,11 +586,10 @@ class Scheduler:
 
     # ------------------------------------------------------------------ the rest
 
-    def _publish(self, request: Request) -> Sequence[tuple[Key, int]]:
-        """Make the blocks that the last commit completed findable; those that no tier had are to be stored."""
+    def _publish(self, request: Request, complete: int) -> Sequence[tuple[Key, int]]:
+        """Make the first `complete` blocks, more than before, findable; those of them that no tier had are to be stored."""
         assert request.blocks is not None
-        complete = request.committed_len // self.limits.block_tokens
-        if not self.limits.prefix_cache or not request.shares or complete <= request.published_blocks:
+        if not self.limits.prefix_cache or not request.shares:
             return ()
         self._keys.extend(request.keys, request.tokens)
         first, found = request.published_blocks, min(complete, max(request.published_blocks, request.found_blocks))
