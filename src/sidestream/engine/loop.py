@@ -360,16 +360,17 @@ class Engine:
         sessions, now_s = self._sessions, self._now()
         firsts: list[float] = []
         others: list[float] = []
-        num_tokens = 0
         for request, _, count, _ in drawn:
             if count:
                 session = sessions[request.id]
-                waits = firsts if session.is_new else others
-                waits += (now_s - session.last_s,) if count == 1 else [(now_s - session.last_s) / count] * count
+                waits, wait_s = firsts if session.is_new else others, (now_s - session.last_s) / count
                 session.is_new, session.last_s = False, now_s
-                num_tokens += count
+                if count == 1:
+                    waits.append(wait_s)
+                else:
+                    waits += [wait_s] * count
         metrics = self.parts.metrics
-        metrics.inc("output_tokens_total", num_tokens)
+        metrics.inc("output_tokens_total", len(firsts) + len(others))
         metrics.observe_all("ttft_seconds", firsts)
         metrics.observe_all("itl_seconds", others)
 

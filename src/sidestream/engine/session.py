@@ -55,6 +55,7 @@ class Handle:
 
 
 _NOTHING = CachedTokens()
+_NO_TOKENS = RowResult(())
 
 
 class Session:
@@ -120,7 +121,7 @@ class Session:
                 text = self._rest(self._detokenizer)
             except Exception:  # a tokenizer is foreign code
                 logger.exception("request %d: the rest of its text could not be made", self.request.id)
-        self.tell(self._delta(text, None, 0, reason, error))
+        self.tell(self._delta(text, _NO_TOKENS, 0, reason, error))
 
     def _read(self, source: TextSource, token_id: int, stop_reason: str | None, num_outputs: int) -> tuple[str, str | None]:
         """The text that may be shown with this token, output number `num_outputs`, and why the sample ends, if it does."""
@@ -136,6 +137,8 @@ class Session:
         """What was held back; nothing once a stop string was found."""
         return "" if self._stops.matched is not None else self._stops.push(source.finish())[0] + self._stops.flush()
 
-    def _delta(self, text: str, result: RowResult | None, count: int, reason: str | None, error: str | None = None) -> Delta:
-        tokens, logprobs = ((), ()) if result is None else (result.token_ids[:count], result.logprobs[:count])
-        return Delta(self._index, text, tokens, logprobs, reason, self._prompt_tokens, self.request.cached or _NOTHING, error)
+    def _delta(self, text: str, result: RowResult, count: int, reason: str | None, error: str | None = None) -> Delta:
+        token_ids, logprobs, _ = result
+        if count < len(token_ids):
+            token_ids, logprobs = token_ids[:count], logprobs[:count]
+        return Delta(self._index, text, token_ids, logprobs, reason, self._prompt_tokens, self.request.cached or _NOTHING, error)

@@ -119,11 +119,6 @@ class Request:
         """Whether one more token may be drawn, counting those on their way."""
         return self.prefill_end <= self.launched_len and self.launched_outputs < self.max_outputs
 
-    @property
-    def has_work(self) -> bool:
-        """Whether it could use a flight, or what leads to one."""
-        return self.state is not State.RUNNING or self.in_prefill or self.can_decode
-
     def level(self, aging_steps: int) -> int:
         """Priority, improved by one for every `aging_steps` flights that left without it: nobody waits for ever."""
         return self.priority - self.waited_steps // aging_steps

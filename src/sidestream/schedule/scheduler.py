@@ -253,8 +253,9 @@ class Scheduler:
 
     def launched(self, batch: BatchPlan, fence: Fence) -> None:
         """A flight was launched; its fence covers every use that its requests make of blocks and rows."""
+        requests = self._requests
         for row in batch.rows:
-            request = self._requests.get(row.request_id)
+            request = requests.get(row.request_id)
             if request is not None and request.epoch == row.epoch:
                 request.last_fence = fence
 
@@ -333,12 +334,15 @@ class Scheduler:
 
     def _age(self, batch: BatchPlan) -> None:
         """Count the step for everybody it passed over, with or without a row. A step without a flight passes nobody over."""
-        if len(batch.rows) == len(self._requests):
-            return  # everybody is in it
-        served = {row.request_id for row in batch.rows}
-        for request in self._requests.values():
-            if served and request.id not in served and request.has_work:
-                request.waited_steps += 1
+        if not batch.rows:
+            return
+        for request in self._queue.values():
+            request.waited_steps += 1
+        if len(batch.rows) < len(self._running):
+            served = {row.request_id for row in batch.rows}
+            for request in self._running.values():
+                if request.id not in served and (request.in_prefill or request.can_decode):
+                    request.waited_steps += 1
 
     def _plan_decodes(self, requests: Sequence[Request], draft: _Draft) -> None:
         """A row for each that may have one. Nearly always it is one token, in a block that the last flight was told of: those are planned here."""
@@ -548,8 +552,10 @@ class Scheduler:
 
         Waiting alone improves a place in line, not the right to somebody's room: else two of equal priority would take turns.
         """
+        if not self._queue or len({request.priority for request in self._requests.values()}) == 1:
+            return
         waiting = [request for request in self._queue.values() if self._may_start(request)]
-        if not waiting or len({request.priority for request in self._requests.values()}) == 1:
+        if not waiting:
             return
         first, aging = self._by_rank(waiting)[0], self.limits.aging_steps
         lower = [r for r in self._running.values() if r.stepped and r.priority > first.priority and r.level(aging) > first.level(aging)]

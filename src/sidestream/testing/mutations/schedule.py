@@ -5,7 +5,6 @@ from __future__ import annotations
 from sidestream.testing.mutations.mechanism import Edit, Equivalent, Exempt, Mutation
 
 _SCHEDULER = "sidestream.schedule.scheduler:Scheduler"
-_REQUEST = "sidestream.schedule.request:Request"
 
 MUTATIONS = (
     # ------------------------------------------------------------------ what counts as computed
@@ -574,17 +573,6 @@ EQUIVALENT = (
         ),
         _SAVES_TIME + "a promotion that finds no room is cut, and its request computes",
         noticed_by="schedule/test_scheduler_tiers.py::test_no_more_requests_wait_for_the_disk_than_there_are_rows_to_come_to",
-    ),
-    Equivalent(
-        Mutation(
-            name="waiting-counts-as-work",
-            hazard="H26",
-            target=f"{_REQUEST}.has_work",
-            old="self.state is not State.RUNNING or ",
-            new="",
-            removes="a request that was retracted with its last token on its way does not age",
-        ),
-        "every other waiting request could decode, so it ages; and a workload that ends starves nobody",
     ),
 )
 
