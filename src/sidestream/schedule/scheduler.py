@@ -306,7 +306,7 @@ class Scheduler:
     def measured(self, batch: BatchPlan, seconds: float) -> None:
         """A flight in which every row decodes took so long."""
         if self._drafts.most:
-            self._drafts.saw_flight(len(batch.rows), max(row.drafts for row in batch.rows), seconds)
+            self._drafts.saw_flight(len(batch.rows), max(row.drafts for row in batch.rows) if batch.speculates else 0, seconds)
 
     # ------------------------------------------------------------------ planning
 
@@ -350,9 +350,10 @@ class Scheduler:
         for request in requests:
             if request.state is not running:  # it was retracted for an older one
                 continue
+            drafts, reason = self._choose_drafts(request) if request.max_drafts else (0, "")
             start, table = request.launched_len, request.table
-            if request.max_drafts or start >= len(table) * size:
-                self._plan_decode(request, draft)
+            if drafts or request.drafts_on_way or start >= len(table) * size:
+                self._plan_decode(request, drafts, reason, draft)
                 continue
             assert request.row is not None
             outputs, row = request.launched_outputs, request.row.ids[0]
@@ -360,17 +361,21 @@ class Scheduler:
             plain(new(RowPlan, (request.id, row, request.epoch, start, start + 1, None, table, True, outputs, None, 0)))
             request.launched_len = start + 1
             request.launched_outputs = outputs + 1
+            if reason:
+                draft.undrafted[reason] += 1
 
-    def _plan_decode(self, request: Request, draft: _Draft) -> None:
-        """One token, and drafts behind it if there is room for them without taking anybody else's."""
-        drafts, reason = 0, ""
-        if request.max_drafts:
-            most = min(request.max_drafts, request.max_outputs - request.launched_outputs - 1)
-            drafts = self._drafts.choose(request.drafting, most=most)
-            if not drafts:
-                reason = "end" if most <= 0 else "measuring" if self._drafts.measuring else "chance"
-            elif not self._reserve(request, request.launched_len + 1 + drafts, draft, retracting=False):
-                drafts, reason = 0, "blocks"
+    def _choose_drafts(self, request: Request) -> tuple[int, str]:
+        """How many tokens to draft for it, and if none, why."""
+        most = min(request.max_drafts, request.max_outputs - request.launched_outputs - 1)
+        drafts = self._drafts.choose(request.drafting, most=most)
+        if drafts:
+            return drafts, ""
+        return 0, "end" if most <= 0 else "measuring" if self._drafts.measuring else "chance"
+
+    def _plan_decode(self, request: Request, drafts: int, reason: str, draft: _Draft) -> None:
+        """One token, and drafts behind it if there is room for them without taking anybody else's. `reason`: why there are none."""
+        if drafts and not self._reserve(request, request.launched_len + 1 + drafts, draft, retracting=False):
+            drafts, reason = 0, "blocks"
         stop = request.launched_len + 1 + drafts
         if drafts or self._reserve(request, stop, draft, retracting=not request.drafts_on_way):
             start = request.launched_len - request.drafts_on_way
