@@ -386,7 +386,7 @@ class Scheduler:
                 draft.undrafted[reason] += 1
 
     def _plan_prefill(self, request: Request, draft: _Draft) -> None:
-        if request.state is not State.RUNNING or request.loading or not request.in_prefill:
+        if not request.in_prefill or request.state is not State.RUNNING or request.loading:
             return
         if request.arriving:
             if draft.num_decoding and self._tiers.seconds_left(request.id, request.epoch, step_s=draft.step_s) > draft.lead_s:
@@ -608,7 +608,8 @@ class Scheduler:
         for key in keys:
             if self._coming.get(key) == request.id:
                 del self._coming[key]
-        self._blocks.publish_all(ids[: found - first], keys[: found - first])
+        if found > first:
+            self._blocks.publish_all(ids[: found - first], keys[: found - first])
         request.published_blocks = complete
         computed = zip(keys[found - first :], ids[found - first :], strict=True)
         return [(key, block) for key, block in computed if self._blocks.publish(block, key)]
