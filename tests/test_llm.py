@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 
 from sidestream import LLM, AsyncLLM, ConfigError, EngineConfig, QueueFull, RequestError, RequestRejected, SamplingParams
+from sidestream.llm import _Post
 from sidestream.testing.faults import Hold
 from sidestream.testing.tiny_models import tiny_model_dir
 from sidestream.text import Detokenizer
-from sidestream.types import Delta
+from sidestream.types import CachedTokens, Delta
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 PROMPTS = [f"The {name} " * 3 for name in ("whale", "ship", "sea", "crew", "mate", "boat", "wind", "rope", "mast", "sail")]
@@ -177,6 +178,34 @@ def test_a_tokenizer_that_fails_ends_its_sample_alone_for_event_loops_too(tmp_pa
     ends = asyncio.run(answers())
     assert sorted(str(delta.finish_reason) for delta in ends.values()) == ["error", "length"]
     assert model.engine.unfinished == 0
+
+
+def test_news_of_a_step_wake_their_event_loop_once_and_come_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def told() -> tuple[list[list[Delta]], int]:
+        loop, calls = asyncio.get_running_loop(), []
+        wake = loop.call_soon_threadsafe
+        monkeypatch.setattr(loop, "call_soon_threadsafe", lambda work: calls.append(work) or wake(work))
+        post, queues = _Post(loop), [asyncio.Queue[Delta]() for _ in range(3)]
+        for step in range(2):  # the second one's news come behind the delivery of the first one's
+            for index, queue in enumerate(queues):
+                post.put(queue, Delta(index, str(step), (), (), None, 1, CachedTokens()))
+            await asyncio.sleep(0)
+        return [[queue.get_nowait() for _ in range(queue.qsize())] for queue in queues], len(calls)
+
+    news, num_calls = asyncio.run(told())
+    assert [[(delta.index, delta.text) for delta in of_one] for of_one in news] == [[(index, "0"), (index, "1")] for index in range(3)]
+    assert num_calls == 2
+
+
+def test_one_model_serves_one_event_loop_after_another(tmp_path: Path) -> None:
+    model = AsyncLLM(tiny_model_dir("llama", tmp_path, seed=1), kv_memory="8MiB", compute_threads=1)
+
+    async def answer() -> list[int]:
+        return [token async for delta in model.generate(PROMPTS[0], GREEDY) for token in delta.token_ids]
+
+    first = asyncio.run(answer())
+    assert first and asyncio.run(answer()) == first
+    asyncio.run(model.close())
 
 
 def test_token_ids_are_one_prompt_and_must_be_whole_numbers(llm: LLM) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import gc
 import time
 from collections import deque
@@ -266,8 +267,34 @@ class LLM(_Served):
         self.close()
 
 
+class _Post:
+    """Brings news from the engine thread to one event loop: all of a step at once, because to wake a loop takes longer than to make the news."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.loop = loop
+        self._waiting: deque[tuple[asyncio.Queue[Delta], Delta]] = deque()
+        self._called = False
+
+    def put(self, queue: asyncio.Queue[Delta], delta: Delta) -> None:
+        """Have `delta` put into a queue of the loop; on the engine thread. A loop that was closed hears nothing."""
+        if self.loop.is_closed():
+            return
+        self._waiting.append((queue, delta))
+        if not self._called:
+            self._called = True
+            self.loop.call_soon_threadsafe(self._deliver)
+
+    def _deliver(self) -> None:
+        self._called = False  # first: who adds behind the last one that is taken here calls again
+        while self._waiting:
+            queue, delta = self._waiting.popleft()
+            queue.put_nowait(delta)
+
+
 class AsyncLLM(_Served):
     """A model for event loops; what the server serves."""
+
+    _post: _Post | None = None
 
     async def generate(
         self, prompt: Prompt, params: SamplingParams | None = None, *, priority: int = 0, request_name: str = ""
@@ -281,11 +308,10 @@ class AsyncLLM(_Served):
         """
         loop, chosen = asyncio.get_running_loop(), params or SamplingParams()
         news: asyncio.Queue[Delta] = asyncio.Queue()
-
-        def sink(delta: Delta) -> None:
-            if not loop.is_closed():
-                loop.call_soon_threadsafe(news.put_nowait, delta)
-
+        post = self._post
+        if post is None or post.loop is not loop:
+            post = self._post = _Post(loop)
+        sink = functools.partial(post.put, news)
         ids = await asyncio.to_thread(self._ids, prompt) if isinstance(prompt, str) else list(prompt)
         reader = Reader(self.tokenizer, chosen)
         handle = self.engine.submit(ids, chosen, sink, priority=priority, text=False)
@@ -316,11 +342,17 @@ class _Collected:
         self._tokenizer = tokenizer
         self._params = params
         self._reader = Reader(tokenizer, params)
-        self._news: SimpleQueue[tuple[float, Delta]] = SimpleQueue()
+        self._news: SimpleQueue[Delta] = SimpleQueue()
         self._num_samples = params.n
         self._started_s = time.monotonic()
-        self.handle: Handle = engine.submit(prompt, params, lambda delta: self._news.put((time.monotonic(), delta)), text=False)
         self._ttft_s: float | None = None
+        self.handle: Handle = engine.submit(prompt, params, self._take, text=False)
+
+    def _take(self, delta: Delta) -> None:
+        """The engine's sink."""
+        if self._ttft_s is None and delta.token_ids:
+            self._ttft_s = time.monotonic() - self._started_s
+        self._news.put(delta)
 
     def deltas(self) -> Iterator[Delta]:
         """The news as they come, with their text."""
@@ -335,9 +367,7 @@ class _Collected:
     def _told(self) -> Iterator[Delta]:
         left = self._num_samples
         while left:
-            at, delta = self._news.get()
-            if self._ttft_s is None and delta.token_ids:
-                self._ttft_s = at - self._started_s
+            delta = self._news.get()
             if delta.finish_reason == "error":
                 raise RequestError(delta.error or "the request failed")
             if delta.finish_reason == "abort":

@@ -154,8 +154,7 @@ class TokenLogprob:
     top: tuple[tuple[int, float], ...]
 
 
-@dataclass(frozen=True, slots=True)
-class RowResult:
+class RowResult(NamedTuple):
     """What one row of a flight drew.
 
     token_ids   one, and one more for each draft that was accepted
@@ -182,9 +181,11 @@ class CachedTokens:
         return self.device + self.host + self.disk
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Delta:
     """News of one request at one commit: text and tokens since the last delta, and how it ended, if it did.
+
+    Not frozen, though nobody changes one: the engine thread makes one for each token, and a frozen one takes it four times as long.
 
     finish_reason   None while running; `"stop"`, `"length"`, `"abort"` or `"error"` once
     index           which of the request's `n` samples this belongs to

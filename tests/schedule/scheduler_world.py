@@ -446,11 +446,10 @@ class World:
         if committed.store is not None:
             self._check_store(committed.store, flight)
             self._store(committed.store)
-        for drawn in committed.drawn:
-            request = drawn.request
-            self.said(request).extend(drawn.result.token_ids[: drawn.num_tokens])
-            if (reason := request.stop_reason()) is not None:
-                self.scheduler.finish(request, reason)
+        for request, result, count, stop_reason in committed.drawn:
+            self.said(request).extend(result.token_ids[:count])
+            if stop_reason is not None:
+                self.scheduler.finish(request, stop_reason)
 
     # ------------------------------------------------------------------ what must always hold
 

@@ -46,12 +46,13 @@ def test_a_stop_token_ends_a_request_and_the_token_drawn_beyond_it_is_dropped() 
 
 def test_a_stop_token_before_min_tokens_does_not_end_a_request() -> None:
     request = Request(id=0, prompt=(1,), sampling=World().submit([1]).sampling, max_outputs=3, stop_ids=frozenset([5]), min_tokens=2)
-    reasons = []
-    for token in (5, 5, 5):
-        request.tokens.append(token)
-        reasons.append(request.stop_reason())
-    assert reasons == [None, "stop", "stop"]
-    assert Request(id=0, prompt=(5,), sampling=request.sampling, max_outputs=3, stop_ids=frozenset([5]), min_tokens=0).stop_reason() is None
+    assert [request.append_outputs([token]) for token in (5, 6, 5)] == [(1, None), (1, None), (1, "stop")]
+
+
+def test_of_tokens_that_come_together_those_behind_a_stop_token_are_dropped() -> None:
+    request = Request(id=0, prompt=(5,), sampling=World().submit([1]).sampling, max_outputs=3, stop_ids=frozenset([5]), min_tokens=0)
+    assert request.append_outputs([6, 5, 7]) == (2, "stop")
+    assert request.tokens == [5, 6, 5]
 
 
 def test_a_result_that_is_not_of_a_live_row_is_dropped_and_the_others_keep_their_own() -> None:

@@ -208,6 +208,6 @@ def test_blocks_behind_logits_that_are_not_finite_are_not_published() -> None:
     world.device.run_until(flight.fence)
     broken = [RowResult((), finite=False) for _ in flight.results]
     committed = world.scheduler.commit(flight.batch, broken, flight.fence)
-    assert [drawn.request for drawn in committed.drawn][-1] is other
+    assert committed.drawn[-1][0] is other
     assert committed.store is None
     assert world.blocks.get(world.keys_of(other)[1]) is None

@@ -30,7 +30,7 @@ from sidestream.kv.layout import KVLayout
 from sidestream.kv.pool import FencedPool
 from sidestream.metrics import Metrics, Timeline
 from sidestream.schedule.request import Request
-from sidestream.schedule.scheduler import Scheduler
+from sidestream.schedule.scheduler import Drawn, Scheduler
 from sidestream.tiers.base import PersistentTier
 from sidestream.tiers.host import HostTier
 from sidestream.transfer import CostModel, LoadFailed, LoadReady, Promoted, TransferEngine, TransferEvent
@@ -341,26 +341,38 @@ class Engine:
             self._count_drafts(flight, delivered)
         if parts.transfers is not None and committed.store is not None:
             parts.transfers.submit([committed.store])  # before anything is freed: the blocks are still their requests'
-        now_s = self._now()
-        parts.metrics.inc("output_tokens_total", sum(drawn.num_tokens for drawn in committed.drawn))
-        waits: dict[bool, list[float]] = {True: [], False: []}
-        for request, _, count in committed.drawn:
-            if count:
-                first, waited_s = self._sessions[request.id].waited(now_s)
-                waits[first].extend([waited_s / count] * count)
-        parts.metrics.observe_all("ttft_seconds", waits[True])
-        parts.metrics.observe_all("itl_seconds", waits[False])
-        for request, result, count in committed.drawn:
-            session = self._sessions[request.id]
-            reason = session.push(result, count, stop_reason=request.stop_reason()) if count else None
-            if reason is None and not result.finite:
-                session.tell()  # what came before
-                self._end(request.id, "error", "the model's logits are not finite, or every token was forbidden")
-                continue
+        self._count_waits(committed.drawn)
+        sessions = self._sessions
+        for request, result, count, stop_reason in committed.drawn:
+            session = sessions[request.id]
+            news = session.push(result, count, stop_reason) if count else None
+            reason = None if news is None else news.finish_reason
             if reason is not None:
                 self._forget(request, reason)  # before its client is told: whoever hears of the end finds nothing held (H24)
-            if not session.tell() and reason is None:
+            told = news is None or session.tell(news)
+            if reason is None and not result.finite:
+                self._end(request.id, "error", "the model's logits are not finite, or every token was forbidden")
+            elif reason is None and not told:
                 self._forget(request, "abort")
+
+    def _count_waits(self, drawn: Sequence[Drawn]) -> None:
+        """Count tokens that came, and how long their clients waited for each."""
+        sessions, now_s = self._sessions, self._now()
+        firsts: list[float] = []
+        others: list[float] = []
+        for request, _, count, _ in drawn:
+            if count:
+                session = sessions[request.id]
+                waits, wait_s = firsts if session.is_new else others, (now_s - session.last_s) / count
+                session.is_new, session.last_s = False, now_s
+                if count == 1:
+                    waits.append(wait_s)
+                else:
+                    waits += [wait_s] * count
+        metrics = self.parts.metrics
+        metrics.inc("output_tokens_total", len(firsts) + len(others))
+        metrics.observe_all("ttft_seconds", firsts)
+        metrics.observe_all("itl_seconds", others)
 
     def _count_drafts(self, flight: Flight, delivered: Delivered) -> None:
         metrics, proposer = self.parts.metrics, self.parts.proposer
@@ -398,11 +410,12 @@ class Engine:
         seconds = self._last_s = now_s - max(flight.launched_s, self._last_done_s)
         self._last_done_s = now_s
         parts.metrics.observe("step_seconds", seconds)
-        prefill = sum(row.stop - row.start for row in flight.batch.rows if row.tokens is not None)
+        chunks = itertools.takewhile(lambda row: row.tokens is not None, reversed(flight.batch.rows))  # those that decode come first
+        prefill = sum(row.stop - row.start for row in chunks)
         if not prefill and not flight.gated:
             parts.scheduler.measured(flight.batch, seconds)
         # Short tails and flights that waited for a load say little about how fast a long prompt is computed.
-        if parts.costs is not None and prefill >= max(_MEASURED_PREFILL, 0.5 * flight.batch.num_tokens) and not flight.gated:
+        if parts.costs is not None and prefill >= _MEASURED_PREFILL and not flight.gated and prefill >= 0.5 * flight.batch.num_tokens:
             parts.costs.saw_prefill(prefill, seconds)
         if parts.timeline is not None:
             stop_ns = time.perf_counter_ns()

@@ -55,6 +55,7 @@ class Handle:
 
 
 _NOTHING = CachedTokens()
+_NO_TOKENS = RowResult(())
 
 
 class Session:
@@ -73,47 +74,44 @@ class Session:
         """`tokenizer` None: its news have no text, and `params` no stop strings."""
         self.request = request
         self._index = index
+        self._prompt_tokens = len(request.prompt)
         self._include_stop = params.include_stop
         self._detokenizer = None if tokenizer is None else tokenizer.detokenizer()
         self._stops = StopStrings(params.stop, include=params.include_stop)
         self._min_tokens = params.min_tokens
         self._sink = sink
-        self._last_s = arrival_s
-        self._first = True
-        self._news: Delta | None = None
+        self.is_new = True
+        """No token came yet."""
+        self.last_s = arrival_s
+        """When tokens came last, or it arrived."""
 
-    def waited(self, now_s: float) -> tuple[bool, float]:
-        """Tokens came: whether the first one is among them, and how long the client waited for them."""
-        first, waited_s = self._first, now_s - self._last_s
-        self._first, self._last_s = False, now_s
-        return first, waited_s
-
-    def push(self, result: RowResult, count: int, *, stop_reason: str | None) -> str | None:
-        """Take in the first `count` tokens of a result, which were committed: why the sample ends, if it does. `tell` sends the news.
+    def push(self, result: RowResult, count: int, stop_reason: str | None) -> Delta:
+        """Take in the first `count` tokens of a result, which were committed: the news of them, to be told once what they say is true.
 
         `stop_reason` is the last one's. A stop string may end the sample before: then nothing behind it is told.
         """
         if self._detokenizer is None:
-            self._news = self._delta("", result, count, stop_reason)
-            return stop_reason
+            return self._delta("", result, count, stop_reason)
         text, reason, outputs = "", None, self.request.num_outputs - count
         for taken, token_id in enumerate(result.token_ids[:count], 1):
             try:
                 more, reason = self._read(self._detokenizer, token_id, stop_reason if taken == count else None, outputs + taken)
             except Exception as error:  # a tokenizer is foreign code: its fault is this request's alone
                 logger.exception("request %d: the text of token %d could not be made", self.request.id, token_id)
-                self._news = self._delta(text, result, taken, "error", f"the tokenizer failed: {error}")
-                return "error"
+                return self._delta(text, result, taken, "error", f"the tokenizer failed: {error}")
             text += more
             if reason is not None:
                 break
-        self._news = self._delta(text, result, taken, reason)
-        return reason
+        return self._delta(text, result, taken, reason)
 
-    def tell(self) -> bool:
-        """Send the news of the last `push`, once what they say is true; False: the client cannot be told, and is told nothing more."""
-        news, self._news = self._news, None
-        return news is None or self._send(news)
+    def tell(self, news: Delta) -> bool:
+        """Whether the client took the news; one that did not is told nothing more."""
+        try:
+            self._sink(news)
+        except BaseException:  # whatever it is, it is not the engine's
+            logger.exception("request %d: its client cannot be told its news: it is aborted", self.request.id)
+            return False
+        return True
 
     def end(self, reason: str, error: str | None = None) -> None:
         """Send how the sample ended, when no token of its own ended it."""
@@ -123,7 +121,7 @@ class Session:
                 text = self._rest(self._detokenizer)
             except Exception:  # a tokenizer is foreign code
                 logger.exception("request %d: the rest of its text could not be made", self.request.id)
-        self._send(self._delta(text, None, 0, reason, error))
+        self.tell(self._delta(text, _NO_TOKENS, 0, reason, error))
 
     def _read(self, source: TextSource, token_id: int, stop_reason: str | None, num_outputs: int) -> tuple[str, str | None]:
         """The text that may be shown with this token, output number `num_outputs`, and why the sample ends, if it does."""
@@ -139,16 +137,8 @@ class Session:
         """What was held back; nothing once a stop string was found."""
         return "" if self._stops.matched is not None else self._stops.push(source.finish())[0] + self._stops.flush()
 
-    def _delta(self, text: str, result: RowResult | None, count: int, reason: str | None, error: str | None = None) -> Delta:
-        tokens, logprobs = ((), ()) if result is None else (result.token_ids[:count], result.logprobs[:count])
-        cached = self.request.cached or _NOTHING
-        return Delta(self._index, text, tokens, logprobs, reason, len(self.request.prompt), cached, error)
-
-    def _send(self, news: Delta) -> bool:
-        """Whether the client took the news."""
-        try:
-            self._sink(news)
-        except BaseException:  # whatever it is, it is not the engine's
-            logger.exception("request %d: its client cannot be told its news: it is aborted", self.request.id)
-            return False
-        return True
+    def _delta(self, text: str, result: RowResult, count: int, reason: str | None, error: str | None = None) -> Delta:
+        token_ids, logprobs, _ = result
+        if count < len(token_ids):
+            token_ids, logprobs = token_ids[:count], logprobs[:count]
+        return Delta(self._index, text, token_ids, logprobs, reason, self._prompt_tokens, self.request.cached or _NOTHING, error)

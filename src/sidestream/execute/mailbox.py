@@ -128,7 +128,8 @@ class Mailbox:
         tokens, finite = self._values(letter, "tokens", places)[:, 0].tolist(), self._values(letter, "finite", places)[:, 0].tolist()
         lengths = self._values(letter, "counts", count)[:, 0].tolist() if places > count else [1] * count
         if places == count and not top_logprobs and all(finite):  # nearly always: a token each
-            results = [RowResult((token,)) for token in tokens]
+            new = tuple.__new__  # what a call of the class comes to
+            results = [new(RowResult, (drawn, (), True)) for drawn in zip(tokens, strict=True)]
         else:
             results, at = [], 0
             for row_drafts, length, wanted in zip(drafts, lengths, top_logprobs or [-1] * count, strict=True):

@@ -6,6 +6,7 @@ Knows nothing of Prometheus: `server` renders the snapshot.
 from __future__ import annotations
 
 import bisect
+import math
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -111,8 +112,11 @@ class Metrics:
             histogram = series.get(labels)
             if histogram is None:
                 histogram = series[labels] = HistogramValue([0] * (len(declared.buckets) + 1))
-            for value in values:
-                histogram.counts[bisect.bisect_left(declared.buckets, value)] += 1
+            ordered, below = sorted(values), 0
+            for bucket, bound in enumerate((*declared.buckets, math.inf)):
+                upto = bisect.bisect_right(ordered, bound, below)
+                histogram.counts[bucket] += upto - below
+                below = upto
             histogram.total += sum(values)
             histogram.count += len(values)
 

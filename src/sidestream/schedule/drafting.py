@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
+from operator import mul
 
 # Weight of the newest observation; of what a flight takes also if it is the first one for long.
 _FRESH = 0.1
@@ -84,10 +85,18 @@ class _Flights:
 
 @dataclass(slots=True)
 class _Rows:
-    """Of a flight: how many rows decode, and how many of them would have their first, second, … draft right, in the mean."""
+    """Of a flight: how many rows decode, and how likely a draft of each is to be right."""
 
     count: int
-    right: list[float]
+    chances: list[float]
+
+    def right(self, most: int) -> list[float]:
+        """Which share of the rows would have its first, second, … draft right, in the mean."""
+        right, powers = [sum(self.chances) / self.count], self.chances
+        while len(right) < most:
+            powers = list(map(mul, powers, self.chances))
+            right.append(sum(powers) / self.count)
+        return right
 
 
 class DraftPolicy:
@@ -103,7 +112,7 @@ class DraftPolicy:
         self._usual = _HOPE
         self._num_begun = 0
         self._flights: dict[int, _Flights] = {}
-        self._rows = _Rows(0, [0.0] * most)
+        self._rows = _Rows(0, [])
         self._depth = most
         self._least = [_LEAST_CHANCE] * most
 
@@ -121,14 +130,14 @@ class DraftPolicy:
     def prepare(self, num_rows: int) -> None:
         """A flight is planned in which `num_rows` rows decode; `choose` is asked for each of them."""
         flights, rows = self._of(num_rows), self._rows
-        self._rows = _Rows(num_rows, [0.0] * self.most)
+        self._rows = _Rows(num_rows, [])
         self.measuring = flights.seconds[0] is None or flights.drafted >= _MEASURE_FLIGHTS
         if self.measuring:
             self._depth = flights.drafted = 0
             return
         ratios = [self._ratio(num_rows, depth) for depth in range(self.most + 1)]
         # By the rows of the flight before: they are mostly the same.
-        chances = [right / rows.count for right in rows.right] if rows.count else [self._usual ** (at + 1) for at in range(self.most)]
+        chances = rows.right(self.most) if rows.count else [self._usual ** (at + 1) for at in range(self.most)]
         self._depth = max(range(self.most + 1), key=lambda depth: (1 + sum(chances[:depth])) / ratios[depth])
         self._least = [min(max(_SHARE * (more - less), _LEAST_CHANCE), _MOST_CHANCE) for less, more in pairwise(ratios)]
         patience = _FIRST_TRY_FLIGHTS if flights.seconds[-1] is None else _RETRY_FLIGHTS
@@ -138,17 +147,16 @@ class DraftPolicy:
 
     def choose(self, record: DraftRecord, *, most: int) -> int:
         """For one row of the flight that was prepared; `most`: what its own bounds leave."""
-        most = max(0, min(most, self.most))
         if not self.adaptive:
-            return most
-        right, chance, count = self._rows.right, record.chance, 0
-        for at in range(self.most):
-            right[at] += chance  # also where its end is near: it will be another's turn
-            if at < self._depth and at < most and chance > self._least[at]:
+            return max(0, min(most, self.most))
+        self._rows.chances.append(record.chance)  # also where its end is near: it will be another's turn
+        if not self._depth or most <= 0:
+            return 0
+        chance, count = record.chance, 0
+        for at in range(min(self._depth, most)):
+            if chance > self._least[at]:
                 count = at + 1
             chance *= record.chance
-        if not self._depth or not most:
-            return 0
         record.idle = 0 if count else record.idle + 1
         if record.idle > _PROBE_FLIGHTS:
             count, record.idle = 1, 0

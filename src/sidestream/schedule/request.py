@@ -19,7 +19,7 @@ their flight is committed. The lower bound is `drafts_on_way` less.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -117,29 +117,21 @@ class Request:
     @property
     def can_decode(self) -> bool:
         """Whether one more token may be drawn, counting those on their way."""
-        return not self.in_prefill and self.launched_outputs < self.max_outputs
-
-    @property
-    def has_work(self) -> bool:
-        """Whether it could use a flight, or what leads to one."""
-        return self.state is not State.RUNNING or self.in_prefill or self.can_decode
+        return self.prefill_end <= self.launched_len and self.launched_outputs < self.max_outputs
 
     def level(self, aging_steps: int) -> int:
         """Priority, improved by one for every `aging_steps` flights that left without it: nobody waits for ever."""
         return self.priority - self.waited_steps // aging_steps
 
-    def append_outputs(self, token_ids: Iterable[int]) -> int:
-        """Append committed tokens, up to the first that ends the request; how many that are."""
-        count = 0
-        for count, token_id in enumerate(token_ids, 1):
-            self.tokens.append(token_id)
-            if self.stop_reason() is not None:
-                return count
-        return count
-
-    def stop_reason(self) -> str | None:
-        """Why the last committed token ends the request, if it does."""
-        outputs = len(self.tokens) - len(self.prompt)
-        if outputs and outputs >= self.min_tokens and self.tokens[-1] in self.stop_ids:
-            return "stop"
-        return "length" if outputs >= self.max_outputs else None
+    def append_outputs(self, token_ids: Sequence[int]) -> tuple[int, str | None]:
+        """Append committed tokens, up to the first that ends the request: how many that are, and why it ends, if it does."""
+        tokens, count = self.tokens, 0
+        outputs = len(tokens) - len(self.prompt)
+        for token_id in token_ids:
+            tokens.append(token_id)
+            count += 1
+            if token_id in self.stop_ids and outputs + count >= self.min_tokens:
+                return count, "stop"
+            if outputs + count >= self.max_outputs:
+                return count, "length"
+        return count, None

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, Protocol
 
 from sidestream.errors import InvariantError
 from sidestream.kv.keys import BlockKeys
@@ -98,12 +98,8 @@ class Limits:
     max_probes: int = 64
 
 
-class Drawn(NamedTuple):
-    """What a commit added to a request: the first `num_tokens` of the result. None follows the one that ends the request."""
-
-    request: Request
-    result: RowResult
-    num_tokens: int
+Drawn = tuple[Request, RowResult, int, str | None]
+"""What a commit added to a request: of the result, the first so many tokens, and why they end the request, if they do. None follows those."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,8 +253,9 @@ class Scheduler:
 
     def launched(self, batch: BatchPlan, fence: Fence) -> None:
         """A flight was launched; its fence covers every use that its requests make of blocks and rows."""
+        requests = self._requests
         for row in batch.rows:
-            request = self._requests.get(row.request_id)
+            request = requests.get(row.request_id)
             if request is not None and request.epoch == row.epoch:
                 request.last_fence = fence
 
@@ -270,27 +267,30 @@ class Scheduler:
         drawn: list[Drawn] = []
         stored: list[tuple[Key, int]] = []
         prefix: list[Key] = []
-        results_left = iter(results)
-        for row in batch.rows:
-            result = next(results_left) if row.samples else None
-            request = self._requests.get(row.request_id)
-            if request is None or request.epoch != row.epoch or request.state is not State.RUNNING:
+        results_left, requests, size, running = iter(results), self._requests, self.limits.block_tokens, State.RUNNING
+        for request_id, _, epoch, _, stop, tokens, _, samples, _, _, drafts in batch.rows:
+            result = next(results_left) if samples else None
+            request = requests.get(request_id)
+            if request is None or request.epoch != epoch or request.state is not running:
                 continue
             request.stepped = True
-            count = 0 if result is None else request.append_outputs(result.token_ids)
-            if row.tokens is None and result is not None:
-                if row.drafts:
-                    self._re_anchor(request, row.drafts, len(result.token_ids))
-                request.committed_len += count
+            if result is None:
+                request.committed_len = stop
             else:
-                request.committed_len = row.stop
-            if result is None or result.finite:  # else its KV may be no better than its logits: nobody else shall find it
-                complete = self._publish(request)
-                if complete:
-                    stored.extend(complete)
-                    prefix.extend(request.keys[: request.published_blocks])
-            if result is not None:
-                drawn.append(Drawn(request, result, count))
+                count, stop_reason = request.append_outputs(result.token_ids)
+                drawn.append((request, result, count, stop_reason))
+                if tokens is not None:
+                    request.committed_len = stop
+                else:
+                    if drafts:
+                        self._re_anchor(request, drafts, len(result.token_ids))
+                    request.committed_len += count
+                if not result.finite:  # its KV may be no better than its logits: nobody else shall find it
+                    continue
+            complete = request.committed_len // size
+            if complete > request.published_blocks and (fresh := self._publish(request, complete)):
+                stored.extend(fresh)
+                prefix.extend(request.keys[:complete])
         store = None
         if stored:
             store = StorePlan(tuple(key for key, _ in stored), tuple(block for _, block in stored), (fence,), tuple(prefix))
@@ -306,7 +306,7 @@ class Scheduler:
     def measured(self, batch: BatchPlan, seconds: float) -> None:
         """A flight in which every row decodes took so long."""
         if self._drafts.most:
-            self._drafts.saw_flight(len(batch.rows), max(row.drafts for row in batch.rows), seconds)
+            self._drafts.saw_flight(len(batch.rows), max(row.drafts for row in batch.rows) if batch.speculates else 0, seconds)
 
     # ------------------------------------------------------------------ planning
 
@@ -317,13 +317,16 @@ class Scheduler:
         step_s   how long that is expected to take
         """
         self._retract_for_priority()
-        num_decoding = sum(request.can_decode for request in self._running.values())
+        ranked = self._by_rank(self._running.values())
+        decoding = [request for request in ranked if request.can_decode]
+        num_decoding = len(decoding)
         draft = _Draft(self.limits.token_budget - num_decoding, num_decoding, lead_s, step_s)
         if num_decoding:
             self._drafts.prepare(num_decoding)
-        for request in self._by_rank(self._running.values()):
-            if request.state is State.RUNNING:  # a retraction for an older one may have come before
-                self._plan_running(request, draft)
+        self._plan_decodes(decoding, draft)
+        if num_decoding < len(ranked):
+            for request in ranked:
+                self._plan_prefill(request, draft)
         self._admit(draft)
         batch = BatchPlan((*draft.decodes, *draft.drafting, *draft.prefills), draft.speculates)
         self._age(batch)
@@ -331,35 +334,48 @@ class Scheduler:
 
     def _age(self, batch: BatchPlan) -> None:
         """Count the step for everybody it passed over, with or without a row. A step without a flight passes nobody over."""
-        if len(batch.rows) == len(self._requests):
-            return  # everybody is in it
-        served = {row.request_id for row in batch.rows}
-        for request in self._requests.values():
-            if served and request.id not in served and request.has_work:
-                request.waited_steps += 1
-
-    def _plan_running(self, request: Request, draft: _Draft) -> None:
-        if request.loading:
+        if not batch.rows:
             return
-        if request.arriving:
-            if draft.num_decoding and self._tiers.seconds_left(request.id, request.epoch, step_s=draft.step_s) > draft.lead_s:
-                return  # those that decode would wait for its load
-            request.arriving = False
-        if request.in_prefill:
-            self._plan_chunk(request, draft)
-        elif request.can_decode:
-            self._plan_decode(request, draft)
+        for request in self._queue.values():
+            request.waited_steps += 1
+        if len(batch.rows) < len(self._running):
+            served = {row.request_id for row in batch.rows}
+            for request in self._running.values():
+                if request.id not in served and (request.in_prefill or request.can_decode):
+                    request.waited_steps += 1
 
-    def _plan_decode(self, request: Request, draft: _Draft) -> None:
-        """One token, and drafts behind it if there is room for them without taking anybody else's."""
-        drafts, reason = 0, ""
-        if request.max_drafts:
-            most = min(request.max_drafts, request.max_outputs - request.launched_outputs - 1)
-            drafts = self._drafts.choose(request.drafting, most=most)
-            if not drafts:
-                reason = "end" if most <= 0 else "measuring" if self._drafts.measuring else "chance"
-            elif not self._reserve(request, request.launched_len + 1 + drafts, draft, retracting=False):
-                drafts, reason = 0, "blocks"
+    def _plan_decodes(self, requests: Sequence[Request], draft: _Draft) -> None:
+        """A row for each that may have one. Nearly always it is one token, in a block that the last flight was told of: those are planned here."""
+        size, running, plain, new = self.limits.block_tokens, State.RUNNING, draft.decodes.append, tuple.__new__
+        for request in requests:
+            if request.state is not running:  # it was retracted for an older one
+                continue
+            drafts, reason = self._choose_drafts(request) if request.max_drafts else (0, "")
+            start, table = request.launched_len, request.table
+            if drafts or request.drafts_on_way or start >= len(table) * size:
+                self._plan_decode(request, drafts, reason, draft)
+                continue
+            assert request.row is not None
+            outputs, row = request.launched_outputs, request.row.ids[0]
+            # What a call of the class comes to, at half the time.
+            plain(new(RowPlan, (request.id, row, request.epoch, start, start + 1, None, table, True, outputs, None, 0)))
+            request.launched_len = start + 1
+            request.launched_outputs = outputs + 1
+            if reason:
+                draft.undrafted[reason] += 1
+
+    def _choose_drafts(self, request: Request) -> tuple[int, str]:
+        """How many tokens to draft for it, and if none, why."""
+        most = min(request.max_drafts, request.max_outputs - request.launched_outputs - 1)
+        drafts = self._drafts.choose(request.drafting, most=most)
+        if drafts:
+            return drafts, ""
+        return 0, "end" if most <= 0 else "measuring" if self._drafts.measuring else "chance"
+
+    def _plan_decode(self, request: Request, drafts: int, reason: str, draft: _Draft) -> None:
+        """One token, and drafts behind it if there is room for them without taking anybody else's. `reason`: why there are none."""
+        if drafts and not self._reserve(request, request.launched_len + 1 + drafts, draft, retracting=False):
+            drafts, reason = 0, "blocks"
         stop = request.launched_len + 1 + drafts
         if drafts or self._reserve(request, stop, draft, retracting=not request.drafts_on_way):
             start = request.launched_len - request.drafts_on_way
@@ -369,7 +385,13 @@ class Scheduler:
             if reason:
                 draft.undrafted[reason] += 1
 
-    def _plan_chunk(self, request: Request, draft: _Draft) -> None:
+    def _plan_prefill(self, request: Request, draft: _Draft) -> None:
+        if not request.in_prefill or request.state is not State.RUNNING or request.loading:
+            return
+        if request.arriving:
+            if draft.num_decoding and self._tiers.seconds_left(request.id, request.epoch, step_s=draft.step_s) > draft.lead_s:
+                return  # those that decode would wait for its load
+            request.arriving = False
         start, known = request.launched_len, request.prefill_end
         limits = self.limits
         stop = chunk_stop(start, known, chunk_tokens=limits.chunk_tokens, block_tokens=limits.block_tokens, tail_apart=limits.tail_apart)
@@ -457,7 +479,7 @@ class Scheduler:
             from_disk = sum(key in request.promoted_keys for key in wanted[len(hits) : found])
             size = limits.block_tokens
             request.cached = CachedTokens(len(hits) * size, (loads - from_disk) * size, from_disk * size)
-        self._plan_running(request, draft)
+        self._plan_prefill(request, draft)
         return True
 
     def _promote(self, request: Request, keys: Sequence[Key], sources: list[Source], draft: _Draft) -> bool:
@@ -535,8 +557,10 @@ class Scheduler:
 
         Waiting alone improves a place in line, not the right to somebody's room: else two of equal priority would take turns.
         """
+        if not self._queue or len({request.priority for request in self._requests.values()}) == 1:
+            return
         waiting = [request for request in self._queue.values() if self._may_start(request)]
-        if not waiting or len({request.priority for request in self._requests.values()}) == 1:
+        if not waiting:
             return
         first, aging = self._by_rank(waiting)[0], self.limits.aging_steps
         lower = [r for r in self._running.values() if r.stepped and r.priority > first.priority and r.level(aging) > first.level(aging)]
@@ -573,11 +597,10 @@ class Scheduler:
 
     # ------------------------------------------------------------------ the rest
 
-    def _publish(self, request: Request) -> Sequence[tuple[Key, int]]:
-        """Make the blocks that the last commit completed findable; those that no tier had are to be stored."""
+    def _publish(self, request: Request, complete: int) -> Sequence[tuple[Key, int]]:
+        """Make the first `complete` blocks, more than before, findable; those of them that no tier had are to be stored."""
         assert request.blocks is not None
-        complete = request.committed_len // self.limits.block_tokens
-        if not self.limits.prefix_cache or not request.shares or complete <= request.published_blocks:
+        if not self.limits.prefix_cache or not request.shares:
             return ()
         self._keys.extend(request.keys, request.tokens)
         first, found = request.published_blocks, min(complete, max(request.published_blocks, request.found_blocks))
@@ -585,7 +608,8 @@ class Scheduler:
         for key in keys:
             if self._coming.get(key) == request.id:
                 del self._coming[key]
-        self._blocks.publish_all(ids[: found - first], keys[: found - first])
+        if found > first:
+            self._blocks.publish_all(ids[: found - first], keys[: found - first])
         request.published_blocks = complete
         computed = zip(keys[found - first :], ids[found - first :], strict=True)
         return [(key, block) for key, block in computed if self._blocks.publish(block, key)]

@@ -20,8 +20,8 @@ MUTATIONS = (
         also=(
             Edit(
                 f"{_LOOP}._commit",
-                '        if not session.tell() and reason is None:\n            self._forget(request, "abort")\n',
-                '        if not session.tell() and reason is None:\n            self._forget(request, "abort")\n'
+                '            self._forget(request, "abort")\n',
+                '            self._forget(request, "abort")\n'
                 "    if parts.transfers is not None and committed.store is not None:\n        parts.transfers.submit([committed.store])\n",
             ),
         ),
@@ -84,13 +84,10 @@ MUTATIONS = (
         old=(
             "        if reason is not None:\n"
             "            self._forget(request, reason)  # before its client is told: whoever hears of the end finds nothing held (H24)\n"
-            "        if not session.tell() and reason is None:\n"
-            '            self._forget(request, "abort")\n'
+            "        told = news is None or session.tell(news)\n"
         ),
         new=(
-            "        told = session.tell()\n"
-            "        if reason is not None or not told:\n"
-            '            self._forget(request, reason or "abort")\n'
+            "        told = news is None or session.tell(news)\n        if reason is not None:\n            self._forget(request, reason)\n"
         ),
         removes="a client that hears of its request's end finds its blocks in use",
     ),
@@ -370,7 +367,6 @@ EXEMPT = (
         "flight.fence.failure is not None",
         "a simulated flight fails when it runs, not when it is launched; on a GPU this saves the flight behind it from being in vain",
     ),
-    Exempt("sidestream.engine.loop:Engine._commit", "waits[first].extend", "a list"),
     Exempt("sidestream.engine.reader:Reader.read", "self._failed.add(delta.index)", "a set of numbers, of one request's reader"),
     Exempt("sidestream.engine.reader:Reader.read", "return replace(delta, finish_reason=", "a value"),
     Exempt("sidestream.engine.reader:Reader.read", "return replace(delta, text=text)", "a value"),

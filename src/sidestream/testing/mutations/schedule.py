@@ -5,23 +5,22 @@ from __future__ import annotations
 from sidestream.testing.mutations.mechanism import Edit, Equivalent, Exempt, Mutation
 
 _SCHEDULER = "sidestream.schedule.scheduler:Scheduler"
-_REQUEST = "sidestream.schedule.request:Request"
 
 MUTATIONS = (
     # ------------------------------------------------------------------ what counts as computed
     Mutation(
         name="only-committed-blocks-are-published",
         hazard="H12",
-        target=f"{_SCHEDULER}._publish",
-        old="complete = request.committed_len // self.limits.block_tokens",
-        new="complete = min(request.launched_len, len(request.tokens)) // self.limits.block_tokens",
+        target=f"{_SCHEDULER}.commit",
+        old="complete = request.committed_len // size",
+        new="complete = min(request.launched_len, len(request.tokens)) // size",
         removes="blocks are findable, and stored behind the wrong flight, as soon as the flight that fills them was launched",
     ),
     Mutation(
         name="late-result-is-dropped",
         hazard="H10",
         target=f"{_SCHEDULER}.commit",
-        old="request.epoch != row.epoch or ",
+        old="request.epoch != epoch or ",
         new="",
         removes="a request that was retracted and runs again takes in the token of a flight from before",
         needs=frozenset({"failing_copy", "offload"}),
@@ -39,8 +38,8 @@ MUTATIONS = (
         name="blocks-of-broken-logits-are-not-published",
         hazard="H9",
         target=f"{_SCHEDULER}.commit",
-        old="if result is None or result.finite:",
-        new="if True:",
+        old="if not result.finite:",
+        new="if result is None:",
         removes="others find the KV of a request whose logits show that it is broken",
         needs=frozenset({"bad_logits"}),
     ),
@@ -65,7 +64,7 @@ MUTATIONS = (
     Mutation(
         name="only-the-last-chunk-samples",
         hazard="H25",
-        target=f"{_SCHEDULER}._plan_chunk",
+        target=f"{_SCHEDULER}._plan_prefill",
         old="samples=stop == known",
         new="samples=True",
         removes="a prompt's first chunks yield tokens, too",
@@ -150,8 +149,8 @@ MUTATIONS = (
         name="drafts-reserve-their-blocks",
         hazard="H11",
         target=f"{_SCHEDULER}._plan_decode",
-        old="elif not self._reserve(request, request.launched_len + 1 + drafts, draft, retracting=False):",
-        new="elif not request.blocks:",
+        old="if drafts and not self._reserve(request, request.launched_len + 1 + drafts, draft, retracting=False):",
+        new="if drafts and not request.blocks:",
         removes="drafts' KV is written where the request has no block",
         needs=frozenset({"speculative"}),
     ),
@@ -177,8 +176,8 @@ MUTATIONS = (
         name="nothing-follows-the-token-that-ends-a-request",
         hazard="H21",
         target="sidestream.schedule.request:Request.append_outputs",
-        old="if self.stop_reason() is not None:",
-        new="if self.stop_reason() is not None and self.stop_ids is None:",
+        old='            return count, "stop"\n',
+        new='            tokens.extend(token_ids[count:])\n            return len(token_ids), "stop"\n',
         removes="an accepted run goes on behind its end",
         needs=frozenset({"speculative"}),
     ),
@@ -187,7 +186,7 @@ MUTATIONS = (
         hazard="H12",
         target=f"{_SCHEDULER}.commit",
         old="request.committed_len += count",
-        new="request.committed_len += 1 + row.drafts",
+        new="request.committed_len += 1 + drafts",
         removes="KV of drafts that were wrong becomes findable",
         needs=frozenset({"speculative"}),
     ),
@@ -221,8 +220,8 @@ MUTATIONS = (
     Mutation(
         name="load-has-its-fences-before-its-first-flight",
         hazard="H5",
-        target=f"{_SCHEDULER}._plan_running",
-        old="    if request.loading:\n        return\n",
+        target=f"{_SCHEDULER}._plan_prefill",
+        old=" or request.loading",
         new="",
         removes="a request joins a flight before its load has fences that the flight could wait for",
         needs=frozenset({"offload"}),
@@ -311,11 +310,12 @@ MUTATIONS = (
     Mutation(
         name="retracted-request-is-not-planned",
         hazard="H26",
-        target=f"{_SCHEDULER}.plan",
-        old="        if request.state is State.RUNNING:  # a retraction for an older one may have come before\n            self._plan_running(request, draft)\n",
-        new="        self._plan_running(request, draft)\n",
+        target=f"{_SCHEDULER}._plan_decodes",
+        old="        if request.state is not running:  # it was retracted for an older one\n            continue\n",
+        new="",
         removes="a request gets a row of the same step that took its blocks away",
         needs=frozenset({"preempt"}),
+        also=(Edit(f"{_SCHEDULER}._plan_prefill", "request.state is not State.RUNNING or ", ""),),
     ),
     Mutation(
         name="older-requests-are-not-retracted",
@@ -422,7 +422,7 @@ EQUIVALENT = (
             name="result-of-a-request-that-does-not-run-is-dropped",
             hazard="H10",
             target=f"{_SCHEDULER}.commit",
-            old=" or request.state is not State.RUNNING",
+            old=" or request.state is not running",
             new="",
             removes="a request that waits takes in a token of a flight from before",
         ),
@@ -574,17 +574,6 @@ EQUIVALENT = (
         _SAVES_TIME + "a promotion that finds no room is cut, and its request computes",
         noticed_by="schedule/test_scheduler_tiers.py::test_no_more_requests_wait_for_the_disk_than_there_are_rows_to_come_to",
     ),
-    Equivalent(
-        Mutation(
-            name="waiting-counts-as-work",
-            hazard="H26",
-            target=f"{_REQUEST}.has_work",
-            old="self.state is not State.RUNNING or ",
-            new="",
-            removes="a request that was retracted with its last token on its way does not age",
-        ),
-        "every other waiting request could decode, so it ages; and a workload that ends starves nobody",
-    ),
 )
 
 _GUARD = "raises when a caller broke a rule; the rule itself has its mutation"
@@ -609,7 +598,7 @@ EXEMPT = (
     Exempt(f"{_SCHEDULER}._retract_for_priority", "if not first.avoid_tiers and", "looks ahead at what the admission will do"),
     Exempt(f"{_SCHEDULER}._may_promote", "and not request.avoid_disk", "see wait-for-the-disk-ends"),
     Exempt(f"{_SCHEDULER}._give_up_device", "if request.last_fence is None else", "see release-waits-for-the-last-flight"),
-    Exempt(f"{_SCHEDULER}.commit", "stored.extend(complete)", _LIST),
+    Exempt(f"{_SCHEDULER}.commit", "stored.extend(fresh)", _LIST),
     Exempt(f"{_SCHEDULER}.commit", "prefix.extend(request.keys", _LIST),
     Exempt(
         f"{_SCHEDULER}._try_admit",
@@ -624,7 +613,7 @@ EXEMPT = (
     ),
     Exempt(f"{_SCHEDULER}.load_ready", "request.loading = False", "see load-has-its-fences-before-its-first-flight"),
     Exempt(
-        f"{_SCHEDULER}._plan_running",
+        f"{_SCHEDULER}._plan_prefill",
         "self._tiers.seconds_left(request.id, request.epoch, step_s=draft.step_s) > draft.lead_s",
         "for speed: a flight waits for its loads whoever is in it, see flight-waits-for-its-loads-layer-by-layer",
     ),
