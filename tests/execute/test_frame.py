@@ -125,7 +125,8 @@ def test_the_shape_with_the_least_padding_is_chosen() -> None:
     assert smallest(shapes, 0, 1, 17) == Shape(0, 32)
     assert smallest(shapes, 9, 2, 300) == Shape(32, 300)
     assert smallest(shapes, 41, 0, 0) is None
-    assert smallest(shapes, 0, 9, 9) is None
+    assert smallest(shapes, 0, 9, 9) == Shape(0, 256)  # room for sixteen chunks
+    assert smallest(shapes, 0, 19, 300) is None
     assert smallest(shapes, 0, 1, 301) is None
     assert smallest(shapes, 3, 0, 0, 2) is None
     drafting = Shape.all_of(max_rows=40, chunk_tokens=256, max_tokens=300, drafts=4)

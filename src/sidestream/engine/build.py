@@ -6,6 +6,7 @@ On a GPU the kernels are warmed up here, too: their first launch waits for the d
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -176,13 +177,14 @@ def build_engine(
         )
         if on_gpu:
             tell("warming up the GPU's kernels")
-            _warm_up(executor, blocks, config, min(chunk_tokens, bounds.max_model_len))
+            warm_up = functools.partial(_warm_up, executor, blocks, config, min(chunk_tokens, bounds.max_model_len))
+            warm_up()
         if on_gpu and not config.eager:
             gate_layers = 0 if transfers is None else layers_per_group(layout, device.segment_bytes)
             shapes = Shape.all_of(
                 max_rows=config.max_running, chunk_tokens=chunk_tokens, max_tokens=min(token_budget, bounds.pool_tokens), drafts=max_drafts
             )
-            _capture(executor, model, proposer, shapes, gate_layers=gate_layers, tell=tell)
+            _capture(executor, model, proposer, shapes, gate_layers=gate_layers, warm_up=warm_up, tell=tell)
         parts = Parts(
             device=device,
             scheduler=Scheduler(
@@ -268,9 +270,12 @@ def _capture(
     shapes: Sequence[Shape],
     *,
     gate_layers: int,
+    warm_up: Callable[[], None],
     tell: Callable[[str], None],
 ) -> None:
-    """Compile the layers and capture graphs. What cannot be compiled runs as it is written, what cannot be captured is launched kernel by kernel."""
+    """Compile the layers and capture graphs. What cannot be compiled runs as it is written, what cannot be captured is launched kernel by kernel:
+    that is warmed up again once it is compiled, or the first such flight would wait for the compiler (P3).
+    """
     from sidestream.models.adapter import PagedModel
     from sidestream.models.compiled import compile_layers, decompile
 
@@ -284,6 +289,9 @@ def _capture(
         try:
             for part in (*served, *drafting):
                 (compile_layers if part in compiled else decompile)(part)
+            if compiled:
+                tell("compiling forward passes")
+                warm_up()
             executor.capture(
                 shapes, gate_layers=gate_layers, tell=lambda done, total: tell(f"compiling and capturing forward passes, {done} of {total}")
             )

@@ -23,8 +23,9 @@ from sidestream.types import BatchPlan, RowPlan
 
 Numbers = npt.NDArray[np.int64]
 
-# Chunks of prefill that one flight of a captured shape has at most.
-_CHUNKS = 8
+# Chunks of prefill that one flight of a captured shape has, at least and at most: as many as there are, if they are short prompts.
+_CHUNKS, _MOST_CHUNKS = 8, 64
+_CHUNK_TOKENS = 16
 SHORT_TOKENS = 16
 """A flight with so few tokens of prefill reduces them in splits, like rows that decode: what a cache did not supply is a few tokens over many."""
 
@@ -45,7 +46,7 @@ class Shape:
     @property
     def chunks(self) -> int:
         """Rows of prefill."""
-        return _CHUNKS if self.tokens else 0
+        return min(max(_CHUNKS, self.tokens // _CHUNK_TOKENS), _MOST_CHUNKS) if self.tokens else 0
 
     @property
     def rows(self) -> int:
