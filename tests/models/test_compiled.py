@@ -11,10 +11,11 @@ import torch
 from torch._dynamo.backends.common import aot_autograd
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from sidestream.attention.paged import PagedBatch
+from sidestream.attention.paged import PagedBatch, ungated
 from sidestream.models import PagedModel, load_model
 from sidestream.models.compiled import _MergeProducts, compile_layers, decoder_layers, decompile
-from sidestream.testing.tiny_models import tiny_model_dir
+from sidestream.models.mtp import attach_head
+from sidestream.testing.tiny_models import save_head, tiny_model_dir
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore::DeprecationWarning", "ignore::UserWarning", "ignore::FutureWarning"
@@ -76,6 +77,33 @@ def test_number_of_compilations_does_not_grow_with_layers_or_lengths(tmp_path: P
     compile_layers(model, backend=counting(graphs))
     logits(model)
     assert len(graphs) <= 12  # four parts of a layer and two around them, for one token and for any number
+
+
+def test_what_a_batch_is_like_is_no_reason_to_compile_again_p3(tmp_path: Path) -> None:
+    """Rows of other numbers, other waits, and a head that only keeps up: all that flights differ in besides how many tokens they have."""
+    torch._dynamo.reset()
+    graphs: list[int] = []
+    directory = tiny_model_dir("llama", tmp_path, 1)
+    model = load_model(str(directory), block_tokens=16)
+    head = attach_head(model, save_head(directory, tmp_path / "head.safetensors", seed=5))
+    backend = counting(graphs)
+    compile_layers(model, backend=backend)
+    compile_layers(head, backend=backend)
+    tokens = torch.arange(5)
+
+    def batch(tables: torch.dtype, before_layer: Callable[[int], None]) -> PagedBatch:
+        kv = torch.zeros(model.layout.shape(4))
+        return PagedBatch(kv, tokens.clone(), torch.arange(4, dtype=tables)[None], (0, 5), (5,), 0, before_layer)
+
+    def every(given: PagedBatch) -> None:
+        _, hidden = model.forward_with_hidden(tokens, tokens.clone(), given, tokens[-1:])
+        head.keep_up(tokens, hidden, tokens.clone(), given)
+        head.step(tokens, hidden, tokens.clone(), given)
+
+    every(batch(torch.int64, lambda layer: None))
+    every(batch(torch.int32, ungated))
+    every(batch(torch.int64, [].append))
+    assert len(graphs) == 7  # four parts of a layer, the head's among them; the last norm, the positions, and what feeds a head
 
 
 def test_equal_products_are_merged_and_others_are_not() -> None:

@@ -5,7 +5,7 @@ Knows nothing of requests; what a batch looks like travels with the call, as an 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.nn.functional import pad
@@ -24,6 +24,42 @@ _CHUNK = 256
 # Arguments that models pass along and that say nothing which the batch does not say.
 _KNOWN = frozenset({"position_ids", "position_embeddings", "use_cache", "is_causal", "output_router_logits"})
 _MEANING = {"s_aux": "attention sinks", "indices": "sparse attention", "position_bias": "a position bias"}
+
+
+class Attended(Protocol):
+    """What the hook needs of a batch: see `AttentionBatch`."""
+
+    @property
+    def slots(self) -> torch.Tensor:
+        """See there."""
+        ...
+
+    def layer(self, index: int) -> torch.Tensor:
+        """See there."""
+        ...
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        layer: int,
+        *,
+        scale: float,
+        sliding_window: int | None = None,
+        softcap: float | None = None,
+    ) -> torch.Tensor:
+        """See there."""
+        ...
+
+
+class Unseen:
+    """A batch on its way through a module that may be compiled. The compiler looks into a dataclass, and compiles again for each that differs in a
+    dtype, in what it calls before a layer, or in its class.
+    """
+
+    def __init__(self, batch: Attended) -> None:
+        self.batch = batch
 
 
 class PagedModel:
@@ -91,7 +127,7 @@ class PagedModel:
             missing = padded_length(len(tokens)) - len(tokens)
             tokens, positions = pad(tokens, (0, missing)), pad(positions, (0, missing))
         logits: torch.Tensor = self.module(
-            input_ids=tokens[None], position_ids=positions[None], use_cache=False, logits_to_keep=logit_rows, paged_batch=batch
+            input_ids=tokens[None], position_ids=positions[None], use_cache=False, logits_to_keep=logit_rows, paged_batch=Unseen(batch)
         ).logits
         return logits[0]
 
@@ -117,7 +153,7 @@ def paged_attention_hook(
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
     *,
-    paged_batch: AttentionBatch | None = None,
+    paged_batch: Unseen | None = None,
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
@@ -137,16 +173,17 @@ def paged_attention_hook(
         raise ModelError("it builds an attention mask of its own, which paged attention would ignore")
     if not getattr(module, "is_causal", True):
         raise ModelError("its attention is not causal: KV in a pool cannot change once it is written")
-    pool = paged_batch.layer(module.layer_idx)
+    batch = paged_batch.batch
+    pool = batch.layer(module.layer_idx)
     if key.dtype != pool.dtype or not key.shape[1::2] == value.shape[1::2] == pool.shape[-2:]:
         raise ModelError(
             f"layer {module.layer_idx} has keys {tuple(key.shape[1::2])} and values {tuple(value.shape[1::2])} in {key.dtype}, the pool holds "
             f"{tuple(pool.shape[-2:])} in {pool.dtype}: all layers, keys and values must be alike"
         )
-    count = len(paged_batch.slots)  # the rest is padding: it writes nothing, attends to nothing and is thrown away
+    count = len(batch.slots)  # the rest is padding: it writes nothing, attends to nothing and is thrown away
     q, k, v = (states[0, :, :count].transpose(0, 1) for states in (query, key, value))
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
-    seen = paged_batch.attend(q, k, v, module.layer_idx, scale=scale, sliding_window=sliding_window, softcap=softcap)
+    seen = batch.attend(q, k, v, module.layer_idx, scale=scale, sliding_window=sliding_window, softcap=softcap)
     return (pad(seen, (0, 0, 0, 0, 0, query.shape[2] - count)) if query.shape[2] > count else seen)[None], None
 
 

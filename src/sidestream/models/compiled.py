@@ -40,7 +40,7 @@ def compile_layers(model: PagedModel | MtpHead, *, backend: str | Callable[..., 
                 _join(part, names)
     AttentionInterface.register(_OUTSIDE, torch.compiler.disable(adapter.paged_attention_hook))  # type: ignore[no-untyped-call]
     _module(model).config._attn_implementation = _OUTSIDE
-    options: Any = {"joint_custom_pre_pass": _MergeProducts()} if backend == "inductor" else None
+    options: Any = {"joint_custom_pre_pass": _MERGE_PRODUCTS} if backend == "inductor" else None
     for part in (*decoder_layers(model), *_around(model)):
         part.compile(dynamic=True, backend=backend, options=options)
     if isinstance(model, MtpHead):
@@ -136,3 +136,7 @@ class _MergeProducts(CustomGraphPass):
     def uuid(self) -> Any:
         """What the cache of compiled graphs knows this pass by."""
         return get_hash_for_files((str(Path(__file__)),))
+
+
+# One for all: what was compiled with another one is compiled again.
+_MERGE_PRODUCTS = _MergeProducts()

@@ -25,7 +25,7 @@ from torch.nn.functional import pad
 
 from sidestream.attention.paged import AttentionBatch
 from sidestream.errors import ModelError
-from sidestream.models.adapter import PagedModel, padded_length
+from sidestream.models.adapter import PagedModel, Unseen, padded_length
 from sidestream.models.loader import local_directory
 from sidestream.models.weights import pack_linears
 
@@ -100,14 +100,14 @@ class MtpHead(nn.Module):
     def step(self, tokens: Tensor, before: Tensor, positions: Tensor, batch: AttentionBatch) -> tuple[Tensor, Tensor]:
         """The same over the block pool, packed: both `[T, hidden_size]`; KV is in the pool afterwards, in layer `layer_index`."""
         count = len(tokens)
-        predicts, feeds = self(*_padded(tokens, before, positions), attention_mask=None, paged_batch=batch)
+        predicts, feeds = self(*_padded(tokens, before, positions), attention_mask=None, paged_batch=Unseen(batch))
         return predicts[0, :count], feeds[0, :count]
 
     @torch.inference_mode()
     def keep_up(self, tokens: Tensor, before: Tensor, positions: Tensor, batch: AttentionBatch) -> None:
         """`step` as far as to keys and values: they are in the pool afterwards, and nothing is predicted."""
         with contextlib.suppress(_Written):
-            self._through(*_padded(tokens, before, positions), attention_mask=None, paged_batch=_KeysAndValues(batch))
+            self._through(*_padded(tokens, before, positions), attention_mask=None, paged_batch=Unseen(_KeysAndValues(batch)))
 
     def logits(self, predicts: Tensor) -> Tensor:
         """Of the tokens that `predicts`, `[..., hidden_size]`, predicts: `[..., vocab_size]`."""
