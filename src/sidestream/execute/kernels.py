@@ -8,8 +8,8 @@ import triton
 import triton.language as tl
 
 LANES = tl.constexpr(128)
-# Parts of a frame: where one begins depends on its shape, and is no reason to compile another variant.
-_NUMBERS = ["tokens", "positions", "token_rows", "kv_lens", "rows", "places", "blocks", "draws", "firsts", "starts", "origins"]
+# Parts of a frame, or of what a flight brings with it: where one begins depends on the others, and is no reason to compile another variant.
+_NUMBERS = ["tokens", "positions", "token_rows", "kv_lens", "rows", "places", "blocks", "draws", "firsts", "starts", "origins", "slots"]
 
 
 @triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=_NUMBERS)
