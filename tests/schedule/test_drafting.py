@@ -28,7 +28,7 @@ def flat(ratio: float) -> Callable[[int], float]:
 def fly(policy: DraftPolicy, rows: Sequence[DraftRecord], takes: Callable[[int], float], *, most: int = 4) -> list[int]:
     """One flight: what each row gets."""
     policy.prepare(len(rows))
-    counts = [policy.choose(row, most=most) for row in rows]
+    counts = policy.choose(rows, [most] * len(rows))
     policy.saw_flight(len(rows), max(counts), takes(max(counts)))
     return counts
 
@@ -118,7 +118,7 @@ def test_a_flight_that_was_to_be_measured_and_was_not_does_not_end_drafting() ->
     counts = []
     for _ in range(50):
         policy.prepare(4)
-        counts.append(policy.choose(rows[0], most=4))
+        counts += policy.choose(rows[:1], [4])
     assert counts.count(0) <= 1
 
 
@@ -158,5 +158,5 @@ def test_a_record_follows_what_became_of_its_drafts() -> None:
 def test_without_adapting_a_row_always_gets_what_there_may_be(most: int) -> None:
     policy = DraftPolicy(3, adaptive=False)
     policy.prepare(1)
-    assert policy.choose(record(0.0), most=8) == 3
-    assert policy.choose(record(0.0), most=most) == most
+    assert policy.choose([record(0.0)], [8]) == [3]
+    assert policy.choose([record(0.0)], [most]) == [most]

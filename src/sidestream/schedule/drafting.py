@@ -8,6 +8,7 @@ Both sides are measured.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from operator import mul
@@ -45,14 +46,14 @@ class DraftRecord:
     idle: int = 0
 
     def saw(self, drafted: int, accepted: int) -> None:
-        """`accepted` of `drafted` leading tokens were right: so many tries went well, and one more did not unless all did."""
-        for right in _tries(drafted, accepted):
-            self.chance += _FRESH * (right - self.chance)
+        """`accepted` of `drafted` leading tokens were right."""
+        self.chance = _after(self.chance, drafted, accepted, _FRESH)
 
 
-def _tries(drafted: int, accepted: int) -> list[bool]:
-    """What so many right drafts say, one by one."""
-    return [True] * accepted + [False] * (accepted < drafted)
+def _after(chance: float, drafted: int, accepted: int, fresh: float) -> float:
+    """A mean with a weight of `fresh` for the newest try, after some that went well, and one more that did not unless all did."""
+    chance = 1 - (1 - chance) * (1 - fresh) ** accepted
+    return chance if accepted == drafted else chance * (1 - fresh)
 
 
 @dataclass(slots=True)
@@ -113,8 +114,9 @@ class DraftPolicy:
         self._num_begun = 0
         self._flights: dict[int, _Flights] = {}
         self._rows = _Rows(0, [])
+        self._num_rows = 0
         self._depth = most
-        self._least = [_LEAST_CHANCE] * most
+        self._least = [_LEAST_CHANCE] * most  # chance above which a row gets its first, second, … draft
 
     def newcomer(self) -> DraftRecord:
         """Of a new request, of which nothing is known but how others fared."""
@@ -124,13 +126,12 @@ class DraftPolicy:
     def saw(self, record: DraftRecord, drafted: int, accepted: int) -> None:
         """What became of one request's drafts in a flight, see `DraftRecord.saw`."""
         record.saw(drafted, accepted)
-        for right in _tries(drafted, accepted):
-            self._usual += _FRESH_USUAL * (right - self._usual)
+        self._usual = _after(self._usual, drafted, accepted, _FRESH_USUAL)
 
     def prepare(self, num_rows: int) -> None:
-        """A flight is planned in which `num_rows` rows decode; `choose` is asked for each of them."""
+        """A flight is planned in which `num_rows` rows decode; `choose` is asked for those that may have drafts."""
         flights, rows = self._of(num_rows), self._rows
-        self._rows = _Rows(num_rows, [])
+        self._num_rows = num_rows
         self.measuring = flights.seconds[0] is None or flights.drafted >= _MEASURE_FLIGHTS
         if self.measuring:
             self._depth = flights.drafted = 0
@@ -139,28 +140,33 @@ class DraftPolicy:
         # By the rows of the flight before: they are mostly the same.
         chances = rows.right(self.most) if rows.count else [self._usual ** (at + 1) for at in range(self.most)]
         self._depth = max(range(self.most + 1), key=lambda depth: (1 + sum(chances[:depth])) / ratios[depth])
-        self._least = [min(max(_SHARE * (more - less), _LEAST_CHANCE), _MOST_CHANCE) for less, more in pairwise(ratios)]
+        least = [min(max(_SHARE * (more - less), _LEAST_CHANCE), _MOST_CHANCE) for less, more in pairwise(ratios)]
         patience = _FIRST_TRY_FLIGHTS if flights.seconds[-1] is None else _RETRY_FLIGHTS
         if flights.shallow >= patience * ratios[-1]:
-            self._depth, self._least = self.most, [_LEAST_CHANCE] * self.most
+            self._depth, least = self.most, [_LEAST_CHANCE] * self.most
+        self._least = [chance ** (1 / count) for count, chance in enumerate(least, 1)]
         flights.shallow = 0 if self._depth == self.most else flights.shallow + 1
 
-    def choose(self, record: DraftRecord, *, most: int) -> int:
-        """For one row of the flight that was prepared; `most`: what its own bounds leave."""
+    def choose(self, records: Sequence[DraftRecord], most: Sequence[int]) -> list[int]:
+        """For the rows of the flight that was prepared; `most`: what their own bounds leave."""
         if not self.adaptive:
-            return max(0, min(most, self.most))
-        self._rows.chances.append(record.chance)  # also where its end is near: it will be another's turn
-        if not self._depth or most <= 0:
-            return 0
-        chance, count = record.chance, 0
-        for at in range(min(self._depth, most)):
-            if chance > self._least[at]:
-                count = at + 1
-            chance *= record.chance
-        record.idle = 0 if count else record.idle + 1
-        if record.idle > _PROBE_FLIGHTS:
-            count, record.idle = 1, 0
-        return count
+            return [max(0, min(each, self.most)) for each in most]
+        chances = [record.chance for record in records]
+        self._rows = _Rows(self._num_rows, chances)  # also where an end is near: it will be another's turn
+        depth, least, counts = self._depth, self._least, [0] * len(chances)
+        if not depth:
+            return counts
+        for at, (record, chance, each) in enumerate(zip(records, chances, most, strict=True)):
+            count = depth if each > depth else each
+            while count > 0 and chance <= least[count - 1]:
+                count -= 1
+            if count > 0:
+                counts[at], record.idle = count, 0
+            elif each > 0:
+                record.idle += 1
+                if record.idle > _PROBE_FLIGHTS:
+                    counts[at], record.idle = 1, 0
+        return counts
 
     def saw_flight(self, num_rows: int, depth: int, seconds: float) -> None:
         """A flight of rows that decode took so long; `depth`: drafts of the row that has most."""

@@ -346,31 +346,41 @@ class Scheduler:
 
     def _plan_decodes(self, requests: Sequence[Request], draft: _Draft) -> None:
         """A row for each that may have one. Nearly always it is one token, in a block that the last flight was told of: those are planned here."""
-        size, running, plain, new = self.limits.block_tokens, State.RUNNING, draft.decodes.append, tuple.__new__
-        for request in requests:
+        size, running, plain, drafting, new = self.limits.block_tokens, State.RUNNING, draft.decodes, draft.drafting, tuple.__new__
+        for request, (drafts, reason) in zip(requests, self._choose_drafts(requests), strict=True):
             if request.state is not running:  # it was retracted for an older one
                 continue
-            drafts, reason = self._choose_drafts(request) if request.max_drafts else (0, "")
-            start, table = request.launched_len, request.table
-            if drafts or request.drafts_on_way or start >= len(table) * size:
+            start, on_way, table = request.launched_len, request.drafts_on_way, request.table
+            stop = start + 1 + drafts
+            if stop > len(table) * size:
                 self._plan_decode(request, drafts, reason, draft)
                 continue
             assert request.row is not None
             outputs, row = request.launched_outputs, request.row.ids[0]
             # What a call of the class comes to, at half the time.
-            plain(new(RowPlan, (request.id, row, request.epoch, start, start + 1, None, table, True, outputs, None, 0)))
-            request.launched_len = start + 1
-            request.launched_outputs = outputs + 1
+            plan = new(RowPlan, (request.id, row, request.epoch, start - on_way, stop, None, table, True, outputs - on_way, None, drafts))
+            request.launched_len = stop
+            request.launched_outputs = outputs + 1 + drafts
+            if drafts or on_way:
+                request.drafts_on_way = on_way + drafts
+                draft.speculates = True
+            (drafting if drafts else plain).append(plan)
             if reason:
                 draft.undrafted[reason] += 1
 
-    def _choose_drafts(self, request: Request) -> tuple[int, str]:
-        """How many tokens to draft for it, and if none, why."""
-        most = min(request.max_drafts, request.max_outputs - request.launched_outputs - 1)
-        drafts = self._drafts.choose(request.drafting, most=most)
-        if drafts:
-            return drafts, ""
-        return 0, "end" if most <= 0 else "measuring" if self._drafts.measuring else "chance"
+    def _choose_drafts(self, requests: Sequence[Request]) -> Iterable[tuple[int, str]]:
+        """How many tokens to draft for each, and where there are none though there might be, why."""
+        asked = [request for request in requests if request.max_drafts]
+        if not asked:
+            return [(0, "")] * len(requests)
+        most = [min(request.max_drafts, request.max_outputs - request.launched_outputs - 1) for request in asked]
+        counts = self._drafts.choose([request.drafting for request in asked], most)
+        none = (0, "measuring" if self._drafts.measuring else "chance")
+        chosen = [(count, "") if count else none if each > 0 else (0, "end") for count, each in zip(counts, most, strict=True)]
+        if len(asked) == len(requests):
+            return chosen
+        left = iter(chosen)
+        return [next(left) if request.max_drafts else (0, "") for request in requests]
 
     def _plan_decode(self, request: Request, drafts: int, reason: str, draft: _Draft) -> None:
         """One token, and drafts behind it if there is room for them without taking anybody else's. `reason`: why there are none."""
