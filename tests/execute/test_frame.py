@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from sidestream.execute.follow import FROM_ROW, origin_of
-from sidestream.execute.frame import Frame, Shape, TableKeeper, pack, shape_of, smallest
+from sidestream.execute.frame import Frame, Shape, TableKeeper, fitting, pack, shape_of
 from sidestream.execute.inputs import Packer
 from sidestream.execute.state import DecodeState
 from sidestream.kv.layout import KVLayout
@@ -117,6 +117,10 @@ def test_a_chunk_of_one_token_is_no_row_that_decodes() -> None:
     assert shape_of(batch) == (1, 1, 1, 0)
 
 
+def smallest(shapes: list[Shape], decodes: int, chunks: int, tokens: int, drafts: int = 0, together: int = 0) -> Shape | None:
+    return next((shape for shape in fitting(shapes, decodes, chunks, tokens, drafts) if together <= shape.all_drafts), None)
+
+
 def test_the_shape_with_the_least_padding_is_chosen() -> None:
     shapes = Shape.all_of(max_rows=40, chunk_tokens=256, max_tokens=300)
     assert smallest(shapes, 3, 0, 0) == Shape(4)
@@ -133,6 +137,13 @@ def test_the_shape_with_the_least_padding_is_chosen() -> None:
     assert smallest(drafting, 3, 0, 0) == Shape(4)
     assert smallest(drafting, 3, 0, 0, 2) == Shape(4, 0, 4)
     assert smallest(drafting, 9, 2, 200, 1) == Shape(40, 256, 4)
+    assert smallest(drafting, 16, 0, 0, 4, 16) == Shape(16, 0, 4, 16)
+    assert smallest(drafting, 16, 0, 0, 1, 17) == Shape(24, 0, 4, 24)
+    assert smallest(drafting, 9, 0, 0, 1, 1) == Shape(16, 0, 4, 16)
+    assert smallest(drafting, 8, 0, 0, 1, 1) == Shape(16, 0, 4, 16)
+    assert smallest(drafting, 4, 0, 0, 1, 1) == Shape(4, 0, 4)
+    assert smallest(drafting, 40, 0, 0, 4, 41) == Shape(40, 0, 4)
+    assert Shape(16, 0, 4, 16).num_tokens == 32
 
 
 def test_tables_change_where_a_row_got_blocks_or_another_owner() -> None:

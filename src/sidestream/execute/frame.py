@@ -26,6 +26,8 @@ Numbers = npt.NDArray[np.int64]
 # Chunks of prefill that one flight of a captured shape has, at least and at most: as many as there are, if they are short prompts.
 _CHUNKS, _MOST_CHUNKS = 8, 64
 _CHUNK_TOKENS = 16
+# From so many rows on, a flight with few drafts has a shape of its own.
+_MANY_ROWS = 16
 SHORT_TOKENS = 16
 """A flight with so few tokens of prefill reduces them in splits, like rows that decode: what a cache did not supply is a few tokens over many."""
 
@@ -36,12 +38,19 @@ class Shape:
 
     decodes   rows that decode, a token each
     tokens    of prefill, all chunks together
-    drafts    of each row that decodes
+    drafts    of each row that decodes, at most
+    together  of all of them together, at most; 0: as many as they may have each
     """
 
     decodes: int
     tokens: int = 0
     drafts: int = 0
+    together: int = 0
+
+    @property
+    def all_drafts(self) -> int:
+        """Drafts of all rows together."""
+        return self.together or self.decodes * self.drafts
 
     @property
     def chunks(self) -> int:
@@ -61,7 +70,7 @@ class Shape:
     @property
     def places(self) -> int:
         """Where a token may be drawn."""
-        return self.decodes * (1 + self.drafts) + self.chunks
+        return self.decodes + self.all_drafts + self.chunks
 
     @property
     def short_rows(self) -> int:
@@ -95,7 +104,8 @@ class Shape:
     def all_of(cls, *, max_rows: int, chunk_tokens: int, max_tokens: int, drafts: int = 0) -> list[Shape]:
         """Those worth a graph each, for up to `max_rows` rows at once and up to `max_tokens` tokens of prefill; the most used first.
 
-        A whole chunk of prefill is not padded. With drafts, rows that decode have graphs for `drafts` of them beside those for none.
+        A whole chunk of prefill is not padded. With drafts, rows that decode have graphs for `drafts` of them beside those for none, and many rows
+        also for a quarter of that: where few of them draft, most of what is computed would be padding.
         """
         decodes = [count for count in (1, 2, 4, *range(8, 64, 8), *range(64, 128, 16), *range(128, 1024, 32)) if count < max_rows]
         tokens = [
@@ -104,6 +114,7 @@ class Shape:
         beside = [count for count in (0, 8, 32, 128) if count < max_rows]
         return [
             *(cls(count, 0, number) for number in sorted({0, drafts}) for count in (*decodes, max_rows)),
+            *(cls(count, 0, drafts, count * drafts // 4) for count in (*decodes, max_rows) if drafts and count >= _MANY_ROWS),
             *(cls(max_rows, count, drafts) for count in (*sorted(set(tokens)), max_tokens) if drafts),
             *(cls(rows, count) for rows in (*beside, max_rows) for count in (*sorted(set(tokens)), max_tokens)),
         ]
@@ -290,7 +301,6 @@ class TableKeeper:
         self._held = [()] * len(self._held)
 
 
-def smallest(shapes: Sequence[Shape], decodes: int, chunks: int, tokens: int, drafts: int = 0) -> Shape | None:
-    """The one with the least padding that fits; None: none does."""
-    fitting = [shape for shape in shapes if shape.fits(decodes, chunks, tokens, drafts)]
-    return min(fitting, key=lambda shape: (shape.num_tokens, shape), default=None)
+def fitting(shapes: Sequence[Shape], decodes: int, chunks: int, tokens: int, drafts: int = 0) -> list[Shape]:
+    """Those that such a batch has room in, if it has as many drafts as they hold together; the one with the least padding first."""
+    return sorted((shape for shape in shapes if shape.fits(decodes, chunks, tokens, drafts)), key=lambda shape: (shape.num_tokens, shape))

@@ -20,7 +20,7 @@ from sidestream.device.base import Device, Graph, Stream
 from sidestream.errors import InvariantError, OutOfDeviceMemory
 from sidestream.execute.follow import PackedRows
 from sidestream.execute.forward import Computed, Forward, Proposed
-from sidestream.execute.frame import SHORT_TOKENS, Frame, Numbers, Shape, pack, shape_of, smallest
+from sidestream.execute.frame import SHORT_TOKENS, Frame, Numbers, Shape, fitting, pack, shape_of
 from sidestream.execute.likeliest import draw_likeliest
 from sidestream.execute.mailbox import Mailbox
 from sidestream.execute.state import DecodeState
@@ -98,7 +98,7 @@ class Graphs:
         self._partials = partials
         self._state = state
         self._captured: dict[Shape, Captured] = {}
-        self._fitting: dict[tuple[int, int, int, int], Captured | None] = {}
+        self._fitting: dict[tuple[int, int, int, int], list[Captured]] = {}
         self._groups: list[range] = []
         self._events: list[GateEvent] = []
         if gate_layers:
@@ -140,9 +140,9 @@ class Graphs:
             return None
         wanted = shape_of(batch)
         if wanted not in self._fitting:
-            shape = smallest(self.shapes, *wanted)
-            self._fitting[wanted] = None if shape is None else self._captured[shape]
-        return self._fitting[wanted]
+            self._fitting[wanted] = [self._captured[shape] for shape in fitting(self.shapes, *wanted)]
+        drafts = sum(row.drafts for row in batch.rows) if wanted[3] else 0
+        return next((captured for captured in self._fitting[wanted] if drafts <= captured.frame.shape.all_drafts), None)
 
     def close_gates(self, gates: LayerGates) -> None:
         """Have the next replay of a gated graph wait for these loads, each group of layers for its own."""
