@@ -15,6 +15,7 @@ from sidestream.attention.triton import DeviceBatch, Partials
 from sidestream.engine import build
 from sidestream.execute.executor import Executor
 from sidestream.execute.frame import SHORT_TOKENS, Shape
+from sidestream.speculate import devices
 from sidestream.testing.tiny_models import save_head, tiny_model_dir
 
 pytest.importorskip("triton", reason="triton is not installed: it comes with torch on Linux x86-64, or with the dev extra")
@@ -46,6 +47,11 @@ def batches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[DeviceBatch]]:
     monkeypatch.setattr(build, "Executor", Interpreted)
     yield seen
     assert all(isinstance(batch, DeviceBatch) for batch in seen)
+
+
+def kernels_run_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From now on, what a GPU does by kernels beside the model is done by them here, in the interpreter."""
+    monkeypatch.setattr(devices, "has_kernels", lambda tensor: True)
 
 
 @pytest.fixture(scope="module", params=["qwen3", "gemma2"])
@@ -175,7 +181,7 @@ def test_warm_up_says_what_a_flight_raised(model: Path, batches: list[DeviceBatc
 @pytest.mark.parametrize("model", ["qwen3"], indirect=True)
 @pytest.mark.parametrize("proposer", ["mtp", "draft"])
 def test_drafting_flights_of_a_gpu_give_the_same_tokens_eager_and_captured(
-    model: Path, proposer: str, batches: list[DeviceBatch], tmp_path: Path
+    model: Path, proposer: str, batches: list[DeviceBatch], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prompts = [PROMPTS[2], PROMPTS[2][::-1]]
     params = dataclasses.replace(GREEDY, max_tokens=4)
@@ -183,6 +189,7 @@ def test_drafting_flights_of_a_gpu_give_the_same_tokens_eager_and_captured(
         plain.setattr(build, "Executor", Executor)
         with engine(model) as llm:
             expected = [output.token_ids for output in llm.generate(prompts, params)]
+    kernels_run_here(monkeypatch)
     if proposer == "mtp":
         speculative = SpeculativeConfig("mtp", 2, adaptive=False, head=save_head(model, tmp_path / "head.safetensors", seed=1))
     else:
@@ -203,4 +210,4 @@ def test_drafting_flights_of_a_gpu_give_the_same_tokens_eager_and_captured(
         assert [output.token_ids for output in llm.generate(prompts, params)] == expected
         assert llm.metrics.value("draft_tokens_total", proposer) > drafted
         assert batches == []  # nothing ran eagerly
-        assert {2 * 3, 2 + 1, 16} <= set(rows)
+        assert {2 * 3, 16} <= set(rows)

@@ -24,6 +24,7 @@ def compiled(kernel: Any, *types: str, **constants: bool) -> None:
 
 
 compiled(execute.change_tables, LONG, LONG, INT, "i32")
+compiled(execute.standing, *[LONG] * 6, INT, BF16, *[LONG] * 3, "*u8", INT, BF16, *["i32"] * 3)
 for drafts in (True, False):
     compiled(execute.inputs, *[LONG] * 7, INT, *[LONG] * 5, INT, *["i32"] * 5, DRAFTS=drafts)
 for padded in (True, False):

@@ -173,3 +173,22 @@ def test_a_frames_changes_are_part_of_its_numbers() -> None:
     frame = framed(numbers, Shape(9, 60), "cpu")
     assert frame.places.tolist() == [5, 9] + [-1] * (Shape(9, 60).rows - 2)
     assert frame.blocks[:2].tolist() == [70, 71]
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_where_rows_stand_that_are_to_be_drafted_for(seed: int) -> None:
+    rng, draws = random.Random(seed), torch.Generator().manual_seed(seed)
+    state, shape = DecodeState(ROWS, 300, hidden_size=rng.choice([0, 5, 200])), Shape(9, 0, 3)
+    state.hold_tables(rng.choice([WIDTH, 200]))
+    state.tables.copy_(torch.randint(500, state.tables.shape, generator=draws))
+    state.hidden.copy_(torch.randn(state.hidden.shape, generator=draws))
+    state.last.copy_(torch.arange(ROWS + 1) + 50)
+    batch = batch_within_bounds(rng, 3)
+    batch = replace(batch, rows=tuple(row for row in batch.rows if row.tokens is None))
+    for row in batch.rows:
+        state.lengths[row.row] = 27 if row.is_certain else rng.randint(row.start, row.stop - row.num_tokens)
+    numbers = pack(batch, shape, nobody=state.nobody, block_tokens=BLOCK_TOKENS)
+
+    wanted = framed(numbers, shape, "cpu").standing(state, shape.decodes)
+    for got, expected in zip(launch.standing(framed(numbers, shape, HERE), over_there(state)), wanted, strict=True):
+        equal(got, expected)

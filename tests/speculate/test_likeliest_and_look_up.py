@@ -50,7 +50,7 @@ def test_what_followed_the_longest_run(seed: int, longest: int, shortest: int) -
     history = torch.randint(rng.choice([2, 5, 60]), (7, width + 1), generator=draws, dtype=torch.int32)
     rows = torch.tensor(rng.sample(range(7), 4))
     lengths = torch.tensor([1, 2, width, rng.randint(1, width)])
-    context = Context(history[:, :-1], rows, lengths, torch.empty(4, 0), lambda positions: pytest.fail("it attends"))
+    context = Context(history[:, :-1], rows, lengths, rows, torch.empty(4, 0), lambda positions: pytest.fail("it attends"))
 
     wanted = NgramProposer(longest=longest, shortest=shortest).propose(context, 5)
     got = launch.look_up(history.to(HERE)[:, :-1], rows.to(HERE), lengths.to(HERE), 5, longest=longest, shortest=shortest)

@@ -23,7 +23,14 @@ def looked_up(tokens: list[int], count: int, longest: int, shortest: int) -> lis
 
 def given(history: torch.Tensor, lengths: torch.Tensor) -> Context:
     """It reads no hidden states, and attends to nothing."""
-    return Context(history, torch.arange(len(lengths)), lengths, torch.empty(len(lengths), 0), lambda positions: pytest.fail("it attends"))
+    return Context(
+        history,
+        torch.arange(len(lengths)),
+        lengths,
+        history[:, 0],
+        torch.empty(len(lengths), 0),
+        lambda positions: pytest.fail("it attends"),
+    )
 
 
 def proposed(rows: list[list[int]], count: int, *, garbage: int = 9, **options: int) -> list[list[int]]:

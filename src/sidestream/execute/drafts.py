@@ -77,6 +77,7 @@ class Drafts:
             history=state.history[:, :-1],
             rows=where,
             lengths=lengths + 1,
+            tokens=state.last[where],
             hidden=state.hidden[where],
             attend=lambda positions: attend(in_flight, positions, last),
         )

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from sidestream.execute.state import DecodeState
 from sidestream.kv.layout import KVLayout
+from sidestream.speculate import devices
 from sidestream.types import RowPlan
 
 FROM_ROW, NOTHING = -1, -2
@@ -56,7 +57,7 @@ class HiddenStates:
 
     def before(self, hidden: Tensor, rows: PackedRows) -> Tensor:
         """The hidden state at the position before each packed token: `[T, hidden_size]`, from those of this flight, `hidden` `[T, hidden_size]`."""
-        if hidden.is_cuda:
+        if devices.has_kernels(hidden):
             from sidestream.execute import launch  # Triton, which a CPU does not need
 
             return launch.before(hidden, rows, self._state.hidden, self._by_block)
@@ -69,7 +70,7 @@ class HiddenStates:
 
     def keep(self, hidden: Tensor, rows: PackedRows, *, positions: Tensor, slots: Tensor) -> None:
         """Write what blocks hold, and leave to each row that of its last packed token. positions, slots int64 `[T]`, slot -1: nobody's."""
-        if hidden.is_cuda:
+        if devices.has_kernels(hidden):
             from sidestream.execute import launch
 
             launch.keep(hidden, rows, self._state.hidden, self._by_block, positions=positions, slots=slots, block_tokens=self._size)

@@ -14,7 +14,7 @@ from sidestream.device.base import Stream
 from sidestream.execute.follow import HiddenStates, PackedRows
 from sidestream.execute.model import ForwardModel
 from sidestream.execute.state import DecodeState
-from sidestream.speculate import Proposer, Shown
+from sidestream.speculate import Proposer, Shown, devices
 
 
 class Proposed(NamedTuple):
@@ -121,7 +121,7 @@ class Forward:
         nobody   bool `[n]`: rows that write nothing and see nothing, which attention by torch does not know; None: there are none
         """
         count, size = len(positions), self._model.layout.block_tokens
-        if tables.is_cuda:
+        if devices.has_kernels(tables):
             from sidestream.execute import launch  # Triton, which a CPU does not need
 
             slots, lengths = launch.one_token_each(tables, positions, last, nobody, block_tokens=size)

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from sidestream.execute.follow import FROM_ROW, origin_of
 from sidestream.execute.state import DecodeState
+from sidestream.speculate import devices
 from sidestream.types import BatchPlan, RowPlan
 
 Numbers = npt.NDArray[np.int64]
@@ -161,9 +162,22 @@ class Frame:
         buffer = torch.from_numpy(pack(BatchPlan(()), shape, nobody=nobody, block_tokens=1)).to(device)
         return cls(shape, buffer, *torch.split(buffer, shape.sizes))
 
+    def standing(self, state: DecodeState, count: int) -> Standing:
+        """Of the first `count` rows, all of which decode. On the compute stream."""
+        if devices.has_kernels(self.buffer):
+            from sidestream.execute import launch  # Triton, which a CPU does not need
+
+            return Standing(*launch.standing(self, state))
+        rows = self.rows[:count]
+        # Where the row is, by the host if it knows; and as far as it has room.
+        begins, ends = self.positions[self.query_starts[:count]], self.kv_lens[:count]
+        lengths = torch.where(begins < 0, state.lengths[rows], begins)
+        bounds = (torch.where(ends < 0, lengths - ends, ends) - 1).clamp(min=0)  # rows of padding have none
+        return Standing(state.last[rows], lengths + 1, bounds, rows == state.nobody, state.tables[rows], state.hidden[rows])
+
     def inputs(self, state: DecodeState, block_tokens: int, drafts: Tensor | None = None) -> FrameInputs:
         """What the kernels take. `drafts`: int64 `[num_rows + 1, shape.drafts]`, by row. On the compute stream."""
-        if self.buffer.is_cuda:
+        if devices.has_kernels(self.buffer):
             from sidestream.execute import launch  # Triton, which a CPU does not need
 
             return FrameInputs(*launch.inputs(self, state, block_tokens, drafts))
@@ -176,6 +190,25 @@ class Frame:
         blocks = state.tables[self.token_rows, positions // block_tokens]
         slots = torch.where(self.token_rows == state.nobody, -1, blocks * block_tokens + positions % block_tokens)
         return FrameInputs(tokens, positions, kv_lens, slots, state.tables[self.rows])
+
+
+class Standing(NamedTuple):
+    """Where rows that decode stand before a flight.
+
+    tokens    int64 `[R]`: the last one of each
+    lengths   int64 `[R]`: how many tokens each has, that one included
+    bounds    int64 `[R]`: the last position that it has room for
+    nobody    bool `[R]`: padding
+    tables    int32 `[R, max blocks]`
+    hidden    `[R, hidden_size]`
+    """
+
+    tokens: Tensor
+    lengths: Tensor
+    bounds: Tensor
+    nobody: Tensor
+    tables: Tensor
+    hidden: Tensor
 
 
 class TableChanges(NamedTuple):

@@ -224,7 +224,7 @@ class Graphs:
         if self._partials is None:
             return self._run_on_host(frame, before_layer)
         self._state.place(frame.places, frame.blocks)
-        proposed = self._propose(frame, range(frame.shape.decodes))
+        proposed = self._propose(frame, frame.shape.decodes)
         tokens, positions, kv_lens, slots, tables = frame.inputs(self._state, self._kv.shape[3], self._by_row(frame, proposed))
         batch = DeviceBatch(
             kv=self._kv,
@@ -254,9 +254,8 @@ class Graphs:
         """The same without padding, which attention by torch does not know."""
         starts, shape = frame.query_starts.tolist(), frame.shape
         rows = [row for row in range(shape.rows) if starts[row + 1] > starts[row]]
-        decoding = [row for row in rows if row < shape.decodes]
         self._state.place(frame.places, frame.blocks)
-        proposed = self._propose(frame, decoding)
+        proposed = self._propose(frame, sum(row < shape.decodes for row in rows))
         tokens, positions, kv_lens, slots, tables = frame.inputs(self._state, self._kv.shape[3], self._by_row(frame, proposed))
         count = starts[-1]
         if not count:
@@ -281,24 +280,17 @@ class Graphs:
             proposed=proposed,
         )
 
-    def _propose(self, frame: Frame, decoding: Sequence[int]) -> Proposed | None:
-        """Drafts for the rows of the frame that decode, which are its first ones; None: the shape has none."""
+    def _propose(self, frame: Frame, count: int) -> Proposed | None:
+        """Drafts for the first `count` rows of the frame, which decode; None: the shape has none."""
         proposer = self._proposer
-        if proposer is None or not frame.shape.drafts or not decoding:
+        if proposer is None or not frame.shape.drafts or not count:
             return None
-        state = self._state
-        chosen = slice(decoding[0], decoding[-1] + 1)
-        rows, tables = frame.rows[chosen], state.tables[frame.rows[chosen]]
-        nobody = rows == state.nobody
-        # Where the row is, by the host if it knows; and as far as it has room.
-        begins, ends = frame.positions[frame.query_starts[chosen]], frame.kv_lens[chosen]
-        lengths = torch.where(begins < 0, state.lengths[rows], begins)
-        last = (torch.where(ends < 0, lengths - ends, ends) - 1).clamp(min=0)  # rows of padding have none
+        state, rows = self._state, frame.standing(self._state, count)
 
         def attend(positions: Tensor) -> AttentionBatch:
-            return self._forward.one_token_each(tables, positions, last, nobody)
+            return self._forward.one_token_each(rows.tables, positions, rows.bounds, rows.nobody)
 
-        context = Context(state.history[:, :-1], rows, lengths + 1, state.hidden[rows], attend)
+        context = Context(state.history[:, :-1], frame.rows[:count], rows.lengths, rows.tokens, rows.hidden, attend)
         return self._forward.draft(lambda: proposer.propose(context, frame.shape.drafts))
 
     def _by_row(self, frame: Frame, proposed: Proposed | None) -> Tensor | None:

@@ -74,6 +74,48 @@ def inputs(
             tl.store(to_tables + index * width + column, held, mask=column < width)
 
 
+@triton.jit(do_not_specialize=["nobody", "width", "hidden_size"], do_not_specialize_on_alignment=_NUMBERS)
+def standing(
+    positions,
+    starts,
+    kv_lens,
+    rows,
+    last,
+    lengths,
+    tables,
+    hidden,
+    to_tokens,
+    to_lengths,
+    to_bounds,
+    to_nobody,
+    to_tables,
+    to_hidden,
+    nobody,
+    width,
+    hidden_size,
+):
+    """Where one row that decodes is, how far it has room, and what it is drafted from. Grid (rows,)."""
+    at = tl.program_id(0).to(tl.int64)
+    row = tl.load(rows + at)
+    length = tl.load(positions + tl.load(starts + at))
+    if length < 0:
+        length = tl.load(lengths + row)
+    bound = tl.load(kv_lens + at)
+    if bound < 0:
+        bound = length - bound
+    tl.store(to_tokens + at, tl.load(last + row))
+    tl.store(to_lengths + at, length + 1)
+    tl.store(to_bounds + at, tl.maximum(bound - 1, 0))
+    tl.store(to_nobody + at, (row == nobody).to(tl.uint8))
+    for begin in range(0, width, LANES):
+        column = begin + tl.arange(0, LANES)
+        tl.store(to_tables + at * width + column, tl.load(tables + row * width + column, mask=column < width), mask=column < width)
+    for begin in range(0, hidden_size, LANES):
+        lane = begin + tl.arange(0, LANES)
+        values = tl.load(hidden + row * hidden_size + lane, mask=lane < hidden_size)
+        tl.store(to_hidden + at * hidden_size + lane, values, mask=lane < hidden_size)
+
+
 @triton.jit(do_not_specialize=["size", "width"], do_not_specialize_on_alignment=["positions", "bounds", "nobody"])
 def one_token_each(tables, positions, bounds, nobody, slots, kv_lens, size, width, PADDED: tl.constexpr):
     """Where one row's token goes: at its position, or at its bound if that is before. Grid (rows,)."""

@@ -39,6 +39,20 @@ def inputs(frame: Frame, state: DecodeState, block_tokens: int, drafts: Tensor |
     return tokens, positions, kv_lens, slots, tables
 
 
+def standing(frame: Frame, state: DecodeState) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """See `Frame.standing`, for all rows of the shape that decode."""
+    count, width, hidden_size = frame.shape.decodes, state.tables.shape[1], state.hidden.shape[1]
+    tokens, lengths, bounds = (torch.empty_like(frame.rows[:count]) for _ in range(3))
+    nobody = torch.empty(count, dtype=torch.bool, device=frame.rows.device)
+    tables, hidden = state.tables.new_empty(count, width), state.hidden.new_empty(count, hidden_size)
+    grid: Any = kernels.standing[(count,)]
+    grid(
+        frame.positions, frame.query_starts, frame.kv_lens, frame.rows, state.last, state.lengths, state.tables, state.hidden,
+        tokens, lengths, bounds, nobody.view(torch.uint8), tables, hidden, state.nobody, width, hidden_size, num_warps=4,
+    )  # fmt: skip
+    return tokens, lengths, bounds, nobody, tables, hidden
+
+
 def one_token_each(tables: Tensor, positions: Tensor, last: Tensor, nobody: Tensor | None, *, block_tokens: int) -> tuple[Tensor, Tensor]:
     """Slots and KV lengths, both int64 `[n]`: see `Forward.one_token_each`."""
     slots, kv_lens = torch.empty_like(positions), torch.empty_like(positions)

@@ -13,7 +13,7 @@ from sidestream.execute.forward import Computed
 from sidestream.execute.frame import Frame
 from sidestream.execute.sample import Drawn
 from sidestream.execute.state import DecodeState
-from sidestream.speculate import likeliest
+from sidestream.speculate import devices, likeliest
 from sidestream.types import SamplingSpec
 
 
@@ -28,7 +28,7 @@ def draw_likeliest(frame: Frame, computed: Computed, state: DecodeState) -> tupl
     nothing is drafted. Places and rows of padding draw for nobody.
     """
     drawn = Drawn(*likeliest(computed.logits), None)
-    if frame.buffer.is_cuda:
+    if devices.has_kernels(frame.buffer):
         from sidestream.execute import launch  # Triton, which a CPU does not need
 
         counts = launch.advance(frame, computed, drawn.tokens, state)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from sidestream.errors import InvariantError
 from sidestream.execute.upload import Uploads
+from sidestream.speculate import devices
 from sidestream.types import RowStart, SamplingSpec
 
 
@@ -130,7 +131,7 @@ class DecodeState:
 
     def place(self, places: Tensor, blocks: Tensor) -> None:
         """Write block ids at flat places of `tables`, both int64 `[n]`; none at -1."""
-        if places.is_cuda:
+        if devices.has_kernels(places):
             from sidestream.execute import launch  # Triton, which a CPU does not need
 
             launch.place(places, blocks, self.tables)

@@ -31,7 +31,7 @@ class DraftModelProposer:
     def propose(self, context: Context, count: int) -> Tensor:
         """See `Proposer.propose`."""
         positions = context.lengths - 1
-        tokens = context.last_tokens()
+        tokens = context.tokens
         every = torch.arange(len(tokens), device=tokens.device)
         drafts = []
         for _ in range(count):

@@ -23,7 +23,7 @@ class MtpProposer:
     def propose(self, context: Context, count: int) -> Tensor:
         """See `Proposer.propose`."""
         positions = context.lengths - 1
-        tokens, before = context.last_tokens(), context.hidden
+        tokens, before = context.tokens, context.hidden
         drafts = []
         for _ in range(count):
             predicts, before = self.head.step(tokens, before, positions, context.attend(positions))

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from sidestream.speculate import devices
 from sidestream.speculate.proposer import Context, Shown
 
 
@@ -25,7 +26,7 @@ class NgramProposer:
 
     def propose(self, context: Context, count: int) -> Tensor:
         """See `Proposer.propose`. Reads `[R, width]` numbers once for each length of a run."""
-        if context.history.is_cuda:
+        if devices.has_kernels(context.history):
             from sidestream.speculate import launch  # Triton, which a CPU does not need
 
             return launch.look_up(context.history, context.rows, context.lengths, count, longest=self.longest, shortest=self.shortest)

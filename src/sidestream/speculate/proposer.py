@@ -10,7 +10,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from sidestream.attention.paged import AttentionBatch
@@ -23,6 +22,7 @@ class Context:
     history   int32 `[rows of the device, width]`: all tokens of each, its last one included; behind that, whatever was there
     rows      int64 `[R]`: which of them these are
     lengths   int64 `[R]`: how many tokens each has, at least 1 · of a row that never began, whatever it says
+    tokens    int64 `[R]`: the last one of each
     hidden    `[R, hidden_size]`: what the model's last layer left at the token before the last one; for who reads it
     attend    the batch in which each row has one token, at the given positions, int64 `[R]`
     """
@@ -30,12 +30,9 @@ class Context:
     history: Tensor
     rows: Tensor
     lengths: Tensor
+    tokens: Tensor
     hidden: Tensor
     attend: Callable[[Tensor], AttentionBatch]
-
-    def last_tokens(self) -> Tensor:
-        """The last token of each row, int64 `[R]`."""
-        return self.history[self.rows, self.lengths - 1].to(torch.int64)
 
 
 @dataclass(frozen=True, slots=True)

@@ -380,7 +380,7 @@ class ToyItself:
     def propose(self, context: Context, count: int) -> torch.Tensor:
         """See `Proposer.propose`."""
         positions = context.lengths - 1
-        tokens = context.last_tokens()
+        tokens = context.tokens
         every = torch.arange(len(tokens), device=tokens.device)
         drafts = []
         for _ in range(count):
