@@ -165,7 +165,8 @@ class Executor:
         for row in batch.rows:
             if row.begin is not None:
                 self._note(row.row, row.begin.sampling)
-        captured = None if self._graphs is None else self._graphs.find(batch, gated=gated)
+        wanted = decodes, chunks, tokens, _ = shape_of(batch)
+        captured = None if self._graphs is None else self._graphs.find(batch, wanted, gated=gated)
         letter = self._mailbox.address()
         changes = _NO_CHANGES if captured is None else self._tables.changes(batch.rows)
         if captured is None:
@@ -177,7 +178,6 @@ class Executor:
         self._uploads.open(letter.lease.ids[0])
         for fence in after:
             self._stream.wait(fence)
-        decodes, chunks, tokens, _ = shape_of(batch)
         label = f"prefill {tokens}" if chunks else f"decode {decodes}"
         if chunks and decodes:
             label += f" + decode {decodes}"
@@ -186,10 +186,10 @@ class Executor:
             lambda: self._accesses(batch, letter, later=gated or batch.speculates),
             label=label,
         )
-        wanted: tuple[int, ...] = ()
+        top_logprobs: tuple[int, ...] = ()
         if self._wanted_logprobs:
-            wanted = tuple(self._wanted_logprobs.get(row.row, -1) for row in batch.rows if row.samples)
-        return Flight(batch, fence, letter, gated, wanted, launched_s, self._mailbox)
+            top_logprobs = tuple(self._wanted_logprobs.get(row.row, -1) for row in batch.rows if row.samples)
+        return Flight(batch, fence, letter, gated, top_logprobs, launched_s, self._mailbox)
 
     def _note(self, row: int, asked: SamplingSpec) -> None:
         """What the host has to know of how a row draws, from now on."""

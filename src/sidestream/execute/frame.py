@@ -234,10 +234,14 @@ class FrameInputs(NamedTuple):
     tables: Tensor
 
 
+def _num_decodes(batch: BatchPlan) -> int:
+    """Rows that decode: they come first."""
+    return bisect_left(batch.rows, True, key=lambda row: row.tokens is not None)
+
+
 def shape_of(batch: BatchPlan) -> tuple[int, int, int, int]:
     """Rows that decode, chunks of prefill, tokens of prefill, drafts of the row that has most."""
-    rows = batch.rows
-    decodes = bisect_left(rows, True, key=lambda row: row.tokens is not None)
+    rows, decodes = batch.rows, _num_decodes(batch)
     tokens = sum(row.stop - row.start for row in rows[decodes:])
     return decodes, len(rows) - decodes, tokens, max((row.drafts for row in rows), default=0) if batch.speculates else 0
 
@@ -249,7 +253,7 @@ def pack(
 
     changes   of the device's tables, at most as many as the frame has rows
     """
-    rows, (decodes, *_) = batch.rows, shape_of(batch)
+    rows, decodes = batch.rows, _num_decodes(batch)
     numbers = _padding(shape, nobody).copy()
     parts = [numbers[part] for part in _parts(shape)]
     tokens, positions, token_rows, query_starts, kv_lens, frame_rows, origins, logit_rows, draws, firsts, changed, blocks, letters = parts

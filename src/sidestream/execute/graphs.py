@@ -20,7 +20,7 @@ from sidestream.device.base import Device, Graph, Stream
 from sidestream.errors import InvariantError, OutOfDeviceMemory
 from sidestream.execute.follow import PackedRows
 from sidestream.execute.forward import Computed, Forward, Proposed
-from sidestream.execute.frame import SHORT_TOKENS, Frame, Numbers, Shape, fitting, pack, shape_of
+from sidestream.execute.frame import SHORT_TOKENS, Frame, Numbers, Shape, fitting, pack
 from sidestream.execute.likeliest import draw_likeliest
 from sidestream.execute.mailbox import Mailbox
 from sidestream.execute.state import DecodeState
@@ -134,11 +134,10 @@ class Graphs:
                 return
         tell(len(shapes), len(shapes))
 
-    def find(self, batch: BatchPlan, *, gated: bool) -> Captured | None:
-        """The graphs of the shape with the least padding that the batch fits in; None: it runs without one."""
+    def find(self, batch: BatchPlan, wanted: tuple[int, int, int, int], *, gated: bool) -> Captured | None:
+        """The graphs of the shape with the least padding that the batch fits in, whose `shape_of` is `wanted`; None: it runs without one."""
         if gated and not self._groups:
             return None
-        wanted = shape_of(batch)
         if wanted not in self._fitting:
             self._fitting[wanted] = [self._captured[shape] for shape in fitting(self.shapes, *wanted)]
         drafts = sum(row.drafts for row in batch.rows) if wanted[3] else 0
