@@ -23,7 +23,7 @@ from sidestream.execute import launch
 
 HERE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = [pytest.mark.gpu] if HERE == "cuda" else []
-SEEDS = range(80 if HERE == "cuda" else 12)
+SEEDS = range(80 if HERE == "cuda" else 6)
 
 
 def framed(numbers: object, shape: Shape, device: str) -> Frame:
