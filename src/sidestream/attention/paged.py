@@ -44,8 +44,8 @@ class KVShape:
         return kv.view(blocks, -1)[:, -self.values(block_tokens) :].view(blocks, *shape)
 
 
-class AttentionBatch(Protocol):
-    """A packed batch as a model's layers see it: `PagedBatch`, or on a GPU `sidestream.attention.triton.DeviceBatch`."""
+class Attended(Protocol):
+    """What one layer needs of a batch."""
 
     @property
     def slots(self) -> torch.Tensor:
@@ -54,14 +54,6 @@ class AttentionBatch(Protocol):
 
     def layer(self, index: int) -> torch.Tensor:
         """One layer's pool `[blocks, 2, block_tokens, kv_heads, head_dim]`."""
-        ...
-
-    def over(self, shape: KVShape) -> AttentionBatch:
-        """The same rows in the KV of another model, at the end of the same blocks; it waits for nothing."""
-        ...
-
-    def write(self, key: torch.Tensor, value: torch.Tensor, layer: int) -> None:
-        """Write keys and values into the pool, as `attend` does first."""
         ...
 
     def attend(
@@ -76,6 +68,18 @@ class AttentionBatch(Protocol):
         softcap: float | None = None,
     ) -> torch.Tensor:
         """Write keys and values into the pool, then attend; see `paged_attention`."""
+        ...
+
+
+class AttentionBatch(Attended, Protocol):
+    """A packed batch as a model's layers see it: `PagedBatch`, or on a GPU `sidestream.attention.triton.DeviceBatch`."""
+
+    def over(self, shape: KVShape) -> AttentionBatch:
+        """The same rows in the KV of another model, at the end of the same blocks; it waits for nothing."""
+        ...
+
+    def write(self, key: torch.Tensor, value: torch.Tensor, layer: int) -> None:
+        """Write keys and values into the pool, as `attend` does first."""
         ...
 
 

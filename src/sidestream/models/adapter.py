@@ -5,13 +5,13 @@ Knows nothing of requests; what a batch looks like travels with the call, as an 
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.nn.functional import pad
 from transformers import AttentionInterface, PreTrainedConfig
 
-from sidestream.attention.paged import AttentionBatch
+from sidestream.attention.paged import Attended, AttentionBatch
 from sidestream.errors import InvariantError, ModelError
 from sidestream.kv.layout import KVLayout
 
@@ -24,33 +24,6 @@ _CHUNK = 256
 # Arguments that models pass along and that say nothing which the batch does not say.
 _KNOWN = frozenset({"position_ids", "position_embeddings", "use_cache", "is_causal", "output_router_logits"})
 _MEANING = {"s_aux": "attention sinks", "indices": "sparse attention", "position_bias": "a position bias"}
-
-
-class Attended(Protocol):
-    """What the hook needs of a batch: see `AttentionBatch`."""
-
-    @property
-    def slots(self) -> torch.Tensor:
-        """See there."""
-        ...
-
-    def layer(self, index: int) -> torch.Tensor:
-        """See there."""
-        ...
-
-    def attend(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        layer: int,
-        *,
-        scale: float,
-        sliding_window: int | None = None,
-        softcap: float | None = None,
-    ) -> torch.Tensor:
-        """See there."""
-        ...
 
 
 class Unseen:
