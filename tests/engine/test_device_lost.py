@@ -30,7 +30,7 @@ WHY = "the GPU is lost: injected: an illegal memory access was encountered; rest
 
 
 class MortalStream(HostStream):
-    """Once its device is lost, it takes nothing, and says of no fence that was not seen done that it ever will be."""
+    """Once its device is lost, it takes nothing, and says to no host thread of a fence that was not seen done that it ever will be."""
 
     device: MortalDevice
 
@@ -43,6 +43,8 @@ class MortalStream(HostStream):
         return super().has_passed(fence)
 
     def block_until(self, tick: int, timeout_s: float | None) -> bool:
+        if self.device.runs_on(threading.current_thread()):
+            return super().block_until(tick, timeout_s)  # a stream waits for a stream: on a GPU no host thread does, and none is told
         until = time.monotonic() + (PATIENCE_S if timeout_s is None else timeout_s)
         while not super().block_until(tick, 0.001):
             self.device.check("poll")
@@ -72,6 +74,9 @@ class MortalDevice(CpuDevice):
         stream.device = self
         self._streams[name] = stream
         return stream
+
+    def runs_on(self, thread: threading.Thread) -> bool:
+        return any(isinstance(stream, MortalStream) and stream._thread is thread for stream in self._streams.values())
 
     def worker(self, name: str) -> HostStream:
         return super().stream(name)  # of the host, which is not lost
