@@ -15,7 +15,8 @@ from transformers import GenerationConfig, PreTrainedTokenizerFast
 
 from sidestream.errors import ModelError, RequestRejected
 from sidestream.models.catalog import prepared
-from sidestream.text import Detokenizer, StopStrings, Tokenizer, sample_text
+from sidestream.text import Detokenizer, StopStrings, sample_text
+from sidestream.tokenizer import Tokenizer
 
 TEMPLATE = (
     "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}"

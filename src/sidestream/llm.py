@@ -28,7 +28,7 @@ from sidestream.speculate import Proposer
 from sidestream.speculate.draft_model import DraftModelProposer
 from sidestream.speculate.mtp import MtpProposer
 from sidestream.testing.checker import Checker
-from sidestream.text import Tokenizer
+from sidestream.tokenizer import Tokenizer
 from sidestream.types import CachedTokens, Delta, Health, TokenLogprob
 
 Prompt = str | Sequence[int]

@@ -21,7 +21,8 @@ from sidestream.execute.frame import SHORT_TOKENS, Shape
 from sidestream.models import compiled, load_model
 from sidestream.models.catalog import prepared
 from sidestream.testing.tiny_models import FAMILIES, save_head, tiny_model_dir
-from sidestream.text import Tokenizer, sample_text
+from sidestream.text import sample_text
+from sidestream.tokenizer import Tokenizer
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 

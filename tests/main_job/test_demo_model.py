@@ -10,7 +10,8 @@ from transformers import AutoModelForCausalLM
 from sidestream import LLM, OffloadConfig, RequestOutput, SamplingParams
 from sidestream.models import kv_token_bytes
 from sidestream.models.catalog import prepared
-from sidestream.text import Tokenizer, sample_text
+from sidestream.text import sample_text
+from sidestream.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.demo_model
 

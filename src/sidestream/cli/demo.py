@@ -62,7 +62,8 @@ def demo(
 
 def _prompts(path: str) -> tuple[list[int], list[list[int]]]:
     """The question about the text, and what others ask meanwhile: more text than the pool holds beside it."""
-    from sidestream.text import Tokenizer, sample_text
+    from sidestream.text import sample_text
+    from sidestream.tokenizer import Tokenizer
 
     tokenizer, text = Tokenizer.load(path), sample_text()
     question = tokenizer.chat([{"role": "user", "content": f"{text}\n\n{_QUESTION}"}])

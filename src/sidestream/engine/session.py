@@ -29,7 +29,7 @@ class TextSource(Protocol):
 
 
 class TokenSource(Protocol):
-    """What an engine needs of a tokenizer: `sidestream.text.Tokenizer`, or a toy. From any thread."""
+    """What an engine needs of a tokenizer: `sidestream.tokenizer.Tokenizer`, or a toy. From any thread."""
 
     @property
     def eos_ids(self) -> tuple[int, ...]:

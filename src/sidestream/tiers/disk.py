@@ -415,9 +415,11 @@ def _entry_files(directory: Path) -> Iterator[tuple[Key, int, os.DirEntry[str]]]
     """
     present = {path.name for path in directory.iterdir()}
     for prefix in _FAN_OUT:
+        inside = f"{directory}{os.sep}{prefix}"
         if prefix not in present:
-            (directory / prefix).mkdir(mode=0o700)
-        with os.scandir(directory / prefix) as files:
+            Path(inside).mkdir(mode=0o700)
+            continue  # nobody else has the directory
+        with os.scandir(inside) as files:
             for file in files:
                 name = _ENTRY_NAME.fullmatch(file.name.removesuffix(_TEMPORARY))
                 if name is not None and file.is_file(follow_symlinks=False):

@@ -16,7 +16,8 @@ _PROMPT_TOKENS = 32
 def measure(model: str, *, output_tokens: int, rounds: int, dtype: str, tell: Callable[[str], None]) -> list[Figure]:
     """Take turns: ours alone, generate alone, ours with eight at once, generate for the eight one after another."""
     from sidestream.models.catalog import resolve
-    from sidestream.text import Tokenizer, sample_text
+    from sidestream.text import sample_text
+    from sidestream.tokenizer import Tokenizer
 
     path = resolve(model)
     ids = Tokenizer.load(path).encode(sample_text())

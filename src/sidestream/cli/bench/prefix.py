@@ -18,7 +18,8 @@ def measure(model: str, *, prompt_tokens: int, rounds: int, tell: Callable[[str]
     """Ask `rounds` different prompts cold, again when the pool has lost them, and again in a fresh process."""
     from sidestream.models import kv_token_bytes
     from sidestream.models.catalog import resolve
-    from sidestream.text import Tokenizer, sample_text
+    from sidestream.text import sample_text
+    from sidestream.tokenizer import Tokenizer
 
     path = resolve(model)
     ids = Tokenizer.load(path).encode(sample_text())

@@ -91,7 +91,8 @@ def measure(
 
 def _held_out(path: str, count: int) -> list[list[int]]:
     """Prompts, in the model's own chat format where it has one: of different topics, as far as there are so many."""
-    from sidestream.text import Tokenizer, sample_tasks
+    from sidestream.text import sample_tasks
+    from sidestream.tokenizer import Tokenizer
 
     tokenizer, tasks = Tokenizer.load(path), sample_tasks(held_out=True)
     chosen = [tasks[17 * at % len(tasks)] for at in range(count)]

@@ -1,0 +1,225 @@
+"""Text to token ids, messages to token ids, ids to text: a model's tokenizer and its chat template.
+
+Knows nothing of requests or the engine. May be used from any thread.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jinja2
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from sidestream.config import unknown_name
+from sidestream.errors import ModelError, RequestRejected
+from sidestream.text import Detokenizer
+
+_ROLES = ("system", "developer", "user", "assistant", "tool")
+
+
+class Tokenizer:
+    """A model's tokenizer: text to token ids, messages to token ids, ids to text.
+
+    eos_ids      ids that end an answer: those of the generation config (else of the model's config), and the tokenizer's
+    special_ids  ids that stand for no text, such as the end of sequence; `decode` leaves them out
+    byte_ids     ids with which a sentencepiece model spells an unknown character in bytes: <0xE2><0x82><0xAC>
+    vocab_size   one more than the largest id; the model's logits may be wider
+    """
+
+    def __init__(self, backend: PreTrainedTokenizerBase, *, eos_ids: Sequence[int]) -> None:
+        self._backend = backend
+        self._text_of = _text_of(backend)
+        self.eos_ids = tuple(sorted(set(eos_ids)))
+        self.special_ids = _special_ids(backend)
+        self.vocab_size = max(backend.get_vocab().values()) + 1
+        self.byte_ids = _byte_ids(backend.get_vocab())
+        self._lengths: dict[int, int] = {}
+
+    @classmethod
+    def load(cls, model: str) -> Tokenizer:
+        """The tokenizer in a transformers directory or of a hub id. Raises ModelError when there is none that can be read."""
+        try:
+            backend = AutoTokenizer.from_pretrained(model)
+        except Exception as fault:  # transformers raises anything from OSError to KeyError here
+            raise _no_tokenizer(model, _first_line(fault)) from fault
+        if not backend.get_vocab():
+            raise _no_tokenizer(model, "its vocabulary is empty")
+        return cls(backend, eos_ids=_eos_ids(model, backend))
+
+    def check_equal(self, other: Tokenizer, *, name: str) -> None:
+        """Raise ModelError, with both values, unless the draft model `name`'s tokenizer gives every id the same token."""
+        ours, theirs = self._backend.get_vocab(), other._backend.get_vocab()
+        for token, number in sorted(ours.items(), key=lambda item: item[1]):
+            if theirs.get(token) != number:
+                raise ModelError(
+                    f"the draft model {name} has another tokenizer: {token!r} is {theirs.get(token, 'no token')} there, {number} here "
+                    f"({len(theirs)} tokens there, {len(ours)} here); take a draft model of the same family"
+                )
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of `text`, with what the model wants around it (such as a beginning of sequence) if asked.
+
+        Raises RequestRejected when `text` is not valid Unicode.
+        """
+        _check_unicode(text)
+        ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens)
+        return ids
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Text of `token_ids`, without special tokens and with no clean-up of spaces. Bytes that are no character become U+FFFD."""
+        return self._text_of(list(token_ids))
+
+    def length_of(self, token_id: int) -> int:
+        """How many characters one token's text has; asked for every token that is drawn, so it is looked up."""
+        length = self._lengths.get(token_id)
+        if length is None:
+            length = self._lengths[token_id] = len(self.decode([token_id]))
+        return length
+
+    def detokenizer(self) -> Detokenizer:
+        """A fresh incremental `decode`, for one sample."""
+        return Detokenizer(self)
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        **options: Any,
+    ) -> list[int]:
+        """Token ids of a conversation, laid out by the model's chat template.
+
+        messages                each has a role (system, developer, user, assistant, tool) and a content: a string or a list of
+                                parts `{"type": "text", "text": …}`; an assistant's message with tool_calls needs none
+        add_generation_prompt   end with the start of an answer
+        continue_final_message  leave the last message open, for the model to write on
+        options                 variables of the template, such as enable_thinking
+
+        Raises RequestRejected when there is no template, when it refuses the messages, or when it knows no `tools` or option
+        that was given: nothing is ignored silently.
+        """
+        conversation = [_message(index, message) for index, message in enumerate(messages)]
+        if not conversation:
+            raise RequestRejected("messages is empty: give at least one", param="messages")
+        self._check_template(tools, options)
+        try:
+            text = self._backend.apply_chat_template(
+                conversation,
+                tools=_as_dicts(tools),
+                add_generation_prompt=add_generation_prompt and not continue_final_message,
+                continue_final_message=continue_final_message,
+                tokenize=False,
+                **options,
+            )
+        except Exception as fault:  # a template may raise whatever it likes
+            raise RequestRejected(f"the model's chat template refuses these messages: {_first_line(fault)}", param="messages") from fault
+        return self.encode(str(text), add_special_tokens=False)
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether `chat` can work at all."""
+        return self._backend.chat_template is not None
+
+    def _check_template(self, tools: Sequence[Mapping[str, Any]] | None, options: Mapping[str, Any]) -> None:
+        if not self.has_chat_template:
+            raise RequestRejected(
+                "this model has no chat template: ask for a plain completion, or serve a model that is made for chat", param="messages"
+            )
+        if not (tools or options):
+            return
+        template = self._backend.get_chat_template(tools=_as_dicts(tools))
+        known = {word for _, kind, word in jinja2.Environment().lex(template) if kind == "name"}
+        if tools and "tools" not in known:
+            raise RequestRejected("this model's chat template knows no tools: leave them out", param="tools")
+        for name in options:
+            if name not in known:
+                raise RequestRejected(f"this model's chat template has no option {name}: leave it out", param=name)
+
+
+def _text_of(backend: PreTrainedTokenizerBase) -> Callable[[list[int]], str]:
+    """Text of ids, without special tokens and clean-up: by the tokenizer underneath, where transformers adds nothing but five times its time."""
+    fast, kind = PreTrainedTokenizerFast, type(backend)
+    if isinstance(backend, fast) and kind.decode is fast.decode and kind._decode is fast._decode:
+        return functools.partial(backend.backend_tokenizer.decode, skip_special_tokens=True)
+
+    def decode(token_ids: list[int]) -> str:
+        text = backend.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        assert isinstance(text, str)  # a list would mean that ids of several texts were given
+        return text
+
+    return decode
+
+
+def _special_ids(backend: PreTrainedTokenizerBase) -> frozenset[int]:
+    """Ids that decoding leaves out: asked of the tokenizer, not believed from its lists."""
+    listed = {index for index, token in backend.added_tokens_decoder.items() if token.special} | set(backend.all_special_ids)
+    return frozenset(index for index in listed if not backend.decode([index], skip_special_tokens=True, clean_up_tokenization_spaces=False))
+
+
+def _byte_ids(vocab: Mapping[str, int]) -> frozenset[int]:
+    spelled = (f"<0x{byte:02X}>" for byte in range(256))
+    return frozenset(vocab[token] for token in spelled if token in vocab)
+
+
+def _eos_ids(model: str, backend: PreTrainedTokenizerBase) -> list[int]:
+    declared: list[int] = []
+    for read in (GenerationConfig.from_pretrained, AutoConfig.from_pretrained):
+        try:
+            found = getattr(read(model), "eos_token_id", None)
+        except (OSError, ValueError):  # a tokenizer alone, or a model that transformers does not know
+            continue
+        if found is not None:
+            declared = list(found) if isinstance(found, list | tuple) else [found]
+            break
+    own = backend.eos_token_id
+    return declared if own is None else [*declared, own]
+
+
+def _message(index: int, message: Mapping[str, Any]) -> dict[str, Any]:
+    where = f"messages[{index}]"
+    if not isinstance(message, Mapping):
+        raise RequestRejected(f"{where} is {message!r}: give an object with role and content", param=where)
+    role = message.get("role")
+    if role not in _ROLES:
+        raise RequestRejected(f"{where}: {unknown_name('role', str(role), _ROLES)}", param=f"{where}.role")
+    content = message.get("content")
+    if content is None and message.get("tool_calls"):
+        return dict(message)
+    return {**message, "content": _content(where, content)}
+
+
+def _as_dicts(tools: Sequence[Mapping[str, Any]] | None) -> list[Any] | None:
+    return [dict(tool) for tool in tools] if tools else None
+
+
+def _content(where: str, content: object) -> str:
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise RequestRejected(f"{where}.content is {content!r}: give a string or a list of text parts", param=f"{where}.content")
+    for part in content:
+        if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+            kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+            raise RequestRejected(f"{where}.content has a part of type {kind}: only text parts are supported", param=f"{where}.content")
+    return "".join(part["text"] for part in content)
+
+
+def _check_unicode(text: str) -> None:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as fault:
+        raise RequestRejected(
+            f"the text is not valid Unicode: character {fault.start} is the lone surrogate U+{ord(text[fault.start]):04X}; send UTF-8"
+        ) from fault
+
+
+def _no_tokenizer(model: str, reason: str) -> ModelError:
+    return ModelError(f"no usable tokenizer in {model}: {reason}; a transformers directory has a tokenizer.json beside its config.json")
+
+
+def _first_line(fault: Exception) -> str:
+    return next(iter(str(fault).splitlines()), "") or type(fault).__name__
