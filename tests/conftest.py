@@ -41,6 +41,28 @@ def _interpret() -> None:
 
     interpreter._patch_lang_tensor = patch_and_index
 
+    # A third of a launch is the language's members being replaced and put back. Every kernel here is interpreted: they may stay replaced.
+    replace, replaced = interpreter._patch_lang, set[str]()
+
+    def replace_once(kernel: Any) -> Any:
+        if kernel.__module__ not in replaced:  # what it sees of the language
+            replaced.add(kernel.__module__)
+            replace(kernel)
+        return interpreter._LangPatchScope()
+
+    interpreter._patch_lang = replace_once
+
+    # The next tenth is a table that is built at every use.
+    dtype_of, known = interpreter._get_np_dtype, {}
+
+    def look_up(dtype: Any) -> Any:
+        name = dtype.scalar.name
+        if name not in known:
+            known[name] = dtype_of(dtype.scalar)
+        return known[name]
+
+    interpreter._get_np_dtype = look_up
+
 
 if not torch.cuda.is_available() and importlib.util.find_spec("triton") is not None:
     _interpret()
