@@ -24,7 +24,7 @@ imports: $(VENV)/.dev
 
 unit: $(VENV)/.dev
 	$(BIN)/sidestream models prepare smollm2-135m-instruct || echo "no demo model: its tests will be skipped"
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder
+	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder
 
 # What needs a GPU, with a Python whose torch has CUDA: `make test-gpu PYTHON=…`. Nothing is installed.
 test-gpu:
