@@ -68,6 +68,13 @@ if not torch.cuda.is_available() and importlib.util.find_spec("triton") is not N
     _interpret()
 
 
+@pytest.fixture(autouse=True)
+def garbage_stays(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An LLM has all there is looked through for garbage: half a second with every test's modules, and nobody here waits for a collection."""
+    if "sidestream.llm" in sys.modules and request.node.get_closest_marker("settles_garbage") is None:
+        monkeypatch.setattr(sys.modules["sidestream.llm"], "_settle_garbage", lambda: None)
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Files with a slow test come first, so that processes that share the files out do not wait for the last one."""

@@ -12,7 +12,7 @@ from pathlib import Path
 from sidestream.device.sim import make_policy
 from sidestream.testing.torture import POLICIES, Report, draw_workload, run_schedule, torture
 
-SCHEDULES = 27  # each policy three times
+SCHEDULES = 18  # each policy twice
 
 
 def digest() -> str:
