@@ -48,7 +48,8 @@ class Lease:
             raise InvariantError(f"leases of {self.pool.name} and {other.pool.name} cannot be joined, or one has ended")
         other._open = False
         self.ids.extend(other.ids)
-        self.after = merge_fences((*self.after, *other.after))
+        if other.after:
+            self.after = merge_fences((*self.after, *other.after))
 
     def truncate(self, count: int, *, after: Iterable[Fence] = ()) -> None:
         """Release all but the first `count` ids. The lease must still be open."""
@@ -135,7 +136,8 @@ class FencedPool:
         if count > self.num_available:
             raise PoolExhausted(f"{self.name}: {count} asked for, {self.num_available} of {self.size} available")
         ids, fences = [self._free.popleft() for _ in range(min(count, len(self._free)))], self._fences
-        ids.extend(self._evict(count - len(ids)))
+        if len(ids) < count:
+            ids.extend(self._evict(count - len(ids)))
         pending: tuple[Fence, ...] = ()
         if any(map(fences.__getitem__, ids)):
             pending = merge_fences(fence for item in ids for fence in fences[item])

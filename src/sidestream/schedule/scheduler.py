@@ -321,7 +321,7 @@ class Scheduler:
         decoding = [request for request in ranked if request.can_decode]
         num_decoding = len(decoding)
         draft = _Draft(self.limits.token_budget - num_decoding, num_decoding, lead_s, step_s)
-        if num_decoding:
+        if num_decoding and self._drafts.most:
             self._drafts.prepare(num_decoding)
         self._plan_decodes(decoding, draft)
         if num_decoding < len(ranked):
@@ -345,20 +345,22 @@ class Scheduler:
                     request.waited_steps += 1
 
     def _plan_decodes(self, requests: Sequence[Request], draft: _Draft) -> None:
-        """A row for each that may have one. Nearly always it is one token, in a block that the last flight was told of: those are planned here."""
+        """A row for each that may have one: nearly always one token, in a block that the last flight was told of."""
         size, running, plain, drafting, new = self.limits.block_tokens, State.RUNNING, draft.decodes, draft.drafting, tuple.__new__
-        for request, (drafts, reason) in zip(requests, self._choose_drafts(requests), strict=True):
+        for request, (wanted, reason) in zip(requests, self._choose_drafts(requests), strict=True):
             if request.state is not running:  # it was retracted for an older one
                 continue
-            start, on_way, table = request.launched_len, request.drafts_on_way, request.table
-            stop = start + 1 + drafts
-            if stop > len(table) * size:
-                self._plan_decode(request, drafts, reason, draft)
-                continue
+            length, on_way, table = request.launched_len, request.drafts_on_way, request.table
+            drafts = wanted
+            if length + 1 + drafts > len(table) * size:
+                room = self._room(request, wanted, draft)
+                if room is None:
+                    continue
+                drafts, table = room, request.table
             assert request.row is not None
-            outputs, row = request.launched_outputs, request.row.ids[0]
+            outputs, row, stop = request.launched_outputs, request.row.ids[0], length + 1 + drafts
             # What a call of the class comes to, at half the time.
-            plan = new(RowPlan, (request.id, row, request.epoch, start - on_way, stop, None, table, True, outputs - on_way, None, drafts))
+            plan = new(RowPlan, (request.id, row, request.epoch, length - on_way, stop, None, table, True, outputs - on_way, None, drafts))
             request.launched_len = stop
             request.launched_outputs = outputs + 1 + drafts
             if drafts or on_way:
@@ -370,7 +372,7 @@ class Scheduler:
 
     def _choose_drafts(self, requests: Sequence[Request]) -> Iterable[tuple[int, str]]:
         """How many tokens to draft for each, and where there are none though there might be, why."""
-        asked = [request for request in requests if request.max_drafts]
+        asked = [request for request in requests if request.max_drafts] if self._drafts.most else []
         if not asked:
             return [(0, "")] * len(requests)
         most = [min(request.max_drafts, request.max_outputs - request.launched_outputs - 1) for request in asked]
@@ -382,18 +384,26 @@ class Scheduler:
         left = iter(chosen)
         return [next(left) if request.max_drafts else (0, "") for request in requests]
 
-    def _plan_decode(self, request: Request, drafts: int, reason: str, draft: _Draft) -> None:
-        """One token, and drafts behind it if there is room for them without taking anybody else's. `reason`: why there are none."""
+    def _room(self, request: Request, wanted: int, draft: _Draft) -> int | None:
+        """Have its table cover one token, and the drafts behind it if there is room for them without taking anybody else's: how many drafts that
+        are, all or none; None: there is no room even for the token.
+        """
+        drafts = wanted
         if drafts and not self._reserve(request, request.launched_len + 1 + drafts, draft, retracting=False):
-            drafts, reason = 0, "blocks"
+            drafts = 0
         stop = request.launched_len + 1 + drafts
-        if drafts or self._reserve(request, stop, draft, retracting=not request.drafts_on_way):
-            start = request.launched_len - request.drafts_on_way
-            draft.speculates |= drafts > 0 or request.drafts_on_way > 0
-            row = self._row_plan(request, start, stop, tokens=None, samples=True, drafts=drafts)
-            (draft.drafting if drafts else draft.decodes).append(row)
-            if reason:
-                draft.undrafted[reason] += 1
+        if not (drafts or self._reserve(request, stop, draft, retracting=not request.drafts_on_way)):
+            return None
+        self._extend_table(request, stop)
+        if drafts < wanted:
+            draft.undrafted["blocks"] += 1
+        return drafts
+
+    def _extend_table(self, request: Request, length: int) -> None:
+        """Make what its flights are told of its blocks cover `length` tokens; the same object if it does."""
+        assert request.blocks is not None
+        if len(request.table) < (count := -(-length // self.limits.block_tokens)):
+            request.table = tuple(request.blocks.ids[:count])
 
     def _plan_prefill(self, request: Request, draft: _Draft) -> None:
         if not request.in_prefill or request.state is not State.RUNNING or request.loading:
@@ -408,24 +418,19 @@ class Scheduler:
         if stop - start > draft.prefill_budget:
             return  # a chunk is never cut shorter: its shape is part of the result
         draft.prefill_budget -= stop - start
-        tokens = tuple(request.tokens[start:stop])
-        draft.prefills.append(self._row_plan(request, start, stop, tokens=tokens, samples=stop == known))
+        draft.prefills.append(self._chunk(request, start, stop, samples=stop == known))
 
-    def _row_plan(
-        self, request: Request, start: int, stop: int, *, tokens: tuple[int, ...] | None, samples: bool, drafts: int = 0
-    ) -> RowPlan:
-        assert request.row is not None and request.blocks is not None
-        begin = None
+    def _chunk(self, request: Request, start: int, stop: int, *, samples: bool) -> RowPlan:
+        """The row of a chunk of prefill."""
+        assert request.row is not None
+        begin, tokens, outputs = None, tuple(request.tokens[start:stop]), request.launched_outputs
         if not request.begun:
             begin = RowStart(request.sampling, request.prompt, tuple(request.tokens[len(request.prompt) :]))
             request.begun = True
-        if len(request.table) < (count := -(-stop // self.limits.block_tokens)):
-            request.table = tuple(request.blocks.ids[:count])
-        row, outputs = request.row.ids[0], request.launched_outputs - request.drafts_on_way
-        plan = RowPlan(request.id, row, request.epoch, start, stop, tokens, request.table, samples, outputs, begin, drafts)
+        self._extend_table(request, stop)
+        plan = RowPlan(request.id, request.row.ids[0], request.epoch, start, stop, tokens, request.table, samples, outputs, begin)
         request.launched_len = stop
-        request.launched_outputs += samples + drafts
-        request.drafts_on_way += drafts
+        request.launched_outputs += samples
         return plan
 
     def _reserve(self, request: Request, length: int, draft: _Draft, *, retracting: bool = True) -> bool:

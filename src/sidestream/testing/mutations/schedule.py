@@ -140,7 +140,7 @@ MUTATIONS = (
     Mutation(
         name="decode-reserves-its-block",
         hazard="H11",
-        target=f"{_SCHEDULER}._plan_decode",
+        target=f"{_SCHEDULER}._room",
         old="drafts or self._reserve(request, stop, draft, retracting=not request.drafts_on_way)",
         new="drafts or stop",
         removes="a token's KV is written where the request has no block",
@@ -148,7 +148,7 @@ MUTATIONS = (
     Mutation(
         name="drafts-reserve-their-blocks",
         hazard="H11",
-        target=f"{_SCHEDULER}._plan_decode",
+        target=f"{_SCHEDULER}._room",
         old="if drafts and not self._reserve(request, request.launched_len + 1 + drafts, draft, retracting=False):",
         new="if drafts and not request.blocks:",
         removes="drafts' KV is written where the request has no block",
@@ -166,9 +166,9 @@ MUTATIONS = (
     Mutation(
         name="drafts-on-their-way-lower-the-bound",
         hazard="H19",
-        target=f"{_SCHEDULER}._plan_decode",
-        old="request.launched_len - request.drafts_on_way\n",
-        new="request.launched_len\n",
+        target=f"{_SCHEDULER}._plan_decodes",
+        old="length - on_way",
+        new="length",
         removes="the host takes all drafts of the flight before for right",
         needs=frozenset({"speculative"}),
     ),
@@ -248,9 +248,9 @@ MUTATIONS = (
     Mutation(
         name="row-begins-once",
         hazard="H19",
-        target=f"{_SCHEDULER}._row_plan",
-        old="if not request.begun:",
-        new="if not request.begun or tokens is None:",
+        target=f"{_SCHEDULER}._plan_decodes",
+        old="True, outputs - on_way, None, drafts))",
+        new="True, outputs - on_way, RowStart(request.sampling, request.prompt, tuple(request.tokens[len(request.prompt) :])), drafts))",
         removes="a decode step takes the host's last token, one step old, in place of the one that the device has just drawn",
     ),
     # ------------------------------------------------------------------ resets and new weights
@@ -593,12 +593,22 @@ EXEMPT = (
     Exempt(f"{_SCHEDULER}._start", "request.state = State.RUNNING", _STATE),
     Exempt(f"{_SCHEDULER}._retract", "request.state = State.WAITING", _STATE),
     Exempt(f"{_SCHEDULER}.commit", "request.stepped = True", "see request-steps-before-it-is-retracted"),
-    Exempt(f"{_SCHEDULER}._row_plan", "request.begun = True", "see row-begins-once"),
+    Exempt(
+        f"{_SCHEDULER}._chunk",
+        "if not request.begun:",
+        "chunks behind the first may begin the row again; that decode rows do not: row-begins-once",
+    ),
+    Exempt(f"{_SCHEDULER}._chunk", "request.begun = True", "likewise"),
     Exempt(f"{_SCHEDULER}._try_admit", "if request.avoid_tiers else", "see failed-load-is-not-tried-again"),
     Exempt(f"{_SCHEDULER}._retract_for_priority", "if not first.avoid_tiers and", "looks ahead at what the admission will do"),
     Exempt(f"{_SCHEDULER}._may_promote", "and not request.avoid_disk", "see wait-for-the-disk-ends"),
     Exempt(f"{_SCHEDULER}._give_up_device", "if request.last_fence is None else", "see release-waits-for-the-last-flight"),
     Exempt(f"{_SCHEDULER}.commit", "stored.extend(fresh)", _LIST),
+    Exempt(
+        "sidestream.schedule.request:Request.append_outputs",
+        "tokens.extend(token_ids)",
+        _LIST,
+    ),
     Exempt(f"{_SCHEDULER}.commit", "prefix.extend(request.keys", _LIST),
     Exempt(
         f"{_SCHEDULER}._try_admit",
