@@ -129,20 +129,63 @@ class RowPlan(NamedTuple):
         return self.stop - self.start == self.num_tokens
 
 
+class RowColumns(NamedTuple):
+    """The rows of a flight by field, each of `RowPlan` under its name: what is asked of all rows in a step is asked of a column."""
+
+    request_id: tuple[RequestId, ...]
+    row: tuple[int, ...]
+    epoch: tuple[int, ...]
+    start: tuple[int, ...]
+    stop: tuple[int, ...]
+    tokens: tuple[tuple[int, ...] | None, ...]
+    block_ids: tuple[tuple[BlockId, ...], ...]
+    samples: tuple[bool, ...]
+    output_index: tuple[int, ...]
+    begin: tuple[RowStart | None, ...]
+    drafts: tuple[int, ...]
+
+
 @dataclass(frozen=True, slots=True)
 class BatchPlan:
     """One flight: rows in the order they are packed. Those that decode come first, and of these those without drafts.
 
     speculates   some row has drafts, or begins where only the device knows because a flight before it has drafts
+    columns      the same rows by field
     """
 
     rows: tuple[RowPlan, ...]
     speculates: bool = False
+    columns: RowColumns = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        columns = zip(*self.rows, strict=True) if self.rows else ((),) * len(RowPlan._fields)
+        object.__setattr__(self, "columns", RowColumns._make(columns))
+
+    @property
+    def begins(self) -> Sequence[tuple[int, RowStart]]:
+        """Rows whose device state is set first, and to what."""
+        columns = self.columns
+        if not any(columns.begin):  # nearly always
+            return ()
+        return [(row, begin) for row, begin in zip(columns.row, columns.begin, strict=True) if begin is not None]
+
+    @property
+    def num_decodes(self) -> int:
+        """Rows that decode."""
+        return self.columns.tokens.count(None)
+
+    @property
+    def num_prefill_tokens(self) -> int:
+        """Tokens that rows which do not decode compute."""
+        columns, decodes = self.columns, self.num_decodes
+        return sum(columns.stop[decodes:]) - sum(columns.start[decodes:])
 
     @property
     def num_tokens(self) -> int:
         """Tokens that the flight computes."""
-        return sum(row.num_tokens for row in self.rows) if self.speculates else sum(row.stop - row.start for row in self.rows)
+        if self.speculates:
+            return sum(row.num_tokens for row in self.rows)
+        return sum(self.columns.stop) - sum(self.columns.start)
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,8 +197,9 @@ class TokenLogprob:
     top: tuple[tuple[int, float], ...]
 
 
-class RowResult(NamedTuple):
-    """What one row of a flight drew.
+@dataclass(slots=True)
+class RowResult:
+    """What one row of a flight drew. Not frozen, though nobody changes one: it is made as often as a `Delta`.
 
     token_ids   one, and one more for each draft that was accepted
     logprobs    of each of them, if the request asked for any

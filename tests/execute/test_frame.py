@@ -53,7 +53,7 @@ def test_captured_kernels_read_what_eager_ones_are_given_and_padding_is_nobodys_
     frame = Frame.allocate(shape, torch.device("cpu"), nobody=state.nobody)
     for _ in range(4):  # over one another: what an earlier batch left must not show
         batch = random_batch(rng, shape.drafts)
-        changes = keeper.changes(batch.rows)
+        changes = keeper.changes(batch.columns)
         if inside := len(changes.places) <= shape.rows:
             state.place_numbers([0], [0])  # nothing else is there before
         else:
@@ -148,9 +148,9 @@ def test_the_shape_with_the_least_padding_is_chosen() -> None:
 
 def test_tables_change_where_a_row_got_blocks_or_another_owner() -> None:
     keeper = TableKeeper(3, WIDTH)
-    assert keeper.changes([row_plan(1, 0, 8, blocks=(7, 8), decodes=False)]) == ([WIDTH, WIDTH + 1], [7, 8])
-    assert keeper.changes([row_plan(1, 8, 9, blocks=(7, 8), decodes=True)]) == ([], [])
-    assert keeper.changes([row_plan(1, 8, 9, blocks=(7, 8, 3), decodes=True)]) == ([WIDTH + 2], [3])
-    assert keeper.changes([row_plan(1, 0, 4, blocks=(5,), decodes=False)]) == ([WIDTH], [5])
+    assert keeper.changes(BatchPlan((row_plan(1, 0, 8, blocks=(7, 8), decodes=False),)).columns) == ([WIDTH, WIDTH + 1], [7, 8])
+    assert keeper.changes(BatchPlan((row_plan(1, 8, 9, blocks=(7, 8), decodes=True),)).columns) == ([], [])
+    assert keeper.changes(BatchPlan((row_plan(1, 8, 9, blocks=(7, 8, 3), decodes=True),)).columns) == ([WIDTH + 2], [3])
+    assert keeper.changes(BatchPlan((row_plan(1, 0, 4, blocks=(5,), decodes=False),)).columns) == ([WIDTH], [5])
     keeper.forget()
-    assert keeper.changes([row_plan(1, 0, 4, blocks=(5,), decodes=False)]) == ([WIDTH], [5])
+    assert keeper.changes(BatchPlan((row_plan(1, 0, 4, blocks=(5,), decodes=False),)).columns) == ([WIDTH], [5])

@@ -22,7 +22,6 @@ def test_padding_that_is_drawn_changes_no_field_and_no_other_letter(by_device: b
     device = CpuDevice()
     try:
         box, stream = Mailbox(2, ROWS, 50, device, max_drafts=DRAFTS), device.stream("compute")
-        rows = tuple(row(number, DRAFTS) for number in range(ROWS))
         places = ROWS * (1 + DRAFTS)
 
         def write(letter: Letter, first: int) -> Fence:
@@ -41,7 +40,7 @@ def test_padding_that_is_drawn_changes_no_field_and_no_other_letter(by_device: b
         for fence in fences:
             device.wait_host(fence, reason="test")
         for letter, first in zip(letters, (0, 100), strict=True):
-            delivered = box.read(letter, rows, (), fences[1])
+            delivered = box.read(letter, (DRAFTS,) * ROWS, (), fences[1])
             assert [result.token_ids for result in delivered.rows] == [
                 (first,),
                 (first + 3, first + 4),

@@ -376,11 +376,10 @@ class Engine:
 
     def _count_drafts(self, flight: Flight, delivered: Delivered) -> None:
         metrics, proposer = self.parts.metrics, self.parts.proposer
-        sampling = (row for row in flight.batch.rows if row.samples)
-        lengths = [(row.drafts, len(result.token_ids)) for row, result in zip(sampling, delivered.rows, strict=True) if row.drafts]
-        metrics.inc("draft_tokens_total", sum(drafts for drafts, _ in lengths), proposer)
-        metrics.inc("accepted_tokens_total", sum(max(0, length - 1) for _, length in lengths), proposer)
-        metrics.observe_all("accept_length", [length for _, length in lengths], proposer)
+        lengths = [len(result.token_ids) for drafts, result in zip(flight.drafts, delivered.rows, strict=True) if drafts]
+        metrics.inc("draft_tokens_total", sum(flight.drafts), proposer)
+        metrics.inc("accepted_tokens_total", sum(lengths) - len(lengths) + lengths.count(0), proposer)
+        metrics.observe_all("accept_length", lengths, proposer)
         if delivered.draft_s is not None and delivered.verify_s is not None and not flight.gated:  # else loads were waited for meanwhile
             metrics.observe("draft_seconds", delivered.draft_s, proposer)
             metrics.observe("verify_seconds", delivered.verify_s, proposer)
@@ -410,8 +409,7 @@ class Engine:
         seconds = self._last_s = now_s - max(flight.launched_s, self._last_done_s)
         self._last_done_s = now_s
         parts.metrics.observe("step_seconds", seconds)
-        chunks = itertools.takewhile(lambda row: row.tokens is not None, reversed(flight.batch.rows))  # those that decode come first
-        prefill = sum(row.stop - row.start for row in chunks)
+        prefill = flight.batch.num_prefill_tokens
         if not prefill and not flight.gated:
             parts.scheduler.measured(flight.batch, seconds)
         # Short tails and flights that waited for a load say little about how fast a long prompt is computed.

@@ -138,7 +138,7 @@ class Session:
         return "" if self._stops.matched is not None else self._stops.push(source.finish())[0] + self._stops.flush()
 
     def _delta(self, text: str, result: RowResult, count: int, reason: str | None, error: str | None = None) -> Delta:
-        token_ids, logprobs, _ = result
+        token_ids, logprobs = result.token_ids, result.logprobs
         if count < len(token_ids):
             token_ids, logprobs = token_ids[:count], logprobs[:count]
         return Delta(self._index, text, token_ids, logprobs, reason, self._prompt_tokens, self.request.cached or _NOTHING, error)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import compress
 from typing import NamedTuple
 
 import torch
@@ -81,6 +82,7 @@ class Flight:
     """A launched batch; its fence covers the forward pass, the draws and their delivery.
 
     gated          it waits for loads
+    drafts         of each row that samples
     top_logprobs   of each row that samples; empty: nobody asked for any
     launched_s     on the device's clock
     """
@@ -89,6 +91,7 @@ class Flight:
     fence: Fence
     letter: Letter
     gated: bool
+    drafts: tuple[int, ...]
     top_logprobs: tuple[int, ...]
     launched_s: float
     mailbox: Mailbox
@@ -99,7 +102,7 @@ class Flight:
 
     def results(self) -> Delivered:
         """What the sampling rows drew, in order; once, behind the fence."""
-        return self.mailbox.read(self.letter, self.batch.rows, self.top_logprobs, self.fence)
+        return self.mailbox.read(self.letter, self.drafts, self.top_logprobs, self.fence)
 
 
 class Executor:
@@ -161,14 +164,13 @@ class Executor:
     def launch(self, batch: BatchPlan, *, after: tuple[Fence, ...], gates: LayerGates) -> Flight:
         """Enqueue one flight behind `after`; layer by layer behind `gates`. Returns at once."""
         launched_s = self._clock()
-        gated = bool(gates.by_layer)
-        for row in batch.rows:
-            if row.begin is not None:
-                self._note(row.row, row.begin.sampling)
+        gated, columns = bool(gates.by_layer), batch.columns
+        for row, begin in batch.begins:
+            self._note(row, begin.sampling)
         wanted = decodes, chunks, tokens, _ = shape_of(batch)
         captured = None if self._graphs is None else self._graphs.find(batch, wanted, gated=gated)
         letter = self._mailbox.address()
-        changes = _NO_CHANGES if captured is None else self._tables.changes(batch.rows)
+        changes = _NO_CHANGES if captured is None else self._tables.changes(columns)
         if captured is None:
             work = self._eager_work(batch, gates)
         elif len(changes.places) <= captured.frame.shape.rows:
@@ -186,10 +188,11 @@ class Executor:
             lambda: self._accesses(batch, letter, later=gated or batch.speculates),
             label=label,
         )
+        drafts = tuple(compress(columns.drafts, columns.samples))
         top_logprobs: tuple[int, ...] = ()
         if self._wanted_logprobs:
-            top_logprobs = tuple(self._wanted_logprobs.get(row.row, -1) for row in batch.rows if row.samples)
-        return Flight(batch, fence, letter, gated, top_logprobs, launched_s, self._mailbox)
+            top_logprobs = tuple(self._wanted_logprobs.get(row, -1) for row in compress(columns.row, columns.samples))
+        return Flight(batch, fence, letter, gated, drafts, top_logprobs, launched_s, self._mailbox)
 
     def _note(self, row: int, asked: SamplingSpec) -> None:
         """What the host has to know of how a row draws, from now on."""
@@ -301,9 +304,8 @@ class Executor:
             with torch.inference_mode():
                 if changes.places:
                     self._state.place_numbers(changes.places, changes.blocks)
-                for row in batch.rows:
-                    if row.begin is not None:
-                        self._state.begin(row.row, row.begin)
+                for row, begin in batch.begins:
+                    self._state.begin(row, begin)
                 drafts = None if self._proposer is None or work.draws else Drafts.of(batch.rows, self._state)
                 computed = work.run(drafts)
                 sampling = () if computed is None else [row for row in batch.rows if row.samples]
@@ -368,10 +370,10 @@ class Executor:
         """
         assert self._graphs is not None
         graphs, gated = self._graphs, bool(gates.by_layer)
-        layout, num_places = self._model.layout, sum(1 + row.drafts for row in batch.rows if row.samples)
+        layout, columns = self._model.layout, batch.columns
         nobody, shape = self._state.nobody, captured.frame.shape
         numbers = pack(batch, shape, nobody=nobody, block_tokens=layout.block_tokens, letter=letter.start, changes=changes)
-        draws = not self._draws_otherwise or self._draws_otherwise.isdisjoint(row.row for row in batch.rows if row.samples)
+        draws = not self._draws_otherwise or self._draws_otherwise.isdisjoint(compress(columns.row, columns.samples))
         if gated:
             graphs.close_gates(gates)
 
@@ -386,9 +388,9 @@ class Executor:
                 return None
             drafted = None
             if drafts is not None and drafts.most and computed.proposed is not None:
-                count = sum(row.tokens is None for row in batch.rows)  # they come first, and all of them sample
+                count = batch.num_decodes  # they come first, and all of them sample
                 drafted = pad(computed.proposed.tokens[:count, : drafts.most], (0, 0, 0, len(drafts.rows) - count))
-            return computed.first(num_places, drafted)
+            return computed.first(sum(columns.samples) + sum(columns.drafts), drafted)
 
         return Work(forward, draws)
 

@@ -7,9 +7,10 @@ padding, which computes with nobody's row, writes no KV and draws nothing (H18).
 from __future__ import annotations
 
 import functools
-from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import compress
+from operator import is_not
 from typing import NamedTuple
 
 import numpy as np
@@ -20,7 +21,7 @@ from torch import Tensor
 from sidestream.execute.follow import FROM_ROW, origin_of
 from sidestream.execute.state import DecodeState
 from sidestream.speculate import devices
-from sidestream.types import BatchPlan, RowPlan
+from sidestream.types import BatchPlan, RowColumns
 
 Numbers = npt.NDArray[np.int64]
 
@@ -234,16 +235,10 @@ class FrameInputs(NamedTuple):
     tables: Tensor
 
 
-def _num_decodes(batch: BatchPlan) -> int:
-    """Rows that decode: they come first."""
-    return bisect_left(batch.rows, True, key=lambda row: row.tokens is not None)
-
-
 def shape_of(batch: BatchPlan) -> tuple[int, int, int, int]:
     """Rows that decode, chunks of prefill, tokens of prefill, drafts of the row that has most."""
-    rows, decodes = batch.rows, _num_decodes(batch)
-    tokens = sum(row.stop - row.start for row in rows[decodes:])
-    return decodes, len(rows) - decodes, tokens, max((row.drafts for row in rows), default=0) if batch.speculates else 0
+    decodes = batch.num_decodes
+    return decodes, len(batch.rows) - decodes, batch.num_prefill_tokens, max(batch.columns.drafts, default=0)
 
 
 def pack(
@@ -253,20 +248,17 @@ def pack(
 
     changes   of the device's tables, at most as many as the frame has rows
     """
-    rows, decodes = batch.rows, _num_decodes(batch)
+    columns, decodes = batch.columns, batch.num_decodes
     numbers = _padding(shape, nobody).copy()
     parts = [numbers[part] for part in _parts(shape)]
     tokens, positions, token_rows, query_starts, kv_lens, frame_rows, origins, logit_rows, draws, firsts, changed, blocks, letters = parts
     letters[:] = letter
     if changes is not None and (count := len(changes.places)):
         changed[:count], blocks[:count] = changes
-    decoding = rows[:decodes]
-    own = np.array([row.row for row in decoding], np.int64)
-    starts = np.array([row.start for row in decoding], np.int64)
-    stops = np.array([row.stop for row in decoding], np.int64)
+    own, starts, stops = (np.array(column[:decodes], np.int64) for column in (columns.row, columns.start, columns.stop))
     frame_rows[:decodes], draws[:decodes] = own, np.arange(decodes)
     if batch.speculates:
-        counts = 1 + np.array([row.drafts for row in decoding], np.int64)
+        counts = 1 + np.array(columns.drafts[:decodes], np.int64)
         ends = counts.cumsum()
         count = int(ends[-1]) if decodes else 0
         inside = np.arange(count) - np.repeat(ends - counts, counts)  # of its row
@@ -284,7 +276,7 @@ def pack(
     logit_rows[:count] = np.arange(count)
     query_starts[decodes + 1 :] = count
     begin, place, sampling = count, count, decodes
-    for at, row in enumerate(rows[decodes:], shape.decodes):
+    for at, row in enumerate(batch.rows[decodes:], shape.decodes):
         end = begin + row.stop - row.start
         tokens[begin:end], positions[begin:end], token_rows[begin:end] = row.tokens or (), np.arange(row.start, row.stop), row.row
         query_starts[at + 1 :], kv_lens[at], frame_rows[at], origins[at] = end, row.stop, row.row, origin_of(row, block_tokens)
@@ -318,19 +310,18 @@ class TableKeeper:
         self._width = width
         self._held: list[tuple[int, ...]] = [()] * num_rows
 
-    def changes(self, rows: Iterable[RowPlan]) -> TableChanges:
-        """What the rows' tables lack. It is taken for made: `forget` if it was not."""
+    def changes(self, flight: RowColumns) -> TableChanges:
+        """What the tables of a flight's rows lack, mostly nothing. It is taken for made: `forget` if it was not."""
         places: list[int] = []
         blocks: list[int] = []
-        for row in rows:
-            held, wanted = self._held[row.row], row.block_ids
-            if wanted is held or wanted == held:
-                continue
+        others = map(is_not, map(self._held.__getitem__, flight.row), flight.block_ids)
+        for row, wanted in compress(zip(flight.row, flight.block_ids, strict=True), others):
+            held = self._held[row]
             kept = len(held) if wanted[: len(held)] == held else 0  # else it is somebody else's row now
-            base = row.row * self._width
+            base = row * self._width
             places.extend(range(base + kept, base + len(wanted)))
             blocks.extend(wanted[kept:])
-            self._held[row.row] = wanted
+            self._held[row] = wanted
         return TableChanges(places, blocks)
 
     def forget(self) -> None:

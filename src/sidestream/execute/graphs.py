@@ -140,7 +140,7 @@ class Graphs:
             return None
         if wanted not in self._fitting:
             self._fitting[wanted] = [self._captured[shape] for shape in fitting(self.shapes, *wanted)]
-        drafts = sum(row.drafts for row in batch.rows) if wanted[3] else 0
+        drafts = sum(batch.columns.drafts)
         return next((captured for captured in self._fitting[wanted] if drafts <= captured.frame.shape.all_drafts), None)
 
     def close_gates(self, gates: LayerGates) -> None:

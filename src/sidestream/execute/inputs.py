@@ -105,30 +105,30 @@ class Packer:
 
     def pack(self, batch: BatchPlan) -> StepInputs:
         """The batch as tensors; a copy, which later batches do not change."""
-        rows, size = batch.rows, self._block_tokens
-        for row in rows:
-            self._hold(row.row, row.block_ids)
-        begins = np.array([row.start for row in rows], np.int64)
+        rows, columns, size = batch.rows, batch.columns, self._block_tokens
+        for row, block_ids in zip(columns.row, columns.block_ids, strict=True):
+            self._hold(row, block_ids)
+        begins = np.array(columns.start, np.int64)
         if batch.speculates:
             counts = np.array([row.num_tokens for row in rows], np.int64)
             kv_lens_dev = begins + counts
         else:
-            kv_lens_dev = np.array([row.stop for row in rows], np.int64)
+            kv_lens_dev = np.array(columns.stop, np.int64)
             counts = kv_lens_dev - begins
         starts = np.zeros(len(rows) + 1, np.int64)
         np.cumsum(counts, out=starts[1:])
         index = np.repeat(np.arange(len(rows)), counts)  # of each token's row
         positions = np.arange(starts[-1]) - (starts[:-1] - begins)[index]
-        tables = self._tables[[row.row for row in rows], : max(len(row.block_ids) for row in rows)]
+        tables = self._tables[list(columns.row), : max(map(len, columns.block_ids))]
         blocks, inside = np.divmod(positions, size)
         tokens = np.zeros(starts[-1], np.int64)
         from_state = []
-        for at, row in enumerate(rows):
-            if row.tokens is None:
+        for at, given in enumerate(columns.tokens):
+            if given is None:
                 from_state.append(at)
             else:
-                tokens[starts[at] : starts[at + 1]] = row.tokens
-        drafted, drawn, anchors = torch.empty(0, dtype=torch.int64), starts[1:][[row.samples for row in rows]] - 1, None
+                tokens[starts[at] : starts[at + 1]] = given
+        drafted, drawn, anchors = torch.empty(0, dtype=torch.int64), starts[1:][list(columns.samples)] - 1, None
         if batch.speculates:
             ends = starts[1:].tolist()
             drafted = _numbers(place for row, end in zip(rows, ends, strict=True) for place in range(end - row.drafts, end))
@@ -136,11 +136,11 @@ class Packer:
                 [place for row, end in zip(rows, ends, strict=True) if row.samples for place in range(end - row.drafts - 1, end)]
             )
             begin_or_none = _numbers(-1 if row.is_certain else row.start for row in rows)
-            anchors = Anchors(_numbers(row.row for row in rows), begin_or_none, torch.from_numpy(index), size)
+            anchors = Anchors(_numbers(columns.row), begin_or_none, torch.from_numpy(index), size)
         return StepInputs(
             tokens=torch.from_numpy(tokens),
             from_state=torch.from_numpy(starts[from_state]) if from_state else torch.empty(0, dtype=torch.int64),
-            state_rows=tuple(rows[at].row for at in from_state),
+            state_rows=tuple(columns.row[at] for at in from_state),
             drafted=drafted,
             positions=torch.from_numpy(positions),
             slots=torch.from_numpy(tables[index, blocks] * size + inside),

@@ -5,7 +5,9 @@ The compute stream writes, the engine thread reads behind the fence; nothing is 
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
@@ -16,7 +18,7 @@ from sidestream.device.base import Device, Memory, Stream
 from sidestream.errors import InvariantError
 from sidestream.execute.sample import TOP_LOGPROBS, Drawn
 from sidestream.kv.pool import FencedPool, Lease
-from sidestream.types import Access, Fence, RowPlan, RowResult, TokenLogprob, Witness
+from sidestream.types import Access, Fence, RowResult, TokenLogprob, Witness
 
 MEMORY = "mailbox"
 _ALIGNMENT = 64
@@ -113,37 +115,49 @@ class Mailbox:
             field = self._fields[name]
             stream.deliver(tensor[: field.count], self._memory, start, further=field.start)
 
-    def read(self, letter: Letter, rows: tuple[RowPlan, ...], top_logprobs: tuple[int, ...], fence: Fence) -> Delivered:
+    def read(self, letter: Letter, drafts: Sequence[int], top_logprobs: Sequence[int], fence: Fence) -> Delivered:
         """What a flight delivered. On the engine thread, behind the flight's fence; ends the lease.
 
-        `top_logprobs` by sampling row: -1 for a row that asked for none; empty: nobody did. How many tokens a row with drafts goes on by was
-        written with them.
+        By row that samples: `drafts` is how many it has, and how many tokens one with drafts goes on by was written with them; `top_logprobs` -1
+        if it asked for none; empty: nobody did.
         """
         if not fence.poll():
             raise InvariantError(f"the mailbox was read before {fence!r}")
         if self._witness is not None:
             self._witness.host_touched(lambda: [letter.access(write=False)], "read mailbox")
-        drafts = [row.drafts for row in rows if row.samples]
         count, places = len(drafts), len(drafts) + sum(drafts)
-        tokens, finite = self._values(letter, "tokens", places)[:, 0].tolist(), self._values(letter, "finite", places)[:, 0].tolist()
+        tokens, finite = self._values(letter, "tokens", places)[:, 0].tolist(), self._values(letter, "finite", places)[:, 0]
         lengths = self._values(letter, "counts", count)[:, 0].tolist() if places > count else [1] * count
-        if places == count and not top_logprobs and all(finite):  # nearly always: a token each
-            new = tuple.__new__  # what a call of the class comes to
-            results = [new(RowResult, (drawn, (), True)) for drawn in zip(tokens, strict=True)]
+        if not top_logprobs and finite.all():  # nearly always
+            starts = accumulate((1 + each for each in drafts), initial=0)
+            runs = (tuple(tokens[start : start + length]) for start, length in zip(starts, lengths, strict=False))
+            results = list(map(RowResult, zip(tokens, strict=True) if places == count else runs))
         else:
-            results, at = [], 0
-            for row_drafts, length, wanted in zip(drafts, lengths, top_logprobs or [-1] * count, strict=True):
-                whole = all(finite[at : at + length])
-                drawn = range(at, at + (length if whole else finite[at : at + length].index(False)))
-                logprobs = () if wanted < 0 else tuple(self._logprob(letter, place, tokens[place], wanted, places) for place in drawn)
-                results.append(RowResult(tuple(tokens[drawn.start : drawn.stop]), logprobs, whole))
-                at += 1 + row_drafts
+            results = list(self._results(letter, drafts, lengths, top_logprobs or [-1] * count, tokens, finite.tolist()))
         draft_s = verify_s = None
         if places > count:
             begun, drafted, verified = self._values(letter, "times", 3)[:, 0].tolist()
             draft_s, verify_s = 1e-9 * (drafted - begun), 1e-9 * (verified - drafted)
         letter.lease.release(after=(fence,))
         return Delivered(tuple(results), draft_s, verify_s)
+
+    def _results(
+        self,
+        letter: Letter,
+        drafts: Sequence[int],
+        lengths: Sequence[int],
+        top_logprobs: Sequence[int],
+        tokens: Sequence[int],
+        finite: Sequence[bool],
+    ) -> Iterator[RowResult]:
+        """Of each row up to its first draw from logits that are not finite, with the log-probabilities that it asked for."""
+        at, places = 0, len(tokens)
+        for row_drafts, length, wanted in zip(drafts, lengths, top_logprobs, strict=True):
+            whole = all(finite[at : at + length])
+            drawn = range(at, at + (length if whole else finite[at : at + length].index(False)))
+            logprobs = () if wanted < 0 else tuple(self._logprob(letter, place, tokens[place], wanted, places) for place in drawn)
+            yield RowResult(tuple(tokens[drawn.start : drawn.stop]), logprobs, whole)
+            at += 1 + row_drafts
 
     def _logprob(self, letter: Letter, place: int, token: int, wanted: int, num_places: int) -> TokenLogprob:
         drawn, top_ids, top = (self._values(letter, name, num_places)[place] for name in ("drawn", "top_ids", "top"))

@@ -253,10 +253,10 @@ class Scheduler:
 
     def launched(self, batch: BatchPlan, fence: Fence) -> None:
         """A flight was launched; its fence covers every use that its requests make of blocks and rows."""
-        requests = self._requests
-        for row in batch.rows:
-            request = requests.get(row.request_id)
-            if request is not None and request.epoch == row.epoch:
+        requests, columns = self._requests, batch.columns
+        for request_id, epoch in zip(columns.request_id, columns.epoch, strict=True):
+            request = requests.get(request_id)
+            if request is not None and request.epoch == epoch:
                 request.last_fence = fence
 
     def commit(self, batch: BatchPlan, results: Sequence[RowResult], fence: Fence) -> Committed:
@@ -268,7 +268,9 @@ class Scheduler:
         stored: list[tuple[Key, int]] = []
         prefix: list[Key] = []
         results_left, requests, size, running = iter(results), self._requests, self.limits.block_tokens, State.RUNNING
-        for request_id, _, epoch, _, stop, tokens, _, samples, _, _, drafts in batch.rows:
+        columns = batch.columns
+        rows = zip(columns.request_id, columns.epoch, columns.stop, columns.tokens, columns.samples, columns.drafts, strict=True)
+        for request_id, epoch, stop, tokens, samples, drafts in rows:
             result = next(results_left) if samples else None
             request = requests.get(request_id)
             if request is None or request.epoch != epoch or request.state is not running:
@@ -306,7 +308,7 @@ class Scheduler:
     def measured(self, batch: BatchPlan, seconds: float) -> None:
         """A flight in which every row decodes took so long."""
         if self._drafts.most:
-            self._drafts.saw_flight(len(batch.rows), max(row.drafts for row in batch.rows) if batch.speculates else 0, seconds)
+            self._drafts.saw_flight(len(batch.rows), max(batch.columns.drafts), seconds)
 
     # ------------------------------------------------------------------ planning
 
@@ -339,7 +341,7 @@ class Scheduler:
         for request in self._queue.values():
             request.waited_steps += 1
         if len(batch.rows) < len(self._running):
-            served = {row.request_id for row in batch.rows}
+            served = set(batch.columns.request_id)
             for request in self._running.values():
                 if request.id not in served and (request.in_prefill or request.can_decode):
                     request.waited_steps += 1

@@ -193,7 +193,7 @@ def _drafts(batch: BatchPlan, *, rows: int) -> int:
     """Of all rows together; -1: they are others, or some are given tokens."""
     if len(batch.rows) != rows or any(row.tokens is not None for row in batch.rows):
         return -1
-    return sum(row.drafts for row in batch.rows)
+    return sum(batch.columns.drafts)
 
 
 def _accept_lengths(llm: LLM) -> dict[int, dict[int, int]]:
@@ -231,8 +231,8 @@ class _HandedOver:
         def timed(batch: BatchPlan, *, after: tuple[Fence, ...], gates: LayerGates) -> Flight:
             begin_s = self._enqueued_s = time.perf_counter()
             flight = launch(batch, after=after, gates=gates)
-            if any(row.drafts for row in batch.rows):
-                end_s = time.perf_counter()
+            end_s = time.perf_counter()
+            if any(batch.columns.drafts):
                 self.launching.append(end_s - begin_s)
                 self.dispatching.append(end_s - self._enqueued_s)
             return flight

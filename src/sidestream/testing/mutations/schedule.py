@@ -457,7 +457,7 @@ EQUIVALENT = (
             name="flight-of-an-older-epoch-leaves-no-fence",
             hazard="H16",
             target=f"{_SCHEDULER}.launched",
-            old=" and request.epoch == row.epoch",
+            old=" and request.epoch == epoch",
             new="",
             removes="a flight from before stands for the uses of a request that began anew",
         ),
