@@ -145,12 +145,12 @@ def test_a_new_request_begins_with_how_others_fared_and_now_and_then_one_hopes_a
 
 
 def test_a_record_follows_what_became_of_its_drafts() -> None:
-    one = record(0.5)
+    policy, one = DraftPolicy(4), record(0.5)
     for _ in range(60):
-        one.saw(4, 4)
+        policy.saw(one, 4, 4)
     assert one.chance > 0.95
     for _ in range(60):
-        one.saw(4, 0)
+        policy.saw(one, 4, 0)
     assert one.chance < 0.05
 
 

@@ -17,6 +17,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import compress
 from queue import Empty, SimpleQueue
 
 from sidestream.config import SamplingParams
@@ -362,13 +363,14 @@ class Engine:
         others: list[float] = []
         for request, _, count, _ in drawn:
             if count:
-                session = sessions[request.id]
-                waits, wait_s = firsts if session.is_new else others, (now_s - session.last_s) / count
-                session.is_new, session.last_s = False, now_s
+                session, waits = sessions[request.id], others
+                if session.is_new:
+                    session.is_new, waits = False, firsts
+                wait_s, session.last_s = now_s - session.last_s, now_s
                 if count == 1:
                     waits.append(wait_s)
                 else:
-                    waits += [wait_s] * count
+                    waits += [wait_s / count] * count
         metrics = self.parts.metrics
         metrics.inc("output_tokens_total", len(firsts) + len(others))
         metrics.observe_all("ttft_seconds", firsts)
@@ -376,7 +378,7 @@ class Engine:
 
     def _count_drafts(self, flight: Flight, delivered: Delivered) -> None:
         metrics, proposer = self.parts.metrics, self.parts.proposer
-        lengths = [len(result.token_ids) for drafts, result in zip(flight.drafts, delivered.rows, strict=True) if drafts]
+        lengths = [len(result.token_ids) for result in compress(delivered.rows, flight.drafts)]
         metrics.inc("draft_tokens_total", sum(flight.drafts), proposer)
         metrics.inc("accepted_tokens_total", sum(lengths) - len(lengths) + lengths.count(0), proposer)
         metrics.observe_all("accept_length", lengths, proposer)

@@ -82,7 +82,6 @@ class Flight:
     """A launched batch; its fence covers the forward pass, the draws and their delivery.
 
     gated          it waits for loads
-    drafts         of each row that samples
     top_logprobs   of each row that samples; empty: nobody asked for any
     launched_s     on the device's clock
     """
@@ -91,10 +90,14 @@ class Flight:
     fence: Fence
     letter: Letter
     gated: bool
-    drafts: tuple[int, ...]
     top_logprobs: tuple[int, ...]
     launched_s: float
     mailbox: Mailbox
+
+    @property
+    def drafts(self) -> Sequence[int]:
+        """Of each row that samples."""
+        return tuple(compress(self.batch.columns.drafts, self.batch.columns.samples))
 
     def drop(self) -> None:
         """End the flight without reading it, because it failed; behind the fence."""
@@ -188,11 +191,10 @@ class Executor:
             lambda: self._accesses(batch, letter, later=gated or batch.speculates),
             label=label,
         )
-        drafts = tuple(compress(columns.drafts, columns.samples))
         top_logprobs: tuple[int, ...] = ()
         if self._wanted_logprobs:
             top_logprobs = tuple(self._wanted_logprobs.get(row, -1) for row in compress(columns.row, columns.samples))
-        return Flight(batch, fence, letter, gated, drafts, top_logprobs, launched_s, self._mailbox)
+        return Flight(batch, fence, letter, gated, top_logprobs, launched_s, self._mailbox)
 
     def _note(self, row: int, asked: SamplingSpec) -> None:
         """What the host has to know of how a row draws, from now on."""

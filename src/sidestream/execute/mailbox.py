@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
@@ -128,12 +127,15 @@ class Mailbox:
         count, places = len(drafts), len(drafts) + sum(drafts)
         tokens, finite = self._values(letter, "tokens", places)[:, 0].tolist(), self._values(letter, "finite", places)[:, 0]
         lengths = self._values(letter, "counts", count)[:, 0].tolist() if places > count else [1] * count
-        if not top_logprobs and finite.all():  # nearly always
-            starts = accumulate((1 + each for each in drafts), initial=0)
-            runs = (tuple(tokens[start : start + length]) for start, length in zip(starts, lengths, strict=False))
-            results = list(map(RowResult, zip(tokens, strict=True) if places == count else runs))
-        else:
+        if top_logprobs or not finite.all():
             results = list(self._results(letter, drafts, lengths, top_logprobs or [-1] * count, tokens, finite.tolist()))
+        elif places == count:
+            results = [RowResult(drawn) for drawn in zip(tokens, strict=True)]
+        else:
+            results, at = [], 0
+            for row_drafts, length in zip(drafts, lengths, strict=True):
+                results.append(RowResult(tuple(tokens[at : at + length])))
+                at += 1 + row_drafts
         draft_s = verify_s = None
         if places > count:
             begun, drafted, verified = self._values(letter, "times", 3)[:, 0].tolist()

@@ -133,11 +133,13 @@ class FencedPool:
 
     def take(self, count: int) -> Lease:
         """Lease `count` ids for writing, evicting the least recently used cached ones. All or nothing: raises PoolExhausted."""
-        if count > self.num_available:
+        free, fences = self._free, self._fences
+        evicted = max(0, count - len(free))
+        if evicted > len(self._cached):
             raise PoolExhausted(f"{self.name}: {count} asked for, {self.num_available} of {self.size} available")
-        ids, fences = [self._free.popleft() for _ in range(min(count, len(self._free)))], self._fences
-        if len(ids) < count:
-            ids.extend(self._evict(count - len(ids)))
+        ids = [free.popleft() for _ in range(count - evicted)]
+        if evicted:
+            ids.extend(self._evict(evicted))
         pending: tuple[Fence, ...] = ()
         if any(map(fences.__getitem__, ids)):
             pending = merge_fences(fence for item in ids for fence in fences[item])

@@ -45,10 +45,6 @@ class DraftRecord:
     chance: float = _HOPE
     idle: int = 0
 
-    def saw(self, drafted: int, accepted: int) -> None:
-        """`accepted` of `drafted` leading tokens were right."""
-        self.chance = _after(self.chance, drafted, accepted, _FRESH)
-
 
 def _after(chance: float, drafted: int, accepted: int, fresh: float) -> float:
     """A mean with a weight of `fresh` for the newest try, after some that went well, and one more that did not unless all did."""
@@ -124,8 +120,8 @@ class DraftPolicy:
         return DraftRecord(max(self._usual, _HOPE) if self._num_begun % _HOPEFUL_EVERY == 1 else self._usual)
 
     def saw(self, record: DraftRecord, drafted: int, accepted: int) -> None:
-        """What became of one request's drafts in a flight, see `DraftRecord.saw`."""
-        record.saw(drafted, accepted)
+        """What became of one request's drafts in a flight: `accepted` of `drafted` leading tokens were right."""
+        record.chance = _after(record.chance, drafted, accepted, _FRESH)
         self._usual = _after(self._usual, drafted, accepted, _FRESH_USUAL)
 
     def prepare(self, num_rows: int) -> None:
@@ -136,7 +132,7 @@ class DraftPolicy:
         if self.measuring:
             self._depth = flights.drafted = 0
             return
-        ratios = [self._ratio(num_rows, depth) for depth in range(self.most + 1)]
+        ratios = self._ratios(num_rows)
         # By the rows of the flight before: they are mostly the same.
         chances = rows.right(self.most) if rows.count else [self._usual ** (at + 1) for at in range(self.most)]
         self._depth = max(range(self.most + 1), key=lambda depth: (1 + sum(chances[:depth])) / ratios[depth])
@@ -179,14 +175,12 @@ class DraftPolicy:
         flights.seconds[depth] = seconds if known is None else known + weight * (seconds - known)
         flights.drafted += depth > 0
 
-    def _ratio(self, num_rows: int, depth: int) -> float:
-        """What a flight of this depth takes, of one without drafts: as it was with about so many rows, or else with the next best number."""
+    def _ratios(self, num_rows: int) -> list[float]:
+        """What flights of each depth take, of one without drafts: as it was with about so many rows, or else with the next best number."""
         own = num_rows.bit_length()
-        for size in sorted(self._flights, key=lambda size: abs(size - own)):
-            ratio = self._flights[size].ratio(depth)
-            if ratio is not None:
-                return ratio
-        return 1 + _FIRST_COST * depth
+        nearest = [self._flights[size] for size in sorted(self._flights, key=lambda size: abs(size - own))]
+        seen = ((depth, (flights.ratio(depth) for flights in nearest)) for depth in range(self.most + 1))
+        return [next((ratio for ratio in ratios if ratio is not None), 1 + _FIRST_COST * depth) for depth, ratios in seen]
 
     def _of(self, num_rows: int) -> _Flights:
         return self._flights.setdefault(num_rows.bit_length(), _Flights([None] * (self.most + 1), [0] * (self.most + 1)))

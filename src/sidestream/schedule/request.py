@@ -125,11 +125,11 @@ class Request:
 
     def append_outputs(self, token_ids: Sequence[int]) -> tuple[int, str | None]:
         """Append committed tokens, up to the first that ends the request: how many that are, and why it ends, if it does."""
-        tokens, count = self.tokens, 0
-        outputs = len(tokens) - len(self.prompt)
-        if outputs + len(token_ids) < self.max_outputs and self.stop_ids.isdisjoint(token_ids):  # nearly always: none of them ends it
+        tokens, count, outputs = self.tokens, len(token_ids), len(self.tokens) - len(self.prompt)
+        if outputs + count < self.max_outputs and self.stop_ids.isdisjoint(token_ids):  # nearly always: none of them ends it
             tokens.extend(token_ids)
-            return len(token_ids), None
+            return count, None
+        count = 0
         for token_id in token_ids:
             tokens.append(token_id)
             count += 1

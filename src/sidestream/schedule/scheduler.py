@@ -620,16 +620,16 @@ class Scheduler:
         if not self.limits.prefix_cache or not request.shares:
             return ()
         self._keys.extend(request.keys, request.tokens)
-        first, found = request.published_blocks, min(complete, max(request.published_blocks, request.found_blocks))
+        first = request.published_blocks
         keys, ids = request.keys[first:complete], request.blocks.ids[first:complete]
         for key in keys:
             if self._coming.get(key) == request.id:
                 del self._coming[key]
-        if found > first:
-            self._blocks.publish_all(ids[: found - first], keys[: found - first])
         request.published_blocks = complete
-        computed = zip(keys[found - first :], ids[found - first :], strict=True)
-        return [(key, block) for key, block in computed if self._blocks.publish(block, key)]
+        if (found := min(complete, request.found_blocks) - first) > 0:
+            self._blocks.publish_all(ids[:found], keys[:found])
+            keys, ids = keys[found:], ids[found:]
+        return [(key, block) for key, block in zip(keys, ids, strict=True) if self._blocks.publish(block, key)]
 
     def _by_rank(self, requests: Iterable[Request]) -> list[Request]:
         aging = self.limits.aging_steps

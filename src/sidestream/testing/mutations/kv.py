@@ -279,7 +279,7 @@ EXEMPT = (
     Exempt(f"{_POOL}:Lease.release", "self._open = False", _GUARD),
     Exempt(f"{_POOL}:FencedPool.take", "self._references[item] = 1", "without it nothing can be leased; what a lease does is ruled above"),
     Exempt(f"{_POOL}:FencedPool.publish", "if self._references[item] == 0:", _GUARD),
-    Exempt(f"{_POOL}:FencedPool.take", "ids.extend(self._evict(count - len(ids)))", "a list"),
+    Exempt(f"{_POOL}:FencedPool.take", "ids.extend(self._evict(evicted))", "a list"),
     Exempt(f"{_POOL}:FencedPool.publish_all", "if 0 in map(self._references.__getitem__, ids):", _GUARD),
     Exempt(f"{_POOL}:FencedPool.publish_all", "self.publish(item, key)", "when: see slice-is-seen-done-before-it-counts"),
     Exempt(f"{_POOL}:FencedPool.publish", "self._index.add(key, item)", "see key-names-one-block"),

@@ -618,7 +618,7 @@ EXEMPT = (
     Exempt(f"{_SCHEDULER}._start", "self._rows.take(1)", "a row waits for nothing: see row-release-waits-for-the-last-flight"),
     Exempt(
         f"{_SCHEDULER}._publish",
-        "for key, block in computed if self._blocks.publish(block, key)",
+        "for key, block in zip(keys, ids, strict=True) if self._blocks.publish(block, key)",
         "which blocks: see only-committed-blocks-are-published",
     ),
     Exempt(f"{_SCHEDULER}.load_ready", "request.loading = False", "see load-has-its-fences-before-its-first-flight"),
