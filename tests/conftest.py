@@ -72,7 +72,7 @@ if not torch.cuda.is_available() and importlib.util.find_spec("triton") is not N
 def garbage_stays(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """An LLM has all there is looked through for garbage: half a second with every test's modules, and nobody here waits for a collection."""
     if "sidestream.llm" in sys.modules and request.node.get_closest_marker("settles_garbage") is None:
-        monkeypatch.setattr(sys.modules["sidestream.llm"], "_settle_garbage", lambda: None)
+        monkeypatch.setattr(sys.modules["sidestream.llm"], "settle_garbage", lambda: None)
 
 
 @pytest.hookimpl(trylast=True)

@@ -86,7 +86,9 @@ def test_doctor_says_why_no_gpu_is_used() -> None:
 
 @pytest.mark.settles_garbage
 def test_what_there_is_once_it_serves_is_off_the_garbage_collectors_list_until_it_closes(tmp_path: Path) -> None:
-    before = gc.get_freeze_count()
+    before, thresholds = gc.get_freeze_count(), gc.get_threshold()
     with LLM(tiny_model_dir("llama", tmp_path, 1), kv_memory="8MiB", compute_threads=1):
         assert gc.get_freeze_count() > before + 10_000
+        assert gc.get_threshold()[0] > 5_000  # or young objects would be looked through in every step of a few hundred requests
     assert gc.get_freeze_count() == 0
+    assert gc.get_threshold() == thresholds

@@ -5,7 +5,6 @@ Two engines of one model, alive at once, are asked in turn.
 
 from __future__ import annotations
 
-import gc
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -19,6 +18,7 @@ from sidestream.cli.bench.requests import NoText, ask, ask_at_once
 from sidestream.config import EngineConfig, OffloadConfig
 from sidestream.device.choice import torch_device
 from sidestream.engine.build import build_engine
+from sidestream.engine.garbage import settle_garbage, unsettle_garbage
 from sidestream.engine.loop import Engine
 from sidestream.errors import SidestreamError
 from sidestream.models.adapter import PagedModel
@@ -64,9 +64,8 @@ def measure(*, device: str, shape: str, tell: Callable[[str], None]) -> list[Fig
             ends.callback(engines[offload].close)
             ask(engines[offload], prompts(1, 16)[0], 4).wait()
 
-        gc.collect()
-        gc.freeze()  # as LLM does: a collection stops the engine's threads
-        ends.callback(gc.unfreeze)
+        settle_garbage()  # as LLM does
+        ends.callback(unsettle_garbage)
 
         strangers: dict[bool, list[float]] = {True: [], False: []}
         count, tokens, outputs = sizes.strangers
