@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import random
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -27,7 +29,6 @@ def flat(ratio: float) -> Callable[[int], float]:
 
 def fly(policy: DraftPolicy, rows: Sequence[DraftRecord], takes: Callable[[int], float], *, most: int = 4) -> list[int]:
     """One flight: what each row gets."""
-    policy.prepare(len(rows))
     counts = policy.choose(rows, [most] * len(rows))
     policy.saw_flight(len(rows), max(counts), takes(max(counts)))
     return counts
@@ -71,7 +72,7 @@ def test_no_row_gets_more_than_there_may_be() -> None:
 
 
 def test_rows_whose_drafts_fail_do_without_beside_others_and_try_again_now_and_then() -> None:
-    policy, rows = DraftPolicy(4), [record(0.9)] * 6 + [record(0.02)]
+    policy, rows = DraftPolicy(4, max_slowdown=math.inf), [record(0.9)] * 6 + [record(0.02)]
     depths(policy, rows, flat(1.3), 10)
     counts = [fly(policy, rows, flat(1.3)) for _ in range(200)]
     assert settled([flight[0] for flight in counts]) == 4
@@ -93,6 +94,56 @@ def test_drafts_that_are_not_worth_it_cost_less_than_three_in_a_hundred(num_rows
         tokens += sum(1 + sum(row.chance**at for at in range(1, count + 1)) for row, count in zip(rows, counts, strict=True))
         seconds += takes(max(counts))
     assert tokens / seconds > 0.97 * num_rows / PLAIN_S
+
+
+def together(policy: DraftPolicy, chances: Sequence[float], takes: Callable[[int], float], *, tokens: int = 400) -> list[float]:
+    """Requests that begin at once and have so many tokens to draw: when each ends, in flights without drafts. What came of a flight is known one later."""
+    draws = random.Random(0)
+    rows, left, ends = [record(chance) for chance in chances], [tokens] * len(chances), [0.0] * len(chances)
+    now, seen = 0.0, list[tuple[DraftRecord, int, int]]()
+    while live := [at for at, count in enumerate(left) if count > 0]:
+        counts = policy.choose([rows[at] for at in live], [min(4, left[at] - 1) for at in live])
+        now += takes(max(counts)) / PLAIN_S
+        policy.saw_flight(len(live), max(counts), takes(max(counts)))
+        for known in seen:
+            policy.saw(*known)
+        seen.clear()
+        for at, count in zip(live, counts, strict=True):
+            accepted = next((place for place in range(count) if draws.random() > chances[at]), count)
+            if count:
+                seen.append((rows[at], count, accepted))
+            left[at] -= 1 + accepted
+            if left[at] <= 0:
+                ends[at] = now
+    return ends
+
+
+@pytest.mark.parametrize("ratio", [1.15, 1.3, 2.0])
+@pytest.mark.parametrize("failing", [1, 16, 31])
+def test_nobody_is_slowed_down_by_more_than_may_be_for_drafts_of_others(failing: int, ratio: float) -> None:
+    ends = together(DraftPolicy(4, max_slowdown=0.02), [0.0] * failing + [0.9] * (32 - failing), flat(ratio))
+    assert max(ends) < 1.03 * 400
+    alone = together(DraftPolicy(4, max_slowdown=math.inf), [0.0] * failing + [0.9] * (32 - failing), flat(ratio))
+    if failing < 31:
+        assert max(alone) > 1.03 * 400  # for more tokens a second of all together
+
+
+def test_who_gains_alike_is_drafted_for_however_many_they_are_and_whatever_others_gained_before() -> None:
+    policy = DraftPolicy(4)
+    together(policy, [0.0, 0.9] * 16, flat(1.5))
+    assert max(together(policy, [0.8] * 64, flat(1.5))) < 0.6 * 400
+
+
+def test_a_request_that_wants_no_drafts_is_not_slowed_down_for_others_either() -> None:
+    policy, others = DraftPolicy(4), [record(0.9)] * 3
+    unwilling = record(0.0)
+    seconds = 0.0
+    for _ in range(2000):
+        counts = policy.choose([unwilling, *others], [0, 4, 4, 4])
+        assert counts[0] == 0
+        seconds += flat(1.5)(max(counts))
+        policy.saw_flight(4, max(counts), flat(1.5)(max(counts)))
+    assert 2000 * PLAIN_S < seconds < 1.03 * 2000 * PLAIN_S
 
 
 def test_costs_are_those_of_flights_of_about_so_many_rows_and_at_first_those_of_the_next_best_number() -> None:
@@ -117,8 +168,7 @@ def test_a_flight_that_was_to_be_measured_and_was_not_does_not_end_drafting() ->
     depths(policy, rows, flat(1.4), 66)
     counts = []
     for _ in range(50):
-        policy.prepare(4)
-        counts += policy.choose(rows[:1], [4])
+        counts += policy.choose(rows, [4, 0, 0, 0])[:1]
     assert counts.count(0) <= 1
 
 
@@ -157,6 +207,5 @@ def test_a_record_follows_what_became_of_its_drafts() -> None:
 @pytest.mark.parametrize("most", [0, 3])
 def test_without_adapting_a_row_always_gets_what_there_may_be(most: int) -> None:
     policy = DraftPolicy(3, adaptive=False)
-    policy.prepare(1)
     assert policy.choose([record(0.0)], [8]) == [3]
     assert policy.choose([record(0.0)], [most]) == [most]

@@ -94,6 +94,10 @@ def engine_config(
     max_drafts: Annotated[
         int | None, _engine("Tokens to draft for a request in a step at most.", "N", f"{_SPECULATIVE.max_drafts} with --speculative")
     ] = None,
+    max_slowdown: Annotated[
+        float | None,
+        _engine("Share by which drafts may slow any request down.", "SHARE", f"{_SPECULATIVE.max_slowdown} with --speculative"),
+    ] = None,
     salt: Annotated[str, _engine("Engines with different salts never share KV.", "TEXT", False)] = _ENGINE.salt,
     offload_host: Annotated[
         str | None, _offload("Keep KV in this much host memory too.", "SIZE", f"{_OFFLOAD.host} with --offload-disk, else off")
@@ -119,13 +123,17 @@ def engine_config(
         tail_apart=tail_apart,
         eager=eager,
         salt=salt,
-        speculative=_speculative_config(speculative, max_drafts, draft_head, draft_model),
+        speculative=_speculative_config(speculative, max_drafts, max_slowdown, draft_head, draft_model),
         offload=_offload_config(offload_host, offload_disk, offload_disk_capacity, load_deadline),
     )
 
 
-def _speculative_config(proposer: str | None, max_drafts: int | None, head: Path | None, model: str | None) -> SpeculativeConfig | None:
+def _speculative_config(
+    proposer: str | None, max_drafts: int | None, max_slowdown: float | None, head: Path | None, model: str | None
+) -> SpeculativeConfig | None:
     if proposer is None:
+        if max_slowdown is not None:
+            raise ConfigError(f"--max-slowdown is {max_slowdown}, but nothing is drafted: give --speculative too")
         if head is not None:
             raise ConfigError(f"--draft-head is {head}, but nothing is drafted: give --speculative mtp too")
         if model is not None:
@@ -141,7 +149,8 @@ def _speculative_config(proposer: str | None, max_drafts: int | None, head: Path
     if max_drafts == 0:
         raise ConfigError(f"--max-drafts is 0: give 1 to {MOST_DRAFTS}, or leave out --speculative to draft nothing")
     most = _SPECULATIVE.max_drafts if max_drafts is None else max_drafts
-    return SpeculativeConfig(proposer=proposer, max_drafts=most, head=head, model=model)
+    slowdown = _SPECULATIVE.max_slowdown if max_slowdown is None else max_slowdown
+    return SpeculativeConfig(proposer=proposer, max_drafts=most, max_slowdown=slowdown, head=head, model=model)
 
 
 def _offload_config(host: str | None, disk: Path | None, disk_capacity: str | None, load_deadline_s: float | None) -> OffloadConfig | None:

@@ -193,7 +193,9 @@ def build_engine(
                 rows=rows,
                 keys=keys,
                 tiers=transfers,
-                drafts=None if speculative is None else DraftPolicy(max_drafts, adaptive=speculative.adaptive),
+                drafts=None
+                if speculative is None
+                else DraftPolicy(max_drafts, adaptive=speculative.adaptive, max_slowdown=speculative.max_slowdown),
             ),
             executor=executor,
             blocks=blocks,

@@ -3,7 +3,7 @@
 What a flight with drafts takes is mostly a matter of how many the row that has most of them gets, its depth: a captured pass computes as many for every
 row, and drafting is one pass after another. So the depth is chosen for a flight: the one with the most tokens a second, none if need be, by what flights
 of each depth took and by how likely each row's drafts are to be right. Within it a row gets drafts as long as they are likely enough to be right.
-Both sides are measured.
+Both sides are measured. A row whose own drafts fail waits for the others'; once that has cost it more than it may, no depth is chosen at which it loses more.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ _HOPEFUL_EVERY = 16
 _FIRST_COST = 0.05
 _SHARE = 0.5
 _LEAST_CHANCE, _MOST_CHANCE = 0.05, 0.5
+# So many tokens a row may always be behind: what came of the last flights is known a step or two later.
+_PATIENCE = 2.0
 # Flights with drafts after which a row without any tries one; after which a flight goes without, to be measured; and flights less deep than may be
 # after which one is as deep, times what that takes, so that trying costs less than a hundredth; fewer if it was never seen with so many rows.
 _PROBE_FLIGHTS = 32
@@ -40,10 +42,12 @@ class DraftRecord:
 
     chance   that a draft behind accepted ones is accepted
     idle     flights with drafts since it had any
+    behind   tokens that it would have more if nobody had been drafted for, beyond what it may; below 0: it is ahead
     """
 
     chance: float = _HOPE
     idle: int = 0
+    behind: float = 0.0
 
 
 def _after(chance: float, drafted: int, accepted: int, fresh: float) -> float:
@@ -80,39 +84,30 @@ class _Flights:
         return (left + (right - left) * (depth - low) / max(1, high - low)) / plain
 
 
-@dataclass(slots=True)
-class _Rows:
-    """Of a flight: how many rows decode, and how likely a draft of each is to be right."""
-
-    count: int
-    chances: list[float]
-
-    def right(self, most: int) -> list[float]:
-        """Which share of the rows would have its first, second, … draft right, in the mean."""
-        right, powers = [sum(self.chances) / self.count], self.chances
-        while len(right) < most:
-            powers = list(map(mul, powers, self.chances))
-            right.append(sum(powers) / self.count)
-        return right
+def _right(chances: list[float], most: int) -> list[float]:
+    """Which share of the rows would have its first, second, … draft right, in the mean."""
+    right, powers = [sum(chances) / len(chances)], chances
+    while len(right) < most:
+        powers = list(map(mul, powers, chances))
+        right.append(sum(powers) / len(chances))
+    return right
 
 
 class DraftPolicy:
     """Chooses how many drafts a row gets, between 0 and `most`. `adaptive` False: always as many as there may be.
 
-    measuring   the flight that was prepared goes without drafts, to measure what that takes
+    max_slowdown   share by which drafts may slow any row down, over its life
+    measuring      the flight that was chosen for goes without drafts, to measure what that takes
     """
 
-    def __init__(self, most: int, *, adaptive: bool = True) -> None:
+    def __init__(self, most: int, *, adaptive: bool = True, max_slowdown: float = 0.02) -> None:
         self.most = most
         self.adaptive = adaptive
+        self.max_slowdown = max_slowdown
         self.measuring = False
         self._usual = _HOPE
         self._num_begun = 0
         self._flights: dict[int, _Flights] = {}
-        self._rows = _Rows(0, [])
-        self._num_rows = 0
-        self._depth = most
-        self._least = [_LEAST_CHANCE] * most  # chance above which a row gets its first, second, … draft
 
     def newcomer(self) -> DraftRecord:
         """Of a new request, of which nothing is known but how others fared."""
@@ -122,36 +117,37 @@ class DraftPolicy:
     def saw(self, record: DraftRecord, drafted: int, accepted: int) -> None:
         """What became of one request's drafts in a flight: `accepted` of `drafted` leading tokens were right."""
         record.chance = _after(record.chance, drafted, accepted, _FRESH)
+        record.behind -= accepted
         self._usual = _after(self._usual, drafted, accepted, _FRESH_USUAL)
 
-    def prepare(self, num_rows: int) -> None:
-        """A flight is planned in which `num_rows` rows decode; `choose` is asked for those that may have drafts."""
-        flights, rows = self._of(num_rows), self._rows
-        self._num_rows = num_rows
+    def choose(self, records: Sequence[DraftRecord], most: Sequence[int]) -> list[int]:
+        """For all rows that decode in a flight; `most`: what their own bounds leave, none or less for a row that is not to be drafted for."""
+        if not self.adaptive:
+            return [max(0, min(each, self.most)) for each in most]
+        flights, ratios = self._of(len(records)), self._ratios(len(records))
         self.measuring = flights.seconds[0] is None or flights.drafted >= _MEASURE_FLIGHTS
         if self.measuring:
-            self._depth = flights.drafted = 0
-            return
-        ratios = self._ratios(num_rows)
-        # By the rows of the flight before: they are mostly the same.
-        chances = rows.right(self.most) if rows.count else [self._usual ** (at + 1) for at in range(self.most)]
-        self._depth = max(range(self.most + 1), key=lambda depth: (1 + sum(chances[:depth])) / ratios[depth])
+            flights.drafted, counts = 0, [0] * len(records)
+        else:
+            counts = self._counts(records, most, flights, ratios)
+        cost = ratios[max(counts)] - 1 - self.max_slowdown
+        for record in records:
+            record.behind += cost
+        return counts
+
+    def _counts(self, records: Sequence[DraftRecord], most: Sequence[int], flights: _Flights, ratios: Sequence[float]) -> list[int]:
+        """As many as the best depth and their own chances give them."""
+        chances = [record.chance for record in records]  # also where an end is near: it will be another's turn
+        depth = self._depth(_right(chances, self.most), ratios, [record.chance for record in records if record.behind > _PATIENCE])
         least = [min(max(_SHARE * (more - less), _LEAST_CHANCE), _MOST_CHANCE) for less, more in pairwise(ratios)]
         patience = _FIRST_TRY_FLIGHTS if flights.seconds[-1] is None else _RETRY_FLIGHTS
         if flights.shallow >= patience * ratios[-1]:
-            self._depth, least = self.most, [_LEAST_CHANCE] * self.most
-        self._least = [chance ** (1 / count) for count, chance in enumerate(least, 1)]
-        flights.shallow = 0 if self._depth == self.most else flights.shallow + 1
-
-    def choose(self, records: Sequence[DraftRecord], most: Sequence[int]) -> list[int]:
-        """For the rows of the flight that was prepared; `most`: what their own bounds leave."""
-        if not self.adaptive:
-            return [max(0, min(each, self.most)) for each in most]
-        chances = [record.chance for record in records]
-        self._rows = _Rows(self._num_rows, chances)  # also where an end is near: it will be another's turn
-        depth, least, counts = self._depth, self._least, [0] * len(chances)
+            depth, least = self.most, [_LEAST_CHANCE] * self.most
+        flights.shallow = 0 if depth == self.most else flights.shallow + 1
+        counts = [0] * len(records)
         if not depth:
             return counts
+        least = [chance ** (1 / count) for count, chance in enumerate(least, 1)]  # above which a row gets its first, second, … draft
         for at, (record, chance, each) in enumerate(zip(records, chances, most, strict=True)):
             count = depth if each > depth else each
             while count > 0 and chance <= least[count - 1]:
@@ -163,6 +159,12 @@ class DraftPolicy:
                 if record.idle > _PROBE_FLIGHTS:
                     counts[at], record.idle = 1, 0
         return counts
+
+    def _depth(self, right: Sequence[float], ratios: Sequence[float], behind: Sequence[float]) -> int:
+        """With the most tokens a second, of those at which no row loses that is `behind`; each row by its chance."""
+        lowest = _right([min(behind, default=1.0)], self.most)
+        depths = [depth for depth in range(self.most + 1) if not depth or 1 + sum(lowest[:depth]) >= ratios[depth]]
+        return max(depths, key=lambda depth: (1 + sum(right[:depth])) / ratios[depth])
 
     def saw_flight(self, num_rows: int, depth: int, seconds: float) -> None:
         """A flight of rows that decode took so long; `depth`: drafts of the row that has most."""

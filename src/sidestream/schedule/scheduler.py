@@ -16,7 +16,7 @@ from sidestream.errors import InvariantError
 from sidestream.kv.keys import BlockKeys
 from sidestream.kv.pool import FencedPool, Lease
 from sidestream.schedule.chunk import chunk_stop, reusable_tokens
-from sidestream.schedule.drafting import DraftPolicy
+from sidestream.schedule.drafting import DraftPolicy, DraftRecord
 from sidestream.schedule.request import Request, State
 from sidestream.types import (
     BatchPlan,
@@ -190,7 +190,7 @@ class Scheduler:
         if request.keys_version != self.keys_version:
             request.keys.clear()
             request.keys_version = self.keys_version
-        request.drafting = self._drafts.newcomer()
+        request.drafting = self._drafts.newcomer() if request.max_drafts else DraftRecord(0.0)
         self._requests[request.id] = request
         self._queue[request.id] = request
 
@@ -323,8 +323,6 @@ class Scheduler:
         decoding = [request for request in ranked if request.can_decode]
         num_decoding = len(decoding)
         draft = _Draft(self.limits.token_budget - num_decoding, num_decoding, lead_s, step_s)
-        if num_decoding and self._drafts.most:
-            self._drafts.prepare(num_decoding)
         self._plan_decodes(decoding, draft)
         if num_decoding < len(ranked):
             for request in ranked:
@@ -374,17 +372,15 @@ class Scheduler:
 
     def _choose_drafts(self, requests: Sequence[Request]) -> Iterable[tuple[int, str]]:
         """How many tokens to draft for each, and where there are none though there might be, why."""
-        asked = [request for request in requests if request.max_drafts] if self._drafts.most else []
-        if not asked:
+        if not (self._drafts.most and requests):
             return [(0, "")] * len(requests)
-        most = [min(request.max_drafts, request.max_outputs - request.launched_outputs - 1) for request in asked]
-        counts = self._drafts.choose([request.drafting for request in asked], most)
+        most = [min(request.max_drafts, request.max_outputs - request.launched_outputs - 1) for request in requests]
+        counts = self._drafts.choose([request.drafting for request in requests], most)
         none = (0, "measuring" if self._drafts.measuring else "chance")
-        chosen = [(count, "") if count else none if each > 0 else (0, "end") for count, each in zip(counts, most, strict=True)]
-        if len(asked) == len(requests):
-            return chosen
-        left = iter(chosen)
-        return [next(left) if request.max_drafts else (0, "") for request in requests]
+        return [
+            (count, "") if count else none if each > 0 else (0, "end" if request.max_drafts else "")
+            for request, count, each in zip(requests, counts, most, strict=True)
+        ]
 
     def _room(self, request: Request, wanted: int, draft: _Draft) -> int | None:
         """Have its table cover one token, and the drafts behind it if there is room for them without taking anybody else's: how many drafts that
