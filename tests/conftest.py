@@ -6,6 +6,7 @@ Without a GPU, Triton's kernels run in its interpreter. That must be asked for b
 import importlib.util
 import os
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -69,10 +70,12 @@ if not torch.cuda.is_available() and importlib.util.find_spec("triton") is not N
 
 
 @pytest.fixture(autouse=True)
-def garbage_stays(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def garbage_stays(request: pytest.FixtureRequest) -> Iterator[None]:
     """An LLM has all there is looked through for garbage: half a second with every test's modules, and nobody here waits for a collection."""
-    if "sidestream.llm" in sys.modules and request.node.get_closest_marker("settles_garbage") is None:
-        monkeypatch.setattr(sys.modules["sidestream.llm"], "settle_garbage", lambda: None)
+    with pytest.MonkeyPatch.context() as patch:
+        if "sidestream.llm" in sys.modules and request.node.get_closest_marker("settles_garbage") is None:
+            patch.setattr(sys.modules["sidestream.llm"], "settle_garbage", lambda: None)
+        yield
 
 
 @pytest.hookimpl(trylast=True)
