@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV ?= .venv
 # Tests run in so many processes, each file in one of them: one more than two cores, because tests wait as well.
 JOBS ?= 3
+# Whatever the environment says: many processes import the same.
+unexport PYTHONDONTWRITEBYTECODE
 BIN := $(VENV)/bin
 
 .PHONY: demo test test-gpu sanitize lint types imports unit bench bench-gpu tables clean
@@ -24,7 +26,7 @@ imports: $(VENV)/.dev
 
 unit: $(VENV)/.dev
 	$(BIN)/sidestream models prepare smollm2-135m-instruct || echo "no demo model: its tests will be skipped"
-	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder
 
 # What needs a GPU, with a Python whose torch has CUDA: `make test-gpu PYTHON=…`. Nothing is installed.
 test-gpu:
@@ -74,10 +76,11 @@ $(VENV)/bin/pip:
 		{ echo "Sidestream needs Python 3.11 or later; '$(PYTHON)' is $$($(PYTHON) --version 2>&1): make PYTHON=python3.12 …"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 
+# Bytecode is made when it is first needed, which is of a fraction of what is installed: compiling all of it takes longer than the rest of it.
 $(VENV)/.demo: $(VENV)/bin/pip pyproject.toml constraints.txt
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[server,demo]'
+	$(BIN)/pip install --quiet --no-compile --constraint constraints.txt --editable '.[server,demo]'
 	touch $@
 
 $(VENV)/.dev: $(VENV)/bin/pip pyproject.toml constraints.txt
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/pip install --quiet --no-compile --constraint constraints.txt --editable '.[dev]'
 	touch $@
