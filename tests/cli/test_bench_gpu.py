@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from sidestream.cli.bench import speculative
 from sidestream.testing.tiny_models import tiny_model_dir
+
+from .conftest import Run
 
 COMMANDS = {
     "transfer": ["--mib", "8", "--rounds", "1"],
@@ -31,10 +31,9 @@ FIGURES = {
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_benchmark_measures_on_the_cpu_too(name: str) -> None:
-    command = [sys.executable, "-m", "sidestream", "bench", name, "--device", "cpu", "--json", *COMMANDS[name]]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
-    assert done.returncode == 0, done.stderr
+def test_benchmark_measures_on_the_cpu_too(name: str, run: Run) -> None:
+    done = run("bench", name, "--device", "cpu", "--json", *COMMANDS[name])
+    assert done.exit_code == 0, done.stderr
     report = json.loads(done.stdout)
     figures = {figure["name"]: figure for figure in report["figures"]}
     assert FIGURES[name] <= figures.keys()
@@ -65,9 +64,7 @@ def test_flights_that_draft_are_measured_and_no_token_depends_on_drafts(tmp_path
     assert 0 < figures["idle_share_draft"] < 1
 
 
-def test_device_that_is_not_known_names_the_nearest_one() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "sidestream", "bench", "mailbox", "--device", "cud"], capture_output=True, text=True, check=False
-    )
-    assert done.returncode != 0
+def test_device_that_is_not_known_names_the_nearest_one(run: Run) -> None:
+    done = run("bench", "mailbox", "--device", "cud")
+    assert done.exit_code != 0
     assert "did you mean cuda" in done.stderr
