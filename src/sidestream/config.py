@@ -111,16 +111,16 @@ class SpeculativeConfig:
     model        of `"draft"`: a directory, a hub id or a name of `sidestream models`
     max_drafts   tokens to draft for a request in a step at most
     adaptive     draft as many as are likely enough to be right for what they cost, none if need be; False: always `max_drafts`
-    max_slowdown share by which drafts may slow any request down over its life, its own that fail and those of others beside it;
-                 `math.inf`: as many tokens as possible of all together, whoever waits for it
+    max_slowdown with `adaptive`: share by which drafts may slow any request down over its life, its own that fail and those of others beside it;
+                 finding out what drafts cost comes on top, a hundredth at most. `math.inf`: as many tokens as possible of all together
     """
 
     proposer: str = "ngram"
     max_drafts: int = 4
     adaptive: bool = True
-    max_slowdown: float = 0.02
     head: str | Path | None = None
     model: str | Path | None = None
+    max_slowdown: float = 0.02
 
     def __post_init__(self) -> None:
         if self.head is not None and self.proposer != "mtp":
@@ -134,7 +134,7 @@ class SpeculativeConfig:
         if self.proposer not in PROPOSERS:
             raise ConfigError(unknown_name("proposer", str(self.proposer), PROPOSERS))
         _at_least("max_drafts", self.max_drafts, 1)
-        if not self.max_slowdown >= 0:
+        if not (isinstance(self.max_slowdown, int | float) and self.max_slowdown >= 0):
             raise ConfigError(f"max_slowdown is {self.max_slowdown}: give a share from 0, such as 0.02, or inf for no bound")
         if self.max_drafts > MOST_DRAFTS:
             raise ConfigError(f"max_drafts is {self.max_drafts}: at most {MOST_DRAFTS} tokens are drafted at once; lower it")

@@ -17,7 +17,7 @@ from typing import Any, Self
 from sidestream.config import EngineConfig, SamplingParams, from_options
 from sidestream.device.choice import torch_device
 from sidestream.engine import Engine, Handle, Reader, build_engine
-from sidestream.engine.garbage import settle_garbage, unsettle_garbage
+from sidestream.engine.garbage import settle_garbage
 from sidestream.errors import ConfigError, EngineStopped, ModelError, QueueFull, RaceError, RequestError, RequestRejected
 from sidestream.metrics import Metrics, Timeline
 from sidestream.models import PagedModel, load_model
@@ -112,7 +112,7 @@ class _Served:
             loaded, self.tokenizer, self.config, timeline=self._timeline, witness=self._checker, proposer=proposer, tell=tell
         )
         self.max_model_len = min(self.engine.parts.bounds.max_model_len, self.engine.parts.bounds.pool_tokens)
-        settle_garbage()
+        self._unsettle_garbage = settle_garbage()
 
     @property
     def metrics(self) -> Metrics:
@@ -160,7 +160,7 @@ class _Served:
 
     def _close(self, drain_s: float) -> None:
         self.engine.close(drain_s=drain_s)
-        unsettle_garbage()
+        self._unsettle_garbage()
         if self._timeline is not None and self._timeline_path is not None:
             self._timeline.write(self._timeline_path)
         checker, self._checker = self._checker, None

@@ -293,7 +293,8 @@ class StepPlan:
 
     after       fences that the compute stream waits for before the flight: last uses of the blocks it writes
     undrafted   how many rows that may have drafts have none, by why: the answer ends (end), there is no room (blocks), drafts are not likely
-                enough to be right for what they cost (chance), or the flight goes without to measure what that takes (measuring)
+                enough to be right for what they cost (chance), others would wait for them too long (others), or the flight goes without to
+                measure what that takes (measuring)
     """
 
     transfers: tuple[TransferPlan, ...]

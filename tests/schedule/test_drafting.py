@@ -134,6 +134,39 @@ def test_who_gains_alike_is_drafted_for_however_many_they_are_and_whatever_other
     assert max(together(policy, [0.8] * 64, flat(1.5))) < 0.6 * 400
 
 
+def test_a_request_that_wants_few_drafts_is_not_slowed_down_by_what_it_could_have_gained() -> None:
+    def end(max_slowdown: float) -> float:
+        """Of one whose only draft is right four times of five, beside others that gain by four."""
+        policy, draws = DraftPolicy(4, max_slowdown=max_slowdown), random.Random(0)
+        modest, others = record(0.8), [record(0.9)] * 31
+        now, left = 0.0, 600
+        while left > 0:
+            counts = policy.choose([modest, *others], [1, *[4] * 31])
+            now += flat(2.0)(max(counts)) / PLAIN_S
+            policy.saw_flight(32, max(counts), flat(2.0)(max(counts)))
+            accepted = int(counts[0] > 0 and draws.random() < 0.8)
+            if counts[0]:
+                policy.saw(modest, counts[0], accepted)
+            left -= 1 + accepted
+        return now / 600
+
+    assert end(0.02) < 1.03
+    assert end(math.inf) > 1.08
+
+
+def test_a_row_that_others_are_not_drafted_for_because_of_tries_again() -> None:
+    policy, rows = DraftPolicy(4), [record(0.02), *[record(0.9)] * 31]
+    for _ in range(300):
+        counts = fly(policy, rows, flat(1.5))
+        for row, count in zip(rows, counts, strict=True):
+            policy.saw(row, count, 0 if row is rows[0] else 3 if count else 0)
+    assert policy.reason == "others"
+    flights = 0
+    while not (fly(policy, rows, flat(1.5))[0]):
+        flights += 1
+        assert flights < 100
+
+
 def test_a_request_that_wants_no_drafts_is_not_slowed_down_for_others_either() -> None:
     policy, others = DraftPolicy(4), [record(0.9)] * 3
     unwilling = record(0.0)
@@ -168,7 +201,7 @@ def test_a_flight_that_was_to_be_measured_and_was_not_does_not_end_drafting() ->
     depths(policy, rows, flat(1.4), 66)
     counts = []
     for _ in range(50):
-        counts += policy.choose(rows, [4, 0, 0, 0])[:1]
+        counts += policy.choose(rows, [4] * 4)[:1]
     assert counts.count(0) <= 1
 
 

@@ -393,13 +393,15 @@ class Engine:
             self._undrafted[reason] += count
         seconds = self._now() - self._undrafted_since_s
         if seconds >= _UNDRAFTED_PERIOD_S:
-            chance, blocks = self._undrafted["chance"], self._undrafted["blocks"]
-            if chance or blocks:
+            chance, others, blocks = (self._undrafted[reason] for reason in ("chance", "others", "blocks"))
+            if chance or others or blocks:
                 logger.info(
-                    "in %.0f s, requests went %d steps without drafts: %d because too few were right for what they cost, %d for lack of blocks",
+                    "in %.0f s, requests went %d steps without drafts: %d because too few were right for what they cost, %d because others would "
+                    "have waited for them too long, %d for lack of blocks",
                     seconds,
-                    chance + blocks,
+                    chance + others + blocks,
                     chance,
+                    others,
                     blocks,
                 )
             self._undrafted = Counter()

@@ -8,7 +8,7 @@ Both sides are measured. A row whose own drafts fail waits for the others'; once
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from operator import mul
@@ -41,8 +41,8 @@ class DraftRecord:
     """What became of one request's drafts.
 
     chance   that a draft behind accepted ones is accepted
-    idle     flights with drafts since it had any
-    behind   tokens that it would have more if nobody had been drafted for, beyond what it may; below 0: it is ahead
+    idle     flights since it had any in which there were drafts, or would have been but for others
+    behind   tokens that it would have more if nobody had been drafted for, less what is forgiven in each flight; below 0 it may lose some
     """
 
     chance: float = _HOPE
@@ -96,15 +96,16 @@ def _right(chances: list[float], most: int) -> list[float]:
 class DraftPolicy:
     """Chooses how many drafts a row gets, between 0 and `most`. `adaptive` False: always as many as there may be.
 
-    max_slowdown   share by which drafts may slow any row down, over its life
-    measuring      the flight that was chosen for goes without drafts, to measure what that takes
+    max_slowdown   with `adaptive`: share by which drafts may slow any row down, over its life
+    reason         why rows of the flight that was chosen for go without drafts: `"measuring"` what that takes, `"others"` would lose more by
+                   them than they may, or no `"chance"` that they pay
     """
 
     def __init__(self, most: int, *, adaptive: bool = True, max_slowdown: float = 0.02) -> None:
         self.most = most
         self.adaptive = adaptive
         self.max_slowdown = max_slowdown
-        self.measuring = False
+        self.reason = ""
         self._usual = _HOPE
         self._num_begun = 0
         self._flights: dict[int, _Flights] = {}
@@ -125,8 +126,8 @@ class DraftPolicy:
         if not self.adaptive:
             return [max(0, min(each, self.most)) for each in most]
         flights, ratios = self._of(len(records)), self._ratios(len(records))
-        self.measuring = flights.seconds[0] is None or flights.drafted >= _MEASURE_FLIGHTS
-        if self.measuring:
+        if flights.seconds[0] is None or flights.drafted >= _MEASURE_FLIGHTS:
+            self.reason = "measuring"
             flights.drafted, counts = 0, [0] * len(records)
         else:
             counts = self._counts(records, most, flights, ratios)
@@ -138,7 +139,7 @@ class DraftPolicy:
     def _counts(self, records: Sequence[DraftRecord], most: Sequence[int], flights: _Flights, ratios: Sequence[float]) -> list[int]:
         """As many as the best depth and their own chances give them."""
         chances = [record.chance for record in records]  # also where an end is near: it will be another's turn
-        depth = self._depth(_right(chances, self.most), ratios, [record.chance for record in records if record.behind > _PATIENCE])
+        depth = self._depth(_right(chances, self.most), ratios, self._lowest(records, most))
         least = [min(max(_SHARE * (more - less), _LEAST_CHANCE), _MOST_CHANCE) for less, more in pairwise(ratios)]
         patience = _FIRST_TRY_FLIGHTS if flights.seconds[-1] is None else _RETRY_FLIGHTS
         if flights.shallow >= patience * ratios[-1]:
@@ -146,6 +147,9 @@ class DraftPolicy:
         flights.shallow = 0 if depth == self.most else flights.shallow + 1
         counts = [0] * len(records)
         if not depth:
+            if self.reason == "others":
+                for record, each in zip(records, most, strict=True):
+                    record.idle += each > 0
             return counts
         least = [chance ** (1 / count) for count, chance in enumerate(least, 1)]  # above which a row gets its first, second, … draft
         for at, (record, chance, each) in enumerate(zip(records, chances, most, strict=True)):
@@ -160,11 +164,29 @@ class DraftPolicy:
                     counts[at], record.idle = 1, 0
         return counts
 
-    def _depth(self, right: Sequence[float], ratios: Sequence[float], behind: Sequence[float]) -> int:
-        """With the most tokens a second, of those at which no row loses that is `behind`; each row by its chance."""
-        lowest = _right([min(behind, default=1.0)], self.most)
-        depths = [depth for depth in range(self.most + 1) if not depth or 1 + sum(lowest[:depth]) >= ratios[depth]]
-        return max(depths, key=lambda depth: (1 + sum(right[:depth])) / ratios[depth])
+    def _lowest(self, records: Sequence[DraftRecord], most: Sequence[int]) -> dict[int, float]:
+        """Of rows that may not lose more: the lowest chance, by how many drafts they may have."""
+        lowest: dict[int, float] = {}
+        for record, each in zip(records, most, strict=True):
+            if record.behind > _PATIENCE:
+                bound = max(0, min(each, self.most))
+                lowest[bound] = min(record.chance, lowest.get(bound, 1.0))
+        return lowest
+
+    def _depth(self, right: Sequence[float], ratios: Sequence[float], lowest: Mapping[int, float]) -> int:
+        """With the most tokens a second, of those at which no row of `lowest` loses; says why if it is none."""
+
+        def speed(depth: int) -> float:
+            return (1 + sum(right[:depth])) / ratios[depth]
+
+        def is_fair(depth: int) -> bool:
+            gains = (sum(chance**place for place in range(1, min(depth, bound) + 1)) for bound, chance in lowest.items())
+            return not depth or all(1 + gain >= ratios[depth] for gain in gains)
+
+        depths = range(self.most + 1)
+        best = max(filter(is_fair, depths), key=speed)
+        self.reason = "others" if lowest and not best and max(depths, key=speed) else "chance"
+        return best
 
     def saw_flight(self, num_rows: int, depth: int, seconds: float) -> None:
         """A flight of rows that decode took so long; `depth`: drafts of the row that has most."""

@@ -376,7 +376,7 @@ class Scheduler:
             return [(0, "")] * len(requests)
         most = [min(request.max_drafts, request.max_outputs - request.launched_outputs - 1) for request in requests]
         counts = self._drafts.choose([request.drafting for request in requests], most)
-        none = (0, "measuring" if self._drafts.measuring else "chance")
+        none = (0, self._drafts.reason)
         return [
             (count, "") if count else none if each > 0 else (0, "end" if request.max_drafts else "")
             for request, count, each in zip(requests, counts, most, strict=True)

@@ -418,7 +418,7 @@ def _entry_files(directory: Path) -> Iterator[tuple[Key, int, os.DirEntry[str]]]
         inside = f"{directory}{os.sep}{prefix}"
         if prefix not in present:
             Path(inside).mkdir(mode=0o700)
-            continue  # nobody else has the directory
+            continue  # it is empty: nobody else has the directory
         with os.scandir(inside) as files:
             for file in files:
                 name = _ENTRY_NAME.fullmatch(file.name.removesuffix(_TEMPORARY))

@@ -24,7 +24,7 @@ from sidestream.cli.bench.requests import Answer, NoText, ask, ask_at_once
 from sidestream.config import EngineConfig, OffloadConfig, unknown_name
 from sidestream.device.choice import torch_device
 from sidestream.engine.build import build_engine
-from sidestream.engine.garbage import settle_garbage, unsettle_garbage
+from sidestream.engine.garbage import settle_garbage
 from sidestream.engine.loop import Engine
 from sidestream.errors import ConfigError, SidestreamError
 from sidestream.models.adapter import PagedModel
@@ -95,7 +95,7 @@ class _Rig:
             ),
         )
         self.start_s = time.perf_counter() - start
-        settle_garbage()  # as LLM does
+        self._unsettle_garbage = settle_garbage()  # as LLM does
         self.parts = self.engine.parts
         assert self.parts.costs is not None
         self.parts.costs.saw_prefill = lambda *_: None  # type: ignore[method-assign]  # what is asked from host memory shall come from there
@@ -108,7 +108,7 @@ class _Rig:
 
     def close(self) -> None:
         self.engine.close()
-        unsettle_garbage()
+        self._unsettle_garbage()
 
     def prompt(self, num_tokens: int) -> list[int]:
         """One that nobody has asked."""

@@ -18,7 +18,7 @@ from sidestream.cli.bench.requests import NoText, ask, ask_at_once
 from sidestream.config import EngineConfig, OffloadConfig
 from sidestream.device.choice import torch_device
 from sidestream.engine.build import build_engine
-from sidestream.engine.garbage import settle_garbage, unsettle_garbage
+from sidestream.engine.garbage import settle_garbage
 from sidestream.engine.loop import Engine
 from sidestream.errors import SidestreamError
 from sidestream.models.adapter import PagedModel
@@ -64,8 +64,7 @@ def measure(*, device: str, shape: str, tell: Callable[[str], None]) -> list[Fig
             ends.callback(engines[offload].close)
             ask(engines[offload], prompts(1, 16)[0], 4).wait()
 
-        settle_garbage()  # as LLM does
-        ends.callback(unsettle_garbage)
+        ends.callback(settle_garbage())  # as LLM does
 
         strangers: dict[bool, list[float]] = {True: [], False: []}
         count, tokens, outputs = sizes.strangers

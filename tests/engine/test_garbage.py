@@ -1,0 +1,40 @@
+"""The garbage collector while engines serve: left as it was found, however many there were."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+
+import pytest
+
+from sidestream.engine.garbage import settle_garbage
+
+
+@pytest.fixture(autouse=True)
+def as_it_was() -> Iterator[None]:
+    thresholds = gc.get_threshold()
+    yield
+    gc.set_threshold(*thresholds)
+
+
+def test_what_there_is_stays_off_the_list_until_the_last_of_several_has_ended_it() -> None:
+    gc.set_threshold(701, 11, 12)
+    first, second = settle_garbage(), settle_garbage()
+    assert gc.get_freeze_count() > 10_000
+    assert gc.get_threshold() == (10_000, 11, 12)
+    first()
+    first()  # twice does no harm
+    assert gc.get_freeze_count() > 10_000
+    assert gc.get_threshold() == (10_000, 11, 12)
+    second()
+    assert gc.get_freeze_count() == 0
+    assert gc.get_threshold() == (701, 11, 12)
+
+
+@pytest.mark.parametrize("young", [0, 50_000])
+def test_a_program_that_collects_less_often_or_never_goes_on_so(young: int) -> None:
+    gc.set_threshold(young, 20, 20)
+    end = settle_garbage()
+    assert gc.get_threshold() == (young, 20, 20)
+    end()
+    assert gc.get_threshold() == (young, 20, 20)
