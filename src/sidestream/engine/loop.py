@@ -17,7 +17,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import compress
 from queue import Empty, SimpleQueue
 
 from sidestream.config import SamplingParams
@@ -377,9 +376,9 @@ class Engine:
         metrics.observe_all("itl_seconds", others)
 
     def _count_drafts(self, flight: Flight, delivered: Delivered) -> None:
-        metrics, proposer = self.parts.metrics, self.parts.proposer
-        lengths = [len(result.token_ids) for result in compress(delivered.rows, flight.drafts)]
-        metrics.inc("draft_tokens_total", sum(flight.drafts), proposer)
+        metrics, proposer, drafts = self.parts.metrics, self.parts.proposer, flight.drafts
+        lengths = [len(result.token_ids) for result in itertools.compress(delivered.rows, drafts)]
+        metrics.inc("draft_tokens_total", sum(drafts), proposer)
         metrics.inc("accepted_tokens_total", sum(lengths) - len(lengths) + lengths.count(0), proposer)
         metrics.observe_all("accept_length", lengths, proposer)
         if delivered.draft_s is not None and delivered.verify_s is not None and not flight.gated:  # else loads were waited for meanwhile
