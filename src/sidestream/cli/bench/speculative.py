@@ -146,9 +146,10 @@ def _flights(
     *,
     on_gpu: bool,
 ) -> list[Figure]:
-    """As it is served, for each number of requests at once: how long the device takes from one flight's end to the next one's, for flights of all
-    requests that draft (without `config`: that decode), how much of that it has none, and what the engine thread needs to launch one; of that, to
-    publish how far its rows go and to hand it over to whoever reads it, which is what is behind the forward pass.
+    """As it is served, for each number of requests at once: what the engine thread needs to launch a flight that drafts, and of that, to publish how
+    far its rows go and to hand it over to whoever reads it, which is what is behind the forward pass; and then, with the device's clock asked at both
+    ends of each flight, which takes the engine thread some time as well: how long the device takes from one flight's end to the next one's, for
+    flights of all requests that draft (without `config`: that decode), and how much of that it has none.
     """
     params = SamplingParams(temperature=0, max_tokens=output_tokens, ignore_eos=True)
     speculative = None if config is None else SpeculativeConfig(**config)
@@ -158,24 +159,29 @@ def _flights(
     with LLM(path, **options, speculative=speculative) as llm:
         parts = llm.engine.parts
         llm.generate(asked[0], params)
-        clock, handed_over = FlightClock(parts.device, parts.executor), _HandedOver(parts.executor)
+        handed_over = _HandedOver(parts.executor)
+        for prompts in asked:
+            end = f"b{len(prompts)}_{name}"
+            handed_over.clear()
+            llm.generate(prompts, params)
+            figures.append(Figure(f"uncaptured_share_{end}", handed_over.uncaptured / handed_over.flights, "share"))
+            if handed_over.launching:
+                launching += handed_over.launching
+                dispatching += handed_over.dispatching
+                figures.append(Figure(f"launch_us_{end}", 1e6 * median(handed_over.launching), "us"))
+        clock = FlightClock(parts.device, parts.executor)
         for prompts in asked:
             first, end = len(clock.batches), f"b{len(prompts)}_{name}"
-            handed_over.clear()
             llm.generate(prompts, params)
             drafts = [_drafts(batch, rows=len(prompts)) for batch in clock.batches]
             least = 0 if config is None else 1
             chosen = [at for at in range(first + 1, len(drafts)) if drafts[at] >= least and drafts[at - 1] >= least]
-            figures.append(Figure(f"uncaptured_share_{end}", handed_over.uncaptured / (len(drafts) - first), "share"))
             if not chosen:
                 continue
             lengths, idle = clock.steps(chosen)
             shares.append(sum(idle) / sum(lengths))
             figures.append(Figure(f"flight_ms_{end}", 1e3 * median(lengths), "ms"))
             if config is not None:
-                launching += handed_over.launching
-                dispatching += handed_over.dispatching
-                figures.append(Figure(f"launch_us_{end}", 1e6 * median(handed_over.launching), "us"))
                 figures.append(Figure(f"drafts_per_row_{end}", sum(drafts[at] for at in chosen) / len(chosen) / len(prompts), "tokens"))
     if config is None:
         return figures
@@ -218,17 +224,19 @@ class _HandedOver:
 
     launching     seconds of each flight that drafts
     dispatching   of those, what is behind the forward pass
-    uncaptured    flights that were launched kernel by kernel
+    flights       all of them
+    uncaptured    those that were launched kernel by kernel
     """
 
     def __init__(self, executor: Executor) -> None:
         self.launching: list[float] = []
         self.dispatching: list[float] = []
-        self.uncaptured = 0
+        self.flights = self.uncaptured = 0
         self._enqueued_s = 0.0
         launch, eager_work, run = executor.launch, executor._eager_work, executor._forward.run
 
         def timed(batch: BatchPlan, *, after: tuple[Fence, ...], gates: LayerGates) -> Flight:
+            self.flights += 1
             begin_s = self._enqueued_s = time.perf_counter()
             flight = launch(batch, after=after, gates=gates)
             end_s = time.perf_counter()
@@ -251,7 +259,7 @@ class _HandedOver:
         """Begin anew."""
         self.launching.clear()
         self.dispatching.clear()
-        self.uncaptured = 0
+        self.flights = self.uncaptured = 0
 
     def _behind(self, enqueue: Callable[..., Computed]) -> Callable[..., Computed]:
         """The same forward pass, which says when it was enqueued."""
