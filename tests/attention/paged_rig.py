@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from sidestream.attention.triton import DeviceBatch, Partials, Tile, Tiles, paged_attention
+from sidestream.attention.triton import DeviceBatch, Partials, Straight, Tile, Tiles, paged_attention
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 LAYERS = 2
@@ -162,12 +162,13 @@ def attend(
     options: Options | None = None,
     launch: Launch | None = None,
     pool: torch.Tensor | None = None,
+    straight: Straight | None = None,
 ) -> tuple[torch.Tensor, ...]:
     """Each row's output of one flight of `rows`, and that of the padding."""
     options, launch = options or Options(), launch or Launch()
     pool = pool_for(rows, shape, options) if pool is None else pool
     layers = tuple(pool[:, layer].clone() for layer in range(LAYERS)) if launch.separate else pool
-    batch = make_batch(layers, rows, shape, launch)
+    batch = replace(make_batch(layers, rows, shape, launch), straight=straight)
     out = paged_attention(
         *packed(rows, launch.padded_tokens, shape),
         LAYER,

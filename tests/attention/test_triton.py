@@ -27,7 +27,7 @@ from paged_rig import (
 )
 
 from sidestream.attention.paged import KVShape
-from sidestream.attention.triton import DeviceBatch, Partials, Tile, Tiles, Variant, launch, paged_attention, warm_up
+from sidestream.attention.triton import DeviceBatch, Partials, Straight, Tile, Tiles, Variant, launch, paged_attention, warm_up
 from sidestream.errors import ConfigError, InvariantError
 
 triton = pytest.importorskip("triton", reason="triton is not installed: it comes with torch on Linux x86-64, or with the dev extra")
@@ -73,6 +73,56 @@ def test_a_smaller_models_kv_at_the_end_of_the_blocks_is_attended_to_by_its_own_
     assert pool.view(len(pool), -1)[:, : -other.values(16)].isnan().all()
     with pytest.raises(InvariantError, match="8 heads of 32: partials were made for 3 of 32"):
         partials.over(KVShape(1, 1, 32, 8))
+
+
+@pytest.mark.parametrize("kv_heads", [2, 1])
+@pytest.mark.parametrize("lens", [[(1, 30), (70, 160), (9, 9)], [(130, 130)], [(3, 20), (67, 67), (1, 13)]], ids=str)
+def test_a_long_chunk_is_computed_over_kv_laid_out_straight_to_the_same_bits(
+    lens: list[tuple[int, int]], kv_heads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch, "_LONG_TOKENS", 64)
+    shape = Shape(heads=6, kv_heads=kv_heads, head_dim=64, dtype=torch.bfloat16 if ON_GPU else torch.float16)
+    rows, options = make_rows(lens, shape), Options()
+    split = Launch(split_rows=1 if lens[0][0] < 9 else 0, split_queries=3, padded_tokens=2, tiles=None)
+    straight = Straight.allocate(kv_heads=kv_heads, head_dim=64, kv_tokens=256, dtype=shape.dtype, device=torch.device(DEVICE))
+    assert straight is not None
+    for part in (straight.keys, straight.values):
+        part.fill_(float("nan"))
+
+    got = attend(rows, shape, options, split, straight=straight)
+
+    assert_right(rows, got, options)
+    assert not got[-1].any()
+    long = max(rows, key=lambda row: len(row.query))
+    for part, kv in ((straight.keys, long.key), (straight.values, long.value)):
+        end = -(-len(kv) // 64) * 64
+        assert torch.equal(part[:, : len(kv)], kv.transpose(0, 1))
+        assert not part[:, len(kv) : end].any()
+        assert part[:, end:].isnan().all()
+    if ON_GPU:  # the interpreter's products depend on how many lines a tile has
+        for ours, theirs in zip(got, attend(rows, shape, options, split), strict=True):
+            assert torch.equal(ours, theirs)
+
+
+def test_chunks_of_which_none_has_more_than_half_of_the_tokens_are_read_from_their_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "_LONG_TOKENS", 64)
+    shape = Shape(head_dim=64, dtype=torch.float16)
+    rows, options = make_rows([(40, 70), (40, 40)], shape), Options()
+    straight = Straight.allocate(kv_heads=2, head_dim=64, kv_tokens=128, dtype=shape.dtype, device=torch.device(DEVICE))
+    assert straight is not None
+    straight.keys.fill_(float("nan"))
+
+    assert_right(rows, attend(rows, shape, options, Launch(tiles=None), straight=straight), options)
+    assert straight.keys.isnan().all()
+
+
+def test_rows_longer_than_what_is_there_to_lay_them_out_are_refused() -> None:
+    shape = Shape(head_dim=64, dtype=torch.float16)
+    straight = Straight.allocate(kv_heads=2, head_dim=64, kv_tokens=60, dtype=shape.dtype, device=torch.device(DEVICE))
+    rows = make_rows([(9, 70)], shape)
+    with pytest.raises(InvariantError, match="rows of up to 80 tokens, laid out straight: there is room for 64"):
+        attend(rows, shape, straight=straight)
+    assert Straight.allocate(kv_heads=2, head_dim=96, kv_tokens=60, dtype=torch.float16, device=torch.device(DEVICE)) is None
 
 
 def test_keys_and_values_alone_are_written_as_attention_writes_them() -> None:

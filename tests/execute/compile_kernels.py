@@ -1,4 +1,4 @@
-"""Compile the kernels beside the model for an H100, and print their names; no GPU is needed. Run by test_kernels_compile.py."""
+"""Compile all kernels but those of copies for an H100, and print their names; no GPU is needed. Run by test_kernels_compile.py."""
 
 from __future__ import annotations
 
@@ -8,18 +8,20 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from sidestream.attention.triton import kernels as attention
 from sidestream.execute import kernels as execute
 from sidestream.speculate import kernels as speculate
 
 TARGET = GPUTarget("cuda", 90, 32)
-LONG, INT, BF16 = "*i64", "*i32", "*bf16"
+LONG, INT, BF16, FLOAT = "*i64", "*i32", "*bf16", "*fp32"
 
 
-def compiled(kernel: Any, *types: str, **constants: bool) -> None:
+def compiled(kernel: Any, *types: str, warps: int = 4, stages: int = 3, overlap: bool = False, **constants: bool | int) -> None:
     names = kernel.arg_names
     signature = dict(zip(names, [*types, *["constexpr"] * len(constants)], strict=True))
     values = {(names.index(name),): value for name, value in constants.items()}
-    triton.compile(ASTSource(fn=kernel, signature=signature, constexprs=values), target=TARGET)
+    options = {"num_warps": warps, "num_stages": stages, "launch_pdl": overlap}
+    triton.compile(ASTSource(fn=kernel, signature=signature, constexprs=values), target=TARGET, options=options)
     print(kernel.fn.__name__)
 
 
@@ -36,3 +38,34 @@ compiled(execute.keep, BF16, *[LONG] * 4, BF16, BF16, *["i32"] * 5)
 compiled(speculate.largest_of_parts, BF16, "*fp32", INT, *["i32"] * 3)
 compiled(speculate.largest, "*fp32", INT, LONG, "*u8", "i32")
 compiled(speculate.look_up, INT, LONG, LONG, LONG, *["i32"] * 5)
+
+heads = {"KV_HEADS": 8, "HEAD_DIM": 128}
+compiled(attention.write, *[BF16] * 3, LONG, BF16, LONG, *["i32"] * 9, **heads, OUT_WIDTH=4096, BLOCK_TOKENS=16, WIDTH=1024, OVERLAP=True)
+for split, lines, keys, warps in ((0, 128, 64, 8), (256, 16, 32, 2)):
+    compiled(
+        attention.attend, *[BF16] * 3, *[FLOAT] * 3, INT, LONG, LONG, *["i32"] * 5, "fp32", "fp32", *["i32"] * 7, warps=warps, overlap=True,
+        SPLIT=split, WINDOW=True, CAPPED=True, GROUP=4, PADDED_DIM=128, BLOCK_TOKENS=16, BLOCK_M=lines, BLOCK_N=keys, OVERLAP=True, **heads,
+    )  # fmt: skip
+compiled(
+    attention.combine, *[FLOAT] * 3, BF16, LONG, LONG, *["i32"] * 3, warps=1, overlap=True,
+    SPLIT=256, WINDOW=False, HEADS=32, HEAD_DIM=128, PADDED_DIM=128, OVERLAP=True,
+)  # fmt: skip
+compiled(attention.straighten, *[BF16] * 3, INT, LONG, LONG, *["i32"] * 9, HEAD_DIM=128, BLOCK_TOKENS=16, BLOCK_N=64)
+tile = "tensordesc<bf16[64, 128]>"
+compiled(
+    attention.attend_straight,
+    BF16,
+    tile,
+    tile,
+    BF16,
+    LONG,
+    LONG,
+    *["i32"] * 4,
+    "fp32",
+    "i32",
+    "i32",
+    GROUP=4,
+    BLOCK_M=64,
+    BLOCK_N=64,
+    **heads,
+)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from sidestream.attention.triton import Partials
+from sidestream.attention.triton import Partials, Straight
 from sidestream.config import EngineConfig
 from sidestream.device.base import Device
 from sidestream.device.choice import torch_device
@@ -164,13 +164,14 @@ def build_engine(
             max_unfinished=config.max_waiting + config.max_running,
         )
         on_gpu = device.torch_device.type == "cuda"
-        partials = _partials(model, config, bounds, proposer, max_drafts, device) if on_gpu else None
+        partials, straight = _buffers(model, config, bounds, proposer, max_drafts, device) if on_gpu else (None, None)
         executor = Executor(
             device=device,
             model=model,
             memory=memory,
             num_rows=config.max_running,
             partials=partials,
+            straight=straight,
             proposer=proposer,
             max_drafts=max_drafts,
             max_len=min(bounds.max_model_len, bounds.pool_tokens),
@@ -232,21 +233,30 @@ def _open_device(config: EngineConfig, timeline: Timeline | None, metrics: Metri
     return device
 
 
-def _partials(
+def _buffers(
     model: ServableModel, config: EngineConfig, bounds: Bounds, proposer: Proposer | None, max_drafts: int, device: Device
-) -> Partials:
-    """What rows that decode are summed up in: as many as run at once, as long as the longest; by the model and by one that drafts."""
+) -> tuple[Partials, Straight | None]:
+    """What rows that decode are summed up in: as many as run at once, as long as the longest; by the model and by one that drafts. And where a long
+    chunk's KV is laid out.
+    """
     from sidestream.speculate.draft_model import DraftModelProposer
 
-    tokens = min(bounds.max_model_len, bounds.pool_tokens)
+    tokens, layout = min(bounds.max_model_len, bounds.pool_tokens), model.layout
     try:
-        return Partials.allocate(
+        partials = Partials.allocate(
             query_tokens=config.max_running * (1 + max_drafts) + SHORT_TOKENS,
-            kv_tokens=(model.layout.num_blocks_for(tokens) + 1) * model.layout.block_tokens,
+            kv_tokens=(layout.num_blocks_for(tokens) + 1) * layout.block_tokens,
             heads=model.num_heads,
-            head_dim=model.layout.head_dim,
+            head_dim=layout.head_dim,
             device=device.torch_device,
             also=proposer.shape if isinstance(proposer, DraftModelProposer) else None,
+        )
+        return partials, Straight.allocate(
+            kv_heads=layout.num_kv_heads,
+            head_dim=layout.head_dim,
+            kv_tokens=partials.kv_tokens,  # what block tables are cut to when graphs are captured
+            dtype=getattr(torch, layout.dtype),
+            device=device.torch_device,
         )
     except torch.OutOfMemoryError as error:
         raise ConfigError(

@@ -16,7 +16,7 @@ import torch
 from torch.nn.functional import pad
 
 from sidestream.attention.paged import AttentionBatch, PagedBatch
-from sidestream.attention.triton import DeviceBatch, Partials
+from sidestream.attention.triton import DeviceBatch, Partials, Straight
 from sidestream.device.base import Device, Memory, Stream
 from sidestream.execute.drafts import Drafts
 from sidestream.execute.follow import PackedRows, origin_of
@@ -115,6 +115,7 @@ class Executor:
     proposer    drafts up to `max_drafts` tokens for a row that holds up to `max_len`; None: nobody drafts. For one that reads hidden states, the
                 pool has one block more than anybody holds, and its last layers are for those
     partials    what attention's kernels on a GPU sum up in, for `num_rows` rows that decode and a short chunk; None: attention by torch
+    straight    where they lay out a long chunk's KV; None: nowhere
     """
 
     def __init__(
@@ -125,6 +126,7 @@ class Executor:
         memory: Memory,
         num_rows: int,
         partials: Partials | None = None,
+        straight: Straight | None = None,
         proposer: Proposer | None = None,
         max_drafts: int = 0,
         max_len: int = 0,
@@ -134,6 +136,7 @@ class Executor:
         self._model = model
         self._num_rows = num_rows
         self._partials = partials
+        self._straight = straight
         self._proposer = proposer
         self._max_drafts = max_drafts
         self._clock = device.now
@@ -234,7 +237,7 @@ class Executor:
         self._graphs = None
         longest = self._kv.shape[0]  # blocks
         if self._partials is not None:
-            longest = min(longest, self._partials.tops.shape[1] * self._partials.tokens // self._model.layout.block_tokens)
+            longest = min(longest, self._partials.kv_tokens // self._model.layout.block_tokens)
         self._state.hold_tables(longest)
         self._tables = TableKeeper(self._num_rows, longest)
         self._gates = self._gates or self._device.stream("gates")
@@ -245,6 +248,7 @@ class Executor:
             forward=self._forward,
             kv=self._kv,
             partials=self._partials,
+            straight=self._straight,
             state=self._state,
             gate_layers=gate_layers,
             mailbox=self._mailbox,
@@ -425,6 +429,7 @@ class Executor:
             short_rows=min(shape.short_rows, len(inputs.kv_lens) - shape.decodes),
             short_queries=SHORT_TOKENS,
             partials=self._partials,
+            straight=self._straight,
             before_layer=before_layer,
         )
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from sidestream.attention.paged import AttentionBatch, PagedBatch, ungated
-from sidestream.attention.triton import DeviceBatch, Partials
+from sidestream.attention.triton import DeviceBatch, Partials, Straight
 from sidestream.device.base import Device, Graph, Stream
 from sidestream.errors import InvariantError, OutOfDeviceMemory
 from sidestream.execute.follow import PackedRows
@@ -65,6 +65,7 @@ class Graphs:
 
     kv           the pool by layer, as attention takes it
     partials     buffers of attention's kernels on a GPU; None: attention by torch, which reads a frame on the host when it is replayed
+    straight     their room for a long chunk's KV
     gates        a stream of its own, on which gates are recorded
     gate_layers  layers that wait together, in the gated graphs; 0: there are none, and nothing gated is replayed
     proposer     drafts for shapes with drafts
@@ -81,6 +82,7 @@ class Graphs:
         forward: Forward,
         kv: Tensor,
         partials: Partials | None,
+        straight: Straight | None = None,
         state: DecodeState,
         gate_layers: int,
         mailbox: Mailbox,
@@ -96,6 +98,7 @@ class Graphs:
         self._uploads = uploads
         self._kv = kv
         self._partials = partials
+        self._straight = straight
         self._state = state
         self._captured: dict[Shape, Captured] = {}
         self._fitting: dict[tuple[int, int, int, int], list[Captured]] = {}
@@ -236,6 +239,7 @@ class Graphs:
             short_rows=frame.shape.short_rows,
             short_queries=SHORT_TOKENS,
             partials=self._partials,
+            straight=self._straight,
             before_layer=before_layer,
         )
         places = frame.logit_rows.clamp(min=0)

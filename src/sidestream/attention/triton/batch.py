@@ -14,7 +14,7 @@ import torch
 from sidestream.attention.paged import KVShape, ungated
 from sidestream.errors import ConfigError, InvariantError
 
-__all__ = ["DeviceBatch", "Partials", "Tile", "Tiles"]
+__all__ = ["DeviceBatch", "Partials", "Straight", "Tile", "Tiles"]
 
 _MULTIPLE = 16  # a KV tile is made of blocks of at least so many tokens
 
@@ -51,7 +51,7 @@ class Tiles:
             return cls(Tile(side, side, warps, 1), Tile(16, side, warps, 1), Tile(side, side, warps, 1))
         if head_dim > 128:
             return cls(Tile(128, 64, 8, 2), Tile(16, 32, 4, 3), Tile(64, 32, 4, 2))
-        return cls(Tile(128, 64, 8, 3), Tile(16, 32, 4, 3), Tile(64, 32, 4, 3))
+        return cls(Tile(128, 64, 8, 3), Tile(16, 32, 2, 3), Tile(64, 32, 4, 3))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -92,6 +92,11 @@ class Partials:
         room = (torch.empty(places * count, dtype=torch.float32, device=device) for count in (width, most, most))
         return cls(tokens, *_cut(room, (query_tokens, -(-kv_tokens // tokens), heads), head_dim))
 
+    @property
+    def kv_tokens(self) -> int:
+        """KV tokens that the longest row may have."""
+        return self.tops.shape[1] * self.tokens
+
     def over(self, shape: KVShape) -> Partials:
         """The same memory for other heads, of which it has room for as many tokens and splits. Raises InvariantError if it has not."""
         rows, splits, heads = self.tops.shape
@@ -100,6 +105,31 @@ class Partials:
         if places * shape.head_dim > room[0].numel() or places > room[1].numel():
             raise InvariantError(f"{shape.heads} heads of {shape.head_dim}: partials were made for {heads} of {self.sums.shape[-1]}")
         return Partials(self.tokens, *_cut(room, (rows, splits, shape.heads), shape.head_dim))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Straight:
+    """Where the KV of one row at a time lies without its blocks, for a long chunk to be computed over: the hardware copies whole tiles of it, and
+    thread by thread that takes a third longer. Allocated once, shared by all layers and flights of a stream.
+
+    keys, values   [kv_heads, room, head_dim]
+    tile           its keys are those of `Tiles.whole`: which way a row goes does not change a bit
+    """
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    tile: Tile
+
+    @classmethod
+    def allocate(cls, *, kv_heads: int, head_dim: int, kv_tokens: int, dtype: torch.dtype, device: torch.device) -> Straight | None:
+        """Room for a row of `kv_tokens`; None where the hardware has no such copies, or these kernels no tiles for such heads."""
+        on = device.type == "cpu" or torch.cuda.get_device_capability(device) >= (9, 0)  # on a CPU: Triton's interpreter
+        if not on or dtype == torch.float32 or head_dim not in (64, 128):
+            return None
+        tile = Tile(64, Tiles.default(head_dim, dtype).whole.keys, 4, 3)
+        room = -(-kv_tokens // tile.keys) * tile.keys
+        keys, values = (torch.zeros(kv_heads, room, head_dim, dtype=dtype, device=device) for _ in range(2))
+        return cls(keys, values, tile)
 
 
 def _cut(room: Iterable[torch.Tensor], shape: tuple[int, int, int], head_dim: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -125,6 +155,7 @@ class DeviceBatch:
     short_rows      as many rows behind them are too, more queries at a time (short chunks); the others in one pass (prefill)
     short_queries   the most query tokens that one of them may have
     partials        buffers of the splits; needed if there are such rows
+    straight        room for a long chunk's KV; None: every row is read from its blocks
     tiles           shapes of the programs' work; None: Tiles.default
     before_layer    called with i before layer i of the pool is written or read
 
@@ -141,6 +172,7 @@ class DeviceBatch:
     short_rows: int = 0
     short_queries: int = 1
     partials: Partials | None = None
+    straight: Straight | None = None
     tiles: Tiles | None = None
     before_layer: Callable[[int], None] = ungated
 
@@ -161,16 +193,16 @@ class DeviceBatch:
             raise InvariantError(f"the pool's last dimension has stride {layer.stride(-1)}: 1 expected")
         if self.split_rows < 0 or self.short_rows < 0 or self.rows_in_splits > rows:
             raise InvariantError(f"split_rows is {self.split_rows}, short_rows {self.short_rows}: the batch has {rows} rows")
+        kv_tokens = max_blocks * int(layer.shape[2])
+        if self.straight is not None and kv_tokens > self.straight.keys.shape[1]:
+            raise InvariantError(f"rows of up to {kv_tokens} tokens, laid out straight: there is room for {self.straight.keys.shape[1]}")
         if self.rows_in_splits:
             if self.partials is None:
                 raise InvariantError(f"{self.rows_in_splits} rows in splits, and no buffers for them: give partials")
             tokens = self.tokens_in_splits
-            kv_tokens = max_blocks * int(layer.shape[2])
-            held, splits = self.partials.tops.shape[:2]
-            if tokens > held or kv_tokens > splits * self.partials.tokens:
-                raise InvariantError(
-                    f"{tokens} query tokens over rows of up to {kv_tokens} tokens: partials hold {held} over {splits * self.partials.tokens}"
-                )
+            held, most = self.partials.tops.shape[0], self.partials.kv_tokens
+            if tokens > held or kv_tokens > most:
+                raise InvariantError(f"{tokens} query tokens over rows of up to {kv_tokens} tokens: partials hold {held} over {most}")
 
     @property
     def rows_in_splits(self) -> int:
@@ -191,7 +223,7 @@ class DeviceBatch:
         if not isinstance(self.kv, torch.Tensor):
             raise InvariantError("layers of separate tensors have no end of a block in common")
         partials = None if self.partials is None else self.partials.over(shape)
-        return replace(self, kv=shape.at_the_end_of(self.kv), partials=partials, tiles=None, before_layer=ungated)
+        return replace(self, kv=shape.at_the_end_of(self.kv), partials=partials, straight=None, tiles=None, before_layer=ungated)
 
     def write(self, key: torch.Tensor, value: torch.Tensor, layer: int) -> None:
         """See `AttentionBatch.write`."""

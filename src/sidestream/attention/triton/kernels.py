@@ -8,10 +8,15 @@ The order of a sum is part of the contract. KV is reduced in tiles at multiples 
 multiples of SPLIT, combined `_CHUNK` at a time from the first that the query sees. A tile of which a query sees nothing leaves its sums
 as they were, to the bit. So what a query token gets depends on its own position and KV, not on what shares its tile, its launch or
 its batch. Masked and unmasked tiles compute the same expressions for the same reason.
+
+OVERLAP: a kernel's programs start while the kernel before it still runs, find out what they are to do, and then wait for all of it
+(programmatic dependent launch). What they look at before they wait was written before the flight's first layer. Each waits, also one that
+has nothing to do: whatever is launched behind the last of these kernels waits for that one alone.
 """
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 _CHUNK = tl.constexpr(16)
 
@@ -41,8 +46,11 @@ def write(
     HEAD_DIM: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
     WIDTH: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """One token: its keys and values go to its slot (none if negative); beyond the last row its output becomes zero. Grid (tokens,)."""
+    if OVERLAP:
+        gdc_launch_dependents()
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + token).to(tl.int64)
     lane = tl.arange(0, WIDTH)
@@ -146,6 +154,17 @@ def _load(base, lines, dims, held, MASKED: tl.constexpr, HEAD_DIM: tl.constexpr,
 
 
 @triton.jit
+def _weigh(scores, top, total, acc, exponent):
+    """A tile's scores as weights, and the running softmax brought to them: the highest score, the sum of weights, the weighted values so far."""
+    higher = tl.maximum(top, tl.max(scores, 1))
+    base = tl.where(higher == float("-inf"), 0.0, higher)  # a line that has seen nothing yet: not inf - inf
+    weights = tl.exp2(scores * exponent - (base * exponent)[:, None])
+    # The difference first: 1 exactly where nothing is higher. A difference of products would be fused, and 1 plus a rounding.
+    shrink = tl.exp2((top - base) * exponent)
+    return higher, total * shrink + tl.sum(weights, 1), acc * shrink[:, None], weights
+
+
+@triton.jit
 def _reduce(
     query,
     top,
@@ -200,21 +219,137 @@ def _reduce(
                 sees &= key_positions[None, :] > positions[:, None] - window
             # Raw scores, before the factor: after it, the compiler would fuse less here than in an unmasked tile.
             scores = tl.where(sees, scores, float("-inf"))
-        higher = tl.maximum(top, tl.max(scores, 1))
-        base = tl.where(higher == float("-inf"), 0.0, higher)  # a line that has seen nothing yet: not inf - inf
-        weights = tl.exp2(scores * exponent - (base * exponent)[:, None])
-        # The difference first: 1 exactly where nothing is higher. A difference of products would be fused, and 1 plus a rounding.
-        shrink = tl.exp2((top - base) * exponent)
-        total = total * shrink + tl.sum(weights, 1)
-        acc = acc * shrink[:, None]
+        top, total, acc, weights = _weigh(scores, top, total, acc, exponent)
         v = _load(values, lines, dims, held, MASKED, HEAD_DIM, PADDED_DIM)
         acc = tl.dot(weights.to(v.dtype), v, acc, input_precision="ieee")
-        top = higher
     return top, total, acc
 
 
+@triton.jit
+def _long_row(query_starts, first_row, num_rows, long_above):
+    """The row of more than `long_above` tokens, half of all; -1: there is none."""
+    row = -1
+    for begin in range(first_row, num_rows, 128):
+        rows = begin + tl.arange(0, 128)
+        start = tl.load(query_starts + rows, mask=rows < num_rows, other=0)
+        stop = tl.load(query_starts + rows + 1, mask=rows < num_rows, other=0)
+        row = tl.maximum(row, tl.max(tl.where(stop - start > long_above, rows, -1)))
+    return row
+
+
 @triton.jit(
-    do_not_specialize=["first_row", "num_rows", "max_splits", "window", "table_stride"],
+    do_not_specialize=["first_row", "num_rows", "long_above", "room", "table_stride"],
+    do_not_specialize_on_alignment=["block_tables", "query_starts", "kv_lens"],
+)
+def straighten(
+    pool,
+    keys,
+    values,
+    block_tables,
+    query_starts,
+    kv_lens,
+    first_row,
+    num_rows,
+    long_above,
+    room,
+    table_stride,
+    block_stride,
+    half_stride,
+    offset_stride,
+    head_stride,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """The KV of the row that has more than half of all tokens, one token behind another; zeros behind it, to the end of a tile.
+
+    Each program has some of the blocks of one head. Grid (kv_heads, programs).
+    """
+    row = _long_row(query_starts, first_row, num_rows, long_above)
+    if row < 0:
+        return
+    head = tl.program_id(0).to(tl.int64)
+    kv_len = tl.load(kv_lens + row).to(tl.int32)
+    table = block_tables + row.to(tl.int64) * table_stride
+    offsets, dims = tl.arange(0, BLOCK_TOKENS), tl.arange(0, HEAD_DIM)
+    stop = tl.cdiv(tl.cdiv(kv_len, BLOCK_N) * BLOCK_N, BLOCK_TOKENS)
+    for number in range(tl.program_id(1), stop, tl.num_programs(1)):
+        positions = number * BLOCK_TOKENS + offsets
+        held = (positions < kv_len)[:, None]
+        block = tl.load(table + number, mask=number * BLOCK_TOKENS < kv_len, other=0).to(tl.int64)
+        there = pool + block * block_stride + head * head_stride + offsets[:, None] * offset_stride + dims[None, :]
+        to = (head * room + positions)[:, None] * HEAD_DIM + dims[None, :]
+        tl.store(keys + to, tl.load(there, mask=held, other=0.0), mask=(positions < room)[:, None])
+        tl.store(values + to, tl.load(there + half_stride, mask=held, other=0.0), mask=(positions < room)[:, None])
+
+
+@triton.jit(
+    do_not_specialize=["first_row", "num_rows", "long_above", "room"],
+    do_not_specialize_on_alignment=["query_starts", "kv_lens"],
+)
+def attend_straight(
+    query,
+    keys,
+    values,
+    out,
+    query_starts,
+    kv_lens,
+    first_row,
+    num_rows,
+    long_above,
+    room,
+    exponent,
+    query_token_stride,
+    query_head_stride,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """A tile of queries of the row that has more than half of all tokens, in one pass over its KV that `straighten` left: whole tiles of it, by the
+    hardware's own copies. The sums are those of `attend`, in their order. Grid (kv_heads, tiles).
+    """
+    TILE_TOKENS: tl.constexpr = BLOCK_M // GROUP
+    row = _long_row(query_starts, first_row, num_rows, long_above)
+    if row < 0:
+        return
+    query_start = tl.load(query_starts + row).to(tl.int64)
+    query_len = (tl.load(query_starts + row + 1) - query_start).to(tl.int32)
+    kv_len = tl.load(kv_lens + row).to(tl.int32)
+    begin = (tl.num_programs(1) - 1 - tl.program_id(1)) * TILE_TOKENS  # the last tiles see the most keys: see `attend`
+    if begin >= query_len:
+        return
+    kv_head = tl.program_id(0)
+    line, dims, offsets = tl.arange(0, BLOCK_M), tl.arange(0, HEAD_DIM), tl.arange(0, BLOCK_N)
+    heads = kv_head * GROUP + line % GROUP
+    tokens = begin + line // GROUP
+    real = (line < TILE_TOKENS * GROUP) & (tokens < query_len)
+    at = (query_start + tokens) * query_token_stride + heads * query_head_stride
+    q = tl.load(query + at[:, None] + dims[None, :], mask=real[:, None], other=0.0)
+    positions = kv_len - query_len + tokens
+    first = kv_len - query_len + begin
+    top = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, HEAD_DIM], tl.float32)
+    base = kv_head * room
+    diagonal = (first + 1) // BLOCK_N * BLOCK_N
+    for tile in range(0, diagonal, BLOCK_N):
+        scores = tl.dot(q, keys.load([base + tile, 0]).T)
+        top, total, acc, weights = _weigh(scores, top, total, acc, exponent)
+        acc = tl.dot(weights.to(q.dtype), values.load([base + tile, 0]), acc)
+    for tile in range(diagonal, tl.minimum(first + TILE_TOKENS, kv_len), BLOCK_N):
+        scores = tl.dot(q, keys.load([base + tile, 0]).T)
+        scores = tl.where((tile + offsets)[None, :] <= positions[:, None], scores, float("-inf"))
+        top, total, acc, weights = _weigh(scores, top, total, acc, exponent)
+        acc = tl.dot(weights.to(q.dtype), values.load([base + tile, 0]), acc)
+    acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+    to = (query_start + tokens) * (KV_HEADS * GROUP * HEAD_DIM) + heads * HEAD_DIM
+    tl.store(out + to[:, None] + dims[None, :], acc.to(out.dtype.element_ty), mask=real[:, None])
+
+
+@triton.jit(
+    do_not_specialize=["first_row", "num_rows", "long_above", "max_splits", "window", "table_stride"],
     do_not_specialize_on_alignment=["block_tables", "query_starts", "kv_lens"],
 )
 def attend(
@@ -229,6 +364,7 @@ def attend(
     kv_lens,
     first_row,
     num_rows,
+    long_above,
     max_splits,
     window,
     cap_scale,
@@ -250,10 +386,11 @@ def attend(
     BLOCK_TOKENS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """Tiles of queries, each of one of the rows [first_row, num_rows), all heads of one kv head.
 
-    SPLIT = 0   one tile, in one pass over its KV, into `out`. Grid (kv_heads, tiles)
+    SPLIT = 0   one tile, in one pass over its KV, into `out`; not of a row that has more than `long_above` tokens. Grid (kv_heads, tiles)
     SPLIT > 0   this program's share of all splits of all tiles of these rows, one by one into sums, tops, totals. Grid (kv_heads, shares)
     """
     TILE_TOKENS: tl.constexpr = BLOCK_M // GROUP
@@ -263,6 +400,8 @@ def attend(
     heads = kv_head * GROUP + line % GROUP
     keys = pool + kv_head.to(tl.int64) * head_stride
     values = keys + half_stride
+    if OVERLAP:
+        gdc_launch_dependents()
 
     if SPLIT == 0:
         # The last tiles of a row see the most keys: they begin first, so that none is left running alone.
@@ -271,7 +410,9 @@ def attend(
         query_len = (tl.load(query_starts + row + 1) - query_start).to(tl.int32)
         kv_len = tl.load(kv_lens + row).to(tl.int32)
         begin = row_tile * TILE_TOKENS
-        if begin >= query_len:
+        if OVERLAP:
+            gdc_wait()
+        if (begin >= query_len) | (query_len > long_above):
             return
         tokens = begin + line // GROUP
         real = (line < TILE_TOKENS * GROUP) & (tokens < query_len)
@@ -313,6 +454,8 @@ def attend(
         tl.store(out + to[:, None] + dims[None, :], acc.to(out.dtype.element_ty), mask=there)
     else:
         item, stop, row, before = _share(query_starts, kv_lens, first_row, num_rows, window, SPLIT, WINDOW, TILE_TOKENS)
+        if OVERLAP:
+            gdc_wait()
         for number in range(item, stop):
             query_start = tl.load(query_starts + row).to(tl.int64)
             query_len = (tl.load(query_starts + row + 1) - query_start).to(tl.int32)
@@ -376,6 +519,7 @@ def combine(
     HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     PADDED_DIM: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """One head of one token: its splits, first to last. Grid (tokens, heads); tokens of rows from `num_rows` on are somebody else's."""
     packed = tl.program_id(0)
@@ -385,6 +529,8 @@ def combine(
         rows = begin + tl.arange(0, 128)
         stops = tl.load(query_starts + rows + 1, mask=rows < num_rows, other=0)
         row += tl.sum(((stops <= packed) & (rows < num_rows)).to(tl.int32))
+    if OVERLAP:
+        gdc_wait()
     if row >= num_rows:
         return
     query_start = tl.load(query_starts + row).to(tl.int64)

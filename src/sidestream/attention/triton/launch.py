@@ -10,11 +10,11 @@ import importlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from sidestream.attention.triton.batch import DeviceBatch, Partials, Tile, Tiles
+from sidestream.attention.triton.batch import DeviceBatch, Partials, Straight, Tile, Tiles
 from sidestream.errors import ConfigError, InvariantError
 
 __all__ = ["Variant", "paged_attention", "warm_up"]
@@ -24,6 +24,8 @@ _MAX_HEAD_DIM = 256
 
 # Programs that share the splits: four for each of an H100's 132 multiprocessors, as many as fit there at once. How many never changes a result.
 _PROGRAMS = 528
+# In a flight of so many tokens, the KV of the row that has more than half of them is laid out straight first.
+_LONG_TOKENS = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,20 +75,25 @@ def paged_attention(
     group = heads // kv_heads
     window = sliding_window or 0
     cap_scale, exponent = _factors(scale, softcap)
+    overlap = _overlap(query.device)
+    straight = batch.straight if tokens >= _LONG_TOKENS and sliding_window is None and softcap is None else None
+    long_above = tokens if straight is None else tokens // 2
 
     def attend(tile: Tile, grid: tuple[int, ...], rows: range, partials: Partials | None) -> None:
         parts = (partials.sums, partials.tops, partials.totals, partials.tops.shape[1]) if partials else (out, out, out, 0)
         kernels.attend[grid](
             query, pool, out, *parts[:3], batch.block_tables, batch.query_starts, batch.kv_lens,
-            rows.start, rows.stop, parts[3], window, cap_scale, exponent, batch.block_tables.stride(0),
+            rows.start, rows.stop, long_above, parts[3], window, cap_scale, exponent, batch.block_tables.stride(0),
             query.stride(0), query.stride(1), block_stride, half_stride, offset_stride, head_stride,
             SPLIT=partials.tokens if partials else 0, WINDOW=sliding_window is not None, CAPPED=softcap is not None,
             KV_HEADS=kv_heads, GROUP=group, HEAD_DIM=head_dim, PADDED_DIM=_power_of_two(head_dim), BLOCK_TOKENS=block_tokens,
-            BLOCK_M=_lines(tile, group), BLOCK_N=tile.keys, num_warps=tile.warps, num_stages=tile.stages,
+            BLOCK_M=_lines(tile, group), BLOCK_N=tile.keys, num_warps=tile.warps, num_stages=tile.stages, **overlap.behind,
         )  # fmt: skip
 
     if batch.rows_in_splits < rows:
         whole = range(batch.rows_in_splits, rows)
+        if straight is not None:
+            _attend_straight(query, out, pool, whole, batch, straight, long_above, exponent)
         attend(tiles.whole, (kv_heads, tokens // (_lines(tiles.whole, group) // group) + len(whole)), whole, None)
     if batch.rows_in_splits and (partials := batch.partials):
         splits = -(-batch.block_tables.shape[1] * block_tokens // partials.tokens)
@@ -99,9 +106,40 @@ def paged_attention(
             partials.sums, partials.tops, partials.totals, out, batch.query_starts, batch.kv_lens,
             batch.rows_in_splits, partials.tops.shape[1], window,
             SPLIT=partials.tokens, WINDOW=sliding_window is not None, HEADS=heads, HEAD_DIM=head_dim, PADDED_DIM=_power_of_two(head_dim),
-            num_warps=1,
+            num_warps=1, **overlap.behind,
         )  # fmt: skip
     return out
+
+
+def _attend_straight(
+    query: torch.Tensor,
+    out: torch.Tensor,
+    pool: torch.Tensor,
+    rows: range,
+    batch: DeviceBatch,
+    straight: Straight,
+    long_above: int,
+    exponent: float,
+) -> None:
+    """Of these rows the one of more than `long_above` tokens, half of the flight's, if there is one."""
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    tokens, heads, head_dim = query.shape
+    kv_heads, room, _ = straight.keys.shape
+    group, tile, tables = heads // kv_heads, straight.tile, batch.block_tables
+    which = (batch.query_starts, batch.kv_lens, rows.start, rows.stop, long_above, room)
+    _kernels().straighten[(kv_heads, -(-_PROGRAMS // kv_heads))](
+        pool, straight.keys, straight.values, tables, *which, tables.stride(0), *pool.stride()[:4],
+        HEAD_DIM=head_dim, BLOCK_TOKENS=pool.shape[2], BLOCK_N=tile.keys, num_warps=4,
+    )  # fmt: skip
+    keys, values = (
+        TensorDescriptor.from_tensor(part.view(-1, head_dim), [tile.keys, head_dim]) for part in (straight.keys, straight.values)
+    )
+    lines = _lines(tile, group)
+    _kernels().attend_straight[(kv_heads, tokens // (lines // group) + 1)](
+        query, keys, values, out, *which, exponent, query.stride(0), query.stride(1),
+        KV_HEADS=kv_heads, GROUP=group, HEAD_DIM=head_dim, BLOCK_M=lines, BLOCK_N=tile.keys, num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
 
 
 def write(key: torch.Tensor, value: torch.Tensor, layer: int, batch: DeviceBatch, *, out: torch.Tensor) -> None:
@@ -114,7 +152,7 @@ def write(key: torch.Tensor, value: torch.Tensor, layer: int, batch: DeviceBatch
         key, value, pool, batch.slots, out, batch.query_starts, len(batch.kv_lens),
         key.stride(0), key.stride(1), value.stride(0), value.stride(1), block_stride, half_stride, offset_stride, head_stride,
         KV_HEADS=kv_heads, OUT_WIDTH=out[0].numel(), HEAD_DIM=head_dim, BLOCK_TOKENS=block_tokens,
-        WIDTH=_power_of_two(kv_heads * head_dim),
+        WIDTH=_power_of_two(kv_heads * head_dim), OVERLAP=_overlap(out.device).on,
     )  # fmt: skip
 
 
@@ -148,6 +186,20 @@ def warm_up(
     for batch in (nothing, replace(nothing, split_rows=1), replace(nothing, short_rows=1)) if partials else (nothing,):
         for variant in variants:
             paged_attention(query, key, key, 0, batch, scale=1.0, sliding_window=variant.sliding_window, softcap=variant.softcap)
+
+
+class _Overlap(NamedTuple):
+    """Whether kernels start before the one in front of them has ended, and what such a launch says."""
+
+    on: bool
+    behind: dict[str, bool]
+
+
+@functools.cache
+def _overlap(device: torch.device) -> _Overlap:
+    """Of Hopper and what came after it; not in Triton's interpreter."""
+    on = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+    return _Overlap(on, {"OVERLAP": on, "launch_pdl": True} if on else {"OVERLAP": False})
 
 
 def _factors(scale: float, softcap: float | None) -> tuple[float, float]:
