@@ -61,7 +61,7 @@ def test_flights_that_draft_are_measured_and_no_token_depends_on_drafts(tmp_path
     assert figures["flight_ms_b2_draft"] > figures["flight_ms_b2_plain"] > 0
     assert 0 < figures["drafts_per_row_b2_draft"] <= 4
     assert figures["uncaptured_share_b1_draft"] == figures["uncaptured_share_b2_plain"] == 1  # nothing is captured on a CPU
-    assert 0 < figures["idle_share_draft"] < 1
+    assert 0 < figures["idle_share_b2_draft"] < 1
 
 
 def test_device_that_is_not_known_names_the_nearest_one(run: Run) -> None:

@@ -63,7 +63,7 @@ def measure(
     figures.append(
         Figure(
             "speculative_idle_share_max",
-            max(figure.value for figure in figures if figure.name.startswith("idle_share_")),
+            max(figure.value for figure in figures if figure.name.startswith("idle_share_") and not figure.name.endswith("_plain")),
             "share",
             at_most(0.03) if on_gpu else None,
         )
@@ -153,7 +153,7 @@ def _flights(
     """
     params = SamplingParams(temperature=0, max_tokens=output_tokens, ignore_eos=True)
     speculative = None if config is None else SpeculativeConfig(**config)
-    figures, shares = [], []
+    figures = []
     launching: list[float] = []
     dispatching: list[float] = []
     with LLM(path, **options, speculative=speculative) as llm:
@@ -179,19 +179,18 @@ def _flights(
             if not chosen:
                 continue
             lengths, idle = clock.steps(chosen)
-            shares.append(sum(idle) / sum(lengths))
             figures.append(Figure(f"flight_ms_{end}", 1e3 * median(lengths), "ms"))
+            figures.append(Figure(f"idle_share_{end}", sum(idle) / sum(lengths), "share"))
             if config is not None:
                 figures.append(Figure(f"drafts_per_row_{end}", sum(drafts[at] for at in chosen) / len(chosen) / len(prompts), "tokens"))
     if config is None:
         return figures
-    if not launching:
+    if not launching or not any(figure.name.startswith("idle_share_") for figure in figures):
         raise SidestreamError(f"no flight had drafts of {name}: there is nothing to measure; ask for more tokens")
     return [
         *figures,
         Figure(f"launch_us_median_{name}", 1e6 * median(launching), "us"),
         Figure(f"dispatch_us_median_{name}", 1e6 * median(dispatching), "us", at_most(66) if on_gpu else None),
-        Figure(f"idle_share_{name}", max(shares), "share"),
     ]
 
 
