@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from sidestream.device.channel import Bell
 from sidestream.device.cpu import CpuDevice
 from sidestream.errors import InvariantError
 from sidestream.metrics import Metrics, Timeline
@@ -225,6 +226,17 @@ def test_host_waits_are_counted_by_reason_and_only_when_there_was_something_to_w
     assert device.wait_host(fence, reason="late")
     assert "late" not in device.host_waits()
     assert metrics.value("host_waits_total", "flight") == 2
+    device.close()
+
+
+def test_a_wait_ends_when_somebody_rings_and_when_its_fence_is_done() -> None:
+    device, bell, barrier = CpuDevice(), Bell(), Barrier()
+    fence = device.stream("compute").submit(barrier)
+    threading.Thread(target=bell.ring).start()
+    assert not device.wait_host(fence, reason="flight", bell=bell)
+    assert not bell.rung
+    threading.Thread(target=barrier.open).start()
+    assert device.wait_host(fence, reason="flight", bell=bell)
     device.close()
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 from cuda_rig import FakeGpu
 
+from sidestream.device.channel import Bell
 from sidestream.device.cuda import CudaDevice
 from sidestream.device.cuda import device as device_module
 from sidestream.device.cuda.forecast import Forecast
@@ -113,7 +114,7 @@ def test_a_wait_sleeps_until_the_end_is_near_and_looks_from_then_on(
 ) -> None:
     clock = Clock(gpu, ends_s)
     monkeypatch.setattr(device_module, "time", clock)
-    device._wait_for(fence, due_s)
+    assert device._wait_for(fence, due_s, None)
     assert fence.poll()
     if blocks:
         assert clock.now_s < ends_s  # the driver let it go on
@@ -124,6 +125,19 @@ def test_a_wait_sleeps_until_the_end_is_near_and_looks_from_then_on(
         assert sum(clock.slept) <= until_s + 1e-9
         assert max(clock.slept, default=0.0) <= device_module._NAP_S
         assert ends_s < due_s or sum(clock.slept) >= 0.9 * until_s
+
+
+def test_who_rings_is_heard_while_the_wait_sleeps_and_not_when_the_end_is_near(
+    device: CudaDevice, gpu: FakeGpu, fence: CudaFence, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, bell = Clock(gpu, 0.0009), Bell()
+    monkeypatch.setattr(device_module, "time", clock)
+    bell.ring()
+    assert not device._wait_for(fence, 0.010, bell)
+    assert (clock.slept, bell.rung, fence.poll()) == ([], False, False)
+    bell.ring()
+    assert device._wait_for(fence, 0.0009, bell)  # so short a flight has no time in which nobody looks
+    assert (bell.rung, fence.poll()) == (True, True)
 
 
 def test_waits_teach_the_forecast_of_their_stream(device: CudaDevice, gpu: FakeGpu) -> None:

@@ -152,7 +152,7 @@ def test_rests_of_microseconds_all_end() -> None:
 
     def turn() -> Rest:
         turns()
-        thread._ring()  # as somebody does who saw it asleep a moment ago
+        thread._bell.ring()  # as somebody does who saw it asleep a moment ago
         return Rest(until_s=clock() + 2e-6 * (turns.taken % 16)) if turns.taken % 2 else Rest()
 
     thread = TurnTaker("t", turn, clock=clock)

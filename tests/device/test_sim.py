@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from sidestream.device.base import CopyBatch
+from sidestream.device.channel import Bell
 from sidestream.device.sim import Deadlock, SimDevice, SimFence, make_policy
 from sidestream.device.sim.device import POISON, QUEUE_LIMIT, SimEvent, SimStream
 from sidestream.errors import ConfigError, InvariantError
@@ -410,6 +411,15 @@ def test_a_host_wait_is_counted_under_its_reason_and_only_when_it_waits() -> Non
         assert device.wait_host(fence, reason="flight")
         assert device.wait_host(fence, reason="flight")
         assert device.host_waits() == {"flight": 1}
+
+
+def test_a_host_wait_ends_when_an_actor_rings_before_its_fence_is_done() -> None:
+    with simulated("late") as device:
+        fence, bell = device.stream("a").submit(lambda: device.sleep(1.0)), Bell()
+        device.stream("b").submit(bell.ring)
+        assert not device.wait_host(fence, reason="flight", bell=bell)
+        assert (fence.poll(), bell.rung) == (False, False)
+        assert device.wait_host(fence, reason="flight", bell=bell)
 
 
 # ---------------------------------------------------------------------- the queue

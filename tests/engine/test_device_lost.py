@@ -14,6 +14,7 @@ from engine_rig import PATIENCE_S, Reply
 
 from sidestream.attention.paged import PagedBatch
 from sidestream.config import EngineConfig, OffloadConfig, SamplingParams
+from sidestream.device.channel import Bell
 from sidestream.device.cpu import CpuDevice
 from sidestream.device.host import HostFence, HostStream
 from sidestream.engine import Engine, build_engine
@@ -42,7 +43,7 @@ class MortalStream(HostStream):
         self.device.check("poll")
         return super().has_passed(fence)
 
-    def block_until(self, tick: int, timeout_s: float | None) -> bool:
+    def block_until(self, tick: int, timeout_s: float | None, bell: Bell | None = None) -> bool:  # nobody rings while it looks so often
         if self.device.runs_on(threading.current_thread()):
             return super().block_until(tick, timeout_s)  # a stream waits for a stream: on a GPU no host thread does, and none is told
         until = time.monotonic() + (PATIENCE_S if timeout_s is None else timeout_s)

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from sidestream.device.channel import Bell
 from sidestream.types import Access, Accesses, Fence, Witness
 
 Starts = npt.NDArray[np.int64]
@@ -296,8 +297,11 @@ class Device(Protocol):
         """How many bytes of host memory, from its start on, can be copied asynchronously by now. Never falls."""
         ...
 
-    def wait_host(self, fence: Fence, *, reason: str, timeout_s: float | None = None) -> bool:
-        """Block this thread until `fence` is done; False when `timeout_s` passed first. Counted under `reason`."""
+    def wait_host(self, fence: Fence, *, reason: str, timeout_s: float | None = None, bell: Bell | None = None) -> bool:
+        """Block this thread until `fence` is done; False when `timeout_s` passed first, or somebody rang `bell`. Counted under `reason`.
+
+        The fence's end is noticed no later for a bell: where that takes the thread's whole attention, nobody listens.
+        """
         ...
 
     def host_waits(self) -> dict[str, int]:

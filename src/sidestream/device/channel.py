@@ -1,7 +1,10 @@
-"""Messages from one thread of the host to another. The witness is told, because they order what the two threads do."""
+"""Messages from one thread of the host to another, and what such a thread sleeps on. The witness is told of messages, because they order what
+the two threads do.
+"""
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Callable
 from typing import Generic, TypeVar
@@ -45,6 +48,33 @@ class Channel(Generic[T]):
         if self._witness is not None:
             self._witness.received(self.name, number)
         return message
+
+
+class Bell:
+    """What one thread sleeps on until another rings. Any thread rings, one listens; rung twice before it is heard is rung once."""
+
+    __slots__ = ("_quiet",)
+
+    def __init__(self) -> None:
+        # Locked while nobody has rung. Not a SimpleQueue: whose `get` with a timeout of microseconds now and then blocks for ever.
+        self._quiet = threading.Lock()
+        self._quiet.acquire()
+
+    def ring(self) -> None:
+        """Wake who listens, or have it not fall asleep the next time. Never blocks."""
+        try:  # noqa: SIM105 - contextlib.suppress takes longer, and this is the engine thread's time
+            self._quiet.release()
+        except RuntimeError:
+            pass  # somebody else has just done so
+
+    @property
+    def rung(self) -> bool:
+        """Whether somebody has rung and nobody has heard it."""
+        return not self._quiet.locked()
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Block until somebody has rung since it was last heard, and hear it; False when `timeout_s`, not negative, passed first."""
+        return self._quiet.acquire(timeout=-1 if timeout_s is None else timeout_s)
 
 
 class Mark:

@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 
 from sidestream.device.base import CopyBatch, Memory, Rest
+from sidestream.device.channel import Bell
 from sidestream.device.host import HostFence, HostStream, TurnTaker
 from sidestream.errors import ConfigError, InvariantError
 from sidestream.metrics import Metrics, Timeline
@@ -131,8 +132,8 @@ class CpuDevice:
         except (OSError, ValueError, AttributeError):
             return  # another system, or an older kernel: pages are mapped when first written
 
-    def wait_host(self, fence: Fence, *, reason: str, timeout_s: float | None = None) -> bool:
-        """Block this thread until `fence` is done; counted under `reason` unless it was done already."""
+    def wait_host(self, fence: Fence, *, reason: str, timeout_s: float | None = None, bell: Bell | None = None) -> bool:
+        """Block this thread until `fence` is done, or somebody rang; counted under `reason` unless it was done already."""
         if fence.poll():
             return True
         if not isinstance(fence, HostFence):
@@ -142,7 +143,7 @@ class CpuDevice:
             self._metrics.inc("host_waits_total", 1, reason)
         if self.witness is not None:
             self.witness.stalled(reason)
-        fence.block(timeout_s)
+        fence.block(timeout_s, bell)
         return fence.poll()
 
     def host_waits(self) -> dict[str, int]:

@@ -17,6 +17,7 @@ from queue import SimpleQueue
 import torch
 
 from sidestream.device.base import CopyBatch, Memory, Rest, no_accesses
+from sidestream.device.channel import Bell
 from sidestream.errors import DeviceLost, InvariantError
 from sidestream.metrics import Timeline
 from sidestream.types import Accesses, Fence, Witness
@@ -65,9 +66,9 @@ class HostFence:
         """Whether it was recorded on `stream`; two devices may use the same name."""
         return self._stream is stream
 
-    def block(self, timeout_s: float | None) -> bool:
-        """Block the calling thread until done; False when `timeout_s` passed first."""
-        return self._stream.block_until(self._tick, timeout_s)
+    def block(self, timeout_s: float | None, bell: Bell | None = None) -> bool:
+        """Block the calling thread until done; False when `timeout_s` passed first, or somebody rang."""
+        return self._stream.block_until(self._tick, timeout_s, bell)
 
     def __repr__(self) -> str:
         return f"fence({self.stream}:{self.tick}{' done' if self.poll() else ''})"
@@ -111,6 +112,7 @@ class HostStream:
         self._closed = False
         self._capture: list[Callable[[], None]] | None = None
         self._passed = threading.Condition()
+        self._bell: Bell | None = None  # of the thread that waits for this stream and listens meanwhile
         self._ready = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"sidestream-{name}", daemon=True)
         self._start()
@@ -189,10 +191,16 @@ class HostStream:
             self._witness.observed(fence)
         return True
 
-    def block_until(self, tick: int, timeout_s: float | None) -> bool:
-        """Block the calling thread until `tick` has been passed; False when `timeout_s` passed first."""
+    def block_until(self, tick: int, timeout_s: float | None, bell: Bell | None = None) -> bool:
+        """Block the calling thread until `tick` has been passed; False when `timeout_s` passed first, or somebody rang: one thread may listen."""
         if self.done_tick >= tick:
             return True
+        if bell is not None:
+            self._bell = bell  # before it looks: the stream rings from here on
+            if self.done_tick < tick:
+                bell.wait(timeout_s)
+            self._bell = None
+            return self.done_tick >= tick
         with self._passed:
             return self._passed.wait_for(lambda: self.done_tick >= tick, timeout_s)
 
@@ -239,6 +247,8 @@ class HostStream:
             with self._passed:
                 self.done_tick = tick
                 self._passed.notify_all()
+            if (bell := self._bell) is not None:
+                bell.ring()
             self._on_pass()
 
     def _wait_here(self, fence: HostFence) -> None:
@@ -275,9 +285,7 @@ class TurnTaker:
         self._poll_s = poll_s
         self._prepare = prepare
         self._witness = witness
-        # Locked while nobody has woken it. Not a SimpleQueue: whose `get` with a timeout of microseconds now and then blocks for ever.
-        self._signal = threading.Lock()
-        self._signal.acquire()
+        self._bell = Bell()
         self._woken = self._asleep = False
         self._resting_for_fences = False
         self._closing = False
@@ -291,7 +299,7 @@ class TurnTaker:
         if not self._woken:
             self._woken = True
             if self._asleep:  # else it looks before it falls asleep
-                self._ring()
+                self._bell.ring()
 
     def wake_for_fences(self) -> None:
         """A fence was passed, whichever: have another turn if the last one waits for any."""
@@ -301,7 +309,7 @@ class TurnTaker:
     def close(self) -> None:
         """End behind the turn that runs now. See `HostThread.close`."""
         self._closing = True
-        self._ring()
+        self._bell.ring()
         if threading.current_thread() is not self._thread:
             self._thread.join()
             if self._witness is not None:
@@ -323,28 +331,22 @@ class TurnTaker:
         except BaseException as error:
             self.failure = error
 
-    def _ring(self) -> None:
-        try:  # noqa: SIM105 - contextlib.suppress takes longer, and this is the engine thread's time
-            self._signal.release()
-        except RuntimeError:
-            pass  # somebody else has just done so
-
     def _sleep(self, until_s: float | None, fences: Sequence[Fence] = ()) -> None:
         """Until woken, or until that time, or until one of the fences is done: looking at them takes a few microseconds, a turn takes fifty."""
-        timeout = -1.0
+        timeout_s: float | None = None
         while True:
             if fences and self._poll_s is not None:
-                timeout = self._poll_s
+                timeout_s = self._poll_s
             if until_s is not None:
-                left = until_s - self._clock()
-                if left <= 0:
+                left_s = until_s - self._clock()
+                if left_s <= 0:
                     break
-                timeout = left if timeout < 0 else min(timeout, left)
+                timeout_s = left_s if timeout_s is None else min(timeout_s, left_s)
             # Who looks again so soon need not be woken, which takes some 5 us of the engine thread's.
-            self._asleep = not 0 <= timeout <= _SOON_S
+            self._asleep = timeout_s is None or timeout_s > _SOON_S
             if self._woken or self._closing:  # behind the line above: whoever wakes it from here on sees that it is asleep
                 break
-            self._signal.acquire(timeout=timeout)
+            self._bell.wait(timeout_s)
             if self._poll_s is not None and _any_done(fences):
                 break
         self._asleep = False

@@ -13,6 +13,7 @@ from dataclasses import replace
 import torch
 
 from sidestream.device.base import CopyBatch, Memory, Rest
+from sidestream.device.channel import Bell
 from sidestream.device.cpu import _available_bytes
 from sidestream.device.cuda.copies import Grid, Place, locate, plan
 from sidestream.device.cuda.driver import Driver, Event, Table, load_library, named
@@ -176,8 +177,12 @@ class CudaDevice:
 
     # ------------------------------------------------------------------ waits
 
-    def wait_host(self, fence: Fence, *, reason: str, timeout_s: float | None = None) -> bool:
-        """Block this thread until `fence` is done; counted under `reason` unless it was done already. Raises DeviceLost."""
+    def wait_host(self, fence: Fence, *, reason: str, timeout_s: float | None = None, bell: Bell | None = None) -> bool:
+        """Block this thread until `fence` is done; counted under `reason` unless it was done already. Raises DeviceLost.
+
+        A bell is heard while the thread would sleep: until shortly before work of that label can have ended. A short flight, and a `timeout_s`,
+        have no such time.
+        """
         if fence.poll():
             return True
         if not isinstance(fence, CudaFence | HostFence):
@@ -189,14 +194,15 @@ class CudaDevice:
             self.witness.stalled(reason)
         if isinstance(fence, CudaFence) and timeout_s is None and (launched := fence.owner.launched(fence)) is not None:
             forecast = self._forecasts.setdefault(fence.stream, Forecast())
-            self._wait_for(fence, forecast.soonest_end_s(*launched))
+            if not self._wait_for(fence, forecast.soonest_end_s(*launched), bell):
+                return False
             forecast.ended(*launched, time.perf_counter())
         else:
             fence.block(timeout_s)
         return fence.poll()
 
-    def _wait_for(self, fence: CudaFence, soonest_s: float | None) -> None:
-        """Sleep until shortly before it may end, then ask again and again, then block.
+    def _wait_for(self, fence: CudaFence, soonest_s: float | None, bell: Bell | None) -> bool:
+        """Sleep until shortly before it may end, then ask again and again, then block; False when somebody rang while it slept.
 
         Who asks has the interpreter lock. Who blocks gets it back when those who took it meanwhile let it go: up to some 0.2 ms too late.
         """
@@ -205,11 +211,15 @@ class CudaDevice:
         while not fence.poll():
             if now_s > due_s + _SPIN_S:
                 fence.block(None)
-                return
-            left_s = due_s - _AHEAD_S - now_s
+                return True
+            left_s = min(due_s - _AHEAD_S - now_s, _NAP_S)  # it may be wrong
             if left_s > 0:
-                time.sleep(min(left_s, _NAP_S))  # it may be wrong
+                if bell is None:
+                    time.sleep(left_s)
+                elif bell.wait(left_s):
+                    return False
             now_s = time.perf_counter()
+        return True
 
     def host_waits(self) -> dict[str, int]:
         """How often a thread waited for a fence that was not done yet, by reason."""

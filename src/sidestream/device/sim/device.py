@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from sidestream.device.base import CopyBatch, Memory, Rest, no_accesses
+from sidestream.device.channel import Bell
 from sidestream.device.sim.policies import HOST, Policy
 from sidestream.device.sim.turns import Actor, Turns
 from sidestream.errors import InvariantError
@@ -433,14 +434,16 @@ class SimDevice:
         """Host memory of the ordinary kind: a copy from or to it stalls the host, which is an error."""
         return self._add(Memory(name, (torch.full((num_bytes,), POISON, dtype=torch.uint8),), pageable=True))
 
-    def wait_host(self, fence: Fence, *, reason: str, timeout_s: float | None = None) -> bool:
-        """Let others run until `fence` is done. See `Device.wait_host`. Raises Deadlock if it can never be."""
+    def wait_host(self, fence: Fence, *, reason: str, timeout_s: float | None = None, bell: Bell | None = None) -> bool:
+        """Let others run until `fence` is done, or one of them rings. See `Device.wait_host`. Raises Deadlock if it can never be."""
         if not isinstance(fence, SimFence) or fence.device is not self:
             raise InvariantError(f"cannot wait for {fence!r}: it is not of this device")
         if not fence.done:
             self.stall(reason)
             wake_s = None if timeout_s is None else self.turns.now_s + timeout_s
-            self.turns.block(lambda: fence.done, lambda: fence.stream, wake_s=wake_s)
+            self.turns.block(lambda: fence.done or (bell is not None and bell.rung), lambda: fence.stream, wake_s=wake_s)
+            if bell is not None and not fence.done:
+                bell.wait(0)  # it was heard, if it was rung
         if fence.done and self.witness is not None:
             self.witness.observed(fence)
         return fence.done
