@@ -19,7 +19,20 @@ from sidestream.schedule.chunk import chunk_stop, reusable_tokens
 from sidestream.schedule.drafting import DraftPolicy
 from sidestream.schedule.request import Request, State
 from sidestream.schedule.scheduler import Limits, Scheduler, Source
-from sidestream.types import BatchPlan, Fence, Key, LoadPlan, PromotePlan, RequestId, RowPlan, RowResult, SamplingSpec, StepPlan, StorePlan
+from sidestream.types import (
+    BatchPlan,
+    Fence,
+    Key,
+    LoadPlan,
+    PromotePlan,
+    RequestId,
+    RowPlan,
+    RowResult,
+    SamplingSpec,
+    StepPlan,
+    StorePlan,
+    TransferPlan,
+)
 
 VOCAB = 50
 NO_TOKEN = -1
@@ -271,21 +284,19 @@ class World:
             self.tiers.where.update(dict.fromkeys(plan.keys, "host"))
         self.scheduler.promoted(plan.request_id, plan.epoch, again=complete)
 
-    def step(self) -> StepPlan:
-        """One turn of the engine's loop."""
+    def step(self, meanwhile: Callable[[], object] | None = None) -> StepPlan:
+        """One turn of the engine's loop. `meanwhile` happens behind the launch, before the flight before is committed."""
         self._apply_events()
         plan = self.scheduler.plan()
         self._check_plan(plan)
         self.plans.append(plan)
-        for transfer in plan.transfers:
-            match transfer:
-                case LoadPlan():
-                    self._load(transfer)
-                case PromotePlan():
-                    self.promotions.append(transfer)
-                case StorePlan():
-                    raise AssertionError("stores come from commits")
+        self._submit(plan.transfers)
         flight = self._launch(plan) if plan.batch.rows else None
+        if meanwhile is not None:
+            meanwhile()
+            self._apply_events()
+            self._submit(self.scheduler.order_loads())
+            self._check()
         previous, self.previous = self.previous, flight
         self._commit(previous)
         if flight is None and previous is None and self.blocks.is_settling:
@@ -338,6 +349,16 @@ class World:
         return self.stories[request.id].expected
 
     # ------------------------------------------------------------------ transfers
+
+    def _submit(self, plans: Iterable[TransferPlan]) -> None:
+        for plan in plans:
+            match plan:
+                case LoadPlan():
+                    self._load(plan)
+                case PromotePlan():
+                    self.promotions.append(plan)
+                case StorePlan():
+                    raise AssertionError("stores come from commits")
 
     def _load(self, plan: LoadPlan) -> None:
         fails, self.fail_loads = self.fail_loads, False

@@ -43,6 +43,19 @@ class SchedulerMachine(RuleBasedStateMachine):
         for _ in range(copies):
             self.world.submit(prompt, outputs=outputs, priority=priority, stop_ids=range(0, 50, 5) if stops else ())
 
+    @rule(beginning=BEGINNINGS, length=LENGTHS, priority=st.sampled_from([0, 0, 1]), pick=st.none() | PICK)
+    def arrive_while_a_flight_is_awaited(self, beginning: int, length: int, priority: int, pick: int | None) -> None:
+        """And somebody may leave, and a wait for the disk may end."""
+
+        def meanwhile() -> None:
+            if pick is not None:
+                self.abort(pick)
+            if self.world.promotions:
+                self.world.end_promotion(self.world.promotions[0], complete=True)
+            self.world.submit([beginning] * length, priority=priority)
+
+        self.world.step(meanwhile)
+
     @rule(count=st.integers(1, 8))
     def step(self, count: int) -> None:
         for _ in range(count):
@@ -54,9 +67,12 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: len(self.world.scheduler.requests()) > 3)
     @rule(pick=PICK)
+    def leave(self, pick: int) -> None:
+        self.abort(pick)
+
     def abort(self, pick: int) -> None:
-        requests = self.world.scheduler.requests()
-        self.world.abort(requests[pick % len(requests)])
+        if requests := self.world.scheduler.requests():
+            self.world.abort(requests[pick % len(requests)])
 
     @precondition(lambda self: self.world.stories)
     @rule(pick=PICK, first=st.integers(0, 4), count=st.integers(1, 7), source=st.sampled_from(["host", "disk"]))

@@ -11,7 +11,6 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from queue import SimpleQueue
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -21,6 +20,7 @@ from sidestream.config import EngineConfig
 from sidestream.device.base import Device
 from sidestream.device.choice import torch_device
 from sidestream.device.cpu import CpuDevice
+from sidestream.engine.inbox import Inbox
 from sidestream.engine.loop import Bounds, Engine, Parts
 from sidestream.engine.session import TokenSource
 from sidestream.errors import ConfigError, DeviceLost
@@ -124,7 +124,7 @@ def build_engine(
         blocks = FencedPool("device blocks", num_blocks, witness=device.witness)
         if device.witness is not None:
             device.witness.backed(blocks.name, memory.name, layout.block_bytes)
-        inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        inbox = Inbox()
         costs = CostModel(layout, clock=device.now)
         transfers = None
         if host is not None and config.offload is not None:
@@ -137,7 +137,7 @@ def build_engine(
                 costs=costs,
                 metrics=metrics,
                 load_deadline_s=config.offload.load_deadline_s,
-                notify=lambda: inbox.put(_look_again),
+                notify=inbox.bell.ring,
             )
         chunk_tokens, token_budget = config.chunk_and_budget(device.kind)
         limits = Limits(
@@ -323,10 +323,6 @@ def _warm_up(executor: Executor, blocks: FencedPool, config: EngineConfig, chunk
     executor.warm_up(lease.ids, chunk_tokens=chunk_tokens)
     lease.release()
     logger.info("the GPU's kernels are warm after %.1f s", time.monotonic() - start_s)
-
-
-def _look_again() -> None:
-    """A message that says nothing but wakes the engine thread, which polls the transfers in every turn."""
 
 
 def _open_tiers(

@@ -2,7 +2,8 @@
 
 One thread, the engine thread, owns everything here; the world talks to it through an inbox. Flight N+1 is launched before
 flight N is committed, so the device has work while the host reads, replies and plans. The only wait is the commit's, for the
-previous flight; no transfer is ever waited for.
+previous flight; no transfer is ever waited for. While the engine thread waits, it listens: the loads of who comes meanwhile begin
+at once.
 """
 
 from __future__ import annotations
@@ -17,10 +18,10 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from queue import Empty, SimpleQueue
 
 from sidestream.config import SamplingParams
 from sidestream.device.base import Device
+from sidestream.engine.inbox import Inbox
 from sidestream.engine.session import Handle, Session, Sink, TokenSource
 from sidestream.errors import ContextTooLong, DeviceLost, EngineStopped, QueueFull, RequestRejected
 from sidestream.execute.executor import Executor, Flight
@@ -79,7 +80,7 @@ class Parts:
     eos_ids: tuple[int, ...]
     metrics: Metrics
     bounds: Bounds
-    inbox: SimpleQueue[Callable[[], None]]
+    inbox: Inbox
     asynchronous: bool
     salt: str = ""
     transfers: TransferEngine | None = None
@@ -148,12 +149,12 @@ class Engine:
                 for index in range(params.n)
             ]
             self._unfinished += params.n
-            self._inbox.put(lambda: self._begin(sessions))
+            self._inbox.put(lambda: self._begin(sessions), anytime=True)
         return Handle(tuple(session.request.id for session in sessions))
 
     def abort(self, handle: Handle) -> None:
         """End the samples that have not finished, with reason `"abort"`. Returns at once; harmless for finished ones."""
-        self._inbox.put(lambda: self._abort(handle))
+        self._inbox.put(lambda: self._abort(handle), anytime=True)
 
     def check(self, prompt: Sequence[int], params: SamplingParams) -> None:
         """Raise what `submit` would raise for this prompt and these params, without submitting."""
@@ -222,13 +223,17 @@ class Engine:
         fences and publish nothing (H8, H14). `apply` runs on the engine thread, between two flights; if it raises, the engine fails.
         """
         done = threading.Event()
-        self._inbox.put(lambda: self._updates.append((apply, fingerprint, done)))
+        self._inbox.put(lambda: self._announce(apply, fingerprint, done), anytime=True)
         return done
 
+    def _announce(self, apply: Callable[[], None], fingerprint: str, done: threading.Event) -> None:
+        """New weights are to come: from here on nobody begins on the old ones. Engine thread."""
+        self._updates.append((apply, fingerprint, done))
+        self.parts.scheduler.admits_new = False
+
     def _update_weights(self) -> None:
-        """Do what is asked for, if nobody uses the weights now. Engine thread."""
+        """Do what is asked for, if nobody uses the weights now. Engine thread, between two flights."""
         scheduler = self.parts.scheduler
-        scheduler.admits_new = False
         if scheduler.num_begun or self._previous is not None:
             return
         for apply, fingerprint, done in self._updates:
@@ -327,7 +332,7 @@ class Engine:
         if flight is None:
             return
         parts = self.parts
-        parts.device.wait_host(flight.fence, reason="flight")
+        self._await(flight)
         self._apply_events()
         if flight.gated and parts.transfers is not None:
             self._apply(parts.transfers.failed_loads())  # they void its rows before those are believed
@@ -354,6 +359,29 @@ class Engine:
                 self._end(request.id, "error", "the model's logits are not finite, or every token was forbidden")
             elif reason is None and not told:
                 self._forget(request, "abort")
+
+    def _await(self, flight: Flight) -> None:
+        """Block until the flight has ended. With transfers, what is said meanwhile is heard at once, as far as it may be."""
+        wait_host, fence = self.parts.device.wait_host, flight.fence
+        if self.parts.transfers is None:
+            wait_host(fence, reason="flight")
+            return
+        self._listen(self.parts.transfers)
+        while not wait_host(fence, reason="flight", bell=self._inbox.bell):
+            self._listen(self.parts.transfers)
+
+    def _listen(self, transfers: TransferEngine) -> None:
+        """Take in what has come while a flight is awaited, perhaps with another one behind it, and order the loads of who may have them now.
+
+        A new request, an abort and what transfers have to say change nothing that a flight on its way depends on: who ends or is retracted
+        leaves its blocks and its row behind its last launched flight, and is no longer there when that one is committed. Weights are only
+        announced. Whatever else is to be called (`call`, a reset among it) is promised a moment between two steps, and waits for it.
+        """
+        heard = self._apply_inbox(anytime=True)
+        events = transfers.poll()
+        self._apply(events)
+        if heard or events:  # else the last plan has just looked at who waits
+            transfers.submit(self.parts.scheduler.order_loads())
 
     def _count_waits(self, drawn: Sequence[Drawn]) -> None:
         """Count tokens that came, and how long their clients waited for each."""
@@ -450,11 +478,9 @@ class Engine:
         """Refuse what comes, and tell every client that waits, those of the inbox included."""
         with self._gate:
             self._status = Health("failed", f"{type(error).__name__}: {error}")
-        with contextlib.suppress(Empty):
-            while True:
-                message = self._inbox.get_nowait()
-                with contextlib.suppress(Exception):  # only new requests matter now, and those cannot fail
-                    message()
+        while (message := self._inbox.take()) is not None:
+            with contextlib.suppress(Exception):  # only new requests matter now, and those cannot fail
+                message()
         for session in self._sessions.values():
             session.end("error", f"the engine failed: {error}")
             self.parts.metrics.inc("requests_total", 1, "error")
@@ -463,28 +489,23 @@ class Engine:
             self._unfinished = 0
 
     def _idle(self) -> None:
-        """Nothing to compute: sleep until a message comes; the mover sends one with its news."""
+        """Nothing to compute: sleep until somebody rings, who left a message; or the mover, with its news."""
         transfers, tired = self.parts.transfers, False
         if not self._sessions and (transfers is None or not transfers.busy):
             self._update_gauges(force=True)
             tired = not self._rested
-        timeout = _REST_AFTER_S if tired else None
-        try:
-            message = self._inbox.get(timeout=timeout)
-        except Empty:
-            if tired:
-                self._rested = True
-                self.parts.device.rest()
-            return
-        self._rested = False
-        message()
+        if self._inbox.bell.wait(_REST_AFTER_S if tired else None):
+            self._rested = False
+        else:
+            self._rested = True
+            self.parts.device.rest()
 
     def _stop(self) -> None:
         self._stopping = True
 
     def _end_loop(self) -> None:
         """Let the engine thread come to its end, or do what it would do there."""
-        self._inbox.put(self._stop)
+        self._inbox.put(self._stop, anytime=True)
         if self._thread is not None:
             self._thread.join()
         else:
@@ -511,13 +532,13 @@ class Engine:
             self._end(request_id, "abort")
         self._update_gauges(force=True)
 
-    def _apply_inbox(self) -> None:
-        while True:
-            try:
-                message = self._inbox.get_nowait()
-            except Empty:
-                return
+    def _apply_inbox(self, *, anytime: bool = False) -> bool:
+        """Run what was said, as far as it may run now; whether there was anything."""
+        heard = False
+        while (message := self._inbox.take(anytime=anytime)) is not None:
             message()
+            heard = True
+        return heard
 
     def _apply_events(self) -> None:
         if self.parts.transfers is not None:

@@ -112,12 +112,13 @@ class Committed:
 
 @dataclass(slots=True)
 class _Draft:
-    """A step in the making; lives inside one `plan` call."""
+    """A step in the making; lives inside one `plan` call, or, if no flight is to come of it (`loads_only`), one `order_loads`."""
 
     prefill_budget: int
     num_decoding: int
     lead_s: float
     step_s: float
+    loads_only: bool = False
     speculates: bool = False
     decodes: list[RowPlan] = field(default_factory=list)
     drafting: list[RowPlan] = field(default_factory=list)
@@ -155,6 +156,7 @@ class Scheduler:
         self._queue: dict[RequestId, Request] = {}  # WAITING and LOADING, in order of arrival
         self._running: dict[RequestId, Request] = {}
         self._coming: dict[Key, RequestId] = {}  # blocks that a running request loads or is about to complete
+        self._owed: list[Fence] = []  # last uses of blocks that were taken since a flight was last planned: the next one waits for them
 
     # ------------------------------------------------------------------ what the engine asks
 
@@ -322,7 +324,7 @@ class Scheduler:
         ranked = self._by_rank(self._running.values())
         decoding = [request for request in ranked if request.can_decode]
         num_decoding = len(decoding)
-        draft = _Draft(self.limits.token_budget - num_decoding, num_decoding, lead_s, step_s)
+        draft = _Draft(self.limits.token_budget - num_decoding, num_decoding, lead_s, step_s, after=self._owed)
         self._plan_decodes(decoding, draft)
         if num_decoding < len(ranked):
             for request in ranked:
@@ -330,7 +332,18 @@ class Scheduler:
         self._admit(draft)
         batch = BatchPlan((*draft.decodes, *draft.drafting, *draft.prefills), draft.speculates)
         self._age(batch)
+        self._owed = [] if batch.rows else draft.after
         return StepPlan(tuple(draft.transfers), batch, tuple(draft.after), draft.undrafted)
+
+    def order_loads(self) -> Sequence[TransferPlan]:
+        """Admit, behind the last plan, who came too late for it and has blocks to load or to wait for; what is to be submitted at once.
+
+        The same line and the same rules as in `plan`, which goes on where this ends: at the first in line that lacks room, or that a flight
+        would have to compute something of at once. Flights may be on their way, and the loads wait for those that they must wait for.
+        """
+        draft = _Draft(0, 0, 0.0, 0.0, loads_only=True, after=self._owed)
+        self._admit(draft)
+        return draft.transfers
 
     def _age(self, batch: BatchPlan) -> None:
         """Count the step for everybody it passed over, with or without a row. A step without a flight passes nobody over."""
@@ -458,13 +471,13 @@ class Scheduler:
         waiting = (request for request in self._queue.values() if self._may_start(request))
         for request in self._by_rank(waiting)[: self.limits.max_probes]:
             if self._rows.num_available == 0 or not self._try_admit(request, draft):
-                return  # nobody overtakes the first in line for lack of room
+                return  # nobody overtakes the first in line for lack of room, or of a flight
 
     def _may_start(self, request: Request) -> bool:
         return request.state is State.WAITING and (self.admits_new or request.cached is not None or request.epoch > 0)
 
     def _try_admit(self, request: Request, draft: _Draft) -> bool:
-        """Admit, or set to load, or leave for a request that computes the same blocks now; False: no room."""
+        """Admit, or set to load, or leave for a request that computes the same blocks now; False: no room, or no flight to go by."""
         limits = self.limits
         wanted = self._wanted(request)
         hits = self._blocks.match(wanted)
@@ -477,6 +490,8 @@ class Scheduler:
         found = len(hits) + loads
         if self._awaits_another(wanted[len(hits) : found + 1]):
             return True
+        if draft.loads_only and not loads:
+            return False
         if not self._has_room(request, hits):
             return False
         blocks = self._blocks.share(hits)

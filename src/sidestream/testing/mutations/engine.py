@@ -38,7 +38,7 @@ MUTATIONS = (
         name="commit-waits-for-its-flight",
         hazard="H12",
         target=f"{_LOOP}._commit",
-        old='    parts.device.wait_host(flight.fence, reason="flight")\n',
+        old="    self._await(flight)\n",
         new="",
         removes="the host believes a flight that the device has not run",
         also=(
@@ -46,6 +46,29 @@ MUTATIONS = (
                 f"{_MAILBOX}.read", '    if not fence.poll():\n        raise InvariantError(f"the mailbox was read before {fence!r}")\n', ""
             ),
         ),
+    ),
+    Mutation(
+        name="who-was-rung-up-waits-on",
+        hazard="H12",
+        target=f"{_LOOP}._await",
+        old='    while not wait_host(fence, reason="flight", bell=self._inbox.bell):\n',
+        new='    if not wait_host(fence, reason="flight", bell=self._inbox.bell):\n',
+        removes="whoever rings ends the wait for a flight, and the host believes what the device has not run",
+        needs=frozenset({"offload"}),
+        also=(
+            Edit(
+                f"{_MAILBOX}.read", '    if not fence.poll():\n        raise InvariantError(f"the mailbox was read before {fence!r}")\n', ""
+            ),
+        ),
+    ),
+    Mutation(
+        name="loads-ordered-meanwhile-are-submitted",
+        hazard="H26",
+        target=f"{_LOOP}._listen",
+        old="        transfers.submit(self.parts.scheduler.order_loads())\n",
+        new="        self.parts.scheduler.order_loads()\n",
+        removes="a request that came while a flight was awaited waits for a load that nobody was told of",
+        needs=frozenset({"offload", "meanwhile"}),
     ),
     Mutation(
         name="failed-flight-is-not-believed",
@@ -157,8 +180,8 @@ MUTATIONS = (
     Mutation(
         name="new-weights-go-before-new-requests",
         hazard="H26",
-        target=f"{_LOOP}._update_weights",
-        old="    scheduler.admits_new = False\n",
+        target=f"{_LOOP}._announce",
+        old="    self.parts.scheduler.admits_new = False\n",
         new="",
         removes="requests that come after new weights were announced begin on the old ones",
         needs=frozenset({"weights"}),
@@ -355,9 +378,11 @@ EQUIVALENT = (
     ),
 )
 
+_WHAT_MAY_BE_CONCLUDED = "looks at fences; what it may conclude is ruled above"
 _OTHER_THREAD = "another thread's wait for the engine's; a schedule has one thread"
 _NOTHING = "without it nothing is told, published or ended; when it happens is ruled above"
 
+_MESSAGE = "a message, not a lease; a schedule calls what must come between two steps there and then. tests/engine/test_meanwhile.py looks"
 _UNBUILT = "of an engine that could not be built: nothing runs"
 _WARM_UP = "before anything is served; tests/attention/test_engine_in_interpreter.py runs it"
 
@@ -390,5 +415,10 @@ EXEMPT = (
     Exempt(f"{_LOOP}._commit", 'self._end(request.id, "error"', "see broken-logits-end-their-request"),
     Exempt(f"{_LOOP}._flight_failed", "flight.drop()", "see letter-of-a-failed-flight-is-given-back"),
     Exempt(f"{_LOOP}._fail", "self._sessions.clear()", "the engine has failed, and nothing runs any more"),
-    Exempt(f"{_LOOP}._apply_events", "transfers.poll()", "looks at fences; what it may conclude is ruled above"),
+    Exempt(f"{_LOOP}._await", '        wait_host(fence, reason="flight")\n', "see commit-waits-for-its-flight"),
+    Exempt(f"{_LOOP}._listen", "transfers.poll()", _WHAT_MAY_BE_CONCLUDED),
+    Exempt(f"{_LOOP}._apply_events", "transfers.poll()", _WHAT_MAY_BE_CONCLUDED),
+    Exempt(f"{_LOOP}._fail", "self._inbox.take()", _MESSAGE),
+    Exempt(f"{_LOOP}._apply_inbox", "self._inbox.take(anytime=anytime)", _MESSAGE),
+    Exempt(f"{_LOOP}._idle", "self._inbox.bell.wait(", "sleeps when there is nothing to do"),
 )

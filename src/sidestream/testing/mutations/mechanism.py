@@ -35,6 +35,7 @@ Feature = Literal[
     "failing_tier",
     "hidden_states",
     "logprobs",
+    "meanwhile",
     "offload",
     "preempt",
     "priority",
@@ -59,6 +60,7 @@ failing_flight  forward passes that raise
 failing_tier    disk reads and writes that raise
 hidden_states   drafts that are made of hidden states
 logprobs        requests that ask for log-probabilities, beside others that do not
+meanwhile       requests that come, and clients that leave, while a flight is awaited
 offload         a host tier
 preempt         a device pool too small for the requests that run
 priority        requests of several priorities

@@ -356,6 +356,45 @@ EQUIVALENT = (
     ),
     Equivalent(
         Mutation(
+            name="blocks-taken-meanwhile-wait-for-their-last-use",
+            hazard="H2",
+            target=f"{_SCHEDULER}.order_loads",
+            old=", after=self._owed)",
+            new=")",
+            removes="a flight does not wait for the last use of blocks that were taken while the one before the last was awaited",
+            needs=frozenset({"offload", "meanwhile"}),
+        ),
+        "flights run in the order of their launch, and blocks that anything else uses come back when the host has seen the end of that use",
+        noticed_by="schedule/test_scheduler_meanwhile.py::test_the_next_flight_waits_for_the_last_use_of_blocks_that_were_taken_meanwhile",
+    ),
+    Equivalent(
+        Mutation(
+            name="blocks-taken-before-wait-for-their-last-use",
+            hazard="H2",
+            target=f"{_SCHEDULER}.plan",
+            old=", after=self._owed)",
+            new=")",
+            removes="a flight waits for the last use only of the blocks that were taken in its own step",
+            needs=frozenset({"offload", "meanwhile"}),
+        ),
+        "flights run in the order of their launch, and blocks that anything else uses come back when the host has seen the end of that use",
+        noticed_by="schedule/test_scheduler_meanwhile.py::test_fences_are_owed_until_a_flight_was_planned",
+    ),
+    Equivalent(
+        Mutation(
+            name="nobody-overtakes-who-needs-a-flight",
+            hazard="H26",
+            target=f"{_SCHEDULER}._try_admit",
+            old="    if draft.loads_only and not loads:\n        return False\n",
+            new="",
+            removes="who computes is admitted while a flight is awaited, before it is known what that flight leaves for it to share",
+            needs=frozenset({"offload", "meanwhile"}),
+        ),
+        "it is planned with the next flight, as it would have been",
+        noticed_by="schedule/test_scheduler_meanwhile.py::test_who_has_to_compute_is_left_for_the_plan_and_is_not_overtaken",
+    ),
+    Equivalent(
+        Mutation(
             name="grown-block-waits-for-its-last-use",
             hazard="H2",
             target=f"{_SCHEDULER}._reserve",

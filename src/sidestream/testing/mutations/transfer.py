@@ -107,7 +107,7 @@ MUTATIONS = (
         removes="a store reads blocks that the flight is still writing; the commit, which waits for the same flight, goes too",
         needs=frozenset({"offload"}),
         also=(
-            Edit(f"{_LOOP}._commit", '    parts.device.wait_host(flight.fence, reason="flight")\n', ""),
+            Edit(f"{_LOOP}._commit", "    self._await(flight)\n", ""),
             Edit(
                 f"{_MAILBOX}.read",
                 ('    if not fence.poll():\n        raise InvariantError(f"the mailbox was read before {fence!r}")\n'),

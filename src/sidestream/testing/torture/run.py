@@ -18,6 +18,7 @@ from sidestream.config import EngineConfig, OffloadConfig, SpeculativeConfig
 from sidestream.device.sim import Deadlock, Policy
 from sidestream.device.sim.policies import HOST, Choice
 from sidestream.engine import Engine, Handle, build_engine
+from sidestream.execute.executor import Flight
 from sidestream.execute.frame import Shape
 from sidestream.schedule.scheduler import Committed
 from sidestream.testing.checker import Checker
@@ -32,7 +33,7 @@ from sidestream.testing.torture.workload import LOAD_DEADLINE_S, Event, Workload
 from sidestream.testing.toy import ToyDraftHead, ToyProposer
 from sidestream.tiers.index import MEDIUM
 from sidestream.transfer import mover
-from sidestream.types import BatchPlan, Delta, Fence, RowResult
+from sidestream.types import BatchPlan, Delta, Fence, LayerGates, RowResult
 
 ORACLES = ("checker", "tokens", "accept lengths", "content", "balance", "answered", "deadlock", "no progress", "error")
 """What judges a schedule; the first to object is named first.
@@ -219,6 +220,7 @@ class _Schedule:
         self._weights = 0
         self._steps = 0
         self._again: list[int] = []  # requests to be asked again after a crash
+        self._due: int | None = None  # the step whose clients have not acted yet
         self._life = self._begin(0)
 
     def _begin(self, weights: int) -> _Life:
@@ -233,6 +235,16 @@ class _Schedule:
 
         if self._workload.drafts:
             scheduler.commit = judged  # type: ignore[method-assign]
+        if self._workload.meanwhile:
+            executor = life.engine.parts.executor
+            launch = executor.launch
+
+            def launched(batch: BatchPlan, *, after: tuple[Fence, ...], gates: LayerGates) -> Flight:
+                flight = launch(batch, after=after, gates=gates)
+                self._clients()
+                return flight
+
+            executor.launch = launched  # type: ignore[method-assign]
         return life
 
     def run(self) -> Outcome:
@@ -272,8 +284,11 @@ class _Schedule:
                 self._judge_balance("closed")
                 self._judge_answers(over=False)
                 return False
-            self._clients(step)
+            self._due = step
+            if not workload.meanwhile:
+                self._clients()
             idle = 0 if self._life.engine.step() else idle + 1
+            self._clients()  # if no flight was launched
             if idle:
                 self._life.device.sleep(_IDLE_S if self._life.engine.unfinished and idle < _PATIENT_STEPS else _DRAIN_S)
             if step >= last and not self._life.engine.unfinished and not self._busy():
@@ -282,7 +297,11 @@ class _Schedule:
         self._find("no progress", f"after {_MAX_STEPS} steps, requests {left} have not ended or transfers are still on their way")
         return False
 
-    def _clients(self, step: int) -> None:
+    def _clients(self) -> None:
+        """What clients do at a step; nothing if they have done it."""
+        step, self._due = self._due, None
+        if step is None:
+            return
         again, self._again = self._again, []
         for number, asked in enumerate(self._workload.requests):
             if asked.at == step or number in again:

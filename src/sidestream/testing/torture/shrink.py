@@ -155,6 +155,8 @@ def simpler_workloads(workload: Workload) -> Iterator[Workload]:
         yield _changed(workload, captured=False)
     if workload.eos_every:
         yield _changed(workload, eos_every=0)
+    if workload.meanwhile:
+        yield _changed(workload, meanwhile=False)
 
 
 def minimise(items: Sequence[T], fails: Callable[[Sequence[T]], bool]) -> list[T]:

@@ -117,6 +117,7 @@ class Workload:
     hidden                       drafts are made of hidden states, which rows and blocks hold
     closes_at                    step before which the engine is closed under its requests; None: when all is done
     flush_s                      how long a close lets transfers go on; what has not begun by then never does
+    meanwhile                    who comes or leaves before a step does so in its middle, between a launch and a commit, if there is a flight
     """
 
     seed: int
@@ -136,6 +137,7 @@ class Workload:
     hidden: bool = False
     closes_at: int | None = None
     flush_s: float = 30.0
+    meanwhile: bool = False
 
     def __post_init__(self) -> None:
         largest = max((blocks_for(asked) for asked in self.requests), default=0)
@@ -176,6 +178,7 @@ FEATURES: Mapping[Feature, Callable[[Workload], bool]] = {
     "failing_tier": _befalls(("read", "lost"), ("read", "torn"), ("write", "lost"), ("write", "full")),
     "hidden_states": lambda w: w.leaves_hidden,
     "logprobs": lambda w: len({asked.logprobs is None for asked in w.requests}) > 1,
+    "meanwhile": lambda w: w.meanwhile,
     "offload": lambda w: w.slots > 0,
     "preempt": lambda w: w.max_running > 1 and w.blocks < sum(blocks_for(asked) * asked.n for asked in w.requests),
     "priority": lambda w: len({asked.priority for asked in w.requests}) > 1,
@@ -206,7 +209,7 @@ def draw_workload(seed: int) -> Workload:
     disk_blocks = rng.choice((3, 8, 16, 40)) if rng.random() < 0.6 else 0
     slots = rng.choice((2, 4, 5, 6, 8, 10) if disk_blocks else (0, 2, 4, 6, 10, 16, 24))
     last = max(asked.at for asked in requests) + 10
-    return Workload(
+    workload = Workload(
         seed=seed,
         requests=requests,
         events=_draw_events(rng, [asked.at for asked in requests], disk=disk_blocks > 0),
@@ -225,6 +228,10 @@ def draw_workload(seed: int) -> Workload:
         drafts=rng.choice((1, 3, 0, 0, 0, 0)),
         hidden=rng.random() < 0.5,
     )
+    if rng.random() < 0.3:
+        changed = (*requests, *_draw_change(rng, requests))
+        return dataclasses.replace(workload, requests=changed, slots=slots and sum(map(blocks_for, changed)), meanwhile=True)
+    return workload
 
 
 def _draw_visits(rng: random.Random) -> tuple[Asked, ...]:
@@ -245,6 +252,15 @@ def _draw_visits(rng: random.Random) -> tuple[Asked, ...]:
         requests.append(asked)
         at += gap
     return tuple(requests)
+
+
+def _draw_change(rng: random.Random, before: Sequence[Asked]) -> tuple[Asked, Asked]:
+    """Somebody new who takes the blocks of all before, and leaves in the middle of a flight as one of those comes back."""
+    room = max(blocks_for(asked) for asked in before) * BLOCK_TOKENS
+    prompt = _draw_tokens(rng, min(room - BLOCK_TOKENS, LONGEST_PROMPT))
+    at, stay = max(asked.at for asked in before) + rng.choice((6, 9, 12, 15)), rng.randint(1, 4)
+    back = rng.choice(before)
+    return Asked(at, prompt, BLOCK_TOKENS, abort_at=at + stay), dataclasses.replace(back, at=at + stay, abort_at=None)
 
 
 def _draw_storm(rng: random.Random) -> tuple[Asked, ...]:
