@@ -11,7 +11,7 @@ import pytest
 import torch
 from paged_rig import DEVICE, LAYER, Launch, Options, Shape, assert_right, attend, make_batch, make_rows, packed, pool_for, random_flight
 
-from sidestream.attention.triton import Partials, Variant, paged_attention, warm_up
+from sidestream.attention.triton import Partials, Straight, Variant, paged_attention, warm_up
 
 pytestmark = [
     pytest.mark.gpu,
@@ -77,6 +77,34 @@ def test_a_row_gives_the_same_bits_whoever_is_beside_it_and_however_it_is_cut(dt
         assert torch.equal(alone, backwards[3 - index if index < 4 else 10 - index])
         for queries in {1, len(row.query) // 2 + 1, len(row.query) - len(row.query) // 3}:
             assert torch.equal(attend([row.last(queries)], shape, options, mine)[0], alone[-queries:])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("shape", [Shape(32, 8, 128), Shape(9, 3, 64), Shape(8, 1, 128, 64)], ids=str)
+def test_a_long_chunk_computed_over_kv_laid_out_straight_has_the_same_bits(shape: Shape, dtype: torch.dtype) -> None:
+    shape = replace(shape, dtype=dtype)
+    straight = Straight.allocate(kv_heads=shape.kv_heads, head_dim=shape.head_dim, kv_tokens=6400, dtype=dtype, device=torch.device(DEVICE))
+    assert straight is not None
+    flights = {
+        ((1, 900), (1000, 1000)): True,
+        ((1, 40), (2, 70), (300, 310), (1500, 5207), (5, 9)): True,
+        ((600, 6301),): True,
+        ((500, 500), (500, 600)): False,
+    }
+    for lens, is_long in flights.items():
+        straight.keys.fill_(float("nan"))
+        straight.values.fill_(float("nan"))
+        rows = make_rows(lens, shape)
+        launched = Launch(
+            split_rows=sum(queries < 9 for queries, _ in lens[:2]), split_queries=2, padded_tokens=3, tiles=None, split_tokens=256
+        )
+
+        laid_out = attend(rows, shape, launch=launched, straight=straight)
+
+        assert straight.keys.isnan().all() != is_long
+        assert_right(rows, laid_out, Options())
+        for ours, theirs in zip(laid_out, attend(rows, shape, launch=launched), strict=True):
+            assert torch.equal(ours, theirs)
 
 
 @pytest.mark.parametrize("queries", [1, 4])
