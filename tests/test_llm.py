@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
 import time
 from collections.abc import Iterator
@@ -69,6 +70,28 @@ def test_chunks_and_budget_fit_the_device_and_one_another() -> None:
         EngineConfig(token_budget=300, max_running=64)
     with pytest.raises(ConfigError, match=r"chunk_tokens is 100: it must be a multiple of block_tokens \(16\)"):
         EngineConfig(chunk_tokens=100)
+
+
+def test_of_news_that_nobody_reads_one_by_one_nothing_lies_about(llm: LLM) -> None:
+    """A thousand a second would make the garbage collector stop the engine thread every few dozen steps."""
+    submit, lying = llm.engine.submit, list[int]()
+
+    def submit_and_count_at_the_end(prompt: Any, params: Any, sink: Any, **options: Any) -> Any:
+        def count(delta: Delta) -> None:
+            sink(delta)
+            if delta.finish_reason is not None:
+                lying.append(sum(type(each) is Delta for each in gc.get_objects()))
+
+        return submit(prompt, params, count, **options)
+
+    llm.engine.submit = submit_and_count_at_the_end  # type: ignore[method-assign]
+    try:
+        outputs = llm.generate(PROMPTS, SamplingParams(temperature=0, max_tokens=24, ignore_eos=True))
+    finally:
+        del llm.engine.submit
+    assert [len(output.token_ids) for output in outputs] == [24] * len(PROMPTS)
+    assert len(lying) == len(PROMPTS)
+    assert max(lying) <= 2 * len(PROMPTS) + 2  # the first of each, and one on its way
 
 
 def test_more_prompts_than_the_queue_takes_are_all_answered_in_their_order(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import threading
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Generator, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from queue import SimpleQueue
 from types import TracebackType
@@ -205,7 +206,7 @@ class LLM(_Served):
         for ids, chosen in asked:
             self.engine.check(ids, chosen)
         outputs: list[RequestOutput] = []
-        pending: deque[_Collected] = deque()
+        pending: deque[_Gathered] = deque()
         try:
             for ids, chosen in asked:
                 while (submitted := self._submitted(ids, chosen, may_wait=bool(pending))) is None:
@@ -221,10 +222,10 @@ class LLM(_Served):
                 self.engine.abort(one.handle)
             raise
 
-    def _submitted(self, ids: list[int], params: SamplingParams, *, may_wait: bool) -> _Collected | None:
+    def _submitted(self, ids: list[int], params: SamplingParams, *, may_wait: bool) -> _Gathered | None:
         """One prompt on its way; None when the queue is full and an answer of ours will make room."""
         try:
-            return _Collected(self.engine, self.tokenizer, ids, params)
+            return _Gathered(self.engine, self.tokenizer, ids, params)
         except QueueFull:
             if may_wait:
                 return None
@@ -236,11 +237,11 @@ class LLM(_Served):
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Generator[Delta, None, None]:
         """News of one prompt's samples as they come. Leaving the loop aborts the request."""
-        collected = _Collected(self.engine, self.tokenizer, self._ids(prompt), params or SamplingParams())
+        streamed = _Streamed(self.engine, self.tokenizer, self._ids(prompt), params or SamplingParams())
         try:
-            yield from collected.deltas()
+            yield from streamed.deltas()
         finally:
-            self.engine.abort(collected.handle)
+            self.engine.abort(streamed.handle)
 
     def flush(self, *, timeout_s: float = 60.0) -> bool:
         """Block until what is complete rests in the tiers; False when `timeout_s` passed first."""
@@ -325,63 +326,107 @@ class AsyncLLM(_Served):
         await asyncio.to_thread(self._close, drain_s)
 
 
-class _Collected:
-    """One submitted prompt and its news."""
+class _Streamed:
+    """One submitted prompt and its news, read as they come."""
+
+    def __init__(self, engine: Engine, tokenizer: Tokenizer, prompt: list[int], params: SamplingParams) -> None:
+        self._reader = Reader(tokenizer, params)
+        self._news: SimpleQueue[Delta] = SimpleQueue()
+        self._num_samples = params.n
+        self.handle: Handle = engine.submit(prompt, params, self._news.put, text=False)
+
+    def deltas(self) -> Iterator[Delta]:
+        """The news as they come, with their text."""
+        left = self._num_samples
+        while left:
+            delta = self._reader.read(self._news.get())
+            if delta is None:
+                continue
+            _raise_for(delta)
+            left -= delta.finish_reason is not None
+            yield delta
+
+
+@dataclass(slots=True)
+class _Sample:
+    """What came of one sample so far."""
+
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    text: str = ""
+    finish_reason: str = ""
+
+
+class _Gathered:
+    """One submitted prompt whose answer is wanted whole. Nothing is kept of the news but what they add, and its reader is woken once: a thousand
+    messages a second that lie about make the garbage collector stop the engine thread, and so does whoever takes them one by one.
+    """
 
     def __init__(self, engine: Engine, tokenizer: Tokenizer, prompt: list[int], params: SamplingParams) -> None:
         self._tokenizer = tokenizer
         self._params = params
         self._reader = Reader(tokenizer, params)
-        self._news: SimpleQueue[Delta] = SimpleQueue()
-        self._num_samples = params.n
+        self._samples = [_Sample() for _ in range(params.n)]
+        self._left = params.n
+        self._first: Delta | None = None
+        self._failed: Delta | None = None
+        self._ended = threading.Event()
         self._started_s = time.monotonic()
         self._ttft_s: float | None = None
         self.handle: Handle = engine.submit(prompt, params, self._take, text=False)
 
     def _take(self, delta: Delta) -> None:
         """The engine's sink."""
+        if self._first is None:
+            self._first = delta
         if self._ttft_s is None and delta.token_ids:
             self._ttft_s = time.monotonic() - self._started_s
-        self._news.put(delta)
-
-    def deltas(self) -> Iterator[Delta]:
-        """The news as they come, with their text."""
-        for told in self._told():
-            delta = self._reader.read(told)
-            if delta is None:
-                continue
-            if delta.finish_reason == "error":
-                raise RequestError(delta.error or "the request failed")
-            yield delta
-
-    def _told(self) -> Iterator[Delta]:
-        left = self._num_samples
-        while left:
-            delta = self._news.get()
-            if delta.finish_reason == "error":
-                raise RequestError(delta.error or "the request failed")
-            if delta.finish_reason == "abort":
-                raise EngineStopped("the request was aborted: the engine is closing")
-            left -= delta.finish_reason is not None
-            yield delta
+        sample = self._samples[delta.index]
+        sample.token_ids += delta.token_ids
+        if delta.logprobs:
+            sample.logprobs += delta.logprobs
+        if delta.text:
+            sample.text += delta.text
+        if delta.finish_reason is not None:
+            sample.finish_reason = delta.finish_reason
+            self._left -= 1
+            if delta.finish_reason in ("error", "abort"):
+                self._failed = self._failed or delta
+            if not self._left or self._failed is not None:
+                self._ended.set()
 
     def output(self) -> RequestOutput:
-        """All of it; where no stop string was looked for, text is made of all tokens at once."""
-        deltas = list(self._told())
-        completions = []
-        for index in range(self._num_samples):
-            own = [delta for delta in deltas if delta.index == index]
-            token_ids, reason = tuple(token for delta in own for token in delta.token_ids), own[-1].finish_reason or ""
-            logprobs = tuple(logprob for delta in own for logprob in delta.logprobs)
-            text = "".join(delta.text for delta in own) if self._params.stop else self._text(token_ids, reason)
-            completions.append(Completion(index, text, token_ids, logprobs, reason))
-        return RequestOutput(deltas[0].prompt_tokens, tuple(completions), deltas[0].cached, self._ttft_s or 0.0)
+        """Wait for all of it; where no stop string was looked for, text is made of all tokens at once."""
+        self._ended.wait()
+        if self._failed is not None:
+            _raise_for(self._failed)
+        first = self._first
+        assert first is not None
+        completions = tuple(
+            Completion(
+                index,
+                sample.text if self._params.stop else self._text(sample),
+                tuple(sample.token_ids),
+                tuple(sample.logprobs),
+                sample.finish_reason,
+            )
+            for index, sample in enumerate(self._samples)
+        )
+        return RequestOutput(first.prompt_tokens, completions, first.cached, self._ttft_s or 0.0)
 
-    def _text(self, token_ids: tuple[int, ...], finish_reason: str) -> str:
+    def _text(self, sample: _Sample) -> str:
         try:
-            return self._tokenizer.decode(self._reader.shown(token_ids, finish_reason))
+            return self._tokenizer.decode(self._reader.shown(tuple(sample.token_ids), sample.finish_reason))
         except Exception as error:  # a tokenizer is foreign code
             raise RequestError(f"the tokenizer failed: {error}") from error
+
+
+def _raise_for(delta: Delta) -> None:
+    """Raise what the news of a sample's bad end mean to whoever asked."""
+    if delta.finish_reason == "error":
+        raise RequestError(delta.error or "the request failed")
+    if delta.finish_reason == "abort":
+        raise EngineStopped("the request was aborted: the engine is closing")
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
