@@ -128,6 +128,17 @@ def test_nobody_is_slowed_down_by_more_than_may_be_for_drafts_of_others(failing:
         assert max(alone) > 1.03 * 400  # for more tokens a second of all together
 
 
+def test_a_row_that_would_get_no_drafts_gains_nothing_by_its_chance() -> None:
+    """0.05 is too little for a draft, and would be enough for a flight that lasts 3 % longer."""
+    policy, rows = DraftPolicy(4), [record(0.05) for _ in range(8)] + [record(0.9) for _ in range(8)]
+    depths(policy, rows, flat(1.03), 3)
+    assert fly(policy, rows, flat(1.03)) == [0] * 8 + [4] * 8
+    rows[0].behind = 1.1
+    assert (fly(policy, rows, flat(1.03)), policy.reason) == ([0] * 16, "others")
+    rows[0].behind, rows[0].chance = 1.1, 0.06  # now it would get one
+    assert fly(policy, rows, flat(1.03)) == [1] + [0] * 7 + [4] * 8
+
+
 def test_who_gains_alike_is_drafted_for_however_many_they_are_and_whatever_others_gained_before() -> None:
     policy = DraftPolicy(4)
     together(policy, [0.0, 0.9] * 16, flat(1.5))

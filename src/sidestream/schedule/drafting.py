@@ -27,7 +27,7 @@ _FIRST_COST = 0.05
 _SHARE = 0.5
 _LEAST_CHANCE, _MOST_CHANCE = 0.05, 0.5
 # So many tokens a row may always be behind: what came of the last flights is known a step or two later.
-_PATIENCE = 2.0
+_PATIENCE = 1.0
 # Flights with drafts after which a row without any tries one; after which a flight goes without, to be measured; and flights less deep than may be
 # after which one is as deep, times what that takes, so that trying costs less than a hundredth; fewer if it was never seen with so many rows.
 _PROBE_FLIGHTS = 32
@@ -84,6 +84,18 @@ class _Flights:
         return (left + (right - left) * (depth - low) / max(1, high - low)) / plain
 
 
+def _above(chances: Sequence[float]) -> list[float]:
+    """What a row's chance must be above for its first, second, … draft, if the draft itself must be likelier to be right than `chances`."""
+    return [chance ** (1 / count) for count, chance in enumerate(chances, 1)]
+
+
+def _worth(chance: float, most: int, least: Sequence[float]) -> int:
+    """How many drafts a row of this chance gets, of `most`; none or less if that is. `least`: see `_above`."""
+    while most > 0 and chance <= least[most - 1]:
+        most -= 1
+    return most
+
+
 def _right(chances: list[float], most: int) -> list[float]:
     """Which share of the rows would have its first, second, … draft right, in the mean."""
     right, powers = [sum(chances) / len(chances)], chances
@@ -101,7 +113,7 @@ class DraftPolicy:
                    them than they may, or no `"chance"` that they pay
     """
 
-    def __init__(self, most: int, *, adaptive: bool = True, max_slowdown: float = 0.02) -> None:
+    def __init__(self, most: int, *, adaptive: bool = True, max_slowdown: float = 0.015) -> None:
         self.most = most
         self.adaptive = adaptive
         self.max_slowdown = max_slowdown
@@ -139,11 +151,11 @@ class DraftPolicy:
     def _counts(self, records: Sequence[DraftRecord], most: Sequence[int], flights: _Flights, ratios: Sequence[float]) -> list[int]:
         """As many as the best depth and their own chances give them."""
         chances = [record.chance for record in records]  # also where an end is near: it will be another's turn
-        depth = self._depth(_right(chances, self.most), ratios, self._lowest(records, most))
-        least = [min(max(_SHARE * (more - less), _LEAST_CHANCE), _MOST_CHANCE) for less, more in pairwise(ratios)]
+        least = _above([min(max(_SHARE * (more - less), _LEAST_CHANCE), _MOST_CHANCE) for less, more in pairwise(ratios)])
+        depth = self._depth(_right(chances, self.most), ratios, self._lowest(records, most), least)
         patience = _FIRST_TRY_FLIGHTS if flights.seconds[-1] is None else _RETRY_FLIGHTS
         if flights.shallow >= patience * ratios[-1]:
-            depth, least = self.most, [_LEAST_CHANCE] * self.most
+            depth, least = self.most, _above([_LEAST_CHANCE] * self.most)
         flights.shallow = 0 if depth == self.most else flights.shallow + 1
         counts = [0] * len(records)
         if not depth:
@@ -151,11 +163,8 @@ class DraftPolicy:
                 for record, each in zip(records, most, strict=True):
                     record.idle += each > 0
             return counts
-        least = [chance ** (1 / count) for count, chance in enumerate(least, 1)]  # above which a row gets its first, second, … draft
         for at, (record, chance, each) in enumerate(zip(records, chances, most, strict=True)):
-            count = depth if each > depth else each
-            while count > 0 and chance <= least[count - 1]:
-                count -= 1
+            count = _worth(chance, depth if each > depth else each, least)
             if count > 0:
                 counts[at], record.idle = count, 0
             elif each > 0:
@@ -173,14 +182,15 @@ class DraftPolicy:
                 lowest[bound] = min(record.chance, lowest.get(bound, 1.0))
         return lowest
 
-    def _depth(self, right: Sequence[float], ratios: Sequence[float], lowest: Mapping[int, float]) -> int:
-        """With the most tokens a second, of those at which no row of `lowest` loses; says why if it is none."""
+    def _depth(self, right: Sequence[float], ratios: Sequence[float], lowest: Mapping[int, float], least: Sequence[float]) -> int:
+        """With the most tokens a second, of those at which no row of `lowest` loses, by the drafts that it would get; says why if it is none."""
 
         def speed(depth: int) -> float:
             return (1 + sum(right[:depth])) / ratios[depth]
 
         def is_fair(depth: int) -> bool:
-            gains = (sum(chance**place for place in range(1, min(depth, bound) + 1)) for bound, chance in lowest.items())
+            counts = ((chance, _worth(chance, min(depth, bound), least)) for bound, chance in lowest.items())
+            gains = (sum(chance**place for place in range(1, count + 1)) for chance, count in counts)
             return not depth or all(1 + gain >= ratios[depth] for gain in gains)
 
         depths = range(self.most + 1)
