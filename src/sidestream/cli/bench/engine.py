@@ -125,11 +125,11 @@ class _Rig:
 
     def steps(self, rows: int, context: int, outputs: int) -> tuple[list[float], list[float]]:
         """Seconds of each step of so many rows that decode at once, from end to end, and how long of that the device had no flight."""
-        first = len(self.clock.batches)
+        first = len(self.clock.flights)
         answers = [self.ask(self.prompt(context), outputs) for _ in range(rows)]
         for answer in answers:
             answer.wait()
-        sizes = [(len(batch.rows), batch.num_tokens) for batch in self.clock.batches]
+        sizes = [(flight.rows, flight.tokens) for flight in self.clock.flights]
         full = [at for at in range(first + 1, len(sizes)) if sizes[at] == sizes[at - 1] == (rows, rows)]
         return self.clock.steps(full[2:-2] if len(full) > 6 else full)
 
@@ -234,9 +234,9 @@ def _prefill(rig: _Rig, sizes: Sizes, step_s: float, tell: Callable[[str], None]
         tell(f"prefill, {length} tokens")
         taken = []
         for _ in range(5):
-            first = len(rig.clock.batches)
+            first = len(rig.clock.flights)
             rig.ask(rig.prompt(length), 1).wait()
-            last = len(rig.clock.batches) - 1
+            last = len(rig.clock.flights) - 1
             taken.append(float(rig.clock.ends[last, 1] - rig.clock.ends[first, 0]) / 1e9)
         work = 2 * rig.weights * length + 2 * length**2 * rig.model.num_heads * layout.head_dim * layout.num_layers
         figures.append(Figure(f"prefill_{length}_over_floor", median(taken) * flops / work, "ratio"))

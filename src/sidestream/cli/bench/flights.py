@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -16,22 +17,36 @@ from sidestream.execute.mailbox import Letter
 from sidestream.types import BatchPlan
 
 
+class Seen(NamedTuple):
+    """What a flight was like, in numbers: its plan would lie about, and the garbage collector would stop the engine thread to look at it.
+
+    given    rows that were given tokens of the host's
+    drafts   of all rows together
+    """
+
+    rows: int
+    tokens: int
+    given: int
+    drafts: int
+
+
 class FlightClock:
     """Keeps the times of an executor's flights, from its making on.
 
-    batches   of the flights, in order
+    flights   in order
     ends      int64 `[most, 2]`: of each flight, when it began and when it ended, ns
     """
 
     def __init__(self, device: Device, executor: Executor, *, most: int = 200_000) -> None:
         self._stamps = device.allocate_host("stamps", 16 * most)
         self.ends: npt.NDArray[np.int64] = self._stamps.data.view(torch.int64).numpy().reshape(-1, 2)
-        self.batches: list[BatchPlan] = []
+        self.flights: list[Seen] = []
         run = executor._run
 
         def stamped(batch: BatchPlan, changes: TableChanges, work: Work, letter: Letter) -> None:
-            at = 16 * len(self.batches)
-            self.batches.append(batch)
+            at, columns = 16 * len(self.flights), batch.columns
+            rows = len(batch.rows)
+            self.flights.append(Seen(rows, batch.num_tokens, rows - columns.tokens.count(None), sum(columns.drafts)))
             stamp(device, self._stamps, at)
             run(batch, changes, work, letter)
             stamp(device, self._stamps, at + 8)

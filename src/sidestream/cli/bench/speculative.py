@@ -171,9 +171,9 @@ def _flights(
                 figures.append(Figure(f"launch_us_{end}", 1e6 * median(handed_over.launching), "us"))
         clock = FlightClock(parts.device, parts.executor)
         for prompts in asked:
-            first, end = len(clock.batches), f"b{len(prompts)}_{name}"
+            first, end = len(clock.flights), f"b{len(prompts)}_{name}"
             llm.generate(prompts, params)
-            drafts = [_drafts(batch, rows=len(prompts)) for batch in clock.batches]
+            drafts = [flight.drafts if flight[:3] == (len(prompts), len(prompts) + flight.drafts, 0) else -1 for flight in clock.flights]
             least = 0 if config is None else 1
             chosen = [at for at in range(first + 1, len(drafts)) if drafts[at] >= least and drafts[at - 1] >= least]
             if not chosen:
@@ -192,13 +192,6 @@ def _flights(
         Figure(f"launch_us_median_{name}", 1e6 * median(launching), "us"),
         Figure(f"dispatch_us_median_{name}", 1e6 * median(dispatching), "us", at_most(66) if on_gpu else None),
     ]
-
-
-def _drafts(batch: BatchPlan, *, rows: int) -> int:
-    """Of all rows together; -1: they are others, or some are given tokens."""
-    if len(batch.rows) != rows or any(row.tokens is not None for row in batch.rows):
-        return -1
-    return sum(batch.columns.drafts)
 
 
 def _accept_lengths(llm: LLM) -> dict[int, dict[int, int]]:
