@@ -159,6 +159,11 @@ def test_warm_up_reaches_both_ways_of_attention_and_leaves_every_block_free(mode
         lease.release()
         ways = {(batch.split_rows, len(batch.kv_lens), len(batch.slots)) for batch in batches}
         assert {(3, 3, 3), (1, 1, 1), (0, 1, 40)} <= ways
+        batches.clear()
+        lease = parts.blocks.take(4)  # a block for each row: more than the chunk has, which must not look longer than a row may be
+        parts.executor.warm_up(lease.ids, chunk_tokens=40)
+        lease.release()
+        assert [batch.block_tables.shape[1] for batch in batches if len(batch.slots) == 40] == [3]
         assert parts.device.host_waits().keys() <= {"flight"}
         assert parts.executor._mailbox._pool.num_used == 0
         assert llm.generate(PROMPTS[2], GREEDY)[0].completions[0].finish_reason == "length"

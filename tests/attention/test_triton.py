@@ -75,13 +75,13 @@ def test_a_smaller_models_kv_at_the_end_of_the_blocks_is_attended_to_by_its_own_
         partials.over(KVShape(1, 1, 32, 8))
 
 
-@pytest.mark.parametrize("kv_heads", [2, 1])
+@pytest.mark.parametrize(("kv_heads", "block_tokens"), [(2, 16), (1, 48), (2, 128)])
 @pytest.mark.parametrize("lens", [[(1, 30), (70, 160), (9, 9)], [(130, 130)], [(3, 20), (67, 67), (1, 13)]], ids=str)
 def test_a_long_chunk_is_computed_over_kv_laid_out_straight_to_the_same_bits(
-    lens: list[tuple[int, int]], kv_heads: int, monkeypatch: pytest.MonkeyPatch
+    lens: list[tuple[int, int]], kv_heads: int, block_tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(launch, "_LONG_TOKENS", 64)
-    shape = Shape(heads=6, kv_heads=kv_heads, head_dim=64, dtype=torch.bfloat16 if ON_GPU else torch.float16)
+    monkeypatch.setattr(launch, "LONG_TOKENS", 64)
+    shape = Shape(6, kv_heads, 64, block_tokens, torch.bfloat16 if ON_GPU else torch.float16)
     rows, options = make_rows(lens, shape), Options()
     split = Launch(split_rows=1 if lens[0][0] < 9 else 0, split_queries=3, padded_tokens=2, tiles=None)
     straight = Straight.allocate(kv_heads=kv_heads, head_dim=64, kv_tokens=256, dtype=shape.dtype, device=torch.device(DEVICE))
@@ -105,7 +105,7 @@ def test_a_long_chunk_is_computed_over_kv_laid_out_straight_to_the_same_bits(
 
 
 def test_chunks_of_which_none_has_more_than_half_of_the_tokens_are_read_from_their_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "_LONG_TOKENS", 64)
+    monkeypatch.setattr(launch, "LONG_TOKENS", 64)
     shape = Shape(head_dim=64, dtype=torch.float16)
     rows, options = make_rows([(40, 70), (40, 40)], shape), Options()
     straight = Straight.allocate(kv_heads=2, head_dim=64, kv_tokens=128, dtype=shape.dtype, device=torch.device(DEVICE))

@@ -140,6 +140,16 @@ def test_who_rings_is_heard_while_the_wait_sleeps_and_not_when_the_end_is_near(
     assert (bell.rung, fence.poll()) == (True, True)
 
 
+def test_a_flight_that_ends_while_what_rang_is_seen_to_teaches_the_forecast_too(
+    device: CudaDevice, gpu: FakeGpu, fence: CudaFence, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device, "_wait_for", lambda *given: False)
+    assert not device.wait_host(fence, reason="flight", bell=Bell())
+    gpu.run()
+    assert device.wait_host(fence, reason="flight", bell=Bell())
+    assert device._forecasts["compute"].soonest_end_s("decode 1", 0.0) is not None
+
+
 def test_waits_teach_the_forecast_of_their_stream(device: CudaDevice, gpu: FakeGpu) -> None:
     stream = device.stream("compute")
     assert isinstance(stream, CudaStream)

@@ -50,7 +50,8 @@ compiled(
     attention.combine, *[FLOAT] * 3, BF16, LONG, LONG, *["i32"] * 3, warps=1, overlap=True,
     SPLIT=256, WINDOW=False, HEADS=32, HEAD_DIM=128, PADDED_DIM=128, OVERLAP=True,
 )  # fmt: skip
-compiled(attention.straighten, *[BF16] * 3, INT, LONG, LONG, *["i32"] * 9, HEAD_DIM=128, BLOCK_TOKENS=16, BLOCK_N=64)
+for size in (16, 48):
+    compiled(attention.straighten, *[BF16] * 3, INT, LONG, LONG, *["i32"] * 9, HEAD_DIM=128, BLOCK_TOKENS=size, BLOCK_N=64)
 tile = "tensordesc<bf16[64, 128]>"
 compiled(
     attention.attend_straight,

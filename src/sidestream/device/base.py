@@ -300,7 +300,8 @@ class Device(Protocol):
     def wait_host(self, fence: Fence, *, reason: str, timeout_s: float | None = None, bell: Bell | None = None) -> bool:
         """Block this thread until `fence` is done; False when `timeout_s` passed first, or somebody rang `bell`. Counted under `reason`.
 
-        The fence's end is noticed no later for a bell: where that takes the thread's whole attention, nobody listens.
+        The fence's end is noticed no later for a bell, but for what is done when it rings: where that takes the thread's whole attention, nobody
+        listens.
         """
         ...
 

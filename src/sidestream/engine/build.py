@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from sidestream.attention.triton import Partials, Straight
+from sidestream.attention.triton import LONG_TOKENS, Partials, Straight
 from sidestream.config import EngineConfig
 from sidestream.device.base import Device
 from sidestream.device.choice import torch_device
@@ -251,6 +251,8 @@ def _buffers(
             device=device.torch_device,
             also=proposer.shape if isinstance(proposer, DraftModelProposer) else None,
         )
+        if min(config.chunk_and_budget(device.kind)[0], tokens) < LONG_TOKENS:  # what is not warmed up by a chunk is not launched by one
+            return partials, None
         return partials, Straight.allocate(
             kv_heads=layout.num_kv_heads,
             head_dim=layout.head_dim,

@@ -228,7 +228,8 @@ class Executor:
                 drafting = [row._replace(stop=row.stop + drafts, drafts=drafts) for row in going_on]
                 for rows in (drafting, begun, [*drafting[:1], *begun[1:]]):
                     self._run_for_nothing(rows)
-        self._run_for_nothing([_row(0, tuple(block_ids), min(chunk_tokens, len(block_ids) * size), _VARIANTS[0])])
+        tokens = min(chunk_tokens, len(block_ids) * size)
+        self._run_for_nothing([_row(0, tuple(block_ids[: -(-tokens // size)]), tokens, _VARIANTS[0])])
 
     def capture(
         self, shapes: Sequence[Shape], *, gate_layers: int = 0, tell: Callable[[int, int], None] = lambda done, total: None

@@ -4,7 +4,7 @@
 with the meaning of `sidestream.attention.paged`; `warm_up` compiles before serving. Importable without triton; a launch then raises.
 """
 
-from sidestream.attention.triton.batch import DeviceBatch, Partials, Straight, Tile, Tiles
+from sidestream.attention.triton.batch import LONG_TOKENS, DeviceBatch, Partials, Straight, Tile, Tiles
 from sidestream.attention.triton.launch import Variant, paged_attention, warm_up
 
-__all__ = ["DeviceBatch", "Partials", "Straight", "Tile", "Tiles", "Variant", "paged_attention", "warm_up"]
+__all__ = ["LONG_TOKENS", "DeviceBatch", "Partials", "Straight", "Tile", "Tiles", "Variant", "paged_attention", "warm_up"]

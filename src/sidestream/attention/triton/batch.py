@@ -14,9 +14,12 @@ import torch
 from sidestream.attention.paged import KVShape, ungated
 from sidestream.errors import ConfigError, InvariantError
 
-__all__ = ["DeviceBatch", "Partials", "Straight", "Tile", "Tiles"]
+__all__ = ["LONG_TOKENS", "DeviceBatch", "Partials", "Straight", "Tile", "Tiles"]
 
 _MULTIPLE = 16  # a KV tile is made of blocks of at least so many tokens
+
+LONG_TOKENS = 512
+"""In a flight of so many tokens, the KV of the row that has more than half of them is laid out straight first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,8 +125,10 @@ class Straight:
 
     @classmethod
     def allocate(cls, *, kv_heads: int, head_dim: int, kv_tokens: int, dtype: torch.dtype, device: torch.device) -> Straight | None:
-        """Room for a row of `kv_tokens`; None where the hardware has no such copies, or these kernels no tiles for such heads."""
-        on = device.type == "cpu" or torch.cuda.get_device_capability(device) >= (9, 0)  # on a CPU: Triton's interpreter
+        """Room for a row of `kv_tokens`; None where these kernels have no tiles for such heads, and on anything but Hopper: what came before has no
+        such copies, and that what comes after gives the same bits has not been seen.
+        """
+        on = device.type == "cpu" or torch.cuda.get_device_capability(device)[0] == 9  # on a CPU: Triton's interpreter
         if not on or dtype == torch.float32 or head_dim not in (64, 128):
             return None
         tile = Tile(64, Tiles.default(head_dim, dtype).whole.keys, 4, 3)

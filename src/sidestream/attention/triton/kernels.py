@@ -261,9 +261,9 @@ def straighten(
     BLOCK_TOKENS: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """The KV of the row that has more than half of all tokens, one token behind another; zeros behind it, to the end of a tile.
+    """The KV of the row that has more than half of all tokens, one token behind another; zeros behind it, to the end of a tile, where there is room.
 
-    Each program has some of the blocks of one head. Grid (kv_heads, programs).
+    Each program has some of the tiles of one head. Grid (kv_heads, programs).
     """
     row = _long_row(query_starts, first_row, num_rows, long_above)
     if row < 0:
@@ -271,16 +271,16 @@ def straighten(
     head = tl.program_id(0).to(tl.int64)
     kv_len = tl.load(kv_lens + row).to(tl.int32)
     table = block_tables + row.to(tl.int64) * table_stride
-    offsets, dims = tl.arange(0, BLOCK_TOKENS), tl.arange(0, HEAD_DIM)
-    stop = tl.cdiv(tl.cdiv(kv_len, BLOCK_N) * BLOCK_N, BLOCK_TOKENS)
-    for number in range(tl.program_id(1), stop, tl.num_programs(1)):
-        positions = number * BLOCK_TOKENS + offsets
-        held = (positions < kv_len)[:, None]
-        block = tl.load(table + number, mask=number * BLOCK_TOKENS < kv_len, other=0).to(tl.int64)
-        there = pool + block * block_stride + head * head_stride + offsets[:, None] * offset_stride + dims[None, :]
+    dims = tl.arange(0, HEAD_DIM)
+    for number in range(tl.program_id(1), tl.cdiv(kv_len, BLOCK_N), tl.num_programs(1)):
+        positions = number * BLOCK_N + tl.arange(0, BLOCK_N)
+        held = positions < kv_len
+        blocks = tl.load(table + positions // BLOCK_TOKENS, mask=held, other=0).to(tl.int64)
+        lines = blocks * block_stride + head * head_stride + positions % BLOCK_TOKENS * offset_stride
+        there = pool + lines[:, None] + dims[None, :]
         to = (head * room + positions)[:, None] * HEAD_DIM + dims[None, :]
-        tl.store(keys + to, tl.load(there, mask=held, other=0.0), mask=(positions < room)[:, None])
-        tl.store(values + to, tl.load(there + half_stride, mask=held, other=0.0), mask=(positions < room)[:, None])
+        tl.store(keys + to, tl.load(there, mask=held[:, None], other=0.0))
+        tl.store(values + to, tl.load(there + half_stride, mask=held[:, None], other=0.0))
 
 
 @triton.jit(

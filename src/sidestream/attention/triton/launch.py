@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from sidestream.attention.triton.batch import DeviceBatch, Partials, Straight, Tile, Tiles
+from sidestream.attention.triton.batch import LONG_TOKENS, DeviceBatch, Partials, Straight, Tile, Tiles
 from sidestream.errors import ConfigError, InvariantError
 
 __all__ = ["Variant", "paged_attention", "warm_up"]
@@ -24,8 +24,6 @@ _MAX_HEAD_DIM = 256
 
 # Programs that share the splits: four for each of an H100's 132 multiprocessors, as many as fit there at once. How many never changes a result.
 _PROGRAMS = 528
-# In a flight of so many tokens, the KV of the row that has more than half of them is laid out straight first.
-_LONG_TOKENS = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +49,7 @@ def paged_attention(
 
     query [T, heads, head_dim] · key, value [T, kv_heads, head_dim], in the pool's dtype, last dimension dense. heads is a multiple of
     kv_heads; query head h reads kv head h // (heads / kv_heads). A query at position p sees positions `(p - sliding_window, p]`. `softcap`
-    bounds the scores: softcap * tanh(score / softcap). scale is positive. Enqueues two to five kernels on the current stream and reads
+    bounds the scores: softcap * tanh(score / softcap). scale is positive. Enqueues two to seven kernels on the current stream and reads
     nothing back, so it may be captured; sums are float32 (float32 inputs are multiplied as such, never as TF32).
 
     What a query token gets is, to the bit, a function of the query, its position, its row's KV, the options and tiles, and of whether its
@@ -76,7 +74,7 @@ def paged_attention(
     window = sliding_window or 0
     cap_scale, exponent = _factors(scale, softcap)
     overlap = _overlap(query.device)
-    straight = batch.straight if tokens >= _LONG_TOKENS and sliding_window is None and softcap is None else None
+    straight = batch.straight if tokens >= LONG_TOKENS and sliding_window is None and softcap is None else None
     long_above = tokens if straight is None else tokens // 2
 
     def attend(tile: Tile, grid: tuple[int, ...], rows: range, partials: Partials | None) -> None:
@@ -87,7 +85,7 @@ def paged_attention(
             query.stride(0), query.stride(1), block_stride, half_stride, offset_stride, head_stride,
             SPLIT=partials.tokens if partials else 0, WINDOW=sliding_window is not None, CAPPED=softcap is not None,
             KV_HEADS=kv_heads, GROUP=group, HEAD_DIM=head_dim, PADDED_DIM=_power_of_two(head_dim), BLOCK_TOKENS=block_tokens,
-            BLOCK_M=_lines(tile, group), BLOCK_N=tile.keys, num_warps=tile.warps, num_stages=tile.stages, **overlap.behind,
+            BLOCK_M=_lines(tile, group), BLOCK_N=tile.keys, num_warps=_warps(tile, group), num_stages=tile.stages, **overlap.behind,
         )  # fmt: skip
 
     if batch.rows_in_splits < rows:
@@ -138,7 +136,8 @@ def _attend_straight(
     lines = _lines(tile, group)
     _kernels().attend_straight[(kv_heads, tokens // (lines // group) + 1)](
         query, keys, values, out, *which, exponent, query.stride(0), query.stride(1),
-        KV_HEADS=kv_heads, GROUP=group, HEAD_DIM=head_dim, BLOCK_M=lines, BLOCK_N=tile.keys, num_warps=tile.warps, num_stages=tile.stages,
+        KV_HEADS=kv_heads, GROUP=group, HEAD_DIM=head_dim, BLOCK_M=lines, BLOCK_N=tile.keys, num_warps=_warps(tile, group),
+        num_stages=tile.stages,
     )  # fmt: skip
 
 
@@ -212,6 +211,11 @@ def _factors(scale: float, softcap: float | None) -> tuple[float, float]:
 def _lines(tile: Tile, group: int) -> int:
     """Lines of a tile: at least one query token with all heads of a group."""
     return max(tile.queries, _power_of_two(group))
+
+
+def _warps(tile: Tile, group: int) -> int:
+    """More for more lines than the tile was made for, or the sums of one thread would not fit its registers."""
+    return max(tile.warps, min(8, tile.warps * _lines(tile, group) // tile.queries))
 
 
 def _power_of_two(count: int) -> int:

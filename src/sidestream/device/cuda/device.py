@@ -79,6 +79,7 @@ class CudaDevice:
         self._slabs: dict[Memory, Slab] = {}
         self._waits: Counter[str] = Counter()
         self._forecasts: dict[str, Forecast] = {}  # by stream; of the thread that waits for its work
+        self._rung: tuple[CudaFence, tuple[str, float]] | None = None  # what that thread waited for when a bell was rung
         self._lock = threading.Lock()
         self._closed = False
         tables = self.allocate_host("segments of copies by kernels", _TABLES * _TABLE_SEGMENTS * 3 * 8)
@@ -183,7 +184,10 @@ class CudaDevice:
         A bell is heard while the thread would sleep: until shortly before work of that label can have ended. A short flight, and a `timeout_s`,
         have no such time.
         """
+        rung, self._rung = self._rung, None
         if fence.poll():
+            if rung is not None and rung[0] is fence:  # it ended while what rang was seen to
+                self._forecasts[fence.stream].ended(*rung[1], time.perf_counter())
             return True
         if not isinstance(fence, CudaFence | HostFence):
             raise InvariantError(f"cannot wait for {fence!r}: it is not of this device")
@@ -195,6 +199,7 @@ class CudaDevice:
         if isinstance(fence, CudaFence) and timeout_s is None and (launched := fence.owner.launched(fence)) is not None:
             forecast = self._forecasts.setdefault(fence.stream, Forecast())
             if not self._wait_for(fence, forecast.soonest_end_s(*launched), bell):
+                self._rung = fence, launched
                 return False
             forecast.ended(*launched, time.perf_counter())
         else:
