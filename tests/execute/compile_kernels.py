@@ -21,7 +21,10 @@ def compiled(kernel: Any, *types: str, warps: int = 4, stages: int = 3, overlap:
     signature = dict(zip(names, [*types, *["constexpr"] * len(constants)], strict=True))
     values = {(names.index(name),): value for name, value in constants.items()}
     options = {"num_warps": warps, "num_stages": stages, "launch_pdl": overlap}
-    triton.compile(ASTSource(fn=kernel, signature=signature, constexprs=values), target=TARGET, options=options)
+    ptx = triton.compile(ASTSource(fn=kernel, signature=signature, constexprs=values), target=TARGET, options=options).asm["ptx"]
+    if overlap:  # no way out, and nothing written, before the kernel in front of it has ended
+        wait = ptx.find("griddepcontrol.wait")
+        assert 0 < wait < min(ptx.find("st.global"), ptx.find("ret;")), f"{kernel.fn.__name__} does not wait first"
     print(kernel.fn.__name__)
 
 

@@ -1,4 +1,5 @@
-"""The kernels: write keys and values, attend (in one pass or in splits), combine the splits. Launched by `launch` only; needs triton.
+"""The kernels: write keys and values, attend (in one pass or in splits), combine the splits; and for a long chunk, lay its KV out straight
+and attend over that. Launched by `launch` only; needs triton.
 
 Nothing here is planned by the host. A program finds its row and its query tokens from the batch's metadata on the device, so a captured
 graph serves every batch that its launch bounds cover. Query heads that share a kv head share a program: with `t = BLOCK_M // GROUP` tokens

@@ -173,7 +173,7 @@ def _flights(
         for prompts in asked:
             first, end = len(clock.flights), f"b{len(prompts)}_{name}"
             llm.generate(prompts, params)
-            drafts = [flight.drafts if flight[:3] == (len(prompts), len(prompts) + flight.drafts, 0) else -1 for flight in clock.flights]
+            drafts = [flight.drafts if flight.rows == len(prompts) and not flight.given else -1 for flight in clock.flights]
             least = 0 if config is None else 1
             chosen = [at for at in range(first + 1, len(drafts)) if drafts[at] >= least and drafts[at - 1] >= least]
             if not chosen:
