@@ -221,13 +221,14 @@ class World:
         self.keys = BlockKeys(fingerprint="world", layout=KVLayout(1, 1, 1, size, "float32"))
         self.tiers = SimTiers()
         self.max_drafts = drafts
+        self.drafts = DraftPolicy(drafts, adaptive=False)
         self.scheduler = Scheduler(
             limits=self.limits,
             blocks=self.blocks,
             rows=self.rows,
             keys=self.keys,
             tiers=self.tiers,
-            drafts=DraftPolicy(drafts, adaptive=False),
+            drafts=self.drafts,
         )
         self.stories: dict[RequestId, Story] = {}
         self.contents: dict[Key, list[Cell]] = {}
@@ -245,7 +246,9 @@ class World:
 
     # ------------------------------------------------------------------ what a test does
 
-    def submit(self, prompt: Iterable[int], *, outputs: int = 2, priority: int = 0, stop_ids: Iterable[int] = ()) -> Request:
+    def submit(
+        self, prompt: Iterable[int], *, outputs: int = 2, priority: int = 0, stop_ids: Iterable[int] = (), drafts: int | None = None
+    ) -> Request:
         tokens = list(prompt)
         request = Request(
             id=len(self.stories),
@@ -255,7 +258,7 @@ class World:
             stop_ids=frozenset(stop_ids),
             min_tokens=0,
             priority=priority,
-            max_drafts=self.max_drafts,
+            max_drafts=self.max_drafts if drafts is None else drafts,
         )
         said: list[int] = []
         for _ in range(outputs + 2 + self.max_drafts):
@@ -323,7 +326,7 @@ class World:
         self._apply_events()
         self._check()
         assert (self.scheduler.num_running, self.scheduler.num_waiting, len(self.scheduler._coming)) == (0, 0, 0)
-        assert (self.blocks.num_used, self.rows.num_used) == (0, 0)
+        assert (self.blocks.num_used, self.rows.num_used, len(self.drafts.records)) == (0, 0, 0)
         assert not self.scheduler.plan().batch.rows
 
     def end_transfers(self) -> None:

@@ -82,8 +82,10 @@ def test_a_row_without_room_for_drafts_goes_on_without_them_and_takes_nobodys_ro
 
 def test_a_request_may_want_fewer_drafts_or_none() -> None:
     world = drafting_world(right=WRONG)
-    plain, one, three = (world.submit(prompt(5, beginning=beginning), outputs=9) for beginning in (1, 21, 31))
-    plain.max_drafts, one.max_drafts = 0, 1
+    beginnings = (1, 21, 31)
+    plain, one, three = (
+        world.submit(prompt(5, beginning=begin), outputs=9, drafts=most) for begin, most in zip(beginnings, (0, 1, 3), strict=True)
+    )
     world.step(), world.step()
     plan = world.step()
     assert [row_of(plan, request).drafts for request in (plain, one, three)] == [0, 1, 3]
@@ -107,7 +109,8 @@ def test_what_became_of_drafts_is_remembered_for_the_request() -> None:
     for right in (WRONG, RIGHT):
         world = drafting_world(right=right)
         request = world.submit(prompt(5), outputs=24)
-        before = request.drafting.chance
+        records = world.drafts.records
+        before = records.chance[request.drafting]
         world.run()
-        chances[right] = request.drafting.chance - before
+        chances[right] = records.chance[request.drafting] - before
     assert chances[WRONG] < 0 < chances[RIGHT]

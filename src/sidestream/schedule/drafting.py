@@ -8,10 +8,17 @@ Both sides are measured. A row whose own drafts fail waits for the others'; once
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
-from operator import mul
+from itertools import accumulate, pairwise
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
 
 # Weight of the newest observation; of what a flight takes also if it is the first one for long.
 _FRESH = 0.1
@@ -28,32 +35,68 @@ _SHARE = 0.5
 _LEAST_CHANCE, _MOST_CHANCE = 0.05, 0.5
 # So many tokens a row may always be behind: what came of the last flights is known a step or two later.
 _PATIENCE = 1.0
-# Flights with drafts after which a row without any tries one; after which a flight goes without, to be measured; and flights less deep than may be
-# after which one is as deep, times what that takes, so that trying costs less than a hundredth; fewer if it was never seen with so many rows.
+# Flights with drafts after which a row without any tries one.
 _PROBE_FLIGHTS = 32
-_MEASURE_FLIGHTS = 64
+# Flights with drafts after which so many go without, to be measured. A flight is measured by what is between two commits, and the host's work on the
+# flights around it is part of that: so it counts if those are without drafts, too.
+_MEASURE_FLIGHTS = 192
+_MEASURING = 3
+# Flights less deep than may be after which one is as deep, times what that takes, so that trying costs less than a hundredth; fewer if it was never
+# seen with so many rows.
 _RETRY_FLIGHTS = 128
 _FIRST_TRY_FLIGHTS = 32
+# Flights after which what one takes is news.
+_LONG_FLIGHTS = 64
+# How many requests there is room for at first.
+_NUM_RECORDS = 64
 
 
-@dataclass(slots=True)
-class DraftRecord:
-    """What became of one request's drafts.
+class Chosen(NamedTuple):
+    """How many drafts each row of a flight gets.
 
+    counts     in the order of the rows
+    undrafted  how many rows get none though their requests want some, by why: the answer is at its `"end"`, it is `"measuring"` what flights without
+               drafts take, `"others"` would lose more by them than they may, or there is no `"chance"` that they pay
+    """
+
+    counts: list[int]
+    undrafted: Mapping[str, int]
+
+
+class DraftRecords:
+    """What became of the drafts of each request, by the number that it has here.
+
+    wanted   tokens to draft in a step at most
     chance   that a draft behind accepted ones is accepted
     idle     flights since it had any in which there were drafts, or would have been but for others
     behind   tokens that it would have more if nobody had been drafted for, less what is forgiven in each flight; below 0 it may lose some
     """
 
-    chance: float = _HOPE
-    idle: int = 0
-    behind: float = 0.0
+    def __init__(self) -> None:
+        self.wanted: Ints = np.zeros(_NUM_RECORDS, np.int64)
+        self.chance: Floats = np.zeros(_NUM_RECORDS)
+        self.idle: Ints = np.zeros(_NUM_RECORDS, np.int64)
+        self.behind: Floats = np.zeros(_NUM_RECORDS)
+        self._free = deque(range(_NUM_RECORDS))
 
+    def enter(self, wanted: int, chance: float) -> int:
+        """A number for a new request."""
+        if not self._free:
+            size = len(self.wanted)
+            self._free += range(size, 2 * size)
+            self.wanted, self.chance = np.resize(self.wanted, 2 * size), np.resize(self.chance, 2 * size)
+            self.idle, self.behind = np.resize(self.idle, 2 * size), np.resize(self.behind, 2 * size)
+        number = self._free.popleft()
+        self.wanted[number], self.chance[number], self.idle[number], self.behind[number] = wanted, chance, 0, 0.0
+        return number
 
-def _after(chance: float, drafted: int, accepted: int, fresh: float) -> float:
-    """A mean with a weight of `fresh` for the newest try, after some that went well, and one more that did not unless all did."""
-    chance = 1 - (1 - chance) * (1 - fresh) ** accepted
-    return chance if accepted == drafted else chance * (1 - fresh)
+    def __len__(self) -> int:
+        """Requests that have not ended."""
+        return len(self.wanted) - len(self._free)
+
+    def leave(self, number: int) -> None:
+        """The request has ended: its number may be another's."""
+        self._free.append(number)
 
 
 @dataclass(slots=True)
@@ -61,27 +104,42 @@ class _Flights:
     """Of about so many rows.
 
     seconds   that flights of each depth take; None: nobody knows
+    ratios    what they take, of one without drafts; between depths that are known, in proportion; None: nobody knows
     last      which flight was the last of each depth, of `count` that were seen
-    drafted   with drafts, since one was to go without
+    drafted   with drafts, since some were to go without
+    plain     that are still to go without
     shallow   planned, since one was as deep as may be
     """
 
     seconds: list[float | None]
+    ratios: list[float | None]
     last: list[int]
     count: int = 0
     drafted: int = 0
+    plain: int = 0
     shallow: int = 0
 
-    def ratio(self, depth: int) -> float | None:
-        """What a flight of this depth takes, of one without drafts; between depths that are known, in proportion. None: nobody knows."""
+    def saw(self, depth: int, seconds: float) -> None:
+        """One of this depth took so long."""
+        known, weight = self.seconds[depth], _FRESH_S
+        self.count += 1
+        if self.count - self.last[depth] > _LONG_FLIGHTS:
+            weight = _FRESH_AGAIN_S
+        self.last[depth] = self.count
+        self.seconds[depth] = seconds if known is None else known + weight * (seconds - known)
+        self.drafted += depth > 0
+        self._compare()
+
+    def _compare(self) -> None:
         plain = self.seconds[0]
-        known = [at for at, seconds in enumerate(self.seconds) if seconds is not None]
-        above = [at for at in known if at >= depth]
-        if not plain or not above:  # 0: a clock that did not move
-            return None
-        low, high = max(at for at in known if at <= depth), above[0]
-        left, right = self.seconds[low] or plain, self.seconds[high] or plain
-        return (left + (right - left) * (depth - low) / max(1, high - low)) / plain
+        if not plain:  # 0: a clock that did not move
+            return
+        seen = [(at, seconds / plain) for at, seconds in enumerate(self.seconds) if seconds is not None]
+        self.ratios = [None] * len(self.seconds)
+        self.ratios[0] = 1.0
+        for (low, left), (high, right) in pairwise(seen):
+            for depth in range(low + 1, high + 1):
+                self.ratios[depth] = left + (right - left) * (depth - low) / (high - low)
 
 
 def _above(chances: Sequence[float]) -> list[float]:
@@ -90,103 +148,122 @@ def _above(chances: Sequence[float]) -> list[float]:
 
 
 def _worth(chance: float, most: int, least: Sequence[float]) -> int:
-    """How many drafts a row of this chance gets, of `most`; none or less if that is. `least`: see `_above`."""
-    while most > 0 and chance <= least[most - 1]:
+    """How many drafts a row of this chance gets, of `most`. `least`: see `_above`."""
+    while most and chance <= least[most - 1]:
         most -= 1
     return most
 
 
-def _right(chances: list[float], most: int) -> list[float]:
-    """Which share of the rows would have its first, second, … draft right, in the mean."""
-    right, powers = [sum(chances) / len(chances)], chances
-    while len(right) < most:
-        powers = list(map(mul, powers, chances))
-        right.append(sum(powers) / len(chances))
-    return right
+def _worth_each(chances: Floats, most: Ints, least: Sequence[float]) -> Ints:
+    """The same of each row."""
+    counts = most.copy()
+    for count in range(int(most.max(initial=0)), 0, -1):
+        counts[(counts == count) & (chances <= least[count - 1])] = count - 1
+    return counts
 
 
 class DraftPolicy:
     """Chooses how many drafts a row gets, between 0 and `most`. `adaptive` False: always as many as there may be.
 
     max_slowdown   with `adaptive`: share by which drafts may slow any row down, over its life
-    reason         why rows of the flight that was chosen for go without drafts: `"measuring"` what that takes, `"others"` would lose more by
-                   them than they may, or no `"chance"` that they pay
+    records        what became of each request's drafts
     """
 
     def __init__(self, most: int, *, adaptive: bool = True, max_slowdown: float = 0.015) -> None:
         self.most = most
         self.adaptive = adaptive
         self.max_slowdown = max_slowdown
-        self.reason = ""
+        self.records = DraftRecords()
         self._usual = _HOPE
         self._num_begun = 0
         self._flights: dict[int, _Flights] = {}
+        self._plain = 0  # flights in a row that were chosen without drafts, up to the last
 
-    def newcomer(self) -> DraftRecord:
-        """Of a new request, of which nothing is known but how others fared."""
+    def newcomer(self, wanted: int) -> int:
+        """A new request, of which nothing is known but how others fared: the number that it has here, until it is `gone`."""
+        if not wanted:
+            return self.records.enter(0, 0.0)
         self._num_begun += 1
-        return DraftRecord(max(self._usual, _HOPE) if self._num_begun % _HOPEFUL_EVERY == 1 else self._usual)
+        return self.records.enter(wanted, max(self._usual, _HOPE) if self._num_begun % _HOPEFUL_EVERY == 1 else self._usual)
 
-    def saw(self, record: DraftRecord, drafted: int, accepted: int) -> None:
-        """What became of one request's drafts in a flight: `accepted` of `drafted` leading tokens were right."""
-        record.chance = _after(record.chance, drafted, accepted, _FRESH)
-        record.behind -= accepted
-        self._usual = _after(self._usual, drafted, accepted, _FRESH_USUAL)
+    def gone(self, number: int) -> None:
+        """The request has ended."""
+        self.records.leave(number)
 
-    def choose(self, records: Sequence[DraftRecord], most: Sequence[int]) -> list[int]:
-        """For all rows that decode in a flight; `most`: what their own bounds leave, none or less for a row that is not to be drafted for."""
+    def saw(self, numbers: Sequence[int], drafted: Sequence[int], accepted: Sequence[int]) -> None:
+        """What became of a flight's drafts: of each of these requests, `accepted` of `drafted` leading tokens were right."""
+        records, rows, right = self.records, np.array(numbers, np.int64), np.array(accepted, np.int64)
+        failed = right < np.array(drafted, np.int64)
+        chances = 1 - (1 - records.chance[rows]) * (1 - _FRESH) ** right
+        chances[failed] *= 1 - _FRESH
+        records.chance[rows] = chances
+        records.behind[rows] -= right
+        num_right = int(right.sum())
+        tries = num_right + int(failed.sum())
+        if tries:
+            self._usual += (1 - (1 - _FRESH_USUAL) ** tries) * (num_right / tries - self._usual)
+
+    def choose(self, numbers: Sequence[int], room: Sequence[int]) -> Chosen:
+        """For all rows that decode in a flight; `room`: how many drafts there may be behind each row's next token, none or less at its answer's end."""
+        rows, left = np.array(numbers, np.int64), np.array(room, np.int64)
+        wanted = self.records.wanted[rows]
+        most = np.maximum(np.minimum(np.minimum(wanted, left), self.most), 0)
         if not self.adaptive:
-            return [max(0, min(each, self.most)) for each in most]
-        flights, ratios = self._of(len(records)), self._ratios(len(records))
-        if flights.seconds[0] is None or flights.drafted >= _MEASURE_FLIGHTS:
-            self.reason = "measuring"
-            flights.drafted, counts = 0, [0] * len(records)
+            return self._chosen(most, most, wanted, "chance")
+        flights, ratios = self._of(len(rows)), self._ratios(len(rows))
+        if not flights.plain and (flights.seconds[0] is None or flights.drafted >= _MEASURE_FLIGHTS):
+            flights.drafted, flights.plain = 0, _MEASURING
+        if flights.plain:
+            flights.plain -= 1
+            counts, reason = np.zeros(len(most), np.int64), "measuring"
         else:
-            counts = self._counts(records, most, flights, ratios)
-        cost = ratios[max(counts)] - 1 - self.max_slowdown
-        for record in records:
-            record.behind += cost
-        return counts
+            counts, reason = self._counts(rows, most, flights, ratios)
+        depth = int(counts.max(initial=0))
+        self._plain = 0 if depth else self._plain + 1
+        self.records.behind[rows] += ratios[depth] - 1 - self.max_slowdown
+        return self._chosen(counts, most, wanted, reason)
 
-    def _counts(self, records: Sequence[DraftRecord], most: Sequence[int], flights: _Flights, ratios: Sequence[float]) -> list[int]:
-        """As many as the best depth and their own chances give them."""
-        chances = [record.chance for record in records]  # also where an end is near: it will be another's turn
+    def _chosen(self, counts: Ints, most: Ints, wanted: Ints, reason: str) -> Chosen:
+        undrafted: dict[str, int] = {}
+        if without := int(np.count_nonzero(wanted)) - int(np.count_nonzero(counts)):
+            ends = int(np.count_nonzero(wanted[most == 0]))
+            undrafted = {why: count for why, count in (("end", ends), (reason, without - ends)) if count}
+        return Chosen(counts.tolist(), undrafted)
+
+    def _counts(self, rows: Ints, most: Ints, flights: _Flights, ratios: Sequence[float]) -> tuple[Ints, str]:
+        """As many as the best depth and their own chances give them; and why there are none, if there are none."""
+        records = self.records
+        chances = records.chance[rows]  # also where an end is near: it will be another's turn
         least = _above([min(max(_SHARE * (more - less), _LEAST_CHANCE), _MOST_CHANCE) for less, more in pairwise(ratios)])
-        depth = self._depth(_right(chances, self.most), ratios, self._lowest(records, most), least)
+        depth, reason = self._depth(chances, ratios, most, records.behind[rows] > _PATIENCE, least)
         patience = _FIRST_TRY_FLIGHTS if flights.seconds[-1] is None else _RETRY_FLIGHTS
         if flights.shallow >= patience * ratios[-1]:
             depth, least = self.most, _above([_LEAST_CHANCE] * self.most)
         flights.shallow = 0 if depth == self.most else flights.shallow + 1
-        counts = [0] * len(records)
         if not depth:
-            if self.reason == "others":
-                for record, each in zip(records, most, strict=True):
-                    record.idle += each > 0
-            return counts
-        for at, (record, chance, each) in enumerate(zip(records, chances, most, strict=True)):
-            count = _worth(chance, depth if each > depth else each, least)
-            if count > 0:
-                counts[at], record.idle = count, 0
-            elif each > 0:
-                record.idle += 1
-                if record.idle > _PROBE_FLIGHTS:
-                    counts[at], record.idle = 1, 0
-        return counts
+            if reason == "others":
+                records.idle[rows] += most > 0
+            return np.zeros(len(most), np.int64), reason
+        counts = _worth_each(chances, np.minimum(most, depth), least)
+        idle = np.where(counts > 0, 0, records.idle[rows] + (most > 0))
+        probing = (idle > _PROBE_FLIGHTS) & (most > 0)
+        counts[probing], idle[probing] = 1, 0
+        records.idle[rows] = idle
+        return counts, reason
 
-    def _lowest(self, records: Sequence[DraftRecord], most: Sequence[int]) -> dict[int, float]:
-        """Of rows that may not lose more: the lowest chance, by how many drafts they may have."""
-        lowest: dict[int, float] = {}
-        for record, each in zip(records, most, strict=True):
-            if record.behind > _PATIENCE:
-                bound = max(0, min(each, self.most))
-                lowest[bound] = min(record.chance, lowest.get(bound, 1.0))
-        return lowest
-
-    def _depth(self, right: Sequence[float], ratios: Sequence[float], lowest: Mapping[int, float], least: Sequence[float]) -> int:
-        """With the most tokens a second, of those at which no row of `lowest` loses, by the drafts that it would get; says why if it is none."""
+    def _depth(
+        self, chances: Floats, ratios: Sequence[float], most: Ints, tired: npt.NDArray[np.bool_], least: Sequence[float]
+    ) -> tuple[int, str]:
+        """With the most tokens a second, of those at which no `tired` row loses, by the drafts that it would get; and why, if it is none."""
+        right, powers = [float(chances.sum())], chances  # of the rows, how many have their first, second, … draft right
+        while len(right) < self.most:
+            powers = powers * chances
+            right.append(float(powers.sum()))
+        bounds = set(most[tired].tolist()) if tired.any() else ()
+        lowest = {bound: float(chances[tired & (most == bound)].min()) for bound in bounds}  # by how many it may have
 
         def speed(depth: int) -> float:
-            return (1 + sum(right[:depth])) / ratios[depth]
+            return (len(chances) + sum(right[:depth])) / ratios[depth]
 
         def is_fair(depth: int) -> bool:
             counts = ((chance, _worth(chance, min(depth, bound), least)) for bound, chance in lowest.items())
@@ -195,26 +272,28 @@ class DraftPolicy:
 
         depths = range(self.most + 1)
         best = max(filter(is_fair, depths), key=speed)
-        self.reason = "others" if lowest and not best and max(depths, key=speed) else "chance"
-        return best
+        return best, "others" if lowest and not best and max(depths, key=speed) else "chance"
 
     def saw_flight(self, num_rows: int, depth: int, seconds: float) -> None:
-        """A flight of rows that decode took so long; `depth`: drafts of the row that has most."""
-        flights = self._of(num_rows)
-        known, weight = flights.seconds[depth], _FRESH_S
-        flights.count += 1
-        if flights.count - flights.last[depth] > _MEASURE_FLIGHTS:
-            weight = _FRESH_AGAIN_S
-        flights.last[depth] = flights.count
-        flights.seconds[depth] = seconds if known is None else known + weight * (seconds - known)
-        flights.drafted += depth > 0
+        """A flight of rows that decode took so long, seen behind the choice for the flight after it; `depth`: drafts of the row that has most."""
+        if not depth and self._plain < _MEASURING and self.adaptive:
+            return
+        self._of(num_rows).saw(depth, seconds)
 
     def _ratios(self, num_rows: int) -> list[float]:
-        """What flights of each depth take, of one without drafts: as it was with about so many rows, or else with the next best number."""
+        """What flights of each depth take, of one without drafts: as it was with about so many rows, or else with the next best number; or else a
+        little more than one less deep.
+        """
         own = num_rows.bit_length()
-        nearest = [self._flights[size] for size in sorted(self._flights, key=lambda size: abs(size - own))]
-        seen = ((depth, (flights.ratio(depth) for flights in nearest)) for depth in range(self.most + 1))
-        return [next((ratio for ratio in ratios if ratio is not None), 1 + _FIRST_COST * depth) for depth, ratios in seen]
+        ratios: list[float | None] = [None] * (self.most + 1)
+        for size in sorted(self._flights, key=lambda size: abs(size - own)):
+            ratios = [ours if theirs is None else theirs for theirs, ours in zip(ratios, self._flights[size].ratios, strict=True)]
+            if None not in ratios:
+                break
+        return [*accumulate(ratios[1:], lambda less, ratio: less + _FIRST_COST if ratio is None else ratio, initial=1.0)]
 
     def _of(self, num_rows: int) -> _Flights:
-        return self._flights.setdefault(num_rows.bit_length(), _Flights([None] * (self.most + 1), [0] * (self.most + 1)))
+        size, count = num_rows.bit_length(), self.most + 1
+        if size not in self._flights:
+            self._flights[size] = _Flights([None] * count, [None] * count, [0] * count)
+        return self._flights[size]

@@ -24,7 +24,6 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from sidestream.kv.pool import Lease
-from sidestream.schedule.drafting import DraftRecord
 from sidestream.types import BlockId, CachedTokens, Fence, Key, RequestId, SamplingSpec
 
 
@@ -71,8 +70,8 @@ class Request:
     launched_outputs: int = field(init=False, default=0)
     drafts_on_way: int = field(init=False, default=0)
     """Drafts of flights that were not committed."""
-    drafting: DraftRecord = field(init=False, default_factory=DraftRecord)
-    """What became of its drafts."""
+    drafting: int = field(init=False, default=-1)
+    """Its number among the records of what became of drafts."""
     committed_len: int = field(init=False, default=0)
     published_blocks: int = field(init=False, default=0)
     found_blocks: int = field(init=False, default=0)

@@ -16,7 +16,7 @@ from sidestream.errors import InvariantError
 from sidestream.kv.keys import BlockKeys
 from sidestream.kv.pool import FencedPool, Lease
 from sidestream.schedule.chunk import chunk_stop, reusable_tokens
-from sidestream.schedule.drafting import DraftPolicy, DraftRecord
+from sidestream.schedule.drafting import DraftPolicy
 from sidestream.schedule.request import Request, State
 from sidestream.types import (
     BatchPlan,
@@ -192,7 +192,7 @@ class Scheduler:
         if request.keys_version != self.keys_version:
             request.keys.clear()
             request.keys_version = self.keys_version
-        request.drafting = self._drafts.newcomer() if request.max_drafts else DraftRecord(0.0)
+        request.drafting = self._drafts.newcomer(request.max_drafts)
         self._requests[request.id] = request
         self._queue[request.id] = request
 
@@ -205,6 +205,7 @@ class Scheduler:
         self._requests.pop(request.id, None)
         request.state = State.FINISHED
         request.finish_reason = reason
+        self._drafts.gone(request.drafting)
 
     def promoted(self, request_id: RequestId, epoch: int, *, again: bool) -> None:
         """A promotion ended or ran out of time; the request is tried again, without the disk unless `again`."""
@@ -269,6 +270,7 @@ class Scheduler:
         drawn: list[Drawn] = []
         stored: list[tuple[Key, int]] = []
         prefix: list[Key] = []
+        drafted: list[tuple[int, int, int]] = []
         results_left, requests, size, running = iter(results), self._requests, self.limits.block_tokens, State.RUNNING
         columns = batch.columns
         rows = zip(columns.request_id, columns.epoch, columns.stop, columns.tokens, columns.samples, columns.drafts, strict=True)
@@ -288,6 +290,7 @@ class Scheduler:
                 else:
                     if drafts:
                         self._re_anchor(request, drafts, len(result.token_ids))
+                        drafted.append((request.drafting, drafts, len(result.token_ids) - 1))
                     request.committed_len += count
                 if not result.finite:  # its KV may be no better than its logits: nobody else shall find it
                     continue
@@ -295,6 +298,8 @@ class Scheduler:
             if complete > request.published_blocks and (fresh := self._publish(request, complete)):
                 stored.extend(fresh)
                 prefix.extend(request.keys[:complete])
+        if drafted:
+            self._drafts.saw(*zip(*drafted, strict=True))
         store = None
         if stored:
             store = StorePlan(tuple(key for key, _ in stored), tuple(block for _, block in stored), (fence,), tuple(prefix))
@@ -305,7 +310,6 @@ class Scheduler:
         request.drafts_on_way -= drafts
         request.launched_len -= 1 + drafts - drawn
         request.launched_outputs -= 1 + drafts - drawn
-        self._drafts.saw(request.drafting, drafts, drawn - 1)
 
     def measured(self, batch: BatchPlan, seconds: float) -> None:
         """A flight in which every row decodes took so long."""
@@ -360,7 +364,7 @@ class Scheduler:
     def _plan_decodes(self, requests: Sequence[Request], draft: _Draft) -> None:
         """A row for each that may have one: nearly always one token, in a block that the last flight was told of."""
         size, running, plain, drafting, new = self.limits.block_tokens, State.RUNNING, draft.decodes, draft.drafting, tuple.__new__
-        for request, (wanted, reason) in zip(requests, self._choose_drafts(requests), strict=True):
+        for request, wanted in zip(requests, self._choose_drafts(requests, draft), strict=True):
             if request.state is not running:  # it was retracted for an older one
                 continue
             length, on_way, table = request.launched_len, request.drafts_on_way, request.table
@@ -380,20 +384,15 @@ class Scheduler:
                 request.drafts_on_way = on_way + drafts
                 draft.speculates = True
             (drafting if drafts else plain).append(plan)
-            if reason:
-                draft.undrafted[reason] += 1
 
-    def _choose_drafts(self, requests: Sequence[Request]) -> Iterable[tuple[int, str]]:
-        """How many tokens to draft for each, and where there are none though there might be, why."""
+    def _choose_drafts(self, requests: Sequence[Request], draft: _Draft) -> Sequence[int]:
+        """How many tokens to draft for each."""
         if not (self._drafts.most and requests):
-            return [(0, "")] * len(requests)
-        most = [min(request.max_drafts, request.max_outputs - request.launched_outputs - 1) for request in requests]
-        counts = self._drafts.choose([request.drafting for request in requests], most)
-        none = (0, self._drafts.reason)
-        return [
-            (count, "") if count else none if each > 0 else (0, "end" if request.max_drafts else "")
-            for request, count, each in zip(requests, counts, most, strict=True)
-        ]
+            return [0] * len(requests)
+        room = [request.max_outputs - request.launched_outputs - 1 for request in requests]
+        counts, undrafted = self._drafts.choose([request.drafting for request in requests], room)
+        draft.undrafted.update(undrafted)
+        return counts
 
     def _room(self, request: Request, wanted: int, draft: _Draft) -> int | None:
         """Have its table cover one token, and the drafts behind it if there is room for them without taking anybody else's: how many drafts that
