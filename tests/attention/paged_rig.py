@@ -75,6 +75,7 @@ class Launch:
     index_dtype: torch.dtype = torch.int32
     tiles: Tiles | None = field(default=TILES)
     split_tokens: int = 64
+    narrow: int = 1
 
 
 def make_rows(lens: Sequence[tuple[int, int]], shape: Shape, seed: int = 7) -> list[Row]:
@@ -129,6 +130,7 @@ def make_batch(
             head_dim=shape.head_dim,
             device=DEVICE,
             tokens=launch.split_tokens,
+            narrow=launch.narrow,
         )
         for part in (partials.sums, partials.tops, partials.totals):
             part.fill_(math.nan)
@@ -228,5 +230,6 @@ def random_flight(draws: random.Random, longest: int, rows: int) -> tuple[list[t
         separate=draws.random() < 0.3,
         index_dtype=draws.choice((torch.int32, torch.int64)),
         split_tokens=draws.choice((64, 128)),
+        narrow=draws.choice((1, 2, 16)),
     )
     return lens, launch

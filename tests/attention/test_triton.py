@@ -224,6 +224,26 @@ def test_a_row_gives_the_same_bits_alone_in_any_batch_in_any_order_and_with_any_
         assert torch.equal(alone, shuffled[order.index(index)])
 
 
+@pytest.mark.parametrize("narrow", [1, 2, 16])
+@pytest.mark.parametrize("options", [Options(), Options(sliding_window=150)], ids=str)
+def test_a_short_chunk_has_wide_splits_behind_its_narrow_ones(narrow: int, options: Options, monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = Shape()
+    rows = make_rows([(1, 300), (7, 413), (3, 130), (2, 64)], shape)
+    launched = Launch(split_rows=1, short_rows=3, short_queries=7, narrow=narrow)
+    outputs = attend(rows, shape, options, launched)
+    assert_right(rows, outputs, options)
+    monkeypatch.setattr(launch, "_PROGRAMS", 5)
+    for expected, given in zip(outputs, attend(rows, shape, options, launched), strict=True):
+        assert torch.equal(expected, given)
+
+
+def test_what_rows_that_decode_get_does_not_depend_on_wide_splits() -> None:
+    shape = Shape()
+    rows = make_rows([(1, 300), (2, 413)], shape)
+    alike = [attend(rows, shape, launch=Launch(split_rows=2, split_queries=2, narrow=narrow)) for narrow in (1, 16)]
+    assert all(torch.equal(one, other) for one, other in zip(*alike, strict=True))
+
+
 @pytest.mark.parametrize("programs", [1, 3])
 def test_a_row_in_splits_gives_the_same_bits_however_many_programs_share_them(programs: int, monkeypatch: pytest.MonkeyPatch) -> None:
     shape = Shape()
@@ -330,8 +350,8 @@ def test_warm_up_launches_every_variant_and_leaves_the_pool_alone(monkeypatch: p
     warm_up(pool, heads=4, variants=variants, partials=partials, tiles=TILES)
 
     assert pool.isnan().all()
-    attends = {(options["SPLIT"], options["WINDOW"], options["CAPPED"]) for name, options in launched if name == "attend"}
-    assert attends == {(split, window, cap) for split in (0, 256) for window in (False, True) for cap in (False, True)}
+    attends = {(options["WIDE"], options["WINDOW"], options["CAPPED"]) for name, options in launched if name == "attend"}
+    assert attends == {(wide, window, cap) for wide in (0, 256, 512) for window in (False, True) for cap in (False, True)}
     assert {options["WINDOW"] for name, options in launched if name == "combine"} == {False, True}
 
 

@@ -44,14 +44,14 @@ compiled(speculate.look_up, INT, LONG, LONG, LONG, *["i32"] * 5)
 
 heads = {"KV_HEADS": 8, "HEAD_DIM": 128}
 compiled(attention.write, *[BF16] * 3, LONG, BF16, LONG, *["i32"] * 9, **heads, OUT_WIDTH=4096, BLOCK_TOKENS=16, WIDTH=1024, OVERLAP=True)
-for split, lines, keys, warps in ((0, 128, 64, 8), (256, 16, 32, 2)):
+for split, wide, lines, keys, warps in ((0, 0, 128, 64, 8), (256, 256, 16, 32, 2), (256, 512, 64, 32, 4)):
     compiled(
         attention.attend, *[BF16] * 3, *[FLOAT] * 3, INT, LONG, LONG, *["i32"] * 5, "fp32", "fp32", *["i32"] * 7, warps=warps, overlap=True,
-        SPLIT=split, WINDOW=True, CAPPED=True, GROUP=4, PADDED_DIM=128, BLOCK_TOKENS=16, BLOCK_M=lines, BLOCK_N=keys, OVERLAP=True, **heads,
+        SPLIT=split, NARROW=16, WIDE=wide, WINDOW=True, CAPPED=True, GROUP=4, PADDED_DIM=128, BLOCK_TOKENS=16, BLOCK_M=lines, BLOCK_N=keys, OVERLAP=True, **heads,
     )  # fmt: skip
 compiled(
-    attention.combine, *[FLOAT] * 3, BF16, LONG, LONG, *["i32"] * 3, warps=1, overlap=True,
-    SPLIT=256, WINDOW=False, HEADS=32, HEAD_DIM=128, PADDED_DIM=128, OVERLAP=True,
+    attention.combine, *[FLOAT] * 3, BF16, LONG, LONG, *["i32"] * 4, warps=1, overlap=True,
+    SPLIT=256, NARROW=16, WIDE=512, WINDOW=False, HEADS=32, HEAD_DIM=128, PADDED_DIM=128, OVERLAP=True,
 )  # fmt: skip
 for size in (16, 48):
     compiled(attention.straighten, *[BF16] * 3, INT, LONG, LONG, *["i32"] * 9, HEAD_DIM=128, BLOCK_TOKENS=size, BLOCK_N=64)

@@ -17,6 +17,6 @@ def test_every_kernel_compiles_for_hopper() -> None:
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.split() == [
         "change_tables", "standing", "inputs", "inputs", "one_token_each", "one_token_each", "advance", "advance", "advance", "before", "keep",
-        "largest_of_parts", "largest", "look_up", "write", "attend", "attend", "combine", "straighten", "straighten",
+        "largest_of_parts", "largest", "look_up", "write", "attend", "attend", "attend", "combine", "straighten", "straighten",
         "attend_straight",
     ]  # fmt: skip

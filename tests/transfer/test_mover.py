@@ -119,6 +119,34 @@ def test_a_flight_may_begin_before_a_load_has_ended_if_each_layer_is_there_when_
     lease.release()
 
 
+def test_what_is_left_of_a_load_counts_by_its_bytes(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A slice of a whole piece has several times the bytes of one that is a layer of the last piece."""
+    monkeypatch.setattr(mover, "_BLOCKS_A_TURN", 1)
+    monkeypatch.setattr(mover, "_LOAD_BYTES", 2 * LAYOUT.block_bytes)
+    monkeypatch.setattr(mover, "_LAST_BYTES", LAYOUT.block_bytes)
+    monkeypatch.setattr(rig.transfers._mover._device, "segment_bytes", LAYOUT.layer_bytes)
+    rig.stored(keys("a", "b", "c"))
+    lease = rig.blocks.take(4)
+    block_s = LAYOUT.block_bytes / 2e9  # the first guess of the rate
+    with rig.hold("load"):
+        rig.load(keys("a", "b", "c"), lease.ids[:3], request_id=1)
+        rig.load(keys("a"), lease.ids[3:], request_id=2)
+        rig.poll()
+        assert rig.transfers.seconds_left(1, 0, step_s=block_s) == pytest.approx(
+            (2 + 1 / 3) * block_s
+        )  # two blocks, and a layer of the third
+        assert rig.transfers.seconds_left(2, 0, step_s=block_s) == pytest.approx((3 + 1 / 3) * block_s)
+        load = rig.transfers._loads[max(rig.transfers._loads) - 1]
+        assert load.submitted is not None
+        assert [len(part.fences) for part in (*load.submitted.before, *load.submitted.groups)] == [1] * 4
+        monkeypatch.setattr(type(load.submitted.before[0].fences[0]), "poll", lambda self: self is load.submitted.before[0].fences[0])
+        assert rig.transfers.seconds_left(1, 0, step_s=block_s) == pytest.approx(block_s / 3)
+        assert rig.transfers.seconds_left(2, 0, step_s=block_s) == pytest.approx((1 + 1 / 3) * block_s)
+        monkeypatch.undo()
+    rig.finish("load")
+    lease.release()
+
+
 def test_what_is_loaded_for_others_first_counts(rig: Rig) -> None:
     rig.stored(keys("a", "b", "c"))
     lease = rig.blocks.take(3)

@@ -61,14 +61,14 @@ class _Load:
     def gates(self, group: int) -> tuple[Fence, ...]:
         """What a layer of the group waits for."""
         assert self.submitted is not None
-        return (*(piece[-1] for piece in self.submitted.before), self.submitted.groups[group][-1])
+        return (*(piece.fences[-1] for piece in self.submitted.before), self.submitted.groups[group].fences[-1])
 
     def share_left(self) -> float:
         """How much of it is still on its way, from 0 to 1."""
         if self.submitted is None:
             return 1.0
-        fences = [fence for part in (*self.submitted.before, *self.submitted.groups) for fence in part]
-        return sum(not fence.poll() for fence in fences) / len(fences)
+        parts = (*self.submitted.before, *self.submitted.groups)
+        return sum(part.bytes_left() for part in parts) / self.submitted.num_bytes
 
     def seconds_left(self, load_s: float, step_s: float) -> float:
         """How soon a flight of `step_s` may begin that never waits for it: each group of layers is there when the flight comes to it.
@@ -77,25 +77,22 @@ class _Load:
         """
         if self.submitted is None:
             return math.inf
-        pieces, groups = self.submitted.before, self.submitted.groups
-        fences = [fence for part in (*pieces, *groups) for fence in part]
-        if any(fence.failure is not None for fence in fences):
+        if any(fence.failure is not None for fence in self.submitted.fences):
             return math.inf
-        left = sum(not fence.poll() for piece in pieces for fence in piece)
+        groups, byte_s = self.submitted.groups, load_s / self.submitted.num_bytes
+        left = sum(piece.bytes_left() for piece in self.submitted.before)
         soonest = 0.0
         for index, group in enumerate(groups):
-            left += sum(not fence.poll() for fence in group)
+            left += group.bytes_left()
             if left:
-                soonest = max(soonest, load_s * left / len(fences) - step_s * index / len(groups))
+                soonest = max(soonest, byte_s * left - step_s * index / len(groups))
         return soonest
 
     def has_failed(self) -> bool:
         """Whether a part of it is done and failed, which nobody was told."""
         if self.told or self.submitted is None:
             return False
-        return any(
-            fence.poll() and fence.failure is not None for part in (*self.submitted.before, *self.submitted.groups) for fence in part
-        )
+        return any(fence.poll() and fence.failure is not None for fence in self.submitted.fences)
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,16 +25,38 @@ class Forget:
 
 
 @dataclass(frozen=True, slots=True)
+class Part:
+    """So many bytes of a load, and the fences of the slices that they were cut into, each of about as many; in order of their stream."""
+
+    fences: tuple[Fence, ...]
+    num_bytes: int
+
+    def bytes_left(self) -> float:
+        """How many are still on their way. Never blocks."""
+        return self.num_bytes * sum(not fence.poll() for fence in self.fences) / len(self.fences)
+
+
+@dataclass(frozen=True, slots=True)
 class LoadSubmitted:
     """To the engine: all of a load was given to the device, so that fences for all of it exist.
 
-    before   of each piece but the last: its fences, in order of its stream; every layer needs all of them
-    groups   of the last piece: by layer group, in order of its stream
+    before   each piece but the last; every layer needs all of them
+    groups   the last piece by layer group
     """
 
     number: int
-    before: tuple[tuple[Fence, ...], ...]
-    groups: tuple[tuple[Fence, ...], ...]
+    before: tuple[Part, ...]
+    groups: tuple[Part, ...]
+
+    @property
+    def fences(self) -> list[Fence]:
+        """All of them."""
+        return [fence for part in (*self.before, *self.groups) for fence in part.fences]
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all of it."""
+        return sum(part.num_bytes for part in (*self.before, *self.groups))
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,7 +30,7 @@ from sidestream.tiers.host import HostTier
 from sidestream.transfer import pacing
 from sidestream.transfer.copy import BlockMemory, layers_batch
 from sidestream.transfer.costs import CostModel
-from sidestream.transfer.messages import Forget, LoadMissed, LoadSubmitted, MoverFailed, News, Orders, Promoted
+from sidestream.transfer.messages import Forget, LoadMissed, LoadSubmitted, MoverFailed, News, Orders, Part, Promoted
 from sidestream.transfer.pacing import Copy, Lane, Urgency
 from sidestream.transfer.tickets import LoadOrder, ReadTicket, Stopwatch, StoreOrder, StoreTicket, Waiter, WriteTicket
 from sidestream.types import Fence, Key, LoadPlan, PromotePlan, StorePlan
@@ -310,9 +310,11 @@ class Mover:
         order.given += 1
         failed = order.failure is not None or any(copy.failure is not None for copy in order.copies)  # its books may not be kept yet
         if order.all_begun and order.given == len(order.copies) and not failed:
-            *others, last = order.copies
-            before = tuple(tuple(fence for group in other.fences for fence in group) for other in others)
-            self._news.put(LoadSubmitted(order.number, before, tuple(map(tuple, last.fences))))
+            *others, last = [
+                [Part(tuple(fences), group.num_bytes) for fences, group in zip(copy.fences, copy.groups, strict=True)]
+                for copy in order.copies
+            ]
+            self._news.put(LoadSubmitted(order.number, tuple(part for parts in others for part in parts), tuple(last)))
 
     def _keep(self, plan: PromotePlan) -> Lease:
         """Hold the slots that a promoted run has in the host tier already, so that no promotion of this step evicts them."""

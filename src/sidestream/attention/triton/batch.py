@@ -62,11 +62,14 @@ class Partials:
     """Where rows that are reduced in splits leave what each split sums up to. Allocated once, shared by all layers and flights of a stream.
 
     tokens        KV tokens a split has: splits begin at multiples of it
+    narrow, wide  of a short chunk all splits behind the first `narrow` have `wide` KV tokens: each of its queries leaves sums of every split
     sums          float32 [T, splits, heads, head_dim], T the packed query tokens that fit, splits that cover the longest row
     tops, totals  float32 [T, splits, heads]
     """
 
     tokens: int
+    narrow: int
+    wide: int
     sums: torch.Tensor
     tops: torch.Tensor
     totals: torch.Tensor
@@ -81,6 +84,7 @@ class Partials:
         head_dim: int,
         device: torch.device | str,
         tokens: int = 256,
+        narrow: int = 16,
         also: KVShape | None = None,
     ) -> Partials:
         """Buffers for `query_tokens` packed tokens over rows of at most `kv_tokens`; 4 * (head_dim + 2) bytes a token, head and split.
@@ -93,7 +97,7 @@ class Partials:
         most = max(heads, also.heads if also else 0)
         width = max(heads * head_dim, also.heads * also.head_dim if also else 0)
         room = (torch.empty(places * count, dtype=torch.float32, device=device) for count in (width, most, most))
-        return cls(tokens, *_cut(room, (query_tokens, -(-kv_tokens // tokens), heads), head_dim))
+        return cls(tokens, narrow, 2 * tokens, *_cut(room, (query_tokens, -(-kv_tokens // tokens), heads), head_dim))
 
     @property
     def kv_tokens(self) -> int:
@@ -107,7 +111,7 @@ class Partials:
         places = rows * splits * shape.heads
         if places * shape.head_dim > room[0].numel() or places > room[1].numel():
             raise InvariantError(f"{shape.heads} heads of {shape.head_dim}: partials were made for {heads} of {self.sums.shape[-1]}")
-        return Partials(self.tokens, *_cut(room, (rows, splits, shape.heads), shape.head_dim))
+        return Partials(self.tokens, self.narrow, self.wide, *_cut(room, (rows, splits, shape.heads), shape.head_dim))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

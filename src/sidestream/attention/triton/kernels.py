@@ -6,7 +6,7 @@ graph serves every batch that its launch bounds cover. Query heads that share a 
 a tile, line m of a tile is query token `m // GROUP`, head `m % GROUP` of the group; what is left over of BLOCK_M is masked.
 
 The order of a sum is part of the contract. KV is reduced in tiles at multiples of BLOCK_N of the row's own positions, splits lie at
-multiples of SPLIT, combined `_CHUNK` at a time from the first that the query sees. A tile of which a query sees nothing leaves its sums
+multiples of SPLIT (of a short chunk, behind the first NARROW, WIDE apart), combined `_CHUNK` at a time from the first that the query sees. A tile of which a query sees nothing leaves its sums
 as they were, to the bit. So what a query token gets depends on its own position and KV, not on what shares its tile, its launch or
 its batch. Masked and unmasked tiles compute the same expressions for the same reason.
 
@@ -88,30 +88,63 @@ def _row_of_tile(tile, query_starts, first_row, num_rows, TILE_TOKENS: tl.conste
 
 
 @triton.jit
-def _splits(query_len, kv_len, window, SPLIT: tl.constexpr, WINDOW: tl.constexpr, TILE_TOKENS: tl.constexpr):
-    """Of a row: how many tiles of queries it has, the first split that any of them sees, and how many there are from that one on."""
-    first_split = query_len * 0
-    if WINDOW:
-        first_split = tl.maximum(0, kv_len - query_len - window + 1) // SPLIT
-    return tl.cdiv(query_len, TILE_TOKENS), first_split, tl.cdiv(kv_len, SPLIT) - first_split
+def _split_of(position, wide, SPLIT: tl.constexpr, NARROW: tl.constexpr):
+    """The split that a position lies in."""
+    return tl.where(position < NARROW * SPLIT, position // SPLIT, NARROW + (position - NARROW * SPLIT) // wide)
 
 
 @triton.jit
-def _share(query_starts, kv_lens, first_row, num_rows, window, SPLIT: tl.constexpr, WINDOW: tl.constexpr, TILE_TOKENS: tl.constexpr):
+def _start_of(split, wide, SPLIT: tl.constexpr, NARROW: tl.constexpr):
+    """The first position of a split."""
+    return tl.where(split < NARROW, split * SPLIT, NARROW * SPLIT + (split - NARROW) * wide)
+
+
+@triton.jit
+def _splits(
+    query_len,
+    kv_len,
+    window,
+    SPLIT: tl.constexpr,
+    NARROW: tl.constexpr,
+    WIDE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    TILE_TOKENS: tl.constexpr,
+):
+    """Of a row: how many tiles of queries it has, the first split that any of them sees, and how many there are from that one on."""
+    first_split = query_len * 0
+    if WINDOW:
+        first_split = _split_of(tl.maximum(0, kv_len - query_len - window + 1), WIDE, SPLIT, NARROW)
+    stop_split = tl.where(kv_len > 0, _split_of(kv_len - 1, WIDE, SPLIT, NARROW) + 1, 0)
+    return tl.cdiv(query_len, TILE_TOKENS), first_split, stop_split - first_split
+
+
+@triton.jit
+def _share(
+    query_starts,
+    kv_lens,
+    first_row,
+    num_rows,
+    window,
+    SPLIT: tl.constexpr,
+    NARROW: tl.constexpr,
+    WIDE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    TILE_TOKENS: tl.constexpr,
+):
     """Which splits of tiles this program reduces, counted over rows [first_row, num_rows): from, to, the row of the first of them, and how many the rows before it have.
 
     Shares differ by one at most, whatever the rows are like: a long row among short ones is everybody's.
     """
     count = 0
     for begin in range(first_row, num_rows, 128):
-        row_tiles, _, splits = _splits_of_rows(begin, query_starts, kv_lens, num_rows, window, SPLIT, WINDOW, TILE_TOKENS)
+        row_tiles, _, splits = _splits_of_rows(begin, query_starts, kv_lens, num_rows, window, SPLIT, NARROW, WIDE, WINDOW, TILE_TOKENS)
         count += tl.sum(row_tiles * splits)
     share, shares = tl.program_id(1), tl.num_programs(1)
     item = (share.to(tl.int64) * count // shares).to(tl.int32)
     stop = ((share.to(tl.int64) + 1) * count // shares).to(tl.int32)
     row, before, end = first_row + item * 0, item * 0, item * 0
     for begin in range(first_row, num_rows, 128):
-        row_tiles, _, splits = _splits_of_rows(begin, query_starts, kv_lens, num_rows, window, SPLIT, WINDOW, TILE_TOKENS)
+        row_tiles, _, splits = _splits_of_rows(begin, query_starts, kv_lens, num_rows, window, SPLIT, NARROW, WIDE, WINDOW, TILE_TOKENS)
         counts = row_tiles * splits
         passed = (end + tl.cumsum(counts, 0) <= item) & (begin + tl.arange(0, 128) < num_rows)
         row += tl.sum(passed.to(tl.int32))
@@ -121,13 +154,24 @@ def _share(query_starts, kv_lens, first_row, num_rows, window, SPLIT: tl.constex
 
 
 @triton.jit
-def _splits_of_rows(begin, query_starts, kv_lens, num_rows, window, SPLIT: tl.constexpr, WINDOW: tl.constexpr, TILE_TOKENS: tl.constexpr):
+def _splits_of_rows(
+    begin,
+    query_starts,
+    kv_lens,
+    num_rows,
+    window,
+    SPLIT: tl.constexpr,
+    NARROW: tl.constexpr,
+    WIDE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    TILE_TOKENS: tl.constexpr,
+):
     """`_splits` of the 128 rows from `begin` on; beyond the last one there are none."""
     rows = begin + tl.arange(0, 128)
     start = tl.load(query_starts + rows, mask=rows < num_rows, other=0)
     stop = tl.load(query_starts + rows + 1, mask=rows < num_rows, other=0)
     kv_len = tl.load(kv_lens + rows, mask=rows < num_rows, other=0)
-    return _splits((stop - start).to(tl.int32), kv_len.to(tl.int32), window, SPLIT, WINDOW, TILE_TOKENS)
+    return _splits((stop - start).to(tl.int32), kv_len.to(tl.int32), window, SPLIT, NARROW, WIDE, WINDOW, TILE_TOKENS)
 
 
 @triton.jit
@@ -378,6 +422,8 @@ def attend(
     offset_stride,
     head_stride,
     SPLIT: tl.constexpr,
+    NARROW: tl.constexpr,
+    WIDE: tl.constexpr,
     WINDOW: tl.constexpr,
     CAPPED: tl.constexpr,
     KV_HEADS: tl.constexpr,
@@ -454,21 +500,21 @@ def attend(
         to = (query_start + tokens) * (KV_HEADS * GROUP * HEAD_DIM) + heads * HEAD_DIM
         tl.store(out + to[:, None] + dims[None, :], acc.to(out.dtype.element_ty), mask=there)
     else:
-        item, stop, row, before = _share(query_starts, kv_lens, first_row, num_rows, window, SPLIT, WINDOW, TILE_TOKENS)
+        item, stop, row, before = _share(query_starts, kv_lens, first_row, num_rows, window, SPLIT, NARROW, WIDE, WINDOW, TILE_TOKENS)
         if OVERLAP:
             gdc_wait()
         for number in range(item, stop):
             query_start = tl.load(query_starts + row).to(tl.int64)
             query_len = (tl.load(query_starts + row + 1) - query_start).to(tl.int32)
             kv_len = tl.load(kv_lens + row).to(tl.int32)
-            row_tiles, first_split, splits = _splits(query_len, kv_len, window, SPLIT, WINDOW, TILE_TOKENS)
+            row_tiles, first_split, splits = _splits(query_len, kv_len, window, SPLIT, NARROW, WIDE, WINDOW, TILE_TOKENS)
             while number >= before + row_tiles * splits:
                 before += row_tiles * splits
                 row += 1
                 query_start = tl.load(query_starts + row).to(tl.int64)
                 query_len = (tl.load(query_starts + row + 1) - query_start).to(tl.int32)
                 kv_len = tl.load(kv_lens + row).to(tl.int32)
-                row_tiles, first_split, splits = _splits(query_len, kv_len, window, SPLIT, WINDOW, TILE_TOKENS)
+                row_tiles, first_split, splits = _splits(query_len, kv_len, window, SPLIT, NARROW, WIDE, WINDOW, TILE_TOKENS)
             # A split's tiles one after another: the second one finds its KV in a cache.
             split = first_split + (number - before) // row_tiles
             begin = (number - before) % row_tiles * TILE_TOKENS
@@ -491,8 +537,8 @@ def attend(
             acc = tl.zeros([BLOCK_M, PADDED_DIM], tl.float32)
             # All tiles masked: they wait for memory anyway, and one loop keeps more of it in flight than three short ones.
             top, total, acc = _reduce(
-                q, top, total, acc, keys, values, table, tl.maximum(split * SPLIT, low // BLOCK_N * BLOCK_N),
-                tl.minimum(split * SPLIT + SPLIT, high), low, high, positions, window, cap_scale, exponent, block_stride, offset_stride,
+                q, top, total, acc, keys, values, table, tl.maximum(_start_of(split, WIDE, SPLIT, NARROW), low // BLOCK_N * BLOCK_N),
+                tl.minimum(_start_of(split + 1, WIDE, SPLIT, NARROW), high), low, high, positions, window, cap_scale, exponent, block_stride, offset_stride,
                 True, WINDOW, CAPPED, BLOCK_N, BLOCK_TOKENS, HEAD_DIM, PADDED_DIM,
             )  # fmt: skip
             part = ((query_start + tokens) * max_splits + split) * (KV_HEADS * GROUP) + heads
@@ -502,7 +548,7 @@ def attend(
 
 
 @triton.jit(
-    do_not_specialize=["num_rows", "max_splits", "window"],
+    do_not_specialize=["num_rows", "split_rows", "max_splits", "window"],
     do_not_specialize_on_alignment=["query_starts", "kv_lens"],
 )
 def combine(
@@ -513,16 +559,21 @@ def combine(
     query_starts,
     kv_lens,
     num_rows,
+    split_rows,
     max_splits,
     window,
     SPLIT: tl.constexpr,
+    NARROW: tl.constexpr,
+    WIDE: tl.constexpr,
     WINDOW: tl.constexpr,
     HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     PADDED_DIM: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """One head of one token: its splits, first to last. Grid (tokens, heads); tokens of rows from `num_rows` on are somebody else's."""
+    """One head of one token: its splits, first to last; rows from `split_rows` on have wide ones. Grid (tokens, heads); tokens of rows from
+    `num_rows` on are somebody else's.
+    """
     packed = tl.program_id(0)
     head = tl.program_id(1)
     row = packed * 0
@@ -538,16 +589,17 @@ def combine(
     query_len = (tl.load(query_starts + row + 1) - query_start).to(tl.int32)
     token = (packed - query_start).to(tl.int32)
     position = tl.load(kv_lens + row).to(tl.int32) - query_len + token
-    first = 0
+    wide = tl.where(row < split_rows, SPLIT, WIDE)
+    first, last = 0, _split_of(position, wide, SPLIT, NARROW)
     if WINDOW:
-        first = tl.maximum(0, position - window + 1) // SPLIT
+        first = _split_of(tl.maximum(0, position - window + 1), wide, SPLIT, NARROW)
     dims = tl.arange(0, PADDED_DIM)
     top = float("-inf")
     total = 0.0
     acc = tl.zeros([PADDED_DIM], tl.float32)
-    for begin in range(first, position // SPLIT + 1, _CHUNK):
+    for begin in range(first, last + 1, _CHUNK):
         splits = begin + tl.arange(0, _CHUNK)
-        seen = splits <= position // SPLIT
+        seen = splits <= last
         part = ((query_start + token) * max_splits + splits) * HEADS + head
         heights = tl.load(tops + part, mask=seen, other=float("-inf"))
         counts = tl.load(totals + part, mask=seen, other=0.0)

@@ -53,7 +53,7 @@ def paged_attention(
     nothing back, so it may be captured; sums are float32 (float32 inputs are multiplied as such, never as TF32).
 
     What a query token gets is, to the bit, a function of the query, its position, its row's KV, the options and tiles, and of whether its
-    row is reduced in splits (then also of `Partials.tokens`, and of whether it counts as short). It does not depend on the row's other queries, the rows beside it, their
+    row is reduced in splits (then also of how many tokens a split of `Partials` has, and of whether it counts as short). It does not depend on the row's other queries, the rows beside it, their
     order, B, T, the width of the block tables, where blocks lie, or on eager or captured launch. It does differ, within rounding, between
     a row in splits and the same row in one pass, and between tiles of different shape.
 
@@ -77,13 +77,13 @@ def paged_attention(
     straight = batch.straight if tokens >= LONG_TOKENS and sliding_window is None and softcap is None else None
     long_above = tokens if straight is None else tokens // 2
 
-    def attend(tile: Tile, grid: tuple[int, ...], rows: range, partials: Partials | None) -> None:
+    def attend(tile: Tile, grid: tuple[int, ...], rows: range, partials: Partials | None, wide: int) -> None:
         parts = (partials.sums, partials.tops, partials.totals, partials.tops.shape[1]) if partials else (out, out, out, 0)
         kernels.attend[grid](
             query, pool, out, *parts[:3], batch.block_tables, batch.query_starts, batch.kv_lens,
             rows.start, rows.stop, long_above, parts[3], window, cap_scale, exponent, batch.block_tables.stride(0),
             query.stride(0), query.stride(1), block_stride, half_stride, offset_stride, head_stride,
-            SPLIT=partials.tokens if partials else 0, WINDOW=sliding_window is not None, CAPPED=softcap is not None,
+            SPLIT=partials.tokens if partials else 0, NARROW=partials.narrow if partials else 0, WIDE=wide, WINDOW=sliding_window is not None, CAPPED=softcap is not None,
             KV_HEADS=kv_heads, GROUP=group, HEAD_DIM=head_dim, PADDED_DIM=_power_of_two(head_dim), BLOCK_TOKENS=block_tokens,
             BLOCK_M=_lines(tile, group), BLOCK_N=tile.keys, num_warps=_warps(tile, group), num_stages=tile.stages, **overlap.behind,
         )  # fmt: skip
@@ -92,18 +92,21 @@ def paged_attention(
         whole = range(batch.rows_in_splits, rows)
         if straight is not None:
             _attend_straight(query, out, pool, whole, batch, straight, long_above, exponent)
-        attend(tiles.whole, (kv_heads, tokens // (_lines(tiles.whole, group) // group) + len(whole)), whole, None)
+        attend(tiles.whole, (kv_heads, tokens // (_lines(tiles.whole, group) // group) + len(whole)), whole, None, 0)
     if batch.rows_in_splits and (partials := batch.partials):
         splits = -(-batch.block_tables.shape[1] * block_tokens // partials.tokens)
         split, short = range(batch.split_rows), range(batch.split_rows, batch.rows_in_splits)
-        for tile, part, queries in ((tiles.split, split, batch.split_queries), (tiles.short, short, batch.short_queries)):
+        for tile, part, queries, wide in (
+            (tiles.split, split, batch.split_queries, partials.tokens),
+            (tiles.short, short, batch.short_queries, partials.wide),
+        ):
             if part:
                 row_tiles = -(-queries // (_lines(tile, group) // group))
-                attend(tile, (kv_heads, min(-(-_PROGRAMS // kv_heads), len(part) * row_tiles * splits)), part, partials)
+                attend(tile, (kv_heads, min(-(-_PROGRAMS // kv_heads), len(part) * row_tiles * splits)), part, partials, wide)
         kernels.combine[(batch.tokens_in_splits, heads)](
             partials.sums, partials.tops, partials.totals, out, batch.query_starts, batch.kv_lens,
-            batch.rows_in_splits, partials.tops.shape[1], window,
-            SPLIT=partials.tokens, WINDOW=sliding_window is not None, HEADS=heads, HEAD_DIM=head_dim, PADDED_DIM=_power_of_two(head_dim),
+            batch.rows_in_splits, batch.split_rows, partials.tops.shape[1], window,
+            SPLIT=partials.tokens, NARROW=partials.narrow, WIDE=partials.wide, WINDOW=sliding_window is not None, HEADS=heads, HEAD_DIM=head_dim, PADDED_DIM=_power_of_two(head_dim),
             num_warps=1, **overlap.behind,
         )  # fmt: skip
     return out
