@@ -6,8 +6,10 @@ from pathlib import Path
 import pytest
 from engine_rig import Reply, Rig, prompts, serving
 
+from sidestream.schedule.scheduler import Committed
 from sidestream.testing import faults
 from sidestream.testing.toy import ToyModel
+from sidestream.types import StorePlan
 
 
 @pytest.mark.parametrize("asynchronous", [True, False])
@@ -131,3 +133,26 @@ def test_rig_notices_a_single_wrong_bit_from_a_tier(tmp_path: Path) -> None:
         assert reply.cached.disk > 0
     finally:
         rig.close()
+
+
+def test_who_goes_on_is_told_before_what_was_completed_is_published_and_who_ends_behind_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Publishing a thousand blocks that came back takes half a millisecond, which is others' time between tokens."""
+    happened: list[str] = []
+    with serving(blocks=64) as rig:
+        scheduler = rig.engine.parts.scheduler
+        publish = scheduler.publish
+
+        def published(committed: Committed) -> StorePlan | None:
+            completed = [request for request, _ in committed.completed]
+            happened.append(f"publish {len(completed)}" if completed else "nothing")
+            return publish(committed)
+
+        monkeypatch.setattr(scheduler, "publish", published)
+        long = rig.submit([5] * 6, 200, on_delta=lambda delta: happened.append("goes on"))
+        long.wait_for_tokens(3)
+        short = rig.submit([7] * 12, 1, on_delta=lambda delta: happened.append("ends"))
+        short.wait()
+        long.wait()
+    at = happened.index("ends")
+    assert happened[at - 1].startswith("publish")
+    assert happened[at - 2] == "goes on"

@@ -467,9 +467,9 @@ class World:
         self.device.run_until(flight.fence)
         self._apply_events()
         committed = self.scheduler.commit(flight.batch, flight.results, flight.fence)
-        if committed.store is not None:
-            self._check_store(committed.store, flight)
-            self._store(committed.store)
+        if (store := self.scheduler.publish(committed)) is not None:
+            self._check_store(store, flight)
+            self._store(store)
         for request, result, count, stop_reason in committed.drawn:
             self.said(request).extend(result.token_ids[:count])
             if stop_reason is not None:

@@ -209,5 +209,5 @@ def test_blocks_behind_logits_that_are_not_finite_are_not_published() -> None:
     broken = [RowResult((), finite=False) for _ in flight.results]
     committed = world.scheduler.commit(flight.batch, broken, flight.fence)
     assert committed.drawn[-1][0] is other
-    assert committed.store is None
+    assert world.scheduler.publish(committed) is None
     assert world.blocks.get(world.keys_of(other)[1]) is None

@@ -19,6 +19,9 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
+
 from sidestream.config import SamplingParams
 from sidestream.device.base import Device
 from sidestream.engine.inbox import Inbox
@@ -35,7 +38,7 @@ from sidestream.schedule.scheduler import Drawn, Scheduler
 from sidestream.tiers.base import PersistentTier
 from sidestream.tiers.host import HostTier
 from sidestream.transfer import CostModel, LoadFailed, LoadReady, Promoted, TransferEngine, TransferEvent
-from sidestream.types import Health, Key, LayerGates, RequestId, RowPlan
+from sidestream.types import Delta, Health, Key, LayerGates, RequestId, RowPlan
 
 logger = logging.getLogger(__name__)
 
@@ -132,9 +135,9 @@ class Engine:
         """
         prompt = _whole_numbers(prompt, "prompt")
         (priority,) = _whole_numbers((priority,), "priority")
-        max_outputs = self._check(prompt, params)
+        max_outputs, numbers = self._check(prompt, params)
         keys_version = self.parts.scheduler.keys_version  # read first: keys of before under a later version would be wrong for good
-        keys = self.parts.scheduler.keys_of(prompt)  # here and not on the engine thread: a long prompt takes milliseconds
+        keys = self.parts.scheduler.keys_of(numbers)  # here and not on the engine thread: a long prompt takes milliseconds
         seed = secrets.randbits(63) if params.seed is None else params.seed
         with self._gate:
             if self._status.status != "ok":
@@ -344,20 +347,25 @@ class Engine:
         committed = parts.scheduler.commit(flight.batch, delivered.rows, flight.fence)
         if flight.batch.speculates:
             self._count_drafts(flight, delivered)
-        if parts.transfers is not None and committed.store is not None:
-            parts.transfers.submit([committed.store])  # before anything is freed: the blocks are still their requests'
         self._count_waits(committed.drawn)
-        sessions = self._sessions
+        sessions, ended = self._sessions, list[tuple[Request, Session, Delta | None, bool]]()
         for request, result, count, stop_reason in committed.drawn:
             session = sessions[request.id]
             news = session.push(result, count, stop_reason) if count else None
-            reason = None if news is None else news.finish_reason
-            if reason is not None:
-                self._forget(request, reason)  # before its client is told: whoever hears of the end finds nothing held (H24)
-            told = news is None or session.tell(news)
-            if reason is None and not result.finite:
+            ends = news is not None and news.finish_reason is not None
+            told = ends or news is None or session.tell(news)
+            if ends or not told or not result.finite:
+                ended.append((request, session, news if ends else None, told))
+        store = parts.scheduler.publish(committed)
+        if parts.transfers is not None and store is not None:
+            parts.transfers.submit([store])  # before anything is freed: the blocks are still their requests'
+        for request, session, last, told in ended:
+            if last is not None and last.finish_reason is not None:
+                self._forget(request, last.finish_reason)  # before its client is told: whoever hears of the end finds nothing held (H24)
+                session.tell(last)
+            elif told:
                 self._end(request.id, "error", "the model's logits are not finite, or every token was forbidden")
-            elif reason is None and not told:
+            else:
                 self._forget(request, "abort")
 
     def _await(self, flight: Flight) -> None:
@@ -640,12 +648,18 @@ class Engine:
         tokenizer = parts.tokenizer if text or params.stop else None
         return Session(request, index=index, params=params, tokenizer=tokenizer, sink=sink, arrival_s=self._now())
 
-    def _check(self, prompt: Sequence[int], params: SamplingParams) -> int:
-        """Refuse what cannot be served; else the number of tokens that may be emitted."""
+    def _check(self, prompt: tuple[int, ...], params: SamplingParams) -> tuple[int, npt.NDArray[np.int64]]:
+        """Refuse what cannot be served; else the number of tokens that may be emitted, and the prompt as an array: looked at as often as it is here,
+        tens of thousands of numbers take milliseconds of a first token's time.
+        """
         bounds = self.parts.bounds
         if not prompt:
             raise RequestRejected("the prompt is empty: give at least one token", param="prompt")
-        lowest, highest = min(prompt), max(prompt)
+        try:
+            numbers = np.array(prompt, np.int64)
+            lowest, highest = int(numbers.min()), int(numbers.max())
+        except OverflowError:
+            lowest, highest = min(prompt), max(prompt)
         if lowest < 0 or highest >= bounds.vocab_size:
             bad = lowest if lowest < 0 else highest
             raise RequestRejected(f"the prompt has token id {bad}: the model knows 0 to {bounds.vocab_size - 1}", param="prompt")
@@ -671,7 +685,7 @@ class Engine:
         room = min(bounds.max_model_len, bounds.pool_tokens) - length
         if params.min_tokens > room:
             raise RequestRejected(f"min_tokens is {params.min_tokens}: behind this prompt there is room for {room}", param="min_tokens")
-        return room if params.max_tokens is None else min(params.max_tokens, room)
+        return room if params.max_tokens is None else min(params.max_tokens, room), numbers
 
 
 def _whole_numbers(values: Iterable[object], param: str) -> tuple[int, ...]:

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-from array import array
 from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
 
 from sidestream.kv.layout import KVLayout
 from sidestream.types import Key
@@ -26,13 +28,13 @@ class BlockKeys:
         self._root = hashlib.blake2b(identity.encode(), digest_size=KEY_BYTES, person=b"sidestream-kv-1").digest()
         self._block_tokens = layout.block_tokens
 
-    def extend(self, keys: list[Key], tokens: Sequence[int]) -> None:
+    def extend(self, keys: list[Key], tokens: Sequence[int] | npt.NDArray[np.int64]) -> None:
         """Append to `keys` (the keys of the first blocks of `tokens`) those of all further complete blocks."""
         size, first, parent = self._block_tokens, len(keys), keys[-1] if keys else self._root
         count = len(tokens) // size - first
         if count <= 0:
             return
-        data = array("q", tokens[first * size : (first + count) * size]).tobytes()
+        data = np.asarray(tokens[first * size : (first + count) * size], np.int64).tobytes()
         width, blake2b = len(data) // count, hashlib.blake2b
         for start in range(0, len(data), width):
             parent = blake2b(parent + data[start : start + width], digest_size=KEY_BYTES).digest()

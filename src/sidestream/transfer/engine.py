@@ -164,8 +164,8 @@ class TransferEngine:
 
     def locate(self, keys: Sequence[Key]) -> list[Literal["host", "disk"]]:
         """Where the longest run of leading `keys` rests, as far as this thread can see: an order may come too late, and is a miss then."""
-        sources: list[Literal["host", "disk"]] = []
-        for key in keys:
+        sources: list[Literal["host", "disk"]] = ["host"] * len(self._host.pool.match(keys))  # mostly all of it, and faster
+        for key in keys[len(sources) :]:
             if self._host.pool.get(key) is not None:
                 sources.append("host")
             elif self._disk is not None and key in self._disk.index:

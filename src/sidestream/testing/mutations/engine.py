@@ -13,7 +13,7 @@ MUTATIONS = (
         name="store-is-ordered-before-its-blocks-are-released",
         hazard="H23",
         target=f"{_LOOP}._commit",
-        old="        parts.transfers.submit([committed.store])  # before anything is freed: the blocks are still their requests'\n",
+        old="        parts.transfers.submit([store])  # before anything is freed: the blocks are still their requests'\n",
         new="        pass\n",
         removes="a request that ends gives its blocks back as if nothing was to be stored of them",
         needs=frozenset({"offload"}),
@@ -22,7 +22,22 @@ MUTATIONS = (
                 f"{_LOOP}._commit",
                 '            self._forget(request, "abort")\n',
                 '            self._forget(request, "abort")\n'
-                "    if parts.transfers is not None and committed.store is not None:\n        parts.transfers.submit([committed.store])\n",
+                "    if parts.transfers is not None and store is not None:\n        parts.transfers.submit([store])\n",
+            ),
+        ),
+    ),
+    Mutation(
+        name="what-was-completed-is-published-before-its-requests-end",
+        hazard="H23",
+        target=f"{_LOOP}._commit",
+        old="    store = parts.scheduler.publish(committed)\n",
+        new="    store = None\n",
+        removes="blocks are made findable when their request has given them back",
+        also=(
+            Edit(
+                f"{_LOOP}._commit",
+                '            self._forget(request, "abort")\n',
+                '            self._forget(request, "abort")\n    parts.scheduler.publish(committed)\n',
             ),
         ),
     ),
@@ -95,8 +110,8 @@ MUTATIONS = (
         name="broken-logits-end-their-request",
         hazard="H9",
         target=f"{_LOOP}._commit",
-        old="reason is None and not result.finite:",
-        new="reason is None and not result.finite and not result:",
+        old="or not result.finite:",
+        new="or (not result.finite and not result):",
         removes="a request goes on behind logits that are no numbers",
         needs=frozenset({"bad_logits"}),
     ),
@@ -105,13 +120,10 @@ MUTATIONS = (
         hazard="H24",
         target=f"{_LOOP}._commit",
         old=(
-            "        if reason is not None:\n"
-            "            self._forget(request, reason)  # before its client is told: whoever hears of the end finds nothing held (H24)\n"
-            "        told = news is None or session.tell(news)\n"
+            "            self._forget(request, last.finish_reason)  # before its client is told: whoever hears of the end finds nothing held (H24)\n"
+            "            session.tell(last)\n"
         ),
-        new=(
-            "        told = news is None or session.tell(news)\n        if reason is not None:\n            self._forget(request, reason)\n"
-        ),
+        new="            session.tell(last)\n            self._forget(request, last.finish_reason)\n",
         removes="a client that hears of its request's end finds its blocks in use",
     ),
     Mutation(
@@ -321,8 +333,8 @@ EQUIVALENT = (
             hazard="H2",
             target=f"{_LOOP}._commit",
             old=(
-                "    if parts.transfers is not None and committed.store is not None:\n"
-                "        parts.transfers.submit([committed.store])  # before anything is freed: the blocks are still their requests'\n"
+                "    if parts.transfers is not None and store is not None:\n"
+                "        parts.transfers.submit([store])  # before anything is freed: the blocks are still their requests'\n"
             ),
             new="",
             removes="what a request completed with its last token is stored when the request holds it no more",
@@ -332,8 +344,8 @@ EQUIVALENT = (
                     f"{_LOOP}._commit",
                     '            self._forget(request, "abort")\n',
                     '            self._forget(request, "abort")\n'
-                    "    if parts.transfers is not None and committed.store is not None:\n"
-                    "        parts.transfers.submit([committed.store])\n",
+                    "    if parts.transfers is not None and store is not None:\n"
+                    "        parts.transfers.submit([store])\n",
                 ),
             ),
         ),
