@@ -33,6 +33,7 @@ from sidestream.testing.random_models import random_model, random_module
 PARTS = ("decode", "prefill", "ttft", "resume", "async")
 
 _OTHERS = 31  # requests that decode beside one that comes back
+_RESUMES = 7  # times that it does, at any moment of a flight
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +114,10 @@ class _Rig:
     def prompt(self, num_tokens: int) -> list[int]:
         """One that nobody has asked."""
         return [int(token) for token in self._random.integers(1, self.model.vocab_size, num_tokens)]
+
+    def moment(self, most_s: float) -> float:
+        """Some time or other."""
+        return float(self._random.uniform(0, most_s))
 
     def ask(self, prompt: Sequence[int], outputs: int) -> Answer:
         return ask(self.engine, prompt, outputs)
@@ -279,10 +284,11 @@ def _resume(rig: _Rig, sizes: Sizes, step_s: float, tell: Callable[[str], None])
     rig.ask(long, 1).wait()
     rig.forget_device()
     alone, during, taken = list[float](), list[float](), list[float]()
-    for _ in range(3):
+    for _ in range(_RESUMES):
         others = [rig.ask(rig.prompt(sizes.others_context), 3 * sizes.outputs) for _ in range(count)]
         while any(len(other.times) < sizes.outputs // 2 for other in others):
             time.sleep(0.001)
+        time.sleep(rig.moment(2 * step_s))  # flights begin when they begin: which one it can join is a matter of up to one flight
         began = time.perf_counter()
         answer = rig.ask(long, 1).wait()
         if answer.cached.host < sizes.resumed - rig.model.layout.block_tokens:
