@@ -205,7 +205,7 @@ def test_steps_without_drafts_are_counted_by_why_and_told_now_and_then(
     for dear in (False, True):
         seconds = 10.0 if dear else 1.0
         monkeypatch.setattr(
-            DraftPolicy, "saw_flight", lambda self, rows, drafts, _, seconds=seconds: saw(self, rows, drafts, seconds if drafts else 1.0)
+            DraftPolicy, "saw_flight", lambda self, rows, drafts, _, context, seconds=seconds: saw(self, rows, drafts, seconds if drafts else 1.0, context)
         )
         with speculating(speculative=SpeculativeConfig(max_drafts=3)) as rig:
             rig.ask(prompts(1, 1)[0], 30)

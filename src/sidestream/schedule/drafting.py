@@ -22,7 +22,7 @@ Ints = npt.NDArray[np.int64]
 
 # Weight of the newest observation; of what a flight takes also if it is the first one for long.
 _FRESH = 0.1
-_FRESH_S, _FRESH_AGAIN_S = 0.2, 0.5
+_FRESH_RATIO, _FRESH_AGAIN, _FRESH_PLAIN = 0.2, 0.5, 0.5
 _FRESH_USUAL = 0.02
 # Of a draft before anything was seen: optimistic, so that a short answer gets drafts too. One new request in so many begins with it whatever
 # became of others, or nobody would see that they changed.
@@ -45,8 +45,9 @@ _MEASURING = 3
 # seen with so many rows.
 _RETRY_FLIGHTS = 128
 _FIRST_TRY_FLIGHTS = 32
-# Flights after which what one takes is news.
+# Flights after which what one takes is news; and by how much of it KV may differ where flights are compared.
 _LONG_FLIGHTS = 64
+_NEAR = 0.05
 # How many requests there is room for at first.
 _NUM_RECORDS = 64
 
@@ -103,39 +104,49 @@ class DraftRecords:
 class _Flights:
     """Of about so many rows.
 
-    seconds   that flights of each depth take; None: nobody knows
-    ratios    what they take, of one without drafts; between depths that are known, in proportion; None: nobody knows
+    A flight takes longer and longer as answers grow: it is compared with what one without drafts takes over about as much KV, not with one of the
+    last answers' end.
+
+    measured  what flights of each depth took, of those without drafts; None: nobody knows
+    ratios    the same; between depths that are known, in proportion
     last      which flight was the last of each depth, of `count` that were seen
+    plain_s   what one without drafts takes over `context` tokens, or took, if it `was_plain`: else it is what one with drafts says; None: nobody knows
     drafted   with drafts, since some were to go without
     plain     that are still to go without
     shallow   planned, since one was as deep as may be
     """
 
-    seconds: list[float | None]
+    measured: list[float | None]
     ratios: list[float | None]
     last: list[int]
+    plain_s: float | None = None
+    context: int = 0
+    was_plain: bool = False
     count: int = 0
     drafted: int = 0
     plain: int = 0
     shallow: int = 0
 
-    def saw(self, depth: int, seconds: float) -> None:
+    def saw(self, depth: int, seconds: float, context: int) -> None:
         """One of this depth took so long."""
-        known, weight = self.seconds[depth], _FRESH_S
         self.count += 1
-        if self.count - self.last[depth] > _LONG_FLIGHTS:
-            weight = _FRESH_AGAIN_S
-        self.last[depth] = self.count
-        self.seconds[depth] = seconds if known is None else known + weight * (seconds - known)
         self.drafted += depth > 0
-        self._compare()
+        is_news = self.count - self.last[depth] > _LONG_FLIGHTS
+        self.last[depth] = self.count
+        ratio, plain_s = self.measured[depth], self.plain_s
+        near = abs(context - self.context) <= _NEAR * self.context
+        if depth and plain_s and near and (self.was_plain or is_news or ratio is None):  # 0: a clock that did not move
+            weight = _FRESH_AGAIN if is_news else _FRESH_RATIO
+            self.measured[depth] = seconds / plain_s if ratio is None else ratio + weight * (seconds / plain_s - ratio)
+            self._fill_in()
+        elif ratio is not None:
+            follows = near and plain_s is not None and self.was_plain == (depth == 0)
+            self.plain_s = plain_s + _FRESH_PLAIN * (seconds / ratio - plain_s) if follows and plain_s is not None else seconds / ratio
+            self.context, self.was_plain = context, depth == 0
 
-    def _compare(self) -> None:
-        plain = self.seconds[0]
-        if not plain:  # 0: a clock that did not move
-            return
-        seen = [(at, seconds / plain) for at, seconds in enumerate(self.seconds) if seconds is not None]
-        self.ratios = [None] * len(self.seconds)
+    def _fill_in(self) -> None:
+        seen = [(at, ratio) for at, ratio in enumerate(self.measured) if ratio is not None]
+        self.ratios = [None] * len(self.measured)
         self.ratios[0] = 1.0
         for (low, left), (high, right) in pairwise(seen):
             for depth in range(low + 1, high + 1):
@@ -211,7 +222,7 @@ class DraftPolicy:
         if not self.adaptive:
             return self._chosen(most, most, wanted, "chance")
         flights, ratios = self._of(len(rows)), self._ratios(len(rows))
-        if not flights.plain and (flights.seconds[0] is None or flights.drafted >= _MEASURE_FLIGHTS):
+        if not flights.plain and (flights.plain_s is None or flights.drafted >= _MEASURE_FLIGHTS):
             flights.drafted, flights.plain = 0, _MEASURING
         if flights.plain:
             flights.plain -= 1
@@ -236,7 +247,7 @@ class DraftPolicy:
         chances = records.chance[rows]  # also where an end is near: it will be another's turn
         least = _above([min(max(_SHARE * (more - less), _LEAST_CHANCE), _MOST_CHANCE) for less, more in pairwise(ratios)])
         depth, reason = self._depth(chances, ratios, most, records.behind[rows] > _PATIENCE, least)
-        patience = _FIRST_TRY_FLIGHTS if flights.seconds[-1] is None else _RETRY_FLIGHTS
+        patience = _FIRST_TRY_FLIGHTS if flights.measured[-1] is None else _RETRY_FLIGHTS
         if flights.shallow >= patience * ratios[-1]:
             depth, least = self.most, _above([_LEAST_CHANCE] * self.most)
         flights.shallow = 0 if depth == self.most else flights.shallow + 1
@@ -274,11 +285,15 @@ class DraftPolicy:
         best = max(filter(is_fair, depths), key=speed)
         return best, "others" if lowest and not best and max(depths, key=speed) else "chance"
 
-    def saw_flight(self, num_rows: int, depth: int, seconds: float) -> None:
-        """A flight of rows that decode took so long, seen behind the choice for the flight after it; `depth`: drafts of the row that has most."""
+    def saw_flight(self, num_rows: int, depth: int, seconds: float, context: int) -> None:
+        """A flight of rows that decode took so long, seen behind the choice for the flight after it.
+
+        depth     drafts of the row that has most
+        context   tokens of all rows together
+        """
         if not depth and self._plain < _MEASURING and self.adaptive:
             return
-        self._of(num_rows).saw(depth, seconds)
+        self._of(num_rows).saw(depth, seconds, context)
 
     def _ratios(self, num_rows: int) -> list[float]:
         """What flights of each depth take, of one without drafts: as it was with about so many rows, or else with the next best number; or else a
@@ -295,5 +310,5 @@ class DraftPolicy:
     def _of(self, num_rows: int) -> _Flights:
         size, count = num_rows.bit_length(), self.most + 1
         if size not in self._flights:
-            self._flights[size] = _Flights([None] * count, [None] * count, [0] * count)
+            self._flights[size] = _Flights([1.0, *[None] * self.most], [1.0, *[None] * self.most], [0] * count)
         return self._flights[size]

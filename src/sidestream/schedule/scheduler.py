@@ -327,7 +327,7 @@ class Scheduler:
     def measured(self, batch: BatchPlan, seconds: float) -> None:
         """A flight in which every row decodes took so long."""
         if self._drafts.most:
-            self._drafts.saw_flight(len(batch.rows), max(batch.columns.drafts), seconds)
+            self._drafts.saw_flight(len(batch.rows), max(batch.columns.drafts), seconds, sum(batch.columns.stop))
 
     # ------------------------------------------------------------------ planning
 
