@@ -133,7 +133,7 @@ def test_retracted_requests_come_back_with_equal_tokens_and_accept_lengths() -> 
         replies = [rig.submit(prompt, 30) for prompt in asked]
         for reply, prompt in zip(replies, asked, strict=True):
             rig.expect(reply, prompt, 30)
-        assert rig.counted("preemptions_total") > 0
+        assert rig.engine.parts.scheduler.num_preemptions > 0  # what is counted lags by a moment
         # A flight that was dropped is drafted again, so lengths may come twice; none may come that the reference has not.
         for number, prompt in enumerate(asked):
             assert set(seen[number]) <= {*expected_lengths(rig, prompt, 40)}
@@ -205,7 +205,9 @@ def test_steps_without_drafts_are_counted_by_why_and_told_now_and_then(
     for dear in (False, True):
         seconds = 10.0 if dear else 1.0
         monkeypatch.setattr(
-            DraftPolicy, "saw_flight", lambda self, rows, drafts, _, context, seconds=seconds: saw(self, rows, drafts, seconds if drafts else 1.0, context)
+            DraftPolicy,
+            "saw_flight",
+            lambda self, rows, drafts, _, context, seconds=seconds: saw(self, rows, drafts, seconds if drafts else 1.0, context),
         )
         with speculating(speculative=SpeculativeConfig(max_drafts=3)) as rig:
             rig.ask(prompts(1, 1)[0], 30)

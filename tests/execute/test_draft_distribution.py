@@ -25,7 +25,7 @@ VOCAB = len(NEXT)
 def rows(first_seed: int) -> DecodeState:
     state = DecodeState(ROWS, VOCAB, max_len=LENGTH + MOST + 2)
     for row in range(ROWS):
-        state.begin(row, RowStart(SamplingParams().spec(seed=first_seed + row, eos_ids=()), (0,), ()))
+        state.begin([(row, RowStart(SamplingParams().spec(seed=first_seed + row, eos_ids=()), (0,), ()))])
     return state
 
 

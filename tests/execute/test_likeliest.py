@@ -38,7 +38,7 @@ def random_batch(rng: random.Random, most: int) -> BatchPlan:
 def begun(max_len: int, hidden_size: int) -> DecodeState:
     state = DecodeState(ROWS, VOCAB, max_len=max_len, hidden_size=hidden_size)
     for row in range(ROWS):
-        state.begin(row, RowStart(GREEDY, (row,), ()))
+        state.begin([(row, RowStart(GREEDY, (row,), ()))])
     return state
 
 

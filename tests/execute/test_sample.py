@@ -26,7 +26,7 @@ def draw(logits: Tensor | list[list[float]], *starts: RowStart, output_index: in
     logits = torch.as_tensor(logits, dtype=torch.float32).clone()
     state = DecodeState(len(starts), logits.shape[-1])
     for row, each in enumerate(starts):
-        state.begin(row, each)
+        state.begin([(row, each)])
     return sample(logits, range(len(starts)), [output_index] * len(starts), state)
 
 
@@ -235,7 +235,7 @@ def test_an_empty_batch_draws_nothing():
 
 def test_logits_of_a_wrong_shape_or_type_are_refused():
     state = DecodeState(2, 8)
-    state.begin(0, start())
+    state.begin([(0, start())])
     for wrong in (torch.zeros(1, 7), torch.zeros(2, 8), torch.zeros(1, 8, dtype=torch.bfloat16)):
         with pytest.raises(InvariantError, match="sampling takes float32"):
             sample(wrong, [0], [0], state)
@@ -317,7 +317,7 @@ def test_thread_count_does_not_change_a_draw():
 
 def run(state: DecodeState, row: int, begun: RowStart, indices: range) -> list[int]:
     """Draw and commit one row's tokens from logits that depend on the output index only."""
-    state.begin(row, begun)
+    state.begin([(row, begun)])
     tokens = []
     for index in indices:
         logits = torch.randn(1, 500, generator=torch.Generator().manual_seed(index))

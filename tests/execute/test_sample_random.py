@@ -53,7 +53,7 @@ def test_draws_follow_the_filtered_distribution(params, expected, varied):
     by_seed = varied == "seed"
     for row in range(DRAWS):
         spec = SamplingParams(**params).spec(seed=row if by_seed else 17, eos_ids=())
-        state.begin(row, RowStart(spec, (), ()))
+        state.begin([(row, RowStart(spec, (), ()))])
     logits = torch.tensor(np.log(PROBS), dtype=torch.float32).repeat(DRAWS, 1)
     indices = [0] * DRAWS if by_seed else range(DRAWS)
     observed = np.bincount(sample(logits, range(DRAWS), indices, state).tokens.numpy(), minlength=len(PROBS))

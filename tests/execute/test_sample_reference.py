@@ -116,7 +116,7 @@ def test_any_mixture_of_options_draws_what_the_slow_sampler_draws(starts, logits
     want = [reference(row.tolist(), start, output_index) for row, start in zip(logits, starts, strict=True)]
     state = DecodeState(len(starts), VOCAB)
     for row, start in enumerate(starts):
-        state.begin(row, start)
+        state.begin([(row, start)])
     drawn = sample(logits, range(len(starts)), [output_index] * len(starts), state)
     assert drawn.tokens.tolist() == want and drawn.finite.all()
 
@@ -140,7 +140,7 @@ def test_a_row_of_real_width_draws_what_the_slow_sampler_draws(params):
         want.append(int((cumulative <= uniform(start.sampling.seed, 0) * cumulative[-1]).sum()))
     state = DecodeState(40, 3000)
     for row, start in enumerate(starts):
-        state.begin(row, start)
+        state.begin([(row, start)])
     assert sample(logits, range(40), [0] * 40, state).tokens.tolist() == want
 
 
@@ -170,6 +170,6 @@ def test_filters_keep_the_tokens_that_transformers_keeps(params):
     want = theirs(torch.tensor([prompt]), logits.clone()).isfinite()[0].nonzero().flatten().tolist()
     state = DecodeState(2000, 10)
     for seed in range(2000):
-        state.begin(seed, RowStart(p.spec(seed=seed, eos_ids=()), prompt, ()))
+        state.begin([(seed, RowStart(p.spec(seed=seed, eos_ids=()), prompt, ()))])
     drawn = sample(logits.repeat(2000, 1), range(2000), [0] * 2000, state)
     assert sorted(set(drawn.tokens.tolist())) == want

@@ -238,7 +238,7 @@ def test_flights_are_compared_with_those_over_as_much_kv_not_with_those_of_the_l
         for step in range(200):
             grown = 1 + step / 400
             counts = policy.choose(rows, [4] * 32).counts
-            policy.saw_flight(32, max(counts), grown * flat(1.1)(max(counts)), 32 * (100 + step))
+            policy.saw_flight(32, max(counts), grown * flat(1.1)(max(counts)), 100 + step)
             policy.saw(rows, counts, [0] * 16 + [min(3, count) for count in counts[16:]])
             seconds += grown * flat(1.1)(max(counts))
             tokens += grown

@@ -311,8 +311,8 @@ class Executor:
             with torch.inference_mode():
                 if changes.places:
                     self._state.place_numbers(changes.places, changes.blocks)
-                for row, begin in batch.begins:
-                    self._state.begin(row, begin)
+                if begins := batch.begins:
+                    self._state.begin(begins)
                 drafts = None if self._proposer is None or work.draws else Drafts.of(batch.rows, self._state)
                 computed = work.run(drafts)
                 sampling = () if computed is None else [row for row in batch.rows if row.samples]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, chain
 
 import numpy as np
 import torch
@@ -92,27 +93,35 @@ class DecodeState:
         """Whether tokens are drafted."""
         return self.history.shape[1] > 0
 
-    def begin(self, row: int, start: RowStart) -> None:
-        """Hand `row` to a new owner, or to the same one again after it was retracted: nothing of before is kept (H16, H18).
+    def begin(self, begins: Sequence[tuple[int, RowStart]]) -> None:
+        """Hand rows to new owners, or to the same ones again after they were retracted: nothing of before is kept (H16, H18).
 
-        Runs before the row's first chunk of an epoch. Ids outside the vocabulary are ignored.
+        Runs before each row's first chunk of an epoch, for all rows of a flight at once: a hundred requests that come together would be hundreds of
+        launches. Ids outside the vocabulary are ignored.
         """
-        spec = start.sampling
-        bias = {token: value for token, value in spec.logit_bias.items() if 0 <= token < self.vocab_size}
-        self._rows[row] = RowSampling(
-            spec=spec,
-            prompt_len=len(start.prompt),
-            bias_ids=self._ids(bias),
-            bias=self.numbers(list(bias.values()), torch.float32),
-            forbidden=self._ids(spec.forbidden_until_min),
-        )
-        # Not assigned: a GPU would be waited for (P1).
-        self.last[row : row + 1].fill_((0, *start.prompt[-1:], *start.outputs[-1:])[-1])
-        if self.keeps_history:
-            known = self.numbers((*start.prompt, *start.outputs), torch.int32)
-            self.history[row, : len(known)].copy_(known)
-        if self.row(row).penalised:
-            self._fill_tables(row, start)  # tables of other rows are never read, so they need no wiping
+        for row, start in begins:
+            spec = start.sampling
+            bias = {token: value for token, value in spec.logit_bias.items() if 0 <= token < self.vocab_size}
+            self._rows[row] = RowSampling(
+                spec=spec,
+                prompt_len=len(start.prompt),
+                bias_ids=self._ids(bias),
+                bias=self.numbers(list(bias.values()), torch.float32),
+                forbidden=self._ids(spec.forbidden_until_min),
+            )
+        known = [(*start.prompt, *start.outputs) for _, start in begins]
+        counts = [len(tokens) for tokens in known]
+        # From where a row's tokens are among all of them to where they belong.
+        shifts = [row * self.history.shape[1] - before for (row, _), before in zip(begins, accumulate(counts, initial=0), strict=False)]
+        numbers = torch.tensor([[row for row, _ in begins], [(0, *tokens)[-1] for tokens in known], shifts, counts])
+        where, last, shift, count = self._uploads.together([numbers])[0]
+        self.keep(where, last)  # not assigned: a GPU would be waited for (P1)
+        if self.keeps_history and (total := sum(counts)):
+            places = torch.arange(total, device=self._device) + torch.repeat_interleave(shift, count, output_size=total)
+            self.history.view(-1)[places] = self.numbers([*chain.from_iterable(known)], torch.int32)
+        for row, start in begins:
+            if self.row(row).penalised:
+                self._fill_tables(row, start)  # tables of other rows are never read, so they need no wiping
 
     def row(self, row: int) -> RowSampling:
         """How `row` draws. Raises InvariantError when it never began."""

@@ -45,9 +45,9 @@ _MEASURING = 3
 # seen with so many rows.
 _RETRY_FLIGHTS = 128
 _FIRST_TRY_FLIGHTS = 32
-# Flights after which what one takes is news; and by how much of it KV may differ where flights are compared.
+# Flights after which what one takes is news; and by how many tokens of a row, and how much of it, flights may differ that are compared.
 _LONG_FLIGHTS = 64
-_NEAR = 0.05
+_NEAR_TOKENS, _NEAR = 16, 0.05
 # How many requests there is room for at first.
 _NUM_RECORDS = 64
 
@@ -110,7 +110,7 @@ class _Flights:
     measured  what flights of each depth took, of those without drafts; None: nobody knows
     ratios    the same; between depths that are known, in proportion
     last      which flight was the last of each depth, of `count` that were seen
-    plain_s   what one without drafts takes over `context` tokens, or took, if it `was_plain`: else it is what one with drafts says; None: nobody knows
+    plain_s   what one without drafts takes over `context` tokens a row, or took, if it `was_plain`: else it is what one with drafts says; None: nobody knows
     drafted   with drafts, since some were to go without
     plain     that are still to go without
     shallow   planned, since one was as deep as may be
@@ -120,21 +120,21 @@ class _Flights:
     ratios: list[float | None]
     last: list[int]
     plain_s: float | None = None
-    context: int = 0
+    context: float = 0.0
     was_plain: bool = False
     count: int = 0
     drafted: int = 0
     plain: int = 0
     shallow: int = 0
 
-    def saw(self, depth: int, seconds: float, context: int) -> None:
+    def saw(self, depth: int, seconds: float, context: float) -> None:
         """One of this depth took so long."""
         self.count += 1
         self.drafted += depth > 0
         is_news = self.count - self.last[depth] > _LONG_FLIGHTS
         self.last[depth] = self.count
         ratio, plain_s = self.measured[depth], self.plain_s
-        near = abs(context - self.context) <= _NEAR * self.context
+        near = abs(context - self.context) <= _NEAR_TOKENS + _NEAR * self.context
         if depth and plain_s and near and (self.was_plain or is_news or ratio is None):  # 0: a clock that did not move
             weight = _FRESH_AGAIN if is_news else _FRESH_RATIO
             self.measured[depth] = seconds / plain_s if ratio is None else ratio + weight * (seconds / plain_s - ratio)
@@ -285,11 +285,11 @@ class DraftPolicy:
         best = max(filter(is_fair, depths), key=speed)
         return best, "others" if lowest and not best and max(depths, key=speed) else "chance"
 
-    def saw_flight(self, num_rows: int, depth: int, seconds: float, context: int) -> None:
+    def saw_flight(self, num_rows: int, depth: int, seconds: float, context: float) -> None:
         """A flight of rows that decode took so long, seen behind the choice for the flight after it.
 
         depth     drafts of the row that has most
-        context   tokens of all rows together
+        context   tokens of a row, in the mean
         """
         if not depth and self._plain < _MEASURING and self.adaptive:
             return

@@ -327,7 +327,8 @@ class Scheduler:
     def measured(self, batch: BatchPlan, seconds: float) -> None:
         """A flight in which every row decodes took so long."""
         if self._drafts.most:
-            self._drafts.saw_flight(len(batch.rows), max(batch.columns.drafts), seconds, sum(batch.columns.stop))
+            rows, columns = len(batch.rows), batch.columns
+            self._drafts.saw_flight(rows, max(columns.drafts), seconds, sum(columns.stop) / rows)
 
     # ------------------------------------------------------------------ planning
 
