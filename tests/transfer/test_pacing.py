@@ -215,9 +215,10 @@ def test_link_runs_low_below_half_of_what_may_be_in_flight(bytes_in_flight: int,
 
 def test_thread_rests_for_half_of_what_is_in_flight_or_for_the_end_of_a_copy() -> None:
     """So it has time, and little to do."""
-    world = World(Pace(slice_bytes=1 << 20, slice_segments=1, bytes_in_flight=1 << 30, segments_in_flight=4, streams=2))
+    world = World(Pace(slice_bytes=10, slice_segments=1, bytes_in_flight=40, segments_in_flight=100, streams=2))
     world.copy("a", 3)
     world.copy("b", 3)
+    world.copy("c", 1)
     world.lane.fill()
     (a1, a3), (a2, b1) = (stream.fences for stream in world.streams)
     assert list(world.lane.awaited()) == [a3]  # a1, a2, then this one, then b1
@@ -225,12 +226,28 @@ def test_thread_rests_for_half_of_what_is_in_flight_or_for_the_end_of_a_copy() -
         fence.done = True
     world.lane.retire()
     world.lane.fill()
+    assert list(world.lane.awaited()) == [a3]  # what is left, c, fits as soon as the first one ends
+    assert world.lane.cut(RuntimeError("closed")) != []
     assert not world.lane.has_more
     assert list(world.lane.awaited()) == [a3]  # the last one of a
     a3.done = True
     assert [copy.label for copy in world.lane.retire()] == ["a"]
     assert list(world.lane.awaited()) == [world.streams[1].fences[2]]
     assert b1.tick == 2
+
+
+@pytest.mark.parametrize(("slices", "awaited"), [(9, 0), (11, 2), (12, 3), (13, 4), (40, 4)])
+def test_thread_rests_no_longer_than_until_all_that_is_left_fits(slices: int, awaited: int) -> None:
+    """Until all of a load was given, no flight may be launched behind it."""
+    world = World(Pace(slice_bytes=10, slice_segments=1, bytes_in_flight=80, segments_in_flight=100, streams=1))
+    failing = world.copy("failing", 30, urgency=Urgency.DEMAND)
+    world.lane.fill()
+    for _ in range(8):
+        world.end("failing", error=OSError("injected"))
+    assert world.lane.retire() == [failing]  # what was left of it is not left any more
+    world.copy("a", slices)
+    world.lane.fill()
+    assert list(world.lane.awaited()) == [world.streams[0].fences[8 + awaited]]
 
 
 def test_copy_is_told_once_when_its_last_slice_was_given_and_ends_when_all_were_seen_done() -> None:

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from itertools import islice
+from itertools import accumulate, islice
 from typing import NamedTuple
 
 from sidestream.device.base import CopyBatch, Stream
@@ -50,7 +50,7 @@ class Pace:
 TO_HOST = Pace(slice_bytes=18 << 20, slice_segments=512, bytes_in_flight=126 << 20, segments_in_flight=4096, streams=2)
 # To the device nobody else copies: what a flight needs of the host is fetched by kernels (docs/decisions/0018). And the more of a load has been
 # given, the sooner a flight can be launched behind it: a step and more before the load's end.
-TO_DEVICE = Pace(slice_bytes=32 << 20, slice_segments=512, bytes_in_flight=768 << 20, segments_in_flight=4096, streams=1)
+TO_DEVICE = Pace(slice_bytes=32 << 20, slice_segments=512, bytes_in_flight=1 << 30, segments_in_flight=4096, streams=1)
 
 
 class Copy:
@@ -72,6 +72,7 @@ class Copy:
         self.groups = groups
         self._after = list(after)
         self._group = self._segment = 0
+        self._left = sum(group.num_bytes for group in groups)  # not submitted yet
         self._flying = 0  # slices
         self._began_s = 0.0
 
@@ -114,6 +115,7 @@ class Lane:
         self._queues: tuple[deque[Copy], ...] = tuple(deque() for _ in Urgency)  # the first one of each may have begun
         self._flying: deque[_Slice] = deque()  # in the order in which the device does them
         self._bytes = self._segments = 0  # of these
+        self._left = 0  # bytes that the device was not given yet
         self._num_copies = 0
         self._last_end_s = 0.0
 
@@ -125,6 +127,7 @@ class Lane:
         """Queue a copy behind those of its urgency."""
         self._queues[copy.urgency].append(copy)
         self._num_copies += 1
+        self._left += copy._left
 
     def retire(self) -> list[Copy]:
         """Look at what is on the device; the copies that have ended, which are the lane's no more. Never blocks."""
@@ -137,6 +140,7 @@ class Lane:
             copy._flying -= 1
             if slice_.fence.failure is not None and not copy.submitted:
                 self._queues[copy.urgency].popleft()  # it is given nothing more
+                self._left -= copy._left
             copy.failure = copy.failure or slice_.fence.failure
             if copy.done:
                 ended.append(copy)
@@ -164,6 +168,7 @@ class Lane:
         queued = [copy for queue in self._queues for copy in queue]
         for queue in self._queues:
             queue.clear()
+        self._left = 0
         for copy in queued:
             copy.failure = reason
         dropped = [copy for copy in queued if copy.done]
@@ -171,12 +176,13 @@ class Lane:
         return dropped
 
     def awaited(self) -> Iterator[Fence]:
-        """Fences that, done, let the lane get on: half of what is in flight if there is more, else a copy's last slice; and what somebody waits for.
+        """Fences that, done, let the lane get on: if there is more, half of what is in flight, or as much as makes room for all the rest; else a copy's
+        last slice; and what somebody waits for.
 
         Behind `fill`, which saw that they were not: a thread that rests for one that is done spins.
         """
         if self._flying:
-            yield self._flying[len(self._flying) // 2 if self.has_more else self._end_of_first()].fence
+            yield self._flying[self._enough() if self.has_more else self._end_of_first()].fence
         if self._has_room:
             for queue in self._queues:
                 for copy in islice(queue, _LOOK_AHEAD):
@@ -192,6 +198,12 @@ class Lane:
     def runs_low(self) -> bool:
         """Whether less than half of what may be in flight is."""
         return 2 * self._bytes < self._pace.bytes_in_flight and 2 * self._segments < self._pace.segments_in_flight
+
+    def _enough(self) -> int:
+        """Which of those in flight is worth to be woken for. Not half of them for the end of a load: until all of it was given, no flight may follow it."""
+        half, over = len(self._flying) // 2, self._bytes + self._left - self._pace.bytes_in_flight
+        ends = accumulate(slice_.num_bytes for slice_ in islice(self._flying, half))
+        return next((index for index, done in enumerate(ends) if done >= over), half)
 
     def _end_of_first(self) -> int:
         """Which of those in flight is the last slice of the copy that comes first."""
@@ -237,6 +249,8 @@ class Lane:
         num_bytes, num_segments = (stop - first) * group.size, stop - first
         self._flying.append(_Slice(fence, copy, num_bytes, num_segments))
         self._bytes += num_bytes
+        self._left -= num_bytes
+        copy._left -= num_bytes
         self._segments += num_segments
         copy._segment = stop
         if stop == count:
