@@ -34,6 +34,7 @@ PARTS = ("decode", "prefill", "ttft", "resume", "async")
 
 _OTHERS = 31  # requests that decode beside one that comes back
 _RESUMES = 7  # times that it does, at any moment of a flight
+_GOES_ON = 4  # tokens that it wants: who ends with its first one hears of it last
 
 
 @dataclass(frozen=True, slots=True)
@@ -290,7 +291,7 @@ def _resume(rig: _Rig, sizes: Sizes, step_s: float, tell: Callable[[str], None])
             time.sleep(0.001)
         time.sleep(rig.moment(2 * step_s))  # flights begin when they begin: which one it can join is a matter of up to one flight
         began = time.perf_counter()
-        answer = rig.ask(long, 1).wait()
+        answer = rig.ask(long, _GOES_ON).wait()
         if answer.cached.host < sizes.resumed - rig.model.layout.block_tokens:
             raise SidestreamError(
                 f"{answer.cached.host} of {sizes.resumed} tokens came back from host memory: the benchmark measures something else"

@@ -51,7 +51,7 @@ class CudaDevice:
 
     kind = "cuda"
     # What a load's last piece is cut into: a flight that waits for it ends so many layers behind it, and copies of less are slower than the link.
-    segment_bytes = 3 << 18
+    segment_bytes = 9 << 16
 
     def __init__(
         self,
