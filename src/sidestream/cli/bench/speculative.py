@@ -110,6 +110,7 @@ def _equalities(
     steps: how much may be drafted there depends on what is on its way.
     """
     fixed, params = SpeculativeConfig(**config, adaptive=False), SamplingParams(temperature=0, max_tokens=output_tokens, ignore_eos=True)
+    options = {**options, "max_running": _SEVERAL}  # fewer graphs to capture
     waits = steps = 0
     with LLM(path, **{**options, "dtype": "float32"}) as llm:
         plain = [output.token_ids for output in llm.generate(prompts, params)]
