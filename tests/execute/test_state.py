@@ -158,3 +158,21 @@ def test_an_empty_batch_changes_nothing():
     state.begin([(0, start(prompt=(3,)))])
     commit(state, [], [])
     assert state.last_tokens([]).shape == (0,) and state.last_tokens([0]).tolist() == [3]
+
+
+def test_rows_of_a_flight_begin_together_each_with_its_own_tokens():
+    state = DecodeState(5, VOCAB, max_len=20)
+    state.begin([(4, start(prompt=(9,) * 20))])
+    starts = {
+        3: start(prompt=(1, 2, 3), outputs=(4,)),
+        0: start(prompt=()),
+        4: start(prompt=(5,)),
+        1: start(prompt=(6, 7), outputs=(8, 9, 1)),
+    }
+    before = state.history.clone()
+    state.begin([*starts.items()])
+    assert state.last_tokens([3, 0, 4, 1]).tolist() == [4, 0, 5, 1]
+    for row in range(6):
+        known = [*starts[row].prompt, *starts[row].outputs] if row in starts else []
+        assert state.history[row, : len(known)].tolist() == known
+        assert torch.equal(state.history[row, len(known) :], before[row, len(known) :])

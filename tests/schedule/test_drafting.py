@@ -53,7 +53,7 @@ def settled(counts: Sequence[int]) -> int:
 
 def test_flights_without_drafts_come_first_and_the_first_with_drafts_says_what_they_cost() -> None:
     policy, rows = drafting([0.9] * 4)
-    assert [fly(policy, rows, flat(6.0))[0] for _ in range(6)] == [0, 0, 0, 4, 0, 0]
+    assert [fly(policy, rows, flat(6.0))[0] for _ in range(8)] == [0, 0, 0, 0, 0, 4, 0, 0]
 
 
 @pytest.mark.parametrize(("ratio", "chance", "expected"), [(1.7, 0.6, 4), (2.2, 0.6, 4), (2.4, 0.6, 0), (1.05, 0.1, 1), (4.0, 0.95, 4)])
@@ -140,7 +140,7 @@ def test_nobody_is_slowed_down_by_more_than_may_be_for_drafts_of_others(failing:
 def test_a_row_that_would_get_no_drafts_gains_nothing_by_its_chance() -> None:
     """0.05 is too little for a draft, and would be enough for a flight that lasts 3 % longer."""
     policy, rows = drafting([0.05] * 8 + [0.9] * 8)
-    depths(policy, rows, flat(1.03), 5)
+    depths(policy, rows, flat(1.03), 7)
     assert fly(policy, rows, flat(1.03)) == [0] * 8 + [4] * 8
     policy.records.behind[rows[0]] = 1.1
     assert policy.choose(rows, [4] * 16) == ([0] * 16, {"others": 16})
@@ -204,8 +204,8 @@ def test_costs_are_those_of_flights_of_about_so_many_rows_and_at_first_those_of_
     depths(policy, rows[:2], flat(1.2), 200)
     assert settled(depths(policy, rows, flat(5.0), 10)) == 0
     assert settled(depths(policy, rows[:2], flat(1.2), 10)) == 4
-    assert depths(policy, rows[:40], flat(5.0), 5) == [0, 0, 0, 0, 0]
-    assert depths(policy, rows[:5], flat(1.2), 5) == [0, 0, 0, 4, 4]  # measured first
+    assert depths(policy, rows[:40], flat(5.0), 7) == [0] * 7
+    assert depths(policy, rows[:5], flat(1.2), 7) == [0, 0, 0, 0, 0, 4, 4]  # measured first
 
 
 def test_flights_go_without_drafts_now_and_then_so_that_their_cost_is_known() -> None:
@@ -246,6 +246,42 @@ def test_flights_are_compared_with_those_over_as_much_kv_not_with_those_of_the_l
     assert min(kept[1:]) > 0.975
 
 
+@pytest.mark.parametrize("held_up", [0.5, 0.97, 30.0])
+@pytest.mark.parametrize("at", range(12))
+def test_a_host_that_is_held_up_once_does_not_change_what_drafts_are_believed_to_cost(held_up: float, at: int) -> None:
+    """A flight then seems long; and the next one short, whose end was seen as late as it was."""
+    policy, rows = drafting([0.3] * 8)
+    depths(policy, rows, proportional(0.05), 5 + 320)  # now some go without, to be measured
+    chosen = [0]
+    for number in range(600):
+        chosen.append(max(policy.choose(rows, [4] * 8).counts))
+        seen = proportional(0.05)(chosen[-2])  # of the flight before, as it is in an engine
+        if number == at:
+            seen += held_up * PLAIN_S
+        elif number == at + 1:
+            seen = max(0.03 * PLAIN_S, seen - held_up * PLAIN_S)
+        policy.saw_flight(8, chosen[-2], seen, 1000)
+    assert chosen.count(0) < 25
+
+
+def test_drafts_are_never_believed_to_be_cheaper_than_nothing() -> None:
+    """Else every row would be given credit by each flight with drafts, and could be slowed down for it later."""
+    policy, rows = drafting([0.0] + [0.9] * 7)
+    for number in range(1500):
+        counts = policy.choose(rows, [4] * 8).counts
+        policy.saw_flight(8, max(counts), flat(1.3)(max(counts)) * (3 if number < 5 else 1), 1000)
+        policy.saw(rows, counts, [0, *(3 if count else 0 for count in counts[1:])])
+        assert min(policy._ratios(8)) >= 1
+        assert policy.records.behind[rows[0]] >= -0.02 * (number + 1)
+
+
+def test_a_flight_that_takes_no_time_by_a_coarse_clock_breaks_nothing() -> None:
+    policy, rows = drafting([0.9] * 4)
+    for number in range(50):
+        counts = policy.choose(rows, [4] * 4).counts
+        policy.saw_flight(4, max(counts), 0.0 if max(counts) or number % 2 else PLAIN_S, 1000)
+
+
 def test_a_depth_that_nobody_knows_is_taken_to_cost_more_than_one_that_is_known() -> None:
     """Rows that get two drafts at most never show what four of them cost."""
     policy, rows = drafting([0.25] * 8, max_slowdown=math.inf)
@@ -255,12 +291,12 @@ def test_a_depth_that_nobody_knows_is_taken_to_cost_more_than_one_that_is_known(
 def test_a_flight_that_was_to_be_measured_and_was_not_does_not_end_drafting() -> None:
     """Flights with prompts beside them measure nothing."""
     policy, rows = drafting([0.9] * 4)
-    depths(policy, rows, flat(1.4), 3 + 192)
+    depths(policy, rows, flat(1.4), 5 + 320)
     counts = []
     for _ in range(50):
         counts += policy.choose(rows, [4] * 4).counts[:1]
-    assert counts[:4] == [0, 0, 0, 4]
-    assert counts.count(0) == 3
+    assert counts[:6] == [0, 0, 0, 0, 0, 4]
+    assert counts.count(0) == 5
 
 
 def test_drafts_that_were_too_dear_are_tried_by_all_rows_together_now_and_then() -> None:
@@ -313,7 +349,7 @@ def test_why_rows_go_without_drafts_is_counted() -> None:
     policy, rows = drafting([0.9, 0.9, 0.9, 0.01])
     unwilling = policy.newcomer(0)
     assert policy.choose([*rows, unwilling], [4, 4, 0, 4, 4]) == ([0] * 5, {"end": 1, "measuring": 3})
-    depths(policy, rows, flat(1.2), 6)
+    depths(policy, rows, flat(1.2), 8)
     assert policy.choose([*rows, unwilling], [4, 4, 0, 4, 4]) == ([4, 4, 0, 0, 0], {"end": 1, "chance": 1})
 
 

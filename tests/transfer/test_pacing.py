@@ -236,10 +236,13 @@ def test_thread_rests_for_half_of_what_is_in_flight_or_for_the_end_of_a_copy() -
     assert b1.tick == 2
 
 
+@pytest.mark.parametrize(("bytes_in_flight", "segments_in_flight"), [(80, 100), (1000, 8)])
 @pytest.mark.parametrize(("slices", "awaited"), [(9, 0), (11, 2), (12, 3), (13, 4), (40, 4)])
-def test_thread_rests_no_longer_than_until_all_that_is_left_fits(slices: int, awaited: int) -> None:
+def test_thread_rests_no_longer_than_until_all_that_is_left_fits(
+    bytes_in_flight: int, segments_in_flight: int, slices: int, awaited: int
+) -> None:
     """Until all of a load was given, no flight may be launched behind it."""
-    world = World(Pace(slice_bytes=10, slice_segments=1, bytes_in_flight=80, segments_in_flight=100, streams=1))
+    world = World(Pace(10, 1, bytes_in_flight, segments_in_flight, streams=1))
     failing = world.copy("failing", 30, urgency=Urgency.DEMAND)
     world.lane.fill()
     for _ in range(8):
@@ -248,6 +251,15 @@ def test_thread_rests_no_longer_than_until_all_that_is_left_fits(slices: int, aw
     world.copy("a", slices)
     world.lane.fill()
     assert list(world.lane.awaited()) == [world.streams[0].fences[8 + awaited]]
+
+
+def test_copy_that_waits_for_something_else_than_room_wakes_nobody_early() -> None:
+    world = World(Pace(slice_bytes=10, slice_segments=1, bytes_in_flight=80, segments_in_flight=100, streams=1))
+    world.copy("a", 6)
+    waiting = HandFence()
+    world.copy("b", 1, after=(waiting,))
+    world.lane.fill()
+    assert list(world.lane.awaited()) == [world.streams[0].fences[3], waiting]
 
 
 def test_copy_is_told_once_when_its_last_slice_was_given_and_ends_when_all_were_seen_done() -> None:

@@ -447,5 +447,5 @@ def _row(row: int, block_ids: tuple[int, ...], num_tokens: int, spec: SamplingSp
         block_ids=block_ids,
         samples=True,
         output_index=0,
-        begin=RowStart(sampling=spec, prompt=(0,), outputs=(0,)),
+        begin=RowStart(sampling=spec, prompt=(0,) * num_tokens, outputs=(0,)),
     )

@@ -109,16 +109,17 @@ class DecodeState:
                 bias=self.numbers(list(bias.values()), torch.float32),
                 forbidden=self._ids(spec.forbidden_until_min),
             )
-        known = [(*start.prompt, *start.outputs) for _, start in begins]
-        counts = [len(tokens) for tokens in known]
+        counts = [len(start.prompt) + len(start.outputs) for _, start in begins]
+        lasts = [(0, *start.prompt[-1:], *start.outputs[-1:])[-1] for _, start in begins]
         # From where a row's tokens are among all of them to where they belong.
         shifts = [row * self.history.shape[1] - before for (row, _), before in zip(begins, accumulate(counts, initial=0), strict=False)]
-        numbers = torch.tensor([[row for row, _ in begins], [(0, *tokens)[-1] for tokens in known], shifts, counts])
+        numbers = torch.tensor([[row for row, _ in begins], lasts, shifts, counts])
         where, last, shift, count = self._uploads.together([numbers])[0]
         self.keep(where, last)  # not assigned: a GPU would be waited for (P1)
         if self.keeps_history and (total := sum(counts)):
+            known = np.fromiter(chain.from_iterable(chain(start.prompt, start.outputs) for _, start in begins), np.int32, total)
             places = torch.arange(total, device=self._device) + torch.repeat_interleave(shift, count, output_size=total)
-            self.history.view(-1)[places] = self.numbers([*chain.from_iterable(known)], torch.int32)
+            self.history.view(-1)[places] = self._uploads.together([torch.from_numpy(known)])[0]
         for row, start in begins:
             if self.row(row).penalised:
                 self._fill_tables(row, start)  # tables of other rows are never read, so they need no wiping

@@ -38,9 +38,14 @@ _PATIENCE = 1.0
 # Flights with drafts after which a row without any tries one.
 _PROBE_FLIGHTS = 32
 # Flights with drafts after which so many go without, to be measured. A flight is measured by what is between two commits, and the host's work on the
-# flights around it is part of that: so it counts if those are without drafts, too.
-_MEASURE_FLIGHTS = 192
-_MEASURING = 3
+# flights around it is part of that: so it counts if the two beside it are without drafts, too. Of so many that count the middle one does: if the host
+# is held up, one flight seems long, and the next one short.
+_MEASURE_FLIGHTS = 320
+_MEASURING = 5
+_BESIDE = 3
+_SAMPLES = 3
+# What a flight with drafts seems to take counts as no less than that of what it took before, and no more than that many times as much.
+_LEAST_CHANGE, _MOST_CHANGE = 0.5, 2.0
 # Flights less deep than may be after which one is as deep, times what that takes, so that trying costs less than a hundredth; fewer if it was never
 # seen with so many rows.
 _RETRY_FLIGHTS = 128
@@ -110,6 +115,7 @@ class _Flights:
     measured  what flights of each depth took, of those without drafts; None: nobody knows
     ratios    the same; between depths that are known, in proportion
     last      which flight was the last of each depth, of `count` that were seen
+    samples   what the last ones without drafts took, one after another
     plain_s   what one without drafts takes over `context` tokens a row, or took, if it `was_plain`: else it is what one with drafts says; None: nobody knows
     drafted   with drafts, since some were to go without
     plain     that are still to go without
@@ -119,6 +125,7 @@ class _Flights:
     measured: list[float | None]
     ratios: list[float | None]
     last: list[int]
+    samples: tuple[float, ...] = ()
     plain_s: float | None = None
     context: float = 0.0
     was_plain: bool = False
@@ -133,11 +140,20 @@ class _Flights:
         self.drafted += depth > 0
         is_news = self.count - self.last[depth] > _LONG_FLIGHTS
         self.last[depth] = self.count
+        if depth:
+            self.samples = ()
+        else:
+            self.samples = (*self.samples, seconds)[-_SAMPLES:]
+            if len(self.samples) < _SAMPLES:
+                return
+            seconds = sorted(self.samples)[_SAMPLES // 2]
         ratio, plain_s = self.measured[depth], self.plain_s
         near = abs(context - self.context) <= _NEAR_TOKENS + _NEAR * self.context
         if depth and plain_s and near and (self.was_plain or is_news or ratio is None):  # 0: a clock that did not move
-            weight = _FRESH_AGAIN if is_news else _FRESH_RATIO
-            self.measured[depth] = seconds / plain_s if ratio is None else ratio + weight * (seconds / plain_s - ratio)
+            seen, weight = seconds / plain_s, _FRESH_AGAIN if is_news else _FRESH_RATIO
+            if ratio is not None:
+                seen = ratio + weight * (min(max(seen, _LEAST_CHANGE * ratio), _MOST_CHANGE * ratio) - ratio)
+            self.measured[depth] = max(1.0, seen)
             self._fill_in()
         elif ratio is not None:
             follows = near and plain_s is not None and self.was_plain == (depth == 0)
@@ -291,7 +307,7 @@ class DraftPolicy:
         depth     drafts of the row that has most
         context   tokens of a row, in the mean
         """
-        if not depth and self._plain < _MEASURING and self.adaptive:
+        if not depth and self._plain < _BESIDE and self.adaptive:
             return
         self._of(num_rows).saw(depth, seconds, context)
 

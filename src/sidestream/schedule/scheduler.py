@@ -293,7 +293,8 @@ class Scheduler:
                 else:
                     if drafts:
                         self._re_anchor(request, drafts, len(result.token_ids))
-                        drafted.append((request.drafting, drafts, len(result.token_ids) - 1))
+                        if result.token_ids:  # else its logits are not finite, which says nothing of its drafts
+                            drafted.append((request.drafting, drafts, len(result.token_ids) - 1))
                     request.committed_len += count
                 if not result.finite:  # its KV may be no better than its logits: nobody else shall find it
                     continue

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from itertools import accumulate, islice
+from itertools import islice
 from typing import NamedTuple
 
 from sidestream.device.base import CopyBatch, Stream
@@ -73,6 +73,7 @@ class Copy:
         self._after = list(after)
         self._group = self._segment = 0
         self._left = sum(group.num_bytes for group in groups)  # not submitted yet
+        self._segments_left = sum(len(group.source_starts) for group in groups)
         self._flying = 0  # slices
         self._began_s = 0.0
 
@@ -115,7 +116,7 @@ class Lane:
         self._queues: tuple[deque[Copy], ...] = tuple(deque() for _ in Urgency)  # the first one of each may have begun
         self._flying: deque[_Slice] = deque()  # in the order in which the device does them
         self._bytes = self._segments = 0  # of these
-        self._left = 0  # bytes that the device was not given yet
+        self._left = self._segments_left = 0  # bytes and segments that the device was not given yet
         self._num_copies = 0
         self._last_end_s = 0.0
 
@@ -128,6 +129,7 @@ class Lane:
         self._queues[copy.urgency].append(copy)
         self._num_copies += 1
         self._left += copy._left
+        self._segments_left += copy._segments_left
 
     def retire(self) -> list[Copy]:
         """Look at what is on the device; the copies that have ended, which are the lane's no more. Never blocks."""
@@ -141,6 +143,7 @@ class Lane:
             if slice_.fence.failure is not None and not copy.submitted:
                 self._queues[copy.urgency].popleft()  # it is given nothing more
                 self._left -= copy._left
+                self._segments_left -= copy._segments_left
             copy.failure = copy.failure or slice_.fence.failure
             if copy.done:
                 ended.append(copy)
@@ -168,7 +171,7 @@ class Lane:
         queued = [copy for queue in self._queues for copy in queue]
         for queue in self._queues:
             queue.clear()
-        self._left = 0
+        self._left = self._segments_left = 0
         for copy in queued:
             copy.failure = reason
         dropped = [copy for copy in queued if copy.done]
@@ -201,9 +204,18 @@ class Lane:
 
     def _enough(self) -> int:
         """Which of those in flight is worth to be woken for. Not half of them for the end of a load: until all of it was given, no flight may follow it."""
-        half, over = len(self._flying) // 2, self._bytes + self._left - self._pace.bytes_in_flight
-        ends = accumulate(slice_.num_bytes for slice_ in islice(self._flying, half))
-        return next((index for index, done in enumerate(ends) if done >= over), half)
+        half, pace = len(self._flying) // 2, self._pace
+        over, segments_over = (
+            self._bytes + self._left - pace.bytes_in_flight,
+            self._segments + self._segments_left - pace.segments_in_flight,
+        )
+        if over <= 0 and segments_over <= 0:
+            return half  # there is room for all of it: it waits for something else
+        for index, slice_ in enumerate(islice(self._flying, half)):
+            over, segments_over = over - slice_.num_bytes, segments_over - slice_.num_segments
+            if over <= 0 and segments_over <= 0:
+                return index
+        return half
 
     def _end_of_first(self) -> int:
         """Which of those in flight is the last slice of the copy that comes first."""
@@ -250,7 +262,9 @@ class Lane:
         self._flying.append(_Slice(fence, copy, num_bytes, num_segments))
         self._bytes += num_bytes
         self._left -= num_bytes
+        self._segments_left -= num_segments
         copy._left -= num_bytes
+        copy._segments_left -= num_segments
         self._segments += num_segments
         copy._segment = stop
         if stop == count:

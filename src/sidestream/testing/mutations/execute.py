@@ -135,7 +135,7 @@ MUTATIONS = (
         name="new-owner-brings-its-own-history",
         hazard="H16",
         target=f"{_STATE}.begin",
-        old="        self.history.view(-1)[places] = self.numbers([*chain.from_iterable(known)], torch.int32)\n",
+        old="        self.history.view(-1)[places] = self._uploads.together([torch.from_numpy(known)])[0]\n",
         new="        pass\n",
         removes="a request's drafts are made of the tokens of the row's owner before it",
         needs=frozenset({"speculative"}),

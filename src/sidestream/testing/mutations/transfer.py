@@ -222,6 +222,7 @@ MUTATIONS = (
             "        if slice_.fence.failure is not None and not copy.submitted:\n"
             "            self._queues[copy.urgency].popleft()  # it is given nothing more\n"
             "            self._left -= copy._left\n"
+            "            self._segments_left -= copy._segments_left\n"
         ),
         new="",
         removes="the rest of a copy that failed is copied, and it ends twice",
