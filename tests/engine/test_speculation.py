@@ -12,7 +12,7 @@ import pytest
 from engine_rig import Reply, Rig, prompts, serving
 
 from sidestream.config import EngineConfig, SamplingParams, SpeculativeConfig
-from sidestream.engine import loop
+from sidestream.engine import tally
 from sidestream.errors import ConfigError, RequestRejected
 from sidestream.execute.executor import Flight
 from sidestream.execute.mailbox import Delivered
@@ -31,7 +31,7 @@ def speculating(model: ToyModel | None = None, **options: Any) -> Any:
 def accept_lengths(rig: Rig) -> dict[int, list[int]]:
     """What the engine saw of each request's drafts from now on: tokens that each of its drafting steps went on by, less the last."""
     seen: dict[int, list[int]] = defaultdict(list)
-    count = rig.engine._count_drafts
+    count = rig.engine._drafts.count
 
     def count_and_keep(flight: Flight, delivered: Delivered) -> None:
         sampling = [row for row in flight.batch.rows if row.samples]
@@ -40,7 +40,7 @@ def accept_lengths(rig: Rig) -> dict[int, list[int]]:
                 seen[row.request_id].append(len(result.token_ids) - 1)
         count(flight, delivered)
 
-    rig.engine._count_drafts = count_and_keep  # type: ignore[method-assign]
+    rig.engine._drafts.count = count_and_keep  # type: ignore[method-assign]
     return seen
 
 
@@ -199,8 +199,8 @@ def test_times_of_drafting_and_verifying_are_counted_for_each_flight_that_does()
 def test_steps_without_drafts_are_counted_by_why_and_told_now_and_then(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(loop, "_UNDRAFTED_PERIOD_S", 0.0)
-    caplog.set_level("INFO", logger="sidestream.engine.loop")
+    monkeypatch.setattr(tally, "_PERIOD_S", 0.0)
+    caplog.set_level("INFO", logger="sidestream.engine.tally")
     saw = DraftPolicy.saw_flight
     for dear in (False, True):
         seconds = 10.0 if dear else 1.0

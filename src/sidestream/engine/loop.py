@@ -15,8 +15,7 @@ import operator
 import secrets
 import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -26,9 +25,9 @@ from sidestream.config import SamplingParams
 from sidestream.device.base import Device
 from sidestream.engine.inbox import Inbox
 from sidestream.engine.session import Handle, Session, Sink, TokenSource
+from sidestream.engine.tally import DraftTally
 from sidestream.errors import ContextTooLong, DeviceLost, EngineStopped, QueueFull, RequestRejected
 from sidestream.execute.executor import Executor, Flight
-from sidestream.execute.mailbox import Delivered
 from sidestream.kv.keys import BlockKeys
 from sidestream.kv.layout import KVLayout
 from sidestream.kv.pool import FencedPool
@@ -50,8 +49,6 @@ _REST_AFTER_S = 1.0
 _MEASURED_PREFILL = 64
 # Gauges are read by people.
 _GAUGE_PERIOD_S = 0.2
-# And so is the log: how often it says that requests go without drafts.
-_UNDRAFTED_PERIOD_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,8 +103,7 @@ class Engine:
         self._ids = itertools.count()
         self._inbox = parts.inbox
         self._sessions: dict[RequestId, Session] = {}
-        self._undrafted: Counter[str] = Counter()
-        self._undrafted_since_s = self._now()
+        self._drafts = DraftTally(parts.metrics, parts.proposer, parts.device.now)
         self._previous: Flight | None = None
         self._unfinished = 0
         self._gate = threading.Lock()  # orders submit against close; guards _unfinished and _status
@@ -314,7 +310,7 @@ class Engine:
             self.num_steps += 1
             parts.metrics.inc("steps_total")
         if plan.undrafted:
-            self._count_undrafted(plan.undrafted)
+            self._drafts.count_undrafted(plan.undrafted)
         # What a flight could not even be launched with is known at once: nothing is planned on what it would have left on the device.
         failed = flight is not None and flight.fence.failure is not None
         if not parts.asynchronous or failed:
@@ -346,7 +342,7 @@ class Engine:
         delivered = flight.results()
         committed = parts.scheduler.commit(flight.batch, delivered.rows, flight.fence)
         if flight.batch.speculates:
-            self._count_drafts(flight, delivered)
+            self._drafts.count(flight, delivered)
         self._count_waits(committed.drawn)
         sessions, ended = self._sessions, list[tuple[Request, Session, Delta | None, bool]]()
         for request, result, count, stop_reason in committed.drawn:
@@ -410,37 +406,6 @@ class Engine:
         metrics.inc("output_tokens_total", len(firsts) + len(others))
         metrics.observe_all("ttft_seconds", firsts)
         metrics.observe_all("itl_seconds", others)
-
-    def _count_drafts(self, flight: Flight, delivered: Delivered) -> None:
-        metrics, proposer, drafts = self.parts.metrics, self.parts.proposer, flight.drafts
-        lengths = [len(result.token_ids) for result in itertools.compress(delivered.rows, drafts)]
-        metrics.inc("draft_tokens_total", sum(drafts), proposer)
-        metrics.inc("accepted_tokens_total", sum(lengths) - len(lengths) + lengths.count(0), proposer)
-        metrics.observe_all("accept_length", lengths, proposer)
-        if delivered.draft_s is not None and delivered.verify_s is not None and not flight.gated:  # else loads were waited for meanwhile
-            metrics.observe("draft_seconds", delivered.draft_s, proposer)
-            metrics.observe("verify_seconds", delivered.verify_s, proposer)
-
-    def _count_undrafted(self, undrafted: Mapping[str, int]) -> None:
-        """Count rows that went without drafts, and say so now and then, if it is more than an answer's end or a measurement."""
-        for reason, count in undrafted.items():
-            self.parts.metrics.inc("draft_fallbacks_total", count, reason)
-            self._undrafted[reason] += count
-        seconds = self._now() - self._undrafted_since_s
-        if seconds >= _UNDRAFTED_PERIOD_S:
-            chance, others, blocks = (self._undrafted[reason] for reason in ("chance", "others", "blocks"))
-            if chance or others or blocks:
-                logger.info(
-                    "in %.0f s, requests went %d steps without drafts: %d because too few were right for what they cost, %d because others would "
-                    "have waited for them too long, %d for lack of blocks",
-                    seconds,
-                    chance + others + blocks,
-                    chance,
-                    others,
-                    blocks,
-                )
-            self._undrafted = Counter()
-            self._undrafted_since_s = self._now()
 
     def _measure(self, flight: Flight) -> None:
         """Count a flight that was just seen done. It ran from its launch, or from the end of the one before, whichever came later."""

@@ -198,7 +198,7 @@ def _flights(
 def _accept_lengths(llm: LLM) -> dict[int, dict[int, int]]:
     """By request and number of tokens that it has, how far it goes in each step that drafts as much as may be; from now on."""
     seen: dict[int, dict[int, int]] = defaultdict(dict)
-    count = llm.engine._count_drafts
+    count = llm.engine._drafts.count
 
     def count_and_keep(flight: Flight, delivered: Delivered) -> None:
         sampling = (row for row in flight.batch.rows if row.samples)
@@ -208,7 +208,7 @@ def _accept_lengths(llm: LLM) -> dict[int, dict[int, int]]:
                 seen[row.request_id][len(request.tokens) - len(result.token_ids)] = len(result.token_ids)
         count(flight, delivered)
 
-    llm.engine._count_drafts = count_and_keep  # type: ignore[method-assign]
+    llm.engine._drafts.count = count_and_keep  # type: ignore[method-assign]
     return seen
 
 
