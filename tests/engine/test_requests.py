@@ -26,6 +26,8 @@ PROMPT = prompts(1, 1, longest=12)[0]
         ([], {}, RequestRejected, "empty", "prompt"),
         ([1, -1], {}, RequestRejected, "token id -1", "prompt"),
         ([1, 97], {}, RequestRejected, "token id 97: the model knows 0 to 96", "prompt"),
+        ([1, 2**70], {}, RequestRejected, f"token id {2**70}: the model knows 0 to 96", "prompt"),
+        ([-(2**70), 1], {}, RequestRejected, f"token id {-(2**70)}", "prompt"),
         ([1] * 96, {}, ContextTooLong, r"96 tokens, the pool holds 96 \(24 blocks x 4\)", "prompt"),
         ([1] * 5, {"stop_token_ids": (97,)}, RequestRejected, "token id 97", "stop_token_ids"),
         ([1] * 5, {"logit_bias": {200: 1.0}}, RequestRejected, "token id 200", "logit_bias"),

@@ -148,6 +148,13 @@ def test_a_row_that_would_get_no_drafts_gains_nothing_by_its_chance() -> None:
     assert fly(policy, rows, flat(1.03)) == [1] + [0] * 7 + [4] * 8
 
 
+def test_a_row_at_its_answers_end_does_not_try_again_either() -> None:
+    policy, rows = drafting([0.02, *[0.9] * 3], max_slowdown=math.inf)
+    depths(policy, rows, flat(1.1), 8)
+    policy.records.idle[rows[0]] = 100
+    assert policy.choose(rows, [0, 4, 4, 4]) == ([0, 4, 4, 4], {"end": 1})
+
+
 def test_who_gains_alike_is_drafted_for_however_many_they_are_and_whatever_others_gained_before() -> None:
     policy = DraftPolicy(4)
     together(policy, [0.0, 0.9] * 16, flat(1.5))
@@ -262,6 +269,26 @@ def test_a_host_that_is_held_up_once_does_not_change_what_drafts_are_believed_to
             seen = max(0.03 * PLAIN_S, seen - held_up * PLAIN_S)
         policy.saw_flight(8, chosen[-2], seen, 1000)
     assert chosen.count(0) < 25
+
+
+def test_a_machine_that_got_slower_is_measured_anew() -> None:
+    policy, rows = drafting([0.9] * 8)
+    depths(policy, rows, flat(1.2), 5 + 320)
+    depths(policy, rows, lambda depth: 1.5 * flat(1.2)(depth), 5 + 20)
+    assert policy._ratios(8)[4] == pytest.approx(1.2, rel=0.01)
+
+
+def test_a_measurement_that_was_cut_short_by_prompts_is_not_made_up_of_an_old_one() -> None:
+    """Over twice the KV all flights take longer by half; of those that go without drafts only one is seen."""
+    policy, rows = drafting([0.9] * 8)
+    depths(policy, rows, flat(1.2), 5 + 320)
+    for number in range(5):
+        assert max(policy.choose(rows, [4] * 8).counts) == 0
+        if number == 3:
+            policy.saw_flight(8, 0, 1.5 * PLAIN_S, 2000)
+    for _ in range(20):
+        policy.saw_flight(8, max(policy.choose(rows, [4] * 8).counts), 1.5 * flat(1.2)(4), 2000)
+    assert policy._ratios(8)[4] == pytest.approx(1.2, rel=0.01)
 
 
 def test_drafts_are_never_believed_to_be_cheaper_than_nothing() -> None:

@@ -9,7 +9,7 @@ from plans import prompt, row_of
 from scheduler_world import World
 
 from sidestream.schedule.request import Request
-from sidestream.types import RowPlan
+from sidestream.types import RowPlan, RowResult
 
 WRONG, RIGHT = 0, 3
 
@@ -114,3 +114,17 @@ def test_what_became_of_drafts_is_remembered_for_the_request() -> None:
         world.run()
         chances[right] = records.chance[request.drafting] - before
     assert chances[WRONG] < 0 < chances[RIGHT]
+
+
+def test_logits_that_are_no_numbers_say_nothing_of_drafts() -> None:
+    world = drafting_world(right=RIGHT)
+    request = world.submit(prompt(5), outputs=20)
+    while not any(row.drafts for row in decodes(world, request)):
+        world.step()
+    flight = world.previous
+    assert flight is not None
+    world.device.run_until(flight.fence)
+    chance, behind = (values[request.drafting] for values in (world.drafts.records.chance, world.drafts.records.behind))
+    world.scheduler.commit(flight.batch, [RowResult((), finite=False) for _ in flight.results], flight.fence)
+    assert world.drafts.records.chance[request.drafting] == chance
+    assert world.drafts.records.behind[request.drafting] == behind

@@ -344,6 +344,9 @@ def test_cut_drops_what_has_not_begun_and_lets_the_rest_end_by_its_fences() -> N
         world.end(label)
     assert set(world.lane.retire()) == {whole, begun}
     assert (len(world.lane), len(world.given)) == (0, 3)
+    world.copy("later", 4)  # nothing is left of what was cut: one more ends, and it fits
+    world.lane.fill()
+    assert list(world.lane.awaited()) == [world.streams[1].fences[1]]
 
 
 def test_nobody_rests_for_a_fence_that_is_done() -> None:

@@ -623,7 +623,7 @@ class Engine:
         try:
             numbers = np.array(prompt, np.int64)
             lowest, highest = int(numbers.min()), int(numbers.max())
-        except OverflowError:
+        except OverflowError:  # which is refused below
             lowest, highest = min(prompt), max(prompt)
         if lowest < 0 or highest >= bounds.vocab_size:
             bad = lowest if lowest < 0 else highest

@@ -37,12 +37,11 @@ _LEAST_CHANCE, _MOST_CHANCE = 0.05, 0.5
 _PATIENCE = 1.0
 # Flights with drafts after which a row without any tries one.
 _PROBE_FLIGHTS = 32
-# Flights with drafts after which so many go without, to be measured. A flight is measured by what is between two commits, and the host's work on the
-# flights around it is part of that: so it counts if the two beside it are without drafts, too. Of so many that count the middle one does: if the host
-# is held up, one flight seems long, and the next one short.
+# Flights with drafts after which so many go without, to be measured; of so many that follow each other the middle one counts. A flight is measured by
+# what is between two commits, and the host's work on the flights around it is part of that: where drafts begin and end it is theirs. And if the host is
+# held up, one flight seems long, and the next one short.
 _MEASURE_FLIGHTS = 320
 _MEASURING = 5
-_BESIDE = 3
 _SAMPLES = 3
 # What a flight with drafts seems to take counts as no less than that of what it took before, and no more than that many times as much.
 _LEAST_CHANGE, _MOST_CHANGE = 0.5, 2.0
@@ -156,8 +155,9 @@ class _Flights:
             self.measured[depth] = max(1.0, seen)
             self._fill_in()
         elif ratio is not None:
-            follows = near and plain_s is not None and self.was_plain == (depth == 0)
-            self.plain_s = plain_s + _FRESH_PLAIN * (seconds / ratio - plain_s) if follows and plain_s is not None else seconds / ratio
+            implied_s = seconds / ratio
+            follows = depth and near and not self.was_plain and plain_s is not None
+            self.plain_s = plain_s + _FRESH_PLAIN * (implied_s - plain_s) if follows and plain_s is not None else implied_s
             self.context, self.was_plain = context, depth == 0
 
     def _fill_in(self) -> None:
@@ -204,7 +204,6 @@ class DraftPolicy:
         self._usual = _HOPE
         self._num_begun = 0
         self._flights: dict[int, _Flights] = {}
-        self._plain = 0  # flights in a row that were chosen without drafts, up to the last
 
     def newcomer(self, wanted: int) -> int:
         """A new request, of which nothing is known but how others fared: the number that it has here, until it is `gone`."""
@@ -245,9 +244,7 @@ class DraftPolicy:
             counts, reason = np.zeros(len(most), np.int64), "measuring"
         else:
             counts, reason = self._counts(rows, most, flights, ratios)
-        depth = int(counts.max(initial=0))
-        self._plain = 0 if depth else self._plain + 1
-        self.records.behind[rows] += ratios[depth] - 1 - self.max_slowdown
+        self.records.behind[rows] += ratios[int(counts.max(initial=0))] - 1 - self.max_slowdown
         return self._chosen(counts, most, wanted, reason)
 
     def _chosen(self, counts: Ints, most: Ints, wanted: Ints, reason: str) -> Chosen:
@@ -302,13 +299,11 @@ class DraftPolicy:
         return best, "others" if lowest and not best and max(depths, key=speed) else "chance"
 
     def saw_flight(self, num_rows: int, depth: int, seconds: float, context: float) -> None:
-        """A flight of rows that decode took so long, seen behind the choice for the flight after it.
+        """A flight of rows that decode took so long.
 
         depth     drafts of the row that has most
         context   tokens of a row, in the mean
         """
-        if not depth and self._plain < _BESIDE and self.adaptive:
-            return
         self._of(num_rows).saw(depth, seconds, context)
 
     def _ratios(self, num_rows: int) -> list[float]:
