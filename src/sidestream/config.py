@@ -120,7 +120,7 @@ class SpeculativeConfig:
     adaptive: bool = True
     head: str | Path | None = None
     model: str | Path | None = None
-    max_slowdown: float = 0.015
+    max_slowdown: float = 0.01
 
     def __post_init__(self) -> None:
         if self.head is not None and self.proposer != "mtp":
@@ -135,7 +135,7 @@ class SpeculativeConfig:
             raise ConfigError(unknown_name("proposer", str(self.proposer), PROPOSERS))
         _at_least("max_drafts", self.max_drafts, 1)
         if not (isinstance(self.max_slowdown, int | float) and self.max_slowdown >= 0):
-            raise ConfigError(f"max_slowdown is {self.max_slowdown}: give a share from 0, such as 0.015, or inf for no bound")
+            raise ConfigError(f"max_slowdown is {self.max_slowdown}: give a share from 0, such as 0.01, or inf for no bound")
         if self.max_drafts > MOST_DRAFTS:
             raise ConfigError(f"max_drafts is {self.max_drafts}: at most {MOST_DRAFTS} tokens are drafted at once; lower it")
 

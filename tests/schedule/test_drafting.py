@@ -35,9 +35,14 @@ def flat(ratio: float) -> Callable[[int], float]:
     return lambda depth: PLAIN_S * (ratio if depth else 1.0)
 
 
+def chosen_of(policy: DraftPolicy, rows: Sequence[int], *, room: int = 4) -> list[int]:
+    """What each row gets in the next flight."""
+    return (policy.again(len(rows)) or policy.choose(rows, [room] * len(rows))).counts
+
+
 def fly(policy: DraftPolicy, rows: Sequence[int], takes: Callable[[int], float], *, room: int = 4) -> list[int]:
     """One flight: what each row gets."""
-    counts = policy.choose(rows, [room] * len(rows)).counts
+    counts = chosen_of(policy, rows, room=room)
     policy.saw_flight(len(rows), max(counts), takes(max(counts)), 1000)
     return counts
 
@@ -111,7 +116,8 @@ def together(policy: DraftPolicy, chances: Sequence[float], takes: Callable[[int
     rows, left, ends = rows_of(policy, chances), [tokens] * len(chances), [0.0] * len(chances)
     now, seen = 0.0, list[tuple[int, int, int]]()
     while live := [at for at, count in enumerate(left) if count > 0]:
-        counts = policy.choose([rows[at] for at in live], [left[at] - 1 for at in live]).counts
+        chosen = policy.again(len(live)) or policy.choose([rows[at] for at in live], [left[at] - 1 for at in live])
+        counts = chosen.counts
         now += takes(max(counts)) / PLAIN_S
         policy.saw_flight(len(live), max(counts), takes(max(counts)), 1000)
         if seen:
@@ -145,7 +151,7 @@ def test_a_row_that_would_get_no_drafts_gains_nothing_by_its_chance() -> None:
     policy.records.behind[rows[0]] = 1.1
     assert policy.choose(rows, [4] * 16) == ([0] * 16, {"others": 16})
     policy.records.behind[rows[0]], policy.records.chance[rows[0]] = 1.1, 0.06  # now it would get one
-    assert fly(policy, rows, flat(1.03)) == [1] + [0] * 7 + [4] * 8
+    assert policy.choose(rows, [4] * 16).counts == [1] + [0] * 7 + [4] * 8
 
 
 def test_a_row_at_its_answers_end_does_not_try_again_either() -> None:
@@ -168,7 +174,7 @@ def test_a_request_that_wants_few_drafts_is_not_slowed_down_by_what_it_could_hav
         rows = [*rows_of(policy, [0.8], wanted=1), *rows_of(policy, [0.9] * 31)]
         now, left = 0.0, 600
         while left > 0:
-            counts = policy.choose(rows, [4] * 32).counts
+            counts = chosen_of(policy, rows)
             now += flat(2.0)(max(counts)) / PLAIN_S
             policy.saw_flight(32, max(counts), flat(2.0)(max(counts)), 1000)
             accepted = int(counts[0] > 0 and draws.random() < 0.8)
@@ -198,7 +204,7 @@ def test_a_request_that_wants_no_drafts_is_not_slowed_down_for_others_either() -
     rows = [policy.newcomer(0), *rows_of(policy, [0.9] * 3)]
     seconds = 0.0
     for _ in range(2000):
-        counts = policy.choose(rows, [4] * 4).counts
+        counts = chosen_of(policy, rows)
         assert counts[0] == 0
         seconds += flat(1.5)(max(counts))
         policy.saw_flight(4, max(counts), flat(1.5)(max(counts)), 1000)
@@ -227,13 +233,70 @@ def test_where_the_host_is_the_bound_drafts_cost_what_the_host_needs_for_them(as
     policy, rows = drafting([0.25] * 128)  # two drafts bring 0.31 tokens
     flights, seconds, tokens = [0, 0], 0.0, 0.0
     for number in range(3000):
-        flights.append(max(policy.choose(rows, [4] * 128).counts))
+        flights.append(max(chosen_of(policy, rows)))
         seen = flights[-1 - asynchronous]
         takes = 1 + 0.3 * (flights[-3 if asynchronous else -1] > 0) + 0.3 * (flights[-1] > 0)
         policy.saw_flight(128, seen, PLAIN_S * takes, 1000)
         if number > 1000:
             seconds, tokens = seconds + takes, tokens + 1 + sum(0.25**place for place in range(1, seen + 1))
     assert tokens / seconds > 0.97
+
+
+def test_what_drafts_cost_in_the_flights_behind_them_is_theirs() -> None:
+    """Where the host is the bound, what it has to do for drafts lies between the commits of flights behind them, which have none themselves."""
+    policy, rows = drafting([0.0] * 64 + [0.5] * 64)
+    depths(policy, rows, flat(1.1), 5)
+    spill = [0.0, 0.0]
+    for _ in range(400):
+        depth = max(chosen_of(policy, rows))
+        takes = 1 + (0.1 if depth else 0.0) + spill.pop(0)
+        spill.append(0.0)
+        if depth:
+            spill = [spill[0] + 0.2, spill[1] + 0.1]
+        policy.saw_flight(128, depth, PLAIN_S * takes, 1000)
+    assert policy._ratios(128)[4] == pytest.approx(1.4, rel=0.02)
+    assert policy._of(128).plain_s == pytest.approx(PLAIN_S, rel=0.01)
+
+
+def test_where_nobody_drafts_that_is_chosen_for_a_few_flights_at_once() -> None:
+    policy, rows = drafting([0.0] * 4)
+    depths(policy, rows, flat(1.4), 5)
+    assert policy.again(4) is None  # they were measured
+    behind, anew = policy.records.behind[rows[0]], []
+    for _ in range(12):
+        chosen = policy.again(4)
+        anew.append(chosen is None)
+        assert max((chosen or policy.choose(rows, [4] * 4)).counts) == 0
+        policy.saw_flight(4, 0, PLAIN_S, 1000)
+    assert anew == [True, False, False, False] * 3
+    policy.choose(rows, [4] * 4)
+    assert policy.records.behind[rows[0]] == pytest.approx(behind - 13 * policy.max_slowdown)  # what is forgiven is, in each flight
+    assert policy.records.idle[rows[0]] == 0  # not for others
+    assert policy.again(3) is None  # somebody went
+    assert policy.again(4) is not None
+
+
+def test_a_row_alone_whose_drafts_failed_tries_one_every_so_many_flights() -> None:
+    policy, rows = drafting([0.9])
+    depths(policy, rows, flat(1.0), 7)
+    policy.records.chance[rows] = 0.02
+    assert 30 < depths(policy, rows, flat(1.0), 200).index(1) < 36
+
+
+def test_rows_that_nobody_drafts_for_try_again_after_as_many_flights_as_if_each_were_chosen_for() -> None:
+
+    def first(ask_each_time: bool) -> int:
+        policy, rows = drafting([0.06] * 4)
+        depths(policy, rows, flat(1.5), 6)
+        for number in range(1000):
+            again = None if ask_each_time else policy.again(4)
+            if max((again or policy.choose(rows, [4] * 4)).counts):
+                return number
+            policy.saw_flight(4, 0, PLAIN_S, 1000)
+        return 1000
+
+    assert first(False) == pytest.approx(first(True), abs=4)
+    assert 40 < first(True) < 70
 
 
 def test_flights_are_compared_with_those_over_as_much_kv_not_with_those_of_the_last_answers_end() -> None:
@@ -244,7 +307,7 @@ def test_flights_are_compared_with_those_over_as_much_kv_not_with_those_of_the_l
         rows, seconds, tokens = rows_of(policy, [0.03] * 16 + [0.9] * 16), 0.0, 0.0
         for step in range(200):
             grown = 1 + step / 400
-            counts = policy.choose(rows, [4] * 32).counts
+            counts = chosen_of(policy, rows)
             policy.saw_flight(32, max(counts), grown * flat(1.1)(max(counts)), 100 + step)
             policy.saw(rows, counts, [0] * 16 + [min(3, count) for count in counts[16:]])
             seconds += grown * flat(1.1)(max(counts))
@@ -261,7 +324,7 @@ def test_a_host_that_is_held_up_once_does_not_change_what_drafts_are_believed_to
     depths(policy, rows, proportional(0.05), 5 + 320)  # now some go without, to be measured
     chosen = [0]
     for number in range(600):
-        chosen.append(max(policy.choose(rows, [4] * 8).counts))
+        chosen.append(max(chosen_of(policy, rows)))
         seen = proportional(0.05)(chosen[-2])  # of the flight before, as it is in an engine
         if number == at:
             seen += held_up * PLAIN_S
@@ -283,11 +346,11 @@ def test_a_measurement_that_was_cut_short_by_prompts_is_not_made_up_of_an_old_on
     policy, rows = drafting([0.9] * 8)
     depths(policy, rows, flat(1.2), 5 + 320)
     for number in range(5):
-        assert max(policy.choose(rows, [4] * 8).counts) == 0
+        assert max(chosen_of(policy, rows)) == 0
         if number == 3:
             policy.saw_flight(8, 0, 1.5 * PLAIN_S, 2000)
     for _ in range(20):
-        policy.saw_flight(8, max(policy.choose(rows, [4] * 8).counts), 1.5 * flat(1.2)(4), 2000)
+        policy.saw_flight(8, max(chosen_of(policy, rows)), 1.5 * flat(1.2)(4), 2000)
     assert policy._ratios(8)[4] == pytest.approx(1.2, rel=0.01)
 
 
@@ -295,7 +358,7 @@ def test_drafts_are_never_believed_to_be_cheaper_than_nothing() -> None:
     """Else every row would be given credit by each flight with drafts, and could be slowed down for it later."""
     policy, rows = drafting([0.0] + [0.9] * 7)
     for number in range(1500):
-        counts = policy.choose(rows, [4] * 8).counts
+        counts = chosen_of(policy, rows)
         policy.saw_flight(8, max(counts), flat(1.3)(max(counts)) * (3 if number < 5 else 1), 1000)
         policy.saw(rows, counts, [0, *(3 if count else 0 for count in counts[1:])])
         assert min(policy._ratios(8)) >= 1
@@ -305,7 +368,7 @@ def test_drafts_are_never_believed_to_be_cheaper_than_nothing() -> None:
 def test_a_flight_that_takes_no_time_by_a_coarse_clock_breaks_nothing() -> None:
     policy, rows = drafting([0.9] * 4)
     for number in range(50):
-        counts = policy.choose(rows, [4] * 4).counts
+        counts = chosen_of(policy, rows)
         policy.saw_flight(4, max(counts), 0.0 if max(counts) or number % 2 else PLAIN_S, 1000)
 
 
@@ -321,7 +384,7 @@ def test_a_flight_that_was_to_be_measured_and_was_not_does_not_end_drafting() ->
     depths(policy, rows, flat(1.4), 5 + 320)
     counts = []
     for _ in range(50):
-        counts += policy.choose(rows, [4] * 4).counts[:1]
+        counts += chosen_of(policy, rows)[:1]
     assert counts[:6] == [0, 0, 0, 0, 0, 4]
     assert counts.count(0) == 5
 

@@ -41,10 +41,14 @@ _PROBE_FLIGHTS = 32
 # what is between two commits, and the host's work on the flights around it is part of that: where drafts begin and end it is theirs. And if the host is
 # held up, one flight seems long, and the next one short.
 _MEASURE_FLIGHTS = 320
-_MEASURING = 5
+_SPILL = 2
 _SAMPLES = 3
+_MEASURING = _SPILL + _SAMPLES
 # What a flight with drafts seems to take counts as no less than that of what it took before, and no more than that many times as much.
 _LEAST_CHANGE, _MOST_CHANGE = 0.5, 2.0
+# Flights for which it is chosen at once that nobody drafts: choosing takes the host a tenth of what it has to do for a flight of many rows, and where
+# nobody drafts it has least time.
+_REST = 4
 # Flights less deep than may be after which one is as deep, times what that takes, so that trying costs less than a hundredth; fewer if it was never
 # seen with so many rows.
 _RETRY_FLIGHTS = 128
@@ -114,7 +118,9 @@ class _Flights:
     measured  what flights of each depth took, of those without drafts; None: nobody knows
     ratios    the same; between depths that are known, in proportion
     last      which flight was the last of each depth, of `count` that were seen
-    samples   what the last ones without drafts took, one after another
+    spilling  depth of the last one with drafts, and the weight that what it took has
+    spill     without drafts that are still to be seen of which it took something
+    samples   what the last ones behind those took, one after another
     plain_s   what one without drafts takes over `context` tokens a row, or took, if it `was_plain`: else it is what one with drafts says; None: nobody knows
     drafted   with drafts, since some were to go without
     plain     that are still to go without
@@ -124,6 +130,8 @@ class _Flights:
     measured: list[float | None]
     ratios: list[float | None]
     last: list[int]
+    spilling: tuple[int, float] = 0, 0.0
+    spill: int = 0
     samples: tuple[float, ...] = ()
     plain_s: float | None = None
     context: float = 0.0
@@ -136,29 +144,49 @@ class _Flights:
     def saw(self, depth: int, seconds: float, context: float) -> None:
         """One of this depth took so long."""
         self.count += 1
-        self.drafted += depth > 0
         is_news = self.count - self.last[depth] > _LONG_FLIGHTS
         self.last[depth] = self.count
         if depth:
-            self.samples = ()
+            self.drafted += 1
+            self.samples, self.spill = (), _SPILL
+            self.spilling = depth, self._took(depth, seconds, context, is_news=is_news)
+        elif self.spill:
+            self.spill -= 1
+            self._spilled(*self.spilling, seconds, context)
         else:
             self.samples = (*self.samples, seconds)[-_SAMPLES:]
-            if len(self.samples) < _SAMPLES:
-                return
-            seconds = sorted(self.samples)[_SAMPLES // 2]
+            if len(self.samples) == _SAMPLES:
+                self._took(0, sorted(self.samples)[_SAMPLES // 2], context, is_news=is_news)
+
+    def _is_near(self, context: float) -> bool:
+        return abs(context - self.context) <= _NEAR_TOKENS + _NEAR * self.context
+
+    def _spilled(self, depth: int, weight: float, seconds: float, context: float) -> None:
+        """One without drafts, behind one of this depth, took so long: what is more than it would take by itself is the other's."""
         ratio, plain_s = self.measured[depth], self.plain_s
-        near = abs(context - self.context) <= _NEAR_TOKENS + _NEAR * self.context
+        if weight and plain_s and ratio is not None and self._is_near(context):
+            more = min(max(seconds / plain_s - 1, (_LEAST_CHANGE - 1) * ratio), (_MOST_CHANGE - 1) * ratio)
+            self.measured[depth] = max(1.0, ratio + weight * more)
+            self._fill_in()
+
+    def _took(self, depth: int, seconds: float, context: float, *, is_news: bool) -> float:
+        """One of this depth took so long: the weight that this has in what such a flight is known to take."""
+        ratio, plain_s = self.measured[depth], self.plain_s
+        near = self._is_near(context)
         if depth and plain_s and near and (self.was_plain or is_news or ratio is None):  # 0: a clock that did not move
-            seen, weight = seconds / plain_s, _FRESH_AGAIN if is_news else _FRESH_RATIO
+            seen, weight = seconds / plain_s, 1.0
             if ratio is not None:
+                weight = _FRESH_AGAIN if is_news else _FRESH_RATIO
                 seen = ratio + weight * (min(max(seen, _LEAST_CHANGE * ratio), _MOST_CHANGE * ratio) - ratio)
             self.measured[depth] = max(1.0, seen)
             self._fill_in()
-        elif ratio is not None:
+            return weight
+        if ratio is not None:
             implied_s = seconds / ratio
             follows = depth and near and not self.was_plain and plain_s is not None
             self.plain_s = plain_s + _FRESH_PLAIN * (implied_s - plain_s) if follows and plain_s is not None else implied_s
             self.context, self.was_plain = context, depth == 0
+        return 0.0
 
     def _fill_in(self) -> None:
         seen = [(at, ratio) for at, ratio in enumerate(self.measured) if ratio is not None]
@@ -196,7 +224,7 @@ class DraftPolicy:
     records        what became of each request's drafts
     """
 
-    def __init__(self, most: int, *, adaptive: bool = True, max_slowdown: float = 0.015) -> None:
+    def __init__(self, most: int, *, adaptive: bool = True, max_slowdown: float = 0.01) -> None:
         self.most = most
         self.adaptive = adaptive
         self.max_slowdown = max_slowdown
@@ -204,6 +232,8 @@ class DraftPolicy:
         self._usual = _HOPE
         self._num_begun = 0
         self._flights: dict[int, _Flights] = {}
+        self._none: Chosen | None = None
+        self._rested = 0
 
     def newcomer(self, wanted: int) -> int:
         """A new request, of which nothing is known but how others fared: the number that it has here, until it is `gone`."""
@@ -229,23 +259,40 @@ class DraftPolicy:
         if tries:
             self._usual += (1 - (1 - _FRESH_USUAL) ** tries) * (num_right / tries - self._usual)
 
+    def again(self, num_rows: int) -> Chosen | None:
+        """For a flight of so many rows: none, if that was chosen for as many a few flights ago. None: it is to be chosen anew."""
+        none = self._none
+        if none is None or self._rested == _REST - 1 or len(none.counts) != num_rows:
+            return None
+        self._rested += 1
+        return none
+
     def choose(self, numbers: Sequence[int], room: Sequence[int]) -> Chosen:
-        """For all rows that decode in a flight; `room`: how many drafts there may be behind each row's next token, none or less at its answer's end."""
+        """For all rows that decode in a flight; `room`: how many drafts there may be behind each row's next token, none or less at its answer's end.
+        Whoever asked `again` before need not ask each time.
+        """
         rows, left = np.array(numbers, np.int64), np.array(room, np.int64)
         wanted = self.records.wanted[rows]
         most = np.maximum(np.minimum(np.minimum(wanted, left), self.most), 0)
         if not self.adaptive:
             return self._chosen(most, most, wanted, "chance")
         flights, ratios = self._of(len(rows)), self._ratios(len(rows))
+        if self._none is not None and "others" in self._none.undrafted:
+            self.records.idle[rows] += self._rested * (most > 0)
+        passed, self._rested, self._none = 1 + self._rested, 0, None
         if not flights.plain and (flights.plain_s is None or flights.drafted >= _MEASURE_FLIGHTS):
             flights.drafted, flights.plain = 0, _MEASURING
+        reason: str | None
         if flights.plain:
             flights.plain -= 1
             counts, reason = np.zeros(len(most), np.int64), "measuring"
         else:
-            counts, reason = self._counts(rows, most, flights, ratios)
-        self.records.behind[rows] += ratios[int(counts.max(initial=0))] - 1 - self.max_slowdown
-        return self._chosen(counts, most, wanted, reason)
+            counts, reason = self._counts(rows, most, flights, ratios, passed)
+        self.records.behind[rows] += ratios[int(counts.max(initial=0))] - 1 - passed * self.max_slowdown
+        chosen = self._chosen(counts, most, wanted, reason or "chance")
+        if reason and reason != "measuring":
+            self._none = chosen
+        return chosen
 
     def _chosen(self, counts: Ints, most: Ints, wanted: Ints, reason: str) -> Chosen:
         undrafted: dict[str, int] = {}
@@ -254,8 +301,10 @@ class DraftPolicy:
             undrafted = {why: count for why, count in (("end", ends), (reason, without - ends)) if count}
         return Chosen(counts.tolist(), undrafted)
 
-    def _counts(self, rows: Ints, most: Ints, flights: _Flights, ratios: Sequence[float]) -> tuple[Ints, str]:
-        """As many as the best depth and their own chances give them; and why there are none, if there are none."""
+    def _counts(self, rows: Ints, most: Ints, flights: _Flights, ratios: Sequence[float], passed: int) -> tuple[Ints, str | None]:
+        """As many as the best depth and their own chances give them; and why nobody is drafted for, if no depth is worth it. `passed`: flights since
+        the last that it was chosen for, and this one.
+        """
         records = self.records
         chances = records.chance[rows]  # also where an end is near: it will be another's turn
         least = _above([min(max(_SHARE * (more - less), _LEAST_CHANCE), _MOST_CHANCE) for less, more in pairwise(ratios)])
@@ -263,7 +312,7 @@ class DraftPolicy:
         patience = _FIRST_TRY_FLIGHTS if flights.measured[-1] is None else _RETRY_FLIGHTS
         if flights.shallow >= patience * ratios[-1]:
             depth, least = self.most, _above([_LEAST_CHANCE] * self.most)
-        flights.shallow = 0 if depth == self.most else flights.shallow + 1
+        flights.shallow = 0 if depth == self.most else flights.shallow + passed
         if not depth:
             if reason == "others":
                 records.idle[rows] += most > 0
@@ -273,7 +322,7 @@ class DraftPolicy:
         probing = (idle > _PROBE_FLIGHTS) & (most > 0)
         counts[probing], idle[probing] = 1, 0
         records.idle[rows] = idle
-        return counts, reason
+        return counts, None
 
     def _depth(
         self, chances: Floats, ratios: Sequence[float], most: Ints, tired: npt.NDArray[np.bool_], least: Sequence[float]

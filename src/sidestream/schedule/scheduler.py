@@ -404,10 +404,12 @@ class Scheduler:
         """How many tokens to draft for each."""
         if not (self._drafts.most and requests):
             return [0] * len(requests)
-        room = [request.max_outputs - request.launched_outputs - 1 for request in requests]
-        counts, undrafted = self._drafts.choose([request.drafting for request in requests], room)
-        draft.undrafted.update(undrafted)
-        return counts
+        chosen = self._drafts.again(len(requests))
+        if chosen is None:
+            room = [request.max_outputs - request.launched_outputs - 1 for request in requests]
+            chosen = self._drafts.choose([request.drafting for request in requests], room)
+        draft.undrafted.update(chosen.undrafted)
+        return chosen.counts
 
     def _room(self, request: Request, wanted: int, draft: _Draft) -> int | None:
         """Have its table cover one token, and the drafts behind it if there is room for them without taking anybody else's: how many drafts that
