@@ -390,20 +390,17 @@ class Engine:
     def _count_waits(self, drawn: Sequence[Drawn]) -> None:
         """Count tokens that came, and how long their clients waited for each."""
         sessions, now_s = self._sessions, self._now()
-        firsts: list[float] = []
-        others: list[float] = []
+        firsts: dict[float, int] = {}
+        others: dict[float, int] = {}  # nearly all have waited since the same moment
         for request, _, count, _ in drawn:
             if count:
                 session, waits = sessions[request.id], others
                 if session.is_new:
                     session.is_new, waits = False, firsts
-                wait_s, session.last_s = now_s - session.last_s, now_s
-                if count == 1:
-                    waits.append(wait_s)
-                else:
-                    waits += [wait_s / count] * count
+                wait_s, session.last_s = (now_s - session.last_s) / count, now_s
+                waits[wait_s] = waits.get(wait_s, 0) + count
         metrics = self.parts.metrics
-        metrics.inc("output_tokens_total", len(firsts) + len(others))
+        metrics.inc("output_tokens_total", sum(firsts.values()) + sum(others.values()))
         metrics.observe_all("ttft_seconds", firsts)
         metrics.observe_all("itl_seconds", others)
 

@@ -30,9 +30,10 @@ class DraftTally:
     def count(self, flight: Flight, delivered: Delivered) -> None:
         """A flight that drafted, or began where only the device knows, was read."""
         metrics, proposer, drafts = self._metrics, self._proposer, flight.drafts
-        lengths = [len(result.token_ids) for result in itertools.compress(delivered.rows, drafts)]
+        lengths: Counter[float] = Counter(len(result.token_ids) for result in itertools.compress(delivered.rows, drafts))
         metrics.inc("draft_tokens_total", sum(drafts), proposer)
-        metrics.inc("accepted_tokens_total", sum(lengths) - len(lengths) + lengths.count(0), proposer)
+        accepted = sum((length - 1) * rows for length, rows in lengths.items() if length)
+        metrics.inc("accepted_tokens_total", accepted, proposer)
         metrics.observe_all("accept_length", lengths, proposer)
         if delivered.draft_s is not None and delivered.verify_s is not None and not flight.gated:  # else loads were waited for meanwhile
             metrics.observe("draft_seconds", delivered.draft_s, proposer)

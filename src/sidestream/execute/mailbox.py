@@ -132,10 +132,8 @@ class Mailbox:
         elif places == count:
             results = [RowResult(drawn) for drawn in zip(tokens, strict=True)]
         else:
-            results, at = [], 0
-            for row_drafts, length in zip(drafts, lengths, strict=True):
-                results.append(RowResult(tuple(tokens[at : at + length])))
-                at += 1 + row_drafts
+            drawn, starts = tuple(tokens), np.cumsum([0, *drafts[:-1]]) + np.arange(count)
+            results = [RowResult(drawn[start : start + length]) for start, length in zip(starts.tolist(), lengths, strict=True)]
         draft_s = verify_s = None
         if places > count:
             begun, drafted, verified = self._values(letter, "times", 3)[:, 0].tolist()

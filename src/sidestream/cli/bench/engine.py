@@ -243,7 +243,7 @@ def _prefill(rig: _Rig, sizes: Sizes, step_s: float, tell: Callable[[str], None]
             first = len(rig.clock.flights)
             rig.ask(rig.prompt(length), 1).wait()
             last = len(rig.clock.flights) - 1
-            taken.append(float(rig.clock.ends[last, 1] - rig.clock.ends[first, 0]) / 1e9)
+            taken.append(rig.clock.seconds(first, last))
         work = 2 * rig.weights * length + 2 * length**2 * rig.model.num_heads * layout.head_dim * layout.num_layers
         figures.append(Figure(f"prefill_{length}_over_floor", median(taken) * flops / work, "ratio"))
         figures.append(Figure(f"prefill_{length}_ms", 1e3 * median(taken), "ms"))

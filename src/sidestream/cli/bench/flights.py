@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+import time
+from collections.abc import Callable, Sequence
+from itertools import chain
+from typing import Any, NamedTuple, Protocol
 
-import numpy as np
-import numpy.typing as npt
-import torch
-
-from sidestream.cli.bench.gpu import stamp
 from sidestream.device.base import Device
 from sidestream.execute.executor import Executor, Work
 from sidestream.execute.frame import TableChanges
 from sidestream.execute.mailbox import Letter
 from sidestream.types import BatchPlan
+
+# Flights for which events are there before the first.
+_AT_HAND = 4096
 
 
 class Seen(NamedTuple):
@@ -30,30 +30,84 @@ class Seen(NamedTuple):
     drafts: int
 
 
+class _Mark(Protocol):
+    """A moment of the device's."""
+
+    def record(self) -> Any:
+        """It is when the work that is being enqueued gets here."""
+        ...
+
+    def synchronize(self) -> Any:
+        """Block until it is past."""
+        ...
+
+    def elapsed_time(self, later: Any) -> float:
+        """Milliseconds from this one to another one, both past."""
+        ...
+
+
+class _HostMark:
+    """On a CPU, whose work is carried out where it says so."""
+
+    def record(self) -> None:
+        self.at_s = time.perf_counter()
+
+    def synchronize(self) -> None:
+        pass
+
+    def elapsed_time(self, later: Any) -> float:
+        return 1e3 * float(later.at_s - self.at_s)
+
+
 class FlightClock:
     """Keeps the times of an executor's flights, from its making on.
 
     flights   in order
-    ends      int64 `[most, 2]`: of each flight, when it began and when it ended, ns
     """
 
-    def __init__(self, device: Device, executor: Executor, *, most: int = 200_000) -> None:
-        self._stamps = device.allocate_host("stamps", 16 * most)
-        self.ends: npt.NDArray[np.int64] = self._stamps.data.view(torch.int64).numpy().reshape(-1, 2)
+    def __init__(self, device: Device, executor: Executor) -> None:
         self.flights: list[Seen] = []
+        self._marks: list[tuple[_Mark, _Mark]] = []  # of each, where it begins and where it ends
+        new = _maker(device)
+        at_hand = [(new(), new()) for _ in range(_AT_HAND)]
+
+        def record_all() -> None:
+            for mark in chain.from_iterable(at_hand):
+                mark.record()
+
+        recorded = device.stream("flight clock").submit(record_all)  # the driver makes an event when it is recorded first
+        device.wait_host(recorded, reason="benchmark")
         run = executor._run
 
-        def stamped(batch: BatchPlan, changes: TableChanges, work: Work, letter: Letter) -> None:
-            at, columns = 16 * len(self.flights), batch.columns
-            rows = len(batch.rows)
+        def marked(batch: BatchPlan, changes: TableChanges, work: Work, letter: Letter) -> None:
+            columns, rows = batch.columns, len(batch.rows)
+            begin, end = at_hand.pop() if at_hand else (new(), new())
             self.flights.append(Seen(rows, batch.num_tokens, rows - columns.tokens.count(None), sum(columns.drafts)))
-            stamp(device, self._stamps, at)
+            self._marks.append((begin, end))
+            begin.record()
             run(batch, changes, work, letter)
-            stamp(device, self._stamps, at + 8)
+            end.record()
 
-        executor._run = stamped  # type: ignore[method-assign]
+        executor._run = marked  # type: ignore[method-assign]
 
     def steps(self, flights: Sequence[int]) -> tuple[list[float], list[float]]:
         """Seconds from the end of the flight before each of these to its own end, and how long of that the device had none."""
-        lengths = [float(self.ends[at, 1] - self.ends[at - 1, 1]) / 1e9 for at in flights]
-        return lengths, [float(self.ends[at, 0] - self.ends[at - 1, 1]) / 1e9 for at in flights]
+        before, own = [self._marks[at - 1][1] for at in flights], [self._marks[at] for at in flights]
+        for _, end in own:
+            end.synchronize()
+        lengths = [1e-3 * last.elapsed_time(end) for last, (_, end) in zip(before, own, strict=True)]
+        return lengths, [1e-3 * last.elapsed_time(begin) for last, (begin, _) in zip(before, own, strict=True)]
+
+    def seconds(self, first: int, last: int) -> float:
+        """From where a flight begins to where a later one ends."""
+        begin, end = self._marks[first][0], self._marks[last][1]
+        end.synchronize()
+        return 1e-3 * begin.elapsed_time(end)
+
+
+def _maker(device: Device) -> Callable[[], _Mark]:
+    if device.kind != "cuda":
+        return _HostMark
+    from sidestream.device.cuda.driver import timed_event
+
+    return timed_event

@@ -63,6 +63,13 @@ class Event(Protocol):
         ...
 
 
+def timed_event() -> torch.cuda.Event:
+    """A new event that keeps when it was passed, for measurements. To record it takes the host some two microseconds, a fraction of what a kernel
+    takes it that writes the clock.
+    """
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+
+
 class _Location(ctypes.Structure):
     _fields_ = (("type", ctypes.c_int), ("id", ctypes.c_int))
 
