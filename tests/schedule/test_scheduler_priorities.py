@@ -140,6 +140,16 @@ def test_nobody_starves_in_a_row_under_a_stream_of_better_prompts() -> None:
     world.run()
 
 
+def test_one_that_is_passed_over_moves_up_though_nobody_comes_or_goes() -> None:
+    world = World(num_rows=2, num_blocks=64, limits=small_limits(aging_steps=3))
+    low, high = world.submit(prompt(30), priority=1), world.submit(prompt(100, beginning=101), priority=0)
+    for _ in range(8):
+        world.step()
+    assert high.in_prefill
+    assert low.launched_len > 8
+    world.run()
+
+
 def test_a_turn_of_the_loop_without_a_flight_makes_nobody_older() -> None:
     """An idle engine looks at its transfers two thousand times a second; that is not waiting for others."""
     world = World()

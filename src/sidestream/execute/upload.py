@@ -46,6 +46,7 @@ class Uploads:
             self._numbers = [(ours.numpy().view(np.int64), theirs.view(torch.int64)) for ours, theirs in pairs]
         self._frame_bytes = frame_bytes
         self._slot, self._used = 0, frame_bytes
+        self._empty: dict[torch.dtype, Tensor] = {}
 
     @classmethod
     def of(cls, device: Device, *, num_slots: int) -> Uploads:
@@ -65,9 +66,13 @@ class Uploads:
         self._slot, self._used = slot, self._frame_bytes
 
     def numbers(self, values: Sequence[float], dtype: torch.dtype = torch.int64) -> Tensor:
-        """A list of numbers as a tensor `[len(values)]` on the device; it may outlive the flight."""
+        """A list of numbers as a tensor `[len(values)]` on the device; it may outlive the flight. All empty ones are the same: a row that begins
+        needs three.
+        """
         if not values:
-            return torch.empty(0, dtype=dtype, device=self._device)
+            if dtype not in self._empty:
+                self._empty[dtype] = torch.empty(0, dtype=dtype, device=self._device)
+            return self._empty[dtype]
         return self._fetch(torch.tensor(values, dtype=dtype))
 
     def together(self, tensors: Sequence[Tensor]) -> list[Tensor]:

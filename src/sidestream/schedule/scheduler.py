@@ -159,6 +159,7 @@ class Scheduler:
         self._requests: dict[RequestId, Request] = {}
         self._queue: dict[RequestId, Request] = {}  # WAITING and LOADING, in order of arrival
         self._running: dict[RequestId, Request] = {}
+        self._ranked: list[Request] | None = None  # of those, by rank; None: that may have changed
         self._coming: dict[Key, RequestId] = {}  # blocks that a running request loads or is about to complete
         self._owed: list[Fence] = []  # last uses of blocks that were taken since a flight was last planned: the next one waits for them
 
@@ -340,7 +341,7 @@ class Scheduler:
         step_s   how long that is expected to take
         """
         self._retract_for_priority()
-        ranked = self._by_rank(self._running.values())
+        ranked = self._running_by_rank()
         decoding = [request for request in ranked if request.can_decode]
         num_decoding = len(decoding)
         draft = _Draft(self.limits.token_budget - num_decoding, num_decoding, lead_s, step_s, after=self._owed)
@@ -375,6 +376,7 @@ class Scheduler:
             for request in self._running.values():
                 if request.id not in served and (request.in_prefill or request.can_decode):
                     request.waited_steps += 1
+                    self._ranked = None
 
     def _plan_decodes(self, requests: Sequence[Request], draft: _Draft) -> None:
         """A row for each that may have one: nearly always one token, in a block that the last flight was told of."""
@@ -582,6 +584,7 @@ class Scheduler:
         request.state = State.RUNNING
         del self._queue[request.id]
         self._running[request.id] = request
+        self._ranked = None
         for key in request.keys[num_hits:]:
             self._coming.setdefault(key, request.id)
 
@@ -589,7 +592,7 @@ class Scheduler:
 
     def _victim_for(self, request: Request) -> Request | None:
         """The last in rank behind `request`. One that has not run a step since it was admitted goes only for the first in rank (H26)."""
-        ranked = self._by_rank(self._running.values())
+        ranked = self._running_by_rank()
         behind = ranked[ranked.index(request) + 1 :]
         stepped = [other for other in behind if other.stepped]
         if stepped:
@@ -629,6 +632,7 @@ class Scheduler:
     def _give_up_device(self, request: Request) -> None:
         if self._running.pop(request.id, None) is None:
             return
+        self._ranked = None
         assert request.row is not None and request.blocks is not None
         after = () if request.last_fence is None else (request.last_fence,)
         request.row.release(after=after)
@@ -659,6 +663,11 @@ class Scheduler:
             self._blocks.publish_all(ids[:found], keys[:found])
             keys, ids = keys[found:], ids[found:]
         return [(key, block) for key, block in zip(keys, ids, strict=True) if self._blocks.publish(block, key)]
+
+    def _running_by_rank(self) -> Sequence[Request]:
+        if self._ranked is None:
+            self._ranked = self._by_rank(self._running.values())
+        return self._ranked
 
     def _by_rank(self, requests: Iterable[Request]) -> list[Request]:
         aging = self.limits.aging_steps
