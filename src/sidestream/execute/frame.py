@@ -28,8 +28,9 @@ Numbers = npt.NDArray[np.int64]
 # Chunks of prefill that one flight of a captured shape has, at least and at most: as many as there are, if they are short prompts.
 _CHUNKS, _MOST_CHUNKS = 8, 64
 _CHUNK_TOKENS = 16
-# From so many rows on, a flight with few drafts has a shape of its own.
+# From so many rows on, a flight with few drafts has a shape of its own; up to so many, one with drafts and prefill.
 _MANY_ROWS = 16
+_FEW_ROWS = 32
 SHORT_TOKENS = 16
 """A flight with so few tokens of prefill reduces them in splits, like rows that decode: what a cache did not supply is a few tokens over many."""
 
@@ -107,17 +108,24 @@ class Shape:
         """Those worth a graph each, for up to `max_rows` rows at once and up to `max_tokens` tokens of prefill; the most used first.
 
         A whole chunk of prefill is not padded. With drafts, rows that decode have graphs for `drafts` of them beside those for none, and many rows
-        also for a quarter of that: where few of them draft, most of what is computed would be padding.
+        also for a quarter of that: where few of them draft, most of what is computed would be padding. Beside prefill, few rows have their own for
+        the same reason: a thousand rows' drafts would be computed for one.
         """
         decodes = [count for count in (1, 2, 4, *range(8, 64, 8), *range(64, 128, 16), *range(128, 1024, 32)) if count < max_rows]
         tokens = [
             count for count in (SHORT_TOKENS, 32, 64, 128, 256, 384, 512, 768, *range(1024, 8192, 512), chunk_tokens) if count < max_tokens
         ]
+        doubling = {count for count in (*(SHORT_TOKENS << power for power in range(10)), chunk_tokens) if count < max_tokens}
         beside = [count for count in (0, 8, 32, 128) if count < max_rows]
         return [
             *(cls(count, 0, number) for number in sorted({0, drafts}) for count in (*decodes, max_rows)),
             *(cls(count, 0, drafts, count * drafts // 4) for count in (*decodes, max_rows) if drafts and count >= _MANY_ROWS),
-            *(cls(max_rows, count, drafts) for count in (*sorted(set(tokens)), max_tokens) if drafts),
+            *(
+                cls(rows, count, drafts)
+                for rows in sorted({min(_FEW_ROWS, max_rows), max_rows})
+                for count in (*sorted(doubling), max_tokens)
+                if drafts
+            ),
             *(cls(rows, count) for rows in (*beside, max_rows) for count in (*sorted(set(tokens)), max_tokens)),
         ]
 
