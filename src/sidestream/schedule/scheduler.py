@@ -116,10 +116,12 @@ class Committed:
 
 @dataclass(slots=True)
 class _Draft:
-    """A step in the making; lives inside one `plan` call, or, if no flight is to come of it (`loads_only`), one `order_loads`."""
+    """A step in the making; lives inside one `plan` call, or, if no flight is to come of it (`loads_only`), one `order_loads`.
+
+    arriving  whose blocks are on their way for longer than the device is busy, by rank
+    """
 
     prefill_budget: int
-    num_decoding: int
     lead_s: float
     step_s: float
     loads_only: bool = False
@@ -130,6 +132,7 @@ class _Draft:
     transfers: list[TransferPlan] = field(default_factory=list)
     after: list[Fence] = field(default_factory=list)
     undrafted: Counter[str] = field(default_factory=Counter)
+    arriving: list[Request] = field(default_factory=list)
 
 
 class Scheduler:
@@ -344,12 +347,15 @@ class Scheduler:
         ranked = self._running_by_rank()
         decoding = [request for request in ranked if request.can_decode]
         num_decoding = len(decoding)
-        draft = _Draft(self.limits.token_budget - num_decoding, num_decoding, lead_s, step_s, after=self._owed)
+        draft = _Draft(self.limits.token_budget - num_decoding, lead_s, step_s, after=self._owed)
         self._plan_decodes(decoding, draft)
         if num_decoding < len(ranked):
             for request in ranked:
                 self._plan_prefill(request, draft)
         self._admit(draft)
+        if draft.arriving and not (draft.decodes or draft.drafting or draft.prefills):  # nobody waits with it
+            draft.arriving[0].arriving = False
+            self._plan_prefill(draft.arriving[0], draft)
         batch = BatchPlan((*draft.decodes, *draft.drafting, *draft.prefills), draft.speculates)
         self._age(batch)
         self._owed = [] if batch.rows else draft.after
@@ -361,7 +367,7 @@ class Scheduler:
         The same line and the same rules as in `plan`, which goes on where this ends: at the first in line that lacks room, or that a flight
         would have to compute something of at once. Flights may be on their way, and the loads wait for those that they must wait for.
         """
-        draft = _Draft(0, 0, 0.0, 0.0, loads_only=True, after=self._owed)
+        draft = _Draft(0, 0.0, 0.0, loads_only=True, after=self._owed)
         self._admit(draft)
         return draft.transfers
 
@@ -438,8 +444,9 @@ class Scheduler:
         if not request.in_prefill or request.state is not State.RUNNING or request.loading:
             return
         if request.arriving:
-            if draft.num_decoding and self._tiers.seconds_left(request.id, request.epoch, step_s=draft.step_s) > draft.lead_s:
-                return  # those that decode would wait for its load
+            if self._tiers.seconds_left(request.id, request.epoch, step_s=draft.step_s) > draft.lead_s:
+                draft.arriving.append(request)  # whoever else is in the flight would wait for its load
+                return
             request.arriving = False
         start, known = request.launched_len, request.prefill_end
         limits = self.limits
