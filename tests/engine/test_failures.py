@@ -3,6 +3,7 @@
 import logging
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -92,7 +93,23 @@ def test_logits_that_are_not_finite_end_that_request_only(asynchronous: bool) ->
         rig.expect(others[0], PROMPT, 6)
         rig.expect(others[2], [5, 6, 7], 6)
         model.when_poisoned = lambda logits, rows: None
-        assert rig.ask([*prompt, 1]).cached.total == 8  # the block behind those logits was not kept for others
+        assert rig.ask([*prompt, 1]).cached.total == 0  # nothing that it computed was kept for others
+
+
+def test_nothing_that_a_request_computed_is_found_after_its_logits_are_not_finite(tmp_path: Path) -> None:
+    """Its first chunks have no logits: if their KV is broken, the last one's show it."""
+    model = PoisonedModel(not_a_number)
+    with serving(model=model, slots=32, blocks=40, disk=tmp_path) as rig:
+        known, prompt = list(range(1, 21)), [*range(1, 60), POISON]
+        host = rig.engine.parts.host.pool
+        rig.ask(known)
+        assert rig.engine.flush(timeout_s=10)
+        before = host.num_keys
+        assert rig.submit(prompt).reason == "error"
+        assert rig.engine.flush(timeout_s=10)
+        assert host.num_keys == before
+        model.when_poisoned = lambda logits, rows: None
+        assert rig.ask(prompt).cached.total == 20  # what others had computed before stays
 
 
 def test_logits_that_stop_being_finite_in_mid_answer_end_it_there() -> None:

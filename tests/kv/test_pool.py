@@ -317,6 +317,19 @@ def test_forgetting_frees_what_is_idle_and_leaves_what_is_used_to_its_users(pool
     pool.check()
 
 
+def test_some_are_forgotten_and_others_are_not(pool: FencedPool) -> None:
+    idle, used, kept = cached(pool, 1, 2, 3)
+    reader = pool.share([used])
+    [unnamed] = pool.take(1).ids
+    pool.forget([idle, used, unnamed])
+    assert (pool.num_keys, pool.num_cached, pool.num_free, pool.num_used) == (1, 1, 1, 2)
+    assert [pool.get(key(number)) for number in (1, 2, 3)] == [None, None, kept]
+    reader.release()
+    assert pool.num_free == 2
+    pool.forget([idle])  # nothing to forget is no error
+    pool.check()
+
+
 def test_forget_all_makes_everything_unreachable_while_uses_go_on(pool: FencedPool) -> None:
     """H8: reset or new weights. What was in use is free afterwards, not cached, and still brings its fence."""
     fence = FakeStream("compute").record()

@@ -298,6 +298,37 @@ def test_request_that_asks_again_after_its_deadline_joins_the_late_read(disk_rig
 # ------------------------------------------------------------------ the whole
 
 
+def test_what_is_disowned_is_unreachable_wherever_it_is_or_is_going_to_and_the_rest_is_not(disk_rig: Rig) -> None:  # H9
+    assert disk_rig.disk is not None
+    bad = keys("on disk", "being read", "in both", "being written", "being stored", "ordered")
+    disk_rig.on_disk_only(keys("on disk", "being read", "good, read"))
+    disk_rig.stored(keys("in both", "good, in both"))
+    writing = disk_rig.hold("disk-write")
+    lease = disk_rig.blocks.take(4)
+    flight = disk_rig.fill(lease.ids, keys("being stored", "good, stored", "ordered", "being written"))
+    disk_rig.store(keys("being written"), lease.ids[3:], flight)
+    disk_rig.finish("compute", "store")
+    assert disk_rig.host_holds(key("being written"))
+    held = [disk_rig.hold(name) for name in ("store", *READERS)]
+    disk_rig.store(keys("being stored", "good, stored"), lease.ids[:2], flight)
+    disk_rig.promote(keys("being read"))
+    disk_rig.promote(keys("good, read"), request_id=2)
+    with disk_rig.late():
+        disk_rig.store(keys("ordered"), lease.ids[2:3], flight)
+        disk_rig.transfers.forget([*bad, key("never seen")])
+    for hold in (writing, *held):
+        hold.release()
+    disk_rig.finish("compute", "store", *READERS)
+    disk_rig.finish("disk-write")
+    assert [disk_rig.transfers.locate([of]) for of in bad] == [[]] * len(bad)
+    assert not any(of in disk_rig.disk.index or disk_rig.host_holds(of) for of in bad)
+    assert all(disk_rig.host_holds(of) for of in keys("good, read", "good, in both", "good, stored"))
+    assert key("good, stored") in disk_rig.disk.index
+    disk_rig.stored(keys("being stored"))  # computed anew
+    assert disk_rig.host_holds(key("being stored"))
+    lease.release()
+
+
 def test_forget_all_makes_everything_unreachable_and_so_it_stays(disk_rig: Rig) -> None:  # H8
     assert disk_rig.disk is not None
     disk_rig.on_disk_only(keys("on disk", "being read"))

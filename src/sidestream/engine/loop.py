@@ -352,6 +352,8 @@ class Engine:
             told = ends or news is None or session.tell(news)
             if ends or not told or not result.finite:
                 ended.append((request, session, news if ends else None, told))
+        if parts.transfers is not None and committed.disowned:
+            parts.transfers.forget(committed.disowned)
         store = parts.scheduler.publish(committed)
         if parts.transfers is not None and store is not None:
             parts.transfers.submit([store])  # before anything is freed: the blocks are still their requests'

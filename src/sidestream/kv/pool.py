@@ -204,10 +204,18 @@ class FencedPool:
 
     def forget_all(self) -> None:
         """Make every id unfindable at once (H8: reset, new weights). Uses go on."""
-        forgotten = self._index.clear()
+        self._not_findable(self._index.clear())
+
+    def forget(self, ids: Sequence[int]) -> None:
+        """Make these unfindable, those of them that are findable. Uses go on."""
+        findable = [item for item in ids if self._index.holds_key(item)]
+        self._index.remove_all(findable)
+        self._not_findable(findable)
+
+    def _not_findable(self, ids: Sequence[int]) -> None:
         if self._witness is not None:
-            self._witness.forgot(self.name, forgotten)
-        for item in forgotten:
+            self._witness.forgot(self.name, ids)
+        for item in ids:
             if item in self._cached:
                 self._cached.discard(item)
                 self._free.append(item)

@@ -76,6 +76,8 @@ class Request:
     published_blocks: int = field(init=False, default=0)
     found_blocks: int = field(init=False, default=0)
     """On the device or in a tier, when the row was taken."""
+    own_blocks: int | None = field(init=False, default=None)
+    """How many blocks it found at the least when it began or came back: those behind it has computed itself. None: it never began."""
     prefill_end: int = field(init=False, default=0)
     """Tokens that were known when the row was taken: below this, chunks; from here on, one token a step."""
     shares: bool = field(init=False, default=True)

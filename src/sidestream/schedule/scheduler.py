@@ -107,11 +107,17 @@ Drawn = tuple[Request, RowResult, int, str | None]
 
 @dataclass(frozen=True, slots=True)
 class Committed:
-    """What a commit yields: tokens in the order of the batch; and of requests that completed blocks, how many they have now, by the flight of `fence`."""
+    """What a commit yields.
+
+    drawn      tokens, in the order of the batch
+    completed  of requests that completed blocks, how many they have now, by the flight of `fence`
+    disowned   keys that nobody may find in a tier: their KV may be no better than logits that were not finite
+    """
 
     drawn: tuple[Drawn, ...]
     completed: tuple[tuple[Request, int], ...]
     fence: Fence
+    disowned: tuple[Key, ...]
 
 
 @dataclass(slots=True)
@@ -278,6 +284,7 @@ class Scheduler:
         drawn: list[Drawn] = []
         completed: list[tuple[Request, int]] = []
         drafted: list[tuple[int, int, int]] = []
+        disowned: list[Key] = []
         results_left, requests, size, running = iter(results), self._requests, self.limits.block_tokens, State.RUNNING
         columns = batch.columns
         rows = zip(columns.request_id, columns.epoch, columns.stop, columns.tokens, columns.samples, columns.drafts, strict=True)
@@ -300,14 +307,15 @@ class Scheduler:
                         if result.token_ids:  # else its logits are not finite, which says nothing of its drafts
                             drafted.append((request.drafting, drafts, len(result.token_ids) - 1))
                     request.committed_len += count
-                if not result.finite:  # its KV may be no better than its logits: nobody else shall find it
+                if not result.finite:
+                    disowned += self._disown(request)
                     continue
             complete = request.committed_len // size
             if complete > request.published_blocks:
                 completed.append((request, complete))
         if drafted:
             self._drafts.saw(*zip(*drafted, strict=True))
-        return Committed(tuple(drawn), tuple(completed), fence)
+        return Committed(tuple(drawn), tuple(completed), fence, tuple(disowned))
 
     def publish(self, committed: Committed) -> StorePlan | None:
         """Make what a commit completed findable; what of it is to be stored. Before anything of it is finished: a thousand blocks that came back
@@ -322,6 +330,17 @@ class Scheduler:
         if not stored:
             return None
         return StorePlan(tuple(key for key, _ in stored), tuple(block for _, block in stored), (committed.fence,), tuple(prefix))
+
+    def _disown(self, request: Request) -> Sequence[Key]:
+        """Make nothing findable that a request computed whose logits are not finite, in chunks before them either: its KV may be no better than
+        they are. Which keys those are.
+        """
+        if request.own_blocks is None or request.blocks is None:
+            return ()
+        own = slice(request.own_blocks, max(request.published_blocks, request.found_blocks))
+        keys = request.keys[own]
+        self._blocks.forget([block for key, block in zip(keys, request.blocks.ids[own], strict=False) if self._blocks.get(key) == block])
+        return keys
 
     def _re_anchor(self, request: Request, drafts: int, drawn: int) -> None:
         """Bring the bounds of what was launched down to what came of a flight that drafted."""
@@ -583,6 +602,7 @@ class Scheduler:
         request.blocks = blocks
         request.launched_len = request.committed_len = length
         request.published_blocks, request.found_blocks = num_hits, num_found
+        request.own_blocks = num_found if request.own_blocks is None else min(request.own_blocks, num_found)
         request.launched_outputs = request.num_outputs
         request.drafts_on_way = 0
         request.prefill_end = len(request.tokens)

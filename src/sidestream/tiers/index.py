@@ -248,10 +248,15 @@ class TierIndex:
         The deletions happen with later writes and at the tier's close; entries not deleted by then (kill -9) come back
         with the next open. They hold what their keys say, so that is harmless.
         """
-        for slot in list(self._slots.values()):
-            self._retire(slot)
-        for grant in self._writing.values():
-            grant.void = True
+        self.drop([*self._slots, *self._writing])
+
+    def drop(self, keys: Iterable[Key]) -> None:
+        """Drop these entries; none of the keys is reachable afterwards, not even those being written now. The deletions: see `clear`."""
+        for key in keys:
+            if (slot := self._slots.get(key)) is not None:
+                self._retire(slot)
+            if (grant := self._writing.get(key)) is not None:
+                grant.void = True
 
     def take_doomed(self) -> list[Entry]:
         """Hand over all doomed entries, for the owner to delete when it closes the tier."""

@@ -7,7 +7,7 @@ neither ever waits.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -295,6 +295,10 @@ class TransferEngine:
         self._generation += 1
         self._mover.generation = self._generation
         self._tell(Forget())
+
+    def forget(self, keys: Iterable[Key]) -> None:
+        """Make these blocks unreachable in the host and disk tiers: for requests that come from here on. They may be stored anew."""
+        self._tell(Forget(frozenset(keys)))
 
     def flush(self, *, timeout_s: float) -> bool:
         """Let what is on its way end, writes to disk included. Blocks; any thread, once the engine thread has ended.

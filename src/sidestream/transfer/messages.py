@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from sidestream.types import Fence, RequestId, TransferPlan
+from sidestream.types import Fence, Key, RequestId, TransferPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +21,9 @@ class Orders:
 
 @dataclass(frozen=True, slots=True)
 class Forget:
-    """To the mover: nothing that rests in a tier may be found any more."""
+    """To the mover: nothing that rests in a tier may be found any more, or is on its way there; of these keys. None: of any."""
+
+    keys: frozenset[Key] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -168,7 +168,7 @@ class Mover:
         while blocks < _BLOCKS_A_TURN and (message := self._orders.take()) is not None:
             self._taken += 1
             if isinstance(message, Forget):
-                self._forget_all()
+                self._forget_all() if message.keys is None else self._disown(message.keys)
             else:
                 blocks += 1 + self._carry_out(message)
 
@@ -379,6 +379,17 @@ class Mover:
             self._disk.index.clear()
         self.num_forgotten += 1
 
+    def _disown(self, keys: frozenset[Key]) -> None:
+        """Make these unreachable in the host and disk tiers. What is on its way ends by its fences, and publishes none of them."""
+        pool = self._host.pool
+        pool.forget([slot for key in keys if (slot := pool.get(key)) is not None])
+        if self._disk is not None:
+            self._disk.index.drop(keys)
+        for order in (*self._later, *(ticket.order for ticket in self._stores.values())):
+            order.disowned |= keys.intersection(order.plan.keys)
+        for key in keys & self._reads.keys():
+            self._reads[key].disowned = True
+
     def _drop(self) -> None:
         """End what has not begun: the engine closes."""
         reason = TierTimeout("the engine closed before this could begin")
@@ -403,9 +414,10 @@ class Mover:
         order, pool = ticket.order, self._host.pool
         good = self._ended("store", ticket.copy.failure, len(ticket.keys), ticket.ordered_s)
         if good and order.generation == self.generation:
-            pool.publish_all(ticket.slots.ids, ticket.keys)  # H7: only now
+            stored = [(key, slot) for key, slot in zip(ticket.keys, ticket.slots.ids, strict=True) if key not in order.disowned]
+            pool.publish_all([slot for _, slot in stored], [key for key, _ in stored])  # H7: only now
             if self._disk is not None:
-                for key, slot in zip(ticket.keys, ticket.slots.ids, strict=True):
+                for key, slot in stored:
                     self._write(key, slot, ticket)
         ticket.slots.release()
         self._touch(ticket.prefix)
@@ -459,7 +471,7 @@ class Mover:
             del self._reads[ticket.key]
             if self._ended("disk-read", ticket.failure(), 1, ticket.ordered_s):
                 self._costs.saw_transfer("disk", self._layout.block_bytes, ticket.work.seconds)
-                if self._is_wanted(ticket):
+                if self._is_wanted(ticket) and not ticket.disowned:
                     self._host.pool.publish(ticket.slot.ids[0], ticket.key)
                     self._keep_for_waiters(ticket)
             elif not isinstance(ticket.failure(), TierTimeout):

@@ -32,11 +32,13 @@ class StoreOrder:
     begun    blocks that were looked at
     pieces   tickets that are on their way
     cut      some of its blocks found no slot
+    disowned keys that nobody may find, because what computed them came to nothing good; a ticket publishes none of them
     """
 
     number: int
     plan: StorePlan
     generation: int
+    disowned: set[Key] = field(default_factory=set)
     begun: int = 0
     pieces: int = 0
     cut: bool = False
@@ -108,9 +110,9 @@ class WriteTicket:
     generation: int
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class ReadTicket:
-    """Disk to host, one block. Holds the slot it writes; the entry is pinned on disk."""
+    """Disk to host, one block. Holds the slot it writes; the entry is pinned on disk. `disowned`: as of a store, its key."""
 
     key: Key
     slot: Lease
@@ -119,6 +121,7 @@ class ReadTicket:
     ordered_s: float
     work: Stopwatch
     generation: int
+    disowned: bool = False
 
     def failure(self) -> BaseException | None:
         """What the read raised, once done."""

@@ -305,6 +305,19 @@ MUTATIONS = (
 EQUIVALENT = (
     Equivalent(
         Mutation(
+            name="tiers-learn-what-is-disowned",
+            hazard="H9",
+            target=f"{_LOOP}._commit",
+            old="        parts.transfers.forget(committed.disowned)\n",
+            new="        pass\n",
+            removes="the same in host memory and on disk",
+            needs=frozenset({"bad_logits"}),
+        ),
+        "the fault breaks logits alone: the KV of earlier chunks is good, and reusing it does no harm that could be seen",
+        noticed_by="engine/test_failures.py::test_nothing_that_a_request_computed_is_found_after_its_logits_are_not_finite",
+    ),
+    Equivalent(
+        Mutation(
             name="failed-load-is-known-before-its-flight-is-believed",
             hazard="H9",
             target=f"{_LOOP}._commit",

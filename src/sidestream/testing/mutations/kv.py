@@ -95,7 +95,7 @@ MUTATIONS = (
     Mutation(
         name="forgotten-block-is-free",
         hazard="H22",
-        target=f"{_POOL}:FencedPool.forget_all",
+        target=f"{_POOL}:FencedPool._not_findable",
         old="            self._cached.discard(item)\n            self._free.append(item)\n",
         new="            pass\n",
         removes="blocks that a reset made unfindable count as cached for ever",

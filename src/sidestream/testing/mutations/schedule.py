@@ -343,6 +343,19 @@ _SAVES_TIME = "saves work only: "
 EQUIVALENT = (
     Equivalent(
         Mutation(
+            name="broken-request-disowns-its-blocks",
+            hazard="H9",
+            target=f"{_SCHEDULER}._disown",
+            old="    self._blocks.forget([block for key, block in zip(keys, request.blocks.ids[own], strict=False) if self._blocks.get(key) == block])\n",
+            new="",
+            removes="earlier blocks of a request whose logits show that its KV is broken stay on the device for others to find",
+            needs=frozenset({"bad_logits"}),
+        ),
+        "the fault breaks logits alone: the KV of earlier chunks is good, and reusing it does no harm that could be seen",
+        noticed_by="engine/test_failures.py::test_nothing_that_a_request_computed_is_found_after_its_logits_are_not_finite",
+    ),
+    Equivalent(
+        Mutation(
             name="fresh-blocks-wait-for-their-last-use",
             hazard="H4",
             target=f"{_SCHEDULER}._try_admit",

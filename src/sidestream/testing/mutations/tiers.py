@@ -87,9 +87,9 @@ MUTATIONS = (
     Mutation(
         name="reset-forgets-entries",
         hazard="H8",
-        target=f"{_INDEX}.clear",
-        old="        self._retire(slot)\n",
-        new="        pass\n",
+        target=f"{_INDEX}.drop",
+        old="            self._retire(slot)\n",
+        new="            pass\n",
         removes="what was on disk before a reset is found after it",
         needs=frozenset({"disk", "reset"}),
     ),
@@ -129,9 +129,9 @@ EQUIVALENT = (
         Mutation(
             name="reset-reaches-writes-on-their-way",
             hazard="H8",
-            target=f"{_INDEX}.clear",
-            old="        grant.void = True\n",
-            new="        pass\n",
+            target=f"{_INDEX}.drop",
+            old="            grant.void = True\n",
+            new="            pass\n",
             removes="writes on their way do not learn of a reset",
             needs=frozenset({"disk", "reset"}),
         ),
@@ -331,6 +331,7 @@ EQUIVALENT = (
 _GUARD = "raises when the index's user broke a rule; the rule itself has its mutation"
 
 EXEMPT = (
+    Exempt(f"{_INDEX}.clear", "self.drop([*self._slots, *self._writing])", "see reset-forgets-entries"),
     Exempt(f"{_INDEX}.publish", "    self._end(grant)\n    self._slots", "see grant-ends"),
     Exempt(f"{_INDEX}.abandon", "self._end(grant)", "see grant-ends"),
     Exempt(f"{_INDEX}.forget", "self._retire(slot)", "see damaged-entry-is-forgotten"),

@@ -510,8 +510,8 @@ MUTATIONS = (
         name="disk-read-from-before-a-reset-publishes-nothing",
         hazard="H8",
         target=f"{_MOVER}._finish_reads",
-        old="            if self._is_wanted(ticket):\n",
-        new="            if True:\n",
+        old="self._is_wanted(ticket) and ",
+        new="",
         removes="a read that was on its way brings back what a reset forgot",
         needs=frozenset({"disk", "reset", "slow_tier"}),
     ),
@@ -628,6 +628,32 @@ _MISS = "then the blocks are a miss, and are computed"
 _LATER = "copies go in another order, each of them with all of its waits"
 
 EQUIVALENT = (
+    Equivalent(
+        Mutation(
+            name="disowned-blocks-leave-the-host-tier",
+            hazard="H9",
+            target=f"{_MOVER}._disown",
+            old="    pool.forget([slot for key in keys if (slot := pool.get(key)) is not None])\n",
+            new="",
+            removes="what a broken request stored is found in host memory",
+            needs=frozenset({"bad_logits"}),
+        ),
+        "the fault breaks logits alone: the KV of earlier chunks is good, and reusing it does no harm that could be seen",
+        noticed_by="transfer/test_disk_transfers.py::test_what_is_disowned_is_unreachable_wherever_it_is_or_is_going_to_and_the_rest_is_not",
+    ),
+    Equivalent(
+        Mutation(
+            name="disowned-blocks-leave-the-disk",
+            hazard="H9",
+            target=f"{_MOVER}._disown",
+            old="        self._disk.index.drop(keys)\n",
+            new="        pass\n",
+            removes="what a broken request stored is found on disk",
+            needs=frozenset({"bad_logits"}),
+        ),
+        "the fault breaks logits alone: the KV of earlier chunks is good, and reusing it does no harm that could be seen",
+        noticed_by="transfer/test_disk_transfers.py::test_what_is_disowned_is_unreachable_wherever_it_is_or_is_going_to_and_the_rest_is_not",
+    ),
     Equivalent(
         Mutation(
             name="layer-waits-for-the-last-slice-of-each-piece",
