@@ -15,6 +15,7 @@ import operator
 import secrets
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -47,6 +48,8 @@ _FORGETTING_POLL_S = 0.0005
 _REST_AFTER_S = 1.0
 # Fewer prompt tokens in a flight do not measure the rate of prefill.
 _MEASURED_PREFILL = 64
+# From so much of the time between two commits on, the host's work is what a flight takes.
+_HOST_BOUND = 0.8
 # Gauges are read by people.
 _GAUGE_PERIOD_S = 0.2
 
@@ -92,6 +95,19 @@ class Parts:
     timeline: Timeline | None = None
 
 
+def _took_s(interval_s: float, host_s: float, *, before: bool, awaited: bool) -> float | None:
+    """Seconds that one more flight of its kind takes; None: that cannot be told of this one.
+
+    interval_s  between the end of the flight before and its own, as the host saw them: the device's time if the host had waited for both, for the one
+                `before` and for it (`awaited`)
+    host_s      what the host did for it, to plan, to launch and to commit it: all that it takes if the host was late because of that. Between two
+                commits lies what it did for the flights around
+    """
+    if before and awaited:
+        return interval_s
+    return host_s if not awaited and host_s >= _HOST_BOUND * interval_s else None
+
+
 class Engine:
     """Serves one model. `submit`, `abort`, `call` and `close` are safe from any thread; all else runs on the engine thread.
 
@@ -113,6 +129,8 @@ class Engine:
         self._closed = False
         self._next_gauges_s = 0.0
         self._last_done_s = self._last_s = 0.0
+        self._prepared = deque[float]()  # how long it took to plan and launch each flight that was not committed
+        self._was_awaited = False  # the flight before the one that is being committed had not ended when the host came
         self._updates: list[tuple[Callable[[], None], str, threading.Event]] = []
         self._rested = False
         self.num_steps = 0
@@ -298,6 +316,7 @@ class Engine:
         self._apply_events()
         if self._updates:
             self._update_weights()
+        begin_s = self._now()
         plan = parts.scheduler.plan(lead_s=self._lead_s(), step_s=self._last_s)
         gates = LayerGates()
         if parts.transfers is not None:
@@ -307,6 +326,7 @@ class Engine:
         if plan.batch.rows:
             flight = parts.executor.launch(plan.batch, after=plan.after, gates=gates)
             parts.scheduler.launched(plan.batch, flight.fence)
+            self._prepared.append(self._now() - begin_s)
             self.num_steps += 1
             parts.metrics.inc("steps_total")
         if plan.undrafted:
@@ -330,15 +350,17 @@ class Engine:
         """Read a flight's mailbox. The only place where a token reaches a client, a block is published or a request ends by itself."""
         if flight is None:
             return
-        parts = self.parts
+        parts, prepared_s, waits = self.parts, self._prepared.popleft(), self._waits_for_flights()
         self._await(flight)
+        done_s, before = self._now(), self._was_awaited
+        awaited = self._was_awaited = self._waits_for_flights() > waits
         self._apply_events()
         if flight.gated and parts.transfers is not None:
             self._apply(parts.transfers.failed_loads())  # they void its rows before those are believed
         if flight.fence.failure is not None:
             self._flight_failed(flight)
             return
-        self._measure(flight)
+        interval_s = self._measure(flight)
         delivered = flight.results()
         committed = parts.scheduler.commit(flight.batch, delivered.rows, flight.fence)
         if flight.batch.speculates:
@@ -365,6 +387,13 @@ class Engine:
                 self._end(request.id, "error", "the model's logits are not finite, or every token was forbidden")
             else:
                 self._forget(request, "abort")
+        if not flight.gated and not flight.batch.num_prefill_tokens:
+            took_s = _took_s(interval_s, prepared_s + self._now() - done_s, before=before, awaited=awaited)
+            if took_s is not None:
+                parts.scheduler.measured(flight.batch, took_s)
+
+    def _waits_for_flights(self) -> int:
+        return self.parts.device.host_waits().get("flight", 0)
 
     def _await(self, flight: Flight) -> None:
         """Block until the flight has ended. With transfers, what is said meanwhile is heard at once, as far as it may be."""
@@ -406,21 +435,20 @@ class Engine:
         metrics.observe_all("ttft_seconds", firsts)
         metrics.observe_all("itl_seconds", others)
 
-    def _measure(self, flight: Flight) -> None:
-        """Count a flight that was just seen done. It ran from its launch, or from the end of the one before, whichever came later."""
+    def _measure(self, flight: Flight) -> float:
+        """Count a flight that was just seen done. It ran from its launch, or from the end of the one before, whichever came later: seconds."""
         parts, now_s = self.parts, self._now()
         seconds = self._last_s = now_s - max(flight.launched_s, self._last_done_s)
         self._last_done_s = now_s
         parts.metrics.observe("step_seconds", seconds)
         prefill = flight.batch.num_prefill_tokens
-        if not prefill and not flight.gated:
-            parts.scheduler.measured(flight.batch, seconds)
         # Short tails and flights that waited for a load say little about how fast a long prompt is computed.
         if parts.costs is not None and prefill >= _MEASURED_PREFILL and not flight.gated and prefill >= 0.5 * flight.batch.num_tokens:
             parts.costs.saw_prefill(prefill, seconds)
         if parts.timeline is not None:
             stop_ns = time.perf_counter_ns()
             parts.timeline.record("engine", "commit", stop_ns, stop_ns, tokens=flight.batch.num_tokens)
+        return seconds
 
     def _flight_failed(self, flight: Flight) -> None:
         logger.error("a flight of %d rows failed: its requests end with an error", len(flight.batch.rows), exc_info=flight.fence.failure)

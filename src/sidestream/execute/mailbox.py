@@ -132,8 +132,10 @@ class Mailbox:
         elif places == count:
             results = [RowResult(drawn) for drawn in zip(tokens, strict=True)]
         else:
-            drawn, starts = tuple(tokens), np.cumsum([0, *drafts[:-1]]) + np.arange(count)
-            results = [RowResult(drawn[start : start + length]) for start, length in zip(starts.tolist(), lengths, strict=True)]
+            drawn, results, at = tuple(tokens), [], 0
+            for row_drafts, length in zip(drafts, lengths, strict=True):
+                results.append(RowResult(drawn[at : at + length]))
+                at += 1 + row_drafts
         draft_s = verify_s = None
         if places > count:
             begun, drafted, verified = self._values(letter, "times", 3)[:, 0].tolist()

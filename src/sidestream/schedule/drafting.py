@@ -37,13 +37,11 @@ _LEAST_CHANCE, _MOST_CHANCE = 0.05, 0.5
 _PATIENCE = 1.0
 # Flights with drafts after which a row without any tries one.
 _PROBE_FLIGHTS = 32
-# Flights with drafts after which so many go without, to be measured; of so many that follow each other the middle one counts. A flight is measured by
-# what is between two commits, and the host's work on the flights around it is part of that: where drafts begin and end it is theirs. And if the host is
-# held up, one flight seems long, and the next one short.
+# Flights with drafts after which so many go without, to be measured, and more if of those too few could be; of so many that follow each other the
+# middle one counts: if the host is held up, one flight seems long, and the next one short.
 _MEASURE_FLIGHTS = 320
-_SPILL = 2
+_MEASURING, _MEASURING_AT_MOST = 5, 16
 _SAMPLES = 3
-_MEASURING = _SPILL + _SAMPLES
 # What a flight with drafts seems to take counts as no less than that of what it took before, and no more than that many times as much.
 _LEAST_CHANGE, _MOST_CHANGE = 0.5, 2.0
 # Flights for which it is chosen at once that nobody drafts: choosing takes the host a tenth of what it has to do for a flight of many rows, and where
@@ -118,75 +116,51 @@ class _Flights:
     measured  what flights of each depth took, of those without drafts; None: nobody knows
     ratios    the same; between depths that are known, in proportion
     last      which flight was the last of each depth, of `count` that were seen
-    spilling  depth of the last one with drafts, and the weight that what it took has
-    spill     without drafts that are still to be seen of which it took something
-    samples   what the last ones behind those took, one after another
+    samples   what the last ones without drafts took, one after another
     plain_s   what one without drafts takes over `context` tokens a row, or took, if it `was_plain`: else it is what one with drafts says; None: nobody knows
     drafted   with drafts, since some were to go without
-    plain     that are still to go without
+    measuring of which number the next one is among those that go without, to be measured; 0: none do
     shallow   planned, since one was as deep as may be
     """
 
     measured: list[float | None]
     ratios: list[float | None]
     last: list[int]
-    spilling: tuple[int, float] = 0, 0.0
-    spill: int = 0
     samples: tuple[float, ...] = ()
     plain_s: float | None = None
     context: float = 0.0
     was_plain: bool = False
     count: int = 0
     drafted: int = 0
-    plain: int = 0
+    measuring: int = 0
     shallow: int = 0
 
     def saw(self, depth: int, seconds: float, context: float) -> None:
         """One of this depth took so long."""
         self.count += 1
+        self.drafted += depth > 0
         is_news = self.count - self.last[depth] > _LONG_FLIGHTS
         self.last[depth] = self.count
         if depth:
-            self.drafted += 1
-            self.samples, self.spill = (), _SPILL
-            self.spilling = depth, self._took(depth, seconds, context, is_news=is_news)
-        elif self.spill:
-            self.spill -= 1
-            self._spilled(*self.spilling, seconds, context)
+            self.samples = ()
         else:
             self.samples = (*self.samples, seconds)[-_SAMPLES:]
-            if len(self.samples) == _SAMPLES:
-                self._took(0, sorted(self.samples)[_SAMPLES // 2], context, is_news=is_news)
-
-    def _is_near(self, context: float) -> bool:
-        return abs(context - self.context) <= _NEAR_TOKENS + _NEAR * self.context
-
-    def _spilled(self, depth: int, weight: float, seconds: float, context: float) -> None:
-        """One without drafts, behind one of this depth, took so long: what is more than it would take by itself is the other's."""
+            if len(self.samples) < _SAMPLES:
+                return
+            seconds = sorted(self.samples)[_SAMPLES // 2]
         ratio, plain_s = self.measured[depth], self.plain_s
-        if weight and plain_s and ratio is not None and self._is_near(context):
-            more = min(max(seconds / plain_s - 1, (_LEAST_CHANGE - 1) * ratio), (_MOST_CHANGE - 1) * ratio)
-            self.measured[depth] = max(1.0, ratio + weight * more)
-            self._fill_in()
-
-    def _took(self, depth: int, seconds: float, context: float, *, is_news: bool) -> float:
-        """One of this depth took so long: the weight that this has in what such a flight is known to take."""
-        ratio, plain_s = self.measured[depth], self.plain_s
-        near = self._is_near(context)
+        near = abs(context - self.context) <= _NEAR_TOKENS + _NEAR * self.context
         if depth and plain_s and near and (self.was_plain or is_news or ratio is None):  # 0: a clock that did not move
-            seen, weight = seconds / plain_s, 1.0
+            seen, weight = seconds / plain_s, _FRESH_AGAIN if is_news else _FRESH_RATIO
             if ratio is not None:
-                weight = _FRESH_AGAIN if is_news else _FRESH_RATIO
                 seen = ratio + weight * (min(max(seen, _LEAST_CHANGE * ratio), _MOST_CHANGE * ratio) - ratio)
             self.measured[depth] = max(1.0, seen)
             self._fill_in()
-            return weight
-        if ratio is not None:
+        elif ratio is not None:
             implied_s = seconds / ratio
             follows = depth and near and not self.was_plain and plain_s is not None
             self.plain_s = plain_s + _FRESH_PLAIN * (implied_s - plain_s) if follows and plain_s is not None else implied_s
             self.context, self.was_plain = context, depth == 0
-        return 0.0
 
     def _fill_in(self) -> None:
         seen = [(at, ratio) for at, ratio in enumerate(self.measured) if ratio is not None]
@@ -240,10 +214,12 @@ class DraftPolicy:
         if not wanted:
             return self.records.enter(0, 0.0)
         self._num_begun += 1
+        self._none = None
         return self.records.enter(wanted, max(self._usual, _HOPE) if self._num_begun % _HOPEFUL_EVERY == 1 else self._usual)
 
     def gone(self, number: int) -> None:
         """The request has ended."""
+        self._none = None
         self.records.leave(number)
 
     def saw(self, numbers: Sequence[int], drafted: Sequence[int], accepted: Sequence[int]) -> None:
@@ -260,7 +236,7 @@ class DraftPolicy:
             self._usual += (1 - (1 - _FRESH_USUAL) ** tries) * (num_right / tries - self._usual)
 
     def again(self, num_rows: int) -> Chosen | None:
-        """For a flight of so many rows: none, if that was chosen for as many a few flights ago. None: it is to be chosen anew."""
+        """For a flight of so many rows: none, and why, as was chosen for as many a few flights ago, if nobody came or went since. None: ask `choose`."""
         none = self._none
         if none is None or self._rested == _REST - 1 or len(none.counts) != num_rows:
             return None
@@ -269,7 +245,7 @@ class DraftPolicy:
 
     def choose(self, numbers: Sequence[int], room: Sequence[int]) -> Chosen:
         """For all rows that decode in a flight; `room`: how many drafts there may be behind each row's next token, none or less at its answer's end.
-        Whoever asked `again` before need not ask each time.
+        To be asked when `again` said None.
         """
         rows, left = np.array(numbers, np.int64), np.array(room, np.int64)
         wanted = self.records.wanted[rows]
@@ -280,11 +256,12 @@ class DraftPolicy:
         if self._none is not None and "others" in self._none.undrafted:
             self.records.idle[rows] += self._rested * (most > 0)
         passed, self._rested, self._none = 1 + self._rested, 0, None
-        if not flights.plain and (flights.plain_s is None or flights.drafted >= _MEASURE_FLIGHTS):
-            flights.drafted, flights.plain = 0, _MEASURING
+        if not flights.measuring and (flights.plain_s is None or flights.drafted >= _MEASURE_FLIGHTS):
+            flights.drafted, flights.measuring, flights.samples = 0, 1, ()
         reason: str | None
-        if flights.plain:
-            flights.plain -= 1
+        if flights.measuring:
+            enough = flights.measuring >= _MEASURING and len(flights.samples) == _SAMPLES
+            flights.measuring = 0 if enough or flights.measuring == _MEASURING_AT_MOST else flights.measuring + 1
             counts, reason = np.zeros(len(most), np.int64), "measuring"
         else:
             counts, reason = self._counts(rows, most, flights, ratios, passed)
