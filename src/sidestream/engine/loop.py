@@ -48,8 +48,8 @@ _FORGETTING_POLL_S = 0.0005
 _REST_AFTER_S = 1.0
 # Fewer prompt tokens in a flight do not measure the rate of prefill.
 _MEASURED_PREFILL = 64
-# From so much of the time between two commits on, the host's work is what a flight takes.
-_HOST_BOUND = 0.8
+# From so much of the time between two commits on, the host's work for a flight is what it takes: the rest may be that for another one.
+_HOST_BOUND = 0.5
 # Gauges are read by people.
 _GAUGE_PERIOD_S = 0.2
 
@@ -100,12 +100,12 @@ def _took_s(interval_s: float, host_s: float, *, before: bool, awaited: bool) ->
 
     interval_s  between the end of the flight before and its own, as the host saw them: the device's time if the host had waited for both, for the one
                 `before` and for it (`awaited`)
-    host_s      what the host did for it, to plan, to launch and to commit it: all that it takes if the host was late because of that. Between two
+    host_s      what the host did for it, to plan, to launch and to commit it: what it takes if the host was late because of such work. Between two
                 commits lies what it did for the flights around
     """
-    if before and awaited:
-        return interval_s
-    return host_s if not awaited and host_s >= _HOST_BOUND * interval_s else None
+    if awaited:
+        return interval_s if before else None
+    return host_s if host_s >= _HOST_BOUND * interval_s else interval_s
 
 
 class Engine:
