@@ -105,6 +105,17 @@ def test_a_head_that_does_not_fit_is_refused_with_both_values(model: Path, head:
     wider = tiny_model_dir("llama", tmp_path / "wider", 3, hidden_size=96)
     with pytest.raises(ModelError, match=r"made for (model_type|hidden_size) \w+, the model has \w+"):
         engine(model, save_head(wider, tmp_path / "wide.safetensors", seed=0))
+    for other, fact in (
+        ({"vocab_size": 300}, "vocab_size 300"),
+        ({"hidden_size": 96}, "hidden_size 96"),
+        ({"num_hidden_layers": 5}, "num_hidden_layers 5"),
+    ):
+        directory = tiny_model_dir("llama", tmp_path / fact, 3, **other)
+        carry_head(directory, save_head(directory, tmp_path / f"{fact}.safetensors", seed=0), names="deepseek")
+        with pytest.raises(ModelError, match=f"the head in .* was made for {fact}, the model has"):
+            engine(model, directory)
+    with pytest.raises(ModelError, match="was made for vocab_size 300, the model has"):
+        engine(model, tmp_path / "vocab_size 300.safetensors")
     with pytest.raises(ModelError, match=r"carries no head: it has no tensors named mtp\.\*"):
         LLM(model, speculative=SpeculativeConfig("mtp"))
     with pytest.raises(ModelError, match="is no readable safetensors file"):
@@ -116,6 +127,15 @@ def test_a_head_that_does_not_fit_is_refused_with_both_values(model: Path, head:
         engine(model, Path("nope.safetensors"))
     with pytest.raises(ConfigError, match="head is x, but the proposer is ngram: heads are for mtp"):
         SpeculativeConfig(head="x")
+
+
+def test_kv_beside_another_head_or_none_has_other_names(model: Path, head: Path, tmp_path: Path) -> None:  # H14, H15
+    other = save_head(model, tmp_path / "other.safetensors", seed=8)
+    fingerprints = set()
+    for options in ({}, {"speculative": dataclasses.replace(ALWAYS, head=head)}, {"speculative": dataclasses.replace(ALWAYS, head=other)}):
+        with LLM(model, dtype="float32", kv_memory="1MiB", compute_threads=1, **options) as llm:
+            fingerprints.add(llm.engine.parts.executor._model.fingerprint)
+    assert len(fingerprints) == 3
 
 
 @pytest.mark.parametrize("names", ["qwen", "deepseek"])

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import json
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import xxhash
@@ -40,8 +41,9 @@ _QWEN = {
 _DEEPSEEK = {"eh_proj.": "join.", "enorm.": "norm_embedding.", "hnorm.": "norm_hidden.", "shared_head.norm.": "norm.", "": "layer."}
 _SHARED = ("shared_head.head.weight", "embed_tokens.weight")
 _OWN_FORMAT = "sidestream-mtp"
-# Of the model's config, in a file of ours: what a head depends on.
+# Of the model's config: what a head depends on, in a file of ours, and in a checkpoint, whose tensors' names depend on its layers besides.
 _FACTS = ("model_type", "hidden_size", "vocab_size")
+_CHECKPOINT_FACTS = ("hidden_size", "vocab_size", "num_hidden_layers")
 _EXPERT = re.compile(r"^(?P<path>layer\..*\.experts)\.(?P<number>\d+)\.(?P<part>gate_proj|up_proj|down_proj)\.weight$")
 
 
@@ -207,15 +209,13 @@ def _read(source: Path, config: Any) -> tuple[dict[str, Tensor], bool]:
                 raise ModelError(
                     f"{source} holds no head of ours (its format is {metadata.get('format')}): give one, or a checkpoint's directory"
                 )
-            for name in _FACTS:
-                if metadata.get(name) != str(getattr(config, name)):
-                    raise ModelError(
-                        f"the head in {source} was made for {name} {metadata.get(name)}, the model has {getattr(config, name)}: take the model's own"
-                    )
+            _check_facts(source, {name: metadata.get(name) for name in _FACTS}, config)
             return {name: file.get_tensor(name) for name in file.keys()}, metadata.get("feeds_normed") == "True"  # noqa: SIM118
     if source.suffix == ".safetensors":
         raise ModelError(f"there is no file {source}: check the path of the head")
     directory = local_directory(str(source))
+    described = _described(directory / "config.json")
+    _check_facts(directory, {name: described[name] for name in _CHECKPOINT_FACTS if name in described}, config)
     tensors: dict[str, Tensor] = {}
     qwen = False
     prefix = f"model.layers.{config.num_hidden_layers}."
@@ -232,6 +232,25 @@ def _read(source: Path, config: Any) -> tuple[dict[str, Tensor], bool]:
             f"{directory} carries no head: it has no tensors named mtp.* or {prefix}*; give a file of one (--draft-head), `sidestream train-mtp` makes one"
         )
     return tensors, qwen
+
+
+def _described(path: Path) -> Mapping[str, Any]:
+    """A checkpoint's config, of its language model; empty without one."""
+    try:
+        config = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        return {}
+    except ValueError as error:
+        raise ModelError(f"{path} is no JSON: {error}; fetch the checkpoint again") from error
+    return cast(Mapping[str, Any], config.get("text_config", config))
+
+
+def _check_facts(source: Path, facts: Mapping[str, Any], config: Any) -> None:
+    for name, value in facts.items():
+        if str(value) != str(getattr(config, name)):
+            raise ModelError(
+                f"the head in {source} was made for {name} {value}, the model has {getattr(config, name)}: take the model's own"
+            )
 
 
 def _opened(path: Path) -> Any:
