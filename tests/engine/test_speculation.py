@@ -242,13 +242,31 @@ def test_what_a_flight_takes_is_the_devices_time_or_the_hosts_or_cannot_be_told(
     assert _took_s(2.0, 0.9, before=True, awaited=False) == 2.0  # by something else that the host does all the time
 
 
+def test_that_requests_go_without_drafts_is_told_once_a_minute_and_all_of_it(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", logger="sidestream.engine.tally")
+    now_s = [100.0]
+    counted = tally.DraftTally(Metrics(), "toy", lambda: now_s[0])
+    for _ in range(59):
+        counted.count_undrafted({"chance": 2, "blocks": 1})
+        now_s[0] += 1.0
+    assert not caplog.records
+    now_s[0] += 1.0
+    counted.count_undrafted({"others": 5})
+    [record] = caplog.records
+    assert "in 60 s, requests went 182 steps without drafts: 118 because too few were right" in record.getMessage()
+    counted.count_undrafted({"others": 5})
+    assert len(caplog.records) == 1
+
+
 def test_a_row_whose_logits_were_not_finite_accepts_nothing_and_takes_nothing_from_the_others() -> None:
     class ThreeRows:
         drafts, gated = (2, 2, 0), False
 
     metrics = Metrics()
     rows = (RowResult((), (), False), RowResult((5, 6)), RowResult((7,)))
-    tally.DraftTally(metrics, "toy", lambda: 0.0).count(ThreeRows(), Delivered(rows))  # type: ignore[arg-type]
+    tally.DraftTally(metrics, "toy", lambda: 0.0).count(ThreeRows(), Delivered(rows, draft_s=0.25, verify_s=0.5))  # type: ignore[arg-type]
+    _, histograms = metrics.snapshot()
+    assert [histograms[name]["toy",].total for name in ("draft_seconds", "verify_seconds")] == [0.25, 0.5]
     assert metrics.value("draft_tokens_total", "toy") == 4
     assert metrics.value("accepted_tokens_total", "toy") == 1
 
