@@ -23,7 +23,9 @@ from sidestream.types import BatchPlan, Fence, LayerGates
 
 _DRAFTS = 4
 _SEVERAL = 8  # requests that are asked at any number at once, and whose accept lengths are compared
-_TURNS = 3  # of each engine in a round, where all are asked at once: that takes a fifth of a second, and a host may be slow for longer
+_TURNS = (
+    3  # of each engine in a round on a GPU, where all are asked at once: that takes a fifth of a second, and a host may be slow for longer
+)
 
 
 def measure(
@@ -78,7 +80,7 @@ def measure(
             for batch in batches:
                 tell(f"round {number} of {rounds}, {batch} at once")
                 groups = [prompts[at : at + batch] for at in range(0, max(batch, _SEVERAL - batch + 1), batch)]
-                for _ in range(_TURNS if len(groups) == 1 else 1):
+                for _ in range(_TURNS if on_gpu and len(groups) == 1 else 1):
                     for name, engine in engines.items():
                         seconds = sum(engine.ask(group, max_tokens=output_tokens, at_once=True).seconds for group in groups)
                         speeds[name, batch].append(batch * len(groups) * output_tokens / seconds)
