@@ -5,7 +5,7 @@ from __future__ import annotations
 from plans import loading, promoting, prompt, row_of, spans, states, steps_until
 from scheduler_world import World
 
-from sidestream.schedule.request import State
+from sidestream.schedule.request import Request, State
 from sidestream.types import CachedTokens, LoadPlan, PromotePlan
 
 
@@ -53,13 +53,20 @@ def test_those_that_decode_do_not_wait_for_a_load_of_somebody_else() -> None:
     assert request.id in {row.request_id for row in world.scheduler.plan().batch.rows}
 
 
+def arriving(world: World, count: int) -> list[Request]:
+    """Requests whose blocks come from host memory, with fences for them, and a second to go."""
+    requests = [world.submit(prompt(22, beginning=1 + 100 * number)) for number in range(count)]
+    world.tiers.where = dict.fromkeys((key for request in requests for key in world.keys_of(request)[:4]), "host")
+    world.tiers.left_s = 1.0
+    assert len(world.scheduler.plan().transfers) == count
+    for request in requests:
+        world.scheduler.load_ready(request.id, epoch=0)
+    return requests
+
+
 def test_a_prompt_that_needs_no_load_does_not_wait_for_that_of_somebody_else() -> None:
     world = World()
-    request = world.submit(prompt(22))
-    world.tiers.where = dict.fromkeys(world.keys_of(request)[:4], "host")
-    world.tiers.left_s = 1.0
-    assert world.scheduler.plan().transfers
-    world.scheduler.load_ready(request.id, epoch=0)
+    [request] = arriving(world, 1)
     cold = world.submit(prompt(6, beginning=11))
     assert [row.request_id for row in world.scheduler.plan().batch.rows] == [cold.id]
     world.scheduler.finish(cold, "abort")
@@ -68,22 +75,13 @@ def test_a_prompt_that_needs_no_load_does_not_wait_for_that_of_somebody_else() -
 
 def test_of_two_whose_loads_are_on_their_way_the_first_does_not_wait_for_the_other() -> None:
     world = World()
-    first, second = world.submit(prompt(22)), world.submit(prompt(22, beginning=101))
-    world.tiers.where = dict.fromkeys((*world.keys_of(first)[:4], *world.keys_of(second)[:4]), "host")
-    world.tiers.left_s = 1.0
-    assert len(world.scheduler.plan().transfers) == 2
-    for request in (first, second):
-        world.scheduler.load_ready(request.id, epoch=0)
+    first, _ = arriving(world, 2)
     assert [row.request_id for row in world.scheduler.plan().batch.rows] == [first.id]
 
 
 def test_alone_a_request_begins_while_its_load_is_on_its_way() -> None:
     world = World()
-    request = world.submit(prompt(22))
-    world.tiers.where = dict.fromkeys(world.keys_of(request)[:4], "host")
-    world.tiers.left_s = 1.0
-    assert world.scheduler.plan().transfers
-    world.scheduler.load_ready(request.id, epoch=0)
+    [request] = arriving(world, 1)
     assert [row.request_id for row in world.scheduler.plan().batch.rows] == [request.id]
 
 

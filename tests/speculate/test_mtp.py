@@ -112,7 +112,7 @@ def test_a_head_that_does_not_fit_is_refused_with_both_values(model: Path, head:
     ):
         directory = tiny_model_dir("llama", tmp_path / fact, 3, **other)
         carry_head(directory, save_head(directory, tmp_path / f"{fact}.safetensors", seed=0), names="deepseek")
-        with pytest.raises(ModelError, match=f"the head in .* was made for {fact}, the model has"):
+        with pytest.raises(ModelError, match=f"the head: that in .* was made for {fact}, the model has"):
             engine(model, directory)
     with pytest.raises(ModelError, match="was made for vocab_size 300, the model has"):
         engine(model, tmp_path / "vocab_size 300.safetensors")

@@ -249,7 +249,7 @@ def _check_facts(source: Path, facts: Mapping[str, Any], config: Any) -> None:
     for name, value in facts.items():
         if str(value) != str(getattr(config, name)):
             raise ModelError(
-                f"the head in {source} was made for {name} {value}, the model has {getattr(config, name)}: take the model's own"
+                f"that in {source} was made for {name} {value}, the model has {getattr(config, name)}: take the model's own"
             )
 
 

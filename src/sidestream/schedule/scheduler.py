@@ -335,8 +335,7 @@ class Scheduler:
         """Make nothing findable that a request computed whose logits are not finite, in chunks before them either: its KV may be no better than
         they are. Which keys those are.
         """
-        if request.own_blocks is None or request.blocks is None:
-            return ()
+        assert request.own_blocks is not None and request.blocks is not None
         own = slice(request.own_blocks, max(request.published_blocks, request.found_blocks))
         keys = request.keys[own]
         self._blocks.forget([block for key, block in zip(keys, request.blocks.ids[own], strict=False) if self._blocks.get(key) == block])

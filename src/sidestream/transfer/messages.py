@@ -21,7 +21,7 @@ class Orders:
 
 @dataclass(frozen=True, slots=True)
 class Forget:
-    """To the mover: nothing that rests in a tier may be found any more, or is on its way there; of these keys. None: of any."""
+    """To the mover: what rests in a tier under these keys, or is on its way there, may not be found any more. None: under any."""
 
     keys: frozenset[Key] | None = None
 

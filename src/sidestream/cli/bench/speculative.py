@@ -23,9 +23,8 @@ from sidestream.types import BatchPlan, Fence, LayerGates
 
 _DRAFTS = 4
 _SEVERAL = 8  # requests that are asked at any number at once, and whose accept lengths are compared
-_TURNS = (
-    3  # of each engine in a round on a GPU, where all are asked at once: that takes a fifth of a second, and a host may be slow for longer
-)
+# Turns of each engine in a round on a GPU where all are asked at once: that takes a fifth of a second, and a host may be slow for longer.
+_TURNS = 3
 
 
 def measure(
