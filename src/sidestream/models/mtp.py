@@ -248,9 +248,7 @@ def _described(path: Path) -> Mapping[str, Any]:
 def _check_facts(source: Path, facts: Mapping[str, Any], config: Any) -> None:
     for name, value in facts.items():
         if str(value) != str(getattr(config, name)):
-            raise ModelError(
-                f"that in {source} was made for {name} {value}, the model has {getattr(config, name)}: take the model's own"
-            )
+            raise ModelError(f"that in {source} was made for {name} {value}, the model has {getattr(config, name)}: take the model's own")
 
 
 def _opened(path: Path) -> Any:
