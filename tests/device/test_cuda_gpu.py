@@ -347,6 +347,31 @@ def test_a_plain_wait_is_no_part_of_a_graph(device: CudaDevice) -> None:
     assert (graph.ignored_waits, int(value)) == (1, 1)
 
 
+def test_a_branch_of_a_graph_sees_what_was_before_and_is_waited_for(device: CudaDevice) -> None:
+    compute = device.stream("compute")
+    given, beside, between, seen = (torch.zeros(1, dtype=torch.int64, device=device.torch_device) for _ in range(4))
+    torch.cuda.default_stream().synchronize()
+
+    def aside() -> None:
+        delay(5)
+        beside.copy_(given * 10)
+
+    def work() -> None:
+        delay(5)
+        given.add_(1)
+        wait = compute.aside(aside)
+        between.copy_(given * 100)
+        wait()
+        seen.copy_(given + beside + between)
+
+    finish(device, compute.submit(work))
+    assert int(seen) == 111
+    graph = compute.capture(lambda: compute.submit(work))
+    for turn in range(2, 6):
+        finish(device, compute.replay(graph))
+        assert int(seen) == 111 * turn
+
+
 # ---------------------------------------------------------------------- failures
 
 

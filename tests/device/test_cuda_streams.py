@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import threading
 import weakref
 from collections.abc import Iterator
@@ -452,3 +453,36 @@ def test_a_graph_cannot_wait_for_an_event_that_was_never_recorded_h5(device: Cud
 def test_a_graph_is_enqueued_by_work_of_its_stream_only(device: CudaDevice) -> None:
     with pytest.raises(InvariantError, match="was told to enqueue a graph, but not by its work"):
         device.stream("compute").enqueue(CudaGraph(None, (), (), 0))
+
+
+# ---------------------------------------------------------------------- work beside a stream's own
+
+
+def test_work_aside_is_behind_what_was_before_and_before_what_waits_for_it(gpu: FakeGpu) -> None:
+    for seed in range(40):
+        device = CudaDevice(driver=gpu)  # type: ignore[arg-type]
+        stream, done = device.stream("compute"), list[str]()
+
+        def work(stream: CudaStream = stream, done: list[str] = done) -> None:
+            def beside() -> None:
+                assert stream.side_handle is not None
+                gpu.launch(GpuStream(gpu, stream.side_handle), lambda: done.append("aside"))
+
+            gpu.launch(stream, lambda: done.append("before"))
+            wait = stream.aside(beside)
+            gpu.launch(stream, lambda: done.append("between"))
+            wait()
+            gpu.launch(stream, lambda: done.append("behind"))
+
+        stream.submit(work)
+        stream.submit(work)
+        gpu.run(rng=random.Random(seed))
+        assert [done[at] for at in (0, 3, 4, 7)] == ["before", "behind"] * 2
+        assert {frozenset(done[1:3]), frozenset(done[5:7])} == {frozenset({"aside", "between"})}
+        device.close()
+        assert len(gpu.kept) == len({handle for handle, _ in gpu.kept}) == 2
+
+
+def test_only_work_of_a_stream_has_something_aside(device: CudaDevice) -> None:
+    with pytest.raises(InvariantError, match="aside, but not by its work"):
+        device.stream("compute").aside(nothing)

@@ -222,6 +222,14 @@ class Stream(Protocol):
         """Run everything in the graph, which this stream captured, behind what its work enqueued so far. Inside work of this stream."""
         ...
 
+    def aside(self, work: Callable[[], None]) -> Callable[[], None]:
+        """Enqueue `work` behind what was enqueued so far and beside what comes next; what is returned, to be called once, before the work around it
+        ends, has all that comes then wait for it. Inside work of this stream.
+
+        What it reads stays as it is in between, and what it writes is left alone. A device without a second stream for it runs it in between, too.
+        """
+        ...
+
     def stamp(self, times: torch.Tensor) -> None:
         """Write the device's clock, in ns, into the first of `times`, int64 on the device, when the work gets here. Inside work of this stream."""
         ...

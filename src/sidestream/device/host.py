@@ -173,6 +173,11 @@ class HostStream:
         for node in graph.nodes:
             node()
 
+    def aside(self, work: Callable[[], None]) -> Callable[[], None]:
+        """Run it at once, on the calling thread. See `Stream.aside`."""
+        work()
+        return lambda: None
+
     def stamp(self, times: torch.Tensor) -> None:
         """Write the system's monotonic clock. See `Stream.stamp`."""
         times[0] = time.monotonic_ns()

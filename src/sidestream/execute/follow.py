@@ -55,6 +55,10 @@ class HiddenStates:
         start = (layout.num_layers - layout.layers_for(hidden_size)) * kv[0, 0].numel()
         self._by_block = kv.view(kv.shape[0], -1)[:, start : start + hidden_size]
 
+    def before_each(self, rows: PackedRows) -> Tensor:
+        """The same for rows with one token each that go on from their flight before, `[B, hidden_size]`: none of it is of this flight."""
+        return self._state.hidden[rows.numbers]
+
     def before(self, hidden: Tensor, rows: PackedRows) -> Tensor:
         """The hidden state at the position before each packed token: `[T, hidden_size]`, from those of this flight, `hidden` `[T, hidden_size]`."""
         if devices.has_kernels(hidden):

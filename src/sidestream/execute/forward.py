@@ -91,13 +91,18 @@ class Forward:
         rows: PackedRows | None,
         before_layer: Callable[[int], None],
         proposed: Proposed | None,
+        going_on: bool = False,
     ) -> Computed:
         """One pass over packed tokens, int64 `[T]`, at positions, int64 `[T]`.
 
         places int64 `[N]`: which of them a token is drawn behind · rows: None if nobody keeps up · before_layer: called with each layer
-        behind the model's, in their order, before any of them is read or written · proposed: what the tokens hold of drafts
+        behind the model's, in their order, before any of them is read or written · proposed: what the tokens hold of drafts · going_on: each row has
+        one token and goes on from its flight before, and `before_layer` waits for nothing: what there is to keep up with is known already
         """
-        hidden, everywhere, before = self._hidden, None, None
+        hidden, everywhere, before, followed = self._hidden, None, None, None
+        if going_on and hidden is not None and rows is not None and self._proposer is not None and self._proposer.follows_aside:
+            follow, before_each = self._proposer.follow, hidden.before_each
+            followed = self._stream.aside(lambda: follow(Shown(tokens, positions, before_each(rows), batch)))
         if hidden is None:
             logits = self._model.forward(tokens, positions, batch, places)
         else:
@@ -105,9 +110,12 @@ class Forward:
         if self._proposer is not None and rows is not None:
             for layer in self._layers_behind:
                 before_layer(layer)
-            if hidden is not None and everywhere is not None:
-                before = hidden.before(everywhere, rows)
-            self._proposer.follow(Shown(tokens, positions, before, batch))
+            if followed is None:
+                if hidden is not None and everywhere is not None:
+                    before = hidden.before(everywhere, rows)
+                self._proposer.follow(Shown(tokens, positions, before, batch))
+            else:
+                followed()
             if hidden is not None and everywhere is not None:
                 hidden.keep(everywhere, rows, positions=positions, slots=batch.slots)
         if proposed is not None:

@@ -178,7 +178,7 @@ class Graphs:
 
         def run(into: _Pass, before_layer: Callable[[int], None]) -> None:
             with torch.inference_mode():
-                into.computed = self._run(captured.frame, before_layer)
+                into.computed = self._run(captured.frame, before_layer, gated=into is captured.gated)
 
         def wait(layer: int) -> None:
             if layer in events:
@@ -222,9 +222,10 @@ class Graphs:
             times = None if counts is None or computed.proposed is None else computed.proposed.times
             self._mailbox.write(frame.letter, drawn, self._stream, counts=counts, times=times)
 
-    def _run(self, frame: Frame, before_layer: Callable[[int], None]) -> Computed:
+    def _run(self, frame: Frame, before_layer: Callable[[int], None], *, gated: bool) -> Computed:
+        going_on = not gated and not frame.shape.chunks and not frame.shape.drafts
         if self._partials is None:
-            return self._run_on_host(frame, before_layer)
+            return self._run_on_host(frame, before_layer, going_on=going_on)
         self._state.place(frame.places, frame.blocks)
         proposed = self._propose(frame, frame.shape.decodes)
         tokens, positions, kv_lens, slots, tables = frame.inputs(self._state, self._kv.shape[3], self._by_row(frame, proposed))
@@ -251,9 +252,10 @@ class Graphs:
             rows=PackedRows(frame.query_starts, frame.rows, frame.origins) if self._forward.keeps_up else None,
             before_layer=before_layer,
             proposed=proposed,
+            going_on=going_on,
         )
 
-    def _run_on_host(self, frame: Frame, before_layer: Callable[[int], None]) -> Computed:
+    def _run_on_host(self, frame: Frame, before_layer: Callable[[int], None], *, going_on: bool) -> Computed:
         """The same without padding, which attention by torch does not know."""
         starts, shape = frame.query_starts.tolist(), frame.shape
         rows = [row for row in range(shape.rows) if starts[row + 1] > starts[row]]
@@ -281,6 +283,7 @@ class Graphs:
             rows=of_rows if self._forward.keeps_up else None,
             before_layer=before_layer,
             proposed=proposed,
+            going_on=going_on,
         )
 
     def _propose(self, frame: Frame, count: int) -> Proposed | None:

@@ -68,6 +68,11 @@ class Proposer(Protocol):
         """Layers of the pool behind the model's that it keeps KV in; 0: none, and it is shown nothing."""
         ...
 
+    @property
+    def follows_aside(self) -> bool:
+        """Whether `follow` attends to nothing: then it shares no memory with the model's pass, and may run beside it."""
+        ...
+
     def propose(self, context: Context, count: int) -> Tensor:
         """The `count` tokens that each row is likely to go on with: int64 `[R, count]`.
 

@@ -320,6 +320,7 @@ class ToyProposer:
     """
 
     name = "toy"
+    follows_aside = True
 
     def __init__(self, head: ToyDraftHead, *, model: HiddenSource | None = None) -> None:
         self.head = head
@@ -372,6 +373,7 @@ class ToyItself:
 
     name = "toy"
     hidden_size = num_layers = 0
+    follows_aside = False
 
     def __init__(self, model: ToyModel, *, wrong_every: int = 5) -> None:
         self._model = model

@@ -97,6 +97,8 @@ class CudaDevice:
         def give_back(stream: CudaStream) -> None:
             if self.lost is None:
                 self.driver.keep_stream(stream.handle, high=high)
+                if stream.side_handle is not None:
+                    self.driver.keep_stream(stream.side_handle, high=False)
 
         stream = CudaStream(name, handle, self, give_back)
         self._streams.append(stream)

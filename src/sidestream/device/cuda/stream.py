@@ -125,6 +125,15 @@ class _Flight:
     waiters: int = 0
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Side:
+    """Where a stream's work goes that runs beside it: the driver's handle, torch's name for it, and what makes it current."""
+
+    handle: int
+    external: Any
+    current: AbstractContextManager[Any]
+
+
 class CudaStream:
     """One stream. `done_tick` is the last position that was seen passed; `external` is torch's name for the stream."""
 
@@ -143,6 +152,7 @@ class CudaStream:
         self._last_tick = 0
         self._tables: list[Table] = []
         self._capture: Capture | None = None
+        self._side: _Side | None = None
         self._flights: deque[_Flight] = deque()  # ticks without a gap, the oldest first
         self._looking = threading.Lock()  # held for microseconds, by whoever looks at the flights
 
@@ -249,6 +259,22 @@ class CudaStream:
             self._copy_by_kernel(calls.table, source, target)
         else:
             self._copy_by_engine(calls.table, source, target)
+
+    def aside(self, work: Callable[[], None]) -> Callable[[], None]:
+        """Enqueue it on a stream of its own, whose kernels let those of this one go first; in a graph, as a branch. See `Stream.aside`."""
+        if not self._running:
+            raise InvariantError(f"stream {self.name} was told to enqueue something aside, but not by its work")
+        if self._side is None:
+            handle = self._driver.make_stream(high=False)
+            external = self._driver.external(handle)
+            self._side = _Side(handle, external, self._driver.current(external))
+        side, fork, join = self._side, self._driver.event(), self._driver.event()
+        fork.record(self.external)
+        fork.wait(side.external)
+        with side.current:
+            work()
+        join.record(side.external)
+        return lambda: join.wait(self.external)
 
     def stamp(self, times: torch.Tensor) -> None:
         """Have a kernel write the GPU's clock. See `Stream.stamp`."""
@@ -393,6 +419,11 @@ class CudaStream:
             if not self._closed:
                 self._closed = True
                 self._on_close(self)
+
+    @property
+    def side_handle(self) -> int | None:
+        """The driver's name for the stream beside this one; None: there was no work for one."""
+        return None if self._side is None else self._side.handle
 
     # ------------------------------------------------------------------ inside
 

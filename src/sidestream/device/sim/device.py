@@ -191,6 +191,10 @@ class SimStream:
         part = batch.part(first, stop)
         return self.submit(lambda: self.copy(part), part.accesses, label=label)
 
+    def aside(self, work: Callable[[], None]) -> Callable[[], None]:
+        """Run it as late as it may run: when it is waited for. See `Stream.aside`."""
+        return work
+
     def stamp(self, times: torch.Tensor) -> None:
         """Write virtual time. See `Stream.stamp`."""
         times[0] = round(1e9 * self._device.now())

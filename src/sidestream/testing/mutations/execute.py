@@ -262,12 +262,21 @@ MUTATIONS = (
         name="proposer-is-shown-every-flight",
         hazard="H15",
         target=f"{_FORWARD}.run",
-        old="        self._proposer.follow(",
-        new="        if proposed is None:\n            self._proposer.follow(",
+        old="            self._proposer.follow(",
+        new="            if proposed is None:\n                self._proposer.follow(",
         removes="KV of drafting lacks what was verified",
         needs=frozenset({"hidden_states"}),
     ),
     # ------------------------------------------------------------------ captured passes
+    Mutation(
+        name="what-keeps-up-beside-the-model-is-waited-for",
+        hazard="H15",
+        target=f"{_FORWARD}.run",
+        old="            followed()\n",
+        new="            pass\n",
+        removes="the next flight drafts from KV that is not there yet",
+        needs=frozenset({"hidden_states", "captured"}),
+    ),
     Mutation(
         name="gate-is-recorded-behind-its-loads",
         hazard="H5",

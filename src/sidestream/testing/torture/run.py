@@ -186,9 +186,9 @@ class _Life:
             raise
 
     def _capture(self, workload: Workload) -> None:
-        """One shape, and one for few drafts: what does not fit runs eagerly, between flights that do."""
+        """One shape, and one each for few drafts and for none: what does not fit runs eagerly, between flights that do."""
         parts, layout = self.engine.parts, self.model.layout
-        few = [Shape(workload.max_running, 0, workload.drafts, together=1)] if workload.drafts else []
+        few = [Shape(workload.max_running, 0, workload.drafts, together=1), Shape(workload.max_running, 0)] if workload.drafts else []
         parts.executor.capture(
             [Shape(workload.max_running, workload.chunk_tokens, workload.drafts), *few],
             gate_layers=0 if parts.transfers is None else mover.layers_per_group(layout, self.device.segment_bytes),

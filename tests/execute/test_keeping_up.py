@@ -1,0 +1,146 @@
+"""What keeps up with a flight beside the model: only where all of it is known before, and never before what it waits for."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+
+from sidestream.device.base import Stream
+from sidestream.device.sim import SimDevice, make_policy
+from sidestream.execute.executor import Executor
+from sidestream.execute.frame import Shape
+from sidestream.speculate import Shown
+from sidestream.testing.toy import ToyDraftHead, ToyModel, ToyProposer
+from sidestream.types import BatchPlan, LayerGates, RowPlan, RowStart, SamplingSpec
+
+GREEDY = SamplingSpec(
+    temperature=0.0,
+    top_k=0,
+    top_p=1.0,
+    min_p=0.0,
+    repetition_penalty=1.0,
+    presence_penalty=0.0,
+    frequency_penalty=0.0,
+    logit_bias={},
+    seed=0,
+    min_tokens=0,
+    forbidden_until_min=(),
+    top_logprobs=-1,
+)
+PROMPT = (5, 6, 7)
+
+
+class Rig:
+    """An executor on a device without haste, which writes down what the model and what keeps up with it do."""
+
+    def __init__(self) -> None:
+        self.device = SimDevice(make_policy("starve:loads", random.Random(1)))
+        self.model = ToyModel(leaves_hidden=True)
+        self.proposer = ToyProposer(ToyDraftHead(self.model), model=self.model)
+        self.happened: list[str] = []
+        self.shown: list[list[float]] = []
+        self.loads: Stream = self.device.stream("loads")
+        forward, follow = self.model.forward_with_hidden, self.proposer.follow
+
+        def computed(*given: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            self.happened.append("model")
+            return forward(*given)  # type: ignore[arg-type]
+
+        def followed(shown: Shown) -> None:
+            assert shown.before is not None
+            self.happened.append("keeps up")
+            self.shown.append(shown.before[:, 0].tolist())
+            follow(shown)
+
+        self.model.forward_with_hidden = computed  # type: ignore[method-assign, assignment]
+        self.proposer.follow = followed  # type: ignore[method-assign]
+        self.executor = Executor(
+            device=self.device,
+            model=self.model,
+            memory=self.device.allocate("kv", 9 * self.model.layout.block_bytes),
+            num_rows=2,
+            proposer=self.proposer,
+            max_drafts=3,
+            max_len=64,
+        )
+        self.executor.capture([Shape(2, 0), Shape(2, 0, 3), Shape(2, 16)], gate_layers=1)
+
+    def launch(self, *rows: RowPlan, behind_a_load: bool = False) -> None:
+        self.happened.clear()
+        self.shown.clear()
+        gates = LayerGates()
+        if behind_a_load:
+            load = self.loads.submit(lambda: self.happened.append("loaded"))
+            layers = self.model.layout.num_layers
+            gates = LayerGates(tuple((load,) if layer >= layers - 2 else () for layer in range(layers)))
+        flight = self.executor.launch(BatchPlan(rows, any(row.drafts for row in rows)), after=(), gates=gates)
+        self.device.wait_host(flight.fence, reason="flight")
+        assert flight.fence.failure is None, flight.fence.failure
+        flight.drop()
+
+    def expected(self, tokens: Sequence[int]) -> float:
+        return float(self.model.hidden_after(tokens))
+
+
+def row(number: int, tokens: Sequence[int], *, begins: bool = False, drafts: int = 0) -> RowPlan:
+    return RowPlan(
+        request_id=number,
+        row=number,
+        epoch=0,
+        start=0 if begins else len(tokens) - 1,
+        stop=len(tokens) + drafts,
+        tokens=tuple(tokens) if begins else None,
+        block_ids=(1 + 3 * number, 2 + 3 * number, 3 + 3 * number),
+        samples=True,
+        output_index=len(tokens) - len(PROMPT),
+        begin=RowStart(sampling=GREEDY, prompt=tuple(tokens), outputs=()) if begins else None,
+        drafts=drafts,
+    )
+
+
+@pytest.fixture
+def rig() -> Rig:
+    rig = Rig()
+    rig.launch(row(0, PROMPT, begins=True), row(1, PROMPT, begins=True))
+    assert rig.happened == ["model", "keeps up"]  # what is behind a prompt's first token the model has to say
+    return rig
+
+
+def test_rows_that_go_on_by_a_token_each_are_kept_up_with_as_late_as_may_be(rig: Rig) -> None:
+    tokens = [*PROMPT, *rig.model.expected(PROMPT, 2)]
+    for known in (4, 5):
+        rig.launch(row(0, tokens[:known]), row(1, tokens[:known]))
+        assert rig.happened == ["model", "keeps up"]
+        assert rig.shown == [[rig.expected(tokens[: known - 1])] * 2]
+
+
+def test_what_is_beside_the_model_is_handed_over_before_the_model(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    def at_once(work: Callable[[], None]) -> Callable[[], None]:
+        work()
+        return lambda: rig.happened.append("awaited")
+
+    monkeypatch.setattr(rig.executor._stream, "aside", at_once)
+    tokens = [*PROMPT, *rig.model.expected(PROMPT, 1)]
+    rig.launch(row(0, tokens), row(1, tokens))
+    assert rig.happened == ["keeps up", "model", "awaited"]
+    assert rig.shown == [[rig.expected(PROMPT)] * 2]
+
+
+def test_rows_with_drafts_or_behind_a_load_are_kept_up_with_behind_the_model(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rig.executor._stream, "aside", None)
+    tokens = [*PROMPT, *rig.model.expected(PROMPT, 4)]
+    rig.launch(row(0, tokens[:4], drafts=2))
+    assert rig.happened == ["model", "keeps up"]
+    rig.launch(row(1, tokens[:4]), behind_a_load=True)
+    assert rig.happened == ["model", "loaded", "keeps up"]
+
+
+def test_nobody_is_kept_up_with_beside_the_model_who_attends(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ToyProposer, "follows_aside", False)
+    monkeypatch.setattr(rig.executor._stream, "aside", None)
+    tokens = [*PROMPT, *rig.model.expected(PROMPT, 1)]
+    rig.launch(row(0, tokens), row(1, tokens))
+    assert rig.happened == ["model", "keeps up"]
