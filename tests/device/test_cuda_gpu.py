@@ -359,9 +359,9 @@ def test_a_branch_of_a_graph_sees_what_was_before_and_is_waited_for(device: Cuda
     def work() -> None:
         delay(5)
         given.add_(1)
-        wait = compute.aside(aside)
+        compute.aside(aside)
         between.copy_(given * 100)
-        wait()
+        compute.join()
         seen.copy_(given + beside + between)
 
     finish(device, compute.submit(work))

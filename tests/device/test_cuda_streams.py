@@ -464,23 +464,47 @@ def test_work_aside_is_behind_what_was_before_and_before_what_waits_for_it(gpu: 
         stream, done = device.stream("compute"), list[str]()
 
         def work(stream: CudaStream = stream, done: list[str] = done) -> None:
-            def beside() -> None:
+            def beside(name: str) -> None:
                 assert stream.side_handle is not None
-                gpu.launch(GpuStream(gpu, stream.side_handle), lambda: done.append("aside"))
+                gpu.launch(GpuStream(gpu, stream.side_handle), lambda: done.append(name))
 
             gpu.launch(stream, lambda: done.append("before"))
-            wait = stream.aside(beside)
+            stream.aside(lambda: beside("aside"))
             gpu.launch(stream, lambda: done.append("between"))
-            wait()
+            stream.aside(lambda: beside("aside, too"))
+            gpu.launch(stream, lambda: done.append("last"))
+            stream.join()
             gpu.launch(stream, lambda: done.append("behind"))
 
         stream.submit(work)
         stream.submit(work)
         gpu.run(rng=random.Random(seed))
-        assert [done[at] for at in (0, 3, 4, 7)] == ["before", "behind"] * 2
-        assert {frozenset(done[1:3]), frozenset(done[5:7])} == {frozenset({"aside", "between"})}
+        assert [done[at] for at in (0, 5, 6, 11)] == ["before", "behind"] * 2
+        for turn in (done[:6], done[6:]):
+            assert turn.index("aside") < turn.index("aside, too") > turn.index("between") < turn.index("last")
         device.close()
         assert len(gpu.kept) == len({handle for handle, _ in gpu.kept}) == 2
+
+
+def test_work_that_ends_without_what_is_aside_fails_and_its_fence_covers_it(gpu: FakeGpu, device: CudaDevice) -> None:
+    stream, done = device.stream("compute"), list[str]()
+
+    def forgets() -> None:
+        stream.aside(lambda: gpu.launch(GpuStream(gpu, stream.side_handle or 0), lambda: done.append("aside")))
+
+    def fails() -> None:
+        forgets()
+        raise ValueError("something else")
+
+    for work, error in ((forgets, InvariantError), (fails, ValueError)):
+        fence = stream.submit(work)
+        assert isinstance(fence.failure, error)
+        done.clear()
+        while not fence.poll():
+            gpu.step(stream.handle) or gpu.step(stream.side_handle or 0)
+        assert done == ["aside"]
+    stream.submit(stream.join)  # nothing is left aside
+    assert waits(gpu, stream) == 0
 
 
 def test_only_work_of_a_stream_has_something_aside(device: CudaDevice) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from sidestream.device.base import Stream
 from sidestream.device.sim import SimDevice, make_policy
 from sidestream.execute.executor import Executor
 from sidestream.execute.frame import Shape
+from sidestream.execute.model import Left
 from sidestream.speculate import Shown
 from sidestream.testing.toy import ToyDraftHead, ToyModel, ToyProposer
 from sidestream.types import BatchPlan, LayerGates, RowPlan, RowStart, SamplingSpec
@@ -45,9 +47,10 @@ class Rig:
         self.loads: Stream = self.device.stream("loads")
         forward, follow = self.model.forward_with_hidden, self.proposer.follow
 
-        def computed(*given: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        def computed(*given: Any, left: Left) -> torch.Tensor:
+            logits = forward(*given, left=left)
             self.happened.append("model")
-            return forward(*given)  # type: ignore[arg-type]
+            return logits
 
         def followed(shown: Shown) -> None:
             assert shown.before is not None
@@ -109,6 +112,10 @@ def rig() -> Rig:
     return rig
 
 
+def at_once(work: Callable[[], None]) -> None:
+    work()
+
+
 def test_rows_that_go_on_by_a_token_each_are_kept_up_with_as_late_as_may_be(rig: Rig) -> None:
     tokens = [*PROMPT, *rig.model.expected(PROMPT, 2)]
     for known in (4, 5):
@@ -117,30 +124,33 @@ def test_rows_that_go_on_by_a_token_each_are_kept_up_with_as_late_as_may_be(rig:
         assert rig.shown == [[rig.expected(tokens[: known - 1])] * 2]
 
 
-def test_what_is_beside_the_model_is_handed_over_before_the_model(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    def at_once(work: Callable[[], None]) -> Callable[[], None]:
-        work()
-        return lambda: rig.happened.append("awaited")
+def test_rows_that_go_on_by_a_token_each_are_kept_up_with_as_early_as_may_be(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rig.executor._stream, "aside", at_once)
+    tokens = [*PROMPT, *rig.model.expected(PROMPT, 2)]
+    for known in (4, 5):
+        rig.launch(row(0, tokens[:known]), row(1, tokens[:known]))
+        assert rig.happened == ["keeps up", "model"]
+        assert rig.shown == [[rig.expected(tokens[: known - 1])] * 2]
+
+
+def test_rows_with_drafts_or_behind_a_load_are_kept_up_with_once_the_layers_are_through(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    through = rig.model._forward
+
+    def layers(*given: Any) -> torch.Tensor:
+        logits = through(*given)
+        rig.happened.append("layers")
+        return logits
 
     monkeypatch.setattr(rig.executor._stream, "aside", at_once)
-    tokens = [*PROMPT, *rig.model.expected(PROMPT, 1)]
-    rig.launch(row(0, tokens), row(1, tokens))
-    assert rig.happened == ["keeps up", "model", "awaited"]
-    assert rig.shown == [[rig.expected(PROMPT)] * 2]
-
-
-def test_rows_with_drafts_or_behind_a_load_are_kept_up_with_behind_the_model(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rig.executor._stream, "aside", None)
+    monkeypatch.setattr(rig.model, "_forward", layers)
     tokens = [*PROMPT, *rig.model.expected(PROMPT, 4)]
     rig.launch(row(0, tokens[:4], drafts=2))
-    assert rig.happened == ["model", "keeps up"]
+    assert rig.happened == ["layers", "keeps up", "model"]
     rig.launch(row(1, tokens[:4]), behind_a_load=True)
-    assert rig.happened == ["model", "loaded", "keeps up"]
+    assert rig.happened == ["layers", "loaded", "keeps up", "model"]
 
 
-def test_nobody_is_kept_up_with_beside_the_model_who_attends(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ToyProposer, "follows_aside", False)
-    monkeypatch.setattr(rig.executor._stream, "aside", None)
-    tokens = [*PROMPT, *rig.model.expected(PROMPT, 1)]
-    rig.launch(row(0, tokens), row(1, tokens))
-    assert rig.happened == ["model", "keeps up"]
+def test_a_flight_that_joins_nothing_of_what_keeps_up_with_it_fails(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rig.executor._stream, "join", lambda: None)
+    with pytest.raises(AssertionError, match="ends while something is aside: join it first"):
+        rig.launch(row(0, [*PROMPT, 8]))

@@ -96,7 +96,9 @@ def test_what_a_batch_is_like_is_no_reason_to_compile_again_p3(tmp_path: Path) -
         return PagedBatch(kv, tokens.clone(), torch.arange(4, dtype=tables)[None], (0, 5), (5,), 0, before_layer)
 
     def every(given: PagedBatch) -> None:
-        _, hidden = model.forward_with_hidden(tokens, tokens.clone(), given, tokens[-1:])
+        told: list[torch.Tensor] = []
+        model.forward_with_hidden(tokens, tokens.clone(), given, tokens[-1:], left=told.append)
+        (hidden,) = told
         head.keep_up(tokens, hidden, tokens.clone(), given)
         head.step(tokens, hidden, tokens.clone(), given)
 

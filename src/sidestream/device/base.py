@@ -222,12 +222,16 @@ class Stream(Protocol):
         """Run everything in the graph, which this stream captured, behind what its work enqueued so far. Inside work of this stream."""
         ...
 
-    def aside(self, work: Callable[[], None]) -> Callable[[], None]:
-        """Enqueue `work` behind what was enqueued so far and beside what comes next; what is returned, to be called once, before the work around it
-        ends, has all that comes then wait for it. Inside work of this stream.
+    def aside(self, work: Callable[[], None]) -> None:
+        """Enqueue `work` behind what was enqueued so far, what is aside included, and beside what comes next, until `join`. Inside work of this stream.
 
-        What it reads stays as it is in between, and what it writes is left alone. A device without a second stream for it runs it in between, too.
+        Until then what it reads stays as it is, and what it writes is left alone: it may have run at once, or not begun. A device may have no second
+        stream for it.
         """
+        ...
+
+    def join(self) -> None:
+        """Have what comes next wait for all that is aside. Inside the same work, which must not end before."""
         ...
 
     def stamp(self, times: torch.Tensor) -> None:

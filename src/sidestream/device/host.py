@@ -173,10 +173,12 @@ class HostStream:
         for node in graph.nodes:
             node()
 
-    def aside(self, work: Callable[[], None]) -> Callable[[], None]:
+    def aside(self, work: Callable[[], None]) -> None:
         """Run it at once, on the calling thread. See `Stream.aside`."""
         work()
-        return lambda: None
+
+    def join(self) -> None:
+        """Nothing is aside."""
 
     def stamp(self, times: torch.Tensor) -> None:
         """Write the system's monotonic clock. See `Stream.stamp`."""

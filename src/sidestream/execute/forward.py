@@ -33,7 +33,7 @@ class Computed(NamedTuple):
 
     logits      `[N, vocab_size]`, in the model's dtype
     positions   int64 `[N]`
-    hidden      `[N, hidden_size]`; None: nobody reads it
+    hidden      `[N, hidden_size]`; None: nobody reads it, or each row has one place, and the state there
     proposed    None: nothing was drafted
     """
 
@@ -99,28 +99,33 @@ class Forward:
         behind the model's, in their order, before any of them is read or written · proposed: what the tokens hold of drafts · going_on: each row has
         one token and goes on from its flight before, and `before_layer` waits for nothing: what there is to keep up with is known already
         """
-        hidden, everywhere, before, followed = self._hidden, None, None, None
-        if going_on and hidden is not None and rows is not None and self._proposer is not None and self._proposer.follows_aside:
-            follow, before_each = self._proposer.follow, hidden.before_each
-            followed = self._stream.aside(lambda: follow(Shown(tokens, positions, before_each(rows), batch)))
-        if hidden is None:
+        hidden, proposer, at_places = self._hidden, self._proposer, None
+        if hidden is None or proposer is None or rows is None:
             logits = self._model.forward(tokens, positions, batch, places)
+            if proposer is not None and rows is not None:
+                for layer in self._layers_behind:
+                    before_layer(layer)
+                proposer.follow(Shown(tokens, positions, None, batch))
         else:
-            logits, everywhere = self._model.forward_with_hidden(tokens, positions, batch, places)
-        if self._proposer is not None and rows is not None:
-            for layer in self._layers_behind:
-                before_layer(layer)
-            if followed is None:
-                if hidden is not None and everywhere is not None:
-                    before = hidden.before(everywhere, rows)
-                self._proposer.follow(Shown(tokens, positions, before, batch))
-            else:
-                followed()
-            if hidden is not None and everywhere is not None:
-                hidden.keep(everywhere, rows, positions=positions, slots=batch.slots)
+            states: list[Tensor] = []
+
+            def left(everywhere: Tensor) -> None:
+                states.append(everywhere)
+                for layer in self._layers_behind:
+                    before_layer(layer)
+                if not going_on:
+                    self._stream.aside(lambda: proposer.follow(Shown(tokens, positions, hidden.before(everywhere, rows), batch)))
+                self._stream.aside(lambda: hidden.keep(everywhere, rows, positions=positions, slots=batch.slots))
+
+            if going_on:
+                self._stream.aside(lambda: proposer.follow(Shown(tokens, positions, hidden.before_each(rows), batch)))
+            logits = self._model.forward_with_hidden(tokens, positions, batch, places, left=left)
+            self._stream.join()
+            if proposed is not None:  # else each row goes on from its last token, of which it has the state
+                at_places = states[0][places]
         if proposed is not None:
             self._stream.stamp(proposed.times[2:])
-        return Computed(logits, positions[places], None if everywhere is None else everywhere[places], proposed)
+        return Computed(logits, positions[places], at_places, proposed)
 
     def one_token_each(self, tables: Tensor, positions: Tensor, last: Tensor, nobody: Tensor | None = None) -> AttentionBatch:
         """A batch over the pool of rows with one token each, which wait for nothing: tables `[n, blocks]`, positions int64 `[n]`.

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
 
 from sidestream.attention.paged import AttentionBatch
 from sidestream.kv.layout import KVLayout
+
+Left = Callable[[torch.Tensor], None]
 
 
 class ForwardModel(Protocol):
@@ -28,7 +31,9 @@ class ForwardModel(Protocol):
         ...
 
     def forward_with_hidden(
-        self, tokens: torch.Tensor, positions: torch.Tensor, batch: AttentionBatch, logit_rows: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The same, and what the last layer left at each packed token: `[T, hidden_size]`. Called where a proposer reads it."""
+        self, tokens: torch.Tensor, positions: torch.Tensor, batch: AttentionBatch, logit_rows: torch.Tensor, *, left: Left
+    ) -> torch.Tensor:
+        """The same; `left` is told what the last layer left at each packed token, `[T, hidden_size]`, before the logits are made of it. Called where
+        a proposer reads it.
+        """
         ...

@@ -5,6 +5,7 @@ Knows nothing of requests; what a batch looks like travels with the call, as an 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -69,25 +70,38 @@ class PagedModel:
         self.fingerprint = fingerprint
         module.config._attn_implementation = PAGED
         self.module = module
-        self._last_hidden: torch.Tensor | None = None
+        self._left: Callable[[torch.Tensor], None] | None = None
 
     def leave_hidden(self) -> None:
-        """Have every forward keep what the last layer left, for `forward_with_hidden`. Once, before the first forward that is captured."""
+        """Have every forward tell what the last layer left, for `forward_with_hidden`. Once, before the first forward that is captured."""
 
-        def keep(module: Any, given: Any, out: Any) -> None:
-            self._last_hidden = out.last_hidden_state
+        def tell(module: Any, given: Any, out: Any) -> None:
+            if self._left is not None:
+                left, self._left = self._left, None
+                left(out.last_hidden_state[0])
 
-        self.module.base_model.register_forward_hook(keep)
+        self.module.base_model.register_forward_hook(tell)
 
     def forward_with_hidden(
-        self, tokens: torch.Tensor, positions: torch.Tensor, batch: AttentionBatch, logit_rows: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """`forward`, and what the last layer left at each packed token, after the model's last norm: `[T, hidden_size]`. Behind `leave_hidden`."""
-        logits, hidden = self.forward(tokens, positions, batch, logit_rows), self._last_hidden
-        if hidden is None:
-            raise InvariantError("the model keeps no hidden states: leave_hidden comes first")
-        self._last_hidden = None
-        return logits, hidden[0, : len(tokens)]
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        batch: AttentionBatch,
+        logit_rows: torch.Tensor,
+        *,
+        left: Callable[[torch.Tensor], None],
+    ) -> torch.Tensor:
+        """`forward`; as soon as it is enqueued, `left` is told what the last layer left at each packed token, after the model's last norm:
+        `[T, hidden_size]`. Behind `leave_hidden`.
+        """
+        self._left = lambda hidden: left(hidden[: len(tokens)])
+        try:
+            logits = self.forward(tokens, positions, batch, logit_rows)
+            if self._left is not None:
+                raise InvariantError("the model tells of no hidden states: leave_hidden comes first")
+            return logits
+        finally:
+            self._left = None
 
     @torch.inference_mode()
     def forward(self, tokens: torch.Tensor, positions: torch.Tensor, batch: AttentionBatch, logit_rows: torch.Tensor) -> torch.Tensor:

@@ -21,7 +21,6 @@ class DraftModelProposer:
 
     name = "draft"
     hidden_size = 0
-    follows_aside = False
 
     def __init__(self, model: PagedModel, *, num_layers: int, vocab_size: int) -> None:
         self.model = model

@@ -15,7 +15,6 @@ class MtpProposer:
 
     name = "mtp"
     num_layers = 1
-    follows_aside = True
 
     def __init__(self, head: MtpHead) -> None:
         self.head = head

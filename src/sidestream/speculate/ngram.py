@@ -23,7 +23,6 @@ class NgramProposer:
     name: str = "ngram"
     hidden_size: int = 0
     num_layers: int = 0
-    follows_aside: bool = False
 
     def propose(self, context: Context, count: int) -> Tensor:
         """See `Proposer.propose`. Reads `[R, width]` numbers once for each length of a run."""

@@ -68,11 +68,6 @@ class Proposer(Protocol):
         """Layers of the pool behind the model's that it keeps KV in; 0: none, and it is shown nothing."""
         ...
 
-    @property
-    def follows_aside(self) -> bool:
-        """Whether `follow` attends to nothing: then it shares no memory with the model's pass, and may run beside it."""
-        ...
-
     def propose(self, context: Context, count: int) -> Tensor:
         """The `count` tokens that each row is likely to go on with: int64 `[R, count]`.
 
@@ -83,5 +78,8 @@ class Proposer(Protocol):
         ...
 
     def follow(self, shown: Shown) -> None:
-        """Keep up with a flight: drafts that are verified in it are shown, too, and shown again where they were wrong."""
+        """Keep up with a flight: drafts that are verified in it are shown, too, and shown again where they were wrong.
+
+        Where it reads hidden states, it attends to nothing, and so shares no memory with the model: it runs beside the model's pass.
+        """
         ...

@@ -24,6 +24,7 @@ import torch
 from sidestream.attention.paged import AttentionBatch, PagedBatch
 from sidestream.attention.triton import DeviceBatch
 from sidestream.errors import InvariantError
+from sidestream.execute.model import Left
 from sidestream.kv.layout import KVLayout
 from sidestream.speculate import Context, Shown
 
@@ -64,13 +65,14 @@ class ToyModel:
         return self._forward(tokens, positions, batch, logit_rows)
 
     def forward_with_hidden(
-        self, tokens: torch.Tensor, positions: torch.Tensor, batch: AttentionBatch, logit_rows: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, tokens: torch.Tensor, positions: torch.Tensor, batch: AttentionBatch, logit_rows: torch.Tensor, *, left: Left
+    ) -> torch.Tensor:
         """See `ForwardModel.forward_with_hidden`: one number a token, which depends on all KV up to it, as often as a block's layer holds."""
         assert isinstance(batch, PagedBatch), "hidden states are read on the host"
         logits = self._forward(tokens, positions, batch, logit_rows)
-        left = torch.tensor([[float(self.hidden(self._seen_at(batch, packed)))] for packed in range(len(tokens))])
-        return logits, left.expand(-1, self.hidden_size)
+        numbers = torch.tensor([[float(self.hidden(self._seen_at(batch, packed)))] for packed in range(len(tokens))])
+        left(numbers.expand(-1, self.hidden_size))
+        return logits
 
     def hidden(self, seen: npt.NDArray[np.int64]) -> int:
         """What the last layer leaves behind after KV `seen`: exact in float32, never 0."""
@@ -320,7 +322,6 @@ class ToyProposer:
     """
 
     name = "toy"
-    follows_aside = True
 
     def __init__(self, head: ToyDraftHead, *, model: HiddenSource | None = None) -> None:
         self.head = head
@@ -373,7 +374,6 @@ class ToyItself:
 
     name = "toy"
     hidden_size = num_layers = 0
-    follows_aside = False
 
     def __init__(self, model: ToyModel, *, wrong_every: int = 5) -> None:
         self._model = model

@@ -5,6 +5,7 @@ From any thread: what one submits as one piece lies together on the stream. Whoe
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 import traceback
@@ -153,6 +154,7 @@ class CudaStream:
         self._tables: list[Table] = []
         self._capture: Capture | None = None
         self._side: _Side | None = None
+        self._has_aside = False
         self._flights: deque[_Flight] = deque()  # ticks without a gap, the oldest first
         self._looking = threading.Lock()  # held for microseconds, by whoever looks at the flights
 
@@ -260,7 +262,7 @@ class CudaStream:
         else:
             self._copy_by_engine(calls.table, source, target)
 
-    def aside(self, work: Callable[[], None]) -> Callable[[], None]:
+    def aside(self, work: Callable[[], None]) -> None:
         """Enqueue it on a stream of its own, whose kernels let those of this one go first; in a graph, as a branch. See `Stream.aside`."""
         if not self._running:
             raise InvariantError(f"stream {self.name} was told to enqueue something aside, but not by its work")
@@ -268,13 +270,20 @@ class CudaStream:
             handle = self._driver.make_stream(high=False)
             external = self._driver.external(handle)
             self._side = _Side(handle, external, self._driver.current(external))
-        side, fork, join = self._side, self._driver.event(), self._driver.event()
+        fork = self._driver.event()
         fork.record(self.external)
-        fork.wait(side.external)
-        with side.current:
+        fork.wait(self._side.external)
+        self._has_aside = True
+        with self._side.current:
             work()
-        join.record(side.external)
-        return lambda: join.wait(self.external)
+
+    def join(self) -> None:
+        """Order what comes next behind what is aside. See `Stream.join`."""
+        if self._side is not None and self._has_aside:
+            joint = self._driver.event()
+            joint.record(self._side.external)
+            joint.wait(self.external)
+            self._has_aside = False
 
     def stamp(self, times: torch.Tensor) -> None:
         """Have a kernel write the GPU's clock. See `Stream.stamp`."""
@@ -443,8 +452,14 @@ class CudaStream:
         try:
             with self._current:
                 work()
+            if self._has_aside:
+                raise InvariantError(f"work on stream {self.name} ends while something is aside: join it first")
+        except BaseException:
+            with contextlib.suppress(RuntimeError):  # what failed is told
+                self.join()  # the end of the work covers all that it has on its way
+            raise
         finally:
-            self._running = False
+            self._running = self._has_aside = False
 
     def _mark(self, fence: CudaFence, label: str) -> None:
         """Record an event behind everything enqueued so far: from here on there is a fence."""

@@ -131,6 +131,7 @@ class SimStream:
         self._capture: list[_Work | _ExternalWait] | None = None
         self._ignored_waits = 0
         self._records: Mapping[SimEvent, SimFence | None] = {}
+        self._aside: deque[Callable[[], None]] = deque()
         self.busy = False
         self._actor: Actor = device.turns.add(name, self._may_go_on, self._awaited, self._run)
 
@@ -191,9 +192,14 @@ class SimStream:
         part = batch.part(first, stop)
         return self.submit(lambda: self.copy(part), part.accesses, label=label)
 
-    def aside(self, work: Callable[[], None]) -> Callable[[], None]:
-        """Run it as late as it may run: when it is waited for. See `Stream.aside`."""
-        return work
+    def aside(self, work: Callable[[], None]) -> None:
+        """Run it as late as may be, at `join`. See `Stream.aside`."""
+        self._aside.append(work)
+
+    def join(self) -> None:
+        """Run what is aside. See `Stream.join`."""
+        while self._aside:
+            self._aside.popleft()()
 
     def stamp(self, times: torch.Tensor) -> None:
         """Write virtual time. See `Stream.stamp`."""
@@ -308,7 +314,10 @@ class SimStream:
         self._records = work.records
         try:
             work.run()
+            if self._aside:
+                raise InvariantError(f"{label} on stream {self.name} ends while something is aside: join it first")
         except Exception as error:
+            self._aside.clear()
             fence.fail(error)
         self._turns.point()  # the bytes have moved, and nobody knows
         if self._device.timeline is not None:

@@ -5,6 +5,7 @@ The disk tier and its files are real, so what a fault does to a file is found by
 
 from __future__ import annotations
 
+import functools
 import os
 import tempfile
 from bisect import bisect_left
@@ -20,6 +21,7 @@ from sidestream.attention.paged import AttentionBatch, PagedBatch
 from sidestream.device.base import CopyBatch, Memory
 from sidestream.device.sim import SimDevice, SimStream
 from sidestream.errors import InvariantError, TierCorrupt, TierError, TierFull
+from sidestream.execute.model import Left
 from sidestream.kv.layout import KVLayout
 from sidestream.testing.torture.workload import Fault, Operation, Workload
 from sidestream.tiers.base import Block
@@ -118,14 +120,13 @@ class ScriptedModel:
 
     def forward(self, tokens: torch.Tensor, positions: torch.Tensor, batch: AttentionBatch, logit_rows: torch.Tensor) -> torch.Tensor:
         """See `ForwardModel.forward`."""
-        return self._forward(self._inner.forward, tokens, positions, batch, logit_rows)[0]
+        return self._forward(self._inner.forward, tokens, positions, batch, logit_rows)
 
     def forward_with_hidden(
-        self, tokens: torch.Tensor, positions: torch.Tensor, batch: AttentionBatch, logit_rows: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, tokens: torch.Tensor, positions: torch.Tensor, batch: AttentionBatch, logit_rows: torch.Tensor, *, left: Left
+    ) -> torch.Tensor:
         """See `ForwardModel.forward_with_hidden`."""
-        logits, hidden = self._forward(self._inner.forward_with_hidden, tokens, positions, batch, logit_rows)
-        return logits, hidden
+        return self._forward(functools.partial(self._inner.forward_with_hidden, left=left), tokens, positions, batch, logit_rows)
 
     def hidden_after(self, tokens: Sequence[int]) -> int:
         """See `ToyModel.hidden_after`; with the weights of now."""
@@ -134,18 +135,17 @@ class ScriptedModel:
 
     def _forward(
         self, forward: Callable[..., Any], tokens: torch.Tensor, positions: torch.Tensor, batch: AttentionBatch, logit_rows: torch.Tensor
-    ) -> list[torch.Tensor]:
-        """What `forward` gives, logits first."""
+    ) -> torch.Tensor:
+        """What `forward` gives."""
         given: list[torch.Tensor] = []
         seen = (tokens + self.weights) % self.vocab_size if self.weights else tokens
 
         def proceed() -> None:
-            outcome = forward(seen, positions, batch, logit_rows)
-            given.extend(outcome if isinstance(outcome, tuple) else (outcome,))
+            given.append(forward(seen, positions, batch, logit_rows))
 
         if self._device is None:
             proceed()
-            return given
+            return given[0]
         fault = self._device.script.next("forward")
         self._device.play(fault, proceed, torn=_never)
         if fault is not None and fault.kind == "nan":
@@ -155,7 +155,7 @@ class ScriptedModel:
                 row = bisect_left(batch.query_starts, last + 1) - 1
                 slots = batch.slots[batch.query_starts[row] : last + 1]
                 batch.kv[slots // self.layout.block_tokens, :, :, slots % self.layout.block_tokens] = -1.0
-        return given
+        return given[0]
 
 
 class ScriptedTier:
