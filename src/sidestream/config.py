@@ -120,7 +120,7 @@ class SpeculativeConfig:
     adaptive: bool = True
     head: str | Path | None = None
     model: str | Path | None = None
-    max_slowdown: float = 0.01
+    max_slowdown: float = 0.005
 
     def __post_init__(self) -> None:
         if self.head is not None and self.proposer != "mtp":

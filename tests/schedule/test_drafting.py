@@ -457,3 +457,15 @@ def test_without_adapting_a_row_always_gets_what_there_may_be(most: int) -> None
     assert policy.choose([row], [8]).counts == [3]
     assert policy.choose([row], [most]).counts == [most]
     assert policy.choose([policy.newcomer(1)], [8]).counts == [1]
+
+
+def test_who_is_computed_beside_drafts_waits_for_them_too() -> None:
+    policy, rows = drafting([0.9] * 8)
+    depths(policy, rows, flat(1.5), 12)
+    newcomer = policy.newcomer(4)
+    assert max(fly(policy, rows, flat(1.5))) > 0
+    policy.held_up([newcomer])
+    assert policy.records.behind[newcomer] == pytest.approx(policy._ratios(8)[4] - 1) == pytest.approx(0.5, abs=0.1)
+    assert max(fly(policy, rows, flat(1.5), room=0)) == 0
+    policy.held_up([newcomer])
+    assert policy.records.behind[newcomer] == pytest.approx(0.5, abs=0.1)

@@ -127,3 +127,19 @@ def test_logits_that_are_no_numbers_say_nothing_of_drafts() -> None:
     world.scheduler.commit(flight.batch, [RowResult((), finite=False) for _ in flight.results], flight.fence)
     assert world.drafts.records.chance[request.drafting] == chance
     assert world.drafts.records.behind[request.drafting] == behind
+
+
+def test_a_prompt_that_is_computed_beside_drafts_is_held_up_by_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(num_blocks=32, drafts=3)
+    held_up: list[list[int]] = []
+    monkeypatch.setattr(world.drafts, "held_up", held_up.append)
+    first = world.submit(prompt(5), outputs=40)
+    while len(decodes(world, first)) < 2:
+        world.step()
+    assert held_up == []  # nobody is beside it
+    other = world.submit(prompt(6, beginning=100), outputs=2)
+    world.step()
+    assert [(row.request_id, row.drafts) for row in world.plans[-1].batch.rows] == [(first.id, 3), (other.id, 0)]
+    world.run()
+    chunks = [row for plan in world.plans for row in plan.batch.rows if row.request_id == other.id and row.tokens is not None]
+    assert held_up == [[other.drafting]] * len(chunks)

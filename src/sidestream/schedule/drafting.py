@@ -198,7 +198,7 @@ class DraftPolicy:
     records        what became of each request's drafts
     """
 
-    def __init__(self, most: int, *, adaptive: bool = True, max_slowdown: float = 0.01) -> None:
+    def __init__(self, most: int, *, adaptive: bool = True, max_slowdown: float = 0.005) -> None:
         self.most = most
         self.adaptive = adaptive
         self.max_slowdown = max_slowdown
@@ -208,6 +208,7 @@ class DraftPolicy:
         self._flights: dict[int, _Flights] = {}
         self._none: Chosen | None = None
         self._rested = 0
+        self._loss = 0.0  # by the drafts that were last chosen, in tokens, of a row that gets none
 
     def newcomer(self, wanted: int) -> int:
         """A new request, of which nothing is known but how others fared: the number that it has here, until it is `gone`."""
@@ -221,6 +222,10 @@ class DraftPolicy:
         """The request has ended."""
         self._none = None
         self.records.leave(number)
+
+    def held_up(self, numbers: Sequence[int]) -> None:
+        """These requests' prompts are computed beside the drafts that were just chosen: their first token comes later by those."""
+        self.records.behind[np.array(numbers, np.int64)] += self._loss
 
     def saw(self, numbers: Sequence[int], drafted: Sequence[int], accepted: Sequence[int]) -> None:
         """What became of a flight's drafts: of each of these requests, `accepted` of `drafted` leading tokens were right."""
@@ -265,7 +270,8 @@ class DraftPolicy:
             counts, reason = np.zeros(len(most), np.int64), "measuring"
         else:
             counts, reason = self._counts(rows, most, flights, ratios, passed)
-        self.records.behind[rows] += ratios[int(counts.max(initial=0))] - 1 - passed * self.max_slowdown
+        self._loss = ratios[int(counts.max(initial=0))] - 1
+        self.records.behind[rows] += self._loss - passed * self.max_slowdown
         chosen = self._chosen(counts, most, wanted, reason or "chance")
         if reason and reason != "measuring":
             self._none = chosen

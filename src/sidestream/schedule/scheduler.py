@@ -374,6 +374,8 @@ class Scheduler:
         if draft.arriving and not (draft.decodes or draft.drafting or draft.prefills):  # nobody waits with it
             draft.arriving[0].arriving = False
             self._plan_prefill(draft.arriving[0], draft)
+        if draft.drafting and draft.prefills:
+            self._drafts.held_up([self._running[row.request_id].drafting for row in draft.prefills])
         batch = BatchPlan((*draft.decodes, *draft.drafting, *draft.prefills), draft.speculates)
         self._age(batch)
         self._owed = [] if batch.rows else draft.after
