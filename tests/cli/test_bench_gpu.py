@@ -17,6 +17,7 @@ COMMANDS = {
     "interference": ["--rounds", "1"],
     "mailbox": ["--mib", "16", "--tokens", "8"],
     "forward-thread": ["--requests", "32", "--steps", "4", "--pending", "200"],
+    "host-time": ["--shape", "tiny", "--requests", "6", "--output-tokens", "24", "--rounds", "1"],
     "engine": ["--shape", "tiny"],
     "throughput": ["--shape", "tiny"],
 }
@@ -25,6 +26,7 @@ FIGURES = {
     "interference": {"decode_under_transfer", "matmul_under_transfer"},
     "mailbox": {"mailbox_ms_p99", "foreign_copy_wait_ms"},
     "forward-thread": {"engine_thread_us_median", "engine_thread_us_max", "host_waits", "pending_submit_us_max"},
+    "host-time": {"host_ms_per_step_6_greedy", "host_ms_per_step_6_sampled", "host_cpu_ms_per_step_6_penalised"},
     "engine": {"decode_b1_over_floor", "idle_share_max", "ttft_host_over_floor", "itl_p99_during_resume", "async_tokens_identical"},
     "throughput": {"throughput_no_reuse", "throughput_working_set_4x"},
 }

@@ -35,6 +35,7 @@ def register(app: typer.Typer) -> None:
     app.command("transfer")(transfer)
     app.command("interference")(interference)
     app.command("forward-thread")(forward_thread)
+    app.command("host-time")(host_time)
     app.command("mailbox")(mailbox)
     for part in ("prefill", "ttft", "resume", "async"):
         app.command(part, help=_PARTS[part])(_part(part))
@@ -134,6 +135,26 @@ def forward_thread(
         _BLOCKS,
         as_json,
         lambda tell: measure(device=device, requests=requests, steps=steps, pending=pending, tell=tell),
+        bounded=device == "cuda",
+    )
+
+
+def host_time(
+    device: Device = "cuda",
+    shape: Shape = "qwen3-0.6b",
+    requests: Annotated[int, typer.Option(help="Requests that decode at once.")] = 256,
+    output_tokens: Annotated[int, typer.Option(help="Tokens drawn for each.")] = 128,
+    rounds: Annotated[int, typer.Option(help="Repetitions.")] = 3,
+    as_json: Json = False,
+) -> None:
+    """What a step of many running requests costs the engine thread, with offload on, besides waiting for flights."""
+    from sidestream.cli.bench.host_time import measure
+
+    _report(
+        "host-time",
+        f"{shape}, random weights",
+        as_json,
+        lambda tell: measure(device=device, shape=shape, requests=requests, output_tokens=output_tokens, rounds=rounds, tell=tell),
         bounded=device == "cuda",
     )
 

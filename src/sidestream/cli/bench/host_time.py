@@ -1,0 +1,119 @@
+"""What a step of many running requests costs the engine thread: planning, launching, committing and telling clients; without waiting for flights."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from statistics import median
+from typing import Any
+
+from sidestream.cli.bench.report import Figure, at_most
+from sidestream.cli.bench.requests import Answer, NoText
+from sidestream.config import EngineConfig, OffloadConfig, SamplingParams
+from sidestream.device.choice import torch_device
+from sidestream.engine.build import build_engine
+from sidestream.engine.garbage import settle_garbage
+from sidestream.engine.loop import Engine
+from sidestream.errors import SidestreamError
+from sidestream.execute.executor import Flight
+from sidestream.testing.random_models import random_model
+from sidestream.types import BatchPlan
+
+_PROMPT_TOKENS = 48
+_ASKED: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0.0},
+    "sampled": {"temperature": 0.8, "top_p": 0.95},
+    "penalised": {"temperature": 0.8, "presence_penalty": 0.5, "logit_bias": {7: 1.0}},
+}
+
+
+def measure(*, device: str, shape: str, requests: int, output_tokens: int, rounds: int, tell: Callable[[str], None]) -> list[Figure]:
+    """So many requests at once, with offload on: of each step in which all of them decode, the engine thread's time from one step's begin to the next,
+    less what it waited for flights; and what of it the processor worked for that thread.
+    """
+    tell("starting the engine")
+    model = random_model(shape, device=torch_device(device))
+    memory = requests * model.layout.num_blocks_for(_PROMPT_TOKENS + output_tokens) * model.layout.block_bytes
+    config = EngineConfig(
+        device=device,
+        kv_memory=f"{memory >> 20}MiB" if memory >> 20 else "1MiB",
+        max_running=requests,
+        max_model_len=_PROMPT_TOKENS + output_tokens,
+        offload=OffloadConfig(host=f"{max(1, memory >> 20)}MiB"),
+    )
+    engine = build_engine(model, NoText(), config)
+    unsettle = settle_garbage()  # as LLM does
+    try:
+        clock, figures = _StepClock(engine), list[Figure]()
+        for name, asked in _ASKED.items():
+            taken, worked = list[float](), list[float]()
+            for number in range(rounds + 1):
+                tell(f"{name}, round {number} of {rounds}")
+                clock.steps.clear()
+                answers = _ask(engine, requests, SamplingParams(**asked, max_tokens=output_tokens, ignore_eos=True))
+                for answer in answers:
+                    answer.wait()
+                full = [step for step in clock.steps if step[0] == requests]
+                if number:  # the first one warms up
+                    taken += [seconds for _, seconds, _ in full]
+                    worked += [seconds for *_, seconds in full]
+            if not taken:
+                raise SidestreamError(f"in no step all {requests} requests decoded: there is nothing to measure; ask for more tokens")
+            end = f"{requests}_{name}"
+            figures.append(Figure(f"host_ms_per_step_{end}", 1e3 * median(taken), "ms", None if name == "penalised" else at_most(1.0)))
+            figures.append(Figure(f"host_cpu_ms_per_step_{end}", 1e3 * median(worked), "ms"))
+        return figures
+    finally:
+        engine.close()
+        unsettle()
+
+
+def _ask(engine: Engine, count: int, params: SamplingParams) -> list[Answer]:
+    """All at once, prompts that nobody has asked before."""
+    answers = [Answer(time.perf_counter()) for _ in range(count)]
+
+    def submit() -> None:
+        engine.parts.scheduler.forget_all()
+        for number, answer in enumerate(answers):
+            engine.submit([1 + (number * 31 + at * 7) % 500 for at in range(_PROMPT_TOKENS)], params, answer.take, text=False)
+
+    engine.call(submit)
+    return answers
+
+
+class _StepClock:
+    """Times steps of an engine from now on.
+
+    steps   of each: rows that decoded (0: a prompt was computed beside them), seconds and processor's seconds without those spent waiting
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self.steps: list[tuple[int, float, float]] = []
+        step, launch, wait = engine.step, engine.parts.executor.launch, engine.parts.device.wait_host
+        rows = [0]
+        waited = [0.0, 0.0]
+
+        def timed() -> bool:
+            rows[0], waited[:] = 0, (0.0, 0.0)
+            begin_s, begin_cpu_s = time.perf_counter(), time.thread_time()
+            worked = step()
+            self.steps.append((rows[0], time.perf_counter() - begin_s - waited[0], time.thread_time() - begin_cpu_s - waited[1]))
+            return worked
+
+        def counted(batch: BatchPlan, **more: Any) -> Flight:
+            rows[0] = 0 if batch.num_prefill_tokens else len(batch.rows)
+            return launch(batch, **more)
+
+        def awaited(*given: Any, **more: Any) -> bool:
+            begin_s, begin_cpu_s = time.perf_counter(), time.thread_time()
+            done = wait(*given, **more)
+            waited[0] += time.perf_counter() - begin_s
+            waited[1] += time.thread_time() - begin_cpu_s
+            return done
+
+        def begin() -> None:
+            engine.step = timed  # type: ignore[method-assign]
+            engine.parts.executor.launch = counted  # type: ignore[method-assign]
+            engine.parts.device.wait_host = awaited  # type: ignore[method-assign]
+
+        engine.call(begin)
