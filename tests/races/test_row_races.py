@@ -23,3 +23,8 @@ def test_h17_staging_buffer_is_refilled_while_a_copy_still_reads_it() -> None:
 def test_h18_padded_row_of_a_graph_writes_the_block_of_an_earlier_batch() -> None:
     assert_caught("padded row of a graph", by=("tokens",), within=1)
     assert_clean("padded row of a graph")
+
+
+def test_h19_state_of_a_row_is_a_view_of_what_the_next_flight_overwrites() -> None:
+    assert_caught("state kept as a view", by=("accept length",), within=1)
+    assert_clean("state kept as a view")

@@ -188,6 +188,30 @@ def flag_read_twice(device: SimDevice, protected: bool) -> Outcome:
     return loop.outcome()
 
 
+def state_kept_as_a_view(device: SimDevice, protected: bool) -> Outcome:
+    """What a captured flight leaves lies where its graph always puts it. The state of a row is a view of that, and the next flight, of another row,
+    puts its own there.
+    """
+    loop, compute = _Speculation(device), device.stream("compute")
+    left = Blocks(device, "what a graph leaves", 1)
+    place = left.pool.take(1)
+    state, row = loop.state, loop.row
+
+    def fly(first: bool) -> None:
+        hidden = loop.on_device if protected or first else int(left.numbers[0, 0])
+        left.numbers[0] = loop.round(hidden)
+        if protected:
+            state.numbers[0] = left.numbers[0]
+
+    for step in range(_ROUNDS):
+        compute.submit(partial(fly, not step), lambda: [*left.writes(place.ids)(), *state.writes(row.ids)()], label="flight")
+        flight = left.write(compute, place.ids, 17, "flight of another row")
+    finish(device, flight)
+    row.release(after=(flight,))
+    place.release(after=(flight,))
+    return loop.outcome()
+
+
 ROWS = (
     Miniature(
         "token read when the step was counted", "H12", "Only a fence says that a step was computed.", token_read_when_the_step_was_counted
@@ -201,4 +225,7 @@ ROWS = (
     ),
     Miniature("state published by a late worker", "H19", "The flight itself writes what the next reads.", state_published_by_a_late_worker),
     Miniature("flag read twice", "H20", "It is looked at once.", flag_read_twice),
+    Miniature(
+        "state kept as a view", "H19", "What a flight leaves is copied into the row's own place, in the flight.", state_kept_as_a_view
+    ),
 )
