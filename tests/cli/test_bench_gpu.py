@@ -18,6 +18,7 @@ COMMANDS = {
     "mailbox": ["--mib", "16", "--tokens", "8"],
     "forward-thread": ["--requests", "32", "--steps", "4", "--pending", "200"],
     "host-time": ["--shape", "tiny", "--requests", "6", "--output-tokens", "24", "--rounds", "1"],
+    "identity": ["--shape", "tiny", "--requests", "3", "--prompt-tokens", "40", "--output-tokens", "12"],
     "engine": ["--shape", "tiny"],
     "throughput": ["--shape", "tiny"],
 }
@@ -27,6 +28,12 @@ FIGURES = {
     "mailbox": {"mailbox_ms_p99", "foreign_copy_wait_ms"},
     "forward-thread": {"engine_thread_us_median", "engine_thread_us_max", "host_waits", "pending_submit_us_max"},
     "host-time": {"host_ms_per_step_6_greedy", "host_ms_per_step_6_sampled", "host_cpu_ms_per_step_6_penalised"},
+    "identity": {
+        "requests_identical_again",
+        "requests_identical_offload_off",
+        "requests_identical_eager",
+        "logprob_distance_max_synchronous",
+    },
     "engine": {"decode_b1_over_floor", "idle_share_max", "ttft_host_over_floor", "itl_p99_during_resume", "async_tokens_identical"},
     "throughput": {"throughput_no_reuse", "throughput_working_set_4x"},
 }
@@ -39,7 +46,7 @@ def test_benchmark_measures_on_the_cpu_too(name: str, run: Run) -> None:
     report = json.loads(done.stdout)
     figures = {figure["name"]: figure for figure in report["figures"]}
     assert FIGURES[name] <= figures.keys()
-    assert all(figure["bound"] is None for figure in figures.values())
+    assert all(figure["bound"] is None for figure in figures.values()) or name == "identity"  # which holds on a CPU, too
     if name == "forward-thread":
         assert figures["host_waits"]["value"] == 0
         assert figures["stored_gib"]["value"] > 0

@@ -36,6 +36,7 @@ def register(app: typer.Typer) -> None:
     app.command("interference")(interference)
     app.command("forward-thread")(forward_thread)
     app.command("host-time")(host_time)
+    app.command("identity")(identity)
     app.command("mailbox")(mailbox)
     for part in ("prefill", "ttft", "resume", "async"):
         app.command(part, help=_PARTS[part])(_part(part))
@@ -156,6 +157,27 @@ def host_time(
         as_json,
         lambda tell: measure(device=device, shape=shape, requests=requests, output_tokens=output_tokens, rounds=rounds, tell=tell),
         bounded=device == "cuda",
+    )
+
+
+def identity(
+    device: Device = "cuda",
+    shape: Shape = "qwen3-0.6b",
+    requests: Annotated[int, typer.Option(help="Requests at once.")] = 8,
+    prompt_tokens: Annotated[int, typer.Option(help="Tokens of each prompt.")] = 512,
+    output_tokens: Annotated[int, typer.Option(help="Tokens drawn for each.")] = 128,
+    as_json: Json = False,
+) -> None:
+    """Whether greedy tokens are equal with offload and without, asynchronous and not, captured and kernel by kernel; and how far logits differ."""
+    from sidestream.cli.bench.identity import measure
+
+    _report(
+        "identity",
+        f"{shape}, random weights",
+        as_json,
+        lambda tell: measure(
+            device=device, shape=shape, requests=requests, prompt_tokens=prompt_tokens, output_tokens=output_tokens, tell=tell
+        ),
     )
 
 

@@ -8,8 +8,8 @@ from statistics import median
 from typing import Any
 
 from sidestream.cli.bench.report import Figure, at_most
-from sidestream.cli.bench.requests import Answer, NoText
-from sidestream.config import EngineConfig, OffloadConfig, SamplingParams
+from sidestream.cli.bench.requests import NoText, ask_at_once
+from sidestream.config import EngineConfig, OffloadConfig
 from sidestream.device.choice import torch_device
 from sidestream.engine.build import build_engine
 from sidestream.engine.garbage import settle_garbage
@@ -44,14 +44,15 @@ def measure(*, device: str, shape: str, requests: int, output_tokens: int, round
     engine = build_engine(model, NoText(), config)
     unsettle = settle_garbage()  # as LLM does
     try:
+        prompts = [[1 + (number * 31 + at * 7) % 500 for at in range(_PROMPT_TOKENS)] for number in range(requests)]
         clock, figures = _StepClock(engine), list[Figure]()
         for name, asked in _ASKED.items():
             taken, worked = list[float](), list[float]()
             for number in range(rounds + 1):
                 tell(f"{name}, round {number} of {rounds}")
                 clock.steps.clear()
-                answers = _ask(engine, requests, SamplingParams(**asked, max_tokens=output_tokens, ignore_eos=True))
-                for answer in answers:
+                engine.reset_cache()
+                for answer in ask_at_once(engine, prompts, output_tokens, **asked):
                     answer.wait()
                 full = [step for step in clock.steps if step[0] == requests]
                 if number:  # the first one warms up
@@ -66,19 +67,6 @@ def measure(*, device: str, shape: str, requests: int, output_tokens: int, round
     finally:
         engine.close()
         unsettle()
-
-
-def _ask(engine: Engine, count: int, params: SamplingParams) -> list[Answer]:
-    """All at once, prompts that nobody has asked before."""
-    answers = [Answer(time.perf_counter()) for _ in range(count)]
-
-    def submit() -> None:
-        engine.parts.scheduler.forget_all()
-        for number, answer in enumerate(answers):
-            engine.submit([1 + (number * 31 + at * 7) % 500 for at in range(_PROMPT_TOKENS)], params, answer.take, text=False)
-
-    engine.call(submit)
-    return answers
 
 
 class _StepClock:

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from sidestream.config import SamplingParams
 from sidestream.engine.loop import Engine
@@ -40,6 +41,7 @@ class Answer:
     started_s: float
     times: list[float] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
     cached: CachedTokens = field(default_factory=CachedTokens)
     error: str | None = None
     ended: threading.Event = field(default_factory=threading.Event)
@@ -49,6 +51,7 @@ class Answer:
         if delta.token_ids:
             self.times.append(time.perf_counter())
             self.tokens.extend(delta.token_ids)
+            self.logprobs.extend(entry.logprob for entry in delta.logprobs)
         self.cached = delta.cached
         if delta.finish_reason is not None:
             self.error = delta.error
@@ -68,15 +71,15 @@ class Answer:
         return self.times[0] - self.started_s
 
 
-def ask(engine: Engine, prompt: Sequence[int], outputs: int) -> Answer:
-    """Greedy, to the last of so many tokens."""
+def ask(engine: Engine, prompt: Sequence[int], outputs: int, **more: Any) -> Answer:
+    """Greedy, to the last of so many tokens; `more` of what a request may ask for."""
     answer = Answer(time.perf_counter())
-    engine.submit(prompt, SamplingParams(temperature=0, max_tokens=outputs, ignore_eos=True), answer.take)
+    engine.submit(prompt, SamplingParams(**{"temperature": 0, "max_tokens": outputs, "ignore_eos": True, **more}), answer.take)
     return answer
 
 
-def ask_at_once(engine: Engine, prompts: Sequence[Sequence[int]], outputs: int) -> list[Answer]:
+def ask_at_once(engine: Engine, prompts: Sequence[Sequence[int]], outputs: int, **more: Any) -> list[Answer]:
     """Between two steps, so that all come to the same one: batches are the same each time."""
     answers: list[Answer] = []
-    engine.call(lambda: answers.extend(ask(engine, prompt, outputs) for prompt in prompts))
+    engine.call(lambda: answers.extend(ask(engine, prompt, outputs, **more) for prompt in prompts))
     return answers

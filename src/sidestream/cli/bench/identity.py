@@ -1,0 +1,70 @@
+"""Whether tokens depend on how they are computed: offload on and off, asynchronous and not, captured graphs and kernel by kernel; and how far logits differ."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+from sidestream.cli.bench.report import Bound, Figure, at_least
+from sidestream.cli.bench.requests import Answer, NoText, ask_at_once
+from sidestream.config import EngineConfig, OffloadConfig
+from sidestream.device.choice import torch_device
+from sidestream.engine.build import build_engine
+from sidestream.testing.random_models import random_model
+
+_WAYS: dict[str, dict[str, Any]] = {
+    "offload_off": {"offload": None},
+    "synchronous": {"asynchronous": False},
+    "eager": {"eager": True},
+}
+
+
+def measure(*, device: str, shape: str, requests: int, prompt_tokens: int, output_tokens: int, tell: Callable[[str], None]) -> list[Figure]:
+    """The same prompts, all at once and greedily, of engines that differ in one thing: the share of requests whose tokens are all equal, and how far the
+    log-probability of a token behind equal ones is from the other's. The engines are there one after another: each has the device to itself.
+    """
+    base = EngineConfig(
+        device=device,
+        kv_memory="4GiB" if device == "cuda" else "16MiB",
+        max_running=requests,
+        max_model_len=prompt_tokens + output_tokens,
+        offload=OffloadConfig(host="4GiB" if device == "cuda" else "16MiB"),
+    )
+    answered: dict[str, list[Answer]] = {}
+    for name, changes in {"base": {}, "again": {}, **_WAYS}.items():
+        tell(name.replace("_", " "))
+        answered[name] = _answers(replace(base, **changes), shape, requests, prompt_tokens, output_tokens)
+    figures = []
+    for name in ("again", *_WAYS):
+        # Compiled layers round otherwise than eager ones, and there is nothing compiled on a CPU.
+        bound: Bound | None = at_least(1) if name != "eager" or device == "cpu" else None
+        distances = [
+            distance for ours, theirs in zip(answered["base"], answered[name], strict=True) for distance in _distances(ours, theirs)
+        ]
+        equal = [ours.tokens == theirs.tokens for ours, theirs in zip(answered["base"], answered[name], strict=True)]
+        figures.append(Figure(f"requests_identical_{name}", sum(equal) / len(equal), "share", bound))
+        figures.append(Figure(f"logprob_distance_max_{name}", max(distances), "nats"))
+        figures.append(Figure(f"logprob_distance_median_{name}", median(distances), "nats"))
+    return figures
+
+
+def _answers(config: EngineConfig, shape: str, requests: int, prompt_tokens: int, output_tokens: int) -> list[Answer]:
+    model = random_model(shape, device=torch_device(config.device))
+    engine = build_engine(model, NoText(), config)
+    try:
+        random = np.random.default_rng(0)
+        prompts = [[int(token) for token in random.integers(1, model.vocab_size, prompt_tokens)] for _ in range(requests)]
+        return [answer.wait() for answer in ask_at_once(engine, prompts, output_tokens, logprobs=0)]
+    finally:
+        engine.close()
+
+
+def _distances(ours: Answer, theirs: Answer) -> list[float]:
+    """Of the log-probabilities of equal tokens behind equal ones, and of the first that differ."""
+    pairs = zip(ours.tokens, theirs.tokens, strict=True)
+    equal = next((at for at, (one, other) in enumerate(pairs) if one != other), len(ours.tokens))
+    return [abs(one - other) for one, other in zip(ours.logprobs[: equal + 1], theirs.logprobs[: equal + 1], strict=True)]
