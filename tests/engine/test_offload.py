@@ -20,7 +20,7 @@ from sidestream.execute.executor import _VARIANTS, _row
 from sidestream.testing import faults
 from sidestream.testing.toy import ToyModel
 from sidestream.transfer import mover
-from sidestream.types import BatchPlan, LayerGates
+from sidestream.types import BatchPlan, LayerGates, LoadPlan
 
 PROMPT = prompts(21, 1, longest=1)[0] + list(range(1, 30))  # 30 tokens: 7 blocks that a cache may supply
 REUSABLE = 28
@@ -206,6 +206,23 @@ def failing_loads(monkeypatch: pytest.MonkeyPatch) -> FailingLoads:
 
     monkeypatch.setattr(HostStream, "copy", copy)
     return fail
+
+
+def test_load_whose_blocks_left_host_memory_meanwhile_is_a_miss_and_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    with serving(slots=24) as rig:
+        cold(rig)
+        host = rig.engine.parts.host
+        assert host is not None
+        load = mover.Mover._load
+
+        def too_late(self: mover.Mover, number: int, plan: LoadPlan) -> None:
+            host.pool.forget_all()
+            load(self, number, plan)
+
+        monkeypatch.setattr(mover.Mover, "_load", too_late)
+        reply = rig.ask(PROMPT)
+        assert reply.cached.total == 0
+        assert (rig.counted("load_fallbacks_total", "gone"), rig.counted("load_fallbacks_total", "load_failed")) == (1, 0)
 
 
 @pytest.mark.parametrize("asynchronous", [True, False])

@@ -487,7 +487,7 @@ def test_load_that_settles_while_the_engine_polls_is_kept_until_its_news_was_hea
     monkeypatch.setattr(rig.transfers._news, "take", then_settle)
     assert rig.transfers.poll() == []
     assert settled
-    assert rig.transfers.poll() == [LoadFailed(1, 0)]
+    assert rig.transfers.poll() == [LoadFailed(1, 0, gone=True)]
     lease.release()
 
 

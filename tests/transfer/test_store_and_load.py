@@ -268,7 +268,7 @@ def test_load_of_blocks_that_are_gone_is_a_failed_load(rig: Rig) -> None:
     lease = rig.blocks.take(2)
     rig.load(keys("a", "never stored"), lease.ids, request_id=7, epoch=3)
     assert rig.transfers.busy
-    assert rig.poll() == [LoadFailed(7, 3)]
+    assert rig.poll() == [LoadFailed(7, 3, gone=True)]
     assert rig.transfers.uses() is None
     lease.release()
     assert rig.host.pool.num_used == 0

@@ -554,8 +554,8 @@ class Engine:
                     scheduler.promoted(request_id, epoch, again=complete or reason == "no_room")
                 case LoadReady(request_id, epoch):
                     scheduler.load_ready(request_id, epoch)
-                case LoadFailed(request_id, epoch):
-                    self.parts.metrics.inc("load_fallbacks_total", 1, "load_failed")
+                case LoadFailed(request_id, epoch, gone):
+                    self.parts.metrics.inc("load_fallbacks_total", 1, "gone" if gone else "load_failed")
                     scheduler.load_failed(request_id, epoch)
 
     def _begin(self, sessions: list[Session]) -> None:

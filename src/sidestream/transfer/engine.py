@@ -37,10 +37,11 @@ class LoadReady:
 
 @dataclass(frozen=True, slots=True)
 class LoadFailed:
-    """A load into the device failed: what it wrote must not be used."""
+    """A load into the device failed, or what it was to copy was `gone` when its order came: its blocks must not be used."""
 
     request_id: RequestId
     epoch: int
+    gone: bool = False
 
 
 TransferEvent = Promoted | LoadReady | LoadFailed
@@ -256,7 +257,7 @@ class TransferEngine:
                 load = self._loads[news.number]
                 if not load.told:
                     load.told = True
-                    events.append(LoadFailed(load.plan.request_id, load.plan.epoch))
+                    events.append(LoadFailed(load.plan.request_id, load.plan.epoch, news.gone))
             elif isinstance(news, Promoted):
                 self._num_promotions -= 1
                 events.append(news)

@@ -63,9 +63,10 @@ class LoadSubmitted:
 
 @dataclass(frozen=True, slots=True)
 class LoadMissed:
-    """To the engine: a load failed, or there was nothing to load: what its device blocks hold must not be used."""
+    """To the engine: a load failed, or what it was to copy was `gone`: what its device blocks hold must not be used."""
 
     number: int
+    gone: bool = False
 
 
 @dataclass(frozen=True, slots=True)
