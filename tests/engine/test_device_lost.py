@@ -197,7 +197,9 @@ def test_a_mover_that_fails_ends_the_engine_and_every_client_is_told(tmp_path: P
         return carry_out(self, orders)
 
     monkeypatch.setattr(Mover, "_carry_out", fail_once)
+    model.gate.clear()  # nobody stores anything before all have asked
     replies = [ask(engine, prompt, 60) for prompt in OTHERS]
+    model.gate.set()
     assert [(reply.reason, reply.error) for reply in replies] == [("error", "the engine failed: injected: a bug")] * 3
     assert engine.health().detail == "RuntimeError: injected: a bug"
 
