@@ -18,6 +18,7 @@ from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
     Gemma3TextConfig,
+    Glm4MoeConfig,
     LlamaConfig,
     MistralConfig,
     Olmo2Config,
@@ -152,5 +153,9 @@ FAMILIES: Mapping[str, tuple[Callable[..., PreTrainedConfig], Mapping[str, Any]]
     "phi3": (Phi3Config, {"sliding_window": None}),
     "olmo2": (Olmo2Config, {"num_key_value_heads": 4}),
     "qwen3_moe": (Qwen3MoeConfig, {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}),
+    "glm4_moe": (
+        Glm4MoeConfig,
+        {"n_routed_experts": 12, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "attention_bias": True, "use_qk_norm": True},
+    ),
 }
 """Families by name: the config's class, and what it has of its own."""
