@@ -192,6 +192,20 @@ def test_a_head_feeds_itself_its_normed_state_where_it_is_qwens_and_else_the_sta
     assert torch.equal(feeds, normed if kind.startswith("qwen") else left[0])
 
 
+@pytest.mark.parametrize("kind", ["glm4_moe", "deepseek_v3"])
+def test_what_the_model_keeps_in_float32_its_head_keeps_too(kind: str, tmp_path: Path) -> None:
+    """Rounded to bfloat16, experts' corrections would choose others."""
+    published = publish(kind, tmp_path)
+    model = loaded(tmp_path, torch.bfloat16)
+    head = load_head(model, tmp_path)
+
+    assert {name: tensor.dtype for name, tensor in head.layer.state_dict().items()} == {
+        name: tensor.dtype for name, tensor in model.base_model.layers[-1].state_dict().items()
+    }
+    bias = "mlp.gate.e_score_correction_bias"
+    assert torch.equal(head.layer.state_dict()[bias], published[f"model.layers.{LAYERS}.{bias}"])
+
+
 def test_a_checkpoint_of_more_than_text_is_judged_by_its_config_for_text(tmp_path: Path) -> None:
     publish("qwen3_5", tmp_path)
     model = loaded(tmp_path)

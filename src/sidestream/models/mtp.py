@@ -77,6 +77,11 @@ class MtpHead(nn.Module):
         for part in (self.join, self.layer):
             part.apply(model._init_weights)
         self.to(reference.device, reference.dtype)
+        # What the model keeps in float32 whatever the rest is, as what its experts are chosen by, is so here too.
+        theirs = base.layers[-1].state_dict()
+        for name, tensor in self.layer.state_dict(keep_vars=True).items():
+            if name in theirs:
+                tensor.data = tensor.data.to(theirs[name].dtype)
 
     def forward(self, tokens: Tensor, before: Tensor, positions: Tensor, **attention: Any) -> tuple[Tensor, Tensor]:
         """What predicts the tokens behind `tokens`, and what to feed back: both `[N, T, hidden_size]`.
