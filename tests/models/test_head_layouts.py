@@ -206,6 +206,16 @@ def test_what_the_model_keeps_in_float32_its_head_keeps_too(kind: str, tmp_path:
     assert torch.equal(head.layer.state_dict()[bias], published[f"model.layers.{LAYERS}.{bias}"])
 
 
+@pytest.mark.parametrize("part", _PROJECTIONS)
+def test_a_head_with_half_an_expert_is_refused_and_the_other_half_is_named(part: str, tmp_path: Path) -> None:
+    publish("glm4_moe", tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    del weights[f"model.layers.{LAYERS}.mlp.experts.10.{part}.weight"]
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelError, match=rf"the head lacks layer\.mlp\.experts\.10\.{part}\.weight: fetch"):
+        load_head(loaded(tmp_path), tmp_path)
+
+
 def test_a_checkpoint_of_more_than_text_is_judged_by_its_config_for_text(tmp_path: Path) -> None:
     publish("qwen3_5", tmp_path)
     model = loaded(tmp_path)

@@ -280,6 +280,9 @@ def _with_joined_experts(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         else:
             experts.setdefault(found["path"], {}).setdefault(int(found["number"]), {})[found["part"]] = tensor
     for path, parts in experts.items():
+        for number, part in parts.items():
+            if lacking := sorted({"gate_proj", "up_proj", "down_proj"} - part.keys()):
+                raise ModelError(f"the head lacks {path}.{number}.{lacking[0]}.weight: fetch its checkpoint again")
         ordered: Iterable[dict[str, Tensor]] = [parts[number] for number in sorted(parts)]
         joined[f"{path}.gate_up_proj"] = torch.stack([torch.cat([part["gate_proj"], part["up_proj"]]) for part in ordered])
         joined[f"{path}.down_proj"] = torch.stack([part["down_proj"] for part in ordered])
