@@ -101,6 +101,8 @@ class MtpHead(nn.Module):
         """What the layer takes: `[N, T, hidden_size]`, and what its attention needs to know of the positions."""
         base = self._model[0].base_model
         joined = self.join(torch.cat([self.norm_embedding(base.embed_tokens(tokens)), self.norm_hidden(before)], dim=-1))
+        if hasattr(base.rotary_emb, "mrope_section"):  # Qwen3.5's takes time, height and width, which are one and the same in a text
+            positions = positions.expand(3, *positions.shape)
         return joined, base.rotary_emb(joined, position_ids=positions)
 
     @torch.inference_mode()
