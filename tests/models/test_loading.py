@@ -42,6 +42,7 @@ from sidestream.attention.paged import paged_attention
 from sidestream.errors import ModelError
 from sidestream.models import kv_token_bytes, load_model
 from sidestream.models.facts import max_positions
+from sidestream.models.loader import weights_digest
 from sidestream.models.weights import fingerprint_of, pack_linears
 from sidestream.testing.tiny_models import tiny_config, tiny_model_dir
 
@@ -317,6 +318,23 @@ def test_the_fingerprint_is_of_the_content_not_of_names_dates_or_files(llama: Pa
     shard(other)
 
     assert load_model(str(other), block_tokens=16).fingerprint == first
+
+
+def test_the_digest_of_stored_weights_is_theirs_alone(llama: Path) -> None:
+    first = weights_digest(str(llama))
+    assert len(bytes.fromhex(first)) == 16
+    edit_json(llama / "config.json", rms_norm_eps=1e-3)
+    shard(llama)
+    assert weights_digest(str(llama)) == first
+    for name in ("model-00001-of-00003.safetensors", "model-00003-of-00003.safetensors"):
+        weights = load_file(llama / name)
+        next(iter(weights.values())).view(-1)[-1] += 1
+        save_file(weights, llama / name, metadata={"format": "pt"})
+        before, first = first, weights_digest(str(llama))
+        assert first != before
+    with pytest.raises(ModelError, match=r"model llama: .* has no config\.json"):
+        (llama / "config.json").unlink()
+        weights_digest(str(llama))
 
 
 def fingerprints(directory: str) -> tuple[str, str]:

@@ -13,7 +13,8 @@ from transformers import AutoModelForCausalLM
 
 from sidestream import LLM, OffloadConfig, SpeculativeConfig
 from sidestream.errors import ConfigError, ModelError
-from sidestream.models.mtp import MtpHead, load_head
+from sidestream.models.loader import weights_digest
+from sidestream.models.mtp import MtpHead, load_head, write_head
 from sidestream.testing.tiny_models import carry_head, save_head, tiny_model_dir
 
 DRAFTS = 3
@@ -129,6 +130,27 @@ def test_a_head_that_does_not_fit_is_refused_with_both_values(model: Path, head:
         engine(model, Path("nope.safetensors"))
     with pytest.raises(ConfigError, match="head is x, but the proposer is ngram: heads are for mtp"):
         SpeculativeConfig(head="x")
+
+
+def test_a_head_that_other_weights_taught_is_taken_with_a_warning_that_names_both(
+    model: Path, head: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    other = tiny_model_dir("llama", tmp_path / "other", 4)
+    ours, theirs = weights_digest(str(model)), weights_digest(str(other))
+    taught = load_head(AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32), head)
+    write_head(taught, tmp_path / "taught.safetensors", record={"weights": ours})
+
+    engine(other, tmp_path / "taught.safetensors").close()
+    (warning,) = caplog.records
+    assert (warning.levelname, warning.name) == ("WARNING", "sidestream.models.mtp")
+    assert f"taught by weights {ours}, the model in {other} has {theirs}" in warning.getMessage()
+
+    caplog.clear()
+    engine(model, tmp_path / "taught.safetensors", dtype="bfloat16").close()  # loaded in another dtype, they are the same
+    engine(other, head).close()  # says nothing of whose it is
+    assert not caplog.records
+    with pytest.raises(ModelError, match="was made for hidden_size 64, the model has 96"):
+        engine(tiny_model_dir("llama", tmp_path / "wider", 3, hidden_size=96), tmp_path / "taught.safetensors")
 
 
 def test_kv_beside_another_head_or_none_has_other_names(model: Path, head: Path, tmp_path: Path) -> None:  # H14, H15

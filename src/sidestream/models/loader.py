@@ -21,7 +21,7 @@ from sidestream.kv.layout import DTYPE_BYTES
 from sidestream.models.adapter import PagedModel
 from sidestream.models.check import check_paged, eager_logits
 from sidestream.models.facts import layout_of, max_positions, refuse_unservable
-from sidestream.models.weights import check_files, fingerprint_of, pack_linears, read_json
+from sidestream.models.weights import check_files, digest_of_files, fingerprint_of, pack_linears, read_json
 
 # Weights as safetensors only: the other formats run code while they are read.
 _FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
@@ -70,6 +70,15 @@ def kv_token_bytes(path_or_hub_id: str, *, dtype: str = "auto") -> int:
         refuse_unservable(config)
         stored = str(config.dtype or torch.float32).removeprefix("torch.")
         return layout_of(config, dtype=stored if dtype == "auto" else dtype, block_tokens=1).token_bytes
+
+
+def weights_digest(path_or_hub_id: str) -> str:
+    """`digest_of_files` of a model that could be served; one of a hub is downloaded first. Raises ModelError, as `load_model` would."""
+    with _about(Path(path_or_hub_id).name):
+        directory = local_directory(path_or_hub_id)
+        refuse_unservable(_read_config(directory))
+        check_files(directory)
+        return digest_of_files(directory)
 
 
 @contextlib.contextmanager

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import json
+import logging
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -28,7 +29,9 @@ from sidestream.attention.paged import AttentionBatch
 from sidestream.errors import ModelError
 from sidestream.models.adapter import PagedModel, Unseen, padded_length
 from sidestream.models.loader import local_directory
-from sidestream.models.weights import pack_linears
+from sidestream.models.weights import digest_of_files, pack_linears
+
+log = logging.getLogger(__name__)
 
 # Names of checkpoints that carry a head, and ours for the same thing; what is not named is the decoder layer's.
 _QWEN = {
@@ -199,7 +202,7 @@ def load_head(model: Any, source: str | Path) -> MtpHead:
 
 
 def write_head(head: MtpHead, path: Path, *, record: Mapping[str, str] | None = None) -> None:
-    """Write a file of ours, whole or not at all; `record` says how the head came to be."""
+    """Write a file of ours, whole or not at all; `record` says how the head came to be, and by `weights` whose it is (`digest_of_files`)."""
     facts = {name: str(getattr(head.config, name)) for name in _FACTS}
     partial = path.with_name(path.name + ".partial")
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in head.state_dict().items()}
@@ -217,6 +220,7 @@ def _read(source: Path, config: Any) -> tuple[dict[str, Tensor], bool]:
                     f"{source} holds no head of ours (its format is {metadata.get('format')}): give one, or a checkpoint's directory"
                 )
             _check_facts(source, {name: metadata.get(name) for name in _FACTS}, config)
+            _compare_weights(source, metadata.get("weights"), config.name_or_path)
             return {name: file.get_tensor(name) for name in file.keys()}, metadata.get("feeds_normed") == "True"  # noqa: SIM118
     if source.suffix == ".safetensors":
         raise ModelError(f"there is no file {source}: check the path of the head")
@@ -256,6 +260,21 @@ def _check_facts(source: Path, facts: Mapping[str, Any], config: Any) -> None:
     for name, value in facts.items():
         if str(value) != str(getattr(config, name)):
             raise ModelError(f"that in {source} was made for {name} {value}, the model has {getattr(config, name)}: take the model's own")
+
+
+def _compare_weights(source: Path, made_for: str | None, directory: str) -> None:
+    """Warn of a head that was taught by other weights than those in `directory`: of its drafts fewer may be right, but no token depends on them."""
+    if made_for is None or not directory or not Path(directory).is_dir():
+        return
+    weights = digest_of_files(Path(directory))
+    if weights != made_for:
+        log.warning(
+            "the head in %s was taught by weights %s, the model in %s has %s: fewer of its drafts may be right",
+            source,
+            made_for,
+            directory,
+            weights,
+        )
 
 
 def _opened(path: Path) -> Any:

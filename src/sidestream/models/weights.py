@@ -5,6 +5,7 @@ Called while a model loads, on the loading thread.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import struct
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 
 import torch
 import xxhash
+from safetensors import safe_open
 from torch import nn
 
 from sidestream.errors import ModelError
@@ -36,14 +38,18 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def check_files(directory: Path) -> None:
     """Raise ModelError that names the file when a weight file is missing, cut off or not a safetensors file. Reads headers only."""
+    for path in _weight_files(directory):
+        _check_file(path)
+
+
+def _weight_files(directory: Path) -> list[Path]:
     names = {"model.safetensors"}
     if not (directory / "model.safetensors").exists() and (directory / _INDEX).exists():
         weight_map = read_json(directory / _INDEX).get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
             raise ModelError(f"{directory / _INDEX} lists no weights: fetch it again")
         names = set(weight_map.values())
-    for name in sorted(names):
-        _check_file(directory / name)
+    return [directory / name for name in sorted(names)]
 
 
 def _check_file(path: Path) -> None:
@@ -75,9 +81,27 @@ def fingerprint_of(module: Any) -> str:
     for name, tensor in sorted(module.state_dict().items()):
         if (tensor.data_ptr(), tensor.shape) not in hashed:
             hashed.add((tensor.data_ptr(), tensor.shape))
-            digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
-            digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
+            _hash(digest, name, tensor)
     return digest.hexdigest()
+
+
+def digest_of_files(directory: Path) -> str:
+    """128 bits, in hex, of the weights as they are stored: the same over whatever files they are split, and whatever they are loaded as.
+
+    Of files that `check_files` let pass.
+    """
+    digest = xxhash.xxh3_128()
+    with contextlib.ExitStack() as opened:
+        files = [opened.enter_context(safe_open(path, framework="pt")) for path in _weight_files(directory)]
+        holders = {name: file for file in files for name in file.keys()}  # noqa: SIM118
+        for name, holder in sorted(holders.items()):
+            _hash(digest, name, holder.get_tensor(name))
+    return digest.hexdigest()
+
+
+def _hash(digest: xxhash.xxh3_128, name: str, tensor: Any) -> None:
+    digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
+    digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
 
 
 def _listed(value: object) -> object:
