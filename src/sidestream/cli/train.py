@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,6 +19,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 
 from sidestream.cli.loading import prepare_model
 from sidestream.cli.options import DEMO_MODEL, Model
+from sidestream.config import unknown_name
 from sidestream.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -25,6 +31,8 @@ _PROMPT_SHARE = 0.5
 _AT_ONCE = {"cpu": 8, "cuda": 256}
 _DRAWN_AT = (0.5, 1.0, 0.7)
 _SAVE_EVERY = 200
+# What answers depend on; a head depends on all that its record says.
+_OF_ANSWERS = ("model", "weights", "length", "answers", "seed", "texts")
 
 
 def train_mtp(
@@ -47,10 +55,13 @@ def train_mtp(
     """Train a head that drafts for a model (speculative decoding), by the model's own answers to tasks and by texts.
 
     The demo model takes some minutes on a GPU; on a CPU choose fewer steps and answers. Beside the head lie what it learns from (.tokens, kept)
-    and, until it is ready, what it has learnt (.training): an interrupted run goes on from there when it is started again with the same options.
+    and, until it is ready, what it has learnt (.training): a run that ended early goes on from there when it is started again with the same
+    options, and with others it is refused.
     """
     from sidestream.device.choice import torch_device
+    from sidestream.models.catalog import resolve
     from sidestream.models.distil import Lesson
+    from sidestream.models.loader import weights_digest
 
     lesson = Lesson(steps, batch, drafts, learning_rate=learning_rate, seed=seed)
     if length < 2 * drafts:
@@ -58,12 +69,14 @@ def train_mtp(
     if answers < 0:
         raise ConfigError(f"--answers is {answers}: it must be 0 or more")
     texts = [_read(path) for path in text or ()]
-    if out.suffix != ".safetensors" or not out.resolve().parent.is_dir():
-        raise ConfigError(f"--out is {out}: give a file in a directory that exists, with the ending .safetensors")
+    _check_out(out)
+    if device not in ("auto", *_AT_ONCE):
+        raise ConfigError(unknown_name("device", device, ("auto", *_AT_ONCE)))
     kind = torch_device(device).type
     prepare_model(model)
     record = {
         "model": model,
+        "weights": weights_digest(resolve(model)),
         "steps": steps,
         "batch": batch,
         "length": length,
@@ -73,6 +86,7 @@ def train_mtp(
         "seed": seed,
         "texts": [hashlib.sha256(one.encode()).hexdigest()[:16] for one in texts],
     }
+    written, taught = _kept_answers(out.with_suffix(".tokens"), record), _kept_training(out.with_suffix(".training"), record)
     console = Console(stderr=True)
     columns = (
         SpinnerColumn(),
@@ -83,9 +97,19 @@ def train_mtp(
         TimeRemainingColumn(),
     )
     with Progress(*columns, console=console) as bars:
-        tokens = _tokens(model, out, record, texts, kind, bars)
-        _teach(model, out, record, tokens, lesson, kind, bars, console)
+        tokens = _tokens(written, out, record, texts, kind, bars)
+        _teach(taught, out, record, tokens, lesson, kind, bars)
     console.print(f"{out} is ready: sidestream serve {model} --speculative mtp --draft-head {out}", highlight=False)
+
+
+def _check_out(out: Path) -> None:
+    if out.suffix != ".safetensors":
+        raise ConfigError(f"--out is {out}: give a file with the ending .safetensors")
+    directory = out.absolute().parent
+    if not directory.is_dir() or not os.access(directory, os.W_OK | os.X_OK):
+        raise ConfigError(f"--out is {out}: {directory} is no directory that you may write to; give another path")
+    if out.exists():
+        raise ConfigError(f"--out {out} is there already: give another name, or delete it")
 
 
 def _read(path: Path) -> str:
@@ -97,65 +121,123 @@ def _read(path: Path) -> str:
         raise ConfigError(f"--text {path} is no UTF-8: {error}") from error
 
 
+# ---------------------------------------------------------------------- what an earlier run left
+
+
+def _check_same(path: Path, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Raise ConfigError, with both values, if what `path` holds was made with other options."""
+    for name, value in now.items():
+        if before.get(name) != value:
+            raise ConfigError(
+                f"{path} was made with {name} {before.get(name)}, now it is {value}: give the same to go on, another --out, or delete it"
+            )
+
+
+def _unreadable(path: Path, error: Exception) -> ConfigError:
+    return ConfigError(f"{path} cannot be read ({error or type(error).__name__}): delete it, what it held is then made anew")
+
+
+@contextlib.contextmanager
+def _whole_or_not(path: Path) -> Iterator[Path]:
+    """What to write in place of `path`, which has it at the end of the block: whoever is killed meanwhile leaves what was there."""
+    partial = path.with_name(path.name + ".partial")
+    yield partial
+    partial.replace(path)
+
+
 # ---------------------------------------------------------------------- what is learnt from
 
 
-def _tokens(model: str, out: Path, record: dict[str, Any], texts: Sequence[str], kind: str, bars: Progress) -> Tensor:
-    """Sequences of one length, int32 `[N, length]`: kept beside the head, because the model's answers take a while."""
-    import torch
-    from safetensors.torch import load_file, save_file
+@dataclass(slots=True)
+class _Answers:
+    """What is learnt from, as far as it is there.
 
-    path = out.with_suffix(".tokens")
-    described = json.dumps({name: record[name] for name in ("model", "length", "answers", "seed", "texts")})
-    if path.exists():
-        from safetensors import safe_open
+    stream   the texts, and the model's answers to tasks with these, one after another
+    asked    tasks that it holds answers to
+    done     tokens of these answers
+    """
 
+    stream: list[int]
+    asked: int = 0
+    done: int = 0
+
+
+def _kept_answers(path: Path, record: Mapping[str, Any]) -> _Answers | None:
+    """What an earlier run wrote. Raises ConfigError if that was with other options."""
+    from safetensors import SafetensorError, safe_open
+
+    if not path.exists():
+        return None
+    try:
         with safe_open(path, framework="pt") as file:
-            if (file.metadata() or {}).get("of") == described:
-                return load_file(path)["tokens"]
-    stream: list[int] = []
-    for one in _written(model, texts, record, kind, bars):
-        stream.extend(one)
+            metadata = file.metadata() or {}
+            described = json.loads(metadata["of"])
+            written = _Answers(file.get_tensor("stream").tolist(), int(metadata["asked"]), int(metadata["done"]))
+    except (OSError, SafetensorError, KeyError, ValueError) as error:
+        raise _unreadable(path, error) from error
+    _check_same(path, described, {name: record[name] for name in _OF_ANSWERS})
+    return written
+
+
+def _tokens(written: _Answers | None, out: Path, record: Mapping[str, Any], texts: Sequence[str], kind: str, bars: Progress) -> Tensor:
+    """Sequences of one length, int32 `[N, length]`: kept beside the head as they are made, because the model's answers take a while."""
+    import torch
+    from safetensors.torch import save_file
+
+    def keep(written: _Answers) -> None:
+        facts = {"of": json.dumps({name: record[name] for name in _OF_ANSWERS}), "asked": str(written.asked), "done": str(written.done)}
+        with _whole_or_not(out.with_suffix(".tokens")) as partial:
+            save_file({"stream": torch.tensor(written.stream, dtype=torch.int32)}, partial, facts)
+
+    if written is None or written.done < record["answers"]:
+        written = _answered(written, texts, record, kind, bars, keep)
     length = record["length"]
-    count = len(stream) // length
-    tokens = torch.tensor(stream[: count * length], dtype=torch.int32).view(count, length)
-    partial = path.with_name(path.name + ".partial")
-    save_file({"tokens": tokens}, partial, {"of": described})
-    partial.replace(path)
-    return tokens
+    count = len(written.stream) // length
+    return torch.tensor(written.stream[: count * length], dtype=torch.int32).view(count, length)
 
 
-def _written(model: str, texts: Sequence[str], record: dict[str, Any], kind: str, bars: Progress) -> Iterator[Sequence[int]]:
-    """The texts, and the model's answers to tasks, one after another."""
+def _answered(
+    written: _Answers | None, texts: Sequence[str], record: Mapping[str, Any], kind: str, bars: Progress, keep: Callable[[_Answers], None]
+) -> _Answers:
+    """The texts and the model's answers to tasks, behind what is there of them; to `keep` after each batch of tasks."""
     from sidestream.config import SamplingParams
     from sidestream.llm import LLM
     from sidestream.text import sample_tasks, sample_text
 
-    length, wanted = record["length"], record["answers"]
-    with LLM(model, device=kind, max_running=_AT_ONCE[kind], kv_memory="4GiB" if kind == "cuda" else "512MiB", max_model_len=length) as llm:
-        for one in (sample_text(), *texts):
-            yield llm.tokenizer.encode(one)
+    length, wanted, tasks, console = record["length"], record["answers"], sample_tasks(), bars.console
+    memory = "4GiB" if kind == "cuda" else "512MiB"
+    with LLM(record["model"], device=kind, max_running=_AT_ONCE[kind], kv_memory=memory, max_model_len=length) as llm:
+        if written is None:
+            written = _Answers([token for one in (sample_text(), *texts) for token in llm.tokenizer.encode(one)])
+            keep(written)
+        else:
+            console.print(f"goes on behind the {written.done:,} tokens that the model has written", highlight=False)
         end = llm.tokenizer.eos_ids[:1]
-        tasks = sample_tasks()
-        bar = bars.add_task("the model answers tasks", total=wanted)
-        done = number = 0
-        while done < wanted:
-            some = [tasks[(number + at) % len(tasks)] for at in range(4 * _AT_ONCE[kind])]
-            prompts = [llm.tokenizer.chat([{"role": "user", "content": task}])[: int(length * _PROMPT_SHARE)] for task in some]
-            params = [
-                SamplingParams(
-                    temperature=_temperature(*divmod(number + at, len(tasks))), max_tokens=length // 2, seed=record["seed"] + number + at
-                )
-                for at in range(len(some))
+        bar = bars.add_task("the model answers tasks", total=wanted, completed=written.done)
+        while written.done < wanted:
+            numbers = range(written.asked, written.asked + 4 * _AT_ONCE[kind])
+            prompts = [
+                llm.tokenizer.chat([{"role": "user", "content": tasks[number % len(tasks)]}])[: int(length * _PROMPT_SHARE)]
+                for number in numbers
             ]
-            number += len(some)
-            for prompt, answer in zip(prompts, llm.generate(prompts, params), strict=True):
-                said = (*prompt, *answer.token_ids, *end)
-                done += len(answer.token_ids)
-                yield said
-            bars.update(bar, completed=min(done, wanted))
-            if not bars.console.is_terminal:
-                bars.console.print(f"the model has written {done:,} of {wanted:,} tokens", highlight=False)
+            params = [
+                SamplingParams(temperature=_temperature(*divmod(number, len(tasks))), max_tokens=length // 2, seed=record["seed"] + number)
+                for number in numbers
+            ]
+            try:
+                answers = llm.generate(prompts, params)
+            except KeyboardInterrupt:
+                console.print(f"interrupted: {written.done:,} tokens are kept, the same command goes on from there", highlight=False)
+                raise
+            for prompt, answer in zip(prompts, answers, strict=True):
+                written.stream += (*prompt, *answer.token_ids, *end)
+                written.done += len(answer.token_ids)
+            written.asked = numbers.stop
+            keep(written)
+            bars.update(bar, completed=min(written.done, wanted))
+            if not console.is_terminal:
+                console.print(f"the model has written {written.done:,} of {wanted:,} tokens", highlight=False)
+    return written
 
 
 def _temperature(time: int, task: int) -> float:
@@ -168,42 +250,74 @@ def _temperature(time: int, task: int) -> float:
 # ---------------------------------------------------------------------- learning
 
 
-def _teach(model: str, out: Path, record: dict[str, Any], tokens: Tensor, lesson: Any, kind: str, bars: Progress, console: Console) -> None:
+def _kept_training(path: Path, record: Mapping[str, Any]) -> dict[str, Any] | None:
+    """What an earlier run learnt. Raises ConfigError if that was with other options."""
+    import torch
+
+    if not path.exists():
+        return None
+    try:
+        taught: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+        described = json.loads(taught["of"])
+    except Exception as error:  # torch raises anything of a file that is not whole
+        raise _unreadable(path, error) from error
+    _check_same(path, described, record)
+    return taught
+
+
+def _teach(
+    taught: dict[str, Any] | None, out: Path, record: Mapping[str, Any], tokens: Tensor, lesson: Any, kind: str, bars: Progress
+) -> None:
     import torch
 
     from sidestream.models.catalog import resolve
     from sidestream.models.distil import Distillation, load_teacher
     from sidestream.models.mtp import MtpHead, write_head
 
-    teacher = load_teacher(str(resolve(model)), device=torch.device(kind))
+    teacher = load_teacher(resolve(record["model"]), device=torch.device(kind))
     torch.manual_seed(lesson.seed)
     head = MtpHead(teacher, feeds_normed=False).float()
     school = Distillation(teacher, head, tokens, lesson)
-    saved, described = out.with_suffix(".training"), json.dumps(record)
-    if saved.exists():
-        state = torch.load(saved, map_location=kind, weights_only=True)
-        if state.pop("of") == described:
-            school.restore(state)
+    saved, console, loss = out.with_suffix(".training"), bars.console, 0.0
+    if taught is not None:
+        school.restore(taught)
+        loss = taught["loss"]
+        console.print(f"goes on after step {school.done} of {lesson.steps}", highlight=False)
     bar = bars.add_task("teaching", total=lesson.steps, completed=school.done)
 
     def save() -> None:
-        partial = saved.with_name(saved.name + ".partial")
-        torch.save({**school.state(), "of": described}, partial)
-        partial.replace(saved)
+        with _whole_or_not(saved) as partial:
+            torch.save({**school.state(), "loss": loss, "of": json.dumps(record)}, partial)
 
-    loss = 0.0
-    try:
-        while school.done < lesson.steps:
+    with _interrupts(lambda: bars.update(bar, description="interrupted, this step ends first")) as interrupted:
+        while school.done < lesson.steps and not interrupted.is_set():
             loss = school.step()
             bars.update(bar, completed=school.done, description=f"teaching, {loss:.3f} nats a token")
             if school.done % _SAVE_EVERY == 0:
                 save()
                 if not console.is_terminal:  # there is no bar
                     console.print(f"step {school.done} of {lesson.steps}: {loss:.3f} nats a token", highlight=False)
-    except KeyboardInterrupt:
-        save()
-        console.print(f"interrupted after step {school.done} of {lesson.steps}: the same command goes on from there", highlight=False)
-        raise
-    facts = {name: json.dumps(value) for name, value in record.items()}
-    write_head(head.to(torch.bfloat16), out, record={**facts, "loss": f"{loss:.4f}", "tokens": str(tokens.numel()), "trained_on": kind})
-    saved.unlink(missing_ok=True)
+        if interrupted.is_set():
+            save()
+            console.print(f"interrupted after step {school.done} of {lesson.steps}: the same command goes on from there", highlight=False)
+            raise KeyboardInterrupt
+        facts = {name: json.dumps(value) for name, value in record.items()} | {"weights": record["weights"]}
+        write_head(head.to(torch.bfloat16), out, record={**facts, "loss": f"{loss:.4f}", "tokens": str(tokens.numel()), "trained_on": kind})
+        saved.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def _interrupts(tell: Callable[[], object]) -> Iterator[threading.Event]:
+    """Set by Ctrl-C, which raises nothing at first: half a step could not be gone on from. A second one ends the block at once."""
+    interrupted, before = threading.Event(), signal.getsignal(signal.SIGINT)
+
+    def note(*_: object) -> None:
+        interrupted.set()
+        signal.signal(signal.SIGINT, before)
+        tell()
+
+    signal.signal(signal.SIGINT, note)
+    try:
+        yield interrupted
+    finally:
+        signal.signal(signal.SIGINT, before)
