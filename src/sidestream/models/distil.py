@@ -35,7 +35,7 @@ class Lesson:
     drafts         tokens that it learns to draft one after another, each by its own hidden state of the one before
     fading         weight of each further one over the one before
     learning_rate  at its highest: it rises over the first 5 % of the steps and falls to nothing by the last, as a cosine does
-    seed           of the order of sequences
+    seed           of the order of sequences, in 32 bits
     """
 
     steps: int
@@ -51,8 +51,10 @@ class Lesson:
                 raise ConfigError(f"{name} is {getattr(self, name)}: it must be 1 or more")
         if self.drafts > MOST_DRAFTS:
             raise ConfigError(f"drafts is {self.drafts}: at most {MOST_DRAFTS} tokens are verified at once; lower it")
-        if not self.learning_rate > 0:
-            raise ConfigError(f"learning_rate is {self.learning_rate:g}: it must be more than 0")
+        if not 0 < self.learning_rate < math.inf:
+            raise ConfigError(f"learning_rate is {self.learning_rate:g}: it must be more than 0, and finite")
+        if not 0 <= self.seed < 1 << 32:
+            raise ConfigError(f"seed is {self.seed}: it must be in [0, {(1 << 32) - 1}]")
 
 
 class Distillation:
