@@ -70,7 +70,7 @@ def test_the_divergence_and_its_gradient_are_those_of_the_formula() -> None:
     torch.testing.assert_close(torch.autograd.grad(found, predicts)[0], expected)
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2"])
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gemma3"])
 @torch.no_grad()
 def test_a_head_is_taught_on_what_it_will_draft_from(family: str, tmp_path: Path) -> None:
     """Each prediction is that of a head that was given the model's hidden states up to a position, and fed itself from there."""

@@ -77,7 +77,9 @@ def engine(model: Path, head: Path, **options: Any) -> LLM:
 
 
 @pytest.mark.parametrize(
-    ("model", "asynchronous"), [("llama", True), ("llama", False), ("gemma2", True), ("glm4_moe", True)], indirect=["model"]
+    ("model", "asynchronous"),
+    [("llama", True), ("llama", False), ("gemma2", True), ("gemma3", True), ("glm4_moe", True)],
+    indirect=["model"],
 )
 def test_drafts_are_those_of_the_head_alone_cold_from_the_device_and_from_the_host(
     model: Path, head: Path, asynchronous: bool, seen: Seen

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import inspect
 import json
 import logging
 import re
@@ -70,6 +71,9 @@ class MtpHead(nn.Module):
         if getattr(config, "layer_types", None):
             config.layer_types = [*config.layer_types, "full_attention"]
         self.config = config
+        # Where layers of different types turn positions differently, it is asked for those of a type.
+        by_type = "layer_type" in inspect.signature(base.rotary_emb.forward).parameters
+        self._rotary = {"layer_type": "full_attention"} if by_type else {}
         self.hidden_size = int(config.hidden_size)
         self.feeds_normed = feeds_normed
         self.norm_embedding, self.norm_hidden, self.norm = (copy.deepcopy(base.norm) for _ in range(3))
@@ -106,7 +110,7 @@ class MtpHead(nn.Module):
         joined = self.join(torch.cat([self.norm_embedding(base.embed_tokens(tokens)), self.norm_hidden(before)], dim=-1))
         if hasattr(base.rotary_emb, "mrope_section"):  # Qwen3.5's takes time, height and width, which are one and the same in a text
             positions = positions.expand(3, *positions.shape)
-        return joined, base.rotary_emb(joined, position_ids=positions)
+        return joined, base.rotary_emb(joined, position_ids=positions, **self._rotary)
 
     @torch.inference_mode()
     def step(self, tokens: Tensor, before: Tensor, positions: Tensor, batch: AttentionBatch) -> tuple[Tensor, Tensor]:
