@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import random
+import re
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -453,6 +456,115 @@ def test_a_graph_cannot_wait_for_an_event_that_was_never_recorded_h5(device: Cud
 def test_a_graph_is_enqueued_by_work_of_its_stream_only(device: CudaDevice) -> None:
     with pytest.raises(InvariantError, match="was told to enqueue a graph, but not by its work"):
         device.stream("compute").enqueue(CudaGraph(None, (), (), 0))
+
+
+@pytest.fixture
+def current(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """The streams that are current, one within the other. What torch captures is nothing, but what fails in a capture keeps it from ending."""
+    entered: list[object] = []
+
+    class Current:
+        def __init__(self, external: object) -> None:
+            self._external = external
+
+        def __enter__(self) -> None:
+            self._depth = len(entered)
+            entered.append(self._external)
+
+        def __exit__(self, *raised: object) -> None:
+            del entered[self._depth :]
+
+    class Capturing:
+        def __init__(self, graph: object, *, stream: object, **how: object) -> None:
+            self._stream = stream
+
+        def __enter__(self) -> None:
+            entered.append(self._stream)
+
+        def __exit__(self, kind: object, *raised: object) -> None:
+            assert entered[-1] is self._stream
+            gpu.broken = None
+            if kind is not None:
+                raise invalidated()
+            entered.pop()
+
+    class Nothing:
+        def replay(self) -> None: ...
+
+        def pool(self) -> None: ...
+
+    monkeypatch.setattr(gpu, "current", Current)
+    monkeypatch.setattr(torch.cuda, "graph", Capturing)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Nothing)
+    return entered
+
+
+def invalidated() -> RuntimeError:
+    return RuntimeError("CUDA error: operation failed due to a previous error during capture")
+
+
+def out_of_memory() -> None:
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nmore")
+
+
+def refuse() -> None:
+    raise InvariantError("no")
+
+
+@pytest.mark.parametrize(
+    ("work", "named", "said"),
+    [
+        (out_of_memory, OutOfDeviceMemory, "out of device memory: CUDA out of memory. Tried to allocate 2.00 GiB.;"),
+        (refuse, InvariantError, "no"),
+    ],
+)
+@pytest.mark.parametrize("aside", [False, True])
+def test_a_capture_raises_what_failed_in_it_first_and_the_stream_goes_on(
+    gpu: FakeGpu,
+    device: CudaDevice,
+    current: list[object],
+    work: Callable[[], None],
+    named: type[Exception],
+    said: str,
+    aside: bool,
+) -> None:
+    stream, seen = device.stream("compute"), list[list[object]]()
+
+    def captured(work: Callable[[], None], **how: CudaGraph) -> CudaGraph:
+        return stream.capture(lambda: stream.submit(work) and None, **how)
+
+    def fail() -> None:
+        gpu.broken = invalidated()  # what comes behind it in the capture fails as well
+        work()
+
+    first = captured(nothing)
+    with pytest.raises(named, match=re.escape(said)):
+        captured(lambda: stream.aside(fail) if aside else fail(), beside=first)
+    assert current == []
+    second = captured(lambda: seen.append([*current]), beside=first)
+    assert seen == [[stream.external] * 3]
+    fences = [stream.submit(nothing), stream.replay(first), stream.replay(second)]
+    gpu.run()
+    assert [(fence.poll(), fence.failure) for fence in fences] == [(True, None)] * 3
+
+
+def test_what_a_capture_that_failed_has_made_is_let_go_of_at_once(device: CudaDevice, current: list[object]) -> None:
+    """Not when the interpreter next looks for cycles: others need the memory now."""
+    stream = device.stream("compute")
+    made: list[weakref.ref[object]] = []
+
+    def build() -> None:
+        buffer = torch.zeros(4)
+        made.append(weakref.ref(buffer))
+        out_of_memory()
+
+    gc.disable()
+    try:
+        with contextlib.suppress(OutOfDeviceMemory):
+            stream.capture(build)
+        assert made[0]() is None
+    finally:
+        gc.enable()
 
 
 # ---------------------------------------------------------------------- work beside a stream's own

@@ -19,7 +19,7 @@ import torch
 
 from sidestream.device.base import CopyBatch, Memory, no_accesses
 from sidestream.device.cuda.copies import Grid, Place, plan, segments
-from sidestream.device.cuda.driver import Driver, Event, Rows, Table, named, naming
+from sidestream.device.cuda.driver import Driver, Event, Rows, Table, named
 from sidestream.device.cuda.graphs import Capture, CudaEvent, CudaGraph
 from sidestream.device.cuda.history import History
 from sidestream.device.host import HostFence
@@ -309,19 +309,28 @@ class CudaStream:
     # ------------------------------------------------------------------ graphs
 
     def capture(self, build: Callable[[], None], *, beside: CudaGraph | None = None) -> CudaGraph:
-        """What `build` submits to this stream, as a graph. See `Stream.capture`."""
+        """What `build` submits to this stream, as a graph. See `Stream.capture`. What `build` raises is what this raises, by our name for it."""
         pool = None if beside is None else beside.graph.pool()
         with self._submitting:
             self._check_alive()
-            graph = torch.cuda.CUDAGraph()
-            capture = Capture([], [])
+            graph, capture = torch.cuda.CUDAGraph(), Capture([], [])
+            failure: BaseException | None = None
             try:
-                # The other threads' calls go on: their streams are not captured.
-                with naming(), torch.cuda.graph(graph, pool=pool, stream=self.external, capture_error_mode="thread_local"):
+                with (
+                    self._driver.current(self.external),  # a capture that fails to end leaves it current
+                    # The other threads' calls go on: their streams are not captured.
+                    torch.cuda.graph(graph, pool=pool, stream=self.external, capture_error_mode="thread_local"),
+                ):
                     self._capture = capture
-                    build()
+                    try:
+                        build()
+                    except BaseException as error:
+                        failure = error  # the end of the capture may fail because of it, and says less
+                        raise
+            except BaseException as error:
+                raise named(failure or error)  # noqa: B904 - its cause is what torch raised
             finally:
-                self._capture = None
+                self._capture = failure = None  # an error that its own frames know is collected late, with all that they hold
             tell: Any = getattr(graph, "raw_cuda_graph_exec", None)
             return CudaGraph(
                 graph, tuple(capture.accesses), tuple(capture.waits), capture.ignored_waits, None if tell is None else int(tell())
