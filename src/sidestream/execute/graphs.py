@@ -7,6 +7,7 @@ layers (H5). Both read the shape's frame (`execute/frame.py`) and leave what the
 from __future__ import annotations
 
 import logging
+import traceback
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -132,8 +133,9 @@ class Graphs:
                     "the GPU's memory holds %d of %d captured shapes (%s): larger batches run without a graph, slower",
                     number,
                     len(shapes),
-                    error,
+                    str(error),
                 )
+                traceback.clear_frames(error.__traceback__)  # they hold what the shape has been given so far
                 return
         tell(len(shapes), len(shapes))
 

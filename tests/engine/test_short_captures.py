@@ -1,0 +1,102 @@
+"""Memory that ends while forward passes are captured: what was captured by then is used, larger batches run without a graph."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from engine_rig import Rig, prompts, serving
+
+from sidestream.device.base import Graph
+from sidestream.errors import OutOfDeviceMemory
+from sidestream.execute.frame import Frame, Shape
+
+SHAPES = [Shape(1), Shape(0, 16), Shape(4), Shape(4, 24)]
+
+
+def runs_out_in_a_run(rig: Rig, at: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the passes for nothing, two of each shape before it is captured, and one behind."""
+    stream = rig.engine.parts.executor._stream
+    submit, numbers = stream.submit, itertools.count()
+
+    def out_of_memory() -> None:
+        raise OutOfDeviceMemory("out of device memory: injected")
+
+    def short(work: Callable[[], None], *given: Any, label: str = "") -> Any:
+        counts = label == "capture" and stream._capture is None  # type: ignore[attr-defined]
+        return submit(out_of_memory if counts and next(numbers) == 3 * at + 1 else work, *given, label=label)
+
+    monkeypatch.setattr(stream, "submit", short)
+
+
+def runs_out_in_a_graph(rig: Rig, at: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the two of each shape; in its first, as what a host captured holds itself."""
+    stream = rig.engine.parts.executor._stream
+    capture, numbers = stream.capture, itertools.count()
+
+    def short(build: Callable[[], None], *, beside: Graph | None = None) -> Graph:
+        def failing() -> None:
+            build()
+            if next(numbers) == 2 * at:
+                raise torch.OutOfMemoryError("injected")
+
+        try:
+            return capture(failing, beside=beside)
+        except torch.OutOfMemoryError as error:
+            raise OutOfDeviceMemory("out of device memory: injected") from error
+
+    monkeypatch.setattr(stream, "capture", short)
+
+
+@pytest.mark.parametrize("kept", range(len(SHAPES)))
+@pytest.mark.parametrize("run_out", [runs_out_in_a_run, runs_out_in_a_graph])
+def test_memory_that_runs_out_at_capture_shortens_the_list_of_shapes_and_changes_no_token(
+    run_out: Callable[[Rig, int, pytest.MonkeyPatch], None],
+    kept: int,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    buffers: list[weakref.ref[torch.Tensor]] = []
+    allocate = Frame.allocate
+
+    def allocated(*given: Any, **how: Any) -> Frame:
+        frame = allocate(*given, **how)
+        buffers.append(weakref.ref(frame.buffer))
+        return frame
+
+    monkeypatch.setattr(Frame, "allocate", allocated)
+    with serving() as rig:
+        executor = rig.engine.parts.executor
+        run_out(rig, kept, monkeypatch)
+        gc.disable()
+        try:
+            rig.engine.call(lambda: executor.capture(SHAPES))
+            assert [buffer() is not None for buffer in buffers] == [True] * kept + [False]  # at once: others need the memory now
+        finally:
+            gc.enable()
+        assert [record.getMessage() for record in caplog.records if record.levelname == "WARNING"] == [
+            f"the GPU's memory holds {kept} of 4 captured shapes (out of device memory: injected): larger batches run without a graph, slower"
+        ]
+        graphs, replayed = executor._graphs, set[Shape]()
+        assert graphs is not None
+        assert graphs.shapes == SHAPES[:kept]
+        replay = graphs.replay
+
+        def seen(captured: Any, **how: Any) -> Any:
+            replayed.add(captured.frame.shape)
+            return replay(captured, **how)
+
+        graphs.replay = seen
+        alone, *others = prompts(41, 4, longest=5)
+        rig.ask(alone, 6)
+        hold = rig.hold("compute")
+        replies = [rig.submit(prompt, 6) for prompt in others]
+        hold.release()
+        for reply, prompt in zip(replies, others, strict=True):
+            rig.expect(reply, prompt, 6)
+        assert replayed == set(SHAPES[:kept])
