@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from sidestream import LLM, SamplingParams
 from sidestream.attention.paged import PagedBatch, ungated
-from sidestream.models import PagedModel, load_model
+from sidestream.engine.build import _capture
+from sidestream.errors import ModelError
+from sidestream.execute.frame import Shape
+from sidestream.models import PagedModel, compiled, load_model
 from sidestream.models.compiled import _MergeProducts, compile_layers, decoder_layers, decompile
 from sidestream.models.mtp import attach_head
 from sidestream.testing.tiny_models import save_head, tiny_model_dir
@@ -106,6 +113,170 @@ def test_what_a_batch_is_like_is_no_reason_to_compile_again_p3(tmp_path: Path) -
     every(batch(torch.int32, ungated))
     every(batch(torch.int64, [].append))
     assert len(graphs) == 7  # four parts of a layer, the head's among them; the last norm, the positions, and what feeds a head
+
+
+class Marked(nn.Module):
+    """What a layer computes with, and what only the compiler sees of it."""
+
+    def __init__(self, works: nn.Module, *, marked: bool) -> None:
+        super().__init__()
+        self.works, self.marked = works, marked
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.works(states)
+        return found + 0 * torch.erf(states) if self.marked else found
+
+
+def failing(raised: Exception, fails: Callable[[torch.fx.Graph], bool], ran: list[int] | None = None) -> Callable[..., Any]:
+    """A compiler that cannot do some graphs; `ran` is told how many products there are in each of the others whenever that runs."""
+
+    def compiler(module: torch.fx.GraphModule, _: Sequence[torch.Tensor]) -> Callable[..., Any]:
+        if fails(module.graph):
+            raise raised
+
+        def run(*given: Any) -> Any:
+            if ran is not None:
+                ran.append(sum(node.target is torch.ops.aten.mm.default for node in module.graph.nodes))
+            return module(*given)
+
+        return run
+
+    return aot_autograd(fw_compiler=compiler)
+
+
+def is_marked(graph: torch.fx.Graph) -> bool:
+    return any(node.target is torch.ops.aten.erf.default for node in graph.nodes)
+
+
+def always(graph: torch.fx.Graph) -> bool:
+    return True
+
+
+def as_written(model: PagedModel) -> list[bool]:
+    return [layer._compiled_call_impl is None for layer in decoder_layers(model)]
+
+
+def said(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.name == "sidestream.models.compiled"]
+
+
+NO_KERNEL = "injected: no such kernel\nand much more"
+
+
+@pytest.mark.parametrize(
+    ("family", "apart", "name"),
+    [("gemma2", "type", "Gemma2DecoderLayer sliding_attention"), ("qwen3", "class", "Qwen3DecoderLayer full_attention")],
+)
+def test_only_a_kind_of_layers_that_cannot_be_compiled_runs_as_it_is_written(
+    family: str, apart: str, name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    torch._dynamo.reset()
+    model = load_model(str(tiny_model_dir(family, tmp_path, 1, num_hidden_layers=4)), block_tokens=16)
+    odd = [True, False, True, False]
+    for layer, marked in zip(decoder_layers(model), odd, strict=True):
+        mlp: Any = layer.mlp
+        if apart == "type" or marked:
+            mlp.act_fn = Marked(mlp.act_fn, marked=marked)
+    expected = logits(model)
+    ran: list[int] = []
+    compile_layers(model, backend=failing(RuntimeError(NO_KERNEL), is_marked, ran))
+    for _ in range(2):
+        ran.clear()
+        for got, wanted in zip(logits(model), expected, strict=True):
+            torch.testing.assert_close(got, wanted, atol=1e-5, rtol=1e-5)
+        assert as_written(model) == odd
+    assert sum(ran) == len(LENGTHS) * 7 * 2  # of two layers of four
+    assert said(caplog) == [f"{name} cannot be compiled (RuntimeError: injected: no such kernel): it runs as it is written, slower"]
+    decompile(model)
+    assert as_written(model) == [True] * 4
+
+
+def test_a_head_that_cannot_be_compiled_keeps_up_and_predicts_as_it_is_written(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    torch._dynamo.reset()
+    directory = tiny_model_dir("llama", tmp_path, 1)
+    model = load_model(str(directory), block_tokens=16)
+    head = attach_head(model, save_head(directory, tmp_path / "head.safetensors", seed=5))
+    tokens, before = torch.arange(5), torch.ones(5, head.hidden_size)
+
+    def results() -> list[torch.Tensor]:
+        kv = torch.zeros(model.layout.shape(4))
+        batch = PagedBatch(kv, tokens.clone(), torch.arange(4)[None], (0, 5), (5,), 0, lambda layer: None)
+        head.keep_up(tokens, before, tokens.clone(), batch)
+        return [kv.clone(), *head.step(tokens, before, tokens.clone(), batch), *logits(model)]
+
+    expected = results()
+    compile_layers(model, backend=failing(RuntimeError(), is_marked))
+    compile_layers(head, backend=failing(RuntimeError(NO_KERNEL), always))
+    for _ in range(2):
+        for got, wanted in zip(results(), expected, strict=True):
+            torch.testing.assert_close(got, wanted, atol=1e-5, rtol=1e-5)
+    assert as_written(model) == [False] * 3
+    assert [
+        told.removesuffix(" cannot be compiled (RuntimeError: injected: no such kernel): it runs as it is written, slower")
+        for told in said(caplog)
+    ] == [
+        "MtpHead",
+        "LlamaDecoderLayer",
+        "LlamaRMSNorm",
+    ]
+
+
+def test_layers_that_cannot_be_compiled_keep_no_engine_from_compiling_the_others_and_capturing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    torch._dynamo.reset()
+    prompts, params = [[3, 5, 8, 13] * 5, [7, 9, 2]], SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+    with LLM(tiny_model_dir("gemma2", tmp_path, 1), device="cpu", dtype="float32", kv_memory="16MiB") as llm:
+        parts = llm.engine.parts
+        executor, model = parts.executor, parts.executor._model
+        assert isinstance(model, PagedModel)
+        for layer, marked in zip(decoder_layers(model), [True, False] * 2, strict=True):
+            mlp: Any = layer.mlp
+            mlp.act_fn = Marked(mlp.act_fn, marked=marked)
+        expected = [output.token_ids for output in llm.generate(prompts, params)]
+        llm.engine.call(parts.blocks.forget_all)
+        ran: list[int] = []
+        backend = failing(RuntimeError(NO_KERNEL), is_marked, ran)
+        monkeypatch.setattr(compiled, "compile_layers", partial(compile_layers, backend=backend))
+
+        def warm_up() -> None:
+            lease = parts.blocks.take(3)
+            executor.warm_up(lease.ids, chunk_tokens=16)
+            lease.release()
+
+        shapes = [Shape(2), Shape(0, 32)]
+        llm.engine.call(lambda: _capture(executor, model, None, shapes, gate_layers=0, warm_up=warm_up, tell=lambda text: None))
+        assert executor._graphs is not None
+        assert executor._graphs.shapes == shapes
+        ran.clear()
+        assert [output.token_ids for output in llm.generate(prompts, params)] == expected
+        assert sum(ran) > 0
+        assert as_written(model) == [True, False] * 2
+    assert len(said(caplog)) == 1
+    assert not [record for record in caplog.records if record.name == "sidestream.engine.build" and record.levelname == "WARNING"]
+
+
+@pytest.mark.parametrize("compiles", [True, False])
+def test_what_a_layer_raises_itself_is_raised_compiled_or_not(compiles: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    torch._dynamo.reset()
+    model = load_model(str(tiny_model_dir("llama", tmp_path, 1)), block_tokens=16)
+    compile_layers(model, backend=failing(RuntimeError(NO_KERNEL), is_marked if compiles else always))
+    logits(model)
+    model.layout = replace(model.layout, head_dim=8)
+    with pytest.raises(ModelError, match="all layers, keys and values must be alike"):
+        logits(model)
+    assert as_written(model) == [not compiles] * 3
+    assert bool(said(caplog)) == (not compiles)
+
+
+def test_memory_that_runs_out_under_the_compiler_does_not_count_against_a_layer(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    torch._dynamo.reset()
+    model = load_model(str(tiny_model_dir("llama", tmp_path, 1)), block_tokens=16)
+    compile_layers(model, backend=failing(torch.OutOfMemoryError("no room"), always))
+    with pytest.raises(torch.OutOfMemoryError, match=r"^no room$"):
+        logits(model)
+    assert as_written(model) == [False] * 3
+    assert not said(caplog)
 
 
 def test_equal_products_are_merged_and_others_are_not() -> None:

@@ -287,23 +287,19 @@ def _capture(
     warm_up: Callable[[], None],
     tell: Callable[[str], None],
 ) -> None:
-    """Compile the layers and capture graphs. What cannot be compiled runs as it is written, what cannot be captured is launched kernel by kernel:
-    that is warmed up again once it is compiled, or the first such flight would wait for the compiler (P3).
+    """Compile the layers and capture graphs. Kinds of layers that cannot be compiled run as they are written, what cannot be captured is launched
+    kernel by kernel: that is warmed up again once it is compiled, or the first such flight would wait for the compiler (P3).
     """
     from sidestream.models.adapter import PagedModel
     from sidestream.models.compiled import compile_layers, decompile
 
     start_s = time.monotonic()
-    served: list[PagedModel | MtpHead] = [model] if isinstance(model, PagedModel) else []
-    drafting = _drafting(proposer)
-    ways: list[tuple[str, Sequence[PagedModel | MtpHead]]] = [("compiled and ", [*served, *drafting])] if served else []
-    if served and drafting:
-        ways.append(("compiled, but for what drafts, and ", served))
-    for way, compiled in (*ways, ("", [])):
+    served: list[PagedModel | MtpHead] = [model, *_drafting(proposer)] if isinstance(model, PagedModel) else []
+    for way in ("compiled and ", "") if served else ("",):
         try:
-            for part in (*served, *drafting):
-                (compile_layers if part in compiled else decompile)(part)
-            if compiled:
+            for part in served:
+                (compile_layers if way else decompile)(part)
+            if way:
                 tell("compiling forward passes")
                 warm_up()
             executor.capture(
@@ -311,7 +307,7 @@ def _capture(
             )
         except DeviceLost:
             raise
-        except Exception as error:  # the compiler, transformers and the model's own code raise anything here
+        except Exception as error:  # transformers and the model's own code raise anything here
             reason = (str(error).strip() or repr(error)).splitlines()[0]
             logger.warning("forward passes cannot be %scaptured (%s: %s): they run slower", way, type(error).__name__, reason)
         else:

@@ -6,7 +6,9 @@ Projections that read the same states become one multiplication. Norms and posit
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,18 +22,23 @@ from sidestream.models import adapter
 from sidestream.models.adapter import PagedModel
 from sidestream.models.mtp import MtpHead
 
+logger = logging.getLogger(__name__)
+
 # The same hook, which the compiler leaves alone.
 _OUTSIDE = f"{adapter.PAGED}_outside"
 
 _JOINED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 # A layer is compiled for one token, and for any number; a model has few kinds of layers.
 _MOST_VARIANTS = 64
+# Where the errors of compilers come from.
+_COMPILERS = ("torch._dynamo.", "torch._inductor.", "triton.")
 
 
 def compile_layers(model: PagedModel | MtpHead, *, backend: str | Callable[..., Any] = "inductor") -> None:
     """Have the decoder layers of a model or a head compiled at their next calls, in place; the first ones take seconds. `decompile` undoes it.
 
-    Joins projections first: their weights move to new memory, one layer at a time. Results differ from eager ones by rounding.
+    Joins projections first: their weights move to new memory, one layer at a time. Results differ from eager ones by rounding. A kind of layers that
+    the compiler fails on runs as it is written from then on, and a warning says so; the others stay compiled.
     """
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _MOST_VARIANTS)
     with torch.no_grad():
@@ -41,18 +48,56 @@ def compile_layers(model: PagedModel | MtpHead, *, backend: str | Callable[..., 
     AttentionInterface.register(_OUTSIDE, torch.compiler.disable(adapter.paged_attention_hook))  # type: ignore[no-untyped-call]
     _module(model).config._attn_implementation = _OUTSIDE
     options: Any = {"joint_custom_pre_pass": _MERGE_PRODUCTS} if backend == "inductor" else None
-    for part in (*decoder_layers(model), *_around(model)):
-        part.compile(dynamic=True, backend=backend, options=options)
+    how = {"dynamic": True, "backend": backend, "options": options}
+    for (kind, _), parts in _kinds(model).items():
+        for part in parts:
+            part._compiled_call_impl = _compiled(part._call_impl, kind, partial(_as_written, parts), how)
     if isinstance(model, MtpHead):
-        vars(model)["joined"] = torch.compile(MtpHead.joined.__get__(model), dynamic=True, backend=backend, options=options)
+        vars(model)["joined"] = _compiled(MtpHead.joined.__get__(model), "MtpHead", lambda: vars(model).pop("joined", None), how)
 
 
 def decompile(model: PagedModel | MtpHead) -> None:
     """Run the layers as they were written again. Joined projections stay joined in memory and are computed one by one."""
-    for part in (*decoder_layers(model), *_around(model)):
-        part._compiled_call_impl = None
+    _as_written((*decoder_layers(model), *_around(model)))
     vars(model).pop("joined", None)
     _module(model).config._attn_implementation = adapter.PAGED
+
+
+def _compiled(written: Callable[..., Any], kind: str, undo: Callable[[], object], how: Mapping[str, Any]) -> Callable[..., Any]:
+    """What `written` computes, compiled; if the compiler fails, it is called itself, and `undo` is to see to it that this is not tried again."""
+    compiled = torch.compile(written, **how)
+
+    def call(*given: Any, **named: Any) -> Any:
+        try:
+            return compiled(*given, **named)
+        except Exception as error:  # not only what the compiler raises: what is called in there, attention and its waits, raises its own
+            cause = getattr(error, "inner_exception", error)
+            if isinstance(cause, torch.OutOfMemoryError):
+                raise cause from None
+            if not type(error).__module__.startswith(_COMPILERS):
+                raise
+            reason = (str(cause).strip() or repr(cause)).splitlines()[0]
+            logger.warning("%s cannot be compiled (%s: %s): it runs as it is written, slower", kind, type(cause).__name__, reason)
+            undo()
+        return written(*given, **named)
+
+    return call
+
+
+def _as_written(parts: Sequence[nn.Module]) -> None:
+    for part in parts:
+        part._compiled_call_impl = None
+
+
+def _kinds(model: PagedModel | MtpHead) -> Mapping[tuple[str, tuple[type, ...]], Sequence[nn.Module]]:
+    """All that is compiled, by kind: its name, and the classes of what it is made of."""
+    layers = decoder_layers(model)
+    types = getattr(_module(model).config, "layer_types", None) or [""] * len(layers)
+    named = [(f"{type(layer).__name__} {of_type}".rstrip(), layer) for layer, of_type in zip(layers, types[-len(layers) :], strict=False)]
+    kinds: dict[tuple[str, tuple[type, ...]], list[nn.Module]] = {}
+    for name, part in (*named, *((type(part).__name__, part) for part in _around(model))):
+        kinds.setdefault((name, tuple(map(type, part.modules()))), []).append(part)
+    return kinds
 
 
 def decoder_layers(model: PagedModel | MtpHead) -> Sequence[nn.Module]:
