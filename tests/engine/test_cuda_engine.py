@@ -282,6 +282,33 @@ def test_a_model_that_cannot_be_captured_is_served_all_the_same(
         assert tokens(llm.generate(PROMPTS, GREEDY)) == expected
 
 
+@pytest.mark.usefixtures("few_shapes", "uncompiled")
+def test_memory_that_runs_out_at_capture_leaves_what_was_captured_by_then(
+    llama: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from sidestream.models.adapter import PagedModel
+
+    forward, kept = PagedModel.forward, FEW[:3]
+
+    def greedy_for_memory(self: PagedModel, ids: torch.Tensor, *given: Any) -> torch.Tensor:
+        if torch.cuda.is_current_stream_capturing() and len(ids) > max(shape.num_tokens for shape in kept):
+            torch.empty(1 << 50, dtype=torch.uint8, device="cuda")
+        return forward(self, ids, *given)
+
+    with engine(llama, max_running=6, chunk_tokens=64) as llm:
+        expected = tokens(llm.generate([*PROMPTS, *PROMPTS], GREEDY))
+    monkeypatch.setattr(PagedModel, "forward", greedy_for_memory)
+    with engine(llama, **CAPTURED, check_order=True) as llm:
+        assert caplog.text.count("the GPU's memory holds 3 of 7 captured shapes (out of device memory: ") == 1
+        assert "cannot be" not in caplog.text
+        graphs = llm.engine.parts.executor._graphs
+        assert graphs is not None
+        assert graphs.shapes == kept
+        assert tokens(llm.generate([*PROMPTS, *PROMPTS], GREEDY)) == expected
+        llm.engine.call(lambda: llm.engine.parts.executor.capture(kept))  # it still can be captured
+        assert tokens(llm.generate(PROMPTS, GREEDY)) == expected[: len(PROMPTS)]
+
+
 # ---------------------------------------------------------------------- many at once
 
 
@@ -357,8 +384,12 @@ def no_host_wait() -> Iterator[None]:
     torch.cuda.set_sync_debug_mode("default")
 
 
-def test_no_flight_makes_the_host_wait_whatever_is_asked_for_p1(llama: Path, request: pytest.FixtureRequest) -> None:
-    with engine(llama, offload=OffloadConfig(host="16MiB")) as llm:
+@compiles
+@pytest.mark.usefixtures("few_shapes")
+@pytest.mark.parametrize("eager", [True, False])
+def test_no_flight_makes_the_host_wait_whatever_is_asked_for_p1(llama: Path, eager: bool, request: pytest.FixtureRequest) -> None:
+    with engine(llama, **({} if eager else CAPTURED), offload=OffloadConfig(host="16MiB")) as llm:
+        assert eager == (llm.engine.parts.executor._graphs is None)
         request.getfixturevalue("no_host_wait")
         prompts = [*PROMPTS, *PROMPTS][: len(EVERY_WAY_TO_DRAW)]
         for _ in range(3):
@@ -380,14 +411,19 @@ def test_nothing_is_compiled_once_it_serves_p3(family: str, tmp_path: Path, monk
     assert compiled == []
 
 
+@pytest.mark.usefixtures("few_shapes", "uncompiled")
+@pytest.mark.parametrize("eager", [True, False])
 @pytest.mark.parametrize("proposer", ["ngram", "mtp", "draft"])
 def test_no_flight_that_drafts_makes_the_host_wait_and_nothing_is_compiled_for_it_p1_p3(
-    llama: Path, tmp_path: Path, proposer: str, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+    llama: Path, tmp_path: Path, proposer: str, eager: bool, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
     import triton
 
     compiled: list[Any] = []
-    with engine(llama, offload=OffloadConfig(host="16MiB"), speculative=drafting(proposer, llama, tmp_path)) as llm:
+    options: dict[str, Any] = {} if eager else CAPTURED
+    with engine(llama, **options, offload=OffloadConfig(host="16MiB"), speculative=drafting(proposer, llama, tmp_path)) as llm:
+        graphs = llm.engine.parts.executor._graphs
+        assert eager or (graphs is not None and any(shape.drafts for shape in graphs.shapes))
         monkeypatch.setattr(triton.knobs.runtime, "jit_post_compile_hook", lambda **what: compiled.append(what["repr"]))
         request.getfixturevalue("no_host_wait")
         for _ in range(3):
@@ -408,6 +444,7 @@ def test_what_drafts_is_compiled_and_captured_with_the_model(
     caplog.set_level("INFO", logger="sidestream.engine.build")
     with engine(llama, **CAPTURED, speculative=drafting(proposer, llama, tmp_path)) as llm:
         assert "forward passes are compiled and captured" in caplog.text
+        assert "cannot be" not in caplog.text
         assert tokens(llm.generate(PROMPTS, GREEDY)) == expected
         assert llm.metrics.value("draft_tokens_total", proposer) > 0
         _, histograms = llm.metrics.snapshot()
