@@ -56,9 +56,9 @@ class Watched:
 
 
 def test_whoever_starts_it_is_told_what_the_start_is_at(tmp_path: Path) -> None:
-    told: list[str] = []
-    with LLM(tiny_model_dir("llama", tmp_path, seed=1), kv_memory="8MiB", compute_threads=1, tell=told.append):
-        assert told == ["reading the weights"]
+    told: list[tuple[str, int, int]] = []
+    with LLM(tiny_model_dir("llama", tmp_path, seed=1), kv_memory="8MiB", compute_threads=1, tell=lambda *news: told.append(news)):
+        assert told == [("reading the weights", 0, 0)]
 
 
 def test_chunks_and_budget_fit_the_device_and_one_another() -> None:

@@ -82,13 +82,14 @@ class _Served:
         timeline: str | Path | None = None,
         check_order: bool = False,
         progress: Progress | None = None,
-        tell: Callable[[str], None] = lambda text: None,
+        tell: Callable[[str, int, int], None] = lambda what, done, total: None,
         **options: Any,
     ) -> None:
         """Load `model` (a directory, a hub id or a name of `sidestream models`) and start an engine.
 
         options    fields of EngineConfig, such as `kv_memory="2GiB"` or `offload=OffloadConfig(...)`; not together with `config`
-        tell       is told in words what the start is at: on a GPU it takes up to a minute
+        tell       is told what the start is at, in words, and how much of that is done, of how much (0 of 0: nobody knows): on a GPU it takes up to a
+                   minute
         timeline   file that `close` writes: what each stream did when, for ui.perfetto.dev
         check_order   judge with vector clocks that nothing is read or reused too early (`sidestream.testing.checker`); `close` raises
                       RaceError if anything was. For finding bugs: a step takes up to twice as long
@@ -105,7 +106,7 @@ class _Served:
         self._timeline_path = timeline
         self.tokenizer = Tokenizer.load(path)
         draft_path = self._draft_path(progress)
-        tell("reading the weights")
+        tell("reading the weights", 0, 0)
         loaded = load_model(path, dtype=self.config.dtype, block_tokens=self.config.block_tokens, device=device)
         proposer = self._proposer(loaded, path, draft_path, tell)
         self._checker = Checker() if check_order else None
@@ -142,7 +143,7 @@ class _Served:
         self.tokenizer.check_equal(theirs, name=str(wanted.model))
         return path
 
-    def _proposer(self, model: PagedModel, path: str, draft_path: str | None, tell: Callable[[str], None]) -> Proposer | None:
+    def _proposer(self, model: PagedModel, path: str, draft_path: str | None, tell: Callable[[str, int, int], None]) -> Proposer | None:
         """One that needs weights; None: nobody drafts, or one that the engine makes by itself."""
         wanted = self.config.speculative
         if wanted is not None and wanted.proposer == "mtp":
@@ -150,7 +151,7 @@ class _Served:
                 return MtpProposer(attach_head(model, wanted.head or shipped_head(path) or path))
         if draft_path is None:
             return None
-        tell("reading the draft model's weights")
+        tell("reading the draft model's weights", 0, 0)
         with _about("the draft model"):
             draft = load_model(
                 draft_path, dtype=model.layout.dtype, block_tokens=model.layout.block_tokens, device=torch_device(self.config.device)

@@ -245,7 +245,9 @@ def test_layers_that_cannot_be_compiled_keep_no_engine_from_compiling_the_others
             lease.release()
 
         shapes = [Shape(2), Shape(0, 32)]
-        llm.engine.call(lambda: _capture(executor, model, None, shapes, gate_layers=0, warm_up=warm_up, tell=lambda text: None))
+        llm.engine.call(
+            lambda: _capture(executor, model, None, shapes, gate_layers=0, warm_up=warm_up, tell=lambda what, done, total: None)
+        )
         assert executor._graphs is not None
         assert executor._graphs.shapes == shapes
         ran.clear()

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, TypeVar
 from rich.console import Console
 
 from sidestream.cli.options import LogLevel, Watching
-from sidestream.cli.progress import ProgressBars
+from sidestream.cli.progress import LoggedStart, ProgressBars, StartBar
 from sidestream.config import EngineConfig
 
 if TYPE_CHECKING:
@@ -41,12 +41,6 @@ def start(kind: type[Served], model: str, *, config: EngineConfig, watch: Watchi
     """Prepare and load `model` and start its engine; the caller closes it. Raises ConfigError."""
     prepare_model(model)
     log.info("loading %s", model)
-    console = Console(stderr=True, quiet=log.isEnabledFor(logging.INFO))  # either the log says it or the spinner
-    with console.status(f"loading {model}") as line:
-        return kind(
-            model,
-            config=config,
-            timeline=watch.timeline,
-            check_order=watch.check_order,
-            tell=lambda text: line.update(f"loading {model}: {text}"),
-        )
+    # Either the log says it or the bar.
+    with LoggedStart(log) if log.isEnabledFor(logging.INFO) else StartBar(model, Console(stderr=True)) as shown:
+        return kind(model, config=config, timeline=watch.timeline, check_order=watch.check_order, tell=shown.tell)

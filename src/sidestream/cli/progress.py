@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 from types import TracebackType
 
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 
 
 class ProgressBars:
@@ -36,3 +37,50 @@ class ProgressBars:
         """Draw the current stage's bar up to `done_bytes`."""
         if self._task is not None:
             self._bars.update(self._task, completed=done_bytes)
+
+
+class StartBar:
+    """One line for the start of an engine: what it is at, and a bar where it is known how much of that there is. To be used in a `with`.
+
+    Gone once the engine is there; nothing is drawn where the output is no terminal.
+    """
+
+    def __init__(self, model: str, console: Console) -> None:
+        columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        self._bars = Progress(*columns, console=console, transient=True)
+        self._model = model
+        self._task = self._bars.add_task(f"loading {model}", total=None)
+
+    def __enter__(self) -> StartBar:
+        if self._bars.console.is_terminal:  # elsewhere an empty line would be left
+            self._bars.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self._bars.console.is_terminal:
+            self._bars.stop()
+
+    def tell(self, what: str, done: int, total: int) -> None:
+        """See `LLM`."""
+        self._bars.update(self._task, description=f"loading {self._model}: {what}", completed=done, total=total or None)
+
+
+class LoggedStart:
+    """The same for a log: a line for each thing, and for each quarter of one that is counted. To be used in a `with`."""
+
+    def __init__(self, log: logging.Logger) -> None:
+        self._log = log
+        self._said: tuple[str, int] | None = None
+
+    def __enter__(self) -> LoggedStart:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        pass
+
+    def tell(self, what: str, done: int, total: int) -> None:
+        """See `LLM`."""
+        now = what, 4 * done // total if total else 0
+        if now != self._said:
+            self._said = now
+            self._log.info("%s%s", what, f": {done} of {total}" if total else "")

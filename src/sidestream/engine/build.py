@@ -83,7 +83,7 @@ def build_engine(
     witness: Witness | None = None,
     proposer: Proposer | None = None,
     threaded: bool = True,
-    tell: Callable[[str], None] = lambda text: None,
+    tell: Callable[[str, int, int], None] = lambda what, done, total: None,
 ) -> Engine:
     """Allocate the pools, open the tiers, warm the device up, start the engine. Raises ConfigError; then nothing is left open.
 
@@ -93,7 +93,7 @@ def build_engine(
     device    a device in place of the one that `config.device` names; closed with the engine
     witness   told of everything that ordering depends on, if `device` is not given
     proposer  drafts in place of the one that `config.speculative` names
-    tell      is told in words what is being done
+    tell      is told what is being done, in words, and how much of it is done, of how much; 0 of 0: nobody knows
     threaded  False: whoever calls `Engine.step` is the engine thread, and must be the only one to use the engine
     """
     layout = model.layout
@@ -177,7 +177,7 @@ def build_engine(
             max_len=min(bounds.max_model_len, bounds.pool_tokens),
         )
         if on_gpu:
-            tell("warming up the GPU's kernels")
+            tell("warming up the GPU's kernels", 0, 0)
             warm_up = functools.partial(_warm_up, executor, blocks, config, min(chunk_tokens, bounds.max_model_len))
             warm_up()
         if on_gpu and not config.eager:
@@ -285,7 +285,7 @@ def _capture(
     *,
     gate_layers: int,
     warm_up: Callable[[], None],
-    tell: Callable[[str], None],
+    tell: Callable[[str, int, int], None],
 ) -> None:
     """Compile the layers and capture graphs. Kinds of layers that cannot be compiled run as they are written, what cannot be captured is launched
     kernel by kernel: that is warmed up again once it is compiled, or the first such flight would wait for the compiler (P3).
@@ -300,11 +300,9 @@ def _capture(
             for part in served:
                 (compile_layers if way else decompile)(part)
             if way:
-                tell("compiling forward passes")
+                tell("compiling forward passes", 0, 0)
                 warm_up()
-            executor.capture(
-                shapes, gate_layers=gate_layers, tell=lambda done, total: tell(f"compiling and capturing forward passes, {done} of {total}")
-            )
+            executor.capture(shapes, gate_layers=gate_layers, tell=functools.partial(tell, "compiling and capturing forward passes"))
         except DeviceLost:
             raise
         except Exception as error:  # transformers and the model's own code raise anything here
