@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -12,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
+from torch._inductor.runtime.cache_dir_utils import cache_dir, default_cache_dir
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from sidestream import LLM, SamplingParams
@@ -20,7 +22,7 @@ from sidestream.engine.build import _capture
 from sidestream.errors import ModelError
 from sidestream.execute.frame import Shape
 from sidestream.models import PagedModel, compiled, load_model
-from sidestream.models.compiled import _MergeProducts, compile_layers, decoder_layers, decompile
+from sidestream.models.compiled import _MergeProducts, compile_layers, decoder_layers, decompile, keep_compiled
 from sidestream.models.mtp import attach_head
 from sidestream.testing.tiny_models import save_head, tiny_model_dir
 
@@ -225,6 +227,7 @@ def test_layers_that_cannot_be_compiled_keep_no_engine_from_compiling_the_others
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     torch._dynamo.reset()
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     prompts, params = [[3, 5, 8, 13] * 5, [7, 9, 2]], SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
     with LLM(tiny_model_dir("gemma2", tmp_path, 1), device="cpu", dtype="float32", kv_memory="16MiB") as llm:
         parts = llm.engine.parts
@@ -291,3 +294,18 @@ def test_equal_products_are_merged_and_others_are_not() -> None:
     assert sum(node.target is torch.ops.aten.mm.default for node in module.graph.nodes) == 2
     for got, wanted in zip(module(torch.eye(3), torch.ones(3, 3)), work(torch.eye(3), torch.ones(3, 3)), strict=True):
         assert got.equal(wanted)
+
+
+def test_what_was_compiled_is_kept_for_the_next_start_unless_somebody_chose_a_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", default_cache_dir())
+    (tmp_path / "file").touch()
+    keep_compiled(tmp_path / "file" / "compiled")  # which cannot be made
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == default_cache_dir()
+    keep_compiled(tmp_path / "some" / "compiled")
+    assert (tmp_path / "some" / "compiled").is_dir()
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "some" / "compiled") == cache_dir()
+    keep_compiled(tmp_path / "other")
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "some" / "compiled")
+    assert not (tmp_path / "other").exists()

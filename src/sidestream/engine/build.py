@@ -291,8 +291,10 @@ def _capture(
     kernel by kernel: that is warmed up again once it is compiled, or the first such flight would wait for the compiler (P3).
     """
     from sidestream.models.adapter import PagedModel
-    from sidestream.models.compiled import compile_layers, decompile
+    from sidestream.models.catalog import cache_root
+    from sidestream.models.compiled import compile_layers, decompile, keep_compiled
 
+    keep_compiled(cache_root() / "compiled")
     start_s = time.monotonic()
     served: list[PagedModel | MtpHead] = [model, *_drafting(proposer)] if isinstance(model, PagedModel) else []
     for way in ("compiled and ", "") if served else ("",):

@@ -7,6 +7,7 @@ Projections that read the same states become one multiplication. Norms and posit
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 from torch.nn.functional import linear
 from transformers import AttentionInterface
 
@@ -30,8 +32,25 @@ _OUTSIDE = f"{adapter.PAGED}_outside"
 _JOINED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 # A layer is compiled for one token, and for any number; a model has few kinds of layers.
 _MOST_VARIANTS = 64
+# Where the compiler keeps what it makes.
+_CACHE = "TORCHINDUCTOR_CACHE_DIR"
 # Where the errors of compilers come from.
 _COMPILERS = ("torch._dynamo.", "torch._inductor.", "triton.")
+
+
+def keep_compiled(directory: Path) -> None:
+    """Have the compiler keep what it makes in `directory`, for the next start. Not where somebody chose another one (TORCHINDUCTOR_CACHE_DIR), nor
+    where nothing can be written: then it stays where torch has it, with temporary files.
+    """
+    if os.environ.get(_CACHE, default_cache_dir()) != default_cache_dir():  # torch's own is set once torch looked
+        return
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        logger.info("compiled layers are not kept in %s: %s", directory, error.strerror or error)
+        return
+    if os.access(directory, os.W_OK | os.X_OK):
+        os.environ[_CACHE] = str(directory)
 
 
 def compile_layers(model: PagedModel | MtpHead, *, backend: str | Callable[..., Any] = "inductor") -> None:
