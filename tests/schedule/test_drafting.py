@@ -110,10 +110,15 @@ def test_drafts_that_are_not_worth_it_cost_less_than_three_in_a_hundred(num_rows
     assert tokens / seconds > 0.97 * num_rows / PLAIN_S
 
 
-def together(policy: DraftPolicy, chances: Sequence[float], takes: Callable[[int], float], *, tokens: int = 400) -> list[float]:
-    """Requests that begin at once and have so many tokens to draw: when each ends, in flights without drafts. What came of a flight is known one later."""
+def together(
+    policy: DraftPolicy, chances: Sequence[float], takes: Callable[[int], float], *, tokens: int = 400, known: bool = True
+) -> list[float]:
+    """Requests that begin at once and have so many tokens to draw: when each ends, in flights without drafts. What came of a flight is known one later,
+    and of a request at first what is `known`, or how others fared.
+    """
     draws = random.Random(0)
-    rows, left, ends = rows_of(policy, chances), [tokens] * len(chances), [0.0] * len(chances)
+    rows = rows_of(policy, chances) if known else [policy.newcomer(4) for _ in chances]
+    left, ends = [tokens] * len(chances), [0.0] * len(chances)
     now, seen = 0.0, list[tuple[int, int, int]]()
     while live := [at for at, count in enumerate(left) if count > 0]:
         chosen = policy.again(len(live)) or policy.choose([rows[at] for at in live], [left[at] - 1 for at in live])
@@ -141,6 +146,18 @@ def test_nobody_is_slowed_down_by_more_than_may_be_for_drafts_of_others(failing:
     alone = together(DraftPolicy(4, max_slowdown=math.inf), [0.0] * failing + [0.9] * (32 - failing), flat(ratio))
     if failing < 31:
         assert max(alone) > 1.03 * 400  # for more tokens a second of all together
+
+
+@pytest.mark.parametrize("cost", [0.1, 0.22, 0.4])
+def test_where_each_draft_costs_nobody_loses_much_even_before_anything_is_known(cost: float) -> None:
+    """As on a CPU, with short answers: a token, and what is to be found out, weigh most there."""
+    for seed in range(8):
+        policy, draws, ends = DraftPolicy(4), random.Random(seed), list[float]()
+        for _ in range(6):
+            chances = [min(0.95, max(0.2, draws.gauss(0.6, 0.15))) for _ in range(8)]
+            ends.append(max(together(policy, chances, proportional(cost), tokens=96, known=False)) / 96)
+        assert ends[0] < 1.06
+        assert max(ends[1:]) < 1.045
 
 
 def test_a_row_that_would_get_no_drafts_gains_nothing_by_its_chance() -> None:
