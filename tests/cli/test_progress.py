@@ -30,6 +30,8 @@ def test_a_start_draws_what_it_is_at_and_a_bar_where_that_is_counted() -> None:
         bar._bars.refresh()
         bar.tell("capturing", 3, 12)
         bar._bars.refresh()
+        bar.tell("something else", 0, 0)
+        assert bar._bars.tasks[0].total is None
     drawn = output.getvalue()
     assert "loading a model: reading the weights" in drawn
     assert "loading a model: capturing" in drawn

@@ -16,6 +16,9 @@ from sidestream.device.base import Graph
 from sidestream.errors import OutOfDeviceMemory
 from sidestream.execute.frame import Frame, Shape
 
+ACTIVATIONS: list[weakref.ref[torch.Tensor]] = []
+"""What a pass held when memory ended."""
+
 SHAPES = [Shape(1), Shape(0, 16), Shape(4), Shape(4, 24)]
 
 
@@ -43,7 +46,10 @@ def runs_out_in_a_graph(rig: Rig, at: int, monkeypatch: pytest.MonkeyPatch) -> N
         def failing() -> None:
             build()
             if next(numbers) == 2 * at:
-                raise torch.OutOfMemoryError("injected")
+                states = torch.zeros(1)
+                ACTIVATIONS.append(weakref.ref(states))
+                error = torch.OutOfMemoryError("injected")
+                raise error  # which this frame knows: it is collected late
 
         try:
             return capture(failing, beside=beside)
@@ -77,6 +83,7 @@ def test_memory_that_runs_out_at_capture_shortens_the_list_of_shapes_and_changes
         try:
             rig.engine.call(lambda: executor.capture(SHAPES))
             assert [buffer() is not None for buffer in buffers] == [True] * kept + [False]  # at once: others need the memory now
+            assert all(activation() is None for activation in ACTIVATIONS)
         finally:
             gc.enable()
         assert [record.getMessage() for record in caplog.records if record.levelname == "WARNING"] == [

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -115,6 +117,28 @@ def test_what_a_batch_is_like_is_no_reason_to_compile_again_p3(tmp_path: Path) -
     every(batch(torch.int32, ungated))
     every(batch(torch.int64, [].append))
     assert len(graphs) == 7  # four parts of a layer, the head's among them; the last norm, the positions, and what feeds a head
+
+
+def test_nothing_that_a_compiled_head_was_given_is_kept_when_it_leaves_its_layer_early(tmp_path: Path) -> None:
+    """It keeps up in every flight, by an exception: what that held would rest on the device until the garbage collector comes."""
+    torch._dynamo.reset()
+    directory = tiny_model_dir("llama", tmp_path, 1)
+    model = load_model(str(directory), block_tokens=16)
+    head = attach_head(model, save_head(directory, tmp_path / "head.safetensors", seed=5))
+    compile_layers(head, backend=counting([]))
+    tokens = torch.arange(5)
+    batch = PagedBatch(torch.zeros(model.layout.shape(4)), tokens.clone(), torch.arange(4)[None], (0, 5), (5,), 0, ungated)
+    head.keep_up(tokens, torch.zeros(5, head.hidden_size), tokens.clone(), batch)  # what is compiled is kept
+    gc.collect()
+    gc.disable()
+    try:
+        before = torch.zeros(5, head.hidden_size)
+        kept = weakref.ref(before)
+        head.keep_up(tokens, before, tokens.clone(), batch)
+        del before
+        assert kept() is None
+    finally:
+        gc.enable()
 
 
 class Marked(nn.Module):

@@ -62,7 +62,8 @@ class StartBar:
 
     def tell(self, what: str, done: int, total: int) -> None:
         """See `LLM`."""
-        self._bars.update(self._task, description=f"loading {self._model}: {what}", completed=done, total=total or None)
+        self._bars.update(self._task, description=f"loading {self._model}: {what}", completed=done)
+        self._bars.tasks[0].total = total or None  # which `update` would leave as it was
 
 
 class LoggedStart:

@@ -135,7 +135,7 @@ class Graphs:
                     len(shapes),
                     str(error),
                 )
-                traceback.clear_frames(error.__traceback__)  # they hold what the shape has been given so far
+                _let_go(error)
                 return
         tell(len(shapes), len(shapes))
 
@@ -317,3 +317,10 @@ class Graphs:
         self._device.wait_host(fence, reason="flight")
         if fence.failure is not None:
             raise fence.failure
+
+
+def _let_go(error: BaseException) -> None:
+    """Of what was given to a shape so far, which the frames of an error and of its cause hold. Not in `capture`, whose names would be among them."""
+    for raised in (error, error.__cause__):
+        if raised is not None:
+            traceback.clear_frames(raised.__traceback__)

@@ -90,17 +90,22 @@ def _compiled(written: Callable[..., Any], kind: str, undo: Callable[[], object]
         try:
             return compiled(*given, **named)
         except Exception as error:  # not only what the compiler raises: what is called in there, attention and its waits, raises its own
-            cause = getattr(error, "inner_exception", error)
-            if isinstance(cause, torch.OutOfMemoryError):
-                raise cause from None
             if not type(error).__module__.startswith(_COMPILERS):
                 raise
-            reason = (str(cause).strip() or repr(cause)).splitlines()[0]
-            logger.warning("%s cannot be compiled (%s: %s): it runs as it is written, slower", kind, type(cause).__name__, reason)
+            # No name of it here: an error that its own frames know is collected late, with all tensors that they hold.
+            if isinstance(getattr(error, "inner_exception", None), torch.OutOfMemoryError):
+                raise error.inner_exception from None  # type: ignore[attr-defined]
+            logger.warning(
+                "%s cannot be compiled (%s): it runs as it is written, slower", kind, _reason(getattr(error, "inner_exception", error))
+            )
             undo()
         return written(*given, **named)
 
     return call
+
+
+def _reason(error: BaseException) -> str:
+    return f"{type(error).__name__}: {(str(error).strip() or repr(error)).splitlines()[0]}"
 
 
 def _as_written(parts: Sequence[nn.Module]) -> None:

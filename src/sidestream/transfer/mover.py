@@ -274,7 +274,7 @@ class Mover:
     def _load(self, number: int, plan: LoadPlan) -> None:
         source_ids = self._host.pool.match(plan.keys)
         if len(source_ids) < len(plan.keys) or self.abandoned:
-            self._news.put(LoadMissed(number, gone=True))
+            self._news.put(LoadMissed(number, gone=not self.abandoned))
             del self._unsettled[number]
             return
         if self._disk is not None:

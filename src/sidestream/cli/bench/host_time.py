@@ -28,8 +28,8 @@ _ASKED: dict[str, dict[str, Any]] = {
 
 
 def measure(*, device: str, shape: str, requests: int, output_tokens: int, rounds: int, tell: Callable[[str], None]) -> list[Figure]:
-    """So many requests at once, with offload on: of each step in which all of them decode, the engine thread's time from one step's begin to the next,
-    less what it waited for flights; and what of it the processor worked for that thread.
+    """So many requests at once, with offload on: of each step in which all of them decode, the engine thread's time without what it waited for flights;
+    and what of it the processor worked for that thread.
     """
     tell("starting the engine")
     model = random_model(shape, device=torch_device(device))

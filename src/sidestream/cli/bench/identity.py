@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from dataclasses import replace
 from statistics import median
@@ -9,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from sidestream.cli.bench.report import Bound, Figure, at_least
+from sidestream.cli.bench.report import Figure, at_least
 from sidestream.cli.bench.requests import Answer, NoText, ask_at_once
 from sidestream.config import EngineConfig, OffloadConfig
 from sidestream.device.choice import torch_device
@@ -24,8 +25,10 @@ _WAYS: dict[str, dict[str, Any]] = {
 
 
 def measure(*, device: str, shape: str, requests: int, prompt_tokens: int, output_tokens: int, tell: Callable[[str], None]) -> list[Figure]:
-    """The same prompts, all at once and greedily, of engines that differ in one thing: the share of requests whose tokens are all equal, and how far the
-    log-probability of a token behind equal ones is from the other's. The engines are there one after another: each has the device to itself.
+    """The same prompts, all at once and greedily, of engines that differ in one thing: the share of requests whose tokens are all equal, and, asked a
+    second time for them, how far the log-probability of a token behind equal ones is from the other's. The engines are there one after another.
+
+    No prompt shares anything with another, and none finds what was stored: what comes back from other tiers is compared by `bench prefix`.
     """
     base = EngineConfig(
         device=device,
@@ -34,31 +37,36 @@ def measure(*, device: str, shape: str, requests: int, prompt_tokens: int, outpu
         max_model_len=prompt_tokens + output_tokens,
         offload=OffloadConfig(host="4GiB" if device == "cuda" else "16MiB"),
     )
-    answered: dict[str, list[Answer]] = {}
-    for name, changes in {"base": {}, "again": {}, **_WAYS}.items():
+    ways = {name: changes for name, changes in _WAYS.items() if device == "cuda" or name != "eager"}  # a CPU knows nothing else
+    answered: dict[str, tuple[list[Answer], list[Answer]]] = {}
+    for name, changes in {"base": {}, "again": {}, **ways}.items():
         tell(name.replace("_", " "))
         answered[name] = _answers(replace(base, **changes), shape, requests, prompt_tokens, output_tokens)
     figures = []
-    for name in ("again", *_WAYS):
-        # Compiled layers round otherwise than eager ones, and there is nothing compiled on a CPU.
-        bound: Bound | None = at_least(1) if name != "eager" or device == "cpu" else None
-        distances = [
-            distance for ours, theirs in zip(answered["base"], answered[name], strict=True) for distance in _distances(ours, theirs)
-        ]
-        equal = [ours.tokens == theirs.tokens for ours, theirs in zip(answered["base"], answered[name], strict=True)]
-        figures.append(Figure(f"requests_identical_{name}", sum(equal) / len(equal), "share", bound))
+    for name in ("again", *ways):
+        equal, distances = list[bool](), list[float]()
+        for ours, theirs in zip(answered["base"][0], answered[name][0], strict=True):
+            equal.append(ours.tokens == theirs.tokens)
+        for ours, theirs in zip(answered["base"][1], answered[name][1], strict=True):
+            distances += _distances(ours, theirs)
+        # Compiled layers round otherwise than eager ones.
+        figures.append(Figure(f"requests_identical_{name}", sum(equal) / len(equal), "share", None if name == "eager" else at_least(1)))
         figures.append(Figure(f"logprob_distance_max_{name}", max(distances), "nats"))
         figures.append(Figure(f"logprob_distance_median_{name}", median(distances), "nats"))
     return figures
 
 
-def _answers(config: EngineConfig, shape: str, requests: int, prompt_tokens: int, output_tokens: int) -> list[Answer]:
+def _answers(config: EngineConfig, shape: str, requests: int, prompt_tokens: int, output_tokens: int) -> tuple[list[Answer], list[Answer]]:
+    """As they are mostly asked for, and with log-probabilities, which are drawn another way."""
+    gc.collect()  # an engine knows itself: what the one before held is given back now, and not some time
     model = random_model(shape, device=torch_device(config.device))
     engine = build_engine(model, NoText(), config)
     try:
         random = np.random.default_rng(0)
         prompts = [[int(token) for token in random.integers(1, model.vocab_size, prompt_tokens)] for _ in range(requests)]
-        return [answer.wait() for answer in ask_at_once(engine, prompts, output_tokens, logprobs=0)]
+        plain = [answer.wait() for answer in ask_at_once(engine, prompts, output_tokens)]
+        engine.reset_cache()
+        return plain, [answer.wait() for answer in ask_at_once(engine, prompts, output_tokens, logprobs=0)]
     finally:
         engine.close()
 

@@ -685,7 +685,7 @@ EQUIVALENT = (
             name="missing-load-is-told",
             hazard="H26",
             target=f"{_MOVER}._load",
-            old="        self._news.put(LoadMissed(number, gone=True))\n",
+            old="        self._news.put(LoadMissed(number, gone=not self.abandoned))\n",
             new="        pass\n",
             removes="a request whose blocks were evicted meanwhile waits for ever",
             needs=frozenset({"offload", "reset"}),
