@@ -40,18 +40,19 @@ def test_a_start_draws_what_it_is_at_and_a_bar_where_that_is_counted() -> None:
 
 def test_a_start_that_is_drawn_nowhere_says_nothing() -> None:
     output = io.StringIO()
-    with StartBar("a model", Console(file=output)) as bar:
-        bar.tell("capturing", 3, 12)
+    for console, shown in ((Console(file=output), True), (Console(file=output, force_terminal=True), False)):
+        with StartBar("a model", console, shown=shown) as bar:
+            bar.tell("capturing", 3, 12)
     assert output.getvalue() == ""
 
 
 def test_the_log_of_a_start_has_a_line_for_each_thing_and_each_quarter(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
-    with LoggedStart(logging.getLogger("a start")) as start:
-        start.tell("reading the weights", 0, 0)
-        for done in range(13):
-            start.tell("capturing", done, 12)
-        start.tell("reading the weights", 0, 0)
+    start = LoggedStart(logging.getLogger("a start"))
+    start.tell("reading the weights", 0, 0)
+    for done in range(13):
+        start.tell("capturing", done, 12)
+    start.tell("reading the weights", 0, 0)
     assert [record.message for record in caplog.records] == [
         "reading the weights",
         *(f"capturing: {done} of 12" for done in (0, 3, 6, 9, 12)),

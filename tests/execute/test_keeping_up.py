@@ -11,27 +11,13 @@ import torch
 
 from sidestream.device.base import Stream
 from sidestream.device.sim import SimDevice, make_policy
-from sidestream.execute.executor import Executor
+from sidestream.execute.executor import _GREEDY, Executor
 from sidestream.execute.frame import Shape
 from sidestream.execute.model import Left
 from sidestream.speculate import Shown
 from sidestream.testing.toy import ToyDraftHead, ToyModel, ToyProposer
-from sidestream.types import BatchPlan, LayerGates, RowPlan, RowStart, SamplingSpec
+from sidestream.types import BatchPlan, LayerGates, RowPlan, RowStart
 
-GREEDY = SamplingSpec(
-    temperature=0.0,
-    top_k=0,
-    top_p=1.0,
-    min_p=0.0,
-    repetition_penalty=1.0,
-    presence_penalty=0.0,
-    frequency_penalty=0.0,
-    logit_bias={},
-    seed=0,
-    min_tokens=0,
-    forbidden_until_min=(),
-    top_logprobs=-1,
-)
 PROMPT = (5, 6, 7)
 
 
@@ -99,7 +85,7 @@ def row(number: int, tokens: Sequence[int], *, begins: bool = False, drafts: int
         block_ids=(1 + 3 * number, 2 + 3 * number, 3 + 3 * number),
         samples=True,
         output_index=len(tokens) - len(PROMPT),
-        begin=RowStart(sampling=GREEDY, prompt=tuple(tokens), outputs=()) if begins else None,
+        begin=RowStart(sampling=_GREEDY, prompt=tuple(tokens), outputs=()) if begins else None,
         drafts=drafts,
     )
 

@@ -41,6 +41,7 @@ def start(kind: type[Served], model: str, *, config: EngineConfig, watch: Watchi
     """Prepare and load `model` and start its engine; the caller closes it. Raises ConfigError."""
     prepare_model(model)
     log.info("loading %s", model)
-    # Either the log says it or the bar.
-    with LoggedStart(log) if log.isEnabledFor(logging.INFO) else StartBar(model, Console(stderr=True)) as shown:
-        return kind(model, config=config, timeline=watch.timeline, check_order=watch.check_order, tell=shown.tell)
+    logged = log.isEnabledFor(logging.INFO)  # either the log says it or the bar
+    with StartBar(model, Console(stderr=True), shown=not logged) as bar:
+        tell = LoggedStart(log).tell if logged else bar.tell
+        return kind(model, config=config, timeline=watch.timeline, check_order=watch.check_order, tell=tell)

@@ -1,4 +1,4 @@
-"""A progress bar on the terminal for what takes minutes. The only place that draws one; the rooms below only report."""
+"""How far a model's preparation and an engine's start are: bars on the terminal, or lines in a log. The rooms below only report."""
 
 from __future__ import annotations
 
@@ -45,20 +45,18 @@ class StartBar:
     Gone once the engine is there; nothing is drawn where the output is no terminal.
     """
 
-    def __init__(self, model: str, console: Console) -> None:
+    def __init__(self, model: str, console: Console, *, shown: bool = True) -> None:
         columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-        self._bars = Progress(*columns, console=console, transient=True)
+        self._bars = Progress(*columns, console=console, transient=True, disable=not (shown and console.is_terminal))
         self._model = model
         self._task = self._bars.add_task(f"loading {model}", total=None)
 
     def __enter__(self) -> StartBar:
-        if self._bars.console.is_terminal:  # elsewhere an empty line would be left
-            self._bars.start()
+        self._bars.start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if self._bars.console.is_terminal:
-            self._bars.stop()
+        self._bars.stop()
 
     def tell(self, what: str, done: int, total: int) -> None:
         """See `LLM`."""
@@ -67,17 +65,11 @@ class StartBar:
 
 
 class LoggedStart:
-    """The same for a log: a line for each thing, and for each quarter of one that is counted. To be used in a `with`."""
+    """The same for a log: a line for each thing, and for each quarter of one that is counted."""
 
     def __init__(self, log: logging.Logger) -> None:
         self._log = log
         self._said: tuple[str, int] | None = None
-
-    def __enter__(self) -> LoggedStart:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        pass
 
     def tell(self, what: str, done: int, total: int) -> None:
         """See `LLM`."""

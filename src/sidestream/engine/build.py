@@ -292,7 +292,7 @@ def _capture(
     """
     from sidestream.models.adapter import PagedModel
     from sidestream.models.catalog import cache_root
-    from sidestream.models.compiled import compile_layers, decompile, keep_compiled
+    from sidestream.models.compiled import compile_layers, decompile, keep_compiled, reason_of
 
     keep_compiled(cache_root() / "compiled")
     start_s = time.monotonic()
@@ -308,8 +308,7 @@ def _capture(
         except DeviceLost:
             raise
         except Exception as error:  # transformers and the model's own code raise anything here
-            reason = (str(error).strip() or repr(error)).splitlines()[0]
-            logger.warning("forward passes cannot be %scaptured (%s: %s): they run slower", way, type(error).__name__, reason)
+            logger.warning("forward passes cannot be %scaptured (%s): they run slower", way, reason_of(error))
         else:
             logger.info("forward passes are %scaptured after %.1f s", way, time.monotonic() - start_s)
             return

@@ -96,7 +96,7 @@ def _compiled(written: Callable[..., Any], kind: str, undo: Callable[[], object]
             if isinstance(getattr(error, "inner_exception", None), torch.OutOfMemoryError):
                 raise error.inner_exception from None  # type: ignore[attr-defined]
             logger.warning(
-                "%s cannot be compiled (%s): it runs as it is written, slower", kind, _reason(getattr(error, "inner_exception", error))
+                "%s cannot be compiled (%s): it runs as it is written, slower", kind, reason_of(getattr(error, "inner_exception", error))
             )
             undo()
         return written(*given, **named)
@@ -104,7 +104,8 @@ def _compiled(written: Callable[..., Any], kind: str, undo: Callable[[], object]
     return call
 
 
-def _reason(error: BaseException) -> str:
+def reason_of(error: BaseException) -> str:
+    """An error's class and first line."""
     return f"{type(error).__name__}: {(str(error).strip() or repr(error)).splitlines()[0]}"
 
 

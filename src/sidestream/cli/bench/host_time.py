@@ -36,10 +36,10 @@ def measure(*, device: str, shape: str, requests: int, output_tokens: int, round
     memory = requests * model.layout.num_blocks_for(_PROMPT_TOKENS + output_tokens) * model.layout.block_bytes
     config = EngineConfig(
         device=device,
-        kv_memory=f"{memory >> 20}MiB" if memory >> 20 else "1MiB",
+        kv_memory=memory,
         max_running=requests,
         max_model_len=_PROMPT_TOKENS + output_tokens,
-        offload=OffloadConfig(host=f"{max(1, memory >> 20)}MiB"),
+        offload=OffloadConfig(host=memory),
     )
     engine = build_engine(model, NoText(), config)
     unsettle = settle_garbage()  # as LLM does
