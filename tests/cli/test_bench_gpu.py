@@ -80,3 +80,11 @@ def test_device_that_is_not_known_names_the_nearest_one(run: Run) -> None:
     done = run("bench", "mailbox", "--device", "cud")
     assert done.exit_code != 0
     assert "did you mean cuda" in done.stderr
+
+
+@pytest.mark.parametrize("name", ["host-time", "identity"])
+def test_nothing_to_measure_is_refused_before_a_model_is_made(name: str, run: Run) -> None:
+    for option in ("--requests", "--output-tokens"):
+        done = run("bench", name, "--device", "cpu", "--shape", "tiny", option, "0")
+        assert done.exit_code != 0
+        assert f"{option} is 0: it must be 1 or more" in done.stderr

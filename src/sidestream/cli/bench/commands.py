@@ -11,6 +11,7 @@ from rich.console import Console
 
 from sidestream.cli.bench.report import Figure, publish
 from sidestream.cli.options import DEMO_MODEL
+from sidestream.errors import ConfigError
 
 Model = Annotated[str, typer.Argument(help="Directory, hub id, or a name of `sidestream models`.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
@@ -151,6 +152,7 @@ def host_time(
     """What a step of many running requests costs the engine thread, with offload on, besides waiting for flights."""
     from sidestream.cli.bench.host_time import measure
 
+    _check_counts(requests=requests, output_tokens=output_tokens, rounds=rounds)
     _report(
         "host-time",
         f"{shape}, random weights",
@@ -171,6 +173,7 @@ def identity(
     """Whether greedy tokens are equal with offload and without, asynchronous and not, captured and kernel by kernel; and how far logits differ."""
     from sidestream.cli.bench.identity import measure
 
+    _check_counts(requests=requests, prompt_tokens=prompt_tokens, output_tokens=output_tokens)
     _report(
         "identity",
         f"{shape}, random weights",
@@ -273,6 +276,12 @@ def speculative(
             tell=tell,
         ),
     )
+
+
+def _check_counts(**counts: int) -> None:
+    for name, count in counts.items():
+        if count < 1:
+            raise ConfigError(f"--{name.replace('_', '-')} is {count}: it must be 1 or more")
 
 
 def _report(
