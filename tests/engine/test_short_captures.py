@@ -23,7 +23,7 @@ SHAPES = [Shape(1), Shape(0, 16), Shape(4), Shape(4, 24)]
 
 
 def runs_out_in_a_run(rig: Rig, at: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the passes for nothing, two of each shape before it is captured, and one behind."""
+    """Of the passes and draws for nothing, four of each shape before it is captured, and one behind."""
     stream = rig.engine.parts.executor._stream
     submit, numbers = stream.submit, itertools.count()
 
@@ -32,20 +32,20 @@ def runs_out_in_a_run(rig: Rig, at: int, monkeypatch: pytest.MonkeyPatch) -> Non
 
     def short(work: Callable[[], None], *given: Any, label: str = "") -> Any:
         counts = label == "capture" and stream._capture is None  # type: ignore[attr-defined]
-        return submit(out_of_memory if counts and next(numbers) == 3 * at + 1 else work, *given, label=label)
+        return submit(out_of_memory if counts and next(numbers) == 5 * at + 1 else work, *given, label=label)
 
     monkeypatch.setattr(stream, "submit", short)
 
 
 def runs_out_in_a_graph(rig: Rig, at: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the two of each shape; in its first, as what a host captured holds itself."""
+    """Of the four of each shape; in its first, as what a host captured holds itself."""
     stream = rig.engine.parts.executor._stream
     capture, numbers = stream.capture, itertools.count()
 
     def short(build: Callable[[], None], *, beside: Graph | None = None) -> Graph:
         def failing() -> None:
             build()
-            if next(numbers) == 2 * at:
+            if next(numbers) == 4 * at:
                 states = torch.zeros(1)
                 ACTIVATIONS.append(weakref.ref(states))
                 error = torch.OutOfMemoryError("injected")

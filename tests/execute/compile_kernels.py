@@ -35,7 +35,14 @@ for drafts in (True, False):
 for padded in (True, False):
     compiled(execute.one_token_each, INT, LONG, LONG, "*u8", LONG, LONG, "i32", "i32", PADDED=padded)
 for keeps, hidden in ((True, True), (True, False), (False, False)):
-    compiled(execute.advance, *[LONG] * 7, BF16, LONG, LONG, INT, BF16, LONG, *["i32"] * 4, KEEPS=keeps, HIDDEN=hidden)
+    for counted in (True, False):
+        compiled(
+            execute.advance, *[LONG] * 7, BF16, LONG, LONG, INT, BF16, LONG, "*fp64", INT, *["i32"] * 5,
+            KEEPS=keeps, HIDDEN=hidden, COUNTED=counted,
+        )  # fmt: skip
+for logits, spare in ((BF16, 16), ("*fp16", 13), (FLOAT, 0)):
+    compiled(execute.draw, logits, LONG, LONG, "*u8", LONG, "*fp64", LONG, "i32", "i32", warps=8, SHIFT=spare)
+    compiled(execute.penalise, logits, LONG, "*fp64", INT, "*u8", LONG, FLOAT, *["i32"] * 3, warps=8)
 compiled(execute.before, BF16, LONG, LONG, LONG, BF16, BF16, BF16, *["i32"] * 4)
 compiled(execute.keep, BF16, *[LONG] * 4, BF16, BF16, *["i32"] * 5)
 compiled(speculate.largest_of_parts, BF16, "*fp32", INT, *["i32"] * 3)

@@ -7,13 +7,13 @@ from dataclasses import replace
 
 import pytest
 import torch
+from test_draws import HIDDEN, MAX_LEN, begun, computed, random_batch
 from test_frame import BLOCK_TOKENS, ROWS, WIDTH
 from test_frame import random_batch as batch_within_bounds
-from test_likeliest import HIDDEN, MAX_LEN, begun, computed, random_batch
 
+from sidestream.execute.draws import Draws, _advance
 from sidestream.execute.follow import FROM_ROW, NOTHING, HiddenStates, PackedRows
 from sidestream.execute.frame import Frame, Shape, TableChanges, pack
-from sidestream.execute.likeliest import _advance
 from sidestream.execute.state import DecodeState
 from sidestream.kv.layout import KVLayout
 
@@ -39,6 +39,9 @@ def over_there(state: DecodeState) -> DecodeState:
     copy.hold_tables(state.tables.shape[1])
     for name in ("last", "lengths", "tables", "history", "hidden"):
         getattr(copy, name).copy_(getattr(state, name))
+    copy.rules.numbers.copy_(state.rules.numbers)
+    for mine, given in zip(copy.seen_tables(), state.seen_tables(), strict=True):
+        mine.copy_(given)
     return copy
 
 
@@ -83,12 +86,12 @@ def test_changes_of_tables(count: int) -> None:
     equal(there.tables, state.tables)
 
 
-@pytest.mark.parametrize("drafts", [0, 3])
+@pytest.mark.parametrize(("drafts", "counted"), [(0, False), (3, False), (0, True)])
 @pytest.mark.parametrize("seed", SEEDS)
-def test_rows_go_on_by_what_was_drawn_h19_h18(seed: int, drafts: int) -> None:
+def test_rows_go_on_by_what_was_drawn_h19_h18(seed: int, drafts: int, counted: bool) -> None:
     rng = random.Random(seed)
     hidden, shape = drafts > 0 and seed % 2 == 0, Shape(9, 60, drafts)
-    state = begun(MAX_LEN if drafts else 0, HIDDEN if hidden else 0)
+    state = begun(MAX_LEN if drafts else 0, HIDDEN if hidden else 0, Draws.PENALISED)
     for row in range(ROWS):
         state.lengths[row] = 3
     batch = random_batch(rng, drafts)
@@ -103,8 +106,8 @@ def test_rows_go_on_by_what_was_drawn_h19_h18(seed: int, drafts: int) -> None:
         proposed=None if left.proposed is None else left.proposed._replace(tokens=left.proposed.tokens.to(HERE)),
     )
 
-    wanted = _advance(framed(numbers, shape, "cpu"), left, tokens, state)
-    got = launch.advance(framed(numbers, shape, HERE), moved, tokens.to(HERE), there)
+    wanted = _advance(framed(numbers, shape, "cpu"), left, tokens, state, counted=counted)
+    got = launch.advance(framed(numbers, shape, HERE), moved, tokens.to(HERE), there, counted=counted)
 
     equal(got, wanted)
     for name in ("last", "lengths", "history", "hidden"):
@@ -112,6 +115,7 @@ def test_rows_go_on_by_what_was_drawn_h19_h18(seed: int, drafts: int) -> None:
         if name == "history" and drafts:
             mine, theirs = mine[:, :-1], theirs[:, :-1]  # the last column takes what is thrown away
         equal(mine, theirs)
+    equal(there.seen_tables()[0][:ROWS], state.seen_tables()[0][:ROWS])
     assert there.last[state.nobody].item() == before  # padding does not even write to nobody
 
 

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from sidestream.config import SamplingParams
 from sidestream.errors import InvariantError
-from sidestream.execute.sample import Drawn, probability_floor, sample
+from sidestream.execute.draw import probability_floor
+from sidestream.execute.sample import Drawn, sample
 from sidestream.execute.state import DecodeState
 from sidestream.types import RowStart
 
@@ -183,7 +184,7 @@ def test_tokens_of_probability_zero_are_never_drawn():
 
 @pytest.mark.parametrize("random", [0.0, 1 - 2.0**-53])
 def test_the_ends_of_the_unit_interval_draw_the_first_and_the_last_kept_token(monkeypatch, random):
-    monkeypatch.setattr("sidestream.execute.sample.uniform", lambda seed, index: random)
+    monkeypatch.setattr("sidestream.execute.draw.uniforms", lambda seeds, indices: torch.full((len(seeds),), random, dtype=torch.float64))
     torch.manual_seed(3)
     logits = torch.randn(4, 1000)
     logits[:, -100:] = logits[:, :100] = -math.inf
@@ -236,8 +237,8 @@ def test_an_empty_batch_draws_nothing():
 def test_logits_of_a_wrong_shape_or_type_are_refused():
     state = DecodeState(2, 8)
     state.begin([(0, start())])
-    for wrong in (torch.zeros(1, 7), torch.zeros(2, 8), torch.zeros(1, 8, dtype=torch.bfloat16)):
-        with pytest.raises(InvariantError, match="sampling takes float32"):
+    for wrong in (torch.zeros(1, 7), torch.zeros(2, 8), torch.zeros(1, 8, dtype=torch.int64)):
+        with pytest.raises(InvariantError, match="sampling takes floating"):
             sample(wrong, [0], [0], state)
 
 

@@ -8,9 +8,11 @@ import math
 import numpy as np
 import pytest
 import torch
+from splitmix import uniform
 
 from sidestream.config import SamplingParams
-from sidestream.execute.sample import sample, uniform
+from sidestream.execute.rules import rule_of, uniforms
+from sidestream.execute.sample import sample
 from sidestream.execute.state import DecodeState
 from sidestream.types import RowStart
 
@@ -63,6 +65,13 @@ def test_draws_follow_the_filtered_distribution(params, expected, varied):
 def test_uniform_numbers_lie_in_the_unit_interval_and_are_those_of_every_process():
     assert all(0 <= uniform(seed, index) < 1 for seed, index in itertools.product((0, 1, -1, -(1 << 63), (1 << 63) - 1), range(50)))
     assert [uniform(0, 0), uniform(42, 7), uniform(-1, 1 << 20)] == [0.6524484863740322, 0.7347204584623639, 0.6439801416380194]
+
+
+def test_the_devices_random_numbers_are_these():
+    pairs = [*itertools.product((0, 1, 42, -1, -(1 << 63), (1 << 63) - 1), (0, 1, 7, 1 << 20)), (12345, 678)]
+    hashed = [rule_of(SamplingParams().spec(seed=seed, eos_ids=()), prompt_len=0)[7] for seed, _ in pairs]
+    numbers = uniforms(torch.tensor(hashed), torch.tensor([index for _, index in pairs]))
+    assert numbers.tolist() == [uniform(seed, index) for seed, index in pairs]
 
 
 @pytest.mark.parametrize("axis", ["seed", "output index", "random seeds"])

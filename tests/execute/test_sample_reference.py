@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from splitmix import uniform
 from transformers import (
     LogitsProcessorList,
     MinPLogitsWarper,
@@ -19,7 +20,7 @@ from transformers import (
 )
 
 from sidestream.config import SamplingParams
-from sidestream.execute.sample import sample, uniform
+from sidestream.execute.sample import sample
 from sidestream.execute.state import DecodeState
 from sidestream.types import RowStart, SamplingSpec
 

@@ -62,7 +62,7 @@ def test_a_new_owner_finds_no_counts_and_no_prompt_of_the_old_one_h18():
     state.begin([(0, start(prompt=(1, 2, 3), outputs=(4,), **PENALISED))])
     commit(state, [0], [5])
     state.begin([(0, start(prompt=(8,), **PENALISED))])
-    counts, in_prompt = state.seen([0])
+    counts, in_prompt = state.seen(torch.tensor([0]))
     assert counts.sum() == 0
     assert in_prompt[0].nonzero().flatten().tolist() == [8]
 
@@ -73,7 +73,7 @@ def test_counts_are_clean_even_after_an_owner_that_needed_none_h18():
     state.begin([(0, start(prompt=(2,)))])
     commit(state, [0], [5])
     state.begin([(0, start(prompt=(3,), **PENALISED))])
-    counts, in_prompt = state.seen([0])
+    counts, in_prompt = state.seen(torch.tensor([0]))
     assert counts.sum() == 0
     assert in_prompt[0].nonzero().flatten().tolist() == [3]
 
@@ -96,7 +96,7 @@ def test_a_late_commit_for_the_old_owner_before_the_reset_leaves_no_trace_h16():
     commit(state, [0], [6])
     state.begin([(0, start(prompt=(2,), **PENALISED))])
     commit(state, [0], [7])
-    counts, _ = state.seen([0])
+    counts, _ = state.seen(torch.tensor([0]))
     assert counts[0].nonzero().flatten().tolist() == [7] and state.last_tokens([0]).tolist() == [7]
 
 
@@ -105,7 +105,7 @@ def test_beginning_one_row_leaves_the_others_alone():
     for row in range(3):
         state.begin([(row, start(prompt=(row,), outputs=(row + 5,), **PENALISED))])
     state.begin([(1, start(prompt=(9,), **PENALISED))])
-    counts, in_prompt = state.seen([0, 2])
+    counts, in_prompt = state.seen(torch.tensor([0, 2]))
     assert counts.nonzero().tolist() == [[0, 5], [1, 7]]
     assert in_prompt.nonzero().tolist() == [[0, 0], [1, 2]]
     assert state.last_tokens([0, 2]).tolist() == [5, 7]
@@ -118,7 +118,7 @@ def test_commits_count_each_output_of_penalised_rows():
     state.begin([(2, start(**PENALISED))])
     commit(state, [2, 1, 0], [5, 6, 4])
     commit(state, [0, 2], [7, 5])
-    counts, _ = state.seen([0, 2])
+    counts, _ = state.seen(torch.tensor([0, 2]))
     assert counts[0, [4, 7]].tolist() == [3, 1] and counts[1, 5] == 2
     assert counts.sum() == 6
 
@@ -129,7 +129,7 @@ def test_a_retracted_request_finds_its_outputs_counted_again_in_another_row():
     commit(state, [0], [5])
     commit(state, [0], [5])
     state.begin([(1, start(prompt=(1,), outputs=(5, 5), **PENALISED))])
-    counts, in_prompt = state.seen([0, 1])
+    counts, in_prompt = state.seen(torch.tensor([0, 1]))
     assert counts[0].equal(counts[1]) and in_prompt[0].equal(in_prompt[1])
 
 
@@ -144,7 +144,7 @@ def test_tables_of_penalties_cost_nothing_until_a_row_needs_them():
 def test_ids_outside_the_vocabulary_are_ignored(stray):
     state = DecodeState(2, VOCAB)
     state.begin([(1, start(prompt=(stray, 3), outputs=(stray, 4), **PENALISED))])
-    counts, in_prompt = state.seen([0, 1])
+    counts, in_prompt = state.seen(torch.tensor([0, 1]))
     assert counts.nonzero().tolist() == [[1, 4]] and in_prompt.nonzero().tolist() == [[1, 3]]
 
 

@@ -48,7 +48,7 @@ class Drafts:
             places_in_flight=places,
             starts=tuple(rows[at].start if rows[at].is_certain else -1 for at in places),
             num_drafts=tuple(rows[at].drafts for at in places),
-            penalised=any(state.row(number).penalised for number in numbers),
+            penalised=state.any_penalised(numbers),
         )
 
     @property
@@ -102,14 +102,16 @@ class Drafts:
         row_of_place = self.row_of_place
         num_drafts = state.index(self.num_drafts)
         drawn = sample(
-            computed.logits.float(),
+            computed.logits,
             row_of_place,
-            positions + 1 - state.index([state.row(row).prompt_len for row in row_of_place]),
+            positions + 1 - state.rules.prompt_len[state.index(row_of_place)],
             state,
             drafted=self._before(proposed, state) if proposed is not None and self.penalised else None,
         )
-        counts = publish(state, computed, drawn.tokens, where=state.index(self.rows), places=places, num_drafts=num_drafts)
-        state.count(self.rows, drawn.tokens[places], counts)
+        where = state.index(self.rows)
+        counts = publish(state, computed, drawn.tokens, where=where, places=places, num_drafts=num_drafts)
+        if self.penalised:
+            state.count(where, drawn.tokens[places], counts)
         return drawn, counts
 
     def _before(self, proposed: Tensor, state: DecodeState) -> Tensor:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import compress
+from itertools import compress, repeat
 from typing import NamedTuple
 
 import torch
@@ -19,19 +19,19 @@ from sidestream.attention.paged import AttentionBatch, PagedBatch
 from sidestream.attention.triton import DeviceBatch, Partials, Straight
 from sidestream.device.base import Device, Memory, Stream
 from sidestream.execute.drafts import Drafts
+from sidestream.execute.draws import Draws
 from sidestream.execute.follow import PackedRows, origin_of
 from sidestream.execute.forward import Computed, Forward
 from sidestream.execute.frame import SHORT_TOKENS, Shape, TableChanges, TableKeeper, pack, shape_of
 from sidestream.execute.graphs import Captured, Graphs
 from sidestream.execute.inputs import Packer, StepInputs, kv_accesses
-from sidestream.execute.likeliest import takes_likeliest
 from sidestream.execute.mailbox import Delivered, Letter, Mailbox
 from sidestream.execute.model import ForwardModel
 from sidestream.execute.sample import sample
 from sidestream.execute.state import DecodeState
 from sidestream.execute.upload import Uploads
 from sidestream.speculate import Proposer
-from sidestream.types import Access, BatchPlan, Fence, LayerGates, RowPlan, RowStart, SamplingSpec
+from sidestream.types import Access, BatchPlan, Fence, LayerGates, RowColumns, RowPlan, RowStart, SamplingSpec
 
 # One flight runs, one is launched behind it, one is being read.
 _FLIGHTS = 3
@@ -163,9 +163,9 @@ class Executor:
         num_blocks = memory.num_bytes // layout.block_bytes
         self._kv = memory.data[: num_blocks * layout.block_bytes].view(dtype).view(layout.shape(num_blocks))
         self._forward = Forward(model, self._kv, stream=self._stream, partials=partials, state=self._state, proposer=proposer)
-        # Of rows as they last began: how many log-probabilities, if any, and who draws otherwise than by the likeliest token.
+        # Of rows as they last began: how many log-probabilities, if any, and what their draws take, if more than the likeliest token.
         self._wanted_logprobs: dict[int, int] = {}
-        self._draws_otherwise: set[int] = set()
+        self._draws: dict[int, Draws] = {}
 
     def launch(self, batch: BatchPlan, *, after: tuple[Fence, ...], gates: LayerGates) -> Flight:
         """Enqueue one flight behind `after`; layer by layer behind `gates`. Returns at once."""
@@ -205,10 +205,10 @@ class Executor:
             self._wanted_logprobs[row] = asked.top_logprobs
         else:
             self._wanted_logprobs.pop(row, None)
-        if takes_likeliest(asked):
-            self._draws_otherwise.discard(row)
+        if draws := Draws.of(asked):
+            self._draws[row] = draws
         else:
-            self._draws_otherwise.add(row)
+            self._draws.pop(row, None)
 
     def warm_up(self, block_ids: Sequence[int], *, chunk_tokens: int) -> None:
         """Run small flights that mean nothing through everything that a real one can reach, and wait for them (P3).
@@ -320,7 +320,7 @@ class Executor:
                     return
                 if drafts is None:
                     rows = [row.row for row in sampling]
-                    drawn = sample(computed.logits.float(), rows, [row.output_index for row in sampling], self._state)
+                    drawn = sample(computed.logits, rows, [row.output_index for row in sampling], self._state)
                     self._state.commit(rows, drawn.tokens)
                     self._mailbox.write(letter.start, drawn, self._stream)
                 else:
@@ -372,15 +372,14 @@ class Executor:
         return Work(forward, draws=False)
 
     def _captured_work(self, batch: BatchPlan, captured: Captured, gates: LayerGates, letter: Letter, changes: TableChanges) -> Work:
-        """The batch's forward pass, by a graph, which changes the tables first; its draws by another one, where no row asks for more than its
-        likeliest token.
-        """
+        """The batch's forward pass, by a graph, which changes the tables first; its draws by another one, where that is captured."""
         assert self._graphs is not None
         graphs, gated = self._graphs, bool(gates.by_layer)
         layout, columns = self._model.layout, batch.columns
         nobody, shape = self._state.nobody, captured.frame.shape
         numbers = pack(batch, shape, nobody=nobody, block_tokens=layout.block_tokens, letter=letter.start, changes=changes)
-        draws = not self._draws_otherwise or self._draws_otherwise.isdisjoint(compress(columns.row, columns.samples))
+        draws = self._draws_of(columns)
+        by_graph = draws in captured.draws
         if gated:
             graphs.close_gates(gates)
 
@@ -390,8 +389,8 @@ class Executor:
             computed = graphs.replay(captured, gated=gated)
             if (gated or batch.speculates) and self._witnessed:
                 self._stream.touch(lambda: kv_accesses(rows, layout, range(layout.num_layers)))
-            if draws:
-                graphs.draw_likeliest(captured, gated=gated)
+            if by_graph:
+                graphs.draw(captured, draws, gated=gated)
                 return None
             drafted = None
             if drafts is not None and drafts.most and computed.proposed is not None:
@@ -399,7 +398,14 @@ class Executor:
                 drafted = pad(computed.proposed.tokens[:count, : drafts.most], (0, 0, 0, len(drafts.rows) - count))
             return computed.first(sum(columns.samples) + sum(columns.drafts), drafted)
 
-        return Work(forward, draws)
+        return Work(forward, by_graph)
+
+    def _draws_of(self, columns: RowColumns) -> Draws:
+        """What the draws of a flight take."""
+        if not self._draws:
+            return Draws.LIKELIEST
+        asked = map(self._draws.get, compress(columns.row, columns.samples), repeat(Draws.LIKELIEST))
+        return max(asked, default=Draws.LIKELIEST)
 
     def _paged(self, inputs: StepInputs, before_layer: Callable[[int], None]) -> AttentionBatch:
         """The flight as its layers' attention sees it. On a GPU, rows that decode are reduced in splits and chunks in one pass, or, if they are

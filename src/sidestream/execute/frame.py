@@ -171,6 +171,11 @@ class Frame:
         buffer = torch.from_numpy(pack(BatchPlan(()), shape, nobody=nobody, block_tokens=1)).to(device)
         return cls(shape, buffer, *torch.split(buffer, shape.sizes))
 
+    def rows_of_places(self, count: int, *, nobody: int) -> Tensor:
+        """The row number of each of the first `count` places where a token is drawn, int64 `[count]`; `nobody` of padding."""
+        at = self.logit_rows[:count]
+        return torch.where(at < 0, nobody, self.token_rows[at.clamp(min=0)])
+
     def standing(self, state: DecodeState, count: int) -> Standing:
         """Of the first `count` rows, all of which decode. On the compute stream."""
         if devices.has_kernels(self.buffer):

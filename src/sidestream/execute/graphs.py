@@ -6,6 +6,7 @@ layers (H5). Both read the shape's frame (`execute/frame.py`) and leave what the
 
 from __future__ import annotations
 
+import itertools
 import logging
 import traceback
 from collections.abc import Callable, Iterable, Sequence
@@ -19,10 +20,10 @@ from sidestream.attention.paged import AttentionBatch, PagedBatch, ungated
 from sidestream.attention.triton import DeviceBatch, Partials, Straight
 from sidestream.device.base import Device, Graph, Stream
 from sidestream.errors import InvariantError, OutOfDeviceMemory
+from sidestream.execute.draws import Draws, draw_frame
 from sidestream.execute.follow import PackedRows
 from sidestream.execute.forward import Computed, Forward, Proposed
 from sidestream.execute.frame import SHORT_TOKENS, Frame, Numbers, Shape, fitting, pack
-from sidestream.execute.likeliest import draw_likeliest
 from sidestream.execute.mailbox import Mailbox
 from sidestream.execute.state import DecodeState
 from sidestream.execute.upload import Uploads
@@ -44,11 +45,11 @@ class GateEvent(Protocol):
 
 @dataclass(slots=True, eq=False)
 class _Pass:
-    """One graph, and what it leaves behind; and the graph of the draws behind it, for flights whose rows all take their likeliest token."""
+    """One graph, and what it leaves behind; and the graphs of the draws behind it, by what those take."""
 
     graph: Graph | None = None
     computed: Computed | None = None
-    draws: Graph | None = None
+    draws: dict[Draws, Graph] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -59,6 +60,12 @@ class Captured:
     plain: _Pass
     gated: _Pass
     fetches: list[Graph] = field(default_factory=list)
+
+    @property
+    def draws(self) -> Sequence[Draws]:
+        """Those that are captured. Behind drafts a penalty is reckoned with the drafts before, by the host."""
+        captured = (Draws.LIKELIEST, Draws.RANDOM, Draws.PENALISED)
+        return captured[:2] if self.frame.shape.drafts else captured
 
 
 class Graphs:
@@ -170,9 +177,9 @@ class Graphs:
             raise InvariantError(f"the graph of {captured.frame.shape} was never captured")
         return chosen.computed
 
-    def draw_likeliest(self, captured: Captured, *, gated: bool) -> None:
-        """Enqueue the draws behind what was just replayed: each row takes its likeliest token, goes on, and the host is told."""
-        self._stream.enqueue((captured.gated if gated else captured.plain).draws)
+    def draw(self, captured: Captured, draws: Draws, *, gated: bool) -> None:
+        """Enqueue the draws behind what was just replayed: each row takes its token, goes on, and the host is told."""
+        self._stream.enqueue((captured.gated if gated else captured.plain).draws[draws])
 
     def _capture(self, shape: Shape) -> Captured:
         captured = Captured(Frame.allocate(shape, self._state.tables.device, nobody=self._state.nobody), _Pass(), _Pass())
@@ -187,16 +194,17 @@ class Graphs:
                 self._stream.wait_external(events[layer])  # type: ignore[attr-defined]
 
         self._finish(lambda: run(captured.plain, ungated))  # what compiles, tunes itself or allocates does so now
-        self._finish(lambda: self._draw(captured.frame, captured.plain))
+        for draws in captured.draws:
+            self._finish(lambda draws=draws: self._draw(captured.frame, captured.plain, draws))  # type: ignore[misc]
         beside = next((other.plain.graph for other in self._captured.values()), None)
         captured.plain.graph = self._stream.capture(lambda: self._submit(lambda: run(captured.plain, ungated)), beside=beside)
         if events:
             captured.gated.graph = self._stream.capture(
                 lambda: self._submit(lambda: run(captured.gated, wait)), beside=captured.plain.graph
             )
-        for into in (captured.plain, captured.gated)[: 1 + bool(events)]:
-            into.draws = self._stream.capture(
-                lambda into=into: self._submit(lambda: self._draw(captured.frame, into)),  # type: ignore[misc]
+        for into, draws in itertools.product((captured.plain, captured.gated)[: 1 + bool(events)], captured.draws):
+            into.draws[draws] = self._stream.capture(
+                lambda into=into, draws=draws: self._submit(lambda: self._draw(captured.frame, into, draws)),  # type: ignore[misc]
                 beside=captured.plain.graph,
             )
         for fetch in self._uploads.fetches(captured.frame.buffer):
@@ -212,15 +220,16 @@ class Graphs:
 
     def _replay(self, captured: Captured, *, gated: bool) -> None:
         self.replay(captured, gated=gated)
-        self.draw_likeliest(captured, gated=gated)
+        for draws in captured.draws:
+            self.draw(captured, draws, gated=gated)
 
-    def _draw(self, frame: Frame, behind: _Pass) -> None:
+    def _draw(self, frame: Frame, behind: _Pass, draws: Draws) -> None:
         """Of a frame of padding, for nobody, into a letter that nobody reads."""
         computed = behind.computed
         if computed is None or not len(computed.logits):  # on a host there are no places of padding
             return
         with torch.inference_mode():
-            drawn, counts = draw_likeliest(frame, computed, self._state)
+            drawn, counts = draw_frame(frame, computed, self._state, draws)
             times = None if counts is None or computed.proposed is None else computed.proposed.times
             self._mailbox.write(frame.letter, drawn, self._stream, counts=counts, times=times)
 

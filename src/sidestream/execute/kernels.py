@@ -10,6 +10,14 @@ import triton.language as tl
 LANES = tl.constexpr(128)
 # Parts of a frame, or of what a flight brings with it: where one begins depends on the others, and is no reason to compile another variant.
 _NUMBERS = ["tokens", "positions", "token_rows", "kv_lens", "rows", "places", "blocks", "draws", "firsts", "starts", "origins", "slots"]
+# Logits that a program looks at at once.
+WIDE = tl.constexpr(4096)
+# See `execute/draw.py` and `execute/rules.py`.
+_UNIT = tl.constexpr(2.0**40)
+_NO_WEIGHT = tl.constexpr(28.0)  # exp(-28) is less than 2**-40
+_SMALLEST = tl.constexpr(1e-30)
+_RULES = tl.constexpr(9)
+_GOLDEN, _FIRST, _SECOND = tl.constexpr(-7046029254386353131), tl.constexpr(-4658895280553007687), tl.constexpr(-7723592293110705685)
 
 
 @triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=_NUMBERS)
@@ -130,7 +138,137 @@ def one_token_each(tables, positions, bounds, nobody, slots, kv_lens, size, widt
     tl.store(kv_lens + at, kv_len)
 
 
-@triton.jit(do_not_specialize=["decodes", "proposed", "width", "hidden_size"], do_not_specialize_on_alignment=_NUMBERS)
+@triton.jit(do_not_specialize=["width", "stride", "most"], do_not_specialize_on_alignment=_NUMBERS)
+def penalise(logits, rows, reals, counts, in_prompt, drafted, to, width, stride, most):
+    """Logits of one place less the penalties of its row. Grid (places, parts)."""
+    place = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * WIDE + tl.arange(0, WIDE)
+    real = at < width
+    row = tl.load(rows + place)
+    repetition = tl.load(reals + row * _RULES + 4)
+    presence = tl.load(reals + row * _RULES + 5).to(tl.float32)
+    frequency = tl.load(reals + row * _RULES + 6).to(tl.float32)
+    value = tl.load(logits + place * stride + at, mask=real, other=0.0).to(tl.float32)
+    if (repetition != 1) | (presence != 0) | (frequency != 0):
+        count = tl.load(counts + row * width + at, mask=real, other=0)
+        for number in range(most):
+            count += (tl.load(drafted + place * most + number) == at).to(tl.int32)
+        prompt = tl.load(in_prompt + row * width + at, mask=real, other=0)
+        divisor = tl.maximum(repetition, _SMALLEST).to(tl.float32)
+        repeated = tl.where(value > 0, tl.math.div_rn(value, divisor), value * divisor)
+        value = tl.where((count > 0) | (prompt != 0), repeated, value)
+        value = value - count.to(tl.float32) * frequency - (count > 0).to(tl.float32) * presence
+    tl.store(to + place * width + at, value, mask=real)
+
+
+@triton.jit
+def _key(value, SHIFT: tl.constexpr):
+    """A number with the order of a float32, without the bits that values of the type that it was read from do not have."""
+    bits = value.to(tl.int32, bitcast=True)
+    return ((bits ^ ((bits >> 31) & 0x7FFFFFFF)) >> SHIFT).to(tl.int64)
+
+
+@triton.jit
+def _power_of_key(key, top, heat, SHIFT: tl.constexpr):
+    key = (key << SHIFT).to(tl.int32)
+    if key < 0:
+        key = (key | ((1 << SHIFT) - 1)) ^ 0x7FFFFFFF
+    return _power(key.to(tl.float32, bitcast=True), top, heat)
+
+
+@triton.jit
+def _power(value, top, heat):
+    return tl.exp(tl.math.div_rn(value - top, heat))
+
+
+@triton.jit
+def _weight(power):
+    return (power * _UNIT).to(tl.int64)
+
+
+@triton.jit
+def _floor(own, width, top, heat, low, high, limit, COUNTED: tl.constexpr, SHIFT: tl.constexpr):
+    """The smallest power whose strictly larger ones measure less than the limit: weights, or tokens if COUNTED. `high` is large enough for that."""
+    while high - low > 1:
+        step = tl.maximum((high - low) // 4, 1)
+        first, second, third = low + step, tl.minimum(low + 2 * step, high), tl.minimum(low + 3 * step, high)
+        above_first, above_second, above_third = tl.zeros([WIDE], tl.int64), tl.zeros([WIDE], tl.int64), tl.zeros([WIDE], tl.int64)
+        for begin in range(0, width, WIDE):
+            at = begin + tl.arange(0, WIDE)
+            value = tl.load(own + at, mask=at < width, other=float("-inf")).to(tl.float32)
+            key = _key(value, SHIFT)
+            measure = (at < width).to(tl.int64) if COUNTED else _weight(_power(value, top, heat))
+            above_first += tl.where(key > first, measure, 0)
+            above_second += tl.where(key > second, measure, 0)
+            above_third += tl.where(key > third, measure, 0)
+        by_first = tl.sum(above_first, 0).to(tl.float64) < limit
+        by_second = tl.sum(above_second, 0).to(tl.float64) < limit
+        by_third = tl.sum(above_third, 0).to(tl.float64) < limit
+        high = tl.where(by_first, first, tl.where(by_second, second, tl.where(by_third, third, high)))
+        low = tl.where(by_first, low, tl.where(by_second, first, tl.where(by_third, second, third)))
+    return _power_of_key(high, top, heat, SHIFT)
+
+
+@triton.jit
+def _mass(own, width, top, heat, floor):
+    """What the tokens weigh whose power reaches the floor."""
+    held = tl.zeros([WIDE], tl.int64)
+    for begin in range(0, width, WIDE):
+        at = begin + tl.arange(0, WIDE)
+        power = _power(tl.load(own + at, mask=at < width, other=float("-inf")).to(tl.float32), top, heat)
+        held += tl.where(power >= floor, _weight(power), 0)
+    return tl.sum(held, 0)
+
+
+@triton.jit
+def _shifted(value, bits: tl.constexpr):
+    return (value >> bits) & ((1 << (64 - bits)) - 1)
+
+
+@triton.jit(do_not_specialize=["width", "stride"], do_not_specialize_on_alignment=[*_NUMBERS, "indices", "finite"])
+def draw(logits, rows, indices, finite, rules, reals, tokens, width, stride, SHIFT: tl.constexpr):
+    """One place: instead of the likeliest token, which is there, the one that its row's rules and random number draw. Grid (places,).
+
+    SHIFT   bits of a float32 that are 0 in every number of the logits' type
+    """
+    place = tl.program_id(0).to(tl.int64)
+    row = tl.load(rows + place)
+    temperature = tl.load(reals + row * _RULES)
+    if (temperature > 0) & (tl.load(finite + place) != 0):
+        own = logits + place * stride
+        top = tl.load(own + tl.load(tokens + place)).to(tl.float32)
+        heat = tl.maximum(temperature, _SMALLEST).to(tl.float32)
+        low, high = _key(top - _NO_WEIGHT * heat, SHIFT) - 1, _key(top, SHIFT)
+        top_k = tl.load(rules + row * _RULES + 1)
+        top_p = tl.load(reals + row * _RULES + 2)
+        floor = tl.load(reals + row * _RULES + 3).to(tl.float32)
+        kept = floor * 0.0
+        if (top_k > 0) & (top_k < width):
+            kept = _floor(own, width, top, heat, low, high, top_k.to(tl.float64), True, SHIFT)
+        if top_p < 1:
+            limit = _mass(own, width, top, heat, kept).to(tl.float64) * top_p
+            kept = tl.maximum(kept, _floor(own, width, top, heat, low, high, limit, False, SHIFT))
+        floor = tl.maximum(floor, kept)
+        total = _mass(own, width, top, heat, floor)
+        number = tl.load(rules + row * _RULES + 7) + tl.load(indices + place) * _GOLDEN + _GOLDEN
+        number = (number ^ _shifted(number, 30)) * _FIRST
+        number = (number ^ _shifted(number, 27)) * _SECOND
+        number = _shifted(number ^ _shifted(number, 31), 11)
+        target = tl.minimum((total.to(tl.float64) * (number.to(tl.float64) * 1.1102230246251565e-16)).to(tl.int64), total - 1)
+        before, begin, chosen = total * 0, 0, total * 0 - 1
+        while (chosen < 0) & (begin < width):
+            at = begin + tl.arange(0, WIDE)
+            power = _power(tl.load(own + at, mask=at < width, other=float("-inf")).to(tl.float32), top, heat)
+            weight = tl.where(power >= floor, _weight(power), 0)
+            here = tl.sum(weight, 0)
+            if before + here > target:
+                chosen = begin + tl.sum((before + tl.cumsum(weight, 0) <= target).to(tl.int64), 0)
+            before += here
+            begin += WIDE
+        tl.store(tokens + place, chosen)
+
+
+@triton.jit(do_not_specialize=["decodes", "proposed", "width", "hidden_size", "vocab_size"], do_not_specialize_on_alignment=_NUMBERS)
 def advance(
     draws,
     firsts,
@@ -145,12 +283,16 @@ def advance(
     history,
     to_hidden,
     counts,
+    reals,
+    output_counts,
     decodes,
     proposed,
     width,
     hidden_size,
+    vocab_size,
     KEEPS: tl.constexpr,
     HIDDEN: tl.constexpr,
+    COUNTED: tl.constexpr,
 ):
     """One row that samples: how far it goes, and its state. Grid (rows,); nothing of padding changes."""
     program = tl.program_id(0)
@@ -168,6 +310,11 @@ def advance(
                 right = right & (tl.load(drafts + at * proposed + number) == tl.load(tokens + first + number))
                 count += right.to(tl.int32)
         tl.store(last + row, tl.load(tokens + first + count - 1))
+        if COUNTED:
+            rules = reals + row * _RULES
+            if (tl.load(rules + 4) != 1) | (tl.load(rules + 5) != 0) | (tl.load(rules + 6) != 0):
+                for number in range(count):
+                    tl.atomic_add(output_counts + row * vocab_size + tl.load(tokens + first + number), 1)
         if KEEPS:
             start = tl.load(positions + first)
             tl.store(lengths + row, start + count)

@@ -16,7 +16,11 @@ if TYPE_CHECKING:
     from sidestream.execute.follow import PackedRows
     from sidestream.execute.forward import Computed
     from sidestream.execute.frame import Frame
+    from sidestream.execute.rules import Rules
     from sidestream.execute.state import DecodeState
+
+# Of a float32, in every number that a type has.
+_SPARE_BITS = {torch.float32: 0, torch.bfloat16: 16, torch.float16: 13}
 
 
 def place(places: Tensor, blocks: Tensor, tables: Tensor) -> None:
@@ -65,8 +69,37 @@ def one_token_each(tables: Tensor, positions: Tensor, last: Tensor, nobody: Tens
     return slots, kv_lens
 
 
-def advance(frame: Frame, computed: Computed, tokens: Tensor, state: DecodeState) -> Tensor:
-    """Let the rows of a frame go on by `tokens`, int64 `[N]`, drawn at all its places: see `drafts.publish`, for what it returns as well."""
+def draw(logits: Tensor, rows: Tensor, output_indices: Tensor, finite: Tensor, rules: Rules, tokens: Tensor) -> None:
+    """Overwrite `tokens`, int64 `[N]`, the likeliest ones, where rows draw otherwise: see `draw.draw`."""
+    grid: Any = kernels.draw[(len(tokens),)]
+    grid(
+        logits, rows, output_indices, finite.view(torch.uint8), rules.numbers, rules.numbers.view(torch.float64), tokens,
+        logits.shape[1], logits.stride(0), SHIFT=_SPARE_BITS[logits.dtype], num_warps=8,
+    )  # fmt: skip
+
+
+def penalise(logits: Tensor, rows: Tensor, state: DecodeState, drafted: Tensor | None) -> Tensor:
+    """See `draw.penalise`."""
+    count, width = logits.shape
+    to = (
+        logits
+        if logits.dtype == torch.float32 and logits.is_contiguous()
+        else torch.empty(count, width, dtype=torch.float32, device=logits.device)
+    )
+    counts, in_prompt = state.seen_tables()
+    grid: Any = kernels.penalise[(count, -(-width // kernels.WIDE.value))]
+    grid(
+        logits, rows, state.rules.numbers.view(torch.float64), counts, in_prompt.view(torch.uint8), rows if drafted is None else drafted, to,
+        width, logits.stride(0), 0 if drafted is None else drafted.shape[1], num_warps=8,
+    )  # fmt: skip
+    return to
+
+
+def advance(frame: Frame, computed: Computed, tokens: Tensor, state: DecodeState, *, counted: bool) -> Tensor:
+    """Let the rows of a frame go on by `tokens`, int64 `[N]`, drawn at all its places: see `drafts.publish`, for what it returns as well.
+
+    counted   as output of rows that are penalised
+    """
     counts = torch.empty_like(frame.draws)
     drafts = None if computed.proposed is None else computed.proposed.tokens
     hidden = computed.hidden if state.keeps_history else None
@@ -74,8 +107,9 @@ def advance(frame: Frame, computed: Computed, tokens: Tensor, state: DecodeState
     grid(
         frame.draws, frame.firsts, frame.rows, frame.query_starts, tokens, computed.positions, tokens if drafts is None else drafts,
         tokens if hidden is None else hidden, state.last, state.lengths, state.history, state.hidden, counts,
-        frame.shape.decodes, 0 if drafts is None else drafts.shape[1], state.history.shape[1], state.hidden.shape[1],
-        KEEPS=state.keeps_history, HIDDEN=hidden is not None, num_warps=1,
+        state.rules.numbers.view(torch.float64), state.seen_tables()[0] if counted else counts,
+        frame.shape.decodes, 0 if drafts is None else drafts.shape[1], state.history.shape[1], state.hidden.shape[1], state.vocab_size,
+        KEEPS=state.keeps_history, HIDDEN=hidden is not None, COUNTED=counted, num_warps=1,
     )  # fmt: skip
     return counts
 

@@ -1,5 +1,5 @@
-"""Decode state that lives on the device, by row: the last token drawn, the blocks held, what penalties need to know of earlier tokens, and,
-where tokens are drafted, all tokens and how many they are: then the host learns a step late how far a row went.
+"""Decode state that lives on the device, by row: the last token drawn, the blocks held, how the next one is drawn and what penalties need to know
+of earlier tokens, and, where tokens are drafted, all tokens and how many they are: then the host learns a step late how far a row went.
 
 Knows rows and tokens, never requests, blocks or logits. Touched only by work that runs on the compute stream, so that a row's
 reset, its draws and its next reset are in order without a lock; the host never reads it back.
@@ -7,7 +7,7 @@ reset, its draws and its next reset are in order without a lock; the host never 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain
 
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from sidestream.errors import InvariantError
+from sidestream.execute.rules import NUM_RULES, Rules, rule_of
 from sidestream.execute.upload import Uploads
 from sidestream.speculate import devices
 from sidestream.types import RowStart, SamplingSpec
@@ -23,23 +24,15 @@ from sidestream.types import RowStart, SamplingSpec
 
 @dataclass(frozen=True, slots=True)
 class RowSampling:
-    """What the host knows of how one row draws, and the id lists that its draws need on the device.
+    """What the host knows of how one row draws: `Rules` say the rest on the device.
 
-    bias_ids    int64 `[n]`, distinct, each inside the vocabulary; `bias` float32 `[n]`
-    forbidden   int64 `[m]`, ids that may not be drawn before `spec.min_tokens` outputs
-    prompt_len  tokens of the row that are no outputs
+    bias        of ids inside the vocabulary
+    forbidden   ids inside the vocabulary that may not be drawn before `spec.min_tokens` outputs
     """
 
     spec: SamplingSpec
-    prompt_len: int
-    bias_ids: Tensor
-    bias: Tensor
-    forbidden: Tensor
-
-    @property
-    def penalised(self) -> bool:
-        """Whether the row's output counts are kept, because a penalty reads them."""
-        return self.spec.penalised
+    bias: Mapping[int, float]
+    forbidden: Sequence[int]
 
 
 class DecodeState:
@@ -47,13 +40,14 @@ class DecodeState:
 
     last     int64 `[num_rows + 1]`, the last token committed to each row, or given when it began
     tables   int32 `[num_rows + 1, width]`, the blocks of each row, for captured forward passes; width 0 until `hold_tables`
+    rules    how each row draws
     lengths  int64 `[num_rows + 1]`, of a row that has drawn: how many of its tokens have KV, which is where its last token goes
     history  int32 `[num_rows + 1, width + 1]`, all tokens of each row up to and with its last one; empty without `max_len`. The last column
              takes what is thrown away
     hidden   `[num_rows + 1, hidden_size]`: what the model's last layer left at the last position that has KV
     nobody   number of one row more, which padding uses: it draws nothing, and holds nothing that anybody reads
 
-    `lengths`, `history` and `hidden` are kept by `advance` and `leave`, where tokens are drafted. The `[num_rows, vocab_size]` tables of penalties (5 bytes an entry) are allocated when the first row needs them.
+    `lengths`, `history` and `hidden` are kept by `advance` and `leave`, where tokens are drafted. The `[num_rows + 1, vocab_size]` tables of penalties (5 bytes an entry) are allocated when the first row needs them.
     """
 
     def __init__(
@@ -79,6 +73,7 @@ class DecodeState:
         # on a GPU a flight whose row could not begin would look up whatever lies here, and a wrong index ends the device.
         self.last = torch.zeros(num_rows + 1, dtype=torch.int64).to(self._device)
         self.tables = torch.zeros(num_rows + 1, 0, dtype=torch.int32, device=self._device)
+        self.rules = Rules.of_nobody(num_rows + 1, self._device)
         self.lengths = torch.zeros(num_rows + 1, dtype=torch.int64).to(self._device)
         # Zeros of numpy, here and below: a fill by several threads would leave this thread with a team of its own, and torch's threads of the
         # forward pass wake late ever after where there are more of them than cores (a step of SmolLM2-135M took 85 ms instead of 45).
@@ -102,26 +97,22 @@ class DecodeState:
         for row, start in begins:
             spec = start.sampling
             bias = {token: value for token, value in spec.logit_bias.items() if 0 <= token < self.vocab_size}
-            self._rows[row] = RowSampling(
-                spec=spec,
-                prompt_len=len(start.prompt),
-                bias_ids=self._ids(bias),
-                bias=self.numbers(list(bias.values()), torch.float32),
-                forbidden=self._ids(spec.forbidden_until_min),
-            )
+            self._rows[row] = RowSampling(spec, bias, [token for token in spec.forbidden_until_min if 0 <= token < self.vocab_size])
         counts = [len(start.prompt) + len(start.outputs) for _, start in begins]
         lasts = [(0, *start.prompt[-1:], *start.outputs[-1:])[-1] for _, start in begins]
         # From where a row's tokens are among all of them to where they belong.
         shifts = [row * self.history.shape[1] - before for (row, _), before in zip(begins, accumulate(counts, initial=0), strict=False)]
         numbers = torch.tensor([[row for row, _ in begins], lasts, shifts, counts])
-        where, last, shift, count = self._uploads.together([numbers])[0]
+        rules = torch.tensor([rule_of(start.sampling, prompt_len=len(start.prompt)) for _, start in begins]).view(-1, NUM_RULES)
+        (where, last, shift, count), rules = self._uploads.together([numbers, rules])
         self.keep(where, last)  # not assigned: a GPU would be waited for (P1)
+        self.rules.numbers[where] = rules
         if self.keeps_history and (total := sum(counts)):
             known = np.fromiter(chain.from_iterable(chain(start.prompt, start.outputs) for _, start in begins), np.int32, total)
             places = torch.arange(total, device=self._device) + torch.repeat_interleave(shift, count, output_size=total)
             self.history.view(-1)[places] = self._uploads.together([torch.from_numpy(known)])[0]
         for row, start in begins:
-            if self.row(row).penalised:
+            if start.sampling.penalised:
                 self._fill_tables(row, start)  # tables of other rows are never read, so they need no wiping
 
     def row(self, row: int) -> RowSampling:
@@ -155,12 +146,14 @@ class DecodeState:
 
     def commit(self, rows: Sequence[int], tokens: Tensor) -> None:
         """Make `tokens`, int64 `[len(rows)]`, the rows' last tokens and count them. Each row at most once."""
-        self.keep(self.index(rows), tokens)
-        counted = [at for at, row in enumerate(rows) if self.row(row).penalised]
-        if counted:
-            counts, _ = self._tables()
-            where = self.index([rows[at] for at in counted])
-            counts.index_put_((where, tokens[self.index(counted)]), counts.new_ones(()), accumulate=True)
+        where = self.index(rows)
+        self.keep(where, tokens)
+        if self.any_penalised(rows):
+            self.count(where, tokens[:, None], torch.ones_like(tokens))
+
+    def any_penalised(self, rows: Iterable[int]) -> bool:
+        """Whether a draw of one of them depends on the tokens before it."""
+        return any(self.row(row).spec.penalised for row in rows)
 
     def keep(self, where: Tensor, tokens: Tensor) -> None:
         """Make `tokens`, int64 `[R]`, the last ones of rows, int64 `[R]`. Each row at most once."""
@@ -180,24 +173,30 @@ class DecodeState:
         positions = torch.where(taken, starts[:, None] + 1 + place, thrown_away).clamp(max=thrown_away)
         self.history[where[:, None], positions] = drawn.to(torch.int32)
 
-    def count(self, rows: Sequence[int], drawn: Tensor, counts: Tensor) -> None:
-        """Count the first `counts`, int64 `[R]`, of `drawn`, int64 `[R, n]`, as output of those rows whose draws depend on that."""
-        counted = [at for at, row in enumerate(rows) if self.row(row).penalised]
-        if counted:
-            output_counts, _ = self._tables()
-            chosen, of_row = self.index(counted), self.index([rows[at] for at in counted])
-            taken = torch.arange(drawn.shape[1], device=self._device) < counts[:, None]
-            output_counts.index_put_((of_row[:, None], drawn[chosen]), taken[chosen].to(output_counts.dtype), accumulate=True)
+    def count(self, where: Tensor, drawn: Tensor, counts: Tensor) -> None:
+        """Count the first `counts`, int64 `[R]`, of `drawn`, int64 `[R, n]`, as output of those of the rows, int64 `[R]`, whose draws depend on it."""
+        output_counts, _ = self.seen_tables()
+        taken = (torch.arange(drawn.shape[1], device=self._device) < counts[:, None]) & self.rules.penalised[where][:, None]
+        output_counts.index_put_((where[:, None], drawn), taken.to(output_counts.dtype), accumulate=True)
 
     def leave(self, where: Tensor, hidden: Tensor) -> None:
         """Keep copies of hidden states, `[R, hidden_size]`, at the last positions of rows, int64 `[R]`; each row at most once, but for `nobody` (H19)."""
         self.hidden[where] = hidden
 
-    def seen(self, rows: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Of penalised rows: output counts int32 and presence in the prompt bool, both `[len(rows), vocab_size]`, copies."""
-        counts, in_prompt = self._tables()
-        where = self.index(rows)
+    def seen(self, where: Tensor) -> tuple[Tensor, Tensor]:
+        """Of penalised rows, int64 `[R]`: output counts int32 and presence in the prompt bool, both `[R, vocab_size]`, copies."""
+        counts, in_prompt = self.seen_tables()
         return counts[where], in_prompt[where]
+
+    def seen_tables(self) -> tuple[Tensor, Tensor]:
+        """Output counts int32 and presence in the prompt bool, both `[num_rows + 1, vocab_size]`, by row; those of other than penalised rows mean
+        nothing.
+        """
+        if self._output_counts is None or self._in_prompt is None:
+            shape = (self.num_rows + 1, self.vocab_size)
+            self._output_counts = torch.zeros(shape, dtype=torch.int32, device=self._device)
+            self._in_prompt = torch.zeros(shape, dtype=torch.bool, device=self._device)
+        return self._output_counts, self._in_prompt
 
     def index(self, values: Sequence[int]) -> Tensor:
         """Host numbers as int64 on the device of this state."""
@@ -211,16 +210,9 @@ class DecodeState:
         return self.index([token for token in tokens if 0 <= token < self.vocab_size])
 
     def _fill_tables(self, row: int, start: RowStart) -> None:
-        counts, in_prompt = self._tables()
+        counts, in_prompt = self.seen_tables()
         outputs = self._ids(start.outputs)
         counts[row].zero_()
         counts[row].index_add_(0, outputs, torch.ones_like(outputs, dtype=counts.dtype))
         in_prompt[row].zero_()
         in_prompt[row].index_fill_(0, self._ids(start.prompt), True)
-
-    def _tables(self) -> tuple[Tensor, Tensor]:
-        if self._output_counts is None or self._in_prompt is None:
-            shape = (self.num_rows, self.vocab_size)
-            self._output_counts = torch.zeros(shape, dtype=torch.int32, device=self._device)
-            self._in_prompt = torch.zeros(shape, dtype=torch.bool, device=self._device)
-        return self._output_counts, self._in_prompt

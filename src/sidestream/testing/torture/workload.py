@@ -22,6 +22,8 @@ LONGEST_PROMPT = 40
 _ENDLESS = 3000
 # Repetition, presence, frequency.
 _PENALTIES = ((1.0, 0.0, 0.0), (1.5, 0.0, 0.0), (1.0, 2.0, 2.0), (2.0, 1.0, 2.0))
+# By these the toy's own choice has little left once it was drawn, if the request is hot: no bias is needed, which captured draws know nothing of.
+_HARSH = (10.0, 2.0, 2.0)
 # The toy gives one token a logit of 100 and the others 0. A low token with this bias ties with it and wins, until it is penalised.
 _TIE = 100.0
 # A request waits so long for the disk.
@@ -277,7 +279,7 @@ def _draw_storm(rng: random.Random) -> tuple[Asked, ...]:
 
 
 def _draw_asked(rng: random.Random, at: int, prompt: tuple[int, ...], max_tokens: int, levels: Sequence[int]) -> Asked:
-    sampling = rng.random() < 0.25
+    sampling, harsh = rng.random() < 0.25, rng.random() < 0.3
     return Asked(
         at=at,
         prompt=prompt,
@@ -285,9 +287,9 @@ def _draw_asked(rng: random.Random, at: int, prompt: tuple[int, ...], max_tokens
         n=2 if rng.random() < 0.07 else 1,
         priority=rng.choice(levels),
         abort_at=at + _draw_patience(rng, len(prompt), max_tokens) if rng.random() < 0.2 else None,
-        hot=rng.random() < (0.3 if sampling else 0.1),
-        penalties=rng.choice(_PENALTIES) if sampling else None,
-        bias=tuple((token, _TIE) for token in rng.sample(range(1, 9), 3)) if sampling and rng.random() < 0.7 else (),
+        hot=rng.random() < (0.1 if not sampling else 0.8 if harsh else 0.3),
+        penalties=None if not sampling else _HARSH if harsh else rng.choice(_PENALTIES),
+        bias=tuple((token, _TIE) for token in rng.sample(range(1, 9), 3)) if sampling and not harsh else (),
         min_tokens=rng.randint(1, max_tokens) if rng.random() < 0.15 else 0,
         logprobs=rng.choice((0, 2)) if rng.random() < 0.1 else None,
     )

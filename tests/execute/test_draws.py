@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from sidestream.execute.drafts import Drafts
+from sidestream.execute.draws import Draws, draw_frame
 from sidestream.execute.forward import Computed, Proposed
 from sidestream.execute.frame import Frame, Shape, pack
-from sidestream.execute.likeliest import draw_likeliest, takes_likeliest
 from sidestream.execute.sample import sample
 from sidestream.execute.state import DecodeState
 from sidestream.types import BatchPlan, RowPlan, RowStart, SamplingSpec
@@ -35,10 +35,30 @@ def random_batch(rng: random.Random, most: int) -> BatchPlan:
     return BatchPlan(tuple(rows), speculates=any(row.drafts for row in rows))
 
 
-def begun(max_len: int, hidden_size: int) -> DecodeState:
-    state = DecodeState(ROWS, VOCAB, max_len=max_len, hidden_size=hidden_size)
+# What rows of a flight ask for, in turn, by the most that is captured for it.
+ASKED: dict[Draws, list[dict[str, object]]] = {
+    Draws.LIKELIEST: [{}],
+    Draws.RANDOM: [
+        {},
+        {"temperature": 1.0},
+        {"temperature": 0.7, "top_p": 0.9},
+        {"temperature": 2.0, "top_k": 5, "top_p": 0.8, "min_p": 0.2},
+    ],
+    Draws.PENALISED: [
+        {},
+        {"temperature": 1.0, "top_k": 9, "frequency_penalty": 0.5},
+        {"temperature": 0.7, "min_p": 0.3},
+        {"repetition_penalty": 1.5, "presence_penalty": 0.25},
+        {"temperature": 1.3, "top_p": 0.6, "presence_penalty": -1.0},
+    ],
+}
+
+
+def begun(max_len: int, hidden_size: int, draws: Draws = Draws.LIKELIEST) -> DecodeState:
+    state, kinds = DecodeState(ROWS, VOCAB, max_len=max_len, hidden_size=hidden_size), ASKED[draws]
     for row in range(ROWS):
-        state.begin([(row, RowStart(GREEDY, (row,), ()))])
+        spec = replace(GREEDY, seed=row, **kinds[row % len(kinds)])  # type: ignore[arg-type]
+        state.begin([(row, RowStart(spec, (row,), (1, 1, 2)))])
     return state
 
 
@@ -67,21 +87,23 @@ def computed(shape: Shape, batch: BatchPlan, seed: int, *, hidden: bool, padded:
 
 
 @pytest.mark.parametrize("padded", [True, False])
-@pytest.mark.parametrize("drafts", [0, 3])
+@pytest.mark.parametrize(
+    ("draws", "drafts"), [(Draws.LIKELIEST, 0), (Draws.LIKELIEST, 3), (Draws.RANDOM, 0), (Draws.RANDOM, 3), (Draws.PENALISED, 0)], ids=str
+)
 @pytest.mark.parametrize("seed", range(40))
-def test_captured_draws_are_those_of_the_host_h19_h18(seed: int, drafts: int, padded: bool) -> None:
+def test_captured_draws_are_those_of_the_host_h19_h18(seed: int, draws: Draws, drafts: int, padded: bool) -> None:
     rng = random.Random(seed)
     hidden, shape = drafts > 0 and seed % 2 == 0, Shape(9, 60, drafts)
     batch = random_batch(rng, drafts)
     sampling = [row for row in batch.rows if row.samples]
     if not sampling:
         return
-    theirs, ours = (begun(MAX_LEN if drafts else 0, HIDDEN if hidden else 0) for _ in range(2))
+    theirs, ours = (begun(MAX_LEN if drafts else 0, HIDDEN if hidden else 0, draws) for _ in range(2))
     left = computed(shape, batch, seed, hidden=hidden, padded=padded)
     frame = Frame.allocate(shape, torch.device("cpu"), nobody=ours.nobody)
     frame.buffer.copy_(torch.from_numpy(pack(batch, shape, nobody=ours.nobody, block_tokens=4)))
 
-    drawn, counts = draw_likeliest(frame, left._replace(logits=left.logits.clone()), ours)
+    drawn, counts = draw_frame(frame, left._replace(logits=left.logits.clone()), ours, draws)
 
     count = sum(1 + row.drafts for row in sampling)
     first = Computed(left.logits[:count].clone(), left.positions[:count], None if left.hidden is None else left.hidden[:count], None)
@@ -98,7 +120,7 @@ def test_captured_draws_are_those_of_the_host_h19_h18(seed: int, drafts: int, pa
             assert counts[: len(sampling)].tolist() == expected_counts.tolist()
     else:
         rows = [row.row for row in sampling]
-        expected = sample(first.logits, rows, [0] * len(rows), theirs)
+        expected = sample(first.logits, rows, [row.stop - 1 for row in sampling], theirs)  # their prompts are one token
         theirs.commit(rows, expected.tokens)
         assert counts is None
     assert drawn.tokens[:count].tolist() == expected.tokens.tolist()
@@ -108,23 +130,25 @@ def test_captured_draws_are_those_of_the_host_h19_h18(seed: int, drafts: int, pa
         if name == "history" and drafts:
             mine, wanted = mine[:, :-1], wanted[:, :-1]  # the last column takes what is thrown away
         torch.testing.assert_close(mine, wanted, rtol=0, atol=0, msg=name)
+    torch.testing.assert_close(ours.seen_tables()[0][:ROWS], theirs.seen_tables()[0][:ROWS], rtol=0, atol=0)
     assert ours.lengths[ours.nobody] < MAX_LEN
 
 
 @pytest.mark.parametrize(
     ("asked", "expected"),
     [
-        ({}, True),
-        ({"temperature": 1.0, "top_k": 1}, True),
-        ({"min_tokens": 3}, True),
-        ({"temperature": 0.5}, False),
-        ({"repetition_penalty": 1.1}, False),
-        ({"presence_penalty": 0.1}, False),
-        ({"frequency_penalty": -0.1}, False),
-        ({"logit_bias": {1: 1.0}}, False),
-        ({"min_tokens": 3, "forbidden_until_min": (2,)}, False),
-        ({"top_logprobs": 0}, False),
+        ({}, Draws.LIKELIEST),
+        ({"temperature": 1.0, "top_k": 1}, Draws.LIKELIEST),
+        ({"min_tokens": 3}, Draws.LIKELIEST),
+        ({"temperature": 0.5}, Draws.RANDOM),
+        ({"temperature": 0.5, "top_k": 3, "top_p": 0.9, "min_p": 0.1}, Draws.RANDOM),
+        ({"repetition_penalty": 1.1}, Draws.PENALISED),
+        ({"presence_penalty": 0.1}, Draws.PENALISED),
+        ({"temperature": 0.5, "frequency_penalty": -0.1}, Draws.PENALISED),
+        ({"logit_bias": {1: 1.0}}, Draws.BY_HOST),
+        ({"min_tokens": 3, "forbidden_until_min": (2,)}, Draws.BY_HOST),
+        ({"top_logprobs": 0, "presence_penalty": 0.1}, Draws.BY_HOST),
     ],
 )
-def test_what_the_likeliest_token_is_all_of(asked: dict[str, object], expected: bool) -> None:
-    assert takes_likeliest(replace(GREEDY, **asked)) is expected  # type: ignore[arg-type]
+def test_what_draws_take(asked: dict[str, object], expected: Draws) -> None:
+    assert Draws.of(replace(GREEDY, **asked)) is expected  # type: ignore[arg-type]

@@ -1,0 +1,86 @@
+"""Draws of a flight from a frame and the device state alone: so they are captured too (P1).
+
+Drafting, verifying, accepting and telling the host are then two graphs, and nothing between them is the host's.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+import torch
+from torch import Tensor
+
+from sidestream.execute.drafts import publish
+from sidestream.execute.draw import draw, penalise
+from sidestream.execute.forward import Computed
+from sidestream.execute.frame import Frame
+from sidestream.execute.sample import Drawn
+from sidestream.execute.state import DecodeState
+from sidestream.speculate import devices, likeliest
+from sidestream.types import SamplingSpec
+
+
+class Draws(IntEnum):
+    """What a row's draws take; those of a flight are the most that one of its rows takes. A row draws the same by each that is enough for it.
+
+    LIKELIEST   the likeliest token of its logits as they are
+    RANDOM      temperature and filters
+    PENALISED   and penalties
+    BY_HOST     and what only the host knows: biases, bans, log-probabilities. It launches them kernel by kernel (`execute/sample.py`)
+    """
+
+    LIKELIEST = 0
+    RANDOM = 1
+    PENALISED = 2
+    BY_HOST = 3
+
+    @classmethod
+    def of(cls, spec: SamplingSpec) -> Draws:
+        """What a row that asks for this takes."""
+        if spec.logit_bias or (spec.min_tokens and spec.forbidden_until_min) or spec.top_logprobs >= 0:
+            return cls.BY_HOST
+        if spec.penalised:
+            return cls.PENALISED
+        return cls.LIKELIEST if spec.greedy else cls.RANDOM
+
+
+def draw_frame(frame: Frame, computed: Computed, state: DecodeState, draws: Draws) -> tuple[Drawn, Tensor | None]:
+    """Draw at all places and make the rows go on: what was drawn, and how many tokens each row that samples goes on by, int64 `[B]`; None where
+    nothing is drafted. Places and rows of padding draw for nobody. Behind drafts nothing is penalised here.
+    """
+    if draws is Draws.LIKELIEST:
+        tokens, finite = likeliest(computed.logits)
+    else:
+        rows = frame.rows_of_places(len(computed.logits), nobody=state.nobody)
+        logits = penalise(computed.logits, rows, state) if draws is Draws.PENALISED else computed.logits
+        tokens, finite = draw(logits, rows, computed.positions + 1 - state.rules.prompt_len[rows], state)
+    counted = draws is Draws.PENALISED
+    if devices.has_kernels(frame.buffer):
+        from sidestream.execute import launch  # Triton, which a CPU does not need
+
+        counts = launch.advance(frame, computed, tokens, state, counted=counted)
+    else:
+        counts = _advance(frame, computed, tokens, state, counted=counted)
+    return Drawn(tokens, finite, None), None if computed.proposed is None else counts
+
+
+def _advance(frame: Frame, computed: Computed, tokens: Tensor, state: DecodeState, *, counted: bool) -> Tensor:
+    shape, last_place = frame.shape, len(tokens) - 1
+    at, nobody = frame.draws.clamp(min=0), frame.draws < 0
+    where = torch.where(nobody, state.nobody, frame.rows[at])
+    num_drafts = torch.zeros_like(at)
+    if shape.drafts:
+        num_drafts = torch.where(at < shape.decodes, frame.query_starts[at + 1] - frame.query_starts[at] - 1, num_drafts)
+    number = torch.arange(shape.drafts + 1, device=at.device)
+    places = (frame.firsts[:, None] + torch.minimum(number, num_drafts[:, None])).clamp(max=last_place)
+    if state.keeps_history:
+        if computed.proposed is not None:
+            proposed = computed.proposed.tokens[at.clamp(max=len(computed.proposed.tokens) - 1)]
+            computed = computed._replace(proposed=computed.proposed._replace(tokens=proposed))
+        counts = publish(state, computed, tokens, where=where, places=places, num_drafts=num_drafts, nobody=nobody)
+    else:
+        state.keep(where, tokens[places[:, 0]])
+        counts = torch.ones_like(at)
+    if counted:
+        state.count(where, tokens[places], counts)
+    return counts

@@ -1,0 +1,120 @@
+"""Draws and penalties by kernels of ours are what torch computes. On a GPU if there is one, else in Triton's interpreter."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from sidestream.execute.draw import UNIT, _filter, draw, penalise
+from sidestream.execute.state import DecodeState
+from sidestream.speculate import likeliest
+from sidestream.types import RowStart, SamplingSpec
+
+pytest.importorskip("triton", reason="triton is not installed: it comes with torch on Linux x86-64, or with the dev extra")
+
+from sidestream.execute import launch
+
+HERE = "cuda" if torch.cuda.is_available() else "cpu"
+pytestmark = [pytest.mark.gpu] if HERE == "cuda" else []
+SEEDS = range(20 if HERE == "cuda" else 3)
+GREEDY = SamplingSpec(0.0, 0, 1.0, 0.0, 1.0, 0.0, 0.0, {}, 0, 0, (), -1)
+ASKED: list[dict[str, object]] = [
+    {"temperature": 1.0},
+    {"temperature": 0.8, "top_p": 0.95},
+    {},
+    {"temperature": 1.0, "top_k": 20},
+    {"temperature": 3.0, "top_k": 300, "top_p": 0.7, "min_p": 0.01},
+    {"temperature": 0.6, "min_p": 0.1},
+    {"temperature": 1e-30, "top_p": 0.5},
+    {"temperature": 1e30, "top_k": 2},
+    {"temperature": 1.5, "top_p": 1e-9},
+    {"temperature": 1.0, "top_k": 1 << 40, "top_p": 0.999},
+]
+PENALTIES: list[dict[str, object]] = [
+    {},
+    {"repetition_penalty": 1.7},
+    {"presence_penalty": 0.5},
+    {"frequency_penalty": -0.25},
+    {"repetition_penalty": 0.5, "presence_penalty": -1.0, "frequency_penalty": 2.0},
+]
+
+
+def states(asked: list[dict[str, object]], width: int, seed: int) -> tuple[DecodeState, DecodeState]:
+    """The same rows on a CPU and where kernels run."""
+    rng = random.Random(seed)
+    here, there = DecodeState(len(asked), width), DecodeState(len(asked), width, device=HERE)
+    for row, each in enumerate(asked):
+        spec = replace(GREEDY, seed=rng.randrange(-(1 << 63), 1 << 63), **each)  # type: ignore[arg-type]
+        prompt, outputs = ([rng.randrange(width) for _ in range(count)] for count in (5, 9))
+        here.begin([(row, RowStart(spec, tuple(prompt), tuple(outputs)))])
+    there.rules.numbers.copy_(here.rules.numbers)
+    for mine, given in zip(there.seen_tables(), here.seen_tables(), strict=True):
+        mine.copy_(given)
+    return here, there
+
+
+def between(logits: Tensor, place: int, row: int, state: DecodeState, ends: list[int]) -> float:
+    """Which share of what a row keeps lies between two tokens."""
+    rules = state.rules
+    powers = (logits[place].float() - logits[place].float().amax()).div(rules.temperature[row].clamp(min=1e-30).float()).exp()[None]
+    weights = (powers * UNIT).to(torch.int64)
+    _filter(weights, powers, rules.top_k[[row]], rules.top_p[[row]], rules.min_p[[row]])
+    first, last = sorted(ends)
+    return float(weights[0, first + 1 : last].sum() / weights.sum())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("width", [3, 4096, 9000])
+@pytest.mark.parametrize("seed", SEEDS)
+def test_rows_draw_what_their_rules_say(seed: int, width: int, dtype: torch.dtype) -> None:
+    generator, count = torch.Generator().manual_seed(seed), len(ASKED)
+    here, there = states(ASKED, width, seed)
+    logits = (torch.randn(2 * count + 4, width, generator=generator) * 3).to(dtype)
+    logits[: count // 2] = logits[: count // 2].mul(2).round().div(2)  # many equals
+    for place, odd in enumerate((torch.nan, torch.inf, -torch.inf)):
+        logits[place, seed % width] = odd
+    rows = torch.tensor([*range(count), *reversed(range(count)), *[here.nobody] * 4])
+    indices = torch.randint(0, 1000, (len(rows),), generator=generator)
+
+    wanted, wanted_finite = draw(logits, rows, indices, here)
+    moved = logits.to(HERE)
+    tokens, finite = launch_likeliest(moved)
+    launch.draw(moved, rows.to(HERE), indices.to(HERE), finite, there.rules, tokens)
+
+    assert finite.tolist() == wanted_finite.tolist() and not finite[0] and not finite[1]
+    drawn, different = tokens.tolist(), 0
+    for place, (row, expected) in enumerate(zip(rows.tolist(), wanted.tolist(), strict=True)):
+        if drawn[place] != expected:  # the exponential is not the same to the last bit
+            different += 1
+            assert between(logits, place, row, here, [drawn[place], expected]) < 1e-5, (place, row)
+    assert different <= 1
+    assert tokens[-4:].tolist() == likeliest(logits)[0][-4:].tolist()  # nobody's
+
+
+def launch_likeliest(logits: Tensor) -> tuple[Tensor, Tensor]:
+    from sidestream.speculate import launch as drafting
+
+    return drafting.likeliest(logits)
+
+
+@pytest.mark.parametrize("drafted", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("seed", SEEDS)
+def test_penalties(seed: int, dtype: torch.dtype, drafted: bool) -> None:
+    generator, width = torch.Generator().manual_seed(seed), 60
+    here, there = states(PENALTIES, width, seed)
+    logits = torch.randn(9, width, generator=generator).mul(3).to(dtype)
+    rows = torch.tensor([0, 1, 2, 3, 4, here.nobody, 4, 3, 0])
+    before = torch.randint(-1, width, (9, 3), generator=generator) if drafted else None
+
+    got = launch.penalise(logits.to(HERE, copy=True), rows.to(HERE), there, None if before is None else before.to(HERE))
+    wanted = penalise(logits.clone(), rows, here, drafted=before)
+
+    assert wanted.dtype == got.dtype == torch.float32
+    torch.testing.assert_close(got.cpu(), wanted, rtol=1e-6, atol=1e-6)
+    assert torch.equal(got[[0, 5, 8]].cpu(), logits[[0, 5, 8]].float())
+    assert not torch.equal(wanted[1:5], logits[1:5].float())
