@@ -151,15 +151,18 @@ class BatchPlan:
 
     speculates   some row has drafts, or begins where only the device knows because a flight before it has drafts
     columns      the same rows by field
+    num_decodes  rows that decode
     """
 
     rows: tuple[RowPlan, ...]
     speculates: bool = False
     columns: RowColumns = field(init=False, repr=False, compare=False)
+    num_decodes: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        columns = zip(*self.rows, strict=True) if self.rows else ((),) * len(RowPlan._fields)
-        object.__setattr__(self, "columns", RowColumns._make(columns))
+        columns = RowColumns._make(zip(*self.rows, strict=True) if self.rows else ((),) * len(RowPlan._fields))
+        object.__setattr__(self, "columns", columns)
+        object.__setattr__(self, "num_decodes", columns.tokens.count(None))
 
     @property
     def begins(self) -> Sequence[tuple[int, RowStart]]:
@@ -170,14 +173,11 @@ class BatchPlan:
         return [(row, begin) for row, begin in zip(columns.row, columns.begin, strict=True) if begin is not None]
 
     @property
-    def num_decodes(self) -> int:
-        """Rows that decode."""
-        return self.columns.tokens.count(None)
-
-    @property
     def num_prefill_tokens(self) -> int:
         """Tokens that rows which do not decode compute."""
         columns, decodes = self.columns, self.num_decodes
+        if decodes == len(self.rows):  # nearly always
+            return 0
         return sum(columns.stop[decodes:]) - sum(columns.start[decodes:])
 
     @property

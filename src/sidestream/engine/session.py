@@ -91,7 +91,10 @@ class Session:
         `stop_reason` is the last one's. A stop string may end the sample before: then nothing behind it is told.
         """
         if self._detokenizer is None:
-            return self._delta("", result, count, stop_reason)
+            if count < len(result.token_ids):
+                return self._delta("", result, count, stop_reason)
+            cached = self.request.cached or _NOTHING  # what `_delta` does, which would be a call for each token
+            return Delta(self._index, "", result.token_ids, result.logprobs, stop_reason, self._prompt_tokens, cached)
         text, reason, outputs = "", None, self.request.num_outputs - count
         for taken, token_id in enumerate(result.token_ids[:count], 1):
             try:

@@ -251,7 +251,8 @@ class FrameInputs(NamedTuple):
 def shape_of(batch: BatchPlan) -> tuple[int, int, int, int]:
     """Rows that decode, chunks of prefill, tokens of prefill, drafts of the row that has most."""
     decodes = batch.num_decodes
-    return decodes, len(batch.rows) - decodes, batch.num_prefill_tokens, max(batch.columns.drafts, default=0)
+    most = max(batch.columns.drafts, default=0) if batch.speculates else 0
+    return decodes, len(batch.rows) - decodes, batch.num_prefill_tokens, most
 
 
 def pack(

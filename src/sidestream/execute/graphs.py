@@ -152,7 +152,7 @@ class Graphs:
             return None
         if wanted not in self._fitting:
             self._fitting[wanted] = [self._captured[shape] for shape in fitting(self.shapes, *wanted)]
-        drafts = sum(batch.columns.drafts)
+        drafts = sum(batch.columns.drafts) if wanted[3] else 0
         return next((captured for captured in self._fitting[wanted] if drafts <= captured.frame.shape.all_drafts), None)
 
     def close_gates(self, gates: LayerGates) -> None:

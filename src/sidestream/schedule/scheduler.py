@@ -363,7 +363,10 @@ class Scheduler:
         """
         self._retract_for_priority()
         ranked = self._running_by_rank()
-        decoding = [request for request in ranked if request.can_decode]
+        # As `Request.can_decode` says: a call for each of them takes longer than to look.
+        decoding = [
+            request for request in ranked if request.prefill_end <= request.launched_len and request.launched_outputs < request.max_outputs
+        ]
         num_decoding = len(decoding)
         draft = _Draft(self.limits.token_budget - num_decoding, lead_s, step_s, after=self._owed)
         self._plan_decodes(decoding, draft)

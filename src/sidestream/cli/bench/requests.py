@@ -10,6 +10,7 @@ from typing import Any
 
 from sidestream.config import SamplingParams
 from sidestream.engine.loop import Engine
+from sidestream.engine.session import TextSource
 from sidestream.errors import SidestreamError
 from sidestream.types import CachedTokens, Delta
 
@@ -17,21 +18,13 @@ _PATIENCE_S = 300.0
 
 
 class NoText:
-    """A tokenizer whose tokens have no text: detokenising is not what is measured."""
+    """A tokenizer that nobody asks for text: who serves has it made elsewhere than on the engine thread, which is what is measured."""
 
     eos_ids = ()
 
-    def detokenizer(self) -> NoText:
-        """Itself."""
-        return self
-
-    def push(self, token_id: int) -> str:
-        """Nothing."""
-        return ""
-
-    def finish(self) -> str:
-        """Nothing."""
-        return ""
+    def detokenizer(self) -> TextSource:
+        """There is none."""
+        raise SidestreamError("benchmarks ask for tokens, not for text")
 
 
 @dataclass(slots=True, eq=False)
@@ -51,7 +44,8 @@ class Answer:
         if delta.token_ids:
             self.times.append(time.perf_counter())
             self.tokens.extend(delta.token_ids)
-            self.logprobs.extend(entry.logprob for entry in delta.logprobs)
+            if delta.logprobs:
+                self.logprobs.extend(entry.logprob for entry in delta.logprobs)
         self.cached = delta.cached
         if delta.finish_reason is not None:
             self.error = delta.error
@@ -74,7 +68,7 @@ class Answer:
 def ask(engine: Engine, prompt: Sequence[int], outputs: int, **more: Any) -> Answer:
     """Greedy, to the last of so many tokens; `more` of what a request may ask for."""
     answer = Answer(time.perf_counter())
-    engine.submit(prompt, SamplingParams(**{"temperature": 0, "max_tokens": outputs, "ignore_eos": True, **more}), answer.take)
+    engine.submit(prompt, SamplingParams(**{"temperature": 0, "max_tokens": outputs, "ignore_eos": True, **more}), answer.take, text=False)
     return answer
 
 

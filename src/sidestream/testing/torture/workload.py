@@ -279,17 +279,24 @@ def _draw_storm(rng: random.Random) -> tuple[Asked, ...]:
 
 
 def _draw_asked(rng: random.Random, at: int, prompt: tuple[int, ...], max_tokens: int, levels: Sequence[int]) -> Asked:
-    sampling, harsh = rng.random() < 0.25, rng.random() < 0.3
+    sampling = rng.random() < 0.25
+    n = 2 if rng.random() < 0.07 else 1
+    priority = rng.choice(levels)
+    abort_at = at + _draw_patience(rng, len(prompt), max_tokens) if rng.random() < 0.2 else None
+    heat = rng.random()
+    penalties = rng.choice(_PENALTIES) if sampling else None
+    bias = tuple((token, _TIE) for token in rng.sample(range(1, 9), 3)) if sampling and rng.random() < 0.7 else ()
+    harsh = sampling and not bias
     return Asked(
         at=at,
         prompt=prompt,
         max_tokens=max_tokens,
-        n=2 if rng.random() < 0.07 else 1,
-        priority=rng.choice(levels),
-        abort_at=at + _draw_patience(rng, len(prompt), max_tokens) if rng.random() < 0.2 else None,
-        hot=rng.random() < (0.1 if not sampling else 0.8 if harsh else 0.3),
-        penalties=None if not sampling else _HARSH if harsh else rng.choice(_PENALTIES),
-        bias=tuple((token, _TIE) for token in rng.sample(range(1, 9), 3)) if sampling and not harsh else (),
+        n=n,
+        priority=priority,
+        abort_at=abort_at,
+        hot=heat < (0.8 if harsh else 0.3 if sampling else 0.1),
+        penalties=_HARSH if harsh else penalties,
+        bias=bias,
         min_tokens=rng.randint(1, max_tokens) if rng.random() < 0.15 else 0,
         logprobs=rng.choice((0, 2)) if rng.random() < 0.1 else None,
     )
