@@ -41,7 +41,11 @@ for keeps, hidden in ((True, True), (True, False), (False, False)):
             KEEPS=keeps, HIDDEN=hidden, COUNTED=counted,
         )  # fmt: skip
 for logits, spare in ((BF16, 16), ("*fp16", 13), (FLOAT, 0)):
-    compiled(execute.draw, logits, LONG, LONG, "*u8", LONG, "*fp64", LONG, "i32", "i32", warps=8, SHIFT=spare)
+    asked = (LONG, "*u8", LONG, "*fp64", LONG)
+    for which in (True, False):
+        compiled(execute.search, logits, *asked, *[LONG] * 3, *["i32"] * 6, warps=8, COUNTED=which, SPARE=spare)
+        compiled(execute.weigh, logits, *asked, *[LONG] * 6, FLOAT, *["i32"] * 5, warps=8, FINAL=which, SPARE=spare)
+    compiled(execute.pick, logits, LONG, LONG, *asked[1:], LONG, FLOAT, *["i32"] * 3, warps=8)
     compiled(execute.penalise, logits, LONG, "*fp64", INT, "*u8", LONG, FLOAT, *["i32"] * 3, warps=8)
 compiled(execute.before, BF16, LONG, LONG, LONG, BF16, BF16, BF16, *["i32"] * 4)
 compiled(execute.keep, BF16, *[LONG] * 4, BF16, BF16, *["i32"] * 5)

@@ -20,7 +20,7 @@ from sidestream.execute import launch
 
 HERE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = [pytest.mark.gpu] if HERE == "cuda" else []
-SEEDS = range(20 if HERE == "cuda" else 3)
+SEEDS = range(4 if HERE == "cuda" else 1)
 GREEDY = SamplingSpec(0.0, 0, 1.0, 0.0, 1.0, 0.0, 0.0, {}, 0, 0, (), -1)
 ASKED: list[dict[str, object]] = [
     {"temperature": 1.0},
@@ -60,7 +60,7 @@ def states(asked: list[dict[str, object]], width: int, seed: int) -> tuple[Decod
 def between(logits: Tensor, place: int, row: int, state: DecodeState, ends: list[int]) -> float:
     """Which share of what a row keeps lies between two tokens."""
     rules = state.rules
-    powers = (logits[place].float() - logits[place].float().amax()).div(rules.temperature[row].clamp(min=1e-30).float()).exp()[None]
+    powers = (logits[place].float() - logits[place].float().amax()).div(rules.temperature[row].clamp(1e-30, 1e30).float()).exp()[None]
     weights = (powers * UNIT).to(torch.int64)
     _filter(weights, powers, rules.top_k[[row]], rules.top_p[[row]], rules.min_p[[row]])
     first, last = sorted(ends)
@@ -68,9 +68,10 @@ def between(logits: Tensor, place: int, row: int, state: DecodeState, ends: list
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("width", [3, 4096, 9000])
+@pytest.mark.parametrize(("width", "programs"), [(3, 512), (4096, 512), (7000, 512), (7000, 1), (7000, 50)])
 @pytest.mark.parametrize("seed", SEEDS)
-def test_rows_draw_what_their_rules_say(seed: int, width: int, dtype: torch.dtype) -> None:
+def test_rows_draw_what_their_rules_say(seed: int, width: int, programs: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "_PROGRAMS", programs)  # into how many parts a row is cut
     generator, count = torch.Generator().manual_seed(seed), len(ASKED)
     here, there = states(ASKED, width, seed)
     logits = (torch.randn(2 * count + 4, width, generator=generator) * 3).to(dtype)
@@ -103,15 +104,17 @@ def launch_likeliest(logits: Tensor) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("drafted", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("width", "stride"), [(60, 60), (9000, 9000), (9000, 9010)])
 @pytest.mark.parametrize("seed", SEEDS)
-def test_penalties(seed: int, dtype: torch.dtype, drafted: bool) -> None:
-    generator, width = torch.Generator().manual_seed(seed), 60
+def test_penalties(seed: int, width: int, stride: int, dtype: torch.dtype, drafted: bool) -> None:
+    generator = torch.Generator().manual_seed(seed)
     here, there = states(PENALTIES, width, seed)
-    logits = torch.randn(9, width, generator=generator).mul(3).to(dtype)
+    logits = torch.randn(9, stride, generator=generator).mul(3).to(dtype)[:, :width]
     rows = torch.tensor([0, 1, 2, 3, 4, here.nobody, 4, 3, 0])
     before = torch.randint(-1, width, (9, 3), generator=generator) if drafted else None
 
-    got = launch.penalise(logits.to(HERE, copy=True), rows.to(HERE), there, None if before is None else before.to(HERE))
+    moved = torch.empty_strided(logits.shape, logits.stride(), dtype=dtype, device=HERE).copy_(logits)
+    got = launch.penalise(moved, rows.to(HERE), there, None if before is None else before.to(HERE))
     wanted = penalise(logits.clone(), rows, here, drafted=before)
 
     assert wanted.dtype == got.dtype == torch.float32

@@ -54,11 +54,15 @@ ASKED: dict[Draws, list[dict[str, object]]] = {
 }
 
 
+def prompt_len(row: int) -> int:
+    return row % 4 + 1
+
+
 def begun(max_len: int, hidden_size: int, draws: Draws = Draws.LIKELIEST) -> DecodeState:
     state, kinds = DecodeState(ROWS, VOCAB, max_len=max_len, hidden_size=hidden_size), ASKED[draws]
     for row in range(ROWS):
         spec = replace(GREEDY, seed=row, **kinds[row % len(kinds)])  # type: ignore[arg-type]
-        state.begin([(row, RowStart(spec, (row,), (1, 1, 2)))])
+        state.begin([(row, RowStart(spec, (row,) * prompt_len(row), (1, 1, 2)))])
     return state
 
 
@@ -120,7 +124,7 @@ def test_captured_draws_are_those_of_the_host_h19_h18(seed: int, draws: Draws, d
             assert counts[: len(sampling)].tolist() == expected_counts.tolist()
     else:
         rows = [row.row for row in sampling]
-        expected = sample(first.logits, rows, [row.stop - 1 for row in sampling], theirs)  # their prompts are one token
+        expected = sample(first.logits, rows, [row.stop - prompt_len(row.row) for row in sampling], theirs)
         theirs.commit(rows, expected.tokens)
         assert counts is None
     assert drawn.tokens[:count].tolist() == expected.tokens.tolist()

@@ -16,7 +16,7 @@ def test_every_kernel_compiles_for_hopper() -> None:
     done = subprocess.run([sys.executable, Path(__file__).with_name("compile_kernels.py")], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.split() == [
-        "change_tables", "standing", "inputs", "inputs", "one_token_each", "one_token_each", *["advance"] * 6, *["draw", "penalise"] * 3,
+        "change_tables", "standing", "inputs", "inputs", "one_token_each", "one_token_each", *["advance"] * 6, *[*["search", "weigh"] * 2, "pick", "penalise"] * 3,
         "before", "keep",
         "largest_of_parts", "largest", "look_up", "write", "attend", "attend", "attend", "combine", "straighten", "straighten",
         "attend_straight",

@@ -237,8 +237,8 @@ def test_an_empty_batch_draws_nothing():
 def test_logits_of_a_wrong_shape_or_type_are_refused():
     state = DecodeState(2, 8)
     state.begin([(0, start())])
-    for wrong in (torch.zeros(1, 7), torch.zeros(2, 8), torch.zeros(1, 8, dtype=torch.int64)):
-        with pytest.raises(InvariantError, match="sampling takes floating"):
+    for wrong in (torch.zeros(1, 7), torch.zeros(2, 8), torch.zeros(1, 8, dtype=torch.float64)):
+        with pytest.raises(InvariantError, match="sampling takes float32, bfloat16 or float16"):
             sample(wrong, [0], [0], state)
 
 

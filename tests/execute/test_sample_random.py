@@ -11,7 +11,7 @@ import torch
 from splitmix import uniform
 
 from sidestream.config import SamplingParams
-from sidestream.execute.rules import rule_of, uniforms
+from sidestream.execute.rules import Rule, rule_of, uniforms
 from sidestream.execute.sample import sample
 from sidestream.execute.state import DecodeState
 from sidestream.types import RowStart
@@ -69,7 +69,7 @@ def test_uniform_numbers_lie_in_the_unit_interval_and_are_those_of_every_process
 
 def test_the_devices_random_numbers_are_these():
     pairs = [*itertools.product((0, 1, 42, -1, -(1 << 63), (1 << 63) - 1), (0, 1, 7, 1 << 20)), (12345, 678)]
-    hashed = [rule_of(SamplingParams().spec(seed=seed, eos_ids=()), prompt_len=0)[7] for seed, _ in pairs]
+    hashed = [rule_of(SamplingParams().spec(seed=seed, eos_ids=()), prompt_len=0)[Rule.SEED] for seed, _ in pairs]
     numbers = uniforms(torch.tensor(hashed), torch.tensor([index for _, index in pairs]))
     assert numbers.tolist() == [uniform(seed, index) for seed, index in pairs]
 

@@ -15,8 +15,8 @@ from sidestream.speculate import devices, likeliest
 
 # The likeliest token's weight. What is 2**-40 times as likely has none; the sum over any vocabulary stays below 2**63.
 UNIT = 2.0**40
-# Divisors smaller than this would overflow or vanish in float32.
-SMALLEST = 1e-30
+# Smaller divisors would overflow or vanish in float32, and so would larger ones.
+SMALLEST, LARGEST = 1e-30, 1e30
 
 
 def draw(logits: Tensor, rows: Tensor, output_indices: Tensor, state: DecodeState) -> tuple[Tensor, Tensor]:
@@ -89,7 +89,7 @@ def _drawn(logits: Tensor, rows: Tensor, output_indices: Tensor, state: DecodeSt
     rules = state.rules
     # Subtracted first, the maximum leaves nothing that a small temperature could make overflow into NaN.
     powers = logits.float()
-    powers = (powers - powers.amax(-1, keepdim=True)).div_(_column(rules.temperature[rows].clamp(min=SMALLEST))).exp_()
+    powers = (powers - powers.amax(-1, keepdim=True)).mul_(_column(1 / rules.temperature[rows].clamp(SMALLEST, LARGEST))).exp_()
     weights = (powers * UNIT).to(torch.int64)
     _filter(weights, powers, rules.top_k[rows], rules.top_p[rows], rules.min_p[rows])
     # The first id whose cumulative weight exceeds `target` < the row's sum: it exists, and its own weight is not 0.

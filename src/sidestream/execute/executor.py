@@ -379,7 +379,7 @@ class Executor:
         nobody, shape = self._state.nobody, captured.frame.shape
         numbers = pack(batch, shape, nobody=nobody, block_tokens=layout.block_tokens, letter=letter.start, changes=changes)
         draws = self._draws_of(columns)
-        by_graph = draws in captured.draws
+        by_graph = draws in captured.draws(gated=gated)
         if gated:
             graphs.close_gates(gates)
 

@@ -6,7 +6,6 @@ layers (H5). Both read the shape's frame (`execute/frame.py`) and leave what the
 
 from __future__ import annotations
 
-import itertools
 import logging
 import traceback
 from collections.abc import Callable, Iterable, Sequence
@@ -61,11 +60,11 @@ class Captured:
     gated: _Pass
     fetches: list[Graph] = field(default_factory=list)
 
-    @property
-    def draws(self) -> Sequence[Draws]:
-        """Those that are captured. Behind drafts a penalty is reckoned with the drafts before, by the host."""
-        captured = (Draws.LIKELIEST, Draws.RANDOM, Draws.PENALISED)
-        return captured[:2] if self.frame.shape.drafts else captured
+    def draws(self, *, gated: bool) -> Sequence[Draws]:
+        """Those that are captured. Behind drafts a penalty is reckoned with the drafts before, by the host; and few flights wait for loads."""
+        if gated:
+            return (Draws.LIKELIEST,)
+        return (Draws.LIKELIEST, Draws.RANDOM) if self.frame.shape.drafts else (Draws.LIKELIEST, Draws.RANDOM, Draws.PENALISED)
 
 
 class Graphs:
@@ -194,7 +193,7 @@ class Graphs:
                 self._stream.wait_external(events[layer])  # type: ignore[attr-defined]
 
         self._finish(lambda: run(captured.plain, ungated))  # what compiles, tunes itself or allocates does so now
-        for draws in captured.draws:
+        for draws in captured.draws(gated=False):
             self._finish(lambda draws=draws: self._draw(captured.frame, captured.plain, draws))  # type: ignore[misc]
         beside = next((other.plain.graph for other in self._captured.values()), None)
         captured.plain.graph = self._stream.capture(lambda: self._submit(lambda: run(captured.plain, ungated)), beside=beside)
@@ -202,11 +201,12 @@ class Graphs:
             captured.gated.graph = self._stream.capture(
                 lambda: self._submit(lambda: run(captured.gated, wait)), beside=captured.plain.graph
             )
-        for into, draws in itertools.product((captured.plain, captured.gated)[: 1 + bool(events)], captured.draws):
-            into.draws[draws] = self._stream.capture(
-                lambda into=into, draws=draws: self._submit(lambda: self._draw(captured.frame, into, draws)),  # type: ignore[misc]
-                beside=captured.plain.graph,
-            )
+        for into in (captured.plain, captured.gated)[: 1 + bool(events)]:
+            for draws in captured.draws(gated=into is captured.gated):
+                into.draws[draws] = self._stream.capture(
+                    lambda into=into, draws=draws: self._submit(lambda: self._draw(captured.frame, into, draws)),  # type: ignore[misc]
+                    beside=captured.plain.graph,
+                )
         for fetch in self._uploads.fetches(captured.frame.buffer):
             self._finish(fetch)
             captured.fetches.append(
@@ -220,7 +220,7 @@ class Graphs:
 
     def _replay(self, captured: Captured, *, gated: bool) -> None:
         self.replay(captured, gated=gated)
-        for draws in captured.draws:
+        for draws in captured.draws(gated=gated):
             self.draw(captured, draws, gated=gated)
 
     def _draw(self, frame: Frame, behind: _Pass, draws: Draws) -> None:

@@ -1,22 +1,31 @@
 """Kernels of what a captured pass does beside the model: each does at once what torch would launch tens of kernels for. Need triton.
 
 A step of a small model is as long as its launches are many. Launched on the current stream; nothing is read back. What they compute is what
-the torch code that calls them on a GPU computes elsewhere, to the bit: that is what tests hold them against.
+the torch code that calls them on a GPU computes elsewhere: that is what tests hold them against, to the bit but for exponentials and penalties.
 """
 
 import triton
 import triton.language as tl
 
+from sidestream.execute.rules import Rule
+
 LANES = tl.constexpr(128)
 # Parts of a frame, or of what a flight brings with it: where one begins depends on the others, and is no reason to compile another variant.
 _NUMBERS = ["tokens", "positions", "token_rows", "kv_lens", "rows", "places", "blocks", "draws", "firsts", "starts", "origins", "slots"]
-# Logits that a program looks at at once.
+# Logits that a program looks at at once. Vocabularies and strides are a model's: that they are multiples of 16 is worth a variant, whose loads are wide.
 WIDE = tl.constexpr(4096)
 # See `execute/draw.py` and `execute/rules.py`.
 _UNIT = tl.constexpr(2.0**40)
-_NO_WEIGHT = tl.constexpr(28.0)  # exp(-28) is less than 2**-40
-_SMALLEST = tl.constexpr(1e-30)
-_RULES = tl.constexpr(9)
+# A floor is found digit by digit, of two bits: what lies above each of three is one look at all logits.
+BITS, DIGITS = tl.constexpr(2), tl.constexpr(4)
+# Of a row's logits, at most: each is a program, which goes through its part by tiles.
+PARTS = tl.constexpr(64)
+TILE = tl.constexpr(2048)
+_SMALLEST, _LARGEST = tl.constexpr(1e-30), tl.constexpr(1e30)
+_RULES = tl.constexpr(len(Rule))
+_TEMPERATURE, _TOP_K, _TOP_P, _MIN_P = (tl.constexpr(int(rule)) for rule in (Rule.TEMPERATURE, Rule.TOP_K, Rule.TOP_P, Rule.MIN_P))
+_REPETITION, _PRESENCE, _FREQUENCY = (tl.constexpr(int(rule)) for rule in (Rule.REPETITION, Rule.PRESENCE, Rule.FREQUENCY))
+_SEED = tl.constexpr(int(Rule.SEED))
 _GOLDEN, _FIRST, _SECOND = tl.constexpr(-7046029254386353131), tl.constexpr(-4658895280553007687), tl.constexpr(-7723592293110705685)
 
 
@@ -138,16 +147,16 @@ def one_token_each(tables, positions, bounds, nobody, slots, kv_lens, size, widt
     tl.store(kv_lens + at, kv_len)
 
 
-@triton.jit(do_not_specialize=["width", "stride", "most"], do_not_specialize_on_alignment=_NUMBERS)
+@triton.jit(do_not_specialize=["most"], do_not_specialize_on_alignment=_NUMBERS)
 def penalise(logits, rows, reals, counts, in_prompt, drafted, to, width, stride, most):
     """Logits of one place less the penalties of its row. Grid (places, parts)."""
     place = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * WIDE + tl.arange(0, WIDE)
     real = at < width
     row = tl.load(rows + place)
-    repetition = tl.load(reals + row * _RULES + 4)
-    presence = tl.load(reals + row * _RULES + 5).to(tl.float32)
-    frequency = tl.load(reals + row * _RULES + 6).to(tl.float32)
+    repetition = tl.load(reals + row * _RULES + _REPETITION)
+    presence = tl.load(reals + row * _RULES + _PRESENCE).to(tl.float32)
+    frequency = tl.load(reals + row * _RULES + _FREQUENCY).to(tl.float32)
     value = tl.load(logits + place * stride + at, mask=real, other=0.0).to(tl.float32)
     if (repetition != 1) | (presence != 0) | (frequency != 0):
         count = tl.load(counts + row * width + at, mask=real, other=0)
@@ -162,23 +171,23 @@ def penalise(logits, rows, reals, counts, in_prompt, drafted, to, width, stride,
 
 
 @triton.jit
-def _key(value, SHIFT: tl.constexpr):
-    """A number with the order of a float32, without the bits that values of the type that it was read from do not have."""
-    bits = value.to(tl.int32, bitcast=True)
-    return ((bits ^ ((bits >> 31) & 0x7FFFFFFF)) >> SHIFT).to(tl.int64)
+def _place_in_order(value, SPARE: tl.constexpr):
+    """A whole number with the order of a float32, from 0, without the bits that no value of the type has that it was read from."""
+    bits = value.to(tl.uint32, bitcast=True)
+    return tl.where((bits >> 31) != 0, bits ^ 0xFFFFFFFF, bits | 0x80000000) >> SPARE
 
 
 @triton.jit
-def _power_of_key(key, top, heat, SHIFT: tl.constexpr):
-    key = (key << SHIFT).to(tl.int32)
-    if key < 0:
-        key = (key | ((1 << SHIFT) - 1)) ^ 0x7FFFFFFF
-    return _power(key.to(tl.float32, bitcast=True), top, heat)
+def _power_at(place, top, cold, SPARE: tl.constexpr):
+    """What the value with that place in the order is worth."""
+    whole = (place << SPARE).to(tl.uint32)
+    bits = tl.where((whole >> 31) != 0, whole & 0x7FFFFFFF, (whole | ((1 << SPARE) - 1)) ^ 0xFFFFFFFF)
+    return _power(bits.to(tl.float32, bitcast=True), top, cold)
 
 
 @triton.jit
-def _power(value, top, heat):
-    return tl.exp(tl.math.div_rn(value - top, heat))
+def _power(value, top, cold):
+    return tl.exp((value - top) * cold)
 
 
 @triton.jit
@@ -187,37 +196,115 @@ def _weight(power):
 
 
 @triton.jit
-def _floor(own, width, top, heat, low, high, limit, COUNTED: tl.constexpr, SHIFT: tl.constexpr):
-    """The smallest power whose strictly larger ones measure less than the limit: weights, or tokens if COUNTED. `high` is large enough for that."""
-    while high - low > 1:
-        step = tl.maximum((high - low) // 4, 1)
-        first, second, third = low + step, tl.minimum(low + 2 * step, high), tl.minimum(low + 3 * step, high)
-        above_first, above_second, above_third = tl.zeros([WIDE], tl.int64), tl.zeros([WIDE], tl.int64), tl.zeros([WIDE], tl.int64)
-        for begin in range(0, width, WIDE):
-            at = begin + tl.arange(0, WIDE)
-            value = tl.load(own + at, mask=at < width, other=float("-inf")).to(tl.float32)
-            key = _key(value, SHIFT)
-            measure = (at < width).to(tl.int64) if COUNTED else _weight(_power(value, top, heat))
-            above_first += tl.where(key > first, measure, 0)
-            above_second += tl.where(key > second, measure, 0)
-            above_third += tl.where(key > third, measure, 0)
-        by_first = tl.sum(above_first, 0).to(tl.float64) < limit
-        by_second = tl.sum(above_second, 0).to(tl.float64) < limit
-        by_third = tl.sum(above_third, 0).to(tl.float64) < limit
-        high = tl.where(by_first, first, tl.where(by_second, second, tl.where(by_third, third, high)))
-        low = tl.where(by_first, low, tl.where(by_second, first, tl.where(by_third, second, third)))
-    return _power_of_key(high, top, heat, SHIFT)
+def _next_digits(begun, masses, limit, turns_left):
+    """The digits of a floor behind those of the turn before, by the masses that it found above each."""
+    at = tl.arange(0, PARTS)[:, None] * DIGITS + tl.arange(0, DIGITS)[None, :]
+    above = tl.sum(tl.load(masses + at), 0).to(tl.float64)
+    return begun + (tl.sum((above >= limit).to(tl.int64), 0) << (BITS * turns_left))
 
 
 @triton.jit
-def _mass(own, width, top, heat, floor):
-    """What the tokens weigh whose power reaches the floor."""
-    held = tl.zeros([WIDE], tl.int64)
-    for begin in range(0, width, WIDE):
-        at = begin + tl.arange(0, WIDE)
-        power = _power(tl.load(own + at, mask=at < width, other=float("-inf")).to(tl.float32), top, heat)
-        held += tl.where(power >= floor, _weight(power), 0)
-    return tl.sum(held, 0)
+def _asked(place, rows, finite, reals, logits, tokens, stride):
+    """Whether a place draws otherwise than its likeliest token; its rules, what its likeliest logit is, and one over its temperature."""
+    rules = tl.load(rows + place) * _RULES
+    temperature = tl.load(reals + rules + _TEMPERATURE)
+    random = (temperature > 0) & (tl.load(finite + place) != 0)
+    top = tl.load(logits + place * stride + tl.load(tokens + place)).to(tl.float32)
+    return random, rules, top, (1 / tl.minimum(tl.maximum(temperature, _SMALLEST), _LARGEST)).to(tl.float32)
+
+
+@triton.jit
+def _limit(place, rules, numbers, reals, sums, width, COUNTED: tl.constexpr):
+    """Whether a filter drops anything, and what may at most lie above its floor, and not that much."""
+    if COUNTED:
+        top_k = tl.load(numbers + rules + _TOP_K)
+        drops, limit = (top_k > 0) & (top_k < width), top_k.to(tl.float64)
+    else:
+        top_p = tl.load(reals + rules + _TOP_P)
+        drops, limit = top_p < 1, tl.sum(tl.load(sums + place * PARTS + tl.arange(0, PARTS)), 0).to(tl.float64) * top_p
+    return drops, limit
+
+
+@triton.jit(do_not_specialize=["places", "turn", "turns"], do_not_specialize_on_alignment=_NUMBERS)
+def search(
+    logits, rows, finite, numbers, reals, tokens, sums, masses, found, width, stride, span, places, turn, turns,
+    COUNTED: tl.constexpr, SPARE: tl.constexpr,
+):  # fmt: skip
+    """One digit more of the floor below which a filter drops all: what lies above each that it may have, in one part of a row. Grid (places, parts).
+
+    The floor is the smallest value, by its place in the order of floats, of which all larger ones measure less than a limit: tokens, if
+    COUNTED, or weights. Digits are found from the highest on, one a launch, each by what the launch before has left.
+
+    span     logits of a part
+    masses   int64 `[2, places, PARTS, DIGITS]`, zeros: of even turns and of odd ones
+    found    int64 `[turns, places]`: the digits before each turn
+    """
+    place, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    random, rules, top, cold = _asked(place, rows, finite, reals, logits, tokens, stride)
+    drops, limit = _limit(place, rules, numbers, reals, sums, width, COUNTED)
+    if random & drops:
+        own = masses + place * PARTS * DIGITS
+        begun = place * 0
+        if turn > 0:
+            before = own + (turn - 1) % 2 * places * PARTS * DIGITS
+            begun = _next_digits(tl.load(found + (turn - 1) * places + place), before, limit, turns - turn)
+        if part == 0:
+            tl.store(found + turn * places + place, begun)
+        step = (place * 0 + 1) << (BITS * (turns - 1 - turn))
+        first, second, third = (begun + step).to(tl.uint32), (begun + 2 * step).to(tl.uint32), (begun + 3 * step).to(tl.uint32)
+        kind: tl.constexpr = tl.int32 if COUNTED else tl.int64
+        above_first, above_second, above_third = tl.zeros([TILE], kind), tl.zeros([TILE], kind), tl.zeros([TILE], kind)
+        for begin in range(part * span, tl.minimum((part + 1) * span, width), TILE):
+            at = begin + tl.arange(0, TILE)
+            value = tl.load(logits + place * stride + at, mask=at < width, other=float("-inf")).to(tl.float32)
+            in_order = _place_in_order(value, SPARE)
+            measure = (at < width).to(tl.int32) if COUNTED else _weight(_power(value, top, cold))
+            above_first += tl.where(in_order >= first, measure, 0)
+            above_second += tl.where(in_order >= second, measure, 0)
+            above_third += tl.where(in_order >= third, measure, 0)
+        own += (turn % 2 * places * PARTS + part) * DIGITS
+        tl.store(own, tl.sum(above_first, 0))
+        tl.store(own + 1, tl.sum(above_second, 0))
+        tl.store(own + 2, tl.sum(above_third, 0))
+
+
+@triton.jit
+def _floor(place, top, cold, limit, masses, found, places, turns, SPARE: tl.constexpr):
+    """The power that is a filter's floor."""
+    last = masses + ((turns - 1) % 2 * places + place) * PARTS * DIGITS
+    digits = _next_digits(tl.load(found + (turns - 1) * places + place), last, limit, 0)
+    return _power_at(digits, top, cold, SPARE)
+
+
+@triton.jit(do_not_specialize=["places", "turns"], do_not_specialize_on_alignment=_NUMBERS)
+def weigh(
+    logits, rows, finite, numbers, reals, tokens, sums, masses_k, found_k, masses_p, found_p, to, floors, width, stride, span, places, turns,
+    FINAL: tl.constexpr, SPARE: tl.constexpr,
+):  # fmt: skip
+    """What weighs in one part of a row that filters leave: top-k alone, or, if FINAL, all of them. Grid (places, parts).
+
+    floors   float32 `[places]`, if FINAL: powers below are dropped
+    """
+    place, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    random, rules, top, cold = _asked(place, rows, finite, reals, logits, tokens, stride)
+    drops_p, limit_p = _limit(place, rules, numbers, reals, sums, width, False)
+    if random & (drops_p | FINAL):
+        floor = cold * 0
+        drops, limit = _limit(place, rules, numbers, reals, sums, width, True)
+        if drops:
+            floor = _floor(place, top, cold, limit, masses_k, found_k, places, turns, SPARE)
+        if FINAL:
+            if drops_p:
+                floor = tl.maximum(floor, _floor(place, top, cold, limit_p, masses_p, found_p, places, turns, SPARE))
+            floor = tl.maximum(floor, tl.load(reals + rules + _MIN_P).to(tl.float32))
+            if part == 0:
+                tl.store(floors + place, floor)
+        weights = tl.zeros([TILE], tl.int64)
+        for begin in range(part * span, tl.minimum((part + 1) * span, width), TILE):
+            at = begin + tl.arange(0, TILE)
+            power = _power(tl.load(logits + place * stride + at, mask=at < width, other=float("-inf")).to(tl.float32), top, cold)
+            weights += tl.where(power >= floor, _weight(power), 0)
+        tl.store(to + place * PARTS + part, tl.sum(weights, 0))
 
 
 @triton.jit
@@ -225,47 +312,32 @@ def _shifted(value, bits: tl.constexpr):
     return (value >> bits) & ((1 << (64 - bits)) - 1)
 
 
-@triton.jit(do_not_specialize=["width", "stride"], do_not_specialize_on_alignment=[*_NUMBERS, "indices", "finite"])
-def draw(logits, rows, indices, finite, rules, reals, tokens, width, stride, SHIFT: tl.constexpr):
-    """One place: instead of the likeliest token, which is there, the one that its row's rules and random number draw. Grid (places,).
-
-    SHIFT   bits of a float32 that are 0 in every number of the logits' type
-    """
+@triton.jit(do_not_specialize_on_alignment=[*_NUMBERS, "indices"])
+def pick(logits, rows, indices, finite, numbers, reals, tokens, sums, floors, width, stride, span):
+    """The token of one place by its random number, in the order of ids: first its part, then its tile, then it. Grid (places,)."""
     place = tl.program_id(0).to(tl.int64)
-    row = tl.load(rows + place)
-    temperature = tl.load(reals + row * _RULES)
-    if (temperature > 0) & (tl.load(finite + place) != 0):
-        own = logits + place * stride
-        top = tl.load(own + tl.load(tokens + place)).to(tl.float32)
-        heat = tl.maximum(temperature, _SMALLEST).to(tl.float32)
-        low, high = _key(top - _NO_WEIGHT * heat, SHIFT) - 1, _key(top, SHIFT)
-        top_k = tl.load(rules + row * _RULES + 1)
-        top_p = tl.load(reals + row * _RULES + 2)
-        floor = tl.load(reals + row * _RULES + 3).to(tl.float32)
-        kept = floor * 0.0
-        if (top_k > 0) & (top_k < width):
-            kept = _floor(own, width, top, heat, low, high, top_k.to(tl.float64), True, SHIFT)
-        if top_p < 1:
-            limit = _mass(own, width, top, heat, kept).to(tl.float64) * top_p
-            kept = tl.maximum(kept, _floor(own, width, top, heat, low, high, limit, False, SHIFT))
-        floor = tl.maximum(floor, kept)
-        total = _mass(own, width, top, heat, floor)
-        number = tl.load(rules + row * _RULES + 7) + tl.load(indices + place) * _GOLDEN + _GOLDEN
+    random, rules, top, cold = _asked(place, rows, finite, reals, logits, tokens, stride)
+    if random:
+        number = tl.load(numbers + rules + _SEED) + tl.load(indices + place) * _GOLDEN + _GOLDEN
         number = (number ^ _shifted(number, 30)) * _FIRST
         number = (number ^ _shifted(number, 27)) * _SECOND
         number = _shifted(number ^ _shifted(number, 31), 11)
+        weights = tl.load(sums + place * PARTS + tl.arange(0, PARTS))
+        total = tl.sum(weights, 0)
         target = tl.minimum((total.to(tl.float64) * (number.to(tl.float64) * 1.1102230246251565e-16)).to(tl.int64), total - 1)
-        before, begin, chosen = total * 0, 0, total * 0 - 1
+        passed = tl.cumsum(weights, 0) <= target
+        target -= tl.sum(tl.where(passed, weights, 0), 0)
+        floor, begin, chosen = tl.load(floors + place), tl.sum(passed.to(tl.int32), 0) * span, total * 0 - 1
         while (chosen < 0) & (begin < width):
-            at = begin + tl.arange(0, WIDE)
-            power = _power(tl.load(own + at, mask=at < width, other=float("-inf")).to(tl.float32), top, heat)
+            at = begin + tl.arange(0, TILE)
+            power = _power(tl.load(logits + place * stride + at, mask=at < width, other=float("-inf")).to(tl.float32), top, cold)
             weight = tl.where(power >= floor, _weight(power), 0)
             here = tl.sum(weight, 0)
-            if before + here > target:
-                chosen = begin + tl.sum((before + tl.cumsum(weight, 0) <= target).to(tl.int64), 0)
-            before += here
-            begin += WIDE
-        tl.store(tokens + place, chosen)
+            if here > target:
+                chosen = begin + tl.sum((tl.cumsum(weight, 0) <= target).to(tl.int64), 0)
+            target -= here
+            begin += TILE
+        tl.store(tokens + place, chosen, mask=chosen >= 0)
 
 
 @triton.jit(do_not_specialize=["decodes", "proposed", "width", "hidden_size", "vocab_size"], do_not_specialize_on_alignment=_NUMBERS)
@@ -312,7 +384,7 @@ def advance(
         tl.store(last + row, tl.load(tokens + first + count - 1))
         if COUNTED:
             rules = reals + row * _RULES
-            if (tl.load(rules + 4) != 1) | (tl.load(rules + 5) != 0) | (tl.load(rules + 6) != 0):
+            if (tl.load(rules + _REPETITION) != 1) | (tl.load(rules + _PRESENCE) != 0) | (tl.load(rules + _FREQUENCY) != 0):
                 for number in range(count):
                     tl.atomic_add(output_counts + row * vocab_size + tl.load(tokens + first + number), 1)
         if KEEPS:

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from sidestream.execute.rules import Rules
     from sidestream.execute.state import DecodeState
 
+# Programs that look through logits at once.
+_PROGRAMS = 512
 # Of a float32, in every number that a type has.
 _SPARE_BITS = {torch.float32: 0, torch.bfloat16: 16, torch.float16: 13}
 
@@ -71,11 +73,30 @@ def one_token_each(tables: Tensor, positions: Tensor, last: Tensor, nobody: Tens
 
 def draw(logits: Tensor, rows: Tensor, output_indices: Tensor, finite: Tensor, rules: Rules, tokens: Tensor) -> None:
     """Overwrite `tokens`, int64 `[N]`, the likeliest ones, where rows draw otherwise: see `draw.draw`."""
-    grid: Any = kernels.draw[(len(tokens),)]
-    grid(
-        logits, rows, output_indices, finite.view(torch.uint8), rules.numbers, rules.numbers.view(torch.float64), tokens,
-        logits.shape[1], logits.stride(0), SHIFT=_SPARE_BITS[logits.dtype], num_warps=8,
-    )  # fmt: skip
+    (places, width), stride, spare = logits.shape, logits.stride(0), _SPARE_BITS[logits.dtype]
+    tiles, turns = -(-width // kernels.TILE.value), -(-(32 - spare) // kernels.BITS.value)
+    # As many programs as a GPU runs at once, if there are rows for it; each for so many tiles.
+    span = max(-(-tiles * places // _PROGRAMS), -(-tiles // kernels.PARTS.value)) * kernels.TILE.value
+    parts = -(-width // span)
+
+    def zeros(*shape: int) -> Tensor:
+        return torch.zeros(shape, dtype=torch.int64, device=logits.device)
+
+    kept, left = zeros(places, kernels.PARTS.value), zeros(places, kernels.PARTS.value)
+    floors = torch.empty(places, dtype=torch.float32, device=logits.device)
+    searched = [(zeros(2, places, kernels.PARTS.value, kernels.DIGITS.value), zeros(turns, places)) for _ in range(2)]  # top-k, top-p
+    asked = (logits, rows, finite.view(torch.uint8), rules.numbers, rules.numbers.view(torch.float64), tokens)
+    search: Any = kernels.search[(places, parts)]
+    weigh: Any = kernels.weigh[(places, parts)]
+    pick: Any = kernels.pick[(places,)]
+    for counted, (masses, found) in zip((True, False), searched, strict=True):
+        for number in range(turns):
+            search(*asked, kept, masses, found, width, stride, span, places, number, turns, COUNTED=counted, SPARE=spare, num_warps=8)
+        weigh(
+            *asked, kept, *searched[0], *searched[1], kept if counted else left, floors, width, stride, span, places, turns,
+            FINAL=not counted, SPARE=spare, num_warps=8,
+        )  # fmt: skip
+    pick(logits, rows, output_indices, *asked[2:], left, floors, width, stride, span, num_warps=8)
 
 
 def penalise(logits: Tensor, rows: Tensor, state: DecodeState, drafted: Tensor | None) -> Tensor:

@@ -4,14 +4,28 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass
+from enum import IntEnum
 
 import torch
 from torch import Tensor
 
 from sidestream.types import SamplingSpec
 
-NUM_RULES = 9
-"""Numbers of a row; kernels know their order."""
+
+class Rule(IntEnum):
+    """The numbers of a row, in their order; see `Rules`."""
+
+    TEMPERATURE = 0
+    TOP_K = 1
+    TOP_P = 2
+    MIN_P = 3
+    REPETITION = 4
+    PRESENCE = 5
+    FREQUENCY = 6
+    SEED = 7
+    PROMPT_LEN = 8
+
+
 _MASK = (1 << 64) - 1
 # Of splitmix64.
 GOLDEN, FIRST, SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
@@ -19,7 +33,7 @@ GOLDEN, FIRST, SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rules:
-    """Of each row, `[rows]` each: columns of `numbers`, int64 `[rows, NUM_RULES]`, some of which hold the bits of float64.
+    """Of each row, `[rows]` each: columns of `numbers`, int64 `[rows, len(Rule)]`, some of which hold the bits of float64.
 
     temperature                         float64; 0: the likeliest token
     top_k                               int64; 0: all
@@ -40,47 +54,47 @@ class Rules:
     @property
     def temperature(self) -> Tensor:
         """See the class; so are those below."""
-        return self._real(0)
+        return self._real(Rule.TEMPERATURE)
 
     @property
     def top_k(self) -> Tensor:
         """Tokens that are kept."""
-        return self.numbers[:, 1]
+        return self.numbers[:, Rule.TOP_K]
 
     @property
     def top_p(self) -> Tensor:
         """Mass that is kept."""
-        return self._real(2)
+        return self._real(Rule.TOP_P)
 
     @property
     def min_p(self) -> Tensor:
         """Share of the likeliest that is kept."""
-        return self._real(3)
+        return self._real(Rule.MIN_P)
 
     @property
     def repetition(self) -> Tensor:
         """Divides what is positive and multiplies what is not."""
-        return self._real(4)
+        return self._real(Rule.REPETITION)
 
     @property
     def presence(self) -> Tensor:
         """Subtracted once."""
-        return self._real(5)
+        return self._real(Rule.PRESENCE)
 
     @property
     def frequency(self) -> Tensor:
         """Subtracted each time."""
-        return self._real(6)
+        return self._real(Rule.FREQUENCY)
 
     @property
     def seed(self) -> Tensor:
         """Where a row's random numbers begin."""
-        return self.numbers[:, 7]
+        return self.numbers[:, Rule.SEED]
 
     @property
     def prompt_len(self) -> Tensor:
         """What positions of outputs are counted from."""
-        return self.numbers[:, 8]
+        return self.numbers[:, Rule.PROMPT_LEN]
 
     @property
     def penalised(self) -> Tensor:

@@ -20,6 +20,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -29,6 +31,7 @@ from sidestream.execute.state import DecodeState, RowSampling
 
 # Requests may ask for 0 to 20 of them; always taking 20 makes the choice among equals independent of what other rows ask for.
 TOP_LOGPROBS = 20
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,25 +67,25 @@ def sample(
 ) -> Drawn:
     """Draw one token for each place; `state` is read, not changed (`state.commit` does that).
 
-    logits `[R, vocab_size]`, of any floating type; float32 may be overwritten · rows: row number of each place, several times if tokens were drafted
+    logits `[R, vocab_size]`, float32, bfloat16 or float16; float32 may be overwritten · rows: row number of each place, several times if tokens were drafted
     for it · output_indices: the number of tokens that the row has output before this one, on the host or, int64 `[R]`, on the device · drafted int64
     `[R, K]`: what was drafted before each place since the row's last token, else -1: it counts as output. Reads no device value on the host.
     Raises InvariantError on a wrong shape or type.
     """
-    if logits.shape != (len(rows), state.vocab_size) or not logits.is_floating_point() or len(output_indices) != len(rows):
+    if logits.shape != (len(rows), state.vocab_size) or logits.dtype not in _DTYPES or len(output_indices) != len(rows):
         raise InvariantError(
             f"logits are {logits.dtype} {list(logits.shape)} for {len(rows)} rows, {len(output_indices)} output indices and "
-            f"{state.vocab_size} ids: sampling takes floating [rows, ids] and one index for each row"
+            f"{state.vocab_size} ids: sampling takes float32, bfloat16 or float16 [rows, ids] and one index for each row"
         )
     plans, where = [state.row(row) for row in rows], state.index(rows)
     indices = output_indices if isinstance(output_indices, Tensor) else state.index(output_indices)
     asking = [at for at, plan in enumerate(plans) if plan.spec.top_logprobs >= 0]
     raw = logits[state.index(asking)].float().log_softmax(-1) if asking else None
-    if any(plan.bias for plan in plans):
+    if any(len(plan.bias) for plan in plans):
         logits = _biased(logits.float(), plans, state)
     if any(plan.spec.penalised for plan in plans):
         logits = penalise(logits, where, state, drafted=drafted)
-    if any(plan.spec.min_tokens and plan.forbidden for plan in plans):
+    if any(len(plan.forbidden) for plan in plans):
         logits = _without_forbidden(logits.float(), plans, indices, state)
     tokens, finite = draw(logits, where, indices, state)
     if raw is None:
@@ -92,19 +95,24 @@ def sample(
 
 
 def _biased(logits: Tensor, plans: Sequence[RowSampling], state: DecodeState) -> Tensor:
-    width = state.vocab_size
-    places = state.index([at * width + token for at, plan in enumerate(plans) for token in plan.bias])
-    logits.view(-1).index_add_(0, places, state.numbers([bias for plan in plans for bias in plan.bias.values()], torch.float32))
+    _, places = _flat([plan.bias_ids for plan in plans], state.vocab_size)
+    bias = np.concatenate([plan.bias for plan in plans])
+    logits.view(-1).index_add_(0, state.index(places), state.numbers(bias, torch.float32))
     return logits
 
 
 def _without_forbidden(logits: Tensor, plans: Sequence[RowSampling], output_indices: Tensor, state: DecodeState) -> Tensor:
-    width = state.vocab_size
-    banned = [(at, plan.spec.min_tokens, token) for at, plan in enumerate(plans) if plan.spec.min_tokens for token in plan.forbidden]
-    places, least = state.index([at * width + token for at, _, token in banned]), state.index([count for _, count, _ in banned])
-    early, flat = output_indices[state.index([at for at, *_ in banned])] < least, logits.view(-1)
-    flat.index_copy_(0, places, torch.where(early, -torch.inf, flat[places]))
+    of, places = _flat([plan.forbidden for plan in plans], state.vocab_size)
+    least = np.array([plan.spec.min_tokens for plan in plans])[of]
+    early, where, flat = output_indices[state.index(of)] < state.index(least), state.index(places), logits.view(-1)
+    flat.index_copy_(0, where, torch.where(early, -torch.inf, flat[where]))
     return logits
+
+
+def _flat(ids: Sequence[npt.NDArray[np.int64]], width: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Of each id, which of the lists it is of, and where it is among all logits, of so many to a place."""
+    of = np.repeat(np.arange(len(ids)), [len(each) for each in ids])
+    return of, np.concatenate(ids) + of * width
 
 
 def _logprobs(raw: Tensor, where: Tensor, tokens: Tensor, width: int) -> Logprobs:

@@ -7,16 +7,17 @@ reset, its draws and its next reset are in order without a lock; the host never 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from sidestream.errors import InvariantError
-from sidestream.execute.rules import NUM_RULES, Rules, rule_of
+from sidestream.execute.rules import Rule, Rules, rule_of
 from sidestream.execute.upload import Uploads
 from sidestream.speculate import devices
 from sidestream.types import RowStart, SamplingSpec
@@ -26,13 +27,14 @@ from sidestream.types import RowStart, SamplingSpec
 class RowSampling:
     """What the host knows of how one row draws: `Rules` say the rest on the device.
 
-    bias        of ids inside the vocabulary
-    forbidden   ids inside the vocabulary that may not be drawn before `spec.min_tokens` outputs
+    bias_ids    int64 `[n]`, distinct, each inside the vocabulary; `bias` float32 `[n]`
+    forbidden   int64 `[m]`, ids inside the vocabulary that may not be drawn before `spec.min_tokens` outputs; empty if that is 0
     """
 
     spec: SamplingSpec
-    bias: Mapping[int, float]
-    forbidden: Sequence[int]
+    bias_ids: npt.NDArray[np.int64]
+    bias: npt.NDArray[np.float32]
+    forbidden: npt.NDArray[np.int64]
 
 
 class DecodeState:
@@ -47,7 +49,7 @@ class DecodeState:
     hidden   `[num_rows + 1, hidden_size]`: what the model's last layer left at the last position that has KV
     nobody   number of one row more, which padding uses: it draws nothing, and holds nothing that anybody reads
 
-    `lengths`, `history` and `hidden` are kept by `advance` and `leave`, where tokens are drafted. The `[num_rows + 1, vocab_size]` tables of penalties (5 bytes an entry) are allocated when the first row needs them.
+    `lengths`, `history` and `hidden` are kept by `advance` and `leave`, where tokens are drafted. The `[num_rows + 1, vocab_size]` tables of penalties (5 bytes an entry) are allocated when the first row needs them, on a GPU before serving.
     """
 
     def __init__(
@@ -97,13 +99,16 @@ class DecodeState:
         for row, start in begins:
             spec = start.sampling
             bias = {token: value for token, value in spec.logit_bias.items() if 0 <= token < self.vocab_size}
-            self._rows[row] = RowSampling(spec, bias, [token for token in spec.forbidden_until_min if 0 <= token < self.vocab_size])
+            banned = [token for token in spec.forbidden_until_min if spec.min_tokens and 0 <= token < self.vocab_size]
+            self._rows[row] = RowSampling(
+                spec, np.array([*bias], np.int64), np.array([*bias.values()], np.float32), np.array(banned, np.int64)
+            )
         counts = [len(start.prompt) + len(start.outputs) for _, start in begins]
         lasts = [(0, *start.prompt[-1:], *start.outputs[-1:])[-1] for _, start in begins]
         # From where a row's tokens are among all of them to where they belong.
         shifts = [row * self.history.shape[1] - before for (row, _), before in zip(begins, accumulate(counts, initial=0), strict=False)]
         numbers = torch.tensor([[row for row, _ in begins], lasts, shifts, counts])
-        rules = torch.tensor([rule_of(start.sampling, prompt_len=len(start.prompt)) for _, start in begins]).view(-1, NUM_RULES)
+        rules = torch.tensor([rule_of(start.sampling, prompt_len=len(start.prompt)) for _, start in begins]).view(-1, len(Rule))
         (where, last, shift, count), rules = self._uploads.together([numbers, rules])
         self.keep(where, last)  # not assigned: a GPU would be waited for (P1)
         self.rules.numbers[where] = rules
@@ -198,11 +203,11 @@ class DecodeState:
             self._in_prompt = torch.zeros(shape, dtype=torch.bool, device=self._device)
         return self._output_counts, self._in_prompt
 
-    def index(self, values: Sequence[int]) -> Tensor:
+    def index(self, values: Sequence[int] | npt.NDArray[np.int64]) -> Tensor:
         """Host numbers as int64 on the device of this state."""
         return self.numbers(values)
 
-    def numbers(self, values: Sequence[float], dtype: torch.dtype = torch.int64) -> Tensor:
+    def numbers(self, values: Sequence[float] | npt.NDArray[np.generic], dtype: torch.dtype = torch.int64) -> Tensor:
         """Host numbers on the device of this state."""
         return self._uploads.numbers(values, dtype)
 

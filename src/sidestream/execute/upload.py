@@ -65,11 +65,11 @@ class Uploads:
         """A flight is about to be enqueued that has this slot: what an earlier one put there was read."""
         self._slot, self._used = slot, self._frame_bytes
 
-    def numbers(self, values: Sequence[float], dtype: torch.dtype = torch.int64) -> Tensor:
+    def numbers(self, values: Sequence[float] | npt.NDArray[np.generic], dtype: torch.dtype = torch.int64) -> Tensor:
         """A list of numbers as a tensor `[len(values)]` on the device; it may outlive the flight. All empty ones are the same: a row that begins
         needs three.
         """
-        if not values:
+        if not len(values):
             if dtype not in self._empty:
                 self._empty[dtype] = torch.empty(0, dtype=dtype, device=self._device)
             return self._empty[dtype]

@@ -11,7 +11,7 @@ LANES = tl.constexpr(4096)
 _FEW = tl.constexpr(128)
 
 
-@triton.jit(do_not_specialize=["width", "stride", "parts"])
+@triton.jit(do_not_specialize=["parts"])
 def largest_of_parts(logits, tops, places, width, stride, parts):
     """The largest of `LANES` logits of a row, and the first place that has it; infinity if one is no number. Grid (rows, parts)."""
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
