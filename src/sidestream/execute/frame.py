@@ -263,15 +263,17 @@ def pack(
     changes   of the device's tables, at most as many as the frame has rows
     """
     columns, decodes = batch.columns, batch.num_decodes
-    numbers = _padding(shape, nobody).copy()
+    numbers = (_padding(shape, nobody) if batch.speculates else _of_decodes(shape, nobody, decodes)).copy()
     parts = [numbers[part] for part in _parts(shape)]
     tokens, positions, token_rows, query_starts, kv_lens, frame_rows, origins, logit_rows, draws, firsts, changed, blocks, letters = parts
     letters[:] = letter
     if changes is not None and (count := len(changes.places)):
         changed[:count], blocks[:count] = changes
-    own, starts, stops = (np.array(column[:decodes], np.int64) for column in (columns.row, columns.start, columns.stop))
-    frame_rows[:decodes], draws[:decodes] = own, np.arange(decodes)
+    own, starts = np.array(columns.row[:decodes], np.int64), np.array(columns.start[:decodes], np.int64)
+    frame_rows[:decodes] = own
     if batch.speculates:
+        stops = np.array(columns.stop[:decodes], np.int64)
+        draws[:decodes] = np.arange(decodes)
         counts = 1 + np.array(columns.drafts[:decodes], np.int64)
         ends = counts.cumsum()
         count = int(ends[-1]) if decodes else 0
@@ -282,13 +284,11 @@ def pack(
         positions[:count] = np.where(np.repeat(lost, counts), -1 - inside, inside + np.repeat(starts, counts))
         kv_lens[:decodes] = np.where(lost, -counts, stops)
         query_starts[1 : decodes + 1], firsts[:decodes] = ends, ends - counts
+        logit_rows[:count] = np.arange(count)
+        query_starts[decodes + 1 :] = count
     else:
         count = decodes
-        tokens[:count] = -1
-        positions[:count], token_rows[:count], kv_lens[:count] = starts, own, stops
-        query_starts[1 : count + 1], firsts[:count] = np.arange(1, count + 1), np.arange(count)
-    logit_rows[:count] = np.arange(count)
-    query_starts[decodes + 1 :] = count
+        positions[:count], token_rows[:count], kv_lens[:count] = starts, own, starts + 1
     begin, place, sampling = count, count, decodes
     for at, row in enumerate(batch.rows[decodes:], shape.decodes):
         end = begin + row.stop - row.start
@@ -314,6 +314,18 @@ def _padding(shape: Shape, nobody: int) -> Numbers:
     numbers = np.zeros(sum(shape.sizes), np.int64)
     _, _, token_rows, _, _, rows, origins, logit_rows, draws, _, changed, *_ = (numbers[part] for part in _parts(shape))
     token_rows[:], rows[:], origins[:], logit_rows[:], draws[:], changed[:] = nobody, nobody, FROM_ROW, -1, -1, -1
+    return numbers
+
+
+@functools.lru_cache(maxsize=64)
+def _of_decodes(shape: Shape, nobody: int, decodes: int) -> Numbers:
+    """What every frame of so many rows that decode has, without drafts: the same step after step."""
+    numbers = _padding(shape, nobody).copy()
+    tokens, _, _, query_starts, _, _, _, logit_rows, draws, firsts, *_ = (numbers[part] for part in _parts(shape))
+    tokens[:decodes] = -1
+    query_starts[1 : decodes + 1], query_starts[decodes + 1 :] = np.arange(1, decodes + 1), decodes
+    for each in (logit_rows, draws, firsts):
+        each[:decodes] = np.arange(decodes)
     return numbers
 
 
