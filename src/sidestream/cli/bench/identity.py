@@ -9,19 +9,24 @@ from statistics import median
 from typing import Any
 
 import numpy as np
+import torch
 
-from sidestream.cli.bench.report import Figure, at_least
+from sidestream.cli.bench.report import Bound, Figure, at_least
 from sidestream.cli.bench.requests import Answer, NoText, ask_at_once
 from sidestream.config import EngineConfig, OffloadConfig
 from sidestream.device.choice import torch_device
 from sidestream.engine.build import build_engine
 from sidestream.testing.random_models import random_model
 
+# Against an engine as it is served.
 _WAYS: dict[str, dict[str, Any]] = {
     "offload_off": {"offload": None},
     "synchronous": {"asynchronous": False},
-    "eager": {"eager": True},
 }
+# And on a GPU: graphs of layers as they are written, which are the kernels that an eager engine launches. What is served has compiled ones.
+_AS_WRITTEN, _EAGER = "as_written", "eager"
+
+_Answers = tuple[list[Answer], list[Answer]]
 
 
 def measure(*, device: str, shape: str, requests: int, prompt_tokens: int, output_tokens: int, tell: Callable[[str], None]) -> list[Figure]:
@@ -37,26 +42,32 @@ def measure(*, device: str, shape: str, requests: int, prompt_tokens: int, outpu
         max_model_len=prompt_tokens + output_tokens,
         offload=OffloadConfig(host="4GiB" if device == "cuda" else "16MiB"),
     )
-    ways = {name: changes for name, changes in _WAYS.items() if device == "cuda" or name != "eager"}  # a CPU knows nothing else
-    answered: dict[str, tuple[list[Answer], list[Answer]]] = {}
-    for name, changes in {"base": {}, "again": {}, **ways}.items():
+    on_gpu = {_AS_WRITTEN: {}, _EAGER: {"eager": True}} if device == "cuda" else {}  # a CPU knows nothing else
+    answered: dict[str, _Answers] = {}
+    for name, changes in {"base": {}, "again": {}, **_WAYS, **on_gpu}.items():
         tell(name.replace("_", " "))
-        answered[name] = _answers(replace(base, **changes), shape, requests, prompt_tokens, output_tokens)
+        with torch.compiler.set_stance("force_eager" if name == _AS_WRITTEN else "default"):
+            answered[name] = _answers(replace(base, **changes), shape, requests, prompt_tokens, output_tokens)
+    pairs = {name: ("base", name) for name in ("again", *_WAYS)}
+    if on_gpu:
+        pairs |= {"captured": (_EAGER, _AS_WRITTEN), "compiled": (_EAGER, "base")}
     figures = []
-    for name in ("again", *ways):
-        equal, distances = list[bool](), list[float]()
-        for ours, theirs in zip(answered["base"][0], answered[name][0], strict=True):
-            equal.append(ours.tokens == theirs.tokens)
-        for ours, theirs in zip(answered["base"][1], answered[name][1], strict=True):
-            distances += _distances(ours, theirs)
-        # Compiled layers round otherwise than eager ones.
-        figures.append(Figure(f"requests_identical_{name}", sum(equal) / len(equal), "share", None if name == "eager" else at_least(1)))
-        figures.append(Figure(f"logprob_distance_max_{name}", max(distances), "nats"))
-        figures.append(Figure(f"logprob_distance_median_{name}", median(distances), "nats"))
+    for name, (one, other) in pairs.items():
+        figures += _compared(name, answered[one], answered[other], at_least(1) if name != "compiled" else None)
     return figures
 
 
-def _answers(config: EngineConfig, shape: str, requests: int, prompt_tokens: int, output_tokens: int) -> tuple[list[Answer], list[Answer]]:
+def _compared(name: str, one: _Answers, other: _Answers, bound: Bound | None) -> list[Figure]:
+    equal = [ours.tokens == theirs.tokens for ours, theirs in zip(one[0], other[0], strict=True)]
+    distances = [distance for ours, theirs in zip(one[1], other[1], strict=True) for distance in _distances(ours, theirs)]
+    return [
+        Figure(f"requests_identical_{name}", sum(equal) / len(equal), "share", bound),
+        Figure(f"logprob_distance_max_{name}", max(distances), "nats"),
+        Figure(f"logprob_distance_median_{name}", median(distances), "nats"),
+    ]
+
+
+def _answers(config: EngineConfig, shape: str, requests: int, prompt_tokens: int, output_tokens: int) -> _Answers:
     """As they are mostly asked for, and with log-probabilities, which are drawn another way."""
     gc.collect()  # an engine knows itself: what the one before held is given back now, and not some time
     model = random_model(shape, device=torch_device(config.device))
