@@ -9,6 +9,7 @@ async     the same engine with every step committed before the next one is launc
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -83,8 +84,14 @@ class _Rig:
         embedding = self.model.module.get_input_embeddings().weight
         tied = self.model.module.get_output_embeddings().weight is embedding
         self.weights = sum(part.numel() for part in self.model.module.parameters()) - (0 if tied else embedding.numel())
-        start = time.perf_counter()
-        tell("starting the engine: compiling and capturing")
+        start, phases = time.perf_counter(), dict[str, float]()
+
+        def starting(what: str, done: int, total: int) -> None:
+            if what not in phases:
+                phases[what] = time.perf_counter()
+                tell(f"starting the engine: {what}")
+
+        starting("making its parts", 0, 0)
         self.engine: Engine = build_engine(
             self.model,
             NoText(),
@@ -95,8 +102,11 @@ class _Rig:
                 max_model_len=sizes.max_model_len,
                 offload=OffloadConfig(host=sizes.host),
             ),
+            tell=starting,
         )
         self.start_s = time.perf_counter() - start
+        ends = [*phases.values(), start + self.start_s]
+        self.phases = {what: end - begin for (what, begin), end in zip(phases.items(), ends[1:], strict=True)}
         self._unsettle_garbage = settle_garbage()  # as LLM does
         self.parts = self.engine.parts
         assert self.parts.costs is not None
@@ -180,6 +190,9 @@ def measure(*, device: str, shape: str, parts: Sequence[str], tell: Callable[[st
     try:
         rig.ask(rig.prompt(40), 4).wait()
         figures = [Figure("engine_ready_s", rig.start_s, "s", at_most(60.0))]
+        figures += [
+            Figure(f"engine_ready_{'_'.join(re.findall('[a-z]+', what.lower()))}_s", seconds, "s") for what, seconds in rig.phases.items()
+        ]
         step_s = median(rig.steps(1, sizes.others_context, sizes.outputs)[0])
         ways = {"decode": _decode, "prefill": _prefill, "ttft": _ttft, "resume": _resume, "async": _async}
         for part in parts:
