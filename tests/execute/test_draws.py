@@ -151,8 +151,9 @@ def test_captured_draws_are_those_of_the_host_h19_h18(seed: int, draws: Draws, d
         ({"temperature": 0.5, "frequency_penalty": -0.1}, Draws.PENALISED),
         ({"logit_bias": {1: 1.0}}, Draws.BY_HOST),
         ({"min_tokens": 3, "forbidden_until_min": (2,)}, Draws.BY_HOST),
+        ({"min_tokens": 2, "forbidden_until_min": (2,)}, Draws.LIKELIEST),
         ({"top_logprobs": 0, "presence_penalty": 0.1}, Draws.BY_HOST),
     ],
 )
-def test_what_draws_take(asked: dict[str, object], expected: Draws) -> None:
-    assert Draws.of(replace(GREEDY, **asked)) is expected  # type: ignore[arg-type]
+def test_what_draws_take_behind_two_outputs(asked: dict[str, object], expected: Draws) -> None:
+    assert Draws.of(replace(GREEDY, **asked), outputs=2) is expected  # type: ignore[arg-type]

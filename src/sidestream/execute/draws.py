@@ -35,9 +35,10 @@ class Draws(IntEnum):
     BY_HOST = 3
 
     @classmethod
-    def of(cls, spec: SamplingSpec) -> Draws:
-        """What a row that asks for this takes."""
-        if spec.logit_bias or (spec.min_tokens and spec.forbidden_until_min) or spec.top_logprobs >= 0:
+    def of(cls, spec: SamplingSpec, *, outputs: int) -> Draws:
+        """What a row that asks for this takes, once so many tokens of it were output."""
+        banned = outputs < spec.min_tokens and spec.forbidden_until_min
+        if spec.logit_bias or banned or spec.top_logprobs >= 0:
             return cls.BY_HOST
         if spec.penalised:
             return cls.PENALISED

@@ -166,6 +166,7 @@ class Executor:
         # Of rows as they last began: how many log-probabilities, if any, and what their draws take, if more than the likeliest token.
         self._wanted_logprobs: dict[int, int] = {}
         self._draws: dict[int, Draws] = {}
+        self._bans: dict[int, SamplingSpec] = {}  # of rows whose draws take less once they have output enough
 
     def launch(self, batch: BatchPlan, *, after: tuple[Fence, ...], gates: LayerGates) -> Flight:
         """Enqueue one flight behind `after`; layer by layer behind `gates`. Returns at once."""
@@ -205,7 +206,13 @@ class Executor:
             self._wanted_logprobs[row] = asked.top_logprobs
         else:
             self._wanted_logprobs.pop(row, None)
-        if draws := Draws.of(asked):
+        self._bans.pop(row, None)
+        if asked.min_tokens and asked.forbidden_until_min:
+            self._bans[row] = asked
+        self._note_draws(row, Draws.of(asked, outputs=0))
+
+    def _note_draws(self, row: int, draws: Draws) -> None:
+        if draws:
             self._draws[row] = draws
         else:
             self._draws.pop(row, None)
@@ -402,6 +409,10 @@ class Executor:
 
     def _draws_of(self, columns: RowColumns) -> Draws:
         """What the draws of a flight take."""
+        for row, outputs in zip(columns.row, columns.output_index, strict=True) if self._bans else ():
+            if (spec := self._bans.get(row)) is not None and outputs >= spec.min_tokens:
+                del self._bans[row]
+                self._note_draws(row, Draws.of(spec, outputs=outputs))
         if not self._draws:
             return Draws.LIKELIEST
         asked = map(self._draws.get, compress(columns.row, columns.samples), repeat(Draws.LIKELIEST))

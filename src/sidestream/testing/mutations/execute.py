@@ -44,7 +44,7 @@ MUTATIONS = (
     Mutation(
         name="row-draws-as-its-own-request-asks",
         hazard="H16",
-        target=f"{_EXECUTOR}._note",
+        target=f"{_EXECUTOR}._note_draws",
         old="        self._draws[row] = draws\n",
         new="        pass\n",
         removes="a captured flight takes the likeliest token of a row that is penalised",
@@ -58,6 +58,16 @@ MUTATIONS = (
         new="",
         removes="a request draws with the temperature, the filters and the seed of the row's owner before it",
         needs=frozenset({"sampling"}),
+    ),
+    Mutation(
+        name="ban-lasts-until-enough-was-output",
+        hazard="H19",
+        target=f"{_EXECUTOR}._draws_of",
+        old="outputs >= spec.min_tokens",
+        new="outputs >= 1",
+        removes="a captured flight draws the end of an answer that was not to end yet",
+        needs=frozenset({"captured", "sampling"}),
+        also=(Edit("sidestream.execute.draws:Draws.of", "outputs < spec.min_tokens", "outputs < 1"),),
     ),
     Mutation(
         name="captured-draws-take-the-numbers-of-their-own-outputs",

@@ -1,0 +1,90 @@
+"""Flights are drawn by a graph wherever one is enough for all their rows, and by the host only as long as something is asked that only it knows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from engine_rig import Rig, prompts, serving
+
+from sidestream.execute.draws import Draws
+from sidestream.execute.frame import Shape
+
+SHAPES = [Shape(1), Shape(4), Shape(0, 16), Shape(4, 24)]
+OUTPUTS = 6
+
+
+class Watched:
+    """A rig whose captured passes say by which graph they were drawn; BY_HOST: by none."""
+
+    def __init__(self, rig: Rig) -> None:
+        self.rig = rig
+        self.drawn: list[Draws] = []
+        executor = rig.engine.parts.executor
+        rig.engine.call(lambda: executor.capture(SHAPES))
+        graphs: Any = executor._graphs
+        replay, draw = graphs.replay, graphs.draw
+
+        def replayed(captured: Any, **how: Any) -> Any:
+            self.drawn.append(Draws.BY_HOST)
+            return replay(captured, **how)
+
+        def drawn(captured: Any, draws: Draws, **how: Any) -> None:
+            self.drawn[-1] = draws
+            draw(captured, draws, **how)
+
+        graphs.replay, graphs.draw = replayed, drawn
+
+
+@pytest.fixture
+def watched() -> Iterator[Watched]:
+    with serving() as rig:
+        yield Watched(rig)
+
+
+def alone(prompt: list[int], **params: Any) -> list[int]:
+    """What an engine without graphs answers."""
+    with serving() as rig:
+        return rig.submit(prompt, OUTPUTS, **params).wait().token_ids()
+
+
+@pytest.mark.parametrize(
+    ("params", "expected"),
+    [
+        ({"temperature": 0.0}, Draws.LIKELIEST),
+        ({"temperature": 20.0, "top_p": 0.9, "seed": 3}, Draws.RANDOM),
+        ({"temperature": 20.0, "top_k": 40, "min_p": 0.001, "seed": 4}, Draws.RANDOM),
+        ({"temperature": 20.0, "repetition_penalty": 1.5, "frequency_penalty": 2.0, "seed": 5}, Draws.PENALISED),
+        ({"temperature": 0.0, "presence_penalty": 1.0}, Draws.PENALISED),
+        ({"temperature": 20.0, "seed": 6, "logit_bias": {5: 50.0}}, Draws.BY_HOST),
+        ({"temperature": 20.0, "seed": 7, "logprobs": 1}, Draws.BY_HOST),
+    ],
+)
+def test_the_least_that_is_enough_draws_the_same_tokens(params: dict[str, Any], expected: Draws, watched: Watched) -> None:
+    (prompt,) = prompts(3, 1, longest=3)  # one chunk: one that draws nothing is content with whatever there is
+    assert watched.rig.submit(prompt, OUTPUTS, **params).wait().token_ids() == alone(prompt, **params)
+    assert set(watched.drawn) == {expected}
+
+
+def test_a_flight_takes_what_its_most_demanding_row_does_and_nobody_draws_otherwise_for_it(watched: Watched) -> None:
+    ways: list[dict[str, Any]] = [
+        {"temperature": 0.0},
+        {"temperature": 20.0, "top_p": 0.8, "seed": 8},
+        {"temperature": 20.0, "presence_penalty": 2.0, "seed": 9},
+    ]
+    asked = list(zip(prompts(11, 3, longest=5), ways, strict=True))
+    hold = watched.rig.hold("compute")
+    replies = [watched.rig.submit(prompt, OUTPUTS, **params) for prompt, params in asked]
+    hold.release()
+    assert [reply.wait().token_ids() for reply in replies] == [alone(prompt, **params) for prompt, params in asked]
+    assert Draws.PENALISED in watched.drawn and Draws.BY_HOST not in watched.drawn
+
+
+def test_a_ban_that_has_ended_is_the_hosts_no_more(watched: Watched) -> None:
+    (prompt,) = prompts(5, 1, longest=3)
+    params = {"temperature": 20.0, "seed": 1, "min_tokens": 3, "stop_token_ids": (0,)}
+    assert watched.rig.submit(prompt, OUTPUTS, **params).wait().token_ids() == alone(prompt, **params)
+    first = watched.drawn.index(Draws.RANDOM)
+    assert set(watched.drawn[:first]) == {Draws.BY_HOST} and set(watched.drawn[first:]) == {Draws.RANDOM}
+    assert len(watched.drawn) - first == OUTPUTS - 3
