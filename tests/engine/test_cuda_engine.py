@@ -44,6 +44,7 @@ EVERY_WAY_TO_DRAW = [
         {"repetition_penalty": 1.3, "presence_penalty": 0.5, "frequency_penalty": 0.5},
         {"logit_bias": {7: 3.0}, "min_tokens": 4, "stop_token_ids": (9,)},
         {"logprobs": 5},
+        {"presence_penalty": 0.5, "logit_bias": {5: 1.0}},
     )
 ]
 
@@ -397,17 +398,28 @@ def test_no_flight_makes_the_host_wait_whatever_is_asked_for_p1(llama: Path, eag
         torch.cuda.set_sync_debug_mode("default")  # closing waits
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2", "mistral"])
-def test_nothing_is_compiled_once_it_serves_p3(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    (
+        "family",
+        "dtype",
+        "max_running",
+    ),  # which rows share a warm-up's flights depends on their number, and with it what type their logits have
+    [("llama", "float32", 7), ("gemma2", "float32", 7), ("mistral", "float32", 7), ("llama", "bfloat16", 6), ("llama", "bfloat16", 9)],
+)
+def test_nothing_is_compiled_once_it_serves_p3(
+    family: str, dtype: str, max_running: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import triton
 
     compiled: list[Any] = []
     model = tiny_model_dir(family, tmp_path, 2)
-    with engine(model, offload=OffloadConfig(host="16MiB"), max_running=7) as llm:
+    with engine(model, offload=OffloadConfig(host="16MiB"), max_running=max_running, dtype=dtype) as llm:
         monkeypatch.setattr(triton.knobs.runtime, "jit_post_compile_hook", lambda **what: compiled.append(what["repr"]))
         for count in (1, 2, 3, 5):
             llm.generate(PROMPTS[:count], GREEDY)
-        llm.generate([*PROMPTS, *PROMPTS], [*EVERY_WAY_TO_DRAW, GREEDY, GREEDY])
+        llm.generate([*PROMPTS, *PROMPTS], [*EVERY_WAY_TO_DRAW, GREEDY])
+        for asked in EVERY_WAY_TO_DRAW:
+            llm.generate(PROMPTS[:1], asked)
     assert compiled == []
 
 

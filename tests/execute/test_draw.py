@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sidestream.execute.draw import UNIT, _filter, draw, penalise
+from sidestream.execute.draw import LARGEST, SMALLEST, UNIT, _filter, draw, penalise
 from sidestream.execute.state import DecodeState
 from sidestream.speculate import likeliest
 from sidestream.types import RowStart, SamplingSpec
@@ -58,12 +58,14 @@ def states(asked: list[dict[str, object]], width: int, seed: int) -> tuple[Decod
 
 
 def between(logits: Tensor, place: int, row: int, state: DecodeState, ends: list[int]) -> float:
-    """Which share of what a row keeps lies between two tokens."""
+    """Which share of what a row keeps lies between two tokens; 1 if it does not keep both."""
     rules = state.rules
-    powers = (logits[place].float() - logits[place].float().amax()).div(rules.temperature[row].clamp(1e-30, 1e30).float()).exp()[None]
+    powers = (logits[place].float() - logits[place].float().amax()).div(rules.temperature[row].clamp(SMALLEST, LARGEST).float()).exp()[None]
     weights = (powers * UNIT).to(torch.int64)
     _filter(weights, powers, rules.top_k[[row]], rules.top_p[[row]], rules.min_p[[row]])
     first, last = sorted(ends)
+    if not (weights[0, first] and weights[0, last]):
+        return 1.0
     return float(weights[0, first + 1 : last].sum() / weights.sum())
 
 
@@ -94,6 +96,48 @@ def test_rows_draw_what_their_rules_say(seed: int, width: int, programs: int, dt
             assert between(logits, place, row, here, [drawn[place], expected]) < 1e-5, (place, row)
     assert different <= 1
     assert tokens[-4:].tolist() == likeliest(logits)[0][-4:].tolist()  # nobody's
+
+
+@pytest.mark.parametrize(
+    ("asked", "kept", "dtype"),
+    [
+        ({"top_k": 2}, 2, torch.bfloat16),
+        ({"top_k": 3}, 3, torch.float32),
+        ({"top_p": 0.001}, 1, torch.bfloat16),
+        ({"top_p": 0.26}, 3, torch.bfloat16),  # of 12 that are hardly less likely than each other, three have a little more than a quarter
+        ({"top_k": 4, "top_p": 0.26}, 2, torch.bfloat16),
+        ({"min_p": 0.975}, 3, torch.bfloat16),  # exp(-0.02) is a little more
+        ({"top_k": 3, "min_p": 0.985}, 2, torch.float32),
+    ],
+    ids=str,
+)
+def test_filters_keep_so_many_and_no_other(asked: dict[str, object], kept: int, dtype: torch.dtype) -> None:
+    order, draws = torch.randperm(12, generator=torch.Generator().manual_seed(9)), 30
+    logits = (order - 6).to(dtype)[None].repeat(draws, 1)  # the temperature brings them together
+    here, there = states([{"temperature": 100.0, **asked}], 12, 1)
+    rows, indices = torch.zeros(draws, dtype=torch.int64), torch.arange(draws)
+
+    moved = logits.to(HERE)
+    tokens, finite = launch_likeliest(moved)
+    launch.draw(moved, rows.to(HERE), indices.to(HERE), finite, there.rules, tokens)
+
+    likeliest_first = order.sort(descending=True).indices.tolist()
+    assert set(tokens.tolist()) == set(likeliest_first[:kept])
+    assert tokens.tolist() == draw(logits, rows, indices, here)[0].tolist()
+
+
+def test_a_vocabulary_of_more_tiles_than_a_row_has_parts() -> None:
+    width = 200_001
+    logits = torch.randn(2, width, generator=torch.Generator().manual_seed(2)).mul(3).to(torch.bfloat16)
+    here, there = states([{"temperature": 1.0, "top_k": 5000, "top_p": 0.9}, {"temperature": 1.0}], width, 4)
+    rows, indices = torch.arange(2), torch.tensor([3, 4])
+
+    moved = logits.to(HERE)
+    tokens, finite = launch_likeliest(moved)
+    launch.draw(moved, rows.to(HERE), indices.to(HERE), finite, there.rules, tokens)
+
+    for row, expected in enumerate(draw(logits, rows, indices, here)[0].tolist()):
+        assert tokens[row] == expected or between(logits, row, row, here, [int(tokens[row]), expected]) < 1e-5
 
 
 def launch_likeliest(logits: Tensor) -> tuple[Tensor, Tensor]:

@@ -15,14 +15,14 @@ from sidestream.speculate import devices, likeliest
 
 # The likeliest token's weight. What is 2**-40 times as likely has none; the sum over any vocabulary stays below 2**63.
 UNIT = 2.0**40
-# Smaller divisors would overflow or vanish in float32, and so would larger ones.
-SMALLEST, LARGEST = 1e-30, 1e30
+# Smaller divisors would overflow or vanish in float32, and so would larger ones. Powers of two are the same number in every type.
+SMALLEST, LARGEST = 2.0**-100, 2.0**100
 
 
 def draw(logits: Tensor, rows: Tensor, output_indices: Tensor, state: DecodeState) -> tuple[Tensor, Tensor]:
     """Tokens, int64 `[N]`, and whether each place's logits are numbers, bool `[N]`: else its token is 0.
 
-    logits `[N, vocab_size]`, of any floating type · rows int64 `[N]`: row number of each place · output_indices int64 `[N]`: how many tokens the
+    logits `[N, vocab_size]`, float32, bfloat16 or float16 · rows int64 `[N]`: row number of each place · output_indices int64 `[N]`: how many tokens the
     row has output before this one. On the current stream; reads nothing back on a GPU.
     """
     tokens, finite = likeliest(logits)

@@ -63,6 +63,12 @@ _VARIANTS = (
 )
 
 
+# Alone: whose logits another row of their flight would have made float32 before, and whose own bias does.
+_ALONE = (
+    replace(_GREEDY, repetition_penalty=1.1),
+    replace(_GREEDY, repetition_penalty=1.1, logit_bias={0: 1.0}),
+)
+
 _NO_CHANGES = TableChanges([], [])
 
 
@@ -235,6 +241,8 @@ class Executor:
                 drafting = [row._replace(stop=row.stop + drafts, drafts=drafts) for row in going_on]
                 for rows in (drafting, begun, [*drafting[:1], *begun[1:]]):
                     self._run_for_nothing(rows)
+        for spec in _ALONE:
+            self._run_for_nothing([_row(0, (block_ids[0],), 1, spec)])
         tokens = min(chunk_tokens, len(block_ids) * size)
         self._run_for_nothing([_row(0, tuple(block_ids[: -(-tokens // size)]), tokens, _VARIANTS[0])])
 

@@ -21,7 +21,7 @@ BITS, DIGITS = tl.constexpr(2), tl.constexpr(4)
 # Of a row's logits, at most: each is a program, which goes through its part by tiles.
 PARTS = tl.constexpr(64)
 TILE = tl.constexpr(2048)
-_SMALLEST, _LARGEST = tl.constexpr(1e-30), tl.constexpr(1e30)
+_SMALLEST, _LARGEST = tl.constexpr(2.0**-100), tl.constexpr(2.0**100)
 _RULES = tl.constexpr(len(Rule))
 _TEMPERATURE, _TOP_K, _TOP_P, _MIN_P = (tl.constexpr(int(rule)) for rule in (Rule.TEMPERATURE, Rule.TOP_K, Rule.TOP_P, Rule.MIN_P))
 _REPETITION, _PRESENCE, _FREQUENCY = (tl.constexpr(int(rule)) for rule in (Rule.REPETITION, Rule.PRESENCE, Rule.FREQUENCY))
