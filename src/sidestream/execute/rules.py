@@ -107,10 +107,9 @@ class Rules:
 
 def rule_of(spec: SamplingSpec, *, prompt_len: int) -> tuple[int, ...]:
     """A row's numbers."""
-    top_k = min(spec.top_k, (1 << 31) - 1)  # it may be any number, and no vocabulary has so many
     return (
         _bits(0.0 if spec.greedy else spec.temperature),
-        top_k,
+        spec.top_k,
         *map(_bits, (spec.top_p, spec.min_p, spec.repetition_penalty, spec.presence_penalty, spec.frequency_penalty)),
         _signed(_mix(spec.seed & _MASK)),
         prompt_len,
