@@ -60,8 +60,10 @@ _EVENTS = {
 # When nobody waits any more, or so many steps in a row had nothing to do, the slowest of all operations may end soon.
 _DRAIN_S = 0.05
 _PATIENT_STEPS = 100
-# Typical schedules take 40 steps, those that wait for a slow disk 200.
-_MAX_STEPS = 2000
+# Typical schedules take 40 steps, those that wait for a slow disk 200, and those whose every store is late 160 for each of them.
+_MAX_STEPS = 6000
+# Nothing takes so many steps in a row without anything to do.
+_STUCK_STEPS = 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,13 +290,15 @@ class _Schedule:
             if not workload.meanwhile:
                 self._clients()
             idle = 0 if self._life.engine.step() else idle + 1
+            if idle == _STUCK_STEPS:
+                break
             self._clients()  # if no flight was launched
             if idle:
                 self._life.device.sleep(_IDLE_S if self._life.engine.unfinished and idle < _PATIENT_STEPS else _DRAIN_S)
             if step >= last and not self._life.engine.unfinished and not self._busy():
                 return True
         left = [number for (number, _), sample in self._life.told.items() if sample.reason is None]
-        self._find("no progress", f"after {_MAX_STEPS} steps, requests {left} have not ended or transfers are still on their way")
+        self._find("no progress", f"after {self._steps} steps, requests {left} have not ended or transfers are still on their way")
         return False
 
     def _clients(self) -> None:
