@@ -1,4 +1,4 @@
-"""Kernels of what a captured pass does beside the model: each does at once what torch would launch tens of kernels for. Need triton.
+"""Kernels of what a pass does beside the model, captured for the most part: each does at once what torch would launch tens of kernels for. Need triton.
 
 A step of a small model is as long as its launches are many. Launched on the current stream; nothing is read back. What they compute is what
 the torch code that calls them on a GPU computes elsewhere: that is what tests hold them against, to the bit but for exponentials and penalties.
