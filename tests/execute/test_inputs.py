@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from sidestream.execute.inputs import Packer, StepInputs
+from sidestream.execute.upload import Uploads
 from sidestream.kv.layout import KVLayout
 from sidestream.types import BatchPlan, RowPlan
 
@@ -94,3 +95,15 @@ def test_any_batch(packer: Packer) -> None:
             tokens = None if number % 2 == 0 else tuple(rng.randint(1, 99) for _ in range(start, stop))
             rows.append(row(number, start, stop, blocks, tokens=tokens, samples=tokens is None or rng.random() < 0.5))
         check(packer, *rows)
+
+
+def test_what_was_brought_is_what_was_packed_and_positions_begin_their_memory(packer: Packer) -> None:  # compiled layers are handed them
+    packed = packer.pack(BatchPlan((row(0, 4, 5, (3, 1)), row(1, 1, 4, (2,), tokens=(7, 8, 9)))))
+    staging = torch.zeros(1, 1024, dtype=torch.uint8)
+    uploads = Uploads(staging=staging, mapped=staging.view(torch.uint8))
+    uploads.open(0)
+    brought = packed.brought(uploads)
+    for name in ("tokens", "from_state", "positions", "slots", "block_tables", "query_starts_dev", "kv_lens_dev", "logit_rows"):
+        assert getattr(brought, name).equal(getattr(packed, name)), name
+    assert brought.slots.storage_offset() > 0  # all by one kernel
+    assert brought.positions.storage_offset() == 0

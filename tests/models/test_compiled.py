@@ -34,9 +34,9 @@ pytestmark = pytest.mark.filterwarnings(
 LENGTHS = (5, 40, 1, 17)
 
 
-def logits(model: PagedModel) -> list[torch.Tensor]:
+def logits(model: PagedModel, lengths: Sequence[int] = LENGTHS) -> list[torch.Tensor]:
     results = []
-    for length in LENGTHS:
+    for length in lengths:
         positions = torch.arange(length)
         kv = torch.zeros(model.layout.shape(4))
         batch = PagedBatch(
@@ -88,6 +88,18 @@ def test_number_of_compilations_does_not_grow_with_layers_or_lengths(tmp_path: P
     compile_layers(model, backend=counting(graphs))
     logits(model)
     assert len(graphs) <= 12  # four parts of a layer and two around them, for one token and for any number
+
+
+def test_a_length_that_equals_another_size_is_no_reason_to_compile_again_p3(tmp_path: Path) -> None:
+    """The compiler takes sizes that are equal for one size: 128 rows on heads of 128 were compiled for alone."""
+    torch._dynamo.reset()
+    graphs: list[int] = []
+    model = load_model(str(tiny_model_dir("llama", tmp_path, 1)), block_tokens=16)
+    compile_layers(model, backend=counting(graphs))
+    sizes = {model.layout.head_dim, model.num_heads, int(model.config.hidden_size)}
+    assert min(sizes) > 1 and max(sizes) <= 64
+    logits(model, [*sizes, 1, 3])
+    assert len(graphs) <= 12
 
 
 def test_what_a_batch_is_like_is_no_reason_to_compile_again_p3(tmp_path: Path) -> None:
@@ -266,7 +278,7 @@ def test_layers_that_cannot_be_compiled_keep_no_engine_from_compiling_the_others
         backend = failing(RuntimeError(NO_KERNEL), is_marked, ran)
         monkeypatch.setattr(compiled, "compile_layers", partial(compile_layers, backend=backend))
 
-        def warm_up() -> None:
+        def warm_up(what: str) -> None:
             lease = parts.blocks.take(3)
             executor.warm_up(lease.ids, chunk_tokens=16)
             lease.release()

@@ -47,6 +47,8 @@ if TYPE_CHECKING:  # transformers is imported by who loads a model
 
 logger = logging.getLogger(__name__)
 
+_WARMING_UP = "warming up the GPU's kernels"
+
 
 class ServableModel(ForwardModel, Protocol):
     """What an engine needs of a model: `sidestream.models.PagedModel`, or a toy."""
@@ -105,6 +107,9 @@ def build_engine(
         )
     if config.max_model_len is not None and config.max_model_len > model.max_model_len:
         raise ConfigError(f"max_model_len is {config.max_model_len}, the model was made for {model.max_model_len}: lower it")
+    on_gpu = (torch_device(config.device) if device is None else device.torch_device).type == "cuda"
+    if on_gpu and not config.eager:
+        _begin_to_compile()
     with contextlib.ExitStack() as undo:
         metrics = Metrics()
         if device is None:
@@ -163,7 +168,6 @@ def build_engine(
             vocab_size=model.vocab_size,
             max_unfinished=config.max_waiting + config.max_running,
         )
-        on_gpu = device.torch_device.type == "cuda"
         partials, straight = _buffers(model, config, bounds, proposer, max_drafts, device) if on_gpu else (None, None)
         executor = Executor(
             device=device,
@@ -176,11 +180,10 @@ def build_engine(
             max_drafts=max_drafts,
             max_len=min(bounds.max_model_len, bounds.pool_tokens),
         )
-        if on_gpu:
-            tell("warming up the GPU's kernels", 0, 0)
-            warm_up = functools.partial(_warm_up, executor, blocks, config, min(chunk_tokens, bounds.max_model_len))
-            warm_up()
-        if on_gpu and not config.eager:
+        warm_up = functools.partial(_warm_up, executor, blocks, config, min(chunk_tokens, bounds.max_model_len), tell)
+        if on_gpu and config.eager:
+            warm_up(_WARMING_UP)
+        elif on_gpu:
             gate_layers = 0 if transfers is None else layers_per_group(layout, device.segment_bytes)
             shapes = Shape.all_of(
                 max_rows=config.max_running, chunk_tokens=chunk_tokens, max_tokens=min(token_budget, bounds.pool_tokens), drafts=max_drafts
@@ -277,6 +280,15 @@ def _drafting(proposer: Proposer | None) -> Sequence[PagedModel | MtpHead]:
     return (proposer.model,) if isinstance(proposer, DraftModelProposer) else ()
 
 
+def _begin_to_compile() -> None:
+    """What takes a while, beside the rest of the start."""
+    from sidestream.models.catalog import cache_root
+    from sidestream.models.compiled import keep_compiled, start_compilers
+
+    keep_compiled(cache_root() / "compiled")
+    start_compilers()
+
+
 def _capture(
     executor: Executor,
     model: ServableModel,
@@ -284,27 +296,29 @@ def _capture(
     shapes: Sequence[Shape],
     *,
     gate_layers: int,
-    warm_up: Callable[[], None],
+    warm_up: Callable[[str], None],
     tell: Callable[[str, int, int], None],
 ) -> None:
-    """Compile the layers and capture graphs. Kinds of layers that cannot be compiled run as they are written, what cannot be captured is launched
-    kernel by kernel: that is warmed up again once it is compiled, or the first such flight would wait for the compiler (P3).
+    """Compile the layers, warm up, and capture graphs. Kinds of layers that cannot be compiled run as they are written, what cannot be captured is
+    launched kernel by kernel: so flights that are not captured are warmed up once it is known how their layers run (P3). Raises what flights raise
+    of layers as they are written.
     """
     from sidestream.models.adapter import PagedModel
-    from sidestream.models.catalog import cache_root
-    from sidestream.models.compiled import compile_layers, decompile, keep_compiled, reason_of
+    from sidestream.models.compiled import compile_layers, decompile, reason_of
 
-    keep_compiled(cache_root() / "compiled")
     start_s = time.monotonic()
     served: list[PagedModel | MtpHead] = [model, *_drafting(proposer)] if isinstance(model, PagedModel) else []
     for way in ("compiled and ", "") if served else ("",):
-        try:
+        if not way:
             for part in served:
-                (compile_layers if way else decompile)(part)
+                decompile(part)
+            warm_up(_WARMING_UP)
+        try:
             if way:
-                tell("compiling forward passes", 0, 0)
-                warm_up()
-            executor.capture(shapes, gate_layers=gate_layers, tell=functools.partial(tell, "compiling and capturing forward passes"))
+                for part in served:
+                    compile_layers(part)
+                warm_up("compiling forward passes")
+            executor.capture(shapes, gate_layers=gate_layers, tell=functools.partial(tell, "capturing forward passes"))
         except DeviceLost:
             raise
         except Exception as error:  # transformers and the model's own code raise anything here
@@ -314,11 +328,17 @@ def _capture(
             return
 
 
-def _warm_up(executor: Executor, blocks: FencedPool, config: EngineConfig, chunk_tokens: int) -> None:
+def _warm_up(
+    executor: Executor, blocks: FencedPool, config: EngineConfig, chunk_tokens: int, tell: Callable[[str, int, int], None], what: str
+) -> None:
+    """See `Executor.warm_up`. `what` it is for, is told."""
+    tell(what, 0, 0)
     start_s = time.monotonic()
     lease = blocks.take(min(blocks.num_available, max(config.max_running, -(-chunk_tokens // config.block_tokens))))
-    executor.warm_up(lease.ids, chunk_tokens=chunk_tokens)
-    lease.release()
+    try:
+        executor.warm_up(lease.ids, chunk_tokens=chunk_tokens)
+    finally:
+        lease.release()  # its flights have ended, however
     logger.info("the GPU's kernels are warm after %.1f s", time.monotonic() - start_s)
 
 

@@ -447,7 +447,7 @@ class Executor:
         return DeviceBatch(
             kv=self._kv,
             slots=inputs.slots,
-            block_tables=inputs.block_tables,
+            block_tables=inputs.block_tables.to(torch.int32),  # what frames have: attention is compiled for one of them
             query_starts=inputs.query_starts_dev,
             kv_lens=inputs.kv_lens_dev,
             split_rows=shape.decodes,

@@ -47,11 +47,15 @@ class StepInputs:
     anchors: Anchors | None
 
     def brought(self, uploads: Uploads) -> StepInputs:
-        """The same with its tensors on the device."""
+        """The same with its tensors on the device, and positions in memory of their own: compiled layers are handed them, and would be compiled again
+        for another place in memory that is shared.
+        """
         anchors = self.anchors
         more = [] if anchors is None else [anchors.rows, anchors.begins, anchors.token_rows]
         moved = uploads.together([getattr(self, name) for name in _TENSORS] + more)
         given: dict[str, Any] = dict(zip(_TENSORS, moved, strict=False))
+        if given["positions"].storage_offset():
+            given["positions"] = given["positions"].clone()
         if anchors is not None:
             rows, begins, token_rows = moved[len(_TENSORS) :]
             given["anchors"] = Anchors(rows, begins, token_rows, anchors.block_tokens)
