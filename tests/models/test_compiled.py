@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -15,7 +14,6 @@ import pytest
 import torch
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
-from torch._inductor.runtime.cache_dir_utils import cache_dir, default_cache_dir
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from sidestream import LLM, SamplingParams
@@ -24,7 +22,7 @@ from sidestream.engine.build import _capture
 from sidestream.errors import ModelError
 from sidestream.execute.frame import Shape
 from sidestream.models import PagedModel, compiled, load_model
-from sidestream.models.compiled import _MergeProducts, compile_layers, decoder_layers, decompile, keep_compiled
+from sidestream.models.compiled import _MergeProducts, compile_layers, decoder_layers, decompile
 from sidestream.models.mtp import attach_head
 from sidestream.testing.tiny_models import save_head, tiny_model_dir
 
@@ -330,18 +328,3 @@ def test_equal_products_are_merged_and_others_are_not() -> None:
     assert sum(node.target is torch.ops.aten.mm.default for node in module.graph.nodes) == 2
     for got, wanted in zip(module(torch.eye(3), torch.ones(3, 3)), work(torch.eye(3), torch.ones(3, 3)), strict=True):
         assert got.equal(wanted)
-
-
-def test_what_was_compiled_is_kept_for_the_next_start_unless_somebody_chose_a_place(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", default_cache_dir())
-    (tmp_path / "file").touch()
-    keep_compiled(tmp_path / "file" / "compiled")  # which cannot be made
-    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == default_cache_dir()
-    keep_compiled(tmp_path / "some" / "compiled")
-    assert (tmp_path / "some" / "compiled").is_dir()
-    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "some" / "compiled") == cache_dir()
-    keep_compiled(tmp_path / "other")
-    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "some" / "compiled")
-    assert not (tmp_path / "other").exists()

@@ -30,6 +30,8 @@ from sidestream.execute.model import ForwardModel
 from sidestream.kv.keys import BlockKeys
 from sidestream.kv.pool import FencedPool
 from sidestream.metrics import Metrics, Timeline
+from sidestream.models.catalog import cache_root
+from sidestream.models.kept import keep_compiled
 from sidestream.schedule.drafting import DraftPolicy
 from sidestream.schedule.scheduler import Limits, Scheduler
 from sidestream.speculate import NgramProposer, Proposer
@@ -108,8 +110,8 @@ def build_engine(
     if config.max_model_len is not None and config.max_model_len > model.max_model_len:
         raise ConfigError(f"max_model_len is {config.max_model_len}, the model was made for {model.max_model_len}: lower it")
     on_gpu = (torch_device(config.device) if device is None else device.torch_device).type == "cuda"
-    if on_gpu and not config.eager:
-        _begin_to_compile()
+    if on_gpu:
+        keep_compiled(cache_root() / "compiled")
     with contextlib.ExitStack() as undo:
         metrics = Metrics()
         if device is None:
@@ -278,15 +280,6 @@ def _drafting(proposer: Proposer | None) -> Sequence[PagedModel | MtpHead]:
     if isinstance(proposer, MtpProposer):
         return (proposer.head,)
     return (proposer.model,) if isinstance(proposer, DraftModelProposer) else ()
-
-
-def _begin_to_compile() -> None:
-    """What takes a while, beside the rest of the start."""
-    from sidestream.models.catalog import cache_root
-    from sidestream.models.compiled import keep_compiled, start_compilers
-
-    keep_compiled(cache_root() / "compiled")
-    start_compilers()
 
 
 def _capture(

@@ -7,7 +7,6 @@ Projections that read the same states become one multiplication. Norms and posit
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -15,9 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._inductor.async_compile import AsyncCompile
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
-from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 from torch.fx.experimental import _config as symbolic_shapes
 from torch.nn.functional import linear
 from transformers import AttentionInterface
@@ -34,37 +31,8 @@ _OUTSIDE = f"{adapter.PAGED}_outside"
 _JOINED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 # A layer is compiled for one token, and for any number; a model has few kinds of layers.
 _MOST_VARIANTS = 64
-# Where the compiler keeps what it makes, and where Triton does: the compiler sets that one too, but only once it compiles.
-_CACHE = "TORCHINDUCTOR_CACHE_DIR"
-_KERNELS = "TRITON_CACHE_DIR"
 # Where the errors of compilers come from.
 _COMPILERS = ("torch._dynamo.", "torch._inductor.", "triton.")
-
-
-def keep_compiled(directory: Path) -> None:
-    """Have the compiler keep what it makes in `directory`, for the next start, and Triton our kernels with it. Not where somebody chose another one
-    (TORCHINDUCTOR_CACHE_DIR, TRITON_CACHE_DIR), nor where nothing can be written: then it stays where torch has it, with temporary files.
-
-    Before the first kernel: one that an engine compiled elsewhere, the next start would look for in vain.
-    """
-    if os.environ.get(_CACHE, default_cache_dir()) == default_cache_dir():  # torch's own is set once torch looked
-        try:
-            directory.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            logger.info("compiled layers are not kept in %s: %s", directory, error.strerror or error)
-            return
-        if not os.access(directory, os.W_OK | os.X_OK):
-            return
-        os.environ[_CACHE] = str(directory)
-    os.environ.setdefault(_KERNELS, str(Path(os.environ[_CACHE]) / "triton"))
-
-
-def start_compilers() -> None:
-    """Start the processes that compile kernels, which takes them seconds. Told only by its first kernels, the compiler would compile those itself,
-    one after another. Where a process has one core, or `TORCHINDUCTOR_COMPILE_THREADS` is 1, there are none.
-    """
-    AsyncCompile.warm_pool()
-    AsyncCompile.wakeup()
 
 
 def compile_layers(model: PagedModel | MtpHead, *, backend: str | Callable[..., Any] = "inductor") -> None:

@@ -1,0 +1,58 @@
+"""What one start compiled, the next one finds."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from torch._inductor.runtime.cache_dir_utils import cache_dir, default_cache_dir, triton_cache_dir
+
+from sidestream.models.kept import keep_compiled
+
+LAYERS, KERNELS = "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"
+
+
+@pytest.fixture(autouse=True)
+def environment() -> object:
+    """As it was, whatever was set."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in (LAYERS, KERNELS):
+            patch.setenv(name, "")  # to be put back
+            del os.environ[name]
+        yield
+
+
+def test_layers_and_kernels_are_kept_together_from_the_first_kernel_on(tmp_path: Path) -> None:
+    place = tmp_path / "some" / "compiled"
+    keep_compiled(place)
+    assert place.is_dir()
+    assert (cache_dir(), triton_cache_dir(0)) == (str(place), str(place / "triton"))
+    keep_compiled(tmp_path / "other")
+    assert (os.environ[LAYERS], os.environ[KERNELS]) == (str(place), str(place / "triton"))
+    assert not (tmp_path / "other").exists()
+
+
+def test_what_torch_looked_up_itself_was_nobodys_choice(tmp_path: Path) -> None:
+    assert cache_dir() == os.environ[LAYERS] == default_cache_dir()
+    keep_compiled(tmp_path)
+    assert (os.environ[LAYERS], os.environ[KERNELS]) == (str(tmp_path), str(tmp_path / "triton"))
+
+
+def test_a_place_that_somebody_chose_stays(tmp_path: Path) -> None:
+    os.environ[LAYERS] = str(tmp_path / "layers")
+    keep_compiled(tmp_path / "ours")
+    assert (os.environ[LAYERS], os.environ[KERNELS]) == (str(tmp_path / "layers"), str(tmp_path / "layers" / "triton"))
+    del os.environ[LAYERS]
+    os.environ[KERNELS] = str(tmp_path / "kernels")
+    keep_compiled(tmp_path / "ours")
+    assert (os.environ[LAYERS], os.environ[KERNELS]) == (str(tmp_path / "ours"), str(tmp_path / "kernels"))
+
+
+def test_where_nothing_can_be_kept_all_stays_where_it_was(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "file").touch()
+    caplog.set_level("INFO", logger="sidestream.models.kept")
+    keep_compiled(tmp_path / "file" / "compiled")
+    assert LAYERS not in os.environ
+    assert KERNELS not in os.environ
+    assert caplog.messages == [f"what is compiled is not kept in {tmp_path / 'file' / 'compiled'}: Not a directory"]
