@@ -447,12 +447,14 @@ def test_no_flight_that_drafts_makes_the_host_wait_and_nothing_is_compiled_for_i
 
 @compiles
 @pytest.mark.usefixtures("few_shapes")
-def test_layers_are_compiled_for_one_token_and_for_any_number_captured_or_not(llama: Path) -> None:
+def test_layers_are_compiled_once_for_any_number_of_tokens_captured_or_not(llama: Path) -> None:
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     with engine(llama, **CAPTURED) as llm:
         llm.generate([*PROMPTS, *PROMPTS], GREEDY)
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 12  # four parts of a layer and two around them, twice
+    assert (
+        torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 8
+    )  # four parts of a layer and two around them, and what few of them need besides
 
 
 @compiles

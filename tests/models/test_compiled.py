@@ -30,6 +30,7 @@ pytestmark = pytest.mark.filterwarnings(
     "ignore::DeprecationWarning", "ignore::UserWarning", "ignore::FutureWarning"
 )  # torch's own, of torch
 LENGTHS = (5, 40, 1, 17)
+_MOST = 7  # four parts of a layer and two around them; behind attention one more, for what torch's own leaves of one token
 
 
 def logits(model: PagedModel, lengths: Sequence[int] = LENGTHS) -> list[torch.Tensor]:
@@ -85,7 +86,7 @@ def test_number_of_compilations_does_not_grow_with_layers_or_lengths(tmp_path: P
     model = load_model(str(tiny_model_dir("llama", tmp_path, 1, num_hidden_layers=6)), block_tokens=16)
     compile_layers(model, backend=counting(graphs))
     logits(model)
-    assert len(graphs) <= 12  # four parts of a layer and two around them, for one token and for any number
+    assert len(graphs) <= _MOST
 
 
 def test_a_length_that_equals_another_size_is_no_reason_to_compile_again_p3(tmp_path: Path) -> None:
@@ -97,7 +98,7 @@ def test_a_length_that_equals_another_size_is_no_reason_to_compile_again_p3(tmp_
     sizes = {model.layout.head_dim, model.num_heads, int(model.config.hidden_size)}
     assert min(sizes) > 1 and max(sizes) <= 64
     logits(model, [*sizes, 1, 3])
-    assert len(graphs) <= 12
+    assert len(graphs) <= _MOST
 
 
 def test_what_a_batch_is_like_is_no_reason_to_compile_again_p3(tmp_path: Path) -> None:

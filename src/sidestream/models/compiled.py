@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 _OUTSIDE = f"{adapter.PAGED}_outside"
 
 _JOINED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-# A layer is compiled for one token, and for any number; a model has few kinds of layers.
+# A layer is compiled for any number of tokens; a model has few kinds of layers.
 _MOST_VARIANTS = 64
 # Where the errors of compilers come from.
 _COMPILERS = ("torch._dynamo.", "torch._inductor.", "triton.")
@@ -42,7 +42,9 @@ def compile_layers(model: PagedModel | MtpHead, *, backend: str | Callable[..., 
     the compiler fails on runs as it is written from then on, and a warning says so; the others stay compiled.
     """
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _MOST_VARIANTS)
-    symbolic_shapes.use_duck_shape = False  # else 128 tokens are taken for the size of a head, and layers compiled again for other numbers
+    # Else 128 tokens are taken for the size of a head, and one token for something else than many: layers were compiled again for other numbers.
+    symbolic_shapes.use_duck_shape = False
+    symbolic_shapes.backed_size_oblivious = True
     with torch.no_grad():
         for part in list(_module(model).modules()):
             for names in _JOINED:
