@@ -262,7 +262,6 @@ def test_layers_that_cannot_be_compiled_keep_no_engine_from_compiling_the_others
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     torch._dynamo.reset()
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     prompts, params = [[3, 5, 8, 13] * 5, [7, 9, 2]], SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
     with LLM(tiny_model_dir("gemma2", tmp_path, 1), device="cpu", dtype="float32", kv_memory="16MiB") as llm:
         parts = llm.engine.parts
@@ -277,7 +276,10 @@ def test_layers_that_cannot_be_compiled_keep_no_engine_from_compiling_the_others
         backend = failing(RuntimeError(NO_KERNEL), is_marked, ran)
         monkeypatch.setattr(compiled, "compile_layers", partial(compile_layers, backend=backend))
 
+        warmed_up: list[str] = []
+
         def warm_up(what: str) -> None:
+            warmed_up.append(what)
             lease = parts.blocks.take(3)
             executor.warm_up(lease.ids, chunk_tokens=16)
             lease.release()
@@ -288,12 +290,46 @@ def test_layers_that_cannot_be_compiled_keep_no_engine_from_compiling_the_others
         )
         assert executor._graphs is not None
         assert executor._graphs.shapes == shapes
+        assert warmed_up == ["compiling forward passes"]  # once, as flights will run
         ran.clear()
         assert [output.token_ids for output in llm.generate(prompts, params)] == expected
         assert sum(ran) > 0
         assert as_written(model) == [True, False] * 2
     assert len(said(caplog)) == 1
     assert not [record for record in caplog.records if record.name == "sidestream.engine.build" and record.levelname == "WARNING"]
+
+
+@pytest.mark.parametrize("stage", ["compile_layers", "warm_up"])
+def test_an_engine_whose_layers_cannot_be_compiled_at_all_is_warmed_up_as_they_are_written(
+    stage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    torch._dynamo.reset()
+    warmed_up: list[str] = []
+
+    def fail(part: PagedModel) -> None:
+        raise RuntimeError("no compiler")
+
+    with LLM(tiny_model_dir("llama", tmp_path, 1), device="cpu", dtype="float32", kv_memory="16MiB") as llm:
+        executor = llm.engine.parts.executor
+        model = executor._model
+        assert isinstance(model, PagedModel)
+        monkeypatch.setattr(
+            compiled, "compile_layers", fail if stage == "compile_layers" else partial(compile_layers, backend=counting([]))
+        )
+
+        def warm_up(what: str) -> None:
+            warmed_up.append(f"{what} {as_written(model)[0]}")
+            if stage == "warm_up" and len(warmed_up) == 1:
+                raise RuntimeError("no compiler")
+
+        shapes = [Shape(2)]
+        llm.engine.call(
+            lambda: _capture(executor, model, None, shapes, gate_layers=0, warm_up=warm_up, tell=lambda what, done, total: None)
+        )
+        assert executor._graphs is not None
+        assert executor._graphs.shapes == shapes
+    assert warmed_up == [*(["compiling forward passes False"] if stage == "warm_up" else []), "warming up the GPU's kernels True"]
+    assert "cannot be compiled and captured (RuntimeError: no compiler)" in caplog.text
 
 
 @pytest.mark.parametrize("compiles", [True, False])
