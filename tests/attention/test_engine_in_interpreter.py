@@ -47,6 +47,7 @@ def batches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[DeviceBatch]]:
     monkeypatch.setattr(build, "Executor", Interpreted)
     yield seen
     assert all(isinstance(batch, DeviceBatch) for batch in seen)
+    assert {batch.block_tables.dtype for batch in seen} <= {torch.int32}  # captured flights' type: kernels are compiled for one of them
 
 
 def kernels_run_here(monkeypatch: pytest.MonkeyPatch) -> None:

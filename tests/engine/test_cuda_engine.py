@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import queue
 import subprocess
 import sys
@@ -446,15 +447,46 @@ def test_no_flight_that_drafts_makes_the_host_wait_and_nothing_is_compiled_for_i
 
 
 @compiles
-@pytest.mark.usefixtures("few_shapes")
-def test_layers_are_compiled_once_for_any_number_of_tokens_captured_or_not(llama: Path) -> None:
+@pytest.mark.parametrize("max_running", [6, 1])  # the first flight has so many tokens
+def test_layers_are_compiled_once_for_any_number_of_tokens_and_never_once_it_serves_p3(
+    max_running: int, llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import triton
+
+    kernels: list[Any] = []
+    graphs = torch._dynamo.utils.counters["stats"]
+    monkeypatch.setattr(
+        Shape, "all_of", classmethod(lambda cls, **bounds: [Shape(1), Shape(0, 64)])
+    )  # the rest is launched kernel by kernel
     torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
-    with engine(llama, **CAPTURED) as llm:
-        llm.generate([*PROMPTS, *PROMPTS], GREEDY)
-    assert (
-        torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 8
-    )  # four parts of a layer and two around them, and what few of them need besides
+    graphs.clear()
+    with engine(llama, eager=False, max_running=max_running, chunk_tokens=64) as llm:
+        at_start = graphs["unique_graphs"]
+        monkeypatch.setattr(triton.knobs.runtime, "jit_post_compile_hook", lambda **what: kernels.append(what["repr"]))
+        for count in (1, 2, 3, 5):
+            llm.generate(PROMPTS[:count], GREEDY)
+        llm.generate([*PROMPTS, *PROMPTS][: len(EVERY_WAY_TO_DRAW)], EVERY_WAY_TO_DRAW)
+        assert graphs["unique_graphs"] == at_start
+    assert kernels == []
+    assert 6 <= at_start <= 8  # four parts of a layer and two around them, and what few of them need besides
+
+
+def test_a_second_start_finds_all_that_the_first_one_compiled(llama: Path, tmp_path: Path) -> None:
+    serve = (
+        "import sys; from sidestream import LLM, SamplingParams\n"
+        "with LLM(sys.argv[1], device='cuda', dtype='float32', kv_memory='64MiB', max_running=1, chunk_tokens=64) as llm:\n"
+        "    llm.generate([[3, 5, 7]], SamplingParams(max_tokens=4))"
+    )
+    places = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "TRITON_HOME")
+    environment = {name: value for name, value in os.environ.items() if name not in places}
+    kept: list[set[Path]] = []
+    for _ in range(2):
+        subprocess.run(
+            [sys.executable, "-c", serve, str(llama)], env={**environment, "SIDESTREAM_CACHE": str(tmp_path)}, check=True, timeout=180
+        )
+        kept.append(set((tmp_path / "compiled").rglob("*.cubin")))
+    assert {path.stem for path in kept[0]} >= {"attend", "write", "combine", "advance"}  # before the layers and behind them
+    assert kept[1] == kept[0]
 
 
 @compiles

@@ -18,11 +18,12 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from sidestream import LLM, SamplingParams
 from sidestream.attention.paged import PagedBatch, ungated
-from sidestream.engine.build import _capture
+from sidestream.config import EngineConfig
+from sidestream.engine.build import _capture, _warm_up
 from sidestream.errors import ModelError
 from sidestream.execute.frame import Shape
 from sidestream.models import PagedModel, compiled, load_model
-from sidestream.models.compiled import _MergeProducts, compile_layers, decoder_layers, decompile
+from sidestream.models.compiled import _MergeProducts, compile_layers, compiling, decoder_layers, decompile
 from sidestream.models.mtp import attach_head
 from sidestream.testing.tiny_models import save_head, tiny_model_dir
 
@@ -85,7 +86,8 @@ def test_number_of_compilations_does_not_grow_with_layers_or_lengths(tmp_path: P
     graphs: list[int] = []
     model = load_model(str(tiny_model_dir("llama", tmp_path, 1, num_hidden_layers=6)), block_tokens=16)
     compile_layers(model, backend=counting(graphs))
-    logits(model)
+    with compiling():
+        logits(model)
     assert len(graphs) <= _MOST
 
 
@@ -97,7 +99,8 @@ def test_a_length_that_equals_another_size_is_no_reason_to_compile_again_p3(tmp_
     compile_layers(model, backend=counting(graphs))
     sizes = {model.layout.head_dim, model.num_heads, int(model.config.hidden_size)}
     assert min(sizes) > 1 and max(sizes) <= 64
-    logits(model, [*sizes, 1, 3])
+    with compiling():
+        logits(model, [*sizes, 1, 3])
     assert len(graphs) <= _MOST
 
 
@@ -124,9 +127,10 @@ def test_what_a_batch_is_like_is_no_reason_to_compile_again_p3(tmp_path: Path) -
         head.keep_up(tokens, hidden, tokens.clone(), given)
         head.step(tokens, hidden, tokens.clone(), given)
 
-    every(batch(torch.int64, lambda layer: None))
-    every(batch(torch.int32, ungated))
-    every(batch(torch.int64, [].append))
+    with compiling():
+        every(batch(torch.int64, lambda layer: None))
+        every(batch(torch.int32, ungated))
+        every(batch(torch.int64, [].append))
     assert len(graphs) == 7  # four parts of a layer, the head's among them; the last norm, the positions, and what feeds a head
 
 
@@ -299,36 +303,65 @@ def test_layers_that_cannot_be_compiled_keep_no_engine_from_compiling_the_others
     assert not [record for record in caplog.records if record.name == "sidestream.engine.build" and record.levelname == "WARNING"]
 
 
-@pytest.mark.parametrize("stage", ["compile_layers", "warm_up"])
+@pytest.mark.parametrize("family", ["gemma2", "glm4_moe", "phi3"])
+def test_a_first_call_with_one_token_is_compiled_for_any_number(family: str, tmp_path: Path) -> None:
+    torch._dynamo.reset()
+    graphs: list[int] = []
+    model = load_model(str(tiny_model_dir(family, tmp_path, 1)), block_tokens=16)
+    lengths = [1, 5, 2, 40]
+    expected = logits(model, lengths)
+    compile_layers(model, backend=aot_autograd(fw_compiler=lambda module, _: graphs.append(1) or module))  # type: ignore[func-returns-value]
+    with compiling():
+        for got, wanted in zip(logits(model, lengths), expected, strict=True):
+            torch.testing.assert_close(got, wanted, atol=1e-5, rtol=1e-5)
+    assert len(graphs) <= _MOST + 2  # glm4_moe's first layer has no experts
+
+
+def test_how_sizes_are_taken_elsewhere_in_the_process_stays_as_it_is(tmp_path: Path) -> None:
+    """That no size is broadcast is true of tokens here, and not of what others compile."""
+    torch._dynamo.reset()
+    model = load_model(str(tiny_model_dir("llama", tmp_path, 1)), block_tokens=16)
+    compile_layers(model, backend=counting([]))
+    with compiling():
+        logits(model)
+    added = torch.compile(lambda x, y: (x + y).sum(), dynamic=True, backend="eager")
+    assert added(torch.ones(5, 3), torch.ones(5, 3)) == added(torch.ones(5, 3), torch.ones(1, 3)) == 30
+
+
+@pytest.mark.parametrize("stage", ["compile_layers", "the first flight"])
 def test_an_engine_whose_layers_cannot_be_compiled_at_all_is_warmed_up_as_they_are_written(
     stage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    torch._dynamo.reset()
-    warmed_up: list[str] = []
-
-    def fail(part: PagedModel) -> None:
+    def fail(*_: object) -> None:
         raise RuntimeError("no compiler")
 
-    with LLM(tiny_model_dir("llama", tmp_path, 1), device="cpu", dtype="float32", kv_memory="16MiB") as llm:
-        executor = llm.engine.parts.executor
-        model = executor._model
+    torch._dynamo.reset()
+    told, flights = list[str](), list[bool]()
+    with LLM(tiny_model_dir("llama", tmp_path, 1), device="cpu", dtype="float32", kv_memory="16MiB", max_running=2) as llm:
+        parts = llm.engine.parts
+        executor, model, blocks = parts.executor, parts.executor._model, parts.blocks.num_available
         assert isinstance(model, PagedModel)
+        forward = model.forward
+
+        def once_it_fails(*given: Any) -> torch.Tensor:
+            flights.append(as_written(model)[0])
+            if stage == "the first flight" and len(flights) == 1:
+                fail()
+            return forward(*given)
+
+        monkeypatch.setattr(model, "forward", once_it_fails)
         monkeypatch.setattr(
             compiled, "compile_layers", fail if stage == "compile_layers" else partial(compile_layers, backend=counting([]))
         )
-
-        def warm_up(what: str) -> None:
-            warmed_up.append(f"{what} {as_written(model)[0]}")
-            if stage == "warm_up" and len(warmed_up) == 1:
-                raise RuntimeError("no compiler")
-
-        shapes = [Shape(2)]
-        llm.engine.call(
-            lambda: _capture(executor, model, None, shapes, gate_layers=0, warm_up=warm_up, tell=lambda what, done, total: None)
-        )
+        tell = lambda what, done, total: done or told.append(what)  # noqa: E731
+        warm_up = partial(_warm_up, executor, parts.blocks, EngineConfig(device="cpu", kv_memory="16MiB", max_running=2), 16, tell)
+        llm.engine.call(lambda: _capture(executor, model, None, [Shape(2)], gate_layers=0, warm_up=warm_up, tell=tell))
         assert executor._graphs is not None
-        assert executor._graphs.shapes == shapes
-    assert warmed_up == [*(["compiling forward passes False"] if stage == "warm_up" else []), "warming up the GPU's kernels True"]
+        assert parts.blocks.num_available == blocks
+    began = ["compiling forward passes"] if stage == "the first flight" else []
+    assert told == [*began, "warming up the GPU's kernels", "capturing forward passes"]
+    assert len(flights) > 2
+    assert all(flights[len(began) :])
     assert "cannot be compiled and captured (RuntimeError: no compiler)" in caplog.text
 
 

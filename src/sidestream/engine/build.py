@@ -111,7 +111,8 @@ def build_engine(
         raise ConfigError(f"max_model_len is {config.max_model_len}, the model was made for {model.max_model_len}: lower it")
     on_gpu = (torch_device(config.device) if device is None else device.torch_device).type == "cuda"
     if on_gpu:
-        keep_compiled(cache_root() / "compiled")
+        with contextlib.suppress(RuntimeError):  # without a home there is nowhere to keep it
+            keep_compiled(cache_root() / "compiled")
     with contextlib.ExitStack() as undo:
         metrics = Metrics()
         if device is None:
@@ -297,7 +298,7 @@ def _capture(
     of layers as they are written.
     """
     from sidestream.models.adapter import PagedModel
-    from sidestream.models.compiled import compile_layers, decompile, reason_of
+    from sidestream.models.compiled import compile_layers, compiling, decompile, reason_of
 
     start_s = time.monotonic()
     served: list[PagedModel | MtpHead] = [model, *_drafting(proposer)] if isinstance(model, PagedModel) else []
@@ -307,11 +308,12 @@ def _capture(
                 decompile(part)
             warm_up(_WARMING_UP)
         try:
-            if way:
-                for part in served:
-                    compile_layers(part)
-                warm_up("compiling forward passes")
-            executor.capture(shapes, gate_layers=gate_layers, tell=functools.partial(tell, "capturing forward passes"))
+            with compiling():
+                if way:
+                    for part in served:
+                        compile_layers(part)
+                    warm_up("compiling forward passes")
+                executor.capture(shapes, gate_layers=gate_layers, tell=functools.partial(tell, "capturing forward passes"))
         except DeviceLost:
             raise
         except Exception as error:  # transformers and the model's own code raise anything here
@@ -331,7 +333,7 @@ def _warm_up(
     try:
         executor.warm_up(lease.ids, chunk_tokens=chunk_tokens)
     finally:
-        lease.release()  # its flights have ended, however
+        lease.release()  # each flight was waited for
     logger.info("the GPU's kernels are warm after %.1f s", time.monotonic() - start_s)
 
 

@@ -352,6 +352,8 @@ class Executor:
 
         def forward(drafts: Drafts | None) -> Computed:
             inputs = packed.brought(self._uploads).anchored(self._state.lengths)
+            if self._partials is not None:  # what frames have: kernels are compiled for one of them
+                inputs = replace(inputs, block_tables=inputs.block_tables.to(torch.int32))
             rows = self._rows_where_they_are(batch, inputs)
             if batch.speculates and not gates.by_layer and self._witnessed:
                 self._stream.touch(lambda: kv_accesses(rows, self._model.layout, range(self._model.layout.num_layers)))
@@ -447,7 +449,7 @@ class Executor:
         return DeviceBatch(
             kv=self._kv,
             slots=inputs.slots,
-            block_tables=inputs.block_tables.to(torch.int32),  # what frames have: attention is compiled for one of them
+            block_tables=inputs.block_tables,
             query_starts=inputs.query_starts_dev,
             kv_lens=inputs.kv_lens_dev,
             split_rows=shape.decodes,

@@ -137,7 +137,6 @@ class Forward:
         if devices.has_kernels(tables):
             from sidestream.execute import launch  # Triton, which a CPU does not need
 
-            tables = tables.to(torch.int32)  # what frames have: kernels are compiled for one of them
             slots, lengths = launch.one_token_each(tables, positions, last, nobody, block_tokens=size)
         else:
             positions = torch.minimum(positions, last)

@@ -6,8 +6,9 @@ Projections that read the same states become one multiplication. Norms and posit
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,16 +36,27 @@ _MOST_VARIANTS = 64
 _COMPILERS = ("torch._dynamo.", "torch._inductor.", "triton.")
 
 
+@contextlib.contextmanager
+def compiling() -> Iterator[None]:
+    """Around the first calls of layers that `compile_layers` was given, on the thread that makes them: what is compiled meanwhile is compiled once for
+    any number of tokens. Else the compiler takes 128 tokens for the size of a head, and one token for something else than many, and compiles again
+    for other numbers. How it takes sizes elsewhere in the process stays as it is.
+    """
+    limit = max(torch._dynamo.config.recompile_limit, _MOST_VARIANTS)
+    with (
+        torch._dynamo.config.patch(recompile_limit=limit),
+        symbolic_shapes.patch(use_duck_shape=False, backed_size_oblivious=True),  # type: ignore[attr-defined]
+    ):
+        yield
+
+
 def compile_layers(model: PagedModel | MtpHead, *, backend: str | Callable[..., Any] = "inductor") -> None:
-    """Have the decoder layers of a model or a head compiled at their next calls, in place; the first ones take seconds. `decompile` undoes it.
+    """Have the decoder layers of a model or a head compiled at their next calls, in place; the first ones take seconds, and should be made while
+    `compiling`. `decompile` undoes it.
 
     Joins projections first: their weights move to new memory, one layer at a time. Results differ from eager ones by rounding. A kind of layers that
     the compiler fails on runs as it is written from then on, and a warning says so; the others stay compiled.
     """
-    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _MOST_VARIANTS)
-    # Else 128 tokens are taken for the size of a head, and one token for something else than many: layers were compiled again for other numbers.
-    symbolic_shapes.use_duck_shape = False
-    symbolic_shapes.backed_size_oblivious = True
     with torch.no_grad():
         for part in list(_module(model).modules()):
             for names in _JOINED:
