@@ -468,6 +468,7 @@ EXEMPT = (
     Exempt(f"{_EXECUTOR}._run_for_nothing", "flight.drop()", _WARM_UP),
     Exempt(f"{_EXECUTOR}._run_for_nothing", "if flight.fence.failure is not None:", _WARM_UP),
     Exempt("sidestream.execute.upload:_fetch", "torch.add(read, 0, out=target)", "a sum"),
+    Exempt(f"{_EXECUTOR}._eager_work", "inputs = replace(inputs, block_tables=", "a value"),
     Exempt("sidestream.execute.inputs:StepInputs.brought", "replace(self, **given)", "a value"),
     Exempt("sidestream.execute.inputs:StepInputs.anchored", "replace(self, positions", "a value"),
     Exempt("sidestream.execute.frame:TableKeeper.changes", "places.extend(range(base + kept, base + len(wanted)))", "a list"),
