@@ -49,22 +49,21 @@ def measure(*, device: str, shape: str, requests: int, output_tokens: int, round
     try:
         prompts = [[1 + (number * 31 + at * 7) % 500 for at in range(_PROMPT_TOKENS)] for number in range(requests)]
         clock, figures = _StepClock(engine), list[Figure]()
-        for name, asked in _ASKED.items():
-            taken, worked = list[float](), list[float]()
-            for number in range(rounds + 1):
-                tell(f"{name}, round {number} of {rounds}")
+        steps: dict[str, list[tuple[int, float, float]]] = {name: [] for name in _ASKED}
+        for number in range(rounds + 1):  # each way in each of them: the machine is busier at one time than at another
+            for name, asked in _ASKED.items():
+                tell(f"round {number} of {rounds}, {name}")
                 clock.steps.clear()
                 engine.reset_cache()
                 _serve(engine, prompts, SamplingParams(max_tokens=output_tokens, ignore_eos=True, **asked))
-                full = [step for step in clock.steps if step[0] == requests]
                 if number:  # the first one warms up
-                    taken += [seconds for _, seconds, _ in full]
-                    worked += [seconds for *_, seconds in full]
-            if not taken:
+                    steps[name] += [step for step in clock.steps if step[0] == requests]
+        for name, full in steps.items():
+            if not full:
                 raise SidestreamError(f"in no step all {requests} requests decoded: there is nothing to measure; ask for more tokens")
-            end = f"{requests}_{name}"
-            figures.append(Figure(f"host_ms_per_step_{end}", 1e3 * median(taken), "ms", None if name == "biased" else at_most(1.0)))
-            figures.append(Figure(f"host_cpu_ms_per_step_{end}", 1e3 * median(worked), "ms"))
+            end, bound = f"{requests}_{name}", None if name == "biased" else at_most(1.0)
+            figures.append(Figure(f"host_ms_per_step_{end}", 1e3 * median(seconds for _, seconds, _ in full), "ms", bound))
+            figures.append(Figure(f"host_cpu_ms_per_step_{end}", 1e3 * median(seconds for *_, seconds in full), "ms"))
         return figures
     finally:
         engine.close()
