@@ -317,6 +317,19 @@ def test_a_first_call_with_one_token_is_compiled_for_any_number(family: str, tmp
     assert len(graphs) <= _MOST + 2  # glm4_moe's first layer has no experts
 
 
+def test_one_model_after_another_is_compiled_in_a_process(tmp_path: Path) -> None:
+    """The compiler gives up on code that it compiled often, eight times unless told otherwise, and all models of a class run the same."""
+    torch._dynamo.reset()
+    for number in (1, 2, 3):
+        graphs: list[int] = []
+        directory = tiny_model_dir("llama", tmp_path / str(number), 1, num_hidden_layers=1, intermediate_size=16 * number)
+        model = load_model(str(directory), block_tokens=16)
+        compile_layers(model, backend=counting(graphs))
+        with torch._dynamo.config.patch(recompile_limit=2), compiling():
+            logits(model, [5])
+        assert len(graphs) >= 3  # what is alike in all of them was compiled before
+
+
 def test_how_sizes_are_taken_elsewhere_in_the_process_stays_as_it_is(tmp_path: Path) -> None:
     """That no size is broadcast is true of tokens here, and not of what others compile."""
     torch._dynamo.reset()
