@@ -40,7 +40,7 @@ from transformers.utils import logging as transformers_logging
 from sidestream.attention import paged
 from sidestream.attention.paged import paged_attention
 from sidestream.errors import ModelError
-from sidestream.models import kv_token_bytes, load_model
+from sidestream.models import kv_token_bytes, load_model, loader
 from sidestream.models.facts import max_positions
 from sidestream.models.loader import weights_digest
 from sidestream.models.weights import fingerprint_of, pack_linears
@@ -385,3 +385,14 @@ def test_a_packed_linear_multiplies_as_before(bias: bool) -> None:
             states = torch.randn(1, rows, 64, dtype=torch.bfloat16)
             # Both round a float32 sum once: at most one step of 2**-8 apart, for values up to 4.
             torch.testing.assert_close(packed(states), plain(states), atol=2**-6, rtol=0)
+
+
+def test_kernels_have_their_place_before_the_check_on_a_gpu_compiles_the_first_of_them(
+    llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def kept() -> None:
+        raise NotImplementedError("kept")
+
+    monkeypatch.setattr(loader, "keep_compiled", kept)
+    assert "NotImplementedError: kept" in refusal(llama, device=torch.device("cuda"))
+    load_model(str(llama), block_tokens=4)

@@ -30,7 +30,6 @@ from sidestream.execute.model import ForwardModel
 from sidestream.kv.keys import BlockKeys
 from sidestream.kv.pool import FencedPool
 from sidestream.metrics import Metrics, Timeline
-from sidestream.models.catalog import cache_root
 from sidestream.models.kept import keep_compiled
 from sidestream.schedule.drafting import DraftPolicy
 from sidestream.schedule.scheduler import Limits, Scheduler
@@ -111,8 +110,7 @@ def build_engine(
         raise ConfigError(f"max_model_len is {config.max_model_len}, the model was made for {model.max_model_len}: lower it")
     on_gpu = (torch_device(config.device) if device is None else device.torch_device).type == "cuda"
     if on_gpu:
-        with contextlib.suppress(RuntimeError):  # without a home there is nowhere to keep it
-            keep_compiled(cache_root() / "compiled")
+        keep_compiled()
     with contextlib.ExitStack() as undo:
         metrics = Metrics()
         if device is None:

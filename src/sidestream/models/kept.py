@@ -6,6 +6,8 @@ import logging
 import os
 from pathlib import Path
 
+from sidestream.models.catalog import cache_root
+
 logger = logging.getLogger(__name__)
 
 # Where the compiler keeps what it makes, where Triton does, and what Triton's own place is below.
@@ -14,14 +16,19 @@ _KERNELS = "TRITON_CACHE_DIR"
 _TRITON_HOME = "TRITON_HOME"
 
 
-def keep_compiled(directory: Path) -> None:
-    """Have this process keep what is compiled in `directory`, and kernels in `triton` below it, for the next start. Not where somebody chose another
-    place (`TORCHINDUCTOR_CACHE_DIR`; `TRITON_CACHE_DIR`, `TRITON_HOME`), nor where nothing can be written: then it stays where torch and Triton have
-    it, which a container loses.
+def keep_compiled() -> None:
+    """Have this process keep what is compiled for the next start: in `compiled` below the cache's directory, and kernels in `triton` below that. Not
+    where somebody chose another place (`TORCHINDUCTOR_CACHE_DIR`; `TRITON_CACHE_DIR`, `TRITON_HOME`), nor where nothing can be written: then it stays
+    where torch and Triton have it, which a container loses. Again it does nothing.
 
-    Before the first kernel: the compiler moves Triton's place once it compiles, and only then, so a start that finds all layers compiled would look
-    elsewhere for kernels than the start that made them.
+    Before the first kernel, of whoever launches it: the compiler moves Triton's place once it compiles, and only then, so a start that finds all
+    layers compiled would look elsewhere for kernels than the start that made them.
     """
+    try:
+        directory = cache_root() / "compiled"
+    except RuntimeError as error:  # no home
+        logger.info("what is compiled is not kept: %s", error)
+        return
     if not _is_chosen(_LAYERS):
         _keep(_LAYERS, directory)
     if not _is_chosen(_KERNELS):

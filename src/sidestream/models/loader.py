@@ -21,6 +21,7 @@ from sidestream.kv.layout import DTYPE_BYTES
 from sidestream.models.adapter import PagedModel
 from sidestream.models.check import check_paged, eager_logits
 from sidestream.models.facts import layout_of, max_positions, refuse_unservable
+from sidestream.models.kept import keep_compiled
 from sidestream.models.weights import check_files, digest_of_files, fingerprint_of, pack_linears, read_json
 
 # Weights as safetensors only: the other formats run code while they are read.
@@ -48,6 +49,8 @@ def load_model(path_or_hub_id: str, *, dtype: str = "auto", block_tokens: int, d
         module = _load(directory, config, dtype)
         layout = layout_of(module.config, dtype=str(module.dtype).removeprefix("torch."), block_tokens=block_tokens)
         fingerprint = fingerprint_of(module)  # on the host: the name of a model does not say where it runs
+        if device.type == "cuda":
+            keep_compiled()  # the check launches the first kernels
         module.to(device)
         expected = eager_logits(module)
         pack_linears(module)
