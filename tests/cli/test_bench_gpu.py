@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from sidestream.cli.bench import speculative
+from sidestream.cli.bench import engine, speculative
+from sidestream.cli.bench.report import Figure
 from sidestream.testing.tiny_models import tiny_model_dir
 
 from .conftest import Run
@@ -80,6 +81,36 @@ def test_device_that_is_not_known_names_the_nearest_one(run: Run) -> None:
     done = run("bench", "mailbox", "--device", "cud")
     assert done.exit_code != 0
     assert "did you mean cuda" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("asked", "reason"),
+    [
+        (["llama-3.2-1b", "--device", "cuda"], "the model is 'llama-3.2-1b', which --device cuda has no use for; weights are random there"),
+        (["--device", "cuda", "--rounds", "2"], "--rounds is 2, which --device cuda has no use for"),
+        (["--shape", "tiny"], "--shape is 'tiny', which --device cpu has no use for; a model is measured there"),
+        (["--device", "cud"], "did you mean cuda"),
+    ],
+)
+def test_what_a_benchmark_of_steps_would_not_measure_is_refused(asked: list[str], reason: str, run: Run) -> None:
+    done = run("bench", "decode", *asked)
+    assert done.exit_code != 0
+    assert reason in done.stderr
+
+
+@pytest.mark.parametrize("shape", ["qwen3-8b", "llama-3.2-1b"])
+def test_steps_on_a_gpu_are_those_of_the_shape_that_was_asked_for(shape: str, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    measured: list[object] = []
+
+    def measure(**asked: object) -> list[Figure]:
+        measured.append((asked["device"], asked["shape"], asked["parts"]))
+        return [Figure("decode_b1_over_floor", 1.0, "ratio")]
+
+    monkeypatch.setattr(engine, "measure", measure)
+    done = run("bench", "decode", "--device", "cuda", "--json", *([] if shape == "qwen3-8b" else ["--shape", shape]))
+    assert done.exit_code == 0, done.stderr
+    assert measured == [("cuda", shape, ["decode"])]
+    assert json.loads(done.stdout)["environment"]["model"] == f"{shape}, random weights"
 
 
 @pytest.mark.parametrize("name", ["host-time", "identity"])

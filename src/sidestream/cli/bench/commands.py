@@ -11,6 +11,7 @@ from rich.console import Console
 
 from sidestream.cli.bench.report import Figure, publish
 from sidestream.cli.options import DEMO_MODEL
+from sidestream.config import unknown_name
 from sidestream.errors import ConfigError
 
 Model = Annotated[str, typer.Argument(help="Directory, hub id, or a name of `sidestream models`.")]
@@ -59,18 +60,28 @@ def prefix(
 
 
 def decode(
+    context: typer.Context,
     model: Model = DEMO_MODEL,
     output_tokens: Annotated[int, typer.Option(help="Tokens drawn for each request.")] = 96,
     rounds: Annotated[int, typer.Option(help="Repetitions, ours and generate in turn.")] = 5,
     dtype: Annotated[str, typer.Option(help="Data type of both.")] = "auto",
     device: Annotated[
-        str, typer.Option(help="`cuda`: steps of a large model with random weights, over what its bytes take; nothing else is asked.")
+        str, typer.Option(help="`cpu`; or `cuda`: steps of a model of some shape with random weights, over what its bytes take.")
     ] = "cpu",
+    shape: Annotated[str, typer.Option(help="On `cuda`, which shape: qwen3-8b, llama-3.2-1b, qwen3-0.6b or tiny.")] = "qwen3-8b",
     as_json: Json = False,
 ) -> None:
     """Tokens a second, alone and with eight at once, over transformers' generate."""
-    if device == "cuda":
-        _engine(["decode"], device, "qwen3-8b", as_json)
+    if device not in ("cpu", "cuda"):
+        raise ConfigError(unknown_name("device", device, ("cpu", "cuda")))
+    on_gpu = device == "cuda"
+    given = {name for name in context.params if getattr(context.get_parameter_source(name), "name", "") == "COMMANDLINE"}
+    for name in sorted(given & ({"model", "output_tokens", "rounds", "dtype"} if on_gpu else {"shape"})):
+        what = "the model" if name == "model" else f"--{name.replace('_', '-')}"
+        instead = "weights are random there: name --shape alone" if on_gpu else "a model is measured there, not a shape: name the model"
+        raise ConfigError(f"{what} is {context.params[name]!r}, which --device {device} has no use for; {instead}")
+    if on_gpu:
+        _engine(["decode"], device, shape, as_json)
         return
     from sidestream.cli.bench.decode import measure
 
