@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import os
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -69,6 +71,48 @@ def test_equal_keys_mean_equal_prefixes_and_the_other_way_round(one: list[int], 
     for index, (left, right) in enumerate(zip(keys_of(one), keys_of(two), strict=False)):
         stop = (index + 1) * LAYOUT.block_tokens
         assert (left == right) == (one[:stop] == two[:stop])
+
+
+LONG = [7 * number % 151 for number in range(5000)]
+
+
+def one_by_one(tokens: list[int]) -> list[Key]:
+    """What is asked for a block at a time is never remembered."""
+    maker, keys = BlockKeys(fingerprint="model", layout=LAYOUT), list[Key]()
+    for stop in range(LAYOUT.block_tokens, len(tokens) + 1, LAYOUT.block_tokens):
+        maker.extend(keys, tokens[:stop])
+    return keys
+
+
+@pytest.mark.parametrize("length", [511, 512, 515, 516, 1024, 5000])
+@pytest.mark.parametrize("first", [0, 1, 128, 129])
+def test_keys_that_are_remembered_are_those_that_would_be_made(first: int, length: int) -> None:
+    maker = BlockKeys(fingerprint="model", layout=LAYOUT)
+    maker.extend([], LONG)
+    for tokens in (LONG, [*LONG[:600], 999, *LONG[601:]], [*LONG[4:516], *LONG]):
+        expected = one_by_one(tokens[:length])
+        keys = expected[:first]
+        maker.extend(keys, tokens[:length])
+        assert keys == expected
+
+
+def test_a_prompt_that_comes_back_is_hashed_from_where_it_is_new(monkeypatch: pytest.MonkeyPatch) -> None:
+    maker, hashed, blake2b = BlockKeys(fingerprint="model", layout=LAYOUT), list[bytes](), hashlib.blake2b
+
+    def counted(data: bytes, *, digest_size: int) -> Any:
+        hashed.append(data)
+        return blake2b(data, digest_size=digest_size)
+
+    monkeypatch.setattr(hashlib, "blake2b", counted)
+    for tokens, blocks in (
+        (LONG, 1250),
+        (LONG, 1250 % 128),  # a piece that is not whole
+        ([*LONG[:1024], *LONG], 1250),  # the same tokens, but behind others
+        (LONG[:1030], 1),
+    ):
+        hashed.clear()
+        maker.extend([], tokens)
+        assert len(hashed) == blocks
 
 
 @pytest.mark.parametrize("changed", [0, 3])

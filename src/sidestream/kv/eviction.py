@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Sequence
 
 
 class Lru:
@@ -21,6 +22,23 @@ class Lru:
         """Add `item`, or make it the most recently used."""
         self._order[item] = None
         self._order.move_to_end(item)
+
+    def touch_all(self, items: Sequence[int]) -> None:
+        """`touch` each, in this order."""
+        order, to_end = self._order, self._order.move_to_end
+        for item in items:
+            order[item] = None
+            to_end(item)
+
+    def holds_all(self, items: Sequence[int]) -> bool:
+        """Whether each of them is present."""
+        return self._order.keys() >= {*items}
+
+    def discard_all(self, items: Sequence[int]) -> None:
+        """`discard` each."""
+        pop = self._order.pop
+        for item in items:
+            pop(item, None)
 
     def discard(self, item: int) -> None:
         """Forget `item`, if present."""

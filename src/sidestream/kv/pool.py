@@ -154,12 +154,11 @@ class FencedPool:
     def share(self, ids: Sequence[int]) -> Lease:
         """Lease ids for reading that are used or cached already. An id that holds nothing raises InvariantError."""
         references = self._references
-        if 0 in map(references.__getitem__, ids):  # else all are in use: the engine thread shares what running requests hold
-            for item in ids:
-                if references[item] == 0 and item not in self._cached:
-                    raise InvariantError(f"{self.name} {item} holds nothing: it cannot be shared")
-            for item in ids:
-                self._cached.discard(item)
+        if idle := [item for item in ids if not references[item]]:
+            if not self._cached.holds_all(idle):
+                nothing = next(item for item in idle if item not in self._cached)
+                raise InvariantError(f"{self.name} {nothing} holds nothing: it cannot be shared")
+            self._cached.discard_all(idle)
         for item in ids:
             references[item] += 1
         if self._witness is not None:
@@ -248,6 +247,7 @@ class FencedPool:
         if self._witness is not None:
             self._witness.released(self.name, ids, after)
         after, merged = merge_fences(after), dict[tuple[Fence, ...], tuple[Fence, ...]]()  # most ids of a lease have the same fences
+        idle: list[int] = []
         for item in reversed(ids):  # the end of a sequence is evicted before its start, which more sequences share
             references[item] -= 1
             if after or fences[item]:
@@ -255,12 +255,11 @@ class FencedPool:
                 if before not in merged:
                     merged[before] = merge_fences((*before, *after))
                 fences[item] = merged[before]
-            if references[item]:
-                continue
-            if self._index.holds_key(item):
-                self._cached.touch(item)
-            else:
-                self._free.append(item)
+            if not references[item]:
+                idle.append(item)
+        findable, others = self._index.split(idle)
+        self._cached.touch_all(findable)
+        self._free.extend(others)
 
 
 def merge_fences(fences: Iterable[Fence]) -> tuple[Fence, ...]:

@@ -25,6 +25,11 @@ class PrefixIndex:
         """Whether `item` is findable under a key."""
         return item in self._key_of
 
+    def split(self, items: Sequence[int]) -> tuple[list[int], list[int]]:
+        """Those that are findable under a key, and the others; both in their order."""
+        key_of = self._key_of
+        return [item for item in items if item in key_of], [item for item in items if item not in key_of]
+
     def match(self, keys: Sequence[Key]) -> list[int]:
         """Ids of the longest run of leading `keys` that are all held. Read-only."""
         ids: list[int] = []

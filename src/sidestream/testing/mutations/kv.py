@@ -56,9 +56,17 @@ MUTATIONS = (
         name="last-release-frees",
         hazard="H21",
         target=f"{_POOL}:FencedPool._release",
-        old="        if references[item]:\n            continue\n",
-        new="",
+        old="        if not references[item]:\n            idle.append(item)\n",
+        new="        idle.append(item)\n",
         removes="a block that two requests read is free once the first of them ends: in use and free at once",
+    ),
+    Mutation(
+        name="released-block-without-a-key-is-free",
+        hazard="H22",
+        target=f"{_POOL}:FencedPool._release",
+        old="    self._free.extend(others)\n",
+        new="    pass\n",
+        removes="blocks that nobody can find are in nobody's use and not free: lost",
     ),
     Mutation(
         name="take-hands-on-fences",
@@ -72,8 +80,8 @@ MUTATIONS = (
         name="shared-block-is-not-evictable",
         hazard="H11",
         target=f"{_POOL}:FencedPool.share",
-        old="            self._cached.discard(item)\n",
-        new="            pass\n",
+        old="        self._cached.discard_all(idle)\n",
+        new="        pass\n",
         removes="a cached block that a request reads may be given to another one for writing",
     ),
     Mutation(
@@ -167,7 +175,7 @@ MUTATIONS = (
     Mutation(
         name="key-names-its-prefix",
         hazard="H14",
-        target=f"{_KEYS}:BlockKeys.extend",
+        target=f"{_KEYS}:_chain",
         old="blake2b(parent + data[start : start + width], digest_size=KEY_BYTES)",
         new="blake2b(data[start : start + width], digest_size=KEY_BYTES)",
         removes="equal blocks behind different beginnings have one key, and one gets the other's KV",
@@ -175,6 +183,18 @@ MUTATIONS = (
 )
 
 EQUIVALENT = (
+    Equivalent(
+        Mutation(
+            name="remembered-keys-are-those-behind-this-prefix",
+            hazard="H14",
+            target=f"{_KEYS}:BlockKeys.extend",
+            old="    parent = keys[-1]\n",
+            new="    pass\n",
+            removes="the same 512 tokens behind different beginnings have the same keys, and one gets the other's KV",
+        ),
+        "no prompt of a schedule has so many tokens",
+        noticed_by="kv/test_keys.py::test_keys_that_are_remembered_are_those_that_would_be_made",
+    ),
     Equivalent(
         Mutation(
             name="merged-fences-are-of-all-streams",
@@ -282,6 +302,7 @@ EXEMPT = (
     Exempt(f"{_POOL}:FencedPool.take", "ids.extend(self._evict(evicted))", "a list"),
     Exempt(f"{_POOL}:FencedPool.publish_all", "if 0 in map(self._references.__getitem__, ids):", _GUARD),
     Exempt(f"{_POOL}:FencedPool.publish_all", "self.publish(item, key)", "when: see slice-is-seen-done-before-it-counts"),
+    Exempt(f"{_KEYS}:BlockKeys.extend", "keys.extend(", "adds to a list; whose keys they are: see key-names-its-prefix"),
     Exempt(f"{_POOL}:FencedPool.publish", "self._index.add(key, item)", "see key-names-one-block"),
     Exempt(f"{_POOL}:FencedPool.check", "places = (item in free) + (item in self._cached) + (self._references[item] > 0)", _GUARD),
     Exempt(f"{_POOL}:FencedPool.check", "if places != 1 or self._references[item] < 0:", _GUARD),
