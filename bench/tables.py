@@ -15,7 +15,8 @@ from hazards import hazard_table
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench" / "results"
-_MARKED = re.compile(r"(<!-- (?P<which>figures|bounds): (?P<names>[\w\- ]+) -->\n)(?P<table>.*?)(?P<end><!-- end -->)", re.DOTALL)
+_MARKED = re.compile(r"(<!-- (?P<which>figures|bounds): (?P<names>[\w\-. ]+) -->\n)(?P<table>.*?)(?P<end><!-- end -->)", re.DOTALL)
+_MARKER = re.compile(r"<!-- (?:figures|bounds)\b")
 _HAZARDS = re.compile(r"(<!-- hazards -->\n)(?P<table>.*?)(<!-- end -->)", re.DOTALL)
 
 
@@ -40,7 +41,10 @@ def table(names: list[str], *, bounded: bool = False) -> str:
 
 
 def rewritten(text: str) -> str:
-    """The text with every marked table made anew."""
+    """The text with every marked table made anew. Raises ValueError for a marker that names no table, which would stay as it is, unseen."""
+    marked, markers = len(_MARKED.findall(text)), len(_MARKER.findall(text))
+    if marked != markers:
+        raise ValueError(f"{markers} markers of tables, of which {marked} name files and have an end: see the head of bench/tables.py")
     text = _MARKED.sub(lambda found: found[1] + table(found["names"].split(), bounded=found["which"] == "bounds") + found["end"], text)
     return _HAZARDS.sub(lambda found: found[1] + hazard_table() + found[3], text)
 

@@ -1,8 +1,11 @@
 """Tables in README and docs are what bench/results and the code say."""
 
+import importlib
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -10,3 +13,20 @@ ROOT = Path(__file__).resolve().parent.parent
 def test_tables_are_generated_from_the_committed_results_and_the_code() -> None:
     done = subprocess.run([sys.executable, str(ROOT / "bench" / "tables.py"), "--check"], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.parametrize(
+    "marker",
+    [
+        "<!-- figures: engine,h200 -->\n<!-- end -->",  # no name of a file
+        "<!-- figures: engine-h200 -->\n",
+        "<!-- bounds:engine-h200 -->\n<!-- end -->",
+    ],
+)
+def test_a_marker_that_makes_no_table_is_told(marker: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "bench"))
+    tables = importlib.import_module("tables")
+    named = "<!-- figures: decode-llama-3.2-1b-h200 -->\n<!-- end -->\n"
+    assert "decode_b1_over_floor" in tables.rewritten(named)
+    with pytest.raises(ValueError, match="2 markers of tables, of which 1 name files"):
+        tables.rewritten(named + marker)

@@ -86,8 +86,13 @@ def test_device_that_is_not_known_names_the_nearest_one(run: Run) -> None:
 @pytest.mark.parametrize(
     ("asked", "reason"),
     [
-        (["llama-3.2-1b", "--device", "cuda"], "the model is 'llama-3.2-1b', which --device cuda has no use for; weights are random there"),
+        (
+            ["llama-3.2-1b", "--device", "cuda"],
+            "the model is 'llama-3.2-1b', which --device cuda has no use for; steps of a shape are measured there",
+        ),
         (["--device", "cuda", "--rounds", "2"], "--rounds is 2, which --device cuda has no use for"),
+        (["--device", "cuda", "--output-tokens", "8"], "--output-tokens is 8, which --device cuda has no use for"),
+        (["--device", "cuda", "--dtype", "float32"], "--dtype is 'float32', which --device cuda has no use for"),
         (["--shape", "tiny"], "--shape is 'tiny', which --device cpu has no use for; a model is measured there"),
         (["--device", "cud"], "did you mean cuda"),
     ],

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sidestream.kv import keys as keys_module
 from sidestream.kv.keys import KEY_BYTES, BlockKeys
 from sidestream.kv.layout import KVLayout
 from sidestream.types import Key
@@ -76,40 +77,61 @@ def test_equal_keys_mean_equal_prefixes_and_the_other_way_round(one: list[int], 
 LONG = [7 * number % 151 for number in range(5000)]
 
 
-def one_by_one(tokens: list[int]) -> list[Key]:
+def one_by_one(tokens: list[int], layout: KVLayout) -> list[Key]:
     """What is asked for a block at a time is never remembered."""
-    maker, keys = BlockKeys(fingerprint="model", layout=LAYOUT), list[Key]()
-    for stop in range(LAYOUT.block_tokens, len(tokens) + 1, LAYOUT.block_tokens):
+    maker, keys = BlockKeys(fingerprint="model", layout=layout), list[Key]()
+    for stop in range(layout.block_tokens, len(tokens) + 1, layout.block_tokens):
         maker.extend(keys, tokens[:stop])
     return keys
 
 
-@pytest.mark.parametrize("length", [511, 512, 515, 516, 1024, 5000])
+@pytest.mark.parametrize("block_tokens", [1, 3, 4, 48, 512, 1024])
+@pytest.mark.parametrize("length", [511, 512, 515, 1024, 5000])
 @pytest.mark.parametrize("first", [0, 1, 128, 129])
-def test_keys_that_are_remembered_are_those_that_would_be_made(first: int, length: int) -> None:
-    maker = BlockKeys(fingerprint="model", layout=LAYOUT)
+def test_keys_that_are_remembered_are_those_that_would_be_made(first: int, length: int, block_tokens: int) -> None:
+    layout = dataclasses.replace(LAYOUT, block_tokens=block_tokens)
+    maker = BlockKeys(fingerprint="model", layout=layout)
     maker.extend([], LONG)
     for tokens in (LONG, [*LONG[:600], 999, *LONG[601:]], [*LONG[4:516], *LONG]):
-        expected = one_by_one(tokens[:length])
+        expected = one_by_one(tokens[:length], layout)
         keys = expected[:first]
         maker.extend(keys, tokens[:length])
         assert keys == expected
 
 
-def test_a_prompt_that_comes_back_is_hashed_from_where_it_is_new(monkeypatch: pytest.MonkeyPatch) -> None:
-    maker, hashed, blake2b = BlockKeys(fingerprint="model", layout=LAYOUT), list[bytes](), hashlib.blake2b
+@pytest.fixture
+def hashed(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
+    """What is hashed from now on."""
+    hashed, blake2b = list[bytes](), hashlib.blake2b
 
-    def counted(data: bytes, *, digest_size: int) -> Any:
+    def noted(data: bytes, *, digest_size: int) -> Any:
         hashed.append(data)
         return blake2b(data, digest_size=digest_size)
 
-    monkeypatch.setattr(hashlib, "blake2b", counted)
+    monkeypatch.setattr(hashlib, "blake2b", lambda data, **how: blake2b(data, **how) if "person" in how else noted(data, **how))
+    return hashed
+
+
+def test_a_prompt_that_comes_back_is_hashed_from_where_it_is_new(hashed: list[bytes]) -> None:
+    maker = BlockKeys(fingerprint="model", layout=LAYOUT)
     for tokens, blocks in (
         (LONG, 1250),
         (LONG, 1250 % 128),  # a piece that is not whole
         ([*LONG[:1024], *LONG], 1250),  # the same tokens, but behind others
         (LONG[:1030], 1),
     ):
+        hashed.clear()
+        maker.extend([], tokens)
+        assert len(hashed) == blocks
+
+
+def test_what_is_remembered_has_a_bound_and_what_was_asked_for_longest_ago_goes(
+    hashed: list[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(keys_module, "_REMEMBERED_BYTES", 3 * 15_000)  # a piece has 4,096 bytes of tokens and 128 keys
+    maker = BlockKeys(fingerprint="model", layout=LAYOUT)
+    one, two, three, four = ([number] * 512 for number in range(4))
+    for tokens, blocks in ((one, 128), (two, 128), (three, 128), (one, 0), (four, 128), (one, 0), (three, 0), (two, 128)):
         hashed.clear()
         maker.extend([], tokens)
         assert len(hashed) == blocks

@@ -225,6 +225,16 @@ def test_an_id_that_holds_nothing_cannot_be_shared_or_published(pool: FencedPool
     assert pool.num_free == 4  # the failed share left no reference behind
 
 
+@pytest.mark.parametrize("places", [(0, 3), (3, 0), (3,), (0, 0, 3)])
+def test_a_cached_id_is_not_shared_with_one_that_holds_nothing(places: tuple[int, ...], pool: FencedPool) -> None:
+    [item] = cached(pool, 1)
+    ids = {0: item, 3: next(number for number in range(4) if number != item)}
+    with pytest.raises(InvariantError, match="holds nothing: it cannot be shared"):
+        pool.share([ids[place] for place in places])
+    pool.check()
+    assert pool.num_cached == 1
+
+
 def test_a_shared_id_is_used_until_its_last_user_is_gone(pool: FencedPool) -> None:
     [item] = cached(pool, 1)
     one, two = pool.share([item]), pool.share([item])
@@ -379,6 +389,11 @@ def test_lru_gives_the_least_recently_touched_first() -> None:
     assert lru.pop_oldest(2) == [2, 1]
     with pytest.raises(KeyError):
         lru.pop_oldest(1)
+    lru.touch(4)
+    lru.add_all([7, 5, 6])
+    assert (lru.holds_all([6, 4]), lru.holds_all([6, 8]), lru.holds_all([8])) == (True, False, False)
+    lru.discard_all([5, 9])
+    assert lru.pop_oldest(3) == [4, 7, 6]
 
 
 def test_the_index_maps_keys_and_ids_one_to_one() -> None:

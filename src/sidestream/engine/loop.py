@@ -13,7 +13,6 @@ import itertools
 import logging
 import operator
 import secrets
-import struct
 import threading
 import time
 from collections import deque
@@ -649,9 +648,9 @@ class Engine:
         if not prompt:
             raise RequestRejected("the prompt is empty: give at least one token", param="prompt")
         try:
-            numbers = np.frombuffer(struct.pack(f"{len(prompt)}q", *prompt), np.int64)  # half of the time that an array of them takes
+            numbers = np.fromiter(prompt, np.int64, len(prompt))
             lowest, highest = int(numbers.min()), int(numbers.max())
-        except struct.error:  # numbers of more than 64 bits, which are refused below
+        except OverflowError:  # which is refused below
             lowest, highest = min(prompt), max(prompt)
         if lowest < 0 or highest >= bounds.vocab_size:
             bad = lowest if lowest < 0 else highest
@@ -685,7 +684,7 @@ def _whole_numbers(values: Iterable[object], param: str) -> tuple[int, ...]:
     """A copy that nobody else changes, of plain ints. Raises RequestRejected for anything else, a bool included."""
     try:
         given = tuple(values)
-        if list(map(type, given)).count(int) == len(given):  # no faster way to look at each of tens of thousands was found
+        if list(map(type, given)).count(int) == len(given):
             return given  # type: ignore[return-value]
         if bool in map(type, given):  # an int to Python, a mistake here
             raise TypeError("True and False are no numbers")

@@ -23,12 +23,9 @@ class Lru:
         self._order[item] = None
         self._order.move_to_end(item)
 
-    def touch_all(self, items: Sequence[int]) -> None:
-        """`touch` each, in this order."""
-        order, to_end = self._order, self._order.move_to_end
-        for item in items:
-            order[item] = None
-            to_end(item)
+    def add_all(self, items: Sequence[int]) -> None:
+        """Add those, which are not present, in this order: the last one is the most recently used."""
+        self._order.update(dict.fromkeys(items))
 
     def holds_all(self, items: Sequence[int]) -> bool:
         """Whether each of them is present."""

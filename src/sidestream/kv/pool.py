@@ -258,7 +258,7 @@ class FencedPool:
             if not references[item]:
                 idle.append(item)
         findable, others = self._index.split(idle)
-        self._cached.touch_all(findable)
+        self._cached.add_all(findable)
         self._free.extend(others)
 
 

@@ -6,6 +6,8 @@ import logging
 import os
 from pathlib import Path
 
+from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
 from sidestream.models.catalog import cache_root
 
 logger = logging.getLogger(__name__)
@@ -41,8 +43,6 @@ def _is_chosen(name: str) -> bool:
     place = os.environ.get(name)
     if not place:
         return False
-    from torch._inductor.runtime.cache_dir_utils import default_cache_dir  # takes a second, which a start that need not ask saves
-
     return not Path(place).is_relative_to(default_cache_dir())
 
 

@@ -78,7 +78,7 @@ def decode(
     given = {name for name in context.params if getattr(context.get_parameter_source(name), "name", "") == "COMMANDLINE"}
     for name in sorted(given & ({"model", "output_tokens", "rounds", "dtype"} if on_gpu else {"shape"})):
         what = "the model" if name == "model" else f"--{name.replace('_', '-')}"
-        instead = "weights are random there: name --shape alone" if on_gpu else "a model is measured there, not a shape: name the model"
+        instead = "steps of a shape are measured there: name --shape alone" if on_gpu else "a model is measured there: name the model"
         raise ConfigError(f"{what} is {context.params[name]!r}, which --device {device} has no use for; {instead}")
     if on_gpu:
         _engine(["decode"], device, shape, as_json)
