@@ -225,12 +225,12 @@ def test_an_id_that_holds_nothing_cannot_be_shared_or_published(pool: FencedPool
     assert pool.num_free == 4  # the failed share left no reference behind
 
 
-@pytest.mark.parametrize("places", [(0, 3), (3, 0), (3,), (0, 0, 3)])
-def test_a_cached_id_is_not_shared_with_one_that_holds_nothing(places: tuple[int, ...], pool: FencedPool) -> None:
+@pytest.mark.parametrize("asked", [("cached", "free"), ("free", "cached"), ("free",), ("cached", "cached", "free")])
+def test_a_cached_id_is_not_shared_with_one_that_holds_nothing(asked: tuple[str, ...], pool: FencedPool) -> None:
     [item] = cached(pool, 1)
-    ids = {0: item, 3: next(number for number in range(4) if number != item)}
-    with pytest.raises(InvariantError, match="holds nothing: it cannot be shared"):
-        pool.share([ids[place] for place in places])
+    ids = {"cached": item, "free": (item + 1) % pool.size}
+    with pytest.raises(InvariantError, match=f"blocks {ids['free']} holds nothing: it cannot be shared"):
+        pool.share([ids[which] for which in asked])
     pool.check()
     assert pool.num_cached == 1
 

@@ -86,22 +86,27 @@ def test_where_nothing_can_be_kept_all_stays_where_it_was(ours: Path, caplog: py
     keep_compiled()
     assert LAYERS not in os.environ
     assert KERNELS not in os.environ
-    assert caplog.messages == [f"what is compiled is not kept in {ours / part}: Not a directory" for part in ("", "triton")]
+    assert caplog.messages == [f"what is compiled is not kept in {ours}: Not a directory"]
 
 
-def test_without_a_home_all_stays_where_it_was(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("chosen", [True, False])
+def test_without_a_home_layers_stay_where_they_were_and_kernels_go_with_them(
+    chosen: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     def homeless() -> Path:
         raise RuntimeError("Could not determine home directory.")
 
     caplog.set_level("INFO", logger="sidestream.models.kept")
+    if chosen:
+        os.environ[LAYERS] = str(tmp_path)
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv(CACHE)
         patch.delenv("XDG_CACHE_HOME", raising=False)
         patch.setattr(Path, "home", homeless)
         keep_compiled()
-    assert LAYERS not in os.environ
-    assert KERNELS not in os.environ
-    assert caplog.messages == ["what is compiled is not kept: Could not determine home directory."]
+    expected = (str(tmp_path), str(tmp_path / "triton")) if chosen else (None, None)
+    assert (os.environ.get(LAYERS), os.environ.get(KERNELS)) == expected
+    assert caplog.messages == ([] if chosen else ["what is compiled is not kept: Could not determine home directory."])
 
 
 @pytest.mark.parametrize("chosen", [True, False])
@@ -118,4 +123,4 @@ def test_a_place_that_can_only_be_read_is_not_written_to(
         keep_compiled()
     assert os.environ.get(LAYERS) == (str(place) if chosen else None)
     assert KERNELS not in os.environ
-    assert f"what is compiled is not kept in {place / 'triton'}: it cannot be written" in caplog.messages
+    assert caplog.messages == [f"what is compiled is not kept in {place / 'triton' if chosen else place}: it cannot be written"]

@@ -26,16 +26,16 @@ def keep_compiled() -> None:
     Before the first kernel, of whoever launches it: the compiler moves Triton's place once it compiles, and only then, so a start that finds all
     layers compiled would look elsewhere for kernels than the start that made them.
     """
-    try:
-        directory = cache_root() / "compiled"
-    except RuntimeError as error:  # no home
-        logger.info("what is compiled is not kept: %s", error)
-        return
     if not _is_chosen(_LAYERS):
-        _keep(_LAYERS, directory)
+        try:
+            _keep(_LAYERS, cache_root() / "compiled")
+        except RuntimeError as error:  # no home
+            logger.info("what is compiled is not kept: %s", error)
     if not _is_chosen(_KERNELS):
-        home, layers = os.environ.get(_TRITON_HOME), os.environ.get(_LAYERS)
-        _keep(_KERNELS, Path(home) / ".triton" / "cache" if home else Path(layers or directory) / "triton")
+        if home := os.environ.get(_TRITON_HOME):
+            _keep(_KERNELS, Path(home) / ".triton" / "cache")
+        elif layers := os.environ.get(_LAYERS):
+            _keep(_KERNELS, Path(layers) / "triton")
 
 
 def _is_chosen(name: str) -> bool:
