@@ -126,6 +126,37 @@ def test_a_system_that_cannot_touch_pages_has_them_pinned_all_the_same(monkeypat
     slab.close()
 
 
+def test_pages_are_touched_while_a_chunk_before_them_is_being_pinned(small_chunks: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Touching is several times slower than pinning: the one must not wait for the other."""
+    pins, all_touched, start = Pins(let_through=1), threading.Event(), list[int]()
+
+    def touch(address: int, size: int, advice: int) -> bool:
+        start.append(address)
+        if address == start[0] + 19 * PAGE:
+            all_touched.set()
+        return True
+
+    monkeypatch.setattr(pinned, "_TOUCH_BYTES", PAGE)
+    monkeypatch.setattr(pinned, "advise", touch)
+    slab = Slab("host", 20 * PAGE, item_bytes=1, pins=pins)
+    assert pins.held.wait(PATIENCE_S)
+    assert all_touched.wait(PATIENCE_S)
+    assert slab.ready_bytes == 2 * PAGE
+    assert slab.growing
+    pins.let_go.set()
+    finish(slab)
+    assert not slab.growing
+    slab.close()
+
+
+def test_the_log_says_once_when_all_of_it_is_pinned(small_chunks: None, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        slab = Slab("host", 20 * PAGE, item_bytes=1, pins=Pins())
+        finish(slab)
+    assert [record.getMessage() for record in caplog.records] == ["host memory: all 0.00 GiB are pinned after 0.0 s"]
+    slab.close()
+
+
 # ---------------------------------------------------------------------- when no more can be pinned
 
 
@@ -135,6 +166,7 @@ def test_a_limit_of_locked_memory_stops_growth_with_one_warning(small_chunks: No
         slab = Slab("host", 20 * PAGE, item_bytes=1, pins=pins)
         finish(slab)
     assert slab.ready_bytes == 6 * PAGE
+    assert not slab.growing
     (record,) = caplog.records
     assert "host memory: 0.00 of 0.00 GiB are pinned, the rest stays unused" in record.getMessage()
     assert "ulimit -l" in record.getMessage()
@@ -203,8 +235,16 @@ def test_host_memory_that_does_not_fit_is_a_clear_error_and_given_out_memory_cou
     pins = Pins(let_through=1)
     device.driver.register = pins.register  # type: ignore[method-assign]
     device.driver.unregister = pins.unregister  # type: ignore[method-assign]
+    starts: list[int] = []
+
+    def touch_six_pages(address: int, size: int, advice: int) -> bool:
+        starts.append(address)
+        return address < starts[0] + 6 * PAGE or pins.let_go.wait(PATIENCE_S)
+
+    monkeypatch.setattr(pinned, "advise", touch_six_pages)
+    monkeypatch.setattr(pinned, "_TOUCH_BYTES", PAGE)
     device.allocate_host("host", 50 * PAGE)
-    assert pins.held.wait(PATIENCE_S)  # two pages are pinned, four are mapped
+    assert pins.held.wait(PATIENCE_S)  # two pages are pinned, four more are mapped
     with pytest.raises(ConfigError, match=r"^more memory of 0\.00 GiB does not fit: this machine has 0\.00 GiB available; ask for less$"):
         device.allocate_host("more", 57 * PAGE)
     pins.let_go.set()

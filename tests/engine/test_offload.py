@@ -74,6 +74,27 @@ def test_restart_on_the_same_directory_serves_from_disk(tmp_path: Path) -> None:
         assert reply.cached.disk == REUSABLE
 
 
+def test_blocks_that_found_no_slot_while_host_memory_was_pinned_are_stored_once_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    slots, pinned = 24, [2]
+    monkeypatch.setattr(CpuDevice, "grows", lambda device, memory: memory.name == "host" and pinned[0] < slots)
+    monkeypatch.setattr(
+        CpuDevice,
+        "ready_bytes",
+        lambda device, memory: memory.num_bytes * pinned[0] // slots if memory.name == "host" else memory.num_bytes,
+    )
+    with serving(slots=slots) as rig:
+        rig.ask(PROMPT)
+        rig.turn_until(lambda: rig.counted("transfers_total", "store", "deferred") > 0)
+        assert rig.engine.parts.host is not None and rig.engine.parts.host.pool.size == 2
+        pinned[0] = slots
+        rig.settle()
+        rig.forget_device()
+        assert rig.ask(PROMPT).cached.host == REUSABLE
+        layout = rig.model.layout
+        rig.settle()
+        rig.turn_until(lambda: rig.counted("tier_ready_bytes", "host") == slots * layout.block_bytes)
+
+
 _VICTIM = """
 import sys
 from pathlib import Path

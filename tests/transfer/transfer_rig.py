@@ -110,7 +110,9 @@ class Rig:
         self.blocks = FencedPool("device blocks", num_blocks)
         self.memory = BlockMemory(self.device.allocate("kv", num_blocks * LAYOUT.block_bytes), LAYOUT)
         self.ready_slots = num_slots if ready_slots is None else ready_slots
+        self.pins = self.ready_slots < num_slots
         self.device.ready_bytes = lambda memory: self.ready_slots * LAYOUT.block_bytes  # type: ignore[method-assign]
+        self.device.grows = lambda memory: self.pins and self.ready_slots < num_slots  # type: ignore[method-assign]
         slab = self.device.allocate_host("host", num_slots * LAYOUT.block_bytes)
         self.host = HostTier(slab, LAYOUT, ready_bytes=self.device.ready_bytes(slab))
         self.disk: FaultyTier | None = None

@@ -309,6 +309,10 @@ class Device(Protocol):
         """How many bytes of host memory, from its start on, can be copied asynchronously by now. Never falls."""
         ...
 
+    def grows(self, memory: Memory) -> bool:
+        """Whether `ready_bytes` will rise. Ask before reading `ready_bytes`: after False, that is final."""
+        ...
+
     def wait_host(self, fence: Fence, *, reason: str, timeout_s: float | None = None, bell: Bell | None = None) -> bool:
         """Block this thread until `fence` is done; False when `timeout_s` passed first, or somebody rang `bell`. Counted under `reason`.
 

@@ -118,6 +118,10 @@ class CpuDevice:
         """All of it: a page that was not touched yet costs time, and nothing else."""
         return memory.num_bytes
 
+    def grows(self, memory: Memory) -> bool:
+        """Never: all of it is ready."""
+        return False
+
     def _touch(self, pages: mmap.mmap, num_bytes: int) -> None:
         """Have the kernel map the pages, huge ones where it may, so that no copy pays for a page fault. Changes no byte."""
         try:

@@ -37,7 +37,7 @@ from sidestream.schedule.request import Request
 from sidestream.schedule.scheduler import Drawn, Scheduler
 from sidestream.tiers.base import PersistentTier
 from sidestream.tiers.host import HostTier
-from sidestream.transfer import CostModel, LoadFailed, LoadReady, Promoted, TransferEngine, TransferEvent
+from sidestream.transfer import CostModel, LoadFailed, LoadReady, Promoted, StoreAgain, TransferEngine, TransferEvent
 from sidestream.types import Delta, Health, Key, LayerGates, RequestId, RowPlan
 
 logger = logging.getLogger(__name__)
@@ -557,6 +557,16 @@ class Engine:
                 case LoadFailed(request_id, epoch, gone):
                     self.parts.metrics.inc("load_fallbacks_total", 1, "gone" if gone else "load_failed")
                     scheduler.load_failed(request_id, epoch)
+                case StoreAgain(keys):
+                    self._store_again(keys)
+
+    def _store_again(self, keys: Sequence[Key]) -> None:
+        """Store blocks that found no slot before, if the device still has them."""
+        transfers, again = self.parts.transfers, self.parts.scheduler.store_again(keys)
+        if transfers is not None and again is not None:
+            plan, lease = again
+            transfers.submit([plan])
+            lease.release(until=transfers.uses())
 
     def _begin(self, sessions: list[Session]) -> None:
         for session in sessions:
@@ -602,6 +612,7 @@ class Engine:
         if parts.host is not None:
             metrics.set("tier_blocks", parts.host.pool.num_keys, "host")
             metrics.set("tier_bytes", parts.host.pool.num_keys * parts.host.layout.block_bytes, "host")
+            metrics.set("tier_ready_bytes", parts.host.ready_bytes, "host")
         if parts.disk is not None:
             stats = parts.disk.index.stats
             metrics.set("tier_blocks", stats.entries, "disk")

@@ -54,6 +54,7 @@ METRICS: Mapping[str, Declared] = {
     "blocks_cached": Declared("gauge", "device blocks that hold a reusable prefix and no request uses"),
     "blocks_used": Declared("gauge", "device blocks in use"),
     "tier_bytes": Declared("gauge", "bytes held by a tier", ("tier",)),
+    "tier_ready_bytes": Declared("gauge", "bytes of a tier's memory that can be used by now; the rest is being pinned", ("tier",)),
     "tier_blocks": Declared("gauge", "blocks held by a tier", ("tier",)),
 }
 

@@ -331,6 +331,14 @@ class Scheduler:
             return None
         return StorePlan(tuple(key for key, _ in stored), tuple(block for _, block in stored), (committed.fence,), tuple(prefix))
 
+    def store_again(self, keys: Iterable[Key]) -> tuple[StorePlan, Lease] | None:
+        """A store of those of these blocks that the device still has. The caller releases the lease once the plan is submitted."""
+        found = {key: block for key in keys if (block := self._blocks.get(key)) is not None}
+        if not found:
+            return None
+        # No fence to wait for: a block is findable only after the host saw the end of the step that filled it.
+        return StorePlan(tuple(found), tuple(found.values()), (), tuple(found)), self._blocks.share([*found.values()])
+
     def _disown(self, request: Request) -> Sequence[Key]:
         """Make nothing findable that a request computed whose logits are not finite, in chunks before them either: its KV may be no better than
         they are. Which keys those are.

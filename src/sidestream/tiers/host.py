@@ -29,11 +29,17 @@ class HostTier:
             witness.backed(self.pool.name, memory.name, layout.block_bytes)
 
     def grow(self, ready_bytes: int) -> bool:
-        """Use more of the memory, as it gets ready (P7); whether there is still more to come."""
+        """Use the first `ready_bytes` of the memory (P7). Returns whether that adds slots."""
         ready = ready_bytes // self.layout.block_bytes
-        if ready > self.pool.size:
-            self.pool.grow(ready)
-        return ready < self.num_slots
+        if ready <= self.pool.size:
+            return False
+        self.pool.grow(ready)
+        return True
+
+    @property
+    def ready_bytes(self) -> int:
+        """Bytes of the slots that can be used by now. Any thread."""
+        return self.pool.size * self.layout.block_bytes
 
     def slot(self, index: int) -> memoryview:
         """The bytes of one slot, writable; valid while the caller's lease holds it."""

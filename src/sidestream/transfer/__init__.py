@@ -2,6 +2,6 @@
 
 from sidestream.transfer.costs import CostModel
 from sidestream.transfer.engine import LoadFailed, LoadReady, TransferEngine, TransferEvent
-from sidestream.transfer.messages import Promoted
+from sidestream.transfer.messages import Promoted, StoreAgain
 
-__all__ = ["CostModel", "LoadFailed", "LoadReady", "Promoted", "TransferEngine", "TransferEvent"]
+__all__ = ["CostModel", "LoadFailed", "LoadReady", "Promoted", "StoreAgain", "TransferEngine", "TransferEvent"]

@@ -19,7 +19,7 @@ from sidestream.tiers.base import PersistentTier
 from sidestream.tiers.host import HostTier
 from sidestream.transfer.copy import BlockMemory
 from sidestream.transfer.costs import CostModel
-from sidestream.transfer.messages import Forget, LoadMissed, LoadSubmitted, News, Orders, Promoted
+from sidestream.transfer.messages import Forget, LoadMissed, LoadSubmitted, News, Orders, Promoted, StoreAgain
 from sidestream.transfer.mover import Mover, layers_per_group
 from sidestream.types import BatchPlan, Fence, Key, LayerGates, LoadPlan, PromotePlan, RequestId, TransferPlan
 
@@ -44,7 +44,7 @@ class LoadFailed:
     gone: bool = False
 
 
-TransferEvent = Promoted | LoadReady | LoadFailed
+TransferEvent = Promoted | LoadReady | LoadFailed | StoreAgain
 
 
 @dataclass(slots=True, eq=False)
@@ -260,6 +260,8 @@ class TransferEngine:
                     events.append(LoadFailed(load.plan.request_id, load.plan.epoch, news.gone))
             elif isinstance(news, Promoted):
                 self._num_promotions -= 1
+                events.append(news)
+            elif isinstance(news, StoreAgain):
                 events.append(news)
             else:
                 self._failed = True

@@ -80,10 +80,17 @@ class Promoted:
 
 
 @dataclass(frozen=True, slots=True)
+class StoreAgain:
+    """To the engine: these blocks found no slot while host memory was being pinned. Now there are more slots."""
+
+    keys: tuple[Key, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class MoverFailed:
     """The mover has ended, because of `error`; nothing on its way will be heard of any more."""
 
     error: BaseException
 
 
-News = LoadSubmitted | LoadMissed | Promoted | MoverFailed
+News = LoadSubmitted | LoadMissed | Promoted | StoreAgain | MoverFailed

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from typing import Literal
 
@@ -30,7 +30,7 @@ from sidestream.tiers.host import HostTier
 from sidestream.transfer import pacing
 from sidestream.transfer.copy import BlockMemory, layers_batch
 from sidestream.transfer.costs import CostModel
-from sidestream.transfer.messages import Forget, LoadMissed, LoadSubmitted, MoverFailed, News, Orders, Part, Promoted
+from sidestream.transfer.messages import Forget, LoadMissed, LoadSubmitted, MoverFailed, News, Orders, Part, Promoted, StoreAgain
 from sidestream.transfer.pacing import Copy, Lane, Urgency
 from sidestream.transfer.tickets import LoadOrder, ReadTicket, Stopwatch, StoreOrder, StoreTicket, Waiter, WriteTicket
 from sidestream.types import Fence, Key, LoadPlan, PromotePlan, StorePlan
@@ -105,7 +105,8 @@ class Mover:
         self._writes: list[WriteTicket] = []
         self._reads: dict[Key, ReadTicket] = {}
         self._waiters: list[Waiter] = []
-        self._growing = True
+        self._growing = True  # more host memory is being pinned
+        self._deferred: dict[Key, None] = {}  # blocks that found no slot meanwhile, oldest first; at most as many as there will be slots
         self._disk_resumes_s = 0.0
         self._next_warning_s = 0.0
         self._taken = 0
@@ -138,7 +139,7 @@ class Mover:
 
     def _turn(self) -> Rest:
         if self._growing:
-            self._growing = self._host.grow(self._device.ready_bytes(self._host.memory))
+            self._grow()
         self._ended_copies.extend((*self._to_host.retire(), *self._to_device.retire()))
         if not self.abandoned:
             self._fill()  # before all else: the link must not run dry while the books are kept
@@ -156,6 +157,16 @@ class Mover:
         self._finish_waiters()
         self._settled.raise_to(next(iter(self._unsettled), self._last + 1) - 1)
         return self._rest()
+
+    def _grow(self) -> None:
+        """Use the host memory that was pinned since the last turn, and have deferred stores ordered again."""
+        self._growing = self._device.grows(self._host.memory)  # first: once it is False, all that will ever be ready is
+        self._host.grow(self._device.ready_bytes(self._host.memory))
+        room = self._host.pool.num_free if self._growing else len(self._deferred)
+        if again := tuple(islice(self._deferred, room)):
+            for key in again:
+                del self._deferred[key]
+            self._news.put(StoreAgain(again))
 
     def _fill(self) -> None:
         self._to_host.fill()
@@ -223,7 +234,8 @@ class Mover:
             waits.append(self._clock() + (_SHORT_BREATH_S if hurried else _BREATH_S))
         if self._growing:
             waits.append(self._clock() + _GROWTH_POLL_S)
-        busy = more or self._later or self._arriving or self._stores or self._loads or self._writes or self._reads or self._waiters
+        begun = self._stores or self._loads or self._writes or self._reads
+        busy = more or self._later or self._arriving or begun or self._waiters or self._deferred
         self.quiet_at = -1 if busy else self._taken
         return Rest(tuple(dict.fromkeys(self._awaited())), min(waits, default=None))
 
@@ -236,18 +248,21 @@ class Mover:
     # ------------------------------------------------------------------ orders
 
     def _store(self, order: StoreOrder) -> None:
-        """Begin the next piece of an order: copy blocks that the host tier lacks, as many as find a slot that is free or evictable; the rest is
-        counted.
+        """Begin the next piece of an order: copy blocks that the host tier lacks, as many as find a slot that is free or evictable.
+
+        The rest is counted. While host memory is being pinned, nothing is evicted: the rest is deferred.
         """
         plan, first = order.plan, order.begun
         stop = order.begun = min(first + _BLOCKS_A_TURN, len(plan.keys))
         wanted = zip(plan.keys[first:stop], plan.block_ids[first:stop], strict=True)
         pairs = [(k, b) for k, b in wanted if k not in self._storing and self._host.pool.get(k) is None]
-        room = 0 if self.abandoned else self._host.pool.num_available
+        room = 0 if self.abandoned else self._host.pool.num_free if self._growing else self._host.pool.num_available
         if len(pairs) > room:
             if not order.cut:
-                self._metrics.inc("transfers_total", 1, "store", "skipped")
+                self._metrics.inc("transfers_total", 1, "store", "deferred" if self._growing else "skipped")
             order.cut = True
+            if self._growing:
+                self._defer(key for key, _ in pairs[room:])
             del pairs[room:]
         last = stop == len(plan.keys)
         if not pairs:
@@ -265,6 +280,12 @@ class Mover:
         order.pieces += 1
         self._storing.update(dict.fromkeys(keys, ticket))
         self._to_host.add(copy)
+
+    def _defer(self, keys: Iterable[Key]) -> None:
+        """Remember keys whose blocks found no slot. The blocks are not held: they are stored later if the device still has them."""
+        self._deferred.update(dict.fromkeys(keys))
+        for key in tuple(islice(self._deferred, max(0, len(self._deferred) - self._host.num_slots))):
+            del self._deferred[key]
 
     def _settle(self, order: StoreOrder) -> None:
         """Note that an order has let go of its blocks, if it has."""
@@ -375,6 +396,7 @@ class Mover:
     def _forget_all(self) -> None:
         """Make everything in the host and disk tiers unreachable (H8). What is on its way ends by its fences, and publishes nothing."""
         self._host.pool.forget_all()
+        self._deferred.clear()
         if self._disk is not None:
             self._disk.index.clear()
         self.num_forgotten += 1
@@ -398,6 +420,7 @@ class Mover:
             if arriving.failure is None:  # else it has been settled, or will be with the last piece that is on its way
                 arriving.failure = reason
                 self._settle_load(arriving)
+        self._deferred.clear()
         while self._later:
             order = self._later.popleft()
             order.begun = len(order.plan.keys)

@@ -174,6 +174,11 @@ class CudaDevice:
         slab = self._slabs.get(memory)
         return memory.num_bytes if slab is None else slab.ready_bytes
 
+    def grows(self, memory: Memory) -> bool:
+        """Whether more of it will be pinned."""
+        slab = self._slabs.get(memory)
+        return slab is not None and slab.growing
+
     def free_memory(self) -> tuple[int, int]:
         """Bytes of device memory that are free, and all there are."""
         return self.driver.free_memory()

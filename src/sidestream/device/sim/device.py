@@ -188,8 +188,9 @@ class SimStream:
             target.copy_(source)
 
     def submit_copy(self, batch: CopyBatch, first: int, stop: int, *, label: str = "") -> SimFence:
-        """Enqueue a copy. See `Stream.submit_copy`."""
+        """Enqueue a copy. See `Stream.submit_copy`. Raises InvariantError for host memory that is not ready."""
         part = batch.part(first, stop)
+        self._device.check_ready(part)
         return self.submit(lambda: self.copy(part), part.accesses, label=label)
 
     def aside(self, work: Callable[[], None]) -> None:
@@ -386,6 +387,7 @@ class SimDevice:
 
     turns     who runs, and virtual time
     witness   told of everything that ordering depends on
+    pin_s     virtual seconds until all of a host memory of several items is ready, item after item; set before `allocate_host`
     """
 
     kind = "sim"
@@ -397,6 +399,8 @@ class SimDevice:
         self.witness = witness
         self.timeline = timeline
         self.closed = False
+        self.pin_s = 0.0
+        self._pinned_from: dict[str, tuple[float, int]] = {}  # of host memory that gets ready: since when, and bytes of an item
         self.records: Mapping[SimEvent, SimFence | None] = {}
         self._streams: dict[str, SimStream] = {}
         self._threads: list[SimThread] = []
@@ -432,7 +436,9 @@ class SimDevice:
         return self._add(Memory(name, (torch.full((num_bytes,), POISON, dtype=torch.uint8),)))
 
     def allocate_host(self, name: str, num_bytes: int, *, item_bytes: int = 1) -> Memory:
-        """Host memory that streams may copy from and to, all poison."""
+        """Host memory that streams may copy from and to, all poison. With `pin_s`, its first item is ready at first."""
+        if self.pin_s and num_bytes > item_bytes:
+            self._pinned_from[name] = self.now(), item_bytes
         return self.allocate(name, num_bytes)
 
     def mapped(self, memory: Memory) -> torch.Tensor:
@@ -440,8 +446,22 @@ class SimDevice:
         return memory.data
 
     def ready_bytes(self, memory: Memory) -> int:
-        """All of it."""
-        return memory.num_bytes
+        """All of it, or, with `pin_s`, as many items as that much virtual time makes ready."""
+        if memory.name not in self._pinned_from:
+            return memory.num_bytes
+        start_s, item_bytes = self._pinned_from[memory.name]
+        items = int(memory.num_bytes // item_bytes * (self.now() - start_s) / self.pin_s)
+        return min(max(1, items) * item_bytes, memory.num_bytes)
+
+    def grows(self, memory: Memory) -> bool:
+        """Whether some of it is not ready yet."""
+        return self.ready_bytes(memory) < memory.num_bytes
+
+    def check_ready(self, batch: CopyBatch) -> None:
+        """Raise InvariantError for a copy of host memory that is not ready: on a GPU it would stall, or fail."""
+        for memory, starts in ((batch.source, batch.source_starts), (batch.target, batch.target_starts)):
+            if memory.name in self._pinned_from and len(starts) and int(starts.max()) >= self.ready_bytes(memory):
+                raise InvariantError(f"a copy of {memory.name} at byte {int(starts.max())}: only {self.ready_bytes(memory)} are pinned")
 
     def allocate_pageable(self, name: str, num_bytes: int) -> Memory:
         """Host memory of the ordinary kind: a copy from or to it stalls the host, which is an error."""

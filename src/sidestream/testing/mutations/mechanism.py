@@ -33,6 +33,7 @@ Feature = Literal[
     "failing_flight",
     "failing_load",
     "failing_tier",
+    "growing_tier",
     "hidden_states",
     "logprobs",
     "meanwhile",
@@ -58,6 +59,7 @@ failing_copy    stores and loads that raise, loads possibly after a part was cop
 failing_load    loads among them
 failing_flight  forward passes that raise
 failing_tier    disk reads and writes that raise
+growing_tier    host memory that is pinned while the engine serves
 hidden_states   drafts that are made of hidden states
 logprobs        requests that ask for log-probabilities, beside others that do not
 meanwhile       requests that come, and clients that leave, while a flight is awaited

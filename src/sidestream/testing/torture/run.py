@@ -156,6 +156,7 @@ class _Life:
         self.checker = Checker(poison=self._poison)
         self.recorder = Recorder(self.checker, self._actor, lines)
         self.device = ScriptedDevice(policy, script, witness=self.recorder)
+        self.device.pin_s = workload.pin_s
         if workload.layer_groups:
             self.device.segment_bytes = 1
         self.model = ScriptedModel(toy_of(workload), self.device)

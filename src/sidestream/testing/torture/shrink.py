@@ -143,6 +143,8 @@ def simpler_workloads(workload: Workload) -> Iterator[Workload]:
         yield _changed(workload, disk_blocks=0)
     elif workload.slots:
         yield _changed(workload, slots=0)
+    if workload.pin_s:
+        yield _changed(workload, pin_s=0.0)
     for number, fault in enumerate(workload.faults):
         if fault.every:
             once = dataclasses.replace(fault, every=0)

@@ -119,6 +119,7 @@ class Workload:
     hidden                       drafts are made of hidden states, which rows and blocks hold
     closes_at                    step before which the engine is closed under its requests; None: when all is done
     flush_s                      how long a close lets transfers go on; what has not begun by then never does
+    pin_s                        virtual seconds until all slots of the host tier are ready; 0: from the start
     meanwhile                    who comes or leaves before a step does so in its middle, between a launch and a commit, if there is a flight
     """
 
@@ -140,6 +141,7 @@ class Workload:
     closes_at: int | None = None
     flush_s: float = 30.0
     meanwhile: bool = False
+    pin_s: float = 0.0
 
     def __post_init__(self) -> None:
         largest = max((blocks_for(asked) for asked in self.requests), default=0)
@@ -178,6 +180,7 @@ FEATURES: Mapping[Feature, Callable[[Workload], bool]] = {
     "failing_flight": _befalls(("forward", "lost")),
     "failing_load": _befalls(("load", "lost"), ("load", "torn")),
     "failing_tier": _befalls(("read", "lost"), ("read", "torn"), ("write", "lost"), ("write", "full")),
+    "growing_tier": lambda w: w.slots > 1 and w.pin_s > 0,
     "hidden_states": lambda w: w.leaves_hidden,
     "logprobs": lambda w: len({asked.logprobs is None for asked in w.requests}) > 1,
     "meanwhile": lambda w: w.meanwhile,
@@ -204,6 +207,12 @@ def blocks_for(asked: Asked) -> int:
 
 def draw_workload(seed: int) -> Workload:
     """The workload of a seed; the same one in every process."""
+    workload = _draw_workload(seed)
+    rng = random.Random(f"sidestream pinning {seed}")  # of its own, so that a seed's workload stays what it was
+    return dataclasses.replace(workload, pin_s=rng.choice((0.1, 0.5, 2.0)) if workload.slots and rng.random() < 0.2 else 0.0)
+
+
+def _draw_workload(seed: int) -> Workload:
     rng = random.Random(f"sidestream workload {seed}")
     storm = rng.random() < 0.4
     requests = _draw_storm(rng) if storm else _draw_visits(rng)
