@@ -8,6 +8,7 @@ import typer
 
 from sidestream.cli.bench import app as bench_app
 from sidestream.cli.chat import chat
+from sidestream.cli.declare import Command, flag
 from sidestream.cli.demo import demo
 from sidestream.cli.doctor import doctor
 from sidestream.cli.errors import Commands
@@ -38,19 +39,19 @@ def _print_version(wanted: bool) -> None:
 
 @app.callback()
 def _global_options(
-    debug: Annotated[bool, typer.Option("--debug", envvar="SIDESTREAM_DEBUG", help="Show the traceback of an error.")] = False,
-    version: Annotated[bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")] = False,
+    debug: Annotated[bool, flag("--debug", envvar="SIDESTREAM_DEBUG", help="Show the traceback of an error.")] = False,
+    version: Annotated[bool, flag("--version", callback=_print_version, is_eager=True, help="Print the version.")] = False,
 ) -> None:
     """Both have done their work: `debug` is read by `Commands`."""
 
 
-app.command()(serve)
-app.command()(chat)
-app.command()(generate)
+app.command(cls=Command)(serve)
+app.command(cls=Command)(chat)
+app.command(cls=Command)(generate)
 app.add_typer(models_app, name="models")
-app.command()(doctor)
+app.command(cls=Command)(doctor)
 
 app.add_typer(bench_app, name="bench")
-app.command()(demo)
-app.command()(torture)
-app.command("train-mtp")(train_mtp)
+app.command(cls=Command)(demo)
+app.command(cls=Command)(torture)
+app.command("train-mtp", cls=Command)(train_mtp)

@@ -7,11 +7,11 @@ import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated
 
-import typer
 from rich.console import Console
 from rich.text import Text
 
 from sidestream.cli.answer import Answer, printable
+from sidestream.cli.declare import option
 from sidestream.cli.errors import show_error
 from sidestream.cli.loading import start, start_logging
 from sidestream.cli.options import DEMO_MODEL, Logging, LogLevel, Model, Watching, engine_config, options_of, sampling_params, watching
@@ -27,7 +27,7 @@ _COMMANDS = {"/help": "list these", "/reset": "forget the conversation", "/stats
 @options_of(config=engine_config, watch=watching, params=sampling_params)
 def chat(
     model: Model = DEMO_MODEL,
-    system: Annotated[str | None, typer.Option(metavar="TEXT", help="System message.", show_default=False)] = None,
+    system: Annotated[str | None, option("--system", metavar="TEXT", help="System message.", show_default=False)] = None,
     log_level: Logging = LogLevel.WARNING,
     *,
     config: EngineConfig,

@@ -11,6 +11,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from sidestream.cli.declare import option
 from sidestream.cli.options import DEMO_MODEL
 from sidestream.cli.visits import Engine, Visit
 
@@ -22,7 +23,9 @@ _OTHERS = ("Write a story about a lighthouse.", "Explain how bread is made.", "D
 
 def demo(
     model: Annotated[str, typer.Argument(help="Directory, hub id, or a name of `sidestream models`.")] = DEMO_MODEL,
-    out: Annotated[Path, typer.Option(help="Directory for the timelines and the stored KV; emptied first.")] = Path("runs/demo"),
+    out: Annotated[Path, option("--out", metavar="DIR", help="Directory for the timelines and the stored KV; emptied first.")] = Path(
+        "runs/demo"
+    ),
 ) -> None:
     """Ask about a long text, leave, come back from host memory, restart, come back from disk: equal tokens, a fraction of the wait."""
     from sidestream.cli.progress import ProgressBars

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from sidestream.cli.declare import option
 from sidestream.cli.options import AsJson
 from sidestream.cli.probes import Finding, Status, findings
 
@@ -21,7 +22,7 @@ _MARKS = {Status.OK: ("✓", "green"), Status.WARN: ("!", "yellow"), Status.FAIL
 
 def doctor(
     disk: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Measure the disk of this directory.", show_default="the cache directory")
+        Path | None, option("--disk", metavar="DIR", help="Measure the disk of this directory.", show_default="the cache directory")
     ] = None,
     as_json: AsJson = False,
 ) -> None:

@@ -18,14 +18,14 @@ from typing import Any
 import typer
 from rich.console import Console
 from rich.text import Text
-from typer.core import TyperGroup
 
+from sidestream.cli.declare import Group
 from sidestream.errors import InvariantError, RaceError, SidestreamError
 
 _BUGS = (InvariantError, RaceError)
 
 
-class Commands(TyperGroup):
+class Commands(Group):
     """A group whose commands end as this module's table says."""
 
     def invoke(self, ctx: Any) -> Any:

@@ -7,9 +7,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
 from sidestream.cli.answer import Answer, printable
+from sidestream.cli.declare import flag, option
 from sidestream.cli.loading import start, start_logging
 from sidestream.cli.options import (
     DEMO_MODEL,
@@ -34,11 +33,13 @@ if TYPE_CHECKING:
 def generate(
     model: Model = DEMO_MODEL,
     prompt: Annotated[
-        str | None, typer.Option("--prompt", "-p", metavar="TEXT", help="What to continue.", show_default="read from stdin")
+        str | None, option("--prompt", "-p", metavar="TEXT", help="What to continue.", show_default="read from stdin")
     ] = None,
-    prompt_file: Annotated[Path | None, typer.Option(metavar="FILE", help="A file that holds it, in UTF-8.", show_default=False)] = None,
-    chat: Annotated[bool, typer.Option("--chat", help="The prompt is a question: lay it out by the chat template.")] = False,
-    system: Annotated[str | None, typer.Option(metavar="TEXT", help="System message, with --chat.", show_default=False)] = None,
+    prompt_file: Annotated[
+        Path | None, option("--prompt-file", metavar="FILE", help="A file that holds it, in UTF-8.", show_default=False)
+    ] = None,
+    chat: Annotated[bool, flag("--chat", help="The prompt is a question: lay it out by the chat template.")] = False,
+    system: Annotated[str | None, option("--system", metavar="TEXT", help="System message, with --chat.", show_default=False)] = None,
     as_json: AsJson = False,
     log_level: Logging = LogLevel.WARNING,
     *,

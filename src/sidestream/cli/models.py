@@ -10,10 +10,11 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from sidestream.cli.declare import Command, Group
 from sidestream.cli.loading import prepare_model
 from sidestream.cli.options import DEMO_MODEL, AsJson
 
-app = typer.Typer(help="List the models that can be fetched by name; prepare one.", invoke_without_command=True)
+app = typer.Typer(cls=Group, help="List the models that can be fetched by name; prepare one.", invoke_without_command=True)
 
 
 @app.callback()
@@ -31,7 +32,7 @@ def list_models(ctx: typer.Context, as_json: AsJson = False) -> None:
         _print_table(rows)
 
 
-@app.command()
+@app.command(cls=Command)
 def prepare(
     name: Annotated[str, typer.Argument(metavar="NAME", help="A name that `sidestream models` lists.")] = DEMO_MODEL,
     as_json: AsJson = False,

@@ -19,6 +19,7 @@ from typing import Annotated, Any
 
 import typer
 
+from sidestream.cli.declare import flag, number, option, whole
 from sidestream.config import MOST_DRAFTS, EngineConfig, OffloadConfig, SamplingParams, SpeculativeConfig
 from sidestream.errors import ConfigError
 
@@ -30,7 +31,7 @@ _ENGINE, _OFFLOAD, _SAMPLING, _SPECULATIVE = EngineConfig(), OffloadConfig(), Sa
 Model = Annotated[
     str, typer.Argument(metavar="MODEL", help="A directory in transformers' format, a hub id, or a name that `sidestream models` lists.")
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+AsJson = Annotated[bool, flag("--json", help="Print one JSON object.")]
 
 
 class LogLevel(StrEnum):
@@ -42,12 +43,14 @@ class LogLevel(StrEnum):
     ERROR = "error"
 
 
-Logging = Annotated[LogLevel, typer.Option("--log-level", help="How much is logged on standard error.")]
+Logging = Annotated[LogLevel, option("--log-level", metavar="|".join(LogLevel), help="How much is logged on standard error.")]
 
 
-def _option(panel: str, help_text: str, metavar: str, default: str | bool = True) -> Any:
+def _option(
+    panel: str, name: str, help_text: str, metavar: str, default: str | bool = True, parse: Callable[[Any], Any] | None = None
+) -> Any:
     """`default` is what `--help` says where None stands for something."""
-    return typer.Option(rich_help_panel=panel, help=help_text, metavar=metavar, show_default=default)
+    return option(name, panel=panel, help=help_text, metavar=metavar, show_default=default, parse=parse)
 
 
 _engine = functools.partial(_option, "Engine")
@@ -58,27 +61,49 @@ _watching = functools.partial(_option, "Watching")
 
 def engine_config(
     *,
-    dtype: Annotated[str, _engine("auto (as the model is stored), float32, float16 or bfloat16.", "TYPE")] = _ENGINE.dtype,
-    device: Annotated[str, _engine("cpu, cuda, or auto: cuda where a GPU can be used.", "DEVICE")] = _ENGINE.device,
-    kv_memory: Annotated[str, _engine("Memory of the device's KV pool.", "SIZE")] = str(_ENGINE.kv_memory),
-    block_tokens: Annotated[int, _engine("Tokens that a KV block holds.", "N")] = _ENGINE.block_tokens,
+    dtype: Annotated[str, _engine("--dtype", "auto (as the model is stored), float32, float16 or bfloat16.", "TYPE")] = _ENGINE.dtype,
+    device: Annotated[str, _engine("--device", "cpu, cuda, or auto: cuda where a GPU can be used.", "DEVICE")] = _ENGINE.device,
+    kv_memory: Annotated[str, _engine("--kv-memory", "Memory of the device's KV pool.", "SIZE")] = str(_ENGINE.kv_memory),
+    block_tokens: Annotated[int, _engine("--block-tokens", "Tokens that a KV block holds.", "N", parse=whole)] = _ENGINE.block_tokens,
     chunk_tokens: Annotated[
-        int | None, _engine("Prefill is cut at multiples of this.", "N", "256 on a CPU, 2048 on a GPU")
+        int | None, _engine("--chunk-tokens", "Prefill is cut at multiples of this.", "N", "256 on a CPU, 2048 on a GPU", parse=whole)
     ] = _ENGINE.chunk_tokens,
     token_budget: Annotated[
-        int | None, _engine("Tokens that one step computes at most.", "N", "two chunks on a CPU, one on a GPU, and one token a request")
+        int | None,
+        _engine(
+            "--token-budget",
+            "Tokens that one step computes at most.",
+            "N",
+            "two chunks on a CPU, one on a GPU, and one token a request",
+            parse=whole,
+        ),
     ] = _ENGINE.token_budget,
-    max_running: Annotated[int, _engine("Requests that run at once.", "N")] = _ENGINE.max_running,
-    max_waiting: Annotated[int, _engine("Requests that may queue; one more is refused.", "N")] = _ENGINE.max_waiting,
-    max_model_len: Annotated[int | None, _engine("Tokens of prompt and output together.", "N", "the model's")] = _ENGINE.max_model_len,
-    threads: Annotated[int | None, _engine("Threads of the forward pass.", "N", "all cores")] = _ENGINE.compute_threads,
+    max_running: Annotated[int, _engine("--max-running", "Requests that run at once.", "N", parse=whole)] = _ENGINE.max_running,
+    max_waiting: Annotated[
+        int, _engine("--max-waiting", "Requests that may queue; one more is refused.", "N", parse=whole)
+    ] = _ENGINE.max_waiting,
+    max_model_len: Annotated[
+        int | None, _engine("--max-model-len", "Tokens of prompt and output together.", "N", "the model's", parse=whole)
+    ] = _ENGINE.max_model_len,
+    threads: Annotated[
+        int | None, _engine("--threads", "Threads of the forward pass.", "N", "all cores", parse=whole)
+    ] = _ENGINE.compute_threads,
     tail_apart: Annotated[
-        bool | None, _engine("Compute a prompt's last tokens apart: equal tokens from every tier.", "", "on a CPU, not on a GPU")
+        bool | None,
+        _engine(
+            "--tail-apart/--no-tail-apart",
+            "Compute a prompt's last tokens apart: equal tokens from every tier.",
+            "",
+            "on a CPU, not on a GPU",
+        ),
     ] = _ENGINE.tail_apart,
-    eager: Annotated[bool, _engine("On a GPU, neither compile nor capture: starts sooner, runs slower.", "", False)] = _ENGINE.eager,
+    eager: Annotated[
+        bool, _engine("--eager/--no-eager", "On a GPU, neither compile nor capture: starts sooner, runs slower.", "", False)
+    ] = _ENGINE.eager,
     speculative: Annotated[
         str | None,
         _engine(
+            "--speculative",
             "Draft tokens and verify several in a step: ngram looks up what followed before, mtp asks a head, draft a smaller model.",
             "PROPOSER",
             "off",
@@ -86,26 +111,59 @@ def engine_config(
     ] = None,
     draft_head: Annotated[
         Path | None,
-        _engine("The head's file, or a checkpoint that carries it.", "PATH", "the model's own, or the demo model's that is shipped"),
+        _engine(
+            "--draft-head",
+            "The head's file, or a checkpoint that carries it.",
+            "PATH",
+            "the model's own, or the demo model's that is shipped",
+        ),
     ] = None,
     draft_model: Annotated[
-        str | None, _engine("A smaller model with the same tokenizer, which drafts.", "MODEL", "none; needed with --speculative draft")
+        str | None,
+        _engine(
+            "--draft-model", "A smaller model with the same tokenizer, which drafts.", "MODEL", "none; needed with --speculative draft"
+        ),
     ] = None,
     max_drafts: Annotated[
-        int | None, _engine("Tokens to draft for a request in a step at most.", "N", f"{_SPECULATIVE.max_drafts} with --speculative")
+        int | None,
+        _engine(
+            "--max-drafts",
+            "Tokens to draft for a request in a step at most.",
+            "N",
+            f"{_SPECULATIVE.max_drafts} with --speculative",
+            parse=whole,
+        ),
     ] = None,
     max_slowdown: Annotated[
         float | None,
-        _engine("Share by which drafts may slow any request down.", "SHARE", f"{_SPECULATIVE.max_slowdown} with --speculative"),
+        _engine(
+            "--max-slowdown",
+            "Share by which drafts may slow any request down.",
+            "SHARE",
+            f"{_SPECULATIVE.max_slowdown} with --speculative",
+            parse=number,
+        ),
     ] = None,
-    salt: Annotated[str, _engine("Engines with different salts never share KV.", "TEXT", False)] = _ENGINE.salt,
+    salt: Annotated[str, _engine("--salt", "Engines with different salts never share KV.", "TEXT", False)] = _ENGINE.salt,
     offload_host: Annotated[
-        str | None, _offload("Keep KV in this much host memory too.", "SIZE", f"{_OFFLOAD.host} with --offload-disk, else off")
+        str | None,
+        _offload("--offload-host", "Keep KV in this much host memory too.", "SIZE", f"{_OFFLOAD.host} with --offload-disk, else off"),
     ] = None,
-    offload_disk: Annotated[Path | None, _offload("Keep KV in this directory too, for later processes.", "DIR", "off")] = None,
-    offload_disk_capacity: Annotated[str | None, _offload("What the directory may take.", "SIZE", str(_OFFLOAD.disk_capacity))] = None,
+    offload_disk: Annotated[
+        Path | None, _offload("--offload-disk", "Keep KV in this directory too, for later processes.", "DIR", "off")
+    ] = None,
+    offload_disk_capacity: Annotated[
+        str | None, _offload("--offload-disk-capacity", "What the directory may take.", "SIZE", str(_OFFLOAD.disk_capacity))
+    ] = None,
     load_deadline: Annotated[
-        float | None, _offload("A request waits this long for a tier, then it recomputes.", "SECONDS", f"{_OFFLOAD.load_deadline_s:g}")
+        float | None,
+        _offload(
+            "--load-deadline",
+            "A request waits this long for a tier, then it recomputes.",
+            "SECONDS",
+            f"{_OFFLOAD.load_deadline_s:g}",
+            parse=number,
+        ),
     ] = None,
 ) -> EngineConfig:
     """The engine's config. Offload is on when `offload_host` or `offload_disk` is given. Raises ConfigError."""
@@ -143,9 +201,9 @@ def _speculative_config(
         return None
     if proposer == "draft" and model is None:
         raise ConfigError("--speculative draft needs a model that drafts: give --draft-model, a smaller one with the same tokenizer")
-    for option, value, own in (("--draft-head", head, "mtp"), ("--draft-model", model, "draft")):
+    for name, value, own in (("--draft-head", head, "mtp"), ("--draft-model", model, "draft")):
         if value is not None and proposer != own:
-            raise ConfigError(f"{option} is {value}, but --speculative is {proposer}: leave it out, or choose --speculative {own}")
+            raise ConfigError(f"{name} is {value}, but --speculative is {proposer}: leave it out, or choose --speculative {own}")
     if max_drafts == 0:
         raise ConfigError(f"--max-drafts is 0: give 1 to {MOST_DRAFTS}, or leave out --speculative to draft nothing")
     most = _SPECULATIVE.max_drafts if max_drafts is None else max_drafts
@@ -172,20 +230,30 @@ def _offload_config(host: str | None, disk: Path | None, disk_capacity: str | No
 
 def sampling_params(
     *,
-    max_tokens: Annotated[int | None, _sampling("Tokens to generate at most.", "N", "as many as fit")] = _SAMPLING.max_tokens,
-    min_tokens: Annotated[int, _sampling("No end before so many tokens.", "N")] = _SAMPLING.min_tokens,
-    temperature: Annotated[float, _sampling("0 takes the likeliest token each time.", "T")] = _SAMPLING.temperature,
-    top_k: Annotated[int, _sampling("Draw among the K likeliest; 0: all.", "K")] = _SAMPLING.top_k,
-    top_p: Annotated[float, _sampling("Draw among the likeliest that make up P.", "P")] = _SAMPLING.top_p,
-    min_p: Annotated[float, _sampling("Drop what is less likely than P times the likeliest.", "P")] = _SAMPLING.min_p,
-    repetition_penalty: Annotated[float, _sampling("Divides the logits of tokens seen; 1: off.", "X")] = _SAMPLING.repetition_penalty,
-    presence_penalty: Annotated[float, _sampling("Taken from the logits of tokens written.", "X")] = _SAMPLING.presence_penalty,
-    frequency_penalty: Annotated[float, _sampling("The same, for each time they were.", "X")] = _SAMPLING.frequency_penalty,
-    seed: Annotated[int | None, _sampling("Same seed, same tokens.", "N", "random")] = _SAMPLING.seed,
-    stop: Annotated[list[str] | None, _sampling("End before this text; may be given several times.", "TEXT", False)] = None,
-    ignore_eos: Annotated[
-        bool, typer.Option("--ignore-eos", rich_help_panel="Sampling", help="Go on behind the end.")
-    ] = _SAMPLING.ignore_eos,
+    max_tokens: Annotated[
+        int | None, _sampling("--max-tokens", "Tokens to generate at most.", "N", "as many as fit", parse=whole)
+    ] = _SAMPLING.max_tokens,
+    min_tokens: Annotated[int, _sampling("--min-tokens", "No end before so many tokens.", "N", parse=whole)] = _SAMPLING.min_tokens,
+    temperature: Annotated[
+        float, _sampling("--temperature", "0 takes the likeliest token each time.", "T", parse=number)
+    ] = _SAMPLING.temperature,
+    top_k: Annotated[int, _sampling("--top-k", "Draw among the K likeliest; 0: all.", "K", parse=whole)] = _SAMPLING.top_k,
+    top_p: Annotated[float, _sampling("--top-p", "Draw among the likeliest that make up P.", "P", parse=number)] = _SAMPLING.top_p,
+    min_p: Annotated[
+        float, _sampling("--min-p", "Drop what is less likely than P times the likeliest.", "P", parse=number)
+    ] = _SAMPLING.min_p,
+    repetition_penalty: Annotated[
+        float, _sampling("--repetition-penalty", "Divides the logits of tokens seen; 1: off.", "X", parse=number)
+    ] = _SAMPLING.repetition_penalty,
+    presence_penalty: Annotated[
+        float, _sampling("--presence-penalty", "Taken from the logits of tokens written.", "X", parse=number)
+    ] = _SAMPLING.presence_penalty,
+    frequency_penalty: Annotated[
+        float, _sampling("--frequency-penalty", "The same, for each time they were.", "X", parse=number)
+    ] = _SAMPLING.frequency_penalty,
+    seed: Annotated[int | None, _sampling("--seed", "Same seed, same tokens.", "N", "random", parse=whole)] = _SAMPLING.seed,
+    stop: Annotated[list[str] | None, _sampling("--stop", "End before this text; may be given several times.", "TEXT", False)] = None,
+    ignore_eos: Annotated[bool, flag("--ignore-eos", panel="Sampling", help="Go on behind the end.")] = _SAMPLING.ignore_eos,
 ) -> SamplingParams:
     """The sampling parameters. Raises RequestRejected."""
     return SamplingParams(
@@ -214,12 +282,14 @@ class Watching:
 
 def watching(
     *,
-    timeline: Annotated[Path | None, _watching("Write what each stream did when to this file, for ui.perfetto.dev.", "FILE", False)] = None,
+    timeline: Annotated[
+        Path | None, _watching("--timeline", "Write what each stream did when to this file, for ui.perfetto.dev.", "FILE", False)
+    ] = None,
     check_order: Annotated[
         bool,
-        typer.Option(
+        flag(
             "--check-order",
-            rich_help_panel="Watching",
+            panel="Watching",
             help="Judge all copies and forward passes with vector clocks; slower, ends with an error if one came too early.",
         ),
     ] = False,

@@ -13,8 +13,7 @@ from collections.abc import Iterator
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
+from sidestream.cli.declare import number, option, whole
 from sidestream.cli.loading import start, start_logging
 from sidestream.cli.options import DEMO_MODEL, Logging, LogLevel, Model, Watching, engine_config, options_of, watching
 from sidestream.config import EngineConfig, parse_bytes
@@ -30,21 +29,29 @@ log = logging.getLogger("sidestream.cli")
 @options_of(config=engine_config, watch=watching)
 def serve(
     model: Model = DEMO_MODEL,
-    host: Annotated[str, typer.Option(metavar="ADDRESS", help="Address to listen on; 0.0.0.0 for all.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(metavar="N", help="Port to listen on; 0 for any free one.")] = 8000,
+    host: Annotated[str, option("--host", metavar="ADDRESS", help="Address to listen on; 0.0.0.0 for all.")] = "127.0.0.1",
+    port: Annotated[int, option("--port", metavar="N", help="Port to listen on; 0 for any free one.", parse=whole)] = 8000,
     api_key: Annotated[
         str | None,
-        typer.Option(
-            metavar="KEY", envvar="SIDESTREAM_API_KEY", show_default=False, help="Clients must send it; better given by the variable."
+        option(
+            "--api-key",
+            metavar="KEY",
+            envvar="SIDESTREAM_API_KEY",
+            show_default=False,
+            help="Clients must send it; better given by the variable.",
         ),
     ] = None,
     served_model_name: Annotated[
-        str | None, typer.Option(metavar="NAME", help="What clients call the model.", show_default="its own")
+        str | None, option("--served-model-name", metavar="NAME", help="What clients call the model.", show_default="its own")
     ] = None,
-    max_body: Annotated[str, typer.Option(metavar="SIZE", help="A longer request body is refused.")] = "8MiB",
-    body_timeout: Annotated[float, typer.Option(metavar="SECONDS", help="A slower request body is refused.")] = 60.0,
-    max_choices: Annotated[int, typer.Option(metavar="N", help="Prompts times n of one request, at most.")] = 128,
-    drain_seconds: Annotated[float, typer.Option(metavar="SECONDS", help="How long running requests may go on at the end.")] = 30.0,
+    max_body: Annotated[str, option("--max-body", metavar="SIZE", help="A longer request body is refused.")] = "8MiB",
+    body_timeout: Annotated[
+        float, option("--body-timeout", metavar="SECONDS", help="A slower request body is refused.", parse=number)
+    ] = 60.0,
+    max_choices: Annotated[int, option("--max-choices", metavar="N", help="Prompts times n of one request, at most.", parse=whole)] = 128,
+    drain_seconds: Annotated[
+        float, option("--drain-seconds", metavar="SECONDS", help="How long running requests may go on at the end.", parse=number)
+    ] = 30.0,
     log_level: Logging = LogLevel.INFO,
     *,
     config: EngineConfig,

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from sidestream.cli.bench.report import Figure, at_least, at_most, publish
+from sidestream.cli.declare import flag, number, option, whole
 from sidestream.cli.options import AsJson
 from sidestream.cli.torture_device import show_campaign, show_hunt, show_service
 from sidestream.errors import ConfigError
@@ -33,45 +34,60 @@ Tell = Callable[[float, str], None]
 
 def torture(
     context: typer.Context,
-    names: Annotated[
-        list[str] | None, typer.Argument(metavar="[NAME]...", help="With --mutations: only these.", show_default=False)
-    ] = None,
+    names: Annotated[list[str] | None, typer.Argument(metavar="NAME", help="With --mutations: only these.", show_default=False)] = None,
     schedules: Annotated[
-        int | None, typer.Option(metavar="N", help="Schedules to run.", show_default=f"{_SCHEDULES}, or none with --mutations")
+        int | None,
+        option("--schedules", metavar="N", help="Schedules to run.", show_default=f"{_SCHEDULES}, or none with --mutations", parse=whole),
     ] = None,
-    minutes: Annotated[float | None, typer.Option(metavar="M", help="Run for so long instead.", show_default=False)] = None,
-    seed: Annotated[int, typer.Option(metavar="S", help="Where drawing starts; same seed, same schedules.")] = 0,
+    minutes: Annotated[
+        float | None, option("--minutes", metavar="M", help="Run for so long instead.", show_default=False, parse=number)
+    ] = None,
+    seed: Annotated[int, option("--seed", metavar="S", help="Where drawing starts; same seed, same schedules.", parse=whole)] = 0,
     policy: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="P", help="random, late, early, starve:STREAM or pct:DEPTH[:POINTS]; may be given several times.", show_default="all"
+        option(
+            "--policy",
+            metavar="P",
+            help="random, late, early, starve:STREAM or pct:DEPTH[:POINTS]; may be given several times.",
+            show_default="all",
         ),
     ] = None,
-    mutations: Annotated[bool, typer.Option("--mutations", help="Take rules out of the code, one by one: each must be missed.")] = False,
-    replay: Annotated[Path | None, typer.Option(metavar="FILE", help="Run a schedule that failed before.", show_default=False)] = None,
-    workers: Annotated[int, typer.Option(metavar="N", help="Processes.")] = 1,
-    save: Annotated[Path, typer.Option(metavar="DIR", help="Where failing schedules are written.")] = Path("runs/torture"),
+    mutations: Annotated[bool, flag("--mutations", help="Take rules out of the code, one by one: each must be missed.")] = False,
+    replay: Annotated[
+        Path | None, option("--replay", metavar="FILE", help="Run a schedule that failed before.", show_default=False)
+    ] = None,
+    workers: Annotated[int, option("--workers", metavar="N", help="Processes.", parse=whole)] = 1,
+    save: Annotated[Path, option("--save", metavar="DIR", help="Where failing schedules are written.")] = Path("runs/torture"),
     device: Annotated[
         str | None,
-        typer.Option(
-            metavar="D", help="Torture a real device: cuda, or cpu; the transfers alone, unless --requests.", show_default="a simulated one"
+        option(
+            "--device",
+            metavar="D",
+            help="Torture a real device: cuda, or cpu; the transfers alone, unless --requests.",
+            show_default="a simulated one",
         ),
     ] = None,
     blocks: Annotated[
         int | None,
-        typer.Option(
+        option(
+            "--blocks",
             metavar="N",
             help="With --device: block transfers, at most so many for each of --mutations.",
             show_default="1,000,000 on cuda, 20,000 on cpu",
+            parse=whole,
         ),
     ] = None,
     requests: Annotated[
         int | None,
-        typer.Option(metavar="N", help="With --device: torture a whole engine on it, with so many requests.", show_default=False),
+        option(
+            "--requests",
+            metavar="N",
+            help="With --device: torture a whole engine on it, with so many requests.",
+            show_default=False,
+            parse=whole,
+        ),
     ] = None,
-    check_order: Annotated[
-        bool, typer.Option("--check-order", help="With --device: have the checker look on, at a tenth of the blocks.")
-    ] = False,
+    check_order: Annotated[bool, flag("--check-order", help="With --device: have the checker look on, at a tenth of the blocks.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Run the engine on a simulated device, in orders that are allowed and unlikely, and judge all that comes of it."""

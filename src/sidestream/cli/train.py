@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from sidestream.cli.declare import number, option, whole
 from sidestream.cli.loading import prepare_model
 from sidestream.cli.options import DEMO_MODEL, Model
 from sidestream.config import unknown_name
@@ -38,19 +38,21 @@ _OF_ANSWERS = ("model", "weights", "length", "answers", "seed", "texts")
 def train_mtp(
     model: Model = DEMO_MODEL,
     out: Annotated[
-        Path, typer.Option("--out", "-o", metavar="FILE", help="Where the head goes; beside it, what a later run goes on from.")
+        Path, option("--out", "-o", metavar="FILE", help="Where the head goes; beside it, what a later run goes on from.")
     ] = Path("head.safetensors"),
-    steps: Annotated[int, typer.Option(metavar="N", help="Batches to learn from.")] = 3000,
-    batch: Annotated[int, typer.Option(metavar="N", help="Sequences in a batch.")] = 16,
-    length: Annotated[int, typer.Option(metavar="N", help="Tokens of a sequence.")] = 512,
-    drafts: Annotated[int, typer.Option(metavar="N", help="Tokens that it learns to draft one after another.")] = 4,
-    answers: Annotated[int, typer.Option(metavar="N", help="Tokens that the model writes itself, to learn from.")] = 3_000_000,
+    steps: Annotated[int, option("--steps", metavar="N", help="Batches to learn from.", parse=whole)] = 3000,
+    batch: Annotated[int, option("--batch", metavar="N", help="Sequences in a batch.", parse=whole)] = 16,
+    length: Annotated[int, option("--length", metavar="N", help="Tokens of a sequence.", parse=whole)] = 512,
+    drafts: Annotated[int, option("--drafts", metavar="N", help="Tokens that it learns to draft one after another.", parse=whole)] = 4,
+    answers: Annotated[
+        int, option("--answers", metavar="N", help="Tokens that the model writes itself, to learn from.", parse=whole)
+    ] = 3_000_000,
     text: Annotated[
-        list[Path] | None, typer.Option(metavar="FILE", help="A text to learn from too, in UTF-8; may be given several times.")
+        list[Path] | None, option("--text", metavar="FILE", help="A text to learn from too, in UTF-8; may be given several times.")
     ] = None,
-    learning_rate: Annotated[float, typer.Option(metavar="R", help="At its highest.")] = 1e-3,
-    seed: Annotated[int, typer.Option(metavar="N", help="Same seed, same head, on the same machine.")] = 0,
-    device: Annotated[str, typer.Option(help="cpu, cuda, or auto.")] = "auto",
+    learning_rate: Annotated[float, option("--learning-rate", metavar="R", help="At its highest.", parse=number)] = 1e-3,
+    seed: Annotated[int, option("--seed", metavar="N", help="Same seed, same head, on the same machine.", parse=whole)] = 0,
+    device: Annotated[str, option("--device", metavar="DEVICE", help="cpu, cuda, or auto.")] = "auto",
 ) -> None:
     """Train a head that drafts for a model (speculative decoding), by the model's own answers to tasks and by texts.
 

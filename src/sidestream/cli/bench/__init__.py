@@ -5,8 +5,9 @@ from __future__ import annotations
 import typer
 
 from sidestream.cli.bench import commands
+from sidestream.cli.declare import Group
 
-app = typer.Typer(help="Measure this machine; each figure is printed beside its bound.", no_args_is_help=True)
+app = typer.Typer(cls=Group, help="Measure this machine; each figure is printed beside its bound.", no_args_is_help=True)
 commands.register(app)
 
 __all__ = ["app"]

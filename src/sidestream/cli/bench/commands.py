@@ -10,15 +10,18 @@ import typer
 from rich.console import Console
 
 from sidestream.cli.bench.report import Figure, publish
+from sidestream.cli.declare import Command, flag, option, whole
 from sidestream.cli.options import DEMO_MODEL
 from sidestream.config import unknown_name
 from sidestream.errors import ConfigError
 
 Model = Annotated[str, typer.Argument(help="Directory, hub id, or a name of `sidestream models`.")]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+Json = Annotated[bool, flag("--json", help="Print one JSON object.")]
 
-Device = Annotated[str, typer.Option(help="`cuda`, or `cpu` to try the benchmark itself.")]
-Shape = Annotated[str, typer.Option(help="qwen3-8b, llama-3.2-1b, qwen3-0.6b or tiny: the model's shape; its weights are random.")]
+Device = Annotated[str, option("--device", metavar="DEVICE", help="`cuda`, or `cpu` to try the benchmark itself.")]
+Shape = Annotated[
+    str, option("--shape", metavar="SHAPE", help="qwen3-8b, llama-3.2-1b, qwen3-0.6b or tiny: the model's shape; its weights are random.")
+]
 _PARTS = {
     "prefill": "Time of a prompt's prefill on a GPU, over what its multiplications take.",
     "ttft": "First token of prompts that nobody knows, and of prompts whose KV is in host memory, over what the link takes.",
@@ -30,27 +33,29 @@ _BLOCKS = "blocks of Qwen3-8B"
 
 def register(app: typer.Typer) -> None:
     """Add the commands to `app`."""
-    app.command("prefix")(prefix)
-    app.command("decode")(decode)
-    app.command("overhead")(overhead)
-    app.command("soak")(soak)
-    app.command("transfer")(transfer)
-    app.command("interference")(interference)
-    app.command("forward-thread")(forward_thread)
-    app.command("host-time")(host_time)
-    app.command("identity")(identity)
-    app.command("mailbox")(mailbox)
+    app.command("prefix", cls=Command)(prefix)
+    app.command("decode", cls=Command)(decode)
+    app.command("overhead", cls=Command)(overhead)
+    app.command("soak", cls=Command)(soak)
+    app.command("transfer", cls=Command)(transfer)
+    app.command("interference", cls=Command)(interference)
+    app.command("forward-thread", cls=Command)(forward_thread)
+    app.command("host-time", cls=Command)(host_time)
+    app.command("identity", cls=Command)(identity)
+    app.command("mailbox", cls=Command)(mailbox)
     for part in ("prefill", "ttft", "resume", "async"):
-        app.command(part, help=_PARTS[part])(_part(part))
-    app.command("engine")(engine)
-    app.command("throughput")(throughput)
-    app.command("speculative")(speculative)
+        app.command(part, help=_PARTS[part], cls=Command)(_part(part))
+    app.command("engine", cls=Command)(engine)
+    app.command("throughput", cls=Command)(throughput)
+    app.command("speculative", cls=Command)(speculative)
 
 
 def prefix(
     model: Model = DEMO_MODEL,
-    prompt_tokens: Annotated[int, typer.Option(help="Length of the prompts.")] = 2000,
-    rounds: Annotated[int, typer.Option(help="Prompts, each asked cold, from host memory and from disk.")] = 5,
+    prompt_tokens: Annotated[int, option("--prompt-tokens", metavar="N", help="Length of the prompts.", parse=whole)] = 2000,
+    rounds: Annotated[
+        int, option("--rounds", metavar="N", help="Prompts, each asked cold, from host memory and from disk.", parse=whole)
+    ] = 5,
     as_json: Json = False,
 ) -> None:
     """TTFT of a long prompt from host memory, and from disk in a fresh process, over cold."""
@@ -62,13 +67,20 @@ def prefix(
 def decode(
     context: typer.Context,
     model: Model = DEMO_MODEL,
-    output_tokens: Annotated[int, typer.Option(help="Tokens drawn for each request.")] = 96,
-    rounds: Annotated[int, typer.Option(help="Repetitions, ours and generate in turn.")] = 5,
-    dtype: Annotated[str, typer.Option(help="Data type of both.")] = "auto",
+    output_tokens: Annotated[int, option("--output-tokens", metavar="N", help="Tokens drawn for each request.", parse=whole)] = 96,
+    rounds: Annotated[int, option("--rounds", metavar="N", help="Repetitions, ours and generate in turn.", parse=whole)] = 5,
+    dtype: Annotated[str, option("--dtype", metavar="TYPE", help="Data type of both.")] = "auto",
     device: Annotated[
-        str, typer.Option(help="`cpu`; or `cuda`: steps of a model of some shape with random weights, over what its bytes take.")
+        str,
+        option(
+            "--device",
+            metavar="DEVICE",
+            help="`cpu`; or `cuda`: steps of a model of some shape with random weights, over what its bytes take.",
+        ),
     ] = "cpu",
-    shape: Annotated[str, typer.Option(help="On `cuda`, which shape: qwen3-8b, llama-3.2-1b, qwen3-0.6b or tiny.")] = "qwen3-8b",
+    shape: Annotated[
+        str, option("--shape", metavar="SHAPE", help="On `cuda`, which shape: qwen3-8b, llama-3.2-1b, qwen3-0.6b or tiny.")
+    ] = "qwen3-8b",
     as_json: Json = False,
 ) -> None:
     """Tokens a second, alone and with eight at once, over transformers' generate."""
@@ -90,7 +102,7 @@ def decode(
 
 def overhead(
     model: Model = DEMO_MODEL,
-    rounds: Annotated[int, typer.Option(help="Repetitions, offload on and off in turn.")] = 9,
+    rounds: Annotated[int, option("--rounds", metavar="N", help="Repetitions, offload on and off in turn.", parse=whole)] = 9,
     as_json: Json = False,
 ) -> None:
     """Step time with offload idle and storing over offload off, and host waits for transfers."""
@@ -101,7 +113,9 @@ def overhead(
 
 def soak(
     model: Model = DEMO_MODEL,
-    requests: Annotated[int, typer.Option(help="Requests in all; memory is compared from number 200 on.")] = 2000,
+    requests: Annotated[
+        int, option("--requests", metavar="N", help="Requests in all; memory is compared from number 200 on.", parse=whole)
+    ] = 2000,
     as_json: Json = False,
 ) -> None:
     """Memory growth of the process over many requests."""
@@ -112,8 +126,8 @@ def soak(
 
 def transfer(
     device: Device = "cuda",
-    mib: Annotated[int, typer.Option(help="MiB that are stored and loaded in each round.")] = 1024,
-    rounds: Annotated[int, typer.Option(help="Repetitions, the link and all else in turn.")] = 7,
+    mib: Annotated[int, option("--mib", metavar="N", help="MiB that are stored and loaded in each round.", parse=whole)] = 1024,
+    rounds: Annotated[int, option("--rounds", metavar="N", help="Repetitions, the link and all else in turn.", parse=whole)] = 7,
     as_json: Json = False,
 ) -> None:
     """Stores and loads of scattered blocks, over one large pinned copy."""
@@ -124,7 +138,7 @@ def transfer(
 
 def interference(
     device: Device = "cuda",
-    rounds: Annotated[int, typer.Option(help="Repetitions, with and without transfers in turn.")] = 7,
+    rounds: Annotated[int, option("--rounds", metavar="N", help="Repetitions, with and without transfers in turn.", parse=whole)] = 7,
     as_json: Json = False,
 ) -> None:
     """A decode step and a large matrix product while transfers run at full rate, over the same alone."""
@@ -135,9 +149,11 @@ def interference(
 
 def forward_thread(
     device: Device = "cuda",
-    requests: Annotated[int, typer.Option(help="Requests that store and load.")] = 1000,
-    steps: Annotated[int, typer.Option(help="Steps of the loop.")] = 400,
-    pending: Annotated[int, typer.Option(help="Transfers that are pending at once, in the second part.")] = 100_000,
+    requests: Annotated[int, option("--requests", metavar="N", help="Requests that store and load.", parse=whole)] = 1000,
+    steps: Annotated[int, option("--steps", metavar="N", help="Steps of the loop.", parse=whole)] = 400,
+    pending: Annotated[
+        int, option("--pending", metavar="N", help="Transfers that are pending at once, in the second part.", parse=whole)
+    ] = 100_000,
     as_json: Json = False,
 ) -> None:
     """What transfers cost the engine thread in each step, and whether it ever blocks."""
@@ -155,9 +171,9 @@ def forward_thread(
 def host_time(
     device: Device = "cuda",
     shape: Shape = "qwen3-0.6b",
-    requests: Annotated[int, typer.Option(help="Requests that decode at once.")] = 256,
-    output_tokens: Annotated[int, typer.Option(help="Tokens drawn for each.")] = 128,
-    rounds: Annotated[int, typer.Option(help="Repetitions.")] = 3,
+    requests: Annotated[int, option("--requests", metavar="N", help="Requests that decode at once.", parse=whole)] = 256,
+    output_tokens: Annotated[int, option("--output-tokens", metavar="N", help="Tokens drawn for each.", parse=whole)] = 128,
+    rounds: Annotated[int, option("--rounds", metavar="N", help="Repetitions.", parse=whole)] = 3,
     as_json: Json = False,
 ) -> None:
     """What a step of many running requests costs the engine thread, with offload on, besides waiting for flights."""
@@ -176,9 +192,9 @@ def host_time(
 def identity(
     device: Device = "cuda",
     shape: Shape = "qwen3-0.6b",
-    requests: Annotated[int, typer.Option(help="Requests at once.")] = 8,
-    prompt_tokens: Annotated[int, typer.Option(help="Tokens of each prompt.")] = 512,
-    output_tokens: Annotated[int, typer.Option(help="Tokens drawn for each.")] = 128,
+    requests: Annotated[int, option("--requests", metavar="N", help="Requests at once.", parse=whole)] = 8,
+    prompt_tokens: Annotated[int, option("--prompt-tokens", metavar="N", help="Tokens of each prompt.", parse=whole)] = 512,
+    output_tokens: Annotated[int, option("--output-tokens", metavar="N", help="Tokens drawn for each.", parse=whole)] = 128,
     as_json: Json = False,
 ) -> None:
     """Whether greedy tokens are equal with offload and without, asynchronous and not, captured and kernel by kernel; and how far logits differ."""
@@ -197,8 +213,8 @@ def identity(
 
 def mailbox(
     device: Device = "cuda",
-    mib: Annotated[int, typer.Option(help="MiB that are being stored meanwhile.")] = 1024,
-    tokens: Annotated[int, typer.Option(help="Deliveries that are timed.")] = 2000,
+    mib: Annotated[int, option("--mib", metavar="N", help="MiB that are being stored meanwhile.", parse=whole)] = 1024,
+    tokens: Annotated[int, option("--tokens", metavar="N", help="Deliveries that are timed.", parse=whole)] = 2000,
     as_json: Json = False,
 ) -> None:
     """Time until the host sees a drawn token while blocks are being stored."""
@@ -258,13 +274,19 @@ def throughput(
 def speculative(
     model: Model = DEMO_MODEL,
     head: Annotated[
-        Path | None, typer.Option(help="A head for the model, which drafts too.", show_default="the demo model's that is shipped")
+        Path | None,
+        option("--head", metavar="PATH", help="A head for the model, which drafts too.", show_default="the demo model's that is shipped"),
     ] = None,
-    draft_model: Annotated[str | None, typer.Option(help="A smaller model with the same tokenizer, which drafts too.")] = None,
-    device: Annotated[str, typer.Option(help="`cpu` or `cuda`.")] = "cpu",
-    batch: Annotated[list[int] | None, typer.Option(help="Requests at once; may be given several times.", show_default="1, 8")] = None,
-    output_tokens: Annotated[int, typer.Option(help="Tokens drawn for each request.")] = 96,
-    rounds: Annotated[int, typer.Option(help="Repetitions, with drafts and without in turn.")] = 3,
+    draft_model: Annotated[
+        str | None, option("--draft-model", metavar="MODEL", help="A smaller model with the same tokenizer, which drafts too.")
+    ] = None,
+    device: Annotated[str, option("--device", metavar="DEVICE", help="`cpu` or `cuda`.")] = "cpu",
+    batch: Annotated[
+        list[int] | None,
+        option("--batch", metavar="N", help="Requests at once; may be given several times.", show_default="1, 8", parse=whole),
+    ] = None,
+    output_tokens: Annotated[int, option("--output-tokens", metavar="N", help="Tokens drawn for each request.", parse=whole)] = 96,
+    rounds: Annotated[int, option("--rounds", metavar="N", help="Repetitions, with drafts and without in turn.", parse=whole)] = 3,
     as_json: Json = False,
 ) -> None:
     """Tokens a second with drafts over without, tokens that a step goes on by, and that in float32 no token depends on drafts."""

@@ -1,0 +1,97 @@
+"""Options have the same names, the same help and the same messages, whatever version of typer declares them."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, get_args
+
+import pytest
+import typer
+from typer.models import OptionInfo
+
+from sidestream.cli.app import app
+
+from .conftest import Run
+
+# An option's name is its parameter's, but where Python has taken the name.
+_OTHER_NAMES = {"as_json": "--json"}
+
+
+@dataclass(frozen=True)
+class _Command:
+    path: tuple[str, ...]
+    function: Callable[..., Any]
+
+    def options(self) -> dict[str, tuple[Any, OptionInfo]]:
+        """Of each parameter that is an option: its type, and how it is declared."""
+        found = {}
+        for name, parameter in inspect.signature(self.function, eval_str=True).parameters.items():
+            kind, *declared = get_args(parameter.annotation) or (parameter.annotation,)
+            if declared and isinstance(declared[0], OptionInfo):
+                found[name] = (kind, declared[0])
+        return found
+
+
+def _commands(tree: typer.Typer, path: tuple[str, ...] = ()) -> Iterator[_Command]:
+    if tree.registered_callback is not None and tree.registered_callback.callback is not None:
+        yield _Command(path, tree.registered_callback.callback)
+    for command in tree.registered_commands:
+        assert command.callback is not None
+        yield _Command((*path, command.name or command.callback.__name__), command.callback)
+    for group in tree.registered_groups:
+        assert group.typer_instance is not None
+        yield from _commands(group.typer_instance, (*path, str(group.name)))
+
+
+_ALL = list(_commands(app))
+_every_command = pytest.mark.parametrize("command", _ALL, ids=[" ".join(command.path) or "sidestream" for command in _ALL])
+
+
+def _in_tree(path: tuple[str, ...]) -> Any:
+    found: Any = typer.main.get_command(app)
+    for name in path:
+        found = found.commands[name]
+    return found
+
+
+@_every_command
+def test_every_option_is_declared_with_its_name_in_full(command: _Command) -> None:
+    for name, (_, option) in command.options().items():
+        declared = str(option.default)  # in Annotated, the first positional argument of typer.Option is the name
+        assert declared.partition("/")[0] == _OTHER_NAMES.get(name, f"--{name.replace('_', '-')}")
+
+
+@_every_command
+def test_every_option_can_be_given_by_its_name_in_lower_case(command: _Command) -> None:
+    parameters = {parameter.name: parameter for parameter in _in_tree(command.path).params}
+    for name in command.options():
+        assert _OTHER_NAMES.get(name, f"--{name.replace('_', '-')}") in parameters[name].opts
+        assert all(spelling == spelling.lower() for spelling in parameters[name].opts + parameters[name].secondary_opts)
+
+
+@_every_command
+def test_help_shows_no_type_for_a_flag_and_a_default_in_one_pair_of_brackets(run: Run, command: _Command) -> None:
+    shown = run(*command.path, "--help").output
+    assert "--help" in shown
+    assert "bool" not in shown.lower()
+    assert not [pair for pair in ("[default: (", "[[", "]]") if pair in shown]
+
+
+@_every_command
+def test_a_number_that_cannot_be_read_is_named_with_its_option(run: Run, command: _Command) -> None:
+    for name, (kind, _) in command.options().items():
+        spelling = f"--{name.replace('_', '-')}"
+        kinds = {kind, *get_args(kind)}
+        for number, value, said in ((int, "1.5", "'1.5' is not a whole number"), (float, "abc", "'abc' is not a number")):
+            if kinds & {number, list[number]}:  # type: ignore[valid-type]
+                result = run(*command.path, spelling, value)
+                assert result.exit_code == 2
+                assert f"Invalid value for '{spelling}': {said}" in result.output
+
+
+def test_help_says_what_an_absent_value_stands_for(run: Run) -> None:
+    shown = run("serve", "--help").output
+    assert "Prefill is cut at multiples of this. Default: 256 on a CPU, 2048 on a GPU." in shown
+    assert "[default: 127.0.0.1]" in shown
