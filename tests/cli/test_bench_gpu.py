@@ -22,6 +22,7 @@ COMMANDS = {
     "identity": ["--shape", "tiny", "--requests", "3", "--prompt-tokens", "40", "--output-tokens", "12"],
     "engine": ["--shape", "tiny"],
     "throughput": ["--shape", "tiny"],
+    "host-tier": ["--shape", "tiny", "--host", "16MiB", "--rounds", "1"],
 }
 FIGURES = {
     "transfer": {"store_over_link", "load_over_link", "two_way_over_link", "store_64k_over_link", "load_64k_over_link"},
@@ -36,6 +37,7 @@ FIGURES = {
     },
     "engine": {"decode_b1_over_floor", "idle_share_max", "ttft_host_over_floor", "itl_p99_during_resume", "async_tokens_identical"},
     "throughput": {"throughput_no_reuse", "throughput_working_set_4x"},
+    "host-tier": {"host_tier_ready_s_per_gib", "round_2_found_in_host"},
 }
 
 

@@ -47,6 +47,7 @@ def register(app: typer.Typer) -> None:
         app.command(part, help=_PARTS[part], cls=Command)(_part(part))
     app.command("engine", cls=Command)(engine)
     app.command("throughput", cls=Command)(throughput)
+    app.command("host-tier", cls=Command)(host_tier)
     app.command("speculative", cls=Command)(speculative)
 
 
@@ -267,6 +268,25 @@ def throughput(
         f"{shape}, random weights",
         as_json,
         lambda tell: measure(device=device, shape=shape, tell=tell),
+        bounded=device == "cuda" and shape == "qwen3-8b",
+    )
+
+
+def host_tier(
+    device: Device = "cuda",
+    shape: Shape = "qwen3-8b",
+    host: Annotated[str, option("--host", metavar="SIZE", help="Memory of the host tier.")] = "40GiB",
+    rounds: Annotated[int, option("--rounds", metavar="N", help="Times that as much memory is pinned.", parse=whole)] = 5,
+    as_json: Json = False,
+) -> None:
+    """How soon host memory can be used after a start, and what the first conversations after it find there."""
+    from sidestream.cli.bench.host_tier import measure
+
+    _report(
+        "host-tier",
+        f"{shape}, random weights",
+        as_json,
+        lambda tell: measure(device=device, shape=shape, host=host, rounds=rounds, tell=tell),
         bounded=device == "cuda" and shape == "qwen3-8b",
     )
 

@@ -1,0 +1,127 @@
+"""How soon host memory can be used after a start, and what the first conversations after it find there.
+
+ready       seconds from the allocation of the host tier's memory until all of it is pinned, for each GiB
+start       an engine with offload, asked for conversations of four times the device's pool from its first moment on
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from statistics import median
+
+import numpy as np
+
+from sidestream.cli.bench.report import Figure, at_least, at_most
+from sidestream.cli.bench.requests import NoText, ask_at_once
+from sidestream.config import EngineConfig, OffloadConfig, parse_bytes
+from sidestream.device.base import Device
+from sidestream.device.choice import torch_device
+from sidestream.device.cpu import CpuDevice
+from sidestream.engine.build import build_engine
+from sidestream.errors import SidestreamError
+from sidestream.testing.random_models import random_model
+
+_ITEM_BYTES = 36 * 64 << 10  # a block of Qwen3-8B
+_POLL_S = 0.005
+_PATIENCE_S = 600.0
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """What is asked for; small ones try the benchmark itself: `rounds` of `conversations`, each of `tokens` and `outputs`."""
+
+    conversations: int
+    tokens: int
+    outputs: int
+    rounds: int
+
+
+_FULL = Sizes(16, 8200, 32, 3)
+_TINY = Sizes(4, 200, 4, 2)
+
+
+def measure(*, device: str, shape: str, host: str, rounds: int, tell: Callable[[str], None]) -> list[Figure]:
+    """Pin `host` bytes `rounds` times, then start an engine with as much. Raises SidestreamError if pinning does not end."""
+    num_bytes = parse_bytes(host, option="host")
+    kind = torch_device(device).type
+    seconds = []
+    for number in range(rounds):
+        tell(f"pinning {host}, {number + 1} of {rounds}")
+        opened = _open(kind)
+        try:
+            seconds.append(_ready_s(opened, num_bytes))
+        finally:
+            opened.close()
+    gib = num_bytes / 2**30
+    return [
+        Figure("host_tier_ready_s_per_gib", median(seconds) / gib, "s/GiB", at_most(0.1)),
+        Figure("host_tier_ready_s_per_gib_first", seconds[0] / gib, "s/GiB"),
+        Figure("host_tier_gib", gib, "GiB"),
+        *_start(device, shape, host, _FULL if kind == "cuda" else _TINY, tell),
+    ]
+
+
+def _open(kind: str) -> Device:
+    if kind == "cpu":
+        return CpuDevice()
+    from sidestream.device.cuda import CudaDevice
+
+    return CudaDevice()
+
+
+def _ready_s(device: Device, num_bytes: int) -> float:
+    """Seconds until all of a new host memory is ready."""
+    start = time.perf_counter()
+    memory = device.allocate_host("host", num_bytes, item_bytes=_ITEM_BYTES)
+    while device.grows(memory):
+        if time.perf_counter() - start > _PATIENCE_S:
+            raise SidestreamError(f"host memory is not pinned after {_PATIENCE_S:g} s")
+        time.sleep(_POLL_S)
+    seconds = time.perf_counter() - start
+    if (ready := device.ready_bytes(memory)) < num_bytes:
+        raise SidestreamError(
+            f"only {ready / 2**30:.2f} GiB could be pinned: raise the limit of locked memory (ulimit -l), or give --host less"
+        )
+    return seconds
+
+
+def _start(device: str, shape: str, host: str, sizes: Sizes, tell: Callable[[str], None]) -> list[Figure]:
+    """Ask all conversations at once, round after round, as soon as the engine serves: shares of the prompts' tokens found, and seconds."""
+    tell("making the model")
+    model = random_model(shape, device=torch_device(device))
+    layout, random = model.layout, np.random.default_rng(0)
+    prompts = [[int(token) for token in random.integers(1, model.vocab_size, sizes.tokens)] for _ in range(sizes.conversations)]
+    blocks = layout.num_blocks_for(sizes.tokens + sizes.outputs) * sizes.conversations
+    tell("starting the engine")
+    config = EngineConfig(
+        device=device,
+        kv_memory=(blocks // 4 + 1) * layout.block_bytes,
+        max_running=sizes.conversations,
+        max_model_len=2 * sizes.tokens,
+        eager=True,  # no compilation: it starts in seconds, while memory is being pinned
+        offload=OffloadConfig(host=host),
+    )
+    start = time.perf_counter()
+    engine = build_engine(model, NoText(), config)
+    try:
+        tier = engine.parts.host
+        assert tier is not None
+        figures = [
+            Figure("engine_ready_s", time.perf_counter() - start, "s"),
+            Figure("host_tier_ready_share_at_start", tier.ready_bytes / tier.memory.num_bytes, "share"),
+        ]
+        for number in range(1, sizes.rounds + 1):
+            tell(f"round {number} of {sizes.rounds}")
+            begin = time.perf_counter()
+            answers = [answer.wait() for answer in ask_at_once(engine, prompts, sizes.outputs)]
+            seconds = time.perf_counter() - begin
+            found = sum(answer.cached.host for answer in answers) / (sizes.tokens * sizes.conversations)
+            figures += [
+                Figure(f"round_{number}_s", seconds, "s"),
+                Figure(f"round_{number}_found_in_host", found, "share", at_least(0.9) if number > 1 else None),
+            ]
+        return figures
+    finally:
+        engine.close()
