@@ -23,11 +23,17 @@ def test_an_unknown_device_names_the_nearest() -> None:
         EngineConfig(device="cudo")
 
 
-@pytest.mark.parametrize("device", ["cuda", "auto"])
-def test_blocks_that_a_gpu_cannot_read_are_refused_before_anything_is_loaded(device: str) -> None:
-    with pytest.raises(ConfigError, match="block_tokens is 8: attention on a GPU needs a multiple of 16; give one, or device cpu"):
-        EngineConfig(device=device, block_tokens=8)
+_BAD_BLOCKS = "block_tokens is 8: attention on a GPU needs a multiple of 16; give one, or device cpu"
+
+
+def test_blocks_that_a_gpu_cannot_read_are_refused() -> None:
+    with pytest.raises(ConfigError, match=_BAD_BLOCKS):
+        EngineConfig(device="cuda", block_tokens=8)
     assert EngineConfig(device="cpu", block_tokens=8).block_tokens == 8
+
+
+def test_the_default_is_a_gpu_where_there_is_one() -> None:
+    assert EngineConfig().device == engine_config().device == "auto"
 
 
 def test_the_option_reaches_the_config() -> None:
@@ -52,6 +58,13 @@ def test_without_a_gpu_auto_is_the_cpu_and_cuda_is_an_error_that_says_what_is_mi
     assert torch_device("auto") == torch_device("cpu") == torch.device("cpu")
     with pytest.raises(ConfigError, match=r"device is 'cuda': the CUDA driver cannot be loaded \(injected\): install NVIDIA's driver"):
         torch_device("cuda")
+
+
+@pytest.mark.usefixtures("a_gpu")
+def test_auto_refuses_blocks_that_the_gpu_cannot_read_before_anything_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    with pytest.raises(ConfigError, match=_BAD_BLOCKS):
+        LLM("no such model", block_tokens=8)
 
 
 @pytest.mark.usefixtures("a_gpu")

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from sidestream import LLM, AsyncLLM, ConfigError, EngineConfig, QueueFull, RequestError, RequestRejected, SamplingParams
+from sidestream.config import EngineSizes
 from sidestream.llm import _Post
 from sidestream.testing.faults import Hold
 from sidestream.testing.tiny_models import tiny_model_dir
@@ -62,10 +63,11 @@ def test_whoever_starts_it_is_told_what_the_start_is_at(tmp_path: Path) -> None:
 
 
 def test_chunks_and_budget_fit_the_device_and_one_another() -> None:
-    assert EngineConfig().chunk_and_budget("cpu") == (256, 528)
-    assert EngineConfig(max_running=64).chunk_and_budget("cuda") == (2048, 2112)
-    assert EngineConfig(block_tokens=48).chunk_and_budget("cpu") == (240, 496)
-    assert EngineConfig(block_tokens=512).chunk_and_budget("cpu") == (512, 1040)
+    assert EngineConfig().sizes("cpu") == EngineSizes(1 << 30, 16, 256, 528)
+    assert EngineConfig().sizes("cuda") == EngineSizes(None, 256, 2048, 2304)
+    assert EngineConfig(max_running=64, kv_memory="2GiB").sizes("cuda") == EngineSizes(2 << 30, 64, 2048, 2112)
+    assert EngineConfig(block_tokens=48).sizes("cpu") == EngineSizes(1 << 30, 16, 240, 496)
+    assert EngineConfig(block_tokens=512).sizes("cpu") == EngineSizes(1 << 30, 16, 512, 1040)
     with pytest.raises(ConfigError, match=r"token_budget is 300: it must hold one chunk .* \(256 \+ 64\)"):
         EngineConfig(token_budget=300, max_running=64)
     with pytest.raises(ConfigError, match=r"chunk_tokens is 100: it must be a multiple of block_tokens \(16\)"):

@@ -140,8 +140,26 @@ class SpeculativeConfig:
             raise ConfigError(f"max_drafts is {self.max_drafts}: at most {MOST_DRAFTS} tokens are drafted at once; lower it")
 
 
-# Of a chunk of prefill by default: on a CPU, on a GPU.
+# Defaults, on a CPU and on a GPU.
 _CHUNK_TOKENS = {False: 256, True: 2048}
+_MAX_RUNNING = {False: 16, True: 256}
+_CPU_KV_BYTES = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSizes:
+    """The sizes of an EngineConfig on one kind of device, defaults included.
+
+    kv_bytes      bytes of the device's block pool; None, only on a GPU: as much as fits beside the weights
+    max_running   requests that run at once
+    chunk_tokens  tokens of a chunk of prefill
+    token_budget  tokens that one step computes at most
+    """
+
+    kv_bytes: int | None
+    max_running: int
+    chunk_tokens: int
+    token_budget: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,13 +167,14 @@ class EngineConfig:
     """How an engine runs one model.
 
     device          `"cpu"`, `"cuda"`, or `"auto"`: cuda where a GPU can be used
-    kv_memory       bytes of the device's block pool
+    kv_memory       bytes of the device's block pool; None: 1 GiB on a CPU; on a GPU nine tenths of the memory that is free beside the
+                    weights, less what attention needs
     block_tokens    tokens a block holds; what is stored, loaded and shared
     chunk_tokens    prefill is cut at multiples of this many tokens (and at the last block border), so that the same
                     prompt is always computed in the same shapes; None: some 256 on a CPU, 2,048 on a GPU
     token_budget    tokens that one step computes at most, prefill and decode together; None: two chunks on a CPU, a chunk on a GPU, and a
                     token for each running request
-    max_running     requests that run at once (rows of device state)
+    max_running     requests that run at once (rows of device state); None: 16 on a CPU, 256 on a GPU
     max_waiting     requests that may queue; one more is refused
     max_model_len   tokens of prompt and output together; None: what the model was made for
     compute_threads threads of the forward pass on a CPU; None: all cores
@@ -168,12 +187,12 @@ class EngineConfig:
     """
 
     dtype: str = "auto"
-    device: str = "cpu"
-    kv_memory: int | str = "1GiB"
+    device: str = "auto"
+    kv_memory: int | str | None = None
     block_tokens: int = 16
     chunk_tokens: int | None = None
     token_budget: int | None = None
-    max_running: int = 16
+    max_running: int | None = None
     max_waiting: int = 1024
     max_model_len: int | None = None
     compute_threads: int | None = None
@@ -190,38 +209,36 @@ class EngineConfig:
             raise ConfigError(unknown_name("dtype", str(self.dtype), ("auto", "float32", "float16", "bfloat16")))
         if self.device not in ("auto", "cpu", "cuda"):
             raise ConfigError(unknown_name("device", str(self.device), ("auto", "cpu", "cuda")))
-        parse_bytes(self.kv_memory, option="kv_memory")
-        for name in ("block_tokens", "max_running", "max_waiting"):
+        if self.kv_memory is not None:
+            parse_bytes(self.kv_memory, option="kv_memory")
+        for name in ("block_tokens", "max_waiting"):
             _at_least(name, getattr(self, name), 1)
-        for name in ("chunk_tokens", "token_budget", "max_model_len", "compute_threads"):
+        for name in ("max_running", "chunk_tokens", "token_budget", "max_model_len", "compute_threads"):
             if getattr(self, name) is not None:
                 _at_least(name, getattr(self, name), 1)
-        if self.device != "cpu" and self.block_tokens % _GPU_BLOCK_MULTIPLE:
-            raise ConfigError(
-                f"block_tokens is {self.block_tokens}: attention on a GPU needs a multiple of {_GPU_BLOCK_MULTIPLE}; give one, or device cpu"
-            )
         if self.chunk_tokens is not None and self.chunk_tokens % self.block_tokens:
             raise ConfigError(
                 f"chunk_tokens is {self.chunk_tokens}: it must be a multiple of block_tokens ({self.block_tokens}), so that chunks end at block borders"
             )
-        self.chunk_and_budget("cuda" if self.device == "cuda" else "cpu")
+        self.sizes("cuda" if self.device == "cuda" else "cpu")
 
-    def chunk_and_budget(self, kind: str) -> tuple[int, int]:
-        """Tokens of a chunk, and of a step at most, on a device of that kind. Raises ConfigError when the one does not hold the other."""
+    def sizes(self, kind: str) -> EngineSizes:
+        """The sizes on a device of that kind. Raises ConfigError when they do not fit together, or the device."""
         on_gpu = kind == "cuda"
+        if on_gpu and self.block_tokens % _GPU_BLOCK_MULTIPLE:
+            raise ConfigError(
+                f"block_tokens is {self.block_tokens}: attention on a GPU needs a multiple of {_GPU_BLOCK_MULTIPLE}; give one, or device cpu"
+            )
+        running = self.max_running or _MAX_RUNNING[on_gpu]
         chunk = self.chunk_tokens or max(1, _CHUNK_TOKENS[on_gpu] // self.block_tokens) * self.block_tokens
-        budget = self.token_budget or (1 if on_gpu else 2) * chunk + self.max_running
-        if budget < chunk + self.max_running:
+        budget = self.token_budget or (1 if on_gpu else 2) * chunk + running
+        if budget < chunk + running:
             raise ConfigError(
                 f"token_budget is {budget}: it must hold one chunk and a token for each running request "
-                f"({chunk} + {self.max_running}); raise it or lower chunk_tokens or max_running"
+                f"({chunk} + {running}); raise it or lower chunk_tokens or max_running"
             )
-        return chunk, budget
-
-    @property
-    def kv_bytes(self) -> int:
-        """Bytes of the device's block pool."""
-        return parse_bytes(self.kv_memory, option="kv_memory")
+        given = None if self.kv_memory is None else parse_bytes(self.kv_memory, option="kv_memory")
+        return EngineSizes(_CPU_KV_BYTES if given is None and not on_gpu else given, running, chunk, budget)
 
 
 def _finite(name: str, value: float, low: float, high: float, *, open_low: bool = False) -> None:

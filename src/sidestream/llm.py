@@ -101,6 +101,7 @@ class _Served:
         self.config = config or from_options(EngineConfig, options)
         self.model_name = Path(model).name if Path(model).is_dir() else str(model)
         device = torch_device(self.config.device)  # first: without a GPU that was asked for, nothing large need be read
+        self.config.sizes(device.type)
         path = resolve(str(model), progress=progress)
         self._timeline = Timeline() if timeline is not None else None
         self._timeline_path = timeline

@@ -45,7 +45,7 @@ def test_every_engine_option_reaches_its_field() -> None:
         threads=3,
         salt="s",
     )
-    assert config == EngineConfig("float32", "cpu", "2GiB", 8, 64, 256, 4, 5, 100, 3, "s")
+    assert config == EngineConfig("float32", "auto", "2GiB", 8, 64, 256, 4, 5, 100, 3, "s")
 
 
 def test_every_sampling_option_reaches_its_field() -> None:

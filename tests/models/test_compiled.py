@@ -18,7 +18,6 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from sidestream import LLM, SamplingParams
 from sidestream.attention.paged import PagedBatch, ungated
-from sidestream.config import EngineConfig
 from sidestream.engine.build import _capture, _warm_up
 from sidestream.errors import ModelError
 from sidestream.execute.frame import Shape
@@ -367,7 +366,7 @@ def test_an_engine_whose_layers_cannot_be_compiled_at_all_is_warmed_up_as_they_a
             compiled, "compile_layers", fail if stage == "compile_layers" else partial(compile_layers, backend=counting([]))
         )
         tell = lambda what, done, total: done or told.append(what)  # noqa: E731
-        warm_up = partial(_warm_up, executor, parts.blocks, EngineConfig(device="cpu", kv_memory="16MiB", max_running=2), 16, tell)
+        warm_up = partial(_warm_up, executor, parts.blocks, 2, 16, tell)
         llm.engine.call(lambda: _capture(executor, model, None, [Shape(2)], gate_layers=0, warm_up=warm_up, tell=tell))
         assert executor._graphs is not None
         assert parts.blocks.num_available == blocks

@@ -63,7 +63,12 @@ def engine_config(
     *,
     dtype: Annotated[str, _engine("--dtype", "auto (as the model is stored), float32, float16 or bfloat16.", "TYPE")] = _ENGINE.dtype,
     device: Annotated[str, _engine("--device", "cpu, cuda, or auto: cuda where a GPU can be used.", "DEVICE")] = _ENGINE.device,
-    kv_memory: Annotated[str, _engine("--kv-memory", "Memory of the device's KV pool.", "SIZE")] = str(_ENGINE.kv_memory),
+    kv_memory: Annotated[
+        str | None,
+        _engine(
+            "--kv-memory", "Memory of the device's KV pool.", "SIZE", "1GiB on a CPU, nine tenths of what the weights leave free on a GPU"
+        ),
+    ] = None,
     block_tokens: Annotated[int, _engine("--block-tokens", "Tokens that a KV block holds.", "N", parse=whole)] = _ENGINE.block_tokens,
     chunk_tokens: Annotated[
         int | None, _engine("--chunk-tokens", "Prefill is cut at multiples of this.", "N", "256 on a CPU, 2048 on a GPU", parse=whole)
@@ -78,7 +83,9 @@ def engine_config(
             parse=whole,
         ),
     ] = _ENGINE.token_budget,
-    max_running: Annotated[int, _engine("--max-running", "Requests that run at once.", "N", parse=whole)] = _ENGINE.max_running,
+    max_running: Annotated[
+        int | None, _engine("--max-running", "Requests that run at once.", "N", "16 on a CPU, 256 on a GPU", parse=whole)
+    ] = _ENGINE.max_running,
     max_waiting: Annotated[
         int, _engine("--max-waiting", "Requests that may queue; one more is refused.", "N", parse=whole)
     ] = _ENGINE.max_waiting,

@@ -178,7 +178,7 @@ def _memory() -> Iterator[Finding]:
     total, available = _memory_bytes()
     if total is None or available is None:
         return
-    wanted = EngineConfig().kv_bytes + _MODEL_BYTES
+    wanted = (EngineConfig().sizes("cpu").kv_bytes or 0) + _MODEL_BYTES
     text = f"{_size(available)} of {_size(total)} available"
     data: dict[str, object] = {"total_bytes": total, "available_bytes": available}
     if available < wanted:

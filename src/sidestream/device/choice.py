@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
+import logging
 
 import torch
 
 from sidestream.errors import ConfigError
+
+log = logging.getLogger(__name__)
 
 
 def torch_device(name: str) -> torch.device:
@@ -20,6 +23,8 @@ def torch_device(name: str) -> torch.device:
     if missing is None:
         return torch.device("cuda", 0)
     if name == "auto":
+        if torch.cuda.is_available():
+            log.warning("the GPU is not used: %s", missing)
         return torch.device("cpu")
     raise ConfigError(f"device is {name!r}: {missing}")
 

@@ -16,10 +16,11 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from sidestream.attention.triton import LONG_TOKENS, Partials, Straight
-from sidestream.config import EngineConfig
+from sidestream.config import EngineConfig, EngineSizes
 from sidestream.device.base import Device
 from sidestream.device.choice import torch_device
 from sidestream.device.cpu import CpuDevice
+from sidestream.engine.capacity import MAX_BLOCKS, pool_bytes
 from sidestream.engine.inbox import Inbox
 from sidestream.engine.loop import Bounds, Engine, Parts
 from sidestream.engine.session import TokenSource
@@ -28,6 +29,7 @@ from sidestream.execute.executor import Executor
 from sidestream.execute.frame import SHORT_TOKENS, Shape
 from sidestream.execute.model import ForwardModel
 from sidestream.kv.keys import BlockKeys
+from sidestream.kv.layout import KVLayout
 from sidestream.kv.pool import FencedPool
 from sidestream.metrics import Metrics, Timeline
 from sidestream.models.kept import keep_compiled
@@ -100,15 +102,12 @@ def build_engine(
     threaded  False: whoever calls `Engine.step` is the engine thread, and must be the only one to use the engine
     """
     layout = model.layout
-    num_blocks = config.kv_bytes // layout.block_bytes
-    if num_blocks < 2:
-        raise ConfigError(
-            f"kv_memory is {config.kv_bytes} bytes, a block of {layout.block_tokens} tokens takes {layout.block_bytes}: give at least "
-            f"{2 * layout.block_bytes} bytes"
-        )
+    on_gpu = (torch_device(config.device) if device is None else device.torch_device).type == "cuda"
+    sizes = config.sizes("cuda" if on_gpu else "cpu")
+    if sizes.kv_bytes is not None:
+        _check_pool(sizes.kv_bytes, layout)
     if config.max_model_len is not None and config.max_model_len > model.max_model_len:
         raise ConfigError(f"max_model_len is {config.max_model_len}, the model was made for {model.max_model_len}: lower it")
-    on_gpu = (torch_device(config.device) if device is None else device.torch_device).type == "cuda"
     if on_gpu:
         keep_compiled()
     with contextlib.ExitStack() as undo:
@@ -122,6 +121,24 @@ def build_engine(
             if config.speculative.proposer != "ngram":
                 raise ConfigError(f"the proposer {config.speculative.proposer} needs weights: give build_engine a proposer")
             proposer = NgramProposer()
+        kv_bytes = sizes.kv_bytes
+        max_drafts = 0 if config.speculative is None else config.speculative.max_drafts
+        if kv_bytes is None:
+            kv_bytes = _free_pool_bytes(model, config, sizes.max_running * (1 + max_drafts), device.torch_device)
+            _check_pool(kv_bytes, layout)
+        num_blocks = kv_bytes // layout.block_bytes
+        logger.info(
+            "KV memory: %.2f GiB on %s, %d tokens (%s); up to %d requests run at once",
+            num_blocks * layout.block_bytes / 2**30,
+            device.kind,
+            num_blocks * layout.block_tokens,
+            "as asked"
+            if config.kv_memory is not None
+            else "what the weights leave free; --kv-memory changes it"
+            if on_gpu
+            else "the default",
+            sizes.max_running,
+        )
         spare = proposer is not None and proposer.hidden_size > 0
         memory = device.allocate("kv", (num_blocks + spare) * layout.block_bytes)
         given, (host, disk) = disk, _open_tiers(model, config, device, disk)
@@ -145,11 +162,11 @@ def build_engine(
                 load_deadline_s=config.offload.load_deadline_s,
                 notify=inbox.bell.ring,
             )
-        chunk_tokens, token_budget = config.chunk_and_budget(device.kind)
+        chunk_tokens = sizes.chunk_tokens
         limits = Limits(
             layout.block_tokens,
             chunk_tokens,
-            token_budget,
+            sizes.token_budget,
             prefix_cache=config.prefix_cache,
             tail_apart=device.kind != "cuda" if config.tail_apart is None else config.tail_apart,
         )
@@ -160,34 +177,37 @@ def build_engine(
                 f"max_drafts is {speculative.max_drafts}, the pool holds {num_blocks * layout.block_tokens} tokens: at most "
                 f"{num_blocks * layout.block_tokens - 2} drafts fit behind a prompt; lower it or raise kv_memory"
             )
-        max_drafts = 0 if speculative is None else speculative.max_drafts
-        rows = FencedPool("rows", config.max_running, witness=device.witness)
+        rows = FencedPool("rows", sizes.max_running, witness=device.witness)
         bounds = Bounds(
             max_model_len=config.max_model_len or model.max_model_len,
             pool_tokens=num_blocks * layout.block_tokens,
             block_tokens=layout.block_tokens,
             vocab_size=model.vocab_size,
-            max_unfinished=config.max_waiting + config.max_running,
+            max_unfinished=config.max_waiting + sizes.max_running,
         )
-        partials, straight = _buffers(model, config, bounds, proposer, max_drafts, device) if on_gpu else (None, None)
+        partials, straight = _buffers(model, sizes, bounds, proposer, max_drafts, device) if on_gpu else (None, None)
         executor = Executor(
             device=device,
             model=model,
             memory=memory,
-            num_rows=config.max_running,
+            num_rows=sizes.max_running,
             partials=partials,
             straight=straight,
             proposer=proposer,
             max_drafts=max_drafts,
             max_len=min(bounds.max_model_len, bounds.pool_tokens),
         )
-        warm_up = functools.partial(_warm_up, executor, blocks, config, min(chunk_tokens, bounds.max_model_len), tell)
+        warm_blocks = max(sizes.max_running, -(-chunk_tokens // layout.block_tokens))
+        warm_up = functools.partial(_warm_up, executor, blocks, warm_blocks, min(chunk_tokens, bounds.max_model_len), tell)
         if on_gpu and config.eager:
             warm_up(_WARMING_UP)
         elif on_gpu:
             gate_layers = 0 if transfers is None else layers_per_group(layout, device.segment_bytes)
             shapes = Shape.all_of(
-                max_rows=config.max_running, chunk_tokens=chunk_tokens, max_tokens=min(token_budget, bounds.pool_tokens), drafts=max_drafts
+                max_rows=sizes.max_running,
+                chunk_tokens=chunk_tokens,
+                max_tokens=min(sizes.token_budget, bounds.pool_tokens),
+                drafts=max_drafts,
             )
             _capture(executor, model, proposer, shapes, gate_layers=gate_layers, warm_up=warm_up, tell=tell)
         parts = Parts(
@@ -237,8 +257,30 @@ def _open_device(config: EngineConfig, timeline: Timeline | None, metrics: Metri
     return device
 
 
+def _check_pool(kv_bytes: int, layout: KVLayout) -> None:
+    if kv_bytes < 2 * layout.block_bytes:
+        raise ConfigError(
+            f"kv_memory is {kv_bytes} bytes, a block of {layout.block_tokens} tokens takes {layout.block_bytes}: give at least "
+            f"{2 * layout.block_bytes} bytes"
+        )
+
+
+def _free_pool_bytes(model: ServableModel, config: EngineConfig, query_tokens: int, device: torch.device) -> int:
+    """Bytes of the block pool that fit the GPU beside the weights and attention's buffers for `query_tokens` and a long chunk."""
+    layout = model.layout
+    torch.cuda.empty_cache()  # what the check of the loaded model left in torch's cache is free, too
+    fits = pool_bytes(
+        torch.cuda.mem_get_info(device)[0],
+        token_bytes=layout.token_bytes,
+        scratch_token_bytes=Partials.token_bytes(query_tokens + SHORT_TOKENS, heads=model.num_heads, head_dim=layout.head_dim)
+        + layout.layer_bytes // layout.block_tokens,
+        max_model_len=config.max_model_len or model.max_model_len,
+    )
+    return min(fits, MAX_BLOCKS * layout.block_bytes)
+
+
 def _buffers(
-    model: ServableModel, config: EngineConfig, bounds: Bounds, proposer: Proposer | None, max_drafts: int, device: Device
+    model: ServableModel, sizes: EngineSizes, bounds: Bounds, proposer: Proposer | None, max_drafts: int, device: Device
 ) -> tuple[Partials, Straight | None]:
     """What rows that decode are summed up in: as many as run at once, as long as the longest; by the model and by one that drafts. And where a long
     chunk's KV is laid out.
@@ -248,14 +290,14 @@ def _buffers(
     tokens, layout = min(bounds.max_model_len, bounds.pool_tokens), model.layout
     try:
         partials = Partials.allocate(
-            query_tokens=config.max_running * (1 + max_drafts) + SHORT_TOKENS,
+            query_tokens=sizes.max_running * (1 + max_drafts) + SHORT_TOKENS,
             kv_tokens=(layout.num_blocks_for(tokens) + 1) * layout.block_tokens,
             heads=model.num_heads,
             head_dim=layout.head_dim,
             device=device.torch_device,
             also=proposer.shape if isinstance(proposer, DraftModelProposer) else None,
         )
-        if min(config.chunk_and_budget(device.kind)[0], tokens) < LONG_TOKENS:  # what is not warmed up by a chunk is not launched by one
+        if min(sizes.chunk_tokens, tokens) < LONG_TOKENS:  # what is not warmed up by a chunk is not launched by one
             return partials, None
         return partials, Straight.allocate(
             kv_heads=layout.num_kv_heads,
@@ -266,7 +308,7 @@ def _buffers(
         )
     except torch.OutOfMemoryError as error:
         raise ConfigError(
-            f"the GPU has no room for attention's buffers of {config.max_running} rows of up to {tokens} tokens: lower max_running, max_model_len or "
+            f"the GPU has no room for attention's buffers of {sizes.max_running} rows of up to {tokens} tokens: lower max_running, max_model_len or "
             "kv_memory"
         ) from error
 
@@ -322,12 +364,12 @@ def _capture(
 
 
 def _warm_up(
-    executor: Executor, blocks: FencedPool, config: EngineConfig, chunk_tokens: int, tell: Callable[[str, int, int], None], what: str
+    executor: Executor, blocks: FencedPool, num_blocks: int, chunk_tokens: int, tell: Callable[[str, int, int], None], what: str
 ) -> None:
     """See `Executor.warm_up`. `what` it is for, is told."""
     tell(what, 0, 0)
     start_s = time.monotonic()
-    lease = blocks.take(min(blocks.num_available, max(config.max_running, -(-chunk_tokens // config.block_tokens))))
+    lease = blocks.take(min(blocks.num_available, num_blocks))
     try:
         executor.warm_up(lease.ids, chunk_tokens=chunk_tokens)
     finally:

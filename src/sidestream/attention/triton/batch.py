@@ -99,6 +99,11 @@ class Partials:
         room = (torch.empty(places * count, dtype=torch.float32, device=device) for count in (width, most, most))
         return cls(tokens, narrow, 2 * tokens, *_cut(room, (query_tokens, -(-kv_tokens // tokens), heads), head_dim))
 
+    @staticmethod
+    def token_bytes(query_tokens: int, *, heads: int, head_dim: int, tokens: int = 256) -> int:
+        """Bytes that `allocate` takes for each token of the longest row."""
+        return -(-4 * query_tokens * heads * (head_dim + 2) // tokens)
+
     @property
     def kv_tokens(self) -> int:
         """KV tokens that the longest row may have."""

@@ -23,7 +23,10 @@ def measure(model: str, *, output_tokens: int, rounds: int, dtype: str, tell: Ca
     ids = Tokenizer.load(path).encode(sample_text())
     prompts = [ids[at * _PROMPT_TOKENS : (at + 1) * _PROMPT_TOKENS] for at in range(_BATCH)]
     ours1, theirs1, ours8, theirs8 = [], [], [], []
-    with Engine(path, {"dtype": dtype, "kv_memory": "256MiB", "prefix_cache": False}) as engine, Generate(path, dtype) as generate:
+    with (
+        Engine(path, {"device": "cpu", "dtype": dtype, "kv_memory": "256MiB", "prefix_cache": False}) as engine,
+        Generate(path, dtype) as generate,
+    ):
         for number in range(1, rounds + 1):
             tell(f"round {number} of {rounds}, alone")
             ours1.append(output_tokens / engine.ask(prompts[:1], max_tokens=output_tokens).seconds)

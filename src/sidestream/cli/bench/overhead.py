@@ -30,9 +30,9 @@ def measure(model: str, *, rounds: int, tell: Callable[[str], None]) -> list[Fig
         offload = {"host": "256MiB", "disk": str(Path(scratch) / "kv"), "disk_capacity": "1GiB"}
         watched = {**offload, "disk": str(Path(scratch) / "kv-checked")}
         with (
-            Engine(path, {"kv_memory": "128MiB"}) as off,
-            Engine(path, {"kv_memory": "128MiB", "offload": offload}) as on,
-            Engine(path, {"kv_memory": "128MiB", "offload": watched}, check_order=True) as checking,
+            Engine(path, {"device": "cpu", "kv_memory": "128MiB"}) as off,
+            Engine(path, {"device": "cpu", "kv_memory": "128MiB", "offload": offload}) as on,
+            Engine(path, {"device": "cpu", "kv_memory": "128MiB", "offload": watched}, check_order=True) as checking,
         ):
             engines = {"off": off, "on": on, "checking": checking}
             for number in range(rounds):

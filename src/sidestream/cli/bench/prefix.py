@@ -28,7 +28,11 @@ def measure(model: str, *, prompt_tokens: int, rounds: int, tell: Callable[[str]
     # The pool holds a prompt and a half: after the next prompt's answer, nothing of the start of the one before is left.
     kv_memory = prompt_tokens * 3 // 2 * kv_token_bytes(path)
     with tempfile.TemporaryDirectory(prefix="sidestream-bench-") as scratch:
-        options = {"kv_memory": kv_memory, "offload": {"host": "2GiB", "disk": str(Path(scratch) / "kv"), "disk_capacity": "2GiB"}}
+        options = {
+            "device": "cpu",
+            "kv_memory": kv_memory,
+            "offload": {"host": "2GiB", "disk": str(Path(scratch) / "kv"), "disk_capacity": "2GiB"},
+        }
         with Engine(path, options) as engine:
             cold = _ask_each(engine, prompts, lambda number: tell(f"cold {number} of {rounds}"))
             host = _ask_each(engine, prompts, lambda number: tell(f"from host memory {number} of {rounds}"))

@@ -23,7 +23,7 @@ def measure(model: str, *, num_requests: int, tell: Callable[[str], None]) -> li
     rng = random.Random(0)
     with tempfile.TemporaryDirectory(prefix="sidestream-bench-") as scratch:
         offload = OffloadConfig(host="64MiB", disk=Path(scratch) / "kv", disk_capacity="128MiB")
-        with LLM(model, kv_memory="32MiB", offload=offload) as llm:
+        with LLM(model, device="cpu", kv_memory="32MiB", offload=offload) as llm:
             settled = 0
             for done in range(0, num_requests, _WAVE):
                 tell(f"request {done} of {num_requests}")

@@ -1,0 +1,25 @@
+"""How much of a GPU's free memory the block pool gets when no size was given. Pure arithmetic; called while an engine is built."""
+
+from __future__ import annotations
+
+# The ledger of blocks is made of Python's objects: a tiny model's blocks would fill a large GPU by the ten million.
+MAX_BLOCKS = 1 << 20
+
+_SHARE = 0.9
+# For activations, logits, captured graphs and kernels. Of a small GPU, at most two fifths of the memory that is free.
+_ROOM_BYTES = 2 << 30
+_MOST_ROOM = 0.4
+
+
+def pool_bytes(free_bytes: int, *, token_bytes: int, scratch_token_bytes: int, max_model_len: int) -> int:
+    """Bytes of the block pool beside everything else that the engine allocates.
+
+    free_bytes           device memory that is free once the weights are loaded
+    token_bytes          KV of one token, all layers
+    scratch_token_bytes  attention's buffers, for each token that the longest request can have: the model's limit, or the whole pool if
+                         that is less
+    """
+    budget = free_bytes - max((1 - _SHARE) * free_bytes, min(_ROOM_BYTES, _MOST_ROOM * free_bytes))
+    beside_longest = budget - scratch_token_bytes * max_model_len  # the pool holds more than the longest request
+    beside_itself = budget * token_bytes / (token_bytes + scratch_token_bytes)  # it does not
+    return max(0, int(max(beside_longest, beside_itself)))

@@ -1,0 +1,36 @@
+"""How much of a GPU's memory becomes KV when no size is given."""
+
+from __future__ import annotations
+
+import pytest
+
+from sidestream.engine.capacity import pool_bytes
+
+GIB = 1 << 30
+TOKEN = 147_456  # of Qwen3-8B in bfloat16
+SCRATCH = 20_000
+
+
+def needed(pool: int, *, longest: int, scratch: int = SCRATCH) -> int:
+    """Bytes of the pool and of attention's buffers over the longest request that it allows."""
+    return pool + scratch * min(longest, pool // TOKEN)
+
+
+@pytest.mark.parametrize("free_gib", [0.5, 3, 6, 20, 60, 123])
+@pytest.mark.parametrize("longest", [2048, 40_960, 131_072, 1 << 20])
+def test_pool_and_buffers_leave_room_for_activations_and_waste_little(free_gib: float, longest: int) -> None:
+    free = int(free_gib * GIB)
+    pool = pool_bytes(free, token_bytes=TOKEN, scratch_token_bytes=SCRATCH, max_model_len=longest)
+    room = free - needed(pool, longest=longest)
+    least = max(0.1 * free, min(2 * GIB, 0.4 * free))
+    assert least - TOKEN <= room <= least + SCRATCH + TOKEN
+
+
+def test_a_large_gpu_keeps_a_tenth_free_and_a_small_one_two_fifths() -> None:
+    assert pool_bytes(100 * GIB, token_bytes=TOKEN, scratch_token_bytes=0, max_model_len=1) == 90 * GIB
+    assert pool_bytes(10 * GIB, token_bytes=TOKEN, scratch_token_bytes=0, max_model_len=1) == 8 * GIB
+    assert pool_bytes(1 * GIB, token_bytes=TOKEN, scratch_token_bytes=0, max_model_len=1) == int(0.6 * GIB)
+
+
+def test_a_full_gpu_has_no_room() -> None:
+    assert pool_bytes(0, token_bytes=TOKEN, scratch_token_bytes=SCRATCH, max_model_len=2048) == 0
