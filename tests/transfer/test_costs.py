@@ -3,6 +3,7 @@
 import pytest
 from transfer_rig import DEADLINE_S, LAYOUT, Clock, Rig, keys
 
+from sidestream.kv.layout import KVLayout
 from sidestream.transfer import CostModel
 from sidestream.transfer.costs import _STALE_S as STALE_S
 
@@ -78,7 +79,7 @@ def test_a_stall_is_believed_again_once_the_trial_was_slow_too(tier: str) -> Non
 def test_a_transfer_of_one_tier_says_nothing_new_about_the_other(stalled: str, other: str) -> None:
     costs, clock = after_a_stall(stalled)
     clock.now_s += STALE_S + 1
-    costs.saw_transfer(other, round(STALLED), 1.0)
+    costs.saw_transfer(other, 10**12, 1.0)
     assert seconds_for_a_block(costs, stalled) < 1e-6
 
 
@@ -92,12 +93,18 @@ def test_a_tier_that_is_faster_than_hoped_is_believed_however_long_ago() -> None
     assert seconds_for_a_block(costs, "host") == before == pytest.approx(BLOCK / 1e12, rel=1e-3)
 
 
-def test_what_was_never_measured_is_tried_after_a_while() -> None:
-    clock = Clock()
-    costs = CostModel(LAYOUT, clock=clock)
-    guessed = seconds_for_a_block(costs, "disk")
-    clock.now_s += STALE_S + 1
-    assert seconds_for_a_block(costs, "disk") < guessed / 4
+def test_host_memory_that_was_never_measured_is_tried_however_fast_prefill_is() -> None:
+    """A GPU that computes 37,000 tokens a second would find 2 GB/s too slow: it loaded nothing, so it measured nothing, for 30 s."""
+    qwen3_8b = KVLayout(num_layers=36, num_kv_heads=8, head_dim=128, block_tokens=16, dtype="bfloat16")
+    costs = CostModel(qwen3_8b, clock=Clock())
+    costs.saw_prefill(8192, 0.22)
+    assert costs.load_seconds(host_blocks=512, disk_blocks=0) < costs.compute_seconds(512)
+
+
+def test_the_first_measurement_is_believed_at_once() -> None:
+    costs = CostModel(LAYOUT, clock=Clock())
+    costs.saw_transfer("host", round(STALLED), 1.0)
+    assert seconds_for_a_block(costs, "host") == pytest.approx(BLOCK / STALLED)
 
 
 def test_decision_goes_either_way_by_what_was_measured(disk_rig: Rig) -> None:

@@ -10,12 +10,12 @@ from collections.abc import Callable
 
 from sidestream.kv.layout import KVLayout
 
-# Until something was measured: a slow disk, a slow copy.
-_FIRST_GUESS = {"host": 2e9, "disk": 2e8}
 _WEIGHT = 0.2
-# After so long without a transfer, one is tried again at a healthy tier's rate.
+# A healthy tier's rate. It is assumed until a transfer was measured: with less, a fast GPU would rather compute, so that nothing is
+# ever loaded and nothing ever measured.
+_HEALTHY = {"host": 5e10, "disk": 2e9}
+# After this long without a transfer, a slow rate is no longer believed either.
 _STALE_S = 30.0
-_HOPE = {"host": 1e10, "disk": 2e9}
 
 
 class CostModel:
@@ -27,8 +27,8 @@ class CostModel:
     def __init__(self, layout: KVLayout, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._layout = layout
         self._clock = clock
-        self._bytes_per_s = dict(_FIRST_GUESS)
-        self._measured_s = dict.fromkeys(_FIRST_GUESS, clock())
+        self._bytes_per_s: dict[str, float] = {}  # of the tiers that were measured
+        self._measured_s: dict[str, float] = {}
         self.prefill_rate: float | None = None
 
     def saw_transfer(self, tier: str, num_bytes: int, seconds: float) -> None:
@@ -36,7 +36,8 @@ class CostModel:
         if seconds > 0:
             self._measured_s[tier] = self._clock()
             rate = num_bytes / seconds
-            self._bytes_per_s[tier] += _WEIGHT * (rate - self._bytes_per_s[tier])
+            before = self._bytes_per_s.get(tier, rate)
+            self._bytes_per_s[tier] = before + _WEIGHT * (rate - before)
 
     def saw_prefill(self, num_tokens: int, seconds: float) -> None:
         """A flight computed `num_tokens` prompt tokens in `seconds`."""
@@ -51,10 +52,11 @@ class CostModel:
         return from_disk + (host_blocks + disk_blocks) * size / self._rate("host")
 
     def _rate(self, tier: str) -> float:
-        """Bytes a second; what was last measured long ago is not believed if it was slow, else a tier that once stalled stays unused."""
-        rate = self._bytes_per_s[tier]
-        stale = self._clock() - self._measured_s[tier] > _STALE_S
-        return max(rate, _HOPE[tier]) if stale else rate
+        """Bytes a second: at least a healthy tier's if it was not measured lately, else a tier that once stalled stays unused."""
+        if tier not in self._bytes_per_s:
+            return _HEALTHY[tier]
+        rate, age_s = self._bytes_per_s[tier], self._clock() - self._measured_s[tier]
+        return max(rate, _HEALTHY[tier]) if age_s > _STALE_S else rate
 
     def compute_seconds(self, num_blocks: int) -> float:
         """Expected time to compute that many blocks; infinite until a prefill was measured."""

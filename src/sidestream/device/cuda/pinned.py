@@ -32,8 +32,8 @@ CHUNK_BYTES = 1 << 30
 _PAGE_BYTES = 4096
 # What one thread touches at a time: large enough that the call costs nothing, small enough that `close` need not wait long.
 _TOUCH_BYTES = 32 << 20
-# Clearing pages is bound by one core's 3 to 6 GB/s, then by the memory's bandwidth: beyond 16 threads nothing is gained.
-_MAX_TOUCHERS = 16
+# Clearing pages is bound by a core, then by the memory: 16 threads were no faster than 8 (bench/results/host-tier-h200.json).
+_MAX_TOUCHERS = 8
 # Touching yields the cores to the engine's threads, which start up at the same time.
 _TOUCH_NICE = 10
 # Linux 5.14; Python has no name for it yet.
