@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import gc
+import json
+import logging
 import threading
 import time
 from collections.abc import Iterator
@@ -12,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from sidestream import LLM, AsyncLLM, ConfigError, EngineConfig, QueueFull, RequestError, RequestRejected, SamplingParams
+from sidestream import LLM, AsyncLLM, ConfigError, EngineConfig, ModelError, QueueFull, RequestError, RequestRejected, SamplingParams
 from sidestream.llm import _Post
 from sidestream.testing.faults import Hold
 from sidestream.testing.tiny_models import tiny_model_dir
@@ -239,6 +242,63 @@ def test_token_ids_are_one_prompt_and_must_be_whole_numbers(llm: LLM) -> None:
         for prompt in ([*ids, wrong], [[*ids, wrong]]):
             with pytest.raises(RequestRejected, match="not a whole number"):
                 llm.generate(prompt, GREEDY)  # type: ignore[arg-type]
+
+
+def with_sampling_defaults(directory: Path, **fields: Any) -> Path:
+    """A tiny model whose generation_config.json has `fields` too."""
+    path = tiny_model_dir("llama", directory, seed=1) / "generation_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text(encoding="utf-8")), **fields}), encoding="utf-8")
+    return directory
+
+
+def test_sampling_defaults_of_the_checkpoint_count_where_a_request_says_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "sidestream.llm")
+    directory = with_sampling_defaults(tmp_path, temperature=20.0, top_k=1)
+    eight = SamplingParams(n=8, seed=1, max_tokens=8, ignore_eos=True)
+    with LLM(directory, kv_memory="8MiB", compute_threads=1) as llm:
+        assert len({one.token_ids for one in llm.generate("The whale", eight)[0].completions}) == 1
+        assert len({one.token_ids for one in llm.chat([{"role": "user", "content": "Hi"}], eight).completions}) == 1
+        streamed: dict[int, tuple[int, ...]] = {}
+        for delta in llm.stream("The whale", eight):
+            streamed[delta.index] = streamed.get(delta.index, ()) + delta.token_ids
+        assert len(set(streamed.values())) == 1
+        freely = dataclasses.replace(eight, top_k=0)
+        assert len({one.token_ids for one in llm.generate("The whale", freely)[0].completions}) == 8
+    with LLM(directory, kv_memory="8MiB", compute_threads=1, generation_config="none") as llm:
+        hot = dataclasses.replace(eight, temperature=20.0)
+        assert len({one.token_ids for one in llm.generate("The whale", hot)[0].completions}) == 8
+        assert 256 in llm.engine.parts.eos_ids  # the file's, which count either way
+    assert [record.message for record in caplog.records if "sampling" in record.message] == [
+        "sampling defaults from generation_config.json: temperature 20, top_k 1; --generation-config none ignores them",
+        "sampling defaults: temperature 1, no filters, no penalties; generation_config.json is ignored",
+    ]
+
+
+def test_sampling_defaults_count_for_event_loops_too(tmp_path: Path) -> None:
+    async def drawn() -> dict[int, list[int]]:
+        tokens: dict[int, list[int]] = {index: [] for index in range(4)}
+        model = AsyncLLM(with_sampling_defaults(tmp_path, temperature=20.0, top_k=1), kv_memory="8MiB", compute_threads=1)
+        async for delta in model.generate("The whale", SamplingParams(n=4, seed=1, max_tokens=8, ignore_eos=True)):
+            tokens[delta.index] += delta.token_ids
+        await model.close()
+        return tokens
+
+    tokens = asyncio.run(drawn())
+    assert len(tokens[0]) == 8
+    assert all(sample == tokens[0] for sample in tokens.values())
+
+
+def test_a_bad_sampling_default_is_refused_before_the_weights_are_read(tmp_path: Path) -> None:
+    directory, told = with_sampling_defaults(tmp_path, top_p=1.5), list[str]()
+    with pytest.raises(
+        ModelError, match=r"generation_config\.json: top_p is 1\.5: it must be a number in \(0\.0, 1\.0\]; correct the file"
+    ):
+        LLM(directory, kv_memory="8MiB", compute_threads=1, tell=lambda what, done, total: told.append(what))
+    assert told == []
+    with LLM(directory, kv_memory="8MiB", compute_threads=1, generation_config="none") as llm:
+        assert len(llm.generate("The whale", GREEDY)[0].token_ids) == 6
+    with pytest.raises(ConfigError, match=r"^no generation_config non; did you mean none\?$"):
+        EngineConfig(generation_config="non")
 
 
 def wait_until_idle(llm: LLM) -> None:

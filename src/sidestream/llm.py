@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import logging
 import threading
 import time
 from collections import deque
@@ -15,7 +16,7 @@ from queue import SimpleQueue
 from types import TracebackType
 from typing import Any, Self
 
-from sidestream.config import EngineConfig, SamplingParams, from_options
+from sidestream.config import NEUTRAL, EngineConfig, SamplingDefaults, SamplingParams, from_options
 from sidestream.device.choice import torch_device
 from sidestream.engine import Engine, Handle, Reader, build_engine
 from sidestream.engine.garbage import settle_garbage
@@ -24,6 +25,8 @@ from sidestream.metrics import Metrics, Timeline
 from sidestream.models import PagedModel, load_model
 from sidestream.models.catalog import Progress, resolve, shipped_head
 from sidestream.models.draft import attach_draft
+from sidestream.models.generation import sampling_defaults
+from sidestream.models.loader import config_directory
 from sidestream.models.mtp import attach_head
 from sidestream.speculate import Proposer
 from sidestream.speculate.draft_model import DraftModelProposer
@@ -31,6 +34,8 @@ from sidestream.speculate.mtp import MtpProposer
 from sidestream.testing.checker import Checker
 from sidestream.tokenizer import Tokenizer
 from sidestream.types import CachedTokens, Delta, Health, TokenLogprob
+
+log = logging.getLogger(__name__)
 
 Prompt = str | Sequence[int]
 """A text, or token ids."""
@@ -102,6 +107,7 @@ class _Served:
         self.model_name = Path(model).name if Path(model).is_dir() else str(model)
         device = torch_device(self.config.device)  # first: without a GPU that was asked for, nothing large need be read
         path = resolve(str(model), progress=progress)
+        self.sampling_defaults = self._sampling_defaults(path)
         self._timeline = Timeline() if timeline is not None else None
         self._timeline_path = timeline
         self.tokenizer = Tokenizer.load(path)
@@ -111,7 +117,14 @@ class _Served:
         proposer = self._proposer(loaded, path, draft_path, tell)
         self._checker = Checker() if check_order else None
         self.engine: Engine = build_engine(
-            loaded, self.tokenizer, self.config, timeline=self._timeline, witness=self._checker, proposer=proposer, tell=tell
+            loaded,
+            self.tokenizer,
+            self.config,
+            timeline=self._timeline,
+            witness=self._checker,
+            proposer=proposer,
+            defaults=self.sampling_defaults,
+            tell=tell,
         )
         self.max_model_len = min(self.engine.parts.bounds.max_model_len, self.engine.parts.bounds.pool_tokens)
         self._unsettle_garbage = settle_garbage()
@@ -131,6 +144,16 @@ class _Served:
 
     def _ids(self, prompt: Prompt) -> list[int]:
         return self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+
+    def _sampling_defaults(self, path: str) -> SamplingDefaults:
+        """Read the sampling options of requests that leave them out, and log them."""
+        if self.config.generation_config == "none":
+            log.info("sampling defaults: %s; generation_config.json is ignored", NEUTRAL)
+            return NEUTRAL
+        defaults = sampling_defaults(config_directory(path))
+        from_file = "sampling defaults from generation_config.json: %s; --generation-config none ignores them"
+        log.info("sampling defaults: %s" if defaults == NEUTRAL else from_file, defaults)
+        return defaults
 
     def _draft_path(self, progress: Progress | None) -> str | None:
         """Where the draft model is, if there is one; before anything large is read, it is known to have the same tokenizer."""

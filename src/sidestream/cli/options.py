@@ -98,6 +98,15 @@ def engine_config(
         float | None,
         _engine("Share by which drafts may slow any request down.", "SHARE", f"{_SPECULATIVE.max_slowdown} with --speculative"),
     ] = None,
+    generation_config: Annotated[
+        str,
+        typer.Option(
+            "--generation-config",
+            rich_help_panel="Engine",
+            metavar="auto|none",
+            help="Sampling options left out: auto takes the model's generation_config.json, none neutral values.",
+        ),
+    ] = _ENGINE.generation_config,
     salt: Annotated[str, _engine("Engines with different salts never share KV.", "TEXT", False)] = _ENGINE.salt,
     offload_host: Annotated[
         str | None, _offload("Keep KV in this much host memory too.", "SIZE", f"{_OFFLOAD.host} with --offload-disk, else off")
@@ -124,6 +133,7 @@ def engine_config(
         eager=eager,
         salt=salt,
         speculative=_speculative_config(speculative, max_drafts, max_slowdown, draft_head, draft_model),
+        generation_config=generation_config,
         offload=_offload_config(offload_host, offload_disk, offload_disk_capacity, load_deadline),
     )
 
@@ -174,11 +184,17 @@ def sampling_params(
     *,
     max_tokens: Annotated[int | None, _sampling("Tokens to generate at most.", "N", "as many as fit")] = _SAMPLING.max_tokens,
     min_tokens: Annotated[int, _sampling("No end before so many tokens.", "N")] = _SAMPLING.min_tokens,
-    temperature: Annotated[float, _sampling("0 takes the likeliest token each time.", "T")] = _SAMPLING.temperature,
-    top_k: Annotated[int, _sampling("Draw among the K likeliest; 0: all.", "K")] = _SAMPLING.top_k,
-    top_p: Annotated[float, _sampling("Draw among the likeliest that make up P.", "P")] = _SAMPLING.top_p,
-    min_p: Annotated[float, _sampling("Drop what is less likely than P times the likeliest.", "P")] = _SAMPLING.min_p,
-    repetition_penalty: Annotated[float, _sampling("Divides the logits of tokens seen; 1: off.", "X")] = _SAMPLING.repetition_penalty,
+    temperature: Annotated[
+        float | None, _sampling("0 takes the likeliest token each time.", "T", "the model's, else 1")
+    ] = _SAMPLING.temperature,
+    top_k: Annotated[int | None, _sampling("Draw among the K likeliest; 0: all.", "K", "the model's, else 0")] = _SAMPLING.top_k,
+    top_p: Annotated[float | None, _sampling("Draw among the likeliest that make up P.", "P", "the model's, else 1")] = _SAMPLING.top_p,
+    min_p: Annotated[
+        float | None, _sampling("Drop what is less likely than P times the likeliest.", "P", "the model's, else 0")
+    ] = _SAMPLING.min_p,
+    repetition_penalty: Annotated[
+        float | None, _sampling("Divides the logits of tokens seen; 1: off.", "X", "the model's, else 1")
+    ] = _SAMPLING.repetition_penalty,
     presence_penalty: Annotated[float, _sampling("Taken from the logits of tokens written.", "X")] = _SAMPLING.presence_penalty,
     frequency_penalty: Annotated[float, _sampling("The same, for each time they were.", "X")] = _SAMPLING.frequency_penalty,
     seed: Annotated[int | None, _sampling("Same seed, same tokens.", "N", "random")] = _SAMPLING.seed,

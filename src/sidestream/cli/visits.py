@@ -91,7 +91,7 @@ def _ready(order: dict[str, Any]) -> tuple[Callable[[dict[str, Any]], Any], Call
     from sidestream.config import OffloadConfig, SpeculativeConfig, from_options
     from sidestream.llm import LLM
 
-    options = order["options"]
+    options = {"generation_config": "none", **order["options"]}  # plain sampling, whatever the checkpoint
     if "offload" in options:
         options["offload"] = from_options(OffloadConfig, options["offload"])
     if "speculative" in options:

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from sidestream.config import SamplingParams
+from sidestream.config import SamplingDefaults, SamplingParams
 from sidestream.device.base import Device
 from sidestream.engine.inbox import Inbox
 from sidestream.engine.session import Handle, Session, Sink, TokenSource
@@ -81,6 +81,7 @@ class Parts:
     layout: KVLayout
     tokenizer: TokenSource
     eos_ids: tuple[int, ...]
+    defaults: SamplingDefaults
     metrics: Metrics
     bounds: Bounds
     inbox: Inbox
@@ -630,7 +631,7 @@ class Engine:
             prompt=prompt,
             keys=list(keys),
             keys_version=keys_version,
-            sampling=params.spec(seed=seed, eos_ids=parts.eos_ids),
+            sampling=params.spec(seed=seed, eos_ids=parts.eos_ids, defaults=parts.defaults),
             max_outputs=max_outputs,
             stop_ids=frozenset(params.stop_token_ids if params.ignore_eos else (*params.stop_token_ids, *parts.eos_ids)),
             min_tokens=params.min_tokens,
