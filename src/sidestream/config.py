@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from sidestream.errors import ConfigError, RequestRejected
+from sidestream.errors import ConfigError, RequestRejected, SidestreamError
 from sidestream.types import SamplingSpec
 
 T = TypeVar("T")
@@ -38,13 +39,27 @@ def parse_bytes(value: int | str, *, option: str) -> int:
     return int(float(match.group(1)) * _UNIT[unit])
 
 
-def from_options(kind: type[T], options: Mapping[str, Any]) -> T:
-    """Build config `kind` from keyword options. An unknown one raises ConfigError and names the nearest known."""
-    known = [f.name for f in dataclasses.fields(kind) if f.init]  # type: ignore[arg-type]
-    for name in options:
-        if name not in known:
-            raise ConfigError(unknown_name("option", name, known))
-    return kind(**options)
+def options_checked(error: type[SidestreamError]) -> Callable[[type[T]], type[T]]:
+    """Decorator of a dataclass: an unknown keyword raises `error`, which names the nearest known one, not TypeError.
+
+    The class keeps its signature and types, and is copied and pickled as before.
+    """
+
+    def decorate(kind: type[T]) -> type[T]:
+        known = frozenset(option.name for option in dataclasses.fields(kind) if option.init)  # type: ignore[arg-type]
+        build = kind.__init__
+
+        @functools.wraps(build)
+        def check_and_build(self: T, *values: Any, **options: Any) -> None:
+            for name in options:
+                if name not in known:
+                    raise error(unknown_name("option", name, known))
+            build(self, *values, **options)
+
+        kind.__init__ = check_and_build  # type: ignore[method-assign, assignment]
+        return kind
+
+    return decorate
 
 
 def unknown_name(what: str, name: str, known: Iterable[str]) -> str:
@@ -60,6 +75,7 @@ def _at_least(option: str, value: int, bound: int) -> None:
         raise ConfigError(f"{option} is {value!r}: it must be a whole number of {bound} or more")
 
 
+@options_checked(ConfigError)
 @dataclass(frozen=True, slots=True)
 class OffloadConfig:
     """Where KV may rest besides the device.
@@ -100,6 +116,7 @@ MOST_DRAFTS = 16
 """Tokens that are verified at once, besides a row's last one."""
 
 
+@options_checked(ConfigError)
 @dataclass(frozen=True, slots=True)
 class SpeculativeConfig:
     """Drafting of tokens that the model then verifies several at a time. It changes how soon a token comes, and never which, up to rounding.
@@ -144,6 +161,7 @@ class SpeculativeConfig:
 _CHUNK_TOKENS = {False: 256, True: 2048}
 
 
+@options_checked(ConfigError)
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
     """How an engine runs one model.
@@ -291,6 +309,7 @@ NEUTRAL = SamplingDefaults()
 """No default of the checkpoint's applies."""
 
 
+@options_checked(RequestRejected)
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How one request's tokens are drawn and when it stops.

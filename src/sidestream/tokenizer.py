@@ -8,7 +8,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
-from collections.abc import Callable, Mapping, Sequence
+import reprlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +107,10 @@ class Tokenizer:
         Raises RequestRejected when there is no template, when it refuses the messages, or when it knows no `tools` or option
         that was given: nothing is ignored silently.
         """
+        if isinstance(messages, str | bytes | Mapping) or not isinstance(messages, Iterable):
+            example = '[{"role": "user", "content": "Hello"}]'
+            reason = f"messages is {reprlib.repr(messages)}: give a list of messages, such as {example}"
+            raise RequestRejected(reason, param="messages")
         conversation = [_message(index, message) for index, message in enumerate(messages)]
         if not conversation:
             raise RequestRejected("messages is empty: give at least one", param="messages")
