@@ -3,16 +3,37 @@
 from __future__ import annotations
 
 import asyncio
+import copy
+import dataclasses
 import gc
+import inspect
+import json
+import logging
+import pickle
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
-from sidestream import LLM, AsyncLLM, ConfigError, EngineConfig, QueueFull, RequestError, RequestRejected, SamplingParams
+from sidestream import (
+    LLM,
+    AsyncLLM,
+    ConfigError,
+    EngineConfig,
+    EngineStopped,
+    ModelError,
+    OffloadConfig,
+    QueueFull,
+    RequestError,
+    RequestRejected,
+    SamplingParams,
+    SidestreamError,
+    SpeculativeConfig,
+)
 from sidestream.config import EngineSizes
 from sidestream.llm import _Post
 from sidestream.testing.faults import Hold
@@ -241,6 +262,193 @@ def test_token_ids_are_one_prompt_and_must_be_whole_numbers(llm: LLM) -> None:
         for prompt in ([*ids, wrong], [[*ids, wrong]]):
             with pytest.raises(RequestRejected, match="not a whole number"):
                 llm.generate(prompt, GREEDY)  # type: ignore[arg-type]
+
+
+def test_a_prompt_may_be_an_array_of_token_ids(llm: LLM) -> None:
+    ids = np.array(llm.tokenizer.encode(PROMPTS[0]))
+    assert [output.token_ids for output in llm.generate(ids, GREEDY)] == [llm.generate(PROMPTS[0], GREEDY)[0].token_ids]  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("prompts", "words"),
+    [
+        (None, "prompts is None: give a text, a list of token ids, or a list of such prompts"),
+        (5, "prompts is 5: give a text"),
+        (b"hi", "prompts is b'hi': give a text"),
+        ({"role": "user"}, r"prompts is {'role': 'user'}: .*a conversation is for chat\(\)"),
+        ({1, 2}, r"prompts is {1, 2}: give a text"),
+        (["hi", None], r"prompts\[1\] is None: give a text or a list of token ids"),
+        (["hi", 5], r"prompts\[1\] is 5: give a text or a list of token ids"),
+        ([b"hi"], r"prompts\[0\] is b'hi': give a text or a list of token ids"),
+        ([{"role": "user"}], r"prompts\[0\] is .*a conversation is for chat\(\)"),
+        ([[1, 2], ["a"]], "prompt has 'a', which is not a whole number"),
+        ([1, "a"], "prompt has 'a', which is not a whole number"),
+        ([[]], "the prompt is empty"),
+    ],
+    ids=repr,
+)
+def test_what_is_no_prompt_is_refused_by_name(llm: LLM, prompts: Any, words: str) -> None:
+    with pytest.raises(RequestRejected, match=f"^{words}"):
+        llm.generate(prompts, GREEDY)
+
+
+@pytest.mark.parametrize(
+    ("params", "words"),
+    [
+        ({"temperature": 0, "max_tokens": 9}, r"params is {.+}: .+ such as SamplingParams\(temperature=0, max_tokens=9\)"),
+        (5, r"params is 5: give a SamplingParams object, such as SamplingParams\(temperature=0\)"),
+        ("greedy", "params is 'greedy': give a SamplingParams object"),
+        (SamplingParams, "params is the class SamplingParams: give a SamplingParams object"),
+        ([{"top_k": 1}], r"params\[0\] is {'top_k': 1}: .+ such as SamplingParams\(top_k=1\)"),
+        ([None, None], "2 params for 1 prompts: give one, or one for each"),
+    ],
+    ids=repr,
+)
+def test_what_is_no_sampling_params_is_refused_by_name(llm: LLM, params: Any, words: str) -> None:
+    with pytest.raises(RequestRejected, match=f"^{words}"):
+        llm.generate("hi", params)
+
+
+@pytest.mark.parametrize("messages", ["hi", b"hi", None, 5, {"role": "user", "content": "hi"}], ids=repr)
+def test_what_is_no_list_of_messages_is_refused_with_an_example(llm: LLM, messages: Any) -> None:
+    with pytest.raises(RequestRejected, match=r'^messages is .+: give a list of messages, such as \[{"role": "user", "content"') as refusal:
+        llm.chat(messages)
+    assert refusal.value.param == "messages"
+
+
+def test_streams_refuse_the_same_as_whole_answers(llm: LLM) -> None:
+    with pytest.raises(RequestRejected, match=r"^prompt is None: give a text or a list of token ids"):
+        next(llm.stream(None))  # type: ignore[arg-type]
+    with pytest.raises(RequestRejected, match=r"^prompt has 'a', which is not a whole number"):
+        next(llm.stream(["a", "b"]))  # type: ignore[arg-type]
+    with pytest.raises(RequestRejected, match=r"^params is 5: give a SamplingParams object"):
+        next(llm.stream("hi", 5))  # type: ignore[arg-type]
+
+
+def test_an_asynchronous_model_chats_flushes_and_closes_itself(llm: LLM, tmp_path: Path) -> None:
+    question = [{"role": "user", "content": "Why do whales sing?"}]
+    directory = tiny_model_dir("llama", tmp_path / "model", seed=1)
+    offload = OffloadConfig(host="8MiB", disk=tmp_path / "kv")
+    makers = []
+
+    async def use() -> tuple[list[int], bool, AsyncLLM]:
+        async with AsyncLLM(directory, kv_memory="8MiB", compute_threads=1, offload=offload) as model:
+            lay_out = model.tokenizer.chat
+            model.tokenizer.chat = lambda messages: makers.append(threading.current_thread()) or lay_out(messages)  # type: ignore[method-assign]
+            tokens = [token async for delta in model.chat(question, GREEDY) for token in delta.token_ids]
+            for wrong, words in ((None, "^prompt is None"), ({"role": "user"}, r"^prompt is .+chat\(\)")):
+                with pytest.raises(RequestRejected, match=words):
+                    await anext(model.generate(wrong, GREEDY))  # type: ignore[arg-type]
+            with pytest.raises(RequestRejected, match=r"^params is {'temperature': 0}"):
+                await anext(model.generate("hi", {"temperature": 0}))  # type: ignore[arg-type]
+            with pytest.raises(RequestRejected, match=r"^messages is 'hi'"):
+                await anext(model.chat("hi"))  # type: ignore[arg-type]
+            return tokens, await model.flush(), model
+
+    tokens, flushed, model = asyncio.run(use())
+    assert tuple(tokens) == llm.chat(question, GREEDY).token_ids
+    assert flushed and model.metrics.value("transfer_bytes_total", "disk-write") > 0
+    assert makers and threading.main_thread() not in makers  # the event loop was free meanwhile
+
+    async def use_again(what: Any) -> None:
+        await what()
+
+    for call in (lambda: anext(model.generate("hi")), lambda: anext(model.chat(question)), model.flush, model.__aenter__):
+        with pytest.raises(EngineStopped, match=r"^this AsyncLLM is closed: make a new one$"):
+            asyncio.run(use_again(call))
+
+
+def test_a_closed_model_says_so(tmp_path: Path) -> None:
+    with LLM(tiny_model_dir("llama", tmp_path, seed=1), kv_memory="8MiB", compute_threads=1) as closed:
+        pass
+    calls = (
+        lambda: closed.generate("hi"),
+        lambda: closed.generate([]),
+        lambda: next(closed.stream("hi")),
+        lambda: closed.chat([{"role": "user", "content": "hi"}]),
+        closed.flush,
+        closed.reset_cache,
+        closed.__enter__,
+    )
+    for call in calls:
+        with pytest.raises(EngineStopped, match=r"^this LLM is closed: make a new one$"):
+            call()
+    closed.close()  # still idempotent
+
+
+@pytest.mark.parametrize(
+    ("kind", "wrong", "near", "error"),
+    [
+        (SamplingParams, "temprature", "temperature", RequestRejected),
+        (EngineConfig, "kv_mem", "kv_memory", ConfigError),
+        (OffloadConfig, "dsk", "disk", ConfigError),
+        (SpeculativeConfig, "proposr", "proposer", ConfigError),
+    ],
+)
+def test_an_unknown_option_names_the_nearest_known_one(kind: type, wrong: str, near: str, error: type[SidestreamError]) -> None:
+    with pytest.raises(error, match=f"^no option {wrong}; did you mean {near}\\?$"):
+        kind(**{wrong: 1})
+    with pytest.raises(error, match=f"^no option {wrong}; did you mean {near}\\?$"):
+        dataclasses.replace(kind(), **{wrong: 1})  # type: ignore[call-overload]
+    assert list(inspect.signature(kind).parameters) == [field.name for field in dataclasses.fields(kind)]
+    for same in (pickle.loads(pickle.dumps(kind())), copy.deepcopy(kind()), dataclasses.replace(kind())):  # type: ignore[call-overload]
+        assert same == kind()
+
+
+def with_sampling_defaults(directory: Path, **fields: Any) -> Path:
+    """A tiny model whose generation_config.json has `fields` too."""
+    path = tiny_model_dir("llama", directory, seed=1) / "generation_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text(encoding="utf-8")), **fields}), encoding="utf-8")
+    return directory
+
+
+def test_sampling_defaults_of_the_checkpoint_count_where_a_request_says_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "sidestream.llm")
+    directory = with_sampling_defaults(tmp_path, temperature=20.0, top_k=1)
+    eight = SamplingParams(n=8, seed=1, max_tokens=8, ignore_eos=True)
+    with LLM(directory, kv_memory="8MiB", compute_threads=1) as llm:
+        assert len({one.token_ids for one in llm.generate("The whale", eight)[0].completions}) == 1
+        assert len({one.token_ids for one in llm.chat([{"role": "user", "content": "Hi"}], eight).completions}) == 1
+        streamed: dict[int, tuple[int, ...]] = {}
+        for delta in llm.stream("The whale", eight):
+            streamed[delta.index] = streamed.get(delta.index, ()) + delta.token_ids
+        assert len(set(streamed.values())) == 1
+        freely = dataclasses.replace(eight, top_k=0)
+        assert len({one.token_ids for one in llm.generate("The whale", freely)[0].completions}) == 8
+    with LLM(directory, kv_memory="8MiB", compute_threads=1, generation_config="none") as llm:
+        hot = dataclasses.replace(eight, temperature=20.0)
+        assert len({one.token_ids for one in llm.generate("The whale", hot)[0].completions}) == 8
+        assert 256 in llm.engine.parts.eos_ids  # the file's, which count either way
+    assert [record.message for record in caplog.records if "sampling" in record.message] == [
+        "sampling defaults from generation_config.json: temperature 20, top_k 1; --generation-config none ignores them",
+        "sampling defaults: temperature 1, no filters, no penalties; generation_config.json is ignored",
+    ]
+
+
+def test_sampling_defaults_count_for_event_loops_too(tmp_path: Path) -> None:
+    async def drawn() -> dict[int, list[int]]:
+        tokens: dict[int, list[int]] = {index: [] for index in range(4)}
+        async with AsyncLLM(with_sampling_defaults(tmp_path, temperature=20.0, top_k=1), kv_memory="8MiB", compute_threads=1) as model:
+            async for delta in model.generate("The whale", SamplingParams(n=4, seed=1, max_tokens=8, ignore_eos=True)):
+                tokens[delta.index] += delta.token_ids
+        return tokens
+
+    tokens = asyncio.run(drawn())
+    assert len(tokens[0]) == 8
+    assert all(sample == tokens[0] for sample in tokens.values())
+
+
+def test_a_bad_sampling_default_is_refused_before_the_weights_are_read(tmp_path: Path) -> None:
+    directory, told = with_sampling_defaults(tmp_path, top_p=1.5), list[str]()
+    with pytest.raises(
+        ModelError, match=r"generation_config\.json: top_p is 1\.5: it must be a number in \(0\.0, 1\.0\]; correct the file"
+    ):
+        LLM(directory, kv_memory="8MiB", compute_threads=1, tell=lambda what, done, total: told.append(what))
+    assert told == []
+    with LLM(directory, kv_memory="8MiB", compute_threads=1, generation_config="none") as llm:
+        assert len(llm.generate("The whale", GREEDY)[0].token_ids) == 6
+    with pytest.raises(ConfigError, match=r"^no generation_config non; did you mean none\?$"):
+        EngineConfig(generation_config="non")
 
 
 def wait_until_idle(llm: LLM) -> None:

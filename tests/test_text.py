@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -262,6 +263,16 @@ def test_load_takes_the_end_of_sequence_from_the_generation_config_and_the_token
     end = Tokenizer.load(str(model_dir)).eos_ids
     GenerationConfig(eos_token_id=[7, 9]).save_pretrained(model_dir)
     assert Tokenizer.load(str(model_dir)).eos_ids == (7, 9, *end)
+
+
+def test_load_does_not_warn_of_sampling_options_beside_the_end_of_sequence(
+    model_dir: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """transformers would say that they "may be ignored"; the engine honours them."""
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
+    (model_dir / "generation_config.json").write_text('{"eos_token_id": 7, "temperature": 0.6, "top_k": 23}', encoding="utf-8")
+    assert 7 in Tokenizer.load(str(model_dir)).eos_ids
+    assert caplog.records == []
 
 
 def test_load_takes_the_end_of_sequence_from_the_config_when_there_is_no_generation_config(model_dir: Path) -> None:

@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from sidestream.errors import ConfigError, RequestRejected
+from sidestream.errors import ConfigError, RequestRejected, SidestreamError
 from sidestream.types import SamplingSpec
 
 T = TypeVar("T")
@@ -38,13 +39,27 @@ def parse_bytes(value: int | str, *, option: str) -> int:
     return int(float(match.group(1)) * _UNIT[unit])
 
 
-def from_options(kind: type[T], options: Mapping[str, Any]) -> T:
-    """Build config `kind` from keyword options. An unknown one raises ConfigError and names the nearest known."""
-    known = [f.name for f in dataclasses.fields(kind) if f.init]  # type: ignore[arg-type]
-    for name in options:
-        if name not in known:
-            raise ConfigError(unknown_name("option", name, known))
-    return kind(**options)
+def options_checked(error: type[SidestreamError]) -> Callable[[type[T]], type[T]]:
+    """Decorator of a dataclass: an unknown keyword raises `error`, which names the nearest known one, not TypeError.
+
+    The class keeps its signature and types, and is copied and pickled as before.
+    """
+
+    def decorate(kind: type[T]) -> type[T]:
+        known = frozenset(option.name for option in dataclasses.fields(kind) if option.init)  # type: ignore[arg-type]
+        build = kind.__init__
+
+        @functools.wraps(build)
+        def check_and_build(self: T, *values: Any, **options: Any) -> None:
+            for name in options:
+                if name not in known:
+                    raise error(unknown_name("option", name, known))
+            build(self, *values, **options)
+
+        kind.__init__ = check_and_build  # type: ignore[method-assign, assignment]
+        return kind
+
+    return decorate
 
 
 def unknown_name(what: str, name: str, known: Iterable[str]) -> str:
@@ -60,6 +75,7 @@ def _at_least(option: str, value: int, bound: int) -> None:
         raise ConfigError(f"{option} is {value!r}: it must be a whole number of {bound} or more")
 
 
+@options_checked(ConfigError)
 @dataclass(frozen=True, slots=True)
 class OffloadConfig:
     """Where KV may rest besides the device.
@@ -100,6 +116,7 @@ MOST_DRAFTS = 16
 """Tokens that are verified at once, besides a row's last one."""
 
 
+@options_checked(ConfigError)
 @dataclass(frozen=True, slots=True)
 class SpeculativeConfig:
     """Drafting of tokens that the model then verifies several at a time. It changes how soon a token comes, and never which, up to rounding.
@@ -162,6 +179,7 @@ class EngineSizes:
     token_budget: int
 
 
+@options_checked(ConfigError)
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
     """How an engine runs one model.
@@ -184,6 +202,8 @@ class EngineConfig:
                     the same tokens from every tier, not only up to rounding. None: on a CPU; on a GPU it is one more pass over all weights
     speculative     draft tokens and verify several in one step; None: no
     eager           on a GPU, launch kernel by kernel instead of compiling the model's layers and capturing graphs: starts sooner, runs slower
+    generation_config  sampling options that a request leaves out. `"auto"`: as in the checkpoint's generation_config.json;
+                    `"none"`: neutral. The end-of-sequence ids in that file count either way
     """
 
     dtype: str = "auto"
@@ -203,12 +223,15 @@ class EngineConfig:
     eager: bool = False
     offload: OffloadConfig | None = None
     speculative: SpeculativeConfig | None = None
+    generation_config: str = "auto"
 
     def __post_init__(self) -> None:
         if self.dtype not in ("auto", "float32", "float16", "bfloat16"):
             raise ConfigError(unknown_name("dtype", str(self.dtype), ("auto", "float32", "float16", "bfloat16")))
         if self.device not in ("auto", "cpu", "cuda"):
             raise ConfigError(unknown_name("device", str(self.device), ("auto", "cpu", "cuda")))
+        if self.generation_config not in ("auto", "none"):
+            raise ConfigError(unknown_name("generation_config", str(self.generation_config), ("auto", "none")))
         if self.kv_memory is not None:
             parse_bytes(self.kv_memory, option="kv_memory")
         for name in ("block_tokens", "max_waiting"):
@@ -242,19 +265,78 @@ class EngineConfig:
 
 
 def _finite(name: str, value: float, low: float, high: float, *, open_low: bool = False) -> None:
-    ok = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    if not ok or value > high or value < low or (open_low and value == low):
+    ok = isinstance(value, int | float) and not isinstance(value, bool) and low <= value <= high  # false for NaN
+    if not ok or (open_low and value == low):
         bracket = "(" if open_low else "["
         raise RequestRejected(f"{name} is {value!r}: it must be a number in {bracket}{low}, {high}]", param=name)
 
 
+def _whole(name: str, value: int, low: int, high: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        raise RequestRejected(f"{name} is {value!r}: it must be a whole number in [{low}, {high}]", param=name)
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingDefaults:
+    """The values of sampling options that a request leaves out; by default neutral, which changes no probability.
+
+    A checkpoint may bring its own (`sidestream.models.generation`). Raises RequestRejected.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+
+    def __post_init__(self) -> None:
+        _check_drawing(self)
+
+    def __str__(self) -> str:
+        """The options that are not neutral: `temperature 0.6, top_p 0.95`."""
+        values = ((option.name, getattr(self, option.name), option.default) for option in dataclasses.fields(self))
+        changed = ", ".join(f"{name} {value:g}" for name, value, neutral in values if value != neutral)
+        return changed or "temperature 1, no filters, no penalties"
+
+
+def _check_drawing(options: SamplingDefaults | SamplingParams) -> None:
+    """Check the options that both classes have. None, in a request, stands for the default."""
+    for name, high, open_low in _DRAWING_RANGES:
+        value = getattr(options, name)
+        if value is not None:
+            _finite(name, value, 0.0, high, open_low=open_low)
+    if options.top_k is not None:
+        _whole("top_k", options.top_k, 0, 1 << 31)
+
+
+# Option, upper bound, whether 0 is excluded.
+_DRAWING_RANGES = (
+    ("temperature", 100.0, False),
+    ("top_p", 1.0, True),
+    ("min_p", 1.0, False),
+    ("repetition_penalty", 10.0, True),
+)
+
+
+def _given(value: T | None, default: T) -> T:
+    return default if value is None else value
+
+
+NEUTRAL = SamplingDefaults()
+"""No default of the checkpoint's applies."""
+
+
+@options_checked(RequestRejected)
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How one request's tokens are drawn and when it stops.
 
-    temperature         0: greedy
+    None, for the first five, means the model's default (see `EngineConfig.generation_config`), else the neutral value.
+
+    temperature         0: greedy; 1: neutral
     top_k               0: off
-    min_p               drops tokens less likely than min_p times the likeliest
+    top_p               1: off
+    min_p               drops tokens less likely than min_p times the likeliest; 0: off
     repetition_penalty  divides (multiplies, if negative) the logits of tokens in prompt or output; 1: off
     presence_penalty, frequency_penalty  subtracted from the logits of tokens in the output, once or per occurrence
     seed                same seed, same tokens, whatever else runs; None: drawn at random
@@ -263,11 +345,11 @@ class SamplingParams:
     max_drafts          tokens to draft in a step at most; 0: none; None: as many as the engine drafts
     """
 
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: Mapping[int, float] = field(default_factory=dict)
@@ -283,13 +365,10 @@ class SamplingParams:
     max_drafts: int | None = None
 
     def __post_init__(self) -> None:
-        _finite("temperature", self.temperature, 0.0, 100.0)
-        _finite("top_p", self.top_p, 0.0, 1.0, open_low=True)
-        _finite("min_p", self.min_p, 0.0, 1.0)
-        _finite("repetition_penalty", self.repetition_penalty, 0.0, 10.0, open_low=True)
+        _check_drawing(self)
         _finite("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _finite("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        for name, low, high in (("top_k", 0, 1 << 31), ("min_tokens", 0, 1 << 31), ("n", 1, 128)):
+        for name, low, high in (("min_tokens", 0, 1 << 31), ("n", 1, 128)):
             _whole(name, getattr(self, name), low, high)
         if self.max_tokens is not None:
             _whole("max_tokens", self.max_tokens, 1, 1 << 31)
@@ -317,15 +396,15 @@ class SamplingParams:
             _whole("logit_bias", token_id, 0, 1 << 31)
             _finite("logit_bias", bias, -100.0, 100.0)
 
-    def spec(self, *, seed: int, eos_ids: tuple[int, ...]) -> SamplingSpec:
-        """The device's share of these parameters, for one sample of the request."""
+    def spec(self, *, seed: int, eos_ids: tuple[int, ...], defaults: SamplingDefaults = NEUTRAL) -> SamplingSpec:
+        """The device's share of these parameters, for one sample; `defaults` replace options that are None."""
         ending = self.stop_token_ids if self.ignore_eos else (*self.stop_token_ids, *eos_ids)
         return SamplingSpec(
-            temperature=self.temperature,
-            top_k=self.top_k,
-            top_p=self.top_p,
-            min_p=self.min_p,
-            repetition_penalty=self.repetition_penalty,
+            temperature=_given(self.temperature, defaults.temperature),
+            top_k=_given(self.top_k, defaults.top_k),
+            top_p=_given(self.top_p, defaults.top_p),
+            min_p=_given(self.min_p, defaults.min_p),
+            repetition_penalty=_given(self.repetition_penalty, defaults.repetition_penalty),
             presence_penalty=self.presence_penalty,
             frequency_penalty=self.frequency_penalty,
             logit_bias=dict(self.logit_bias),
@@ -334,8 +413,3 @@ class SamplingParams:
             forbidden_until_min=tuple(sorted(set(ending))),
             top_logprobs=-1 if self.logprobs is None else self.logprobs,
         )
-
-
-def _whole(name: str, value: int, low: int, high: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-        raise RequestRejected(f"{name} is {value!r}: it must be a whole number in [{low}, {high}]", param=name)

@@ -5,17 +5,20 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import logging
+import reprlib
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
+from numbers import Integral
 from pathlib import Path
 from queue import SimpleQueue
 from types import TracebackType
 from typing import Any, Self
 
-from sidestream.config import EngineConfig, SamplingParams, from_options
+from sidestream.config import NEUTRAL, EngineConfig, SamplingDefaults, SamplingParams
 from sidestream.device.choice import torch_device
 from sidestream.engine import Engine, Handle, Reader, build_engine
 from sidestream.engine.garbage import settle_garbage
@@ -24,6 +27,8 @@ from sidestream.metrics import Metrics, Timeline
 from sidestream.models import PagedModel, load_model
 from sidestream.models.catalog import Progress, resolve, shipped_head
 from sidestream.models.draft import attach_draft
+from sidestream.models.generation import sampling_defaults
+from sidestream.models.loader import config_directory
 from sidestream.models.mtp import attach_head
 from sidestream.speculate import Proposer
 from sidestream.speculate.draft_model import DraftModelProposer
@@ -31,6 +36,8 @@ from sidestream.speculate.mtp import MtpProposer
 from sidestream.testing.checker import Checker
 from sidestream.tokenizer import Tokenizer
 from sidestream.types import CachedTokens, Delta, Health, TokenLogprob
+
+log = logging.getLogger(__name__)
 
 Prompt = str | Sequence[int]
 """A text, or token ids."""
@@ -98,11 +105,13 @@ class _Served:
         """
         if config is not None and options:
             raise TypeError(f"give either config or options ({', '.join(options)}), not both")
-        self.config = config or from_options(EngineConfig, options)
+        self.config = config or EngineConfig(**options)
+        self._closed = False
         self.model_name = Path(model).name if Path(model).is_dir() else str(model)
         device = torch_device(self.config.device)  # first: without a GPU that was asked for, nothing large need be read
         self.config.sizes(device.type)
         path = resolve(str(model), progress=progress)
+        self.sampling_defaults = self._sampling_defaults(path)
         self._timeline = Timeline() if timeline is not None else None
         self._timeline_path = timeline
         self.tokenizer = Tokenizer.load(path)
@@ -112,7 +121,14 @@ class _Served:
         proposer = self._proposer(loaded, path, draft_path, tell)
         self._checker = Checker() if check_order else None
         self.engine: Engine = build_engine(
-            loaded, self.tokenizer, self.config, timeline=self._timeline, witness=self._checker, proposer=proposer, tell=tell
+            loaded,
+            self.tokenizer,
+            self.config,
+            timeline=self._timeline,
+            witness=self._checker,
+            proposer=proposer,
+            defaults=self.sampling_defaults,
+            tell=tell,
         )
         self.max_model_len = min(self.engine.parts.bounds.max_model_len, self.engine.parts.bounds.pool_tokens)
         self._unsettle_garbage = settle_garbage()
@@ -128,10 +144,27 @@ class _Served:
 
     def reset_cache(self) -> None:
         """Make every stored block of every tier unreachable at once. Requests that run go on."""
+        self._check_open()
         self.engine.reset_cache()
 
-    def _ids(self, prompt: Prompt) -> list[int]:
-        return self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+    def _check_open(self) -> None:
+        if self._closed:
+            raise EngineStopped(f"this {type(self).__name__} is closed: make a new one")
+
+    def _ids(self, prompt: Prompt, where: str = "prompt") -> list[int]:
+        if isinstance(prompt, str):
+            return self.tokenizer.encode(prompt)
+        return _items(prompt, where, "a text or a list of token ids")
+
+    def _sampling_defaults(self, path: str) -> SamplingDefaults:
+        """Read the sampling options of requests that leave them out, and log them."""
+        if self.config.generation_config == "none":
+            log.info("sampling defaults: %s; generation_config.json is ignored", NEUTRAL)
+            return NEUTRAL
+        defaults = sampling_defaults(config_directory(path))
+        from_file = "sampling defaults from generation_config.json: %s; --generation-config none ignores them"
+        log.info("sampling defaults: %s" if defaults == NEUTRAL else from_file, defaults)
+        return defaults
 
     def _draft_path(self, progress: Progress | None) -> str | None:
         """Where the draft model is, if there is one; before anything large is read, it is known to have the same tokenizer."""
@@ -162,6 +195,7 @@ class _Served:
         return DraftModelProposer(draft, num_layers=num_layers, vocab_size=model.vocab_size)
 
     def _close(self, drain_s: float) -> None:
+        self._closed = True
         self.engine.close(drain_s=drain_s)
         self._unsettle_garbage()
         if self._timeline is not None and self._timeline_path is not None:
@@ -200,11 +234,11 @@ class LLM(_Served):
         As many as the engine queues are on their way at a time. Raises RequestError for the first prompt that is refused,
         before any is started.
         """
+        self._check_open()
         many = _as_list(prompts)
-        each = list(params) if isinstance(params, Sequence) else [params or SamplingParams()] * len(many)
-        if len(each) != len(many):
-            raise RequestRejected(f"{len(each)} params for {len(many)} prompts: give one, or one for each")
-        asked = [(self._ids(prompt), chosen) for prompt, chosen in zip(many, each, strict=True)]
+        each = _params_of_each(params, len(many))
+        encoded = [self._ids(prompt, f"prompts[{index}]") for index, prompt in enumerate(many)]
+        asked = list(zip(encoded, each, strict=True))
         for ids, chosen in asked:
             self.engine.check(ids, chosen)
         outputs: list[RequestOutput] = []
@@ -235,11 +269,13 @@ class LLM(_Served):
 
     def chat(self, messages: Sequence[Mapping[str, Any]], params: SamplingParams | None = None) -> RequestOutput:
         """Answer a conversation: messages of `role` and `content`, laid out by the model's chat template."""
-        return self.generate([self.tokenizer.chat(messages)], params)[0]
+        self._check_open()
+        return self.generate([self.tokenizer.chat(messages)], _checked(params))[0]
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Generator[Delta, None, None]:
         """News of one prompt's samples as they come. Leaving the loop aborts the request."""
-        streamed = _Streamed(self.engine, self.tokenizer, self._ids(prompt), params or SamplingParams())
+        self._check_open()
+        streamed = _Streamed(self.engine, self.tokenizer, self._ids(prompt), _checked(params))
         try:
             yield from streamed.deltas()
         finally:
@@ -247,6 +283,7 @@ class LLM(_Served):
 
     def flush(self, *, timeout_s: float = 60.0) -> bool:
         """Block until what is complete rests in the tiers; False when `timeout_s` passed first."""
+        self._check_open()
         return self.engine.flush(timeout_s=timeout_s)
 
     def close(self, *, drain_s: float = 0.0) -> None:
@@ -254,6 +291,7 @@ class LLM(_Served):
         self._close(drain_s)
 
     def __enter__(self) -> Self:
+        self._check_open()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -285,11 +323,17 @@ class _Post:
 
 
 class AsyncLLM(_Served):
-    """A model for event loops; what the server serves."""
+    """A model for event loops; what the server serves. An asynchronous context manager.
+
+    >>> question = [{"role": "user", "content": "Why do whales sing?"}]
+    >>> async with AsyncLLM("smollm2-135m-instruct") as llm:
+    ...     async for delta in llm.chat(question, SamplingParams(max_tokens=64)):
+    ...         print(delta.text, end="")
+    """
 
     _post: _Post | None = None
 
-    async def generate(
+    def generate(
         self, prompt: Prompt, params: SamplingParams | None = None, *, priority: int = 0, request_name: str = ""
     ) -> AsyncGenerator[Delta, None]:
         """News of one prompt's samples until all have ended. Closing or cancelling the generator aborts them.
@@ -299,13 +343,32 @@ class AsyncLLM(_Served):
 
         Raises RequestError or EngineStopped before any news.
         """
-        loop, chosen = asyncio.get_running_loop(), params or SamplingParams()
+        return self._answer(functools.partial(self._ids, prompt), params, priority, in_thread=isinstance(prompt, str))
+
+    def chat(
+        self, messages: Sequence[Mapping[str, Any]], params: SamplingParams | None = None, *, priority: int = 0, request_name: str = ""
+    ) -> AsyncGenerator[Delta, None]:
+        """News of a conversation's samples, as from `generate`.
+
+        messages   each has a `role` and a `content`; the model's chat template lays them out, on a worker thread
+        """
+        return self._answer(functools.partial(self.tokenizer.chat, messages), params, priority, in_thread=True)
+
+    async def _answer(
+        self, encode: Callable[[], list[int]], params: SamplingParams | None, priority: int, *, in_thread: bool
+    ) -> AsyncGenerator[Delta, None]:
+        """Submit the token ids that `encode` returns, and yield the news of their samples.
+
+        `in_thread` runs `encode` on a worker thread: tokenizing a long text takes milliseconds.
+        """
+        self._check_open()
+        loop, chosen = asyncio.get_running_loop(), _checked(params)
         news: asyncio.Queue[Delta] = asyncio.Queue()
         post = self._post
         if post is None or post.loop is not loop:
             post = self._post = _Post(loop)
         sink = functools.partial(post.put, news)
-        ids = await asyncio.to_thread(self._ids, prompt) if isinstance(prompt, str) else list(prompt)
+        ids = await asyncio.to_thread(encode) if in_thread else encode()
         reader = Reader(self.tokenizer, chosen)
         handle = self.engine.submit(ids, chosen, sink, priority=priority, text=False)
         left = chosen.n
@@ -323,9 +386,21 @@ class AsyncLLM(_Served):
             if left:
                 self.engine.abort(handle)
 
+    async def flush(self, *, timeout_s: float = 60.0) -> bool:
+        """Wait until what is complete rests in the tiers; False when `timeout_s` passed first."""
+        self._check_open()
+        return await asyncio.to_thread(self.engine.flush, timeout_s=timeout_s)
+
     async def close(self, *, drain_s: float = 0.0) -> None:
         """Abort what runs (after `drain_s` seconds), bring what is complete to the tiers, end the threads. Idempotent."""
         await asyncio.to_thread(self._close, drain_s)
+
+    async def __aenter__(self) -> Self:
+        self._check_open()
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        await self.close()
 
 
 class _Streamed:
@@ -432,8 +507,43 @@ def _raise_for(delta: Delta) -> None:
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """The prompts as a list. A list whose first item is a number is one prompt of token ids. Raises RequestRejected."""
     if isinstance(prompts, str):
         return [prompts]
-    if prompts and isinstance(prompts[0], int):
-        return [prompts]  # type: ignore[list-item]
-    return list(prompts)  # type: ignore[arg-type]
+    items = _items(prompts, "prompts", "a text, a list of token ids, or a list of such prompts")
+    return [items] if items and isinstance(items[0], Integral) else items
+
+
+def _items(given: object, where: str, wanted: str) -> list[Any]:
+    """The items of a sequence, as a list. Raises RequestRejected for anything else, bytes included."""
+    if isinstance(given, bytes | bytearray | Mapping | Set) or not isinstance(given, Iterable):
+        hint = "; a conversation is for chat()" if isinstance(given, Mapping) else ""
+        raise RequestRejected(f"{where} is {reprlib.repr(given)}: give {wanted}{hint}", param=where)
+    return list(given)
+
+
+def _params_of_each(params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int) -> list[SamplingParams]:
+    """The parameters of each prompt: the same for all, or one from a list for each. Raises RequestRejected."""
+    if not isinstance(params, Sequence) or isinstance(params, str | bytes):
+        return [_checked(params)] * num_prompts
+    if len(params) != num_prompts:
+        reason = f"{len(params)} params for {num_prompts} prompts: give one, or one for each"
+        raise RequestRejected(reason, param="params")
+    return [_checked(one, f"params[{index}]") for index, one in enumerate(params)]
+
+
+def _checked(params: SamplingParams | None, where: str = "params") -> SamplingParams:
+    """The parameters of one request; None means all defaults.
+
+    Raises RequestRejected for any other type; the message shows how to write a mapping as SamplingParams.
+    """
+    if params is None:
+        return SamplingParams()
+    if isinstance(params, SamplingParams):
+        return params
+    given = f"the class {params.__name__}" if isinstance(params, type) else reprlib.repr(params)
+    wanted = "temperature=0"
+    if isinstance(params, Mapping):
+        wanted = ", ".join(f"{name}={reprlib.repr(value)}" for name, value in params.items())
+    reason = f"{where} is {given}: give a SamplingParams object, such as SamplingParams({wanted})"
+    raise RequestRejected(reason, param=where)

@@ -5,12 +5,17 @@ Knows nothing of requests or the engine. May be used from any thread.
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Mapping, Sequence
+import json
+import reprlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import jinja2
-from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers.utils import cached_file
 
 from sidestream.config import unknown_name
 from sidestream.errors import ModelError, RequestRejected
@@ -102,6 +107,10 @@ class Tokenizer:
         Raises RequestRejected when there is no template, when it refuses the messages, or when it knows no `tools` or option
         that was given: nothing is ignored silently.
         """
+        if isinstance(messages, str | bytes | Mapping) or not isinstance(messages, Iterable):
+            example = '[{"role": "user", "content": "Hello"}]'
+            reason = f"messages is {reprlib.repr(messages)}: give a list of messages, such as {example}"
+            raise RequestRejected(reason, param="messages")
         conversation = [_message(index, message) for index, message in enumerate(messages)]
         if not conversation:
             raise RequestRejected("messages is empty: give at least one", param="messages")
@@ -166,17 +175,25 @@ def _byte_ids(vocab: Mapping[str, int]) -> frozenset[int]:
 
 
 def _eos_ids(model: str, backend: PreTrainedTokenizerBase) -> list[int]:
-    declared: list[int] = []
-    for read in (GenerationConfig.from_pretrained, AutoConfig.from_pretrained):
-        try:
-            found = getattr(read(model), "eos_token_id", None)
-        except (OSError, ValueError):  # a tokenizer alone, or a model that transformers does not know
-            continue
-        if found is not None:
-            declared = list(found) if isinstance(found, list | tuple) else [found]
-            break
+    found = _generation_config(model).get("eos_token_id")
+    if found is None:
+        with contextlib.suppress(OSError, ValueError):  # a tokenizer alone, or a model that transformers does not know
+            found = getattr(AutoConfig.from_pretrained(model), "eos_token_id", None)
+    declared = [] if found is None else list(found) if isinstance(found, list | tuple) else [found]
     own = backend.eos_token_id
     return declared if own is None else [*declared, own]
+
+
+def _generation_config(model: str) -> dict[str, Any]:
+    """The fields of generation_config.json; empty without a readable file, which loading the model refuses.
+
+    Not read through transformers' class: it warns that it may ignore sampling options, which Sidestream honours.
+    """
+    try:
+        found = json.loads(Path(cached_file(model, "generation_config.json")).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def _message(index: int, message: Mapping[str, Any]) -> dict[str, Any]:

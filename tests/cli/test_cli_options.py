@@ -44,8 +44,9 @@ def test_every_engine_option_reaches_its_field() -> None:
         max_model_len=100,
         threads=3,
         salt="s",
+        generation_config="none",
     )
-    assert config == EngineConfig("float32", "auto", "2GiB", 8, 64, 256, 4, 5, 100, 3, "s")
+    assert config == EngineConfig("float32", "auto", "2GiB", 8, 64, 256, 4, 5, 100, 3, "s", generation_config="none")
 
 
 def test_every_sampling_option_reaches_its_field() -> None:

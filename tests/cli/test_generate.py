@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from sidestream.testing.tiny_models import tiny_model_dir
+
 from .conftest import Run
 
 ENGINE = ("--kv-memory", "4MiB", "--threads", "1", "--temperature", "0", "--ignore-eos", "--max-tokens", "12")
@@ -104,3 +106,19 @@ def test_a_prompt_beyond_the_pool_says_what_the_pool_holds(run: Run, tiny: Path)
     result = run("generate", tiny, "--prompt", "x" * 200, *ENGINE, "--kv-memory", "96KiB")
     assert result.exit_code == 2
     assert "prompt has 200 tokens, the pool holds 128" in result.output
+
+
+@pytest.mark.parametrize("command", ["generate", "chat"])
+def test_the_models_sampling_defaults_count_unless_an_option_says_otherwise(run: Run, tmp_path: Path, command: str) -> None:
+    model = tiny_model_dir("llama", tmp_path, seed=1)
+    (model / "generation_config.json").write_text('{"eos_token_id": 256, "temperature": 20.0, "top_k": 1}', encoding="utf-8")
+    options = ("--kv-memory", "4MiB", "--threads", "1", "--ignore-eos", "--max-tokens", "8")
+
+    def answers(*more: str) -> set[str]:
+        drawn = [run(command, model, *options, *more, "--seed", seed, stdin="The whale\n") for seed in (1, 2)]
+        assert [one.exit_code for one in drawn] == [0, 0]
+        return {one.output for one in drawn}
+
+    assert len(answers()) == 1
+    assert len(answers("--top-k", "0")) == 2
+    assert len(answers("--generation-config", "none", "--temperature", "20")) == 2

@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from sidestream.config import SamplingParams
 from sidestream.testing.fake_backend import FakeBackend, Script
 from sidestream.types import CachedTokens
 
@@ -154,12 +155,17 @@ def test_every_accepted_field_reaches_the_engine() -> None:
 
 def test_null_means_the_default() -> None:
     with serving() as served:
-        nothing = dict.fromkeys(
-            ("temperature", "top_p", "n", "stop", "seed", "logit_bias", "max_tokens", "stream", "logprobs", "tools", "user")
-        )
+        drawing = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+        nothing = dict.fromkeys((*drawing, "n", "stop", "seed", "logit_bias", "max_tokens", "stream", "logprobs", "tools", "user"))
         assert served.chat(**nothing).status_code == 200
         (params,) = served.backend.params
-    assert (params.temperature, params.top_p, params.n, params.stop, params.max_tokens) == (1.0, 1.0, 1, (), None)
+    assert params == SamplingParams()
+
+
+def test_fields_that_are_left_out_are_left_to_the_models_sampling_defaults() -> None:
+    with serving() as served:
+        assert served.chat().status_code == served.text(max_tokens=7).status_code == 200
+        assert served.backend.params == [SamplingParams(), SamplingParams(max_tokens=7)]
 
 
 def test_chat_logprobs_hold_tokens_bytes_and_alternatives(shared: Served) -> None:

@@ -151,6 +151,14 @@ def engine_config(
             parse=number,
         ),
     ] = None,
+    generation_config: Annotated[
+        str,
+        _engine(
+            "--generation-config",
+            "Sampling options left out: auto takes the model's generation_config.json, none neutral values.",
+            "auto|none",
+        ),
+    ] = _ENGINE.generation_config,
     salt: Annotated[str, _engine("--salt", "Engines with different salts never share KV.", "TEXT", False)] = _ENGINE.salt,
     offload_host: Annotated[
         str | None,
@@ -189,6 +197,7 @@ def engine_config(
         eager=eager,
         salt=salt,
         speculative=_speculative_config(speculative, max_drafts, max_slowdown, draft_head, draft_model),
+        generation_config=generation_config,
         offload=_offload_config(offload_host, offload_disk, offload_disk_capacity, load_deadline),
     )
 
@@ -242,15 +251,20 @@ def sampling_params(
     ] = _SAMPLING.max_tokens,
     min_tokens: Annotated[int, _sampling("--min-tokens", "No end before so many tokens.", "N", parse=whole)] = _SAMPLING.min_tokens,
     temperature: Annotated[
-        float, _sampling("--temperature", "0 takes the likeliest token each time.", "T", parse=number)
+        float | None, _sampling("--temperature", "0 takes the likeliest token each time.", "T", "the model's, else 1", parse=number)
     ] = _SAMPLING.temperature,
-    top_k: Annotated[int, _sampling("--top-k", "Draw among the K likeliest; 0: all.", "K", parse=whole)] = _SAMPLING.top_k,
-    top_p: Annotated[float, _sampling("--top-p", "Draw among the likeliest that make up P.", "P", parse=number)] = _SAMPLING.top_p,
+    top_k: Annotated[
+        int | None, _sampling("--top-k", "Draw among the K likeliest; 0: all.", "K", "the model's, else 0", parse=whole)
+    ] = _SAMPLING.top_k,
+    top_p: Annotated[
+        float | None, _sampling("--top-p", "Draw among the likeliest that make up P.", "P", "the model's, else 1", parse=number)
+    ] = _SAMPLING.top_p,
     min_p: Annotated[
-        float, _sampling("--min-p", "Drop what is less likely than P times the likeliest.", "P", parse=number)
+        float | None, _sampling("--min-p", "Drop what is less likely than P times the likeliest.", "P", "the model's, else 0", parse=number)
     ] = _SAMPLING.min_p,
     repetition_penalty: Annotated[
-        float, _sampling("--repetition-penalty", "Divides the logits of tokens seen; 1: off.", "X", parse=number)
+        float | None,
+        _sampling("--repetition-penalty", "Divides the logits of tokens seen; 1: off.", "X", "the model's, else 1", parse=number),
     ] = _SAMPLING.repetition_penalty,
     presence_penalty: Annotated[
         float, _sampling("--presence-penalty", "Taken from the logits of tokens written.", "X", parse=number)

@@ -208,7 +208,14 @@ def _answered(
 
     length, wanted, tasks, console = record["length"], record["answers"], sample_tasks(), bars.console
     memory = "4GiB" if kind == "cuda" else "512MiB"
-    with LLM(record["model"], device=kind, max_running=_AT_ONCE[kind], kv_memory=memory, max_model_len=length) as llm:
+    with LLM(
+        record["model"],
+        device=kind,
+        max_running=_AT_ONCE[kind],
+        kv_memory=memory,
+        max_model_len=length,
+        generation_config="none",  # the model's own distribution, at the temperatures chosen here
+    ) as llm:
         if written is None:
             written = _Answers([token for one in (sample_text(), *texts) for token in llm.tokenizer.encode(one)])
             keep(written)

@@ -88,14 +88,14 @@ class Engine:
 
 
 def _ready(order: dict[str, Any]) -> tuple[Callable[[dict[str, Any]], Any], Callable[[], None]]:
-    from sidestream.config import OffloadConfig, SpeculativeConfig, from_options
+    from sidestream.config import OffloadConfig, SpeculativeConfig
     from sidestream.llm import LLM
 
-    options = order["options"]
+    options = {"generation_config": "none", **order["options"]}  # plain sampling, whatever the checkpoint
     if "offload" in options:
-        options["offload"] = from_options(OffloadConfig, options["offload"])
+        options["offload"] = OffloadConfig(**options["offload"])
     if "speculative" in options:
-        options["speculative"] = from_options(SpeculativeConfig, options["speculative"])
+        options["speculative"] = SpeculativeConfig(**options["speculative"])
     llm = LLM(order["model"], timeline=order["timeline"], check_order=order["check_order"], **options)
     _generate(llm, [list(_WARM_UP)], 4)
     return lambda question: _answer(llm, question), llm.close

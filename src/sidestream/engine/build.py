@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from sidestream.attention.triton import LONG_TOKENS, Partials, Straight
-from sidestream.config import EngineConfig, EngineSizes
+from sidestream.config import NEUTRAL, EngineConfig, EngineSizes, SamplingDefaults
 from sidestream.device.base import Device
 from sidestream.device.choice import torch_device
 from sidestream.device.cpu import CpuDevice
@@ -87,6 +87,7 @@ def build_engine(
     device: Device | None = None,
     witness: Witness | None = None,
     proposer: Proposer | None = None,
+    defaults: SamplingDefaults = NEUTRAL,
     threaded: bool = True,
     tell: Callable[[str, int, int], None] = lambda what, done, total: None,
 ) -> Engine:
@@ -98,6 +99,7 @@ def build_engine(
     device    a device in place of the one that `config.device` names; closed with the engine
     witness   told of everything that ordering depends on, if `device` is not given
     proposer  drafts in place of the one that `config.speculative` names
+    defaults  sampling options of requests that leave them out
     tell      is told what is being done, in words, and how much of it is done, of how much; 0 of 0: nobody knows
     threaded  False: whoever calls `Engine.step` is the engine thread, and must be the only one to use the engine
     """
@@ -227,6 +229,7 @@ def build_engine(
             layout=layout,
             tokenizer=tokenizer,
             eos_ids=tuple(sorted({*model.eos_token_ids, *tokenizer.eos_ids})),
+            defaults=defaults,
             metrics=metrics,
             bounds=bounds,
             inbox=inbox,

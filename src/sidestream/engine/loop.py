@@ -12,17 +12,19 @@ import contextlib
 import itertools
 import logging
 import operator
+import reprlib
 import secrets
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from sidestream.config import SamplingParams
+from sidestream.config import SamplingDefaults, SamplingParams
 from sidestream.device.base import Device
 from sidestream.engine.inbox import Inbox
 from sidestream.engine.session import Handle, Session, Sink, TokenSource
@@ -81,6 +83,7 @@ class Parts:
     layout: KVLayout
     tokenizer: TokenSource
     eos_ids: tuple[int, ...]
+    defaults: SamplingDefaults
     metrics: Metrics
     bounds: Bounds
     inbox: Inbox
@@ -641,7 +644,7 @@ class Engine:
             prompt=prompt,
             keys=list(keys),
             keys_version=keys_version,
-            sampling=params.spec(seed=seed, eos_ids=parts.eos_ids),
+            sampling=params.spec(seed=seed, eos_ids=parts.eos_ids, defaults=parts.defaults),
             max_outputs=max_outputs,
             stop_ids=frozenset(params.stop_token_ids if params.ignore_eos else (*params.stop_token_ids, *parts.eos_ids)),
             min_tokens=params.min_tokens,
@@ -695,10 +698,17 @@ def _whole_numbers(values: Iterable[object], param: str) -> tuple[int, ...]:
     """A copy that nobody else changes, of plain ints. Raises RequestRejected for anything else, a bool included."""
     try:
         given = tuple(values)
-        if list(map(type, given)).count(int) == len(given):
-            return given  # type: ignore[return-value]
-        if bool in map(type, given):  # an int to Python, a mistake here
-            raise TypeError("True and False are no numbers")
-        return tuple(map(operator.index, given))  # type: ignore[arg-type]
-    except TypeError as error:
-        raise RequestRejected(f"{param} holds something that is not a whole number: {error}", param=param) from error
+    except TypeError:
+        raise RequestRejected(f"{param} is {reprlib.repr(values)}: give a list of whole numbers", param=param) from None
+    if list(map(type, given)).count(int) == len(given):
+        return given  # type: ignore[return-value]
+    return tuple(_whole_number(value, param) for value in given)
+
+
+def _whole_number(value: Any, param: str) -> int:
+    try:
+        if isinstance(value, bool):  # an int to Python, a mistake here
+            raise TypeError
+        return operator.index(value)
+    except TypeError:
+        raise RequestRejected(f"{param} has {reprlib.repr(value)}, which is not a whole number", param=param) from None

@@ -118,6 +118,12 @@ def local_directory(path_or_hub_id: str) -> Path:
     return _directory(path_or_hub_id, _FILES)
 
 
+def config_directory(path_or_hub_id: str) -> Path:
+    """Where a model's configs are, fetched first if they must be; without its weights. Raises ModelError."""
+    with _about(Path(path_or_hub_id).name):
+        return _directory(path_or_hub_id, _CONFIGS)
+
+
 def _directory(path_or_hub_id: str, patterns: list[str]) -> Path:
     path = Path(path_or_hub_id).expanduser()
     if path.is_dir():

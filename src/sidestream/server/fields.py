@@ -90,14 +90,17 @@ class _StreamOptions(BaseModel):
 
 
 class _Fields(BaseModel):
-    """What both APIs share. Ranges are `SamplingParams`' business; here are types. null is taken out before."""
+    """What both APIs share, by type; null is taken out before.
+
+    `SamplingParams` checks ranges. None stands for the model's sampling default, which the engine fills in.
+    """
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
     model: str
     max_tokens: int | None = None
-    temperature: float = 1.0
-    top_p: float = 1.0
+    temperature: float | None = None
+    top_p: float | None = None
     n: int = 1
     stream: bool = False
     stream_options: _StreamOptions | None = None
@@ -107,9 +110,9 @@ class _Fields(BaseModel):
     logit_bias: dict[str, float] = Field(default={}, max_length=1024)
     seed: int | None = None
     # beyond OpenAI's
-    top_k: int = 0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
     min_tokens: int = 0
     ignore_eos: bool = False
     stop_token_ids: Annotated[list[int], FailFast()] = Field(default=[], max_length=1024)

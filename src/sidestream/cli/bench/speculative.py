@@ -52,7 +52,13 @@ def measure(
         proposers["mtp"] = {"proposer": "mtp", "max_drafts": _DRAFTS, "head": str(head.resolve())}
     if draft_model is not None:
         proposers["draft"] = {"proposer": "draft", "max_drafts": _DRAFTS, "model": str(resolve(draft_model))}
-    options: dict[str, Any] = {"device": device, "kv_memory": "1GiB", "prefix_cache": False, "max_running": max(*batches, _SEVERAL)}
+    options: dict[str, Any] = {
+        "device": device,
+        "kv_memory": "1GiB",
+        "prefix_cache": False,
+        "max_running": max(*batches, _SEVERAL),
+        "generation_config": "none",
+    }
 
     asked = [prompts[:batch] for batch in batches]
     tell("flights without drafts")

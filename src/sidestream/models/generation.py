@@ -1,0 +1,35 @@
+"""A checkpoint's sampling defaults, from its generation_config.json.
+
+Reads one JSON file; runs no code of the checkpoint. Called while a model loads, before its weights are read.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+from sidestream.config import SamplingDefaults
+from sidestream.errors import ModelError, RequestRejected
+from sidestream.models.weights import read_json
+
+FILE = "generation_config.json"
+
+
+def sampling_defaults(directory: Path) -> SamplingDefaults:
+    """The defaults of the checkpoint in `directory`; neutral where it gives none.
+
+    `do_sample` is not read, as in vLLM and SGLang: many chat checkpoints give a temperature without it, and its
+    default in transformers would make all of them greedy.
+    Raises ModelError that names file, field, value, bound and remedy.
+    """
+    path = directory / FILE
+    found = read_json(path) if path.exists() else {}
+    names = [option.name for option in dataclasses.fields(SamplingDefaults)]
+    given = {name: found[name] for name in names if found.get(name) is not None}
+    if given.get("top_k") == -1:  # vLLM's spelling of "off"
+        given["top_k"] = 0
+    try:
+        return SamplingDefaults(**given)
+    except RequestRejected as error:
+        remedy = "correct the file, or ignore its sampling defaults with --generation-config none"
+        raise ModelError(f"{path}: {error}; {remedy}") from error

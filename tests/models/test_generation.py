@@ -1,0 +1,72 @@
+"""What a checkpoint's generation_config.json says of sampling, and what of it is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sidestream.config import SamplingDefaults, SamplingParams
+from sidestream.errors import ModelError
+from sidestream.models.generation import sampling_defaults
+
+FIELDS = {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "min_p": 0.01, "repetition_penalty": 1.05}
+
+
+def checkpoint(directory: Path, fields: Any) -> Path:
+    (directory / "generation_config.json").write_text(json.dumps(fields), encoding="utf-8")
+    return directory
+
+
+def test_all_five_fields_are_read_and_others_are_left_alone(tmp_path: Path) -> None:
+    others = {"do_sample": False, "eos_token_id": [1, 2], "max_new_tokens": 5, "num_beams": 4, "transformers_version": "4.51.0"}
+    assert sampling_defaults(checkpoint(tmp_path, {**FIELDS, **others})) == SamplingDefaults(**FIELDS)
+
+
+@pytest.mark.parametrize("fields", [None, {}, dict.fromkeys(FIELDS), {"top_k": -1}], ids=["no file", "empty", "null", "top_k -1"])
+def test_what_the_file_does_not_say_is_neutral(tmp_path: Path, fields: dict[str, Any] | None) -> None:
+    assert sampling_defaults(tmp_path if fields is None else checkpoint(tmp_path, fields)) == SamplingDefaults(1.0, 0, 1.0, 0.0, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "bound"),
+    [
+        ("temperature", -0.5, r"a number in \[0\.0, 100\.0\]"),
+        ("temperature", "0.6", r"a number in \[0\.0, 100\.0\]"),
+        ("temperature", True, r"a number in \[0\.0, 100\.0\]"),
+        ("temperature", float("nan"), r"a number in \[0\.0, 100\.0\]"),
+        ("temperature", 10**400, r"a number in \[0\.0, 100\.0\]"),
+        ("top_k", -2, r"a whole number in \[0, \d+\]"),
+        ("top_k", 2.5, r"a whole number in \[0, \d+\]"),
+        ("top_p", 0, r"a number in \(0\.0, 1\.0\]"),
+        ("min_p", 1.5, r"a number in \[0\.0, 1\.0\]"),
+        ("repetition_penalty", [1.1], r"a number in \(0\.0, 10\.0\]"),
+    ],
+)
+def test_a_bad_value_is_refused_with_file_field_bound_and_remedy(tmp_path: Path, field: str, value: Any, bound: str) -> None:
+    words = rf"generation_config\.json: {field} is .+: it must be {bound}; correct the file, or .+ --generation-config none$"
+    with pytest.raises(ModelError, match=words):
+        sampling_defaults(checkpoint(tmp_path, {field: value}))
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '"top_k"'])
+def test_a_file_that_holds_no_json_object_is_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / "generation_config.json").write_text(text, encoding="utf-8")
+    with pytest.raises(ModelError, match=r"generation_config\.json"):
+        sampling_defaults(tmp_path)
+
+
+def test_a_request_overrides_each_default_with_a_neutral_value_too() -> None:
+    defaults, neutral = SamplingDefaults(**FIELDS), SamplingDefaults()
+    untouched = SamplingParams().spec(seed=1, eos_ids=(), defaults=defaults)
+    assert {name: getattr(untouched, name) for name in FIELDS} == FIELDS
+    for name in FIELDS:
+        given = SamplingParams(**{name: getattr(neutral, name)}).spec(seed=1, eos_ids=(), defaults=defaults)
+        assert {other: getattr(given, other) for other in FIELDS} == {**FIELDS, name: getattr(neutral, name)}
+
+
+def test_defaults_say_which_of_them_are_not_neutral() -> None:
+    assert str(SamplingDefaults(temperature=0.6, top_k=20)) == "temperature 0.6, top_k 20"
+    assert str(SamplingDefaults()) == "temperature 1, no filters, no penalties"
