@@ -22,13 +22,13 @@ def test_pool_and_buffers_leave_room_for_activations_and_waste_little(free_gib: 
     free = int(free_gib * GIB)
     pool = pool_bytes(free, token_bytes=TOKEN, scratch_token_bytes=SCRATCH, max_model_len=longest)
     room = free - needed(pool, longest=longest)
-    least = max(0.1 * free, min(2 * GIB, 0.4 * free))
+    least = max(0.1 * free, min(6 * GIB, 0.4 * free))
     assert least - TOKEN <= room <= least + SCRATCH + TOKEN
 
 
 def test_a_large_gpu_keeps_a_tenth_free_and_a_small_one_two_fifths() -> None:
     assert pool_bytes(100 * GIB, token_bytes=TOKEN, scratch_token_bytes=0, max_model_len=1) == 90 * GIB
-    assert pool_bytes(10 * GIB, token_bytes=TOKEN, scratch_token_bytes=0, max_model_len=1) == 8 * GIB
+    assert pool_bytes(20 * GIB, token_bytes=TOKEN, scratch_token_bytes=0, max_model_len=1) == 14 * GIB
     assert pool_bytes(1 * GIB, token_bytes=TOKEN, scratch_token_bytes=0, max_model_len=1) == int(0.6 * GIB)
 
 
