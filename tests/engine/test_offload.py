@@ -1,5 +1,6 @@
 """The cache outlives the device pool and the process, and nothing that goes wrong with it changes a token."""
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -309,6 +310,26 @@ def test_disk_that_cannot_be_read_is_a_miss(tmp_path: Path, fault: faults.Fault)
             rig.forget_device()
             rig.forget_host()
             rig.ask(PROMPT)
+
+
+def test_fifos_in_place_of_entries_on_disk_hang_neither_a_request_nor_flush_nor_close(tmp_path: Path) -> None:
+    with serving(slots=24, disk=tmp_path, load_deadline_s=PATIENCE_S) as rig:
+        rig.ask(PROMPT)
+        rig.settle()
+        entries = [path for path in tmp_path.glob("??/*") if path.is_file()]
+        for path in entries:
+            path.unlink()
+            os.mkfifo(path)
+        rig.forget_device()
+        rig.forget_host()
+        try:
+            rig.ask(PROMPT)
+            rig.settle()
+            assert rig.counted("transfers_total", "disk-read", "failed") > 0
+        finally:  # a reader that waits for the other end gets it, so that a failure is no hang
+            for path in entries:
+                with contextlib.suppress(OSError):
+                    os.close(os.open(path, os.O_WRONLY | os.O_NONBLOCK))
 
 
 @pytest.mark.parametrize("fault", [faults.full, faults.broken])
