@@ -494,16 +494,16 @@ class Engine:
         The mover rings only for what the engine needs, and a write to disk that ends is not that. So while anything is on its way, wake up
         as often as the gauges are due; once nothing is, show them a last time and sleep without a bound.
         """
-        transfers, bell = self.parts.transfers, self._inbox.bell
-        if self._sessions or (transfers is not None and transfers.busy):
-            self._rested = False
-            bell.wait(max(0.0, self._next_gauges_s - self._now()))
-            return
-        self._update_gauges(force=True)
-        if bell.wait(None if self._rested else _REST_AFTER_S):
-            self._rested = False
+        transfers = self.parts.transfers
+        busy = bool(self._sessions) or (transfers is not None and transfers.busy)
+        if busy:
+            patience_s: float | None = max(0.0, self._next_gauges_s - self._now())
         else:
-            self._rested = True
+            self._update_gauges(force=True)
+            patience_s = None if self._rested else _REST_AFTER_S
+        rung = self._inbox.bell.wait(patience_s)
+        self._rested = not busy and not rung
+        if self._rested:
             self.parts.device.rest()
 
     def _stop(self) -> None:
