@@ -348,8 +348,10 @@ def _check_description(directory: Path, found: dict[str, Any], wanted: dict[str,
         )
     differing = [f"{name} {found.get(name)!r} (here {value!r})" for name, value in wanted.items() if found.get(name) != value]
     if differing:
+        in_its_dtype = "" if found.get("dtype") == wanted["dtype"] else f", or load the model with dtype {found.get('dtype')}"
         raise ConfigError(
-            f"disk directory {directory} was written by another model or layout: {', '.join(differing)}: give another directory, or delete it"
+            f"disk directory {directory} was written by another model or layout: {', '.join(differing)}: "
+            f"give another directory, or delete it{in_its_dtype}"
         )
 
 
