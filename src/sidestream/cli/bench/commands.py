@@ -11,6 +11,7 @@ from rich.console import Console
 
 from sidestream.cli.bench.report import Figure, publish
 from sidestream.cli.options import DEMO_MODEL
+from sidestream.cli.progress import Steps
 from sidestream.config import unknown_name
 from sidestream.errors import ConfigError
 
@@ -317,14 +318,14 @@ def _report(
     bounded: bool = True,
     served: tuple[str, str, str] | None = None,
 ) -> None:
-    """Run one measurement under a status line on stderr; exit with 1 when a bound does not hold.
+    """Run one measurement, with its progress on stderr; exit with 1 when a bound does not hold.
 
     bounded   there are bounds for this device
     served    the model that is loaded, with which options `dtype` and `device`; None: none is
     """
-    status = Console(stderr=True)
-    with status.status(f"bench {name}") as line:
-        figures = measure(lambda text: line.update(f"bench {name}: {text}"))
+    with Steps() as steps:
+        steps.tell(f"bench {name}", note="preparing")
+        figures = measure(lambda text: steps.tell(f"bench {name}", note=text))
     if not bounded:
         figures = [Figure(figure.name, figure.value, figure.unit) for figure in figures]
     dtype = None if served is None else _dtype(*served)
