@@ -76,11 +76,18 @@ $(VENV)/bin/pip:
 		{ echo "Sidestream needs Python 3.11 or later; '$(PYTHON)' is $$($(PYTHON) --version 2>&1): make PYTHON=python3.12 …"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 
+# Pip is quiet for half a minute or more: a line before it, and one every ten seconds.
+comma := ,
+install = echo "installing torch, transformers and the extras $(1) into $(VENV)"; \
+	(seconds=10; while sleep 10 > /dev/null; do echo "installing ($$seconds s)"; seconds=$$((seconds + 10)); done) & ticker=$$!; \
+	$(BIN)/pip install --quiet --no-compile --constraint constraints.txt --editable '.[$(1)]'; status=$$?; \
+	kill $$ticker; exit $$status
+
 # Bytecode is made when it is first needed, which is of a fraction of what is installed: compiling all of it takes longer than the rest of it.
 $(VENV)/.demo: $(VENV)/bin/pip pyproject.toml constraints.txt
-	$(BIN)/pip install --quiet --no-compile --constraint constraints.txt --editable '.[server,demo]'
+	@$(call install,server$(comma)demo)
 	touch $@
 
 $(VENV)/.dev: $(VENV)/bin/pip pyproject.toml constraints.txt
-	$(BIN)/pip install --quiet --no-compile --constraint constraints.txt --editable '.[dev]'
+	@$(call install,dev)
 	touch $@

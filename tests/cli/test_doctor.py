@@ -13,6 +13,7 @@ import pytest
 
 from sidestream.cli import probes
 from sidestream.cli.probes import Finding, Status
+from sidestream.models import precision
 
 from .conftest import Run
 
@@ -128,8 +129,18 @@ def test_threads_that_do_not_match_the_cores_are_a_warning(monkeypatch: pytest.M
     assert said in finding.remedy
 
 
+@pytest.mark.parametrize(("over_float32", "dtype"), [(0.5, "bfloat16"), (4.0, "float32")])
+def test_doctor_says_which_dtype_is_served_and_why(monkeypatch: pytest.MonkeyPatch, over_float32: float, dtype: str) -> None:
+    monkeypatch.setattr(precision, "time_over_float32", lambda stored: over_float32)
+    finding = _named("dtype")
+    assert (finding.status, finding.data["dtype"]) == (Status.OK, dtype)
+    assert f"--dtype auto serves a bfloat16 model in {dtype}" in finding.text
+    assert "this CPU multiplies" in finding.text
+    assert finding.data["instruction_set"]
+
+
 def test_little_memory_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(probes, "_memory_bytes", lambda: (1 << 40, 1 << 30))
+    monkeypatch.setattr(probes, "memory_bytes", lambda: (1 << 40, 1 << 30))
     finding = _named("memory")
     assert finding.status is Status.WARN
     assert "lower --kv-memory" in finding.remedy

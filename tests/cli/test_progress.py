@@ -1,19 +1,96 @@
+"""What a long command shows of where it is: bars in a terminal, elsewhere a line every ten seconds, and nothing of what is short."""
+
 from __future__ import annotations
 
 import io
 import logging
+import threading
 
 import pytest
 from rich.console import Console
 
-from sidestream.cli.progress import LoggedStart, ProgressBars, StartBar
+from sidestream.cli import progress as progress_module
+from sidestream.cli.progress import Lines, Steps
 from sidestream.models.catalog import Progress
 
 
-def test_every_stage_gets_a_bar_that_reaches_its_end() -> None:
+class Clock:
+    """A command's time, and somebody who looks at it twice a second."""
+
+    def __init__(self, **options: float) -> None:
+        self.now_s = 100.0
+        self.said: list[str] = []
+        self.lines = Lines(self.said.append, clock=lambda: self.now_s, **options)
+
+    def passes(self, seconds: float) -> None:
+        for _ in range(int(seconds * 2)):
+            self.now_s += 0.5
+            self.lines.look()
+
+
+def test_a_step_has_a_line_after_two_seconds_and_every_ten_from_there() -> None:
+    clock = Clock()
+    clock.lines.at("reading the weights", "")
+    clock.passes(24)
+    assert clock.said == ["reading the weights (2 s)", "reading the weights (12 s)", "reading the weights (22 s)"]
+
+
+def test_a_line_says_how_far_the_step_is_by_then() -> None:
+    clock = Clock()
+    for done in range(13):
+        clock.lines.at("others ask", f"{done} of 12")
+        clock.passes(1)
+    assert clock.said == ["others ask: 1 of 12 (2 s)", "others ask: 11 of 12 (12 s)"]
+
+
+def test_steps_that_end_within_two_seconds_leave_no_line() -> None:
+    clock = Clock()
+    for step in ("downloading", "unpacking", "converting", "checking"):
+        clock.lines.at(step, "")
+        clock.passes(1.5)
+    assert clock.said == []
+
+
+def test_many_steps_of_some_seconds_have_one_line_every_ten_seconds() -> None:
+    clock = Clock()
+    for number in range(10):
+        clock.lines.at(f"round {number}", "")
+        clock.passes(4)
+    assert clock.said == ["round 0 (2 s)", "round 2 (4 s)", "round 5 (2 s)", "round 7 (4 s)"]
+
+
+def test_a_log_has_a_line_for_each_step_at_once_and_every_ten_seconds_of_it() -> None:
+    clock = Clock(first_after_s=0)
+    clock.lines.at("reading the weights", "")
+    clock.lines.at("capturing", "0 of 12")
+    clock.passes(9)
+    clock.lines.at("capturing", "7 of 12")
+    clock.passes(2)
+    clock.lines.at("warming up", "")
+    assert clock.said == ["reading the weights", "capturing: 0 of 12", "capturing: 7 of 12 (10 s)", "warming up"]
+
+
+def test_a_step_that_reports_nothing_is_shown_where_the_output_is_no_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress_module, "_FIRST_AFTER_S", 0.02)
+    monkeypatch.setattr(progress_module, "_LOOK_EVERY_S", 0.005)
+    said = threading.Event()
+
+    class Output(io.StringIO):
+        def write(self, text: str) -> int:
+            said.set()
+            return super().write(text)
+
+    output = Output()
+    with Steps(Console(file=output)) as steps:
+        steps.tell("asking")
+        assert said.wait(20), "nothing is said"
+    assert output.getvalue().startswith("asking")
+
+
+def test_every_stage_in_bytes_gets_a_bar_that_reaches_its_end() -> None:
     output = io.StringIO()
-    with ProgressBars(Console(file=output, force_terminal=True, width=100)) as bars:
-        progress: Progress = bars
+    with Steps(Console(file=output, force_terminal=True, width=100), keep=True) as steps:
+        progress: Progress = steps
         progress.begin("downloading a model", 2_000_000)
         progress.reached(2_000_000)
         progress.begin("waiting for another process", None)
@@ -23,38 +100,35 @@ def test_every_stage_gets_a_bar_that_reaches_its_end() -> None:
     assert "waiting for another process" in drawn
 
 
-def test_a_start_draws_what_it_is_at_and_a_bar_where_that_is_counted() -> None:
+def test_a_start_draws_one_line_with_what_it_is_at_and_a_bar_where_that_is_counted() -> None:
     output = io.StringIO()
-    with StartBar("a model", Console(file=output, force_terminal=True, width=140)) as bar:
-        bar.tell("reading the weights", 0, 0)
-        bar._bars.refresh()
-        bar.tell("capturing", 3, 12)
-        bar._bars.refresh()
-        bar.tell("something else", 0, 0)
-        assert bar._bars.tasks[0].total is None
+    with Steps(Console(file=output, force_terminal=True, width=140), title="loading a model: ") as steps:
+        assert steps._bars is not None
+        for step, done, total in (("reading the weights", 0, 0), ("capturing", 3, 12), ("something else", 0, 0)):
+            steps.tell(step, done, total)
+            steps._bars.refresh()
+            assert len(steps._bars.tasks) == 1
+        assert steps._bars.tasks[0].total is None
     drawn = output.getvalue()
     assert "loading a model: reading the weights" in drawn
     assert "loading a model: capturing" in drawn
-    assert "3/12" in drawn
+    assert "3 of 12" in drawn
 
 
-def test_a_start_that_is_drawn_nowhere_says_nothing() -> None:
+def test_a_short_command_says_nothing_where_the_output_is_no_terminal() -> None:
     output = io.StringIO()
-    for console, shown in ((Console(file=output), True), (Console(file=output, force_terminal=True), False)):
-        with StartBar("a model", console, shown=shown) as bar:
-            bar.tell("capturing", 3, 12)
+    with Steps(Console(file=output)) as steps:
+        steps.tell("capturing", 3, 12)
+        steps.begin("downloading", 100)
+        steps.reached(50)
     assert output.getvalue() == ""
 
 
-def test_the_log_of_a_start_has_a_line_for_each_thing_and_each_quarter(caplog: pytest.LogCaptureFixture) -> None:
+def test_what_goes_to_a_log_is_not_drawn(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
-    start = LoggedStart(logging.getLogger("a start"))
-    start.tell("reading the weights", 0, 0)
-    for done in range(13):
-        start.tell("capturing", done, 12)
-    start.tell("reading the weights", 0, 0)
-    assert [record.message for record in caplog.records] == [
-        "reading the weights",
-        *(f"capturing: {done} of 12" for done in (0, 3, 6, 9, 12)),
-        "reading the weights",
-    ]
+    output = io.StringIO()
+    with Steps(Console(file=output, force_terminal=True), say=logging.getLogger("a start").info) as steps:
+        steps.tell("reading the weights", 0, 0)
+        steps.tell("capturing", 0, 12)
+    assert [record.message for record in caplog.records] == ["reading the weights", "capturing: 0 of 12"]
+    assert output.getvalue() == ""

@@ -332,6 +332,28 @@ def test_disk_that_cannot_be_read_is_a_miss(tmp_path: Path, fault: faults.Fault)
             rig.ask(PROMPT)
 
 
+def test_fifos_in_place_of_entries_on_disk_hang_neither_a_request_nor_flush_nor_close(tmp_path: Path) -> None:
+    with serving(slots=24, disk=tmp_path, load_deadline_s=PATIENCE_S) as rig:
+        rig.ask(PROMPT)
+        rig.settle()
+        entries = [path for path in tmp_path.glob("??/*") if path.is_file()]
+        for path in entries:
+            path.unlink()
+            os.mkfifo(path)
+        rig.forget_device()
+        rig.forget_host()
+        try:
+            rig.ask(PROMPT)
+            rig.settle()
+            assert rig.counted("transfers_total", "disk-read", "failed") > 0
+        finally:  # a reader that waits for the other end gets it, and later ones find nothing: a failure is no hang
+            ends = [os.open(path, os.O_RDWR | os.O_NONBLOCK) for path in entries if os.path.lexists(path)]
+            for path in entries:
+                path.unlink(missing_ok=True)
+            for end in ends:
+                os.close(end)
+
+
 @pytest.mark.parametrize("fault", [faults.full, faults.broken])
 def test_disk_that_cannot_be_written_does_not_stop_serving(tmp_path: Path, fault: faults.Fault) -> None:
     with serving(slots=24, disk=tmp_path) as rig:

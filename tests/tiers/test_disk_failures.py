@@ -6,7 +6,9 @@ import errno
 import os
 import resource
 import shutil
-from collections.abc import Callable
+import signal
+import socket
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -26,7 +28,7 @@ from disk_fixtures import (
     store,
 )
 
-from sidestream.errors import InvariantError, TierCorrupt, TierError, TierFull
+from sidestream.errors import ConfigError, InvariantError, TierCorrupt, TierError, TierFull
 from sidestream.tiers.disk import HEADER_BYTES
 
 
@@ -59,6 +61,36 @@ DAMAGE: dict[str, Callable[[Path], object]] = {
 }
 
 
+def listen_at(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as listener, pytest.MonkeyPatch.context() as patch:
+        patch.chdir(path.parent)  # the name of a socket has at most 107 bytes
+        listener.bind(path.name)
+
+
+# What a file may be besides a regular file; what is made takes the file's place.
+OTHER_KINDS: dict[str, Callable[[Path], object]] = {
+    "FIFO": os.mkfifo,
+    "link to a FIFO": lambda path: (os.mkfifo(path.with_name("fifo")), path.symlink_to("fifo")),
+    "link to itself": lambda path: path.symlink_to(path.name),
+    "link to a device": lambda path: path.symlink_to("/dev/zero"),
+    "socket": listen_at,
+}
+
+
+@pytest.fixture
+def bounded() -> Iterator[None]:
+    """A call that waits for ever fails instead."""
+
+    def give_up(*_: object) -> None:
+        raise AssertionError("it still waits after ten seconds")
+
+    before = signal.signal(signal.SIGALRM, give_up)
+    signal.alarm(10)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
+
+
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_a_damaged_file_is_a_miss_is_deleted_and_counted(tmp_path: Path, damage: str) -> None:
     tier = open_tier(tmp_path)
@@ -73,6 +105,71 @@ def test_a_damaged_file_is_a_miss_is_deleted_and_counted(tmp_path: Path, damage:
     assert key(1) not in tier.index
     assert tier.index.stats.corrupt == 1
     assert holds(tier, key(2))
+    store(tier, key(1))
+    assert holds(tier, key(1))
+
+
+@pytest.mark.parametrize("kind", OTHER_KINDS)
+def test_what_is_no_regular_file_is_a_miss_and_deleted(tmp_path: Path, bounded: None, kind: str) -> None:
+    tier = open_tier(tmp_path)
+    store(tier, *keys(1, 2))
+    entry, path = entry_of(tier, key(1)), file_of(tmp_path, key(1))
+    path.unlink()
+    OTHER_KINDS[kind](path)
+    with pytest.raises(TierCorrupt, match="is not a regular file; deleted"):
+        load(tier, key(1))
+    assert not os.path.lexists(path)
+    tier.index.forget(entry)
+    store(tier, key(1))
+    assert holds(tier, key(1))
+    assert holds(tier, key(2))
+
+
+@pytest.mark.parametrize("kind", OTHER_KINDS)
+def test_what_is_no_regular_file_is_removed_and_counted_at_open(tmp_path: Path, bounded: None, kind: str) -> None:
+    tier = open_tier(tmp_path)
+    store(tier, *keys(1, 2))
+    path = file_of(tmp_path, key(1))
+    path.unlink()
+    OTHER_KINDS[kind](path)
+    tier.close()
+    again = open_tier(tmp_path)
+    assert list(again.index) == [key(2)]
+    assert not os.path.lexists(path)
+    assert again.index.stats.corrupt == 1
+
+
+def test_a_directory_in_place_of_an_entry_is_a_miss_stays_and_stops_no_write(tmp_path: Path) -> None:
+    tier = open_tier(tmp_path, max_entries=2)
+    store(tier, *keys(1, 2))
+    entry, path = entry_of(tier, key(1)), file_of(tmp_path, key(1))
+    path.unlink()
+    path.mkdir()
+    (path / "notes.txt").write_text("mine")
+    with pytest.raises(TierCorrupt, match="is not a regular file; not deleted"):
+        load(tier, key(1))
+    tier.index.forget(entry)
+    store(tier, *keys(1, 3))  # the first of them deletes what was forgotten
+    assert holds(tier, key(1))
+    assert holds(tier, key(3))
+    tier.close()
+    assert open_tier(tmp_path).index.stats.corrupt == 0
+    assert (path / "notes.txt").read_text() == "mine"
+
+
+@pytest.mark.parametrize("kind", OTHER_KINDS)
+@pytest.mark.parametrize("name", ["sidestream-tier.json", "sidestream-tier.lock"])
+def test_a_tier_whose_own_files_are_no_regular_files_is_refused(tmp_path: Path, bounded: None, name: str, kind: str) -> None:
+    open_tier(tmp_path).close()
+    (tmp_path / name).unlink()
+    OTHER_KINDS[kind](tmp_path / name)
+    with pytest.raises(ConfigError, match=rf"{name} is not a regular file"):
+        open_tier(tmp_path)
+
+
+def test_what_is_in_the_way_of_a_tier_that_is_being_made_is_replaced(tmp_path: Path, bounded: None) -> None:
+    os.mkfifo(tmp_path / "sidestream-tier.json.tmp")
+    tier = open_tier(tmp_path)
     store(tier, key(1))
     assert holds(tier, key(1))
 

@@ -13,7 +13,7 @@ from rich.text import Text
 from sidestream.cli.answer import Answer, printable
 from sidestream.cli.declare import option
 from sidestream.cli.errors import show_error
-from sidestream.cli.loading import start, start_logging
+from sidestream.cli.loading import running, start_logging
 from sidestream.cli.options import DEMO_MODEL, Logging, LogLevel, Model, Watching, engine_config, options_of, sampling_params, watching
 from sidestream.config import EngineConfig, SamplingParams, unknown_name
 from sidestream.errors import ConfigError, RequestError
@@ -39,9 +39,8 @@ def chat(
     Ctrl-C interrupts an answer, Ctrl-D ends the conversation; /help lists commands.
     """
     start_logging(log_level)
-    from sidestream.llm import LLM
 
-    with start(LLM, model, config=config, watch=watch) as llm:
+    with running(model, config=config, watch=watch) as llm:
         if not llm.tokenizer.has_chat_template:
             raise ConfigError(f"model {model} has no chat template: use sidestream generate, or a model that is made for chat")
         conversation = _Conversation(llm, params, system)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -13,6 +13,7 @@ from rich.table import Table
 
 from sidestream.cli.declare import option
 from sidestream.cli.options import DEMO_MODEL
+from sidestream.cli.progress import Steps
 from sidestream.cli.visits import Engine, Visit
 
 _QUESTION = "Why does the narrator go to sea?"
@@ -28,13 +29,12 @@ def demo(
     ),
 ) -> None:
     """Ask about a long text, leave, come back from host memory, restart, come back from disk: equal tokens, a fraction of the wait."""
-    from sidestream.cli.progress import ProgressBars
     from sidestream.models import kv_token_bytes
     from sidestream.models.catalog import resolve
 
     console = Console()
-    with ProgressBars() as bars:
-        path = resolve(model, progress=bars)
+    with Steps(keep=True) as steps:
+        path = resolve(model, progress=steps)
     disk = out / "kv"
     if disk.exists():
         shutil.rmtree(disk)
@@ -44,12 +44,8 @@ def demo(
     # The pool holds the conversation and a bit more, so that it is gone when the others have been answered.
     kv_memory = len(prompt) * 5 // 4 * kv_token_bytes(path)
     options = {"kv_memory": kv_memory, "offload": {"host": "1GiB", "disk": str(disk), "disk_capacity": "2GiB"}}
-    with console.status("first process: asking about the text, cold"), Engine(path, options, timeline=str(timelines[0])) as engine:
-        visits = list(engine.ask([prompt], max_tokens=_MAX_TOKENS).visits)
-        engine.ask(others, max_tokens=4)
-        visits += engine.ask([prompt], max_tokens=_MAX_TOKENS).visits
-    with console.status("second process: a fresh one, the same disk"), Engine(path, options, timeline=str(timelines[1])) as engine:
-        visits += engine.ask([prompt], max_tokens=_MAX_TOKENS).visits
+    with Steps() as steps:
+        visits = _visits(path, options, prompt, others, timelines, steps)
     _show(visits, console)
     console.print(f"\n[dim]{_QUESTION}[/]\n{visits[0].text.strip()} …\n")
     console.print(f"What each stream did when: [bold]{timelines[0]}[/] and [bold]{timelines[1]}[/] (open them at ui.perfetto.dev)")
@@ -61,6 +57,31 @@ def demo(
     if visits[1].host < 0.9 * visits[1].reused or visits[2].disk < 0.9 * visits[2].reused or not visits[2].reused:
         console.print("[red]the KV did not come from where it should have: this is a bug[/]")
         raise typer.Exit(1)
+
+
+def _visits(
+    path: str, options: dict[str, Any], prompt: list[int], others: list[list[int]], timelines: tuple[Path, Path], steps: Steps
+) -> list[Visit]:
+    """The same question three times: cold, after `others` have filled the pool, and in a second process."""
+    visits: list[Visit] = []
+
+    def ask(engine: Engine, visit: str) -> None:
+        steps.tell(f"{visit}: asking about a text of {len(prompt)} tokens")
+        visits.extend(engine.ask([prompt], max_tokens=_MAX_TOKENS).visits)
+
+    steps.tell("first process: loading the model")
+    with Engine(path, options, timeline=str(timelines[0])) as engine:
+        ask(engine, "first visit, cold")
+        for number, other in enumerate(others):
+            steps.tell("others ask, and fill the pool", number, len(others))
+            engine.ask([other], max_tokens=4)
+        ask(engine, "second visit, from host memory")
+        steps.tell("first process: storing and closing")
+    steps.tell("second process: loading the model")
+    with Engine(path, options, timeline=str(timelines[1])) as engine:
+        ask(engine, "third visit, from disk")
+        steps.tell("second process: closing")
+    return visits
 
 
 def _prompts(path: str) -> tuple[list[int], list[list[int]]]:

@@ -16,6 +16,7 @@ from rich.text import Text
 from sidestream.cli.declare import option
 from sidestream.cli.options import AsJson
 from sidestream.cli.probes import Finding, Status, findings
+from sidestream.cli.progress import Steps
 
 _MARKS = {Status.OK: ("✓", "green"), Status.WARN: ("!", "yellow"), Status.FAIL: ("✗", "red")}
 
@@ -30,9 +31,12 @@ def doctor(
 
     The exit status is 1 if serving is impossible, else 0.
     """
-    console = Console(stderr=True)
-    with console.status("measuring"):
-        found = list(findings(disk))
+    found = []
+    with Steps() as steps:
+        steps.tell("measuring")
+        for finding in findings(disk):
+            found.append(finding)
+            steps.tell("measuring", note=f"{finding.name} is done")
     serves = all(finding.status is not Status.FAIL for finding in found)
     if as_json:
         print(json.dumps({"serves": serves, "findings": [dataclasses.asdict(finding) for finding in found]}, indent=2))

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from sidestream.cli.answer import Answer, printable
 from sidestream.cli.declare import flag, option
-from sidestream.cli.loading import start, start_logging
+from sidestream.cli.loading import running, start_logging
 from sidestream.cli.options import (
     DEMO_MODEL,
     AsJson,
@@ -56,9 +56,8 @@ def generate(
         raise ConfigError("--system is given without --chat: a plain prompt has no system message; add --chat, or leave it out")
     text = _prompt(prompt, prompt_file)
     start_logging(log_level)
-    from sidestream.llm import LLM
 
-    with start(LLM, model, config=config, watch=watch) as llm:
+    with running(model, config=config, watch=watch) as llm:
         answer = Answer()
         prompt_ids = llm.tokenizer.chat(_messages(text, system)) if chat else llm.tokenizer.encode(text)
         answer.follow(llm, prompt_ids, params, _ignore if as_json else _show)

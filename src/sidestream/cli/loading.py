@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, TypeVar
 
 from rich.console import Console
 
 from sidestream.cli.options import LogLevel, Watching
-from sidestream.cli.progress import LoggedStart, ProgressBars, StartBar
+from sidestream.cli.progress import Steps
 from sidestream.config import EngineConfig
 
 if TYPE_CHECKING:
@@ -33,8 +35,8 @@ def prepare_model(model: str) -> None:
         return
     console = Console(stderr=True)
     console.print(f"preparing {model}: {CATALOG[model].download_bytes / 1e6:.0f} MB to fetch, once", style="dim", highlight=False)
-    with ProgressBars(console) as bars:
-        prepare(model, progress=bars)
+    with Steps(console, keep=True) as steps:
+        prepare(model, progress=steps)
 
 
 def start(kind: type[Served], model: str, *, config: EngineConfig, watch: Watching) -> Served:
@@ -42,6 +44,19 @@ def start(kind: type[Served], model: str, *, config: EngineConfig, watch: Watchi
     prepare_model(model)
     log.info("loading %s", model)
     logged = log.isEnabledFor(logging.INFO)  # either the log says it or the bar
-    with StartBar(model, Console(stderr=True), shown=not logged) as bar:
-        tell = LoggedStart(log).tell if logged else bar.tell
-        return kind(model, config=config, timeline=watch.timeline, check_order=watch.check_order, tell=tell)
+    with Steps(say=log.info) if logged else Steps(title=f"loading {model}: ") as steps:
+        return kind(model, config=config, timeline=watch.timeline, check_order=watch.check_order, progress=steps, tell=steps.tell)
+
+
+@contextlib.contextmanager
+def running(model: str, *, config: EngineConfig, watch: Watching) -> Iterator[LLM]:
+    """A model for the length of a command; at its end, what is complete is stored. Raises ConfigError."""
+    from sidestream.llm import LLM
+
+    llm = start(LLM, model, config=config, watch=watch)
+    try:
+        yield llm
+    finally:
+        with Steps() as steps:
+            steps.tell("closing, and storing what is complete")
+            llm.close()

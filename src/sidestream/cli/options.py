@@ -61,7 +61,14 @@ _watching = functools.partial(_option, "Watching")
 
 def engine_config(
     *,
-    dtype: Annotated[str, _engine("--dtype", "auto (as the model is stored), float32, float16 or bfloat16.", "TYPE")] = _ENGINE.dtype,
+    dtype: Annotated[
+        str,
+        _engine(
+            "--dtype",
+            "auto (as the model is stored, or float32 where the CPU is much faster in that), float32, float16 or bfloat16.",
+            "TYPE",
+        ),
+    ] = _ENGINE.dtype,
     device: Annotated[str, _engine("--device", "cpu, cuda, or auto: cuda where a GPU can be used.", "DEVICE")] = _ENGINE.device,
     kv_memory: Annotated[
         str | None,

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING
 
 from sidestream.cli.options import DEMO_MODEL
 from sidestream.config import EngineConfig, OffloadConfig
+from sidestream.device.machine import cpu_name, instruction_set, memory_bytes
 from sidestream.errors import ConfigError, TierError
 
 if TYPE_CHECKING:
@@ -36,6 +37,7 @@ _COPY_BYTES = 64 * _MIB
 _COPY_S = 0.3
 _DISK_BYTES = 96 * _MIB
 _SLOW_DISK = 100 * _MIB  # bytes a second; below, recomputing a prefix with a small model is about as fast as reading it
+_STORED = "bfloat16"  # what the demo model and most others are stored in
 _MODEL_BYTES = _GIB  # the demo model with its working memory, and some for everybody else
 
 
@@ -66,6 +68,8 @@ def findings(disk: Path | None) -> Iterator[Finding]:
     if any(finding.status is Status.FAIL for finding in packages):
         return  # what follows uses them
     yield _cpu()
+    dtype = _dtype()
+    yield dtype
     yield from _memory()
     gpu = _gpus()
     yield gpu
@@ -74,7 +78,7 @@ def findings(disk: Path | None) -> Iterator[Finding]:
     if on_gpu:
         yield _copy_speed("cuda")
     yield _memory_lock(on_gpu)
-    yield from _disk(disk)
+    yield from _disk(disk, str(dtype.data["dtype"]))
     yield from _cache()
 
 
@@ -140,6 +144,20 @@ def _extras() -> Iterator[Finding]:
             )
 
 
+def _dtype() -> Finding:
+    """What `--dtype auto` means here for models as most are stored."""
+    from sidestream.models.precision import choose_precision, time_over_float32
+
+    choice = choose_precision("auto", _STORED, weights_bytes=0, on_cpu=True)
+    text = f"{instruction_set()}; on this CPU --dtype auto serves a {_STORED} model in {choice}"
+    data: dict[str, object] = {
+        "instruction_set": instruction_set(),
+        "dtype": choice.dtype,
+        f"{_STORED}_time_over_float32": time_over_float32(_STORED),
+    }
+    return Finding("dtype", Status.OK, text, data=data)
+
+
 def _cpu() -> Finding:
     import torch
 
@@ -147,22 +165,14 @@ def _cpu() -> Finding:
     quota = _cgroup_cores()
     limit = usable if quota is None else min(usable, quota)
     threads = torch.get_num_threads()  # what --threads is by default
-    text = f"{_cpu_model()}, {limit:g} of {os.cpu_count()} cores usable, {threads} compute threads"
-    data: dict[str, object] = {"model": _cpu_model(), "cores": os.cpu_count(), "usable_cores": limit, "threads": threads}
+    text = f"{cpu_name()}, {limit:g} of {os.cpu_count()} cores usable, {threads} compute threads"
+    data: dict[str, object] = {"model": cpu_name(), "cores": os.cpu_count(), "usable_cores": limit, "threads": threads}
     if threads > limit:
         remedy = f"more threads than cores wait for one another: use --threads {max(1, int(limit))}, or unset OMP_NUM_THREADS"
         return Finding("cpu", Status.WARN, text, remedy, data)
     if threads < int(limit):
         return Finding("cpu", Status.WARN, text, f"cores lie idle: use --threads {int(limit)}, or unset OMP_NUM_THREADS", data)
     return Finding("cpu", Status.OK, text, data=data)
-
-
-def _cpu_model() -> str:
-    with contextlib.suppress(OSError):
-        found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(encoding="utf-8"), re.MULTILINE)
-        if found:
-            return found[1]
-    return platform.processor() or platform.machine()
 
 
 def _cgroup_cores() -> float | None:
@@ -175,7 +185,7 @@ def _cgroup_cores() -> float | None:
 
 
 def _memory() -> Iterator[Finding]:
-    total, available = _memory_bytes()
+    total, available = memory_bytes()
     if total is None or available is None:
         return
     wanted = (EngineConfig().sizes("cpu").kv_bytes or 0) + _MODEL_BYTES
@@ -186,19 +196,6 @@ def _memory() -> Iterator[Finding]:
         yield Finding("memory", Status.WARN, text, remedy, data)
     else:
         yield Finding("memory", Status.OK, text, data=data)
-
-
-def _memory_bytes() -> tuple[int | None, int | None]:
-    """Total and available bytes, of the machine or of the container where that is less."""
-    with contextlib.suppress(OSError, KeyError):
-        lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text(encoding="utf-8").splitlines())
-        total, available = (int(lines[name].split()[0]) * 1024 for name in ("MemTotal", "MemAvailable"))
-        with contextlib.suppress(OSError, ValueError):
-            limit = int(Path("/sys/fs/cgroup/memory.max").read_text(encoding="utf-8"))
-            used = int(Path("/sys/fs/cgroup/memory.current").read_text(encoding="utf-8"))
-            total, available = min(total, limit), min(available, max(0, limit - used))
-        return total, available
-    return None, None
 
 
 def _gpus() -> Finding:
@@ -270,7 +267,7 @@ def _measure(device: Device, batch: CopyBatch) -> float:
     return copies * batch.num_bytes / (time.monotonic() - started_s)
 
 
-def _disk(chosen: Path | None) -> Iterator[Finding]:
+def _disk(chosen: Path | None, dtype: str) -> Iterator[Finding]:
     from sidestream.models.catalog import cache_root
 
     directory = _existing(chosen if chosen is not None else cache_root())
@@ -295,7 +292,7 @@ def _disk(chosen: Path | None) -> Iterator[Finding]:
                 "disk speed", Status.WARN, f"not measured: that takes {_size(2 * _DISK_BYTES)}", "free some, or choose another --disk"
             )
         else:
-            yield _disk_speed(directory)
+            yield _disk_speed(directory, dtype)
     except (OSError, ConfigError, TierError) as fault:
         yield Finding(
             "disk",
@@ -313,14 +310,12 @@ def _existing(path: Path) -> Path:
     return path
 
 
-def _disk_speed(directory: Path) -> Finding:
+def _disk_speed(directory: Path, dtype: str) -> Finding:
     """Blocks as the tier writes them and reads them back, verified, without the help of the page cache."""
     from sidestream.kv.layout import KVLayout
     from sidestream.tiers.disk import DiskTier, entry_bytes
 
-    layout = KVLayout(
-        num_layers=30, num_kv_heads=3, head_dim=64, block_tokens=EngineConfig().block_tokens, dtype="bfloat16"
-    )  # the demo model's
+    layout = KVLayout(num_layers=30, num_kv_heads=3, head_dim=64, block_tokens=EngineConfig().block_tokens, dtype=dtype)  # the demo model's
     num_blocks = _DISK_BYTES // layout.block_bytes
     with tempfile.TemporaryDirectory(prefix=".sidestream-doctor-", dir=directory) as scratch:
         tier = DiskTier.open(scratch, layout=layout, fingerprint="doctor", capacity_bytes=(num_blocks + 1) * entry_bytes(layout))

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated
 from sidestream.cli.declare import number, option, whole
 from sidestream.cli.loading import start, start_logging
 from sidestream.cli.options import DEMO_MODEL, Logging, LogLevel, Model, Watching, engine_config, options_of, watching
+from sidestream.cli.progress import Steps
 from sidestream.config import EngineConfig, parse_bytes
 from sidestream.errors import ConfigError
 
@@ -100,7 +101,9 @@ def _serve(model: str, options: ServerOptions, config: EngineConfig, watch: Watc
         finally:
             disk = config.offload.disk if config.offload is not None else None
             log.info("stopping%s; interrupt again to quit at once", f", and storing KV in {disk}" if disk is not None else "")
-            asyncio.run(llm.close())
+            with Steps(say=log.info) as steps:
+                steps.tell("closing")
+                asyncio.run(llm.close())
     log.info("stopped")
 
 

@@ -15,6 +15,7 @@ from rich.table import Table
 from sidestream.cli.bench.report import Figure, at_least, at_most, publish
 from sidestream.cli.declare import flag, number, option, whole
 from sidestream.cli.options import AsJson
+from sidestream.cli.progress import Steps
 from sidestream.cli.torture_device import show_campaign, show_hunt, show_service
 from sidestream.errors import ConfigError
 
@@ -275,7 +276,8 @@ def _show_failure(console: Console, failure: Failure, save: Path, mutation: str 
     from sidestream.testing.mutations import find
     from sidestream.testing.torture import Replay, shrink
 
-    with console.status("making the failure short"):
+    with Steps() as steps:
+        steps.tell("making the failure short")
         short = shrink(failure, mutation=None if mutation is None else find(mutation))
     oracle = failure.outcome.oracles[0]
     name = mutation or f"{failure.workload.seed}-{failure.policy.replace(':', '-')}-{failure.seed}"
@@ -316,10 +318,8 @@ def _make_directory(directory: Path) -> None:
 
 @contextlib.contextmanager
 def _bar(what: str, total: float | None) -> Iterator[Tell]:
-    """A progress bar on standard error; `total` None: told in shares of one."""
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[text]}"), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True)) as bars:
-        task = bars.add_task(what, total=1.0 if total is None else total, text="")
-        yield lambda done, text: bars.update(task, completed=done, text=text)
+    """Progress on standard error; `total` None: told in shares of one."""
+    whole = 1.0 if total is None else total
+    with Steps() as steps:
+        steps.tell(what, 0, whole, note="beginning")
+        yield lambda done, text: steps.tell(what, done, whole, note=text)

@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from sidestream.cli.declare import number, option, whole
 from sidestream.cli.loading import prepare_model
 from sidestream.cli.options import DEMO_MODEL, Model
+from sidestream.cli.progress import Steps
 from sidestream.config import unknown_name
 from sidestream.errors import ConfigError
 
@@ -90,17 +90,9 @@ def train_mtp(
     }
     written, taught = _kept_answers(out.with_suffix(".tokens"), record), _kept_training(out.with_suffix(".training"), record)
     console = Console(stderr=True)
-    columns = (
-        SpinnerColumn(),
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=console) as bars:
-        tokens = _tokens(written, out, record, texts, kind, bars)
-        _teach(taught, out, record, tokens, lesson, kind, bars)
+    with Steps(console, keep=True) as progress:
+        tokens = _tokens(written, out, record, texts, kind, progress, console)
+        _teach(taught, out, record, tokens, lesson, kind, progress, console)
     console.print(f"{out} is ready: sidestream serve {model} --speculative mtp --draft-head {out}", highlight=False)
 
 
@@ -181,7 +173,9 @@ def _kept_answers(path: Path, record: Mapping[str, Any]) -> _Answers | None:
     return written
 
 
-def _tokens(written: _Answers | None, out: Path, record: Mapping[str, Any], texts: Sequence[str], kind: str, bars: Progress) -> Tensor:
+def _tokens(
+    written: _Answers | None, out: Path, record: Mapping[str, Any], texts: Sequence[str], kind: str, progress: Steps, console: Console
+) -> Tensor:
     """Sequences of one length, int32 `[N, length]`: kept beside the head as they are made, because the model's answers take a while."""
     import torch
     from safetensors.torch import save_file
@@ -192,21 +186,27 @@ def _tokens(written: _Answers | None, out: Path, record: Mapping[str, Any], text
             save_file({"stream": torch.tensor(written.stream, dtype=torch.int32)}, partial, facts)
 
     if written is None or written.done < record["answers"]:
-        written = _answered(written, texts, record, kind, bars, keep)
+        written = _answered(written, texts, record, kind, progress, console, keep)
     length = record["length"]
     count = len(written.stream) // length
     return torch.tensor(written.stream[: count * length], dtype=torch.int32).view(count, length)
 
 
 def _answered(
-    written: _Answers | None, texts: Sequence[str], record: Mapping[str, Any], kind: str, bars: Progress, keep: Callable[[_Answers], None]
+    written: _Answers | None,
+    texts: Sequence[str],
+    record: Mapping[str, Any],
+    kind: str,
+    progress: Steps,
+    console: Console,
+    keep: Callable[[_Answers], None],
 ) -> _Answers:
     """The texts and the model's answers to tasks, behind what is there of them; to `keep` after each batch of tasks."""
     from sidestream.config import SamplingParams
     from sidestream.llm import LLM
     from sidestream.text import sample_tasks, sample_text
 
-    length, wanted, tasks, console = record["length"], record["answers"], sample_tasks(), bars.console
+    length, wanted, tasks = record["length"], record["answers"], sample_tasks()
     memory = "4GiB" if kind == "cuda" else "512MiB"
     with LLM(
         record["model"],
@@ -215,6 +215,7 @@ def _answered(
         kv_memory=memory,
         max_model_len=length,
         generation_config="none",  # the model's own distribution, at the temperatures chosen here
+        tell=progress.tell,
     ) as llm:
         if written is None:
             written = _Answers([token for one in (sample_text(), *texts) for token in llm.tokenizer.encode(one)])
@@ -222,8 +223,8 @@ def _answered(
         else:
             console.print(f"goes on behind the {written.done:,} tokens that the model has written", highlight=False)
         end = llm.tokenizer.eos_ids[:1]
-        bar = bars.add_task("the model answers tasks", total=wanted, completed=written.done)
         while written.done < wanted:
+            progress.tell("the model answers tasks, in tokens", min(written.done, wanted), wanted)
             numbers = range(written.asked, written.asked + 4 * _AT_ONCE[kind])
             prompts = [
                 llm.tokenizer.chat([{"role": "user", "content": tasks[number % len(tasks)]}])[: int(length * _PROMPT_SHARE)]
@@ -243,9 +244,6 @@ def _answered(
                 written.done += len(answer.token_ids)
             written.asked = numbers.stop
             keep(written)
-            bars.update(bar, completed=min(written.done, wanted))
-            if not console.is_terminal:
-                console.print(f"the model has written {written.done:,} of {wanted:,} tokens", highlight=False)
     return written
 
 
@@ -275,7 +273,14 @@ def _kept_training(path: Path, record: Mapping[str, Any]) -> dict[str, Any] | No
 
 
 def _teach(
-    taught: dict[str, Any] | None, out: Path, record: Mapping[str, Any], tokens: Tensor, lesson: Any, kind: str, bars: Progress
+    taught: dict[str, Any] | None,
+    out: Path,
+    record: Mapping[str, Any],
+    tokens: Tensor,
+    lesson: Any,
+    kind: str,
+    progress: Steps,
+    console: Console,
 ) -> None:
     import torch
 
@@ -283,29 +288,32 @@ def _teach(
     from sidestream.models.distil import Distillation, load_teacher
     from sidestream.models.mtp import MtpHead, write_head
 
+    progress.tell("reading the weights of the teacher")
     teacher = load_teacher(resolve(record["model"]), device=torch.device(kind))
     torch.manual_seed(lesson.seed)
     head = MtpHead(teacher, feeds_normed=False).float()
     school = Distillation(teacher, head, tokens, lesson)
-    saved, console, loss = out.with_suffix(".training"), bars.console, 0.0
+    saved, loss = out.with_suffix(".training"), 0.0
     if taught is not None:
         school.restore(taught)
         loss = taught["loss"]
         console.print(f"goes on after step {school.done} of {lesson.steps}", highlight=False)
-    bar = bars.add_task("teaching", total=lesson.steps, completed=school.done)
+
+    def told(what: str) -> None:
+        progress.tell("teaching", school.done, lesson.steps, note=f"step {school.done} of {lesson.steps}, {what}")
+
+    told("beginning")
 
     def save() -> None:
         with _whole_or_not(saved) as partial:
             torch.save({**school.state(), "loss": loss, "of": json.dumps(record)}, partial)
 
-    with _interrupts(lambda: bars.update(bar, description="interrupted, this step ends first")) as interrupted:
+    with _interrupts(lambda: told("interrupted, this step ends first")) as interrupted:
         while school.done < lesson.steps and not interrupted.is_set():
             loss = school.step()
-            bars.update(bar, completed=school.done, description=f"teaching, {loss:.3f} nats a token")
+            told(f"{loss:.3f} nats a token")
             if school.done % _SAVE_EVERY == 0:
                 save()
-                if not console.is_terminal:  # there is no bar
-                    console.print(f"step {school.done} of {lesson.steps}: {loss:.3f} nats a token", highlight=False)
         if interrupted.is_set():
             save()
             console.print(f"interrupted after step {school.done} of {lesson.steps}: the same command goes on from there", highlight=False)

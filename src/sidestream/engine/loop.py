@@ -492,15 +492,21 @@ class Engine:
             self._unfinished = 0
 
     def _idle(self) -> None:
-        """Nothing to compute: sleep until somebody rings, who left a message; or the mover, with its news."""
-        transfers, tired = self.parts.transfers, False
-        if not self._sessions and (transfers is None or not transfers.busy):
-            self._update_gauges(force=True)
-            tired = not self._rested
-        if self._inbox.bell.wait(_REST_AFTER_S if tired else None):
-            self._rested = False
+        """Nothing to compute: sleep until a message or news of transfers comes.
+
+        The mover rings only for what the engine needs, and a write to disk that ends is not that. So while anything is on its way, wake up
+        as often as the gauges are due; once nothing is, show them a last time and sleep without a bound.
+        """
+        transfers = self.parts.transfers
+        busy = bool(self._sessions) or (transfers is not None and transfers.busy)
+        if busy:
+            patience_s: float | None = max(0.0, self._next_gauges_s - self._now())
         else:
-            self._rested = True
+            self._update_gauges(force=True)
+            patience_s = None if self._rested else _REST_AFTER_S
+        rung = self._inbox.bell.wait(patience_s)
+        self._rested = not busy and not rung
+        if self._rested:
             self.parts.device.rest()
 
     def _stop(self) -> None:

@@ -6,6 +6,7 @@ Cheap refusals come first: config, then weight files, then the weights, then the
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,10 @@ from sidestream.models.adapter import PagedModel
 from sidestream.models.check import check_paged, eager_logits
 from sidestream.models.facts import layout_of, max_positions, refuse_unservable
 from sidestream.models.kept import keep_compiled
-from sidestream.models.weights import check_files, digest_of_files, fingerprint_of, pack_linears, read_json
+from sidestream.models.precision import Precision, choose_precision
+from sidestream.models.weights import check_files, digest_of_files, fingerprint_of, pack_linears, read_json, stored_facts
+
+logger = logging.getLogger(__name__)
 
 # Weights as safetensors only: the other formats run code while they are read.
 _FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
@@ -33,12 +37,11 @@ _CPU = torch.device("cpu")
 def load_model(path_or_hub_id: str, *, dtype: str = "auto", block_tokens: int, device: torch.device = _CPU) -> PagedModel:
     """Load, check and fingerprint a model in transformers' format; a hub id is downloaded first, a directory needs no network.
 
-    dtype `"auto"` keeps that of the checkpoint. The weights are read on the host and then moved to `device`, where the check runs too;
+    dtype `"auto"` keeps that of the checkpoint, or is float32 on a CPU that multiplies that much faster (`models/precision.py`). The weights are read on the host and then moved to `device`, where the check runs too;
     at the end there is one copy of them (on a CPU, an embedding that is the output matrix too may be there in two orders). Raises
     ModelError with the reason when the model cannot be read, does not fit, or cannot be served right.
     """
-    if dtype != "auto" and dtype not in DTYPE_BYTES:
-        raise ModelError(unknown_name("dtype", dtype, ("auto", *DTYPE_BYTES)))
+    _check_dtype(dtype)
     name = Path(path_or_hub_id).name
     with _about(name):
         directory = local_directory(path_or_hub_id)
@@ -46,7 +49,9 @@ def load_model(path_or_hub_id: str, *, dtype: str = "auto", block_tokens: int, d
         refuse_unservable(config)
         layout_of(config, dtype="float32", block_tokens=block_tokens)
         check_files(directory)
-        module = _load(directory, config, dtype)
+        precision = _precision(directory, config, dtype, device)
+        logger.info("model %s: %s", name, precision)
+        module = _load(directory, config, precision.dtype)
         layout = layout_of(module.config, dtype=str(module.dtype).removeprefix("torch."), block_tokens=block_tokens)
         fingerprint = fingerprint_of(module)  # on the host: the name of a model does not say where it runs
         if device.type == "cuda":
@@ -66,13 +71,22 @@ def load_model(path_or_hub_id: str, *, dtype: str = "auto", block_tokens: int, d
     return model
 
 
-def kv_token_bytes(path_or_hub_id: str, *, dtype: str = "auto") -> int:
-    """Bytes that one token's KV takes, all layers; reads the config only. Raises ModelError."""
+def precision_of(path_or_hub_id: str, *, dtype: str = "auto", device: torch.device = _CPU) -> Precision:
+    """What `load_model` would load the model in, and why; reads no weights. Raises ModelError."""
+    _check_dtype(dtype)
     with _about(Path(path_or_hub_id).name):
-        config = _read_config(_directory(path_or_hub_id, _CONFIGS))
+        directory = _directory(path_or_hub_id, _CONFIGS)
+        return _precision(directory, _read_config(directory), dtype, device)
+
+
+def kv_token_bytes(path_or_hub_id: str, *, dtype: str = "auto", device: torch.device = _CPU) -> int:
+    """Bytes that one token's KV takes, all layers, if the model is loaded by `load_model`; reads no weights. Raises ModelError."""
+    _check_dtype(dtype)
+    with _about(Path(path_or_hub_id).name):
+        directory = _directory(path_or_hub_id, _CONFIGS)
+        config = _read_config(directory)
         refuse_unservable(config)
-        stored = str(config.dtype or torch.float32).removeprefix("torch.")
-        return layout_of(config, dtype=stored if dtype == "auto" else dtype, block_tokens=1).token_bytes
+        return layout_of(config, dtype=_precision(directory, config, dtype, device).dtype, block_tokens=1).token_bytes
 
 
 def weights_digest(path_or_hub_id: str) -> str:
@@ -82,6 +96,18 @@ def weights_digest(path_or_hub_id: str) -> str:
         refuse_unservable(_read_config(directory))
         check_files(directory)
         return digest_of_files(directory)
+
+
+def _check_dtype(dtype: str) -> None:
+    if dtype != "auto" and dtype not in DTYPE_BYTES:
+        raise ModelError(unknown_name("dtype", dtype, ("auto", *DTYPE_BYTES)))
+
+
+def _precision(directory: Path, config: PreTrainedConfig, dtype: str, device: torch.device) -> Precision:
+    stored, weights_bytes = stored_facts(directory)
+    if config.dtype is not None:
+        stored = str(config.dtype).removeprefix("torch.")
+    return choose_precision(dtype, stored, weights_bytes=weights_bytes, on_cpu=device.type == "cpu")
 
 
 @contextlib.contextmanager
@@ -147,7 +173,7 @@ def _load(directory: Path, config: PreTrainedConfig, dtype: str) -> Any:
     module, loaded = AutoModelForCausalLM.from_pretrained(
         directory,
         config=config,
-        dtype=dtype if dtype == "auto" else getattr(torch, dtype),
+        dtype=getattr(torch, dtype),
         attn_implementation="eager",
         use_safetensors=True,
         local_files_only=True,

@@ -19,6 +19,7 @@ from torch import nn
 from sidestream.errors import ModelError
 
 _INDEX = "model.safetensors.index.json"
+_STORED = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 # Facts of a config that leave every number of a forward as it is, or that the hash holds otherwise.
 _NOT_IDENTITY = {"_name_or_path", "architectures", "dtype", "torch_dtype", "id2label", "label2id", "use_cache"}
 
@@ -34,6 +35,21 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise ModelError(f"{path} holds a {type(found).__name__}, not a JSON object: fetch it again")
     return found
+
+
+def stored_facts(directory: Path) -> tuple[str, int]:
+    """Of the weight files in `directory`: the first one's first floating dtype, and how many bytes all have. Reads headers only.
+
+    `("float32", 0)` if there are none. Raises ModelError for a file that is damaged.
+    """
+    dtype, num_bytes = "float32", 0
+    for path in reversed([path for path in _weight_files(directory) if path.exists()]):
+        _check_file(path)
+        with safe_open(path, framework="pt") as file:
+            stored = (file.get_slice(name).get_dtype() for name in sorted(file.keys()))
+            dtype = next((_STORED[name] for name in stored if name in _STORED), dtype)
+        num_bytes += path.stat().st_size
+    return dtype, num_bytes
 
 
 def check_files(directory: Path) -> None:

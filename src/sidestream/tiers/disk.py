@@ -39,6 +39,7 @@ import logging
 import os
 import re
 import shutil
+import stat
 import struct
 import time
 from collections.abc import Iterator
@@ -71,6 +72,7 @@ _ENTRY_NAME = re.compile(r"([0-9a-f]{32})-([0-9a-f]{16})")
 _FAN_OUT = [f"{prefix:02x}" for prefix in range(256)]
 
 _NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_NO_FILE = {errno.ENXIO, errno.EISDIR, errno.ELOOP}  # open() of a socket, of a directory to write to it, of links in a circle
 
 _log = logging.getLogger(__name__)
 
@@ -171,12 +173,14 @@ class DiskTier:
             fault = self._read_verified(path, entry.key, view)
         except FileNotFoundError as error:
             raise TierCorrupt(f"disk entry {path} is gone") from error
+        except _NotRegular:
+            fault = "is not a regular file"
         except OSError as error:
             raise TierError(f"disk entry {path} could not be read: {error.strerror or error}") from error
         if fault is not None:
             with contextlib.suppress(OSError):
                 _unlink(path)
-            raise TierCorrupt(f"disk entry {path} {fault}; deleted")
+            raise TierCorrupt(f"disk entry {path} {fault}; {'not deleted' if os.path.lexists(path) else 'deleted'}")
 
     def close(self) -> None:
         """Delete what is doomed and let another engine have the directory. Idempotent.
@@ -214,7 +218,7 @@ class DiskTier:
         """Read the file into `view`; what is wrong with it, or None."""
         header = bytearray(HEADER_BYTES)
         beyond = bytearray(1)
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        fd = _open_regular(path, os.O_RDONLY)
         try:
             num_bytes = _read_all(fd, [memoryview(header), view, memoryview(beyond)])
             if num_bytes != HEADER_BYTES + view.nbytes:
@@ -243,11 +247,28 @@ def _digest(header: bytes, payload: memoryview) -> bytes:
     return state.digest()
 
 
+class _NotRegular(OSError):
+    """A FIFO, a socket, a device or a directory where a file was expected."""
+
+
+def _open_regular(path: str | Path, flags: int) -> int:
+    """A descriptor of a regular file. Never waits: opening a FIFO would, for its other end. Raises OSError."""
+    not_regular = _NotRegular(errno.EINVAL, f"{path} is not a regular file")
+    try:
+        fd = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)  # KV tells what users wrote
+    except OSError as error:
+        raise not_regular if error.errno in _NO_FILE else error from error
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise not_regular
+    return fd
+
+
 def _write_whole(path: str, buffers: list[memoryview]) -> None:
     """Write the file under a temporary name and rename it; on failure nothing is left. Raises OSError."""
     temporary = path + _TEMPORARY
     try:
-        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)  # KV tells what users wrote
+        fd = _open_regular(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
         try:
             while buffers:
                 buffers = _rest(buffers, os.writev(fd, buffers))
@@ -278,7 +299,8 @@ def _rest(buffers: list[memoryview], count: int) -> list[memoryview]:
 
 
 def _unlink(path: str) -> None:
-    with contextlib.suppress(FileNotFoundError):
+    """Make sure that no file is there. A directory of that name stays: it is somebody else's, and no later entry gets its name."""
+    with contextlib.suppress(FileNotFoundError, IsADirectoryError):
         os.unlink(path)  # noqa: PTH108  a Path per deletion would cost more than the call
 
 
@@ -294,7 +316,7 @@ def _check_directory(directory: Path, description: dict[str, int | str]) -> bool
     if not os.access(directory, os.W_OK | os.X_OK):
         raise ConfigError(f"disk directory {directory} is not writable: give a directory that this user may write")
     tier_file = directory / _TIER_FILE
-    if tier_file.exists():
+    if os.path.lexists(tier_file):
         _check_description(directory, _read_description(tier_file), description)
         return True
     if others := sorted({entry.name for entry in directory.iterdir()} - _OURS_AT_BIRTH):
@@ -306,8 +328,10 @@ def _check_directory(directory: Path, description: dict[str, int | str]) -> bool
 
 
 def _read_description(tier_file: Path) -> dict[str, Any]:
+    with open(_open_regular(tier_file, os.O_RDONLY), "rb") as file:
+        content = file.read()
     try:
-        found = json.loads(tier_file.read_bytes())
+        found = json.loads(content)
     except ValueError:
         found = None
     if not isinstance(found, dict):
@@ -324,8 +348,10 @@ def _check_description(directory: Path, found: dict[str, Any], wanted: dict[str,
         )
     differing = [f"{name} {found.get(name)!r} (here {value!r})" for name, value in wanted.items() if found.get(name) != value]
     if differing:
+        in_its_dtype = "" if found.get("dtype") == wanted["dtype"] else f", or load the model with dtype {found.get('dtype')}"
         raise ConfigError(
-            f"disk directory {directory} was written by another model or layout: {', '.join(differing)}: give another directory, or delete it"
+            f"disk directory {directory} was written by another model or layout: {', '.join(differing)}: "
+            f"give another directory, or delete it{in_its_dtype}"
         )
 
 
@@ -334,7 +360,7 @@ def _hold(directory: Path) -> int:
 
     A forked child shares it; a spawned one does not.
     """
-    lock = os.open(directory / _LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    lock = _open_regular(directory / _LOCK_FILE, os.O_RDWR | os.O_CREAT)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         with contextlib.suppress(OSError):  # a full disk can still be read from
@@ -356,7 +382,8 @@ def _hold(directory: Path) -> int:
 def _write_description(directory: Path, description: dict[str, int | str]) -> None:
     """Make an empty directory a tier, before anything else is put there: killed half-way, it is still empty and made again."""
     temporary = directory / (_TIER_FILE + _TEMPORARY)
-    with temporary.open("w", encoding="utf-8") as file:
+    temporary.unlink(missing_ok=True)
+    with open(_open_regular(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "w", encoding="utf-8") as file:
         json.dump(description, file, indent=2)
         file.flush()
         os.fsync(file.fileno())
@@ -386,11 +413,13 @@ def _scan(directory: Path, *, file_bytes: int, max_entries: int) -> _Found:
     for key, serial, file in _entry_files(directory):
         next_serial = max(next_serial, serial + 1)
         status = file.stat(follow_symlinks=False)
+        if stat.S_ISDIR(status.st_mode):
+            continue  # not the tier's
         twin = newest.get(key)
         if file.name.endswith(_TEMPORARY):
             leftovers += 1
             _unlink(file.path)
-        elif status.st_size != file_bytes or not file.path.endswith(f"/{file.name[:2]}/{file.name}"):
+        elif status.st_size != file_bytes or not stat.S_ISREG(status.st_mode) or not file.path.endswith(f"/{file.name[:2]}/{file.name}"):
             corrupt += 1
             _unlink(file.path)
         elif twin is not None and twin[0] > serial:
@@ -409,7 +438,7 @@ def _scan(directory: Path, *, file_bytes: int, max_entries: int) -> _Found:
 
 
 def _entry_files(directory: Path) -> Iterator[tuple[Key, int, os.DirEntry[str]]]:
-    """Key, serial and directory entry of every file that is named like an entry, complete or temporary; others are let be.
+    """Key, serial and directory entry of all that is named like an entry, complete or temporary; others are let be.
 
     Makes the fan-out directories that are missing.
     """
@@ -422,7 +451,7 @@ def _entry_files(directory: Path) -> Iterator[tuple[Key, int, os.DirEntry[str]]]
         with os.scandir(inside) as files:
             for file in files:
                 name = _ENTRY_NAME.fullmatch(file.name.removesuffix(_TEMPORARY))
-                if name is not None and file.is_file(follow_symlinks=False):
+                if name is not None:
                     yield bytes.fromhex(name[1]), int(name[2], 16), file
 
 

@@ -30,8 +30,7 @@ def _ready(order: dict[str, Any]) -> tuple[Callable[[dict[str, Any]], float], Ca
     import torch
     from transformers import AutoModelForCausalLM
 
-    dtype = order["dtype"] if order["dtype"] == "auto" else getattr(torch, order["dtype"])
-    model = AutoModelForCausalLM.from_pretrained(order["path"], dtype=dtype).eval()
+    model = AutoModelForCausalLM.from_pretrained(order["path"], dtype=getattr(torch, order["dtype"])).eval()
 
     def answer(question: dict[str, Any]) -> float:
         count, start = question["output_tokens"], time.perf_counter()

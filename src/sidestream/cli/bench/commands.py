@@ -12,6 +12,7 @@ from rich.console import Console
 from sidestream.cli.bench.report import Figure, publish
 from sidestream.cli.declare import Command, flag, option, whole
 from sidestream.cli.options import DEMO_MODEL
+from sidestream.cli.progress import Steps
 from sidestream.config import unknown_name
 from sidestream.errors import ConfigError
 
@@ -62,7 +63,13 @@ def prefix(
     """TTFT of a long prompt from host memory, and from disk in a fresh process, over cold."""
     from sidestream.cli.bench.prefix import measure
 
-    _report("prefix", model, as_json, lambda tell: measure(model, prompt_tokens=prompt_tokens, rounds=rounds, tell=tell))
+    _report(
+        "prefix",
+        model,
+        as_json,
+        lambda tell: measure(model, prompt_tokens=prompt_tokens, rounds=rounds, tell=tell),
+        served=(model, "auto", "cpu"),
+    )
 
 
 def decode(
@@ -98,7 +105,13 @@ def decode(
         return
     from sidestream.cli.bench.decode import measure
 
-    _report("decode", model, as_json, lambda tell: measure(model, output_tokens=output_tokens, rounds=rounds, dtype=dtype, tell=tell))
+    _report(
+        "decode",
+        model,
+        as_json,
+        lambda tell: measure(model, output_tokens=output_tokens, rounds=rounds, dtype=dtype, tell=tell),
+        served=(model, dtype, "cpu"),
+    )
 
 
 def overhead(
@@ -109,7 +122,7 @@ def overhead(
     """Step time with offload idle and storing over offload off, and host waits for transfers."""
     from sidestream.cli.bench.overhead import measure
 
-    _report("overhead", model, as_json, lambda tell: measure(model, rounds=rounds, tell=tell))
+    _report("overhead", model, as_json, lambda tell: measure(model, rounds=rounds, tell=tell), served=(model, "auto", "cpu"))
 
 
 def soak(
@@ -122,7 +135,7 @@ def soak(
     """Memory growth of the process over many requests."""
     from sidestream.cli.bench.soak import measure
 
-    _report("soak", model, as_json, lambda tell: measure(model, num_requests=requests, tell=tell))
+    _report("soak", model, as_json, lambda tell: measure(model, num_requests=requests, tell=tell), served=(model, "auto", "cpu"))
 
 
 def transfer(
@@ -328,6 +341,7 @@ def speculative(
             rounds=rounds,
             tell=tell,
         ),
+        served=(model, "auto", device),
     )
 
 
@@ -338,13 +352,32 @@ def _check_counts(**counts: int) -> None:
 
 
 def _report(
-    name: str, model: str, as_json: bool, measure: Callable[[Callable[[str], None]], list[Figure]], *, bounded: bool = True
+    name: str,
+    model: str,
+    as_json: bool,
+    measure: Callable[[Callable[[str], None]], list[Figure]],
+    *,
+    bounded: bool = True,
+    served: tuple[str, str, str] | None = None,
 ) -> None:
-    """Run one measurement under a status line on stderr; exit with 1 when a bound does not hold. `bounded`: there are bounds for this device."""
-    status = Console(stderr=True)
-    with status.status(f"bench {name}") as line:
-        figures = measure(lambda text: line.update(f"bench {name}: {text}"))
+    """Run one measurement, with its progress on stderr; exit with 1 when a bound does not hold.
+
+    bounded   there are bounds for this device
+    served    the model that is loaded, with which options `dtype` and `device`; None: none is
+    """
+    with Steps() as steps:
+        steps.tell(f"bench {name}", note="preparing")
+        figures = measure(lambda text: steps.tell(f"bench {name}", note=text))
     if not bounded:
         figures = [Figure(figure.name, figure.value, figure.unit) for figure in figures]
-    if not publish(name, model, figures, as_json=as_json, console=Console()):
+    dtype = None if served is None else _dtype(*served)
+    if not publish(name, model, figures, as_json=as_json, console=Console(), dtype=dtype):
         raise typer.Exit(1)
+
+
+def _dtype(model: str, dtype: str, device: str) -> str:
+    from sidestream.device.choice import torch_device
+    from sidestream.models import precision_of
+    from sidestream.models.catalog import resolve
+
+    return precision_of(resolve(model), dtype=dtype, device=torch_device(device)).dtype

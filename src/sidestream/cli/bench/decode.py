@@ -15,11 +15,13 @@ _PROMPT_TOKENS = 32
 
 def measure(model: str, *, output_tokens: int, rounds: int, dtype: str, tell: Callable[[str], None]) -> list[Figure]:
     """Take turns: ours alone, generate alone, ours with eight at once, generate for the eight one after another."""
+    from sidestream.models import precision_of
     from sidestream.models.catalog import resolve
     from sidestream.text import sample_text
     from sidestream.tokenizer import Tokenizer
 
     path = resolve(model)
+    dtype = precision_of(path, dtype=dtype).dtype  # generate would take "auto" for what the checkpoint is stored in
     ids = Tokenizer.load(path).encode(sample_text())
     prompts = [ids[at * _PROMPT_TOKENS : (at + 1) * _PROMPT_TOKENS] for at in range(_BATCH)]
     ours1, theirs1, ours8, theirs8 = [], [], [], []

@@ -10,12 +10,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import version
-from pathlib import Path
 from typing import Literal
 
 from rich.console import Console
 from rich.table import Table
 
+from sidestream.device.machine import cpu_name, instruction_set
 from sidestream.version import VERSION
 
 
@@ -70,15 +70,17 @@ def at_least(value: float) -> Bound:
     return Bound("at least", value)
 
 
-def environment(model: str) -> dict[str, object]:
-    """The machine and the versions that the figures depend on."""
+def environment(model: str, dtype: str | None = None) -> dict[str, object]:
+    """The machine and the versions that the figures depend on; `dtype`: what the model was loaded in, if one was loaded."""
     import torch
 
     gpu = {"gpu": torch.cuda.get_device_name()} if torch.cuda.is_initialized() else {}  # type: ignore[no-untyped-call]
     return gpu | {
         "date": datetime.now(UTC).date().isoformat(),
         "model": model,
-        "cpu": _cpu_name(),
+        **({} if dtype is None else {"dtype": dtype}),
+        "cpu": cpu_name(),
+        "instruction_set": instruction_set(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
         "system": f"{platform.system()} {platform.machine()}",
@@ -96,13 +98,20 @@ def command_line() -> str:
 
 
 def publish(
-    bench: str, model: str, figures: Sequence[Figure], *, as_json: bool, console: Console, details: Mapping[str, object] | None = None
+    bench: str,
+    model: str,
+    figures: Sequence[Figure],
+    *,
+    as_json: bool,
+    console: Console,
+    dtype: str | None = None,
+    details: Mapping[str, object] | None = None,
 ) -> bool:
-    """Print the figures, as one JSON object or as a table; returns whether all bounds hold. `details` go into the object only."""
+    """Print the figures, as one JSON object or as a table; returns whether all bounds hold. `dtype` and `details` go into the object only."""
     if as_json:
         report: dict[str, object] = {
             "bench": bench,
-            "environment": environment(model),
+            "environment": environment(model, dtype),
             "command": command_line(),
             "figures": [f.plain() for f in figures],
         }
@@ -117,13 +126,3 @@ def publish(
             table.add_row(figure.name, f"{figure.value:.4g}", figure.unit, str(figure.bound or ""), verdict)
         console.print(table)
     return all(figure.holds is not False for figure in figures)
-
-
-def _cpu_name() -> str:
-    try:
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine()
