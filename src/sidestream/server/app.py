@@ -11,6 +11,7 @@ from typing import Any
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
@@ -63,7 +64,7 @@ def create_app(backend: Backend, *, options: ServerOptions) -> Starlette:
             Route("/health", health),
             Route("/metrics", metrics),
         ],
-        middleware=[Middleware(Edge, options=options)],
+        middleware=[*_cors(options), Middleware(Edge, options=options)],
         exception_handlers={HTTPException: _to_edge},
     )
     app.router.redirect_slashes = False
@@ -74,6 +75,21 @@ def create_app(backend: Backend, *, options: ServerOptions) -> Starlette:
 async def _to_edge(request: Request, failure: Exception) -> Response:
     """Starlette's own 404 and 405 are worded at the edge, like every other failure."""
     raise failure
+
+
+def _cors(options: ServerOptions) -> list[Middleware]:
+    """Outside the edge: a browser's preflight carries no API key, and an error must name the allowed origin to be readable."""
+    if not options.cors_origins:
+        return []
+    return [
+        Middleware(
+            CORSMiddleware,
+            allow_origins=options.cors_origins,
+            allow_methods=("GET", "POST"),
+            allow_headers=("*",),
+            expose_headers=("x-request-id", "retry-after"),
+        )
+    ]
 
 
 def _model(backend: Backend, options: ServerOptions) -> Json:
