@@ -224,6 +224,10 @@ class EngineConfig:
         return parse_bytes(self.kv_memory, option="kv_memory")
 
 
+MOST_SALT_CHARS = 1024
+"""Of a request's cache salt."""
+
+
 def _finite(name: str, value: float, low: float, high: float, *, open_low: bool = False) -> None:
     ok = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
     if not ok or value > high or value < low or (open_low and value == low):

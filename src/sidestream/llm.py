@@ -192,9 +192,15 @@ class LLM(_Served):
     """
 
     def generate(
-        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        cache_salt: str = "",
     ) -> list[RequestOutput]:
         """Answer one prompt or several at once, in their order; `params` for all or one for each.
+
+        `cache_salt`: KV is shared with requests of the same salt only, in all tiers.
 
         As many as the engine queues are on their way at a time. Raises RequestError for the first prompt that is refused,
         before any is started.
@@ -205,12 +211,12 @@ class LLM(_Served):
             raise RequestRejected(f"{len(each)} params for {len(many)} prompts: give one, or one for each")
         asked = [(self._ids(prompt), chosen) for prompt, chosen in zip(many, each, strict=True)]
         for ids, chosen in asked:
-            self.engine.check(ids, chosen)
+            self.engine.check(ids, chosen, cache_salt=cache_salt)
         outputs: list[RequestOutput] = []
         pending: deque[_Gathered] = deque()
         try:
             for ids, chosen in asked:
-                while (submitted := self._submitted(ids, chosen, may_wait=bool(pending))) is None:
+                while (submitted := self._submitted(ids, chosen, cache_salt, may_wait=bool(pending))) is None:
                     outputs.append(pending[0].output())
                     pending.popleft()
                 pending.append(submitted)
@@ -223,22 +229,22 @@ class LLM(_Served):
                 self.engine.abort(one.handle)
             raise
 
-    def _submitted(self, ids: list[int], params: SamplingParams, *, may_wait: bool) -> _Gathered | None:
+    def _submitted(self, ids: list[int], params: SamplingParams, cache_salt: str, *, may_wait: bool) -> _Gathered | None:
         """One prompt on its way; None when the queue is full and an answer of ours will make room."""
         try:
-            return _Gathered(self.engine, self.tokenizer, ids, params)
+            return _Gathered(self.engine, self.tokenizer, ids, params, cache_salt)
         except QueueFull:
             if may_wait:
                 return None
             raise
 
-    def chat(self, messages: Sequence[Mapping[str, Any]], params: SamplingParams | None = None) -> RequestOutput:
+    def chat(self, messages: Sequence[Mapping[str, Any]], params: SamplingParams | None = None, *, cache_salt: str = "") -> RequestOutput:
         """Answer a conversation: messages of `role` and `content`, laid out by the model's chat template."""
-        return self.generate([self.tokenizer.chat(messages)], params)[0]
+        return self.generate([self.tokenizer.chat(messages)], params, cache_salt=cache_salt)[0]
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Generator[Delta, None, None]:
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None, *, cache_salt: str = "") -> Generator[Delta, None, None]:
         """News of one prompt's samples as they come. Leaving the loop aborts the request."""
-        streamed = _Streamed(self.engine, self.tokenizer, self._ids(prompt), params or SamplingParams())
+        streamed = _Streamed(self.engine, self.tokenizer, self._ids(prompt), params or SamplingParams(), cache_salt)
         try:
             yield from streamed.deltas()
         finally:
@@ -289,12 +295,19 @@ class AsyncLLM(_Served):
     _post: _Post | None = None
 
     async def generate(
-        self, prompt: Prompt, params: SamplingParams | None = None, *, priority: int = 0, request_name: str = ""
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
+        request_name: str = "",
+        cache_salt: str = "",
     ) -> AsyncGenerator[Delta, None]:
         """News of one prompt's samples until all have ended. Closing or cancelling the generator aborts them.
 
         priority      lower runs earlier
         request_name  for the log
+        cache_salt    KV is shared with requests of the same salt only, in all tiers
 
         Raises RequestError or EngineStopped before any news.
         """
@@ -306,7 +319,7 @@ class AsyncLLM(_Served):
         sink = functools.partial(post.put, news)
         ids = await asyncio.to_thread(self._ids, prompt) if isinstance(prompt, str) else list(prompt)
         reader = Reader(self.tokenizer, chosen)
-        handle = self.engine.submit(ids, chosen, sink, priority=priority, text=False)
+        handle = self.engine.submit(ids, chosen, sink, priority=priority, text=False, cache_salt=cache_salt)
         left = chosen.n
         try:
             while left:
@@ -330,11 +343,11 @@ class AsyncLLM(_Served):
 class _Streamed:
     """One submitted prompt and its news, read as they come."""
 
-    def __init__(self, engine: Engine, tokenizer: Tokenizer, prompt: list[int], params: SamplingParams) -> None:
+    def __init__(self, engine: Engine, tokenizer: Tokenizer, prompt: list[int], params: SamplingParams, cache_salt: str) -> None:
         self._reader = Reader(tokenizer, params)
         self._news: SimpleQueue[Delta] = SimpleQueue()
         self._num_samples = params.n
-        self.handle: Handle = engine.submit(prompt, params, self._news.put, text=False)
+        self.handle: Handle = engine.submit(prompt, params, self._news.put, text=False, cache_salt=cache_salt)
 
     def deltas(self) -> Iterator[Delta]:
         """The news as they come, with their text."""
@@ -363,7 +376,7 @@ class _Gathered:
     messages a second that lie about make the garbage collector stop the engine thread, and so does whoever takes them one by one.
     """
 
-    def __init__(self, engine: Engine, tokenizer: Tokenizer, prompt: list[int], params: SamplingParams) -> None:
+    def __init__(self, engine: Engine, tokenizer: Tokenizer, prompt: list[int], params: SamplingParams, cache_salt: str) -> None:
         self._tokenizer = tokenizer
         self._params = params
         self._reader = Reader(tokenizer, params)
@@ -374,7 +387,7 @@ class _Gathered:
         self._ended = threading.Event()
         self._started_s = time.monotonic()
         self._ttft_s: float | None = None
-        self.handle: Handle = engine.submit(prompt, params, self._take, text=False)
+        self.handle: Handle = engine.submit(prompt, params, self._take, text=False, cache_salt=cache_salt)
 
     def _take(self, delta: Delta) -> None:
         """The engine's sink."""
