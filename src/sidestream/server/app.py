@@ -122,7 +122,9 @@ class Completions:
             served_name=self._model["id"],
             max_choices=self._options.max_choices,
         )
-        reply = _Reply(call, record_of(scope), self._backend, self._model["id"])
+        record = record_of(scope)
+        record.request_id = call.request_id or record.request_id
+        reply = _Reply(call, record, self._backend, self._model["id"])
         if call.stream:
             await while_connected(reply.stream(send), receive, self._stopping)
         else:
@@ -198,6 +200,8 @@ class _Reply:
 
     def _chunk(self, choices: list[Json]) -> Json:
         chunk = {**self._head, "object": self._wording.chunk_object, "choices": choices}
+        if self._call.continuous_usage:
+            return {**chunk, "usage": self._record.usage.json()}
         return {**chunk, "usage": None} if self._call.include_usage else chunk
 
     def _logprobs(self, index: int, tokens: list[TokenLogprob] | tuple[TokenLogprob, ...]) -> Json | None:

@@ -38,7 +38,11 @@ class FakeDetokenizer:
 
 
 class FakeTokenizer:
-    """Token ids are UTF-8 bytes. `options` are the variables that its chat template knows; `chats` what it was asked to lay out."""
+    """Token ids are UTF-8 bytes.
+
+    options  what its chat template knows: variables, the role `tool`, the field `tool_calls` of messages
+    chats    the messages and variables that it was asked to lay out
+    """
 
     def __init__(self, options: Iterable[str] = ()) -> None:
         self.options = frozenset(options)
@@ -68,6 +72,11 @@ class FakeTokenizer:
         for name in options:
             if name not in self.options:
                 raise RequestRejected(f"the template has no option {name}", param=name)
+        for index, message in enumerate(messages):
+            for name, used in (("role", message["role"] == "tool" and "tool"), ("tool_calls", "tool_calls" in message and "tool_calls")):
+                if used and used not in self.options:
+                    where = f"messages[{index}].{name}"
+                    raise RequestRejected(f"the template does not know {where}", param=where)
         self.chats.append(([dict(message) for message in messages], options))
         text = "".join(f"{message['role']}: {message.get('content', '')}\n" for message in messages)
         if continue_final_message:
