@@ -78,6 +78,16 @@ def test_requests_with_different_cache_salts_share_kv_in_no_tier(tmp_path: Path,
         assert cached("b").disk == REUSABLE
 
 
+def test_a_prompt_shorter_than_a_block_keeps_its_answer_under_its_cache_salt() -> None:
+    """Its first key is made when its first block is complete, on the engine thread."""
+    with serving() as rig:
+        reply = rig.ask(PROMPT[:3], 12, cache_salt="a")
+        whole = PROMPT[:3] + reply.token_ids()  # 15 tokens, of which 14 were computed: 3 blocks
+        assert rig.ask([*whole, 1], cache_salt="b").cached.total == 0
+        assert rig.ask([*whole, 1]).cached.total == 0
+        assert rig.ask([*whole, 1], cache_salt="a").cached.device == 12
+
+
 @pytest.mark.parametrize(
     ("salt", "said"),
     [(None, "cache_salt is a NoneType: give a text of at most 1024 characters"), ("x" * 1025, "cache_salt is 1025 characters long")],

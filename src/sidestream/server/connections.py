@@ -156,16 +156,11 @@ class _Guarded(H11Protocol):
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
         # No reply is due: the bytes are a part of the next request's head, or of a body that was answered before its end.
+        # They have ended uvicorn's keep-alive timer, which bounds how long a connection is idle.
         if self.conn.our_state in (h11.IDLE, h11.DONE):
             self._start_head_timer()
         else:
             self._stop_head_timer()
-
-    def on_response_complete(self) -> None:
-        super().on_response_complete()
-        # The keep-alive timer bounds the wait for the next request's first byte, and the first byte ends that timer.
-        if self.conn.our_state is h11.DONE or (self.conn.our_state is h11.IDLE and self.conn.trailing_data[0]):
-            self._start_head_timer()
 
     def send_400_response(self, msg: str) -> None:
         """What uvicorn calls for bytes that are no HTTP request."""
