@@ -318,6 +318,45 @@ def test_chat_lays_messages_out_by_the_template(model_dir: Path) -> None:
     assert tokenizer.chat(ask(), shout=True) == tokenizer.encode("<s>user: hi</s><s>assistant: !")
 
 
+TOOL_TEMPLATE = (
+    "{% for m in messages %}<s>{{ m['role'] }}{% if m.name %}({{ m.name }}){% endif %}: {{ m.content }}"
+    "{% if m.role == 'tool' %} for {{ m.tool_call_id }}{% endif %}"
+    "{% for call in m.tool_calls or [] %}{{ call.function.name }}{{ call.function.arguments | tojson }}{% endfor %}</s>{% endfor %}"
+    "{% if reasoning_effort %}{{ reasoning_effort }}{% endif %}"
+)
+CALLING = [{"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": {"x": 1}}}]}]
+
+
+def test_a_template_gets_what_it_knows_of_tools_and_options(model_dir: Path) -> None:
+    tokenizer = Tokenizer.load(str(model_dir))
+    tokenizer._backend.chat_template = TOOL_TEMPLATE
+    result = {"role": "tool", "content": "42", "tool_call_id": "1", "name": "f"}
+    assert tokenizer.template_knows("reasoning_effort") and not tokenizer.template_knows("enable_thinking")
+    laid_out = tokenizer.chat([*CALLING, result], reasoning_effort="low")
+    assert laid_out == tokenizer.encode('<s>assistant: f{"x": 1}</s><s>tool(f): 42 for 1</s>low')
+
+
+def test_a_template_that_lays_any_role_out_is_not_taken_to_know_tools(model_dir: Path) -> None:
+    """It would write the role's name and leave the calls out."""
+    tokenizer = Tokenizer.load(str(model_dir))
+    tokenizer._backend.chat_template = "{% for m in messages %}<s>{{ m.role }}: {{ m.content }}</s>{% endfor %}"
+    with pytest.raises(RequestRejected, match=r"messages\[1\]\.role is tool, which this model's chat template does not know") as refused:
+        tokenizer.chat([*ask(), *ask(role="tool")])
+    assert refused.value.param == "messages[1].role"
+    with pytest.raises(RequestRejected, match=r"knows no messages\[0\]\.tool_calls") as refused:
+        tokenizer.chat(CALLING)
+    assert refused.value.param == "messages[0].tool_calls"
+
+
+@pytest.mark.parametrize("name", ["chat_template", "tokenize", "documents", "return_tensors"])
+def test_an_option_cannot_replace_what_the_template_is_called_with(model_dir: Path, name: str) -> None:
+    tokenizer = Tokenizer.load(str(model_dir))
+    tokenizer._backend.chat_template = "{{ " + name + " }}"  # even where the template has a variable of that name
+    with pytest.raises(RequestRejected, match=f"{name} is no option of a chat template") as refused:
+        tokenizer.chat(ask(), **{name: "x"})
+    assert refused.value.param == name
+
+
 def test_chat_without_a_template_is_refused() -> None:
     tokenizer = TOKENIZERS["byte_level"]
     assert not tokenizer.has_chat_template

@@ -264,6 +264,10 @@ class EngineConfig:
         return EngineSizes(_CPU_KV_BYTES if given is None and not on_gpu else given, running, chunk, budget)
 
 
+MOST_SALT_CHARS = 1024
+"""Of a request's cache salt."""
+
+
 def _finite(name: str, value: float, low: float, high: float, *, open_low: bool = False) -> None:
     ok = isinstance(value, int | float) and not isinstance(value, bool) and low <= value <= high  # false for NaN
     if not ok or (open_low and value == low):

@@ -227,9 +227,15 @@ class LLM(_Served):
     """
 
     def generate(
-        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        cache_salt: str = "",
     ) -> list[RequestOutput]:
         """Answer one prompt or several at once, in their order; `params` for all or one for each.
+
+        `cache_salt`: KV is shared with requests of the same salt only, in all tiers.
 
         As many as the engine queues are on their way at a time. Raises RequestError for the first prompt that is refused,
         before any is started.
@@ -240,12 +246,12 @@ class LLM(_Served):
         encoded = [self._ids(prompt, f"prompts[{index}]") for index, prompt in enumerate(many)]
         asked = list(zip(encoded, each, strict=True))
         for ids, chosen in asked:
-            self.engine.check(ids, chosen)
+            self.engine.check(ids, chosen, cache_salt=cache_salt)
         outputs: list[RequestOutput] = []
         pending: deque[_Gathered] = deque()
         try:
             for ids, chosen in asked:
-                while (submitted := self._submitted(ids, chosen, may_wait=bool(pending))) is None:
+                while (submitted := self._submitted(ids, chosen, cache_salt, may_wait=bool(pending))) is None:
                     outputs.append(pending[0].output())
                     pending.popleft()
                 pending.append(submitted)
@@ -258,24 +264,24 @@ class LLM(_Served):
                 self.engine.abort(one.handle)
             raise
 
-    def _submitted(self, ids: list[int], params: SamplingParams, *, may_wait: bool) -> _Gathered | None:
+    def _submitted(self, ids: list[int], params: SamplingParams, cache_salt: str, *, may_wait: bool) -> _Gathered | None:
         """One prompt on its way; None when the queue is full and an answer of ours will make room."""
         try:
-            return _Gathered(self.engine, self.tokenizer, ids, params)
+            return _Gathered(self.engine, self.tokenizer, ids, params, cache_salt)
         except QueueFull:
             if may_wait:
                 return None
             raise
 
-    def chat(self, messages: Sequence[Mapping[str, Any]], params: SamplingParams | None = None) -> RequestOutput:
+    def chat(self, messages: Sequence[Mapping[str, Any]], params: SamplingParams | None = None, *, cache_salt: str = "") -> RequestOutput:
         """Answer a conversation: messages of `role` and `content`, laid out by the model's chat template."""
         self._check_open()
-        return self.generate([self.tokenizer.chat(messages)], _checked(params))[0]
+        return self.generate([self.tokenizer.chat(messages)], _checked(params), cache_salt=cache_salt)[0]
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Generator[Delta, None, None]:
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None, *, cache_salt: str = "") -> Generator[Delta, None, None]:
         """News of one prompt's samples as they come. Leaving the loop aborts the request."""
         self._check_open()
-        streamed = _Streamed(self.engine, self.tokenizer, self._ids(prompt), _checked(params))
+        streamed = _Streamed(self.engine, self.tokenizer, self._ids(prompt), _checked(params), cache_salt)
         try:
             yield from streamed.deltas()
         finally:
@@ -334,28 +340,41 @@ class AsyncLLM(_Served):
     _post: _Post | None = None
 
     def generate(
-        self, prompt: Prompt, params: SamplingParams | None = None, *, priority: int = 0, request_name: str = ""
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
+        request_name: str = "",
+        cache_salt: str = "",
     ) -> AsyncGenerator[Delta, None]:
         """News of one prompt's samples until all have ended. Closing or cancelling the generator aborts them.
 
         priority      lower runs earlier
         request_name  for the log
+        cache_salt    KV is shared with requests of the same salt only, in all tiers
 
         Raises RequestError or EngineStopped before any news.
         """
-        return self._answer(functools.partial(self._ids, prompt), params, priority, in_thread=isinstance(prompt, str))
+        return self._answer(functools.partial(self._ids, prompt), params, priority, cache_salt, in_thread=isinstance(prompt, str))
 
     def chat(
-        self, messages: Sequence[Mapping[str, Any]], params: SamplingParams | None = None, *, priority: int = 0, request_name: str = ""
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
+        request_name: str = "",
+        cache_salt: str = "",
     ) -> AsyncGenerator[Delta, None]:
         """News of a conversation's samples, as from `generate`.
 
         messages   each has a `role` and a `content`; the model's chat template lays them out, on a worker thread
         """
-        return self._answer(functools.partial(self.tokenizer.chat, messages), params, priority, in_thread=True)
+        return self._answer(functools.partial(self.tokenizer.chat, messages), params, priority, cache_salt, in_thread=True)
 
     async def _answer(
-        self, encode: Callable[[], list[int]], params: SamplingParams | None, priority: int, *, in_thread: bool
+        self, encode: Callable[[], list[int]], params: SamplingParams | None, priority: int, cache_salt: str, *, in_thread: bool
     ) -> AsyncGenerator[Delta, None]:
         """Submit the token ids that `encode` returns, and yield the news of their samples.
 
@@ -370,7 +389,7 @@ class AsyncLLM(_Served):
         sink = functools.partial(post.put, news)
         ids = await asyncio.to_thread(encode) if in_thread else encode()
         reader = Reader(self.tokenizer, chosen)
-        handle = self.engine.submit(ids, chosen, sink, priority=priority, text=False)
+        handle = self.engine.submit(ids, chosen, sink, priority=priority, text=False, cache_salt=cache_salt)
         left = chosen.n
         try:
             while left:
@@ -406,11 +425,11 @@ class AsyncLLM(_Served):
 class _Streamed:
     """One submitted prompt and its news, read as they come."""
 
-    def __init__(self, engine: Engine, tokenizer: Tokenizer, prompt: list[int], params: SamplingParams) -> None:
+    def __init__(self, engine: Engine, tokenizer: Tokenizer, prompt: list[int], params: SamplingParams, cache_salt: str) -> None:
         self._reader = Reader(tokenizer, params)
         self._news: SimpleQueue[Delta] = SimpleQueue()
         self._num_samples = params.n
-        self.handle: Handle = engine.submit(prompt, params, self._news.put, text=False)
+        self.handle: Handle = engine.submit(prompt, params, self._news.put, text=False, cache_salt=cache_salt)
 
     def deltas(self) -> Iterator[Delta]:
         """The news as they come, with their text."""
@@ -439,7 +458,7 @@ class _Gathered:
     messages a second that lie about make the garbage collector stop the engine thread, and so does whoever takes them one by one.
     """
 
-    def __init__(self, engine: Engine, tokenizer: Tokenizer, prompt: list[int], params: SamplingParams) -> None:
+    def __init__(self, engine: Engine, tokenizer: Tokenizer, prompt: list[int], params: SamplingParams, cache_salt: str) -> None:
         self._tokenizer = tokenizer
         self._params = params
         self._reader = Reader(tokenizer, params)
@@ -450,7 +469,7 @@ class _Gathered:
         self._ended = threading.Event()
         self._started_s = time.monotonic()
         self._ttft_s: float | None = None
-        self.handle: Handle = engine.submit(prompt, params, self._take, text=False)
+        self.handle: Handle = engine.submit(prompt, params, self._take, text=False, cache_salt=cache_salt)
 
     def _take(self, delta: Delta) -> None:
         """The engine's sink."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import json
 import reprlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -21,6 +22,8 @@ from sidestream.config import unknown_name
 from sidestream.errors import ModelError, RequestRejected
 from sidestream.text import Detokenizer
 
+# What a template is called with. An option of such a name would replace it: the template itself, for instance.
+_TEMPLATE_CALL = frozenset({"messages", *inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters})
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
@@ -104,8 +107,8 @@ class Tokenizer:
         continue_final_message  leave the last message open, for the model to write on
         options                 variables of the template, such as enable_thinking
 
-        Raises RequestRejected when there is no template, when it refuses the messages, or when it knows no `tools` or option
-        that was given: nothing is ignored silently.
+        Raises RequestRejected when there is no template, when it refuses the messages, or when it knows no `tools`, calls of
+        tools, role `tool` or option that was given: nothing of these is ignored silently.
         """
         if isinstance(messages, str | bytes | Mapping) or not isinstance(messages, Iterable):
             example = '[{"role": "user", "content": "Hello"}]'
@@ -114,7 +117,7 @@ class Tokenizer:
         conversation = [_message(index, message) for index, message in enumerate(messages)]
         if not conversation:
             raise RequestRejected("messages is empty: give at least one", param="messages")
-        self._check_template(tools, options)
+        self._check_template(conversation, tools, options)
         try:
             text = self._backend.apply_chat_template(
                 conversation,
@@ -133,20 +136,42 @@ class Tokenizer:
         """Whether `chat` can work at all."""
         return self._backend.chat_template is not None
 
-    def _check_template(self, tools: Sequence[Mapping[str, Any]] | None, options: Mapping[str, Any]) -> None:
+    def template_knows(self, option: str) -> bool:
+        """Whether the chat template reads this variable, such as reasoning_effort."""
+        return self.has_chat_template and option in _words(self._backend.get_chat_template())[0]
+
+    def _check_template(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None, options: Mapping[str, Any]
+    ) -> None:
         if not self.has_chat_template:
             raise RequestRejected(
                 "this model has no chat template: ask for a plain completion, or serve a model that is made for chat", param="messages"
             )
-        if not (tools or options):
-            return
-        template = self._backend.get_chat_template(tools=_as_dicts(tools))
-        known = {word for _, kind, word in jinja2.Environment().lex(template) if kind == "name"}
-        if tools and "tools" not in known:
+        names, strings = _words(self._backend.get_chat_template(tools=_as_dicts(tools)))
+        for index, message in enumerate(messages):
+            if message["role"] == "tool" and "tool" not in strings:
+                where = f"messages[{index}].role"
+                raise RequestRejected(f"{where} is tool, which this model's chat template does not know: leave it out", param=where)
+            if message.get("tool_calls") and "tool_calls" not in names | strings:
+                where = f"messages[{index}].tool_calls"
+                raise RequestRejected(f"this model's chat template knows no {where}: leave them out", param=where)
+        if tools and "tools" not in names:
             raise RequestRejected("this model's chat template knows no tools: leave them out", param="tools")
         for name in options:
-            if name not in known:
+            if name in _TEMPLATE_CALL:
+                raise RequestRejected(f"{name} is no option of a chat template: leave it out", param=name)
+            if name not in names:
                 raise RequestRejected(f"this model's chat template has no option {name}: leave it out", param=name)
+
+
+@functools.lru_cache(maxsize=8)
+def _words(template: str) -> tuple[frozenset[str], frozenset[str]]:
+    """The names that a template uses, of variables and attributes alike, and the strings that it compares with."""
+    words = [(kind, word) for _, kind, word in jinja2.Environment().lex(template)]
+    return (
+        frozenset(word for kind, word in words if kind == "name"),
+        frozenset(word[1:-1] for kind, word in words if kind == "string"),
+    )
 
 
 def _text_of(backend: PreTrainedTokenizerBase) -> Callable[[list[int]], str]:

@@ -29,6 +29,12 @@ def test_the_servers_defaults_are_those_of_its_options() -> None:
         own.served_model_name,
     )
     assert (given["body_timeout"], given["max_choices"], given["drain_seconds"]) == (own.body_timeout_s, own.max_choices, own.drain_s)
+    assert (given["head_timeout"], given["max_connections"], given["max_connections_per_address"], given["cors_origin"]) == (
+        own.head_timeout_s,
+        own.max_connections,
+        own.max_connections_per_address,
+        None,
+    )
     assert given["max_body"] == f"{own.max_body_bytes >> 20}MiB"
 
 

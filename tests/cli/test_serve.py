@@ -7,6 +7,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -105,12 +106,32 @@ def test_a_signal_while_the_kv_is_stored_quits_at_once() -> None:
         (("--drain-seconds", -1), "drain_s is -1.0: give a number of seconds, 0 or more"),
         (("--served-model-name", ""), "served_model_name is empty"),
         (("--host", ""), "host is empty"),
+        (("--head-timeout", 0), "head_timeout_s is 0"),
+        (("--max-connections", 0), "max_connections is 0: it must be a whole number in [1, 1048576]"),
+        (("--max-connections-per-address", -1), "max_connections_per_address is -1"),
+        (("--cors-origin", "*", "--cors-origin", "http://a/"), "cors_origins has 'http://a/': give what a browser sends"),
     ],
 )
 def test_a_bad_server_option_is_said_before_anything_is_loaded(run: Run, options: tuple[object, ...], said: str) -> None:
     result = run("serve", "no-such-model", *options)
     assert result.exit_code == 2
     assert said in result.output
+
+
+def test_a_port_in_use_is_said_before_anything_is_loaded(run: Run) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        result = run("serve", "no-such-model", "--port", port)
+    assert result.exit_code == 2
+    assert f"cannot listen on 127.0.0.1:{port}: another program listens there: stop it, or choose another port" in result.output
+    assert "no-such-model" not in result.output
+
+
+def test_an_address_of_another_machine_is_said_before_anything_is_loaded(run: Run) -> None:
+    result = run("serve", "no-such-model", "--host", "192.0.2.1")
+    assert result.exit_code == 2
+    assert "cannot listen on 192.0.2.1:8000: this machine does not have that address" in result.output
+    assert "no-such-model" not in result.output
 
 
 def test_a_missing_extra_is_named_with_the_command_that_installs_it(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -132,10 +132,10 @@ class Rig:
     def submit(
         self, prompt: Sequence[int], max_tokens: int | None = 8, *, on_delta: Callable[[Delta], None] | None = None, **params: Any
     ) -> Reply:
-        priority = params.pop("priority", 0)
+        priority, cache_salt = params.pop("priority", 0), params.pop("cache_salt", "")
         chosen = SamplingParams(max_tokens=max_tokens, **params)
         reply = Reply(chosen.n, on_delta)
-        reply.handle = self.engine.submit(prompt, chosen, reply, priority=priority)
+        reply.handle = self.engine.submit(prompt, chosen, reply, priority=priority, cache_salt=cache_salt)
         return reply
 
     def ask(self, prompt: Sequence[int], max_tokens: int = 8, **params: Any) -> Reply:

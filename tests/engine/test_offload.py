@@ -16,11 +16,12 @@ from sidestream.attention.paged import PagedBatch
 from sidestream.device.base import CopyBatch
 from sidestream.device.cpu import CpuDevice
 from sidestream.device.host import HostFence, HostStream
+from sidestream.errors import RequestRejected
 from sidestream.execute.executor import _VARIANTS, _row
 from sidestream.testing import faults
 from sidestream.testing.toy import ToyModel
 from sidestream.transfer import mover
-from sidestream.types import BatchPlan, LayerGates, LoadPlan
+from sidestream.types import BatchPlan, CachedTokens, LayerGates, LoadPlan
 
 PROMPT = prompts(21, 1, longest=1)[0] + list(range(1, 30))  # 30 tokens: 7 blocks that a cache may supply
 REUSABLE = 28
@@ -53,6 +54,48 @@ def test_prefix_comes_back_from_device_host_and_disk(tmp_path: Path, asynchronou
         rig.forget_device()
         rig.forget_host()
         assert rig.ask(PROMPT).cached.disk == REUSABLE
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_requests_with_different_cache_salts_share_kv_in_no_tier(tmp_path: Path, asynchronous: bool) -> None:
+    with serving(slots=64, disk=tmp_path, asynchronous=asynchronous) as rig:
+
+        def cached(salt: str) -> CachedTokens:
+            return rig.ask(PROMPT, cache_salt=salt).cached
+
+        assert cached("a").total == 0
+        assert cached("a").device == REUSABLE
+        assert (cached("b").total, cached("").total) == (0, 0)
+        rig.settle()
+        rig.forget_device()
+        assert cached("c").total == 0
+        assert cached("a").host == REUSABLE
+        rig.settle()
+        rig.forget_device()
+        rig.forget_host()
+        assert cached("d").total == 0
+        assert cached("a").disk == REUSABLE
+        assert cached("b").disk == REUSABLE
+
+
+def test_a_prompt_shorter_than_a_block_keeps_its_answer_under_its_cache_salt() -> None:
+    """Its first key is made when its first block is complete, on the engine thread."""
+    with serving() as rig:
+        reply = rig.ask(PROMPT[:3], 12, cache_salt="a")
+        whole = PROMPT[:3] + reply.token_ids()  # 15 tokens, of which 14 were computed: 3 blocks
+        assert rig.ask([*whole, 1], cache_salt="b").cached.total == 0
+        assert rig.ask([*whole, 1]).cached.total == 0
+        assert rig.ask([*whole, 1], cache_salt="a").cached.device == 12
+
+
+@pytest.mark.parametrize(
+    ("salt", "said"),
+    [(None, "cache_salt is a NoneType: give a text of at most 1024 characters"), ("x" * 1025, "cache_salt is 1025 characters long")],
+)
+def test_a_cache_salt_that_is_none_is_refused(salt: Any, said: str) -> None:
+    with serving() as rig, pytest.raises(RequestRejected, match=said) as refusal:
+        rig.submit(PROMPT, cache_salt=salt)
+    assert refusal.value.param == "cache_salt"
 
 
 def test_last_tokens_of_an_answer_are_stored_though_no_further_step_runs(tmp_path: Path) -> None:

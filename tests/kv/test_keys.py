@@ -174,6 +174,28 @@ def test_another_block_size_shares_no_key_even_where_blocks_end_together() -> No
     assert not set(wide) & set(keys_of(TOKENS))
 
 
+def salted(salt: str, tokens: list[int] = TOKENS, *, maker: BlockKeys | None = None, split: int = 0) -> list[Key]:
+    """Keys of a request with this cache salt; with `split`, made in two steps."""
+    maker, keys = maker or BlockKeys(fingerprint="model", layout=LAYOUT), list[Key]()
+    maker.extend(keys, tokens[:split], salt=salt)
+    maker.extend(keys, tokens, salt=salt)
+    return keys
+
+
+def test_another_cache_salt_shares_no_key_and_the_same_one_all() -> None:
+    variants = [salted(""), salted("a"), salted("b"), salted("ab"), salted("\ud800"), keys_of(TOKENS, salt="a")]
+    assert len({key for keys in variants for key in keys}) == 3 * len(variants)
+    assert salted("") == keys_of(TOKENS)
+    assert salted("a", split=5) == salted("a")
+
+
+def test_keys_that_are_remembered_for_one_cache_salt_are_not_given_to_another() -> None:
+    maker = BlockKeys(fingerprint="model", layout=LAYOUT)
+    variants = [salted(salt, LONG, maker=maker) for salt in ("", "a", "b", "", "a", "b")]
+    assert variants[:3] == variants[3:]
+    assert len({key for keys in variants for key in keys}) == 3 * (len(LONG) // LAYOUT.block_tokens)
+
+
 def test_another_model_or_salt_shares_no_key() -> None:
     variants = [
         keys_of(TOKENS),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import inspect
 import json
 import logging
@@ -277,6 +278,36 @@ def test_rope_that_switches_at_a_length_is_served_up_to_that_length() -> None:
 
     assert max_positions(tiny_config("phi3", rope_parameters=rope, original_max_position_embeddings=256)) == 256
     assert max_positions(tiny_config("phi3")) == 1024
+
+
+@pytest.mark.parametrize(
+    ("failure", "said"),
+    [
+        (PermissionError(errno.EACCES, "Permission denied"), "may not be read by this user: give the right to read it (chmod +r)"),
+        (OSError(errno.EIO, "Input/output error"), "cannot be read (Input/output error): see that it is a file on a medium that works"),
+    ],
+    ids=["no right", "broken medium"],
+)
+def test_weights_that_cannot_be_read_are_not_called_damaged(
+    llama: Path, monkeypatch: pytest.MonkeyPatch, failure: OSError, said: str
+) -> None:
+    real = Path.open
+
+    def refuse(path: Path, *arguments: Any, **options: Any) -> Any:
+        if path.name == "model.safetensors":
+            raise failure
+        return real(path, *arguments, **options)
+
+    monkeypatch.setattr(Path, "open", refuse)
+    message = refusal(llama)
+    assert f"model.safetensors {said}" in message
+    assert "fetch it again" not in message
+
+
+def test_a_directory_in_place_of_weights_is_said_to_be_one(llama: Path) -> None:
+    (llama / "model.safetensors").unlink()
+    (llama / "model.safetensors").mkdir()
+    assert "model.safetensors cannot be read (Is a directory)" in refusal(llama)
 
 
 def test_loading_prints_nothing_and_leaves_transformers_as_talkative_as_it_was(llama: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -247,7 +247,14 @@ class World:
     # ------------------------------------------------------------------ what a test does
 
     def submit(
-        self, prompt: Iterable[int], *, outputs: int = 2, priority: int = 0, stop_ids: Iterable[int] = (), drafts: int | None = None
+        self,
+        prompt: Iterable[int],
+        *,
+        outputs: int = 2,
+        priority: int = 0,
+        stop_ids: Iterable[int] = (),
+        drafts: int | None = None,
+        cache_salt: str = "",
     ) -> Request:
         tokens = list(prompt)
         request = Request(
@@ -259,6 +266,7 @@ class World:
             min_tokens=0,
             priority=priority,
             max_drafts=self.max_drafts if drafts is None else drafts,
+            cache_salt=cache_salt,
         )
         said: list[int] = []
         for _ in range(outputs + 2 + self.max_drafts):
@@ -275,7 +283,7 @@ class World:
     def keys_of(self, request: Request) -> list[Key]:
         """Keys of all complete blocks that the request may ever have."""
         keys: list[Key] = []
-        self.keys.extend(keys, self.stories[request.id].tokens)
+        self.keys.extend(keys, self.stories[request.id].tokens, salt=request.cache_salt)
         return keys
 
     def abort(self, request: Request) -> None:

@@ -109,6 +109,27 @@ def test_requests_that_need_the_same_blocks_join_the_load_in_flight() -> None:
     assert (loader.cached, joined.cached) == (CachedTokens(host=16), CachedTokens(device=16))
 
 
+def test_requests_with_different_cache_salts_neither_join_nor_find_each_others_blocks() -> None:
+    world = World(num_blocks=48)
+    loader = world.submit(prompt(18), cache_salt="a")
+    world.tiers.where = dict.fromkeys(world.keys_of(loader)[:4], "host")
+    same = world.submit(prompt(18), cache_salt="a")
+    other, plain = world.submit(prompt(18), cache_salt="b"), world.submit(prompt(18))
+    plan = world.step()
+    assert [transfer.request_id for transfer in plan.transfers] == [loader.id]
+    assert states([loader, same, other, plain]) == [State.RUNNING, State.WAITING, State.RUNNING, State.RUNNING]
+    world.run()
+    late = [world.submit(prompt(18), cache_salt=salt) for salt in ("a", "b", "c")]
+    world.run()
+    assert [request.cached for request in (loader, same, other, plain)] == [
+        CachedTokens(host=16),
+        CachedTokens(device=16),
+        CachedTokens(),
+        CachedTokens(),
+    ]
+    assert [request.cached for request in late] == [CachedTokens(device=16), CachedTokens(device=16), CachedTokens()]
+
+
 def test_a_load_that_is_done_is_nothing_to_join() -> None:
     """Its blocks are on the device; when they are forgotten there, the next one starts at once."""
     world = World(num_blocks=32)

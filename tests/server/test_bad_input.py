@@ -14,7 +14,13 @@ from .serving import Served
 
 HI = [{"role": "user", "content": "hi"}]
 IMAGE = {"type": "image_url", "image_url": {"url": "data:,"}}
-CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": ""}}
+
+
+def _call(arguments: str) -> dict[str, object]:
+    return {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
+
+
+CALL = _call("")
 
 
 def _user(content: object) -> list[dict[str, object]]:
@@ -65,7 +71,7 @@ def _user(content: object) -> list[dict[str, object]]:
         ({"logprobs": 3}, "logprobs"),
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
         ({"top_logprobs": 3}, "top_logprobs"),
-        ({"top_k": -1}, "top_k"),
+        ({"top_k": -2}, "top_k"),
         ({"min_p": 2}, "min_p"),
         ({"repetition_penalty": 0}, "repetition_penalty"),
         ({"stop_token_ids": [-1]}, "stop_token_ids"),
@@ -78,11 +84,26 @@ def _user(content: object) -> list[dict[str, object]]:
         ({"tool_choice": "required"}, "tool_choice"),
         ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"modalities": ["text", "audio"]}, "modalities"),
-        ({"store": True}, "store"),
-        ({"metadata": {"a": "b"}}, "metadata"),
-        ({"service_tier": "flex"}, "service_tier"),
-        ({"reasoning_effort": "high"}, "reasoning_effort"),
-        ({"prediction": {"type": "content", "content": ""}}, "prediction"),
+        ({"reasoning_effort": "hard"}, "reasoning_effort"),
+        ({"reasoning_effort": 3}, "reasoning_effort"),
+        ({"skip_special_tokens": False}, "skip_special_tokens"),
+        ({"use_beam_search": True}, "use_beam_search"),
+        ({"stream": True, "stream_options": {"continuous_usage_stats": 1}}, "stream_options.continuous_usage_stats"),
+        ({"request_id": ""}, "request_id"),
+        ({"request_id": "a b"}, "request_id"),
+        ({"request_id": "a\nb"}, "request_id"),
+        ({"request_id": "x" * 129}, "request_id"),
+        ({"request_id": 5}, "request_id"),
+        ({"cache_salt": ""}, "cache_salt"),
+        ({"cache_salt": "x" * 1025}, "cache_salt"),
+        ({"cache_salt": 5}, "cache_salt"),
+        ({"add_generation_prompt": "no"}, "add_generation_prompt"),
+        ({"add_generation_prompt": True, "continue_final_message": True}, "continue_final_message"),
+        ({"chat_template_kwargs": []}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": {"enable_thinkng": True}}, "chat_template_kwargs.enable_thinkng"),
+        ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs.messages"),
+        ({"chat_template_kwargs": {"add_generation_prompt": True}}, "chat_template_kwargs.add_generation_prompt"),
+        ({"chat_template": "{{ messages }}"}, "chat_template"),
         ({"temprature": 1}, "temprature"),
         ({"best_of": 1}, "best_of"),  # the other API's
         ({"prompt": "x"}, "prompt"),
@@ -100,8 +121,13 @@ def _user(content: object) -> list[dict[str, object]]:
         ({"messages": _user(["hi"])}, "messages[0].content[0]"),
         ({"messages": _user([{"type": "text", "text": "a"}, IMAGE])}, "messages[0].content[1].type"),
         ({"messages": _user([{"type": "text"}])}, "messages[0].content[0].text"),
-        ({"messages": _user([{"type": "text", "text": "a", "cache_control": {}}])}, "messages[0].content[0].cache_control"),
-        ({"messages": [{"role": "user", "content": "hi", "name": "Ann"}]}, "messages[0].name"),
+        ({"messages": _user([{"type": "text", "text": "a", "cache_kontrol": {}}])}, "messages[0].content[0].cache_kontrol"),
+        ({"messages": [{"role": "user", "content": "hi", "name": 5}]}, "messages[0].name"),
+        ({"messages": [{"role": "assistant", "content": "hi", "reasoning_content": []}]}, "messages[0].reasoning_content"),
+        ({"messages": [{"role": "assistant", "tool_calls": "f"}]}, "messages[0].tool_calls"),
+        ({"messages": [{"role": "assistant", "tool_calls": ["f"]}]}, "messages[0].tool_calls[0]"),
+        ({"messages": [{"role": "assistant", "tool_calls": [_call("{")]}]}, "messages[0].tool_calls[0].function.arguments"),
+        ({"messages": [{"role": "assistant", "tool_calls": [_call("[]")]}]}, "messages[0].tool_calls[0].function.arguments"),
         ({"messages": [{"role": "assistant", "content": None, "tool_calls": [CALL]}]}, "messages[0].tool_calls"),
         ({"messages": [{"role": "user", "contents": "hi"}]}, "messages[0].contents"),
         ({"model": None}, "model"),

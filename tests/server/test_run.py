@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import json
 import logging
 import os
@@ -17,7 +18,7 @@ from typing import Any
 import pytest
 
 from sidestream.errors import ConfigError
-from sidestream.server import ServerOptions, serve
+from sidestream.server import Running, ServerOptions, bind, serve
 from sidestream.testing.fake_backend import FakeBackend, Script
 
 from .serving import ASK_LONG, LONG, WAIT_S, Served, send, serving
@@ -110,7 +111,7 @@ def test_a_server_without_requests_stops_at_once() -> None:
 
 _CHILD = """
 import sys
-from sidestream.server import ServerOptions, serve
+from sidestream.server import Running, ServerOptions, bind, serve
 from sidestream.testing.fake_backend import FakeBackend, Script
 backend = FakeBackend(Script(hold_after=2))
 drained = serve(backend, ServerOptions(port=0, drain_s=float(sys.argv[1])), on_ready=lambda running: print(running.url, flush=True))
@@ -140,6 +141,45 @@ def test_signals_abort_what_cannot_finish_and_return_to_the_caller(signals: tupl
 def test_a_port_in_use_is_an_error_that_says_so() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(ConfigError, match="another program listens there"):
         serve(FakeBackend(), ServerOptions(port=taken.getsockname()[1]))
+
+
+def test_an_address_that_is_bound_refuses_connections_until_it_is_served_and_is_nobody_elses() -> None:
+    with bind(ServerOptions(port=0)) as bound:
+        address = bound.getsockname()
+        with pytest.raises(ConnectionRefusedError), socket.create_connection(address, WAIT_S):
+            pass
+        with pytest.raises(ConfigError, match=rf"cannot listen on 127\.0\.0\.1:{address[1]}: another program listens there"):
+            bind(ServerOptions(port=address[1]))
+
+        urls: list[str] = []
+
+        def stop(running: Running) -> None:
+            urls.append(running.url)
+            running.stop()
+
+        assert serve(FakeBackend(), ServerOptions(), listener=bound, on_ready=stop)
+        assert urls == [f"http://127.0.0.1:{address[1]}"]
+
+
+def test_a_port_is_free_again_as_soon_as_its_server_has_ended() -> None:
+    """Connections that the server closed hold the port for a minute, for others than servers."""
+    with serving() as served:
+        assert served.chat().status_code == 200
+        port = int(served.running.url.rpartition(":")[2])
+        served.running.stop()
+        assert served.drained.get(timeout=WAIT_S)
+        bind(ServerOptions(port=port)).close()
+
+
+def test_a_port_that_needs_a_right_is_an_error_that_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    def bind_as_a_user(self: socket.socket, address: object) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(socket.socket, "bind", bind_as_a_user)
+    with pytest.raises(
+        ConfigError, match=r"cannot listen on 127\.0\.0\.1:80: this user may not use that port: choose a port of 1024 or more"
+    ):
+        bind(ServerOptions(port=80))
 
 
 @pytest.mark.parametrize("host", ["192.0.2.1", "no.such.host.invalid"])
@@ -174,6 +214,13 @@ def test_listening_to_the_world_without_a_key_is_warned_about(caplog: pytest.Log
         {"drain_s": -1},
         {"drain_s": float("nan")},
         {"body_timeout_s": float("inf")},
+        {"head_timeout_s": 0},
+        {"head_timeout_s": -1},
+        {"max_connections": 0},
+        {"max_connections_per_address": 0},
+        {"cors_origins": ("http://localhost:3000/",)},
+        {"cors_origins": ("localhost",)},
+        {"cors_origins": ("HTTP://LOCALHOST",)},
         {"retry_after_s": -1},
     ],
     ids=str,

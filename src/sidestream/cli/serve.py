@@ -7,6 +7,7 @@ import contextlib
 import json
 import logging
 import os
+import resource
 import signal
 import sys
 from collections.abc import Iterator
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
     from sidestream.server import Running, ServerOptions
 
 log = logging.getLogger("sidestream.cli")
+
+_OPEN_FILES = 1 << 16
 
 
 # The defaults of ServerOptions stand here again, and a test compares them: importing them would need the extra `server`.
@@ -46,9 +49,41 @@ def serve(
         str | None, option("--served-model-name", metavar="NAME", help="What clients call the model.", show_default="its own")
     ] = None,
     max_body: Annotated[str, option("--max-body", metavar="SIZE", help="A longer request body is refused.")] = "8MiB",
+    head_timeout: Annotated[
+        float, option("--head-timeout", metavar="SECONDS", help="A slower request head is refused.", parse=number)
+    ] = 10.0,
     body_timeout: Annotated[
         float, option("--body-timeout", metavar="SECONDS", help="A slower request body is refused.", parse=number)
     ] = 60.0,
+    max_connections: Annotated[
+        int | None,
+        option(
+            "--max-connections",
+            metavar="N",
+            help="Connections at a time.",
+            show_default="2048, or as many as open files allow",
+            parse=whole,
+        ),
+    ] = None,
+    max_connections_per_address: Annotated[
+        int | None,
+        option(
+            "--max-connections-per-address",
+            metavar="N",
+            help="The same, of one client address.",
+            show_default="no limit",
+            parse=whole,
+        ),
+    ] = None,
+    cors_origin: Annotated[
+        list[str] | None,
+        option(
+            "--cors-origin",
+            metavar="ORIGIN",
+            show_default=False,
+            help="Web pages of this origin may use the API from a browser; * for all; may be given several times.",
+        ),
+    ] = None,
     max_choices: Annotated[int, option("--max-choices", metavar="N", help="Prompts times n of one request, at most.", parse=whole)] = 128,
     drain_seconds: Annotated[
         float, option("--drain-seconds", metavar="SECONDS", help="How long running requests may go on at the end.", parse=number)
@@ -69,7 +104,11 @@ def serve(
         api_key=api_key,
         served_model_name=served_model_name,
         max_body_bytes=parse_bytes(max_body, option="max_body"),
+        head_timeout_s=head_timeout,
         body_timeout_s=body_timeout,
+        max_connections=max_connections,
+        max_connections_per_address=max_connections_per_address,
+        cors_origins=tuple(cors_origin or ()),
         max_choices=max_choices,
         drain_s=drain_seconds,
     )
@@ -90,21 +129,35 @@ def _server_options(**options: object) -> ServerOptions:
 
 def _serve(model: str, options: ServerOptions, config: EngineConfig, watch: Watching) -> None:
     from sidestream.llm import AsyncLLM
-    from sidestream.server import serve
+    from sidestream.server import bind, serve
 
-    llm = start(AsyncLLM, model, config=config, watch=watch)
-    name = options.served_model_name or llm.model_name
-    with _signals_quit_at_once():  # while `serve` runs they drain
-        try:
-            drained = serve(llm, options, on_ready=lambda running: _say_ready(running, name, keyed=options.api_key is not None))
-            log.info("all requests have finished" if drained else "unfinished requests were aborted")
-        finally:
-            disk = config.offload.disk if config.offload is not None else None
-            log.info("stopping%s; interrupt again to quit at once", f", and storing KV in {disk}" if disk is not None else "")
-            with Steps(say=log.info) as steps:
-                steps.tell("closing")
-                asyncio.run(llm.close())
+    _allow_open_files()
+    with bind(options) as listener:  # first: an address that cannot be had is reported before the model is loaded
+        llm = start(AsyncLLM, model, config=config, watch=watch)
+        name = options.served_model_name or llm.model_name
+
+        def ready(running: Running) -> None:
+            _say_ready(running, name, keyed=options.api_key is not None)
+
+        with _signals_quit_at_once():  # while `serve` runs they drain
+            try:
+                drained = serve(llm, options, listener=listener, on_ready=ready)
+                log.info("all requests have finished" if drained else "unfinished requests were aborted")
+            finally:
+                disk = config.offload.disk if config.offload is not None else None
+                log.info("stopping%s; interrupt again to quit at once", f", and storing KV in {disk}" if disk is not None else "")
+                with Steps(say=log.info) as steps:
+                    steps.tell("closing")
+                    asyncio.run(llm.close())
     log.info("stopped")
+
+
+def _allow_open_files() -> None:
+    """Each connection is an open file, and the usual limit of a shell (1,024) is below the requests that may queue."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _OPEN_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def _say_ready(running: Running, name: str, *, keyed: bool) -> None:

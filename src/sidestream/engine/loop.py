@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from sidestream.config import SamplingDefaults, SamplingParams
+from sidestream.config import MOST_SALT_CHARS, SamplingDefaults, SamplingParams
 from sidestream.device.base import Device
 from sidestream.engine.inbox import Inbox
 from sidestream.engine.session import Handle, Session, Sink, TokenSource
@@ -143,18 +143,28 @@ class Engine:
 
     # ------------------------------------------------------------------ from any thread
 
-    def submit(self, prompt: Sequence[int], params: SamplingParams, sink: Sink, *, priority: int = 0, text: bool = True) -> Handle:
+    def submit(
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        sink: Sink,
+        *,
+        priority: int = 0,
+        text: bool = True,
+        cache_salt: str = "",
+    ) -> Handle:
         """Queue one request of `params.n` samples; their news goes to `sink`, on the engine thread.
 
-        `text` False: no text is made there unless stop strings must be looked for; a `Reader` makes it elsewhere.
+        text        False: no text is made there unless stop strings must be looked for; a `Reader` makes it elsewhere
+        cache_salt  KV is shared, in all tiers, with requests of the same salt only; empty: with all that have none
 
         Raises RequestRejected, ContextTooLong, QueueFull or EngineStopped before anything is taken.
         """
         prompt = _whole_numbers(prompt, "prompt")
         (priority,) = _whole_numbers((priority,), "priority")
-        max_outputs, numbers = self._check(prompt, params)
+        max_outputs, numbers = self._check(prompt, params, cache_salt)
         keys_version = self.parts.scheduler.keys_version  # read first: keys of before under a later version would be wrong for good
-        keys = self.parts.scheduler.keys_of(numbers)  # here and not on the engine thread: a long prompt takes milliseconds
+        keys = self.parts.scheduler.keys_of(numbers, salt=cache_salt)  # here and not on the engine thread: a long prompt takes milliseconds
         seed = secrets.randbits(63) if params.seed is None else params.seed
         with self._gate:
             if self._status.status != "ok":
@@ -165,7 +175,9 @@ class Engine:
                     "try again later, or raise max_waiting"
                 )
             sessions = [
-                self._session(index, prompt, keys, keys_version, params, sink, priority, seed + index, max_outputs, text=text)
+                self._session(
+                    index, prompt, keys, keys_version, params, sink, priority, seed + index, max_outputs, text=text, cache_salt=cache_salt
+                )
                 for index in range(params.n)
             ]
             self._unfinished += params.n
@@ -176,9 +188,9 @@ class Engine:
         """End the samples that have not finished, with reason `"abort"`. Returns at once; harmless for finished ones."""
         self._inbox.put(lambda: self._abort(handle), anytime=True)
 
-    def check(self, prompt: Sequence[int], params: SamplingParams) -> None:
+    def check(self, prompt: Sequence[int], params: SamplingParams, *, cache_salt: str = "") -> None:
         """Raise what `submit` would raise for this prompt and these params, without submitting."""
-        self._check(_whole_numbers(prompt, "prompt"), params)
+        self._check(_whole_numbers(prompt, "prompt"), params, cache_salt)
 
     def call(self, work: Callable[[], None]) -> None:
         """Run `work` on the engine thread between two steps, and wait for it; not from a sink. Raises EngineStopped if the engine is gone."""
@@ -642,6 +654,7 @@ class Engine:
         max_outputs: int,
         *,
         text: bool,
+        cache_salt: str,
     ) -> Session:
         """One sample of a request. On the submitting thread, under the gate, so that ids grow with arrival."""
         parts = self.parts
@@ -650,6 +663,7 @@ class Engine:
             prompt=prompt,
             keys=list(keys),
             keys_version=keys_version,
+            cache_salt=cache_salt,
             sampling=params.spec(seed=seed, eos_ids=parts.eos_ids, defaults=parts.defaults),
             max_outputs=max_outputs,
             stop_ids=frozenset(params.stop_token_ids if params.ignore_eos else (*params.stop_token_ids, *parts.eos_ids)),
@@ -660,13 +674,16 @@ class Engine:
         tokenizer = parts.tokenizer if text or params.stop else None
         return Session(request, index=index, params=params, tokenizer=tokenizer, sink=sink, arrival_s=self._now())
 
-    def _check(self, prompt: tuple[int, ...], params: SamplingParams) -> tuple[int, npt.NDArray[np.int64]]:
+    def _check(self, prompt: tuple[int, ...], params: SamplingParams, cache_salt: str) -> tuple[int, npt.NDArray[np.int64]]:
         """Refuse what cannot be served; else the number of tokens that may be emitted, and the prompt as an array: looked at as often as it is here,
         tens of thousands of numbers take milliseconds of a first token's time.
         """
         bounds = self.parts.bounds
         if not prompt:
             raise RequestRejected("the prompt is empty: give at least one token", param="prompt")
+        if not isinstance(cache_salt, str) or len(cache_salt) > MOST_SALT_CHARS:
+            what = f"{len(cache_salt)} characters long" if isinstance(cache_salt, str) else f"a {type(cache_salt).__name__}"
+            raise RequestRejected(f"cache_salt is {what}: give a text of at most {MOST_SALT_CHARS} characters", param="cache_salt")
         try:
             numbers = np.fromiter(prompt, np.int64, len(prompt))
             lowest, highest = int(numbers.min()), int(numbers.max())

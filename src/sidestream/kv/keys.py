@@ -40,9 +40,12 @@ class BlockKeys:
         piece_bytes = _BYTES_A_PIECE + self._piece_blocks * (layout.block_tokens * np.dtype(np.int64).itemsize + _BYTES_A_KEY)
         self._remembered = functools.lru_cache(maxsize=_REMEMBERED_BYTES // piece_bytes)(_chain)
 
-    def extend(self, keys: list[Key], tokens: Sequence[int] | npt.NDArray[np.int64]) -> None:
-        """Append to `keys` (the keys of the first blocks of `tokens`) those of all further complete blocks. Any thread."""
-        size, first, parent = self._block_tokens, len(keys), keys[-1] if keys else self._root
+    def extend(self, keys: list[Key], tokens: Sequence[int] | npt.NDArray[np.int64], *, salt: str = "") -> None:
+        """Append to `keys` (the keys of the first blocks of `tokens`) those of all further complete blocks. Any thread.
+
+        `salt` is the request's own: requests with different ones never have a key in common. `keys` were made with it.
+        """
+        size, first, parent = self._block_tokens, len(keys), keys[-1] if keys else self._root_of(salt)
         count = len(tokens) // size - first
         if count <= 0:
             return
@@ -53,6 +56,14 @@ class BlockKeys:
             tokens_of = data[start : start + piece]
             keys.extend((self._remembered if len(tokens_of) == piece else _chain)(parent, tokens_of, width))
             parent = keys[-1]
+
+    def _root_of(self, salt: str) -> Key:
+        """The parent of a sequence's first block."""
+        if not salt:
+            return self._root
+        # Keyed and with a person string of its own, so that no salt can be chosen to make the key of a block.
+        data = salt.encode("utf-8", "surrogatepass")
+        return hashlib.blake2b(data, digest_size=KEY_BYTES, key=self._root, person=b"sidestream-slt-1").digest()
 
 
 def _chain(parent: Key, data: bytes, width: int) -> tuple[Key, ...]:

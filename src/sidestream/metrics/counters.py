@@ -48,6 +48,7 @@ METRICS: Mapping[str, Declared] = {
     "transfer_seconds": Declared("histogram", "submission to completion of a transfer, by kind", ("kind",), _SECONDS),
     "load_fallbacks_total": Declared("counter", "requests that recomputed instead of waiting for a load, by why", ("reason",)),
     "host_waits_total": Declared("counter", "times a thread waited for a fence that was not done, by reason", ("reason",)),
+    "connections_refused_total": Declared("counter", "connections that the server cut before they had a request, by why", ("reason",)),
     "requests_running": Declared("gauge", "requests in rows"),
     "requests_waiting": Declared("gauge", "requests queued or loading"),
     "blocks_free": Declared("gauge", "device blocks that hold nothing"),

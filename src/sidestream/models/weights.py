@@ -77,7 +77,11 @@ def _check_file(path: Path) -> None:
         expected = 8 + header_bytes + max((entry["data_offsets"][1] for key, entry in header.items() if key != "__metadata__"), default=0)
     except FileNotFoundError:
         raise ModelError(f"{path.parent} has no {path.name}: fetch the weights, in safetensors format") from None
-    except (OSError, ValueError, AttributeError, KeyError, TypeError, IndexError):
+    except PermissionError:
+        raise ModelError(f"{path} may not be read by this user: give the right to read it (chmod +r), or run as its owner") from None
+    except OSError as error:
+        raise ModelError(f"{path} cannot be read ({error.strerror or error}): see that it is a file on a medium that works") from error
+    except (ValueError, AttributeError, KeyError, TypeError, IndexError):
         raise ModelError(f"{path} is no readable safetensors file: fetch it again") from None
     if size != expected:
         raise ModelError(f"{path} has {size} bytes, its header tells {expected}: it is not complete, fetch it again")

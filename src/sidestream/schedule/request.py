@@ -53,6 +53,8 @@ class Request:
     """Tokens to draft in a step at most."""
     keys: list[Key] = field(default_factory=list)
     """Of the first complete blocks of `tokens`; may be given for the prompt's, and grows as blocks complete."""
+    cache_salt: str = ""
+    """Part of every key: the request finds KV of requests with the same salt only, and they alone find its KV."""
     keys_version: int = 0
     """Which of the scheduler's keys `keys` were made with."""
 

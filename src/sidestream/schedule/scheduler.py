@@ -192,11 +192,11 @@ class Scheduler:
         """All requests that have not finished, in order of arrival."""
         return sorted(self._requests.values(), key=lambda request: request.id)
 
-    def keys_of(self, tokens: Sequence[int] | npt.NDArray[np.int64]) -> list[Key]:
-        """Keys of the complete blocks of `tokens`. Pure: any thread."""
+    def keys_of(self, tokens: Sequence[int] | npt.NDArray[np.int64], *, salt: str = "") -> list[Key]:
+        """Keys of the complete blocks of `tokens` in a request with this cache salt. Pure: any thread."""
         keys: list[Key] = []
         if self.limits.prefix_cache:
-            self._keys.extend(keys, tokens)
+            self._keys.extend(keys, tokens, salt=salt)
         return keys
 
     # ------------------------------------------------------------------ transitions
@@ -591,7 +591,7 @@ class Scheduler:
         """Keys of the blocks that the request would rather find than compute."""
         if not self.limits.prefix_cache:
             return []
-        self._keys.extend(request.keys, request.tokens)
+        self._keys.extend(request.keys, request.tokens, salt=request.cache_salt)
         return request.keys[: reusable_tokens(len(request.tokens), self.limits.block_tokens) // self.limits.block_tokens]
 
     def _awaits_another(self, keys: Sequence[Key]) -> bool:
@@ -690,7 +690,7 @@ class Scheduler:
         assert request.blocks is not None
         if not self.limits.prefix_cache or not request.shares:
             return ()
-        self._keys.extend(request.keys, request.tokens)
+        self._keys.extend(request.keys, request.tokens, salt=request.cache_salt)
         first = request.published_blocks
         keys, ids = request.keys[first:complete], request.blocks.ids[first:complete]
         coming, own = self._coming, request.id

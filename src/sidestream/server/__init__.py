@@ -3,6 +3,6 @@
 from sidestream.server.app import create_app
 from sidestream.server.backend import Backend
 from sidestream.server.options import ServerOptions
-from sidestream.server.run import Running, serve
+from sidestream.server.run import Running, bind, serve
 
-__all__ = ["Backend", "Running", "ServerOptions", "create_app", "serve"]
+__all__ = ["Backend", "Running", "ServerOptions", "bind", "create_app", "serve"]

@@ -11,6 +11,7 @@ from typing import Any
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
@@ -63,7 +64,7 @@ def create_app(backend: Backend, *, options: ServerOptions) -> Starlette:
             Route("/health", health),
             Route("/metrics", metrics),
         ],
-        middleware=[Middleware(Edge, options=options)],
+        middleware=[*_cors(options), Middleware(Edge, options=options)],
         exception_handlers={HTTPException: _to_edge},
     )
     app.router.redirect_slashes = False
@@ -74,6 +75,21 @@ def create_app(backend: Backend, *, options: ServerOptions) -> Starlette:
 async def _to_edge(request: Request, failure: Exception) -> Response:
     """Starlette's own 404 and 405 are worded at the edge, like every other failure."""
     raise failure
+
+
+def _cors(options: ServerOptions) -> list[Middleware]:
+    """Outside the edge: a browser's preflight carries no API key, and an error must name the allowed origin to be readable."""
+    if not options.cors_origins:
+        return []
+    return [
+        Middleware(
+            CORSMiddleware,
+            allow_origins=options.cors_origins,
+            allow_methods=("GET", "POST"),
+            allow_headers=("*",),
+            expose_headers=("x-request-id", "retry-after"),
+        )
+    ]
 
 
 def _model(backend: Backend, options: ServerOptions) -> Json:
@@ -106,7 +122,9 @@ class Completions:
             served_name=self._model["id"],
             max_choices=self._options.max_choices,
         )
-        reply = _Reply(call, record_of(scope), self._backend, self._model["id"])
+        record = record_of(scope)
+        record.request_id = call.request_id or record.request_id
+        reply = _Reply(call, record, self._backend, self._model["id"])
         if call.stream:
             await while_connected(reply.stream(send), receive, self._stopping)
         else:
@@ -182,6 +200,8 @@ class _Reply:
 
     def _chunk(self, choices: list[Json]) -> Json:
         chunk = {**self._head, "object": self._wording.chunk_object, "choices": choices}
+        if self._call.continuous_usage:
+            return {**chunk, "usage": self._record.usage.json()}
         return {**chunk, "usage": None} if self._call.include_usage else chunk
 
     def _logprobs(self, index: int, tokens: list[TokenLogprob] | tuple[TokenLogprob, ...]) -> Json | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from sidestream.config import SamplingParams
 from sidestream.metrics import Metrics
@@ -25,8 +25,27 @@ class Tokenizer(Protocol):
         """Token ids of a plain prompt."""
         ...
 
-    def chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-        """Token ids of a conversation (`role` and `content` each), ready for the assistant's turn. Raises RequestRejected."""
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        **options: Any,
+    ) -> list[int]:
+        """Token ids of a conversation, laid out by the model's chat template.
+
+        messages                have a role and a content, and what else their template may read, such as a name
+        add_generation_prompt   end with the start of the assistant's turn
+        continue_final_message  leave the last message open, for the model to write on
+        options                 variables of the template
+
+        Raises RequestRejected, for an option with the option's name as its param.
+        """
+        ...
+
+    def template_knows(self, option: str) -> bool:
+        """Whether the chat template reads this variable."""
         ...
 
     def decode(self, token_ids: Sequence[int]) -> str:
@@ -62,9 +81,17 @@ class Backend(Protocol):
         ...
 
     def generate(
-        self, prompt_ids: Sequence[int], params: SamplingParams, *, priority: int = 0, request_name: str = ""
+        self,
+        prompt_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        priority: int = 0,
+        request_name: str = "",
+        cache_salt: str = "",
     ) -> AsyncGenerator[Delta, None]:
         """News of one prompt's `params.n` samples until all have finished; closing or cancelling it aborts them.
+
+        KV is shared with requests of the same `cache_salt` only.
 
         Each sample ends with one delta that has a finish reason. A refusal (RequestError, EngineStopped) is raised before any delta.
         """

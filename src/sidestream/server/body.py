@@ -45,19 +45,27 @@ def parse_object(body: bytes) -> dict[str, Any]:
     """The JSON object in `body`; anything else is a 400: other encodings, NaN, infinities, duplicate names, lone surrogates."""
     try:
         text = body.decode("utf-8")
+    except UnicodeDecodeError as failure:
+        raise bad_request(f"the body is not UTF-8: invalid byte at position {failure.start}", None) from None
+    value = parse_json(text, None)
+    if not isinstance(value, dict):
+        raise bad_request(f"the body is a JSON {_kind(value)}: send an object", None)
+    return value
+
+
+def parse_json(text: str, param: str | None) -> Any:
+    """The value of a JSON text. A 400 that names `param`, or the body, for what is no strict JSON."""
+    where = param or "the body"
+    try:
         value = json.loads(text, parse_constant=_no_constant, parse_float=_finite, object_pairs_hook=_unique)
         if "\\u" in text:  # an escape may spell half a surrogate pair, which no tokenizer can take
             json.dumps(value, ensure_ascii=False).encode("utf-8")
-    except UnicodeDecodeError as failure:
-        raise bad_request(f"the body is not UTF-8: invalid byte at position {failure.start}", None) from None
     except UnicodeEncodeError:
-        raise bad_request("the body holds half of a surrogate pair (\\ud800 to \\udfff): no text can contain it", None) from None
+        raise bad_request(f"{where} holds half of a surrogate pair (\\ud800 to \\udfff): no text can contain it", param) from None
     except RecursionError:
-        raise bad_request("the body is nested too deeply: no field needs more than a few levels", None) from None
+        raise bad_request(f"{where} is nested too deeply: no field needs more than a few levels", param) from None
     except ValueError as failure:
-        raise bad_request(f"the body is not valid JSON: {failure}", None) from None
-    if not isinstance(value, dict):
-        raise bad_request(f"the body is a JSON {_kind(value)}: send an object", None)
+        raise bad_request(f"{where} is not valid JSON: {failure}", param) from None
     return value
 
 

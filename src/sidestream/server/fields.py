@@ -7,16 +7,16 @@ from __future__ import annotations
 
 import re
 import reprlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar, get_args
 
 from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError
 
-from sidestream.config import SamplingParams, unknown_name
+from sidestream.config import MOST_SALT_CHARS, SamplingParams, unknown_name
 from sidestream.errors import RequestRejected
 from sidestream.server.backend import Tokenizer
-from sidestream.server.body import parse_object
+from sidestream.server.body import parse_json, parse_object
 from sidestream.server.errors import ApiError, bad_request
 
 Api = Literal["chat", "text"]
@@ -25,49 +25,99 @@ _ApiFields = TypeVar("_ApiFields", bound="_Fields")
 _COMPLETION_TOKENS = 16  # what OpenAI's /v1/completions generates when nobody says how much
 _TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,9}")
 _MAX_TOKEN_ID = (1 << 31) - 1
+_REQUEST_ID = re.compile(r"[!-~]{1,128}")  # it becomes a header and a word of the log
 
-# Fields of OpenAI's that this server does not implement, with the values that ask for nothing (null always does).
-# True: any value, because the field has no effect on a reply.
-_IDLE_BOTH: Mapping[str, tuple[Any, ...] | Literal[True]] = {
-    "user": True,
-    "safety_identifier": True,
-    "prompt_cache_key": True,
-    "metadata": ({},),
-    "store": (False,),
-    "service_tier": ("auto", "default"),
+Place = Literal["chat", "text", "message", "part"]
+
+
+@dataclass(frozen=True, slots=True)
+class Extra:
+    """A field that clients send and that this server does not implement.
+
+    places  requests of which API have it, or messages of a chat, or parts of a message's content
+    values  those that ask for nothing, null besides them; None: any, because the field cannot change an answer
+    """
+
+    name: str
+    places: tuple[Place, ...]
+    values: tuple[Any, ...] | None = None
+
+
+_BOTH: tuple[Place, ...] = ("chat", "text")
+
+EXTRAS: tuple[Extra, ...] = (
+    # Accounts, billing, caching and latency at a provider.
+    Extra("metadata", _BOTH),
+    Extra("prompt_cache_key", _BOTH),
+    Extra("prompt_cache_retention", _BOTH),
+    Extra("safety_identifier", _BOTH),
+    Extra("service_tier", _BOTH),
+    Extra("store", _BOTH),
+    Extra("user", _BOTH),
+    Extra("prediction", ("chat",)),
+    Extra("cache_control", ("part",)),
+    # Without effect, because of what is not done.
+    Extra("parallel_tool_calls", ("chat",)),
+    Extra("spaces_between_special_tokens", _BOTH),
+    Extra("annotations", ("message",)),
+    # What is done anyway.
+    Extra("add_special_tokens", ("chat",), (False,)),
+    Extra("add_special_tokens", ("text",), (True,)),
+    Extra("best_of", ("text",), (1,)),
+    Extra("early_stopping", _BOTH, (False,)),
+    Extra("echo", _BOTH, (False,)),
+    Extra("include_reasoning", ("chat",), (True,)),
+    Extra("length_penalty", _BOTH, (1, 1.0)),
+    Extra("modalities", ("chat",), (["text"],)),
+    Extra("response_format", _BOTH, ({"type": "text"},)),
+    Extra("return_token_ids", _BOTH, (False,)),
+    Extra("return_tokens_as_token_ids", _BOTH, (False,)),
+    Extra("skip_special_tokens", _BOTH, (True,)),
+    Extra("suffix", ("text",), ("",)),
+    Extra("use_beam_search", _BOTH, (False,)),
+    Extra("verbosity", ("chat",), ("medium",)),
+    # Not done.
+    Extra("allowed_token_ids", _BOTH, ()),
+    Extra("audio", ("chat", "message"), ()),
+    Extra("bad_words", _BOTH, ([],)),
+    Extra("chat_template", ("chat",), ()),
+    Extra("documents", ("chat",), ([],)),
+    Extra("function_call", ("chat",), ("none", "auto")),
+    Extra("function_call", ("message",), ()),
+    Extra("functions", ("chat",), ([],)),
+    Extra("guided_choice", _BOTH, ()),
+    Extra("guided_grammar", _BOTH, ()),
+    Extra("guided_json", _BOTH, ()),
+    Extra("guided_regex", _BOTH, ()),
+    Extra("kv_transfer_params", _BOTH, ()),
+    Extra("logits_processors", _BOTH, ([],)),
+    Extra("mm_processor_kwargs", ("chat",), ({},)),
+    Extra("prompt_logprobs", _BOTH, ()),
+    Extra("refusal", ("message",), ("",)),
+    Extra("structured_outputs", _BOTH, ()),
+    Extra("tool_choice", ("chat",), ("none", "auto")),
+    Extra("tools", ("chat",), ([],)),
+    Extra("truncate_prompt_tokens", _BOTH, ()),
+    Extra("vllm_xargs", _BOTH, ({},)),
+    Extra("web_search_options", ("chat",), ()),
+)
+_IDLE: Mapping[Place, Mapping[str, tuple[Any, ...] | None]] = {
+    place: {extra.name: extra.values for extra in EXTRAS if place in extra.places} for place in get_args(Place)
 }
-_IDLE: Mapping[Api, Mapping[str, tuple[Any, ...] | Literal[True]]] = {
-    "chat": {
-        **_IDLE_BOTH,
-        "audio": (),
-        "function_call": ("none",),
-        "functions": ([],),
-        "modalities": (["text"],),
-        "parallel_tool_calls": (True, False),
-        "prediction": (),
-        "reasoning_effort": ("none",),
-        "response_format": ({"type": "text"},),
-        "tool_choice": ("none", "auto"),
-        "tools": ([],),
-        "verbosity": ("medium",),
-        "web_search_options": (),
-    },
-    "text": {**_IDLE_BOTH, "best_of": (1,), "echo": (False,), "suffix": ("",)},
-}
-_IDLE_MESSAGE: Mapping[str, tuple[Any, ...]] = {
-    "annotations": ([],),
-    "audio": (),
-    "function_call": (),
-    "name": (),
-    "reasoning_content": (),
-    "refusal": (),
-    "tool_calls": ([],),
-}
+
+_MESSAGE_FIELDS = ("role", "content", "name", "reasoning_content", "reasoning", "tool_calls", "tool_call_id")
+# Names of a template's options that the request has fields of its own for.
+_OWN_OPTIONS = ("self", "messages", "tools", "add_generation_prompt", "continue_final_message")
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One valid request of either API, its prompts encoded."""
+    """One valid request of either API, its prompts encoded.
+
+    include_usage     end the stream with a chunk that tells the usage
+    continuous_usage  tell it in every chunk
+    request_id        the client's name for it
+    """
 
     api: Api
     prompts: tuple[tuple[int, ...], ...]
@@ -75,6 +125,9 @@ class Call:
     priority: int
     stream: bool
     include_usage: bool
+    continuous_usage: bool = False
+    request_id: str | None = None
+    cache_salt: str = ""
 
     @property
     def num_choices(self) -> int:
@@ -86,6 +139,7 @@ class _StreamOptions(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
     include_usage: bool = False
+    continuous_usage_stats: bool = False
     include_obfuscation: Literal[False] = False
 
 
@@ -119,6 +173,8 @@ class _Fields(BaseModel):
     priority: int = Field(default=0, ge=-1_000_000, le=1_000_000)
     include_stop_str_in_output: bool = False
     max_drafts: int | None = None
+    request_id: str | None = None
+    cache_salt: str | None = Field(default=None, min_length=1, max_length=MOST_SALT_CHARS)
 
 
 class _Chat(_Fields):
@@ -126,6 +182,11 @@ class _Chat(_Fields):
     max_completion_tokens: int | None = None
     logprobs: bool = False
     top_logprobs: int = Field(default=0, ge=0, le=20)
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    # beyond OpenAI's
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool = False
+    chat_template_kwargs: dict[str, Any] = {}
 
 
 class _Text(_Fields):
@@ -143,9 +204,34 @@ def parse_chat(body: bytes, *, tokenizer: Tokenizer, served_name: str, max_choic
         if limit is not None and limit != asked.max_completion_tokens:
             raise bad_request("max_tokens and max_completion_tokens differ: send max_completion_tokens only", "max_tokens")
         limit, limit_name = asked.max_completion_tokens, "max_completion_tokens"
-    messages = _messages(asked.messages)
+    messages, layout = _messages(asked.messages), _layout(asked, tokenizer)
     params = _sampling(asked, limit, asked.top_logprobs if asked.logprobs else None, {"max_tokens": limit_name})
-    return _call("chat", asked, params, [lambda: tokenizer.chat(messages)], "messages", max_choices)
+    return _call("chat", asked, params, [lambda: _lay_out(tokenizer, messages, layout)], "messages", max_choices)
+
+
+def _layout(asked: _Chat, tokenizer: Tokenizer) -> dict[str, Any]:
+    """How the conversation becomes a prompt: the chat template's options, and how it ends."""
+    for name in asked.chat_template_kwargs:
+        if name in _OWN_OPTIONS:
+            where = f"chat_template_kwargs.{name}"
+            raise bad_request(f"{where} is a field of the request itself: send it there, or leave it out", where)
+    if asked.continue_final_message and asked.add_generation_prompt:
+        message = "continue_final_message and add_generation_prompt are both true: an answer continues a message or begins one"
+        raise bad_request(message, "continue_final_message")
+    options = dict(asked.chat_template_kwargs)
+    if asked.reasoning_effort is not None and tokenizer.template_knows("reasoning_effort"):
+        options.setdefault("reasoning_effort", asked.reasoning_effort)
+    begins = not asked.continue_final_message if asked.add_generation_prompt is None else asked.add_generation_prompt
+    return {**options, "add_generation_prompt": begins, "continue_final_message": asked.continue_final_message}
+
+
+def _lay_out(tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], layout: Mapping[str, Any]) -> list[int]:
+    try:
+        return tokenizer.chat(messages, **layout)
+    except RequestRejected as refusal:  # speaks of the option; the client knows the field
+        if refusal.param in layout:
+            raise RequestRejected(str(refusal), param=f"chat_template_kwargs.{refusal.param}") from None
+        raise
 
 
 def parse_text(body: bytes, *, tokenizer: Tokenizer, served_name: str, max_choices: int) -> Call:
@@ -159,6 +245,9 @@ def _call(
     api: Api, asked: _Fields, params: SamplingParams, prompts: Sequence[Callable[[], list[int]]], where: str, max_choices: int
 ) -> Call:
     """Encodes last, when nothing else can be refused: it is the dear part."""
+    if asked.request_id is not None and not _REQUEST_ID.fullmatch(asked.request_id):
+        message = f"request_id is {_short(asked.request_id)}: give 1 to 128 printable ASCII characters without spaces"
+        raise bad_request(message, "request_id")
     if asked.stream_options is not None and not asked.stream:
         raise bad_request("stream_options without stream: set stream to true or leave stream_options out", "stream_options")
     if len(prompts) * params.n > max_choices:
@@ -167,14 +256,26 @@ def _call(
     encoded = tuple(tuple(encode()) for encode in prompts)
     if not all(encoded):
         raise bad_request(f"{where} has no tokens: send at least one", where)
-    include_usage = asked.stream_options is not None and asked.stream_options.include_usage
-    return Call(api, encoded, params, asked.priority, asked.stream, include_usage)
+    stream_options = asked.stream_options or _StreamOptions()
+    return Call(
+        api,
+        encoded,
+        params,
+        asked.priority,
+        asked.stream,
+        stream_options.include_usage,
+        stream_options.continuous_usage_stats,
+        asked.request_id,
+        asked.cache_salt or "",
+    )
 
 
 def _validate(kind: type[_ApiFields], api: Api, body: dict[str, Any], served_name: str) -> _ApiFields:
     fields = _without_idle(body, _IDLE[api], known=kind.model_fields, where="")
     if isinstance(fields.get("stop"), str):
         fields["stop"] = [fields["stop"]]
+    if fields.get("top_k") == -1:  # vLLM's way to say that it is off
+        fields["top_k"] = 0
     try:
         asked = kind.model_validate(fields)
     except ValidationError as failure:
@@ -186,7 +287,7 @@ def _validate(kind: type[_ApiFields], api: Api, body: dict[str, Any], served_nam
 
 
 def _without_idle(
-    body: Mapping[str, Any], idle: Mapping[str, tuple[Any, ...] | Literal[True]], *, known: Mapping[str, Any], where: str
+    body: Mapping[str, Any], idle: Mapping[str, tuple[Any, ...] | None], *, known: Collection[str], where: str
 ) -> dict[str, Any]:
     """`body` without nulls and without idle fields that ask for nothing. One that asks for something, or is unknown, is a 400."""
     fields = {}
@@ -202,8 +303,8 @@ def _without_idle(
     return fields
 
 
-def _asks_nothing(value: Any, idle: tuple[Any, ...] | Literal[True]) -> bool:
-    if value is None or idle is True:
+def _asks_nothing(value: Any, idle: tuple[Any, ...] | None) -> bool:
+    if value is None or idle is None:
         return True
     return any(type(value) is type(nothing) and value == nothing for nothing in idle)  # by type too: True == 1
 
@@ -255,22 +356,54 @@ def _token_id(name: str) -> int:
     return int(name)
 
 
-def _messages(messages: Any) -> list[dict[str, str]]:
+def _messages(messages: Any) -> list[dict[str, Any]]:
     if not isinstance(messages, list) or not messages:
         raise bad_request(f"messages is {_short(messages)}: it must be a list of one or more messages", "messages")
     return [_message(message, f"messages[{number}]") for number, message in enumerate(messages)]
 
 
-def _message(message: Any, where: str) -> dict[str, str]:
+def _message(message: Any, where: str) -> dict[str, Any]:
+    """A message for the chat template; beside role and content, what templates may read and others ignore."""
     if not isinstance(message, dict):
         raise bad_request(f"{where} is {_short(message)}: it must be an object with role and content", where)
-    fields = _without_idle(message, _IDLE_MESSAGE, known={"role": None, "content": None}, where=f"{where}.")
+    fields = _without_idle(message, _IDLE["message"], known=_MESSAGE_FIELDS, where=f"{where}.")
     role = fields.get("role")
     if role == "developer":
         role = "system"  # OpenAI's newer name for the same thing; chat templates know the older one
-    if role not in ("system", "user", "assistant"):
-        raise bad_request(f"{where}.role is {_short(role)}: it must be system, developer, user or assistant", f"{where}.role")
-    return {"role": role, "content": _content(fields.get("content"), f"{where}.content")}
+    if role not in ("system", "user", "assistant", "tool"):
+        raise bad_request(f"{where}.role is {_short(role)}: it must be system, developer, user, assistant or tool", f"{where}.role")
+    known: dict[str, Any] = {"role": role}
+    calls = _tool_calls(fields.get("tool_calls", []), f"{where}.tool_calls")
+    if calls:
+        known["tool_calls"] = calls
+    if not calls or "content" in fields:
+        known["content"] = _content(fields.get("content"), f"{where}.content")
+    for name in ("reasoning", "reasoning_content", "name", "tool_call_id"):
+        if name in fields:
+            if not isinstance(fields[name], str):
+                raise bad_request(f"{where}.{name} is {_short(fields[name])}: it must be a string", f"{where}.{name}")
+            known["reasoning_content" if name == "reasoning" else name] = fields[name]  # two names of the same thing
+    return known
+
+
+def _tool_calls(calls: Any, where: str) -> list[dict[str, Any]]:
+    """Calls that an earlier answer made. Chat templates expect the arguments as an object, OpenAI sends them as its JSON."""
+    if not isinstance(calls, list):
+        raise bad_request(f"{where} is {_short(calls)}: it must be a list", where)
+    return [_tool_call(call, f"{where}[{number}]") for number, call in enumerate(calls)]
+
+
+def _tool_call(call: Any, where: str) -> dict[str, Any]:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise bad_request(f"{where} is {_short(call)}: it must be an object with a function, which has a name and arguments", where)
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        arguments = parse_json(arguments or "{}", f"{where}.function.arguments")
+    if not isinstance(arguments, dict):
+        at = f"{where}.function.arguments"
+        raise bad_request(f"{at} is {_short(arguments)}: it must be a JSON object", at)
+    return {**call, "function": {**function, "arguments": arguments}}
 
 
 def _content(content: Any, where: str) -> str:
@@ -287,7 +420,7 @@ def _part(part: Any, where: str) -> str:
         raise bad_request(f"{where} is {_short(part)}: it must be an object with type and text", where)
     if part.get("type") != "text":
         raise bad_request(f"{where}.type is {_short(part.get('type'))}: this server reads parts of type 'text' only", f"{where}.type")
-    fields = _without_idle(part, {}, known={"type": None, "text": None}, where=f"{where}.")
+    fields = _without_idle(part, _IDLE["part"], known=("type", "text"), where=f"{where}.")
     text = fields.get("text")
     if not isinstance(text, str):
         raise bad_request(f"{where}.text is {_short(text)}: it must be a string", f"{where}.text")

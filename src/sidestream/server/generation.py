@@ -31,7 +31,10 @@ async def generate_all(backend: Backend, call: Call, name: str, emit: Emit) -> N
 
     async def one(number: int, prompt: tuple[int, ...], request_name: str) -> None:
         running = set(range(call.params.n))
-        async with aclosing(backend.generate(prompt, call.params, priority=call.priority, request_name=request_name)) as deltas:
+        running_deltas = backend.generate(
+            prompt, call.params, priority=call.priority, request_name=request_name, cache_salt=call.cache_salt
+        )
+        async with aclosing(running_deltas) as deltas:
             async for delta in deltas:
                 _raise_if_failed(delta)
                 await emit(number * call.params.n + delta.index, delta)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from urllib.parse import urlsplit
 
 from sidestream.errors import ConfigError
 
@@ -16,7 +17,12 @@ class ServerOptions:
     api_key            clients must send `Authorization: Bearer <api_key>`, except to /health; None: no check
     served_model_name  the name that clients ask for; None: the backend's
     max_body_bytes     a longer request body is refused with 413 while it is read
+    head_timeout_s     a request head that takes longer to arrive is refused with 408, counted from the accept, on a
+                       connection that was used before from the head's first byte
     body_timeout_s     a body that takes longer to arrive is refused with 408
+    max_connections    connections at a time; one more is refused with 503. None: 2048, or as many as open files allow
+    max_connections_per_address  of one client address; None: no limit. A reverse proxy has one address for all its clients
+    cors_origins       origins whose web pages may use the API from a browser, such as `https://chat.example.com`; `*`: all
     max_choices        prompts times n that one request may ask for
     drain_s            at shutdown, running requests may take this long to finish; then they are aborted
     retry_after_s      what a refused client is told to wait when the queue is full
@@ -27,7 +33,11 @@ class ServerOptions:
     api_key: str | None = field(default=None, repr=False)
     served_model_name: str | None = None
     max_body_bytes: int = 8 << 20
+    head_timeout_s: float = 10.0
     body_timeout_s: float = 60.0
+    max_connections: int | None = None
+    max_connections_per_address: int | None = None
+    cors_origins: tuple[str, ...] = ()
     max_choices: int = 128
     drain_s: float = 30.0
     retry_after_s: int = 1
@@ -36,16 +46,24 @@ class ServerOptions:
         for name, low, high in (
             ("port", 0, 65535),
             ("max_body_bytes", 1, 1 << 40),
+            ("max_connections", 1, 1 << 20),
+            ("max_connections_per_address", 1, 1 << 20),
             ("max_choices", 1, 1 << 20),
             ("retry_after_s", 0, 3600),
         ):
             value = getattr(self, name)
+            if value is None and name.startswith("max_connections"):
+                continue
             if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
                 raise ConfigError(f"{name} is {value!r}: it must be a whole number in [{low}, {high}]")
-        for name in ("body_timeout_s", "drain_s"):
+        for name in ("head_timeout_s", "body_timeout_s", "drain_s"):
             seconds = getattr(self, name)
             if not isinstance(seconds, int | float) or isinstance(seconds, bool) or not (math.isfinite(seconds) and seconds >= 0):
                 raise ConfigError(f"{name} is {seconds!r}: give a number of seconds, 0 or more")
+        if self.head_timeout_s == 0:
+            raise ConfigError("head_timeout_s is 0: no request could arrive; give a number of seconds above 0")
+        for origin in self.cors_origins:
+            _check_origin(origin)
         if self.api_key is not None and not (
             self.api_key and self.api_key.isascii() and self.api_key.isprintable() and " " not in self.api_key
         ):
@@ -54,3 +72,15 @@ class ServerOptions:
             raise ConfigError("host is empty: give an address such as 127.0.0.1, or 0.0.0.0 for all interfaces")
         if self.served_model_name == "":
             raise ConfigError("served_model_name is empty: give the name that clients shall ask for, or leave it out")
+
+
+def _check_origin(origin: str) -> None:
+    """Browsers compare origins letter by letter: anything but the form that they send would never match."""
+    parts = urlsplit(origin)
+    if origin != "*" and (
+        parts.scheme not in ("http", "https") or not parts.netloc or origin != f"{parts.scheme}://{parts.netloc}".lower()
+    ):
+        raise ConfigError(
+            f"cors_origins has {origin!r}: give what a browser sends as its origin, such as https://chat.example.com or "
+            "http://localhost:3000, in lower case and without a path or a slash at the end; or * for all origins"
+        )

@@ -20,6 +20,7 @@ import uvicorn
 from sidestream.errors import ConfigError
 from sidestream.server.app import create_app
 from sidestream.server.backend import Backend
+from sidestream.server.connections import Connections, connection_limit
 from sidestream.server.options import ServerOptions
 
 log = logging.getLogger("sidestream.server")
@@ -41,19 +42,72 @@ class Running:
         self._interrupt()
 
 
-def serve(backend: Backend, options: ServerOptions, *, on_ready: Callable[[Running], None] | None = None) -> bool:
+def bind(options: ServerOptions) -> socket.socket:
+    """Take the address, so that a server that cannot have it fails before its model is loaded.
+
+    The socket does not listen yet: until `serve` does, connections are refused, which tells health checks and load
+    balancers that the server is not ready. Raises ConfigError, also when fewer files may be opened than the options need.
+    """
+    connection_limit(options)
+    family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
+    try:
+        return _bound(family, options, reuse=False)
+    except OSError as failure:
+        if failure.errno != errno.EADDRINUSE:
+            raise _cannot_listen(options, failure) from failure
+    # Connections of a server that ended a moment ago hold the port, which does no harm. Only now: two sockets that both
+    # reuse the address may be bound at a time, and the second server would fail after its model was loaded.
+    try:
+        return _bound(family, options, reuse=True)
+    except OSError as failure:
+        raise _cannot_listen(options, failure) from failure
+
+
+def _bound(family: socket.AddressFamily, options: ServerOptions, *, reuse: bool) -> socket.socket:
+    bound = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, int(reuse))
+        if family == socket.AF_INET6:
+            bound.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        bound.bind((options.host, options.port))
+    except BaseException:
+        bound.close()
+        raise
+    return bound
+
+
+def _cannot_listen(options: ServerOptions, failure: OSError) -> ConfigError:
+    reasons = {
+        errno.EADDRINUSE: "another program listens there: stop it, or choose another port",
+        errno.EACCES: "this user may not use that port: choose a port of 1024 or more",
+        errno.EADDRNOTAVAIL: "this machine does not have that address: use 127.0.0.1, or 0.0.0.0 for all interfaces",
+    }
+    other = f"{failure.strerror or failure}: use an address of this machine, such as 127.0.0.1"
+    return ConfigError(f"cannot listen on {options.host}:{options.port}: {reasons.get(failure.errno or 0, other)}")
+
+
+def serve(
+    backend: Backend,
+    options: ServerOptions,
+    *,
+    listener: socket.socket | None = None,
+    on_ready: Callable[[Running], None] | None = None,
+) -> bool:
     """Serve until SIGINT, SIGTERM or `Running.stop`; blocks. Returns whether every request could finish.
 
     The first signal stops accepting and lets running requests finish for `options.drain_s`, then aborts them; a second one
     aborts at once. Signals are handled on the main thread only. The backend stays open: its owner closes it afterwards.
+    `listener` is what `bind(options)` gave, for a caller that loads a model in between; None: bind now. It is closed at the end.
     Raises ConfigError when the address cannot be listened on.
     """
-    with _listen(options) as listener:
+    with listener or bind(options) as bound:
+        # Not before: accepted connections inherit it, and while they linger (TIME_WAIT) the next server could not bind.
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         app = create_app(backend, options=options)
-        _warn_if_open(listener, options)
+        _warn_if_open(bound, options)
         config = uvicorn.Config(
             app,
-            http="h11",
+            http=Connections(options, backend.metrics).protocol(),
             loop="asyncio",
             ws="none",
             lifespan="off",
@@ -66,28 +120,16 @@ def serve(backend: Backend, options: ServerOptions, *, on_ready: Callable[[Runni
             timeout_graceful_shutdown=math.ceil(options.drain_s) + _ABORT_S,
         )
         server = _Server(config, app.state.stopping, options.drain_s, on_ready)
-        server.run(sockets=[listener])
+        server.run(sockets=[bound])
         return not app.state.stopping.is_set()
-
-
-def _listen(options: ServerOptions) -> socket.socket:
-    family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
-    try:
-        return socket.create_server((options.host, options.port), family=family, backlog=_BACKLOG)
-    except OSError as failure:
-        remedies = {
-            errno.EADDRINUSE: "another program listens there: stop it, or choose another port",
-            errno.EACCES: "choose a port of 1024 or more",
-            errno.EADDRNOTAVAIL: "this machine does not have that address: use 127.0.0.1, or 0.0.0.0 for all interfaces",
-        }
-        remedy = remedies.get(failure.errno or 0, f"{failure.strerror or failure}: use an address of this machine, such as 127.0.0.1")
-        raise ConfigError(f"cannot listen on {options.host}:{options.port}: {remedy}") from failure
 
 
 def _warn_if_open(listener: socket.socket, options: ServerOptions) -> None:
     address = listener.getsockname()[0]
     if options.api_key is None and not ipaddress.ip_address(address.partition("%")[0]).is_loopback:
         log.warning("listening on %s without an API key: anyone who reaches this machine can use the model; set api_key", address)
+    if options.api_key is None and "*" in options.cors_origins:
+        log.warning("any web page in a browser that reaches this server can use the model: set api_key, or name origins instead of *")
 
 
 def _url(listener: socket.socket) -> str:

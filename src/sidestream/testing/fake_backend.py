@@ -10,10 +10,12 @@ import asyncio
 import codecs
 import contextlib
 import threading
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from sidestream.config import SamplingParams
+from sidestream.errors import RequestRejected
 from sidestream.metrics import Metrics
 from sidestream.types import CachedTokens, Delta, Health, TokenLogprob
 
@@ -36,7 +38,15 @@ class FakeDetokenizer:
 
 
 class FakeTokenizer:
-    """Token ids are UTF-8 bytes."""
+    """Token ids are UTF-8 bytes.
+
+    options  what its chat template knows: variables, the role `tool`, the field `tool_calls` of messages
+    chats    the messages and variables that it was asked to lay out
+    """
+
+    def __init__(self, options: Iterable[str] = ()) -> None:
+        self.options = frozenset(options)
+        self.chats: list[tuple[list[dict[str, Any]], dict[str, Any]]] = []
 
     def encode(self, text: str) -> list[int]:
         """The bytes of `text`."""
@@ -50,10 +60,32 @@ class FakeTokenizer:
         """A fresh incremental `decode`."""
         return FakeDetokenizer()
 
-    def chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        **options: Any,
+    ) -> list[int]:
         """One line per message, then the assistant's turn."""
-        lines = [f"{message['role']}: {message['content']}\n" for message in messages]
-        return self.encode("".join(lines) + "assistant: ")
+        for name in options:
+            if name not in self.options:
+                raise RequestRejected(f"the template has no option {name}", param=name)
+        for index, message in enumerate(messages):
+            for name, used in (("role", message["role"] == "tool" and "tool"), ("tool_calls", "tool_calls" in message and "tool_calls")):
+                if used and used not in self.options:
+                    where = f"messages[{index}].{name}"
+                    raise RequestRejected(f"the template does not know {where}", param=where)
+        self.chats.append(([dict(message) for message in messages], options))
+        text = "".join(f"{message['role']}: {message.get('content', '')}\n" for message in messages)
+        if continue_final_message:
+            return self.encode(text.removesuffix("\n"))
+        return self.encode(text + "assistant: " if add_generation_prompt else text)
+
+    def template_knows(self, option: str) -> bool:
+        """Whether it is one of `options`."""
+        return option in self.options
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +128,7 @@ class FakeBackend:
         self.params: list[SamplingParams] = []
         self.priorities: list[int] = []
         self.names: list[str] = []
+        self.cache_salts: list[str] = []
         self.held: list[str] = []
         self.finished: list[str] = []
         self.aborted: list[str] = []
@@ -122,7 +155,13 @@ class FakeBackend:
                 raise TimeoutError(f"held {self.held}, finished {self.finished}, aborted {self.aborted}")
 
     async def generate(
-        self, prompt_ids: Sequence[int], params: SamplingParams, *, priority: int = 0, request_name: str = ""
+        self,
+        prompt_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        priority: int = 0,
+        request_name: str = "",
+        cache_salt: str = "",
     ) -> AsyncGenerator[Delta, None]:
         """Play the script. Samples take turns, a delta each."""
         prompt = self.tokenizer.decode(prompt_ids)
@@ -131,6 +170,7 @@ class FakeBackend:
             self.params.append(params)
             self.priorities.append(priority)
             self.names.append(request_name)
+            self.cache_salts.append(cache_salt)
             self._changed.notify_all()
         script = self._script(prompt)
         outcome = self.aborted

@@ -305,6 +305,18 @@ MUTATIONS = (
 EQUIVALENT = (
     Equivalent(
         Mutation(
+            name="keys-are-made-with-the-requests-salt",
+            hazard="H14",
+            target=f"{_LOOP}.submit",
+            old="keys_of(numbers, salt=cache_salt)",
+            new="keys_of(numbers)",
+            removes="requests with different cache salts find each other's blocks",
+        ),
+        "no request of a schedule has a cache salt",
+        noticed_by="engine/test_offload.py::test_requests_with_different_cache_salts_share_kv_in_no_tier",
+    ),
+    Equivalent(
+        Mutation(
             name="tiers-learn-what-is-disowned",
             hazard="H9",
             target=f"{_LOOP}._commit",

@@ -185,6 +185,18 @@ MUTATIONS = (
 EQUIVALENT = (
     Equivalent(
         Mutation(
+            name="key-names-the-requests-salt",
+            hazard="H14",
+            target=f"{_KEYS}:BlockKeys._root_of",
+            old="if not salt:",
+            new="if True:",
+            removes="requests with different cache salts find each other's blocks",
+        ),
+        "no request of a schedule has a cache salt",
+        noticed_by="kv/test_keys.py::test_another_cache_salt_shares_no_key_and_the_same_one_all",
+    ),
+    Equivalent(
+        Mutation(
             name="remembered-keys-are-those-behind-this-prefix",
             hazard="H14",
             target=f"{_KEYS}:BlockKeys.extend",

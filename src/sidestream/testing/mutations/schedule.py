@@ -634,9 +634,9 @@ _STATE = "the state itself; what depends on it is ruled above"
 _PREFIX_KEYS = "makes keys; takes nothing"
 
 EXEMPT = (
-    Exempt(f"{_SCHEDULER}.keys_of", "self._keys.extend(keys, tokens)", _PREFIX_KEYS),
-    Exempt(f"{_SCHEDULER}._wanted", "self._keys.extend(request.keys, request.tokens)", _PREFIX_KEYS),
-    Exempt(f"{_SCHEDULER}._publish", "self._keys.extend(request.keys, request.tokens)", _PREFIX_KEYS),
+    Exempt(f"{_SCHEDULER}.keys_of", "self._keys.extend(keys, tokens, salt=salt)", _PREFIX_KEYS),
+    Exempt(f"{_SCHEDULER}._wanted", "self._keys.extend(request.keys, request.tokens, salt=request.cache_salt)", _PREFIX_KEYS),
+    Exempt(f"{_SCHEDULER}._publish", "self._keys.extend(request.keys, request.tokens, salt=request.cache_salt)", _PREFIX_KEYS),
     Exempt(f"{_SCHEDULER}.submit", "request.keys_version = self.keys_version", "see late-request-gets-the-new-keys, and so the next two"),
     Exempt(f"{_SCHEDULER}.rekey", "self.keys_version += 1", "see late-request-gets-the-new-keys"),
     Exempt(f"{_SCHEDULER}.rekey", "request.keys_version = self.keys_version", "see late-request-gets-the-new-keys"),
