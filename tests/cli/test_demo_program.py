@@ -1,13 +1,17 @@
-"""What the demo says to type next is what its reader can type."""
+"""The demo says what it is at, and what it says to type next is what its reader can type."""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from sidestream.cli import demo
 from sidestream.cli.demo import _program
+from sidestream.cli.progress import Steps
+from sidestream.cli.visits import Answers
 
 
 @pytest.fixture
@@ -38,3 +42,44 @@ def test_the_path_that_was_typed_where_the_shell_finds_none_or_another(
 def test_the_module_where_it_was_started_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["/somewhere/sidestream/__main__.py"])
     assert _program() == "python -m sidestream"
+
+
+def test_every_step_is_told_before_it_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    happened: list[str] = []
+
+    class Engine:
+        def __init__(self, *given: Any, **options: Any) -> None:
+            happened.append("<engine starts>")
+
+        def __enter__(self) -> Engine:
+            return self
+
+        def __exit__(self, *reason: object) -> None:
+            happened.append("<engine closes>")
+
+        def ask(self, prompts: list[list[int]], *, max_tokens: int) -> Answers:
+            happened.append("<asked>")
+            return Answers(visits=(), steps=0, seconds=0, transfer_waits=0, stored_bytes=0)
+
+    monkeypatch.setattr(demo, "Engine", Engine)
+    with Steps(say=happened.append) as steps:
+        demo._visits("a model", {}, [1, 2, 3], [[4], [5]], (tmp_path, tmp_path), steps)
+    assert happened == [
+        "first process: loading the model",
+        "<engine starts>",
+        "first visit, cold: asking about a text of 3 tokens",
+        "<asked>",
+        "others ask, and fill the pool: 0 of 2",
+        "<asked>",
+        "<asked>",
+        "second visit, from host memory: asking about a text of 3 tokens",
+        "<asked>",
+        "first process: storing and closing",
+        "<engine closes>",
+        "second process: loading the model",
+        "<engine starts>",
+        "third visit, from disk: asking about a text of 3 tokens",
+        "<asked>",
+        "second process: closing",
+        "<engine closes>",
+    ]

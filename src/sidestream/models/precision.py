@@ -84,9 +84,9 @@ def _product(dtype: torch.dtype) -> Callable[[], float]:
 
     @torch.inference_mode()
     def run() -> float:
-        begin_s = time.perf_counter()
+        begin_s = time.thread_time()  # a busy machine or a quota changes no choice
         functional.linear(states, weight)
-        return time.perf_counter() - begin_s
+        return time.thread_time() - begin_s
 
     run()
     return run
