@@ -8,6 +8,7 @@ import sys
 from dataclasses import replace
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from paged_rig import (
@@ -256,6 +257,26 @@ def test_a_row_in_splits_gives_the_same_bits_however_many_programs_share_them(pr
         assert torch.equal(expected, given)
 
 
+@pytest.fixture
+def products_row_by_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let Triton's interpreter multiply each row of a matrix the same way, however many rows there are, as a GPU does.
+
+    It calls numpy's matmul, and OpenBLAS chooses the order of its sums by the number of rows on some processors (Haswell, Zen).
+    """
+    if ON_GPU:
+        return
+    interpreter = importlib.import_module("triton.runtime.interpreter")
+
+    def dot(self: Any, a: Any, b: Any, accumulator: Any, input_precision: Any, max_num_imprecise_acc: Any) -> Any:
+        total = numpy.zeros_like(accumulator.data)
+        for inner in range(a.data.shape[-1]):
+            total += a.data[:, inner, None] * b.data[inner]
+        return interpreter.TensorHandle(total + accumulator.data, accumulator.dtype.scalar)
+
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", dot)
+
+
+@pytest.mark.usefixtures("products_row_by_row")
 @pytest.mark.parametrize(
     ("in_splits", "options"),
     [(True, Options()), (False, Options()), (True, Options(sliding_window=33)), (False, Options(33, 1.5))],

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
-from collections.abc import Callable
+import signal
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,14 @@ Run = Callable[..., Any]
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny model whose answers are long enough to be interrupted, given `--ignore-eos`."""
     return tiny_model_dir("llama", tmp_path_factory.mktemp("tiny"), seed=1, max_position_embeddings=1 << 15)
+
+
+@pytest.fixture(autouse=True)
+def interrupts_reach_children() -> Iterator[None]:
+    """A shell starts background jobs with SIGINT ignored, and so would start every child of a test run in the background."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture

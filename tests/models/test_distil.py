@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 
 from sidestream import LLM, SamplingParams, SpeculativeConfig
+from sidestream.attention.paged import PagedBatch, ungated
 from sidestream.errors import ConfigError
 from sidestream.models.distil import Distillation, Divergence, Lesson, as_it_drafts, load_teacher
+from sidestream.models.loader import load_model
 from sidestream.models.mtp import MtpHead, write_head
 from sidestream.testing.tiny_models import save_head, tiny_model_dir
 
@@ -93,6 +95,17 @@ def test_a_head_is_taught_on_what_it_will_draft_from(family: str, tmp_path: Path
     Distillation(teacher, head, tokens, Lesson(1, batch=1))
     for number, predicts in enumerate(as_it_drafts(head, tokens, hidden, drafts)):
         torch.testing.assert_close(predicts[0, number:], expected[number, number:], atol=1e-5, rtol=1e-5)
+
+
+@torch.no_grad()
+def test_a_teacher_caps_its_scores_as_the_served_model_does(tmp_path: Path) -> None:
+    """SDPA cannot: for Gemma 2, transformers 5.17 leaves the cap out with it, and 5.23 refuses it."""
+    directory = tiny_model_dir("gemma2", tmp_path, 3, attn_logit_softcapping=0.1)
+    tokens, served = torch.arange(10, 40), load_model(str(directory), block_tokens=16)
+    batch = PagedBatch(torch.zeros(served.layout.shape(2)), torch.arange(30), torch.arange(2)[None], (0, 30), (30,), 0, ungated)
+    teacher = load_teacher(str(directory), device=torch.device("cpu"))
+    expected = served.forward(tokens, torch.arange(30), batch, torch.arange(30))
+    torch.testing.assert_close(teacher(tokens[None], use_cache=False).logits[0], expected, atol=1e-5, rtol=1e-5)
 
 
 def test_an_interruption_changes_nothing(model: Path, tokens: Tensor, tmp_path: Path) -> None:

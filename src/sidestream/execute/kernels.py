@@ -414,16 +414,17 @@ def before(hidden, starts, rows, origins, by_row, by_block, to, num_rows, stride
         at += tl.sum(((stop <= token) & (row < num_rows)).to(tl.int32))
         begins += tl.sum(((start == token) & (stop > token)).to(tl.int32))
     source = hidden + tl.maximum(token - 1, 0).to(tl.int64) * stride
-    something = token >= 0
+    # Values to read, 0 where there is no state. Not a flag: Triton 3.9's interpreter broadcasts it to integers, which are no mask.
+    known = hidden_size
     if begins > 0:
         origin = tl.load(origins + at)
-        something = origin >= -1
+        known = tl.where(origin >= -1, hidden_size, 0)
         source = by_row + tl.load(rows + at) * hidden_size
         if origin >= 0:
             source = by_block + origin * block_stride
     for begin in range(0, hidden_size, LANES):
         lane = begin + tl.arange(0, LANES)
-        values = tl.load(source + lane, mask=(lane < hidden_size) & something, other=0.0)
+        values = tl.load(source + lane, mask=lane < known, other=0.0)
         tl.store(to + token.to(tl.int64) * hidden_size + lane, values, mask=lane < hidden_size)
 
 

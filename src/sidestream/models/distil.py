@@ -232,7 +232,6 @@ def load_teacher(path_or_hub_id: str, *, device: torch.device) -> Any:
             model = AutoModelForCausalLM.from_pretrained(
                 directory,
                 dtype="auto" if device.type == "cuda" else torch.float32,
-                attn_implementation="sdpa",
                 use_safetensors=True,
                 local_files_only=True,
                 trust_remote_code=False,
@@ -240,4 +239,6 @@ def load_teacher(path_or_hub_id: str, *, device: torch.device) -> Any:
     except Exception as error:  # transformers and the model's own code raise anything here
         reason = (str(error).strip() or repr(error)).splitlines()[0]
         raise ModelError(f"model {directory.name}: transformers cannot load it ({type(error).__name__}: {reason})") from error
+    if getattr(model.config.get_text_config(), "attn_logit_softcapping", None) is not None:
+        model.set_attn_implementation("eager")  # torch's SDPA caps no scores, which transformers before 5.23 did not refuse
     return model.eval().to(device)
