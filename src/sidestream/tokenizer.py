@@ -41,8 +41,13 @@ class Tokenizer:
     def load(cls, model: str) -> Tokenizer:
         """The tokenizer in a transformers directory or of a hub id. Raises ModelError when there is none that can be read."""
         try:
-            backend = AutoTokenizer.from_pretrained(model)
+            backend = AutoTokenizer.from_pretrained(model, trust_remote_code=False)
         except Exception as fault:  # transformers raises anything from OSError to KeyError here
+            if "trust_remote_code" in str(fault):
+                raise ModelError(
+                    f"the tokenizer in {model} needs code of its own (auto_map in tokenizer_config.json), "
+                    "which Sidestream never runs: add a tokenizer.json and remove auto_map, or choose another model"
+                ) from fault
             raise _no_tokenizer(model, _first_line(fault)) from fault
         if not backend.get_vocab():
             raise _no_tokenizer(model, "its vocabulary is empty")
@@ -167,9 +172,13 @@ def _byte_ids(vocab: Mapping[str, int]) -> frozenset[int]:
 
 def _eos_ids(model: str, backend: PreTrainedTokenizerBase) -> list[int]:
     declared: list[int] = []
-    for read in (GenerationConfig.from_pretrained, AutoConfig.from_pretrained):
+    readers: tuple[Callable[[], Any], ...] = (
+        lambda: GenerationConfig.from_pretrained(model),
+        lambda: AutoConfig.from_pretrained(model, trust_remote_code=False),
+    )
+    for read in readers:
         try:
-            found = getattr(read(model), "eos_token_id", None)
+            found = getattr(read(), "eos_token_id", None)
         except (OSError, ValueError):  # a tokenizer alone, or a model that transformers does not know
             continue
         if found is not None:

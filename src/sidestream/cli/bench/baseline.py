@@ -31,7 +31,12 @@ def _ready(order: dict[str, Any]) -> tuple[Callable[[dict[str, Any]], float], Ca
     from transformers import AutoModelForCausalLM
 
     dtype = order["dtype"] if order["dtype"] == "auto" else getattr(torch, order["dtype"])
-    model = AutoModelForCausalLM.from_pretrained(order["path"], dtype=dtype).eval()
+    model = AutoModelForCausalLM.from_pretrained(
+        order["path"],
+        dtype=dtype,
+        use_safetensors=True,
+        trust_remote_code=False,
+    ).eval()
 
     def answer(question: dict[str, Any]) -> float:
         count, start = question["output_tokens"], time.perf_counter()
