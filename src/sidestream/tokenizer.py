@@ -6,11 +6,15 @@ Knows nothing of requests or the engine. May be used from any thread.
 from __future__ import annotations
 
 import functools
+import importlib.util
+import json
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import jinja2
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers.utils import cached_file
 
 from sidestream.config import unknown_name
 from sidestream.errors import ModelError, RequestRejected
@@ -41,7 +45,11 @@ class Tokenizer:
     def load(cls, model: str) -> Tokenizer:
         """The tokenizer in a transformers directory or of a hub id. Raises ModelError when there is none that can be read."""
         try:
+            pieces = _sentencepiece_file(model)
             backend = AutoTokenizer.from_pretrained(model, trust_remote_code=False)
+            backend.chat_template = backend.chat_template or _legacy_template(model)
+        except ModelError:
+            raise
         except Exception as fault:  # transformers raises anything from OSError to KeyError here
             if "trust_remote_code" in str(fault):
                 raise ModelError(
@@ -51,6 +59,8 @@ class Tokenizer:
             raise _no_tokenizer(model, _first_line(fault)) from fault
         if not backend.get_vocab():
             raise _no_tokenizer(model, "its vocabulary is empty")
+        if pieces is not None:
+            _check_conversion(backend, pieces)
         return cls(backend, eos_ids=_eos_ids(model, backend))
 
     def check_equal(self, other: Tokenizer, *, name: str) -> None:
@@ -224,6 +234,80 @@ def _check_unicode(text: str) -> None:
         raise RequestRejected(
             f"the text is not valid Unicode: character {fault.start} is the lone surrogate U+{ord(text[fault.start]):04X}; send UTF-8"
         ) from fault
+
+
+def _file_of(model: str, name: str) -> Path | None:
+    """A file of a transformers directory or a hub id, if there is one."""
+    quietly = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
+    found = cached_file(model, name, **quietly)
+    return None if found is None else Path(found)
+
+
+def _sentencepiece_file(model: str) -> Path | None:
+    """The SentencePiece model of a tokenizer without tokenizer.json. Raises ModelError without the packages for it.
+
+    Checked before transformers loads it: without them transformers takes the file for tiktoken's, and asks for that.
+    """
+    if _file_of(model, "tokenizer.json") is not None:
+        return None
+    path = next((path for name in _SENTENCEPIECE if (path := _file_of(model, name)) is not None), None)
+    if path is None or not _starts_like_sentencepiece(path):
+        return None
+    lacking = [name for name in ("sentencepiece", "google.protobuf") if not _is_installed(name)]
+    if lacking:
+        raise ModelError(
+            f"the tokenizer in {model} is a SentencePiece model alone ({path.name}, no tokenizer.json), "
+            f"and {lacking[0]} is not installed: pip install 'sidestream[sentencepiece]'"
+        )
+    return path
+
+
+def _starts_like_sentencepiece(path: Path) -> bool:
+    """Its protobuf starts with a piece, field 1; a tiktoken file, which may have the same name, is text."""
+    with path.open("rb") as file:
+        return file.read(1) == b"\n"
+
+
+def _is_installed(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:  # not even the package around it
+        return False
+
+
+_SENTENCEPIECE = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model")
+_PROBES = (
+    "The whale, 1,234 fathoms down, didn't care.",
+    "caf\u00e9 \u20ac5 \u6f22\u5b57 \U0001f40b",
+    "def f(x):\n    return x + 1\n",
+)
+
+
+def _check_conversion(backend: PreTrainedTokenizerBase, path: Path) -> None:
+    """transformers converts a SentencePiece model by the rules of the tokenizer's class, which may be the wrong one."""
+    from sentencepiece import SentencePieceProcessor
+
+    original = SentencePieceProcessor(model_file=str(path))
+    for text in _PROBES:
+        ours, theirs = backend.encode(text, add_special_tokens=False), original.encode(text)
+        if ours != theirs:
+            raise ModelError(
+                f"{path}: transformers converts it to a {type(backend).__name__} that gives other token ids than "
+                f"SentencePiece ({ours[:8]} in place of {theirs[:8]} for {text!r}): "
+                "name its tokenizer_class in tokenizer_config.json, or add a tokenizer.json"
+            )
+
+
+def _legacy_template(model: str) -> str | None:
+    """The chat template of chat_template.json, an older layout that transformers reads for processors alone."""
+    path = _file_of(model, "chat_template.json")
+    if path is None:
+        return None
+    content = json.loads(path.read_text(encoding="utf-8"))
+    template = content.get("chat_template") if isinstance(content, dict) else None
+    if not isinstance(template, str):
+        raise ValueError(f"{path} has no chat_template, as a string")
+    return template
 
 
 def _no_tokenizer(model: str, reason: str) -> ModelError:

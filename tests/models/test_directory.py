@@ -13,6 +13,7 @@ from sidestream.errors import ModelError
 from sidestream.models import load_model
 from sidestream.models.catalog import resolve
 from sidestream.testing.tiny_models import tiny_model_dir
+from sidestream.tokenizer import Tokenizer
 
 
 @pytest.fixture
@@ -113,3 +114,104 @@ def test_the_old_name_of_longrope_is_refused_and_the_remedy_helps(tmp_path: Path
 
     (directory / "config.json").write_text(json.dumps({**config, "rope_scaling": {"type": "longrope", **factors}}))
     assert load_model(resolve(str(directory)), block_tokens=4).config.rope_parameters["rope_type"] == "longrope"
+
+
+# --- chat templates
+
+
+def move_template(directory: Path, content: object) -> None:
+    """To the file of the older layout."""
+    (directory / "chat_template.jinja").unlink()
+    (directory / "chat_template.json").write_text(json.dumps(content))
+
+
+MESSAGES = [{"role": "user", "content": "Hi"}]
+
+
+def test_a_chat_template_in_a_json_file_is_read(llama: Path) -> None:
+    expected = Tokenizer.load(str(llama)).chat(MESSAGES)
+    move_template(llama, {"chat_template": (llama / "chat_template.jinja").read_text()})
+    assert Tokenizer.load(str(llama)).chat(MESSAGES) == expected
+
+
+def test_a_template_of_the_tokenizer_comes_before_that_of_the_json_file(llama: Path) -> None:
+    expected = Tokenizer.load(str(llama)).chat(MESSAGES)
+    (llama / "chat_template.json").write_text(json.dumps({"chat_template": "nothing"}))
+    assert Tokenizer.load(str(llama)).chat(MESSAGES) == expected
+
+
+@pytest.mark.parametrize("content", [{}, {"chat_template": 3}, []])
+def test_a_json_file_without_a_template_is_refused_and_named(llama: Path, content: object) -> None:
+    move_template(llama, content)
+    with pytest.raises(ModelError, match=r"chat_template\.json"):
+        Tokenizer.load(str(llama))
+
+
+# --- SentencePiece
+
+
+SPECIAL = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+
+
+def use_sentencepiece(directory: Path, model: bytes, **config: Any) -> Path:
+    """A tokenizer that is a SentencePiece model alone."""
+    (directory / "tokenizer.json").unlink()
+    (directory / "tokenizer.model").write_bytes(model)
+    (directory / "tokenizer_config.json").write_text(json.dumps({**SPECIAL, **config}))
+    return directory
+
+
+@pytest.mark.parametrize(("absent", "named"), [("sentencepiece", "sentencepiece"), ("google", "google.protobuf")])
+def test_a_sentencepiece_tokenizer_asks_for_the_package_that_reads_it(
+    llama: Path, monkeypatch: pytest.MonkeyPatch, absent: str, named: str
+) -> None:
+    use_sentencepiece(llama, b"\n\x0e\n\x05<unk>\x15\x00\x00\x00\x00\x18\x02")
+    monkeypatch.setattr("sidestream.tokenizer._is_installed", lambda name: not name.startswith(absent))
+    with pytest.raises(ModelError) as caught:
+        Tokenizer.load(str(llama))
+    assert "a SentencePiece model alone (tokenizer.model, no tokenizer.json)" in str(caught.value)
+    assert f"{named} is not installed: pip install 'sidestream[sentencepiece]'" in str(caught.value)
+
+
+@pytest.fixture(scope="module")
+def piece_model() -> bytes:
+    """A model of the kind that Llama 2 has, taught by our own sample text."""
+    import io
+
+    sentencepiece = pytest.importorskip("sentencepiece", reason="needs the extra sentencepiece")
+    from sidestream.text import sample_text
+
+    written = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(sample_text().splitlines()[:200]),
+        model_writer=written,
+        model_type="bpe",
+        vocab_size=400,
+        character_coverage=1.0,
+        byte_fallback=True,
+        normalization_rule_name="identity",
+        remove_extra_whitespaces=False,
+        hard_vocab_limit=False,
+        num_threads=1,
+        minloglevel=2,
+    )
+    return written.getvalue()
+
+
+def test_a_sentencepiece_tokenizer_gives_the_ids_of_sentencepiece(llama: Path, piece_model: bytes) -> None:
+    from sentencepiece import SentencePieceProcessor
+
+    original = SentencePieceProcessor(model_proto=piece_model)
+    tokenizer = Tokenizer.load(str(use_sentencepiece(llama, piece_model, tokenizer_class="LlamaTokenizer")))
+    for text in ("Call me Ishmael.", "12 whales\nand a café: 漢字", "x"):
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        assert ids == original.encode(text)
+        assert tokenizer.decode(ids).lstrip() == text
+
+
+def test_a_sentencepiece_tokenizer_that_is_converted_to_other_ids_is_refused(llama: Path, piece_model: bytes) -> None:
+    """Without the class's name transformers drops the space that SentencePiece puts before a text."""
+    use_sentencepiece(llama, piece_model)
+    edit_json(llama / "config.json", model_type="qwen3")
+    with pytest.raises(ModelError, match="gives other token ids than SentencePiece"):
+        Tokenizer.load(str(llama))
