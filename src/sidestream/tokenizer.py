@@ -6,7 +6,7 @@ Knows nothing of requests or the engine. May be used from any thread.
 from __future__ import annotations
 
 import functools
-import importlib.util
+import importlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -253,12 +253,13 @@ def _sentencepiece_file(model: str) -> Path | None:
     path = next((path for name in _SENTENCEPIECE if (path := _file_of(model, name)) is not None), None)
     if path is None or not _starts_like_sentencepiece(path):
         return None
-    lacking = [name for name in ("sentencepiece", "google.protobuf") if not _is_installed(name)]
-    if lacking:
+    try:
+        importlib.import_module("sentencepiece.sentencepiece_model_pb2")  # needs sentencepiece and a protobuf that fits
+    except Exception as fault:  # protobuf raises errors of its own
         raise ModelError(
-            f"the tokenizer in {model} is a SentencePiece model alone ({path.name}, no tokenizer.json), "
-            f"and {lacking[0]} is not installed: pip install 'sidestream[sentencepiece]'"
-        )
+            f"the tokenizer in {model} is a SentencePiece model alone ({path.name}, no tokenizer.json), and the packages "
+            f"that read it cannot be loaded ({_first_line(fault)}): pip install 'sidestream[sentencepiece]'"
+        ) from fault
     return path
 
 
@@ -266,13 +267,6 @@ def _starts_like_sentencepiece(path: Path) -> bool:
     """Its protobuf starts with a piece, field 1; a tiktoken file, which may have the same name, is text."""
     with path.open("rb") as file:
         return file.read(1) == b"\n"
-
-
-def _is_installed(name: str) -> bool:
-    try:
-        return importlib.util.find_spec(name) is not None
-    except ModuleNotFoundError:  # not even the package around it
-        return False
 
 
 _SENTENCEPIECE = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model")
