@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import inspect
 import json
 import reprlib
@@ -49,11 +50,22 @@ class Tokenizer:
     def load(cls, model: str) -> Tokenizer:
         """The tokenizer in a transformers directory or of a hub id. Raises ModelError when there is none that can be read."""
         try:
-            backend = AutoTokenizer.from_pretrained(model)
+            pieces = _sentencepiece_file(model)
+            backend = AutoTokenizer.from_pretrained(model, trust_remote_code=False)
+            backend.chat_template = backend.chat_template or _legacy_template(model)
+        except ModelError:
+            raise
         except Exception as fault:  # transformers raises anything from OSError to KeyError here
+            if "trust_remote_code" in str(fault):
+                raise ModelError(
+                    f"the tokenizer in {model} needs code of its own (auto_map in tokenizer_config.json), "
+                    "which Sidestream never runs: add a tokenizer.json and remove auto_map, or choose another model"
+                ) from fault
             raise _no_tokenizer(model, _first_line(fault)) from fault
         if not backend.get_vocab():
             raise _no_tokenizer(model, "its vocabulary is empty")
+        if pieces is not None:
+            _check_conversion(backend, pieces)
         return cls(backend, eos_ids=_eos_ids(model, backend))
 
     def check_equal(self, other: Tokenizer, *, name: str) -> None:
@@ -203,7 +215,7 @@ def _eos_ids(model: str, backend: PreTrainedTokenizerBase) -> list[int]:
     found = _generation_config(model).get("eos_token_id")
     if found is None:
         with contextlib.suppress(OSError, ValueError):  # a tokenizer alone, or a model that transformers does not know
-            found = getattr(AutoConfig.from_pretrained(model), "eos_token_id", None)
+            found = getattr(AutoConfig.from_pretrained(model, trust_remote_code=False), "eos_token_id", None)
     declared = [] if found is None else list(found) if isinstance(found, list | tuple) else [found]
     own = backend.eos_token_id
     return declared if own is None else [*declared, own]
@@ -257,6 +269,74 @@ def _check_unicode(text: str) -> None:
         raise RequestRejected(
             f"the text is not valid Unicode: character {fault.start} is the lone surrogate U+{ord(text[fault.start]):04X}; send UTF-8"
         ) from fault
+
+
+def _file_of(model: str, name: str) -> Path | None:
+    """A file of a transformers directory or a hub id, if there is one."""
+    quietly = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
+    found = cached_file(model, name, **quietly)
+    return None if found is None else Path(found)
+
+
+def _sentencepiece_file(model: str) -> Path | None:
+    """The SentencePiece model of a tokenizer without tokenizer.json. Raises ModelError without the packages for it.
+
+    Checked before transformers loads it: without them transformers takes the file for tiktoken's, and asks for that.
+    """
+    if _file_of(model, "tokenizer.json") is not None:
+        return None
+    path = next((path for name in _SENTENCEPIECE if (path := _file_of(model, name)) is not None), None)
+    if path is None or not _starts_like_sentencepiece(path):
+        return None
+    try:
+        importlib.import_module("sentencepiece.sentencepiece_model_pb2")  # needs sentencepiece and a protobuf that fits
+    except Exception as fault:  # protobuf raises errors of its own
+        raise ModelError(
+            f"the tokenizer in {model} is a SentencePiece model alone ({path.name}, no tokenizer.json), and the packages "
+            f"that read it cannot be loaded ({_first_line(fault)}): pip install 'sidestream[sentencepiece]'"
+        ) from fault
+    return path
+
+
+def _starts_like_sentencepiece(path: Path) -> bool:
+    """Its protobuf starts with a piece, field 1; a tiktoken file, which may have the same name, is text."""
+    with path.open("rb") as file:
+        return file.read(1) == b"\n"
+
+
+_SENTENCEPIECE = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model")
+_PROBES = (
+    "The whale, 1,234 fathoms down, didn't care.",
+    "caf\u00e9 \u20ac5 \u6f22\u5b57 \U0001f40b",
+    "def f(x):\n    return x + 1\n",
+)
+
+
+def _check_conversion(backend: PreTrainedTokenizerBase, path: Path) -> None:
+    """transformers converts a SentencePiece model by the rules of the tokenizer's class, which may be the wrong one."""
+    from sentencepiece import SentencePieceProcessor
+
+    original = SentencePieceProcessor(model_file=str(path))
+    for text in _PROBES:
+        ours, theirs = backend.encode(text, add_special_tokens=False), original.encode(text)
+        if ours != theirs:
+            raise ModelError(
+                f"{path}: transformers converts it to a {type(backend).__name__} that gives other token ids than "
+                f"SentencePiece ({ours[:8]} in place of {theirs[:8]} for {text!r}): "
+                "name its tokenizer_class in tokenizer_config.json, or add a tokenizer.json"
+            )
+
+
+def _legacy_template(model: str) -> str | None:
+    """The chat template of chat_template.json, an older layout that transformers reads for processors alone."""
+    path = _file_of(model, "chat_template.json")
+    if path is None:
+        return None
+    content = json.loads(path.read_text(encoding="utf-8"))
+    template = content.get("chat_template") if isinstance(content, dict) else None
+    if not isinstance(template, str):
+        raise ValueError(f"{path} has no chat_template, as a string")
+    return template
 
 
 def _no_tokenizer(model: str, reason: str) -> ModelError:

@@ -351,6 +351,8 @@ def test_resolve_prepares_a_catalogue_name_once(model: CatalogModel, wheel: Path
 
 
 def test_resolve_passes_directories_and_hub_ids_on(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    (tmp_path / "model.safetensors").touch()
     assert resolve(str(tmp_path)) == str(tmp_path)
     assert resolve("HuggingFaceTB/SmolLM2-135M-Instruct") == "HuggingFaceTB/SmolLM2-135M-Instruct"
 

@@ -36,6 +36,7 @@ from safetensors import SafetensorError
 
 from sidestream.config import unknown_name
 from sidestream.errors import ModelError
+from sidestream.models.directory import check_directory
 
 MARKER = "sidestream.json"
 """Written last into a prepared directory: the recipe's number, and size and SHA-256 of every other file."""
@@ -121,12 +122,17 @@ class Convert(Protocol):
 def resolve(model: str, *, progress: Progress | None = None) -> str:
     """What transformers can load for `model`: a catalogue name is prepared, a directory or hub id is passed on.
 
-    Raises ModelError when it is none of these, or when preparing fails.
+    Raises ModelError when it is none of these, when preparing fails, or when a directory holds no model that can be
+    served (`check_directory`).
     """
     if model in CATALOG:
         return str(prepare(model, progress=progress))
     path = Path(os.path.expanduser(model))  # noqa: PTH111 - Path.expanduser raises for an unknown ~user
     if model and path.is_dir():
+        try:
+            check_directory(path)
+        except ModelError as error:
+            raise ModelError(f"model {path.name}: {error}") from error
         return str(path)
     if path.is_file():
         raise ModelError(f"model {model} is a file: give the directory that holds its config.json")

@@ -14,12 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
-from transformers import AttentionInterface, AutoModelForCausalLM
+from transformers import AttentionInterface
 
 from sidestream.config import MOST_DRAFTS
-from sidestream.errors import ConfigError, ModelError
-from sidestream.models.loader import local_directory, quiet
+from sidestream.errors import ConfigError
+from sidestream.models.directory import check_config
+from sidestream.models.loader import about, local_directory, read_config, read_module
 from sidestream.models.mtp import MtpHead
+from sidestream.models.weights import check_files
 
 # Positions whose logits are there at a time: a row of them is as wide as the vocabulary.
 _PIECE = 2048
@@ -227,18 +229,11 @@ AttentionInterface.register(_AS_IT_DRAFTS, _attend)
 def load_teacher(path_or_hub_id: str, *, device: torch.device) -> Any:
     """A transformers causal model to learn from: in its own dtype on a GPU, in float32 on a CPU. Raises ModelError."""
     directory = local_directory(path_or_hub_id)
-    try:
-        with quiet():
-            model = AutoModelForCausalLM.from_pretrained(
-                directory,
-                dtype="auto" if device.type == "cuda" else torch.float32,
-                use_safetensors=True,
-                local_files_only=True,
-                trust_remote_code=False,
-            )
-    except Exception as error:  # transformers and the model's own code raise anything here
-        reason = (str(error).strip() or repr(error)).splitlines()[0]
-        raise ModelError(f"model {directory.name}: transformers cannot load it ({type(error).__name__}: {reason})") from error
-    if getattr(model.config.get_text_config(), "attn_logit_softcapping", None) is not None:
-        model.set_attn_implementation("eager")  # torch's SDPA caps no scores, which transformers before 5.23 did not refuse
-    return model.eval().to(device)
+    with about(directory.name):
+        check_config(directory)
+        stored = check_files(directory)
+        dtype = "auto" if device.type == "cuda" else torch.float32
+        model = read_module(directory, read_config(directory), stored, dtype=dtype, attention="sdpa")
+        if getattr(model.config.get_text_config(), "attn_logit_softcapping", None) is not None:
+            model.set_attn_implementation("eager")  # torch's SDPA caps no scores, which transformers before 5.23 did not refuse
+        return model.to(device)

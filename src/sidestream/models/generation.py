@@ -10,7 +10,7 @@ from pathlib import Path
 
 from sidestream.config import SamplingDefaults
 from sidestream.errors import ModelError, RequestRejected
-from sidestream.models.weights import read_json
+from sidestream.models.directory import read_json
 
 FILE = "generation_config.json"
 

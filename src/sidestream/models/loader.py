@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +21,12 @@ from sidestream.errors import ConfigError, ModelError
 from sidestream.kv.layout import DTYPE_BYTES
 from sidestream.models.adapter import PagedModel
 from sidestream.models.check import check_paged, eager_logits
+from sidestream.models.directory import check_config, read_json
 from sidestream.models.facts import layout_of, max_positions, refuse_unservable
 from sidestream.models.kept import keep_compiled
 from sidestream.models.precision import Precision, choose_precision
-from sidestream.models.weights import check_files, digest_of_files, fingerprint_of, pack_linears, read_json, stored_facts
+from sidestream.models.stored import StoredTensor, known_unused
+from sidestream.models.weights import check_files, digest_of_files, fingerprint_of, pack_linears, stored_facts
 
 logger = logging.getLogger(__name__)
 
@@ -43,15 +45,16 @@ def load_model(path_or_hub_id: str, *, dtype: str = "auto", block_tokens: int, d
     """
     _check_dtype(dtype)
     name = Path(path_or_hub_id).name
-    with _about(name):
+    with about(name):
         directory = local_directory(path_or_hub_id)
-        config = _read_config(directory)
+        check_config(directory)
+        config = read_config(directory)
         refuse_unservable(config)
         layout_of(config, dtype="float32", block_tokens=block_tokens)
-        check_files(directory)
+        stored = check_files(directory)
         precision = _precision(directory, config, dtype, device)
         logger.info("model %s: %s", name, precision)
-        module = _load(directory, config, precision.dtype)
+        module = read_module(directory, config, stored, dtype=getattr(torch, precision.dtype), attention="eager")
         layout = layout_of(module.config, dtype=str(module.dtype).removeprefix("torch."), block_tokens=block_tokens)
         fingerprint = fingerprint_of(module)  # on the host: the name of a model does not say where it runs
         if device.type == "cuda":
@@ -74,26 +77,29 @@ def load_model(path_or_hub_id: str, *, dtype: str = "auto", block_tokens: int, d
 def precision_of(path_or_hub_id: str, *, dtype: str = "auto", device: torch.device = _CPU) -> Precision:
     """What `load_model` would load the model in, and why; reads no weights. Raises ModelError."""
     _check_dtype(dtype)
-    with _about(Path(path_or_hub_id).name):
+    with about(Path(path_or_hub_id).name):
         directory = _directory(path_or_hub_id, _CONFIGS)
-        return _precision(directory, _read_config(directory), dtype, device)
+        check_config(directory)
+        return _precision(directory, read_config(directory), dtype, device)
 
 
 def kv_token_bytes(path_or_hub_id: str, *, dtype: str = "auto", device: torch.device = _CPU) -> int:
     """Bytes that one token's KV takes, all layers, if the model is loaded by `load_model`; reads no weights. Raises ModelError."""
     _check_dtype(dtype)
-    with _about(Path(path_or_hub_id).name):
+    with about(Path(path_or_hub_id).name):
         directory = _directory(path_or_hub_id, _CONFIGS)
-        config = _read_config(directory)
+        check_config(directory)
+        config = read_config(directory)
         refuse_unservable(config)
         return layout_of(config, dtype=_precision(directory, config, dtype, device).dtype, block_tokens=1).token_bytes
 
 
 def weights_digest(path_or_hub_id: str) -> str:
     """`digest_of_files` of a model that could be served; one of a hub is downloaded first. Raises ModelError, as `load_model` would."""
-    with _about(Path(path_or_hub_id).name):
+    with about(Path(path_or_hub_id).name):
         directory = local_directory(path_or_hub_id)
-        refuse_unservable(_read_config(directory))
+        check_config(directory)
+        refuse_unservable(read_config(directory))
         check_files(directory)
         return digest_of_files(directory)
 
@@ -111,7 +117,7 @@ def _precision(directory: Path, config: PreTrainedConfig, dtype: str, device: to
 
 
 @contextlib.contextmanager
-def _about(name: str) -> Iterator[None]:
+def about(name: str) -> Iterator[None]:
     """Name the model in every reason; what transformers raises is a reason too."""
     try:
         with quiet():
@@ -146,7 +152,7 @@ def local_directory(path_or_hub_id: str) -> Path:
 
 def config_directory(path_or_hub_id: str) -> Path:
     """Where a model's configs are, fetched first if they must be; without its weights. Raises ModelError."""
-    with _about(Path(path_or_hub_id).name):
+    with about(Path(path_or_hub_id).name):
         return _directory(path_or_hub_id, _CONFIGS)
 
 
@@ -159,22 +165,27 @@ def _directory(path_or_hub_id: str, patterns: list[str]) -> Path:
     return Path(snapshot_download(path_or_hub_id, allow_patterns=patterns, ignore_patterns=["*/*", "consolidated*"]))
 
 
-def _read_config(directory: Path) -> PreTrainedConfig:
-    kind = read_json(directory / "config.json").get("model_type")
-    if not kind:
-        raise ModelError(f"{directory / 'config.json'} has no model_type: it is no transformers config")
+def read_config(directory: Path) -> PreTrainedConfig:
+    """The config in a directory that `check_config` let pass. Raises ModelError, or what transformers raises."""
     if (directory / "generation_config.json").exists():
         read_json(directory / "generation_config.json")  # transformers would go on without it, and never stop an answer
     config: PreTrainedConfig = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
     return config
 
 
-def _load(directory: Path, config: PreTrainedConfig, dtype: str) -> Any:
+def read_module(
+    directory: Path, config: PreTrainedConfig, stored: Mapping[str, StoredTensor], *, dtype: torch.dtype | str, attention: str
+) -> Any:
+    """Transformers' module with the weights of a directory, all of which it uses.
+
+    `stored`: the tensors that `check_files` found there. Raises ModelError when they do not match the module; what
+    transformers raises passes through.
+    """
     module, loaded = AutoModelForCausalLM.from_pretrained(
         directory,
         config=config,
-        dtype=getattr(torch, dtype),
-        attn_implementation="eager",
+        dtype=dtype,
+        attn_implementation=attention,
         use_safetensors=True,
         local_files_only=True,
         trust_remote_code=False,
@@ -188,7 +199,39 @@ def _load(directory: Path, config: PreTrainedConfig, dtype: str) -> Any:
             raise ModelError(
                 f"its weight files {problem} {len(names)} of the model's tensors, such as {first}: fetch weights that fit config.json"
             )
+    _refuse_surplus(module, stored, set(loaded["unexpected_keys"]))
+    _refuse_contradicted_tie(module)
     return module.eval()
+
+
+def _refuse_surplus(module: Any, stored: Mapping[str, StoredTensor], unexpected: set[str]) -> None:
+    """A tensor without a place in the module would be left out, and the model's answers would be wrong.
+
+    `unexpected`: from transformers, which has already removed the names on its own list for the class (heads for
+    speculative decoding, old buffers).
+    """
+    prefix = f"{module.base_model_prefix}."
+    # transformers accepts a name with and without the prefix; given both, it uses one tensor and drops the other.
+    twice = {name for name in stored if name.startswith(prefix) and name.removeprefix(prefix) in stored}
+    surplus = sorted((unexpected - known_unused(stored, unexpected)) | twice)
+    if surplus:
+        raise ModelError(
+            f"its weight files hold {len(surplus)} tensors that a model of this config.json does not use, such as "
+            f"{surplus[0]}: fetch weights and config.json of the same model"
+        )
+
+
+def _refuse_contradicted_tie(module: Any) -> None:
+    """When the config ties two tensors, and both are stored and differ, transformers uses both; other engines use one.
+
+    Either could be meant.
+    """
+    for name, source in module.get_expanded_tied_weights_keys(all_submodels=True).items():
+        if module.get_parameter(name) is not module.get_parameter(source):
+            raise ModelError(
+                f"its config.json ties {name} to {source} (tie_word_embeddings), but its weight files hold a {name} that "
+                f"differs: set tie_word_embeddings to false if the model was trained so, or remove {name} from the files"
+            )
 
 
 def _eos_ids(module: Any) -> tuple[int, ...]:

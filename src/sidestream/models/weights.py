@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import struct
 from pathlib import Path
 from typing import Any
@@ -17,24 +18,28 @@ from safetensors import safe_open
 from torch import nn
 
 from sidestream.errors import ModelError
+from sidestream.models.directory import INDEX, WEIGHTS, check_weights_exist, read_json
+from sidestream.models.stored import StoredTensor, check_stored, joined, tensors_of
 
-_INDEX = "model.safetensors.index.json"
+_SHARD = re.compile(r"-of-(\d+)\.safetensors$")
+
 _STORED = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 # Facts of a config that leave every number of a forward as it is, or that the hash holds otherwise.
 _NOT_IDENTITY = {"_name_or_path", "architectures", "dtype", "torch_dtype", "id2label", "label2id", "use_cache"}
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object. Raises ModelError that names the file."""
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ModelError(f"{path.parent} has no {path.name}: give a directory that transformers saved, or fetch the file") from None
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{path} cannot be read as JSON ({error}): fetch it again") from error
-    if not isinstance(found, dict):
-        raise ModelError(f"{path} holds a {type(found).__name__}, not a JSON object: fetch it again")
-    return found
+def check_files(directory: Path) -> dict[str, StoredTensor]:
+    """The tensors of a model's weight files, by name. Reads headers, and a page of each matrix.
+
+    Raises ModelError that names the file when one is missing, cut off or not a safetensors file, and that names the
+    tensor when one cannot be served (`check_stored`).
+    """
+    check_weights_exist(directory)
+    files = _weight_files(directory)
+    stored = joined(tensor for path in files for tensor in _check_file(path))
+    _refuse_unlisted_shards(directory, {path.name for path in files})
+    check_stored(stored)
+    return stored
 
 
 def stored_facts(directory: Path) -> tuple[str, int]:
@@ -42,39 +47,37 @@ def stored_facts(directory: Path) -> tuple[str, int]:
 
     `("float32", 0)` if there are none. Raises ModelError for a file that is damaged.
     """
-    dtype, num_bytes = "float32", 0
-    for path in reversed([path for path in _weight_files(directory) if path.exists()]):
-        _check_file(path)
-        with safe_open(path, framework="pt") as file:
-            stored = (file.get_slice(name).get_dtype() for name in sorted(file.keys()))
-            dtype = next((_STORED[name] for name in stored if name in _STORED), dtype)
-        num_bytes += path.stat().st_size
-    return dtype, num_bytes
-
-
-def check_files(directory: Path) -> None:
-    """Raise ModelError that names the file when a weight file is missing, cut off or not a safetensors file. Reads headers only."""
-    for path in _weight_files(directory):
-        _check_file(path)
+    tensors = [tensor for path in _weight_files(directory) if path.exists() for tensor in _check_file(path)]
+    floating = (_STORED[tensor.dtype] for tensor in sorted(tensors, key=lambda t: (t.path, t.name)) if tensor.dtype in _STORED)
+    return next(floating, "float32"), sum(tensor.num_bytes for tensor in tensors)
 
 
 def _weight_files(directory: Path) -> list[Path]:
-    names = {"model.safetensors"}
-    if not (directory / "model.safetensors").exists() and (directory / _INDEX).exists():
-        weight_map = read_json(directory / _INDEX).get("weight_map")
+    names = {WEIGHTS}
+    if not (directory / WEIGHTS).exists() and (directory / INDEX).exists():
+        weight_map = read_json(directory / INDEX).get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
-            raise ModelError(f"{directory / _INDEX} lists no weights: fetch it again")
+            raise ModelError(f"{directory / INDEX} lists no weights: fetch it again")
         names = set(weight_map.values())
     return [directory / name for name in sorted(names)]
 
 
-def _check_file(path: Path) -> None:
+def _refuse_unlisted_shards(directory: Path, listed: set[str]) -> None:
+    """A shard of the same set that the index does not list would be left out. Other files are not the model's."""
+    for total in {found[1] for name in listed if (found := _SHARD.search(name))}:
+        others = {path.name for path in directory.glob(f"model-*-of-{total}.safetensors")} - listed
+        if others:
+            raise ModelError(f"{directory / INDEX} does not list {min(others)}, a shard of the same set: fetch the index again")
+
+
+def _check_file(path: Path) -> list[StoredTensor]:
     try:
         size = path.stat().st_size
         with path.open("rb") as file:
             (header_bytes,) = struct.unpack("<Q", file.read(8).ljust(8, b"\0"))
             header = json.loads(file.read(min(header_bytes, size)))
-        expected = 8 + header_bytes + max((entry["data_offsets"][1] for key, entry in header.items() if key != "__metadata__"), default=0)
+        tensors = list(tensors_of(path, header, data_start=8 + header_bytes))
+        expected = max((tensor.start + tensor.num_bytes for tensor in tensors), default=8 + header_bytes)
     except FileNotFoundError:
         raise ModelError(f"{path.parent} has no {path.name}: fetch the weights, in safetensors format") from None
     except PermissionError:
@@ -85,6 +88,7 @@ def _check_file(path: Path) -> None:
         raise ModelError(f"{path} is no readable safetensors file: fetch it again") from None
     if size != expected:
         raise ModelError(f"{path} has {size} bytes, its header tells {expected}: it is not complete, fetch it again")
+    return tensors
 
 
 def fingerprint_of(module: Any) -> str:

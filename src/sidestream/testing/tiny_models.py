@@ -87,7 +87,12 @@ def tiny_model_dir(family: str, directory: Path, seed: int, **changes: Any) -> P
 
 def save_head(model: Path, path: Path, *, seed: int) -> Path:
     """Save a head with random weights for the model in a directory, as a file of ours. Returns `path`."""
-    module = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    module = AutoModelForCausalLM.from_pretrained(
+        model,
+        dtype=torch.float32,
+        use_safetensors=True,
+        trust_remote_code=False,
+    )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         write_head(MtpHead(module, feeds_normed=False), path)

@@ -30,7 +30,9 @@ def _ready(order: dict[str, Any]) -> tuple[Callable[[dict[str, Any]], float], Ca
     import torch
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(order["path"], dtype=getattr(torch, order["dtype"])).eval()
+    model = AutoModelForCausalLM.from_pretrained(
+        order["path"], dtype=getattr(torch, order["dtype"]), use_safetensors=True, trust_remote_code=False
+    ).eval()
 
     def answer(question: dict[str, Any]) -> float:
         count, start = question["output_tokens"], time.perf_counter()

@@ -1,0 +1,133 @@
+"""Inspect a model's directory by file names and JSON alone, and refuse a directory that cannot be served.
+
+Called on the caller's thread before the tokenizer and the weights are read, so that the first error names the cause.
+Knows nothing of tensors: `weights` reads the headers of weight files.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from sidestream.errors import ModelError
+
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+"""The file that lists the shards of weights that are split over several files."""
+
+_ADAPTER_CONFIG = "adapter_config.json"
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object. Raises ModelError that names the file."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ModelError(f"{path.parent} has no {path.name}: give a directory that transformers saved, or fetch the file") from None
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path} cannot be read as JSON ({error}): fetch it again") from error
+    if not isinstance(found, dict):
+        raise ModelError(f"{path} holds a {type(found).__name__}, not a JSON object: fetch it again")
+    return found
+
+
+def check_directory(directory: Path) -> None:
+    """Raise ModelError with cause and remedy unless the directory can hold a model that Sidestream serves."""
+    check_config(directory)
+    check_weights_exist(directory)
+
+
+def check_config(directory: Path) -> None:
+    """The part of `check_directory` that needs no weights: the configs of a hub's model are fetched first."""
+    _refuse_adapter(directory)
+    if not (directory / "config.json").exists():
+        _refuse_without_config(directory)
+    config = read_json(directory / "config.json")
+    if not config.get("model_type"):
+        raise ModelError(f"{directory / 'config.json'} has no model_type: it is no transformers config")
+    _refuse_own_code(config)
+    _refuse_su_rope(config)
+    if config.get("transformers_weights"):  # transformers would read that file, Sidestream would check another
+        raise ModelError(
+            f"its config.json names other weights, {config['transformers_weights']!r} (transformers_weights): "
+            f"Sidestream reads only {WEIGHTS} or {INDEX}; rename the file, and remove the entry"
+        )
+
+
+def check_weights_exist(directory: Path) -> None:
+    """The rest of `check_directory`: raise ModelError that names the weights that the directory holds instead."""
+    if not any((directory / name).exists() for name in (WEIGHTS, INDEX)):
+        raise ModelError(f"{directory} has no {WEIGHTS} and no {INDEX}: {_other_weights(directory)}")
+
+
+def _refuse_adapter(directory: Path) -> None:
+    """Without peft transformers ignores an adapter silently; with peft it may load another base model by itself."""
+    adapters = sorted(path.name for path in directory.glob("adapter_model*"))
+    if (directory / _ADAPTER_CONFIG).exists():
+        base = read_json(directory / _ADAPTER_CONFIG).get("base_model_name_or_path") or "an unnamed base model"
+        adapters.insert(0, _ADAPTER_CONFIG)
+    elif adapters:
+        base = "an unnamed base model"
+    else:
+        return
+    merge = f"merge it into {base} (PeftModel.merge_and_unload, then save_pretrained) and give the merged model's directory"
+    if (directory / "config.json").exists():
+        raise ModelError(
+            f"{directory} holds a LoRA adapter ({adapters[0]}) beside the model, and adapters are not applied: "
+            f"{merge}, or move the adapter's files away to serve the model without it"
+        )
+    raise ModelError(f"{directory} holds a LoRA adapter ({adapters[0]}) for {base}, not a model: {merge}")
+
+
+def _refuse_without_config(directory: Path) -> None:
+    names = sorted(path.name for path in directory.iterdir())
+    if not names:
+        raise ModelError(f"{directory} is empty: give a directory with config.json, {WEIGHTS} and tokenizer.json, as transformers saves it")
+    if any(name.endswith((".gguf", ".bin", ".pt", ".pth")) or name.startswith("consolidated") for name in names):
+        raise ModelError(f"{directory} has no config.json: {_other_weights(directory)}")
+
+
+def _other_weights(directory: Path) -> str:
+    """Name the weights of another format that the directory holds, and the remedy."""
+    gguf = sorted(path.name for path in directory.glob("*.gguf"))
+    if gguf:
+        return (
+            f"{gguf[0]} is a GGUF file, and Sidestream serves safetensors; fetch the model that it was made from, "
+            f"or convert it with transformers: from_pretrained(directory, gguf_file={gguf[0]!r}) of "
+            "AutoModelForCausalLM and AutoTokenizer, then save_pretrained of both"
+        )
+    patterns = ("pytorch_model*.bin", "*.pt", "*.pth")
+    pickles = sorted(path.name for pattern in patterns for path in directory.glob(pattern))
+    if pickles:
+        return (
+            f"{pickles[0]} is a pickle, which can run code while it is read, so Sidestream does not read it; "
+            "fetch the model in safetensors format, or convert it with transformers' save_pretrained if you trust it"
+        )
+    original = sorted(path.name for path in directory.glob("consolidated*"))
+    if original:
+        return f"{original[0]} is in its maker's own layout; fetch the model in transformers' layout"
+    return "fetch the weights, in safetensors format"
+
+
+def _refuse_own_code(config: dict[str, Any]) -> None:
+    if not config.get("auto_map"):
+        return
+    from transformers import CONFIG_MAPPING  # takes seconds to import, and few checkpoints bring code
+
+    if config["model_type"] not in CONFIG_MAPPING:
+        raise ModelError(
+            f"its model_type {config['model_type']!r} needs code of its own (auto_map in config.json), "
+            "which Sidestream never runs: choose a model of a type that transformers knows, "
+            "or install a newer transformers if that knows it"
+        )
+
+
+def _refuse_su_rope(config: dict[str, Any]) -> None:
+    for field in ("rope_scaling", "rope_parameters"):
+        rope = config.get(field)
+        if isinstance(rope, dict) and "su" in (rope.get("type"), rope.get("rope_type")):
+            raise ModelError(
+                f"its config.json has {field} of type 'su', an old name of 'longrope' that transformers no longer "
+                "reads: write 'longrope' there"
+            )

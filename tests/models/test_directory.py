@@ -1,0 +1,216 @@
+"""A directory without a servable model is refused with cause and remedy before tokenizer and weights are read."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sidestream.errors import ModelError
+from sidestream.models import load_model
+from sidestream.models.catalog import resolve
+from sidestream.testing.tiny_models import tiny_model_dir
+from sidestream.tokenizer import Tokenizer
+
+
+@pytest.fixture
+def llama(tmp_path: Path) -> Path:
+    return tiny_model_dir("llama", tmp_path / "llama", 0)
+
+
+def refusals(directory: Path) -> list[str]:
+    """The errors of `resolve`, which every command calls first, and of `load_model`."""
+    said = []
+    for call in (lambda: resolve(str(directory)), lambda: load_model(str(directory), block_tokens=4)):
+        with pytest.raises(ModelError) as caught:
+            call()
+        said.append(str(caught.value))
+    return said
+
+
+def edit_json(path: Path, **changes: Any) -> None:
+    path.write_text(json.dumps({**(json.loads(path.read_text()) if path.exists() else {}), **changes}))
+
+
+def empty(directory: Path) -> None:
+    pass
+
+
+def gguf_only(directory: Path) -> None:
+    (directory / "tiny.Q4_K_M.gguf").write_bytes(b"GGUF")
+
+
+def pickle_only(directory: Path) -> None:
+    (directory / "pytorch_model.bin").write_bytes(b"PK")
+
+
+def original_only(directory: Path) -> None:
+    (directory / "params.json").write_text("{}")
+    (directory / "consolidated.safetensors").touch()
+
+
+def adapter_only(directory: Path) -> None:
+    edit_json(directory / "adapter_config.json", base_model_name_or_path="someone/base-7b", peft_type="LORA")
+    (directory / "adapter_model.safetensors").touch()
+
+
+@pytest.mark.parametrize(
+    ("fill", "cause", "remedy"),
+    [
+        (empty, "is empty", "give a directory with config.json, model.safetensors and tokenizer.json"),
+        (gguf_only, "tiny.Q4_K_M.gguf is a GGUF file", "gguf_file='tiny.Q4_K_M.gguf'"),
+        (pickle_only, "pytorch_model.bin is a pickle", "safetensors format"),
+        (original_only, "consolidated.safetensors is in its maker's own layout", "fetch the model in transformers' layout"),
+        (adapter_only, "a LoRA adapter (adapter_config.json) for someone/base-7b, not a model", "merge it into someone/base-7b"),
+    ],
+)
+def test_a_directory_that_holds_something_else_is_refused_with_cause_and_remedy(
+    tmp_path: Path, fill: Callable[[Path], None], cause: str, remedy: str
+) -> None:
+    directory = tmp_path / "given"
+    directory.mkdir()
+    fill(directory)
+
+    for said in refusals(directory):
+        assert said.startswith("model given: ")
+        assert cause in said
+        assert remedy in said
+
+
+def test_weights_in_another_format_beside_a_config_are_named(llama: Path) -> None:
+    (llama / "model.safetensors").rename(llama / "tiny.gguf")
+    for said in refusals(llama):
+        assert "has no model.safetensors" in said
+        assert "tiny.gguf is a GGUF file" in said
+
+
+@pytest.mark.parametrize("file", ["adapter_config.json", "adapter_model.safetensors"])
+def test_an_adapter_beside_the_weights_is_refused_for_it_would_not_be_applied(llama: Path, file: str) -> None:
+    (llama / file).write_text('{"base_model_name_or_path": "someone/base"}')
+    for said in refusals(llama):
+        assert f"a LoRA adapter ({file}) beside the model" in said
+        assert "move the adapter's files away" in said
+
+
+def test_a_config_that_names_other_weights_is_refused(llama: Path) -> None:
+    """transformers would read that file, and even a pickle if its name is adapter_model.bin."""
+    edit_json(llama / "config.json", transformers_weights="other.safetensors")
+    for said in refusals(llama):
+        assert "names other weights, 'other.safetensors'" in said
+
+
+def test_the_old_name_of_longrope_is_refused_and_the_remedy_helps(tmp_path: Path) -> None:
+    directory = tiny_model_dir("phi3", tmp_path / "phi3", 0)
+    config = json.loads((directory / "config.json").read_text())
+    del config["rope_parameters"]
+    config |= {"original_max_position_embeddings": 256, "rope_theta": 1e4}
+    factors = {"short_factor": [1.0] * 8, "long_factor": [1.0] * 8}
+    (directory / "config.json").write_text(json.dumps({**config, "rope_scaling": {"type": "su", **factors}}))
+    for said in refusals(directory):
+        assert "rope_scaling of type 'su', an old name of 'longrope'" in said
+
+    (directory / "config.json").write_text(json.dumps({**config, "rope_scaling": {"type": "longrope", **factors}}))
+    assert load_model(resolve(str(directory)), block_tokens=4).config.rope_parameters["rope_type"] == "longrope"
+
+
+# --- chat templates
+
+
+def move_template(directory: Path, content: object) -> None:
+    """To the file of the older layout."""
+    (directory / "chat_template.jinja").unlink()
+    (directory / "chat_template.json").write_text(json.dumps(content))
+
+
+MESSAGES = [{"role": "user", "content": "Hi"}]
+
+
+def test_a_chat_template_in_a_json_file_is_read(llama: Path) -> None:
+    expected = Tokenizer.load(str(llama)).chat(MESSAGES)
+    move_template(llama, {"chat_template": (llama / "chat_template.jinja").read_text()})
+    assert Tokenizer.load(str(llama)).chat(MESSAGES) == expected
+
+
+def test_a_template_of_the_tokenizer_comes_before_that_of_the_json_file(llama: Path) -> None:
+    expected = Tokenizer.load(str(llama)).chat(MESSAGES)
+    (llama / "chat_template.json").write_text(json.dumps({"chat_template": "nothing"}))
+    assert Tokenizer.load(str(llama)).chat(MESSAGES) == expected
+
+
+@pytest.mark.parametrize("content", [{}, {"chat_template": 3}, []])
+def test_a_json_file_without_a_template_is_refused_and_named(llama: Path, content: object) -> None:
+    move_template(llama, content)
+    with pytest.raises(ModelError, match=r"chat_template\.json"):
+        Tokenizer.load(str(llama))
+
+
+# --- SentencePiece
+
+
+SPECIAL = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+
+
+def use_sentencepiece(directory: Path, model: bytes, **config: Any) -> Path:
+    """A tokenizer that is a SentencePiece model alone."""
+    (directory / "tokenizer.json").unlink()
+    (directory / "tokenizer.model").write_bytes(model)
+    (directory / "tokenizer_config.json").write_text(json.dumps({**SPECIAL, **config}))
+    return directory
+
+
+def test_a_sentencepiece_tokenizer_asks_for_the_packages_that_read_it(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    use_sentencepiece(llama, b"\n\x0e\n\x05<unk>\x15\x00\x00\x00\x00\x18\x02")
+    monkeypatch.setitem(sys.modules, "sentencepiece.sentencepiece_model_pb2", None)
+    with pytest.raises(ModelError) as caught:
+        Tokenizer.load(str(llama))
+    assert "a SentencePiece model alone (tokenizer.model, no tokenizer.json)" in str(caught.value)
+    assert "cannot be loaded" in str(caught.value)
+    assert "pip install 'sidestream[sentencepiece]'" in str(caught.value)
+
+
+@pytest.fixture(scope="module")
+def piece_model() -> bytes:
+    """A model of the kind that Llama 2 has, taught by our own sample text."""
+    import io
+
+    sentencepiece = pytest.importorskip("sentencepiece", reason="needs the extra sentencepiece")
+    from sidestream.text import sample_text
+
+    written = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(sample_text().splitlines()[:200]),
+        model_writer=written,
+        model_type="bpe",
+        vocab_size=400,
+        character_coverage=1.0,
+        byte_fallback=True,
+        normalization_rule_name="identity",
+        remove_extra_whitespaces=False,
+        hard_vocab_limit=False,
+        num_threads=1,
+        minloglevel=2,
+    )
+    return written.getvalue()
+
+
+def test_a_sentencepiece_tokenizer_gives_the_ids_of_sentencepiece(llama: Path, piece_model: bytes) -> None:
+    from sentencepiece import SentencePieceProcessor
+
+    original = SentencePieceProcessor(model_proto=piece_model)
+    tokenizer = Tokenizer.load(str(use_sentencepiece(llama, piece_model, tokenizer_class="LlamaTokenizer")))
+    for text in ("Call me Ishmael.", "12 whales\nand a café: 漢字", "x"):
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        assert ids == original.encode(text)
+        assert tokenizer.decode(ids).lstrip() == text
+
+
+def test_a_sentencepiece_tokenizer_that_is_converted_to_other_ids_is_refused(llama: Path, piece_model: bytes) -> None:
+    """Without the class's name transformers drops the space that SentencePiece puts before a text."""
+    use_sentencepiece(llama, piece_model)
+    edit_json(llama / "config.json", model_type="qwen3")
+    with pytest.raises(ModelError, match="gives other token ids than SentencePiece"):
+        Tokenizer.load(str(llama))

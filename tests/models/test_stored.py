@@ -1,0 +1,199 @@
+"""Every tensor of a checkpoint is used, known to be unused, or named in a refusal."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from sidestream.errors import ModelError
+from sidestream.models import load_model
+from sidestream.models.distil import load_teacher
+from sidestream.models.weights import check_files
+from sidestream.testing.tiny_models import carry_head, save_head, tiny_model_dir
+
+Tensors = dict[str, torch.Tensor]
+MATRIX = "model.layers.1.mlp.down_proj.weight"
+
+
+@pytest.fixture
+def llama(tmp_path: Path) -> Path:
+    return tiny_model_dir("llama", tmp_path / "llama", 0)
+
+
+def edit_weights(directory: Path, change: Callable[[Tensors], object]) -> None:
+    weights = load_file(directory / "model.safetensors")
+    change(weights)
+    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
+
+
+def refusal(directory: Path) -> str:
+    with pytest.raises(ModelError) as caught:
+        load_model(str(directory), block_tokens=4)
+    return str(caught.value)
+
+
+def shard(directory: Path, *, repeat: str = "") -> None:
+    """The same weights in two files, of which each holds the tensor `repeat`."""
+    weights = load_file(directory / "model.safetensors")
+    (directory / "model.safetensors").unlink()
+    weight_map = {}
+    for index in range(2):
+        file = f"model-{index + 1:05}-of-00002.safetensors"
+        part = {name: weights[name] for at, name in enumerate(sorted(weights)) if at % 2 == index or name == repeat}
+        save_file(part, directory / file, metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(part, file)
+    (directory / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+
+
+# --- quantised without saying so
+
+
+@pytest.mark.parametrize(("dtype", "stored_as"), [(torch.float8_e4m3fn, "F8_E4M3"), (torch.float8_e5m2, "F8_E5M2"), (torch.int8, "I8")])
+def test_weights_of_eight_bits_without_a_scheme_are_refused(llama: Path, dtype: torch.dtype, stored_as: str) -> None:
+    """As ModelOpt stores them: scales beside the weights, and nothing in config.json."""
+
+    def quantise(weights: Tensors) -> None:
+        weights[MATRIX] = (weights[MATRIX] * 8).to(dtype)
+        weights[f"{MATRIX}_scale"] = torch.tensor(0.125)
+
+    edit_weights(llama, quantise)
+    said = refusal(llama)
+    assert "its weights are quantised, without a scheme that Sidestream implements" in said
+    assert f"({MATRIX} in model.safetensors is {stored_as})" in said
+
+
+def test_scales_beside_weights_of_full_width_are_refused(llama: Path) -> None:
+    edit_weights(llama, lambda weights: weights.update({f"{MATRIX}_scale": torch.ones(1)}))
+    assert f"1 tensors that a model of this config.json does not use, such as {MATRIX}_scale" in refusal(llama)
+
+
+# --- more than the config says
+
+
+def test_a_bias_that_the_config_denies_is_refused(llama: Path) -> None:
+    edit_weights(llama, lambda weights: weights.update({"model.layers.0.self_attn.q_proj.bias": torch.ones(64)}))
+    assert "such as model.layers.0.self_attn.q_proj.bias" in refusal(llama)
+
+
+def test_more_layers_than_the_config_has_are_refused(llama: Path) -> None:
+    config = json.loads((llama / "config.json").read_text())
+    (llama / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 2}))
+    assert "hold 9 tensors that a model of this config.json does not use, such as model.layers.2." in refusal(llama)
+
+
+def test_more_experts_than_the_config_has_are_refused(tmp_path: Path) -> None:
+    directory = tiny_model_dir("qwen3_moe", tmp_path / "moe", 0)
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps({**config, "num_experts": 3, "num_local_experts": 3}))
+    assert "wrong shape" in refusal(directory)
+
+
+def test_a_tensor_under_two_names_is_refused_for_only_one_would_be_used(llama: Path) -> None:
+    edit_weights(llama, lambda weights: weights.update({"norm.weight": torch.ones(64) * 2}))
+    assert "such as model.norm.weight" in refusal(llama)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_an_output_matrix_that_differs_from_the_embedding_it_is_tied_to_is_refused(llama: Path, tied: bool) -> None:
+    edit_weights(llama, lambda weights: weights.update({"lm_head.weight": weights["model.embed_tokens.weight"] * 2}))
+    config = json.loads((llama / "config.json").read_text())
+    (llama / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": tied}))
+    if tied:
+        assert "ties lm_head.weight to model.embed_tokens.weight (tie_word_embeddings)" in refusal(llama)
+    else:
+        load_model(str(llama), block_tokens=4)
+
+
+def test_a_head_is_not_taught_by_a_model_of_surplus_tensors_either(llama: Path) -> None:
+    edit_weights(llama, lambda weights: weights.update({"model.layers.0.self_attn.q_proj.bias": torch.ones(64)}))
+    with pytest.raises(ModelError, match=r"such as model\.layers\.0\.self_attn\.q_proj\.bias"):
+        load_teacher(str(llama), device=torch.device("cpu"))
+
+
+# --- known to be unused
+
+
+def test_tensors_that_are_known_to_be_unused_change_nothing(llama: Path) -> None:
+    first = load_model(str(llama), block_tokens=4).fingerprint
+
+    def add(weights: Tensors) -> None:
+        weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
+        weights["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(8)
+        weights["model.position_ids"] = torch.arange(8)
+        weights["model.layers.0.attn.bias"] = torch.ones(1, 1, 8, 8, dtype=torch.uint8)
+        weights["model.layers.0.attn.masked_bias"] = torch.tensor(-1e9)
+        weights["mtp.fc.weight"] = torch.zeros(4, 4)
+        weights["model.mtp_layers.0.proj.weight"] = torch.ones(4, 4)
+
+    edit_weights(llama, add)
+    assert load_model(str(llama), block_tokens=4).fingerprint == first
+
+
+@pytest.mark.parametrize("family", ["llama", "glm4_moe"])
+def test_a_head_that_is_one_more_layer_is_not_surplus(tmp_path: Path, family: str) -> None:
+    directory = tiny_model_dir(family, tmp_path / family, 0)
+    head = save_head(directory, tmp_path / "head.safetensors", seed=1)
+    carry_head(directory, head, names="deepseek")
+    carried = load_file(directory / "model-mtp.safetensors")
+    (directory / "model-mtp.safetensors").unlink()
+    edit_weights(directory, lambda weights: weights.update(carried))
+    load_model(str(directory), block_tokens=4)
+
+
+# --- damaged or mixed files
+
+
+def test_a_matrix_of_zeros_is_refused_and_named(llama: Path) -> None:
+    edit_weights(llama, lambda weights: weights[MATRIX].zero_())
+    assert f"{MATRIX} in {llama / 'model.safetensors'} is all zeros" in refusal(llama)
+
+
+def test_a_shard_with_a_whole_header_and_zeroed_data_is_refused(llama: Path) -> None:
+    shard(llama)
+    path = llama / "model-00002-of-00002.safetensors"
+    content = path.read_bytes()
+    start = 8 + int.from_bytes(content[:8], "little")
+    path.write_bytes(content[:start].ljust(len(content), b"\0"))
+    assert "model-00002-of-00002.safetensors is all zeros: the file was not written completely" in refusal(llama)
+
+
+def test_zeros_that_a_model_may_have_are_no_damage(llama: Path) -> None:
+    """Rows of padding, however many before the first token, and vectors."""
+
+    def clear(weights: Tensors) -> None:
+        weights["model.embed_tokens.weight"][:-1] = 0
+        weights["model.norm.weight"].zero_()
+        weights["experts.down_proj_bias"] = torch.zeros(4, 64)
+
+    edit_weights(llama, clear)
+    check_files(llama)
+
+
+def test_a_tensor_in_two_files_is_refused(llama: Path) -> None:
+    shard(llama, repeat=MATRIX)
+    said = refusal(llama)
+    assert f"both model-00001-of-00002.safetensors and model-00002-of-00002.safetensors hold {MATRIX}" in said
+
+
+def test_a_shard_that_the_index_does_not_list_is_refused(llama: Path) -> None:
+    shard(llama)
+    index = llama / "model.safetensors.index.json"
+    weight_map = json.loads(index.read_text())["weight_map"]
+    kept = {name: file for name, file in weight_map.items() if file.startswith("model-00001")}
+    index.write_text(json.dumps({"metadata": {}, "weight_map": kept}))
+    assert "does not list model-00002-of-00002.safetensors" in refusal(llama)
+
+
+def test_an_index_that_lacks_a_tensor_of_a_listed_shard_is_harmless(llama: Path) -> None:
+    first = load_model(str(llama), block_tokens=4).fingerprint
+    shard(llama)
+    index = llama / "model.safetensors.index.json"
+    weight_map = json.loads(index.read_text())["weight_map"]
+    del weight_map[MATRIX]
+    index.write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    assert load_model(str(llama), block_tokens=4).fingerprint == first
