@@ -17,7 +17,8 @@ class ProgressBars:
 
     def __init__(self, console: Console | None = None) -> None:
         columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeElapsedColumn())
-        self._bars = Progress(*columns, console=console or Console(stderr=True))
+        console = console or Console(stderr=True)
+        self._bars = Progress(*columns, console=console, disable=not console.is_terminal)
         self._task: TaskID | None = None
 
     def __enter__(self) -> ProgressBars:
@@ -25,7 +26,8 @@ class ProgressBars:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._bars.stop()
+        if not self._bars.disable:  # rich 13 ends what it never drew with an empty line
+            self._bars.stop()
 
     def begin(self, stage: str, total_bytes: int | None) -> None:
         """End the bar of the stage before, and start one for this."""
@@ -56,7 +58,8 @@ class StartBar:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._bars.stop()
+        if not self._bars.disable:  # rich 13 ends what it never drew with an empty line
+            self._bars.stop()
 
     def tell(self, what: str, done: int, total: int) -> None:
         """See `LLM`."""

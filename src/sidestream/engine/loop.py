@@ -686,7 +686,7 @@ def _whole_numbers(values: Iterable[object], param: str) -> tuple[int, ...]:
         given = tuple(values)
         if list(map(type, given)).count(int) == len(given):
             return given  # type: ignore[return-value]
-        if bool in map(type, given):  # an int to Python, a mistake here
+        if {bool, np.bool_} & set(map(type, given)):  # ints to Python, and to numpy before 2.1; a mistake here
             raise TypeError("True and False are no numbers")
         return tuple(map(operator.index, given))  # type: ignore[arg-type]
     except TypeError as error:
