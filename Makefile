@@ -6,13 +6,15 @@ JOBS ?= 3
 # Whatever the environment says: many processes import the same.
 unexport PYTHONDONTWRITEBYTECODE
 BIN := $(VENV)/bin
+LOWEST := .venv-lowest
+NEWEST := .venv-newest
 
-.PHONY: demo test test-gpu sanitize lint types imports unit bench bench-gpu tables clean
+.PHONY: demo test test-lowest test-newest test-gpu sanitize lint types imports unit bench bench-gpu tables clean always
 
 demo: $(VENV)/.demo
 	$(BIN)/sidestream demo
 
-test: lint types imports unit
+test: lint types imports unit test-lowest
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff format --check .
@@ -27,6 +29,21 @@ imports: $(VENV)/.dev
 unit: $(VENV)/.dev
 	$(BIN)/sidestream models prepare smollm2-135m-instruct || echo "no demo model: its tests will be skipped"
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder
+
+# The rooms that reach into other packages, with the lowest version of each that pyproject.toml allows; without the files that take
+# longest and reach no further than the others do.
+WITH_LOWEST := tests/cli tests/server tests/models tests/engine tests/execute tests/speculate tests/attention
+NOT_WITH_LOWEST := cli/test_torture.py cli/test_torture_device.py cli/test_bench_gpu.py cli/test_train.py server/test_bad_input.py \
+	models/test_head_layouts.py models/test_padding.py execute/test_sample_random.py execute/test_draft_distribution.py \
+	execute/test_kernels_compile.py speculate/test_shipped_head.py
+test-lowest: $(LOWEST)/.installed
+	OMP_NUM_THREADS=1 $(LOWEST)/bin/python -m pytest --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder \
+		$(WITH_LOWEST) $(NOT_WITH_LOWEST:%=--ignore=tests/%)
+
+# Everything, with the newest versions that there are: what `pip install sidestream` gives a user today.
+test-newest: $(NEWEST)/.installed
+	$(NEWEST)/bin/sidestream models prepare smollm2-135m-instruct || echo "no demo model: its tests will be skipped"
+	OMP_NUM_THREADS=1 $(NEWEST)/bin/python -m pytest --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder
 
 # What needs a GPU, with a Python whose torch has CUDA: `make test-gpu PYTHON=…`. Nothing is installed.
 test-gpu:
@@ -69,12 +86,12 @@ tables: $(VENV)/.dev
 	$(BIN)/python bench/tables.py
 
 clean:
-	rm -rf $(VENV) runs
+	rm -rf $(VENV) $(LOWEST) $(NEWEST) runs
 
-$(VENV)/bin/pip:
+$(VENV)/bin/pip $(LOWEST)/bin/pip $(NEWEST)/bin/pip:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "Sidestream needs Python 3.11 or later; '$(PYTHON)' is $$($(PYTHON) --version 2>&1): make PYTHON=python3.12 …"; exit 1; }
-	$(PYTHON) -m venv $(VENV)
+	$(PYTHON) -m venv $(@:/bin/pip=)
 
 # Pip is quiet for half a minute or more: a line before it, and one every ten seconds.
 comma := ,
@@ -90,4 +107,17 @@ $(VENV)/.demo: $(VENV)/bin/pip pyproject.toml constraints.txt
 
 $(VENV)/.dev: $(VENV)/bin/pip pyproject.toml constraints.txt
 	@$(call install,dev)
+	touch $@
+
+# uv resolves to the lowest versions of which there are wheels, and unpacks its gigabytes side by side: pip takes minutes for them.
+# It reads UV_DEFAULT_INDEX and the like, not pip's configuration.
+UV_INSTALL = $(BIN)/uv pip install --quiet --system-certs --only-binary :all: --no-binary sidestream --python $(@D)/bin/python --editable '.[dev]'
+
+$(LOWEST)/.installed: $(LOWEST)/bin/pip $(VENV)/.dev
+	$(UV_INSTALL) --resolution lowest-direct
+	touch $@
+
+# Each time: there may be newer versions by now.
+$(NEWEST)/.installed: $(NEWEST)/bin/pip $(VENV)/.dev always
+	$(UV_INSTALL) --upgrade
 	touch $@

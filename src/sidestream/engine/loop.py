@@ -730,7 +730,7 @@ def _whole_numbers(values: Iterable[object], param: str) -> tuple[int, ...]:
 
 def _whole_number(value: Any, param: str) -> int:
     try:
-        if isinstance(value, bool):  # an int to Python, a mistake here
+        if isinstance(value, bool | np.bool_):  # ints to Python, and to numpy before 2.1; a mistake here
             raise TypeError
         return operator.index(value)
     except TypeError:
