@@ -35,16 +35,16 @@ from transformers import (
     T5Config,
     ViTConfig,
 )
+from transformers.models.llama.modeling_llama import LlamaAttention
 from transformers.utils import logging as transformers_logging
 
 from sidestream.attention import paged
 from sidestream.attention.paged import paged_attention
 from sidestream.errors import ModelError
 from sidestream.models import kv_token_bytes, load_model, loader
-from sidestream.models.facts import max_positions
 from sidestream.models.loader import weights_digest
 from sidestream.models.weights import fingerprint_of, pack_linears
-from sidestream.testing.tiny_models import tiny_config, tiny_model_dir
+from sidestream.testing.tiny_models import tiny_model_dir
 
 
 @pytest.fixture
@@ -216,13 +216,13 @@ def test_attention_that_looks_ahead_is_refused(tmp_path: Path) -> None:
 # --- the self-check
 
 
-def test_the_self_check_refuses_a_model_whose_paged_logits_differ(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_self_check_refuses_a_model_whose_paged_attention_differs(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def sharper(*args: Any, scale: float, **options: Any) -> torch.Tensor:
         return paged_attention(*args, scale=scale * 1.05, **options)
 
     monkeypatch.setattr(paged, "paged_attention", sharper)
 
-    assert "other logits than transformers' own" in refusal(llama)
+    assert "in layer 0, paged attention gives other values than transformers' own" in refusal(llama)
 
 
 def test_the_self_check_sees_a_window_that_is_longer_than_its_context(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -235,16 +235,18 @@ def test_the_self_check_sees_a_window_that_is_longer_than_its_context(tmp_path: 
 
     monkeypatch.setattr(paged, "paged_attention", windowless)
 
-    assert "other logits than transformers' own" in refusal(directory)
+    assert "in layer 0, paged attention gives other values than transformers' own" in refusal(directory)
 
 
 def test_the_self_check_refuses_a_model_that_skips_a_layer(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As models do whose layers share the KV of others."""
 
-    def skipping(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer: int, *args: Any, **options: Any) -> torch.Tensor:
-        return query if layer == 1 else paged_attention(query, key, value, layer, *args, **options)
+    own = LlamaAttention.forward
 
-    monkeypatch.setattr(paged, "paged_attention", skipping)
+    def skipping(self: LlamaAttention, hidden_states: torch.Tensor, **options: Any) -> Any:
+        return (hidden_states, None) if self.layer_idx == 1 else own(self, hidden_states, **options)
+
+    monkeypatch.setattr(LlamaAttention, "forward", skipping)
 
     assert "layers [0, 2] of 3" in refusal(llama)
 
@@ -262,21 +264,6 @@ def test_a_loaded_model_tells_its_facts(llama: Path) -> None:
     assert (model.vocab_size, model.max_model_len, model.eos_token_ids) == (259, 1024, (256, 258))
     assert kv_token_bytes(str(llama)) == model.layout.token_bytes
     assert kv_token_bytes(str(llama), dtype="bfloat16") * 2 == model.layout.token_bytes
-
-
-def test_rope_that_switches_at_a_length_is_served_up_to_that_length() -> None:
-    """Beyond it, one long row would change the frequencies of every row in its batch."""
-    factors = [1.0] * 8
-    rope = {
-        "rope_type": "longrope",
-        "short_factor": factors,
-        "long_factor": factors,
-        "original_max_position_embeddings": 256,
-        "rope_theta": 1e4,
-    }
-
-    assert max_positions(tiny_config("phi3", rope_parameters=rope, original_max_position_embeddings=256)) == 256
-    assert max_positions(tiny_config("phi3")) == 1024
 
 
 def test_loading_prints_nothing_and_leaves_transformers_as_talkative_as_it_was(llama: Path, capfd: pytest.CaptureFixture[str]) -> None:
