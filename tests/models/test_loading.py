@@ -18,23 +18,43 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import (
+    CONFIG_MAPPING,
     AutoModelForCausalLM,
+    BartConfig,
     BertConfig,
+    BloomConfig,
+    CodeGenConfig,
     DeepseekV3Config,
+    DiffLlamaConfig,
+    DogeConfig,
+    FalconConfig,
     Gemma3Config,
+    Gemma3nTextConfig,
+    Gemma4TextConfig,
+    GPTJConfig,
+    GPTNeoConfig,
     GptOssConfig,
+    GraniteMoeHybridConfig,
+    HrmTextConfig,
     JambaConfig,
     Llama4TextConfig,
     MambaConfig,
+    MoshiConfig,
+    MptConfig,
+    OpenAIGPTConfig,
     PreTrainedConfig,
     Qwen3_5Config,
     Qwen3_5MoeTextConfig,
     Qwen3_5TextConfig,
     Qwen3NextConfig,
+    RecurrentGemmaConfig,
+    RobertaConfig,
     RwkvConfig,
     T5Config,
     ViTConfig,
+    XGLMConfig,
 )
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.models.llama.modeling_llama import LlamaAttention
 from transformers.utils import logging as transformers_logging
 
@@ -42,6 +62,7 @@ from sidestream.attention import paged
 from sidestream.attention.paged import paged_attention
 from sidestream.errors import ModelError
 from sidestream.models import kv_token_bytes, load_model, loader
+from sidestream.models.facts import layout_of, max_positions, refuse_unservable
 from sidestream.models.loader import weights_digest
 from sidestream.models.weights import fingerprint_of, pack_linears
 from sidestream.testing.tiny_models import tiny_model_dir
@@ -138,6 +159,9 @@ def test_an_unknown_dtype_names_the_nearest(llama: Path) -> None:
 # --- kinds of models
 
 
+_OWN_CODE = (FalconConfig, GPTNeoConfig, GPTJConfig, CodeGenConfig, XGLMConfig, OpenAIGPTConfig)
+
+
 @pytest.mark.parametrize(
     ("config", "reason"),
     [
@@ -153,6 +177,21 @@ def test_an_unknown_dtype_names_the_nearest(llama: Path) -> None:
         (Gemma3Config(), "more than text"),
         (ViTConfig(), "no causal language model"),
         (Llama4TextConfig(), "attends in chunks"),
+        (BartConfig(is_encoder_decoder=False), "half of one"),
+        (MoshiConfig(), r"several models \(audio_encoder_config, depth_decoder_config\)"),
+        (RecurrentGemmaConfig(), "recurrent state"),
+        (GraniteMoeHybridConfig(), "layers of type linear_attention"),
+        (BloomConfig(), "ALiBi"),
+        (MptConfig(), "ALiBi"),
+        (FalconConfig(alibi=True), "ALiBi"),
+        *((kind(), "attention code of its own in transformers") for kind in _OWN_CODE),
+        (RobertaConfig(is_decoder=True), "counts positions from its padding token's id on"),
+        (DiffLlamaConfig(), "attends twice in each layer"),
+        (HrmTextConfig(), "the same layers several times"),
+        (DogeConfig(), "masks its attention by values"),
+        (Gemma4TextConfig(num_kv_shared_layers=0), r"head_dim differs \(256, 512\)"),
+        (Gemma4TextConfig(num_kv_shared_layers=5), "5 layers that read the KV of others"),
+        (Gemma3nTextConfig(), "15 layers that read the KV of others"),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, PreTrainedConfig) else "",
 )
@@ -175,6 +214,24 @@ def test_a_kind_of_model_that_cannot_be_served_right_is_refused_by_its_config(
 def test_a_config_out_of_bounds_is_refused(llama: Path, change: dict[str, Any], reason: str) -> None:
     edit_json(llama / "config.json", **change)
     assert reason in refusal(llama)
+
+
+@pytest.mark.filterwarnings("ignore")  # transformers' own, of the definitions that this imports
+def test_no_family_that_transformers_knows_is_refused_by_its_config_without_a_reason_that_names_it() -> None:
+    unclear = {}
+    for kind in sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
+        try:
+            config = CONFIG_MAPPING[kind]()
+        except Exception:  # it cannot be made without arguments
+            continue
+        try:
+            refuse_unservable(config)
+            layout_of(config, dtype="float32", block_tokens=16)
+            max_positions(config)
+        except ModelError as error:
+            if not str(error).startswith(f"{config.model_type} "):
+                unclear[kind] = str(error)
+    assert unclear == {}
 
 
 def save(config: PreTrainedConfig, directory: Path) -> Path:
