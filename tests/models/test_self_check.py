@@ -95,8 +95,8 @@ def test_a_state_outside_of_attention_is_refused(dtype: str, tmp_path: Path, mon
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("family", ["olmoe", "mixtral", "jetmoe"])
 def test_experts_that_rounding_chooses_otherwise_are_no_reason_to_refuse(family: str, dtype: str, tmp_path: Path) -> None:
-    """Their logits, of layers one behind another, differ by up to a third of their spread."""
-    for seed in range(4):
+    """Compared as a whole, logits of some of these differ by 0.3 of their spread: one token of the first layer is enough."""
+    for seed in (11, 14, 21, 33):
         assert loaded(family, tmp_path / str(seed), dtype, seed, num_hidden_layers=6).layout.dtype == dtype
 
 

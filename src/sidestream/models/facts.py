@@ -95,12 +95,12 @@ def _of_another_kind(config: PreTrainedConfig) -> str | None:
 def _by_its_fields(config: PreTrainedConfig) -> str | None:
     """Why a decoder with these fields cannot be served; None if they tell of nothing."""
     kind = config.model_type
-    if getattr(config, "kv_lora_rank", None):
-        return f"{kind} has latent attention (kv_lora_rank {config.kv_lora_rank}): its keys and values differ in shape"
+    if rank := _of_any_layer(config, "kv_lora_rank"):
+        return f"{kind} has latent attention (kv_lora_rank {rank}): its keys and values differ in shape"
     if getattr(config, "quantization_config", None):
         return "its weights are quantised: load the model in bfloat16, float16 or float32"
-    if getattr(config, "attention_chunk_size", None):
-        return f"{kind} attends in chunks of {config.attention_chunk_size} tokens: only full and sliding attention are served"
+    if chunk := _of_any_layer(config, "attention_chunk_size"):
+        return f"{kind} attends in chunks of {chunk} tokens: only full and sliding attention are served"
     types = set(getattr(config, "layer_types", None) or ())
     if others := sorted(types - _SERVED_LAYERS):
         return f"{kind} has layers of type {', '.join(others)}: only full and sliding attention are served"
@@ -129,9 +129,18 @@ def _by_its_definition(config: PreTrainedConfig) -> str | None:
     return None
 
 
-def _size(config: PreTrainedConfig, name: str, default: int | None = None) -> int:
+def _of_layers(config: PreTrainedConfig, name: str) -> list[Any]:
+    """A field's value, or, where it is not the same for all layers, that of each layer."""
     layers = config.per_layer_config if getattr(config, "is_heterogeneous", False) else (config,)
-    sizes = [getattr(layer, name, None) for layer in layers]
+    return [getattr(layer, name, None) for layer in layers]
+
+
+def _of_any_layer(config: PreTrainedConfig, name: str) -> Any:
+    return next(filter(None, _of_layers(config, name)), None)
+
+
+def _size(config: PreTrainedConfig, name: str, default: int | None = None) -> int:
+    sizes = _of_layers(config, name)
     if any(size != sizes[0] for size in sizes):
         found = ", ".join(map(str, sorted(set(sizes), key=str)))
         raise ModelError(f"{config.model_type} has layers whose {name} differs ({found}): all layers must be alike in size")
