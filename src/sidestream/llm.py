@@ -117,7 +117,13 @@ class _Served:
         self.tokenizer = Tokenizer.load(path)
         draft_path = self._draft_path(progress)
         tell("reading the weights", 0, 0)
-        loaded = load_model(path, dtype=self.config.dtype, block_tokens=self.config.block_tokens, device=device)
+        loaded = load_model(
+            path,
+            dtype=self.config.dtype,
+            block_tokens=self.config.block_tokens,
+            device=device,
+            max_model_len=self.config.max_model_len,
+        )
         proposer = self._proposer(loaded, path, draft_path, tell)
         self._checker = Checker() if check_order else None
         self.engine: Engine = build_engine(
@@ -186,11 +192,15 @@ class _Served:
         if draft_path is None:
             return None
         tell("reading the draft model's weights", 0, 0)
+        max_model_len = self.config.max_model_len or model.max_model_len
         with _about("the draft model"):
             draft = load_model(
-                draft_path, dtype=model.layout.dtype, block_tokens=model.layout.block_tokens, device=torch_device(self.config.device)
+                draft_path,
+                dtype=model.layout.dtype,
+                block_tokens=model.layout.block_tokens,
+                device=torch_device(self.config.device),
+                max_model_len=max_model_len,
             )
-        max_model_len = self.config.max_model_len or model.max_model_len
         num_layers = attach_draft(model, draft, max_model_len=max_model_len, num_tokens=self.tokenizer.vocab_size)
         return DraftModelProposer(draft, num_layers=num_layers, vocab_size=model.vocab_size)
 

@@ -80,6 +80,18 @@ def test_compiled_layers_give_the_same_and_multiply_once_for_each_input(family: 
     assert graphs == []
 
 
+def test_a_layer_that_keeps_its_arguments_from_its_attention_is_compiled_with_the_batch(tmp_path: Path) -> None:
+    torch._dynamo.reset()
+    model = load_model(str(tiny_model_dir("stablelm", tmp_path, 1)), block_tokens=16)
+    expected = logits(model)
+    graphs: list[int] = []
+    compile_layers(model, backend=counting(graphs))
+    with compiling():
+        for got, wanted in zip(logits(model), expected, strict=True):
+            torch.testing.assert_close(got, wanted, atol=1e-5, rtol=1e-5)
+    assert sorted(set(graphs)) == [0, 1, 2]
+
+
 def test_number_of_compilations_does_not_grow_with_layers_or_lengths(tmp_path: Path) -> None:
     torch._dynamo.reset()
     graphs: list[int] = []

@@ -23,7 +23,9 @@ _FINE = 16
 _CHUNK = 256
 
 # Arguments that models pass along and that say nothing which the batch does not say.
-_KNOWN = frozenset({"position_ids", "position_embeddings", "use_cache", "is_causal", "output_router_logits"})
+_KNOWN = frozenset({"position_ids", "position_embeddings", "use_cache", "is_causal", "output_router_logits", "output_attentions"})
+# Models whose decoder layers take a forward's arguments and do not pass them on to their attention.
+_DROPPING = frozenset({"nemotron", "stablelm"})
 _MEANING = {"s_aux": "attention sinks", "indices": "sparse attention", "position_bias": "a position bias"}
 
 
@@ -69,6 +71,9 @@ class PagedModel:
         self.eos_token_ids = eos_token_ids
         self.fingerprint = fingerprint
         module.config._attn_implementation = PAGED
+        if self.config.model_type in _DROPPING:
+            for layer in module.base_model.layers:
+                _pass_batch_on(layer)
         self.module = module
         self._left: Callable[[torch.Tensor], None] | None = None
 
@@ -104,7 +109,7 @@ class PagedModel:
             self._left = None
 
     @torch.inference_mode()
-    def forward(self, tokens: torch.Tensor, positions: torch.Tensor, batch: AttentionBatch, logit_rows: torch.Tensor) -> torch.Tensor:
+    def forward(self, tokens: torch.Tensor, positions: torch.Tensor, batch: Attended, logit_rows: torch.Tensor) -> torch.Tensor:
         """Logits `[R, vocab_size]`, in the model's dtype, at the packed positions `logit_rows`; the tokens' KV is in the pool afterwards.
 
         tokens, positions int64 [T] · logit_rows int64 [R], R may be 0; on the model's device. Runs on the calling thread, on a GPU it is
@@ -117,6 +122,20 @@ class PagedModel:
             input_ids=tokens[None], position_ids=positions[None], use_cache=False, logits_to_keep=logit_rows, paged_batch=Unseen(batch)
         ).logits
         return logits[0]
+
+
+def _pass_batch_on(layer: Any) -> None:
+    """Have a layer's attention get the batch that the layer gets."""
+    given: list[Unseen] = []
+
+    def take(_: Any, args: Any, named: dict[str, Any]) -> None:
+        given.append(named["paged_batch"])
+
+    def give(_: Any, args: Any, named: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        return args, {**named, "paged_batch": given.pop()}
+
+    layer.register_forward_pre_hook(take, with_kwargs=True)
+    layer.self_attn.register_forward_pre_hook(give, with_kwargs=True)
 
 
 def padded_length(num_tokens: int) -> int:
@@ -152,7 +171,7 @@ def paged_attention_hook(
     Raises ModelError for whatever paged attention would have to ignore.
     """
     if paged_batch is None:
-        raise ModelError("it does not pass a forward's arguments on to its attention")
+        raise ModelError("its layers do not pass a forward's arguments on to their attention, so paged attention cannot know the batch")
     for name, other in others.items():
         if other is not None and name not in _KNOWN:
             raise ModelError(f"its attention takes {_MEANING.get(name, name)} ({name}), which paged attention does not know")

@@ -1,11 +1,13 @@
 """What a model's config says about serving it: its KV layout, its limits, and the reasons why it cannot be served.
 
-Reads configs only, never weights, so that a hopeless model is refused before anything large is touched.
+Reads configs and transformers' definition of the model, never weights, so that a hopeless model is refused before
+anything large is touched.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from transformers import PreTrainedConfig
@@ -17,28 +19,22 @@ from sidestream.kv.layout import DTYPE_BYTES, KVLayout
 _SERVED_LAYERS = {"full_attention", "sliding_attention"}
 # Rotary frequencies that switch once a batch holds a longer context: KV would depend on a row's neighbours.
 _SWITCHING_ROPE = {"dynamic", "longrope"}
+# Parts of a config that describe pieces of one model; other nested configs are models of their own.
+_PIECES = {"attn_config", "ffn_config"}
+# The decoder half of an encoder-decoder has these sizes in its config, even where is_encoder_decoder is false.
+_DECODER_SIZES = ("decoder_attention_heads", "num_decoder_attention_heads")
+# Kinds whose attention goes through transformers' interface, and does what no field of their config says.
+_OWN_ATTENTION: Mapping[str, str] = {
+    "diffllama": "attends twice in each layer and subtracts (differential attention): only one attention a layer is served",
+    "doge": "masks its attention by values that it computes (dynamic masks): only causal and sliding masks are served",
+    "hrm_text": "runs the same layers several times for each token: only models that run each layer once are served",
+}
 
 
 def refuse_unservable(config: PreTrainedConfig) -> None:
     """Raise ModelError with the reason when the config alone shows that the model cannot be served right."""
-    kind = config.model_type
-    if config.is_encoder_decoder:
-        raise ModelError(f"{kind} is an encoder-decoder: only decoder-only models are served")
-    if config.get_text_config() is not config:
-        raise ModelError(f"{kind} takes more than text: only text models are served")
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise ModelError(f"{kind} is no causal language model: only those are served")
-    if getattr(config, "kv_lora_rank", None):
-        raise ModelError(f"{kind} has latent attention (kv_lora_rank {config.kv_lora_rank}): its keys and values differ in shape")
-    if getattr(config, "quantization_config", None):
-        raise ModelError("its weights are quantised: load the model in bfloat16, float16 or float32")
-    if getattr(config, "attention_chunk_size", None):
-        raise ModelError(f"{kind} attends in chunks of {config.attention_chunk_size} tokens: only full and sliding attention are served")
-    others = sorted(set(getattr(config, "layer_types", None) or ()) - _SERVED_LAYERS)
-    if others:
-        raise ModelError(f"{kind} has layers of type {', '.join(others)}: only full and sliding attention are served")
-    if any(getattr(model_class, "_is_stateful", False) for model_class in _classes(config)):
-        raise ModelError(f"{kind} keeps recurrent state besides its KV: only attention layers are served")
+    if reason := _of_another_kind(config) or _by_its_fields(config) or _by_its_definition(config):
+        raise ModelError(reason)
 
 
 def layout_of(config: PreTrainedConfig, *, dtype: str, block_tokens: int) -> KVLayout:
@@ -47,35 +43,125 @@ def layout_of(config: PreTrainedConfig, *, dtype: str, block_tokens: int) -> KVL
         raise ModelError(f"its weights are {dtype}: choose one of {', '.join(DTYPE_BYTES)}")
     heads = _size(config, "num_attention_heads")
     kv_heads = _size(config, "num_key_value_heads", heads)
+    if config.model_type == "jetmoe":  # each expert of its attention has heads, and gets its own copy of keys and values
+        kv_heads *= _size(config, "num_experts_per_tok")
     head_dim = _size(config, "head_dim", _size(config, "hidden_size") // heads)
     return KVLayout(_size(config, "num_hidden_layers"), kv_heads, head_dim, block_tokens, dtype)
 
 
-def max_positions(config: PreTrainedConfig) -> int:
-    """Positions that the model can be served at. Raises ModelError when the config gives no bound."""
-    bound = _size(config, "max_position_embeddings")
-    for rope in _ropes(getattr(config, "rope_parameters", None)):
-        if rope.get("rope_type") in _SWITCHING_ROPE:
-            bound = min(bound, rope.get("original_max_position_embeddings") or bound)
+def max_positions(config: PreTrainedConfig, *, max_model_len: int | None = None) -> int:
+    """Positions that the model can be served at, for requests of up to `max_model_len` tokens (None: as many as it can).
+
+    YaRN scales all positions alike: its bound is that before scaling times the factor, or what the config says, if that
+    is more. LongRoPE has two sets of frequencies: up to `original_max_position_embeddings` positions the short ones
+    serve, else the long ones (`takes_long_rope`). Dynamic NTK scaling has other frequencies for each length and stops
+    where it would begin to scale. Raises ModelError when the config gives no bound.
+    """
+    declared = bound = _size(config, "max_position_embeddings")
+    for rope in _ropes(config):
+        before = rope.get("original_max_position_embeddings") or declared
+        if rope["rope_type"] == "yarn":
+            bound = max(bound, int(before * (rope.get("factor") or 1)))
+        elif rope["rope_type"] in _SWITCHING_ROPE and not takes_long_rope(config, max_model_len=max_model_len):
+            bound = min(bound, before)
     return bound
 
 
+def takes_long_rope(config: PreTrainedConfig, *, max_model_len: int | None) -> bool:
+    """Whether requests of up to `max_model_len` tokens (None: as many as the model can) need LongRoPE's long factors."""
+    longest = _size(config, "max_position_embeddings")
+    wanted = longest if max_model_len is None else min(max_model_len, longest)
+    ropes = [rope for rope in _ropes(config) if rope["rope_type"] == "longrope"]
+    # PhiMoE's definition never takes the long factors, only their scale.
+    if not ropes or any("short_mscale" in rope for rope in ropes):
+        return False
+    return wanted > min(rope.get("original_max_position_embeddings") or longest for rope in ropes)
+
+
+def _of_another_kind(config: PreTrainedConfig) -> str | None:
+    """Why a model of this kind is no decoder of text; None if it is one."""
+    kind = config.model_type
+    if config.is_encoder_decoder or any(hasattr(config, size) for size in _DECODER_SIZES):
+        return f"{kind} is an encoder-decoder, or half of one: only decoder-only models are served"
+    if config.get_text_config() is not config:
+        return f"{kind} takes more than text: only text models are served"
+    if parts := [part for part in config.sub_configs if part not in _PIECES]:
+        return f"{kind} consists of several models ({', '.join(parts)}): only models that take text alone are served"
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return f"{kind} is no causal language model: only those are served"
+    return None
+
+
+def _by_its_fields(config: PreTrainedConfig) -> str | None:
+    """Why a decoder with these fields cannot be served; None if they tell of nothing."""
+    kind = config.model_type
+    if rank := _of_any_layer(config, "kv_lora_rank"):
+        return f"{kind} has latent attention (kv_lora_rank {rank}): its keys and values differ in shape"
+    if getattr(config, "quantization_config", None):
+        return "its weights are quantised: load the model in bfloat16, float16 or float32"
+    if chunk := _of_any_layer(config, "attention_chunk_size"):
+        return f"{kind} attends in chunks of {chunk} tokens: only full and sliding attention are served"
+    types = set(getattr(config, "layer_types", None) or ())
+    if others := sorted(types - _SERVED_LAYERS):
+        return f"{kind} has layers of type {', '.join(others)}: only full and sliding attention are served"
+    # Where the config tells the layers' types, it is known by now that all of them are attention.
+    if not types and any(getattr(model_class, "_is_stateful", False) for model_class in _classes(config)):
+        return f"{kind} keeps recurrent state besides its KV: only attention layers are served"
+    if shared := getattr(config, "num_kv_shared_layers", None):
+        return f"{kind} has {shared} layers that read the KV of others (num_kv_shared_layers): each layer needs KV of its own"
+    if kind == "bloom" or getattr(config, "alibi", False) or getattr(getattr(config, "attn_config", None), "alibi", False):
+        return f"{kind} biases attention by distance (ALiBi): only rotary and learned positions are served"
+    return f"{kind} {_OWN_ATTENTION[kind]}" if kind in _OWN_ATTENTION else None
+
+
+def _by_its_definition(config: PreTrainedConfig) -> str | None:
+    """Why a model that transformers defines as it does cannot be served; None if it can, as far as that tells."""
+    kind = config.model_type
+    for model_class in _classes(config):
+        definition = vars(sys.modules[model_class.__module__])
+        if "ALL_ATTENTION_FUNCTIONS" not in definition:
+            return (
+                f"{kind} has attention code of its own in transformers, which cannot be replaced by paged attention: only models "
+                "that attend through transformers' AttentionInterface are served"
+            )
+        if any(hasattr(part, "create_position_ids_from_input_ids") for part in definition.values() if isinstance(part, type)):
+            return f"{kind} counts positions from its padding token's id on: only models whose first position is 0 are served"
+    return None
+
+
+def _of_layers(config: PreTrainedConfig, name: str) -> list[Any]:
+    """A field's value, or, where it is not the same for all layers, that of each layer."""
+    layers = config.per_layer_config if getattr(config, "is_heterogeneous", False) else (config,)
+    return [getattr(layer, name, None) for layer in layers]
+
+
+def _of_any_layer(config: PreTrainedConfig, name: str) -> Any:
+    return next(filter(None, _of_layers(config, name)), None)
+
+
 def _size(config: PreTrainedConfig, name: str, default: int | None = None) -> int:
-    size = getattr(config, name, None)
-    size = default if size is None else size
+    sizes = _of_layers(config, name)
+    if any(size != sizes[0] for size in sizes):
+        found = ", ".join(map(str, sorted(set(sizes), key=str)))
+        raise ModelError(f"{config.model_type} has layers whose {name} differs ({found}): all layers must be alike in size")
+    size = default if sizes[0] is None else sizes[0]
     if not isinstance(size, int) or isinstance(size, bool) or size < 1:
         raise ModelError(f"config.json gives {name} as {size!r}: one whole number of 1 or more, the same for all layers, is needed")
     return size
 
 
-def _ropes(parameters: Any) -> Iterator[dict[str, Any]]:
+def _ropes(config: PreTrainedConfig) -> Iterator[dict[str, Any]]:
     """The config's rotary parameters; some models have one set for each type of layer."""
-    if isinstance(parameters, dict):
-        if "rope_type" in parameters:
-            yield parameters
-        else:
-            for nested in parameters.values():
-                yield from _ropes(nested)
+
+    def within(parameters: Any) -> Iterator[dict[str, Any]]:
+        if isinstance(parameters, dict):
+            if "rope_type" in parameters:
+                yield parameters
+            else:
+                for nested in parameters.values():
+                    yield from within(nested)
+
+    yield from within(getattr(config, "rope_parameters", None))
 
 
 def _classes(config: PreTrainedConfig) -> tuple[type, ...]:

@@ -20,11 +20,12 @@ from sidestream.config import unknown_name
 from sidestream.errors import ConfigError, ModelError
 from sidestream.kv.layout import DTYPE_BYTES
 from sidestream.models.adapter import PagedModel
-from sidestream.models.check import check_paged, eager_logits
+from sidestream.models.check import check_paged, reference
 from sidestream.models.directory import check_config, read_json
-from sidestream.models.facts import layout_of, max_positions, refuse_unservable
+from sidestream.models.facts import layout_of, max_positions, refuse_unservable, takes_long_rope
 from sidestream.models.kept import keep_compiled
 from sidestream.models.precision import Precision, choose_precision
+from sidestream.models.rope import fix_longrope
 from sidestream.models.stored import StoredTensor, known_unused
 from sidestream.models.weights import check_files, digest_of_files, fingerprint_of, pack_linears, stored_facts
 
@@ -36,10 +37,14 @@ _CONFIGS = ["*.json", "*.jinja", "*.model", "*.txt"]
 _CPU = torch.device("cpu")
 
 
-def load_model(path_or_hub_id: str, *, dtype: str = "auto", block_tokens: int, device: torch.device = _CPU) -> PagedModel:
+def load_model(
+    path_or_hub_id: str, *, dtype: str = "auto", block_tokens: int, device: torch.device = _CPU, max_model_len: int | None = None
+) -> PagedModel:
     """Load, check and fingerprint a model in transformers' format; a hub id is downloaded first, a directory needs no network.
 
-    dtype `"auto"` keeps that of the checkpoint, or is float32 on a CPU that multiplies that much faster (`models/precision.py`). The weights are read on the host and then moved to `device`, where the check runs too;
+    dtype `"auto"` keeps that of the checkpoint, or is float32 on a CPU that multiplies that much faster (`models/precision.py`).
+    max_model_len: tokens that requests will have at most, None: as many as the model can be served with; of a model with
+    LongRoPE it chooses the factors, and so its KV and its fingerprint. The weights are read on the host and then moved to `device`, where the check runs too;
     at the end there is one copy of them (on a CPU, an embedding that is the output matrix too may be there in two orders). Raises
     ModelError with the reason when the model cannot be read, does not fit, or cannot be served right.
     """
@@ -56,20 +61,23 @@ def load_model(path_or_hub_id: str, *, dtype: str = "auto", block_tokens: int, d
         logger.info("model %s: %s", name, precision)
         module = read_module(directory, config, stored, dtype=getattr(torch, precision.dtype), attention="eager")
         layout = layout_of(module.config, dtype=str(module.dtype).removeprefix("torch."), block_tokens=block_tokens)
-        fingerprint = fingerprint_of(module)  # on the host: the name of a model does not say where it runs
+        long_rope = takes_long_rope(config, max_model_len=max_model_len)
+        fix_longrope(module, long=long_rope)
+        # On the host: the name of a model does not say where it runs.
+        fingerprint = fingerprint_of(module, variant="long rope" if long_rope else "")
         if device.type == "cuda":
             keep_compiled()  # the check launches the first kernels
         module.to(device)
-        expected = eager_logits(module)
-        pack_linears(module)
         model = PagedModel(
             module,
             name=name,
             layout=layout,
-            max_model_len=max_positions(module.config),
+            max_model_len=max_positions(module.config, max_model_len=max_model_len),
             eos_token_ids=_eos_ids(module),
             fingerprint=fingerprint,
         )
+        expected = reference(model)
+        pack_linears(module)
         check_paged(model, expected)
     return model
 
@@ -236,5 +244,5 @@ def _refuse_contradicted_tie(module: Any) -> None:
 
 def _eos_ids(module: Any) -> tuple[int, ...]:
     ids = module.generation_config.eos_token_id if module.generation_config is not None else None
-    ids = module.config.eos_token_id if ids is None else ids
+    ids = getattr(module.config, "eos_token_id", None) if ids is None else ids
     return tuple(ids) if isinstance(ids, (list, tuple)) else () if ids is None else (int(ids),)

@@ -91,8 +91,10 @@ def _check_file(path: Path) -> list[StoredTensor]:
     return tensors
 
 
-def fingerprint_of(module: Any) -> str:
+def fingerprint_of(module: Any, *, variant: str = "") -> str:
     """128 bits, in hex, of everything that the module's KV depends on: definition, config, dtypes and every loaded weight.
+
+    variant: what was changed in the module that none of these tells.
 
     Hashes what was loaded, not the files: names, dates and the way that weights are split over files do not matter. xxh3
     reads memory about as fast as it can be read; it finds differences, not forgeries.
@@ -100,7 +102,7 @@ def fingerprint_of(module: Any) -> str:
     config = {name: value for name, value in module.config.to_dict().items() if name not in _NOT_IDENTITY}
     # The config holds transformers' version too, for a newer one may define the model anew.
     facts = {"class": type(module).__name__, "config": config}
-    digest = xxhash.xxh3_128(json.dumps(facts, sort_keys=True, default=_listed).encode())
+    digest = xxhash.xxh3_128(json.dumps(facts, sort_keys=True, default=_listed).encode() + variant.encode())
     hashed: set[tuple[int, torch.Size]] = set()
     for name, tensor in sorted(module.state_dict().items()):
         if (tensor.data_ptr(), tensor.shape) not in hashed:

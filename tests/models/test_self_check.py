@@ -1,0 +1,107 @@
+"""The self-check refuses a paged path that computes anything else than transformers, in any dtype, and nothing that is only rounded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers.models.llama.modeling_llama import LlamaModel
+
+from sidestream.attention import paged
+from sidestream.errors import ModelError
+from sidestream.models import PagedModel, load_model
+from sidestream.testing.tiny_models import tiny_model_dir
+
+DTYPES = ("float32", "float16", "bfloat16")
+_OWN = paged.paged_attention
+
+
+def loaded(family: str, directory: Path, dtype: str, seed: int = 1, **changes: Any) -> PagedModel:
+    return load_model(str(tiny_model_dir(family, directory, seed, **changes)), dtype=dtype, block_tokens=16)
+
+
+def sharper(*args: Any, scale: float, **how: Any) -> torch.Tensor:
+    return _OWN(*args, scale=scale * 1.05, **how)
+
+
+def windowed(by: int) -> Callable[..., torch.Tensor]:
+    def attend(*args: Any, sliding_window: int | None, **how: Any) -> torch.Tensor:
+        return _OWN(*args, sliding_window=sliding_window and sliding_window + by, **how)
+
+    return attend
+
+
+def uncapped(*args: Any, softcap: float | None, **how: Any) -> torch.Tensor:
+    return _OWN(*args, **how)
+
+
+def swapped(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **how: Any) -> torch.Tensor:
+    return _OWN(query, key.flip(1), value.flip(1), *args, **how)
+
+
+def forgetful(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer: int, batch: Any, **how: Any) -> torch.Tensor:
+    """Wrong in decode rows alone."""
+    return _OWN(query, key, value, layer, batch, **how) * (0.9 if batch.num_decode else 1)
+
+
+ERRORS = {
+    "scale": sharper,
+    "window one longer": windowed(1),
+    "window one shorter": windowed(-1),
+    "no soft cap": uncapped,
+    "KV heads swapped": swapped,
+    "decodes": forgetful,
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("error", ERRORS)
+def test_attention_with_an_error_is_refused(error: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(paged, "paged_attention", ERRORS[error])
+    with pytest.raises(ModelError, match="paged attention gives other values than transformers' own"):
+        loaded("gemma2", tmp_path, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_positions_that_start_anew_in_each_chunk_are_refused(dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = PagedModel.forward
+
+    def anew(self: PagedModel, tokens: torch.Tensor, positions: torch.Tensor, *args: Any) -> torch.Tensor:
+        return own(self, tokens, positions - positions[0], *args)
+
+    monkeypatch.setattr(PagedModel, "forward", anew)
+    with pytest.raises(ModelError, match="the paged path computes the attention of layer 0 otherwise"):
+        loaded("llama", tmp_path, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_state_outside_of_attention_is_refused(dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A last norm that mixes in the token before, which a decode does not see."""
+    own = LlamaModel.forward
+
+    def mixing(self: LlamaModel, *args: Any, **named: Any) -> Any:
+        out = own(self, *args, **named)
+        out.last_hidden_state[:, 1:] += out.last_hidden_state[:, :-1].clone()
+        return out
+
+    monkeypatch.setattr(LlamaModel, "forward", mixing)
+    with pytest.raises(ModelError, match="the paged path computes the logits otherwise"):
+        loaded("llama", tmp_path, dtype)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("family", ["olmoe", "mixtral", "jetmoe"])
+def test_experts_that_rounding_chooses_otherwise_are_no_reason_to_refuse(family: str, dtype: str, tmp_path: Path) -> None:
+    """Compared as a whole, logits of some of these differ by 0.3 of their spread: one token of the first layer is enough."""
+    for seed in (11, 14, 21, 33):
+        assert loaded(family, tmp_path / str(seed), dtype, seed, num_hidden_layers=6).layout.dtype == dtype
+
+
+def test_a_window_that_attention_is_not_told_of_is_refused_if_texts_reach_it(tmp_path: Path) -> None:
+    """PhiMoE builds a mask of its window and keeps it from its attention; published models have one as long as their context."""
+    assert loaded("phimoe", tmp_path / "wide", "float32", sliding_window=1024).max_model_len == 1024
+    with pytest.raises(ModelError, match="layer 0 masks other tokens than causal attention with no sliding window"):
+        loaded("phimoe", tmp_path / "narrow", "float32", sliding_window=12)
