@@ -1,4 +1,4 @@
-"""The self-check refuses a paged path that computes anything else than transformers, in any dtype, and nothing that is only rounded."""
+"""The self-check refuses a paged path with an error, in any dtype, and accepts rounding."""
 
 from __future__ import annotations
 
@@ -95,13 +95,13 @@ def test_a_state_outside_of_attention_is_refused(dtype: str, tmp_path: Path, mon
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("family", ["olmoe", "mixtral", "jetmoe"])
 def test_experts_that_rounding_chooses_otherwise_are_no_reason_to_refuse(family: str, dtype: str, tmp_path: Path) -> None:
-    """Compared as a whole, logits of some of these differ by 0.3 of their spread: one token of the first layer is enough."""
+    """Compared as a whole, logits of some seeds differ by 0.3 of their spread: one token of the first layer suffices."""
     for seed in (11, 14, 21, 33):
         assert loaded(family, tmp_path / str(seed), dtype, seed, num_hidden_layers=6).layout.dtype == dtype
 
 
 def test_a_window_that_attention_is_not_told_of_is_refused_if_texts_reach_it(tmp_path: Path) -> None:
-    """PhiMoE builds a mask of its window and keeps it from its attention; published models have one as long as their context."""
+    """PhiMoE masks by its window and does not pass it to attention; published models have one as long as their context."""
     assert loaded("phimoe", tmp_path / "wide", "float32", sliding_window=1024).max_model_len == 1024
     with pytest.raises(ModelError, match="layer 0 masks other tokens than causal attention with no sliding window"):
         loaded("phimoe", tmp_path / "narrow", "float32", sliding_window=12)

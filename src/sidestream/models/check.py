@@ -6,7 +6,7 @@ error does. So there are two passes:
 
 reference   the whole text at once. Each layer's attention is computed by both, from the same queries, keys and values,
             and has to agree up to its own rounding; the model goes on with transformers'.
-replay      chunk by chunk through the block pool. Each layer goes on with what the reference attended to, so a token
+replay      chunk by chunk through the block pool. Each layer goes on with the reference's attention output, so a token
             that rounding sends to another expert changes no other token; and the median token is judged.
 """
 
@@ -32,8 +32,8 @@ from sidestream.models.facts import max_positions
 # A layer's attention: root mean square of the difference, over that of the attention itself.
 # For SmolLM2-135M and tiny models of 80 families: 3e-7, 2.4e-4 and 1.9e-3, whatever their depth.
 ATTENTION_BOUNDS = {"float32": 1e-4, "float16": 1e-3, "bfloat16": 8e-3}
-# On a CPU, scores are rounded before they are capped: by up to this share of the cap, a quarter of half a step of the dtype
-# (x * sech(x)**2 is below 0.45, the root mean square of rounding about 0.4 of its most). It is a share of the weights too.
+# Added per unit of the soft cap: on a CPU, scores are rounded to the dtype before they are capped. A quarter of the
+# dtype's half step, because x * sech(x)**2 is below 0.45 and rounding's root mean square is about 0.4 of its maximum.
 _CAP_ROUNDING = {"float32": 2**-26, "float16": 2**-13, "bfloat16": 2**-10}
 # Tokens of the replay: root mean square of the difference, over that of all tokens; of the median token of each stage.
 # For SmolLM2-135M: 4e-6, 3e-4 and 3e-3; where products of few and of many rows round otherwise it may be more.
@@ -53,7 +53,7 @@ _COMPARED = "sidestream_compared"
 class Reference:
     """What transformers' own attention gives for the check's tokens.
 
-    attended   of each layer, `[25, heads, head_dim]`, in the model's dtype
+    attended   attention output of each layer, `[25, heads, head_dim]`, in the model's dtype
     logits     float32 `[25, vocab]`
     """
 
@@ -89,9 +89,9 @@ def check_paged(model: PagedModel, expected: Reference) -> None:
 
 
 def _judge(model: PagedModel, what: str, difference: torch.Tensor, spread: torch.Tensor) -> None:
-    """Raise ModelError when the tokens' `difference`, over the `spread` of all tokens, is more than rounding in any stage."""
+    """Raise ModelError when `difference`, over the `spread` of all tokens, exceeds rounding in any stage."""
     errors = difference.flatten(1).square().mean(-1).sqrt() / spread.float().square().mean().sqrt()
-    # The median, because rounding chooses other experts for single tokens; a real error shows in most tokens of a stage.
+    # The median: rounding sends single tokens to other experts; a real error shows in most tokens of a stage.
     error = torch.stack([errors[start:end].median() for start, end in _STAGES]).max()
     bound = REPLAY_BOUNDS[model.layout.dtype]
     if not error <= bound:
@@ -102,7 +102,7 @@ def _judge(model: PagedModel, what: str, difference: torch.Tensor, spread: torch
 
 
 class _Compared(Unseen):
-    """A text on its way through the reference pass: its chunks as the paged path sees them, and what each layer attended to."""
+    """The batch of the reference pass: its chunks for the paged path, and the attention output of each layer so far."""
 
     def __init__(self, chunks: list[AttentionBatch]) -> None:
         super().__init__(chunks[0])
@@ -121,7 +121,7 @@ def _compared_attention_hook(
     paged_batch: _Compared | None = None,
     **named: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Transformers' own attention, in float32. Raises ModelError when that of the paged path differs by more than rounding."""
+    """Transformers' own attention, in float32. Raises ModelError when the paged path differs by more than rounding."""
     if paged_batch is None:
         return paged_attention_hook(module, query, key, value, None, **named)  # it says what is wrong
     paged = []
@@ -150,7 +150,7 @@ AttentionMaskInterface.register(_COMPARED, eager_mask)
 
 
 def _check_mask(module: Any, mask: torch.Tensor | None, window: int | None) -> None:
-    """Raise ModelError when the model's own mask hides other tokens than the paged path does, which is told the window alone."""
+    """Raise ModelError when the model's mask differs from the causal mask with the window that attention is given."""
     if mask is None:
         return
     seen = mask if mask.dtype == torch.bool else mask == 0
@@ -166,7 +166,7 @@ def _check_mask(module: Any, mask: torch.Tensor | None, window: int | None) -> N
 
 
 def _replay(model: PagedModel, expected: Reference) -> tuple[list[torch.Tensor], torch.Tensor]:
-    """What each layer attended to, and the logits, of all tokens."""
+    """Attention output of each layer, and the logits, of all tokens."""
     device, num_layers = model.module.device, model.layout.num_layers
     pool = _pool(model)
     tokens = _tokens(model.vocab_size).to(device)
@@ -191,7 +191,7 @@ def _check_reached(layers: list[int], num_layers: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Replayed:
-    """A batch whose layers go on with what the reference attended to; `attended` gets what they would have gone on with."""
+    """A batch whose attention returns the reference's output, and adds the paged path's own to `attended`."""
 
     batch: AttentionBatch
     attended: list[list[torch.Tensor]]
@@ -210,7 +210,7 @@ class _Replayed:
 
 
 def _pool(model: PagedModel) -> torch.Tensor:
-    """Blocks full of what is not a number, and neither is what comes of reading it."""
+    """Blocks full of NaN, so that reading a token that was not written shows."""
     layout = model.layout
     shape = (max(_BLOCK_TABLE) + 1, layout.num_layers, 2, _BLOCK_TOKENS, layout.num_kv_heads, layout.head_dim)
     return torch.full(shape, float("nan"), dtype=getattr(torch, layout.dtype), device=model.module.device)
@@ -251,7 +251,7 @@ def _tokens(vocab_size: int) -> torch.Tensor:
 def _narrow_windows(module: Any) -> Iterator[None]:
     """Shorten the model's sliding window meanwhile, so that a few tokens show whether mask and attention agree on it.
 
-    Not one that no text reaches: some models declare it and leave it out.
+    A window of at least the model's length stays: some models declare one and do not tell their attention.
     """
     window = getattr(module.config, "sliding_window", None) or 0
     binds = 0 < window < max_positions(module.config)

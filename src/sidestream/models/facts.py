@@ -23,7 +23,7 @@ _SWITCHING_ROPE = {"dynamic", "longrope"}
 _PIECES = {"attn_config", "ffn_config"}
 # The decoder half of an encoder-decoder has these sizes in its config, even where is_encoder_decoder is false.
 _DECODER_SIZES = ("decoder_attention_heads", "num_decoder_attention_heads")
-# Kinds whose attention goes through transformers' interface, and does what no field of their config says.
+# Kinds that attend through transformers' interface, but in a way that no field of their config tells.
 _OWN_ATTENTION: Mapping[str, str] = {
     "diffllama": "attends twice in each layer and subtracts (differential attention): only one attention a layer is served",
     "doge": "masks its attention by values that it computes (dynamic masks): only causal and sliding masks are served",
@@ -43,14 +43,14 @@ def layout_of(config: PreTrainedConfig, *, dtype: str, block_tokens: int) -> KVL
         raise ModelError(f"its weights are {dtype}: choose one of {', '.join(DTYPE_BYTES)}")
     heads = _size(config, "num_attention_heads")
     kv_heads = _size(config, "num_key_value_heads", heads)
-    if config.model_type == "jetmoe":  # each expert of its attention has heads, and gets its own copy of keys and values
+    if config.model_type == "jetmoe":  # its attention copies keys and values for each expert of a token
         kv_heads *= _size(config, "num_experts_per_tok")
     head_dim = _size(config, "head_dim", _size(config, "hidden_size") // heads)
     return KVLayout(_size(config, "num_hidden_layers"), kv_heads, head_dim, block_tokens, dtype)
 
 
 def max_positions(config: PreTrainedConfig, *, max_model_len: int | None = None) -> int:
-    """Positions that the model can be served at, for requests of up to `max_model_len` tokens (None: as many as it can).
+    """Positions that the model can be served at, for requests of up to `max_model_len` tokens (None: no limit).
 
     YaRN scales all positions alike: its bound is that before scaling times the factor, or what the config says, if that
     is more. LongRoPE has two sets of frequencies: up to `original_max_position_embeddings` positions the short ones
@@ -68,7 +68,7 @@ def max_positions(config: PreTrainedConfig, *, max_model_len: int | None = None)
 
 
 def takes_long_rope(config: PreTrainedConfig, *, max_model_len: int | None) -> bool:
-    """Whether requests of up to `max_model_len` tokens (None: as many as the model can) need LongRoPE's long factors."""
+    """Whether requests of up to `max_model_len` tokens (None: no limit) need LongRoPE's long factors."""
     longest = _size(config, "max_position_embeddings")
     wanted = longest if max_model_len is None else min(max_model_len, longest)
     ropes = [rope for rope in _ropes(config) if rope["rope_type"] == "longrope"]

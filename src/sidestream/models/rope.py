@@ -13,7 +13,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 
 def fix_longrope(module: nn.Module, *, long: bool) -> None:
-    """Have every rotary embedding of type longrope use the long factors, or the short ones, at all lengths, in place."""
+    """Make every longrope embedding use the long factors, or the short ones, at all lengths; in place."""
     for part in module.modules():
         if getattr(part, "rope_type", None) == "longrope":
             _fix(part, long=long)
