@@ -48,14 +48,14 @@ test-newest: $(NEWEST)/.installed
 # What needs a GPU, with a Python whose torch has CUDA: `make test-gpu PYTHON=…`. Nothing is installed.
 test-gpu:
 	@$(PYTHON) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' || { echo "$(PYTHON) has no torch with a GPU: make test-gpu PYTHON=…"; exit 1; }
-	PYTHONPATH=src $(PYTHON) -m pytest -p no:cacheprovider -m gpu $$(grep -rl --include='test_*.py' mark.gpu tests)
+	PYTHONPATH=$(CURDIR)/src $(PYTHON) -m pytest -p no:cacheprovider -m gpu $$(grep -rl --include='test_*.py' mark.gpu tests)
 
 # Our own kernels under NVIDIA's memory checker, at small shapes: `make sanitize PYTHON=…`. Without torch's cache every tensor is an
 # allocation of its own, so that whatever goes past its end is seen.
 SANITIZER ?= compute-sanitizer
 sanitize:
 	@command -v $(SANITIZER) > /dev/null || { echo "no $(SANITIZER): it comes with the CUDA toolkit: make sanitize SANITIZER=…/compute-sanitizer"; exit 1; }
-	PYTHONPATH=src PYTORCH_NO_CUDA_MEMORY_CACHING=1 $(SANITIZER) --tool memcheck --error-exitcode 1 --report-api-errors no \
+	PYTHONPATH=$(CURDIR)/src PYTORCH_NO_CUDA_MEMORY_CACHING=1 $(SANITIZER) --tool memcheck --error-exitcode 1 --report-api-errors no \
 		$(PYTHON) -m pytest -p no:cacheprovider -q tests/attention/test_triton.py tests/device/test_cuda_kernels_gpu.py \
 		-k "mixed_batch or head_sizes or last_byte"
 
@@ -75,10 +75,10 @@ bench: $(VENV)/.dev
 GPU ?= h100
 bench-gpu:
 	for name in transfer mailbox forward-thread host-time identity interference engine throughput host-tier; do \
-		PYTHONPATH=src $(PYTHON) -m sidestream bench $$name --json > bench/results/$$name-$(GPU).json.new; \
+		PYTHONPATH=$(CURDIR)/src $(PYTHON) -m sidestream bench $$name --json > bench/results/$$name-$(GPU).json.new; \
 		mv bench/results/$$name-$(GPU).json.new bench/results/$$name-$(GPU).json; \
 	done
-	PYTHONPATH=src $(PYTHON) -m sidestream bench speculative --device cuda --batch 1 --batch 8 --batch 32 --batch 128 --output-tokens 192 --json \
+	PYTHONPATH=$(CURDIR)/src $(PYTHON) -m sidestream bench speculative --device cuda --batch 1 --batch 8 --batch 32 --batch 128 --output-tokens 192 --json \
 		> bench/results/speculative-$(GPU).json.new; mv bench/results/speculative-$(GPU).json.new bench/results/speculative-$(GPU).json
 
 # Tables and pictures in README and docs are generated from bench/results.

@@ -138,14 +138,16 @@ def test_draws_with_a_seed_are_those_of_the_cpu(llama: Path) -> None:
         assert tokens(llm.generate(prompts, EVERY_WAY_TO_DRAW)) == tokens(reference)
 
 
-def test_an_engine_without_options_uses_the_gpu_and_nine_tenths_of_its_free_memory(llama: Path, caplog: pytest.LogCaptureFixture) -> None:
-    free, _ = torch.cuda.mem_get_info()
+def test_an_engine_without_options_uses_the_gpu_and_a_share_of_its_free_memory(
+    llama: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (8 * GIB, 80 * GIB))  # other tests use the GPU, too
     big = tiny_model_dir("llama", llama.parent / "big", 1, num_hidden_layers=16, num_key_value_heads=4, head_dim=128)
     with caplog.at_level("INFO"), LLM(big, eager=True) as llm:
         parts = llm.engine.parts
         assert parts.device.kind == "cuda"
         assert llm.engine.parts.bounds.max_unfinished == 1024 + 256
-        assert 0.8 * free <= parts.blocks.size * parts.layout.block_bytes <= 0.9 * free
+        assert 4 * GIB <= parts.blocks.size * parts.layout.block_bytes <= 4.8 * GIB
         assert len(llm.generate(PROMPTS[1], GREEDY)[0].token_ids) == 12
     assert "what the weights leave free; --kv-memory changes it" in caplog.text
 
