@@ -328,6 +328,7 @@ def test_call_runs_on_the_engine_thread_and_hands_its_failure_to_the_caller() ->
 def test_no_log_line_is_written_for_requests_that_go_well(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "sidestream")
     with serving(slots=8) as rig:
+        caplog.clear()  # lines of the start
         for prompt in prompts(35, 4):
             rig.ask(prompt)
         assert isinstance(rig.submit(PROMPT), Reply)

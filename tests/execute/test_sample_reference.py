@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Sequence
 
@@ -160,7 +161,7 @@ def test_a_row_of_real_width_draws_what_the_slow_sampler_draws(params):
 def test_filters_keep_the_tokens_that_transformers_keeps(params):
     prompt = (1, 4, 6)
     logits = torch.randn(1, 10, generator=torch.Generator().manual_seed(2))
-    p = SamplingParams(**params)
+    p = SamplingParams(**params).spec(seed=0, eos_ids=())
     theirs = LogitsProcessorList([RepetitionPenaltyLogitsProcessor(p.repetition_penalty), TemperatureLogitsWarper(p.temperature)])
     if p.top_k:
         theirs.append(TopKLogitsWarper(p.top_k))
@@ -171,6 +172,6 @@ def test_filters_keep_the_tokens_that_transformers_keeps(params):
     want = theirs(torch.tensor([prompt]), logits.clone()).isfinite()[0].nonzero().flatten().tolist()
     state = DecodeState(2000, 10)
     for seed in range(2000):
-        state.begin([(seed, RowStart(p.spec(seed=seed, eos_ids=()), prompt, ()))])
+        state.begin([(seed, RowStart(dataclasses.replace(p, seed=seed), prompt, ()))])
     drawn = sample(logits.repeat(2000, 1), range(2000), [0] * 2000, state)
     assert sorted(set(drawn.tokens.tolist())) == want

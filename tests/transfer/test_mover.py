@@ -14,6 +14,7 @@ from sidestream.device.base import CopyBatch
 from sidestream.device.host import HostStream
 from sidestream.errors import InvariantError
 from sidestream.transfer import LoadFailed, LoadReady, StoreAgain, TransferEvent, mover
+from sidestream.transfer.costs import _HEALTHY as HEALTHY
 from sidestream.transfer.pacing import Copy, Lane, Pace
 from sidestream.types import Key, PromotePlan, StorePlan
 
@@ -90,7 +91,7 @@ def test_a_load_has_arrived_when_all_of_it_is_done(rig: Rig) -> None:
         assert rig.transfers.seconds_left(2, 0, step_s=0) == 0
         rig.poll()
         assert rig.ready == [(1, 0)]
-        assert rig.transfers.seconds_left(1, 0, step_s=0) == pytest.approx(LAYOUT.block_bytes / 2e9)  # the first guess of the rate
+        assert rig.transfers.seconds_left(1, 0, step_s=0) == pytest.approx(LAYOUT.block_bytes / HEALTHY["host"])
     rig.drain("load")
     assert rig.transfers.seconds_left(1, 0, step_s=0) == 0
     rig.finish("load")
@@ -107,7 +108,7 @@ def test_a_flight_may_begin_before_a_load_has_ended_if_each_layer_is_there_when_
     with rig.hold("load"):
         rig.load(keys("a", "b"), lease.ids)
         rig.poll()
-        whole_s = 2 * LAYOUT.block_bytes / 2e9  # the first guess of the rate
+        whole_s = 2 * LAYOUT.block_bytes / HEALTHY["host"]
         assert LAYOUT.num_layers == 3
         # A third of it for the first layer; the second and the third are there in time, a third of a step later each.
         assert rig.transfers.seconds_left(1, 0, step_s=whole_s) == pytest.approx(whole_s / 3)
@@ -127,7 +128,7 @@ def test_what_is_left_of_a_load_counts_by_its_bytes(rig: Rig, monkeypatch: pytes
     monkeypatch.setattr(rig.transfers._mover._device, "segment_bytes", LAYOUT.layer_bytes)
     rig.stored(keys("a", "b", "c"))
     lease = rig.blocks.take(4)
-    block_s = LAYOUT.block_bytes / 2e9  # the first guess of the rate
+    block_s = LAYOUT.block_bytes / HEALTHY["host"]
     with rig.hold("load"):
         rig.load(keys("a", "b", "c"), lease.ids[:3], request_id=1)
         rig.load(keys("a"), lease.ids[3:], request_id=2)
@@ -150,7 +151,7 @@ def test_what_is_left_of_a_load_counts_by_its_bytes(rig: Rig, monkeypatch: pytes
 def test_what_is_loaded_for_others_first_counts(rig: Rig) -> None:
     rig.stored(keys("a", "b", "c"))
     lease = rig.blocks.take(3)
-    block_s = LAYOUT.block_bytes / 2e9  # the first guess of the rate
+    block_s = LAYOUT.block_bytes / HEALTHY["host"]
     with rig.hold("load"):
         rig.load(keys("a", "b"), lease.ids[:2], request_id=1)
         rig.load(keys("c"), lease.ids[2:], request_id=2)
