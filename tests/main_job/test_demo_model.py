@@ -34,7 +34,7 @@ def ids(model: str) -> list[int]:
 @pytest.fixture
 def pool_of_400_tokens(model: str, tmp_path: Path) -> Iterator[LLM]:
     offload = OffloadConfig(host="256MiB", disk=tmp_path / "kv", disk_capacity="256MiB")
-    with LLM(model, dtype="float32", kv_memory=400 * 2 * kv_token_bytes(model), chunk_tokens=64, offload=offload) as llm:
+    with LLM(model, dtype="float32", kv_memory=400 * kv_token_bytes(model, dtype="float32"), chunk_tokens=64, offload=offload) as llm:
         yield llm
 
 
