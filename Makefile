@@ -31,7 +31,7 @@ unit: $(VENV)/.dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder
 
 # The rooms that reach into other packages, with the lowest version of each that pyproject.toml allows. Left out is what takes long and
-# meets no package in a way that the rest does not: two fifths of these rooms' time.
+# meets no package in a way that the rest does not: a third of these rooms' time.
 WITH_LOWEST := cli server models engine execute speculate attention
 NOT_WITH_LOWEST := cli/test_chat.py cli/test_torture.py cli/test_torture_device.py cli/test_train.py cli/test_bench_gpu.py \
 	execute/test_draw.py execute/test_sample_random.py execute/test_draft_distribution.py
