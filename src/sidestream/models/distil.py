@@ -233,7 +233,7 @@ def load_teacher(path_or_hub_id: str, *, device: torch.device) -> Any:
         check_config(directory)
         stored = check_files(directory)
         dtype = "auto" if device.type == "cuda" else torch.float32
-        model = read_module(directory, read_config(directory), stored, dtype=dtype, attention="sdpa")
-        if getattr(model.config.get_text_config(), "attn_logit_softcapping", None) is not None:
-            model.set_attn_implementation("eager")  # torch's SDPA caps no scores, which transformers before 5.23 did not refuse
-        return model.to(device)
+        config = read_config(directory)
+        # torch's SDPA caps no scores, which transformers before 5.23 did not refuse.
+        capped = getattr(config.get_text_config(), "attn_logit_softcapping", None) is not None
+        return read_module(directory, config, stored, dtype=dtype, attention="eager" if capped else "sdpa").to(device)
