@@ -93,7 +93,7 @@ def _of_another_kind(config: PreTrainedConfig) -> str | None:
 
 
 def _by_its_fields(config: PreTrainedConfig) -> str | None:
-    """Why a decoder with these fields cannot be served; None if they tell of nothing."""
+    """Why a decoder with these fields cannot be served; None if no field shows a reason."""
     kind = config.model_type
     if rank := _of_any_layer(config, "kv_lora_rank"):
         return f"{kind} has latent attention (kv_lora_rank {rank}): its keys and values differ in shape"

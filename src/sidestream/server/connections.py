@@ -1,4 +1,4 @@
-"""Bounds on connections: how many there are, how long a request head may take, and what is said of those that are cut.
+"""Bounds on connections: how many there are, how long a request head may take, and the log lines for those that are cut.
 
 Sits between the sockets and the ASGI application; knows uvicorn's HTTP/1.1 protocol and no route. Event loop only.
 """

@@ -30,7 +30,7 @@ _PATIENCE_S = 600.0
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """What is asked for; small ones try the benchmark itself: `rounds` of `conversations`, each of `tokens` and `outputs`."""
+    """Number of conversations, tokens of each prompt and answer, and rounds in which all are asked."""
 
     conversations: int
     tokens: int
