@@ -34,7 +34,7 @@ unit: $(VENV)/.dev
 # meets no package in a way that the rest does not: half of these rooms' time.
 WITH_LOWEST := cli server models engine execute speculate attention
 NOT_WITH_LOWEST := cli/test_chat.py cli/test_torture.py cli/test_torture_device.py cli/test_train.py cli/test_bench_gpu.py \
-	models/test_head_layouts.py execute/test_sample_random.py execute/test_draft_distribution.py attention/test_engine_in_interpreter.py
+	models/test_head_layouts.py server/test_processes.py cli/test_bench_serve.py cli/test_serve.py execute/test_sample_random.py execute/test_draft_distribution.py attention/test_engine_in_interpreter.py
 test-lowest: $(LOWEST)/.installed
 	OMP_NUM_THREADS=1 $(LOWEST)/bin/python -m pytest --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder -k "not 7000" \
 		$(WITH_LOWEST:%=tests/%) $(NOT_WITH_LOWEST:%=--ignore=tests/%)
@@ -60,7 +60,7 @@ sanitize:
 
 # Every benchmark of this machine; results are committed.
 bench: $(VENV)/.dev
-	for name in prefix decode overhead soak; do \
+	for name in prefix decode overhead soak serve; do \
 		$(BIN)/sidestream bench $$name --json > bench/results/$$name-cpu.json.new; \
 		mv bench/results/$$name-cpu.json.new bench/results/$$name-cpu.json; \
 	done
@@ -79,6 +79,10 @@ bench-gpu:
 	done
 	PYTHONPATH=$(CURDIR)/src $(PYTHON) -m sidestream bench speculative --device cuda --batch 1 --batch 8 --batch 32 --batch 128 --output-tokens 192 --json \
 		> bench/results/speculative-$(GPU).json.new; mv bench/results/speculative-$(GPU).json.new bench/results/speculative-$(GPU).json
+	for shape in qwen3-8b llama-3.2-1b; do \
+		PYTHONPATH=$(CURDIR)/src $(PYTHON) -m sidestream bench serve --device cuda --shape $$shape --json > bench/results/serve-$$shape-$(GPU).json.new; \
+		mv bench/results/serve-$$shape-$(GPU).json.new bench/results/serve-$$shape-$(GPU).json; \
+	done
 
 # Tables and pictures in README and docs are generated from bench/results.
 tables: $(VENV)/.dev

@@ -73,8 +73,8 @@ if not torch.cuda.is_available() and importlib.util.find_spec("triton") is not N
 def garbage_stays(request: pytest.FixtureRequest) -> Iterator[None]:
     """An LLM has all there is looked through for garbage: half a second with every test's modules, and nobody here waits for a collection."""
     with pytest.MonkeyPatch.context() as patch:
-        if "sidestream.llm" in sys.modules and request.node.get_closest_marker("settles_garbage") is None:
-            patch.setattr(sys.modules["sidestream.llm"], "settle_garbage", lambda: lambda: None)
+        if "sidestream.loading" in sys.modules and request.node.get_closest_marker("settles_garbage") is None:
+            patch.setattr(sys.modules["sidestream.loading"], "settle_garbage", lambda: lambda: None)
         yield
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import copy
 import dataclasses
 import gc
@@ -21,7 +20,6 @@ import pytest
 
 from sidestream import (
     LLM,
-    AsyncLLM,
     ConfigError,
     EngineConfig,
     EngineStopped,
@@ -35,11 +33,10 @@ from sidestream import (
     SpeculativeConfig,
 )
 from sidestream.config import EngineSizes
-from sidestream.llm import _Post
 from sidestream.testing.faults import Hold
 from sidestream.testing.tiny_models import tiny_model_dir
-from sidestream.text import Detokenizer
-from sidestream.types import CachedTokens, Delta
+from sidestream.text import Detokenizer, StopStrings
+from sidestream.types import Delta
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 PROMPTS = [f"The {name} " * 3 for name in ("whale", "ship", "sea", "crew", "mate", "boat", "wind", "rope", "mast", "sail")]
@@ -196,6 +193,106 @@ def test_text_of_a_stream_is_that_of_the_whole_and_the_engine_thread_makes_none(
     assert not makers  # all tokens at once
 
 
+def stop_within(llm: LLM, prompt: str, *, max_tokens: int) -> tuple[SamplingParams, int]:
+    """Parameters with a stop string that occurs early in the greedy answer to `prompt`, and the number of tokens until it is found."""
+    free = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+    text, tokens = "", list[int]()
+    for delta in llm.stream(prompt, dataclasses.replace(free, max_tokens=24)):
+        text += delta.text
+        tokens += delta.token_ids
+    params = dataclasses.replace(free, stop=(text[3:6],))
+    detokenizer, stops = llm.tokenizer.detokenizer(), StopStrings(params.stop)
+    return params, next(count for count, token in enumerate(tokens, 1) if stops.push(detokenizer.push(token))[1])
+
+
+def test_prompts_of_one_call_each_end_at_their_own_stop_string(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine waits at the token that completes a stop string until it is told to end the answer; then it emits no further one."""
+    asked = [stop_within(llm, prompt, max_tokens=400) for prompt in PROMPTS]
+    needed = {tuple(llm.tokenizer.encode(prompt)): count for prompt, (_, count) in zip(PROMPTS, asked, strict=True)}
+    submit, abort = llm.engine.submit, llm.engine.abort
+    ended: dict[Any, threading.Event] = {}
+    late: list[tuple[int, ...]] = []
+
+    def submit_watched(prompt: Any, params: Any, sink: Any, **options: Any) -> Any:
+        told, submitted, handles = list[int](), threading.Event(), list[Any]()
+
+        def watched(delta: Delta) -> None:
+            sink(delta)
+            told.extend(delta.token_ids)
+            if delta.finish_reason is None and not late and len(told) >= needed[tuple(prompt)]:
+                submitted.wait(20)
+                if not ended[handles[0]].wait(20):
+                    late.append(tuple(prompt))
+
+        handle = submit(prompt, params, watched, **options)
+        ended[handle.request_ids] = threading.Event()
+        handles.append(handle.request_ids)
+        submitted.set()
+        return handle
+
+    def abort_watched(handle: Any, reason: str = "abort") -> None:
+        abort(handle, reason)
+        ended[handle.request_ids].set()
+
+    monkeypatch.setattr(llm.engine, "submit", submit_watched)
+    monkeypatch.setattr(llm.engine, "abort", abort_watched)
+    emitted, stopped = llm.metrics.value("output_tokens_total"), llm.metrics.value("requests_total", "stop")
+    outputs = llm.generate(PROMPTS, [params for params, _ in asked])
+    assert late == []
+    assert llm.engine.unfinished == 0  # an answer is returned when the engine holds nothing of it any more
+    for output, prompt, (params, count) in zip(outputs, PROMPTS, asked, strict=True):
+        (answer,) = output.completions
+        assert (answer.finish_reason, len(answer.token_ids)) == ("stop", count), prompt
+        assert llm.tokenizer.decode(answer.token_ids).startswith(answer.text + params.stop[0])
+    assert llm.metrics.value("output_tokens_total") - emitted == sum(count for _, count in asked)
+    assert llm.metrics.value("requests_total", "stop") - stopped == len(PROMPTS)
+
+
+def test_prompts_with_and_without_stop_strings_may_come_in_one_call(llm: LLM) -> None:
+    params, count = stop_within(llm, PROMPTS[1], max_tokens=40)
+    each = [GREEDY, params, GREEDY, dataclasses.replace(params, n=2), GREEDY]
+    outputs = llm.generate([PROMPTS[0], PROMPTS[1], PROMPTS[2], PROMPTS[1], PROMPTS[3]], each)
+    assert [[(len(one.token_ids), one.finish_reason) for one in output.completions] for output in outputs] == [
+        [(6, "length")],
+        [(count, "stop")],
+        [(6, "length")],
+        [(count, "stop")] * 2,
+        [(6, "length")],
+    ]
+
+
+def test_a_stream_ends_at_its_stop_string_and_leaves_nothing_in_the_engine(llm: LLM) -> None:
+    params, count = stop_within(llm, PROMPTS[2], max_tokens=900)
+    stopped = llm.metrics.value("requests_total", "stop")
+    deltas = list(llm.stream(PROMPTS[2], params))
+    assert (sum(len(delta.token_ids) for delta in deltas), deltas[-1].finish_reason) == (count, "stop")
+    assert llm.engine.unfinished == 0
+    assert llm.metrics.value("requests_total", "stop") == stopped + 1
+
+
+def test_the_engine_thread_needs_no_tokenizer_though_stop_strings_are_looked_for(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    params, _ = stop_within(llm, PROMPTS[3], max_tokens=40)
+    users: set[threading.Thread] = set()
+
+    def watched(owner: Any, name: str) -> None:
+        used = getattr(owner, name)
+
+        def use(*values: Any) -> Any:
+            users.add(threading.current_thread())
+            return used(*values)
+
+        monkeypatch.setattr(owner, name, use)
+
+    for name in ("detokenizer", "decode"):
+        watched(llm.tokenizer, name)
+    for name in ("push", "finish"):
+        watched(Detokenizer, name)
+    assert llm.generate(PROMPTS[3], params)[0].completions[0].finish_reason == "stop"
+    assert [delta.finish_reason for delta in llm.stream(PROMPTS[3], params)][-1] == "stop"
+    assert llm.generate(PROMPTS[3], GREEDY)[0].text
+    assert users == {threading.current_thread()}
+
+
 def test_a_tokenizer_that_fails_is_an_error_of_the_request_and_leaves_nothing_running(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(llm.tokenizer, "detokenizer", _Broken)
     with pytest.raises(RequestError, match="the tokenizer failed: injected"):
@@ -205,53 +302,6 @@ def test_a_tokenizer_that_fails_is_an_error_of_the_request_and_leaves_nothing_ru
     with pytest.raises(RequestError, match="the tokenizer failed: '_Broken' object has no attribute 'missing'"):
         llm.generate(PROMPTS[0], GREEDY)
     wait_until_idle(llm)
-
-
-def test_a_tokenizer_that_fails_ends_its_sample_alone_for_event_loops_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = AsyncLLM(tiny_model_dir("llama", tmp_path, seed=1), kv_memory="8MiB", compute_threads=1)
-    made = iter([_Broken(), model.tokenizer.detokenizer()])
-    monkeypatch.setattr(model.tokenizer, "detokenizer", lambda: next(made))
-
-    async def answers() -> dict[int, Delta]:
-        ends = {}
-        async for delta in model.generate(PROMPTS[0], SamplingParams(n=2, max_tokens=200, ignore_eos=True)):
-            if delta.finish_reason is not None:
-                assert delta.index not in ends
-                ends[delta.index] = delta
-        await model.close()
-        return ends
-
-    ends = asyncio.run(answers())
-    assert sorted(str(delta.finish_reason) for delta in ends.values()) == ["error", "length"]
-    assert model.engine.unfinished == 0
-
-
-def test_news_of_a_step_wake_their_event_loop_once_and_come_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def told() -> tuple[list[list[Delta]], int]:
-        loop, calls = asyncio.get_running_loop(), []
-        wake = loop.call_soon_threadsafe
-        monkeypatch.setattr(loop, "call_soon_threadsafe", lambda work: calls.append(work) or wake(work))
-        post, queues = _Post(loop), [asyncio.Queue[Delta]() for _ in range(3)]
-        for step in range(2):  # the second one's news come behind the delivery of the first one's
-            for index, queue in enumerate(queues):
-                post.put(queue, Delta(index, str(step), (), (), None, 1, CachedTokens()))
-            await asyncio.sleep(0)
-        return [[queue.get_nowait() for _ in range(queue.qsize())] for queue in queues], len(calls)
-
-    news, num_calls = asyncio.run(told())
-    assert [[(delta.index, delta.text) for delta in of_one] for of_one in news] == [[(index, "0"), (index, "1")] for index in range(3)]
-    assert num_calls == 2
-
-
-def test_one_model_serves_one_event_loop_after_another(tmp_path: Path) -> None:
-    model = AsyncLLM(tiny_model_dir("llama", tmp_path, seed=1), kv_memory="8MiB", compute_threads=1)
-
-    async def answer() -> list[int]:
-        return [token async for delta in model.generate(PROMPTS[0], GREEDY) for token in delta.token_ids]
-
-    first = asyncio.run(answer())
-    assert first and asyncio.run(answer()) == first
-    asyncio.run(model.close())
 
 
 def test_token_ids_are_one_prompt_and_must_be_whole_numbers(llm: LLM) -> None:
@@ -325,39 +375,6 @@ def test_streams_refuse_the_same_as_whole_answers(llm: LLM) -> None:
         next(llm.stream("hi", 5))  # type: ignore[arg-type]
 
 
-def test_an_asynchronous_model_chats_flushes_and_closes_itself(llm: LLM, tmp_path: Path) -> None:
-    question = [{"role": "user", "content": "Why do whales sing?"}]
-    directory = tiny_model_dir("llama", tmp_path / "model", seed=1)
-    offload = OffloadConfig(host="8MiB", disk=tmp_path / "kv")
-    makers = []
-
-    async def use() -> tuple[list[int], bool, AsyncLLM]:
-        async with AsyncLLM(directory, kv_memory="8MiB", compute_threads=1, offload=offload) as model:
-            lay_out = model.tokenizer.chat
-            model.tokenizer.chat = lambda messages: makers.append(threading.current_thread()) or lay_out(messages)  # type: ignore[method-assign]
-            tokens = [token async for delta in model.chat(question, GREEDY) for token in delta.token_ids]
-            for wrong, words in ((None, "^prompt is None"), ({"role": "user"}, r"^prompt is .+chat\(\)")):
-                with pytest.raises(RequestRejected, match=words):
-                    await anext(model.generate(wrong, GREEDY))  # type: ignore[arg-type]
-            with pytest.raises(RequestRejected, match=r"^params is {'temperature': 0}"):
-                await anext(model.generate("hi", {"temperature": 0}))  # type: ignore[arg-type]
-            with pytest.raises(RequestRejected, match=r"^messages is 'hi'"):
-                await anext(model.chat("hi"))  # type: ignore[arg-type]
-            return tokens, await model.flush(), model
-
-    tokens, flushed, model = asyncio.run(use())
-    assert tuple(tokens) == llm.chat(question, GREEDY).token_ids
-    assert flushed and model.metrics.value("transfer_bytes_total", "disk-write") > 0
-    assert makers and threading.main_thread() not in makers  # the event loop was free meanwhile
-
-    async def use_again(what: Any) -> None:
-        await what()
-
-    for call in (lambda: anext(model.generate("hi")), lambda: anext(model.chat(question)), model.flush, model.__aenter__):
-        with pytest.raises(EngineStopped, match=r"^this AsyncLLM is closed: make a new one$"):
-            asyncio.run(use_again(call))
-
-
 def test_a_closed_model_says_so(tmp_path: Path) -> None:
     with LLM(tiny_model_dir("llama", tmp_path, seed=1), kv_memory="8MiB", compute_threads=1) as closed:
         pass
@@ -403,7 +420,7 @@ def with_sampling_defaults(directory: Path, **fields: Any) -> Path:
 
 
 def test_sampling_defaults_of_the_checkpoint_count_where_a_request_says_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "sidestream.llm")
+    caplog.set_level(logging.INFO, "sidestream.loading")
     directory = with_sampling_defaults(tmp_path, temperature=20.0, top_k=1)
     eight = SamplingParams(n=8, seed=1, max_tokens=8, ignore_eos=True)
     with LLM(directory, kv_memory="8MiB", compute_threads=1) as llm:
@@ -423,19 +440,6 @@ def test_sampling_defaults_of_the_checkpoint_count_where_a_request_says_nothing(
         "sampling defaults from generation_config.json: temperature 20, top_k 1; --generation-config none ignores them",
         "sampling defaults: temperature 1, no filters, no penalties; generation_config.json is ignored",
     ]
-
-
-def test_sampling_defaults_count_for_event_loops_too(tmp_path: Path) -> None:
-    async def drawn() -> dict[int, list[int]]:
-        tokens: dict[int, list[int]] = {index: [] for index in range(4)}
-        async with AsyncLLM(with_sampling_defaults(tmp_path, temperature=20.0, top_k=1), kv_memory="8MiB", compute_threads=1) as model:
-            async for delta in model.generate("The whale", SamplingParams(n=4, seed=1, max_tokens=8, ignore_eos=True)):
-                tokens[delta.index] += delta.token_ids
-        return tokens
-
-    tokens = asyncio.run(drawn())
-    assert len(tokens[0]) == 8
-    assert all(sample == tokens[0] for sample in tokens.values())
 
 
 def test_a_bad_sampling_default_is_refused_before_the_weights_are_read(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from sidestream.version import VERSION
 
 if TYPE_CHECKING:
+    from sidestream.async_llm import AsyncLLM
     from sidestream.config import EngineConfig, OffloadConfig, SamplingParams, SpeculativeConfig
     from sidestream.errors import (
         ConfigError,
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
         InvariantError,
         ModelError,
         OutOfDeviceMemory,
+        ProcessFailed,
         QueueFull,
         RaceError,
         RequestError,
@@ -31,11 +33,11 @@ if TYPE_CHECKING:
         TierFull,
         TierTimeout,
     )
-    from sidestream.llm import LLM, AsyncLLM, Completion, RequestOutput
+    from sidestream.llm import LLM, Completion, RequestOutput
     from sidestream.types import CachedTokens, Delta, TokenLogprob
 
 _HOME = {
-    "AsyncLLM": "llm",
+    "AsyncLLM": "async_llm",
     "CachedTokens": "types",
     "Completion": "llm",
     "ConfigError": "errors",
@@ -50,6 +52,7 @@ _HOME = {
     "ModelError": "errors",
     "OffloadConfig": "config",
     "OutOfDeviceMemory": "errors",
+    "ProcessFailed": "errors",
     "QueueFull": "errors",
     "RaceError": "errors",
     "RequestError": "errors",
@@ -81,6 +84,7 @@ __all__ = [
     "ModelError",
     "OffloadConfig",
     "OutOfDeviceMemory",
+    "ProcessFailed",
     "QueueFull",
     "RaceError",
     "RequestError",

@@ -15,6 +15,7 @@ SidestreamError
 │   ├── OutOfDeviceMemory    the device has not enough memory left
 │   └── DeviceLost       the device does nothing any more: the engine ends
 ├── EngineStopped        the engine is draining or gone
+├── ProcessFailed        a process that this one started ended by itself
 ├── RaceError            two accesses that nothing orders (raised by the checker)
 └── InvariantError       a rule of the ledger was broken: a bug in Sidestream
 """
@@ -85,6 +86,10 @@ class DeviceLost(DeviceError):
 
 class EngineStopped(SidestreamError):
     """The engine is draining or gone."""
+
+
+class ProcessFailed(SidestreamError):
+    """A process that this one started ended by itself; the message says how."""
 
 
 class RaceError(SidestreamError):

@@ -87,9 +87,15 @@ class Tokenizer:
         ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens)
         return ids
 
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """Text of `token_ids`, without special tokens and with no clean-up of spaces. Bytes that are no character become U+FFFD."""
-        return self._text_of(list(token_ids))
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Text of `token_ids`, with no clean-up of spaces. Bytes that are no character become U+FFFD."""
+        if skip_special_tokens:
+            return self._text_of(list(token_ids))
+        return str(self._backend.decode(list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+    def token_strings(self, token_ids: Sequence[int]) -> list[str]:
+        """Each token as the vocabulary spells it, such as `Ġhello`; empty for an id without a token."""
+        return [token or "" for token in self._backend.convert_ids_to_tokens(list(token_ids))]
 
     def length_of(self, token_id: int) -> int:
         """How many characters one token's text has; asked for every token that is drawn, so it is looked up."""

@@ -233,7 +233,8 @@ class Delta:
 
     finish_reason   None while running; `"stop"`, `"length"`, `"abort"` or `"error"` once
     index           which of the request's `n` samples this belongs to
-    text            may lag behind the tokens while a stop string or a UTF-8 sequence is incomplete
+    text            empty from the engine, which knows tokens only; an `OutputProcessor` adds it. May lag behind the tokens while a stop string
+                    or a UTF-8 sequence is incomplete
     """
 
     index: int

@@ -12,7 +12,7 @@ import typer
 from typer.testing import CliRunner
 
 from sidestream.cli.errors import Commands
-from sidestream.errors import ConfigError, InvariantError
+from sidestream.errors import ConfigError, InvariantError, ProcessFailed
 
 from .conftest import Run
 
@@ -96,6 +96,11 @@ def _ending_with(failure: BaseException) -> typer.Typer:
 def test_a_fault_is_one_line_and_status_2() -> None:
     result = CliRunner().invoke(_ending_with(ConfigError("the port is [taken]")), ["fail"])
     assert (result.exit_code, result.output) == (2, "error: the port is [taken]\n")
+
+
+def test_a_process_that_ended_by_itself_is_one_line_and_status_1() -> None:
+    result = CliRunner().invoke(_ending_with(ProcessFailed("the engine's process has ended: it was killed by SIGKILL")), ["fail"])
+    assert (result.exit_code, result.output) == (1, "error: the engine's process has ended: it was killed by SIGKILL\n")
 
 
 def test_debug_shows_the_traceback_with_the_same_status() -> None:

@@ -29,6 +29,10 @@ def test_the_servers_defaults_are_those_of_its_options() -> None:
         own.served_model_name,
     )
     assert (given["body_timeout"], given["max_choices"], given["drain_seconds"]) == (own.body_timeout_s, own.max_choices, own.drain_s)
+    for name in ("uds", "root_path", "ssl_certfile", "ssl_keyfile", "ssl_ca_certs"):
+        assert given[name] == getattr(own, name)
+    assert given["stall_timeout"] == own.stall_timeout_s
+    assert own.address == ("127.0.0.1", 8000)
     assert (given["head_timeout"], given["max_connections"], given["max_connections_per_address"], given["cors_origin"]) == (
         own.head_timeout_s,
         own.max_connections,

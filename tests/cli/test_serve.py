@@ -60,6 +60,25 @@ def test_an_interrupt_ends_it_in_order_with_its_kv_and_timeline_stored(tiny: Pat
     assert json.loads(timeline.read_text(encoding="utf-8"))["traceEvents"]
 
 
+def test_a_unix_socket_named_in_a_config_file_is_served_and_removed(tiny: Path, tmp_path: Path) -> None:
+    path, config = tmp_path / "it's one", tmp_path / "serve.yaml"
+    config.write_text(f'model: {tiny}\nuds: "{path}"\nkv-memory: 32MiB\nthreads: 1\nserved_model_name: tiny\nroot-path: /llm\n')
+    command = [sys.executable, "-m", "sidestream", "serve", "--config", str(config)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:
+        try:
+            assert child.stdout is not None
+            lines = [child.stdout.readline().rstrip("\n") for _ in range(3)]
+            assert lines[0] == f"tiny is ready at http://localhost, on the Unix socket {path}"
+            shown = subprocess.run(" ".join(lines[1:]).replace("\\ ", ""), shell=True, capture_output=True, text=True, check=True).stdout
+            assert json.loads(shown)["model"] == "tiny"  # the example that it prints works
+            child.send_signal(signal.SIGINT)
+            log = child.communicate(timeout=WAIT_S)[1]
+        finally:
+            child.kill()
+    assert (child.returncode, path.exists()) == (0, False)
+    assert f"serving on http://localhost, Unix socket {path}" in log
+
+
 def test_the_second_signal_aborts_what_runs(tiny: Path) -> None:
     with (
         _serving(tiny, "--served-model-name", "tiny", "--drain-seconds", 3600, "--api-key", "k") as (child, client, lines),
@@ -88,12 +107,12 @@ def test_a_signal_while_the_kv_is_stored_quits_at_once() -> None:
     program = (
         "import signal, time\n"
         "from sidestream.cli.serve import _signals_quit_at_once\n"
-        "with _signals_quit_at_once():\n"
+        "with _signals_quit_at_once(lambda: print('cleaned up', flush=True)):\n"
         "    signal.raise_signal(signal.SIGTERM)\n"
         "    print('still here')\n"
     )
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
-    assert (ended.returncode, ended.stdout, ended.stderr) == (128 + signal.SIGTERM, "", "quit at once\n")
+    assert (ended.returncode, ended.stdout, ended.stderr) == (128 + signal.SIGTERM, "cleaned up\n", "quit at once\n")
 
 
 @pytest.mark.parametrize(
@@ -107,8 +126,19 @@ def test_a_signal_while_the_kv_is_stored_quits_at_once() -> None:
         (("--served-model-name", ""), "served_model_name is empty"),
         (("--host", ""), "host is empty"),
         (("--head-timeout", 0), "head_timeout_s is 0"),
+        (("--stall-timeout", 0), "stall_timeout_s is 0: no reply could be sent"),
+        (("--uds", "/tmp/s", "--port", 8000), "uds is '/tmp/s' and port is 8000: give a Unix socket or an address, not both"),
+        (("--uds", "/tmp/s", "--host", "127.0.0.1"), "uds is '/tmp/s' and host is '127.0.0.1': give a Unix socket or an address, not both"),
+        (("--uds", "/tmp/" + "s" * 200), "205 bytes: the path of a Unix socket has at most 107"),
+        (("--uds", "/no/such/directory/s"), "the directory /no/such/directory does not exist: create it, or give another path"),
+        (("--root-path", "llm"), "root_path is 'llm': it must begin with a slash"),
+        (("--ssl-keyfile", "k"), "ssl_keyfile is k without ssl_certfile"),
+        (("--ssl-certfile", "none.pem"), "ssl_certfile is none.pem: No such file or directory"),
         (("--max-connections", 0), "max_connections is 0: it must be a whole number in [1, 1048576]"),
         (("--max-connections-per-address", -1), "max_connections_per_address is -1"),
+        (("--api-processes", 0), "api_processes is 0: give a whole number in [1, 64]"),
+        (("--api-processes", 65), "api_processes is 65: give a whole number in [1, 64]"),
+        (("--api-processes", 2, "--single-process"), "api_processes is 2 and single_process is on: give one of the two"),
         (("--cors-origin", "*", "--cors-origin", "http://a/"), "cors_origins has 'http://a/': give what a browser sends"),
     ],
 )

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from sidestream.client.output import OutputProcessor
 from sidestream.config import EngineConfig, OffloadConfig, SamplingParams
 from sidestream.device.cpu import CpuDevice
 from sidestream.device.host import HostFence, HostStream
@@ -31,16 +32,27 @@ SILENCE_S = 0.1
 
 
 class Reply:
-    """Everything that one request's client is told; `samples` deltas with a finish reason end it."""
+    """Everything that one request's client is told; `samples` deltas with a finish reason end it.
 
-    def __init__(self, samples: int = 1, on_delta: Callable[[Delta], None] | None = None) -> None:
+    read   what a front end makes of a delta before the client sees it; None: nothing
+    """
+
+    def __init__(
+        self,
+        samples: int = 1,
+        on_delta: Callable[[Delta], None] | None = None,
+        read: Callable[[Delta], Delta | None] = lambda delta: delta,
+    ) -> None:
         self.deltas: list[Delta] = []
         self.handle: Handle | None = None
         self._left = samples
         self._on_delta = on_delta
+        self._read = read
         self._news = threading.Condition()
 
-    def __call__(self, delta: Delta) -> None:
+    def __call__(self, told: Delta) -> None:
+        if (delta := self._read(told)) is None:
+            return
         with self._news:
             self.deltas.append(delta)
             self._left -= delta.finish_reason is not None
@@ -120,7 +132,7 @@ class Rig:
             self.disk = FaultyTier(DiskTier.open(disk, layout=layout, fingerprint=self.model.fingerprint, capacity_bytes=capacity))
         sizes = {"block_tokens": layout.block_tokens, "chunk_tokens": 16, "token_budget": 24, "max_running": 4, **options}
         config = EngineConfig(kv_memory=blocks * layout.block_bytes, offload=offload, compute_threads=1, **sizes)
-        self.engine: Engine = build_engine(self.model, self.tokenizer, config, disk=self.disk, proposer=proposer)
+        self.engine: Engine = build_engine(self.model, config, eos_ids=self.tokenizer.eos_ids, disk=self.disk, proposer=proposer)
         if always_load and self.engine.parts.costs is not None:
             self.engine.parts.costs.saw_prefill = lambda *_: None  # type: ignore[method-assign]  # no test hangs on measured speeds
         self._holds: list[Hold] = []
@@ -134,8 +146,20 @@ class Rig:
     ) -> Reply:
         priority, cache_salt = params.pop("priority", 0), params.pop("cache_salt", "")
         chosen = SamplingParams(max_tokens=max_tokens, **params)
-        reply = Reply(chosen.n, on_delta)
-        reply.handle = self.engine.submit(prompt, chosen, reply, priority=priority, cache_salt=cache_salt)
+        output = OutputProcessor(self.tokenizer, chosen)
+        submitted = threading.Lock()
+
+        def read(told: Delta) -> Delta | None:
+            delta = output.read(told)
+            if delta is not None and delta.finish_reason is not None and told.finish_reason is None:
+                with submitted:
+                    assert reply.handle is not None
+                self.engine.abort(reply.handle.sample(delta.index), reason=delta.finish_reason)
+            return delta
+
+        reply = Reply(chosen.n, on_delta, read)
+        with submitted:
+            reply.handle = self.engine.submit(prompt, chosen, reply, priority=priority, cache_salt=cache_salt)
         return reply
 
     def ask(self, prompt: Sequence[int], max_tokens: int = 8, **params: Any) -> Reply:
@@ -182,6 +206,7 @@ class Rig:
         until = time.monotonic() + PATIENCE_S
         while not happened():
             assert time.monotonic() < until, "it never happened"
+            time.sleep(0.001)  # a thread that never sleeps keeps the engine thread from the interpreter lock
 
     def settle(self) -> None:
         """Until no transfer is on its way."""

@@ -7,7 +7,6 @@ import torch
 
 from sidestream.config import EngineConfig
 from sidestream.engine import build
-from sidestream.testing.tokenizer import ToyTokenizer
 from sidestream.testing.toy import ToyModel
 
 
@@ -29,5 +28,5 @@ def test_kernels_have_their_place_before_a_gpu_is_opened_which_compiles_the_firs
     monkeypatch.setattr(build, "keep_compiled", lambda: order.append("kept"))
     monkeypatch.setattr(build, "_open_device", opened)
     with pytest.raises(OpensNoDevice):
-        build.build_engine(ToyModel(), ToyTokenizer(), EngineConfig(device="cuda", kv_memory="1MiB", eager=eager))
+        build.build_engine(ToyModel(), EngineConfig(device="cuda", kv_memory="1MiB", eager=eager))
     assert order == ["kept", "opened"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import json
 import os
@@ -382,9 +383,35 @@ def test_a_server_streams_an_answer(llama: Path) -> None:
         lines = [line.removeprefix("data: ") for line in response.iter_lines() if line.startswith("data: ")]
     running.stop()
     server.join(PATIENCE_S)
-    llm._close(0.0)
+    asyncio.run(llm.close())
     assert lines[-1] == "[DONE]"
     assert "".join(choice["text"] for line in lines[:-1] for choice in json.loads(line)["choices"]) == expected
+
+
+OWN_PROCESS = """
+import asyncio
+import sys
+import torch
+from sidestream import AsyncLLM, SamplingParams
+
+async def main():
+    async with AsyncLLM(sys.argv[1], device="cuda", dtype="float32", kv_memory="64MiB", eager=True) as llm:
+        news = llm.generate([5 + at % 240 for at in range(200)], SamplingParams(temperature=0, max_tokens=12, ignore_eos=True))
+        print("tokens", *[token async for delta in news for token in delta.token_ids])
+        with open(f"/proc/{llm.engine_pid}/cmdline") as line:
+            print("process", "sidestream.engine_process" in line.read())
+
+asyncio.run(main())
+print("cuda here", torch.cuda.is_initialized())
+"""
+
+
+def test_an_engine_in_its_own_process_answers_alike_and_cuda_stays_out_of_this_one(llama: Path) -> None:
+    with engine(llama) as reference:
+        expected = reference.generate([[5 + at % 240 for at in range(200)]], dataclasses.replace(GREEDY, logprobs=None))[0].token_ids
+    done = subprocess.run([sys.executable, "-c", OWN_PROCESS, llama], check=False, capture_output=True, text=True, timeout=300)
+    tokens = " ".join(map(str, expected))
+    assert done.stdout.splitlines() == [f"tokens {tokens}", "process True", "cuda here False"], done.stdout + done.stderr[-3000:]
 
 
 # ---------------------------------------------------------------------- nothing waits, nothing compiles
@@ -517,7 +544,7 @@ def test_what_drafts_is_compiled_and_captured_with_the_model(
         assert "cannot be" not in caplog.text
         assert tokens(llm.generate(PROMPTS, GREEDY)) == expected
         assert llm.metrics.value("draft_tokens_total", proposer) > 0
-        _, histograms = llm.metrics.snapshot()
+        histograms = llm.metrics.snapshot().histograms
         drafted, verified = (histograms[name][proposer,] for name in ("draft_seconds", "verify_seconds"))
         assert 0 < drafted.count == verified.count
         assert 0 < drafted.total / drafted.count < 1

@@ -19,7 +19,6 @@ from sidestream.device.cpu import CpuDevice
 from sidestream.device.host import HostFence, HostStream
 from sidestream.engine import Engine, build_engine
 from sidestream.errors import DeviceLost, EngineStopped, OutOfDeviceMemory
-from sidestream.testing.tokenizer import ToyTokenizer
 from sidestream.testing.toy import ToyModel
 from sidestream.tiers.disk import DiskTier, entry_bytes
 from sidestream.transfer.mover import Mover
@@ -111,7 +110,7 @@ def start(device: CpuDevice, model: ToyModel, directory: Path) -> Engine:
         offload=OffloadConfig(host=64 * layout.block_bytes),
     )
     disk = DiskTier.open(directory, layout=layout, fingerprint=model.fingerprint, capacity_bytes=256 * entry_bytes(layout))
-    engine = build_engine(model, ToyTokenizer(), config, device=device, disk=disk)
+    engine = build_engine(model, config, device=device, disk=disk)
     assert engine.parts.costs is not None
     engine.parts.costs.saw_prefill = lambda *_: None  # type: ignore[method-assign]  # no test hangs on measured speeds
     return engine

@@ -214,7 +214,7 @@ def test_aborted_sample_is_told_its_end_though_the_tokenizer_cannot_make_the_res
         rig.abort(other)
         assert other.reason == "abort"
         assert rig.engine.health().status == "ok"
-    assert "the rest of its text could not be made" in caplog.text
+    assert "sample 0: the tokenizer failed at token" in caplog.text
 
 
 def test_requests_that_are_left_when_the_engine_closes_are_told_though_the_tokenizer_is_broken() -> None:

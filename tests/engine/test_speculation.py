@@ -191,7 +191,7 @@ def test_adapting_changes_no_token() -> None:
 def test_times_of_drafting_and_verifying_are_counted_for_each_flight_that_does() -> None:
     with speculating() as rig:
         rig.ask(prompts(1, 1)[0], 30)
-        _, histograms = rig.engine.parts.metrics.snapshot()
+        histograms = rig.engine.parts.metrics.snapshot().histograms
         drafted, verified, flights = (
             histograms["draft_seconds"]["toy",],
             histograms["verify_seconds"]["toy",],
@@ -265,7 +265,7 @@ def test_a_row_whose_logits_were_not_finite_accepts_nothing_and_takes_nothing_fr
     metrics = Metrics()
     rows = (RowResult((), (), False), RowResult((5, 6)), RowResult((7,)))
     tally.DraftTally(metrics, "toy", lambda: 0.0).count(ThreeRows(), Delivered(rows, draft_s=0.25, verify_s=0.5))  # type: ignore[arg-type]
-    _, histograms = metrics.snapshot()
+    histograms = metrics.snapshot().histograms
     assert [histograms[name]["toy",].total for name in ("draft_seconds", "verify_seconds")] == [0.25, 0.5]
     assert metrics.value("draft_tokens_total", "toy") == 4
     assert metrics.value("accepted_tokens_total", "toy") == 1
@@ -276,7 +276,7 @@ def test_tokens_and_the_waits_for_them_are_counted_one_by_one() -> None:
         asked = prompts(71, 5)
         for reply in [rig.submit(prompt, 12) for prompt in asked]:
             assert reply.reason == "length"
-        _, histograms = rig.engine.parts.metrics.snapshot()
+        histograms = rig.engine.parts.metrics.snapshot().histograms
         assert rig.counted("output_tokens_total") == 12 * 5
         assert histograms["ttft_seconds"][()].count == 5
         waits = histograms["itl_seconds"][()]

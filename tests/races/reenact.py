@@ -4,7 +4,22 @@ from __future__ import annotations
 
 from sidestream.testing.miniatures import MINIATURES, Miniature, run_miniature
 
-STREAMS = ("compute", "store", "load", "disk", "inputs", "worker", "copy engine", "gather", "receive", "prefill", "load 1", "compute 1")
+BORDER = ("engine", "front end", "reading thread", "connection", "timer", "aborts", "reader")
+STREAMS = (
+    "compute",
+    "store",
+    "load",
+    "disk",
+    "inputs",
+    "worker",
+    "copy engine",
+    "gather",
+    "receive",
+    "prefill",
+    "load 1",
+    "compute 1",
+    *BORDER,
+)
 POLICIES = ("random", "late", "early", "pct:2", "pct:4")
 STARVING = tuple(f"starve:{name}" for name in ("host", *STREAMS))
 _BY_NAME = {miniature.name: miniature for miniature in MINIATURES}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import queue
 import socket
+import ssl
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -43,23 +44,28 @@ class Served:
         return self.http.post(path, content=body, headers={"content-type": "application/json"})
 
     def connect(self) -> socket.socket:
-        host, port = self.running.url.removeprefix("http://").split(":")
-        connection = socket.socket()
+        """A connection without TLS."""
+        connection = socket.socket(socket.AF_INET if self.running.uds is None else socket.AF_UNIX)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 18)  # else the kernel grows it to many MiB
         connection.settimeout(WAIT_S)
         try:
-            connection.connect((host, int(port)))
+            connection.connect(self.running.uds or self.address)
         except OSError:
             connection.close()
             raise
         return connection
 
+    @property
+    def address(self) -> tuple[str, int]:
+        host, port = self.running.url.partition("://")[2].split(":")
+        return host, int(port)
+
 
 @contextmanager
-def serving(backend: FakeBackend | None = None, **options: Any) -> Iterator[Served]:
-    """A server in a thread, on a free port, until the block ends."""
+def serving(backend: FakeBackend | None = None, *, verify: ssl.SSLContext | None = None, **options: Any) -> Iterator[Served]:
+    """A server in a thread, on a free port or its Unix socket, until the block ends. `verify`: what its clients trust."""
     backend = backend or FakeBackend()
-    chosen = ServerOptions(**({"port": 0, "drain_s": 5.0} | options))
+    chosen = ServerOptions(**({"drain_s": 5.0} | ({} if "uds" in options else {"port": 0}) | options))
     ready: queue.Queue[Running | BaseException] = queue.Queue()
     drained: queue.Queue[bool] = queue.Queue()
 
@@ -76,9 +82,10 @@ def serving(backend: FakeBackend | None = None, **options: Any) -> Iterator[Serv
     if isinstance(running, BaseException):
         raise running
     key = chosen.api_key or "none"
+    transport = httpx.HTTPTransport(uds=running.uds, verify=verify or True)
     try:
         with (
-            httpx.Client(base_url=running.url, timeout=WAIT_S, headers={"authorization": f"Bearer {key}"}) as http,
+            httpx.Client(base_url=running.url, timeout=WAIT_S, headers={"authorization": f"Bearer {key}"}, transport=transport) as http,
             openai.OpenAI(base_url=f"{running.url}/v1", api_key=key, max_retries=0, timeout=WAIT_S) as client,
         ):
             yield Served(backend, running, thread, drained, http, client)

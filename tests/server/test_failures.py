@@ -186,10 +186,10 @@ def test_encoding_a_long_prompt_holds_up_nobody() -> None:
             assert health_was_answered.wait(WAIT_S)
             return super().encode(text)
 
-    backend = FakeBackend()
+    backend = FakeBackend(max_model_len=1 << 20)
     backend.tokenizer = SlowTokenizer()
     with serving(backend) as served:
-        waiting = send(served, {"model": "fake", "prompt": "long"}, "/v1/completions")
+        waiting = send(served, {"model": "fake", "prompt": "a long one " * 1000}, "/v1/completions")
         assert served.http.get("/health").status_code == 200
         health_was_answered.set()
         assert b"Hello, world" in _read_to_end(waiting)

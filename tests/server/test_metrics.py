@@ -29,7 +29,7 @@ def test_the_engines_values_are_served_with_their_labels() -> None:
 
 
 def test_every_declared_metric_is_there_before_its_first_write() -> None:
-    text = render(Metrics()).decode()
+    text = render(Metrics().snapshot()).decode()
     names = {family.name for family in text_string_to_metric_families(text)}
     assert names == {f"sidestream_{name.removesuffix('_total')}" for name in METRICS}
     assert _samples(text)["sidestream_steps_total", ()] == 0
@@ -40,14 +40,14 @@ def test_what_was_seen_several_times_counts_as_often() -> None:
     at_once.observe_all("itl_seconds", {0.002: 3, 0.3: 2, 1000.0: 1})
     for seconds in (0.002, 0.002, 0.002, 0.3, 0.3, 1000.0):
         one_by_one.observe("itl_seconds", seconds)
-    assert _samples(render(at_once).decode()) == _samples(render(one_by_one).decode())
+    assert _samples(render(at_once.snapshot()).decode()) == _samples(render(one_by_one.snapshot()).decode())
 
 
 def test_histogram_buckets_are_cumulative() -> None:
     metrics = Metrics()
     for seconds in (0.001, 0.002, 0.3, 1000.0):
         metrics.observe("ttft_seconds", seconds)
-    samples = _samples(render(metrics).decode())
+    samples = _samples(render(metrics.snapshot()).decode())
     buckets = [value for (name, _), value in samples.items() if name == "sidestream_ttft_seconds_bucket"]
     assert buckets == sorted(buckets)
     assert samples["sidestream_ttft_seconds_bucket", (("le", "0.001"),)] == 1

@@ -115,7 +115,7 @@ from sidestream.server import Running, ServerOptions, bind, serve
 from sidestream.testing.fake_backend import FakeBackend, Script
 backend = FakeBackend(Script(hold_after=2))
 drained = serve(backend, ServerOptions(port=0, drain_s=float(sys.argv[1])), on_ready=lambda running: print(running.url, flush=True))
-print(drained, backend.aborted == backend.held, flush=True)
+print(drained, backend.aborted == backend.names, flush=True)
 """
 
 

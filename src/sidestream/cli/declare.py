@@ -24,6 +24,8 @@ def option(
     parse: Callable[[Any], Any] | None = None,
     envvar: str | None = None,
     panel: str | None = None,
+    callback: Callable[..., Any] | None = None,
+    is_eager: bool = False,
 ) -> Any:
     """An option that takes a value. `parse` is `whole` or `number` where the value is one.
 
@@ -38,6 +40,8 @@ def option(
         parser=parse,
         envvar=envvar,
         rich_help_panel=panel,
+        callback=callback,
+        is_eager=is_eager,
     )
 
 

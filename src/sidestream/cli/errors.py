@@ -1,7 +1,7 @@
 """What a user sees when something goes wrong: one red line on standard error, and an exit status that says whose fault it was.
 
 2    an option, a model, a prompt or a directory that cannot be used as asked (SidestreamError; typer's own usage errors too)
-1    a bug: the traceback is shown
+1    a bug: the traceback is shown; or a process of the command ended by itself: one line says how
 130  interrupted
 141  whoever read the output has left
 """
@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.text import Text
 
 from sidestream.cli.declare import Group
-from sidestream.errors import InvariantError, RaceError, SidestreamError
+from sidestream.errors import InvariantError, ProcessFailed, RaceError, SidestreamError
 
 _BUGS = (InvariantError, RaceError)
 
@@ -45,7 +45,7 @@ def reported(*, debug: bool = False) -> Iterator[None]:
             traceback.print_exc()
         else:
             show_error(error)
-        raise typer.Exit(2) from None
+        raise typer.Exit(1 if isinstance(error, ProcessFailed) else 2) from None
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
     except BrokenPipeError:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, TypeVar
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from rich.console import Console
 
@@ -14,16 +14,20 @@ from sidestream.cli.progress import Steps
 from sidestream.config import EngineConfig
 
 if TYPE_CHECKING:
-    from sidestream.llm import LLM, AsyncLLM
+    from sidestream.llm import LLM
 
-    Served = TypeVar("Served", LLM, AsyncLLM)
+Served = TypeVar("Served")
 
 log = logging.getLogger("sidestream.cli")
 
 
+LOG_FORMAT = ("%(asctime)s %(levelname)-7s %(message)s", "%Y-%m-%d %H:%M:%S")
+"""Of lines, and of their dates."""
+
+
 def start_logging(level: LogLevel) -> None:
     """Log to standard error, one plain line per event."""
-    logging.basicConfig(level=level.value.upper(), format="%(asctime)s %(levelname)-7s %(message)s", datefmt="%Y-%m-%d %H:%M:%S")
+    logging.basicConfig(level=level.value.upper(), format=LOG_FORMAT[0], datefmt=LOG_FORMAT[1])
     logging.getLogger("httpx").setLevel(logging.WARNING)  # hub look-ups are not events of ours
 
 
@@ -39,13 +43,15 @@ def prepare_model(model: str) -> None:
         prepare(model, progress=steps)
 
 
-def start(kind: type[Served], model: str, *, config: EngineConfig, watch: Watching) -> Served:
+def start(kind: Callable[..., Served], model: str, *, config: EngineConfig, watch: Watching, **options: Any) -> Served:
     """Prepare and load `model` and start its engine; the caller closes it. Raises ConfigError."""
     prepare_model(model)
     log.info("loading %s", model)
     logged = log.isEnabledFor(logging.INFO)  # either the log says it or the bar
     with Steps(say=log.info) if logged else Steps(title=f"loading {model}: ") as steps:
-        return kind(model, config=config, timeline=watch.timeline, check_order=watch.check_order, progress=steps, tell=steps.tell)
+        return kind(
+            model, config=config, timeline=watch.timeline, check_order=watch.check_order, progress=steps, tell=steps.tell, **options
+        )
 
 
 @contextlib.contextmanager

@@ -2,7 +2,6 @@
 
 from sidestream.engine.build import build_engine
 from sidestream.engine.loop import Engine
-from sidestream.engine.reader import Reader
 from sidestream.engine.session import Handle, Sink
 
-__all__ = ["Engine", "Handle", "Reader", "Sink", "build_engine"]
+__all__ = ["Engine", "Handle", "Sink", "build_engine"]

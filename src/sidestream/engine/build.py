@@ -22,8 +22,7 @@ from sidestream.device.choice import torch_device
 from sidestream.device.cpu import CpuDevice
 from sidestream.engine.capacity import MAX_BLOCKS, pool_bytes
 from sidestream.engine.inbox import Inbox
-from sidestream.engine.loop import Bounds, Engine, Parts
-from sidestream.engine.session import TokenSource
+from sidestream.engine.loop import Engine, Parts
 from sidestream.errors import ConfigError, DeviceLost
 from sidestream.execute.executor import Executor
 from sidestream.execute.frame import SHORT_TOKENS, Shape
@@ -33,6 +32,7 @@ from sidestream.kv.layout import KVLayout
 from sidestream.kv.pool import FencedPool
 from sidestream.metrics import Metrics, Timeline
 from sidestream.models.kept import keep_compiled
+from sidestream.schedule.admission import Bounds
 from sidestream.schedule.drafting import DraftPolicy
 from sidestream.schedule.scheduler import Limits, Scheduler
 from sidestream.speculate import NgramProposer, Proposer
@@ -79,9 +79,9 @@ class ServableModel(ForwardModel, Protocol):
 
 def build_engine(
     model: ServableModel,
-    tokenizer: TokenSource,
     config: EngineConfig,
     *,
+    eos_ids: Sequence[int] = (),
     timeline: Timeline | None = None,
     disk: PersistentTier | None = None,
     device: Device | None = None,
@@ -95,6 +95,7 @@ def build_engine(
 
     The model's weights are where `torch_device(config.device)` says, or where `device` is.
 
+    eos_ids   ids that end an answer, besides the model's own: the tokenizer's
     disk      an open tier in place of the one that `config.offload.disk` names; closed with the engine, or by the caller if this raises
     device    a device in place of the one that `config.device` names; closed with the engine
     witness   told of everything that ordering depends on, if `device` is not given
@@ -227,8 +228,7 @@ def build_engine(
             executor=executor,
             blocks=blocks,
             layout=layout,
-            tokenizer=tokenizer,
-            eos_ids=tuple(sorted({*model.eos_token_ids, *tokenizer.eos_ids})),
+            eos_ids=tuple(sorted({*model.eos_token_ids, *eos_ids})),
             defaults=defaults,
             metrics=metrics,
             bounds=bounds,

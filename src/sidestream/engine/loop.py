@@ -11,30 +11,28 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
-import operator
-import reprlib
 import secrets
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from sidestream.config import MOST_SALT_CHARS, SamplingDefaults, SamplingParams
+from sidestream.config import SamplingDefaults, SamplingParams
 from sidestream.device.base import Device
 from sidestream.engine.inbox import Inbox
-from sidestream.engine.session import Handle, Session, Sink, TokenSource
+from sidestream.engine.session import Handle, Session, Sink
 from sidestream.engine.tally import DraftTally
-from sidestream.errors import ContextTooLong, DeviceLost, EngineStopped, QueueFull, RequestRejected
+from sidestream.errors import DeviceLost, EngineStopped, QueueFull
 from sidestream.execute.executor import Executor, Flight
 from sidestream.kv.keys import BlockKeys
 from sidestream.kv.layout import KVLayout
 from sidestream.kv.pool import FencedPool
 from sidestream.metrics import Metrics, Timeline
+from sidestream.schedule.admission import Bounds, CheckedRequest, RequestChecker
 from sidestream.schedule.request import Request
 from sidestream.schedule.scheduler import Drawn, Scheduler
 from sidestream.tiers.base import PersistentTier
@@ -57,22 +55,6 @@ _GAUGE_PERIOD_S = 0.2
 
 
 @dataclass(frozen=True, slots=True)
-class Bounds:
-    """What a request is checked against before it takes anything.
-
-    max_model_len   tokens of prompt and output together
-    pool_tokens     tokens that the block pool holds
-    max_unfinished  requests running and waiting
-    """
-
-    max_model_len: int
-    pool_tokens: int
-    block_tokens: int
-    vocab_size: int
-    max_unfinished: int
-
-
-@dataclass(frozen=True, slots=True)
 class Parts:
     """What an engine is made of; built by `build_engine`, owned by the engine from then on."""
 
@@ -81,7 +63,6 @@ class Parts:
     executor: Executor
     blocks: FencedPool
     layout: KVLayout
-    tokenizer: TokenSource
     eos_ids: tuple[int, ...]
     defaults: SamplingDefaults
     metrics: Metrics
@@ -119,6 +100,8 @@ class Engine:
 
     def __init__(self, parts: Parts, *, threaded: bool = True) -> None:
         self.parts = parts
+        self.checker = RequestChecker(parts.bounds, self._keys_of)
+        self._deliveries: tuple[Callable[[], None], ...] = ()
         self._ids = itertools.count()
         self._inbox = parts.inbox
         self._sessions: dict[RequestId, Session] = {}
@@ -150,47 +133,49 @@ class Engine:
         sink: Sink,
         *,
         priority: int = 0,
-        text: bool = True,
         cache_salt: str = "",
     ) -> Handle:
-        """Queue one request of `params.n` samples; their news goes to `sink`, on the engine thread.
+        """Queue one request of `params.n` samples; their deltas go to `sink`, on the engine thread.
 
-        text        False: no text is made there unless stop strings must be looked for; a `Reader` makes it elsewhere
+        The engine knows tokens only: deltas have no text, and `params.stop` does not count (`sidestream.client.output.OutputProcessor`).
+
         cache_salt  KV is shared, in all tiers, with requests of the same salt only; empty: with all that have none
 
         Raises RequestRejected, ContextTooLong, QueueFull or EngineStopped before anything is taken.
         """
-        prompt = _whole_numbers(prompt, "prompt")
-        (priority,) = _whole_numbers((priority,), "priority")
-        max_outputs, numbers = self._check(prompt, params, cache_salt)
-        keys_version = self.parts.scheduler.keys_version  # read first: keys of before under a later version would be wrong for good
-        keys = self.parts.scheduler.keys_of(numbers, salt=cache_salt)  # here and not on the engine thread: a long prompt takes milliseconds
-        seed = secrets.randbits(63) if params.seed is None else params.seed
+        checked = self.checker.check(prompt, params, seed=secrets.randbits(63), priority=priority, cache_salt=cache_salt)
+        return self.enqueue(checked, sink)
+
+    def enqueue(self, request: CheckedRequest, sink: Sink) -> Handle:
+        """Queue a request that was checked, by this engine's checker or by a front end's. Raises QueueFull or EngineStopped."""
+        num_samples, bounds = request.params.n, self.parts.bounds
         with self._gate:
             if self._status.status != "ok":
                 raise EngineStopped(f"the engine is {self._status.status}: {self._status.detail or 'send the request to another one'}")
-            if self._unfinished + params.n > self.parts.bounds.max_unfinished:
+            if self._unfinished + num_samples > bounds.max_unfinished:
                 raise QueueFull(
-                    f"{self._unfinished} requests are running or waiting, the bound is {self.parts.bounds.max_unfinished}: "
+                    f"{self._unfinished} requests are running or waiting, the bound is {bounds.max_unfinished}: "
                     "try again later, or raise max_waiting"
                 )
-            sessions = [
-                self._session(
-                    index, prompt, keys, keys_version, params, sink, priority, seed + index, max_outputs, text=text, cache_salt=cache_salt
-                )
-                for index in range(params.n)
-            ]
-            self._unfinished += params.n
+            sessions = [self._session(index, request, sink) for index in range(num_samples)]
+            self._unfinished += num_samples
             self._inbox.put(lambda: self._begin(sessions), anytime=True)
         return Handle(tuple(session.request.id for session in sessions))
 
-    def abort(self, handle: Handle) -> None:
-        """End the samples that have not finished, with reason `"abort"`. Returns at once; harmless for finished ones."""
-        self._inbox.put(lambda: self._abort(handle), anytime=True)
+    def on_news(self, deliver: Callable[[], None]) -> None:
+        """Have `deliver` called on the engine thread after sinks were told something: after each commit, and when requests were ended."""
+        self._deliveries = (*self._deliveries, deliver)
+
+    def abort(self, handle: Handle, reason: str = "abort") -> None:
+        """End the samples that have not finished. Returns at once; harmless for finished ones.
+
+        `reason` is what they are counted as, and the finish reason of their last delta: `"stop"` if a front end found a stop string in the text.
+        """
+        self._inbox.put(lambda: self._abort(handle, reason), anytime=True)
 
     def check(self, prompt: Sequence[int], params: SamplingParams, *, cache_salt: str = "") -> None:
         """Raise what `submit` would raise for this prompt and these params, without submitting."""
-        self._check(_whole_numbers(prompt, "prompt"), params, cache_salt)
+        self.checker.check(prompt, params, cache_salt=cache_salt)
 
     def call(self, work: Callable[[], None]) -> None:
         """Run `work` on the engine thread between two steps, and wait for it; not from a sink. Raises EngineStopped if the engine is gone."""
@@ -325,7 +310,12 @@ class Engine:
     # ------------------------------------------------------------------ the step
 
     def step(self) -> bool:
-        """One turn of the loop; False when there was nothing to compute or commit."""
+        """One turn of the loop, and the delivery of its news; False when there was nothing to compute or commit."""
+        worked = self._turn()
+        self._deliver()
+        return worked
+
+    def _turn(self) -> bool:
         parts = self.parts
         self._apply_inbox()
         self._apply_events()
@@ -384,7 +374,7 @@ class Engine:
         sessions, ended = self._sessions, list[tuple[Request, Session, Delta | None, bool]]()
         for request, result, count, stop_reason in committed.drawn:
             session = sessions[request.id]
-            news = session.push(result, count, stop_reason) if count else None
+            news = session.news_of(result, count, stop_reason) if count else None
             ends = news is not None and news.finish_reason is not None
             told = ends or news is None or session.tell(news)
             if ends or not told or not result.finite:
@@ -502,6 +492,11 @@ class Engine:
         self._sessions.clear()
         with self._gate:
             self._unfinished = 0
+        self._deliver()
+
+    def _deliver(self) -> None:
+        for deliver in self._deliveries:
+            deliver()
 
     def _idle(self) -> None:
         """Nothing to compute: sleep until a message or news of transfers comes.
@@ -551,6 +546,7 @@ class Engine:
         self._previous = None
         for request_id in list(self._sessions):
             self._end(request_id, "abort")
+        self._deliver()
         self._update_gauges(force=True)
 
     def _apply_inbox(self, *, anytime: bool = False) -> bool:
@@ -595,9 +591,9 @@ class Engine:
             self.parts.scheduler.submit(session.request)
             self.parts.metrics.inc("prompt_tokens_total", len(session.request.prompt))
 
-    def _abort(self, handle: Handle) -> None:
+    def _abort(self, handle: Handle, reason: str) -> None:
         for request_id in handle.request_ids:
-            self._end(request_id, "abort")
+            self._end(request_id, reason)
 
     def _end(self, request_id: RequestId, reason: str, error: str | None = None) -> None:
         """End a request that no token of its own ended."""
@@ -641,97 +637,25 @@ class Engine:
 
     # ------------------------------------------------------------------ the front door
 
-    def _session(
-        self,
-        index: int,
-        prompt: tuple[int, ...],
-        keys: list[Key],
-        keys_version: int,
-        params: SamplingParams,
-        sink: Sink,
-        priority: int,
-        seed: int,
-        max_outputs: int,
-        *,
-        text: bool,
-        cache_salt: str,
-    ) -> Session:
+    def _keys_of(self, tokens: npt.NDArray[np.int64], cache_salt: str) -> tuple[list[Key], int]:
+        """Keys of a prompt's complete blocks. On the submitting thread, not on the engine's: a long prompt takes milliseconds."""
+        version = self.parts.scheduler.keys_version  # read first: keys of before under a later version would be wrong for good
+        return self.parts.scheduler.keys_of(tokens, salt=cache_salt), version
+
+    def _session(self, index: int, asked: CheckedRequest, sink: Sink) -> Session:
         """One sample of a request. On the submitting thread, under the gate, so that ids grow with arrival."""
-        parts = self.parts
+        parts, params = self.parts, asked.params
         request = Request(
             id=next(self._ids),
-            prompt=prompt,
-            keys=list(keys),
-            keys_version=keys_version,
-            cache_salt=cache_salt,
-            sampling=params.spec(seed=seed, eos_ids=parts.eos_ids, defaults=parts.defaults),
-            max_outputs=max_outputs,
+            prompt=asked.prompt,
+            keys=list(asked.keys),
+            keys_version=asked.keys_version,
+            cache_salt=asked.cache_salt,
+            sampling=params.spec(seed=asked.seed + index, eos_ids=parts.eos_ids, defaults=parts.defaults),
+            max_outputs=asked.max_outputs,
             stop_ids=frozenset(params.stop_token_ids if params.ignore_eos else (*params.stop_token_ids, *parts.eos_ids)),
             min_tokens=params.min_tokens,
-            priority=priority,
+            priority=asked.priority,
             max_drafts=parts.max_drafts if params.max_drafts is None else min(params.max_drafts, parts.max_drafts),
         )
-        tokenizer = parts.tokenizer if text or params.stop else None
-        return Session(request, index=index, params=params, tokenizer=tokenizer, sink=sink, arrival_s=self._now())
-
-    def _check(self, prompt: tuple[int, ...], params: SamplingParams, cache_salt: str) -> tuple[int, npt.NDArray[np.int64]]:
-        """Refuse what cannot be served; else the number of tokens that may be emitted, and the prompt as an array: looked at as often as it is here,
-        tens of thousands of numbers take milliseconds of a first token's time.
-        """
-        bounds = self.parts.bounds
-        if not prompt:
-            raise RequestRejected("the prompt is empty: give at least one token", param="prompt")
-        if not isinstance(cache_salt, str) or len(cache_salt) > MOST_SALT_CHARS:
-            what = f"{len(cache_salt)} characters long" if isinstance(cache_salt, str) else f"a {type(cache_salt).__name__}"
-            raise RequestRejected(f"cache_salt is {what}: give a text of at most {MOST_SALT_CHARS} characters", param="cache_salt")
-        try:
-            numbers = np.fromiter(prompt, np.int64, len(prompt))
-            lowest, highest = int(numbers.min()), int(numbers.max())
-        except OverflowError:  # which is refused below
-            lowest, highest = min(prompt), max(prompt)
-        if lowest < 0 or highest >= bounds.vocab_size:
-            bad = lowest if lowest < 0 else highest
-            raise RequestRejected(f"the prompt has token id {bad}: the model knows 0 to {bounds.vocab_size - 1}", param="prompt")
-        for name, ids in (("logit_bias", params.logit_bias), ("stop_token_ids", params.stop_token_ids)):
-            for token_id in ids:
-                if token_id >= bounds.vocab_size:
-                    raise RequestRejected(f"{name} has token id {token_id}: the model knows 0 to {bounds.vocab_size - 1}", param=name)
-        if params.n > bounds.max_unfinished:
-            raise RequestRejected(f"n is {params.n}: the engine takes {bounds.max_unfinished} samples at a time; ask for fewer", param="n")
-        length = len(prompt)
-        if length >= bounds.max_model_len:
-            raise ContextTooLong(
-                f"prompt has {length} tokens, the model takes {bounds.max_model_len} with at least one of output: shorten it",
-                param="prompt",
-            )
-        if length >= bounds.pool_tokens:
-            blocks = bounds.pool_tokens // bounds.block_tokens
-            raise ContextTooLong(
-                f"prompt has {length} tokens, the pool holds {bounds.pool_tokens} ({blocks} blocks x {bounds.block_tokens}) "
-                "with at least one of output: raise kv_memory or shorten it",
-                param="prompt",
-            )
-        room = min(bounds.max_model_len, bounds.pool_tokens) - length
-        if params.min_tokens > room:
-            raise RequestRejected(f"min_tokens is {params.min_tokens}: behind this prompt there is room for {room}", param="min_tokens")
-        return room if params.max_tokens is None else min(params.max_tokens, room), numbers
-
-
-def _whole_numbers(values: Iterable[object], param: str) -> tuple[int, ...]:
-    """A copy that nobody else changes, of plain ints. Raises RequestRejected for anything else, a bool included."""
-    try:
-        given = tuple(values)
-    except TypeError:
-        raise RequestRejected(f"{param} is {reprlib.repr(values)}: give a list of whole numbers", param=param) from None
-    if list(map(type, given)).count(int) == len(given):
-        return given  # type: ignore[return-value]
-    return tuple(_whole_number(value, param) for value in given)
-
-
-def _whole_number(value: Any, param: str) -> int:
-    try:
-        if isinstance(value, bool | np.bool_):  # ints to Python, and to numpy before 2.1; a mistake here
-            raise TypeError
-        return operator.index(value)
-    except TypeError:
-        raise RequestRejected(f"{param} has {reprlib.repr(value)}, which is not a whole number", param=param) from None
+        return Session(request, index=index, sink=sink, arrival_s=self._now())

@@ -34,10 +34,21 @@ class BlockKeys:
 
     def __init__(self, *, fingerprint: str, layout: KVLayout, salt: str = "") -> None:
         identity = json.dumps({"fingerprint": fingerprint, "layout": layout.describe(), "salt": salt}, sort_keys=True)
-        self._root = hashlib.blake2b(identity.encode(), digest_size=KEY_BYTES, person=b"sidestream-kv-1").digest()
-        self._block_tokens = layout.block_tokens
-        self._piece_blocks = -(-_PIECE_TOKENS // layout.block_tokens)
-        piece_bytes = _BYTES_A_PIECE + self._piece_blocks * (layout.block_tokens * np.dtype(np.int64).itemsize + _BYTES_A_KEY)
+        self._begin(hashlib.blake2b(identity.encode(), digest_size=KEY_BYTES, person=b"sidestream-kv-1").digest(), layout.block_tokens)
+
+    @classmethod
+    def from_root(cls, root: Key, block_tokens: int) -> BlockKeys:
+        """Makes the same keys as those whose root it was, in another process."""
+        made = cls.__new__(cls)
+        made._begin(root, block_tokens)
+        return made
+
+    def _begin(self, root: Key, block_tokens: int) -> None:
+        self.root = root
+        """The parent of the first block of requests without a salt."""
+        self._block_tokens = block_tokens
+        self._piece_blocks = -(-_PIECE_TOKENS // block_tokens)
+        piece_bytes = _BYTES_A_PIECE + self._piece_blocks * (block_tokens * np.dtype(np.int64).itemsize + _BYTES_A_KEY)
         self._remembered = functools.lru_cache(maxsize=_REMEMBERED_BYTES // piece_bytes)(_chain)
 
     def extend(self, keys: list[Key], tokens: Sequence[int] | npt.NDArray[np.int64], *, salt: str = "") -> None:
@@ -60,10 +71,10 @@ class BlockKeys:
     def _root_of(self, salt: str) -> Key:
         """The parent of a sequence's first block."""
         if not salt:
-            return self._root
+            return self.root
         # Keyed and with a person string of its own, so that no salt can be chosen to make the key of a block.
         data = salt.encode("utf-8", "surrogatepass")
-        return hashlib.blake2b(data, digest_size=KEY_BYTES, key=self._root, person=b"sidestream-slt-1").digest()
+        return hashlib.blake2b(data, digest_size=KEY_BYTES, key=self.root, person=b"sidestream-slt-1").digest()
 
 
 def _chain(parent: Key, data: bytes, width: int) -> tuple[Key, ...]:

@@ -48,7 +48,7 @@ METRICS: Mapping[str, Declared] = {
     "transfer_seconds": Declared("histogram", "submission to completion of a transfer, by kind", ("kind",), _SECONDS),
     "load_fallbacks_total": Declared("counter", "requests that recomputed instead of waiting for a load, by why", ("reason",)),
     "host_waits_total": Declared("counter", "times a thread waited for a fence that was not done, by reason", ("reason",)),
-    "connections_refused_total": Declared("counter", "connections that the server cut before they had a request, by why", ("reason",)),
+    "connections_refused_total": Declared("counter", "connections that the server cut, by why", ("reason",)),
     "requests_running": Declared("gauge", "requests in rows"),
     "requests_waiting": Declared("gauge", "requests queued or loading"),
     "blocks_free": Declared("gauge", "device blocks that hold nothing"),
@@ -69,6 +69,14 @@ class HistogramValue:
     counts: list[int]
     total: float = 0.0
     count: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class MetricsSnapshot:
+    """Copies of all values at one moment: counters and gauges, then histograms, by name and labels."""
+
+    values: Mapping[str, Mapping[Labels, float]]
+    histograms: Mapping[str, Mapping[Labels, HistogramValue]]
 
 
 class Metrics:
@@ -123,15 +131,15 @@ class Metrics:
         with self._lock:
             return self._values.get(name, {}).get(labels, 0)
 
-    def snapshot(self) -> tuple[dict[str, dict[Labels, float]], dict[str, dict[Labels, HistogramValue]]]:
-        """Copies of all values: counters and gauges, then histograms."""
+    def snapshot(self) -> MetricsSnapshot:
+        """Copies of all values."""
         with self._lock:
             values = {name: dict(series) for name, series in self._values.items()}
             histograms = {
                 name: {labels: HistogramValue(list(h.counts), h.total, h.count) for labels, h in series.items()}
                 for name, series in self._histograms.items()
             }
-        return values, histograms
+        return MetricsSnapshot(values, histograms)
 
     @staticmethod
     def _check(name: str, kind: str, labels: Labels) -> Declared:

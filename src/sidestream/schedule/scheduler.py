@@ -199,6 +199,11 @@ class Scheduler:
             self._keys.extend(keys, tokens, salt=salt)
         return keys
 
+    @property
+    def key_root(self) -> Key:
+        """What makes the same keys elsewhere (`BlockKeys.from_root`); empty: there is no prefix cache."""
+        return self._keys.root if self.limits.prefix_cache else b""
+
     # ------------------------------------------------------------------ transitions
 
     def submit(self, request: Request) -> None:
@@ -279,7 +284,7 @@ class Scheduler:
     def commit(self, batch: BatchPlan, results: Sequence[RowResult], fence: Fence) -> Committed:
         """Take in a flight whose fence was observed. `results`: one for each row that samples, in order. `publish` is to follow.
 
-        Rows of finished or retracted requests are dropped. Does not finish anything: the caller knows about stop strings.
+        Rows of finished or retracted requests are dropped. Does not finish anything: that is the caller's part.
         """
         drawn: list[Drawn] = []
         completed: list[tuple[Request, int]] = []

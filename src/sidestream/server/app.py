@@ -3,30 +3,35 @@
 from __future__ import annotations
 
 import asyncio
-import json
+import functools
 import time
 from collections.abc import Callable
-from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from sidestream.server.backend import Backend
 from sidestream.server.body import read_body
-from sidestream.server.edge import Edge, Record, record_of
+from sidestream.server.edge import Edge, Record, RootPath, record_of
+from sidestream.server.encode import JsonReply, to_json
 from sidestream.server.errors import ApiError
-from sidestream.server.fields import Call, parse_chat, parse_text
-from sidestream.server.generation import generate_all, while_connected
+from sidestream.server.fields import Call, parse_chat, parse_detokenize, parse_text, parse_tokenize
+from sidestream.server.generation import generate_all
+from sidestream.server.interruption import Interruption, Signal
 from sidestream.server.metrics import CONTENT_TYPE_LATEST, render
 from sidestream.server.options import ServerOptions
 from sidestream.server.replies import WORDINGS, Json, Offsets
 from sidestream.types import Delta, TokenLogprob
+from sidestream.version import VERSION
+
+_SHORT_BODY_BYTES = 8 << 10
+"""So much is parsed and tokenised within 2 ms."""
 
 _EVENT_STREAM = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -37,23 +42,34 @@ _EVENT_STREAM = [
 
 def create_app(backend: Backend, *, options: ServerOptions) -> Starlette:
     """The ASGI application. Setting `app.state.stopping` aborts every request that runs, each with an error reply."""
-    stopping = asyncio.Event()
+    stopping = Signal()
     model = _model(backend, options)
 
     async def models(request: Request) -> Response:
-        return JSONResponse({"object": "list", "data": [model]})
+        return JsonReply({"object": "list", "data": [model]})
 
     async def one_model(request: Request) -> Response:
         if request.path_params["name"] != model["id"]:
             raise ApiError(404, f"no such model: this server serves {model['id']!r}", param="model", code="model_not_found")
-        return JSONResponse(model)
+        return JsonReply(model)
+
+    async def tokenize(request: Request) -> Response:
+        body = await read_body(request, options)
+        return JsonReply(await asyncio.to_thread(_tokenize, body, backend, model["id"]))
+
+    async def detokenize(request: Request) -> Response:
+        body = await read_body(request, options)
+        return JsonReply(await asyncio.to_thread(_detokenize, body, backend, model["id"]))
+
+    async def version(request: Request) -> Response:
+        return JsonReply({"version": VERSION})
 
     async def health(request: Request) -> Response:
         state = backend.health()
-        return JSONResponse({"status": state.status, "detail": state.detail}, 200 if state.status == "ok" else 503)
+        return JsonReply({"status": state.status, "detail": state.detail}, 200 if state.status == "ok" else 503)
 
     async def metrics(request: Request) -> Response:
-        return Response(render(backend.metrics), media_type=CONTENT_TYPE_LATEST)
+        return Response(render(await backend.metrics_snapshot()), media_type=CONTENT_TYPE_LATEST)
 
     app = Starlette(
         routes=[
@@ -61,10 +77,14 @@ def create_app(backend: Backend, *, options: ServerOptions) -> Starlette:
             Route("/v1/completions", Completions(backend, options, stopping, model, parse_text), methods=["POST"]),
             Route("/v1/models", models),
             Route("/v1/models/{name:path}", one_model),
+            Route("/tokenize", tokenize, methods=["POST"]),
+            Route("/detokenize", detokenize, methods=["POST"]),
+            Route("/version", version),
             Route("/health", health),
+            Route("/ping", health, methods=["GET", "POST"]),
             Route("/metrics", metrics),
         ],
-        middleware=[*_cors(options), Middleware(Edge, options=options)],
+        middleware=[Middleware(RootPath, prefix=options.root_path), *_cors(options), Middleware(Edge, options=options)],
         exception_handlers={HTTPException: _to_edge},
     )
     app.router.redirect_slashes = False
@@ -102,10 +122,24 @@ def _model(backend: Backend, options: ServerOptions) -> Json:
     }
 
 
+def _tokenize(body: bytes, backend: Backend, served_name: str) -> Json:
+    """vLLM's reply to `/tokenize`. Runs on a worker thread, like all tokenising."""
+    asked = parse_tokenize(body, tokenizer=backend.tokenizer, served_name=served_name)
+    strings = backend.tokenizer.token_strings(asked.token_ids) if asked.with_strings else None
+    counts = {"count": len(asked.token_ids), "max_model_len": backend.max_model_len}
+    return {**counts, "tokens": asked.token_ids, "token_strs": strings}
+
+
+def _detokenize(body: bytes, backend: Backend, served_name: str) -> Json:
+    """vLLM's reply to `/detokenize`: special tokens are spelled out, so that tokenising the text gives the same ids."""
+    token_ids = parse_detokenize(body, tokenizer=backend.tokenizer, served_name=served_name)
+    return {"prompt": backend.tokenizer.decode(token_ids, skip_special_tokens=False)}
+
+
 class Completions:
     """The endpoint of one of the two APIs; which one, `parse` says."""
 
-    def __init__(self, backend: Backend, options: ServerOptions, stopping: asyncio.Event, model: Json, parse: Callable[..., Call]) -> None:
+    def __init__(self, backend: Backend, options: ServerOptions, stopping: Signal, model: Json, parse: Callable[..., Call]) -> None:
         self._backend = backend
         self._options = options
         self._stopping = stopping
@@ -115,21 +149,24 @@ class Completions:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Read, validate, generate, reply. Every failure goes up to the edge."""
         body = await read_body(Request(scope, receive), self._options)
-        call = await asyncio.to_thread(
+        parse = functools.partial(
             self._parse,
             body,
             tokenizer=self._backend.tokenizer,
             served_name=self._model["id"],
             max_choices=self._options.max_choices,
         )
+        # A thread for each of many short prompts that come at once would keep the event loop from the interpreter lock for longer.
+        call = parse() if len(body) <= _SHORT_BODY_BYTES else await asyncio.to_thread(parse)
         record = record_of(scope)
         record.request_id = call.request_id or record.request_id
         reply = _Reply(call, record, self._backend, self._model["id"])
-        if call.stream:
-            await while_connected(reply.stream(send), receive, self._stopping)
-        else:
-            whole = await while_connected(reply.whole(), receive, self._stopping)
-            await JSONResponse(whole)(scope, receive, send)
+        async with Interruption(scope, self._stopping):
+            if call.stream:
+                await reply.stream(send)
+                return
+            whole = await reply.whole()
+        await JsonReply(whole)(scope, receive, send)
 
 
 class _Reply:
@@ -234,7 +271,7 @@ class _EventStream:
 
     async def write(self, events: list[Json]) -> None:
         """Send events; waits while the client is too slow to take them."""
-        await self._write(b"".join(b"data: " + _compact(event) + b"\n\n" for event in events), more=True)
+        await self._write(b"".join(b"data: " + to_json(event) + b"\n\n" for event in events), more=True)
 
     async def done(self) -> None:
         """Send the end of the stream."""
@@ -247,7 +284,3 @@ class _EventStream:
                 await self._send({"type": "http.response.start", "status": 200, "headers": _EVENT_STREAM.copy()})
             if body:
                 await self._send({"type": "http.response.body", "body": body, "more_body": more})
-
-
-def _compact(value: Any) -> bytes:
-    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode("utf-8")

@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any, Protocol
 
 from sidestream.config import SamplingParams
-from sidestream.metrics import Metrics
+from sidestream.metrics import MetricsSnapshot
 from sidestream.types import Delta, Health
 
 
@@ -21,7 +21,12 @@ class Detokenizer(Protocol):
 class Tokenizer(Protocol):
     """Text to token ids and back. Called from worker threads, several at once."""
 
-    def encode(self, text: str) -> list[int]:
+    @property
+    def vocab_size(self) -> int:
+        """One more than the largest token id."""
+        ...
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a plain prompt."""
         ...
 
@@ -48,8 +53,12 @@ class Tokenizer(Protocol):
         """Whether the chat template reads this variable."""
         ...
 
-    def decode(self, token_ids: Sequence[int]) -> str:
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of token ids; U+FFFD where bytes are only a part of a character."""
+        ...
+
+    def token_strings(self, token_ids: Sequence[int]) -> list[str]:
+        """Each token as the vocabulary spells it."""
         ...
 
     def detokenizer(self) -> Detokenizer:
@@ -75,9 +84,12 @@ class Backend(Protocol):
         """The model's tokenizer."""
         ...
 
-    @property
-    def metrics(self) -> Metrics:
-        """What `/metrics` shows."""
+    async def metrics_snapshot(self) -> MetricsSnapshot:
+        """What `/metrics` shows: of the engine and of all front ends. Raises EngineStopped."""
+        ...
+
+    def count(self, name: str, value: float, *labels: str) -> None:
+        """Add to a counter of the metrics. Never blocks."""
         ...
 
     def generate(

@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import hmac
-import json
 import logging
 import time
 import uuid
 from dataclasses import dataclass, field
 
 from starlette.datastructures import Headers, MutableHeaders
-from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from sidestream.server.encode import JsonReply, to_json
 from sidestream.server.errors import ApiError, ClientGone, as_api_error
 from sidestream.server.options import ServerOptions
 from sidestream.server.replies import Usage
 
 log = logging.getLogger("sidestream.server")
 
-_OPEN_PATHS = ("/health",)
-_QUIET_PATHS = ("/health", "/metrics")  # polled every few seconds: their lines would bury the others
+# What load balancers ask before they have a key. Not /version: it would tell strangers which flaws to try.
+_OPEN_PATHS = ("/health", "/ping")
+_QUIET_PATHS = ("/health", "/ping", "/metrics")  # polled every few seconds: their lines would bury the others
 _GONE = 499  # what proxies log for a client that left; never sent
 
 
@@ -45,6 +45,31 @@ def record_of(scope: Scope) -> Record:
     """The record that the edge put into the request's scope."""
     record: Record = scope["sidestream.record"]
     return record
+
+
+class RootPath:
+    """ASGI middleware for a proxy that serves the API below a prefix: requests are the same with and without the prefix.
+
+    Proxies differ: some strip it, others do not. Either way the application sees ASGI's form, the whole path and `root_path`.
+    """
+
+    def __init__(self, app: ASGIApp, *, prefix: str) -> None:
+        self._app = app
+        self._prefix = prefix
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass the request on."""
+        if self._prefix and scope["type"] == "http":
+            path = scope["path"]
+            whole = path if path == self._prefix or path.startswith(self._prefix + "/") else self._prefix + path
+            scope = {**scope, "path": whole, "root_path": self._prefix}
+        await self._app(scope, receive, send)
+
+
+def _route(scope: Scope) -> str:
+    """The path as the routes know it."""
+    path: str = scope["path"]
+    return path.removeprefix(scope.get("root_path", ""))
 
 
 class Edge:
@@ -82,7 +107,7 @@ class Edge:
             _log_end(record, scope)
 
     def _authorise(self, scope: Scope) -> None:
-        if self._credential is None or scope["path"] in _OPEN_PATHS:
+        if self._credential is None or _route(scope) in _OPEN_PATHS:
             return
         scheme, _, given = Headers(scope=scope).get("authorization", "").partition(" ")
         # compare_digest takes as long for a nearly right token as for a wrong one
@@ -97,9 +122,9 @@ class Edge:
         if error.status == 500:
             log.error("%s failed: %s", record.request_id, failure, exc_info=failure)
         if not record.status:
-            await JSONResponse(error.body(), error.status, error.headers)(scope, receive, send)
+            await JsonReply(error.body(), error.status, error.headers)(scope, receive, send)
         else:
-            event = b"data: " + json.dumps(error.body(), ensure_ascii=False).encode() + b"\n\n"
+            event = b"data: " + to_json(error.body()) + b"\n\n"
             await send({"type": "http.response.body", "body": event, "more_body": False})
 
 
@@ -107,7 +132,7 @@ def _log_end(record: Record, scope: Scope) -> None:
     now = time.monotonic()
     ttft = "-" if record.first_token is None else f"{record.first_token - record.started:.3f}s"
     log.log(
-        logging.DEBUG if scope["path"] in _QUIET_PATHS else logging.INFO,
+        logging.DEBUG if _route(scope) in _QUIET_PATHS else logging.INFO,
         "%s %s %s status=%d outcome=%s prompt_tokens=%d output_tokens=%d cached_tokens=%d ttft=%s duration=%.3fs",
         record.request_id,
         scope["method"],

@@ -73,6 +73,9 @@ def as_api_error(failure: Exception, *, request_id: str, retry_after_s: int) -> 
 def _http(failure: HTTPException) -> ApiError:
     """Starlette's own refusals: no such path, method not allowed."""
     if failure.status_code == HTTPStatus.NOT_FOUND:
-        known = "POST /v1/chat/completions, POST /v1/completions, GET /v1/models, GET /health, GET /metrics"
+        known = (
+            "POST /v1/chat/completions, POST /v1/completions, GET /v1/models, POST /tokenize, POST /detokenize, "
+            "GET /version, GET /health, GET /ping, GET /metrics"
+        )
         return ApiError(404, f"no such path; known: {known}", code="unknown_url")
     return ApiError(failure.status_code, str(failure.detail), headers=failure.headers)

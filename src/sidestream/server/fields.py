@@ -1,4 +1,4 @@
-"""The fields of both APIs: what is honoured, what is accepted because it asks for nothing, and everything else refused by name.
+"""The fields of all requests: what is honoured, what is accepted because it asks for nothing, and everything else refused by name.
 
 Runs on a worker thread: validating and encoding a long prompt takes milliseconds that the event loop does not have.
 """
@@ -21,6 +21,7 @@ from sidestream.server.errors import ApiError, bad_request
 
 Api = Literal["chat", "text"]
 _ApiFields = TypeVar("_ApiFields", bound="_Fields")
+_Checked = TypeVar("_Checked", bound=BaseModel)
 
 _COMPLETION_TOKENS = 16  # what OpenAI's /v1/completions generates when nobody says how much
 _TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,9}")
@@ -177,11 +178,12 @@ class _Fields(BaseModel):
     cache_salt: str | None = Field(default=None, min_length=1, max_length=MOST_SALT_CHARS)
 
 
-class _Chat(_Fields):
+class _Conversation(BaseModel):
+    """Messages, and how the chat template lays them out."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+
     messages: Any
-    max_completion_tokens: int | None = None
-    logprobs: bool = False
-    top_logprobs: int = Field(default=0, ge=0, le=20)
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
     # beyond OpenAI's
     add_generation_prompt: bool | None = None
@@ -189,9 +191,57 @@ class _Chat(_Fields):
     chat_template_kwargs: dict[str, Any] = {}
 
 
+class _Chat(_Fields, _Conversation):
+    max_completion_tokens: int | None = None
+    logprobs: bool = False
+    top_logprobs: int = Field(default=0, ge=0, le=20)
+
+
 class _Text(_Fields):
     prompt: Any
     logprobs: int | None = None
+
+
+class _TokenizeText(BaseModel):
+    """`/tokenize` of a plain text, with vLLM's names."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+
+    model: str | None = None
+    prompt: str
+    add_special_tokens: bool = True
+    return_token_strs: bool = False
+
+
+class _TokenizeChat(_Conversation):
+    """`/tokenize` of a conversation, with vLLM's names."""
+
+    model: str | None = None
+    return_token_strs: bool = False
+
+
+class _Detokenize(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+
+    model: str | None = None
+    tokens: Any
+
+
+# A chat template writes the special tokens itself.
+_TOKENIZE_CHAT_IDLE: Mapping[str, tuple[Any, ...]] = {
+    "add_special_tokens": (False,),
+    "chat_template": (),
+    "mm_processor_kwargs": ({},),
+    "tools": ([],),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Tokenized:
+    """What `/tokenize` asks for: token ids, and whether their spellings are wanted too."""
+
+    token_ids: list[int]
+    with_strings: bool
 
 
 def parse_chat(body: bytes, *, tokenizer: Tokenizer, served_name: str, max_choices: int) -> Call:
@@ -209,7 +259,7 @@ def parse_chat(body: bytes, *, tokenizer: Tokenizer, served_name: str, max_choic
     return _call("chat", asked, params, [lambda: _lay_out(tokenizer, messages, layout)], "messages", max_choices)
 
 
-def _layout(asked: _Chat, tokenizer: Tokenizer) -> dict[str, Any]:
+def _layout(asked: _Conversation, tokenizer: Tokenizer) -> dict[str, Any]:
     """How the conversation becomes a prompt: the chat template's options, and how it ends."""
     for name in asked.chat_template_kwargs:
         if name in _OWN_OPTIONS:
@@ -239,6 +289,38 @@ def parse_text(body: bytes, *, tokenizer: Tokenizer, served_name: str, max_choic
     asked = _validate(_Text, "text", parse_object(body), served_name)
     params = _sampling(asked, _COMPLETION_TOKENS if asked.max_tokens is None else asked.max_tokens, asked.logprobs, {})
     return _call("text", asked, params, _prompts(asked.prompt, tokenizer), "prompt", max_choices)
+
+
+def parse_tokenize(body: bytes, *, tokenizer: Tokenizer, served_name: str) -> Tokenized:
+    """A request to `/tokenize`, encoded. Raises ApiError or RequestError, naming the field at fault."""
+    fields = parse_object(body)
+    chosen = [name for name in ("prompt", "messages") if fields.get(name) is not None]
+    if len(chosen) != 1:
+        given = "both prompt and messages are given" if chosen else "prompt is missing, and messages too"
+        raise bad_request(f"{given}: send one of them", "prompt")
+    if chosen == ["prompt"]:
+        text = _model_of(_TokenizeText, _without_idle(fields, {"messages": ()}, known=_TokenizeText.model_fields, where=""))
+        _check_model(text.model, served_name)
+        ids = tokenizer.encode(text.prompt, add_special_tokens=text.add_special_tokens)
+        return Tokenized(ids, text.return_token_strs)
+    idle = {**_TOKENIZE_CHAT_IDLE, "prompt": ()}
+    chat = _model_of(_TokenizeChat, _without_idle(fields, idle, known=_TokenizeChat.model_fields, where=""))
+    _check_model(chat.model, served_name)
+    ids = _lay_out(tokenizer, _messages(chat.messages), _layout(chat, tokenizer))
+    return Tokenized(ids, chat.return_token_strs)
+
+
+def parse_detokenize(body: bytes, *, tokenizer: Tokenizer, served_name: str) -> list[int]:
+    """The token ids of a request to `/detokenize`. Raises ApiError, naming the field at fault."""
+    asked = _model_of(_Detokenize, _without_idle(parse_object(body), {}, known=_Detokenize.model_fields, where=""))
+    _check_model(asked.model, served_name)
+    if not isinstance(asked.tokens, list):
+        raise bad_request(f"tokens is {_short(asked.tokens)}: it must be a list of token ids", "tokens")
+    for number, token_id in enumerate(asked.tokens):
+        if type(token_id) is not int or not 0 <= token_id < tokenizer.vocab_size:
+            where, highest = f"tokens[{number}]", tokenizer.vocab_size - 1
+            raise bad_request(f"{where} is {_short(token_id)}: a token id of this model is a whole number in [0, {highest}]", where)
+    return asked.tokens
 
 
 def _call(
@@ -276,14 +358,22 @@ def _validate(kind: type[_ApiFields], api: Api, body: dict[str, Any], served_nam
         fields["stop"] = [fields["stop"]]
     if fields.get("top_k") == -1:  # vLLM's way to say that it is off
         fields["top_k"] = 0
+    asked = _model_of(kind, fields)
+    _check_model(asked.model, served_name)
+    return asked
+
+
+def _model_of(kind: type[_Checked], fields: Mapping[str, Any]) -> _Checked:
     try:
-        asked = kind.model_validate(fields)
+        return kind.model_validate(fields)
     except ValidationError as failure:
         raise _first_fault(failure) from None
-    if asked.model != served_name:
-        message = f"the model {asked.model[:100]!r} does not exist: this server serves {served_name!r}"
+
+
+def _check_model(name: str | None, served_name: str) -> None:
+    if name is not None and name != served_name:
+        message = f"the model {name[:100]!r} does not exist: this server serves {served_name!r}"
         raise ApiError(404, message, param="model", code="model_not_found")
-    return asked
 
 
 def _without_idle(

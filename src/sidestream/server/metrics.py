@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import accumulate
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from sidestream.metrics import METRICS, Metrics
+from sidestream.metrics import METRICS, MetricsSnapshot
 from sidestream.metrics.counters import Declared, HistogramValue, Labels
 
 __all__ = ["CONTENT_TYPE_LATEST", "render"]
 
 
-def render(metrics: Metrics) -> bytes:
-    """Every declared metric, prefixed `sidestream_`. Any thread; holds the metrics' lock only while they are copied."""
+def render(metrics: MetricsSnapshot) -> bytes:
+    """Every declared metric, prefixed `sidestream_`."""
     registry = CollectorRegistry(auto_describe=False)
     registry.register(_Snapshot(metrics))
     return generate_latest(registry)
@@ -25,18 +25,18 @@ def render(metrics: Metrics) -> bytes:
 class _Snapshot(Collector):
     """One scrape's copy of the values, so that the families of one reply belong together."""
 
-    def __init__(self, metrics: Metrics) -> None:
-        self._values, self._histograms = metrics.snapshot()
+    def __init__(self, metrics: MetricsSnapshot) -> None:
+        self._metrics = metrics
 
     def collect(self) -> Iterator[Metric]:
         for name, declared in METRICS.items():
             if declared.kind == "histogram":
-                yield _histogram(name, declared, self._histograms.get(name, {}))
+                yield _histogram(name, declared, self._metrics.histograms.get(name, {}))
             else:
-                yield _single(name, declared, self._values.get(name, {}))
+                yield _single(name, declared, self._metrics.values.get(name, {}))
 
 
-def _single(name: str, declared: Declared, series: dict[Labels, float]) -> Metric:
+def _single(name: str, declared: Declared, series: Mapping[Labels, float]) -> Metric:
     if declared.kind == "counter":
         family: CounterMetricFamily | GaugeMetricFamily = CounterMetricFamily(f"sidestream_{name}", declared.help, labels=declared.labels)
     else:
@@ -47,7 +47,7 @@ def _single(name: str, declared: Declared, series: dict[Labels, float]) -> Metri
     return family
 
 
-def _histogram(name: str, declared: Declared, series: dict[Labels, HistogramValue]) -> Metric:
+def _histogram(name: str, declared: Declared, series: Mapping[Labels, HistogramValue]) -> Metric:
     family = HistogramMetricFamily(f"sidestream_{name}", declared.help, labels=declared.labels)
     empty = {} if declared.labels else {(): HistogramValue([0] * (len(declared.buckets) + 1))}
     bounds = [*(str(bound) for bound in declared.buckets), "+Inf"]

@@ -3,23 +3,38 @@
 from __future__ import annotations
 
 import math
+import os
+import re
+import sys
 from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
 from sidestream.errors import ConfigError
+
+# The field `sun_path` of the kernel's address, less the zero byte at its end.
+_MOST_UDS_BYTES = 103 if sys.platform == "darwin" else 107
+_ROOT_PATH = re.compile(r"(/[A-Za-z0-9._~-]+)+")
 
 
 @dataclass(frozen=True, slots=True)
 class ServerOptions:
     """Where and how the server listens, and what it lets one request ask for.
 
-    port               0: any free one
-    api_key            clients must send `Authorization: Bearer <api_key>`, except to /health; None: no check
+    host               None: 127.0.0.1
+    port               0: any free one; None: 8000
+    uds                a path: listen on a Unix socket there, and on no port
+    root_path          the prefix below which a proxy serves the API, such as `/llm`; paths with and without it are answered
+    ssl_certfile       speak TLS with the certificate in this PEM file; None: plain HTTP
+    ssl_keyfile        its key; None: in the certificate's file
+    ssl_keyfile_password  what an encrypted key is opened with
+    ssl_ca_certs       clients must show a certificate that one of these signed; None: no client certificates
+    api_key            clients must send `Authorization: Bearer <api_key>`, except to /health and /ping; None: no check
     served_model_name  the name that clients ask for; None: the backend's
     max_body_bytes     a longer request body is refused with 413 while it is read
     head_timeout_s     a request head that takes longer to arrive is refused with 408, counted from the accept, on a
                        connection that was used before from the head's first byte
     body_timeout_s     a body that takes longer to arrive is refused with 408
+    stall_timeout_s    a client that takes no byte of its reply for so long is cut off, and its request aborted
     max_connections    connections at a time; one more is refused with 503. None: 2048, or as many as open files allow
     max_connections_per_address  of one client address; None: no limit. A reverse proxy has one address for all its clients
     cors_origins       origins whose web pages may use the API from a browser, such as `https://chat.example.com`; `*`: all
@@ -28,13 +43,20 @@ class ServerOptions:
     retry_after_s      what a refused client is told to wait when the queue is full
     """
 
-    host: str = "127.0.0.1"
-    port: int = 8000
+    host: str | None = None
+    port: int | None = None
+    uds: str | None = None
+    root_path: str = ""
+    ssl_certfile: str | None = None
+    ssl_keyfile: str | None = None
+    ssl_keyfile_password: str | None = field(default=None, repr=False)
+    ssl_ca_certs: str | None = None
     api_key: str | None = field(default=None, repr=False)
     served_model_name: str | None = None
     max_body_bytes: int = 8 << 20
     head_timeout_s: float = 10.0
     body_timeout_s: float = 60.0
+    stall_timeout_s: float = 60.0
     max_connections: int | None = None
     max_connections_per_address: int | None = None
     cors_origins: tuple[str, ...] = ()
@@ -52,26 +74,73 @@ class ServerOptions:
             ("retry_after_s", 0, 3600),
         ):
             value = getattr(self, name)
-            if value is None and name.startswith("max_connections"):
+            if value is None and (name == "port" or name.startswith("max_connections")):
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
                 raise ConfigError(f"{name} is {value!r}: it must be a whole number in [{low}, {high}]")
-        for name in ("head_timeout_s", "body_timeout_s", "drain_s"):
+        for name in ("head_timeout_s", "body_timeout_s", "stall_timeout_s", "drain_s"):
             seconds = getattr(self, name)
             if not isinstance(seconds, int | float) or isinstance(seconds, bool) or not (math.isfinite(seconds) and seconds >= 0):
                 raise ConfigError(f"{name} is {seconds!r}: give a number of seconds, 0 or more")
         if self.head_timeout_s == 0:
             raise ConfigError("head_timeout_s is 0: no request could arrive; give a number of seconds above 0")
+        if self.stall_timeout_s == 0:
+            raise ConfigError("stall_timeout_s is 0: no reply could be sent; give a number of seconds above 0")
         for origin in self.cors_origins:
             _check_origin(origin)
         if self.api_key is not None and not (
             self.api_key and self.api_key.isascii() and self.api_key.isprintable() and " " not in self.api_key
         ):
             raise ConfigError("api_key must be one or more printable ASCII characters without spaces; leave it out for no check")
-        if not self.host:
+        if self.host == "":
             raise ConfigError("host is empty: give an address such as 127.0.0.1, or 0.0.0.0 for all interfaces")
+        self._check_uds()
+        _check_root_path(self.root_path)
+        self._check_tls()
         if self.served_model_name == "":
             raise ConfigError("served_model_name is empty: give the name that clients shall ask for, or leave it out")
+
+    @property
+    def address(self) -> tuple[str, int]:
+        """Host and port to listen on, unless `uds` is given."""
+        return "127.0.0.1" if self.host is None else self.host, 8000 if self.port is None else self.port
+
+    def _check_uds(self) -> None:
+        if self.uds is None:
+            return
+        for name in ("host", "port"):
+            if getattr(self, name) is not None:
+                raise ConfigError(f"uds is {self.uds!r} and {name} is {getattr(self, name)!r}: give a Unix socket or an address, not both")
+        if not self.uds or "\0" in self.uds:
+            raise ConfigError(f"uds is {self.uds!r}: give the path of a Unix socket, such as /tmp/sidestream.sock")
+        size = len(os.fsencode(self.uds))
+        if size > _MOST_UDS_BYTES:
+            raise ConfigError(
+                f"uds is {self.uds!r}, {size} bytes: the path of a Unix socket has at most {_MOST_UDS_BYTES}; "
+                "give a shorter one, such as /tmp/sidestream.sock"
+            )
+
+    def _check_tls(self) -> None:
+        for name in ("ssl_certfile", "ssl_keyfile", "ssl_ca_certs"):
+            path = getattr(self, name)
+            if path == "":
+                raise ConfigError(f"{name} is empty: give a file in PEM form, or leave it out")
+            if path is not None and self.ssl_certfile is None:
+                raise ConfigError(
+                    f"{name} is {path} without ssl_certfile: give the server's certificate too, or leave it out for plain HTTP"
+                )
+
+
+def _check_root_path(path: str) -> None:
+    """Refuse a prefix that no proxy sends so, and one with which a path could be meant in two ways."""
+    if path and not _ROOT_PATH.fullmatch(path):
+        raise ConfigError(
+            f"root_path is {path!r}: it must begin with a slash, end without one, and have letters, digits and ._~- in between, such as /llm"
+        )
+    if path == "/v1" or path.startswith("/v1/"):
+        raise ConfigError(
+            f"root_path is {path!r}: the API's own paths begin with /v1; give what the proxy puts in front of that, or leave it out"
+        )
 
 
 def _check_origin(origin: str) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from sidestream.errors import InvariantError
 from sidestream.server.backend import Detokenizer, Tokenizer
 from sidestream.server.fields import Api
 from sidestream.types import CachedTokens, Delta, TokenLogprob
@@ -13,6 +15,13 @@ from sidestream.types import CachedTokens, Delta, TokenLogprob
 Json = dict[str, Any]
 
 _LOWEST_LOGPROB = -9999.0  # JSON has no infinity; OpenAI sends this for a token that cannot occur
+
+
+def _finite(logprob: float) -> float:
+    """A logprob as it is sent. Raises InvariantError for NaN and +inf, which no sampler may produce and no JSON can hold."""
+    if logprob < math.inf:
+        return max(logprob, _LOWEST_LOGPROB)
+    raise InvariantError(f"a token's log-probability is {logprob}: it must be a number of 0 or less")
 
 
 class Wording(Protocol):
@@ -80,7 +89,7 @@ class ChatWording:
             text = tokenizer.decode([token_id])
             # a token that is a part of a character has bytes that its text does not tell
             spelled = None if "\ufffd" in text else list(text.encode("utf-8"))
-            return {"token": text, "logprob": max(logprob, _LOWEST_LOGPROB), "bytes": spelled}
+            return {"token": text, "logprob": _finite(logprob), "bytes": spelled}
 
         content = [{**entry(t.token_id, t.logprob), "top_logprobs": [entry(*other) for other in t.top]} for t in tokens]
         return {"content": content, "refusal": None}
@@ -116,12 +125,12 @@ class TextWording:
         for token, drawn in zip(tokens, texts, strict=True):
             likeliest: dict[str, float] = {}
             for token_id, logprob in token.top:
-                likeliest.setdefault(tokenizer.decode([token_id]), max(logprob, _LOWEST_LOGPROB))
-            likeliest.setdefault(drawn, max(token.logprob, _LOWEST_LOGPROB))
+                likeliest.setdefault(tokenizer.decode([token_id]), _finite(logprob))
+            likeliest.setdefault(drawn, _finite(token.logprob))
             alternatives.append(likeliest)
         return {
             "tokens": texts,
-            "token_logprobs": [max(token.logprob, _LOWEST_LOGPROB) for token in tokens],
+            "token_logprobs": [_finite(token.logprob) for token in tokens],
             "top_logprobs": alternatives,
             "text_offset": [offsets.advance(token.token_id) for token in tokens],
         }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 import ipaddress
 import logging
 import math
@@ -17,11 +16,13 @@ from typing import Any
 
 import uvicorn
 
-from sidestream.errors import ConfigError
 from sidestream.server.app import create_app
 from sidestream.server.backend import Backend
-from sidestream.server.connections import Connections, connection_limit
+from sidestream.server.connections import Connections
+from sidestream.server.interruption import Signal
+from sidestream.server.listen import bind
 from sidestream.server.options import ServerOptions
+from sidestream.server.tls import tls_context
 
 log = logging.getLogger("sidestream.server")
 
@@ -31,59 +32,20 @@ _BACKLOG = 2048
 
 
 class Running:
-    """A server that accepts requests. Any thread may use it."""
+    """A server that accepts requests. Any thread may use it.
 
-    def __init__(self, url: str, interrupt: Callable[[], None]) -> None:
+    url  what its paths are appended to
+    uds  the Unix socket to connect to in place of the url's host; None: there is none
+    """
+
+    def __init__(self, url: str, uds: str | None, interrupt: Callable[[], None]) -> None:
         self.url = url
+        self.uds = uds
         self._interrupt = interrupt
 
     def stop(self) -> None:
         """What a signal does: the first call drains, the second quits at once. Returns at once."""
         self._interrupt()
-
-
-def bind(options: ServerOptions) -> socket.socket:
-    """Take the address, so that a server that cannot have it fails before its model is loaded.
-
-    The socket does not listen yet: until `serve` does, connections are refused, which tells health checks and load
-    balancers that the server is not ready. Raises ConfigError, also when fewer files may be opened than the options need.
-    """
-    connection_limit(options)
-    family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
-    try:
-        return _bound(family, options, reuse=False)
-    except OSError as failure:
-        if failure.errno != errno.EADDRINUSE:
-            raise _cannot_listen(options, failure) from failure
-    # Connections of a server that ended a moment ago hold the port, which does no harm. Only now: two sockets that both
-    # reuse the address may be bound at a time, and the second server would fail after its model was loaded.
-    try:
-        return _bound(family, options, reuse=True)
-    except OSError as failure:
-        raise _cannot_listen(options, failure) from failure
-
-
-def _bound(family: socket.AddressFamily, options: ServerOptions, *, reuse: bool) -> socket.socket:
-    bound = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, int(reuse))
-        if family == socket.AF_INET6:
-            bound.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-        bound.bind((options.host, options.port))
-    except BaseException:
-        bound.close()
-        raise
-    return bound
-
-
-def _cannot_listen(options: ServerOptions, failure: OSError) -> ConfigError:
-    reasons = {
-        errno.EADDRINUSE: "another program listens there: stop it, or choose another port",
-        errno.EACCES: "this user may not use that port: choose a port of 1024 or more",
-        errno.EADDRNOTAVAIL: "this machine does not have that address: use 127.0.0.1, or 0.0.0.0 for all interfaces",
-    }
-    other = f"{failure.strerror or failure}: use an address of this machine, such as 127.0.0.1"
-    return ConfigError(f"cannot listen on {options.host}:{options.port}: {reasons.get(failure.errno or 0, other)}")
 
 
 def serve(
@@ -107,7 +69,7 @@ def serve(
         _warn_if_open(bound, options)
         config = uvicorn.Config(
             app,
-            http=Connections(options, backend.metrics).protocol(),
+            http=Connections(options, backend.count, tls_context(options)).protocol(),
             loop="asyncio",
             ws="none",
             lifespan="off",
@@ -119,31 +81,43 @@ def serve(
             backlog=_BACKLOG,
             timeout_graceful_shutdown=math.ceil(options.drain_s) + _ABORT_S,
         )
-        server = _Server(config, app.state.stopping, options.drain_s, on_ready)
+        server = _Server(config, app.state.stopping, options, on_ready)
         server.run(sockets=[bound])
         return not app.state.stopping.is_set()
 
 
 def _warn_if_open(listener: socket.socket, options: ServerOptions) -> None:
-    address = listener.getsockname()[0]
-    if options.api_key is None and not ipaddress.ip_address(address.partition("%")[0]).is_loopback:
+    address = "" if listener.family == socket.AF_UNIX else listener.getsockname()[0]
+    if options.api_key is None and address and not ipaddress.ip_address(address.partition("%")[0]).is_loopback:
         log.warning("listening on %s without an API key: anyone who reaches this machine can use the model; set api_key", address)
     if options.api_key is None and "*" in options.cors_origins:
         log.warning("any web page in a browser that reaches this server can use the model: set api_key, or name origins instead of *")
 
 
-def _url(listener: socket.socket) -> str:
+def running_at(listener: socket.socket, options: ServerOptions, interrupt: Callable[[], None]) -> Running:
+    """A server that accepts requests on a listener."""
+    url = _url(listener, tls=options.ssl_certfile is not None)
+    return Running(url, listener.getsockname() if listener.family == socket.AF_UNIX else None, interrupt)
+
+
+def _url(listener: socket.socket, *, tls: bool) -> str:
+    scheme = "https" if tls else "http"
+    if listener.family == socket.AF_UNIX:
+        return f"{scheme}://localhost"
     host, port = listener.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
 class _Server(uvicorn.Server):
     """uvicorn's server with our own end: it returns to its caller, who has an engine to close, instead of dying by the signal."""
 
-    def __init__(self, config: uvicorn.Config, stopping: asyncio.Event, drain_s: float, on_ready: Callable[[Running], None] | None) -> None:
+    def __init__(
+        self, config: uvicorn.Config, stopping: Signal, options: ServerOptions, on_ready: Callable[[Running], None] | None
+    ) -> None:
         super().__init__(config)
         self._stopping = stopping
-        self._drain_s = drain_s
+        self._options = options
+        self._drain_s = options.drain_s
         self._on_ready = on_ready
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -151,10 +125,10 @@ class _Server(uvicorn.Server):
         await super().startup(sockets)
         self._loop = asyncio.get_running_loop()
         assert sockets is not None
-        url = _url(sockets[0])
-        log.info("serving on %s", url)
+        running = running_at(sockets[0], self._options, self.interrupt)
+        log.info("serving on %s", running.url if running.uds is None else f"{running.url}, Unix socket {running.uds}")
         if self._on_ready is not None:
-            self._on_ready(Running(url, self.interrupt))
+            self._on_ready(running)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         log.info("draining %d requests for up to %g s; interrupt again to quit at once", len(self.server_state.tasks), self._drain_s)

@@ -16,7 +16,7 @@ from typing import Any
 
 from sidestream.config import SamplingParams
 from sidestream.errors import RequestRejected
-from sidestream.metrics import Metrics
+from sidestream.metrics import Metrics, MetricsSnapshot
 from sidestream.types import CachedTokens, Delta, Health, TokenLogprob
 
 _NOTHING_CACHED = CachedTokens()
@@ -42,19 +42,28 @@ class FakeTokenizer:
 
     options  what its chat template knows: variables, the role `tool`, the field `tool_calls` of messages
     chats    the messages and variables that it was asked to lay out
+    specials whether special tokens were asked for, of each text that was encoded
     """
+
+    vocab_size = 256
 
     def __init__(self, options: Iterable[str] = ()) -> None:
         self.options = frozenset(options)
         self.chats: list[tuple[list[dict[str, Any]], dict[str, Any]]] = []
+        self.specials: list[bool] = []
 
-    def encode(self, text: str) -> list[int]:
-        """The bytes of `text`."""
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """The bytes of `text`. There are no special tokens: `specials` remembers whether they were asked for."""
+        self.specials.append(add_special_tokens)
         return list(text.encode("utf-8"))
 
-    def decode(self, token_ids: Sequence[int]) -> str:
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of these bytes, U+FFFD where they are none."""
         return bytes(token_ids).decode("utf-8", "replace")
+
+    def token_strings(self, token_ids: Sequence[int]) -> list[str]:
+        """Bytes as sentencepiece spells them: <0x41>."""
+        return [f"<0x{token_id:02X}>" for token_id in token_ids]
 
     def detokenizer(self) -> FakeDetokenizer:
         """A fresh incremental `decode`."""
@@ -135,6 +144,14 @@ class FakeBackend:
         self._script = script if callable(script) else lambda _: script
         self._changed = threading.Condition()
         self._gates: list[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = []
+
+    async def metrics_snapshot(self) -> MetricsSnapshot:
+        """Copies of `metrics`."""
+        return self.metrics.snapshot()
+
+    def count(self, name: str, value: float, *labels: str) -> None:
+        """Add to a counter of `metrics`."""
+        self.metrics.inc(name, value, *labels)
 
     def health(self) -> Health:
         """`status`."""

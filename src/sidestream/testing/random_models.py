@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
+from transformers.utils import logging as transformers_logging
 
 from sidestream.config import unknown_name
 from sidestream.errors import ConfigError
 from sidestream.models.adapter import PagedModel
 from sidestream.models.facts import layout_of
+from sidestream.tokenizer import Tokenizer
 
 _QWEN3 = {"vocab_size": 151936, "head_dim": 128, "num_key_value_heads": 8, "max_position_embeddings": 40960}
+# Written last: a directory without it is incomplete.
+_MARK = "random-weights.json"
+_TOKENIZER_FILES = ("tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json", "added_tokens.json", "chat_template*", "*.model")
+
 SHAPES: Mapping[str, tuple[type[Any], Mapping[str, Any]]] = {
     "qwen3-8b": (
         Qwen3Config,
@@ -86,3 +95,58 @@ def random_module(shape: str, *, device: torch.device, attention: str = "sdpa", 
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), device:
         torch.manual_seed(seed)
         return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation=attention).eval()
+
+
+def random_checkpoint(shape: str, directory: Path, *, tokenizer: Path, device: torch.device, seed: int = 0) -> None:
+    """Write a checkpoint of one of `SHAPES` in bfloat16, weights drawn on `device`, with the tokenizer of another model's directory.
+
+    Answered greedily it draws only tokens that have text of their own, so that each of them is a piece of a streamed answer: ids that the
+    tokenizer does not have, special tokens and parts of characters never have the largest logit.
+    A directory that holds the same already is left as it is. Raises ConfigError for an unknown shape and for a directory that holds
+    something else, ModelError for a tokenizer that cannot be read.
+    """
+    holds = {"shape": shape, "seed": seed, "tokenizer": str(tokenizer.resolve())}
+    mark = directory / _MARK
+    if mark.exists() and json.loads(mark.read_text(encoding="utf-8")) == holds:
+        return
+    if directory.exists() and any(directory.iterdir()):
+        raise ConfigError(
+            f"{directory} holds something else than random weights of {shape} with the tokenizer of {tokenizer}: name another one"
+        )
+    module = random_module(shape, device=device, seed=seed)
+    words = Tokenizer.load(str(tokenizer))
+    whole = [token for token in range(min(words.vocab_size, module.config.vocab_size)) if _is_whole(words.decode([token]))]
+    _draw_only(module.get_output_embeddings().weight, whole)
+    directory.mkdir(parents=True, exist_ok=True)
+    _save_quietly(module, directory)
+    for pattern in _TOKENIZER_FILES:
+        for file in tokenizer.glob(pattern):
+            shutil.copy(file, directory)
+    mark.write_text(json.dumps(holds), encoding="utf-8")
+
+
+def _save_quietly(module: Any, directory: Path) -> None:
+    bars = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    try:
+        module.save_pretrained(directory, max_shard_size="4GB")
+    finally:
+        if bars:
+            transformers_logging.enable_progress_bar()
+
+
+def _is_whole(text: str) -> bool:
+    return bool(text) and "\ufffd" not in text
+
+
+def _draw_only(weight: torch.Tensor, token_ids: list[int]) -> None:
+    """Replace the rows of all other tokens by halves of rows of these: a logit of theirs is half of another one, so it is never the largest.
+
+    Rows of zeros would do the same, but a GPU multiplies zeros faster.
+    """
+    allowed = torch.tensor(token_ids, device=weight.device)
+    others = torch.ones(weight.shape[0], dtype=torch.bool, device=weight.device)
+    others[allowed] = False
+    count = int(others.sum())
+    with torch.no_grad():
+        weight[others] = weight[allowed[torch.arange(count, device=weight.device) % len(allowed)]] / 2

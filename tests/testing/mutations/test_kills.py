@@ -20,6 +20,9 @@ QUICK = {
     "drawn-token-stays-on-the-device": "tokens",
     "request-ends-before-its-client-is-told": "answered",
     "requests-end-with-the-engine": "balance",
+    "streams-are-not-used-again": "answered",
+    "end-is-said-to-the-engine": "answered",
+    "finished-stream-is-forgotten-by-the-engine-s-side": "balance",
 }
 
 

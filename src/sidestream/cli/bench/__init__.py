@@ -5,9 +5,11 @@ from __future__ import annotations
 import typer
 
 from sidestream.cli.bench import commands
-from sidestream.cli.declare import Group
+from sidestream.cli.bench.serving.command import serve
+from sidestream.cli.declare import Command, Group
 
 app = typer.Typer(cls=Group, help="Measure this machine; each figure is printed beside its bound.", no_args_is_help=True)
 commands.register(app)
+app.command("serve", cls=Command)(serve)
 
 __all__ = ["app"]

@@ -21,13 +21,13 @@ import torch
 from sidestream.cli.bench.flights import FlightClock
 from sidestream.cli.bench.gpu import Link, stamp
 from sidestream.cli.bench.report import Figure, at_least, at_most
-from sidestream.cli.bench.requests import Answer, NoText, ask, ask_at_once
+from sidestream.cli.bench.requests import Answer, ask, ask_at_once
 from sidestream.config import EngineConfig, OffloadConfig, unknown_name
 from sidestream.device.choice import torch_device
 from sidestream.engine.build import build_engine
-from sidestream.engine.garbage import settle_garbage
 from sidestream.engine.loop import Engine
 from sidestream.errors import ConfigError, SidestreamError
+from sidestream.garbage import settle_garbage
 from sidestream.models.adapter import PagedModel
 from sidestream.testing.random_models import random_model, random_module
 
@@ -94,7 +94,6 @@ class _Rig:
         starting("making its parts", 0, 0)
         self.engine: Engine = build_engine(
             self.model,
-            NoText(),
             EngineConfig(
                 device=device,
                 kv_memory=sizes.kv_memory,

@@ -14,7 +14,7 @@ from statistics import median
 import numpy as np
 
 from sidestream.cli.bench.report import Figure, at_least, at_most
-from sidestream.cli.bench.requests import NoText, ask_at_once
+from sidestream.cli.bench.requests import ask_at_once
 from sidestream.config import EngineConfig, OffloadConfig, parse_bytes
 from sidestream.device.base import Device
 from sidestream.device.choice import torch_device
@@ -104,7 +104,7 @@ def _start(device: str, shape: str, host: str, sizes: Sizes, tell: Callable[[str
         offload=OffloadConfig(host=host),
     )
     start = time.perf_counter()
-    engine = build_engine(model, NoText(), config)
+    engine = build_engine(model, config)
     try:
         tier = engine.parts.host
         assert tier is not None

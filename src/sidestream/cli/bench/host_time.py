@@ -9,14 +9,13 @@ from statistics import median
 from typing import Any
 
 from sidestream.cli.bench.report import Figure, at_most
-from sidestream.cli.bench.requests import NoText
 from sidestream.config import EngineConfig, OffloadConfig, SamplingParams
 from sidestream.device.choice import torch_device
 from sidestream.engine.build import build_engine
-from sidestream.engine.garbage import settle_garbage
 from sidestream.engine.loop import Engine
 from sidestream.errors import SidestreamError
 from sidestream.execute.executor import Flight
+from sidestream.garbage import settle_garbage
 from sidestream.testing.random_models import random_model
 from sidestream.types import BatchPlan, Delta
 
@@ -44,7 +43,7 @@ def measure(*, device: str, shape: str, requests: int, output_tokens: int, round
         max_model_len=_PROMPT_TOKENS + output_tokens,
         offload=OffloadConfig(host=memory),
     )
-    engine = build_engine(model, NoText(), config)
+    engine = build_engine(model, config)
     unsettle = settle_garbage()  # as LLM does
     try:
         prompts = [[1 + (number * 31 + at * 7) % 500 for at in range(_PROMPT_TOKENS)] for number in range(requests)]
@@ -76,7 +75,7 @@ def _serve(engine: Engine, prompts: Sequence[Sequence[int]], params: SamplingPar
 
     def ask() -> None:
         for prompt, client in zip(prompts, clients, strict=True):
-            engine.submit(prompt, params, client.take, text=False)
+            engine.submit(prompt, params, client.take)
 
     engine.call(ask)
     for client in clients:

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from sidestream.cli.bench.report import Bound, Figure, at_least
-from sidestream.cli.bench.requests import Answer, NoText, ask_at_once
+from sidestream.cli.bench.requests import Answer, ask_at_once
 from sidestream.config import EngineConfig, OffloadConfig
 from sidestream.device.choice import torch_device
 from sidestream.engine.build import build_engine
@@ -71,7 +71,7 @@ def _answers(config: EngineConfig, shape: str, requests: int, prompt_tokens: int
     """As they are mostly asked for, and with log-probabilities, which are drawn another way."""
     gc.collect()  # an engine knows itself: what the one before held is given back now, and not some time
     model = random_model(shape, device=torch_device(config.device))
-    engine = build_engine(model, NoText(), config)
+    engine = build_engine(model, config)
     try:
         random = np.random.default_rng(0)
         prompts = [[int(token) for token in random.integers(1, model.vocab_size, prompt_tokens)] for _ in range(requests)]

@@ -70,6 +70,15 @@ def at_least(value: float) -> Bound:
     return Bound("at least", value)
 
 
+def percentile(values: Sequence[float], percent: float) -> float:
+    """The value that `percent` of all are not above, interpolated linearly between the nearest two. `values` must not be empty."""
+    ordered = sorted(values)
+    place = (len(ordered) - 1) * percent / 100
+    below = int(place)
+    above = min(below + 1, len(ordered) - 1)
+    return ordered[below] + (ordered[above] - ordered[below]) * (place - below)
+
+
 def environment(model: str, dtype: str | None = None) -> dict[str, object]:
     """The machine and the versions that the figures depend on; `dtype`: what the model was loaded in, if one was loaded."""
     import torch

@@ -10,21 +10,10 @@ from typing import Any
 
 from sidestream.config import SamplingParams
 from sidestream.engine.loop import Engine
-from sidestream.engine.session import TextSource
 from sidestream.errors import SidestreamError
 from sidestream.types import CachedTokens, Delta
 
 _PATIENCE_S = 300.0
-
-
-class NoText:
-    """A tokenizer that nobody asks for text: who serves has it made elsewhere than on the engine thread, which is what is measured."""
-
-    eos_ids = ()
-
-    def detokenizer(self) -> TextSource:
-        """There is none."""
-        raise SidestreamError("benchmarks ask for tokens, not for text")
 
 
 @dataclass(slots=True, eq=False)
@@ -68,7 +57,7 @@ class Answer:
 def ask(engine: Engine, prompt: Sequence[int], outputs: int, **more: Any) -> Answer:
     """Greedy, to the last of so many tokens; `more` of what a request may ask for."""
     answer = Answer(time.perf_counter())
-    engine.submit(prompt, SamplingParams(**{"temperature": 0, "max_tokens": outputs, "ignore_eos": True, **more}), answer.take, text=False)
+    engine.submit(prompt, SamplingParams(**{"temperature": 0, "max_tokens": outputs, "ignore_eos": True, **more}), answer.take)
     return answer
 
 

@@ -14,13 +14,13 @@ from statistics import median
 import numpy as np
 
 from sidestream.cli.bench.report import Figure, at_least
-from sidestream.cli.bench.requests import NoText, ask, ask_at_once
+from sidestream.cli.bench.requests import ask, ask_at_once
 from sidestream.config import EngineConfig, OffloadConfig
 from sidestream.device.choice import torch_device
 from sidestream.engine.build import build_engine
-from sidestream.engine.garbage import settle_garbage
 from sidestream.engine.loop import Engine
 from sidestream.errors import SidestreamError
+from sidestream.garbage import settle_garbage
 from sidestream.models.adapter import PagedModel
 from sidestream.testing.random_models import random_model
 
@@ -107,7 +107,6 @@ def _engine(model: PagedModel, device: str, sizes: Sizes, *, offload: bool) -> E
     others = layout.num_blocks_for(sizes.strangers[1] + sizes.strangers[2])
     return build_engine(
         model,
-        NoText(),
         EngineConfig(
             device=device,
             kv_memory=(blocks // 4 + 1) * layout.block_bytes,

@@ -1,6 +1,6 @@
 """Published failures of KV movers as little programs: each goes wrong without its protection, and never with it.
 
-`MINIATURES` covers every hazard, H1 to H26, and some of those that only cost time. `run_miniature` plays one on the simulated device
+`MINIATURES` covers every hazard, H1 to H26 and those of the border between processes (H32, H34, H35), and some of those that only cost time. `run_miniature` plays one on the simulated device
 under a policy and a seed, with the checker watching, and says by what it was caught.
 """
 
@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from sidestream.device.sim import Deadlock
 from sidestream.errors import InvariantError
 from sidestream.testing.checker import simulated
+from sidestream.testing.miniatures.border import BORDER
 from sidestream.testing.miniatures.copies import COPIES
 from sidestream.testing.miniatures.requests import REQUESTS
 from sidestream.testing.miniatures.rows import ROWS
@@ -19,7 +20,7 @@ from sidestream.testing.miniatures.tiers import TIERS
 
 __all__ = ["MINIATURES", "Caught", "Miniature", "Outcome", "run_miniature"]
 
-MINIATURES: tuple[Miniature, ...] = (*COPIES, *TIERS, *ROWS, *REQUESTS)
+MINIATURES: tuple[Miniature, ...] = (*COPIES, *TIERS, *ROWS, *REQUESTS, *BORDER)
 
 
 @dataclass(frozen=True, slots=True)

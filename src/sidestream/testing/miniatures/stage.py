@@ -63,7 +63,7 @@ class Outcome:
 class Miniature:
     """A published failure as a little program.
 
-    hazard       `"H1"` to `"H26"`, or `"P1"` to `"P5"` for those that only cost time
+    hazard       one of `sidestream.testing.mutations.HAZARDS`, or `"P1"` to `"P5"` for those that only cost time
     protection   what the protected version does, in one sentence
     run          plays it on a device that has no stream yet, with or without the protection
     """

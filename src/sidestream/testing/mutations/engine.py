@@ -44,7 +44,7 @@ MUTATIONS = (
     Mutation(
         name="launched-flight-is-noted",
         hazard="H16",
-        target=f"{_LOOP}.step",
+        target=f"{_LOOP}._turn",
         old="        parts.scheduler.launched(plan.batch, flight.fence)\n",
         new="",
         removes="requests that end do not know which flight still uses what they release",
@@ -139,7 +139,7 @@ MUTATIONS = (
         name="aborted-request-ends",
         hazard="H21",
         target=f"{_LOOP}._abort",
-        old='        self._end(request_id, "abort")\n',
+        old="        self._end(request_id, reason)\n",
         new="        pass\n",
         removes="a request goes on when its client has gone",
         needs=frozenset({"abort"}),
@@ -307,9 +307,9 @@ EQUIVALENT = (
         Mutation(
             name="keys-are-made-with-the-requests-salt",
             hazard="H14",
-            target=f"{_LOOP}.submit",
-            old="keys_of(numbers, salt=cache_salt)",
-            new="keys_of(numbers)",
+            target=f"{_LOOP}._keys_of",
+            old="keys_of(tokens, salt=cache_salt)",
+            new="keys_of(tokens)",
             removes="requests with different cache salts find each other's blocks",
         ),
         "no request of a schedule has a cache salt",
@@ -344,7 +344,7 @@ EQUIVALENT = (
         Mutation(
             name="loads-are-submitted-before-their-flight-is-gated",
             hazard="H23",
-            target=f"{_LOOP}.step",
+            target=f"{_LOOP}._turn",
             old="        parts.transfers.submit(plan.transfers)\n        gates = parts.transfers.gates(plan.batch)\n",
             new="        gates = parts.transfers.gates(plan.batch)\n        parts.transfers.submit(plan.transfers)\n",
             removes="a flight waits for the loads of earlier steps and not for its own",
@@ -425,13 +425,10 @@ _WARM_UP = "before anything is served; tests/attention/test_engine_in_interprete
 
 EXEMPT = (
     Exempt(
-        "sidestream.engine.loop:Engine.step",
+        "sidestream.engine.loop:Engine._turn",
         "flight.fence.failure is not None",
         "a simulated flight fails when it runs, not when it is launched; on a GPU this saves the flight behind it from being in vain",
     ),
-    Exempt("sidestream.engine.reader:Reader.read", "self._failed.add(delta.index)", "a set of numbers, of one request's reader"),
-    Exempt("sidestream.engine.reader:Reader.read", "return replace(delta, finish_reason=", "a value"),
-    Exempt("sidestream.engine.reader:Reader.read", "return replace(delta, text=text)", "a value"),
     Exempt(
         f"{_BUILD}:_open_tiers", "fingerprint=model.fingerprint,", "a schedule opens its disk itself; see disk-of-other-weights-is-refused"
     ),
@@ -443,11 +440,11 @@ EXEMPT = (
     Exempt(f"{_BUILD}:_warm_up", "lease.release()", _WARM_UP),
     Exempt(f"{_LOOP}.call", "done.wait(0.05)", _OTHER_THREAD),
     Exempt(f"{_LOOP}._end_loop", "self._thread.join()", _OTHER_THREAD),
-    Exempt(f"{_LOOP}.step", "after=plan.after, gates=gates", "see flight-waits-for-the-last-use and layer-waits-for-its-load"),
+    Exempt(f"{_LOOP}._turn", "after=plan.after, gates=gates", "see flight-waits-for-the-last-use and layer-waits-for-its-load"),
     Exempt(
-        f"{_LOOP}.step", "        self._commit(self._previous)\n        self._previous = None\n        self._commit(flight)\n", _NOTHING
+        f"{_LOOP}._turn", "        self._commit(self._previous)\n        self._previous = None\n        self._commit(flight)\n", _NOTHING
     ),
-    Exempt(f"{_LOOP}.step", "    self._commit(previous)\n", _NOTHING),
+    Exempt(f"{_LOOP}._turn", "    self._commit(previous)\n", _NOTHING),
     Exempt(f"{_LOOP}._commit", "parts.scheduler.commit(flight.batch", _NOTHING),
     Exempt(f"{_LOOP}._commit", 'self._end(request.id, "error"', "see broken-logits-end-their-request"),
     Exempt(f"{_LOOP}._flight_failed", "flight.drop()", "see letter-of-a-failed-flight-is-given-back"),

@@ -1,4 +1,4 @@
-"""What can go wrong between streams, host and tiers, by stable numbers, in one sentence each."""
+"""What can go wrong between streams, host, tiers and processes, by stable numbers, in one sentence each."""
 
 from __future__ import annotations
 
@@ -31,4 +31,7 @@ HAZARDS: Mapping[str, str] = {
     "H24": "a client hears of the end before what its request held is released",
     "H25": "a chunk that is not the last one yields a token",
     "H26": "nobody makes progress",
+    "H32": "a message between processes is lost, doubled, late or out of order, or crosses another one",
+    "H34": "a process goes, and what it asked for goes on, or is told to the one that takes its place",
+    "H35": "what somebody does not read piles up",
 }

@@ -25,6 +25,7 @@ _changed_now: set[FunctionType] = set()
 Feature = Literal[
     "abort",
     "bad_logits",
+    "border",
     "captured",
     "close",
     "corrupt_tier",
@@ -33,7 +34,9 @@ Feature = Literal[
     "failing_flight",
     "failing_load",
     "failing_tier",
+    "full_queue",
     "growing_tier",
+    "hang_up",
     "hidden_states",
     "logprobs",
     "meanwhile",
@@ -51,6 +54,7 @@ Feature = Literal[
 
 abort           requests that their clients end, at any point
 bad_logits      a flight with logits that are not finite, over KV that is wrong
+border          front ends between clients and engine
 captured        forward passes that are captured and replayed
 close           the engine ends in good order, with requests or transfers on their way
 corrupt_tier    files of the disk tier that are cut short or have a bit flipped
@@ -59,7 +63,9 @@ failing_copy    stores and loads that raise, loads possibly after a part was cop
 failing_load    loads among them
 failing_flight  forward passes that raise
 failing_tier    disk reads and writes that raise
+full_queue      requests that are refused because too many wait
 growing_tier    host memory that is pinned while the engine serves
+hang_up         front ends that go while others take their place
 hidden_states   drafts that are made of hidden states
 logprobs        requests that ask for log-probabilities, beside others that do not
 meanwhile       requests that come, and clients that leave, while a flight is awaited
@@ -94,7 +100,7 @@ class Mutation:
     """One wait, lease, check or publish-order rule, and the change that takes it out.
 
     name     of the rule that is gone while the mutation is applied
-    hazard   `"H1"` to `"H26"`: what the rule makes impossible
+    hazard   one of `HAZARDS`: what the rule makes impossible
     removes  what may happen without it, in one sentence
     needs    what a workload must contain for that to happen; empty: requests that share and reuse blocks are enough
     also     further edits, where two places protect from the same thing and only both together are missed

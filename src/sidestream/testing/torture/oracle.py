@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from sidestream.attention.paged import PagedBatch
+from sidestream.client.output import OutputProcessor
 from sidestream.config import EngineConfig, SamplingParams
 from sidestream.device.sim import make_policy
 from sidestream.engine import Engine, build_engine
@@ -110,12 +111,19 @@ def _run(workload: Workload, model: ScriptedModel) -> dict[tuple[int, int], Samp
         asynchronous=False,
     )
     device = ScriptedDevice(make_policy("early", random.Random(0)), Script(Workload(0, ())), witness=None)
-    engine: Engine = build_engine(model, ToyTokenizer(), config, device=device, threaded=False)
+    engine: Engine = build_engine(model, config, device=device, threaded=False)
     told: dict[tuple[int, int], Sample] = {}
     for number, asked in enumerate(workload.requests):
         for index in range(asked.n):
             told[number, index] = Sample([])
-        engine.submit(asked.prompt, params_of(number, asked), lambda delta, number=number: told[number, delta.index].take(delta))  # type: ignore[misc]
+        params = params_of(number, asked)
+        output = OutputProcessor(ToyTokenizer(), params)
+
+        def take(delta: Delta, number: int = number, output: OutputProcessor = output) -> None:
+            if (read := output.read(delta)) is not None:
+                told[number, read.index].take(read)
+
+        engine.submit(asked.prompt, params, take)
     try:
         for _ in range(_MAX_STEPS):
             if not engine.unfinished:

@@ -14,16 +14,19 @@ from dataclasses import dataclass
 
 import torch
 
+from sidestream.client.output import OutputProcessor
 from sidestream.config import EngineConfig, OffloadConfig, SpeculativeConfig
 from sidestream.device.sim import Deadlock, Policy
 from sidestream.device.sim.policies import HOST, Choice
 from sidestream.engine import Engine, Handle, build_engine
+from sidestream.errors import SidestreamError
 from sidestream.execute.executor import Flight
 from sidestream.execute.frame import Shape
 from sidestream.schedule.scheduler import Committed
 from sidestream.testing.checker import Checker
 from sidestream.testing.findings import Finding as Objection
 from sidestream.testing.tokenizer import ToyTokenizer
+from sidestream.testing.torture.border import Border
 from sidestream.testing.torture.judge import still_findable, unbalanced, wrong_accept_lengths, wrong_answer, wrong_blocks, wrong_entries
 from sidestream.testing.torture.narrow import narrow_lanes
 from sidestream.testing.torture.oracle import SALT, Reference, Sample, params_of, reference_of, toy_of
@@ -56,6 +59,7 @@ _EVENTS = {
     "weights": "asks for other weights",
     "crash": "dies, and begins again",
     "restart": "ends, and begins again",
+    "hang_up": "loses a front end, and gets another one",
 }
 # When nobody waits any more, or so many steps in a row had nothing to do, the slowest of all operations may end soon.
 _DRAIN_S = 0.05
@@ -146,9 +150,12 @@ class _Life:
     """One engine, from its start to its close or crash.
 
     handles   by request number
+    outputs   what makes the text that clients are told, by request number
     told      by request number and sample number
     started   the version of the weights that a request began with, by number
     cut_off   numbers of those that had not ended when the engine was closed
+    gone      numbers of those that were refused, or whose front end has gone
+    border    what is between clients and engine; None: nothing
     straddles which of those who began with the old weights had been told nothing yet when the new ones were announced
     """
 
@@ -164,16 +171,18 @@ class _Life:
         self.head = ToyDraftHead(toy_of(workload), width=max(1, workload.drafts))
         self.disk: ScriptedTier | None = None
         self.handles: dict[int, Handle] = {}
+        self.outputs: dict[int, OutputProcessor] = {}
         self.told: dict[tuple[int, int], Sample] = {}
         self.started: dict[int, int] = {}
         self.cut_off: set[int] = set()
+        self.gone: set[int] = set()
+        self.border: Border | None = None
         self.straddles: set[tuple[int, int]] = set()
         try:
             if workload.disk_blocks:
                 self.disk = _scratch().open(self.model, self.device, num_blocks=workload.disk_blocks)
             self.engine: Engine = build_engine(
                 self.model,
-                ToyTokenizer(),
                 _config(workload, self.model),
                 device=self.device,
                 threaded=False,
@@ -199,6 +208,9 @@ class _Life:
 
     def crash(self) -> None:
         """End as a killed process does. Idempotent, and harmless after a close."""
+        if self.border is not None:
+            self.border.close()
+            self.border = None
         self.device.kill()
         if self.disk is not None:
             self.disk.crash()
@@ -250,13 +262,25 @@ class _Schedule:
             executor.launch = launched  # type: ignore[method-assign]
         return life
 
+    def _connect(self) -> None:
+        """Put front ends between the clients and the engine of this life, if there are any."""
+        life = self._life
+        if self._workload.front_ends:
+            life.border = Border(
+                life.engine,
+                front_ends=self._workload.front_ends,
+                seed=self._workload.seed,
+                tell=lambda number, delta: self._tell(life, number, delta),
+                fail=lambda number, error, refused: self._fail(life, number, error, refused=refused),
+            )
+
     def run(self) -> Outcome:
         try:
+            self._connect()
             done = self._drive()
             if done:
                 self._judge_idle()
-                self._life.engine.close(flush_s=self._workload.flush_s)
-                self._judge_balance("closed")
+                self._close()
             self._judge_answers(over=not done)
         except Deadlock as error:
             self._find("deadlock", str(error))
@@ -283,24 +307,35 @@ class _Schedule:
                     self._happen(event)
             if workload.closes_at == step:
                 self._say("closes the engine")
-                self._life.engine.close(flush_s=self._workload.flush_s)
-                self._judge_balance("closed")
+                self._close()
                 self._judge_answers(over=False)
                 return False
             self._due = step
             if not workload.meanwhile:
                 self._clients()
-            idle = 0 if self._life.engine.step() else idle + 1
+            idle = 0 if self._step() else idle + 1
             if idle == _STUCK_STEPS:
                 break
             self._clients()  # if no flight was launched
+            if self._life.border is not None:
+                self._life.border.turn(between_steps=True)
             if idle:
                 self._life.device.sleep(_IDLE_S if self._life.engine.unfinished and idle < _PATIENT_STEPS else _DRAIN_S)
-            if step >= last and not self._life.engine.unfinished and not self._busy():
+            if step >= last and not self._life.engine.unfinished and not self._busy() and self._is_quiet():
                 return True
         left = [number for (number, _), sample in self._life.told.items() if sample.reason is None]
         self._find("no progress", f"after {self._steps} steps, requests {left} have not ended or transfers are still on their way")
         return False
+
+    def _step(self) -> bool:
+        """A turn of the loop; it ends what clients have left, if the engine was told of it."""
+        life = self._life
+        told_of_all = life.border is not None and life.border.is_quiet and not self._workload.meanwhile
+        waited_for = sum(sample.reason is None for sample in life.told.values())
+        worked = life.engine.step()
+        if told_of_all and life.engine.unfinished > waited_for:
+            self._find("answered", f"the engine goes on with {life.engine.unfinished} samples, and clients wait for {waited_for}")
+        return worked
 
     def _clients(self) -> None:
         """What clients do at a step; nothing if they have done it."""
@@ -311,9 +346,11 @@ class _Schedule:
         for number, asked in enumerate(self._workload.requests):
             if asked.at == step or number in again:
                 self._submit(number)
-            if asked.abort_at == step and number in self._life.handles:
+            if asked.abort_at == step and (number, 0) in self._life.told:
                 self._say(f"aborts request {number}")
-                self._life.engine.abort(self._life.handles[number])
+                self._abort(number)
+        if self._life.border is not None:
+            self._life.border.turn()
 
     def _submit(self, number: int) -> None:
         asked, life = self._workload.requests[number], self._life
@@ -321,20 +358,55 @@ class _Schedule:
         for index in range(asked.n):
             life.told[number, index] = Sample([])
         life.started[number] = self._weights
+        params = params_of(number, asked)
+        life.outputs[number] = OutputProcessor(ToyTokenizer(), params)
+        if life.border is not None:
+            life.border.submit(number, asked.prompt, params, priority=asked.priority)
+            return
         life.handles[number] = life.engine.submit(
-            asked.prompt, params_of(number, asked), lambda delta: self._tell(life, number, delta), priority=asked.priority
+            asked.prompt, params, lambda delta: self._tell(life, number, delta), priority=asked.priority
         )
 
+    def _abort(self, number: int) -> None:
+        life = self._life
+        if life.border is None:
+            life.engine.abort(life.handles[number])
+            return
+        for index in life.border.end(number):  # whoever leaves is told nothing more
+            life.told[number, index].reason = "abort"
+
+    def _fail(self, life: _Life, number: int, error: SidestreamError, *, refused: bool) -> None:
+        """The client of one request hears that nothing more comes of it: it was not taken, or its connection has ended."""
+        if refused:
+            life.gone.add(number)
+        for index in range(self._workload.requests[number].n):
+            sample = life.told[number, index]
+            if sample.reason is None:
+                sample.reason, sample.error = ("abort" if refused else "error"), str(error)
+
+    def _close(self) -> None:
+        """Close the engine, and have its last news arrive."""
+        life = self._life
+        life.engine.close(flush_s=self._workload.flush_s)
+        if life.border is not None and not life.border.settle():
+            self._find("no progress", "the engine is closed, and what it and its front ends have to say does not arrive")
+        self._judge_balance("closed")
+
     def _tell(self, life: _Life, number: int, delta: Delta) -> None:
-        """The client of one request; called from inside the engine's step."""
+        """The client of one request; called from inside the engine's step, unless a front end is between."""
         sample, who = life.told[number, delta.index], f"request {number}, sample {delta.index}"
-        if sample.reason is not None:
+        if delta.prompt_tokens != (length := len(self._workload.requests[number].prompt)):
+            self._find("answered", f"{who} was told of {delta.prompt_tokens} prompt tokens, it has {length}")
+        read = life.outputs[number].read(delta)
+        if read is None:
             self._find("answered", f"{who} was told more after its end ({sample.reason}): {delta.finish_reason}")
             return
-        sample.take(delta)
+        sample.take(read)
         if delta.finish_reason is None:
             return
         self._say(f"request {number} ends: {delta.finish_reason}")
+        if life.border is not None:
+            return  # the engine has gone on meanwhile
         parts, left = life.engine.parts, sum(asked.reason is None for asked in life.told.values())
         if life.engine.unfinished != left:
             self._find(
@@ -355,11 +427,18 @@ class _Schedule:
                 self._update_weights()
             case "restart":
                 life.cut_off = {number for (number, _), sample in life.told.items() if sample.reason is None}
-                life.engine.close(flush_s=self._workload.flush_s)
-                self._judge_balance("closed")
+                self._close()
                 self._begin_again()
             case "crash":
                 self._begin_again()
+            case "hang_up" if life.border is not None:
+                for number in life.border.hang_up():
+                    life.gone.add(number)
+                    for index in range(self._workload.requests[number].n):
+                        if life.told[number, index].reason is None:
+                            life.told[number, index].reason = "abort"
+            case "hang_up":
+                pass
 
     def _begin_again(self) -> None:
         """Another engine on the same disk; whoever had no answer asks again, and whoever had one, too: what is found must be right."""
@@ -371,6 +450,7 @@ class _Schedule:
         left = {number for (number, _), sample in life.told.items() if sample.reason in ("abort", "error") and number not in life.cut_off}
         self._again = sorted({number for number, _ in life.told} - left)
         self._life = self._begin(self._weights)
+        self._connect()
         self._judge_disk(self._life, "after the restart")
 
     def _update_weights(self) -> None:
@@ -385,6 +465,9 @@ class _Schedule:
             life.recorder.reset()
 
         life.engine.update_weights(apply, fingerprint=model.fingerprint_of(1))
+
+    def _is_quiet(self) -> bool:
+        return self._life.border is None or self._life.border.is_quiet
 
     def _busy(self) -> bool:
         engine = self._life.engine
@@ -411,6 +494,9 @@ class _Schedule:
     def _judge_balance(self, when: str) -> None:
         for text in unbalanced(self._life.engine, self._life.disk):
             self._find("balance", f"{when}: {text}")
+        border = self._life.border
+        for name, count in (border.left() if border is not None else {}).items():
+            self._find("balance", f"{when}: {count} {name} are kept")
 
     def _judge_forgotten(self) -> None:
         for text in still_findable(self._life.engine, self._life.disk):
@@ -426,8 +512,9 @@ class _Schedule:
         life = self._life
         for (number, index), told in life.told.items():
             versions = (0, 1) if (number, index) in life.straddles else (life.started[number],)
+            ends = over or number in life.gone
             faults = [
-                list(wrong_answer(self._workload, number, told, self._reference.samples[version][number, index], over=over))
+                list(wrong_answer(self._workload, number, told, self._reference.samples[version][number, index], over=ends))
                 for version in versions
             ]
             for oracle, text in min(faults, key=len):
@@ -458,6 +545,7 @@ def _config(workload: Workload, model: ScriptedModel) -> EngineConfig:
         asynchronous=workload.asynchronous,
         offload=offload,
         speculative=SpeculativeConfig(max_drafts=workload.drafts, adaptive=False) if workload.drafts else None,
+        max_waiting=workload.waiting,
         salt=SALT,
     )
 

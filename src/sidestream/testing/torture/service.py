@@ -25,7 +25,6 @@ from sidestream.execute.executor import Work
 from sidestream.execute.frame import TableChanges
 from sidestream.execute.mailbox import Letter
 from sidestream.testing.rig import busy
-from sidestream.testing.tokenizer import ToyTokenizer
 from sidestream.testing.torture.hardware import open_device
 from sidestream.testing.torture.traffic import Habits, Meddler, draw_delay
 from sidestream.testing.toy import ToyItself, ToyModel
@@ -188,7 +187,6 @@ def _engine(kind: str, model: ToyModel, *, seed: int, report: ServiceReport) -> 
     layout = model.layout
     engine = build_engine(
         model,
-        ToyTokenizer(),
         EngineConfig(
             device=kind,
             kv_memory=_POOL_BLOCKS * layout.block_bytes,

@@ -143,6 +143,10 @@ def simpler_workloads(workload: Workload) -> Iterator[Workload]:
         yield _changed(workload, disk_blocks=0)
     elif workload.slots:
         yield _changed(workload, slots=0)
+    if workload.front_ends:
+        yield _changed(workload, front_ends=0, events=tuple(event for event in workload.events if event.kind != "hang_up"))
+        if workload.front_ends > 1:
+            yield _changed(workload, front_ends=1)
     if workload.pin_s:
         yield _changed(workload, pin_s=0.0)
     for number, fault in enumerate(workload.faults):

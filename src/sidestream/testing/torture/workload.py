@@ -29,8 +29,9 @@ _TIE = 100.0
 # A request waits so long for the disk.
 LOAD_DEADLINE_S = 1e-3
 
-EventKind = Literal["reset", "weights", "crash", "restart"]
-"""Forget every block · serve other weights from here on · the process dies, or ends as it should, and another one opens the same disk."""
+EventKind = Literal["reset", "weights", "crash", "restart", "hang_up"]
+"""Forget every block · serve other weights from here on · the process dies, or ends as it should, and another one opens the same disk ·
+a front end goes, and another one takes its place."""
 
 Operation = Literal["read", "write", "store", "load", "forward"]
 """Of the disk: a read, a write. Of the device: a copy to the host, a copy from it, a forward pass."""
@@ -121,6 +122,8 @@ class Workload:
     flush_s                      how long a close lets transfers go on; what has not begun by then never does
     pin_s                        virtual seconds until all slots of the host tier are ready; 0: from the start
     meanwhile                    who comes or leaves before a step does so in its middle, between a launch and a commit, if there is a flight
+    front_ends                   processes between clients and engine, by connections in memory; 0: clients submit to the engine itself
+    waiting                      requests that may wait, where there are front ends; more are refused
     """
 
     seed: int
@@ -142,6 +145,8 @@ class Workload:
     flush_s: float = 30.0
     meanwhile: bool = False
     pin_s: float = 0.0
+    front_ends: int = 0
+    waiting: int = 1024
 
     def __post_init__(self) -> None:
         largest = max((blocks_for(asked) for asked in self.requests), default=0)
@@ -173,6 +178,7 @@ FEATURES: Mapping[Feature, Callable[[Workload], bool]] = {
     "abort": lambda w: any(asked.abort_at is not None for asked in w.requests),
     "captured": lambda w: w.captured,
     "bad_logits": _befalls(("forward", "nan")),
+    "border": lambda w: w.front_ends > 0,
     "close": lambda w: w.closes_at is not None or any(event.kind == "restart" for event in w.events),
     "corrupt_tier": _befalls(("read", "truncated"), ("read", "flipped"), ("write", "truncated"), ("write", "flipped")),
     "disk": lambda w: w.disk_blocks > 0,
@@ -180,7 +186,9 @@ FEATURES: Mapping[Feature, Callable[[Workload], bool]] = {
     "failing_flight": _befalls(("forward", "lost")),
     "failing_load": _befalls(("load", "lost"), ("load", "torn")),
     "failing_tier": _befalls(("read", "lost"), ("read", "torn"), ("write", "lost"), ("write", "full")),
+    "full_queue": lambda w: w.front_ends > 0 and w.waiting + w.max_running < sum(asked.n for asked in w.requests),
     "growing_tier": lambda w: w.slots > 1 and w.pin_s > 0,
+    "hang_up": lambda w: w.front_ends > 0 and any(event.kind == "hang_up" for event in w.events),
     "hidden_states": lambda w: w.leaves_hidden,
     "logprobs": lambda w: len({asked.logprobs is None for asked in w.requests}) > 1,
     "meanwhile": lambda w: w.meanwhile,
@@ -209,7 +217,29 @@ def draw_workload(seed: int) -> Workload:
     """The workload of a seed; the same one in every process."""
     workload = _draw_workload(seed)
     rng = random.Random(f"sidestream pinning {seed}")  # of its own, so that a seed's workload stays what it was
-    return dataclasses.replace(workload, pin_s=rng.choice((0.1, 0.5, 2.0)) if workload.slots and rng.random() < 0.2 else 0.0)
+    pin_s = rng.choice((0.1, 0.5, 2.0)) if workload.slots and rng.random() < 0.2 else 0.0
+    return _draw_border(random.Random(f"sidestream front ends {seed}"), dataclasses.replace(workload, pin_s=pin_s))
+
+
+def _draw_border(rng: random.Random, workload: Workload) -> Workload:
+    """Front ends between clients and engine, for one workload in six; more clients leave, front ends go, and the queue may be full."""
+    if rng.random() >= 1 / 6:
+        return workload
+    requests = tuple(
+        dataclasses.replace(asked, abort_at=asked.at + _draw_patience(rng, len(asked.prompt), asked.max_tokens))
+        if asked.abort_at is None and rng.random() < 0.3
+        else asked
+        for asked in workload.requests
+    )
+    last = max(asked.at for asked in requests) + 5
+    gone = (Event(rng.randint(1, last), "hang_up") for _ in range(rng.choice((0, 0, 1, 2))))
+    return dataclasses.replace(
+        workload,
+        requests=requests,
+        events=tuple(sorted((*workload.events, *gone), key=lambda event: event.at)),
+        front_ends=rng.choice((1, 2, 2, 3)),
+        waiting=rng.choice((1, 2, 1024, 1024)),
+    )
 
 
 def _draw_workload(seed: int) -> Workload:

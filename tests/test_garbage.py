@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from sidestream.engine.garbage import settle_garbage
+from sidestream.garbage import settle_garbage
 
 
 @pytest.fixture(autouse=True)

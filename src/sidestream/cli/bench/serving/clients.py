@@ -1,0 +1,319 @@
+"""Processes that ask a server over keep-alive connections, and note when each byte of its answers arrives.
+
+Their HTTP client does nothing else while a run lasts: a common one takes longer for a chunk than the server does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+import multiprocessing
+import os
+import resource
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from types import TracebackType
+from typing import Any, Self
+from urllib.parse import urlsplit
+
+from sidestream.cli.bench.serving.answers import Answer, answer_of
+from sidestream.cli.bench.serving.reply import Reply
+from sidestream.cli.bench.serving.workload import NEARLY, Workload
+from sidestream.errors import SidestreamError
+
+_PATIENCE_S = 300.0
+_ALONE = 32  # so many clients one process serves with ease
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A server that runs, and the model it serves."""
+
+    host: str
+    port: int
+    model: str
+
+    @classmethod
+    def at(cls, url: str, model: str) -> Target:
+        """Raises SidestreamError for anything but a plain http URL."""
+        parts = urlsplit(url)
+        if parts.scheme != "http" or not parts.hostname:
+            raise SidestreamError(f"{url!r} is no http URL: give one such as http://127.0.0.1:8000")
+        return cls(parts.hostname, parts.port or 80, model)
+
+    def request(self, fields: dict[str, Any]) -> bytes:
+        """A POST of /v1/completions."""
+        body = json.dumps({"model": self.model, **fields}, separators=(",", ":")).encode()
+        head = (
+            f"POST /v1/completions HTTP/1.1\r\nHost: {self.host}:{self.port}\r\nContent-Type: application/json\r\n"
+            f"Content-Length: {len(body)}\r\n\r\n"
+        )
+        return head.encode() + body
+
+    def completion(self, prompt: Sequence[int], output_tokens: int, **more: Any) -> bytes:
+        """A streamed, greedy completion of a fixed length."""
+        return self.request(
+            {
+                "prompt": list(prompt),
+                "max_tokens": output_tokens,
+                "temperature": 0,
+                "ignore_eos": True,
+                "stream": True,
+                "stream_options": {"include_usage": True},
+                **more,
+            }
+        )
+
+
+class Clients:
+    """As many processes as `most` clients need not to be what is slow. A context manager."""
+
+    def __init__(self, target: Target, *, most: int) -> None:
+        count = 1 if most <= _ALONE else max(1, min(most // _ALONE, len(os.sched_getaffinity(0)) // 4))
+        context = multiprocessing.get_context("spawn")
+        self._pipes: list[Connection] = []
+        self._processes: list[BaseProcess] = []
+        for _ in range(count):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve_jobs, args=(theirs, target), daemon=True)
+            process.start()
+            theirs.close()
+            self._pipes.append(ours)
+            self._processes.append(process)
+
+    def run(
+        self, load: Workload, *, on_begun: Callable[[], None] = lambda: None, on_nearly: Callable[[], None] = lambda: None
+    ) -> tuple[Answer, ...]:
+        """Have all clients ask, and wait for all answers. Raises SidestreamError when one is not as it should be.
+
+        on_begun    of a watched workload: every client's first answer has begun
+        on_nearly   of a watched workload: the first answer has nearly ended
+        """
+        count = len(self._pipes)
+        busy = [pipe for number, pipe in enumerate(self._pipes) if number < load.clients]
+        for number, pipe in enumerate(busy):
+            pipe.send((load, range(number, load.clients, count)))
+        for pipe in busy:
+            self._receive(pipe, "ready")
+        for pipe in busy:
+            pipe.send("go")
+        answers: list[Answer] = []
+        begun, nearly, waiting = 0, False, set(busy)
+        while waiting:
+            for told in wait(list(waiting)):
+                assert isinstance(told, Connection)
+                kind, value = self._receive(told)
+                if kind == "begun":
+                    begun += 1
+                    if begun == len(busy):
+                        on_begun()
+                elif kind == "nearly" and not nearly:
+                    nearly = True
+                    on_nearly()
+                elif kind == "answers":
+                    answers += value
+                    waiting.discard(told)
+        return tuple(answers)
+
+    def _receive(self, pipe: Connection, expected: str | None = None) -> tuple[str, Any]:
+        try:
+            kind, value = pipe.recv()
+        except EOFError:
+            raise SidestreamError("a client process of the benchmark died") from None
+        if kind == "failed":
+            raise SidestreamError(value)
+        assert expected in (None, kind)
+        return kind, value
+
+    def close(self) -> None:
+        """End the processes."""
+        for pipe in self._pipes:
+            pipe.close()
+        for process in self._processes:
+            process.terminate()
+            process.join()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+
+def allow_open_files() -> None:
+    """Each connection is an open file, and the usual limit of a shell is 1,024."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def _serve_jobs(pipe: Connection, target: Target) -> None:
+    """The process: runs one job after another until the pipe is closed."""
+    allow_open_files()
+    while True:
+        try:
+            load, clients = pipe.recv()
+        except EOFError:
+            return
+        try:
+            pipe.send(("answers", asyncio.run(_answers(pipe, target, load, clients))))
+        except (SidestreamError, OSError) as error:
+            pipe.send(("failed", str(error)))
+        except EOFError:
+            return
+
+
+async def _answers(pipe: Connection, target: Target, load: Workload, clients: Sequence[int]) -> list[Answer]:
+    return await _Run(pipe, target, load, clients).answers()
+
+
+class _Run:
+    """One job: the clients of this process, from connecting to their last answers. Lives on one event loop."""
+
+    def __init__(self, pipe: Connection, target: Target, load: Workload, clients: Sequence[int]) -> None:
+        self._pipe = pipe
+        self._target = target
+        self.load = load
+        self.nearly_at = int(load.output_tokens * NEARLY)
+        self._ended = asyncio.get_running_loop().create_future()
+        self._clients = [_Client(self, number) for number in clients]
+        self._left = self._silent = len(self._clients)
+        self._nearly = False
+        self.num_arrivals = 0
+
+    async def answers(self) -> list[Answer]:
+        """Connect, wait until all processes have, and ask."""
+        loop = asyncio.get_running_loop()
+        for client in self._clients:
+            client.prepare(self._target)
+            await loop.create_connection(lambda client=client: client, self._target.host, self._target.port)  # type: ignore[misc]
+        self._pipe.send(("ready", None))
+        self._pipe.recv()
+        gc.collect()
+        gc.disable()
+        try:
+            for client in self._clients:
+                client.ask()
+            await self._all_ended()
+        finally:
+            gc.enable()
+            for client in self._clients:
+                client.close()
+        return [answer for client in self._clients for answer in client.answers()]
+
+    async def _all_ended(self) -> None:
+        before = -1
+        while not self._ended.done():
+            if before == self.num_arrivals:
+                raise SidestreamError(f"the server sent nothing for {_PATIENCE_S:g} s, and {self._left} clients wait for their answers")
+            before = self.num_arrivals
+            await asyncio.wait((self._ended,), timeout=_PATIENCE_S)
+        self._ended.result()
+
+    def begun(self) -> None:
+        """A client's first answer has begun."""
+        self._silent -= 1
+        if not self._silent:
+            self._pipe.send(("begun", None))
+
+    def nearly(self) -> None:
+        """An answer has nearly ended."""
+        if not self._nearly:
+            self._nearly = True
+            self._pipe.send(("nearly", None))
+
+    def ended(self) -> None:
+        """A client has all its answers."""
+        self._left -= 1
+        if not self._left and not self._ended.done():
+            self._ended.set_result(None)
+
+    def failed(self, error: SidestreamError) -> None:
+        """A client cannot go on: the run has failed."""
+        if not self._ended.done():
+            self._ended.set_exception(error)
+
+
+class _Client(asyncio.Protocol):
+    """One connection: sends a request, keeps what arrives, sends the next when the reply is complete."""
+
+    def __init__(self, run: _Run, number: int) -> None:
+        self._run = run
+        self._number = number
+        self._requests: list[bytes] = []
+        self._sent: list[int] = []
+        self._replies: list[Reply] = []
+        self._pieces = 0  # of the reply that arrives; counted only if they are watched
+        self._has_all = False
+        self._transport: asyncio.Transport | None = None
+
+    def prepare(self, target: Target) -> None:
+        """Word all requests before the first is sent."""
+        load = self._run.load
+        prompts = (load.prompt(self._number, number) for number in range(load.rounds))
+        self._requests = [target.completion(prompt, load.output_tokens) for prompt in prompts]
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Keep the transport."""
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+
+    def ask(self) -> None:
+        """Send the next request."""
+        assert self._transport is not None
+        self._pieces = 0
+        self._replies.append(Reply())
+        self._sent.append(time.perf_counter_ns())
+        self._transport.write(self._requests[len(self._sent) - 1])
+
+    def data_received(self, data: bytes) -> None:
+        """Keep the bytes with their time."""
+        now_ns = time.perf_counter_ns()
+        run = self._run
+        run.num_arrivals += 1
+        try:
+            complete = self._replies[-1].take(data, now_ns)
+        except SidestreamError as error:
+            run.failed(error)
+            return
+        if run.load.watched:
+            self._watch(data, complete)
+        if complete:
+            reply = self._replies[-1]
+            if reply.status != 200:
+                run.failed(SidestreamError(f"the server answered a request with status {reply.status}: {reply.body()[:500]!r}"))
+            elif len(self._replies) < len(self._requests):
+                self.ask()
+            else:
+                self._has_all = True
+                run.ended()
+
+    def _watch(self, data: bytes, complete: bool) -> None:
+        before = self._pieces
+        self._pieces += data.count(b"data:")
+        if not before and self._pieces and len(self._replies) == 1:
+            self._run.begun()
+        if complete or self._pieces >= self._run.nearly_at:
+            self._run.nearly()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """A server may close a connection that has been idle for some seconds, but not one in use."""
+        if self._has_all:
+            return
+        self._run.failed(SidestreamError(f"the server closed a connection before the answer was complete ({exc or 'end of file'})"))
+
+    def close(self) -> None:
+        """Close the connection."""
+        if self._transport is not None:
+            self._transport.abort()
+
+    def answers(self) -> list[Answer]:
+        """Read the replies. Raises SidestreamError for one that is not as it should be."""
+        tokens = self._run.load.output_tokens
+        return [
+            answer_of(reply, client=self._number, number=number, sent_ns=sent_ns, tokens=tokens)
+            for number, (reply, sent_ns) in enumerate(zip(self._replies, self._sent, strict=True))
+        ]

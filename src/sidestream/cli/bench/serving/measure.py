@@ -1,0 +1,216 @@
+"""The figures of a server beside those of the same engine in process, and of any server that runs already."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from statistics import median
+
+from sidestream.cli.bench.report import Bound, Figure, at_least, at_most, percentile
+from sidestream.cli.bench.serving.answers import (
+    Measured,
+    StepsSoFar,
+    burst_share,
+    full_window,
+    gaps_ms,
+    tokens_per_second,
+    ttfts_ms,
+)
+from sidestream.cli.bench.serving.baseline import EngineAlone
+from sidestream.cli.bench.serving.clients import Clients, Target
+from sidestream.cli.bench.serving.server import Server, ended_by_sigterm, fetch, metric
+from sidestream.cli.bench.serving.workload import Loads
+from sidestream.errors import SidestreamError
+
+SERVED = "served"
+_MODEL = "measured"
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """The bounds for one model on one kind of device.
+
+    over_engine   tokens a second through HTTP, over those of the engine in process
+    sizes         numbers of clients that this and the share of bursts are bounded for
+    on_gpu        whether times are bounded, too
+    """
+
+    over_engine: float
+    sizes: frozenset[int]
+    on_gpu: bool
+
+
+_GPU_SIZES = frozenset({1, 32, 128, 256})
+LIMITS = {
+    ("qwen3-8b", "cuda"): Limits(0.97, _GPU_SIZES, on_gpu=True),
+    ("llama-3.2-1b", "cuda"): Limits(0.90, _GPU_SIZES, on_gpu=True),
+    ("smollm2-135m-instruct", "cpu"): Limits(0.95, frozenset({8}), on_gpu=False),
+}
+"""By the model's or shape's name and the device. Others have no bounds."""
+_NO_LIMITS = Limits(0.0, frozenset(), on_gpu=False)
+
+
+def measure(
+    path: str,
+    *,
+    name: str,
+    device: str,
+    repetitions: Sequence[Sequence[Loads]],
+    engine_arguments: Sequence[str],
+    serve_arguments: Sequence[str],
+    tell: Callable[[str], None],
+) -> list[Figure]:
+    """Ask the engine in process, and a server in front of the same engine, the same; never both at once. Figures are medians.
+
+    repetitions       what is asked in each: on a CPU, in turn of both, because its speed drifts within minutes; a GPU has no room for both,
+                      so there the server starts when the engine has ended
+    path              the model's directory; `name`: what its bounds are known by, with the device
+    engine_arguments  options of `sidestream serve` for the engine; both have them
+    serve_arguments   its other options
+    """
+    arguments = [*engine_arguments, *serve_arguments, "--served-model-name", _MODEL]
+    limits = LIMITS.get((name, device), _NO_LIMITS)
+    measured: list[list[Figure]] = []
+    with ended_by_sigterm(), EngineAlone(path, engine_arguments, text_of=1) as alone:
+        tell("the engine in process")
+        if device != "cpu":
+            engines = [[alone.measure(load) for load in loads] for loads in repetitions]
+            alone.close()
+        tell("starting the server")
+        with Server(path, arguments) as server:
+            for number, loads in enumerate(repetitions):
+                engine, served = list[Measured](), list[Measured]()
+                for load in loads:
+                    tell(f"{load.loop.clients} clients, {number + 1} of {len(repetitions)}")
+                    engine.append(alone.measure(load) if device == "cpu" else engines[number][len(engine)])
+                    served += measure_url(server.url, _MODEL, [load], lambda text: None, steps=True)
+                measured.append(_figures(served, engine, [load.loop.clients for load in loads], limits, exact=device == "cpu"))
+    return medians(measured)
+
+
+def medians(repetitions: Sequence[Sequence[Figure]]) -> list[Figure]:
+    """Each figure's median over repetitions; one that a repetition lacks, over the others."""
+    named: dict[str, list[Figure]] = {}
+    for figures in repetitions:
+        for figure in figures:
+            named.setdefault(figure.name, []).append(figure)
+    return [replace(same[0], value=median(figure.value for figure in same)) for same in named.values()]
+
+
+def _figures(served: Sequence[Measured], engine: Sequence[Measured], sizes: Sequence[int], limits: Limits, *, exact: bool) -> list[Figure]:
+    """All figures of one repetition. `exact`: the same prompts get the same texts, whatever runs beside them."""
+    figures: list[Figure] = []
+    for size, ours, alone in zip(sizes, served, engine, strict=True):
+        figures += _compared(size, ours, alone, limits)
+    largest = sizes.index(max(sizes))
+    ours_ms, alone_ms = served[largest].step_ms, engine[largest].step_ms
+    if ours_ms is not None and alone_ms is not None:
+        bound = at_most(1.03) if limits.on_gpu and max(sizes) == 256 else None
+        figures.append(Figure("engine_step_served_over_alone", ours_ms / alone_ms, "ratio", bound))
+    if 1 in sizes:
+        at = sizes.index(1)
+        equal = _texts(served[at]) == _texts(engine[at])
+        figures.append(Figure("texts_identical", float(equal), "1 if so", at_least(1) if exact else None))
+    return figures
+
+
+def measure_url(url: str, model: str, loads: Sequence[Loads], tell: Callable[[str], None], *, steps: bool) -> list[Measured]:
+    """Ask a server that runs. `steps`: it is ours, and its /metrics tell of the engine's steps."""
+    measured = []
+    with Clients(Target.at(url, model), most=max(load.loop.clients for load in loads)) as clients:
+        for load in loads:
+            tell(f"{load.loop.clients} clients")
+            clients.run(load.warm)
+            loop = clients.run(load.loop)
+            marks: dict[str, StepsSoFar] = {}
+
+            def begun(marks: dict[str, StepsSoFar] = marks) -> None:
+                if "nearly" not in marks:
+                    count, seconds = _steps(url) if steps else (0, 0.0)
+                    marks["begun"] = StepsSoFar(time.perf_counter_ns(), count, seconds)
+
+            def nearly(marks: dict[str, StepsSoFar] = marks) -> None:
+                now_ns = time.perf_counter_ns()
+                marks["nearly"] = StepsSoFar(now_ns, *(_steps(url) if steps else (1, 0.0)))
+
+            calm = clients.run(load.calm, on_begun=begun, on_nearly=nearly)
+            measured.append(Measured(loop, calm, marks.get("begun"), marks.get("nearly")))
+    return measured
+
+
+def row(label: str, size: int, measured: Measured, *, burst: Bound | None = None) -> list[Figure]:
+    """What clients of one server saw, in figures whose names begin with `label`."""
+    window = full_window(measured.loop)
+    firsts, gaps = ttfts_ms(measured.loop, window), gaps_ms(measured.loop, window)
+    if not firsts or not gaps:
+        raise SidestreamError("no request began while all clients were busy: ask for more rounds or tokens")
+    return [
+        Figure(f"{label}_tok_s_b{size}", tokens_per_second(measured.loop, window), "tokens/s"),
+        Figure(f"{label}_ttft_ms_p50_b{size}", percentile(firsts, 50), "ms"),
+        Figure(f"{label}_ttft_ms_p99_b{size}", percentile(firsts, 99), "ms"),
+        Figure(f"{label}_itl_ms_p50_b{size}", percentile(gaps, 50), "ms"),
+        Figure(f"{label}_itl_ms_p99_b{size}", percentile(gaps, 99), "ms"),
+        Figure(f"burst_share_b{size}" if label == SERVED else f"{label}_burst_share_b{size}", burst_share(gaps), "share", burst),
+    ]
+
+
+def _compared(size: int, served: Measured, engine: Measured, limits: Limits) -> list[Figure]:
+    bounded = size in limits.sizes
+    ours = row(SERVED, size, served, burst=at_most(0.02 if size <= 32 else 0.05) if bounded else None)
+    alone = row("engine", size, engine)[:-1]
+    rate, median_ms, p99_ms = ((ours[at].value, alone[at].value) for at in range(3))
+    figures = [
+        Figure(f"served_over_engine_tok_s_b{size}", rate[0] / rate[1], "ratio", at_least(limits.over_engine) if bounded else None),
+        *ours,
+        *alone,
+    ]
+    if size == 1:
+        figures.append(Figure("ttft_added_ms", median_ms[0] - median_ms[1], "ms", at_most(3) if limits.on_gpu else None))
+    bound = at_most(20) if limits.on_gpu and size == 128 else None
+    figures.append(Figure(f"ttft_added_ms_p99_b{size}", p99_ms[0] - p99_ms[1], "ms", bound))
+    window, step_ms = served.calm_window, served.step_ms
+    if window is not None and step_ms is not None and (gaps := gaps_ms(served.calm, window)):
+        bound = at_most(1.5) if limits.on_gpu and size == 32 else None
+        figures.append(Figure(f"itl_p99_over_step_b{size}", percentile(gaps, 99) / step_ms, "ratio", bound))
+        figures.append(Figure(f"served_step_ms_b{size}", step_ms, "ms"))
+    if engine.step_ms is not None:
+        figures.append(Figure(f"engine_step_ms_b{size}", engine.step_ms, "ms"))
+    return figures
+
+
+def _steps(url: str) -> tuple[int, float]:
+    page = fetch(f"{url}/metrics").decode()
+    return int(metric(page, "sidestream_step_seconds_count")), metric(page, "sidestream_step_seconds_sum")
+
+
+def _texts(measured: Measured) -> list[str]:
+    return [answer.text for answer in sorted(measured.loop, key=lambda answer: (answer.client, answer.round))]
+
+
+def measure_against(url: str, *, label: str, loads: Sequence[Loads], tell: Callable[[str], None]) -> list[Figure]:
+    """Ask a server that runs already, of any make. Raises SidestreamError when it serves no model."""
+    url = url.rstrip("/")
+    Target.at(url, "")  # refuses what is no http URL before anything is fetched
+    model = served_model(url)
+    measured = measure_url(url, model, loads, tell, steps=False)
+    return [figure for load, one in zip(loads, measured, strict=True) for figure in row(label, load.loop.clients, one)]
+
+
+def served_model(url: str) -> str:
+    """The name of the model that a server serves, by its /v1/models. Raises SidestreamError."""
+    try:
+        name = json.loads(fetch(f"{url}/v1/models"))["data"][0]["id"]
+    except (ValueError, LookupError, TypeError) as error:
+        raise SidestreamError(f"{url}/v1/models names no model: is it the URL of an OpenAI-compatible server, without /v1?") from error
+    return str(name)
+
+
+def vocabulary_of(path: str) -> int:
+    """Token ids that a checkpoint's model has. Raises ModelError."""
+    from sidestream.models.directory import read_json
+    from sidestream.models.loader import config_directory
+
+    config = read_json(config_directory(path) / "config.json")
+    return int({**config, **config.get("text_config", {})}["vocab_size"])

@@ -1,0 +1,115 @@
+"""`--config FILE.yaml`: a command's options in a file. The command line and environment variables win over it.
+
+Knows no option by name: what a key may be and what its value must look like comes from the command's own declarations.
+"""
+
+from __future__ import annotations
+
+import inspect
+import io
+import reprlib
+from enum import Enum
+from pathlib import Path
+from typing import Annotated, Any, get_args
+
+import typer
+
+from sidestream.cli.declare import option
+from sidestream.config import unknown_name
+from sidestream.errors import ConfigError
+
+# Values of these are never shown.
+_SECRETS = ("api_key",)
+
+
+def _apply(context: typer.Context, path: Path | None) -> Path | None:
+    """Make the file's values the defaults of options that are not given otherwise. Raises ConfigError."""
+    if path is not None:
+        command = context.command.callback
+        assert command is not None
+        known = {name: one for name, one in inspect.signature(command, eval_str=True).parameters.items() if name != "config"}
+        for name, (key, value) in _by_name(path, _read(path), list(known)).items():
+            expected = _fault(value, known[name].annotation)
+            if expected is not None:
+                raise ConfigError(f"{path} sets {key} to {_shown(name, value)}: {expected}")
+            context.default_map = {**(context.default_map or {}), name: value}
+    return path
+
+
+ConfigFile = Annotated[
+    Path | None,
+    option(
+        "--config",
+        metavar="FILE.yaml",
+        help="Read options from this file; those given here win.",
+        show_default=False,
+        callback=_apply,
+        is_eager=True,
+    ),
+]
+
+
+def _read(path: Path) -> list[tuple[Any, Any]]:
+    """The keys and values of the file's one mapping, in order, repeated keys too."""
+    try:
+        import yaml
+    except ModuleNotFoundError:
+        raise ConfigError("--config needs the package PyYAML: pip install 'sidestream[server]'") from None
+    try:
+        # As a stream: of a text, the parser would quote lines in its errors, with the key in them.
+        loader = yaml.SafeLoader(io.StringIO(path.read_bytes().decode("utf-8")))
+        loader.name = "the file"
+        try:
+            root = loader.get_single_node()
+            if root is None:
+                return []
+            if not isinstance(root, yaml.MappingNode):
+                raise ConfigError(f"{path} holds no options: write lines such as kv-memory: 2GiB")
+            return [(loader.construct_object(key, deep=True), loader.construct_object(value, deep=True)) for key, value in root.value]
+        finally:
+            loader.dispose()
+    except OSError as failure:
+        raise ConfigError(f"cannot read the config file {path}: {failure.strerror}; give a YAML file that exists") from None
+    except UnicodeDecodeError as failure:
+        raise ConfigError(f"{path} is not UTF-8: invalid byte at position {failure.start}; save it as UTF-8") from None
+    except (yaml.YAMLError, ValueError, RecursionError) as failure:  # a date without a meaning is a ValueError
+        raise ConfigError(f"{path} is not valid YAML: {' '.join(str(failure).split())}") from None
+
+
+def _by_name(path: Path, pairs: list[tuple[Any, Any]], known: list[str]) -> dict[str, tuple[str, Any]]:
+    """Keys and values by the option's name. Raises ConfigError for an unknown key and for a second one of the same name."""
+    found: dict[str, tuple[str, Any]] = {}
+    for key, value in pairs:
+        name = key.replace("-", "_") if isinstance(key, str) else ""
+        if name not in known:
+            wrong = unknown_name("option", str(key)[:64], [one.replace("_", "-") for one in known])
+            raise ConfigError(f"{path} sets {str(key)[:64]} to {_shown(name, value)}: {wrong}")
+        if name in found:
+            raise ConfigError(f"{path} sets {key} twice ({_shown(name, found[name][1])} and {_shown(name, value)}): remove one")
+        found[name] = key, value
+    return found
+
+
+def _fault(value: Any, annotation: Any) -> str | None:
+    """What the value must be instead; None: the option can take it.
+
+    YAML guesses types (`off` is false, 010 is 8), so a number or a boolean is never made a text.
+    """
+    kind, *_ = get_args(annotation)
+    kinds = set(get_args(kind)) - {type(None)} or {kind}
+    if bool in kinds:
+        return None if isinstance(value, bool) else "it must be true or false"
+    if list[str] in kinds:
+        texts = isinstance(value, list) and all(isinstance(one, str) for one in value)
+        return None if texts else 'it must be a list of texts, such as ["a", "b"]'
+    if int in kinds or float in kinds:
+        fits = isinstance(value, int | float) if float in kinds else isinstance(value, int)
+        return None if fits and not isinstance(value, bool) else f"it must be a {'' if float in kinds else 'whole '}number"
+    for choices in kinds:
+        if issubclass(choices, Enum) and value not in list(choices):
+            return f"it must be one of {', '.join(choices)}"
+    return None if isinstance(value, str) else "it must be a text: put it in quotes, or leave it out"
+
+
+def _shown(name: str, value: Any) -> str:
+    return "a value that is not shown" if name in _SECRETS else reprlib.repr(value)

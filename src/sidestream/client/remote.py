@@ -1,0 +1,365 @@
+"""A front end's end of a connection to an engine's process. Lives on one event loop; the engine may be busy, this never waits for it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import itertools
+import secrets
+import socket
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from sidestream.client.base import Answer, fell_behind, other_loop, stopped
+from sidestream.client.messages import (
+    Call,
+    Count,
+    Detail,
+    End,
+    Facts,
+    News,
+    Packer,
+    Refused,
+    Reply,
+    Snapshot,
+    Status,
+    Submit,
+    ToEngine,
+    Welcome,
+    from_engine,
+)
+from sidestream.config import SamplingDefaults, SamplingParams
+from sidestream.errors import ConfigError, EngineStopped
+from sidestream.kv.keys import BlockKeys
+from sidestream.metrics import MetricsSnapshot
+from sidestream.metrics.counters import HistogramValue
+from sidestream.schedule.admission import Bounds, CheckedRequest, RequestChecker
+from sidestream.types import CachedTokens, Delta, Health, Key, TokenLogprob
+from sidestream.version import VERSION
+
+_READ_BYTES = 1 << 16
+"""At a time; then readers have their turn. So what comes at once after a standstill of this process is less news than MOST_UNREAD."""
+_GONE = "the engine's process has ended"
+
+
+_NOTHING_CACHED = CachedTokens()
+
+
+@dataclass(slots=True)
+class _Stream:
+    """One sample whose news are expected, and what all its news say."""
+
+    answer: Answer
+    index: int
+    prompt_tokens: int = 0
+    cached: CachedTokens = _NOTHING_CACHED
+
+
+class RemoteClient:
+    """An `EngineClient` of an engine in another process, over a connected stream socket, which it owns.
+
+    on_lost    may be set: called when the connection has ended
+    why_gone   says how the engine's process ended, once the connection has ended; None: nobody here knows
+    """
+
+    def __init__(self, connection: socket.socket, facts: Facts, *, why_gone: Callable[[], str] | None = None) -> None:
+        connection.setblocking(False)
+        self.facts = facts
+        self._socket = connection
+        self.on_lost: Callable[[], None] = lambda: None
+        self._why_gone = why_gone
+        bounds = Bounds(facts.max_model_len, facts.pool_tokens, facts.block_tokens, facts.vocab_size, facts.max_unfinished)
+        self._keys = BlockKeys.from_root(facts.key_root, facts.block_tokens)
+        self._checker = RequestChecker(bounds, self._keys_of)
+        self._packer = Packer()
+        self._unpacker = from_engine()
+        self._unsent = bytearray()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._streams: dict[int, _Stream] = {}
+        self._next_stream = 0
+        self._calls: dict[int, asyncio.Future[Reply]] = {}
+        self._call_numbers = itertools.count(1)
+        self._health = Health("ok", "")
+        self._closed = False
+
+    @classmethod
+    def connect(cls, connection: socket.socket, *, why_gone: Callable[[], str] | None = None) -> RemoteClient:
+        """Wait for the engine's welcome, which comes once it serves. Raises ConfigError for an engine of another version, else EngineStopped.
+
+        When it raises, the connection is closed.
+        """
+        connection.setblocking(True)
+        unpacker = from_engine()
+        try:
+            messages: list[Any] = []
+            while not messages:
+                data = connection.recv(_READ_BYTES)
+                if not data:
+                    raise EngineStopped(f"{_GONE} before it served")
+                messages.extend(unpacker.feed(data))
+            client = cls(connection, _facts(messages[0]), why_gone=why_gone)
+        except OSError as error:
+            connection.close()
+            raise EngineStopped(f"{_GONE} before it served") from error
+        except BaseException:
+            connection.close()
+            raise
+        client._unpacker = unpacker
+        for message in messages[1:]:  # such as a change of health that came right behind
+            client._take(message)
+        return client
+
+    @property
+    def max_model_len(self) -> int:
+        """Tokens of prompt and output together."""
+        return self._checker.bounds.longest
+
+    @property
+    def sampling_defaults(self) -> SamplingDefaults:
+        """Sampling options of requests that leave them out."""
+        return self.facts.sampling_defaults
+
+    # ------------------------------------------------------------------ requests
+
+    def submit(self, prompt: Sequence[int], params: SamplingParams, *, priority: int = 0, cache_salt: str = "") -> Answer:
+        """See `EngineClient`; QueueFull comes from `Answer.read`."""
+        checked = self._checker.check(prompt, params, seed=secrets.randbits(63), priority=priority, cache_salt=cache_salt)
+        self.listen()
+        if self._health.status != "ok":
+            raise stopped(self._health)
+        first = self._next_stream
+        frame = self._packer.pack(_submit(first, checked))  # may raise: nothing was taken yet
+        self._next_stream += params.n
+        answer = Answer(first, params.n)
+        for index in range(params.n):
+            self._streams[first + index] = _Stream(answer, index)
+        self._send_frame(frame)
+        return answer
+
+    def end(self, answer: Answer, reason: str = "abort", *, index: int | None = None) -> None:
+        """See `EngineClient`."""
+        first = answer.number + (index or 0)
+        stop = answer.number + answer.num_samples if index is None else first + 1
+        ended = [self._streams.pop(stream, None) for stream in range(first, stop)]
+        if any(ended) and not self._closed:
+            self._send(End(first, stop, reason))
+
+    def _keys_of(self, tokens: npt.NDArray[np.int64], cache_salt: str) -> tuple[list[Key], int]:
+        keys: list[Key] = []
+        if self.facts.key_root:
+            self._keys.extend(keys, tokens, salt=cache_salt)
+        return keys, self.facts.keys_version
+
+    # ------------------------------------------------------------------ the engine
+
+    def health(self) -> Health:
+        """Whether the engine serves. Reads what has come, when no event loop does it."""
+        if not self._closed and (self._loop is None or not self._loop.is_running()):
+            self._read()
+        return self._health
+
+    def count(self, name: str, value: float, *labels: str) -> None:
+        """Add to one of the engine's counters."""
+        if not self._closed:
+            self._send(Count(name, value, labels))
+
+    async def metrics_snapshot(self) -> MetricsSnapshot:
+        """A copy of all values. Raises EngineStopped."""
+        reply = await self._call("metrics")
+        assert reply.snapshot is not None
+        return _metrics(reply.snapshot)
+
+    async def flush(self, *, timeout_s: float) -> bool:
+        """See `EngineClient`."""
+        return (await self._call("flush", timeout_s)).done
+
+    async def reset_cache(self) -> None:
+        """See `EngineClient`."""
+        await self._call("reset_cache")
+
+    def close(self) -> None:
+        """End the connection: the engine aborts what is left of this front end's requests. Idempotent."""
+        self._lost("this front end has closed the connection")
+
+    async def _call(self, what: str, timeout_s: float = 0.0) -> Reply:
+        self.listen()
+        if self._closed:
+            raise stopped(self._health)
+        number = next(self._call_numbers)
+        future: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
+        self._calls[number] = future
+        try:
+            self._send(Call(number, what, timeout_s))
+            reply = await future
+        finally:
+            self._calls.pop(number, None)
+        if reply.failure is not None:
+            raise reply.failure.error()
+        return reply
+
+    # ------------------------------------------------------------------ the connection
+
+    def listen(self) -> None:
+        """Listen on the running event loop. Raises RuntimeError while another loop waits for answers."""
+        loop = asyncio.get_running_loop()
+        if self._loop is loop or self._closed:
+            return
+        before, self._loop = self._loop, loop
+        if before is not None and before.is_running() and (self._streams or self._calls):
+            self._loop = before
+            raise other_loop()
+        if before is not None and not before.is_closed():
+            before.remove_reader(self._socket)
+            before.remove_writer(self._socket)
+        loop.add_reader(self._socket, self._read)
+        if self._unsent:
+            loop.add_writer(self._socket, self._write)
+        if before is not None and before.is_closed():
+            self._calls.clear()
+            for answer in self._answers():
+                self.end(answer)
+
+    def _answers(self) -> list[Answer]:
+        """The answers with samples that have not ended."""
+        return list({stream.answer.number: stream.answer for stream in self._streams.values()}.values())
+
+    def _send(self, message: ToEngine) -> None:
+        self._send_frame(self._packer.pack(message))
+
+    def _send_frame(self, frame: bytes) -> None:
+        waiting = bool(self._unsent)
+        self._unsent += frame
+        if not waiting:
+            self._write()
+            if self._unsent and not self._closed and self._loop is not None and not self._loop.is_closed():
+                self._loop.add_writer(self._socket, self._write)
+
+    def _write(self) -> None:
+        try:
+            sent = self._socket.send(self._unsent)
+        except BlockingIOError:
+            return
+        except OSError:
+            self._lost(_GONE)
+            return
+        del self._unsent[:sent]
+        if not self._unsent and self._loop is not None and not self._loop.is_closed():
+            self._loop.remove_writer(self._socket)
+
+    def _read(self) -> None:
+        try:
+            data = self._socket.recv(_READ_BYTES)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        if not data:
+            self._lost(_GONE)
+            return
+        try:
+            for message in self._unpacker.feed(data):
+                self._take(message)
+        except EngineStopped as error:
+            self._lost(str(error))
+
+    def _take(self, message: Any) -> None:
+        match message:
+            case News():
+                self._take_news(message)
+            case Refused(stream, stop, failure):
+                for taken in (self._streams.pop(one, None) for one in range(stream, stop)):
+                    if taken is not None:  # else its reader has ended it
+                        taken.answer.fail(failure.error())
+            case Status(status, detail):
+                self._health = Health(status, detail)
+            case Reply(number) if (future := self._calls.get(number)) is not None and not future.done():
+                future.set_result(message)
+            case _:
+                pass  # a reply that nobody waits for any more
+
+    def _take_news(self, news: News) -> None:
+        streams, details = self._streams, news.details
+        for entry, (stream, token) in enumerate(zip(news.streams, news.tokens, strict=True)):
+            taken = streams.get(stream)
+            if taken is None:
+                continue  # its reader has ended it; this crossed the message that says so
+            if token >= 0:
+                told = Delta(taken.index, "", (token,), (), None, taken.prompt_tokens, taken.cached)
+            else:
+                told = _told(taken, details[entry])
+                if told.finish_reason is not None:
+                    del streams[stream]
+            answer = taken.answer
+            if answer.is_full:
+                self.end(answer)
+                answer.fail(fell_behind())
+            else:
+                answer.put(told)
+
+    def _lost(self, why: str) -> None:
+        """The connection has ended: everything that waits for the engine is told so."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._loop is not None and not self._loop.is_closed():
+            self._loop.remove_reader(self._socket)
+            self._loop.remove_writer(self._socket)
+        with contextlib.suppress(OSError):
+            self._socket.close()
+        if self._health.status != "failed":
+            ended = self._why_gone() if self._why_gone is not None and why == _GONE else ""
+            self._health = Health("failed", f"{why}{ended and ': '}{ended}")
+        self._unsent.clear()
+        error, answers = stopped(self._health), self._answers()
+        self._streams.clear()
+        for answer in answers:
+            answer.fail(error)
+        for future in self._calls.values():
+            if not future.done():
+                future.set_exception(error)
+        self.on_lost()
+
+
+def _submit(first: int, checked: CheckedRequest) -> Submit:
+    params = checked.params
+    return Submit(
+        first,
+        np.asarray(checked.prompt, "<i4").tobytes(),
+        b"".join(checked.keys),
+        checked.keys_version,
+        dataclasses.replace(params, stop=()) if params.stop else params,
+        checked.seed,
+        checked.max_outputs,
+        checked.priority,
+        checked.cache_salt.encode("utf-8", "surrogatepass"),
+    )
+
+
+def _facts(message: Any) -> Facts:
+    if not isinstance(message, Welcome):
+        raise EngineStopped(f"the engine's first message is a {type(message).__name__}, not a Welcome: the connection is broken")
+    facts = message.facts
+    if facts.version != VERSION:
+        raise ConfigError(f"the engine runs Sidestream {facts.version}, this front end {VERSION}: restart both from one installation")
+    return facts
+
+
+def _told(stream: _Stream, detail: Detail) -> Delta:
+    stream.prompt_tokens, stream.cached = detail.prompt_tokens, CachedTokens(*detail.cached)
+    logprobs = tuple(TokenLogprob(token_id, logprob, top) for token_id, logprob, top in detail.logprobs)
+    return Delta(stream.index, "", detail.token_ids, logprobs, detail.finish_reason, stream.prompt_tokens, stream.cached, detail.error)
+
+
+def _metrics(snapshot: Snapshot) -> MetricsSnapshot:
+    return MetricsSnapshot(
+        {name: dict(series) for name, series in snapshot.values.items()},
+        {
+            name: {labels: HistogramValue(counts, total, count) for labels, (counts, total, count) in series}
+            for name, series in snapshot.histograms.items()
+        },
+    )

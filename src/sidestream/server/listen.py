@@ -1,0 +1,173 @@
+"""Takes the address that the server listens on, a port or a Unix socket, and refuses one that cannot be had.
+
+Called before a model is loaded. A socket from here does not listen yet.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import socket
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+from sidestream.errors import ConfigError
+from sidestream.server.connections import connection_limit
+from sidestream.server.options import ServerOptions
+from sidestream.server.tls import tls_context
+
+_SOCKET_MODE = 0o660  # the owner's and the group's programs may connect, such as a reverse proxy's
+
+
+def bind(options: ServerOptions) -> socket.socket:
+    """Take the address, so that a server that cannot have it fails before its model is loaded.
+
+    The socket does not listen yet: until `serve` does, connections are refused, which tells health checks and load
+    balancers that the server is not ready. Raises ConfigError, also when fewer files may be opened than the options
+    need, or when the TLS certificate cannot be used. Closing a Unix socket removes its file.
+    """
+    connection_limit(options)
+    tls_context(options)
+    if options.uds is not None:
+        return _bound_path(Path(options.uds))
+    host, port = options.address
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return _bound(family, host, port, reuse=False)
+    except OSError as failure:
+        if failure.errno != errno.EADDRINUSE:
+            raise _cannot_listen(host, port, failure) from failure
+    # Connections of a server that ended a moment ago hold the port, which does no harm. Only now: two sockets that both
+    # reuse the address may be bound at a time, and the second server would fail after its model was loaded.
+    try:
+        return _bound(family, host, port, reuse=True)
+    except OSError as failure:
+        raise _cannot_listen(host, port, failure) from failure
+
+
+def bind_alike(listener: socket.socket, count: int) -> list[socket.socket]:
+    """`listener` and others at the same address, `count` in all: the kernel spreads connections over those that listen.
+
+    A Unix socket is the same one for all. The caller closes each once.
+    """
+    if count == 1:
+        return [listener]  # alone, it keeps the address for itself
+    if listener.family == socket.AF_UNIX:
+        return [listener] * count
+    # Only now, when the address is ours alone: a second server would else share it without a word.
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    others = [bind_beside(listener) for _ in range(count - 1)]
+    for bound in (listener, *others):
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)  # else a second server that starts now could bind, too
+    return [listener, *others]
+
+
+def bind_beside(listener: socket.socket) -> socket.socket:
+    """One more socket at the address that several share."""
+    other = socket.socket(listener.family, socket.SOCK_STREAM)
+    if listener.family == socket.AF_INET6:
+        other.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+    other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    other.bind(listener.getsockname())
+    return other
+
+
+def _bound(family: socket.AddressFamily, host: str, port: int, *, reuse: bool) -> socket.socket:
+    bound = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, int(reuse))
+        if family == socket.AF_INET6:
+            bound.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        bound.bind((host, port))
+    except BaseException:
+        bound.close()
+        raise
+    return bound
+
+
+def _cannot_listen(host: str, port: int, failure: OSError) -> ConfigError:
+    reasons = {
+        errno.EADDRINUSE: "another program listens there: stop it, or choose another port",
+        errno.EACCES: "this user may not use that port: choose a port of 1024 or more",
+        errno.EADDRNOTAVAIL: "this machine does not have that address: use 127.0.0.1, or 0.0.0.0 for all interfaces",
+    }
+    other = f"{failure.strerror or failure}: use an address of this machine, such as 127.0.0.1"
+    return ConfigError(f"cannot listen on {host}:{port}: {reasons.get(failure.errno or 0, other)}")
+
+
+class _UnixSocket(socket.socket):
+    """A socket that is bound to a path; closing it removes the file, unless another server has replaced it."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._path = path.absolute()  # the process may change its directory
+        self._inode: int | None = None
+
+    def take(self) -> None:
+        """Bind to the path, with the file's mode set: nothing can connect before the socket listens."""
+        self.bind(str(self._path))
+        self._inode = self._path.lstat().st_ino
+        self._path.chmod(_SOCKET_MODE)
+
+    def close(self) -> None:
+        inode, self._inode = self._inode, None
+        if inode is not None:
+            with contextlib.suppress(OSError):  # the file, or its directory, is gone already
+                if self._path.lstat().st_ino == inode:
+                    self._path.unlink()
+        super().close()
+
+
+def _bound_path(path: Path) -> socket.socket:
+    try:
+        with _locked(path.absolute().parent):
+            _remove_stale(path)
+            bound = _UnixSocket(path)
+            try:
+                bound.take()
+            except BaseException:
+                bound.close()
+                raise
+            return bound
+    except OSError as failure:
+        folder = path.absolute().parent
+        reasons = {
+            errno.ENOENT: f"the directory {folder} does not exist: create it, or give another path",
+            errno.ENOTDIR: f"{folder} is not a directory: give a path in a directory",
+            errno.EACCES: f"this user may not write to {folder}: give a path in another directory",
+            errno.EROFS: f"{folder} is read-only: give a path in another directory",
+            errno.ENAMETOOLONG: "the path is too long: give a shorter one",
+        }
+        other = f"{failure.strerror or failure}: give another path"
+        raise ConfigError(f"cannot listen on the Unix socket {path}: {reasons.get(failure.errno or 0, other)}") from failure
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """One server at a time looks at the sockets of a directory: two that both find a stale file would remove each other's."""
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
+
+
+def _remove_stale(path: Path) -> None:
+    """Remove the socket file of a server that was killed. Raises ConfigError for any other file."""
+    try:
+        mode = path.lstat().st_mode
+    except FileNotFoundError:
+        return
+    if not stat.S_ISSOCK(mode):
+        raise ConfigError(f"cannot listen on the Unix socket {path}: a file that is not a socket is there: remove it, or give another path")
+    # A datagram socket cannot connect to a stream socket, and is told so even if that does not listen yet, which is so
+    # while its server loads the model. Only a path that no process has bound refuses the connection.
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as probe:
+        if probe.connect_ex(str(path)) != errno.ECONNREFUSED:
+            raise ConfigError(f"cannot listen on the Unix socket {path}: another program uses it: stop it, or give another path")
+    path.unlink()

@@ -1,0 +1,227 @@
+"""Clients of a schedule that are behind the border: real front ends and a real server, joined by connections in memory, in one thread.
+
+A seed decides which bytes move when, and how many at a time. Nothing is lost on the way, but front ends die.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable, Coroutine, Sequence, Sized
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from sidestream.client.base import Answer
+from sidestream.client.engine_server import EngineServer, facts_of
+from sidestream.client.messages import Packer, Reply, from_front_end
+from sidestream.client.remote import RemoteClient
+from sidestream.config import SamplingParams
+from sidestream.engine import Engine, Handle
+from sidestream.errors import SidestreamError
+from sidestream.schedule.admission import CheckedRequest
+from sidestream.testing.wire import Wire, WireLoop, WireSelector, wire_pair
+from sidestream.types import Delta
+
+_MOST_TURNS = 20_000
+_UNBOUNDED = 1 << 30
+
+Tell = Callable[[int, Delta], None]
+"""Takes news of the request with this number."""
+Fail = Callable[[int, SidestreamError, bool], None]
+"""Told that nothing more comes of a request, and whether that is because the engine has refused it."""
+
+
+@dataclass(slots=True, eq=False)
+class _Reader:
+    """A client that reads its answer until no sample is left: `reading` goes on once `until` is done."""
+
+    number: int
+    answer: Answer
+    left: set[int]
+    reading: Coroutine[Any, Any, Delta] | None = None
+    until: asyncio.Future[None] | None = None
+
+    def read(self) -> Delta | None:
+        """The next news, if they are there. Raises what the answer was failed with."""
+        if self.until is not None and not self.until.done():
+            return None
+        if self.reading is None:
+            self.reading = self.answer.read()
+        try:
+            self.until = self.reading.send(None)
+        except StopIteration as got:
+            self.reading = self.until = None
+            news: Delta = got.value
+            return news
+        except BaseException:
+            self.reading = self.until = None
+            raise
+        return None
+
+    def stop(self) -> None:
+        """Read no more."""
+        if self.reading is not None:
+            self.reading.close()
+
+
+class _Seat:
+    """One front end: its client, its event loop, and who reads there."""
+
+    def __init__(self, wire: Wire) -> None:
+        self.wire = wire
+        self.loop = WireLoop()
+        self.client = RemoteClient.connect(wire.as_socket)
+        self.readers: dict[int, _Reader] = {}
+
+    def read(self, tell: Tell, fail: Fail) -> None:
+        """Let every reader read what is there."""
+        with self.loop.running():
+            for reader in list(self.readers.values()):
+                try:
+                    while reader.left and (news := reader.read()) is not None:
+                        tell(reader.number, news)
+                        if news.finish_reason is not None:
+                            reader.left.discard(news.index)
+                except SidestreamError as error:
+                    reader.left.clear()
+                    fail(reader.number, error, not self.client._closed)
+                if not reader.left:
+                    reader.stop()
+                    del self.readers[reader.number]
+
+    def stop(self) -> None:
+        for reader in self.readers.values():
+            reader.stop()
+        self.readers.clear()
+
+
+class Border:
+    """The front ends of one engine, on the thread that drives it."""
+
+    def __init__(self, engine: Engine, *, front_ends: int, seed: int, tell: Tell, fail: Fail) -> None:
+        self._rng = rng = random.Random(f"sidestream border {seed}")
+        self._engine = engine
+        self._tell = tell
+        self._fail = fail
+        self._share = rng.choice((0.5, 0.8, 1.0))
+        self._capacity = rng.choice((256, 1024, _UNBOUNDED))
+        self._selector = WireSelector(rng)
+        owner, self._owner = wire_pair(rng, capacity=_UNBOUNDED)
+        # No number that another process would write with more or fewer bytes: the same seed is to cut the same frames.
+        facts = msgspec.structs.replace(facts_of(engine, model="toy", model_name="toy"), pid=0)
+        self._server = EngineServer(engine, facts, owner.as_socket, packer=Packer(), unpacker=from_front_end(), selector=self._selector)
+        self._runs_ahead = False
+        self._turning = False
+        engine.enqueue = self._enqueue  # type: ignore[method-assign]
+        self._seats = [self._sit() for _ in range(front_ends)]
+        self._seat_of: dict[int, _Seat] = {}
+
+    # ------------------------------------------------------------------ clients
+
+    def submit(self, number: int, prompt: Sequence[int], params: SamplingParams, *, priority: int) -> None:
+        """A client asks one of the front ends."""
+        seat = self._seat_of[number] = self._rng.choice(self._seats)
+        with seat.loop.running():
+            answer = seat.client.submit(prompt, params, priority=priority)
+        seat.readers[number] = _Reader(number, answer, set(range(params.n)))
+
+    def end(self, number: int) -> set[int]:
+        """The client of a request leaves, or one of its samples has met a stop string. Returns the numbers of the samples that end."""
+        seat = self._seat_of[number]
+        reader = seat.readers.get(number)
+        if reader is None:
+            return set()
+        index = self._rng.choice((None, *range(reader.answer.num_samples))) if reader.answer.num_samples > 1 else None
+        with seat.loop.running():
+            seat.client.end(reader.answer, self._rng.choice(("abort", "stop")), index=index)
+        ended = set(reader.left) if index is None else reader.left & {index}
+        reader.left -= ended
+        return ended
+
+    def hang_up(self) -> list[int]:
+        """A front end goes, in good order or killed, and another one takes its place. Returns the requests that it had."""
+        place = self._rng.randrange(len(self._seats))
+        seat = self._seats[place]
+        numbers = list(seat.readers)
+        seat.stop()
+        if self._rng.random() < 0.5:
+            seat.client.close()
+        else:
+            seat.wire.close()
+        self._seats[place] = self._sit()
+        return numbers
+
+    def _sit(self) -> _Seat:
+        theirs, ours = wire_pair(self._rng, capacity=self._capacity)
+        self._server.attach(theirs.as_socket)
+        ours.wait = lambda: self._server.turn(0.0)
+        return _Seat(ours)
+
+    # ------------------------------------------------------------------ time
+
+    def turn(self, *, between_steps: bool = False) -> None:
+        """Let whoever the seed chooses look once. `between_steps`: the engine is not in a step, and may get ahead of the server."""
+        if self._turning:
+            return  # the engine has got ahead from inside a turn
+        self._turning, self._runs_ahead, self._selector.share = True, between_steps, self._share
+        try:
+            self._look(self._share)
+        finally:
+            self._turning = self._runs_ahead = False
+
+    def settle(self) -> bool:
+        """Let everything arrive that was sent; False when that has no end."""
+        self._selector.share = 1.0
+        for _ in range(_MOST_TURNS):
+            if self.is_quiet:
+                return True
+            self._look(1.0)
+        return False
+
+    def close(self) -> None:
+        """Let go of everything; the clients hear no more."""
+        for seat in self._seats:
+            seat.stop()
+        self._server.finish(Reply(0))
+
+    def _look(self, share: float) -> None:
+        actors = [lambda: self._server.turn(0.0), *(seat.loop.turn for seat in self._seats)]
+        actors += [lambda seat=seat: seat.read(self._tell, self._fail) for seat in self._seats]  # type: ignore[misc]
+        self._rng.shuffle(actors)
+        for actor in actors:
+            if self._rng.random() < share:
+                actor()
+
+    def _enqueue(self, request: CheckedRequest, sink: Callable[[Delta], None]) -> Handle:
+        """The engine thread may do much before the server learns what the engine calls the request."""
+        handle = Engine.enqueue(self._engine, request, sink)
+        if self._runs_ahead and self._rng.random() < 0.1:
+            for _ in range(self._rng.randint(1, 20)):
+                self._engine.step()
+        return handle
+
+    # ------------------------------------------------------------------ judging
+
+    @property
+    def is_quiet(self) -> bool:
+        """Whether all that was sent has arrived and was read."""
+        wires = [end for seat in self._seats for end in (seat.wire, seat.wire.peer)]
+        return (
+            not any(wire.incoming and not wire.closed for wire in wires)
+            and not any(seat.client._unsent for seat in self._seats)
+            and not any(reader.answer._news or reader.answer._error for seat in self._seats for reader in seat.readers.values())
+            and not any(front_end.has_rest or front_end._streams for front_end in self._server._front_ends)
+            and len(self._server._front_ends) == sum(not seat.wire.closed for seat in self._seats)
+        )
+
+    def left(self) -> dict[str, int]:
+        """How many things each side keeps of requests, by name."""
+        kept: dict[str, Sized] = {}
+        for place, seat in enumerate(self._seats):
+            kept[f"streams of front end {place}"] = seat.client._streams
+        for place, front_end in enumerate(self._server._front_ends):
+            for name in ("ids", "told", "streams", "tokens", "details", "unsent"):
+                kept[f"{name} of connection {place}"] = getattr(front_end, f"_{name}")
+        return {name: len(things) for name, things in kept.items() if things}

@@ -1,0 +1,196 @@
+"""Connections in memory, in one thread: what `socket.socketpair`, a selector and an event loop are to the two ends of the border.
+
+A seed decides how many bytes move at a time and who looks when. Bytes are never lost, doubled or reordered, as on a Unix socket.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import random
+import selectors
+import socket
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, cast
+
+# A `recv` that blocks fails after so many turns of the other end: what it waits for never comes.
+_MOST_WAITS = 1000
+_numbers = itertools.count(1_000_000)
+
+
+class Wire:
+    """One end of a connection, used in place of a socket. `wire_pair` makes two."""
+
+    def __init__(self, rng: random.Random, capacity: int) -> None:
+        self._rng = rng
+        self._capacity = capacity
+        self._number = next(_numbers)
+        self._timed = False
+        self.peer = self
+        self.incoming = bytearray()
+        self.closed = False
+        self.wait: Callable[[], None] | None = None
+        """Lets the other end go on, for a `recv` that blocks; None: it does not."""
+
+    @property
+    def as_socket(self) -> socket.socket:
+        """Itself: it has of a socket what both ends of the border use."""
+        return cast("socket.socket", self)
+
+    @property
+    def readable(self) -> bool:
+        """Whether `recv` has something to say: bytes, or that the other end is closed."""
+        return bool(self.incoming) or self.peer.closed
+
+    @property
+    def writable(self) -> bool:
+        """Whether `send` takes something, or fails."""
+        return len(self.peer.incoming) < self._capacity or self.peer.closed
+
+    def send(self, data: bytes | bytearray) -> int:
+        """Take some of the bytes, as a socket that does not block."""
+        if self.closed or self.peer.closed:
+            raise BrokenPipeError("the other end is closed")
+        room = self._capacity - len(self.peer.incoming)
+        if room <= 0:
+            raise TimeoutError("no room") if self._timed else BlockingIOError("no room")
+        count = self._some(min(room, len(data)))
+        self.peer.incoming += data[:count]
+        return count
+
+    def recv(self, size: int) -> bytes:
+        """Some of the bytes that have come; none when the other end is closed."""
+        for _ in range(_MOST_WAITS if self.wait is not None else 0):
+            if self.readable:
+                break
+            assert self.wait is not None
+            self.wait()
+        if not self.incoming:
+            if self.peer.closed:
+                return b""
+            raise BlockingIOError("nothing has come")
+        count = self._some(min(size, len(self.incoming)))
+        data = bytes(self.incoming[:count])
+        del self.incoming[:count]
+        return data
+
+    def close(self) -> None:
+        """The other end reads what was sent before, and then the end."""
+        self.closed = True
+
+    def fileno(self) -> int:
+        """A number of its own; -1 once it is closed."""
+        return -1 if self.closed else self._number
+
+    def setblocking(self, blocking: bool) -> None:
+        """`recv` waits only as long as `wait` is set."""
+        if not blocking:
+            self.wait = None
+
+    def settimeout(self, seconds: float) -> None:
+        """From here on a `send` without room has waited for `seconds`, in vain."""
+        self._timed = True
+
+    def _some(self, most: int) -> int:
+        return most if most <= 1 or self._rng.random() < 0.5 else self._rng.randint(1, most)
+
+
+def wire_pair(rng: random.Random, *, capacity: int) -> tuple[Wire, Wire]:
+    """Two ends, between which `capacity` bytes are on their way at most, in each direction."""
+    ends = Wire(rng, capacity), Wire(rng, capacity)
+    ends[0].peer, ends[1].peer = ends[1], ends[0]
+    return ends
+
+
+class WireSelector(selectors.BaseSelector):
+    """Tells which wires are ready, each with probability `share`. Wake-ups are not needed: nobody sleeps."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self._rng = rng
+        self._keys: dict[Any, selectors.SelectorKey] = {}
+        self.share = 1.0
+
+    def register(self, fileobj: Any, events: int, data: Any = None) -> selectors.SelectorKey:
+        """See `selectors.BaseSelector`."""
+        self._keys[fileobj] = selectors.SelectorKey(fileobj, fileobj.fileno(), events, data)
+        return self._keys[fileobj]
+
+    def unregister(self, fileobj: Any) -> selectors.SelectorKey:
+        """See `selectors.BaseSelector`."""
+        return self._keys.pop(fileobj)
+
+    def get_map(self) -> Mapping[Any, selectors.SelectorKey]:
+        """See `selectors.BaseSelector`."""
+        return self._keys
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        """The ready ones that the seed chooses, in its order. Never waits."""
+        ready = [(key, selectors.EVENT_READ) for key in self._keys.values() if isinstance(key.fileobj, Wire) and key.fileobj.readable]
+        self._rng.shuffle(ready)
+        return [one for one in ready if self._rng.random() < self.share]
+
+    def close(self) -> None:
+        """See `selectors.BaseSelector`."""
+        self._keys.clear()
+
+
+class WireLoop:
+    """What `RemoteClient` uses of an event loop. It calls back for wires when it is told to, and does nothing else."""
+
+    def __init__(self) -> None:
+        self._readers: dict[Wire, Callable[[], object]] = {}
+        self._writers: dict[Wire, Callable[[], object]] = {}
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """It is the running loop inside."""
+        asyncio._set_running_loop(self._as_loop)
+        try:
+            yield
+        finally:
+            asyncio._set_running_loop(None)
+
+    def turn(self) -> None:
+        """Call back once for everything that is ready."""
+        with self.running():
+            for callbacks, ready in ((self._readers, "readable"), (self._writers, "writable")):
+                for wire, callback in list(callbacks.items()):
+                    if callbacks.get(wire) is callback and getattr(wire, ready):
+                        callback()
+
+    def is_running(self) -> bool:
+        """For ever."""
+        return True
+
+    def is_closed(self) -> bool:
+        """Never."""
+        return False
+
+    def get_debug(self) -> bool:
+        """Futures ask."""
+        return False
+
+    def create_future(self) -> asyncio.Future[Any]:
+        """One whose waiter looks for itself whether it is done."""
+        return asyncio.Future(loop=self._as_loop)
+
+    def add_reader(self, wire: Wire, callback: Callable[[], object]) -> None:
+        """See `asyncio.AbstractEventLoop`."""
+        self._readers[wire] = callback
+
+    def remove_reader(self, wire: Wire) -> bool:
+        """See `asyncio.AbstractEventLoop`."""
+        return self._readers.pop(wire, None) is not None
+
+    def add_writer(self, wire: Wire, callback: Callable[[], object]) -> None:
+        """See `asyncio.AbstractEventLoop`."""
+        self._writers[wire] = callback
+
+    def remove_writer(self, wire: Wire) -> bool:
+        """See `asyncio.AbstractEventLoop`."""
+        return self._writers.pop(wire, None) is not None
+
+    @property
+    def _as_loop(self) -> asyncio.AbstractEventLoop:
+        return cast("asyncio.AbstractEventLoop", self)

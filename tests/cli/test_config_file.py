@@ -1,0 +1,149 @@
+"""`--config`: options in a YAML file."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+import typer
+
+from sidestream.cli.declare import Command
+from sidestream.cli.errors import Commands
+from sidestream.cli.serve import serve
+
+from . import conftest
+from .conftest import Run
+
+Write = Callable[[str], Path]
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Write:
+    def written(text: str) -> Path:
+        path = tmp_path / "serve.yaml"
+        path.write_text(text, encoding="utf-8")
+        return path
+
+    return written
+
+
+class _Seen:
+    """A command with the options of `serve` that notes its values in place of serving."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.values: dict[str, Any] = {}
+
+        def note(**values: Any) -> None:
+            self.values = values
+
+        note.__signature__ = inspect.signature(serve, eval_str=True)  # type: ignore[attr-defined]
+        note.__annotations__ = {name: one.annotation for name, one in inspect.signature(serve, eval_str=True).parameters.items()}
+        tree = typer.Typer(cls=Commands, pretty_exceptions_enable=False)
+        tree.command("serve", cls=Command)(note)
+        tree.command("other", cls=Command)(lambda: None)
+        monkeypatch.setattr(conftest, "app", tree)
+
+
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> _Seen:
+    return _Seen(monkeypatch)
+
+
+def test_every_option_of_serve_may_stand_in_the_file_and_is_read_as_its_type(run: Run, write: Write, seen: _Seen) -> None:
+    examples = {bool: True, int: 3, float: 0.5, str: "text", Path: "text", list: ["a", "b"]}
+    lines, expected = [], {}
+    for name, parameter in inspect.signature(serve, eval_str=True).parameters.items():
+        if name == "config":
+            continue
+        kind = get_args(parameter.annotation)[0]
+        kinds = [one for one in get_args(kind) or (kind,) if one is not type(None)]
+        base = next((one for one in examples if one in kinds or getattr(kinds[0], "__origin__", None) is one), str)
+        value = "debug" if name == "log_level" else examples[base]
+        lines.append(f"{name.replace('_', '-')}: {str(value).lower() if base is bool else value}")
+        expected[name] = Path(str(value)) if base is Path else value
+    result = run("serve", "--config", write("\n".join(lines)))
+    assert result.exit_code == 0, result.output
+    assert {name: seen.values[name] for name in expected} == expected
+
+
+def test_the_command_line_wins_over_the_environment_and_that_over_the_file(
+    run: Run, write: Write, seen: _Seen, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write("model: filed\nport: 1\nhead_timeout: 2\ntail-apart: true\ncors-origin: ['http://filed']\napi-key: filed\n")
+    monkeypatch.setenv("SIDESTREAM_API_KEY", "environment")
+    given = ("given", "--port", 3, "--no-tail-apart", "--cors-origin", "http://given")
+    assert run("serve", *given, "--config", path).exit_code == 0
+    assert (seen.values["model"], seen.values["port"], seen.values["head_timeout"]) == ("given", 3, 2.0)
+    assert (seen.values["tail_apart"], seen.values["cors_origin"]) == (False, ["http://given"])
+    assert seen.values["api_key"] == "environment"
+
+
+def test_an_empty_file_changes_nothing(run: Run, write: Write, seen: _Seen) -> None:
+    assert run("serve", "--config", write("# nothing yet\n")).exit_code == 0
+    assert (seen.values["host"], seen.values["max_choices"]) == (None, 128)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("kv-memry: 2GiB", "sets kv-memry to '2GiB': no option kv-memry; did you mean kv-memory?"),
+        ("no-tail-apart: true", "sets no-tail-apart to True: no option no-tail-apart; did you mean tail-apart?"),
+        ("config: other.yaml", "sets config to 'other.yaml': no option config"),
+        ("7: x", "sets 7 to 'x': no option 7"),
+        ("port: 1\nport: 2", "sets port twice (1 and 2): remove one"),
+        ("kv-memory: 1GiB\nkv_memory: 2GiB", "sets kv_memory twice ('1GiB' and '2GiB'): remove one"),
+        ("api-key: a\napi_key: b", "sets api_key twice (a value that is not shown and a value that is not shown)"),
+        ("port: x", "sets port to 'x': it must be a whole number"),
+        ("port: 1.5", "sets port to 1.5: it must be a whole number"),
+        ("port: true", "sets port to True: it must be a whole number"),
+        ("head-timeout: soon", "sets head-timeout to 'soon': it must be a number"),
+        ("kv-memory: 1024", "sets kv-memory to 1024: it must be a text: put it in quotes, or leave it out"),
+        ("kv-memory:", "sets kv-memory to None: it must be a text"),
+        ("speculative: off", "sets speculative to False: it must be a text"),
+        ("eager: 1", "sets eager to 1: it must be true or false"),
+        ("cors-origin: http://a", "sets cors-origin to 'http://a': it must be a list of texts"),
+        ("cors-origin: [1]", "sets cors-origin to [1]: it must be a list of texts"),
+        ("log-level: loud", "sets log-level to 'loud': it must be one of debug, info, warning, error"),
+        ("api-key: 83", "sets api-key to a value that is not shown: it must be a text"),
+        ("- port", "holds no options: write lines such as kv-memory: 2GiB"),
+        (
+            "port: [",
+            "is not valid YAML: while parsing a flow node expected the node content, but found '<stream end>' in \"the file\", line 1",
+        ),
+        ("timeline: 2026-13-45", "is not valid YAML: month must be in 1..12"),
+        ("port: !!python/object:os.system 1", "is not valid YAML: could not determine a constructor"),
+    ],
+)
+def test_a_bad_line_is_refused_with_file_key_value_and_remedy(run: Run, write: Write, text: str, said: str) -> None:
+    path = write(text)
+    result = run("serve", "no-such-model", "--config", path)
+    assert result.exit_code == 2
+    assert f"error: {path} {said}" in result.output
+    assert "loading" not in result.output
+
+
+def test_a_file_that_cannot_be_read_is_named(run: Run, tmp_path: Path) -> None:
+    missing = tmp_path / "none.yaml"
+    assert f"cannot read the config file {missing}: No such file or directory; give a YAML file" in run("serve", "--config", missing).output
+    assert f"cannot read the config file {tmp_path}: Is a directory" in run("serve", "--config", tmp_path).output
+    latin = tmp_path / "latin.yaml"
+    latin.write_bytes("salt: é".encode("latin-1"))
+    result = run("serve", "--config", latin)
+    assert (result.exit_code, f"{latin} is not UTF-8: invalid byte at position 6" in result.output) == (2, True)
+
+
+def test_values_from_the_file_are_checked_like_those_of_the_command_line(run: Run, write: Write) -> None:
+    result = run("serve", "no-such-model", "--config", write("port: 70000"))
+    assert "port is 70000: it must be a whole number in [0, 65535]" in result.output
+
+
+def test_a_fault_in_the_file_quotes_no_line_of_it(run: Run, write: Write) -> None:
+    assert "secret" not in run("serve", "--config", write("api-key: secret\nport: [\n")).output
+
+
+def test_help_explains_the_file(run: Run) -> None:
+    shown = " ".join(run("serve", "--help").output.split())
+    assert "Options may stand in a file, too (--config)" in shown

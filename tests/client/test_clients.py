@@ -1,0 +1,582 @@
+"""What a front end may rely on, of an engine in its own process and of one in another: the same tests for both clients."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from border_rig import KINDS, ask, border, check_nothing_left, read_all, run, tokens_of
+from engine_rig import PATIENCE_S, prompts
+
+from sidestream.client import base
+from sidestream.config import SamplingParams
+from sidestream.errors import ContextTooLong, EngineStopped, QueueFull, RequestError, RequestRejected
+from sidestream.front_end import FrontEnd
+from sidestream.testing.tokenizer import ToyTokenizer
+from sidestream.testing.toy import ToyModel
+from sidestream.types import CachedTokens, Delta
+
+PROMPT = prompts(51, 1, longest=12)[0]
+OTHER = [5, 6, 7]
+LONG = SamplingParams(max_tokens=60)
+
+Make = Callable[..., contextlib.AbstractContextManager[Any]]
+
+
+@pytest.fixture(params=KINDS)
+def at(request: pytest.FixtureRequest) -> Make:
+    """Makes a border of each kind: `with at(slots=8) as made`."""
+    return lambda **options: border(request.param, **options)
+
+
+# ------------------------------------------------------------------ answers
+
+
+def test_tokens_are_those_that_the_engine_draws(at: Make) -> None:
+    asked = prompts(52, 7, longest=25, shared=8)
+    with at() as made:
+        client = made.connect()
+
+        async def use() -> list[list[Delta]]:
+            return await asyncio.gather(*(ask(client, prompt, 12) for prompt in asked))
+
+        for prompt, news in zip(asked, run(use()), strict=True):
+            assert tokens_of(news) == made.rig.model.expected(prompt, 12)
+            assert [delta.finish_reason for delta in news[:-1]] == [None] * (len(news) - 1)
+            assert news[-1].finish_reason == "length"
+            assert {delta.prompt_tokens for delta in news} == {len(prompt)}
+            assert {delta.text for delta in news} == {""}
+
+
+def test_each_sample_and_its_logprobs_are_those_of_the_engine(at: Make) -> None:
+    options: dict[str, Any] = {"n": 3, "seed": 7, "temperature": 90.0, "logprobs": 2}
+    with at() as made:
+        client = made.connect()
+        news = run(ask(client, PROMPT, 6, **options))
+        direct = made.rig.submit(PROMPT, 6, **options).wait()
+        answers = [direct.token_ids(index) for index in range(3)]
+        assert len(set(map(tuple, answers))) == 3
+        assert [tokens_of(news, index) for index in range(3)] == answers
+        for index in range(3):
+            assert [one for delta in news if delta.index == index for one in delta.logprobs] == direct.logprobs(index)
+            assert [delta.finish_reason for delta in news if delta.index == index][-1] == "length"
+
+
+def test_cached_tokens_are_told_by_tier_with_every_news(at: Make, tmp_path: Path) -> None:
+    prompt = list(range(1, 22))
+    with at(slots=16, disk=tmp_path) as made:
+        client, rig = made.connect(), made.rig
+
+        def cached() -> CachedTokens:
+            (cached,) = {delta.cached for delta in run(ask(client, prompt, 4))}
+            rig.settle()
+            return cached
+
+        assert cached() == CachedTokens()
+        assert cached() == CachedTokens(device=20)
+        rig.forget_device()
+        assert cached() == CachedTokens(host=20)
+        rig.forget_device()
+        rig.forget_host()
+        assert cached() == CachedTokens(disk=20)
+
+
+def test_tokens_of_a_salt_are_found_under_that_salt_alone(at: Make) -> None:
+    """Any text is a salt, one with half of a surrogate pair too."""
+    prompt = list(range(1, 14))
+    with at() as made:
+        client = made.connect()
+
+        def cached(salt: str) -> int:
+            async def use() -> list[Delta]:
+                return await read_all(client.submit(prompt, SamplingParams(max_tokens=2), cache_salt=salt))
+
+            return run(use())[-1].cached.total
+
+        for salt in ("", "a", "\ud800", "\ud801"):
+            assert (cached(salt), cached(salt)) == (0, 12)
+        assert made.rig.submit(prompt, 2, cache_salt="\ud800").cached.total == 12
+
+
+def test_a_token_that_stops_ends_the_answer(at: Make) -> None:
+    expected = ToyModel().expected(PROMPT, 6)
+    with at() as made:
+        client = made.connect()
+        news = run(ask(client, PROMPT, 20, stop_token_ids=(expected[3],)))
+        assert (tokens_of(news), news[-1].finish_reason) == (expected[: expected.index(expected[3]) + 1], "stop")
+
+
+def test_stop_strings_are_no_business_of_the_engine(at: Make) -> None:
+    """Nor does one that no encoder takes keep a request from it."""
+    with at() as made:
+        client = made.connect()
+        news = run(ask(client, PROMPT, 8, stop=("\ud800", *map(chr, range(32, 47)))))
+        assert tokens_of(news) == made.rig.model.expected(PROMPT, 8)
+
+
+def test_a_lower_priority_runs_earlier(at: Make) -> None:
+    with at(max_running=1) as made:
+        client, rig = made.connect(), made.rig
+
+        async def use() -> list[str]:
+            hold, order = rig.hold("compute"), list[str]()
+
+            async def wait_for(name: str, priority: int) -> None:
+                await read_all(client.submit(PROMPT, SamplingParams(max_tokens=2), priority=priority))
+                order.append(name)
+
+            asking = [asyncio.ensure_future(wait_for(name, priority)) for name, priority in (("first", 0), ("late", 5), ("soon", -5))]
+            await asyncio.sleep(0)
+            await asyncio.to_thread(rig.turn_until, lambda: rig.engine.unfinished == 3)
+            hold.release()
+            await asyncio.gather(*asking)
+            return order
+
+        order = run(use())
+        assert order.index("soon") < order.index("late")
+
+
+# ------------------------------------------------------------------ refusals
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params", "options", "error", "words", "param"),
+    [
+        ([], {}, {}, RequestRejected, "the prompt is empty", "prompt"),
+        ([1, 97], {}, {}, RequestRejected, "token id 97: the model knows 0 to 96", "prompt"),
+        ([1, "a"], {}, {}, RequestRejected, "prompt has 'a', which is not a whole number", "prompt"),
+        ([1], {"n": 100}, {}, RequestRejected, "n is 100: the engine takes 10 samples at a time", "n"),
+        ([1], {"stop_token_ids": (97,)}, {}, RequestRejected, "stop_token_ids has token id 97", "stop_token_ids"),
+        ([1], {}, {"cache_salt": "x" * 2000}, RequestRejected, "cache_salt is 2000 characters long", "cache_salt"),
+        ([1], {}, {"priority": 1.5}, RequestRejected, "priority has 1.5, which is not a whole number", "priority"),
+        ([1], {}, {"priority": 1 << 63}, RequestRejected, "priority is 9223372036854775808: give a number of 64 bits", "priority"),
+        ([1] * 96, {}, {}, ContextTooLong, r"prompt has 96 tokens, the pool holds 96 \(24 blocks x 4\)", "prompt"),
+    ],
+)
+def test_what_cannot_be_served_is_refused_when_it_is_submitted(
+    at: Make, prompt: Any, params: Any, options: Any, error: type[RequestError], words: str, param: str
+) -> None:
+    with at(max_waiting=6) as made:
+        client = made.connect()
+        assert client.max_model_len == 96
+
+        async def use() -> None:
+            with pytest.raises(error, match=words) as refusal:
+                client.submit(prompt, SamplingParams(**params), **options)
+            assert refusal.value.param == param
+
+        run(use())
+        check_nothing_left(made)
+        assert tokens_of(run(ask(client, PROMPT))) == made.rig.model.expected(PROMPT, 8)
+
+
+def test_a_full_queue_is_told_and_taken_requests_go_on(at: Make) -> None:
+    """In process when a request is submitted; by another process in place of its news."""
+    with at(max_waiting=1, max_running=2) as made:
+        client = made.connect()
+
+        async def use() -> list[Delta]:
+            hold = made.rig.hold("compute")
+            taken = client.submit(PROMPT, SamplingParams(max_tokens=5, n=3))
+            answer = None
+            with pytest.raises(
+                QueueFull, match=r"^3 requests are running or waiting, the bound is 3: try again later, or raise max_waiting$"
+            ):
+                answer = client.submit(OTHER, SamplingParams(max_tokens=5, n=2))
+                await answer.read()
+            assert (answer is None) == made.refuses_at_submit
+            hold.release()
+            return await read_all(taken, 3)
+
+        news = run(use())
+        assert [tokens_of(news, index) for index in range(3)] == [made.rig.model.expected(PROMPT, 5)] * 3
+
+
+def test_a_closed_engine_takes_no_request(at: Make) -> None:
+    with at(slots=8) as made:
+        client = made.connect()
+        run(ask(client, PROMPT))
+        made.close()
+
+        async def use() -> None:
+            with pytest.raises(EngineStopped, match=r"^the engine is (draining|failed): "):
+                for _ in range(2):  # the connection's end may be noticed by the first one
+                    await client.submit(PROMPT, SamplingParams(max_tokens=1)).read()
+            with pytest.raises(EngineStopped):
+                await client.flush(timeout_s=1.0)
+            with pytest.raises(EngineStopped):
+                await client.reset_cache()
+
+        run(use())
+        assert client.health().status != "ok"
+        client.count("connections_refused_total", 1, "idle")  # harmless
+
+
+def test_requests_that_run_when_the_engine_closes_are_told_that_they_were_aborted(at: Make) -> None:
+    with at() as made:
+        client = made.connect()
+
+        async def use() -> list[Delta]:
+            answer = client.submit(PROMPT, LONG)
+            first = await answer.read()
+            hold = made.rig.hold("compute")
+            closing = asyncio.get_running_loop().run_in_executor(None, made.close)
+            hold.release()
+            news = [first, *await read_all(answer)]
+            await closing
+            return news
+
+        news = run(use())
+        assert news[-1].finish_reason in ("abort", "length")
+        assert tokens_of(news) == made.rig.model.expected(PROMPT, 60)[: len(tokens_of(news))]
+
+
+# ------------------------------------------------------------------ ends
+
+
+def test_a_sample_that_its_reader_stops_is_counted_as_stopped_and_the_others_go_on(at: Make) -> None:
+    with at() as made:
+        client = made.connect()
+
+        async def use() -> list[Delta]:
+            answer = client.submit(PROMPT, SamplingParams(max_tokens=40, n=3))
+            seen = [await answer.read()]
+            while {delta.index for delta in seen} != {0, 1, 2}:
+                seen.append(await answer.read())
+            client.end(answer, "stop", index=1)
+            client.end(answer, "stop", index=1)  # twice does no harm
+            waiting = len(answer._news)  # came before the end
+            rest = await read_all(answer, 2)
+            assert all(delta.index != 1 for delta in rest[waiting:])
+            return seen + rest
+
+        news = run(use())
+        expected = made.rig.model.expected(PROMPT, 40)
+        assert tokens_of(news, 0) == tokens_of(news, 2) == expected
+        assert len(tokens_of(news, 1)) < 40
+        assert {delta.finish_reason for delta in news if delta.index == 1} == {None}
+        check_nothing_left(made)
+        assert (made.rig.counted("requests_total", "stop"), made.rig.counted("requests_total", "length")) == (1, 2)
+
+
+def test_the_end_of_an_answer_aborts_all_its_samples(at: Make) -> None:
+    with at(max_running=2) as made:
+        client = made.connect()
+
+        async def use() -> None:
+            hold = made.rig.hold("compute")
+            answer = client.submit(PROMPT, SamplingParams(max_tokens=60, n=3))
+            other = client.submit(OTHER, SamplingParams(max_tokens=3))
+            client.end(answer)
+            hold.release()
+            assert tokens_of(await read_all(other)) == made.rig.model.expected(OTHER, 3)
+
+        run(use())
+        check_nothing_left(made)
+        assert made.rig.counted("requests_total", "abort") == 3
+
+
+def test_an_end_that_crosses_the_sample_s_own_is_harmless(at: Make) -> None:
+    """The engine has finished the first sample when its reader ends it; its last news lie on their way."""
+    with at() as made:
+        client = made.connect()
+
+        async def use() -> list[Delta]:
+            answer = client.submit(PROMPT, SamplingParams(max_tokens=3))
+            other = client.submit(OTHER, SamplingParams(max_tokens=30))
+            made.rig.turn_until(lambda: made.rig.counted("requests_total", "length") >= 1)  # this loop reads nothing meanwhile
+            client.end(answer, "stop", index=0)
+            client.end(answer)
+            assert not answer._news
+            news = await read_all(other)
+            assert not answer._news  # none came later
+            return news
+
+        assert tokens_of(run(use())) == made.rig.model.expected(OTHER, 30)
+        check_nothing_left(made)
+        assert made.rig.counted("requests_total", "length") == 2
+        assert made.rig.counted("requests_total", "stop") + made.rig.counted("requests_total", "abort") == 0
+
+
+def test_an_end_of_an_answer_that_was_read_to_its_end_does_nothing(at: Make) -> None:
+    with at() as made:
+        client = made.connect()
+
+        async def use() -> None:
+            answer = client.submit(PROMPT, SamplingParams(max_tokens=3, n=2))
+            await read_all(answer, 2)
+            assert not any(made.left()[name] for name in made.left() if "client" in name)  # before anybody ends it
+            client.end(answer)
+            client.end(answer, "stop", index=1)
+
+        run(use())
+        assert made.rig.counted("requests_total", "length") == 2
+
+
+def test_two_front_ends_hear_of_their_own_requests_alone(at: Make) -> None:
+    with at(max_waiting=64) as made:
+        clients = [made.connect() for _ in range(2)]
+        asked = [prompts(seed, 5, longest=10) for seed in (61, 62)]
+
+        async def use() -> list[list[Delta]]:
+            return await asyncio.gather(*(ask(clients[one], prompt, 6) for one in range(2) for prompt in asked[one]))
+
+        for news, prompt in zip(run(use()), asked[0] + asked[1], strict=True):
+            assert tokens_of(news) == made.rig.model.expected(prompt, 6)
+            assert len(tokens_of(news)) == 6
+
+
+# ------------------------------------------------------------------ readers
+
+
+def test_a_reader_that_does_not_read_is_cut_off_and_others_go_on(at: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(base, "MOST_UNREAD", 4)
+    with at() as made:
+        client = made.connect()
+
+        async def use() -> None:
+            sleeping = client.submit(PROMPT, SamplingParams(max_tokens=80, n=2))
+            assert tokens_of(await ask(client, OTHER, 40)) == made.rig.model.expected(OTHER, 40)
+            for _ in range(4):
+                await sleeping.read()
+            with pytest.raises(
+                RequestError, match=r"^the answer was not read: 4 pieces of it wait, which is the bound; read it as it comes$"
+            ):
+                await sleeping.read()
+
+        run(use())
+        check_nothing_left(made)
+        assert made.rig.counted("requests_total", "abort") == 2
+
+
+def test_a_reader_that_is_cancelled_leaves_its_answer_to_be_read_or_ended(at: Make) -> None:
+    with at() as made:
+        client = made.connect()
+
+        async def use() -> list[Delta]:
+            hold = made.rig.hold("compute")
+            answer = client.submit(PROMPT, SamplingParams(max_tokens=5))
+            reading = asyncio.ensure_future(answer.read())
+            await asyncio.sleep(0)
+            reading.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await reading
+            hold.release()
+            return await read_all(answer)
+
+        assert tokens_of(run(use())) == made.rig.model.expected(PROMPT, 5)
+
+
+# ------------------------------------------------------------------ text
+
+
+def front_end(client: Any) -> FrontEnd:
+    return FrontEnd(client, ToyTokenizer(), model_name="toy")  # type: ignore[arg-type]
+
+
+def test_a_stop_string_ends_the_sample_in_the_engine(at: Make) -> None:
+    expected = ToyTokenizer().decode(ToyModel().expected(PROMPT, 60))
+    stop = expected[8:10]
+    shown = expected[: expected.index(stop)]
+    with at() as made:
+        client = made.connect()
+
+        async def use() -> list[Delta]:
+            params = SamplingParams(max_tokens=80, n=2, stop=(stop,))
+            return [delta async for delta in front_end(client).generate(PROMPT, params)]
+
+        news = run(use())
+        for index in range(2):
+            assert "".join(delta.text for delta in news if delta.index == index) == shown
+            assert [delta.finish_reason for delta in news if delta.index == index][-1] == "stop"
+        check_nothing_left(made)
+        assert (made.rig.counted("requests_total", "stop"), made.rig.counted("requests_total", "abort")) == (2, 0)
+
+
+@pytest.mark.parametrize("how", ["closed", "cancelled"])
+def test_a_stream_that_is_left_aborts_its_request(at: Make, how: str) -> None:
+    with at() as made:
+        client = made.connect()
+
+        async def use() -> None:
+            news = front_end(client).generate(PROMPT, SamplingParams(max_tokens=80, n=2))
+            await anext(news)
+            if how == "closed":
+                await news.aclose()
+                return
+
+            async def drain() -> None:
+                async for _ in news:
+                    pass
+
+            hold = made.rig.hold("compute")
+            reading = asyncio.ensure_future(drain())
+            await asyncio.sleep(0)
+            reading.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await reading
+            hold.release()
+
+        run(use())
+        check_nothing_left(made)
+        assert made.rig.counted("requests_total", "abort") == 2
+
+
+# ------------------------------------------------------------------ the engine
+
+
+def test_metrics_are_a_copy_of_the_engine_s(at: Make) -> None:
+    with at() as made:
+        client = made.connect()
+
+        async def use() -> None:
+            await ask(client, PROMPT, 5)
+            client.count("connections_refused_total", 2, "idle")
+            await asyncio.to_thread(made.rig.turn_until, lambda: made.rig.counted("connections_refused_total", "idle") == 2)
+            await asyncio.to_thread(made.rig.turn)
+            snapshot, direct = await client.metrics_snapshot(), made.rig.engine.parts.metrics.snapshot()
+            assert snapshot.values["requests_total"] == {("length",): 1}
+            assert snapshot.values["connections_refused_total"] == {("idle",): 2}
+            assert snapshot.values.keys() == direct.values.keys()
+            assert snapshot.histograms["ttft_seconds"] == direct.histograms["ttft_seconds"]
+            (ttft,) = snapshot.histograms["ttft_seconds"].values()
+            assert ttft.count == 1
+
+        run(use())
+
+
+def test_flush_tells_whether_everything_rests_and_reset_forgets_it(at: Make) -> None:
+    prompt = list(range(1, 22))
+    with at(slots=16) as made:
+        client = made.connect()
+
+        async def use() -> None:
+            hold = made.rig.hold("store")
+            await ask(client, prompt, 4)
+            assert not await client.flush(timeout_s=0.01)
+            hold.release()
+            assert await client.flush(timeout_s=PATIENCE_S)
+            assert (await ask(client, prompt, 4))[-1].cached.total == 20
+            await client.reset_cache()
+            assert (await ask(client, prompt, 4))[-1].cached.total == 0
+
+        run(use())
+
+
+def test_calls_that_wait_hold_up_no_other(at: Make) -> None:
+    """More of them than a server has threads for; another front end is served meanwhile."""
+    with at(slots=16) as made:
+        client, other = made.connect(), made.connect()
+
+        async def use() -> None:
+            hold = made.rig.hold("store")
+            await ask(client, list(range(1, 22)), 4)
+            flushes = [asyncio.ensure_future(client.flush(timeout_s=PATIENCE_S)) for _ in range(6)]
+            await asyncio.sleep(0)
+            assert (await other.metrics_snapshot()).values["requests_total"] == {("length",): 1}
+            assert tokens_of(await ask(other, OTHER)) == made.rig.model.expected(OTHER, 8)
+            hold.release()
+            assert await asyncio.gather(*flushes) == [True] * 6
+
+        run(use())
+
+
+def test_a_failure_of_the_engine_is_the_last_news_of_every_request(at: Make) -> None:
+    with at(max_running=2) as made:
+        clients = [made.connect() for _ in range(2)]
+
+        def fail(*_: object, **__: object) -> Any:
+            raise RuntimeError("injected: a bug")
+
+        async def use() -> None:
+            hold = made.rig.hold("compute")
+            answers = [client.submit(prompt, LONG) for client in clients for prompt in prompts(63, 3)]
+            await asyncio.to_thread(made.rig.turn_until, lambda: made.rig.engine.unfinished == 6)
+            made.rig.engine.parts.scheduler.commit = fail
+            hold.release()
+            for answer in answers:
+                last = (await read_all(answer))[-1]
+                assert (last.finish_reason, last.error) == ("error", "the engine failed: injected: a bug")
+            for client in clients:
+                while client.health().status == "ok":
+                    await asyncio.sleep(0)
+                assert client.health().status == "failed"
+                assert "RuntimeError: injected: a bug" in client.health().detail
+                with pytest.raises(EngineStopped, match="the engine is failed: RuntimeError: injected: a bug"):
+                    client.submit(PROMPT, LONG)
+
+        run(use())
+        made.rig.check_idle = lambda: None  # nothing is given back by an engine that failed
+
+
+# ------------------------------------------------------------------ event loops
+
+
+def test_one_event_loop_after_another_may_ask(at: Make) -> None:
+    with at() as made:
+        client = made.connect()
+        for prompt in prompts(64, 3):
+            assert tokens_of(run(ask(client, prompt))) == made.rig.model.expected(prompt, 8)
+
+
+def test_what_a_closed_event_loop_has_left_is_aborted_by_the_next_one_that_asks(at: Make) -> None:
+    with at() as made:
+        client, hold = made.connect(), made.rig.hold("compute")
+
+        async def leave() -> Any:
+            return client.submit(PROMPT, LONG)
+
+        loop = asyncio.new_event_loop()
+        answer = loop.run_until_complete(leave())
+        waiting = loop.create_task(answer.read())
+        loop.run_until_complete(asyncio.sleep(0))
+        loop.close()  # a reader still waits on it
+
+        async def use() -> list[Delta]:
+            other = client.submit(OTHER, SamplingParams(max_tokens=5))
+            hold.release()
+            return await read_all(other)
+
+        assert tokens_of(run(use())) == made.rig.model.expected(OTHER, 5)
+        check_nothing_left(made)
+        assert made.rig.counted("requests_total", "abort") == 1
+        waiting._log_destroy_pending = False  # type: ignore[attr-defined]
+        waiting.get_coro().close()  # type: ignore[union-attr]
+        del waiting, answer
+        gc.collect()
+
+
+@pytest.fixture
+def other_loop() -> Iterator[asyncio.AbstractEventLoop]:
+    """An event loop that runs on another thread."""
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+    yield loop
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join(PATIENCE_S)
+    loop.close()
+
+
+def test_two_event_loops_cannot_ask_at_a_time(at: Make, other_loop: asyncio.AbstractEventLoop) -> None:
+    with at() as made:
+        client, hold = made.connect(), made.rig.hold("compute")
+
+        async def submit() -> Any:
+            return client.submit(PROMPT, SamplingParams(max_tokens=5))
+
+        answer = asyncio.run_coroutine_threadsafe(submit(), other_loop).result(PATIENCE_S)
+        with pytest.raises(
+            RuntimeError, match="another event loop waits for answers of this engine: use one loop, or one AsyncLLM for each"
+        ):
+            run(submit())
+        hold.release()
+        news = asyncio.run_coroutine_threadsafe(read_all(answer), other_loop).result(PATIENCE_S)
+        assert tokens_of(news) == made.rig.model.expected(PROMPT, 5)
+        assert tokens_of(run(ask(client, OTHER))) == made.rig.model.expected(OTHER, 8)  # the other loop waits for nothing any more

@@ -1,0 +1,409 @@
+"""The engine's end of a connection: one message a commit, front ends that die, do not read or talk nonsense, and its own end."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import pytest
+from border_rig import Remote, ask, border, check_nothing_left, run, tokens_of
+from engine_rig import PATIENCE_S, Rig, prompts
+
+from sidestream.client import engine_server, messages
+from sidestream.client.engine_server import FrontEnd
+from sidestream.client.messages import (
+    Attach,
+    Call,
+    Close,
+    Count,
+    End,
+    News,
+    Packer,
+    Refused,
+    Reply,
+    Status,
+    Submit,
+    Welcome,
+    from_engine,
+)
+from sidestream.client.remote import RemoteClient
+from sidestream.config import SamplingParams
+from sidestream.errors import ConfigError, EngineStopped, RaceError
+from sidestream.testing.toy import ToyModel
+from sidestream.version import VERSION
+
+PROMPT = prompts(71, 1, longest=12)[0]
+OTHER = [5, 6, 7]
+
+
+class Raw:
+    """A front end that says and hears plain messages."""
+
+    def __init__(self, made: Remote, **options: Any) -> None:
+        self.socket = made.attach(**options)
+        self._packer = Packer()
+        self._unpacker = from_engine()
+        self._inbox: list[Any] = []
+        assert isinstance(self.read(), Welcome)
+
+    def send(self, message: Any) -> None:
+        self.socket.sendall(self._packer.pack(message))
+
+    def submit(self, prompt: list[int], max_tokens: int = 8, *, stream: int = 0, **params: Any) -> None:
+        self.send(submission(prompt, max_tokens, stream=stream, **params))
+
+    def read(self) -> Any:
+        """The next message; None at the connection's end."""
+        while not self._inbox:
+            data = self.socket.recv(1 << 16)
+            if not data:
+                return None
+            self._inbox.extend(self._unpacker.feed(data))
+        return self._inbox.pop(0)
+
+    def tokens(self, samples: int = 1) -> dict[int, list[int]]:
+        """By stream, until so many have ended."""
+        told: dict[int, list[int]] = {}
+        while samples:
+            news = self.read()
+            assert isinstance(news, News), news
+            for entry, (stream, token) in enumerate(zip(news.streams, news.tokens, strict=True)):
+                detail = news.details.get(entry)
+                told.setdefault(stream, []).extend([token] if detail is None else detail.token_ids)
+                samples -= detail is not None and detail.finish_reason is not None
+        return told
+
+
+def submission(prompt: list[int], max_tokens: int = 8, *, stream: int = 0, **params: Any) -> Submit:
+    body = b"".join(token.to_bytes(4, "little") for token in prompt)
+    # Without keys, as for an engine that has no prefix cache, under a version that no engine has: the engine makes them.
+    return Submit(stream, body, b"", -1, SamplingParams(max_tokens=max_tokens, **params), 0, max_tokens, 0, b"")
+
+
+@pytest.fixture
+def made_frames(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Every message that a server sends, in order."""
+    sent: list[Any] = []
+    send = FrontEnd.send
+
+    def watched(front_end: FrontEnd, message: Any) -> None:
+        sent.append(message)
+        send(front_end, message)
+
+    monkeypatch.setattr(FrontEnd, "send", watched)
+    return sent
+
+
+# ------------------------------------------------------------------ news
+
+
+def test_all_news_of_a_commit_for_a_front_end_are_one_message(made_frames: list[Any]) -> None:
+    with border("remote") as made:
+        clients = [made.connect() for _ in range(2)]
+
+        async def use() -> None:
+            hold = made.rig.hold("compute")
+            asking = [asyncio.ensure_future(ask(client, prompt, 10)) for client in clients for prompt in (PROMPT, OTHER)]
+            await asyncio.sleep(0)
+            await asyncio.to_thread(made.rig.turn_until, lambda: made.rig.engine.unfinished == 4)
+            hold.release()
+            await asyncio.gather(*asking)
+
+        run(use())
+        news = [message for message in made_frames if isinstance(message, News)]
+        assert sum(len(message.streams) for message in news) >= 40
+        assert max(len(message.streams) for message in news) == 2  # both requests of a front end
+        assert len(news) <= 2 * made.rig.engine.num_steps
+        assert len(news) < 30  # two front ends, ten tokens each: a message for each token would make 40
+
+
+def test_a_token_costs_two_numbers_once_a_stream_is_known(made_frames: list[Any]) -> None:
+    with border("remote") as made:
+        run(ask(made.connect(), PROMPT, 10))
+        news = [message for message in made_frames if isinstance(message, News)]
+        assert [len(message.details) for message in news] == [1, *[0] * (len(news) - 2), 1]
+
+
+def test_keys_of_a_front_end_are_those_of_the_engine() -> None:
+    """So that what one has computed is found by others, and on disk."""
+    prompt = list(range(1, 22))
+    with border("remote") as made:
+        made.rig.ask(prompt)
+        assert run(ask(made.connect(), prompt))[-1].cached.total == 20
+
+
+# ------------------------------------------------------------------ front ends that go
+
+
+def test_requests_of_a_front_end_that_goes_are_aborted_and_one_with_the_same_streams_hears_nothing_of_them() -> None:
+    with border("remote") as made:
+        gone, hold = Raw(made), made.rig.hold("compute")
+        gone.submit(PROMPT, 60, n=3)
+        made.rig.turn_until(lambda: made.rig.engine.unfinished == 3)
+        gone.socket.close()
+        made.rig.turn_until(lambda: not made.front_ends)
+        new = Raw(made)
+        new.submit(OTHER, 6, n=3)
+        hold.release()
+        assert new.tokens(3) == {stream: made.rig.model.expected(OTHER, 6) for stream in range(3)}
+        check_nothing_left(made)
+        assert made.rig.counted("requests_total", "abort") == 3
+        assert made.rig.engine.parts.blocks.num_used == 0
+
+
+def test_a_client_that_is_closed_has_its_requests_aborted() -> None:
+    with border("remote") as made:
+        client, other = made.connect(), made.connect()
+
+        async def use() -> None:
+            hold = made.rig.hold("compute")
+            answer, calls = client.submit(PROMPT, SamplingParams(max_tokens=60)), asyncio.ensure_future(client.flush(timeout_s=1.0))
+            await asyncio.sleep(0)
+            client.close()
+            client.close()
+            for waiting in (answer.read(), calls):
+                with pytest.raises(EngineStopped, match="this front end has closed the connection"):
+                    await waiting
+            hold.release()
+            assert tokens_of(await ask(other, OTHER)) == made.rig.model.expected(OTHER, 8)
+
+        run(use())
+        check_nothing_left(made)
+        assert made.rig.counted("requests_total", "abort") == 1
+
+
+# ------------------------------------------------------------------ front ends that do not read
+
+
+def test_a_front_end_that_does_not_read_is_cut_off_at_the_bound_and_others_go_on(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(engine_server, "MOST_UNSENT_BYTES", 1000)
+    kept: list[int] = []
+    with border("remote", model=ToyModel(max_model_len=2048), blocks=400, max_model_len=2048) as made:
+        deaf, other = Raw(made, send_buffer=2048), made.connect()
+        front_end = made.front_ends[0]
+        deliver = front_end.deliver
+        front_end.deliver = lambda: deliver() or kept.append(len(front_end._unsent))  # type: ignore[func-returns-value]
+        deaf.submit(PROMPT, 1000, logprobs=5)
+        news = run(ask(other, OTHER, 300))
+        assert tokens_of(news) == made.rig.model.expected(OTHER, 300)
+        check_nothing_left(made)
+        assert made.rig.counted("requests_total", "abort") == 1
+        assert made.front_ends != () and front_end not in made.front_ends
+        assert 0 < max(kept) < 2000  # the bound, and the message that broke it
+        assert not front_end._unsent
+    assert "a front end does not read: " in caplog.text
+
+
+def test_news_that_a_socket_did_not_take_are_sent_once_they_are_read() -> None:
+    with border("remote") as made:
+        slow = Raw(made, send_buffer=2048)
+        slow.submit(PROMPT, 80, logprobs=5)
+        made.rig.turn_until(lambda: made.rig.counted("requests_total", "length") == 1)
+        made.rig.turn()
+        (front_end,) = made.front_ends
+        assert front_end.has_rest
+        assert slow.tokens() == {0: made.rig.model.expected(PROMPT, 80)}
+
+
+def test_last_words_are_sent_though_a_socket_does_not_take_them_at_once() -> None:
+    with border("remote") as made:
+        slow = Raw(made, send_buffer=2048)
+        slow.submit(PROMPT, 80, logprobs=5)
+        made.rig.turn_until(lambda: made.rig.counted("requests_total", "length") == 1)
+        made.rig.turn()
+        made._owner.sendall(made._packer.pack(Close(0.0)))
+        made.rig.turn_until(lambda: made.rig.engine.health().status != "ok")
+        assert slow.tokens() == {0: made.rig.model.expected(PROMPT, 80)}
+        made.close()
+        assert made.last_words() == [Reply(0, None)]
+
+
+# ------------------------------------------------------------------ front ends that talk nonsense
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        (lambda: os.urandom(64).replace(b"\0", b"\1").join([b"\xff\xff\xff\xff", b""]), "a frame of"),
+        (lambda: messages._HEAD.pack(3, 1) + b"\xc1\xc1\xc1", "a message cannot be read"),
+        (lambda: messages._HEAD.pack(3, 2) + b"abc", "frame 2 came in place of frame 1"),
+        (lambda: Packer().pack(Status("ok", "")), "a message cannot be read"),
+        (lambda: Packer().pack(Close(0.0)), "a front end may not send Close"),
+        (lambda: Packer().pack(Attach()), "a front end may not send Attach"),
+        (lambda: Packer().pack(msgspec.structs.replace(submission(PROMPT), prompt=b"abc")), "a message cannot be carried out"),
+        (lambda: Packer().pack(msgspec.structs.replace(submission(PROMPT), cache_salt=b"\xff")), "a message cannot be carried out"),
+        (lambda: Packer().pack(Count("no_such_total", 1.0, ())), "a message cannot be carried out"),
+        (lambda: repeated(submission(PROMPT, 60)), "stream 0 came again before it had ended"),
+    ],
+    ids=["noise", "no msgpack", "out of order", "of the engine", "close", "attach", "ragged prompt", "no text", "counter", "stream again"],
+)
+def test_nonsense_of_a_front_end_cuts_off_that_front_end_alone(
+    data: Callable[[], bytes], words: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with border("remote") as made:
+        raw, other = Raw(made), made.connect()
+        raw.socket.sendall(data())
+        while raw.read() is not None:
+            pass
+        assert tokens_of(run(ask(other, OTHER))) == made.rig.model.expected(OTHER, 8)
+        check_nothing_left(made)
+        assert made.rig.engine.health().status == "ok"
+    assert f"a front end is cut off: {words}" in caplog.text
+
+
+def repeated(message: Any) -> bytes:
+    packer = Packer()
+    return packer.pack(message) + packer.pack(message)
+
+
+def test_a_call_that_does_not_exist_is_answered_with_an_error() -> None:
+    with border("remote") as made:
+        raw = Raw(made)
+        raw.send(Call(7, "sing"))
+        reply = raw.read()
+        assert (reply.number, str(reply.failure.error())) == (7, "no call 'sing'")
+
+
+def test_ends_of_streams_that_nothing_is_known_of_do_nothing() -> None:
+    with border("remote") as made:
+        raw = Raw(made)
+        raw.send(End(5, 9, "abort"))
+        raw.submit(PROMPT, 4, stream=9)
+        assert raw.tokens() == {9: made.rig.model.expected(PROMPT, 4)}
+        raw.send(End(9, 10, "stop"))
+        raw.submit(OTHER, 4, stream=10)
+        assert raw.tokens() == {10: made.rig.model.expected(OTHER, 4)}
+        assert made.rig.counted("requests_total", "length") == 2
+
+
+# ------------------------------------------------------------------ the welcome
+
+
+def engine_end(*sent: Any) -> socket.socket:
+    """A connection on which an engine has said this; what it says in place of the last one, None, is its end."""
+    ours, theirs = socket.socketpair()
+    packer = Packer()
+    with theirs:
+        theirs.sendall(b"".join(packer.pack(message) for message in sent))
+    return ours
+
+
+def facts() -> Any:
+    rig = Rig()
+    try:
+        return engine_server.facts_of(rig.engine, model="toy", model_name="toy")
+    finally:
+        rig.close()
+
+
+def test_an_engine_of_another_version_is_refused_by_both_names() -> None:
+    connection = engine_end(Welcome(msgspec.structs.replace(facts(), version="0.0.1")))
+    with pytest.raises(
+        ConfigError, match=rf"^the engine runs Sidestream 0\.0\.1, this front end {VERSION}: restart both from one installation$"
+    ):
+        RemoteClient.connect(connection)
+    assert connection.fileno() == -1
+
+
+def test_an_engine_that_ends_before_it_serves_is_told() -> None:
+    connection = engine_end()
+    with pytest.raises(EngineStopped, match="the engine's process has ended before it served"):
+        RemoteClient.connect(connection)
+    assert connection.fileno() == -1
+
+
+def test_a_first_message_that_is_no_welcome_breaks_the_connection() -> None:
+    with pytest.raises(EngineStopped, match="the engine's first message is a Status, not a Welcome"):
+        RemoteClient.connect(engine_end(Status("ok", "")))
+
+
+def test_what_comes_right_behind_the_welcome_is_heard() -> None:
+    client = RemoteClient.connect(engine_end(Welcome(facts()), Status("failed", "DeviceLost: gone")))
+    health = client.health()
+    client.close()
+    assert (health.status, health.detail) == ("failed", "DeviceLost: gone")
+
+
+def test_an_end_of_the_engine_s_process_is_told_with_how_it_ended() -> None:
+    client = RemoteClient.connect(engine_end(Welcome(facts())), why_gone=lambda: "it was killed by SIGKILL")
+
+    async def use() -> None:
+        with pytest.raises(EngineStopped, match=r"^the engine is failed: the engine's process has ended: it was killed by SIGKILL$"):
+            for _ in range(2):  # the end may be noticed by the first one
+                await client.submit(PROMPT, SamplingParams(max_tokens=4)).read()
+
+    run(use())
+    assert client.health().status == "failed"
+
+
+# ------------------------------------------------------------------ the end
+
+
+def test_the_owner_s_end_closes_the_engine() -> None:
+    made = Remote(Rig())
+    client = made.connect()
+    run(ask(client, PROMPT))
+    made._owner.close()
+    made.thread.join(PATIENCE_S)
+    assert not made.thread.is_alive()
+    assert made.rig.engine.health().status == "draining"
+    made.tidy()
+
+
+def test_nonsense_of_the_owner_closes_the_engine() -> None:
+    made = Remote(Rig())
+    made._owner.sendall(messages._HEAD.pack(3, 9) + b"abc")
+    made.thread.join(PATIENCE_S)
+    assert not made.thread.is_alive()
+    made.tidy()
+
+
+def test_calls_that_wait_do_not_hold_up_the_end() -> None:
+    with border("remote", slots=16) as made:
+        client = made.connect()
+
+        async def use() -> None:
+            made.rig.hold("store")
+            await ask(client, list(range(1, 22)), 4)
+            flushes = [asyncio.ensure_future(client.flush(timeout_s=1000.0)) for _ in range(6)]
+            await asyncio.sleep(0)
+            await client.metrics_snapshot()  # they are under way
+            await asyncio.to_thread(made.close)
+            for flush in flushes:
+                with pytest.raises(EngineStopped):
+                    await flush
+
+        run(use())
+
+
+def test_the_owner_is_told_what_closing_raised() -> None:
+    made = Remote(Rig())
+    close = made.rig.close
+
+    def close_and_raise(**options: Any) -> None:
+        close(**options)
+        raise RaceError("the order of 1 accesses was wrong")
+
+    made.rig.close = close_and_raise  # type: ignore[method-assign]
+    made.close()
+    (reply,) = made.last_words()
+    assert isinstance(reply.failure.error(), RaceError)
+    made.tidy()
+
+
+def test_a_refusal_names_the_stream_and_nothing_more_comes_of_it() -> None:
+    with border("remote", max_running=1, max_waiting=1) as made:
+        raw, hold = Raw(made), made.rig.hold("compute")
+        raw.submit(PROMPT, 4, n=2)
+        raw.submit(OTHER, 4, stream=2)
+        refused = raw.read()
+        assert isinstance(refused, Refused)
+        assert (refused.stream, refused.failure.kind) == (2, "QueueFull")
+        hold.release()
+        assert raw.tokens(2) == {stream: made.rig.model.expected(PROMPT, 4) for stream in range(2)}

@@ -1,0 +1,34 @@
+"""One API process's life, in this process: its engine is a socket that the test holds."""
+
+from __future__ import annotations
+
+import socket
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from sidestream.client.messages import Facts, Packer, Welcome
+from sidestream.config import NEUTRAL
+from sidestream.server import ServerOptions, api_process, bind
+from sidestream.server.orders import DRAINED, READY, Orders
+from sidestream.testing.tiny_models import tiny_model_dir
+from sidestream.version import VERSION
+
+WAIT_S = 60.0
+
+
+def test_an_api_process_that_has_lost_its_engine_says_so_for_a_while_and_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(api_process, "LAST_WORDS_S", 0.05)
+    monkeypatch.setattr(api_process, "settle_garbage", lambda: lambda: None)
+    facts = Facts(VERSION, str(tiny_model_dir("llama", tmp_path, seed=1)), "tiny", 64, 64, 16, 100, 4, b"\0" * 16, 0, NEUTRAL, 1)
+    line, supervisor = socket.socketpair()
+    connection, engine = socket.socketpair()
+    engine.sendall(Packer().pack(Welcome(facts)))
+    options = ServerOptions(port=0)
+    with line, supervisor, ThreadPoolExecutor(1) as thread:
+        ended = thread.submit(api_process._serve, line, Orders(options, 30, "%(message)s", ""), connection, bind(options))
+        supervisor.settimeout(WAIT_S)
+        assert supervisor.recv(1) == READY
+        engine.close()
+        assert ended.result(WAIT_S) == DRAINED

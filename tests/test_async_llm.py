@@ -1,0 +1,422 @@
+"""The interface for event loops, with a real tiny model, whose engine runs in a process of its own or on a thread of this one."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import json
+import logging
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from sidestream import (
+    LLM,
+    AsyncLLM,
+    ConfigError,
+    EngineConfig,
+    EngineStopped,
+    ModelError,
+    OffloadConfig,
+    RaceError,
+    RequestRejected,
+    SamplingParams,
+    SidestreamError,
+)
+from sidestream.client import process as process_module
+from sidestream.config import NEUTRAL
+from sidestream.testing.mutations import applied, find
+from sidestream.testing.tiny_models import tiny_model_dir
+from sidestream.types import Delta
+
+GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+PROMPTS = [f"The {name} " * 3 for name in ("whale", "ship", "sea", "crew")]
+QUESTION = [{"role": "user", "content": "Why do whales sing?"}]
+SIZES: dict[str, Any] = {"kv_memory": "8MiB", "compute_threads": 1}
+
+KINDS = pytest.mark.parametrize("engine_process", [True, False], ids=["process", "thread"])
+
+
+def tiny_model(directory: Path, **defaults: Any) -> Path:
+    """A tiny model whose generation_config.json has `defaults` too."""
+    path = tiny_model_dir("llama", directory, seed=1) / "generation_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text(encoding="utf-8")), **defaults}), encoding="utf-8")
+    return directory
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Its sampling defaults leave no choice where nothing else is asked for, though the temperature is high."""
+    return tiny_model(tmp_path_factory.mktemp("tiny"), temperature=20.0, top_k=1)
+
+
+@pytest.fixture(scope="module")
+def llm(directory: Path) -> Iterator[LLM]:
+    """What answers are compared with."""
+    with LLM(directory, **SIZES) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["process", "thread"])
+def model(request: pytest.FixtureRequest, directory: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[AsyncLLM]:
+    """One of each kind for all tests that need none of their own: a process takes seconds to start."""
+    offload = OffloadConfig(host="8MiB", disk=tmp_path_factory.mktemp("kv"))
+    model = AsyncLLM(directory, **SIZES, offload=offload, engine_process=request.param)
+    yield model
+    asyncio.run(model.close())
+
+
+async def news_of(model: AsyncLLM, prompt: Any, params: SamplingParams) -> list[Delta]:
+    return [delta async for delta in model.generate(prompt, params)]
+
+
+def tokens_of(news: list[Delta], index: int = 0) -> tuple[int, ...]:
+    return tuple(token for delta in news if delta.index == index for token in delta.token_ids)
+
+
+def text_of(news: list[Delta]) -> str:
+    return "".join(delta.text for delta in news)
+
+
+async def ended(model: AsyncLLM) -> dict[str, float]:
+    """How many requests have ended, by how."""
+    snapshot = await model.metrics_snapshot()
+    return {labels[0]: value for labels, value in snapshot.values.get("requests_total", {}).items()}
+
+
+@contextlib.asynccontextmanager
+async def ending(model: AsyncLLM, **expected: int) -> AsyncIterator[None]:
+    """Within it, so many requests end in each way, and no others."""
+    before = await ended(model)
+    yield
+    async with asyncio.timeout(20):
+        while sum((await ended(model)).values()) < sum(before.values()) + sum(expected.values()):
+            await asyncio.sleep(0)
+    after = await ended(model)
+    assert {how: after[how] - before.get(how, 0) for how in after if after[how] != before.get(how, 0)} == expected
+
+
+# ------------------------------------------------------------------ answers
+
+
+def test_answers_are_those_of_the_synchronous_model(model: AsyncLLM, llm: LLM) -> None:
+    async def use() -> list[list[Delta]]:
+        return await asyncio.gather(*(news_of(model, prompt, GREEDY) for prompt in PROMPTS))
+
+    for news, output in zip(asyncio.run(use()), llm.generate(PROMPTS, GREEDY), strict=True):
+        assert (tokens_of(news), text_of(news)) == (output.token_ids, output.text)
+    assert model.max_model_len == llm.engine.checker.bounds.longest
+    assert model.sampling_defaults == llm.sampling_defaults != NEUTRAL
+    assert model.health().status == "ok"
+
+
+def test_one_model_serves_one_event_loop_after_another(model: AsyncLLM) -> None:
+    answers = [tokens_of(asyncio.run(news_of(model, PROMPTS[0], GREEDY))) for _ in range(3)]
+    assert answers[0] and len(set(answers)) == 1
+
+
+def test_a_stop_string_ends_an_answer_in_the_engine_too(model: AsyncLLM) -> None:
+    async def use() -> None:
+        text = text_of(await news_of(model, PROMPTS[0], GREEDY))
+        async with ending(model, stop=1):
+            news = await news_of(model, PROMPTS[0], dataclasses.replace(GREEDY, max_tokens=900, stop=(text[1:3],)))
+        assert (text_of(news), news[-1].finish_reason) == (text[:1], "stop")
+
+    asyncio.run(use())
+
+
+class Broken:
+    """A detokenizer that fails at the third token."""
+
+    def __init__(self) -> None:
+        self._left = 2
+
+    def push(self, token_id: int) -> str:
+        self._left -= 1
+        if self._left < 0:
+            raise UnicodeError("injected: no such character")
+        return "x"
+
+    def finish(self) -> str:
+        return ""
+
+
+def test_a_tokenizer_that_fails_ends_its_sample_alone(model: AsyncLLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = iter([Broken(), model.tokenizer.detokenizer()])
+    monkeypatch.setattr(model.tokenizer, "detokenizer", lambda: next(made))
+
+    async def use() -> list[Delta]:
+        async with ending(model, abort=1, length=1):
+            news = await news_of(model, PROMPTS[0], dataclasses.replace(GREEDY, n=2, max_tokens=200))
+        return [delta for delta in news if delta.finish_reason is not None]
+
+    ends = asyncio.run(use())
+    assert sorted(str(delta.finish_reason) for delta in ends) == ["error", "length"]
+    assert [delta.error for delta in ends if delta.error] == ["the tokenizer failed: injected: no such character"]
+
+
+def test_a_stream_that_is_left_is_aborted(model: AsyncLLM) -> None:
+    async def use() -> None:
+        async with ending(model, abort=1):
+            news = model.generate(PROMPTS[0], dataclasses.replace(GREEDY, max_tokens=900))
+            await anext(news)
+            await news.aclose()
+
+    asyncio.run(use())
+
+
+def test_sampling_defaults_of_the_checkpoint_count(model: AsyncLLM) -> None:
+    news = asyncio.run(news_of(model, "The whale", SamplingParams(n=4, seed=1, max_tokens=8, ignore_eos=True)))
+    answers = {tokens_of(news, index) for index in range(4)}
+    assert [len(answer) for answer in answers] == [8]  # one, as top_k 1 leaves no choice
+    freely = asyncio.run(news_of(model, "The whale", SamplingParams(n=4, seed=1, max_tokens=8, top_k=0, ignore_eos=True)))
+    assert len({tokens_of(freely, index) for index in range(4)}) == 4
+
+
+def test_it_chats_and_tokenizes_beside_the_event_loop(model: AsyncLLM, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    makers: list[threading.Thread] = []
+    lay_out = model.tokenizer.chat
+    monkeypatch.setattr(model.tokenizer, "chat", lambda messages: makers.append(threading.current_thread()) or lay_out(messages))
+
+    async def use() -> list[Delta]:
+        return [delta async for delta in model.chat(QUESTION, GREEDY)]
+
+    assert tokens_of(asyncio.run(use())) == llm.chat(QUESTION, GREEDY).token_ids
+    assert makers and threading.main_thread() not in makers
+
+
+@pytest.mark.parametrize(
+    ("ask", "words"),
+    [
+        (lambda model: model.generate(None), "^prompt is None"),
+        (lambda model: model.generate({"role": "user"}), r"^prompt is .+chat\(\)"),
+        (lambda model: model.generate([1, "a"]), "^prompt has 'a', which is not a whole number"),
+        (lambda model: model.generate("hi", {"temperature": 0}), r"^params is {'temperature': 0}"),
+        (lambda model: model.chat("hi"), "^messages is 'hi'"),
+    ],
+)
+def test_what_is_no_prompt_is_refused_by_name(model: AsyncLLM, ask: Callable[[AsyncLLM], Any], words: str) -> None:
+    async def use() -> None:
+        with pytest.raises(RequestRejected, match=words):
+            await anext(ask(model))
+
+    asyncio.run(use())
+
+
+def test_it_flushes_and_forgets(model: AsyncLLM) -> None:
+    prompt = list(range(1, 70))
+
+    async def cached() -> int:
+        return (await news_of(model, prompt, GREEDY))[-1].cached.total
+
+    async def use() -> None:
+        await cached()
+        assert await cached() > 0
+        assert await model.flush()
+        assert (await model.metrics_snapshot()).values["transfer_bytes_total"][("disk-write",)] > 0
+        await model.reset_cache()
+        assert await cached() == 0
+
+    asyncio.run(use())
+
+
+# ------------------------------------------------------------------ start and end
+
+
+def is_gone(pid: int) -> bool:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, 0)
+        return False
+    return True
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[subprocess.Popen[bytes]]:
+    """Every process that the test starts."""
+    made: list[subprocess.Popen[bytes]] = []
+    start = subprocess.Popen
+
+    def watched(*values: Any, **options: Any) -> subprocess.Popen[bytes]:
+        made.append(start(*values, **options))
+        return made[-1]
+
+    monkeypatch.setattr(process_module.subprocess, "Popen", watched)
+    return made
+
+
+def run_first(monkeypatch: pytest.MonkeyPatch, lines: str) -> None:
+    """Have an engine's process run these lines before it begins."""
+    command = process_module.child_command
+    monkeypatch.setattr(
+        process_module, "child_command", lambda module, *numbers: [*command(module, *numbers)[:-1], lines + command(module, *numbers)[-1]]
+    )
+
+
+# What a download would tell: a directory needs none.
+DOWNLOAD = """
+from sidestream import loading
+resolve = loading.resolve
+def fetch(model, *, progress):
+    progress.begin("fetching", 10)
+    progress.reached(4)
+    progress.reached(10)
+    progress.begin("checking", None)
+    progress.reached(3)
+    return resolve(model)
+loading.resolve = fetch
+"""
+
+
+class Downloads:
+    def __init__(self) -> None:
+        self.told: list[Any] = []
+
+    def begin(self, stage: str, total_bytes: int | None) -> None:
+        self.told.append((stage, total_bytes))
+
+    def reached(self, done_bytes: int) -> None:
+        self.told.append(done_bytes)
+
+
+@KINDS
+def test_it_tells_how_far_the_start_is_and_leaves_nothing_at_its_end(
+    engine_process: bool,
+    directory: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    capfd: pytest.CaptureFixture[str],
+    started: list[subprocess.Popen[bytes]],
+) -> None:
+    caplog.set_level(logging.INFO, "sidestream")
+    run_first(monkeypatch, DOWNLOAD)
+    downloads, told = Downloads(), list[tuple[str, int, int]]()
+    timeline, logged = tmp_path / "timeline.json", "sampling defaults from generation_config.json: temperature 20"
+
+    async def use() -> AsyncLLM:
+        async with AsyncLLM(
+            directory,
+            **SIZES,
+            engine_process=engine_process,
+            timeline=timeline,
+            check_order=True,
+            progress=downloads,
+            tell=lambda *news: told.append(news),
+        ) as model:
+            assert (await news_of(model, PROMPTS[0], GREEDY))[-1].finish_reason == "length"
+            assert (model.engine_pid is None, len(started)) == ((False, 1) if engine_process else (True, 0))
+            if model.engine_pid is not None:
+                assert not is_gone(model.engine_pid)
+        return model
+
+    model = asyncio.run(use())
+    assert ("reading the weights", 0, 0) in told
+    assert json.loads(timeline.read_text(encoding="utf-8"))
+    if engine_process:
+        assert [process.returncode for process in started] == [0]
+        assert is_gone(started[0].pid)
+        # 0 is told where the other process has begun a stage
+        assert downloads.told == [("fetching", 10), 0, 4, 10, ("checking", None), 0, 3]
+        assert logged in capfd.readouterr().err
+    else:
+        assert logged in caplog.text
+
+    async def use_again(what: Any) -> None:
+        await what()
+
+    calls = (lambda: anext(model.generate("hi")), lambda: anext(model.chat(QUESTION)), model.flush, model.reset_cache, model.__aenter__)
+    for call in calls:
+        with pytest.raises(EngineStopped, match=r"^this AsyncLLM is closed: make a new one$"):
+            asyncio.run(use_again(call))
+    asyncio.run(model.close())  # idempotent
+    assert model.health().status != "ok"
+
+
+MUTATION = """
+from sidestream.testing.mutations import applied, find
+kept = applied(find("store-copies-every-layer"))  # its end would undo the change
+kept.__enter__()
+"""
+
+
+@KINDS
+def test_an_order_that_is_wrong_is_an_error_at_the_end(
+    engine_process: bool, directory: Path, monkeypatch: pytest.MonkeyPatch, started: list[subprocess.Popen[bytes]]
+) -> None:
+    run_first(monkeypatch, MUTATION.strip() + "\n")
+
+    async def use() -> None:
+        model = AsyncLLM(
+            directory,
+            kv_memory="128KiB",
+            compute_threads=1,
+            engine_process=engine_process,
+            check_order=True,
+            offload=OffloadConfig(host="1MiB"),
+        )
+        await news_of(model, list(range(1, 70)), GREEDY)
+        with pytest.raises(RaceError, match=r"the first: early_publish: .* made host slots 0 .* findable"):
+            await model.close()
+        await model.close()  # judged once
+
+    with contextlib.nullcontext() if engine_process else applied(find("store-copies-every-layer")):
+        asyncio.run(use())
+    assert all(process.returncode == 0 for process in started)
+
+
+@KINDS
+def test_a_start_that_fails_raises_why_once_and_leaves_no_process(
+    engine_process: bool, directory: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], started: list[subprocess.Popen[bytes]]
+) -> None:
+    def failure_of(model: Path, options: dict[str, Any]) -> SidestreamError:
+        with pytest.raises(SidestreamError) as failure:
+            AsyncLLM(model, **options, engine_process=engine_process)
+        return failure.value
+
+    cases = [(tiny_model(tmp_path, top_p=1.5), SIZES), (directory, {**SIZES, "kv_memory": "1KiB"})]
+    with ThreadPoolExecutor(2 if engine_process else 1) as starts:  # a process takes seconds
+        of_model, of_size = starts.map(failure_of, *zip(*cases, strict=True))
+    assert (type(of_model), type(of_size)) == (ModelError, ConfigError)
+    assert "generation_config.json: top_p is 1.5: it must be a number in (0.0, 1.0]" in str(of_model)
+    assert "kv_memory" in str(of_size)
+    assert len(started) == 2 * engine_process
+    assert all(process.returncode is not None and is_gone(process.pid) for process in started)
+    said = capfd.readouterr().err
+    assert str(of_model) not in said and str(of_size) not in said
+
+
+def test_a_tokenizer_that_cannot_be_loaded_here_ends_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = sys.modules["sidestream.async_llm"]
+    killed: list[str] = []
+
+    class Started:
+        facts = SimpleNamespace(model="whale")
+
+        def __init__(self, model: str, *_: Any, **__: Any) -> None:
+            self._model = model
+
+        def kill(self) -> None:
+            killed.append(self._model)
+
+    def fail(path: str) -> Any:
+        raise ModelError(f"injected: {path} has no tokenizer")
+
+    monkeypatch.setattr(module, "EngineProcess", Started)
+    monkeypatch.setattr(module.Tokenizer, "load", fail)
+    with pytest.raises(ModelError, match="injected: whale has no tokenizer"):
+        AsyncLLM("a whale", **SIZES)
+    assert killed == ["a whale"]
+
+
+def test_options_are_given_one_way() -> None:
+    with pytest.raises(TypeError, match=r"give either config or options \(kv_memory\), not both"):
+        AsyncLLM("whale", config=EngineConfig(), kv_memory="8MiB")

@@ -1,0 +1,77 @@
+"""Schedules whose requests go through the border: drawn often enough, repeatable, and judged on both sides."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from sidestream.client.messages import Failure as Said
+from sidestream.client.messages import Packer, Refused, from_engine
+from sidestream.testing.mutations import applied, find
+from sidestream.testing.torture import POLICIES, Workload, draw_workload, run_one
+from sidestream.testing.torture.shrink import simpler_workloads
+from sidestream.testing.wire import wire_pair
+
+BEHIND_FRONT_ENDS = [workload for workload in map(draw_workload, range(240)) if workload.front_ends]
+
+
+def test_about_one_workload_in_six_has_front_ends_and_some_of_those_die_or_refuse() -> None:
+    assert 30 <= len(BEHIND_FRONT_ENDS) <= 50
+    assert {workload.front_ends for workload in BEHIND_FRONT_ENDS} == {1, 2, 3}
+    features = set().union(*(workload.features for workload in BEHIND_FRONT_ENDS))
+    assert {"abort", "border", "close", "full_queue", "hang_up", "meanwhile", "restart"} <= features
+
+
+@pytest.mark.parametrize("workload", BEHIND_FRONT_ENDS[:6], ids=lambda workload: f"workload {workload.seed}")
+def test_answers_through_the_border_are_the_reference_s_and_nothing_is_left(workload: Workload) -> None:
+    first, second = (run_one(workload, POLICIES[workload.seed % len(POLICIES)], workload.seed) for _ in range(2))
+    assert first.findings == ()
+    assert first == second
+
+
+def test_workloads_become_simpler_without_their_front_ends() -> None:
+    workload = next(workload for workload in BEHIND_FRONT_ENDS if "hang_up" in workload.features)
+    direct = next(simpler for simpler in simpler_workloads(workload) if not simpler.front_ends)
+    assert not any(event.kind == "hang_up" for event in direct.events)
+    assert direct.requests == workload.requests
+
+
+def test_a_request_that_goes_on_without_its_client_is_found_though_every_answer_is_right() -> None:
+    workloads = [workload for workload in BEHIND_FRONT_ENDS if "hang_up" in workload.features and not workload.meanwhile]
+    with applied(find("front-end-that-goes-takes-its-requests-along")):
+        found = [run_one(workload, "random", 0).findings for workload in workloads[:6]]
+    texts = [finding.text for findings in found for finding in findings]
+    assert texts
+    assert any("the engine goes on with" in text for text in texts)
+
+
+@pytest.mark.parametrize("capacity", [1, 7, 1 << 20])
+def test_bytes_of_a_wire_arrive_as_they_were_sent_however_they_are_cut(capacity: int) -> None:
+    here, there = wire_pair(random.Random(capacity), capacity=capacity)
+    packer, unpacker = Packer(), from_engine()
+    sent = [Refused(number, number + 1, Said("QueueFull", "try again " * number)) for number in range(20)]
+    data, heard = b"".join(map(packer.pack, sent)), list[object]()
+    while data:
+        if here.writable:
+            data = data[here.send(data) :]
+        if there.readable:
+            heard.extend(unpacker.feed(there.recv(1 << 16)))
+    here.close()
+    while more := there.recv(1 << 16):
+        heard.extend(unpacker.feed(more))
+    assert heard == sent
+
+
+def test_a_wire_without_room_and_one_without_bytes_do_not_wait() -> None:
+    here, there = wire_pair(random.Random(0), capacity=3)
+    while here.writable:
+        here.send(b"abc")
+    with pytest.raises(BlockingIOError, match="no room"):
+        here.send(b"d")
+    with pytest.raises(BlockingIOError, match="nothing has come"):
+        here.recv(1)
+    there.close()
+    assert here.recv(1) == b""
+    with pytest.raises(BrokenPipeError):
+        here.send(b"d")
