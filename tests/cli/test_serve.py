@@ -81,7 +81,11 @@ def test_a_unix_socket_named_in_a_config_file_is_served_and_removed(tiny: Path, 
 
 def test_the_second_signal_aborts_what_runs(tiny: Path) -> None:
     with (
-        _serving(tiny, "--served-model-name", "tiny", "--drain-seconds", 3600, "--api-key", "k") as (child, client, lines),
+        _serving(tiny, "--single-process", "--served-model-name", "tiny", "--drain-seconds", 3600, "--api-key", "k") as (
+            child,
+            client,
+            lines,
+        ),
         client.stream("POST", "/v1/chat/completions", json=_chat(stream=True), headers={"Authorization": "Bearer k"}) as reply,
     ):
         assert '-H "Authorization: Bearer $SIDESTREAM_API_KEY"' in lines[1]
