@@ -104,7 +104,7 @@ class FrontEnd:
                 if delta.finish_reason is not None:
                     left -= 1
                     if told.finish_reason is None:  # a stop string was found, or the text cannot be made
-                        self.client.end(answer, "stop" if delta.finish_reason == "stop" else "abort", index=delta.index)
+                        self.client.end(answer, delta.finish_reason, index=delta.index)
                 yield delta
         finally:
             if left:

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from engine_rig import PATIENCE_S, Rig
 
 from sidestream.client.base import Answer, EngineClient
-from sidestream.client.engine_server import EngineServer, FrontEnd, facts_of
+from sidestream.client.engine_server import Connection, EngineServer, facts_of
 from sidestream.client.in_process import InProcessClient
 from sidestream.client.messages import Attach, Close, Packer, Reply, from_engine, from_front_end
 from sidestream.client.remote import RemoteClient
@@ -98,7 +98,7 @@ class Remote:
         return self.clients[-1]
 
     @property
-    def front_ends(self) -> tuple[FrontEnd, ...]:
+    def front_ends(self) -> tuple[Connection, ...]:
         return self.server._front_ends
 
     def left(self) -> dict[str, int]:

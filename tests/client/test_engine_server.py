@@ -14,7 +14,7 @@ from border_rig import Remote, ask, border, check_nothing_left, run, tokens_of
 from engine_rig import PATIENCE_S, Rig, prompts
 
 from sidestream.client import engine_server, messages
-from sidestream.client.engine_server import FrontEnd
+from sidestream.client.engine_server import Connection
 from sidestream.client.messages import (
     Attach,
     Call,
@@ -88,13 +88,13 @@ def submission(prompt: list[int], max_tokens: int = 8, *, stream: int = 0, **par
 def made_frames(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Every message that a server sends, in order."""
     sent: list[Any] = []
-    send = FrontEnd.send
+    send = Connection.send
 
-    def watched(front_end: FrontEnd, message: Any) -> None:
+    def watched(front_end: Connection, message: Any) -> None:
         sent.append(message)
         send(front_end, message)
 
-    monkeypatch.setattr(FrontEnd, "send", watched)
+    monkeypatch.setattr(Connection, "send", watched)
     return sent
 
 

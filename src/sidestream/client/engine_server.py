@@ -57,8 +57,8 @@ _WATCH_S = 0.1
 """How soon a change of the engine's health is told."""
 
 
-class FrontEnd:
-    """One front end as the engine's process sees it. `take` and `deliver` run on the engine thread, all else on the reading thread."""
+class Connection:
+    """The engine's end of the connection to one front end. `take` and `deliver` run on the engine thread, all else on the reading thread."""
 
     def __init__(self, connection: socket.socket, engine: Engine, wake: Callable[[], None], packer: Packer | None = None) -> None:
         connection.setblocking(False)
@@ -259,10 +259,10 @@ class EngineServer:
         for end in (self._woken, self._waker):
             end.setblocking(False)
         self._selector.register(self._woken, selectors.EVENT_READ)
-        self._owner = FrontEnd(owner, engine, self._wake, packer)
+        self._owner = Connection(owner, engine, self._wake, packer)
         self._owner.messages = unpacker
         self._selector.register(owner, selectors.EVENT_READ, self._owner)
-        self._front_ends: tuple[FrontEnd, ...] = ()
+        self._front_ends: tuple[Connection, ...] = ()
         self._descriptors: list[int] = []  # came from the owner, for the `Attach` that they belong to
         self._calls = ThreadPoolExecutor(4, thread_name_prefix="sidestream-call")
         self._closer = ThreadPoolExecutor(1, thread_name_prefix="sidestream-close")  # closing never waits for calls
@@ -303,7 +303,7 @@ class EngineServer:
 
     def attach(self, connection: socket.socket) -> None:
         """Serve one more front end. On the reading thread."""
-        front_end = FrontEnd(connection, self._engine, self._wake)
+        front_end = Connection(connection, self._engine, self._wake)
         self._selector.register(connection, selectors.EVENT_READ, front_end)
         front_end.send(Welcome(self._facts))
         self._front_ends = (*self._front_ends, front_end)
@@ -353,12 +353,12 @@ class EngineServer:
                 if self._selector.get_key(front_end.socket).events != wanted:
                     self._selector.modify(front_end.socket, wanted, front_end)
 
-    def _drop(self, front_end: FrontEnd) -> None:
+    def _drop(self, front_end: Connection) -> None:
         self._front_ends = tuple(other for other in self._front_ends if other is not front_end)
         self._selector.unregister(front_end.socket)
         front_end.close()
 
-    def _read(self, front_end: FrontEnd) -> None:
+    def _read(self, front_end: Connection) -> None:
         try:
             if front_end is self._owner:
                 data, descriptors, _, _ = socket.recv_fds(front_end.socket, _READ_BYTES, 16)
@@ -382,7 +382,7 @@ class EngineServer:
             log.error("a front end is cut off: a message cannot be carried out", exc_info=error)
             front_end.lost = True
 
-    def _take(self, front_end: FrontEnd, message: Any) -> None:
+    def _take(self, front_end: Connection, message: Any) -> None:
         match message:
             case Submit():
                 front_end.submit(message)
@@ -401,7 +401,7 @@ class EngineServer:
             case _:
                 raise EngineStopped(f"a front end may not send {type(message).__name__}")
 
-    def _answer(self, front_end: FrontEnd, call: Call) -> None:
+    def _answer(self, front_end: Connection, call: Call) -> None:
         """Do what a call asks for, on a thread of its own: it may take a minute."""
         engine = self._engine
         reply = Reply(call.number)

@@ -88,7 +88,7 @@ class Submit(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class End(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """End streams `[stream, stop)` that have not ended, for `reason`: `"abort"`, or `"stop"` when a stop string was found."""
+    """End streams `[stream, stop)` that have not ended, for `reason`: `"abort"`, `"stop"` when a stop string was found, `"error"` when the text cannot be made."""
 
     stream: int
     stop: int

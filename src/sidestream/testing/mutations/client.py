@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from sidestream.testing.mutations.mechanism import Edit, Equivalent, Exempt, Feature, Mutation
 
-_FRONT_END = "sidestream.client.engine_server:FrontEnd"
+_FRONT_END = "sidestream.client.engine_server:Connection"
 _SERVER = "sidestream.client.engine_server:EngineServer"
 _CLIENT = "sidestream.client.remote:RemoteClient"
 _LOOP = "sidestream.engine.loop:Engine"
@@ -123,8 +123,8 @@ MUTATIONS = (
         also=(
             Edit(
                 f"{_SERVER}.attach",
-                "    front_end = FrontEnd(connection, self._engine, self._wake)\n",
-                "    front_end = FrontEnd(connection, self._engine, self._wake)\n"
+                "    front_end = Connection(connection, self._engine, self._wake)\n",
+                "    front_end = Connection(connection, self._engine, self._wake)\n"
                 "    for before in self._front_ends:\n        before.take = front_end.take\n",
             ),
         ),

@@ -1,6 +1,6 @@
 """`sidestream bench serve`: what a user of the HTTP server sees, beside the same engine asked in process.
 
-workload   what is asked: clients, rounds, prompts
+workload   the requests: clients, rounds, prompts
 reply      an HTTP reply and its server-sent events, with the time at which each arrived
 answers    one answer's times; windows, rates, gaps and bursts of many
 clients    processes that ask a server

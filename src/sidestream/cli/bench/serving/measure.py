@@ -64,8 +64,8 @@ def measure(
 ) -> list[Figure]:
     """Ask the engine in process, and a server in front of the same engine, the same; never both at once. Figures are medians.
 
-    repetitions       what is asked in each: on a CPU, in turn of both, because its speed drifts within minutes; a GPU has no room for both,
-                      so there the server starts when the engine has ended
+    repetitions       the requests of each repetition. On a CPU, engine and server answer them in turn, because a machine's speed drifts
+                      within minutes. A GPU has no room for both engines: there the server starts when the engine has ended
     path              the model's directory; `name`: what its bounds are known by, with the device
     engine_arguments  options of `sidestream serve` for the engine; both have them
     serve_arguments   its other options
@@ -117,7 +117,7 @@ def _figures(served: Sequence[Measured], engine: Sequence[Measured], sizes: Sequ
 
 
 def measure_url(url: str, model: str, loads: Sequence[Loads], tell: Callable[[str], None], *, steps: bool) -> list[Measured]:
-    """Ask a server that runs. `steps`: it is ours, and its /metrics tell of the engine's steps."""
+    """Ask a server that runs. `steps`: read the engine's step times from the /metrics of a Sidestream server."""
     measured = []
     with Clients(Target.at(url, model), most=max(load.loop.clients for load in loads)) as clients:
         for load in loads:

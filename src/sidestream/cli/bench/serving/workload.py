@@ -1,4 +1,4 @@
-"""What is asked of a server and of an engine alike. Pure."""
+"""The requests that a server and an engine in process are both measured with. Pure."""
 
 from __future__ import annotations
 
