@@ -155,7 +155,7 @@ def test_a_tokenizer_that_fails_ends_its_sample_alone(model: AsyncLLM, monkeypat
     monkeypatch.setattr(model.tokenizer, "detokenizer", lambda: next(made))
 
     async def use() -> list[Delta]:
-        async with ending(model, abort=1, length=1):
+        async with ending(model, error=1, length=1):
             news = await news_of(model, PROMPTS[0], dataclasses.replace(GREEDY, n=2, max_tokens=200))
         return [delta for delta in news if delta.finish_reason is not None]
 

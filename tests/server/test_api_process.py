@@ -20,7 +20,8 @@ WAIT_S = 60.0
 
 def test_an_api_process_that_has_lost_its_engine_says_so_for_a_while_and_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(api_process, "LAST_WORDS_S", 0.05)
-    monkeypatch.setattr(api_process, "settle_garbage", lambda: lambda: None)
+    settled: list[bool] = []
+    monkeypatch.setattr(api_process, "settle_garbage", lambda: settled.append(True))
     facts = Facts(VERSION, str(tiny_model_dir("llama", tmp_path, seed=1)), "tiny", 64, 64, 16, 100, 4, b"\0" * 16, 0, NEUTRAL, 1)
     line, supervisor = socket.socketpair()
     connection, engine = socket.socketpair()
@@ -30,5 +31,6 @@ def test_an_api_process_that_has_lost_its_engine_says_so_for_a_while_and_ends(tm
         ended = thread.submit(api_process._serve, line, Orders(options, 30, "%(message)s", ""), connection, bind(options))
         supervisor.settimeout(WAIT_S)
         assert supervisor.recv(1) == READY
+        assert settled  # before the first request: a full collection would hold up all streams
         engine.close()
         assert ended.result(WAIT_S) == DRAINED

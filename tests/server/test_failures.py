@@ -19,7 +19,7 @@ from sidestream.errors import ContextTooLong, EngineStopped, QueueFull, RequestR
 from sidestream.server import ServerOptions, create_app
 from sidestream.server.fields import Call
 from sidestream.server.generation import generate_all
-from sidestream.testing.fake_backend import FakeBackend, FakeTokenizer, Script
+from sidestream.testing.fake_backend import FakeBackend, FakeDetokenizer, FakeTokenizer, Script
 from sidestream.types import CachedTokens, Delta, Health
 
 from .serving import ASK_LONG, LONG, WAIT_S, send, serving
@@ -193,6 +193,28 @@ def test_encoding_a_long_prompt_holds_up_nobody() -> None:
         assert served.http.get("/health").status_code == 200
         health_was_answered.set()
         assert b"Hello, world" in _read_to_end(waiting)
+
+
+def test_short_prompts_are_encoded_on_the_event_loop_and_long_ones_beside_it() -> None:
+    threads: list[threading.Thread] = []
+
+    class WatchedTokenizer(FakeTokenizer):
+        def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+            threads.append(threading.current_thread())
+            return super().encode(text)
+
+        def detokenizer(self) -> FakeDetokenizer:
+            threads.append(threading.current_thread())  # made by the request's task
+            return super().detokenizer()
+
+    for prompt, on_loop in (("short", True), ("a long one " * 1000, False)):
+        threads.clear()
+        backend = FakeBackend(max_model_len=1 << 20)
+        backend.tokenizer = WatchedTokenizer()
+        with serving(backend) as served:
+            assert served.http.post("/v1/completions", json={"model": "fake", "prompt": prompt}).status_code == 200
+        encoded, loop = threads[:2]
+        assert (encoded is loop) == on_loop
 
 
 def test_the_response_starts_before_any_event_of_any_prompt() -> None:
