@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
+import tempfile
 from pathlib import Path
-
-from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
 from sidestream.models.catalog import cache_root
 
@@ -39,10 +38,13 @@ def keep_compiled() -> None:
 
 
 def _is_chosen(name: str) -> bool:
-    """Whether this place is somebody's choice: torch names its own once it has looked."""
+    """Whether a user chose this directory: torch, too, sets the variable, to its own default below the directory for temporary files."""
     place = os.environ.get(name)
-    if not place:
-        return False
+    if not place or not Path(place).is_relative_to(tempfile.gettempdir()):
+        return bool(place)
+    # Imported here: the compiler takes three seconds to import, which every start would pay.
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
     return not Path(place).is_relative_to(default_cache_dir())
 
 
