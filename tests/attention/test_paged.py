@@ -5,10 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
+from torch.nn.functional import scaled_dot_product_attention
 
+from sidestream.attention import paged
 from sidestream.attention.paged import PagedBatch, paged_attention
 from sidestream.errors import InvariantError
 
@@ -105,7 +108,7 @@ def plain(row: Row, *, sliding_window: int | None = None, softcap: float | None 
     return out
 
 
-MIXED = [(1, 30), (1, 1), (1, 7), (9, 9), (6, 21), (1, 13), (3, 40)]  # three decode rows, then prefills, one of a single token
+MIXED = [(1, 30), (1, 1), (1, 7), (9, 9), (6, 21), (1, 13), (18, 40)]  # three decode rows, then prefills: one of a single token, one long
 
 
 @pytest.mark.parametrize("options", [{}, {"sliding_window": 5}, {"softcap": 1.5}, {"sliding_window": 8, "softcap": 1.5}], ids=str)
@@ -140,6 +143,29 @@ def test_a_row_gives_the_same_bits_whoever_is_beside_it(dtype: torch.dtype, opti
         (alone,) = attend(pool_for(rows), [row], int(len(row.query) == 1), **options)
 
         assert torch.equal(alone, beside_others)
+
+
+def test_heads_that_share_a_kv_head_are_computed_together_for_few_queries(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their matrix products are then of 48 rows and not of 16: the tail of a prompt is computed by this path."""
+    shapes = []
+
+    def record(query: torch.Tensor, *args: Any, **named: Any) -> torch.Tensor:
+        shapes.append(tuple(query.shape[:3]))
+        return scaled_dot_product_attention(query, *args, **named)
+
+    monkeypatch.setattr(paged, "scaled_dot_product_attention", record)
+    rows = make_rows([(1, 30), (16, 50), (17, 50)], 6, 2)
+    attend(pool_for(rows), rows, 1)
+
+    assert shapes == [(1, 2, 3), (1, 2, 48), (1, 6, 17)]
+
+
+def test_keys_and_values_are_gathered_by_blocks_and_not_by_tokens() -> None:
+    (row,) = make_rows([(4, 5 * BLOCK_TOKENS)], 6, 2)
+    batch = make_batch(pool_for([row]), [row], 0)
+
+    assert len(batch._addresses.seen(None, torch.float32, heads_per_kv_head=3).index) == 2 * 5
+    assert len(batch._addresses.seen(BLOCK_TOKENS, torch.float32, heads_per_kv_head=3).index) == 2 * 2
 
 
 def test_a_flight_writes_its_own_slots_of_its_own_layer_and_nothing_else() -> None:

@@ -7,12 +7,14 @@ import threading
 import time
 import traceback
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
+from sidestream.device.base import CopyBatch
 from sidestream.device.channel import Bell
 from sidestream.device.cpu import CpuDevice
 from sidestream.errors import InvariantError
@@ -431,3 +433,24 @@ def test_a_system_without_libgomp_computes_all_the_same(device: CpuDevice, monke
 
     monkeypatch.setattr("sidestream.device.cpu.ctypes.CDLL", load)
     finish(device, device.stream("compute").submit(compute_with_three_threads))
+
+
+def test_segments_are_copied_by_one_call_that_holds_the_interpreter_lock_once(device: CpuDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call for each segment would take the lock each time from a forward pass that needs it for each kernel."""
+    source, target = device.allocate("host", 4096), device.allocate("kv", 4096)
+    source.data.copy_(torch.arange(4096) % 251)
+    sources, targets = np.array([0, 64, 128, 512, 640, 1024]), np.array([512, 576, 640, 0, 128, 2048])
+    copy_all, counts = torch._foreach_copy_, []
+
+    def record(to: Sequence[torch.Tensor], from_: Sequence[torch.Tensor]) -> None:
+        counts.append(len(to))
+        copy_all(to, from_)
+
+    monkeypatch.setattr(torch, "_foreach_copy_", record)
+    stream = device.stream("load")
+    finish(device, stream.submit_copy(CopyBatch(source, target, sources, targets, 64), 0, 6))
+
+    assert counts == [3]  # three segments in a row, two that are as far apart in both, and one
+    for from_, to in zip(sources.tolist(), targets.tolist(), strict=True):
+        assert torch.equal(target.data[to : to + 64], source.data[from_ : from_ + 64])
+    assert int((target.data != 0).sum()) <= 6 * 64

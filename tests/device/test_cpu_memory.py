@@ -85,6 +85,18 @@ def can_map_pages() -> bool:
     return False
 
 
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="this system does not list its mappings")
+def test_memory_is_private_so_that_linux_may_give_it_huge_pages(device: CpuDevice) -> None:
+    memory = device.allocate("kv", 4 * MIB)
+    address = memory.data.data_ptr()
+    mappings = [line.split() for line in Path("/proc/self/maps").read_text(encoding="ascii").splitlines()]
+    (permissions,) = (
+        permissions for span, permissions, *_ in mappings if int(span.split("-")[0], 16) <= address < int(span.split("-")[1], 16)
+    )
+
+    assert permissions == "rw-p"
+
+
 @pytest.mark.skipif(not can_map_pages(), reason="this kernel maps pages only when they are written")
 def test_pages_are_mapped_without_anybody_writing_to_them(device: CpuDevice) -> None:
     before = resident_bytes()

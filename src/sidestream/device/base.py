@@ -115,32 +115,29 @@ class CopyBatch:
     def runs(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """The bytes as pairs `(source, target)` of uint8 `[n, size]`, one for each run of segments with equal steps in both."""
         batch = self.contiguous()
-        sources, targets = (
-            [part.tolist() for part in memory.locate(starts)]
-            for memory, starts in ((batch.source, batch.source_starts), (batch.target, batch.target_starts))
+        (source_parts, source_starts), (target_parts, target_starts) = (
+            memory.locate(starts) for memory, starts in ((batch.source, batch.source_starts), (batch.target, batch.target_starts))
         )
         first, count, size = 0, len(batch.source_starts), batch.size
-        while first < count:
-            step = _step(sources, targets, first, size)
-            stop = first + 1
-            while step is not None and stop < count and _step(sources, targets, stop - 1, size) == step:
-                stop += 1
-            shape, stride = (stop - first, size), (step or size, 1)
-            from_, to = batch.source.parts[sources[0][first]], batch.target.parts[targets[0][first]]
-            yield (
-                from_.as_strided(shape, stride, from_.storage_offset() + sources[1][first]),
-                to.as_strided(shape, stride, to.storage_offset() + targets[1][first]),
-            )
-            first = stop
+        steps = _steps(source_parts, source_starts, target_parts, target_starts, size)
+        sources, targets = ([(part, part.storage_offset()) for part in memory.parts] for memory in (batch.source, batch.target))
+        located = zip(*(array.tolist() for array in (source_parts, source_starts, target_parts, target_starts)), strict=True)
+        for index, (source_part, source_start, target_part, target_start) in enumerate(located):
+            if index < first:
+                continue
+            step, first = steps[index], index + 1
+            while step and first < count and steps[first - 1] == step:
+                first += 1
+            shape, stride = (first - index, size), (step or size, 1)
+            (from_, from_offset), (to, to_offset) = sources[source_part], targets[target_part]
+            yield from_.as_strided(shape, stride, from_offset + source_start), to.as_strided(shape, stride, to_offset + target_start)
 
 
-def _step(sources: list[list[int]], targets: list[list[int]], index: int, size: int) -> int | None:
-    """Bytes from one segment to the next, if it is the same forward step inside one part of both memories."""
-    (source_parts, source_starts), (target_parts, target_starts) = sources, targets
-    if index + 1 >= len(source_starts) or source_parts[index] != source_parts[index + 1] or target_parts[index] != target_parts[index + 1]:
-        return None
-    step = source_starts[index + 1] - source_starts[index]
-    return step if step >= size and step == target_starts[index + 1] - target_starts[index] else None
+def _steps(source_parts: Starts, source_starts: Starts, target_parts: Starts, target_starts: Starts, size: int) -> list[int]:
+    """Bytes from each segment to the next, if it is the same forward step inside one part of both memories; else 0, as behind the last one."""
+    step = np.diff(source_starts)
+    alike = (np.diff(source_parts) == 0) & (np.diff(target_parts) == 0) & (np.diff(target_starts) == step) & (step >= size)
+    return [*np.where(alike, step, 0).tolist(), 0]
 
 
 @dataclass(frozen=True, slots=True)

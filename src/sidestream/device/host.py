@@ -151,8 +151,10 @@ class HostStream:
 
     def copy(self, batch: CopyBatch) -> None:
         """Copy the segments, on the calling thread. See `Stream.copy`."""
-        for source, target in batch.runs():
-            target.copy_(source)
+        pairs = list(batch.runs())
+        if pairs:  # one call: each copy by itself would compete for the interpreter lock with a forward pass that needs it for each kernel
+            sources, targets = zip(*pairs, strict=True)
+            torch._foreach_copy_(targets, sources)
 
     def submit_copy(self, batch: CopyBatch, first: int, stop: int, *, label: str = "") -> Fence:
         """Enqueue a copy. See `Stream.submit_copy`."""
