@@ -1,4 +1,6 @@
-"""The table of hazards for docs/ordering.md, from the code: each hazard's miniatures, the tests that play them, and its mutations."""
+"""The table of hazards for docs/ordering.md, from the code: each hazard's miniatures, the tests that play them, and its
+mutations.
+"""
 
 from __future__ import annotations
 

@@ -43,7 +43,9 @@ def draw(trace: dict[str, list[dict[str, object]]], start_ms: float, stop_ms: fl
     while tick < stop_ms:
         x = _LEFT + (tick - start_ms) * scale
         parts.append(f'<line x1="{x:.1f}" y1="{_TOP - 10}" x2="{x:.1f}" y2="{height - 14}" stroke="#e3e3e3"/>')
-        parts.append(f'<text x="{x:.1f}" y="{_TOP - 16}" font-size="11" fill="#777" text-anchor="middle">{tick - start_ms:.0f} ms</text>')
+        parts.append(
+            f'<text x="{x:.1f}" y="{_TOP - 16}" font-size="11" fill="#777" text-anchor="middle">{tick - start_ms:.0f} ms</text>'
+        )
         tick += step
     for index, track in enumerate(tracks):
         y = _TOP + index * _ROW
@@ -60,7 +62,9 @@ def draw(trace: dict[str, list[dict[str, object]]], start_ms: float, stop_ms: fl
                 f'<rect x="{x:.1f}" y="{y}" width="{width:.1f}" height="{_ROW - 10}" rx="2" fill="{fill}"><title>{name}</title></rect>'
             )
             if width > 6.4 * len(name):
-                parts.append(f'<text x="{x + width / 2:.1f}" y="{y + 16}" font-size="11" fill="#fff" text-anchor="middle">{name}</text>')
+                parts.append(
+                    f'<text x="{x + width / 2:.1f}" y="{y + 16}" font-size="11" fill="#fff" text-anchor="middle">{name}</text>'
+                )
     return "\n".join([*parts, "</svg>", ""])
 
 

@@ -1,7 +1,9 @@
-"""Write the tables of README and docs from the files in bench/results; with `--check`, only say whether they are up to date.
+"""Write the tables of README and docs from the files in bench/results; with `--check`, only say whether they are up to
+date.
 
-A table stands between `<!-- figures: NAME … -->` and `<!-- end -->`; NAME is a file of bench/results without its ending. `bounds` in the place
-of `figures` shows only those that have a bound. The table of hazards stands behind `<!-- hazards -->` and is made from the code (`hazards.py`).
+A table stands between `<!-- figures: NAME … -->` and `<!-- end -->`; NAME is a file of bench/results without its
+ending. `bounds` in the place of `figures` shows only those that have a bound. The table of hazards stands behind `<!--
+hazards -->` and is made from the code (`hazards.py`).
 """
 
 from __future__ import annotations
@@ -15,13 +17,17 @@ from hazards import hazard_table
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench" / "results"
-_MARKED = re.compile(r"(<!-- (?P<which>figures|bounds): (?P<names>[\w\-. ]+) -->\n)(?P<table>.*?)(?P<end><!-- end -->)", re.DOTALL)
+_MARKED = re.compile(
+    r"(<!-- (?P<which>figures|bounds): (?P<names>[\w\-. ]+) -->\n)(?P<table>.*?)(?P<end><!-- end -->)", re.DOTALL
+)
 _MARKER = re.compile(r"<!-- (?:figures|bounds)\b")
 _HAZARDS = re.compile(r"(<!-- hazards -->\n)(?P<table>.*?)(<!-- end -->)", re.DOTALL)
 
 
 def table(names: list[str], *, bounded: bool = False) -> str:
-    """One markdown table for several result files, with the machine and the commands below it. `bounded`: only figures that have a bound."""
+    """One markdown table for several result files, with the machine and the commands below it. `bounded`: only figures
+    that have a bound.
+    """
     reports = [json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8")) for name in names]
     lines = ["| figure | measured | unit | bound | holds |", "| --- | ---: | --- | --- | --- |"]
     for report in reports:
@@ -41,11 +47,17 @@ def table(names: list[str], *, bounded: bool = False) -> str:
 
 
 def rewritten(text: str) -> str:
-    """The text with every marked table made anew. Raises ValueError for a marker that names no table, which would stay as it is, unseen."""
+    """The text with every marked table made anew. Raises ValueError for a marker that names no table, which would stay
+    as it is, unseen.
+    """
     marked, markers = len(_MARKED.findall(text)), len(_MARKER.findall(text))
     if marked != markers:
-        raise ValueError(f"{markers} markers of tables, of which {marked} name files and have an end: see the head of bench/tables.py")
-    text = _MARKED.sub(lambda found: found[1] + table(found["names"].split(), bounded=found["which"] == "bounds") + found["end"], text)
+        raise ValueError(
+            f"{markers} markers of tables, of which {marked} name files and have an end: see the head of bench/tables.py"
+        )
+    text = _MARKED.sub(
+        lambda found: found[1] + table(found["names"].split(), bounded=found["which"] == "bounds") + found["end"], text
+    )
     return _HAZARDS.sub(lambda found: found[1] + hazard_table() + found[3], text)
 
 

@@ -15,7 +15,9 @@ BLOCK, BLOCKS, STEPS = 64, 2, 6
 
 
 def offload(policy: str, seed: int, *, fixed: bool) -> tuple[list[str], bool]:
-    """Compute blocks into a device pool of two and copy each to the host; what the checker found, and whether the host's bytes are right."""
+    """Compute blocks into a device pool of two and copy each to the host; what the checker found, and whether the
+    host's bytes are right.
+    """
     device, checker = simulated(policy, seed)
     kv, host = device.allocate("kv", BLOCKS * BLOCK), device.allocate_host("host", STEPS * BLOCK)
     compute, store = device.stream("compute"), device.stream("store")

@@ -1,6 +1,7 @@
 """Nothing here reaches a network: models are tiny and made on the spot, servers listen on loopback.
 
-Without a GPU, Triton's kernels run in its interpreter. That must be asked for before triton is imported for the first time.
+Without a GPU, Triton's kernels run in its interpreter. That must be asked for before triton is imported for the first
+time.
 """
 
 import importlib.util
@@ -42,7 +43,8 @@ def _interpret() -> None:
 
     interpreter._patch_lang_tensor = patch_and_index
 
-    # A third of a launch is the language's members being replaced and put back. Every kernel here is interpreted: they may stay replaced.
+    # A third of a launch is the language's members being replaced and put back. Every kernel here is interpreted: they
+    # may stay replaced.
     replace, replaced = interpreter._patch_lang, set[str]()
 
     def replace_once(kernel: Any) -> Any:
@@ -71,7 +73,9 @@ if not torch.cuda.is_available() and importlib.util.find_spec("triton") is not N
 
 @pytest.fixture(autouse=True)
 def garbage_stays(request: pytest.FixtureRequest) -> Iterator[None]:
-    """An LLM has all there is looked through for garbage: half a second with every test's modules, and nobody here waits for a collection."""
+    """An LLM has all there is looked through for garbage: half a second with every test's modules, and nobody here
+    waits for a collection.
+    """
     with pytest.MonkeyPatch.context() as patch:
         if "sidestream.loading" in sys.modules and request.node.get_closest_marker("settles_garbage") is None:
             patch.setattr(sys.modules["sidestream.loading"], "settle_garbage", lambda: lambda: None)

@@ -1,4 +1,6 @@
-"""The interface for event loops, with a real tiny model, whose engine runs in a process of its own or on a thread of this one."""
+"""The interface for event loops, with a real tiny model, whose engine runs in a process of its own or on a thread of
+this one.
+"""
 
 from __future__ import annotations
 
@@ -67,7 +69,9 @@ def llm(directory: Path) -> Iterator[LLM]:
 
 
 @pytest.fixture(scope="module", params=[True, False], ids=["process", "thread"])
-def model(request: pytest.FixtureRequest, directory: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[AsyncLLM]:
+def model(
+    request: pytest.FixtureRequest, directory: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[AsyncLLM]:
     """One of each kind for all tests that need none of their own: a process takes seconds to start."""
     offload = OffloadConfig(host="8MiB", disk=tmp_path_factory.mktemp("kv"))
     model = AsyncLLM(directory, **SIZES, offload=offload, engine_process=request.param)
@@ -178,14 +182,20 @@ def test_sampling_defaults_of_the_checkpoint_count(model: AsyncLLM) -> None:
     news = asyncio.run(news_of(model, "The whale", SamplingParams(n=4, seed=1, max_tokens=8, ignore_eos=True)))
     answers = {tokens_of(news, index) for index in range(4)}
     assert [len(answer) for answer in answers] == [8]  # one, as top_k 1 leaves no choice
-    freely = asyncio.run(news_of(model, "The whale", SamplingParams(n=4, seed=1, max_tokens=8, top_k=0, ignore_eos=True)))
+    freely = asyncio.run(
+        news_of(model, "The whale", SamplingParams(n=4, seed=1, max_tokens=8, top_k=0, ignore_eos=True))
+    )
     assert len({tokens_of(freely, index) for index in range(4)}) == 4
 
 
-def test_it_chats_and_tokenizes_beside_the_event_loop(model: AsyncLLM, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_chats_and_tokenizes_beside_the_event_loop(
+    model: AsyncLLM, llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
     makers: list[threading.Thread] = []
     lay_out = model.tokenizer.chat
-    monkeypatch.setattr(model.tokenizer, "chat", lambda messages: makers.append(threading.current_thread()) or lay_out(messages))
+    monkeypatch.setattr(
+        model.tokenizer, "chat", lambda messages: makers.append(threading.current_thread()) or lay_out(messages)
+    )
 
     async def use() -> list[Delta]:
         return [delta async for delta in model.chat(QUESTION, GREEDY)]
@@ -257,7 +267,9 @@ def run_first(monkeypatch: pytest.MonkeyPatch, lines: str) -> None:
     """Have an engine's process run these lines before it begins."""
     command = process_module.child_command
     monkeypatch.setattr(
-        process_module, "child_command", lambda module, *numbers: [*command(module, *numbers)[:-1], lines + command(module, *numbers)[-1]]
+        process_module,
+        "child_command",
+        lambda module, *numbers: [*command(module, *numbers)[:-1], lines + command(module, *numbers)[-1]],
     )
 
 
@@ -333,7 +345,13 @@ def test_it_tells_how_far_the_start_is_and_leaves_nothing_at_its_end(
     async def use_again(what: Any) -> None:
         await what()
 
-    calls = (lambda: anext(model.generate("hi")), lambda: anext(model.chat(QUESTION)), model.flush, model.reset_cache, model.__aenter__)
+    calls = (
+        lambda: anext(model.generate("hi")),
+        lambda: anext(model.chat(QUESTION)),
+        model.flush,
+        model.reset_cache,
+        model.__aenter__,
+    )
     for call in calls:
         with pytest.raises(EngineStopped, match=r"^this AsyncLLM is closed: make a new one$"):
             asyncio.run(use_again(call))
@@ -375,7 +393,11 @@ def test_an_order_that_is_wrong_is_an_error_at_the_end(
 
 @KINDS
 def test_a_start_that_fails_raises_why_once_and_leaves_no_process(
-    engine_process: bool, directory: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], started: list[subprocess.Popen[bytes]]
+    engine_process: bool,
+    directory: Path,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    started: list[subprocess.Popen[bytes]],
 ) -> None:
     def failure_of(model: Path, options: dict[str, Any]) -> SidestreamError:
         with pytest.raises(SidestreamError) as failure:

@@ -50,4 +50,4 @@ def test_a_store_that_leaves_a_layer_out_is_an_error_at_the_end(model: Path, tmp
 
 def test_nobody_is_told_where_nobody_asked(model: Path) -> None:
     with LLM(model, kv_memory="128KiB", compute_threads=1) as llm:
-        assert llm.engine.parts.device.witness is None
+        assert llm.engine.parts.device.tracer is None

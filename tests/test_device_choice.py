@@ -56,12 +56,16 @@ def a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("no_gpu")
 def test_without_a_gpu_auto_is_the_cpu_and_cuda_is_an_error_that_says_what_is_missing() -> None:
     assert torch_device("auto") == torch_device("cpu") == torch.device("cpu")
-    with pytest.raises(ConfigError, match=r"device is 'cuda': the CUDA driver cannot be loaded \(injected\): install NVIDIA's driver"):
+    with pytest.raises(
+        ConfigError, match=r"device is 'cuda': the CUDA driver cannot be loaded \(injected\): install NVIDIA's driver"
+    ):
         torch_device("cuda")
 
 
 @pytest.mark.usefixtures("a_gpu")
-def test_auto_refuses_blocks_that_the_gpu_cannot_read_before_anything_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_refuses_blocks_that_the_gpu_cannot_read_before_anything_is_loaded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
     with pytest.raises(ConfigError, match=_BAD_BLOCKS):
         LLM("no such model", block_tokens=8)
@@ -102,6 +106,8 @@ def test_what_there_is_once_it_serves_is_off_the_garbage_collectors_list_until_i
     before, thresholds = gc.get_freeze_count(), gc.get_threshold()
     with LLM(tiny_model_dir("llama", tmp_path, 1), kv_memory="8MiB", compute_threads=1):
         assert gc.get_freeze_count() > before + 10_000
-        assert gc.get_threshold()[0] > 5_000  # or young objects would be looked through in every step of a few hundred requests
+        assert (
+            gc.get_threshold()[0] > 5_000
+        )  # or young objects would be looked through in every step of a few hundred requests
     assert gc.get_freeze_count() == 0
     assert gc.get_threshold() == thresholds

@@ -81,7 +81,10 @@ def trapped_tokenizer(tmp_path: Path, marker: Path) -> Path:
     """A directory whose own code defines the tokenizer."""
     directory = tiny_model_dir("llama", tmp_path / "trapped_tokenizer", 0)
     set_trap(directory, marker)
-    tokenizer = {"tokenizer_class": "TrapTokenizer", "auto_map": {"AutoTokenizer": ["trap.TrapTokenizer", "trap.TrapTokenizer"]}}
+    tokenizer = {
+        "tokenizer_class": "TrapTokenizer",
+        "auto_map": {"AutoTokenizer": ["trap.TrapTokenizer", "trap.TrapTokenizer"]},
+    }
     edit_json(directory / "tokenizer_config.json", **tokenizer)
     edit_json(directory / "config.json", model_type="trap")
     return directory
@@ -115,7 +118,9 @@ ENTRIES: dict[str, Callable[[str], object]] = {
 
 
 @pytest.mark.parametrize("entry", ENTRIES)
-def test_a_model_that_needs_its_own_code_is_refused_and_its_code_does_not_run(trapped: Path, marker: Path, entry: str) -> None:
+def test_a_model_that_needs_its_own_code_is_refused_and_its_code_does_not_run(
+    trapped: Path, marker: Path, entry: str
+) -> None:
     with pytest.raises(ModelError) as caught:
         ENTRIES[entry](str(trapped))
     assert f"its model_type 'trap' {OWN_CODE}: choose a model of a type that transformers knows" in str(caught.value)
@@ -138,9 +143,13 @@ def test_a_model_that_needs_its_own_code_is_refused_and_its_code_does_not_run(tr
     ],
     ids=" ".join,
 )
-def test_no_command_runs_the_code_of_a_model(trapped: Path, llama: Path, marker: Path, tmp_path: Path, command: tuple[str, ...]) -> None:
+def test_no_command_runs_the_code_of_a_model(
+    trapped: Path, llama: Path, marker: Path, tmp_path: Path, command: tuple[str, ...]
+) -> None:
     given = {"MODEL": str(trapped), "LLAMA": str(llama), "OUT": str(tmp_path / "head.safetensors")}
-    result = CliRunner().invoke(app, [given.get(word, word) for word in command], input="y\n" * 20, prog_name="sidestream")
+    result = CliRunner().invoke(
+        app, [given.get(word, word) for word in command], input="y\n" * 20, prog_name="sidestream"
+    )
     assert not marker.exists()
     assert result.exit_code == 2, result.output
     assert OWN_CODE in " ".join(result.output.split())
@@ -154,7 +163,10 @@ def test_models_prepare_takes_no_directory(trapped: Path, marker: Path) -> None:
 
 @pytest.mark.parametrize(
     ("proposer", "field", "said"),
-    [("draft", "model", "the draft model: model trapped: its model_type 'trap' needs"), ("mtp", "head", "carries no head")],
+    [
+        ("draft", "model", "the draft model: model trapped: its model_type 'trap' needs"),
+        ("mtp", "head", "carries no head"),
+    ],
 )
 def test_a_draft_model_or_a_head_does_not_run_its_code(
     trapped: Path, llama: Path, marker: Path, proposer: Any, field: str, said: str
@@ -171,21 +183,30 @@ def test_the_baseline_of_a_benchmark_runs_no_code_either(trapped: Path, marker: 
     assert not marker.exists()
 
 
-def test_a_tokenizer_that_needs_code_is_refused_and_its_code_does_not_run(trapped_tokenizer: Path, marker: Path) -> None:
+def test_a_tokenizer_that_needs_code_is_refused_and_its_code_does_not_run(
+    trapped_tokenizer: Path, marker: Path
+) -> None:
     with pytest.raises(ModelError) as caught:
         Tokenizer.load(str(trapped_tokenizer))
-    assert "needs code of its own (auto_map in tokenizer_config.json), which Sidestream never runs: add a tokenizer.json" in str(
-        caught.value
+    assert (
+        "needs code of its own (auto_map in tokenizer_config.json), which Sidestream never runs: add a tokenizer.json"
+        in str(caught.value)
     )
     assert not marker.exists()
 
 
-def test_a_model_of_a_known_type_is_served_by_transformers_code_though_it_brings_its_own(tmp_path: Path, marker: Path) -> None:
+def test_a_model_of_a_known_type_is_served_by_transformers_code_though_it_brings_its_own(
+    tmp_path: Path, marker: Path
+) -> None:
     """Many checkpoints are older than the support of their model in transformers."""
     directory = tiny_model_dir("llama", tmp_path / "both", 0)
     set_trap(directory, marker)
-    edit_json(directory / "config.json", auto_map={"AutoConfig": "trap.TrapConfig", "AutoModelForCausalLM": "trap.TrapModel"})
-    edit_json(directory / "tokenizer_config.json", auto_map={"AutoTokenizer": ["trap.TrapTokenizer", "trap.TrapTokenizer"]})
+    edit_json(
+        directory / "config.json", auto_map={"AutoConfig": "trap.TrapConfig", "AutoModelForCausalLM": "trap.TrapModel"}
+    )
+    edit_json(
+        directory / "tokenizer_config.json", auto_map={"AutoTokenizer": ["trap.TrapTokenizer", "trap.TrapTokenizer"]}
+    )
     edit_json(directory / "generation_config.json", custom_generate="trap")
 
     assert Tokenizer.load(str(directory)).encode("a")
@@ -209,7 +230,9 @@ def _auto_loaders(tree: ast.AST) -> list[tuple[int, bool]]:
         id(node.func)
         for node in ast.walk(tree)
         if isinstance(node, ast.Call)
-        and any(word.arg == "trust_remote_code" and getattr(word.value, "value", None) is False for word in node.keywords)
+        and any(
+            word.arg == "trust_remote_code" and getattr(word.value, "value", None) is False for word in node.keywords
+        )
     }
     return [
         (node.lineno, id(node) in safe)

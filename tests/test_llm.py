@@ -1,4 +1,6 @@
-"""The interface for scripts, with a real tiny model: many prompts through a short queue, and nothing left behind by a failure."""
+"""The interface for scripts, with a real tiny model: many prompts through a short queue, and nothing left behind by a
+failure.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,9 @@ from sidestream.text import Detokenizer, StopStrings
 from sidestream.types import Delta
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
-PROMPTS = [f"The {name} " * 3 for name in ("whale", "ship", "sea", "crew", "mate", "boat", "wind", "rope", "mast", "sail")]
+PROMPTS = [
+    f"The {name} " * 3 for name in ("whale", "ship", "sea", "crew", "mate", "boat", "wind", "rope", "mast", "sail")
+]
 BOUND = 3
 
 
@@ -76,7 +80,12 @@ class Watched:
 
 def test_whoever_starts_it_is_told_what_the_start_is_at(tmp_path: Path) -> None:
     told: list[tuple[str, int, int]] = []
-    with LLM(tiny_model_dir("llama", tmp_path, seed=1), kv_memory="8MiB", compute_threads=1, tell=lambda *news: told.append(news)):
+    with LLM(
+        tiny_model_dir("llama", tmp_path, seed=1),
+        kv_memory="8MiB",
+        compute_threads=1,
+        tell=lambda *news: told.append(news),
+    ):
         assert told == [("reading the weights", 0, 0)]
 
 
@@ -114,7 +123,9 @@ def test_of_news_that_nobody_reads_one_by_one_nothing_lies_about(llm: LLM) -> No
     assert max(lying) <= 2 * len(PROMPTS) + 2  # the first of each, and one on its way
 
 
-def test_more_prompts_than_the_queue_takes_are_all_answered_in_their_order(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_prompts_than_the_queue_takes_are_all_answered_in_their_order(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
     alone = [llm.generate(prompt, GREEDY)[0].token_ids for prompt in PROMPTS]
     watched = Watched(llm, monkeypatch)
     together = llm.generate(PROMPTS, GREEDY)
@@ -140,7 +151,9 @@ def test_each_prompt_may_have_params_of_its_own(llm: LLM) -> None:
 def test_a_queue_that_others_fill_is_told_and_nobody_waits_for_them(llm: LLM) -> None:
     told: list[Delta] = []
     with Hold(llm.engine.parts.device._streams["compute"]):  # type: ignore[attr-defined]
-        others = llm.engine.submit([1, 2, 3], SamplingParams(max_tokens=1, n=BOUND, temperature=0, ignore_eos=True), told.append)
+        others = llm.engine.submit(
+            [1, 2, 3], SamplingParams(max_tokens=1, n=BOUND, temperature=0, ignore_eos=True), told.append
+        )
         with pytest.raises(QueueFull, match="raise max_waiting"):
             llm.generate(PROMPTS, GREEDY)
         assert llm.engine.unfinished == len(others.request_ids)
@@ -180,12 +193,16 @@ class _Broken:
         return ""
 
 
-def test_text_of_a_stream_is_that_of_the_whole_and_the_engine_thread_makes_none(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_text_of_a_stream_is_that_of_the_whole_and_the_engine_thread_makes_none(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
     whole = llm.generate(PROMPTS[0], GREEDY)[0].text
     assert whole
     makers = []
     push = Detokenizer.push
-    monkeypatch.setattr(Detokenizer, "push", lambda self, token: makers.append(threading.current_thread()) or push(self, token))
+    monkeypatch.setattr(
+        Detokenizer, "push", lambda self, token: makers.append(threading.current_thread()) or push(self, token)
+    )
     assert "".join(delta.text for delta in llm.stream(PROMPTS[0], GREEDY)) == whole
     assert set(makers) == {threading.current_thread()}
     makers.clear()
@@ -194,7 +211,9 @@ def test_text_of_a_stream_is_that_of_the_whole_and_the_engine_thread_makes_none(
 
 
 def stop_within(llm: LLM, prompt: str, *, max_tokens: int) -> tuple[SamplingParams, int]:
-    """Parameters with a stop string that occurs early in the greedy answer to `prompt`, and the number of tokens until it is found."""
+    """Parameters with a stop string that occurs early in the greedy answer to `prompt`, and the number of tokens until
+    it is found.
+    """
     free = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
     text, tokens = "", list[int]()
     for delta in llm.stream(prompt, dataclasses.replace(free, max_tokens=24)):
@@ -206,7 +225,9 @@ def stop_within(llm: LLM, prompt: str, *, max_tokens: int) -> tuple[SamplingPara
 
 
 def test_prompts_of_one_call_each_end_at_their_own_stop_string(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The engine waits at the token that completes a stop string until it is told to end the answer; then it emits no further one."""
+    """The engine waits at the token that completes a stop string until it is told to end the answer; then it emits no
+    further one.
+    """
     asked = [stop_within(llm, prompt, max_tokens=400) for prompt in PROMPTS]
     needed = {tuple(llm.tokenizer.encode(prompt)): count for prompt, (_, count) in zip(PROMPTS, asked, strict=True)}
     submit, abort = llm.engine.submit, llm.engine.abort
@@ -270,7 +291,9 @@ def test_a_stream_ends_at_its_stop_string_and_leaves_nothing_in_the_engine(llm: 
     assert llm.metrics.value("requests_total", "stop") == stopped + 1
 
 
-def test_the_engine_thread_needs_no_tokenizer_though_stop_strings_are_looked_for(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_engine_thread_needs_no_tokenizer_though_stop_strings_are_looked_for(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
     params, _ = stop_within(llm, PROMPTS[3], max_tokens=40)
     users: set[threading.Thread] = set()
 
@@ -293,7 +316,9 @@ def test_the_engine_thread_needs_no_tokenizer_though_stop_strings_are_looked_for
     assert users == {threading.current_thread()}
 
 
-def test_a_tokenizer_that_fails_is_an_error_of_the_request_and_leaves_nothing_running(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tokenizer_that_fails_is_an_error_of_the_request_and_leaves_nothing_running(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(llm.tokenizer, "detokenizer", _Broken)
     with pytest.raises(RequestError, match="the tokenizer failed: injected"):
         list(llm.stream(PROMPTS[0], SamplingParams(max_tokens=900, ignore_eos=True)))
@@ -345,7 +370,10 @@ def test_what_is_no_prompt_is_refused_by_name(llm: LLM, prompts: Any, words: str
 @pytest.mark.parametrize(
     ("params", "words"),
     [
-        ({"temperature": 0, "max_tokens": 9}, r"params is {.+}: .+ such as SamplingParams\(temperature=0, max_tokens=9\)"),
+        (
+            {"temperature": 0, "max_tokens": 9},
+            r"params is {.+}: .+ such as SamplingParams\(temperature=0, max_tokens=9\)",
+        ),
         (5, r"params is 5: give a SamplingParams object, such as SamplingParams\(temperature=0\)"),
         ("greedy", "params is 'greedy': give a SamplingParams object"),
         (SamplingParams, "params is the class SamplingParams: give a SamplingParams object"),
@@ -361,7 +389,9 @@ def test_what_is_no_sampling_params_is_refused_by_name(llm: LLM, params: Any, wo
 
 @pytest.mark.parametrize("messages", ["hi", b"hi", None, 5, {"role": "user", "content": "hi"}], ids=repr)
 def test_what_is_no_list_of_messages_is_refused_with_an_example(llm: LLM, messages: Any) -> None:
-    with pytest.raises(RequestRejected, match=r'^messages is .+: give a list of messages, such as \[{"role": "user", "content"') as refusal:
+    with pytest.raises(
+        RequestRejected, match=r'^messages is .+: give a list of messages, such as \[{"role": "user", "content"'
+    ) as refusal:
         llm.chat(messages)
     assert refusal.value.param == "messages"
 
@@ -402,7 +432,9 @@ def test_a_closed_model_says_so(tmp_path: Path) -> None:
         (SpeculativeConfig, "proposr", "proposer", ConfigError),
     ],
 )
-def test_an_unknown_option_names_the_nearest_known_one(kind: type, wrong: str, near: str, error: type[SidestreamError]) -> None:
+def test_an_unknown_option_names_the_nearest_known_one(
+    kind: type, wrong: str, near: str, error: type[SidestreamError]
+) -> None:
     with pytest.raises(error, match=f"^no option {wrong}; did you mean {near}\\?$"):
         kind(**{wrong: 1})
     with pytest.raises(error, match=f"^no option {wrong}; did you mean {near}\\?$"):
@@ -419,7 +451,9 @@ def with_sampling_defaults(directory: Path, **fields: Any) -> Path:
     return directory
 
 
-def test_sampling_defaults_of_the_checkpoint_count_where_a_request_says_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_sampling_defaults_of_the_checkpoint_count_where_a_request_says_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.INFO, "sidestream.loading")
     directory = with_sampling_defaults(tmp_path, temperature=20.0, top_k=1)
     eight = SamplingParams(n=8, seed=1, max_tokens=8, ignore_eos=True)
@@ -445,7 +479,8 @@ def test_sampling_defaults_of_the_checkpoint_count_where_a_request_says_nothing(
 def test_a_bad_sampling_default_is_refused_before_the_weights_are_read(tmp_path: Path) -> None:
     directory, told = with_sampling_defaults(tmp_path, top_p=1.5), list[str]()
     with pytest.raises(
-        ModelError, match=r"generation_config\.json: top_p is 1\.5: it must be a number in \(0\.0, 1\.0\]; correct the file"
+        ModelError,
+        match=r"generation_config\.json: top_p is 1\.5: it must be a number in \(0\.0, 1\.0\]; correct the file",
     ):
         LLM(directory, kv_memory="8MiB", compute_threads=1, tell=lambda what, done, total: told.append(what))
     assert told == []

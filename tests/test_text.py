@@ -57,7 +57,9 @@ def sentencepiece_tokens() -> list[str]:
 
 def llama_style() -> PreTrainedTokenizerFast:
     """Sentencepiece with bytes for unknown characters, the first space taken away."""
-    decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
     return sentencepiece(decoder)
 
 
@@ -90,7 +92,9 @@ def any_tokens(name: str) -> st.SearchStrategy[list[int]]:
     """Uniform tokens, and runs of a few, which break more."""
     token = st.integers(0, TOKENIZERS[name].vocab_size - 1)
     runs = st.builds(lambda some, times: some * times, st.lists(token, max_size=3), st.integers(1, 30))
-    return st.lists(st.one_of(st.lists(token, max_size=8), runs), max_size=6).map(lambda lists: [t for part in lists for t in part])
+    return st.lists(st.one_of(st.lists(token, max_size=8), runs), max_size=6).map(
+        lambda lists: [t for part in lists for t in part]
+    )
 
 
 @every_tokenizer
@@ -194,7 +198,9 @@ stop_lists = st.lists(st.text("ab", min_size=1, max_size=5), max_size=4)
 
 @settings(max_examples=500)
 @given(pieces=st.lists(naive_alphabet, max_size=8), stops=stop_lists, include=st.booleans())
-def test_stop_strings_agree_with_a_naive_search_for_any_split(pieces: list[str], stops: list[str], include: bool) -> None:
+def test_stop_strings_agree_with_a_naive_search_for_any_split(
+    pieces: list[str], stops: list[str], include: bool
+) -> None:
     search = StopStrings(stops, include=include)
     shown = ""
     for piece in pieces:
@@ -270,7 +276,9 @@ def test_load_does_not_warn_of_sampling_options_beside_the_end_of_sequence(
 ) -> None:
     """transformers would say that they "may be ignored"; the engine honours them."""
     monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
-    (model_dir / "generation_config.json").write_text('{"eos_token_id": 7, "temperature": 0.6, "top_k": 23}', encoding="utf-8")
+    (model_dir / "generation_config.json").write_text(
+        '{"eos_token_id": 7, "temperature": 0.6, "top_k": 23}', encoding="utf-8"
+    )
     assert 7 in Tokenizer.load(str(model_dir)).eos_ids
     assert caplog.records == []
 
@@ -340,7 +348,9 @@ def test_a_template_that_lays_any_role_out_is_not_taken_to_know_tools(model_dir:
     """It would write the role's name and leave the calls out."""
     tokenizer = Tokenizer.load(str(model_dir))
     tokenizer._backend.chat_template = "{% for m in messages %}<s>{{ m.role }}: {{ m.content }}</s>{% endfor %}"
-    with pytest.raises(RequestRejected, match=r"messages\[1\]\.role is tool, which this model's chat template does not know") as refused:
+    with pytest.raises(
+        RequestRejected, match=r"messages\[1\]\.role is tool, which this model's chat template does not know"
+    ) as refused:
         tokenizer.chat([*ask(), *ask(role="tool")])
     assert refused.value.param == "messages[1].role"
     with pytest.raises(RequestRejected, match=r"knows no messages\[0\]\.tool_calls") as refused:
@@ -380,7 +390,9 @@ def test_chat_without_a_template_is_refused() -> None:
         (ask(), {"enable_thinking": True}, "has no option enable_thinking", "enable_thinking"),
     ],
 )
-def test_chat_refuses_what_it_cannot_honour(model_dir: Path, messages: Any, options: Any, reason: str, param: str | None) -> None:
+def test_chat_refuses_what_it_cannot_honour(
+    model_dir: Path, messages: Any, options: Any, reason: str, param: str | None
+) -> None:
     with pytest.raises(RequestRejected, match=reason) as refused:
         Tokenizer.load(str(model_dir)).chat(messages, **options)
     assert refused.value.param == param

@@ -45,14 +45,18 @@ class AsyncLLM(FrontEnd):
         tell: Tell = lambda what, done, total: None,
         **options: Any,
     ) -> None:
-        """Load `model` (a directory, a hub id or a name of `sidestream models`) and start an engine; blocks until it serves.
+        """Load `model` (a directory, a hub id or a name of `sidestream models`) and start an engine; blocks until it
+        serves.
 
-        options         fields of EngineConfig, such as `kv_memory="2GiB"` or `offload=OffloadConfig(...)`; not together with `config`
+        options         fields of EngineConfig, such as `kv_memory="2GiB"` or `offload=OffloadConfig(...)`; not together
+                        with `config`
         engine_process  False: the engine runs on a thread of this process, and shares its interpreter lock
-        tell            is told what the start is at, in words, and how much of that is done, of how much (0 of 0: unknown)
+        tell            is told what the start is at, in words, and how much of that is done, of how much (0 of 0:
+                        unknown)
         timeline        file that `close` writes: what each stream did when, for ui.perfetto.dev
-        check_order     judge with vector clocks that nothing is read or reused too early (`sidestream.testing.checker`); `close` raises
-                        RaceError if anything was. For finding bugs: a step takes up to twice as long
+        check_order     judge with vector clocks that nothing is read or reused too early
+                        (`sidestream.testing.checker`); `close` raises RaceError if anything was. For finding bugs: a
+                        step takes up to twice as long
 
         Raises ConfigError (ModelError for the model's part).
         """
@@ -62,7 +66,9 @@ class AsyncLLM(FrontEnd):
         self._closed = False
         self._close_engine: Callable[[float], None]
         if engine_process:
-            process = EngineProcess(str(model), self.config, timeline=timeline, check_order=check_order, progress=progress, tell=tell)
+            process = EngineProcess(
+                str(model), self.config, timeline=timeline, check_order=check_order, progress=progress, tell=tell
+            )
             try:
                 tokenizer = Tokenizer.load(process.facts.model)
                 remote = RemoteClient.connect(process.attach(), why_gone=process.why_gone)
@@ -76,7 +82,9 @@ class AsyncLLM(FrontEnd):
                 process.close(drain_s=drain_s)
 
         else:
-            loaded = LoadedEngine(model, self.config, timeline=timeline, check_order=check_order, progress=progress, tell=tell)
+            loaded = LoadedEngine(
+                model, self.config, timeline=timeline, check_order=check_order, progress=progress, tell=tell
+            )
             super().__init__(InProcessClient(loaded.engine), loaded.tokenizer, model_name=name_of(model))
             self.engine_pid = None
 
@@ -96,7 +104,9 @@ class AsyncLLM(FrontEnd):
         await self.client.reset_cache()
 
     async def close(self, *, drain_s: float = 0.0) -> None:
-        """Abort what runs (after `drain_s` seconds), bring what is complete to the tiers, end the engine and its process. Idempotent."""
+        """Abort what runs (after `drain_s` seconds), bring what is complete to the tiers, end the engine and its
+        process. Idempotent.
+        """
         self._closed = True
         try:
             await asyncio.to_thread(self._close_engine, drain_s)
@@ -112,5 +122,7 @@ class AsyncLLM(FrontEnd):
         self._check_open()
         return self
 
-    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         await self.close()

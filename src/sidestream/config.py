@@ -94,7 +94,11 @@ class OffloadConfig:
     def __post_init__(self) -> None:
         parse_bytes(self.host, option="offload host")
         parse_bytes(self.disk_capacity, option="offload disk_capacity")
-        if not (isinstance(self.load_deadline_s, int | float) and self.load_deadline_s > 0 and math.isfinite(self.load_deadline_s)):
+        if not (
+            isinstance(self.load_deadline_s, int | float)
+            and self.load_deadline_s > 0
+            and math.isfinite(self.load_deadline_s)
+        ):
             raise ConfigError(f"load_deadline_s is {self.load_deadline_s!r}: give a positive number of seconds")
         if self.disk is not None and self.host_bytes == 0:
             raise ConfigError("offload to disk goes through host memory: give host a size, such as 256MiB")
@@ -119,17 +123,21 @@ MOST_DRAFTS = 16
 @options_checked(ConfigError)
 @dataclass(frozen=True, slots=True)
 class SpeculativeConfig:
-    """Drafting of tokens that the model then verifies several at a time. It changes how soon a token comes, and never which, up to rounding.
+    """Drafting of tokens that the model then verifies several at a time. It changes how soon a token comes, and never
+    which, up to rounding.
 
-    proposer     `"ngram"`: what followed the last tokens when they came before in the request; `"mtp"`: a head that was trained for the model;
-                 `"draft"`: a smaller model with the same tokenizer
-    head         of `"mtp"`: its file, or the directory of a checkpoint that carries it; None: the model's own carries it,
-                 or Sidestream does, for the demo model
+    proposer     `"ngram"`: what followed the last tokens when they came before in the request; `"mtp"`: a head that was
+                 trained for the model; `"draft"`: a smaller model with the same tokenizer
+    head         of `"mtp"`: its file, or the directory of a checkpoint that carries it; None: the model's own carries
+                 it, or Sidestream does, for the demo model
     model        of `"draft"`: a directory, a hub id or a name of `sidestream models`
     max_drafts   tokens to draft for a request in a step at most
-    adaptive     draft as many as are likely enough to be right for what they cost, none if need be; False: always `max_drafts`
-    max_slowdown with `adaptive`: share by which drafts may slow any request down over its life, its own that fail and those of others beside it;
-                 finding out what drafts cost comes on top, a hundredth at most. `math.inf`: as many tokens as possible of all together
+    adaptive     draft as many as are likely enough to be right for what they cost, none if need be; False: always
+                 `max_drafts`
+    max_slowdown with `adaptive`: share by which drafts may slow any request down over its life, its own that fail and
+    those of others beside it;
+                 finding out what drafts cost comes on top, a hundredth at most. `math.inf`: as many tokens as possible
+                 of all together
     """
 
     proposer: str = "ngram"
@@ -141,20 +149,28 @@ class SpeculativeConfig:
 
     def __post_init__(self) -> None:
         if self.head is not None and self.proposer != "mtp":
-            raise ConfigError(f"head is {self.head}, but the proposer is {self.proposer}: heads are for mtp; leave it out, or choose that")
+            raise ConfigError(
+                f"head is {self.head}, but the proposer is {self.proposer}: heads are for mtp; leave it out, or choose that"
+            )
         if self.model is not None and self.proposer != "draft":
             raise ConfigError(
                 f"the draft model is {self.model}, but the proposer is {self.proposer}: draft models are for draft; leave it out, or choose that"
             )
         if self.model is None and self.proposer == "draft":
-            raise ConfigError("the proposer is draft, and there is no draft model: give model, a smaller one with the same tokenizer")
+            raise ConfigError(
+                "the proposer is draft, and there is no draft model: give model, a smaller one with the same tokenizer"
+            )
         if self.proposer not in PROPOSERS:
             raise ConfigError(unknown_name("proposer", str(self.proposer), PROPOSERS))
         _at_least("max_drafts", self.max_drafts, 1)
         if not (isinstance(self.max_slowdown, int | float) and self.max_slowdown >= 0):
-            raise ConfigError(f"max_slowdown is {self.max_slowdown}: give a share from 0, such as 0.01, or inf for no bound")
+            raise ConfigError(
+                f"max_slowdown is {self.max_slowdown}: give a share from 0, such as 0.01, or inf for no bound"
+            )
         if self.max_drafts > MOST_DRAFTS:
-            raise ConfigError(f"max_drafts is {self.max_drafts}: at most {MOST_DRAFTS} tokens are drafted at once; lower it")
+            raise ConfigError(
+                f"max_drafts is {self.max_drafts}: at most {MOST_DRAFTS} tokens are drafted at once; lower it"
+            )
 
 
 # Defaults, on a CPU and on a GPU.
@@ -185,24 +201,27 @@ class EngineConfig:
     """How an engine runs one model.
 
     device          `"cpu"`, `"cuda"`, or `"auto"`: cuda where a GPU can be used
-    kv_memory       bytes of the device's block pool; None: 1 GiB on a CPU; on a GPU nine tenths of the memory that is free beside the
-                    weights, less what attention needs
+    kv_memory       bytes of the device's block pool; None: 1 GiB on a CPU; on a GPU nine tenths of the memory that is
+                    free beside the weights, less what attention needs
     block_tokens    tokens a block holds; what is stored, loaded and shared
     chunk_tokens    prefill is cut at multiples of this many tokens (and at the last block border), so that the same
                     prompt is always computed in the same shapes; None: some 256 on a CPU, 2,048 on a GPU
-    token_budget    tokens that one step computes at most, prefill and decode together; None: two chunks on a CPU, a chunk on a GPU, and a
-                    token for each running request
+    token_budget    tokens that one step computes at most, prefill and decode together; None: two chunks on a CPU, a
+                    chunk on a GPU, and a token for each running request
     max_running     requests that run at once (rows of device state); None: 16 on a CPU, 256 on a GPU
     max_waiting     requests that may queue; one more is refused
     max_model_len   tokens of prompt and output together; None: what the model was made for
     compute_threads threads of the forward pass on a CPU; None: all cores
     salt            part of every content key: engines with different salts never share KV
     asynchronous    launch step N+1 before step N is committed; False is for measuring and debugging
-    tail_apart      compute the last tokens of a prompt, those that no cache supplies, in a chunk of their own: then the same prompt gets
-                    the same tokens from every tier, not only up to rounding. None: on a CPU; on a GPU it is one more pass over all weights
+    tail_apart      compute the last tokens of a prompt, those that no cache supplies, in a chunk of their own: then the
+                    same prompt gets the same tokens from every tier, not only up to rounding. None: on a CPU; on a GPU
+                    it is one more pass over all weights
     speculative     draft tokens and verify several in one step; None: no
-    eager           on a GPU, launch kernel by kernel instead of compiling the model's layers and capturing graphs: starts sooner, runs slower
-    generation_config  sampling options that a request leaves out. `"auto"`: as in the checkpoint's generation_config.json;
+    eager           on a GPU, launch kernel by kernel instead of compiling the model's layers and capturing graphs:
+                    starts sooner, runs slower
+    generation_config  sampling options that a request leaves out. `"auto"`: as in the checkpoint's
+                       generation_config.json;
                     `"none"`: neutral. The end-of-sequence ids in that file count either way
     """
 
@@ -378,7 +397,8 @@ class SamplingParams:
             _whole("max_tokens", self.max_tokens, 1, 1 << 31)
             if self.min_tokens > self.max_tokens:
                 raise RequestRejected(
-                    f"min_tokens is {self.min_tokens}: it must not exceed max_tokens ({self.max_tokens})", param="min_tokens"
+                    f"min_tokens is {self.min_tokens}: it must not exceed max_tokens ({self.max_tokens})",
+                    param="min_tokens",
                 )
         if self.logprobs is not None:
             _whole("logprobs", self.logprobs, 0, 20)

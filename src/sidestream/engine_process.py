@@ -1,4 +1,6 @@
-"""The engine's own process: loads a model, serves its engine to front ends, and ends when its owner says so, or is gone."""
+"""The engine's own process: loads a model, serves its engine to front ends, and ends when its owner says so, or is
+gone.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,17 @@ import sys
 from typing import Any
 
 from sidestream.client.engine_server import EngineServer, facts_of
-from sidestream.client.messages import Failure, Packer, Progress, Reply, Start, Started, Status, ToClient, from_front_end
+from sidestream.client.messages import (
+    Failure,
+    Packer,
+    Progress,
+    Reply,
+    Start,
+    Started,
+    Status,
+    ToClient,
+    from_front_end,
+)
 from sidestream.client.process import config_of
 from sidestream.errors import EngineStopped, SidestreamError
 

@@ -16,7 +16,9 @@ from sidestream.types import Delta, Health
 
 
 class FrontEnd:
-    """Text on one side, an engine's tokens on the other. Lives on one event loop; tokenizes long prompts on worker threads."""
+    """Text on one side, an engine's tokens on the other. Lives on one event loop; tokenizes long prompts on worker
+    threads.
+    """
 
     def __init__(self, client: EngineClient, tokenizer: Tokenizer, *, model_name: str) -> None:
         self.client = client
@@ -62,7 +64,9 @@ class FrontEnd:
 
         Raises RequestError or EngineStopped before any news.
         """
-        return self._answer(lambda: ids_of(prompt, self.tokenizer), params, priority, cache_salt, in_thread=isinstance(prompt, str))
+        return self._answer(
+            lambda: ids_of(prompt, self.tokenizer), params, priority, cache_salt, in_thread=isinstance(prompt, str)
+        )
 
     def chat(
         self,
@@ -83,7 +87,13 @@ class FrontEnd:
         pass
 
     async def _answer(
-        self, encode: Callable[[], list[int]], params: SamplingParams | None, priority: int, cache_salt: str, *, in_thread: bool
+        self,
+        encode: Callable[[], list[int]],
+        params: SamplingParams | None,
+        priority: int,
+        cache_salt: str,
+        *,
+        in_thread: bool,
     ) -> AsyncGenerator[Delta, None]:
         """Submit the token ids that `encode` returns, and yield the news of their samples, with their text.
 

@@ -1,4 +1,6 @@
-"""The Python interface for scripts: a model with its engine in this process. For event loops: `sidestream.async_llm`."""
+"""The Python interface for scripts: a model with its engine in this process. For event loops:
+`sidestream.async_llm`.
+"""
 
 from __future__ import annotations
 
@@ -76,14 +78,16 @@ class LLM:
         tell: Tell = lambda what, done, total: None,
         **options: Any,
     ) -> None:
-        """Load `model` (a directory, a hub id or a name of `sidestream models`) and start an engine on a thread of this process.
+        """Load `model` (a directory, a hub id or a name of `sidestream models`) and start an engine on a thread of this
+        process.
 
-        options    fields of EngineConfig, such as `kv_memory="2GiB"` or `offload=OffloadConfig(...)`; not together with `config`
-        tell       is told what the start is at, in words, and how much of that is done, of how much (0 of 0: unknown): on a GPU it takes up to a
-                   minute
+        options    fields of EngineConfig, such as `kv_memory="2GiB"` or `offload=OffloadConfig(...)`; not together with
+                   `config`
+        tell       is told what the start is at, in words, and how much of that is done, of how much (0 of 0: unknown):
+                   on a GPU it takes up to a minute
         timeline   file that `close` writes: what each stream did when, for ui.perfetto.dev
-        check_order   judge with vector clocks that nothing is read or reused too early (`sidestream.testing.checker`); `close` raises
-                      RaceError if anything was. For finding bugs: a step takes up to twice as long
+        check_order   judge with vector clocks that nothing is read or reused too early (`sidestream.testing.checker`);
+                      `close` raises RaceError if anything was. For finding bugs: a step takes up to twice as long
 
         Raises ConfigError (ModelError for the model's part).
         """
@@ -91,7 +95,9 @@ class LLM:
             raise TypeError(f"give either config or options ({', '.join(options)}), not both")
         self.config = config or EngineConfig(**options)
         self._closed = False
-        self._loaded = LoadedEngine(model, self.config, timeline=timeline, check_order=check_order, progress=progress, tell=tell)
+        self._loaded = LoadedEngine(
+            model, self.config, timeline=timeline, check_order=check_order, progress=progress, tell=tell
+        )
         self.model_name = name_of(model)
         self.engine = self._loaded.engine
         self.tokenizer = self._loaded.tokenizer
@@ -123,8 +129,8 @@ class LLM:
 
         `cache_salt`: KV is shared with requests of the same salt only, in all tiers.
 
-        As many as the engine queues are on their way at a time. Raises RequestError for the first prompt that is refused,
-        before any is started.
+        As many as the engine queues are on their way at a time. Raises RequestError for the first prompt that is
+        refused, before any is started.
         """
         self._check_open()
         many = as_list(prompts)
@@ -146,15 +152,21 @@ class LLM:
             answers.abort()
             raise
 
-    def chat(self, messages: Sequence[Mapping[str, Any]], params: SamplingParams | None = None, *, cache_salt: str = "") -> RequestOutput:
+    def chat(
+        self, messages: Sequence[Mapping[str, Any]], params: SamplingParams | None = None, *, cache_salt: str = ""
+    ) -> RequestOutput:
         """Answer a conversation: messages of `role` and `content`, laid out by the model's chat template."""
         self._check_open()
         return self.generate([self.tokenizer.chat(messages)], checked_params(params), cache_salt=cache_salt)[0]
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None, *, cache_salt: str = "") -> Generator[Delta, None, None]:
+    def stream(
+        self, prompt: Prompt, params: SamplingParams | None = None, *, cache_salt: str = ""
+    ) -> Generator[Delta, None, None]:
         """News of one prompt's samples as they come. Leaving the loop aborts the request."""
         self._check_open()
-        streamed = _Streamed(self.engine, self.tokenizer, ids_of(prompt, self.tokenizer), checked_params(params), cache_salt)
+        streamed = _Streamed(
+            self.engine, self.tokenizer, ids_of(prompt, self.tokenizer), checked_params(params), cache_salt
+        )
         try:
             yield from streamed.deltas()
         finally:
@@ -166,7 +178,9 @@ class LLM:
         return self.engine.flush(timeout_s=timeout_s)
 
     def close(self, *, drain_s: float = 0.0) -> None:
-        """Abort what runs (after `drain_s` seconds), bring what is complete to the tiers, end the threads. Idempotent."""
+        """Abort what runs (after `drain_s` seconds), bring what is complete to the tiers, end the threads.
+        Idempotent.
+        """
         self._closed = True
         self._loaded.close(drain_s=drain_s)
 
@@ -174,7 +188,9 @@ class LLM:
         self._check_open()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
     def _check_open(self) -> None:
@@ -185,7 +201,9 @@ class LLM:
 class _Streamed:
     """One submitted prompt and its news, read as they come."""
 
-    def __init__(self, engine: Engine, tokenizer: Tokenizer, prompt: list[int], params: SamplingParams, cache_salt: str) -> None:
+    def __init__(
+        self, engine: Engine, tokenizer: Tokenizer, prompt: list[int], params: SamplingParams, cache_salt: str
+    ) -> None:
         self._engine = engine
         self._output = OutputProcessor(tokenizer, params)
         self._news: SimpleQueue[Delta] = SimpleQueue()
@@ -227,9 +245,12 @@ class _Answers:
         self.pending = deque[_Gathered]()
 
     def submit(self, prompt: list[int], params: SamplingParams) -> bool:
-        """Submit one more; False if the queue is full and an answer that is pending will make room. Raises what `Engine.submit` raises."""
+        """Submit one more; False if the queue is full and an answer that is pending will make room. Raises what
+        `Engine.submit` raises.
+        """
         while not self._news.empty():
-            self._read()  # a long list of prompts takes its time, and the first ones may reach their stop strings meanwhile
+            # a long list of prompts takes its time, and the first ones may reach their stop strings meanwhile
+            self._read()
         try:
             self.pending.append(_Gathered(self._engine, self._tokenizer, prompt, params, self._cache_salt, self._news))
         except QueueFull:
@@ -239,7 +260,9 @@ class _Answers:
         return True
 
     def next(self) -> RequestOutput:
-        """Wait for the first pending answer. What comes for the others is read meanwhile: each must end at its own stop string."""
+        """Wait for the first pending answer. What comes for the others is read meanwhile: each must end at its own stop
+        string.
+        """
         while not self.pending[0].ended:
             self._read()
         output = self.pending[0].output()
@@ -260,13 +283,20 @@ class _Answers:
 class _Gathered:
     """One submitted prompt whose answer is wanted whole.
 
-    Without stop strings, the engine thread adds up the tokens and sends one message at the end: a thousand messages a second that wait to be read
-    make the garbage collector stop the engine thread, and so does a reader that takes them one by one. With stop strings, its deltas are read as
-    they come, because only the reader knows where the answer ends.
+    Without stop strings, the engine thread adds up the tokens and sends one message at the end: a thousand messages a
+    second that wait to be read make the garbage collector stop the engine thread, and so does a reader that takes them
+    one by one. With stop strings, its deltas are read as they come, because only the reader knows where the answer
+    ends.
     """
 
     def __init__(
-        self, engine: Engine, tokenizer: Tokenizer, prompt: list[int], params: SamplingParams, cache_salt: str, news: _News
+        self,
+        engine: Engine,
+        tokenizer: Tokenizer,
+        prompt: list[int],
+        params: SamplingParams,
+        cache_salt: str,
+        news: _News,
     ) -> None:
         self._engine = engine
         self._tokenizer = tokenizer

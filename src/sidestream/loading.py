@@ -1,4 +1,6 @@
-"""From a model's name to a running engine in this process: weights, draft model or head, tokenizer, sampling defaults, check of order."""
+"""From a model's name to a running engine in this process: weights, draft model or head, tokenizer, sampling defaults,
+check of order.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +54,9 @@ class LoadedEngine:
         progress: Progress | None = None,
         tell: Tell = lambda what, done, total: None,
     ) -> None:
-        """Load `model` (a directory, a hub id or a name of `sidestream models`) and start an engine. Raises ConfigError, ModelError for the model's part."""
+        """Load `model` (a directory, a hub id or a name of `sidestream models`) and start an engine. Raises
+        ConfigError, ModelError for the model's part.
+        """
         self.config = config
         device = torch_device(config.device)  # first: without a GPU that was asked for, nothing large need be read
         config.sizes(device.type)
@@ -77,7 +81,7 @@ class LoadedEngine:
             config,
             eos_ids=self.tokenizer.eos_ids,
             timeline=self._timeline,
-            witness=self._checker,
+            tracer=self._checker,
             proposer=proposer,
             defaults=self.sampling_defaults,
             tell=tell,
@@ -98,7 +102,9 @@ class LoadedEngine:
             if self.engine.health().status != "failed":
                 checker.check_idle()
             if checker.findings:
-                raise RaceError(f"the order of {len(checker.findings)} accesses was wrong; the first: {checker.findings[0]}")
+                raise RaceError(
+                    f"the order of {len(checker.findings)} accesses was wrong; the first: {checker.findings[0]}"
+                )
 
     def _sampling_defaults(self) -> SamplingDefaults:
         """Read the sampling options of requests that leave them out, and log them."""
@@ -111,7 +117,9 @@ class LoadedEngine:
         return defaults
 
     def _draft_path(self, progress: Progress | None) -> str | None:
-        """Where the draft model is, if there is one; before anything large is read, it is known to have the same tokenizer."""
+        """Where the draft model is, if there is one; before anything large is read, it is known to have the same
+        tokenizer.
+        """
         wanted = self.config.speculative
         if wanted is None or wanted.model is None:
             return None
@@ -151,4 +159,6 @@ def _about(what: str) -> Iterator[None]:
     except ConfigError as error:
         raise ModelError(f"{what}: {error}") from error
     except OSError as error:
-        raise ModelError(f"{what}: it cannot be fetched ({str(error).strip().splitlines()[0]}); check the path or the name") from error
+        raise ModelError(
+            f"{what}: it cannot be fetched ({str(error).strip().splitlines()[0]}); check the path or the name"
+        ) from error

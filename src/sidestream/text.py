@@ -1,6 +1,7 @@
 """Text that grows token by token, stop strings in it, and the texts that come with the package.
 
-Knows nothing of requests or the engine. A `Detokenizer` and a `StopStrings` belong to one sample, and to whichever thread handles it.
+Knows nothing of requests or the engine. A `Detokenizer` and a `StopStrings` belong to one sample, and to whichever
+thread handles it.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ _HELD_OUT_EVERY = 8
 
 
 class Decoder(Protocol):
-    """What text is made with: `sidestream.tokenizer.Tokenizer`, which takes seconds to import and is of no use without a model."""
+    """What text is made with: `sidestream.tokenizer.Tokenizer`, which takes seconds to import and is of no use without
+    a model.
+    """
 
     special_ids: frozenset[int]
     """Ids that stand for no text."""
@@ -37,11 +40,12 @@ class Detokenizer:
     """Text of one sample, as its tokens come.
 
     The pieces of `push` and `finish` joined are exactly `Decoder.decode` of all tokens. A piece never ends inside a
-    character, and nothing that was given out changes later. The work per token does not grow with the length of the text:
-    only the last few tokens are decoded again.
+    character, and nothing that was given out changes later. The work per token does not grow with the length of the
+    text: only the last few tokens are decoded again.
     """
 
-    # _window  [0, _settled)      gave out all of its text; decoded again because a token's text depends on what is before it
+    # _window  [0, _settled)      gave out all of its text; decoded again because a token's text depends on what is
+    # before it
     #          [_settled, end)    text given out up to the last, undecided character
     # _given   how many characters of the window's text were given out
 
@@ -92,8 +96,9 @@ class Detokenizer:
     def _cut(self, text: str) -> None:
         """Shorten a window that does not settle, as when a model writes nothing but broken bytes.
 
-        It may be cut where the two halves decode to the same text as the whole: no character spans that place. Where none of
-        the last places will do, text is held back until the window has grown by an eighth, so that the work stays bounded.
+        It may be cut where the two halves decode to the same text as the whole: no character spans that place. Where
+        none of the last places will do, text is held back until the window has grown by an eighth, so that the work
+        stays bounded.
         """
         for index in range(len(self._window) - 1, len(self._window) - 5, -1):
             head, tail = self._decode(self._window[:index]), self._decode(self._window[index:])
@@ -142,7 +147,9 @@ class StopStrings:
         return held
 
     def _step(self, character: str) -> str:
-        """Follow every stop string by one character (Knuth, Morris and Pratt 1977); the longest that is complete, or ""."""
+        """Follow every stop string by one character (Knuth, Morris and Pratt 1977); the longest that is complete, or
+        "".
+        """
         found = ""
         for index, stop in enumerate(self._stops):
             length = self._lengths[index]
@@ -161,14 +168,20 @@ class StopStrings:
 
 
 def sample_text() -> str:
-    """The first chapter of Moby-Dick (1851, public domain): a real text of about 2,800 tokens, for demos, benchmarks and tests."""
+    """The first chapter of Moby-Dick (1851, public domain): a real text of about 2,800 tokens, for demos, benchmarks
+    and tests.
+    """
     return importlib.resources.files("sidestream").joinpath("data", "loomings.txt").read_text(encoding="utf-8")
 
 
 def sample_tasks(*, held_out: bool = False) -> list[str]:
-    """Questions and tasks of many kinds, for training a head; `held_out`: others, about other topics, for judging it. In a fixed order."""
+    """Questions and tasks of many kinds, for training a head; `held_out`: others, about other topics, for judging it.
+    In a fixed order.
+    """
     data = importlib.resources.files("sidestream").joinpath("data")
-    tasks, topics = (data.joinpath(name).read_text(encoding="utf-8").splitlines() for name in ("tasks.txt", "topics.txt"))
+    tasks, topics = (
+        data.joinpath(name).read_text(encoding="utf-8").splitlines() for name in ("tasks.txt", "topics.txt")
+    )
     chosen = [topic for number, topic in enumerate(topics) if (number % _HELD_OUT_EVERY == 0) == held_out]
     return [task.format(topic=topic) for topic in chosen for task in tasks]
 

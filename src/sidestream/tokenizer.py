@@ -31,7 +31,8 @@ _ROLES = ("system", "developer", "user", "assistant", "tool")
 class Tokenizer:
     """A model's tokenizer: text to token ids, messages to token ids, ids to text.
 
-    eos_ids      ids that end an answer: those of the generation config (else of the model's config), and the tokenizer's
+    eos_ids      ids that end an answer: those of the generation config (else of the model's config), and the
+                 tokenizer's
     special_ids  ids that stand for no text, such as the end of sequence; `decode` leaves them out
     byte_ids     ids with which a sentencepiece model spells an unknown character in bytes: <0xE2><0x82><0xAC>
     vocab_size   one more than the largest id; the model's logits may be wider
@@ -48,7 +49,9 @@ class Tokenizer:
 
     @classmethod
     def load(cls, model: str) -> Tokenizer:
-        """The tokenizer in a transformers directory or of a hub id. Raises ModelError when there is none that can be read."""
+        """The tokenizer in a transformers directory or of a hub id. Raises ModelError when there is none that can be
+        read.
+        """
         try:
             pieces = _sentencepiece_file(model)
             backend = AutoTokenizer.from_pretrained(model, trust_remote_code=False)
@@ -69,7 +72,9 @@ class Tokenizer:
         return cls(backend, eos_ids=_eos_ids(model, backend))
 
     def check_equal(self, other: Tokenizer, *, name: str) -> None:
-        """Raise ModelError, with both values, unless the draft model `name`'s tokenizer gives every id the same token."""
+        """Raise ModelError, with both values, unless the draft model `name`'s tokenizer gives every id the same
+        token.
+        """
         ours, theirs = self._backend.get_vocab(), other._backend.get_vocab()
         for token, number in sorted(ours.items(), key=lambda item: item[1]):
             if theirs.get(token) != number:
@@ -119,14 +124,15 @@ class Tokenizer:
     ) -> list[int]:
         """Token ids of a conversation, laid out by the model's chat template.
 
-        messages                each has a role (system, developer, user, assistant, tool) and a content: a string or a list of
-                                parts `{"type": "text", "text": …}`; an assistant's message with tool_calls needs none
+        messages                each has a role (system, developer, user, assistant, tool) and a content: a string or a
+                                list of parts `{"type": "text", "text": …}`; an assistant's message with tool_calls
+                                needs none
         add_generation_prompt   end with the start of an answer
         continue_final_message  leave the last message open, for the model to write on
         options                 variables of the template, such as enable_thinking
 
-        Raises RequestRejected when there is no template, when it refuses the messages, or when it knows no `tools`, calls of
-        tools, role `tool` or option that was given: nothing of these is ignored silently.
+        Raises RequestRejected when there is no template, when it refuses the messages, or when it knows no `tools`,
+        calls of tools, role `tool` or option that was given: nothing of these is ignored silently.
         """
         if isinstance(messages, str | bytes | Mapping) or not isinstance(messages, Iterable):
             example = '[{"role": "user", "content": "Hello"}]'
@@ -146,7 +152,9 @@ class Tokenizer:
                 **options,
             )
         except Exception as fault:  # a template may raise whatever it likes
-            raise RequestRejected(f"the model's chat template refuses these messages: {_first_line(fault)}", param="messages") from fault
+            raise RequestRejected(
+                f"the model's chat template refuses these messages: {_first_line(fault)}", param="messages"
+            ) from fault
         return self.encode(str(text), add_special_tokens=False)
 
     @property
@@ -159,17 +167,23 @@ class Tokenizer:
         return self.has_chat_template and option in _words(self._backend.get_chat_template())[0]
 
     def _check_template(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None, options: Mapping[str, Any]
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None,
+        options: Mapping[str, Any],
     ) -> None:
         if not self.has_chat_template:
             raise RequestRejected(
-                "this model has no chat template: ask for a plain completion, or serve a model that is made for chat", param="messages"
+                "this model has no chat template: ask for a plain completion, or serve a model that is made for chat",
+                param="messages",
             )
         names, strings = _words(self._backend.get_chat_template(tools=_as_dicts(tools)))
         for index, message in enumerate(messages):
             if message["role"] == "tool" and "tool" not in strings:
                 where = f"messages[{index}].role"
-                raise RequestRejected(f"{where} is tool, which this model's chat template does not know: leave it out", param=where)
+                raise RequestRejected(
+                    f"{where} is tool, which this model's chat template does not know: leave it out", param=where
+                )
             if message.get("tool_calls") and "tool_calls" not in names | strings:
                 where = f"messages[{index}].tool_calls"
                 raise RequestRejected(f"this model's chat template knows no {where}: leave them out", param=where)
@@ -193,7 +207,9 @@ def _words(template: str) -> tuple[frozenset[str], frozenset[str]]:
 
 
 def _text_of(backend: PreTrainedTokenizerBase) -> Callable[[list[int]], str]:
-    """Text of ids, without special tokens and clean-up: by the tokenizer underneath, where transformers adds nothing but five times its time."""
+    """Text of ids, without special tokens and clean-up: by the tokenizer underneath, where transformers adds nothing
+    but five times its time.
+    """
     fast, kind = PreTrainedTokenizerFast, type(backend)
     if isinstance(backend, fast) and kind.decode is fast.decode and kind._decode is fast._decode:
         return functools.partial(backend.backend_tokenizer.decode, skip_special_tokens=True)
@@ -208,8 +224,14 @@ def _text_of(backend: PreTrainedTokenizerBase) -> Callable[[list[int]], str]:
 
 def _special_ids(backend: PreTrainedTokenizerBase) -> frozenset[int]:
     """Ids that decoding leaves out: asked of the tokenizer, not believed from its lists."""
-    listed = {index for index, token in backend.added_tokens_decoder.items() if token.special} | set(backend.all_special_ids)
-    return frozenset(index for index in listed if not backend.decode([index], skip_special_tokens=True, clean_up_tokenization_spaces=False))
+    listed = {index for index, token in backend.added_tokens_decoder.items() if token.special} | set(
+        backend.all_special_ids
+    )
+    return frozenset(
+        index
+        for index in listed
+        if not backend.decode([index], skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    )
 
 
 def _byte_ids(vocab: Mapping[str, int]) -> frozenset[int]:
@@ -260,11 +282,15 @@ def _content(where: str, content: object) -> str:
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
-        raise RequestRejected(f"{where}.content is {content!r}: give a string or a list of text parts", param=f"{where}.content")
+        raise RequestRejected(
+            f"{where}.content is {content!r}: give a string or a list of text parts", param=f"{where}.content"
+        )
     for part in content:
         if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
             kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
-            raise RequestRejected(f"{where}.content has a part of type {kind}: only text parts are supported", param=f"{where}.content")
+            raise RequestRejected(
+                f"{where}.content has a part of type {kind}: only text parts are supported", param=f"{where}.content"
+            )
     return "".join(part["text"] for part in content)
 
 
@@ -346,7 +372,9 @@ def _legacy_template(model: str) -> str | None:
 
 
 def _no_tokenizer(model: str, reason: str) -> ModelError:
-    return ModelError(f"no usable tokenizer in {model}: {reason}; a transformers directory has a tokenizer.json beside its config.json")
+    return ModelError(
+        f"no usable tokenizer in {model}: {reason}; a transformers directory has a tokenizer.json beside its config.json"
+    )
 
 
 def _first_line(fault: Exception) -> str:

@@ -1,7 +1,7 @@
 """Ids, accesses, the fence protocol, and the plans that travel between rooms. No tensors, no behaviour.
 
-Plans are frozen values, complete at birth. The scheduler makes them, the executor and the transfer engine carry them out;
-neither of the three rooms imports another.
+Plans are frozen values, complete at birth. The scheduler makes them, the executor and the transfer engine carry them
+out; neither of the three rooms imports another.
 """
 
 from __future__ import annotations
@@ -92,18 +92,20 @@ class RowStart:
     prompt: tuple[int, ...]
     """The request's prompt (repetition penalty counts it)."""
     outputs: tuple[int, ...]
-    """Tokens already emitted, for a request that was retracted and comes back."""
+    """Tokens already emitted, for a request that was preempted and comes back."""
 
 
 class RowPlan(NamedTuple):
-    """One request's share of a flight: compute KV for positions `[start, stop)`.
+    """One request's share of a step: compute KV for positions `[start, stop)`.
 
-    tokens        ids for `[start, stop)`; None: the last one drawn for this row, taken from device state, and `drafts` drafted behind it
+    tokens        ids for `[start, stop)`; None: the last one drawn for this row, taken from device state, and `drafts`
+                  drafted behind it
     block_ids     block table that covers `[0, stop)`
-    samples       the chunk ends at the last known token, so its last position yields output number `output_index`; behind drafts, each does
+    samples       the chunk ends at the last known token, so its last position yields output number `output_index`;
+                  behind drafts, each does
     begin         set with a row's first chunk of an epoch
-    drafts        0 with tokens. How many drafts of flights on their way are right only the device knows: then the `1 + drafts` tokens lie
-                  somewhere in `[start, stop)`, and `output_index` is the least that it may be
+    drafts        0 with tokens. How many drafts of steps on their way are right only the device knows: then the `1 +
+                  drafts` tokens lie somewhere in `[start, stop)`, and `output_index` is the least that it may be
     """
 
     request_id: RequestId
@@ -120,7 +122,7 @@ class RowPlan(NamedTuple):
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that the flight computes for it."""
+        """Tokens that the step computes for it."""
         return 1 + self.drafts if self.tokens is None else self.stop - self.start
 
     @property
@@ -130,7 +132,9 @@ class RowPlan(NamedTuple):
 
 
 class RowColumns(NamedTuple):
-    """The rows of a flight by field, each of `RowPlan` under its name: what is asked of all rows in a step is asked of a column."""
+    """The rows of a step by field, each of `RowPlan` under its name: what is asked of all rows in a step is asked of a
+    column.
+    """
 
     request_id: tuple[RequestId, ...]
     row: tuple[int, ...]
@@ -147,9 +151,9 @@ class RowColumns(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class BatchPlan:
-    """One flight: rows in the order they are packed. Those that decode come first, and of these those without drafts.
+    """One step: rows in the order they are packed. Those that decode come first, and of these those without drafts.
 
-    speculates   some row has drafts, or begins where only the device knows because a flight before it has drafts
+    speculates   some row has drafts, or begins where only the device knows because a step before it has drafts
     columns      the same rows by field
     num_decodes  rows that decode
     """
@@ -182,7 +186,7 @@ class BatchPlan:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that the flight computes."""
+        """Tokens that the step computes."""
         if self.speculates:
             return sum(row.num_tokens for row in self.rows)
         return sum(self.columns.stop) - sum(self.columns.start)
@@ -199,7 +203,7 @@ class TokenLogprob:
 
 @dataclass(slots=True)
 class RowResult:
-    """What one row of a flight drew. Not frozen, though nobody changes one: it is made as often as a `Delta`.
+    """What one row of a step drew. Not frozen, though nobody changes one: it is made as often as a `Delta`.
 
     token_ids   one, and one more for each draft that was accepted
     logprobs    of each of them, if the request asked for any
@@ -229,12 +233,13 @@ class CachedTokens:
 class Delta:
     """News of one request at one commit: text and tokens since the last delta, and how it ended, if it did.
 
-    Not frozen, though nobody changes one: the engine thread makes one for each token, and a frozen one takes it four times as long.
+    Not frozen, though nobody changes one: the engine thread makes one for each token, and a frozen one takes it four
+    times as long.
 
     finish_reason   None while running; `"stop"`, `"length"`, `"abort"` or `"error"` once
     index           which of the request's `n` samples this belongs to
-    text            empty from the engine, which knows tokens only; an `OutputProcessor` adds it. May lag behind the tokens while a stop string
-                    or a UTF-8 sequence is incomplete
+    text            empty from the engine, which knows tokens only; an `OutputProcessor` adds it. May lag behind the
+                    tokens while a stop string or a UTF-8 sequence is incomplete
     """
 
     index: int
@@ -249,10 +254,10 @@ class Delta:
 
 @dataclass(frozen=True, slots=True)
 class StorePlan:
-    """Copy complete device blocks to the host tier (and from there to disk), behind the flight that filled them.
+    """Copy complete device blocks to the host tier (and from there to disk), behind the step that filled them.
 
-    prefix   keys of the sequences that these blocks continue, up to and with them, each sequence from its start: a block is
-             of no use without those before it, so they count as used whenever one is added
+    prefix   keys of the sequences that these blocks continue, up to and with them, each sequence from its start: a
+             block is of no use without those before it, so they count as used whenever one is added
     """
 
     keys: tuple[Key, ...]
@@ -278,7 +283,9 @@ class LoadPlan:
 
 @dataclass(frozen=True, slots=True)
 class PromotePlan:
-    """Read blocks from disk into the host tier for a request that waits for them; `keys` holds the whole run, host part too."""
+    """Read blocks from disk into the host tier for a request that waits for them; `keys` holds the whole run, host part
+    too.
+    """
 
     request_id: RequestId
     epoch: int
@@ -290,12 +297,12 @@ TransferPlan = StorePlan | LoadPlan | PromotePlan
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """What one step does: transfers to hand over, and a flight to launch (no rows: none).
+    """What one step does: transfers to hand over, and a step to launch (no rows: none).
 
-    after       fences that the compute stream waits for before the flight: last uses of the blocks it writes
-    undrafted   how many rows that may have drafts have none, by why: the answer ends (end), there is no room (blocks), drafts are not likely
-                enough to be right for what they cost (chance), others would wait for them too long (others), or the flight goes without to
-                measure what that takes (measuring)
+    after       fences that the compute stream waits for before the step: last uses of the blocks it writes
+    undrafted   how many rows that may have drafts have none, by why: the answer ends (end), there is no room (blocks),
+                drafts are not likely enough to be right for what they cost (chance), others would wait for them too
+                long (others), or the step goes without to measure what that takes (measuring)
     """
 
     transfers: tuple[TransferPlan, ...]
@@ -314,7 +321,7 @@ class Health:
 
 @dataclass(frozen=True, slots=True)
 class LayerGates:
-    """What the compute stream waits for before a flight touches a layer's KV: fences of loads still on their way.
+    """What the compute stream waits for before a step touches a layer's KV: fences of loads still on their way.
 
     by_layer   fences by layer; empty: nothing is being loaded
     """
@@ -322,15 +329,19 @@ class LayerGates:
     by_layer: tuple[tuple[Fence, ...], ...] = ()
 
 
-class Witness(Protocol):
-    """Is told of everything that ordering depends on, as it happens, by devices and by pools; judges, and never takes part.
+class Tracer(Protocol):
+    """Is told of everything that ordering depends on, as it happens, by devices and by pools; judges, and never takes
+    part.
 
-    From any thread. A device calls `submitted`, `waited`, `started`, `touched` and `finished` of one stream in the order in which
-    that stream goes through them. "The host" is whoever submits: all such threads together are one, but for those that called `apart`.
+    From any thread. A device calls `submitted`, `waited`, `started`, `touched` and `finished` of one stream in the
+    order in which that stream goes through them. "The host" is whoever submits: all such threads together are one, but
+    for those that called `apart`.
     """
 
     def apart(self, name: str) -> None:
-        """The calling thread is a host of its own from now on, under this name: it knows nothing but what it is sent."""
+        """The calling thread is a host of its own from now on, under this name: it knows nothing but what it is
+        sent.
+        """
         ...
 
     def joined(self, name: str) -> None:
@@ -342,7 +353,9 @@ class Witness(Protocol):
         ...
 
     def received(self, channel: str, number: int) -> None:
-        """The caller took message `number` out of the channel: it knows what its sender knew. Earlier ones that were not taken never will be."""
+        """The caller took message `number` out of the channel: it knows what its sender knew. Earlier ones that were
+        not taken never will be.
+        """
         ...
 
     def submitted(self, fence: Fence, accesses: Accesses, label: str) -> None:
@@ -374,11 +387,13 @@ class Witness(Protocol):
         ...
 
     def stalled(self, reason: str) -> None:
-        """The host was held up inside a call: `"flight"` in the commit, or by what may hold it up nowhere."""
+        """The host was held up inside a call: `"step"` in the commit, or by what may hold it up nowhere."""
         ...
 
     def backed(self, pool: str, memory: str, item_bytes: int) -> None:
-        """Id `i` of the pool stands for bytes `[i * item_bytes, (i + 1) * item_bytes)` of `memory`. Before the pool's first lease."""
+        """Id `i` of the pool stands for bytes `[i * item_bytes, (i + 1) * item_bytes)` of `memory`. Before the pool's
+        first lease.
+        """
         ...
 
     def took(self, pool: str, ids: Sequence[int], after: Sequence[Fence]) -> None:

@@ -1,4 +1,6 @@
-"""Rows of random numbers over a poisoned pool, one flight of them through the kernels, and the plain formula in float64."""
+"""Rows of random numbers over a poisoned pool, one step of them through the kernels, and the plain formula in
+float64.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,7 @@ class Options:
 
 @dataclass(frozen=True)
 class Row:
-    """The last `len(query)` of a row's keys and values `[kv_len, kv_heads, head_dim]` are this flight's."""
+    """The last `len(query)` of a row's keys and values `[kv_len, kv_heads, head_dim]` are this step's."""
 
     query: torch.Tensor
     key: torch.Tensor
@@ -48,21 +50,27 @@ class Row:
         return len(self.key) - len(self.query)
 
     def slots(self, positions: range, block_tokens: int) -> list[int]:
-        return [self.blocks[position // block_tokens] * block_tokens + position % block_tokens for position in positions]
+        return [
+            self.blocks[position // block_tokens] * block_tokens + position % block_tokens for position in positions
+        ]
 
     def last(self, queries: int) -> Row:
-        """The same row in a later flight, of which only its last queries are part."""
+        """The same row in a later step, of which only its last queries are part."""
         return replace(self, query=self.query[-queries:])
 
     def cut(self, kv_len: int) -> Row:
-        """The same row in a flight that ends earlier."""
+        """The same row in a step that ends earlier."""
         gone = len(self.key) - kv_len
-        return replace(self, query=self.query[: len(self.query) - gone], key=self.key[:kv_len], value=self.value[:kv_len])
+        return replace(
+            self, query=self.query[: len(self.query) - gone], key=self.key[:kv_len], value=self.value[:kv_len]
+        )
 
 
 @dataclass(frozen=True)
 class Launch:
-    """How a flight is launched: nothing in here but which rows are in splits, and which of them short, may change a result, and that within rounding."""
+    """How a step is launched: nothing in here but which rows are in splits, and which of them short, may change a
+    result, and that within rounding.
+    """
 
     split_rows: int = 0
     split_queries: int = 1
@@ -93,7 +101,9 @@ def make_rows(lens: Sequence[tuple[int, int]], shape: Shape, seed: int = 7) -> l
 
 
 def pool_for(rows: Sequence[Row], shape: Shape, options: Options) -> torch.Tensor:
-    """Not a number wherever nothing may be read: other layers, free slots, this flight's own, and what lies before the window."""
+    """Not a number wherever nothing may be read: other layers, free slots, this step's own, and what lies before the
+    window.
+    """
     blocks = 1 + max((block for row in rows for block in row.blocks), default=1)
     pool_shape = (blocks, LAYERS, 2, shape.block_tokens, shape.kv_heads, shape.head_dim)
     pool = torch.full(pool_shape, math.nan, dtype=shape.dtype, device=DEVICE)
@@ -110,7 +120,11 @@ def pool_for(rows: Sequence[Row], shape: Shape, options: Options) -> torch.Tenso
 
 
 def make_batch(
-    pool: torch.Tensor | tuple[torch.Tensor, ...], rows: Sequence[Row], shape: Shape, launch: Launch, partials: Partials | None = None
+    pool: torch.Tensor | tuple[torch.Tensor, ...],
+    rows: Sequence[Row],
+    shape: Shape,
+    launch: Launch,
+    partials: Partials | None = None,
 ) -> DeviceBatch:
     width = max((len(row.blocks) for row in rows), default=1) + launch.wider
     tables = torch.zeros(len(rows) + launch.padded_rows, width, dtype=launch.index_dtype)
@@ -150,10 +164,17 @@ def make_batch(
 
 
 def packed(rows: Sequence[Row], padded_tokens: int, shape: Shape) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Query, key and value of a flight; those of padding are not a number."""
+    """Query, key and value of a step; those of padding are not a number."""
     heads = (shape.heads, shape.kv_heads, shape.kv_heads)
-    parts = ([row.query for row in rows], [row.key[row.start :] for row in rows], [row.value[row.start :] for row in rows])
-    padding = (torch.full((padded_tokens, count, shape.head_dim), math.nan, dtype=shape.dtype, device=DEVICE) for count in heads)
+    parts = (
+        [row.query for row in rows],
+        [row.key[row.start :] for row in rows],
+        [row.value[row.start :] for row in rows],
+    )
+    padding = (
+        torch.full((padded_tokens, count, shape.head_dim), math.nan, dtype=shape.dtype, device=DEVICE)
+        for count in heads
+    )
     query, key, value = (torch.cat([*part, pad]) for part, pad in zip(parts, padding, strict=True))
     return query, key, value
 
@@ -166,7 +187,7 @@ def attend(
     pool: torch.Tensor | None = None,
     straight: Straight | None = None,
 ) -> tuple[torch.Tensor, ...]:
-    """Each row's output of one flight of `rows`, and that of the padding."""
+    """Each row's output of one step of `rows`, and that of the padding."""
     options, launch = options or Options(), launch or Launch()
     pool = pool_for(rows, shape, options) if pool is None else pool
     layers = tuple(pool[:, layer].clone() for layer in range(LAYERS)) if launch.separate else pool
@@ -198,8 +219,9 @@ def plain(row: Row, options: Options) -> torch.Tensor:
     return (scores.masked_fill(hidden, -math.inf).softmax(-1) @ value).transpose(0, 1)
 
 
-# Float32: sums of values up to 4 with weights that add up to 1, each of a few hundred terms rounded to 2**-24. The others round the
-# weights and the result: 2**-11 and 2**-8 of values up to 4. A cap multiplies the rounding of tanh, some 2**-22, into the scores.
+# Float32: sums of values up to 4 with weights that add up to 1, each of a few hundred terms rounded to 2**-24. The
+# others round the weights and the result: 2**-11 and 2**-8 of values up to 4. A cap multiplies the rounding of tanh,
+# some 2**-22, into the scores.
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 CAP_TOLERANCE = 1e-6
 
@@ -210,14 +232,20 @@ def assert_right(rows: Sequence[Row], outputs: Sequence[torch.Tensor], options: 
         torch.testing.assert_close(output.double(), plain(row, options), atol=atol, rtol=0)
 
 
-def random_flight(draws: random.Random, longest: int, rows: int) -> tuple[list[tuple[int, int]], Launch]:
-    """(queries, kv_len) of decode and verify rows, of short chunks, then of chunks and continued chunks; and a launch with room to spare."""
+def random_step(draws: random.Random, longest: int, rows: int) -> tuple[list[tuple[int, int]], Launch]:
+    """(queries, kv_len) of decode and verify rows, of short chunks, then of chunks and continued chunks; and a launch
+    with room to spare.
+    """
     split = draws.randint(0, rows)
     short = draws.choice((0, rows - split, draws.randint(0, rows - split)))
     lens = []
     for index in range(rows):
         kv_len = draws.randint(1, longest)
-        queries = draws.choice((1, 1, draws.randint(2, 8))) if index < split else draws.randint(1, 20 if index < split + short else kv_len)
+        queries = (
+            draws.choice((1, 1, draws.randint(2, 8)))
+            if index < split
+            else draws.randint(1, 20 if index < split + short else kv_len)
+        )
         lens.append((min(queries, kv_len), kv_len))
     launch = Launch(
         split_rows=split,

@@ -18,9 +18,13 @@ from sidestream.execute.frame import SHORT_TOKENS, Shape
 from sidestream.speculate import devices
 from sidestream.testing.tiny_models import save_head, tiny_model_dir
 
-pytest.importorskip("triton", reason="triton is not installed: it comes with torch on Linux x86-64, or with the dev extra")
+pytest.importorskip(
+    "triton", reason="triton is not installed: it comes with torch on Linux x86-64, or with the dev extra"
+)
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU runs the engine itself: tests/engine/test_cuda_engine.py")
+pytestmark = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="a GPU runs the engine itself: tests/engine/test_cuda_engine.py"
+)
 
 SMALL = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "hidden_size": 32}
 GREEDY = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
@@ -29,7 +33,7 @@ PROMPTS = [[10 + position * step % 200 for position in range(length)] for step, 
 
 @pytest.fixture
 def batches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[DeviceBatch]]:
-    """Every engine that is built meanwhile attends, and is warmed up, as one on a GPU; these are its flights."""
+    """Every engine that is built meanwhile attends, and is warmed up, as one on a GPU; these are its steps."""
     seen: list[DeviceBatch] = []
 
     class Interpreted(Executor):
@@ -47,7 +51,9 @@ def batches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[DeviceBatch]]:
     monkeypatch.setattr(build, "Executor", Interpreted)
     yield seen
     assert all(isinstance(batch, DeviceBatch) for batch in seen)
-    assert {batch.block_tables.dtype for batch in seen} <= {torch.int32}  # captured flights' type: kernels are compiled for one of them
+    assert {batch.block_tables.dtype for batch in seen} <= {
+        torch.int32
+    }  # captured steps' type: kernels are compiled for one of them
 
 
 def kernels_run_here(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -62,10 +68,14 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 def engine(model: Path, **options: Any) -> LLM:
-    return LLM(model, dtype="float32", kv_memory="64KiB", max_running=4, max_model_len=128, compute_threads=1, **options)
+    return LLM(
+        model, dtype="float32", kv_memory="64KiB", max_running=4, max_model_len=128, compute_threads=1, **options
+    )
 
 
-def test_answers_are_those_of_the_reference_cold_from_the_device_and_from_the_host(model: Path, batches: list[DeviceBatch]) -> None:
+def test_answers_are_those_of_the_reference_cold_from_the_device_and_from_the_host(
+    model: Path, batches: list[DeviceBatch]
+) -> None:
     with pytest.MonkeyPatch.context() as plain:
         plain.setattr(build, "Executor", Executor)
         with engine(model) as llm:
@@ -87,7 +97,10 @@ def test_answers_are_those_of_the_reference_cold_from_the_device_and_from_the_ho
     for batch in batches:
         lengths = [stop - start for start, stop in zip(*offsets(batch), strict=True)]
         prefill = [length for length in lengths if length > 1]
-        assert (batch.split_rows, batch.short_rows) == (len(lengths) - len(prefill), 0 if sum(prefill) > SHORT_TOKENS else len(prefill))
+        assert (batch.split_rows, batch.short_rows) == (
+            len(lengths) - len(prefill),
+            0 if sum(prefill) > SHORT_TOKENS else len(prefill),
+        )
         assert batch.split_queries >= max(lengths[: batch.split_rows], default=0)
         assert batch.short_queries >= max(lengths[batch.split_rows : batch.rows_in_splits], default=0)
 
@@ -108,13 +121,15 @@ def test_answers_by_captured_forward_passes_are_those_of_eager_ones(model: Path,
         graphs.replay = lambda captured, **how: replayed.append(captured.frame.shape) or replay(captured, **how)  # type: ignore[method-assign,func-returns-value]
         batches.clear()
         assert [output.token_ids for output in llm.generate(prompts, GREEDY)] == expected
-        assert [output.token_ids for output in llm.generate(prompts, GREEDY)] == expected  # from the device's prefix cache
+        assert [
+            output.token_ids for output in llm.generate(prompts, GREEDY)
+        ] == expected  # from the device's prefix cache
         assert {Shape(4), Shape(0, 16), Shape(4, 16)} <= set(replayed)
         assert batches == []  # nothing ran eagerly
 
 
 @pytest.mark.parametrize(("model", "what"), [("qwen3", "place"), ("qwen3", "begin")], indirect=["model"])
-def test_a_graph_that_could_not_be_filled_leaves_the_next_flight_right(
+def test_a_graph_that_could_not_be_filled_leaves_the_next_step_right(
     model: Path, batches: list[DeviceBatch], monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
     with engine(model, chunk_tokens=16) as llm:
@@ -136,7 +151,9 @@ def test_a_graph_that_could_not_be_filled_leaves_the_next_flight_right(
 
         def forget_and_tell() -> None:
             forget()
-            believed.append(any(tables._held))  # at once: the flight behind the failed one, if it is packed by then, holds blocks again
+            believed.append(
+                any(tables._held)
+            )  # at once: the step behind the failed one, if it is packed by then, holds blocks again
 
         monkeypatch.setattr(state, what, fail_once)
         monkeypatch.setattr(tables, "forget", forget_and_tell)
@@ -147,12 +164,14 @@ def test_a_graph_that_could_not_be_filled_leaves_the_next_flight_right(
 
 
 def offsets(batch: DeviceBatch) -> tuple[list[int], list[int]]:
-    starts = batch.query_starts.tolist()
+    starts = batch.cu_seqlens_q.tolist()
     return starts[:-1], starts[1:]
 
 
 @pytest.mark.parametrize("model", ["qwen3"], indirect=True)
-def test_warm_up_reaches_both_ways_of_attention_and_leaves_every_block_free(model: Path, batches: list[DeviceBatch]) -> None:
+def test_warm_up_reaches_both_ways_of_attention_and_leaves_every_block_free(
+    model: Path, batches: list[DeviceBatch]
+) -> None:
     with engine(model, check_order=True) as llm:
         parts = llm.engine.parts
         lease = parts.blocks.take(3)
@@ -161,17 +180,21 @@ def test_warm_up_reaches_both_ways_of_attention_and_leaves_every_block_free(mode
         ways = {(batch.split_rows, len(batch.kv_lens), len(batch.slots)) for batch in batches}
         assert {(3, 3, 3), (1, 1, 1), (0, 1, 40)} <= ways
         batches.clear()
-        lease = parts.blocks.take(4)  # a block for each row: more than the chunk has, which must not look longer than a row may be
+        lease = parts.blocks.take(
+            4
+        )  # a block for each row: more than the chunk has, which must not look longer than a row may be
         parts.executor.warm_up(lease.ids, chunk_tokens=40)
         lease.release()
         assert [batch.block_tables.shape[1] for batch in batches if len(batch.slots) == 40] == [3]
-        assert parts.device.host_waits().keys() <= {"flight"}
+        assert parts.device.host_waits().keys() <= {"step"}
         assert parts.executor._mailbox._pool.num_used == 0
         assert llm.generate(PROMPTS[2], GREEDY)[0].completions[0].finish_reason == "length"
 
 
 @pytest.mark.parametrize("model", ["qwen3"], indirect=True)
-def test_warm_up_says_what_a_flight_raised(model: Path, batches: list[DeviceBatch], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_warm_up_says_what_a_step_raised(
+    model: Path, batches: list[DeviceBatch], monkeypatch: pytest.MonkeyPatch
+) -> None:
     with engine(model) as llm:
         parts = llm.engine.parts
 
@@ -188,7 +211,7 @@ def test_warm_up_says_what_a_flight_raised(model: Path, batches: list[DeviceBatc
 
 @pytest.mark.parametrize("model", ["qwen3"], indirect=True)
 @pytest.mark.parametrize("proposer", ["mtp", "draft"])
-def test_drafting_flights_of_a_gpu_give_the_same_tokens_eager_and_captured(
+def test_drafting_steps_of_a_gpu_give_the_same_tokens_eager_and_captured(
     model: Path, proposer: str, batches: list[DeviceBatch], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prompts = [PROMPTS[2], PROMPTS[2][::-1]]
@@ -199,7 +222,9 @@ def test_drafting_flights_of_a_gpu_give_the_same_tokens_eager_and_captured(
             expected = [output.token_ids for output in llm.generate(prompts, params)]
     kernels_run_here(monkeypatch)
     if proposer == "mtp":
-        speculative = SpeculativeConfig("mtp", 2, adaptive=False, head=save_head(model, tmp_path / "head.safetensors", seed=1))
+        speculative = SpeculativeConfig(
+            "mtp", 2, adaptive=False, head=save_head(model, tmp_path / "head.safetensors", seed=1)
+        )
     else:
         other = tiny_model_dir("llama", tmp_path / "draft", 4, **{**SMALL, "num_hidden_layers": 1})
         speculative = SpeculativeConfig("draft", 2, adaptive=False, model=other)
@@ -208,7 +233,9 @@ def test_drafting_flights_of_a_gpu_give_the_same_tokens_eager_and_captured(
         assert [output.token_ids for output in llm.generate(prompts, params)] == expected
         assert max(batch.split_queries for batch in batches) == 3
         llm.engine.call(llm.engine.parts.blocks.forget_all)
-        llm.engine.call(lambda: executor.capture([Shape(2, 0, 2), Shape(2, 0, 2, 1), Shape(2), Shape(0, 16), Shape(2, 20, 2)]))
+        llm.engine.call(
+            lambda: executor.capture([Shape(2, 0, 2), Shape(2, 0, 2, 1), Shape(2), Shape(0, 16), Shape(2, 20, 2)])
+        )
         graphs = executor._graphs
         assert graphs is not None
         run = graphs._forward.run

@@ -22,7 +22,7 @@ HEAD_DIM = 16
 
 @dataclass(frozen=True)
 class Row:
-    """A row's full keys and values `[kv_len, kv_heads, head_dim]`, of which the last `len(query)` are this flight's."""
+    """A row's full keys and values `[kv_len, kv_heads, head_dim]`, of which the last `len(query)` are this step's."""
 
     query: torch.Tensor
     key: torch.Tensor
@@ -34,7 +34,9 @@ class Row:
         return len(self.key) - len(self.query)
 
 
-def make_rows(lens: Sequence[tuple[int, int]], heads: int, kv_heads: int, dtype: torch.dtype = torch.float32) -> list[Row]:
+def make_rows(
+    lens: Sequence[tuple[int, int]], heads: int, kv_heads: int, dtype: torch.dtype = torch.float32
+) -> list[Row]:
     """Rows of (queries, kv_len) with random numbers, their blocks scattered over one pool."""
     draws = torch.Generator().manual_seed(7)
     need = [-(-kv_len // BLOCK_TOKENS) for _, kv_len in lens]
@@ -59,7 +61,7 @@ def pool_for(rows: Sequence[Row]) -> torch.Tensor:
 
 
 def put_context(pool: torch.Tensor, row: Row, layer: int) -> None:
-    """What earlier flights, or a load, left of the row."""
+    """What earlier steps, or a load, left of the row."""
     for position, slot in enumerate(slots_of(row, range(row.start))):
         pool[slot // BLOCK_TOKENS, layer, 0, slot % BLOCK_TOKENS] = row.key[position]
         pool[slot // BLOCK_TOKENS, layer, 1, slot % BLOCK_TOKENS] = row.value[position]
@@ -75,11 +77,15 @@ def make_batch(
     for row in rows:
         starts.append(starts[-1] + len(row.query))
     slots = [slot for row in rows for slot in slots_of(row, range(row.start, len(row.key)))]
-    return PagedBatch(pool, torch.tensor(slots), tables, tuple(starts), tuple(len(row.key) for row in rows), num_decode, before_layer)
+    return PagedBatch(
+        pool, torch.tensor(slots), tables, tuple(starts), tuple(len(row.key) for row in rows), num_decode, before_layer
+    )
 
 
-def attend(pool: torch.Tensor, rows: Sequence[Row], num_decode: int, layer: int = 1, **options: object) -> tuple[torch.Tensor, ...]:
-    """Each row's output of one flight of `rows`."""
+def attend(
+    pool: torch.Tensor, rows: Sequence[Row], num_decode: int, layer: int = 1, **options: object
+) -> tuple[torch.Tensor, ...]:
+    """Each row's output of one step of `rows`."""
     for row in rows:
         put_context(pool, row, layer)
     batch = make_batch(pool, rows, num_decode)
@@ -108,12 +114,24 @@ def plain(row: Row, *, sliding_window: int | None = None, softcap: float | None 
     return out
 
 
-MIXED = [(1, 30), (1, 1), (1, 7), (9, 9), (6, 21), (1, 13), (18, 40)]  # three decode rows, then prefills: one of a single token, one long
+MIXED = [
+    (1, 30),
+    (1, 1),
+    (1, 7),
+    (9, 9),
+    (6, 21),
+    (1, 13),
+    (18, 40),
+]  # three decode rows, then prefills: one of a single token, one long
 
 
-@pytest.mark.parametrize("options", [{}, {"sliding_window": 5}, {"softcap": 1.5}, {"sliding_window": 8, "softcap": 1.5}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"sliding_window": 5}, {"softcap": 1.5}, {"sliding_window": 8, "softcap": 1.5}], ids=str
+)
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (6, 2), (4, 1)])
-def test_a_mixed_batch_over_scattered_blocks_gives_what_the_formula_gives(heads: int, kv_heads: int, options: dict[str, object]) -> None:
+def test_a_mixed_batch_over_scattered_blocks_gives_what_the_formula_gives(
+    heads: int, kv_heads: int, options: dict[str, object]
+) -> None:
     rows = make_rows(MIXED, heads, kv_heads)
 
     outputs = attend(pool_for(rows), rows, 3, **options)
@@ -168,7 +186,7 @@ def test_keys_and_values_are_gathered_by_blocks_and_not_by_tokens() -> None:
     assert len(batch._addresses.seen(BLOCK_TOKENS, torch.float32, heads_per_kv_head=3).index) == 2 * 2
 
 
-def test_a_flight_writes_its_own_slots_of_its_own_layer_and_nothing_else() -> None:
+def test_a_step_writes_its_own_slots_of_its_own_layer_and_nothing_else() -> None:
     rows = make_rows([(1, 10), (6, 14)], 4, 2)
     pool = pool_for(rows)
     attend(pool, rows, 1, layer=1)
@@ -176,7 +194,9 @@ def test_a_flight_writes_its_own_slots_of_its_own_layer_and_nothing_else() -> No
     assert pool[:, 0].isnan().all()
     assert pool[:, 2].isnan().all()
     held = pool[:, 1].permute(0, 2, 1, 3, 4).reshape(-1, 2, 2, HEAD_DIM)  # by slot
-    written = {slot: (row, position) for row in rows for position, slot in enumerate(slots_of(row, range(len(row.key))))}
+    written = {
+        slot: (row, position) for row in rows for position, slot in enumerate(slots_of(row, range(len(row.key))))
+    }
     for slot, (key, value) in enumerate(held):
         if slot in written:
             row, position = written[slot]
@@ -188,7 +208,9 @@ def test_a_flight_writes_its_own_slots_of_its_own_layer_and_nothing_else() -> No
 
 
 def test_a_layer_is_not_touched_before_its_gate_opened_h5() -> None:
-    """The gate stands for a load that ends at the last moment: all that it brings is seen, and nothing was written before."""
+    """The gate stands for a load that ends at the last moment: all that it brings is seen, and nothing was written
+    before.
+    """
     (row,) = make_rows([(3, 18)], 4, 2)
     pool = pool_for([row])
     opened = []

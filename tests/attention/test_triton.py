@@ -1,4 +1,6 @@
-"""The kernels against the plain formula, and what a result may depend on. On a GPU if there is one, else in Triton's interpreter."""
+"""The kernels against the plain formula, and what a result may depend on. On a GPU if there is one, else in Triton's
+interpreter.
+"""
 
 from __future__ import annotations
 
@@ -24,18 +26,31 @@ from paged_rig import (
     make_rows,
     packed,
     pool_for,
-    random_flight,
+    random_step,
 )
 
 from sidestream.attention.paged import KVShape
-from sidestream.attention.triton import DeviceBatch, Partials, Straight, Tile, Tiles, Variant, launch, paged_attention, warm_up
+from sidestream.attention.triton import (
+    DeviceBatch,
+    Partials,
+    Straight,
+    Tile,
+    Tiles,
+    Variant,
+    launch,
+    paged_attention,
+    warm_up,
+)
 from sidestream.errors import ConfigError, InvariantError
 
-triton = pytest.importorskip("triton", reason="triton is not installed: it comes with torch on Linux x86-64, or with the dev extra")
+triton = pytest.importorskip(
+    "triton", reason="triton is not installed: it comes with torch on Linux x86-64, or with the dev extra"
+)
 
 ON_GPU = DEVICE == "cuda"
 
-# decode, verification of 3, decode of a first token; then a whole prompt, a continued chunk, a chunk of one token, a long one
+# decode, verification of 3, decode of a first token; then a whole prompt, a continued chunk, a chunk of one token, a
+# long one
 MIXED = [(1, 30), (3, 150), (1, 1), (9, 9), (6, 21), (1, 13), (40, 75)]
 IN_SPLITS = Launch(split_rows=3, split_queries=3)
 
@@ -62,7 +77,9 @@ def test_a_smaller_models_kv_at_the_end_of_the_blocks_is_attended_to_by_its_own_
     there = other.at_the_end_of(pool)
     there[:, 0] = alone[:, LAYER]
     assert there.data_ptr() != pool.data_ptr()
-    partials = Partials.allocate(query_tokens=64, kv_tokens=160, heads=3, head_dim=32, device=DEVICE, tokens=64, also=other)
+    partials = Partials.allocate(
+        query_tokens=64, kv_tokens=160, heads=3, head_dim=32, device=DEVICE, tokens=64, also=other
+    )
     whole = pool_for(rows, inner, Options())
     expected = make_batch(whole, rows, inner, IN_SPLITS)
     batch = replace(expected, kv=pool, partials=partials, tiles=None).over(other)
@@ -85,7 +102,9 @@ def test_a_long_chunk_is_computed_over_kv_laid_out_straight_to_the_same_bits(
     shape = Shape(6, kv_heads, 64, block_tokens, torch.bfloat16 if ON_GPU else torch.float16)
     rows, options = make_rows(lens, shape), Options()
     split = Launch(split_rows=1 if lens[0][0] < 9 else 0, split_queries=3, padded_tokens=2, tiles=None)
-    straight = Straight.allocate(kv_heads=kv_heads, head_dim=64, kv_tokens=256, dtype=shape.dtype, device=torch.device(DEVICE))
+    straight = Straight.allocate(
+        kv_heads=kv_heads, head_dim=64, kv_tokens=256, dtype=shape.dtype, device=torch.device(DEVICE)
+    )
     assert straight is not None
     for part in (straight.keys, straight.values):
         part.fill_(float("nan"))
@@ -105,7 +124,9 @@ def test_a_long_chunk_is_computed_over_kv_laid_out_straight_to_the_same_bits(
             assert torch.equal(ours, theirs)
 
 
-def test_chunks_of_which_none_has_more_than_half_of_the_tokens_are_read_from_their_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunks_of_which_none_has_more_than_half_of_the_tokens_are_read_from_their_blocks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(launch, "LONG_TOKENS", 64)
     shape = Shape(head_dim=64, dtype=torch.float16)
     rows, options = make_rows([(40, 70), (40, 40)], shape), Options()
@@ -123,7 +144,10 @@ def test_rows_longer_than_what_is_there_to_lay_them_out_are_refused() -> None:
     rows = make_rows([(9, 70)], shape)
     with pytest.raises(InvariantError, match="rows of up to 80 tokens, laid out straight: there is room for 64"):
         attend(rows, shape, straight=straight)
-    assert Straight.allocate(kv_heads=2, head_dim=96, kv_tokens=60, dtype=torch.float16, device=torch.device(DEVICE)) is None
+    assert (
+        Straight.allocate(kv_heads=2, head_dim=96, kv_tokens=60, dtype=torch.float16, device=torch.device(DEVICE))
+        is None
+    )
 
 
 def test_keys_and_values_alone_are_written_as_attention_writes_them() -> None:
@@ -139,10 +163,17 @@ def test_keys_and_values_alone_are_written_as_attention_writes_them() -> None:
 
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "options"),
-    [(2, 2, Options()), (6, 2, Options(sliding_window=5)), (4, 1, Options(softcap=1.5)), (6, 2, Options(sliding_window=40, softcap=1.5))],
+    [
+        (2, 2, Options()),
+        (6, 2, Options(sliding_window=5)),
+        (4, 1, Options(softcap=1.5)),
+        (6, 2, Options(sliding_window=40, softcap=1.5)),
+    ],
     ids=str,
 )
-def test_a_mixed_batch_over_scattered_blocks_gives_what_the_formula_gives(heads: int, kv_heads: int, options: Options) -> None:
+def test_a_mixed_batch_over_scattered_blocks_gives_what_the_formula_gives(
+    heads: int, kv_heads: int, options: Options
+) -> None:
     shape = Shape(heads=heads, kv_heads=kv_heads)
     rows = make_rows(MIXED, shape)
 
@@ -172,7 +203,7 @@ def test_every_dtype_stays_within_its_rounding_with_the_default_tiles(dtype: tor
 @pytest.mark.parametrize("seed", range(60 if ON_GPU else 6))
 def test_random_batches_give_what_the_formula_gives_and_padding_is_inert(seed: int) -> None:
     draws = random.Random(seed)
-    lens, launched = random_flight(draws, 1500 if ON_GPU else 140, 20 if ON_GPU else 4)
+    lens, launched = random_step(draws, 1500 if ON_GPU else 140, 20 if ON_GPU else 4)
     group, kv_heads = draws.choice(((1, 1), (1, 3), (2, 2), (3, 2), (7, 1)))
     dtype = draws.choice((torch.float16, torch.float32))
     shape = Shape(group * kv_heads, kv_heads, draws.choice((16, 24, 64)), draws.choice((16, 32, 64)), dtype)
@@ -190,7 +221,7 @@ def test_random_batches_give_what_the_formula_gives_and_padding_is_inert(seed: i
 
 
 def assert_only_written(rows: Any, shape: Shape, before: torch.Tensor, after: torch.Tensor) -> None:
-    """After a flight the pool holds its keys and values; all else is as it was."""
+    """After a step the pool holds its keys and values; all else is as it was."""
     expected = before.clone()
     for row in rows:
         for position, slot in zip(
@@ -206,20 +237,31 @@ def assert_only_written(rows: Any, shape: Shape, before: torch.Tensor, after: to
     [(torch.float32, Options()), (torch.float16, Options(sliding_window=33)), (torch.float16, Options(softcap=1.5))],
     ids=str,
 )
-def test_a_row_gives_the_same_bits_alone_in_any_batch_in_any_order_and_with_any_padding(dtype: torch.dtype, options: Options) -> None:
+def test_a_row_gives_the_same_bits_alone_in_any_batch_in_any_order_and_with_any_padding(
+    dtype: torch.dtype, options: Options
+) -> None:
     shape = Shape(dtype=dtype)
     rows = make_rows([(1, 30), (3, 80), (1, 1), (9, 9), (1, 13), (20, 45)], shape)
     together = attend(rows, shape, options, replace(IN_SPLITS, short_rows=1, short_queries=9))
     order = [2, 0, 1, 3, 5, 4]
 
     roomy = Launch(
-        split_rows=3, split_queries=5, short_rows=1, short_queries=30, padded_rows=2, padded_tokens=7, wider=9, index_dtype=torch.int64
+        split_rows=3,
+        split_queries=5,
+        short_rows=1,
+        short_queries=30,
+        padded_rows=2,
+        padded_tokens=7,
+        wider=9,
+        index_dtype=torch.int64,
     )
     shuffled = attend([rows[index] for index in order], shape, options, roomy)
 
     for index, row in enumerate(rows):
         queries = len(row.query)
-        launched = Launch(split_rows=int(index < 3), split_queries=queries, short_rows=int(index == 3), short_queries=queries)
+        launched = Launch(
+            split_rows=int(index < 3), split_queries=queries, short_rows=int(index == 3), short_queries=queries
+        )
         (alone, _) = attend([row], shape, options, launched)
         assert torch.equal(alone, together[index])
         assert torch.equal(alone, shuffled[order.index(index)])
@@ -227,7 +269,9 @@ def test_a_row_gives_the_same_bits_alone_in_any_batch_in_any_order_and_with_any_
 
 @pytest.mark.parametrize("narrow", [1, 2, 16])
 @pytest.mark.parametrize("options", [Options(), Options(sliding_window=150)], ids=str)
-def test_a_short_chunk_has_wide_splits_behind_its_narrow_ones(narrow: int, options: Options, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_short_chunk_has_wide_splits_behind_its_narrow_ones(
+    narrow: int, options: Options, monkeypatch: pytest.MonkeyPatch
+) -> None:
     shape = Shape()
     rows = make_rows([(1, 300), (7, 413), (3, 130), (2, 64)], shape)
     launched = Launch(split_rows=1, short_rows=3, short_queries=7, narrow=narrow)
@@ -246,7 +290,9 @@ def test_what_rows_that_decode_get_does_not_depend_on_wide_splits() -> None:
 
 
 @pytest.mark.parametrize("programs", [1, 3])
-def test_a_row_in_splits_gives_the_same_bits_however_many_programs_share_them(programs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_row_in_splits_gives_the_same_bits_however_many_programs_share_them(
+    programs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     shape = Shape()
     rows = make_rows([(1, 270), (4, 150)], shape)
     launched = Launch(split_rows=2, split_queries=4)
@@ -261,7 +307,8 @@ def test_a_row_in_splits_gives_the_same_bits_however_many_programs_share_them(pr
 def products_row_by_row(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let Triton's interpreter multiply each row of a matrix the same way, however many rows there are, as a GPU does.
 
-    It calls numpy's matmul, and OpenBLAS chooses the order of its sums by the number of rows on some processors (Haswell, Zen).
+    It calls numpy's matmul, and OpenBLAS chooses the order of its sums by the number of rows on some processors
+    (Haswell, Zen).
     """
     if ON_GPU:
         return
@@ -287,8 +334,8 @@ def test_a_query_gives_the_same_bits_however_many_queries_come_with_it(in_splits
     shape = Shape(heads=2, kv_heads=1)
     (row,) = make_rows([(40, 160)], shape)
 
-    def bits(flight: Any) -> torch.Tensor:
-        return attend([flight], shape, options, Launch(split_rows=int(in_splits), split_queries=len(flight.query)))[0]
+    def bits(step: Any) -> torch.Tensor:
+        return attend([step], shape, options, Launch(split_rows=int(in_splits), split_queries=len(step.query)))[0]
 
     whole = bits(row)
     for queries in (1, 7):
@@ -371,8 +418,12 @@ def test_warm_up_launches_every_variant_and_leaves_the_pool_alone(monkeypatch: p
     warm_up(pool, heads=4, variants=variants, partials=partials, tiles=TILES)
 
     assert pool.isnan().all()
-    attends = {(options["WIDE"], options["WINDOW"], options["CAPPED"]) for name, options in launched if name == "attend"}
-    assert attends == {(wide, window, cap) for wide in (0, 256, 512) for window in (False, True) for cap in (False, True)}
+    attends = {
+        (options["WIDE"], options["WINDOW"], options["CAPPED"]) for name, options in launched if name == "attend"
+    }
+    assert attends == {
+        (wide, window, cap) for wide in (0, 256, 512) for window in (False, True) for cap in (False, True)
+    }
     assert {options["WINDOW"] for name, options in launched if name == "combine"} == {False, True}
 
 
@@ -406,7 +457,10 @@ def test_without_triton_the_first_launch_says_so(monkeypatch: pytest.MonkeyPatch
         ({"split_rows": 3}, "split_rows is 3, short_rows 0: the batch has 2 rows"),
         ({"split_rows": 2, "short_rows": 1}, "split_rows is 2, short_rows 1: the batch has 2 rows"),
         ({"split_rows": 1, "partials": None}, "give partials"),
-        ({"split_rows": 2, "split_queries": 9}, r"7 query tokens over rows of up to 32 tokens: partials hold 2 over 64"),
+        (
+            {"split_rows": 2, "split_queries": 9},
+            r"7 query tokens over rows of up to 32 tokens: partials hold 2 over 64",
+        ),
         ({"kv_lens": torch.zeros(3, dtype=torch.int32)}, "B, B \\+ 1 and B expected"),
         ({"kv_lens": torch.zeros(2)}, "kv_lens is torch.float32"),
     ],
@@ -462,5 +516,9 @@ def test_tiles_of_other_shapes_agree_within_rounding() -> None:
         Tiles(Tile(64, 32, 4, 2), Tile(32, 16, 4, 2), Tile(64, 16, 4, 2)),
     ):
         assert_right(
-            rows, attend(rows, shape, launch=Launch(split_rows=1, split_queries=3, short_rows=1, short_queries=3, tiles=tiles)), Options()
+            rows,
+            attend(
+                rows, shape, launch=Launch(split_rows=1, split_queries=3, short_rows=1, short_queries=3, tiles=tiles)
+            ),
+            Options(),
         )

@@ -9,14 +9,28 @@ from dataclasses import replace
 
 import pytest
 import torch
-from paged_rig import DEVICE, LAYER, Launch, Options, Shape, assert_right, attend, make_batch, make_rows, packed, pool_for, random_flight
+from paged_rig import (
+    DEVICE,
+    LAYER,
+    Launch,
+    Options,
+    Shape,
+    assert_right,
+    attend,
+    make_batch,
+    make_rows,
+    packed,
+    pool_for,
+    random_step,
+)
 
 from sidestream.attention.triton import Partials, Straight, Variant, paged_attention, warm_up
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(
-        not torch.cuda.is_available(), reason="needs an NVIDIA GPU; the interpreter runs the same kernels in test_triton.py"
+        not torch.cuda.is_available(),
+        reason="needs an NVIDIA GPU; the interpreter runs the same kernels in test_triton.py",
     ),
 ]
 
@@ -38,7 +52,10 @@ def test_real_sizes_give_what_the_formula_gives(dtype: torch.dtype, head_dim: in
         rows = make_rows([(1, 3000), (5, 900), (1, 17), (300, 300), (200, 2100), (1, 40)], shape)
 
         outputs = attend(
-            rows, shape, options, Launch(split_rows=3, split_queries=5, padded_rows=2, padded_tokens=9, tiles=None, split_tokens=256)
+            rows,
+            shape,
+            options,
+            Launch(split_rows=3, split_queries=5, padded_rows=2, padded_tokens=9, tiles=None, split_tokens=256),
         )
 
         assert_right(rows, outputs, options)
@@ -48,13 +65,21 @@ def test_real_sizes_give_what_the_formula_gives(dtype: torch.dtype, head_dim: in
 @pytest.mark.parametrize("seed", range(24))
 def test_random_batches_with_the_default_tiles(seed: int) -> None:
     draws = random.Random(seed)
-    lens, launched = random_flight(draws, 3000, 24)
+    lens, launched = random_step(draws, 3000, 24)
     group, kv_heads = draws.choice(((1, 4), (4, 2), (7, 1), (32, 1), (3, 3)))
-    shape = Shape(group * kv_heads, kv_heads, draws.choice((64, 80, 96, 128, 256)), draws.choice((16, 32, 64, 128)), draws.choice(DTYPES))
+    shape = Shape(
+        group * kv_heads,
+        kv_heads,
+        draws.choice((64, 80, 96, 128, 256)),
+        draws.choice((16, 32, 64, 128)),
+        draws.choice(DTYPES),
+    )
     options = Options(draws.choice((None, draws.randint(1, 1000))), draws.choice((None, 20.0)))
     rows = make_rows(lens, shape, seed)
 
-    *outputs, padding = attend(rows, shape, options, replace(launched, tiles=None, split_tokens=draws.choice((256, 512))))
+    *outputs, padding = attend(
+        rows, shape, options, replace(launched, tiles=None, split_tokens=draws.choice((256, 512)))
+    )
 
     assert_right(rows, outputs, options)
     assert not padding.any()
@@ -62,13 +87,17 @@ def test_random_batches_with_the_default_tiles(seed: int) -> None:
 
 @pytest.mark.parametrize("options", [Options(), Options(sliding_window=333), Options(softcap=20.0)], ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_row_gives_the_same_bits_whoever_is_beside_it_and_however_it_is_cut(dtype: torch.dtype, options: Options) -> None:
+def test_a_row_gives_the_same_bits_whoever_is_beside_it_and_however_it_is_cut(
+    dtype: torch.dtype, options: Options
+) -> None:
     shape = Shape(8, 2, 128, 16, dtype)
     lens = [(1, 3000), (5, 900), (1, 17), (2, 513), (300, 300), (200, 1100), (1, 40)]
     rows = make_rows(lens, shape)
     usual = Launch(split_rows=4, split_queries=5, tiles=None, split_tokens=256)
     together = attend(rows, shape, options, usual)
-    backwards = attend([*rows[3::-1], *rows[:3:-1]], shape, options, replace(usual, padded_rows=5, padded_tokens=90, wider=60))
+    backwards = attend(
+        [*rows[3::-1], *rows[:3:-1]], shape, options, replace(usual, padded_rows=5, padded_tokens=90, wider=60)
+    )
 
     for index, row in enumerate(rows):
         mine = replace(usual, split_rows=int(index < 4), split_queries=len(row.query))
@@ -83,20 +112,26 @@ def test_a_row_gives_the_same_bits_whoever_is_beside_it_and_however_it_is_cut(dt
 @pytest.mark.parametrize("shape", [Shape(32, 8, 128), Shape(9, 3, 64), Shape(8, 1, 128, 64)], ids=str)
 def test_a_long_chunk_computed_over_kv_laid_out_straight_has_the_same_bits(shape: Shape, dtype: torch.dtype) -> None:
     shape = replace(shape, dtype=dtype)
-    straight = Straight.allocate(kv_heads=shape.kv_heads, head_dim=shape.head_dim, kv_tokens=6400, dtype=dtype, device=torch.device(DEVICE))
+    straight = Straight.allocate(
+        kv_heads=shape.kv_heads, head_dim=shape.head_dim, kv_tokens=6400, dtype=dtype, device=torch.device(DEVICE)
+    )
     assert straight is not None
-    flights = {
+    steps = {
         ((1, 900), (1000, 1000)): True,
         ((1, 40), (2, 70), (300, 310), (1500, 5207), (5, 9)): True,
         ((600, 6301),): True,
         ((500, 500), (500, 600)): False,
     }
-    for lens, is_long in flights.items():
+    for lens, is_long in steps.items():
         straight.keys.fill_(float("nan"))
         straight.values.fill_(float("nan"))
         rows = make_rows(lens, shape)
         launched = Launch(
-            split_rows=sum(queries < 9 for queries, _ in lens[:2]), split_queries=2, padded_tokens=3, tiles=None, split_tokens=256
+            split_rows=sum(queries < 9 for queries, _ in lens[:2]),
+            split_queries=2,
+            padded_tokens=3,
+            tiles=None,
+            split_tokens=256,
         )
 
         laid_out = attend(rows, shape, launch=launched, straight=straight)
@@ -124,9 +159,11 @@ def test_a_captured_graph_serves_every_smaller_batch_with_the_same_bits(queries:
 
     for count in (bound, 3, 7, 1):
         here = random.Random(count).sample(rows, count)
-        padding = Launch(split_rows=bound, split_queries=queries, padded_rows=bound - count, padded_tokens=(bound - count) * queries)
+        padding = Launch(
+            split_rows=bound, split_queries=queries, padded_rows=bound - count, padded_tokens=(bound - count) * queries
+        )
         now = make_batch(pool, here, shape, padding, batch.partials)
-        for name in ("slots", "query_starts", "kv_lens"):
+        for name in ("slots", "cu_seqlens_q", "kv_lens"):
             getattr(batch, name).copy_(getattr(now, name))
         batch.block_tables.zero_()
         batch.block_tables[:, : now.block_tables.shape[1]].copy_(now.block_tables)
@@ -158,7 +195,13 @@ def test_nothing_is_compiled_after_warm_up_p3(monkeypatch: pytest.MonkeyPatch) -
             # Graphs are given parts of larger tensors, which begin anywhere.
             moved = torch.cat((batch.kv_lens[:1], batch.kv_lens))[1:]
             for window in (None, 1, 16, 33):
-                paged_attention(*packed(rows, count % 3, shape), LAYER, replace(batch, kv_lens=moved), scale=0.1, sliding_window=window)
+                paged_attention(
+                    *packed(rows, count % 3, shape),
+                    LAYER,
+                    replace(batch, kv_lens=moved),
+                    scale=0.1,
+                    sliding_window=window,
+                )
 
     assert not compiled
 
@@ -181,11 +224,14 @@ def test_blocks_beyond_two_to_the_31_elements_are_written_and_read() -> None:
     blocks = 2**31 // block_elements + 40
     row = make_rows([(1, 600)], shape)[0]
     chunk = make_rows([(260, 500)], shape, seed=8)[0]
-    far = [replace(row, blocks=tuple(range(blocks - 5, blocks))), replace(chunk, blocks=tuple(range(blocks - 9, blocks - 5)))]
-    pool = torch.zeros(blocks, 2, 2, 128, 1, 128, dtype=torch.bfloat16, device=DEVICE)
-    pool[-40:] = pool_for([replace(each, blocks=tuple(block - blocks + 40 for block in each.blocks)) for each in far], shape, Options())[
-        :40
+    far = [
+        replace(row, blocks=tuple(range(blocks - 5, blocks))),
+        replace(chunk, blocks=tuple(range(blocks - 9, blocks - 5))),
     ]
+    pool = torch.zeros(blocks, 2, 2, 128, 1, 128, dtype=torch.bfloat16, device=DEVICE)
+    pool[-40:] = pool_for(
+        [replace(each, blocks=tuple(block - blocks + 40 for block in each.blocks)) for each in far], shape, Options()
+    )[:40]
 
     outputs = attend(far, shape, launch=Launch(split_rows=1, tiles=None), pool=pool)
 

@@ -22,7 +22,9 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def interrupts_reach_children() -> Iterator[None]:
-    """A shell starts background jobs with SIGINT ignored, and so would start every child of a test run in the background."""
+    """A shell starts background jobs with SIGINT ignored, and so would start every child of a test run in the
+    background.
+    """
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)

@@ -35,7 +35,13 @@ FIGURES = {
         "requests_identical_offload_off",
         "logprob_distance_max_synchronous",
     },
-    "engine": {"decode_b1_over_floor", "idle_share_max", "ttft_host_over_floor", "itl_p99_during_resume", "async_tokens_identical"},
+    "engine": {
+        "decode_b1_over_floor",
+        "idle_share_max",
+        "ttft_host_over_floor",
+        "itl_p99_during_resume",
+        "async_tokens_identical",
+    },
     "throughput": {"throughput_no_reuse", "throughput_working_set_4x"},
     "host-tier": {"host_tier_ready_s_per_gib", "round_2_found_in_host"},
 }
@@ -50,32 +56,38 @@ def test_benchmark_measures_on_the_cpu_too(name: str, run: Run) -> None:
     assert FIGURES[name] <= figures.keys()
     bounded = {name for name, figure in figures.items() if figure["bound"] is not None}
     # Tokens are equal on a CPU, too.
-    assert bounded == ({f"requests_identical_{way}" for way in ("again", "offload_off", "synchronous")} if name == "identity" else set())
+    assert bounded == (
+        {f"requests_identical_{way}" for way in ("again", "offload_off", "synchronous")}
+        if name == "identity"
+        else set()
+    )
     if name == "forward-thread":
         assert figures["host_waits"]["value"] == 0
         assert figures["stored_gib"]["value"] > 0
 
 
-def test_flights_that_draft_are_measured_and_no_token_depends_on_drafts(tmp_path: Path) -> None:
+def test_steps_that_draft_are_measured_and_no_token_depends_on_drafts(tmp_path: Path) -> None:
     model = str(tiny_model_dir("llama", tmp_path / "model", 3))
     options = {"device": "cpu", "kv_memory": "8MiB", "prefix_cache": False, "max_running": 2, "compute_threads": 1}
     config = {"proposer": "draft", "max_drafts": 4, "model": model}
     prompts = [[5, 6, 7], [8, 9, 10, 11]]
     measured = [
         *speculative._equalities(model, options, "draft", config, prompts, 24),
-        *speculative._flights(
+        *speculative._steps(
             model, options, "draft", {**config, "adaptive": False}, [prompts[:1], prompts], 24, on_gpu=False
         ),  # however slow
-        *speculative._flights(model, options, "plain", None, [prompts], 24, on_gpu=False),
+        *speculative._steps(model, options, "plain", None, [prompts], 24, on_gpu=False),
     ]
     figures = {figure.name: figure.value for figure in measured}
     assert figures["tokens_identical_draft"] == figures["accept_lengths_identical_draft"] == 1
     assert figures["host_waits_per_step_draft"] == 0
     assert figures["tokens_per_step_draft"] > 3  # the model itself: all its drafts are right
     assert figures["dispatch_us_median_draft"] > 0
-    assert figures["flight_ms_b2_draft"] > figures["flight_ms_b2_plain"] > 0
+    assert figures["step_ms_b2_draft"] > figures["step_ms_b2_plain"] > 0
     assert 0 < figures["drafts_per_row_b2_draft"] <= 4
-    assert figures["uncaptured_share_b1_draft"] == figures["uncaptured_share_b2_plain"] == 1  # nothing is captured on a CPU
+    assert (
+        figures["uncaptured_share_b1_draft"] == figures["uncaptured_share_b2_plain"] == 1
+    )  # nothing is captured on a CPU
     assert 0 < figures["idle_share_b2_draft"] < 1
 
 
@@ -106,7 +118,9 @@ def test_what_a_benchmark_of_steps_would_not_measure_is_refused(asked: list[str]
 
 
 @pytest.mark.parametrize("shape", ["qwen3-8b", "llama-3.2-1b"])
-def test_steps_on_a_gpu_are_those_of_the_shape_that_was_asked_for(shape: str, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_on_a_gpu_are_those_of_the_shape_that_was_asked_for(
+    shape: str, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
     measured: list[object] = []
 
     def measure(**asked: object) -> list[Figure]:

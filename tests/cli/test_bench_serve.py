@@ -1,4 +1,6 @@
-"""`sidestream bench serve`: what it makes of bytes and times, that its clients ask as they should, and one short run of all of it."""
+"""`sidestream bench serve`: what it makes of bytes and times, that its clients ask as they should, and one short run of
+all of it.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +59,11 @@ def chunked(*parts: bytes) -> bytes:
 
 
 def piece(text: str, finish: str | None = None) -> bytes:
-    return b"data: " + json.dumps({"choices": [{"index": 0, "text": text, "finish_reason": finish}], "usage": None}).encode() + b"\n\n"
+    return (
+        b"data: "
+        + json.dumps({"choices": [{"index": 0, "text": text, "finish_reason": finish}], "usage": None}).encode()
+        + b"\n\n"
+    )
 
 
 def usage(tokens: int) -> bytes:
@@ -88,7 +94,9 @@ def test_an_event_has_the_time_of_its_last_byte_wherever_the_stream_is_cut() -> 
     whole = [event.data for event in taken((1, raw)).events()]
     assert len(whole) == 5
     assert whole[-1] == b"[DONE]"
-    ends = [raw.index(data) + len(data) + 2 for data in whole[1:]]  # with the empty line that ends it; the first one is cut by a chunk
+    ends = [
+        raw.index(data) + len(data) + 2 for data in whole[1:]
+    ]  # with the empty line that ends it; the first one is cut by a chunk
     for cut in range(1, len(raw)):
         events = list(taken((1, raw[:cut]), (2, raw[cut:])).events())
         assert [event.data for event in events] == whole
@@ -202,15 +210,24 @@ def test_the_mean_step_is_that_of_the_time_when_all_decode() -> None:
 def test_bounds_of_a_shape_hold_for_the_sizes_that_they_are_known_for() -> None:
     loop = (answer(0, 0, 0, 10, 20, 30), answer(0, 1, 30, 40, 50, 60))
     one = Measured(loop, loop, StepsSoFar(15 * MS, 10, 0.1), StepsSoFar(45 * MS, 20, 0.2))
-    named = {size: {f.name: str(f.bound) for f in _compared(size, one, one, LIMITS["qwen3-8b", "cuda"]) if f.bound} for size in (1, 8, 128)}
-    assert named[1] == {"served_over_engine_tok_s_b1": "at least 0.97", "burst_share_b1": "at most 0.02", "ttft_added_ms": "at most 3"}
+    named = {
+        size: {f.name: str(f.bound) for f in _compared(size, one, one, LIMITS["qwen3-8b", "cuda"]) if f.bound}
+        for size in (1, 8, 128)
+    }
+    assert named[1] == {
+        "served_over_engine_tok_s_b1": "at least 0.97",
+        "burst_share_b1": "at most 0.02",
+        "ttft_added_ms": "at most 3",
+    }
     assert named[8] == {}
     assert named[128] == {
         "served_over_engine_tok_s_b128": "at least 0.97",
         "burst_share_b128": "at most 0.05",
         "ttft_added_ms_p99_b128": "at most 20",
     }
-    assert {f.name: f.value for f in _compared(32, one, one, LIMITS["qwen3-8b", "cuda"])}["itl_p99_over_step_b32"] == pytest.approx(1)
+    assert {f.name: f.value for f in _compared(32, one, one, LIMITS["qwen3-8b", "cuda"])}[
+        "itl_p99_over_step_b32"
+    ] == pytest.approx(1)
 
 
 # ------------------------------------------------------------------ clients
@@ -220,7 +237,12 @@ def test_few_clients_have_enough_rounds_for_a_median_and_no_prompt_is_asked_twic
     loads = [loads_of(clients=size, rounds=3, prompt_tokens=24, output_tokens=8, ids=100) for size in (1, 8, 32)]
     assert [load.loop.rounds for load in loads] == [17, 3, 3]
     asked = [one for load in loads for one in (load.warm, load.loop, load.calm)]
-    prompts = [tuple(one.prompt(client, number)) for one in asked for client in range(one.clients) for number in range(one.rounds)]
+    prompts = [
+        tuple(one.prompt(client, number))
+        for one in asked
+        for client in range(one.clients)
+        for number in range(one.rounds)
+    ]
     assert len(set(prompts)) == len(prompts)
     assert all(len(prompt) == 24 and all(3 <= token < 100 for token in prompt) for prompt in prompts)
 
@@ -290,14 +312,18 @@ def fake_server() -> Iterator[FakeServer]:
     thread.join()
 
 
-def test_each_client_sends_its_next_request_when_the_former_has_ended_on_one_connection(fake_server: FakeServer) -> None:
+def test_each_client_sends_its_next_request_when_the_former_has_ended_on_one_connection(
+    fake_server: FakeServer,
+) -> None:
     load = Workload("loop", 3, 4, 8, 5, watched=True)
     told: list[str] = []
     with Clients(Target.at(fake_server.url, "fake"), most=3) as clients:
         answers = clients.run(load, on_begun=lambda: told.append("begun"), on_nearly=lambda: told.append("nearly"))
         assert fake_server.connections == 3
         again = clients.run(Workload("again", 1, 1, 8, 2))
-    assert sorted((answer.client, answer.round) for answer in answers) == [(client, number) for client in range(3) for number in range(4)]
+    assert sorted((answer.client, answer.round) for answer in answers) == [
+        (client, number) for client in range(3) for number in range(4)
+    ]
     assert {answer.text for answer in answers} == {"xxxxx"}
     assert sorted(told) == ["begun", "nearly"]
     for client in range(3):
@@ -313,7 +339,10 @@ def test_each_client_sends_its_next_request_when_the_former_has_ended_on_one_con
 
 def test_a_refused_request_ends_the_run_with_what_the_server_said(fake_server: FakeServer) -> None:
     fake_server.status = 503
-    with Clients(Target.at(fake_server.url, "fake"), most=1) as clients, pytest.raises(SidestreamError, match=r"status 503.*busy"):
+    with (
+        Clients(Target.at(fake_server.url, "fake"), most=1) as clients,
+        pytest.raises(SidestreamError, match=r"status 503.*busy"),
+    ):
         clients.run(Workload("loop", 1, 2, 8, 5))
 
 
@@ -323,11 +352,24 @@ def test_another_server_is_measured_beside_an_earlier_result(fake_server: FakeSe
         "command": "sidestream bench serve",
         "environment": {},
         "figures": [
-            Figure(name, 50.0, "tokens/s").plain() for name in ("served_over_engine_tok_s_b2", "served_tok_s_b2", "engine_tok_s_b2")
+            Figure(name, 50.0, "tokens/s").plain()
+            for name in ("served_over_engine_tok_s_b2", "served_tok_s_b2", "engine_tok_s_b2")
         ],
     }
     (tmp_path / "ours.json").write_text(json.dumps(ours), encoding="utf-8")
-    options = ["--clients", "2", "--prompt-tokens", "8", "--output-tokens", "8", "--rounds", "12", "--label", "vllm", "--json"]
+    options = [
+        "--clients",
+        "2",
+        "--prompt-tokens",
+        "8",
+        "--output-tokens",
+        "8",
+        "--rounds",
+        "12",
+        "--label",
+        "vllm",
+        "--json",
+    ]
     done = run("bench", "serve", "--against", fake_server.url, "--beside", tmp_path / "ours.json", *options)
     assert done.exit_code == 0, done.output
     report = json.loads(done.stdout)
@@ -343,7 +385,9 @@ def test_earlier_results_keep_their_servers_and_no_name_stands_twice(tmp_path: P
     path = tmp_path / "one.json"
     names = ["burst_share_b1", "engine_itl_ms_p50_b1", "a_tok_s_b1", "a_over_b_tok_s_b1", "texts_identical"]
     figures = [{"name": name, "value": 4.0, "unit": "x"} for name in names]
-    path.write_text(json.dumps({"bench": "serve", "command": "c", "environment": {}, "figures": figures}), encoding="utf-8")
+    path.write_text(
+        json.dumps({"bench": "serve", "command": "c", "environment": {}, "figures": figures}), encoding="utf-8"
+    )
     earlier = read_result(path, label="b")
     assert [figure.name for figure in earlier.figures] == ["burst_share_b1", "a_tok_s_b1"]
     assert compared("b", [Figure("b_tok_s_b1", 2.0, "x")], [earlier])[-1] == Figure("a_over_b_tok_s_b1", 2.0, "ratio")
@@ -410,9 +454,13 @@ def fake_engine() -> Iterator[FakeEngine]:
 def test_the_engine_in_process_is_asked_in_a_closed_loop(fake_engine: FakeEngine) -> None:
     load = Workload("loop", 3, 4, 8, 5)
     asked = _Loop(fake_engine, load).run()  # type: ignore[arg-type]
-    assert sorted((one.client, one.round) for one in asked) == [(client, number) for client in range(3) for number in range(4)]
+    assert sorted((one.client, one.round) for one in asked) == [
+        (client, number) for client in range(3) for number in range(4)
+    ]
     assert fake_engine.most_in_flight <= 3
-    assert sorted(fake_engine.prompts) == sorted(load.prompt(client, number) for client in range(3) for number in range(4))
+    assert sorted(fake_engine.prompts) == sorted(
+        load.prompt(client, number) for client in range(3) for number in range(4)
+    )
     answers = [one.answer(None) for one in asked]
     assert {answer.tokens for answer in answers} == {5}
     for client in range(3):
@@ -489,12 +537,20 @@ def test_a_figure_is_its_median_over_repetitions() -> None:
         (["some-model", "--shape", "tiny"], "the model is 'some-model' and --shape is 'tiny': give one of the two"),
         (["--checkpoint", "x"], "--checkpoint is x, but MODEL has its own"),
         (["--label", "x"], "--label is 'x', which is not used with neither"),
-        (["--against", "http://127.0.0.1:1", "--shape", "tiny"], "--shape is 'tiny', which is not used with --against: leave it out"),
+        (
+            ["--against", "http://127.0.0.1:1", "--shape", "tiny"],
+            "--shape is 'tiny', which is not used with --against: leave it out",
+        ),
         (["--against", "ftp://127.0.0.1:1"], "is no http URL"),
-        (["--slow-readers", "8", "--connections", "9"], "--connections is 9, fewer than 8 slow readers and 8 clients: give more"),
+        (
+            ["--slow-readers", "8", "--connections", "9"],
+            "--connections is 9, fewer than 8 slow readers and 8 clients: give more",
+        ),
     ],
 )
-def test_what_could_not_be_measured_is_refused(asked: list[str], reason: str, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_could_not_be_measured_is_refused(
+    asked: list[str], reason: str, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
     done = run("bench", "serve", *asked)
     assert done.exit_code != 0
     assert reason in done.stderr
@@ -543,7 +599,9 @@ def test_a_server_is_measured_beside_its_engine_in_process(tried: list[str], run
         assert figures[f"served_over_engine_tok_s_b{size}"] == pytest.approx(over, rel=1e-3)
         assert 0 <= figures[f"burst_share_b{size}"] <= 1
         assert figures[f"engine_step_ms_b{size}"] > 0
-    assert figures["ttft_added_ms"] == pytest.approx(figures["served_ttft_ms_p50_b1"] - figures["engine_ttft_ms_p50_b1"], abs=1e-3)
+    assert figures["ttft_added_ms"] == pytest.approx(
+        figures["served_ttft_ms_p50_b1"] - figures["engine_ttft_ms_p50_b1"], abs=1e-3
+    )
     assert report["environment"]["model"] == "tiny, random weights"
 
 

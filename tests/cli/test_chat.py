@@ -34,7 +34,9 @@ class Terminal:
         os.write(self._descriptor, text.encode())
 
     def interrupt_at_the_prompt(self) -> None:
-        """Ctrl-C, and Enter: readline sleeps through a signal that comes between its prompt and its read, and notices it at the next key."""
+        """Ctrl-C, and Enter: readline sleeps through a signal that comes between its prompt and its read, and notices
+        it at the next key.
+        """
         self.child.send_signal(signal.SIGINT)
         self.type("\n")
 
@@ -53,7 +55,9 @@ def _chatting(model: Path, *options: str) -> Iterator[Terminal]:
     ours, theirs = pty.openpty()
     command = [sys.executable, "-m", "sidestream", "chat", str(model), *ENGINE, *options]
     environment = {**os.environ, "TERM": "dumb", "OMP_NUM_THREADS": "1"}
-    with subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment, start_new_session=True) as child:
+    with subprocess.Popen(
+        command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment, start_new_session=True
+    ) as child:
         os.close(theirs)
         try:
             yield Terminal(ours, child)
@@ -83,7 +87,9 @@ def test_an_answer_is_followed_by_its_figures_and_reset_forgets(tiny: Path) -> N
     with _chatting(tiny, "--max-tokens", "24") as terminal:
         terminal.read_until("> ")
         terminal.type("Who are you, and where do you come from?\n")
-        first = terminal.read_until(r"24 tokens · prompt (\d+), 0 cached · first token \d+ ms · [\d.]+ tokens/s · cut at the limit")
+        first = terminal.read_until(
+            r"24 tokens · prompt (\d+), 0 cached · first token \d+ ms · [\d.]+ tokens/s · cut at the limit"
+        )
         terminal.type("And then?\n")
         second = terminal.read_until(r"24 tokens · prompt (\d+), \d+ cached \(\d+ device\)")
         terminal.type("/reset\n")
@@ -141,4 +147,6 @@ def test_the_figures_name_the_tiers_that_were_used() -> None:
     answer = Answer()
     answer.token_ids, answer.prompt_tokens, answer.cached = [1, 2, 3], 50, CachedTokens(device=16, disk=32)
     answer.ttft_s, answer.seconds, answer.finish_reason = 0.1, 1.1, "stop"
-    assert answer.summary() == "3 tokens · prompt 50, 48 cached (16 device, 32 disk) · first token 100 ms · 2.0 tokens/s"
+    assert (
+        answer.summary() == "3 tokens · prompt 50, 48 cached (16 device, 32 disk) · first token 100 ms · 2.0 tokens/s"
+    )

@@ -46,7 +46,9 @@ def _commands(tree: typer.Typer, path: tuple[str, ...] = ()) -> Iterator[_Comman
 
 
 _ALL = list(_commands(app))
-_every_command = pytest.mark.parametrize("command", _ALL, ids=[" ".join(command.path) or "sidestream" for command in _ALL])
+_every_command = pytest.mark.parametrize(
+    "command", _ALL, ids=[" ".join(command.path) or "sidestream" for command in _ALL]
+)
 
 
 def _in_tree(path: tuple[str, ...]) -> Any:
@@ -84,7 +86,10 @@ def test_a_number_that_cannot_be_read_is_named_with_its_option(run: Run, command
     for name, (kind, _) in command.options().items():
         spelling = f"--{name.replace('_', '-')}"
         kinds = {kind, *get_args(kind)}
-        for number, value, said in ((int, "1.5", "'1.5' is not a whole number"), (float, "abc", "'abc' is not a number")):
+        for number, value, said in (
+            (int, "1.5", "'1.5' is not a whole number"),
+            (float, "abc", "'abc' is not a number"),
+        ):
             if kinds & {number, list[number]}:  # type: ignore[valid-type]
                 result = run(*command.path, spelling, value)
                 assert result.exit_code == 2

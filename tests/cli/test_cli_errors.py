@@ -99,7 +99,9 @@ def test_a_fault_is_one_line_and_status_2() -> None:
 
 
 def test_a_process_that_ended_by_itself_is_one_line_and_status_1() -> None:
-    result = CliRunner().invoke(_ending_with(ProcessFailed("the engine's process has ended: it was killed by SIGKILL")), ["fail"])
+    result = CliRunner().invoke(
+        _ending_with(ProcessFailed("the engine's process has ended: it was killed by SIGKILL")), ["fail"]
+    )
     assert (result.exit_code, result.output) == (1, "error: the engine's process has ended: it was killed by SIGKILL\n")
 
 
@@ -140,7 +142,9 @@ except typer.Exit as end:
 
 
 def test_a_reader_that_leaves_early_is_no_error() -> None:
-    buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}  # the output is written at the end
+    buffered = {
+        name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"
+    }  # the output is written at the end
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     with subprocess.Popen([sys.executable, "-c", _LATE_WRITER], **pipes, env=buffered) as child:  # type: ignore[call-overload]
         assert child.stdin is not None and child.stdout is not None and child.stderr is not None

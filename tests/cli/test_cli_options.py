@@ -28,12 +28,21 @@ def test_the_servers_defaults_are_those_of_its_options() -> None:
         own.api_key,
         own.served_model_name,
     )
-    assert (given["body_timeout"], given["max_choices"], given["drain_seconds"]) == (own.body_timeout_s, own.max_choices, own.drain_s)
+    assert (given["body_timeout"], given["max_choices"], given["drain_seconds"]) == (
+        own.body_timeout_s,
+        own.max_choices,
+        own.drain_s,
+    )
     for name in ("uds", "root_path", "ssl_certfile", "ssl_keyfile", "ssl_ca_certs"):
         assert given[name] == getattr(own, name)
     assert given["stall_timeout"] == own.stall_timeout_s
     assert own.address == ("127.0.0.1", 8000)
-    assert (given["head_timeout"], given["max_connections"], given["max_connections_per_address"], given["cors_origin"]) == (
+    assert (
+        given["head_timeout"],
+        given["max_connections"],
+        given["max_connections_per_address"],
+        given["cors_origin"],
+    ) == (
         own.head_timeout_s,
         own.max_connections,
         own.max_connections_per_address,
@@ -74,7 +83,9 @@ def test_every_sampling_option_reaches_its_field() -> None:
         stop=["a", "b"],
         ignore_eos=True,
     )
-    assert params == SamplingParams(0.5, 3, 0.9, 0.1, 1.1, 0.2, 0.3, seed=7, stop=("a", "b"), max_tokens=9, min_tokens=2, ignore_eos=True)
+    assert params == SamplingParams(
+        0.5, 3, 0.9, 0.1, 1.1, 0.2, 0.3, seed=7, stop=("a", "b"), max_tokens=9, min_tokens=2, ignore_eos=True
+    )
 
 
 def test_drafting_is_on_when_its_way_is_given() -> None:
@@ -89,10 +100,13 @@ def test_drafting_is_on_when_its_way_is_given() -> None:
     assert drafting == SpeculativeConfig("draft", model="small")
     with pytest.raises(ConfigError, match="--speculative draft needs a model that drafts: give --draft-model"):
         engine_config(speculative="draft")
-    with pytest.raises(ConfigError, match="--draft-model is small, but nothing is drafted: give --speculative draft too"):
+    with pytest.raises(
+        ConfigError, match="--draft-model is small, but nothing is drafted: give --speculative draft too"
+    ):
         engine_config(draft_model="small")
     with pytest.raises(
-        ConfigError, match="--draft-model is small, but --speculative is ngram: leave it out, or choose --speculative draft"
+        ConfigError,
+        match="--draft-model is small, but --speculative is ngram: leave it out, or choose --speculative draft",
     ):
         engine_config(speculative="ngram", draft_model="small")
     assert engine_config(speculative="ngram", max_slowdown=0.1).speculative == SpeculativeConfig(max_slowdown=0.1)
@@ -108,7 +122,9 @@ def test_offload_is_on_when_a_place_for_it_is_given() -> None:
     assert engine_config().offload is None
     assert engine_config(offload_host="2GiB").offload == OffloadConfig(host="2GiB")
     assert engine_config(offload_disk=Path("kv")).offload == OffloadConfig(disk=Path("kv"))
-    everything = engine_config(offload_host="2GiB", offload_disk=Path("kv"), offload_disk_capacity="3GiB", load_deadline=4).offload
+    everything = engine_config(
+        offload_host="2GiB", offload_disk=Path("kv"), offload_disk_capacity="3GiB", load_deadline=4
+    ).offload
     assert everything == OffloadConfig("2GiB", Path("kv"), "3GiB", 4)
 
 
@@ -123,7 +139,10 @@ def test_a_command_has_its_own_options_and_those_of_its_configs() -> None:
     assert names[0] == "name"
     assert {"kv_memory", "offload_disk"} <= set(names)
     assert "config" not in names
-    command(**{parameter.name: parameter.default for parameter in inspect.signature(command).parameters.values()} | {"block_tokens": 32})
+    command(
+        **{parameter.name: parameter.default for parameter in inspect.signature(command).parameters.values()}
+        | {"block_tokens": 32}
+    )
     assert seen == [("x", EngineConfig(block_tokens=32))]
 
 

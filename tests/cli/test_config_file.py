@@ -40,7 +40,9 @@ class _Seen:
             self.values = values
 
         note.__signature__ = inspect.signature(serve, eval_str=True)  # type: ignore[attr-defined]
-        note.__annotations__ = {name: one.annotation for name, one in inspect.signature(serve, eval_str=True).parameters.items()}
+        note.__annotations__ = {
+            name: one.annotation for name, one in inspect.signature(serve, eval_str=True).parameters.items()
+        }
         tree = typer.Typer(cls=Commands, pretty_exceptions_enable=False)
         tree.command("serve", cls=Command)(note)
         tree.command("other", cls=Command)(lambda: None)
@@ -52,7 +54,9 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> _Seen:
     return _Seen(monkeypatch)
 
 
-def test_every_option_of_serve_may_stand_in_the_file_and_is_read_as_its_type(run: Run, write: Write, seen: _Seen) -> None:
+def test_every_option_of_serve_may_stand_in_the_file_and_is_read_as_its_type(
+    run: Run, write: Write, seen: _Seen
+) -> None:
     examples = {bool: True, int: 3, float: 0.5, str: "text", Path: "text", list: ["a", "b"]}
     lines, expected = [], {}
     for name, parameter in inspect.signature(serve, eval_str=True).parameters.items():
@@ -72,7 +76,9 @@ def test_every_option_of_serve_may_stand_in_the_file_and_is_read_as_its_type(run
 def test_the_command_line_wins_over_the_environment_and_that_over_the_file(
     run: Run, write: Write, seen: _Seen, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = write("model: filed\nport: 1\nhead_timeout: 2\ntail-apart: true\ncors-origin: ['http://filed']\napi-key: filed\n")
+    path = write(
+        "model: filed\nport: 1\nhead_timeout: 2\ntail-apart: true\ncors-origin: ['http://filed']\napi-key: filed\n"
+    )
     monkeypatch.setenv("SIDESTREAM_API_KEY", "environment")
     given = ("given", "--port", 3, "--no-tail-apart", "--cors-origin", "http://given")
     assert run("serve", *given, "--config", path).exit_code == 0
@@ -127,7 +133,10 @@ def test_a_bad_line_is_refused_with_file_key_value_and_remedy(run: Run, write: W
 
 def test_a_file_that_cannot_be_read_is_named(run: Run, tmp_path: Path) -> None:
     missing = tmp_path / "none.yaml"
-    assert f"cannot read the config file {missing}: No such file or directory; give a YAML file" in run("serve", "--config", missing).output
+    assert (
+        f"cannot read the config file {missing}: No such file or directory; give a YAML file"
+        in run("serve", "--config", missing).output
+    )
     assert f"cannot read the config file {tmp_path}: Is a directory" in run("serve", "--config", tmp_path).output
     latin = tmp_path / "latin.yaml"
     latin.write_bytes("salt: é".encode("latin-1"))

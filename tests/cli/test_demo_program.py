@@ -22,7 +22,9 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return program
 
 
-def test_the_name_alone_where_the_shell_finds_this_very_program(installed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_name_alone_where_the_shell_finds_this_very_program(
+    installed: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(sys, "argv", [str(installed)])
     assert _program() == "sidestream"
 

@@ -30,7 +30,19 @@ def test_the_text_is_printed_and_json_tells_how_it_came(run: Run, tiny: Path) ->
 
 def test_json_tells_what_became_of_drafts(run: Run, tiny: Path) -> None:
     plain, drafting = (
-        json.loads(run("generate", tiny, "--prompt", "The whale. The whale. The", "--json", "--dtype", "float32", *more, *ENGINE).output)
+        json.loads(
+            run(
+                "generate",
+                tiny,
+                "--prompt",
+                "The whale. The whale. The",
+                "--json",
+                "--dtype",
+                "float32",
+                *more,
+                *ENGINE,
+            ).output
+        )
         for more in ((), ("--speculative", "ngram"))
     )
     assert not {"drafted", "accepted"} & plain.keys()
@@ -81,7 +93,11 @@ def test_the_timeline_is_written(run: Run, tiny: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("data", "said"),
-    [(b"", "the prompt is empty"), (b"\n", "the prompt is empty"), (b"caf\xe9", "standard input is not UTF-8: byte 3 is 0xe9; convert it")],
+    [
+        (b"", "the prompt is empty"),
+        (b"\n", "the prompt is empty"),
+        (b"caf\xe9", "standard input is not UTF-8: byte 3 is 0xe9; convert it"),
+    ],
 )
 def test_stdin_that_is_no_prompt_is_refused(run: Run, data: bytes, said: str) -> None:
     result = run("generate", "no-such-model", stdin=data)
@@ -109,9 +125,13 @@ def test_a_prompt_beyond_the_pool_says_what_the_pool_holds(run: Run, tiny: Path)
 
 
 @pytest.mark.parametrize("command", ["generate", "chat"])
-def test_the_models_sampling_defaults_count_unless_an_option_says_otherwise(run: Run, tmp_path: Path, command: str) -> None:
+def test_the_models_sampling_defaults_count_unless_an_option_says_otherwise(
+    run: Run, tmp_path: Path, command: str
+) -> None:
     model = tiny_model_dir("llama", tmp_path, seed=1)
-    (model / "generation_config.json").write_text('{"eos_token_id": 256, "temperature": 20.0, "top_k": 1}', encoding="utf-8")
+    (model / "generation_config.json").write_text(
+        '{"eos_token_id": 256, "temperature": 20.0, "top_k": 1}', encoding="utf-8"
+    )
     options = ("--kv-memory", "4MiB", "--threads", "1", "--ignore-eos", "--max-tokens", "8")
 
     def answers(*more: str) -> set[str]:

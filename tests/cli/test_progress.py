@@ -1,4 +1,6 @@
-"""What a long command shows of where it is: bars in a terminal, elsewhere a line every ten seconds, and nothing of what is short."""
+"""What a long command shows of where it is: bars in a terminal, elsewhere a line every ten seconds, and nothing of what
+is short.
+"""
 
 from __future__ import annotations
 

@@ -24,7 +24,20 @@ WAIT_S = 150.0
 @contextlib.contextmanager
 def _serving(model: Path, *options: object) -> Iterator[tuple[subprocess.Popen[str], httpx.Client, list[str]]]:
     """The process, a client of it, and the lines that it printed when it was ready."""
-    command = [sys.executable, "-m", "sidestream", "serve", model, "--port", 0, "--kv-memory", "32MiB", "--threads", 1, *options]
+    command = [
+        sys.executable,
+        "-m",
+        "sidestream",
+        "serve",
+        model,
+        "--port",
+        0,
+        "--kv-memory",
+        "32MiB",
+        "--threads",
+        1,
+        *options,
+    ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     with subprocess.Popen([str(part) for part in command], **pipes, text=True, env=environment) as child:  # type: ignore[call-overload]
@@ -40,7 +53,12 @@ def _serving(model: Path, *options: object) -> Iterator[tuple[subprocess.Popen[s
 
 
 def _chat(**fields: object) -> dict[str, object]:
-    return {"model": "tiny", "messages": [{"role": "user", "content": "Call me Ishmael. " * 4}], "ignore_eos": True, **fields}
+    return {
+        "model": "tiny",
+        "messages": [{"role": "user", "content": "Call me Ishmael. " * 4}],
+        "ignore_eos": True,
+        **fields,
+    }
 
 
 def test_an_interrupt_ends_it_in_order_with_its_kv_and_timeline_stored(tiny: Path, tmp_path: Path) -> None:
@@ -48,13 +66,22 @@ def test_an_interrupt_ends_it_in_order_with_its_kv_and_timeline_stored(tiny: Pat
     options = ("--offload-disk", kv, "--offload-host", "8MiB", "--timeline", timeline, "--served-model-name", "tiny")
     with _serving(tiny, *options) as (child, client, lines):
         assert lines[0].startswith("tiny is ready at http://127.0.0.1:")
-        shown = subprocess.run(" ".join(lines[1:]).replace("\\ ", ""), shell=True, capture_output=True, text=True, check=True).stdout
+        shown = subprocess.run(
+            " ".join(lines[1:]).replace("\\ ", ""), shell=True, capture_output=True, text=True, check=True
+        ).stdout
         assert json.loads(shown)["model"] == "tiny"  # the example that it prints works
         assert client.post("/v1/chat/completions", json=_chat(max_tokens=8)).status_code == 200
         child.send_signal(signal.SIGINT)
         log = child.communicate(timeout=WAIT_S)[1]
         assert child.returncode == 0
-    events = ("loading", "serving on", "draining 0 requests", "all requests have finished", f"storing KV in {kv}", "stopped")
+    events = (
+        "loading",
+        "serving on",
+        "draining 0 requests",
+        "all requests have finished",
+        f"storing KV in {kv}",
+        "stopped",
+    )
     assert [event for event in events if event in log] == list(events)
     assert list(kv.glob("*/*-*"))
     assert json.loads(timeline.read_text(encoding="utf-8"))["traceEvents"]
@@ -62,14 +89,18 @@ def test_an_interrupt_ends_it_in_order_with_its_kv_and_timeline_stored(tiny: Pat
 
 def test_a_unix_socket_named_in_a_config_file_is_served_and_removed(tiny: Path, tmp_path: Path) -> None:
     path, config = tmp_path / "it's one", tmp_path / "serve.yaml"
-    config.write_text(f'model: {tiny}\nuds: "{path}"\nkv-memory: 32MiB\nthreads: 1\nserved_model_name: tiny\nroot-path: /llm\n')
+    config.write_text(
+        f'model: {tiny}\nuds: "{path}"\nkv-memory: 32MiB\nthreads: 1\nserved_model_name: tiny\nroot-path: /llm\n'
+    )
     command = [sys.executable, "-m", "sidestream", "serve", "--config", str(config)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:
         try:
             assert child.stdout is not None
             lines = [child.stdout.readline().rstrip("\n") for _ in range(3)]
             assert lines[0] == f"tiny is ready at http://localhost, on the Unix socket {path}"
-            shown = subprocess.run(" ".join(lines[1:]).replace("\\ ", ""), shell=True, capture_output=True, text=True, check=True).stdout
+            shown = subprocess.run(
+                " ".join(lines[1:]).replace("\\ ", ""), shell=True, capture_output=True, text=True, check=True
+            ).stdout
             assert json.loads(shown)["model"] == "tiny"  # the example that it prints works
             child.send_signal(signal.SIGINT)
             log = child.communicate(timeout=WAIT_S)[1]
@@ -81,12 +112,16 @@ def test_a_unix_socket_named_in_a_config_file_is_served_and_removed(tiny: Path, 
 
 def test_the_second_signal_aborts_what_runs(tiny: Path) -> None:
     with (
-        _serving(tiny, "--single-process", "--served-model-name", "tiny", "--drain-seconds", 3600, "--api-key", "k") as (
+        _serving(
+            tiny, "--single-process", "--served-model-name", "tiny", "--drain-seconds", 3600, "--api-key", "k"
+        ) as (
             child,
             client,
             lines,
         ),
-        client.stream("POST", "/v1/chat/completions", json=_chat(stream=True), headers={"Authorization": "Bearer k"}) as reply,
+        client.stream(
+            "POST", "/v1/chat/completions", json=_chat(stream=True), headers={"Authorization": "Bearer k"}
+        ) as reply,
     ):
         assert '-H "Authorization: Bearer $SIDESTREAM_API_KEY"' in lines[1]
         pieces = reply.iter_lines()
@@ -131,10 +166,19 @@ def test_a_signal_while_the_kv_is_stored_quits_at_once() -> None:
         (("--host", ""), "host is empty"),
         (("--head-timeout", 0), "head_timeout_s is 0"),
         (("--stall-timeout", 0), "stall_timeout_s is 0: no reply could be sent"),
-        (("--uds", "/tmp/s", "--port", 8000), "uds is '/tmp/s' and port is 8000: give a Unix socket or an address, not both"),
-        (("--uds", "/tmp/s", "--host", "127.0.0.1"), "uds is '/tmp/s' and host is '127.0.0.1': give a Unix socket or an address, not both"),
+        (
+            ("--uds", "/tmp/s", "--port", 8000),
+            "uds is '/tmp/s' and port is 8000: give a Unix socket or an address, not both",
+        ),
+        (
+            ("--uds", "/tmp/s", "--host", "127.0.0.1"),
+            "uds is '/tmp/s' and host is '127.0.0.1': give a Unix socket or an address, not both",
+        ),
         (("--uds", "/tmp/" + "s" * 200), "205 bytes: the path of a Unix socket has at most 107"),
-        (("--uds", "/no/such/directory/s"), "the directory /no/such/directory does not exist: create it, or give another path"),
+        (
+            ("--uds", "/no/such/directory/s"),
+            "the directory /no/such/directory does not exist: create it, or give another path",
+        ),
         (("--root-path", "llm"), "root_path is 'llm': it must begin with a slash"),
         (("--ssl-keyfile", "k"), "ssl_keyfile is k without ssl_certfile"),
         (("--ssl-certfile", "none.pem"), "ssl_certfile is none.pem: No such file or directory"),
@@ -142,11 +186,19 @@ def test_a_signal_while_the_kv_is_stored_quits_at_once() -> None:
         (("--max-connections-per-address", -1), "max_connections_per_address is -1"),
         (("--api-processes", 0), "api_processes is 0: give a whole number in [1, 64]"),
         (("--api-processes", 65), "api_processes is 65: give a whole number in [1, 64]"),
-        (("--api-processes", 2, "--single-process"), "api_processes is 2 and single_process is on: give one of the two"),
-        (("--cors-origin", "*", "--cors-origin", "http://a/"), "cors_origins has 'http://a/': give what a browser sends"),
+        (
+            ("--api-processes", 2, "--single-process"),
+            "api_processes is 2 and single_process is on: give one of the two",
+        ),
+        (
+            ("--cors-origin", "*", "--cors-origin", "http://a/"),
+            "cors_origins has 'http://a/': give what a browser sends",
+        ),
     ],
 )
-def test_a_bad_server_option_is_said_before_anything_is_loaded(run: Run, options: tuple[object, ...], said: str) -> None:
+def test_a_bad_server_option_is_said_before_anything_is_loaded(
+    run: Run, options: tuple[object, ...], said: str
+) -> None:
     result = run("serve", "no-such-model", *options)
     assert result.exit_code == 2
     assert said in result.output
@@ -157,7 +209,10 @@ def test_a_port_in_use_is_said_before_anything_is_loaded(run: Run) -> None:
         port = taken.getsockname()[1]
         result = run("serve", "no-such-model", "--port", port)
     assert result.exit_code == 2
-    assert f"cannot listen on 127.0.0.1:{port}: another program listens there: stop it, or choose another port" in result.output
+    assert (
+        f"cannot listen on 127.0.0.1:{port}: another program listens there: stop it, or choose another port"
+        in result.output
+    )
     assert "no-such-model" not in result.output
 
 

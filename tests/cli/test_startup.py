@@ -39,7 +39,9 @@ def test_nothing_heavy_is_imported_before_a_command_runs() -> None:
 
 
 def test_the_package_runs_as_a_program() -> None:
-    shown = subprocess.run([sys.executable, "-m", "sidestream", "--version"], capture_output=True, text=True, check=True)
+    shown = subprocess.run(
+        [sys.executable, "-m", "sidestream", "--version"], capture_output=True, text=True, check=True
+    )
     assert shown.stdout == f"sidestream {sidestream.__version__}\n"
 
 

@@ -34,7 +34,10 @@ def figures(stdout: str) -> dict[str, float]:
         (("--schedules", "-3"), "schedules is -3: give a whole number from 1"),
         (("--minutes", "0"), "minutes is 0: give a positive number"),
         (("--minutes", "nan"), "minutes is nan: give a positive number"),
-        (("--minutes", "1", "--schedules", "5"), "--schedules and --minutes are both given: give how many, or how long"),
+        (
+            ("--minutes", "1", "--schedules", "5"),
+            "--schedules and --minutes are both given: give how many, or how long",
+        ),
         (("--workers", "0"), "workers is 0: give a whole number from 1"),
         (("--policy", "lat"), "policy is 'lat': give random, late, early, starve:STREAM or pct:DEPTH"),
         (("--policy", "pct:0"), "policy is 'pct:0'"),
@@ -81,7 +84,9 @@ def test_a_clean_campaign_ends_with_0_and_its_figures(run: Run, tmp_path: Path) 
     assert told["schedules_per_minute"] > 0
     assert not list(tmp_path.iterdir())
     again = figures(run("torture", "--schedules", "16", "--seed", "4", "--json", "--save", tmp_path).stdout)
-    assert {name: told[name] for name in told if "minute" not in name} == {name: again[name] for name in again if "minute" not in name}
+    assert {name: told[name] for name in told if "minute" not in name} == {
+        name: again[name] for name in again if "minute" not in name
+    }
 
 
 def test_as_many_as_the_minutes_allow(run: Run, tmp_path: Path) -> None:
@@ -92,7 +97,9 @@ def test_as_many_as_the_minutes_allow(run: Run, tmp_path: Path) -> None:
 
 def test_only_the_policies_that_are_named(run: Run, tmp_path: Path) -> None:
     late, both = (
-        figures(run("torture", "--schedules", "8", *options, "--json", "--save", tmp_path).stdout)["decisions_per_schedule"]
+        figures(run("torture", "--schedules", "8", *options, "--json", "--save", tmp_path).stdout)[
+            "decisions_per_schedule"
+        ]
         for options in (("--policy", "late"), ("--policy", "late", "--policy", "pct:2"))
     )
     assert late != both
@@ -100,7 +107,9 @@ def test_only_the_policies_that_are_named(run: Run, tmp_path: Path) -> None:
 
 def test_a_finding_ends_with_1_and_is_shown_saved_and_replayed(run: Run, tmp_path: Path) -> None:
     with applied(find(RACE)):
-        result = run("torture", "--schedules", "8", "--seed", "18", "--policy", "starve:compute", "--json", "--save", tmp_path)
+        result = run(
+            "torture", "--schedules", "8", "--seed", "18", "--policy", "starve:compute", "--json", "--save", tmp_path
+        )
     assert result.exit_code == 1
     assert figures(result.stdout)["findings"] > 0
     (saved,) = tmp_path.glob("*.json")
@@ -118,12 +127,20 @@ def test_a_finding_ends_with_1_and_is_shown_saved_and_replayed(run: Run, tmp_pat
     assert "nothing is wrong any more; it was: checker: race: " in fixed.stdout
 
 
-def test_a_mutation_that_is_asked_for_by_name_is_shown_and_its_replay_takes_the_rule_out_itself(run: Run, tmp_path: Path) -> None:
+def test_a_mutation_that_is_asked_for_by_name_is_shown_and_its_replay_takes_the_rule_out_itself(
+    run: Run, tmp_path: Path
+) -> None:
     result = run("torture", "--mutations", RULE, "--json", "--save", tmp_path)
     assert result.exit_code == 0
     assert figures(result.stdout) == {"mutations_total": 1, "mutations_killed": 1, "schedules_to_kill_max": 1}
     [row] = json.loads(result.stdout)["mutations"]
-    assert row == {"name": RULE, "hazard": find(RULE).hazard, "miniature": False, "killed_after": 1, "oracle": "checker"}
+    assert row == {
+        "name": RULE,
+        "hazard": find(RULE).hazard,
+        "miniature": False,
+        "killed_after": 1,
+        "oracle": "checker",
+    }
     assert f"│ {RULE}" in result.stderr
     replayed = run("torture", "--replay", tmp_path / f"{RULE}.json", "--json")
     assert replayed.exit_code == 1
@@ -183,7 +200,9 @@ if __name__ == "__main__":
 """
     (tmp_path / "program.py").write_text(code, encoding="utf-8")
     command = [sys.executable, str(tmp_path / "program.py")]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True) as child:
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    ) as child:
         try:
             out, err = child.communicate(timeout=WAIT_S)  # until nobody holds its pipes any more: it and its workers
         finally:

@@ -16,15 +16,27 @@ from .conftest import Run
     [
         (("--device", "gpu"), "no device gpu"),
         (("--device", "cpu", "--blocks", "0"), "blocks is 0: give a whole number from 1"),
-        (("--device", "cpu", "--workers", "2"), "--workers is for schedules of the simulated device: leave it or --device out"),
-        (("--device", "cpu", "--replay", "none.json"), "--replay is for schedules of the simulated device: leave it or --device out"),
-        (("--device", "cpu", "store-waits-for-flight"), "store-waits-for-flight is given without --mutations"),
+        (
+            ("--device", "cpu", "--workers", "2"),
+            "--workers is for schedules of the simulated device: leave it or --device out",
+        ),
+        (
+            ("--device", "cpu", "--replay", "none.json"),
+            "--replay is for schedules of the simulated device: leave it or --device out",
+        ),
+        (("--device", "cpu", "store-waits-for-step"), "store-waits-for-step is given without --mutations"),
         (("--device", "cpu", "--mutations", "finish-releases"), "no mutation for a device finish-releases"),
-        (("--device", "cpu", "--mutations", "--check-order"), "--check-order is given, and --mutations is judged by bytes"),
+        (
+            ("--device", "cpu", "--mutations", "--check-order"),
+            "--check-order is given, and --mutations is judged by bytes",
+        ),
         (("--blocks", "5"), "--blocks is given without --device"),
         (("--check-order",), "--check-order is given without --device"),
         (("--requests", "5"), "--requests is given without --device"),
-        (("--device", "cpu", "--requests", "5", "--blocks", "5"), "--requests tortures a whole engine, --blocks is for transfers alone"),
+        (
+            ("--device", "cpu", "--requests", "5", "--blocks", "5"),
+            "--requests tortures a whole engine, --blocks is for transfers alone",
+        ),
     ],
 )
 def test_what_makes_no_sense_is_refused_before_anything_runs(options: tuple[str, ...], message: str, run: Run) -> None:

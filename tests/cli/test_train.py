@@ -1,4 +1,6 @@
-"""A head is taught by one command, which may end at any moment: started again, it goes on, and ends with the same head."""
+"""A head is taught by one command, which may end at any moment: started again, it goes on, and ends with the
+same head.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,8 @@ def whole(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Interrupted:
-    """Counts batches of tasks and steps, and interrupts the command in the middle of one as Ctrl-C does, once or several times.
+    """Counts batches of tasks and steps, and interrupts the command in the middle of one as Ctrl-C does, once or
+    several times.
 
     seeds   of the tasks that were answered
     """
@@ -103,7 +106,16 @@ def test_a_run_writes_a_head_that_says_how_it_came_to_be(tiny: Path, whole: Path
     with safe_open(whole, framework="pt") as file:
         record = file.metadata()
     assert record["weights"] == weights_digest(str(tiny))
-    asked = {"model": str(tiny), "steps": STEPS, "batch": 2, "length": 32, "drafts": 2, "answers": 1400, "learning_rate": 1e-3, "seed": 0}
+    asked = {
+        "model": str(tiny),
+        "steps": STEPS,
+        "batch": 2,
+        "length": 32,
+        "drafts": 2,
+        "answers": 1400,
+        "learning_rate": 1e-3,
+        "seed": 0,
+    }
     assert {name: json.loads(record[name]) for name in asked} == asked
     assert json.loads(record["texts"]) == []
     assert record["trained_on"] == "cpu"
@@ -112,7 +124,9 @@ def test_a_run_writes_a_head_that_says_how_it_came_to_be(tiny: Path, whole: Path
     assert sorted(path.name for path in whole.parent.iterdir()) == ["head.safetensors", "head.tokens"]
 
 
-def test_the_same_seed_gives_the_same_head_and_another_one_another(run: Run, tiny: Path, whole: Path, tmp_path: Path) -> None:
+def test_the_same_seed_gives_the_same_head_and_another_one_another(
+    run: Run, tiny: Path, whole: Path, tmp_path: Path
+) -> None:
     for name, seed in (("same", 0), ("other", 1)):
         assert run("train-mtp", tiny, "--out", tmp_path / f"{name}.safetensors", "--seed", seed, *LESSON).exit_code == 0
     assert same(tmp_path / "same.safetensors", whole)
@@ -147,7 +161,10 @@ def test_a_text_is_learnt_from_too(run: Run, tiny: Path, whole: Path, tmp_path: 
         (["--length", "7"], "--length is 7: a sequence needs 8 tokens for 4 drafts; give more"),
         (["--answers", "-1"], "--answers is -1: it must be 0 or more"),
         (["--text", "no-such-text"], "--text no-such-text cannot be read: No such file or directory"),
-        (["--out", "no-such-directory/head.safetensors"], "no-such-directory is no directory that you may write to; give another path"),
+        (
+            ["--out", "no-such-directory/head.safetensors"],
+            "no-such-directory is no directory that you may write to; give another path",
+        ),
         (["--out", "head.bin"], "--out is head.bin: give a file with the ending .safetensors"),
         (["--device", "tpu"], "no device tpu; did you mean cpu?"),
     ],
@@ -160,7 +177,9 @@ def test_a_value_out_of_bounds_is_said_before_anything_is_loaded(run: Run, argum
     assert result.output.count("\n") == 1
 
 
-def test_a_directory_that_may_not_be_written_to_is_refused(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_directory_that_may_not_be_written_to_is_refused(
+    run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != tmp_path)
     result = run("train-mtp", "no-such-model", "--out", tmp_path / "head.safetensors")
     assert f"{tmp_path} is no directory that you may write to" in result.output
@@ -168,7 +187,10 @@ def test_a_directory_that_may_not_be_written_to_is_refused(run: Run, monkeypatch
 
 def test_a_text_that_is_no_utf_8_is_refused(run: Run, tmp_path: Path) -> None:
     (tmp_path / "latin").write_bytes(b"caf\xe9")
-    assert f"--text {tmp_path / 'latin'} is no UTF-8" in run("train-mtp", "no-such-model", "--text", tmp_path / "latin").output
+    assert (
+        f"--text {tmp_path / 'latin'} is no UTF-8"
+        in run("train-mtp", "no-such-model", "--text", tmp_path / "latin").output
+    )
 
 
 def test_a_head_that_is_there_is_not_overwritten(run: Run, tiny: Path, whole: Path) -> None:
@@ -193,7 +215,9 @@ def test_a_model_that_is_not_there_is_named(run: Run, model: str, said: str, tmp
 # ---------------------------------------------------------------------- interrupted, and started again
 
 
-def test_an_interrupt_keeps_the_answers_that_are_there(run: Run, tiny: Path, whole: Path, tmp_path: Path, work: Interrupted) -> None:
+def test_an_interrupt_keeps_the_answers_that_are_there(
+    run: Run, tiny: Path, whole: Path, tmp_path: Path, work: Interrupted
+) -> None:
     command = ("train-mtp", tiny, "--out", tmp_path / "head.safetensors", *LESSON)
     work.in_batch = 2
     first = run(*command)
@@ -324,7 +348,9 @@ def test_answers_serve_lessons_that_differ_in_nothing_they_depend_on(
     assert (work.batches, work.steps) == (0, 2)
 
 
-def test_answers_of_other_weights_in_the_same_place_are_refused(run: Run, whole: Path, tmp_path: Path, work: Interrupted) -> None:
+def test_answers_of_other_weights_in_the_same_place_are_refused(
+    run: Run, whole: Path, tmp_path: Path, work: Interrupted
+) -> None:
     model = tiny_model_dir("llama", tmp_path / "model", seed=1)
     command = ("train-mtp", model, "--out", tmp_path / "head.safetensors", *LESSON)
     work.in_batch = 2
@@ -336,7 +362,9 @@ def test_answers_of_other_weights_in_the_same_place_are_refused(run: Run, whole:
 
 
 @pytest.mark.parametrize("name", ["head.tokens", "head.training"])
-def test_a_torn_file_is_named_with_what_to_do(run: Run, interrupted: Path, tiny: Path, tmp_path: Path, name: str) -> None:
+def test_a_torn_file_is_named_with_what_to_do(
+    run: Run, interrupted: Path, tiny: Path, tmp_path: Path, name: str
+) -> None:
     for path in interrupted.iterdir():
         (tmp_path / path.name).write_bytes(path.read_bytes())
     whole = (tmp_path / name).read_bytes()

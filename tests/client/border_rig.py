@@ -1,4 +1,6 @@
-"""An engine rig with front ends in front of it: in process, or over sockets to a server that runs on a thread of this process."""
+"""An engine rig with front ends in front of it: in process, or over sockets to a server that runs on a thread of this
+process.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""What a front end may rely on, of an engine in its own process and of one in another: the same tests for both clients."""
+"""What a front end may rely on, of an engine in its own process and of one in another: the same tests for both
+clients.
+"""
 
 from __future__ import annotations
 
@@ -131,7 +133,10 @@ def test_a_lower_priority_runs_earlier(at: Make) -> None:
                 await read_all(client.submit(PROMPT, SamplingParams(max_tokens=2), priority=priority))
                 order.append(name)
 
-            asking = [asyncio.ensure_future(wait_for(name, priority)) for name, priority in (("first", 0), ("late", 5), ("soon", -5))]
+            asking = [
+                asyncio.ensure_future(wait_for(name, priority))
+                for name, priority in (("first", 0), ("late", 5), ("soon", -5))
+            ]
             await asyncio.sleep(0)
             await asyncio.to_thread(rig.turn_until, lambda: rig.engine.unfinished == 3)
             hold.release()
@@ -155,7 +160,14 @@ def test_a_lower_priority_runs_earlier(at: Make) -> None:
         ([1], {"stop_token_ids": (97,)}, {}, RequestRejected, "stop_token_ids has token id 97", "stop_token_ids"),
         ([1], {}, {"cache_salt": "x" * 2000}, RequestRejected, "cache_salt is 2000 characters long", "cache_salt"),
         ([1], {}, {"priority": 1.5}, RequestRejected, "priority has 1.5, which is not a whole number", "priority"),
-        ([1], {}, {"priority": 1 << 63}, RequestRejected, "priority is 9223372036854775808: give a number of 64 bits", "priority"),
+        (
+            [1],
+            {},
+            {"priority": 1 << 63},
+            RequestRejected,
+            "priority is 9223372036854775808: give a number of 64 bits",
+            "priority",
+        ),
         ([1] * 96, {}, {}, ContextTooLong, r"prompt has 96 tokens, the pool holds 96 \(24 blocks x 4\)", "prompt"),
     ],
 )
@@ -186,7 +198,8 @@ def test_a_full_queue_is_told_and_taken_requests_go_on(at: Make) -> None:
             taken = client.submit(PROMPT, SamplingParams(max_tokens=5, n=3))
             answer = None
             with pytest.raises(
-                QueueFull, match=r"^3 requests are running or waiting, the bound is 3: try again later, or raise max_waiting$"
+                QueueFull,
+                match=r"^3 requests are running or waiting, the bound is 3: try again later, or raise max_waiting$",
             ):
                 answer = client.submit(OTHER, SamplingParams(max_tokens=5, n=2))
                 await answer.read()
@@ -290,7 +303,9 @@ def test_an_end_that_crosses_the_sample_s_own_is_harmless(at: Make) -> None:
         async def use() -> list[Delta]:
             answer = client.submit(PROMPT, SamplingParams(max_tokens=3))
             other = client.submit(OTHER, SamplingParams(max_tokens=30))
-            made.rig.turn_until(lambda: made.rig.counted("requests_total", "length") >= 1)  # this loop reads nothing meanwhile
+            made.rig.turn_until(
+                lambda: made.rig.counted("requests_total", "length") >= 1
+            )  # this loop reads nothing meanwhile
             client.end(answer, "stop", index=0)
             client.end(answer)
             assert not answer._news
@@ -346,7 +361,8 @@ def test_a_reader_that_does_not_read_is_cut_off_and_others_go_on(at: Make, monke
             for _ in range(4):
                 await sleeping.read()
             with pytest.raises(
-                RequestError, match=r"^the answer was not read: 4 pieces of it wait, which is the bound; read it as it comes$"
+                RequestError,
+                match=r"^the answer was not read: 4 pieces of it wait, which is the bound; read it as it comes$",
             ):
                 await sleeping.read()
 
@@ -438,7 +454,9 @@ def test_metrics_are_a_copy_of_the_engine_s(at: Make) -> None:
         async def use() -> None:
             await ask(client, PROMPT, 5)
             client.count("connections_refused_total", 2, "idle")
-            await asyncio.to_thread(made.rig.turn_until, lambda: made.rig.counted("connections_refused_total", "idle") == 2)
+            await asyncio.to_thread(
+                made.rig.turn_until, lambda: made.rig.counted("connections_refused_total", "idle") == 2
+            )
             await asyncio.to_thread(made.rig.turn)
             snapshot, direct = await client.metrics_snapshot(), made.rig.engine.parts.metrics.snapshot()
             assert snapshot.values["requests_total"] == {("length",): 1}
@@ -573,10 +591,13 @@ def test_two_event_loops_cannot_ask_at_a_time(at: Make, other_loop: asyncio.Abst
 
         answer = asyncio.run_coroutine_threadsafe(submit(), other_loop).result(PATIENCE_S)
         with pytest.raises(
-            RuntimeError, match="another event loop waits for answers of this engine: use one loop, or one AsyncLLM for each"
+            RuntimeError,
+            match="another event loop waits for answers of this engine: use one loop, or one AsyncLLM for each",
         ):
             run(submit())
         hold.release()
         news = asyncio.run_coroutine_threadsafe(read_all(answer), other_loop).result(PATIENCE_S)
         assert tokens_of(news) == made.rig.model.expected(PROMPT, 5)
-        assert tokens_of(run(ask(client, OTHER))) == made.rig.model.expected(OTHER, 8)  # the other loop waits for nothing any more
+        assert tokens_of(run(ask(client, OTHER))) == made.rig.model.expected(
+            OTHER, 8
+        )  # the other loop waits for nothing any more

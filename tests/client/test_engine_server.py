@@ -1,4 +1,6 @@
-"""The engine's end of a connection: one message a commit, front ends that die, do not read or talk nonsense, and its own end."""
+"""The engine's end of a connection: one message a commit, front ends that die, do not read or talk nonsense, and its
+own end.
+"""
 
 from __future__ import annotations
 
@@ -80,7 +82,8 @@ class Raw:
 
 def submission(prompt: list[int], max_tokens: int = 8, *, stream: int = 0, **params: Any) -> Submit:
     body = b"".join(token.to_bytes(4, "little") for token in prompt)
-    # Without keys, as for an engine that has no prefix cache, under a version that no engine has: the engine makes them.
+    # Without keys, as for an engine that has no prefix cache, under a version that no engine has: the engine makes
+    # them.
     return Submit(stream, body, b"", -1, SamplingParams(max_tokens=max_tokens, **params), 0, max_tokens, 0, b"")
 
 
@@ -107,7 +110,9 @@ def test_all_news_of_a_commit_for_a_front_end_are_one_message(made_frames: list[
 
         async def use() -> None:
             hold = made.rig.hold("compute")
-            asking = [asyncio.ensure_future(ask(client, prompt, 10)) for client in clients for prompt in (PROMPT, OTHER)]
+            asking = [
+                asyncio.ensure_future(ask(client, prompt, 10)) for client in clients for prompt in (PROMPT, OTHER)
+            ]
             await asyncio.sleep(0)
             await asyncio.to_thread(made.rig.turn_until, lambda: made.rig.engine.unfinished == 4)
             hold.release()
@@ -161,7 +166,10 @@ def test_a_client_that_is_closed_has_its_requests_aborted() -> None:
 
         async def use() -> None:
             hold = made.rig.hold("compute")
-            answer, calls = client.submit(PROMPT, SamplingParams(max_tokens=60)), asyncio.ensure_future(client.flush(timeout_s=1.0))
+            answer, calls = (
+                client.submit(PROMPT, SamplingParams(max_tokens=60)),
+                asyncio.ensure_future(client.flush(timeout_s=1.0)),
+            )
             await asyncio.sleep(0)
             client.close()
             client.close()
@@ -236,12 +244,29 @@ def test_last_words_are_sent_though_a_socket_does_not_take_them_at_once() -> Non
         (lambda: Packer().pack(Status("ok", "")), "a message cannot be read"),
         (lambda: Packer().pack(Close(0.0)), "a front end may not send Close"),
         (lambda: Packer().pack(Attach()), "a front end may not send Attach"),
-        (lambda: Packer().pack(msgspec.structs.replace(submission(PROMPT), prompt=b"abc")), "a message cannot be carried out"),
-        (lambda: Packer().pack(msgspec.structs.replace(submission(PROMPT), cache_salt=b"\xff")), "a message cannot be carried out"),
+        (
+            lambda: Packer().pack(msgspec.structs.replace(submission(PROMPT), prompt=b"abc")),
+            "a message cannot be carried out",
+        ),
+        (
+            lambda: Packer().pack(msgspec.structs.replace(submission(PROMPT), cache_salt=b"\xff")),
+            "a message cannot be carried out",
+        ),
         (lambda: Packer().pack(Count("no_such_total", 1.0, ())), "a message cannot be carried out"),
         (lambda: repeated(submission(PROMPT, 60)), "stream 0 came again before it had ended"),
     ],
-    ids=["noise", "no msgpack", "out of order", "of the engine", "close", "attach", "ragged prompt", "no text", "counter", "stream again"],
+    ids=[
+        "noise",
+        "no msgpack",
+        "out of order",
+        "of the engine",
+        "close",
+        "attach",
+        "ragged prompt",
+        "no text",
+        "counter",
+        "stream again",
+    ],
 )
 def test_nonsense_of_a_front_end_cuts_off_that_front_end_alone(
     data: Callable[[], bytes], words: str, caplog: pytest.LogCaptureFixture
@@ -305,7 +330,8 @@ def facts() -> Any:
 def test_an_engine_of_another_version_is_refused_by_both_names() -> None:
     connection = engine_end(Welcome(msgspec.structs.replace(facts(), version="0.0.1")))
     with pytest.raises(
-        ConfigError, match=rf"^the engine runs Sidestream 0\.0\.1, this front end {VERSION}: restart both from one installation$"
+        ConfigError,
+        match=rf"^the engine runs Sidestream 0\.0\.1, this front end {VERSION}: restart both from one installation$",
     ):
         RemoteClient.connect(connection)
     assert connection.fileno() == -1
@@ -334,7 +360,9 @@ def test_an_end_of_the_engine_s_process_is_told_with_how_it_ended() -> None:
     client = RemoteClient.connect(engine_end(Welcome(facts())), why_gone=lambda: "it was killed by SIGKILL")
 
     async def use() -> None:
-        with pytest.raises(EngineStopped, match=r"^the engine is failed: the engine's process has ended: it was killed by SIGKILL$"):
+        with pytest.raises(
+            EngineStopped, match=r"^the engine is failed: the engine's process has ended: it was killed by SIGKILL$"
+        ):
             for _ in range(2):  # the end may be noticed by the first one
                 await client.submit(PROMPT, SamplingParams(max_tokens=4)).read()
 

@@ -32,7 +32,9 @@ def test_news_of_a_step_wake_their_event_loop_once_and_come_in_order(monkeypatch
         return [[await answer.read(), await answer.read()] for answer in answers], len(calls)
 
     news, num_calls = asyncio.run(told())
-    assert [[(delta.index, delta.text) for delta in of_one] for of_one in news] == [[(index, "0"), (index, "1")] for index in range(3)]
+    assert [[(delta.index, delta.text) for delta in of_one] for of_one in news] == [
+        [(index, "0"), (index, "1")] for index in range(3)
+    ]
     assert num_calls == 2
 
 

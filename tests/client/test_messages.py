@@ -1,4 +1,6 @@
-"""Frames and messages between front ends and the engine's process: what is sent arrives once and whole, or the connection ends."""
+"""Frames and messages between front ends and the engine's process: what is sent arrives once and whole, or the
+connection ends.
+"""
 
 from __future__ import annotations
 
@@ -60,12 +62,19 @@ PARAMS = SamplingParams(
     n=3,
     max_drafts=1,
 )
-FACTS = Facts("1.2.3", "/models/whale", "whale", 2048, 4096, 16, 32000, 64, b"\0" * 16, 1, SamplingDefaults(temperature=0.5), 4321)
+FACTS = Facts(
+    "1.2.3", "/models/whale", "whale", 2048, 4096, 16, 32000, 64, b"\0" * 16, 1, SamplingDefaults(temperature=0.5), 4321
+)
 SNAPSHOT = Snapshot({"requests_total": [(("stop",), 2.0)]}, {"ttft_seconds": [((), ([0, 1], 0.25, 1))]})
 DETAIL = Detail((3, 4), ((3, -0.5, ((3, -0.5), (8, -1.5))), (4, 0.0, ())), "length", 12, (4, 8, 0), None)
 TO_ENGINE: list[Any] = [
     Start(
-        "whale", {"kv_memory": "8MiB", "offload": {"host": 1 << 40}, "speculative": None}, "/tmp/timeline", True, 20, ("%(message)s", "")
+        "whale",
+        {"kv_memory": "8MiB", "offload": {"host": 1 << 40}, "speculative": None},
+        "/tmp/timeline",
+        True,
+        20,
+        ("%(message)s", ""),
     ),
     Submit(3, b"\x01\0\0\0", b"k" * 16, 2, PARAMS, (1 << 63) - 1, 100, -(1 << 63), b"salt"),
     End(3, 6, "stop"),
@@ -97,7 +106,9 @@ def frames_of(sent: list[Any]) -> list[bytes]:
 # ------------------------------------------------------------------ messages
 
 
-@pytest.mark.parametrize(("sent", "unpacker", "kinds"), [(TO_ENGINE, from_front_end, ToEngine), (TO_CLIENT, from_engine, ToClient)])
+@pytest.mark.parametrize(
+    ("sent", "unpacker", "kinds"), [(TO_ENGINE, from_front_end, ToEngine), (TO_CLIENT, from_engine, ToClient)]
+)
 def test_every_message_arrives_as_it_was_sent(sent: list[Any], unpacker: Any, kinds: Any) -> None:
     assert {type(message) for message in sent} == set(kinds.__args__)
     assert fed(unpacker(), b"".join(frames_of(sent))) == sent
@@ -113,9 +124,13 @@ def test_all_sampling_params_cross_the_border() -> None:
     assert message.params.spec(seed=1, eos_ids=(2,)) == PARAMS.spec(seed=1, eos_ids=(2,))
 
 
-@pytest.mark.parametrize("kind", [kind for _, kind in inspect.getmembers(errors, inspect.isclass)], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize(
+    "kind", [kind for _, kind in inspect.getmembers(errors, inspect.isclass)], ids=lambda kind: kind.__name__
+)
 def test_every_error_is_raised_again_as_itself(kind: type[SidestreamError]) -> None:
-    error = kind("n is 9: ask for fewer", param="n") if issubclass(kind, RequestError) else kind("n is 9: ask for fewer")
+    error = (
+        kind("n is 9: ask for fewer", param="n") if issubclass(kind, RequestError) else kind("n is 9: ask for fewer")
+    )
     failure = Failure.of(error)
     (reply,) = fed(from_engine(), Packer().pack(Reply(1, failure)))
     again = reply.failure.error()
@@ -167,7 +182,9 @@ def test_messages_before_a_broken_frame_are_taken() -> None:
 def test_a_frame_out_of_its_place_ends_the_connection(order: list[int], number: int, place: int) -> None:
     frames = frames_of([End(0, 1, "abort"), End(1, 2, "abort"), End(2, 3, "abort")])
     unpacker = from_front_end()
-    with pytest.raises(EngineStopped, match=f"^frame {number} came in place of frame {place}: the connection is broken$"):
+    with pytest.raises(
+        EngineStopped, match=f"^frame {number} came in place of frame {place}: the connection is broken$"
+    ):
         for place_of in order:
             fed(unpacker, frames[place_of])
 
@@ -182,7 +199,9 @@ def test_numbers_of_frames_go_round() -> None:
 def test_a_frame_that_is_too_long_is_refused_before_it_has_come(monkeypatch: pytest.MonkeyPatch) -> None:
     frame = Packer().pack(End(1, 2, "abort"))
     monkeypatch.setattr(messages, "MOST_FRAME_BYTES", len(frame) - 9)
-    with pytest.raises(EngineStopped, match=f"a frame of {len(frame) - 8} bytes came, at most {len(frame) - 9} are sent"):
+    with pytest.raises(
+        EngineStopped, match=f"a frame of {len(frame) - 8} bytes came, at most {len(frame) - 9} are sent"
+    ):
         fed(from_front_end(), frame[:8])
 
 
@@ -217,8 +236,20 @@ def frame_of(body: bytes) -> bytes:
         (Packer().pack(Status("ok", "")), "Invalid value 'Status'"),
         (Packer().pack(Submit(0, b"", b"", 0, broken_params(), 0, 1, 0, b"")), "temperature is -5"),
     ],
-    ids=["no msgpack", "empty", "unknown tag", "wrong type", "too few fields", "no UTF-8", "deep", "other direction", "refused params"],
+    ids=[
+        "no msgpack",
+        "empty",
+        "unknown tag",
+        "wrong type",
+        "too few fields",
+        "no UTF-8",
+        "deep",
+        "other direction",
+        "refused params",
+    ],
 )
 def test_a_message_that_cannot_be_read_ends_the_connection(frame: bytes, words: str) -> None:
-    with pytest.raises(EngineStopped, match=rf"(?s)^a message cannot be read \(.*({words}).*\): both sides must run the same version$"):
+    with pytest.raises(
+        EngineStopped, match=rf"(?s)^a message cannot be read \(.*({words}).*\): both sides must run the same version$"
+    ):
         fed(from_front_end(), frame)

@@ -1,4 +1,6 @@
-"""Deltas of tokens become deltas with text; stop strings and tokenizers that fail end a sample, and that sample alone."""
+"""Deltas of tokens become deltas with text; stop strings and tokenizers that fail end a sample, and that sample
+alone.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +19,13 @@ CACHED = CachedTokens(device=2)
 TOKENIZER = ToyTokenizer()
 
 
-def told(tokens: tuple[int, ...], reason: str | None = None, *, index: int = 0, text: str = "", error: str | None = None) -> Delta:
+def told(
+    tokens: tuple[int, ...], reason: str | None = None, *, index: int = 0, text: str = "", error: str | None = None
+) -> Delta:
     """A delta as the engine sends it, unless it has text."""
-    return Delta(index, text, tokens, tuple(TokenLogprob(token, -0.5, ()) for token in tokens), reason, 3, CACHED, error)
+    return Delta(
+        index, text, tokens, tuple(TokenLogprob(token, -0.5, ()) for token in tokens), reason, 3, CACHED, error
+    )
 
 
 def ids(text: str) -> tuple[int, ...]:
@@ -62,7 +68,9 @@ def expected(text: str, reason: str, params: SamplingParams) -> tuple[str, int, 
 
 @pytest.mark.parametrize("include_stop", [False, True])
 @pytest.mark.parametrize("reason", ["stop", "length", "abort"])
-def test_text_tokens_and_reason_are_those_of_the_whole_answer_however_it_is_split(reason: str, include_stop: bool) -> None:
+def test_text_tokens_and_reason_are_those_of_the_whole_answer_however_it_is_split(
+    reason: str, include_stop: bool
+) -> None:
     rng = random.Random(7)
     reasons: set[str] = set()
     for _ in range(400):
@@ -91,7 +99,10 @@ def test_text_tokens_and_reason_are_those_of_the_whole_answer_however_it_is_spli
 
 def test_text_that_may_begin_a_stop_string_is_held_back_until_it_is_certain() -> None:
     output = OutputProcessor(TOKENIZER, SamplingParams(stop=("abc",)))
-    read = [output.read(told(ids(text), reason)) for text, reason in (("x", None), ("a", None), ("b", None), ("xa", None), ("b", "length"))]
+    read = [
+        output.read(told(ids(text), reason))
+        for text, reason in (("x", None), ("a", None), ("b", None), ("xa", None), ("b", "length"))
+    ]
     assert [delta.text for delta in read if delta is not None] == ["x", "", "", "abx", "ab"]
 
 
@@ -107,7 +118,9 @@ def test_tokens_behind_a_stop_string_are_dropped_and_later_deltas_too() -> None:
 def test_tokenizer_that_fails_ends_that_sample_alone_with_an_error() -> None:
     output = OutputProcessor(Failing(at=7), SamplingParams(n=2))
     assert output.read(told((5,))) == told((5,), text=TOKENIZER.decode([5]))
-    failed = told((6, 7), "error", text=TOKENIZER.decode([6]), error="the tokenizer failed: injected: no such character")
+    failed = told(
+        (6, 7), "error", text=TOKENIZER.decode([6]), error="the tokenizer failed: injected: no such character"
+    )
     assert output.read(told((6, 7, 8))) == failed
     assert output.read(told((), "abort")) is None
     assert output.read(told((5,), "length", index=1)) == told((5,), "length", index=1, text=TOKENIZER.decode([5]))

@@ -1,4 +1,6 @@
-"""A GPU made of lists: streams hold what they were given until told to go on, copies move bytes of the host. Stands in for `Driver`."""
+"""A GPU made of lists: streams hold what they were given until told to go on, copies move bytes of the host. Stands in
+for `Driver`.
+"""
 
 from __future__ import annotations
 
@@ -74,7 +76,14 @@ class FakeEvent:
 class FakeGpu:
     """`broken` is raised by every call once it is set; after `pins` chunks no more can be pinned."""
 
-    def __init__(self, *, has_batch: bool = True, max_pitch: int = 2**31 - 1, memory_bytes: int = 1 << 40, pins: int | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        has_batch: bool = True,
+        max_pitch: int = 2**31 - 1,
+        memory_bytes: int = 1 << 40,
+        pins: int | None = None,
+    ) -> None:
         self.torch_device = torch.device("cpu")
         self.has_batch, self.max_pitch, self.memory_bytes = has_batch, max_pitch, memory_bytes
         self.queues: dict[int, deque[Callable[[], None] | Mark | Wait]] = {}

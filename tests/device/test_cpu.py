@@ -1,4 +1,6 @@
-"""The CPU as a device: streams are FIFOs, fences order them, nothing blocks the submitter, and nothing is held on to."""
+"""The CPU as a device: streams are FIFOs, fences order them, nothing blocks the submitter, and nothing is held
+on to.
+"""
 
 from __future__ import annotations
 
@@ -126,7 +128,7 @@ def test_streams_run_beside_each_other(device: CpuDevice) -> None:
 
 def test_work_behind_a_wait_runs_after_the_fence_and_work_before_it_does_not_care(device: CpuDevice) -> None:
     compute, copy, barrier, order = device.stream("compute"), device.stream("copy"), Barrier(), []
-    held = compute.submit(lambda: (barrier(), order.append("flight")))
+    held = compute.submit(lambda: (barrier(), order.append("step")))
     before = copy.submit(lambda: order.append("copy before the wait"))
     copy.wait(held)
     behind = copy.submit(lambda: order.append("copy behind the wait"))
@@ -135,7 +137,7 @@ def test_work_behind_a_wait_runs_after_the_fence_and_work_before_it_does_not_car
     assert order == ["copy before the wait"] and not behind.poll()
     barrier.open()
     finish(device, behind)
-    assert order == ["copy before the wait", "flight", "copy behind the wait"]
+    assert order == ["copy before the wait", "step", "copy behind the wait"]
 
 
 def test_a_wait_does_not_hold_up_the_thread_that_asks_for_it(device: CpuDevice) -> None:
@@ -153,13 +155,13 @@ def test_a_wait_from_inside_work_holds_that_very_work_up(device: CpuDevice) -> N
     loaded = load.submit(lambda: (barrier(), order.append("load")))
     first_layer = threading.Event()
 
-    def flight() -> None:
+    def step() -> None:
         order.append("layer 0")
         first_layer.set()
         compute.wait(loaded)
         order.append("layer 1")
 
-    computed = compute.submit(flight)
+    computed = compute.submit(step)
     assert first_layer.wait(PATIENCE_S) and barrier.reached.wait(PATIENCE_S)
     assert order == ["layer 0"]
     barrier.open()
@@ -218,16 +220,16 @@ def test_host_waits_are_counted_by_reason_and_only_when_there_was_something_to_w
     device = CpuDevice(metrics=metrics)
     stream, barrier = device.stream("compute"), Barrier()
     fence = stream.submit(barrier)
-    assert not device.wait_host(fence, reason="flight", timeout_s=0)
+    assert not device.wait_host(fence, reason="step", timeout_s=0)
     assert not device.wait_host(fence, reason="close", timeout_s=0)
-    assert not device.wait_host(fence, reason="flight", timeout_s=0)
+    assert not device.wait_host(fence, reason="step", timeout_s=0)
     barrier.open()
     finish(device, fence)
     counted = device.host_waits()
-    assert (counted["flight"], counted["close"]) == (2, 1)
+    assert (counted["step"], counted["close"]) == (2, 1)
     assert device.wait_host(fence, reason="late")
     assert "late" not in device.host_waits()
-    assert metrics.value("host_waits_total", "flight") == 2
+    assert metrics.value("host_waits_total", "step") == 2
     device.close()
 
 
@@ -235,10 +237,10 @@ def test_a_wait_ends_when_somebody_rings_and_when_its_fence_is_done() -> None:
     device, bell, barrier = CpuDevice(), Bell(), Barrier()
     fence = device.stream("compute").submit(barrier)
     threading.Thread(target=bell.ring).start()
-    assert not device.wait_host(fence, reason="flight", bell=bell)
+    assert not device.wait_host(fence, reason="step", bell=bell)
     assert not bell.rung
     threading.Thread(target=barrier.open).start()
-    assert device.wait_host(fence, reason="flight", bell=bell)
+    assert device.wait_host(fence, reason="step", bell=bell)
     device.close()
 
 
@@ -265,15 +267,15 @@ def test_what_the_work_held_is_gone_when_its_fence_is_done(device: CpuDevice) ->
 def test_what_failed_work_had_in_hand_is_gone_though_its_error_is_kept(device: CpuDevice) -> None:
     had: list[weakref.ref[Held]] = []
 
-    def flight() -> None:
+    def step() -> None:
         activations = Held()
         had.append(weakref.ref(activations))
         raise ValueError("out of luck")
 
-    fence = device.stream("compute").submit(flight)
+    fence = device.stream("compute").submit(step)
     finish(device, fence)
     assert had[0]() is None
-    assert "flight" in "".join(traceback.format_exception(fence.failure))  # where it happened is still known
+    assert "step" in "".join(traceback.format_exception(fence.failure))  # where it happened is still known
 
 
 # ---------------------------------------------------------------------- the end
@@ -284,10 +286,10 @@ def test_close_runs_what_was_submitted_on_every_stream() -> None:
     compute, copy, barrier = device.stream("compute"), device.stream("copy"), Barrier()
     copied = copy.submit(lambda: (barrier(), ran.append("copy")))
     compute.wait(copied)
-    compute.submit(lambda: ran.append("flight"))
+    compute.submit(lambda: ran.append("step"))
     barrier.open()
     device.close()
-    assert ran == ["copy", "flight"]
+    assert ran == ["copy", "step"]
     device.close()
 
 
@@ -326,9 +328,9 @@ def test_the_timeline_shows_what_a_stream_waited_for(monkeypatch: pytest.MonkeyP
     device = CpuDevice(timeline=timeline)
     compute, load, barrier = device.stream("compute"), device.stream("load"), Barrier()
     compute.wait(load.submit(barrier))
-    flight = compute.submit(lambda: None, label="decode 1")
+    step = compute.submit(lambda: None, label="decode 1")
     barrier.open()
-    finish(device, flight)
+    finish(device, step)
     assert [span.name for span in timeline.spans() if span.track == "compute"] == ["wait for load", "decode 1"]
     device.close()
 
@@ -346,9 +348,13 @@ def threads_inside(device: CpuDevice, name: str) -> Callable[[], int]:
     return count
 
 
-@pytest.mark.parametrize("names", [("compute", "store", "load"), ("store", "load", "compute")], ids=["compute first", "compute last"])
+@pytest.mark.parametrize(
+    "names", [("compute", "store", "load"), ("store", "load", "compute")], ids=["compute first", "compute last"]
+)
 def test_compute_gets_its_threads_and_every_other_stream_one(device: CpuDevice, names: tuple[str, ...]) -> None:
-    counts = {name: threads_inside(device, name) for name in names}  # all streams exist before one of them runs anything
+    counts = {
+        name: threads_inside(device, name) for name in names
+    }  # all streams exist before one of them runs anything
     assert {name: count() for name, count in counts.items()} == {"compute": 3, "store": 1, "load": 1}
 
 
@@ -380,11 +386,15 @@ def compute_with_three_threads() -> None:
 
 def foreign_threads() -> set[int]:
     """Threads of the process that Python did not start."""
-    return {int(thread.name) for thread in Path("/proc/self/task").iterdir()} - {thread.native_id for thread in threading.enumerate()}
+    return {int(thread.name) for thread in Path("/proc/self/task").iterdir()} - {
+        thread.native_id for thread in threading.enumerate()
+    }
 
 
 def fresh_threads(known: set[int], *, expected: int) -> int:
-    """How many foreign threads are not known, once they are as many as expected or time is up: threads end when they like."""
+    """How many foreign threads are not known, once they are as many as expected or time is up: threads end when they
+    like.
+    """
     until = time.monotonic() + PATIENCE_S
     while len(foreign_threads() - known) != expected and time.monotonic() < until:
         pass
@@ -411,11 +421,18 @@ def test_process_has_no_more_openmp_threads_with_a_compute_stream_than_before(de
     assert counts == [2, 2]
 
 
-def test_openmp_team_of_the_thread_that_makes_the_compute_stream_is_ended_before_the_stream_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_openmp_team_of_the_thread_that_makes_the_compute_stream_is_ended_before_the_stream_runs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     ended: list[tuple[threading.Thread, list[str]]] = []
 
     def end() -> None:
-        ended.append((threading.current_thread(), [thread.name for thread in threading.enumerate() if thread.name == "sidestream-compute"]))
+        ended.append(
+            (
+                threading.current_thread(),
+                [thread.name for thread in threading.enumerate() if thread.name == "sidestream-compute"],
+            )
+        )
 
     monkeypatch.setattr("sidestream.device.cpu._end_own_openmp_team", end)
     for threads in (1, 3):
@@ -427,7 +444,9 @@ def test_openmp_team_of_the_thread_that_makes_the_compute_stream_is_ended_before
 
 
 @pytest.mark.parametrize("failure", [OSError("no such library"), AttributeError("no such function")], ids=repr)
-def test_a_system_without_libgomp_computes_all_the_same(device: CpuDevice, monkeypatch: pytest.MonkeyPatch, failure: Exception) -> None:
+def test_a_system_without_libgomp_computes_all_the_same(
+    device: CpuDevice, monkeypatch: pytest.MonkeyPatch, failure: Exception
+) -> None:
     def load(name: str) -> None:
         raise failure
 
@@ -435,7 +454,9 @@ def test_a_system_without_libgomp_computes_all_the_same(device: CpuDevice, monke
     finish(device, device.stream("compute").submit(compute_with_three_threads))
 
 
-def test_segments_are_copied_by_one_call_that_holds_the_interpreter_lock_once(device: CpuDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_segments_are_copied_by_one_call_that_holds_the_interpreter_lock_once(
+    device: CpuDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A call for each segment would take the lock each time from a forward pass that needs it for each kernel."""
     source, target = device.allocate("host", 4096), device.allocate("kv", 4096)
     source.data.copy_(torch.arange(4096) % 251)

@@ -42,7 +42,9 @@ def test_memory_that_does_not_fit_is_a_clear_error(device: CpuDevice) -> None:
 
 
 class Kernel:
-    """Stands between the device and the kernel: counts the chunks whose pages are mapped, and holds up those behind `chunks_let_through`."""
+    """Stands between the device and the kernel: counts the chunks whose pages are mapped, and holds up those behind
+    `chunks_let_through`.
+    """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *, chunks_let_through: int = 1 << 30) -> None:
         self.mapped = 0
@@ -91,7 +93,9 @@ def test_memory_is_private_so_that_linux_may_give_it_huge_pages(device: CpuDevic
     address = memory.data.data_ptr()
     mappings = [line.split() for line in Path("/proc/self/maps").read_text(encoding="ascii").splitlines()]
     (permissions,) = (
-        permissions for span, permissions, *_ in mappings if int(span.split("-")[0], 16) <= address < int(span.split("-")[1], 16)
+        permissions
+        for span, permissions, *_ in mappings
+        if int(span.split("-")[0], 16) <= address < int(span.split("-")[1], 16)
     )
 
     assert permissions == "rw-p"
@@ -132,7 +136,10 @@ def test_memory_whose_pages_are_not_mapped_yet_is_not_given_out_twice(monkeypatc
     kernel = Kernel(monkeypatch, chunks_let_through=0)
     device = CpuDevice(compute_threads=1)
     device.allocate("kv", 8 * MIB)
-    with pytest.raises(ConfigError, match=r"^host memory of 0\.00 GiB does not fit: this machine has 0\.00 GiB available; ask for less$"):
+    with pytest.raises(
+        ConfigError,
+        match=r"^host memory of 0\.00 GiB does not fit: this machine has 0\.00 GiB available; ask for less$",
+    ):
         device.allocate_host("host", 2 * MIB + 1)
     device.allocate_host("host", 2 * MIB)
     kernel.let_go()
@@ -198,7 +205,9 @@ def closing(device: CpuDevice) -> threading.Thread:
     return closer
 
 
-def test_close_does_not_wait_for_pages_that_nobody_will_use_but_for_the_thread_that_touches_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_close_does_not_wait_for_pages_that_nobody_will_use_but_for_the_thread_that_touches_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     kernel = Kernel(monkeypatch, chunks_let_through=2)
     device = CpuDevice(compute_threads=1)
     memory = device.allocate("kv", 8 * MIB)

@@ -1,4 +1,6 @@
-"""How the CUDA device copies: right to the byte, by few calls, and across no border that two allocations or two pinned chunks have."""
+"""How the CUDA device copies: right to the byte, by few calls, and across no border that two allocations or two pinned
+chunks have.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +63,11 @@ def segments(copy: CopyBatch, **kwargs: Any) -> list[list[int]]:
 
 def test_segments_that_follow_one_another_on_both_sides_become_one() -> None:
     kv, host = memory("kv", 100), memory("host", 100)
-    assert segments(batch(kv, [0, 10, 20, 40, 50], host, [50, 60, 70, 80, 0], 10)) == [[50, 0, 30], [80, 40, 10], [0, 50, 10]]
+    assert segments(batch(kv, [0, 10, 20, 40, 50], host, [50, 60, 70, 80, 0], 10)) == [
+        [50, 0, 30],
+        [80, 40, 10],
+        [0, 50, 10],
+    ]
 
 
 def test_segments_that_follow_one_another_on_one_side_only_do_not() -> None:
@@ -130,7 +136,14 @@ def test_blocks_of_evenly_spaced_layers_go_by_one_two_dimensional_copy_each() ->
     pitch = STRIPE * ROWS + 4096
     base, to = kv.parts[0].data_ptr(), slots.data.data_ptr()
     assert calls == Grid(
-        [to, to + STRIPE * LAYERS], [base + 2 * STRIPE, base], STRIPE, pitch, STRIPE, LAYERS, from_device=False, to_device=False
+        [to, to + STRIPE * LAYERS],
+        [base + 2 * STRIPE, base],
+        STRIPE,
+        pitch,
+        STRIPE,
+        LAYERS,
+        from_device=False,
+        to_device=False,
     )
     back = planned(batch(slots, block(0), kv, block(1, layer=1), STRIPE * 3))
     assert back == Grid([base + pitch + STRIPE], [to], pitch, STRIPE, STRIPE, 3, from_device=False, to_device=False)
@@ -144,7 +157,9 @@ def test_blocks_of_evenly_spaced_layers_go_by_one_two_dimensional_copy_each() ->
         pytest.param(striped(), 0, STRIPE, ANY_PITCH, id="one layer"),
         pytest.param(striped(), STRIPE, STRIPE * LAYERS, ANY_PITCH, id="goes on in the next row"),
         pytest.param(striped(), KIB, STRIPE * 2, ANY_PITCH, id="begins inside a stripe"),
-        pytest.param(memory("kv", 8 * GRID_BELOW, parts=2, stripe=GRID_BELOW), 0, 2 * GRID_BELOW, ANY_PITCH, id="large stripes"),
+        pytest.param(
+            memory("kv", 8 * GRID_BELOW, parts=2, stripe=GRID_BELOW), 0, 2 * GRID_BELOW, ANY_PITCH, id="large stripes"
+        ),
         pytest.param(memory("kv", 64 * KIB, parts=2, stripe=4 * KIB), 0, 8 * KIB, ANY_PITCH, id="tiny stripes"),
     ],
 )
@@ -233,11 +248,17 @@ def parts(stream: CudaStream, copy: CopyBatch, first: int, count: int) -> Iterat
 
 
 def copied(device: CudaDevice, gpu: FakeGpu, copy: CopyBatch, *, first: int | None = None) -> None:
-    """Copy, and compare every byte with what the base says that it should be. `first`: prepared, so many segments by themselves."""
+    """Copy, and compare every byte with what the base says that it should be. `first`: prepared, so many segments by
+    themselves.
+    """
     expected = [read(copy.source, start, copy.size) for start in copy.source_starts.tolist()]
     stream = device.stream(f"copy {len(device._streams)}")
     count = len(copy.source_starts)
-    fences = [stream.submit(lambda: stream.copy(copy))] if first is None else [*parts(stream, device.prepare(copy), first, count)]
+    fences = (
+        [stream.submit(lambda: stream.copy(copy))]
+        if first is None
+        else [*parts(stream, device.prepare(copy), first, count)]
+    )
     assert [fence.failure for fence in fences] == [None] * len(fences)
     gpu.run()
     assert fences[-1].poll()
@@ -269,7 +290,13 @@ def test_every_shape_of_memory_is_copied_to_every_other(
 @pytest.mark.parametrize("source", SHAPES)
 @pytest.mark.parametrize("target", SHAPES)
 def test_a_prepared_copy_in_parts_copies_the_same(
-    device: CudaDevice, gpu: FakeGpu, kernels: list[str], monkeypatch: pytest.MonkeyPatch, source: str, target: str, first: int
+    device: CudaDevice,
+    gpu: FakeGpu,
+    kernels: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    source: str,
+    target: str,
+    first: int,
 ) -> None:
     monkeypatch.setattr(copies, "KERNEL_BELOW", 16)  # else none of these is prepared
     num_bytes = 96 * 3 * 4 * 4
@@ -300,7 +327,9 @@ def test_striped_blocks_are_copied_by_grids_both_ways(device: CudaDevice, gpu: F
     assert gpu.calls == [f"2 grids of 2 x {stripe}", f"1 grids of 2 x {stripe}"]
 
 
-def test_tables_of_a_kernel_are_not_used_again_before_it_has_read_them(device: CudaDevice, gpu: FakeGpu, kernels: list[str]) -> None:
+def test_tables_of_a_kernel_are_not_used_again_before_it_has_read_them(
+    device: CudaDevice, gpu: FakeGpu, kernels: list[str]
+) -> None:
     kv, slots, stream = memory("kv", 64), memory("host", 64), device.stream("store")
     free = len(device._tables)
     fence = stream.submit(lambda: stream.copy(batch(kv, [0, 16], slots, [16, 0], 8)))
@@ -311,7 +340,9 @@ def test_tables_of_a_kernel_are_not_used_again_before_it_has_read_them(device: C
     assert len(device._tables) == free
 
 
-def test_many_small_segments_go_by_several_launches_and_odd_ones_byte_by_byte(device: CudaDevice, gpu: FakeGpu, kernels: list[str]) -> None:
+def test_many_small_segments_go_by_several_launches_and_odd_ones_byte_by_byte(
+    device: CudaDevice, gpu: FakeGpu, kernels: list[str]
+) -> None:
     count = 10_000
     kv, slots = memory("kv", 3 * count), memory("host", 3 * count)
     starts = np.arange(count) * 3
@@ -321,7 +352,9 @@ def test_many_small_segments_go_by_several_launches_and_odd_ones_byte_by_byte(de
     assert len(kernels) == 3
 
 
-def test_without_a_table_left_the_copy_engine_takes_small_segments(device: CudaDevice, gpu: FakeGpu, kernels: list[str]) -> None:
+def test_without_a_table_left_the_copy_engine_takes_small_segments(
+    device: CudaDevice, gpu: FakeGpu, kernels: list[str]
+) -> None:
     device._tables = []
     kv, slots = memory("kv", 64), memory("host", 64)
     copied(device, gpu, batch(kv, [0, 16], slots, [16, 0], 8))
@@ -336,7 +369,9 @@ def test_pageable_memory_is_refused(device: CudaDevice) -> None:
     assert "pin it first" in str(fence.failure)
 
 
-def test_values_are_delivered_byte_by_byte_whatever_their_type(device: CudaDevice, gpu: FakeGpu, kernels: list[str]) -> None:
+def test_values_are_delivered_byte_by_byte_whatever_their_type(
+    device: CudaDevice, gpu: FakeGpu, kernels: list[str]
+) -> None:
     mailbox, stream = memory("mailbox", 64), device.stream("compute")
     values = torch.tensor([1, -2, 3], dtype=torch.int32)
     stream.submit(lambda: stream.deliver(values, mailbox, 20))
@@ -349,7 +384,9 @@ def test_values_are_delivered_byte_by_byte_whatever_their_type(device: CudaDevic
     assert kernels == ["12 bytes", "12 bytes"]
 
 
-def test_warming_up_launches_each_variant_and_gives_everything_back(device: CudaDevice, gpu: FakeGpu, kernels: list[str]) -> None:
+def test_warming_up_launches_each_variant_and_gives_everything_back(
+    device: CudaDevice, gpu: FakeGpu, kernels: list[str]
+) -> None:
     free, pinned = len(device._tables), dict(gpu.pinned)
     device.warm_up()
     assert kernels == ["8 bytes", "1 segments wide", "1 bytes", "1 segments"]

@@ -37,7 +37,10 @@ class Library:
         self._add("cuCtxSetCurrent", lambda context: setattr(self, "current", context.value))
         self._add("cuCtxGetCurrent", lambda current: setattr(current._obj, "value", self.current))
         self._add("cuDeviceGetAttribute", store(0, 2**31 - 1))
-        self._add("cuCtxGetStreamPriorityRange", lambda low, high: (setattr(low._obj, "value", 0), setattr(high._obj, "value", -5)))
+        self._add(
+            "cuCtxGetStreamPriorityRange",
+            lambda low, high: (setattr(low._obj, "value", 0), setattr(high._obj, "value", -5)),
+        )
         self._add("cuStreamCreateWithPriority", store(0, 99))
         self._add("cuStreamDestroy_v2")
         self._add("cuMemHostRegister_v2")
@@ -62,7 +65,15 @@ class Library:
         setattr(self, name, call)
 
     def _batch(
-        self, targets: int, sources: int, sizes: int, count: int, attributes: int, first: int, num_attributes: int, *rest: int
+        self,
+        targets: int,
+        sources: int,
+        sizes: int,
+        count: int,
+        attributes: int,
+        first: int,
+        num_attributes: int,
+        *rest: int,
     ) -> None:
         rows = [list((ctypes.c_int64 * count).from_address(address)) for address in (targets, sources, sizes)]
         self.segments.append(rows)
@@ -72,7 +83,9 @@ class Library:
 
     def _grid(self, address: int, stream: int) -> None:
         fields = (ctypes.c_size_t * 16).from_address(address)
-        self.grids.append({"source": list(fields[:7]), "target": list(fields[7:14]), "width": fields[14], "height": fields[15]})
+        self.grids.append(
+            {"source": list(fields[:7]), "target": list(fields[7:14]), "width": fields[14], "height": fields[15]}
+        )
 
     def made(self, name: str) -> list[tuple[Any, ...]]:
         return [args for called, args in self.calls if called == name]
@@ -110,7 +123,15 @@ def test_a_driver_without_batches_says_so_and_copies_one_by_one() -> None:
 def test_a_grid_is_one_two_dimensional_copy_for_each_pair() -> None:
     library = Library()
     Driver(library).copy_grid(
-        [1000, 2000], [30, 40], 99, from_device=True, to_device=False, target_pitch=8, source_pitch=64, width=8, height=5
+        [1000, 2000],
+        [30, 40],
+        99,
+        from_device=True,
+        to_device=False,
+        target_pitch=8,
+        source_pitch=64,
+        width=8,
+        height=5,
     )
     assert library.grids[0] == {
         "source": [0, 0, 2, 30, 30, 0, 64],
@@ -167,12 +188,16 @@ def test_failures_have_names(call: str, rc: int, error: type[DeviceError]) -> No
     library = Library()
     driver = Driver(library)
     library.results[call] = [rc]
-    with pytest.raises(error, match=rf"{call.removesuffix('_v2')} failed: CUDA_ERROR_SOMETHING \({rc}\), something") as caught:
+    with pytest.raises(
+        error, match=rf"{call.removesuffix('_v2')} failed: CUDA_ERROR_SOMETHING \({rc}\), something"
+    ) as caught:
         match call:
             case "cuMemcpyAsync":
                 driver.copy_each(table((1, 2, 3)), 99)
             case "cuMemcpy2DAsync_v2":
-                driver.copy_grid([1], [2], 99, from_device=True, to_device=False, target_pitch=8, source_pitch=8, width=8, height=1)
+                driver.copy_grid(
+                    [1], [2], 99, from_device=True, to_device=False, target_pitch=8, source_pitch=8, width=8, height=1
+                )
             case "cuGraphLaunch":
                 driver.launch_graph(7, 99)
             case _:
@@ -199,7 +224,12 @@ def coded(code: int, text: str = "CUDA error: something") -> RuntimeError:
         (coded(2), OutOfDeviceMemory),
         (coded(1), DeviceError),
         (RuntimeError("CUDA error: an illegal memory access was encountered\nmore"), DeviceLost),
-        (coded(1, "CUDA error: invalid argument\nCompile with `TORCH_USE_CUDA_DSA` to enable device-side assertions."), DeviceError),
+        (
+            coded(
+                1, "CUDA error: invalid argument\nCompile with `TORCH_USE_CUDA_DSA` to enable device-side assertions."
+            ),
+            DeviceError,
+        ),
         (RuntimeError("Triton Error [CUDA]: unspecified launch failure"), DeviceLost),
         (RuntimeError("Triton Error [CUDA]: out of memory"), OutOfDeviceMemory),
         (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"), OutOfDeviceMemory),
@@ -212,16 +242,22 @@ def test_what_torch_and_triton_raise_gets_our_names(error: RuntimeError, name: t
     assert "\n" not in str(ours)
 
 
-@pytest.mark.parametrize("error", [ValueError("CUDA out of memory"), RuntimeError("shapes differ"), DeviceLost("the GPU is lost")])
+@pytest.mark.parametrize(
+    "error", [ValueError("CUDA out of memory"), RuntimeError("shapes differ"), DeviceLost("the GPU is lost")]
+)
 def test_other_errors_keep_their_names(error: BaseException) -> None:
     assert named(error) is error
 
 
-def test_the_room_is_importable_without_a_gpu_and_the_device_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_room_is_importable_without_a_gpu_and_the_device_says_what_is_missing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     from sidestream.device import cuda
 
     def missing() -> Any:
-        raise ConfigError("the CUDA driver cannot be loaded (libcuda.so.1): install NVIDIA's driver, or use the cpu device")
+        raise ConfigError(
+            "the CUDA driver cannot be loaded (libcuda.so.1): install NVIDIA's driver, or use the cpu device"
+        )
 
     monkeypatch.setattr("sidestream.device.cuda.device.load_library", missing)
     with pytest.raises(ConfigError, match="cannot be loaded"):

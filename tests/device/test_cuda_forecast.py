@@ -136,17 +136,17 @@ def test_who_rings_is_heard_while_the_wait_sleeps_and_not_when_the_end_is_near(
     assert not device._wait_for(fence, 0.010, bell)
     assert (clock.slept, bell.rung, fence.poll()) == ([], False, False)
     bell.ring()
-    assert device._wait_for(fence, 0.0009, bell)  # so short a flight has no time in which nobody looks
+    assert device._wait_for(fence, 0.0009, bell)  # so short a step has no time in which nobody looks
     assert (bell.rung, fence.poll()) == (True, True)
 
 
-def test_a_flight_that_ends_while_what_rang_is_seen_to_teaches_the_forecast_too(
+def test_a_step_that_ends_while_what_rang_is_seen_to_teaches_the_forecast_too(
     device: CudaDevice, gpu: FakeGpu, fence: CudaFence, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(device, "_wait_for", lambda *given: False)
-    assert not device.wait_host(fence, reason="flight", bell=Bell())
+    assert not device.wait_host(fence, reason="step", bell=Bell())
     gpu.run()
-    assert device.wait_host(fence, reason="flight", bell=Bell())
+    assert device.wait_host(fence, reason="step", bell=Bell())
     assert device._forecasts["compute"].soonest_end_s("decode 1", 0.0) is not None
 
 
@@ -155,6 +155,6 @@ def test_waits_teach_the_forecast_of_their_stream(device: CudaDevice, gpu: FakeG
     assert isinstance(stream, CudaStream)
     for _ in range(2):
         fence = stream.submit(lambda: gpu.launch(stream.external, lambda: None), label="decode 7")
-        assert device.wait_host(fence, reason="flight")
+        assert device.wait_host(fence, reason="step")
     assert device._forecasts["compute"].soonest_end_s("decode 7", 0.0) is not None
-    assert device.host_waits() == {"flight": 2}
+    assert device.host_waits() == {"step": 2}

@@ -60,7 +60,9 @@ def test_fifteen_hundred_streams_are_all_distinct_and_all_work(device: CudaDevic
     assert len({stream.handle for stream in streams}) == 1500
     counts = torch.zeros(1500, dtype=torch.int64, device=device.torch_device)
     torch.cuda.default_stream().synchronize()
-    finish(device, *[stream.submit(lambda index=index: counts[index].add_(index)) for index, stream in enumerate(streams)])  # type: ignore[misc]
+    finish(
+        device, *[stream.submit(lambda index=index: counts[index].add_(index)) for index, stream in enumerate(streams)]
+    )  # type: ignore[misc]
     assert counts.tolist() == list(range(1500))
 
 
@@ -144,9 +146,9 @@ def test_waits_of_the_host_are_counted(device: CudaDevice) -> None:
     stream = device.stream("compute")
     fence = stream.submit(lambda: delay(50))
     assert not device.wait_host(fence, reason="drain", timeout_s=0.001)
-    assert device.wait_host(fence, reason="flight")
-    assert device.wait_host(fence, reason="flight")
-    assert device.host_waits() == {"drain": 1, "flight": 1}
+    assert device.wait_host(fence, reason="step")
+    assert device.wait_host(fence, reason="step")
+    assert device.host_waits() == {"drain": 1, "step": 1}
 
 
 # ---------------------------------------------------------------------- copies
@@ -226,7 +228,9 @@ def test_a_threads_first_call_to_the_driver_works(device: CudaDevice) -> None:
     torch.cuda.default_stream().synchronize()
     fences: list[Fence] = []
     starts = np.array([0])
-    thread = threading.Thread(target=lambda: fences.append(stream.submit(lambda: stream.copy(CopyBatch(kv, host, starts, starts, MIB)))))
+    thread = threading.Thread(
+        target=lambda: fences.append(stream.submit(lambda: stream.copy(CopyBatch(kv, host, starts, starts, MIB))))
+    )
     thread.start()
     thread.join(PATIENCE_S)
     finish(device, *fences)
@@ -427,7 +431,7 @@ def test_an_illegal_address_loses_the_device_for_everybody_and_it_still_closes()
 @pytest.mark.parametrize("forget", [False, True])
 def test_the_checker_judges_what_was_enqueued_on_the_hardware(forget: bool) -> None:
     checker = Checker(allowed_waits=frozenset({"test"}))
-    device = CudaDevice(witness=checker)
+    device = CudaDevice(tracer=checker)
     streams = [device.stream(f"store {index}") for index in range(4)]
     rng = np.random.default_rng(0)
     previous: Fence | None = None

@@ -1,4 +1,6 @@
-"""What a witness is told of a device that does not say when it does what: no more than the fences prove, in an order that they allow."""
+"""What a tracer is told of a device that does not say when it does what: no more than the fences prove, in an order
+that they allow.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,7 @@ class Mark:
 
 
 class Listener:
-    """A witness that writes down what it is told of."""
+    """A tracer that writes down what it is told of."""
 
     def __init__(self) -> None:
         self.told: list[str] = []
@@ -62,53 +64,53 @@ def enqueue(history: History, stream: str, tick: int, *inside: Fence) -> Mark:
 
 
 def test_submission_is_told_at_once_and_the_rest_when_the_fence_is_done() -> None:
-    witness = Listener()
-    history = History(witness)  # type: ignore[arg-type]
+    tracer = Listener()
+    history = History(tracer)  # type: ignore[arg-type]
     first, second = enqueue(history, "a", 1), enqueue(history, "a", 2)
-    assert witness.told == ["submitted a1", "submitted a2"]
+    assert tracer.told == ["submitted a1", "submitted a2"]
     history.done(first)
-    assert witness.told[2:] == ["started a1", "finished a1"]
+    assert tracer.told[2:] == ["started a1", "finished a1"]
     history.done(second)
-    assert witness.told[4:] == ["started a2", "finished a2"]
+    assert tracer.told[4:] == ["started a2", "finished a2"]
 
 
 def test_a_done_fence_tells_all_that_was_before_it_and_once() -> None:
-    witness = Listener()
-    history = History(witness)  # type: ignore[arg-type]
+    tracer = Listener()
+    history = History(tracer)  # type: ignore[arg-type]
     first, second = enqueue(history, "a", 1), enqueue(history, "a", 2)
     history.done(second)
     history.done(first)
     history.done(second)
-    assert witness.told[2:] == ["started a1", "finished a1", "started a2", "finished a2"]
+    assert tracer.told[2:] == ["started a1", "finished a1", "started a2", "finished a2"]
 
 
 def test_what_was_waited_for_is_finished_before_the_wait_is_told() -> None:
-    witness = Listener()
-    history = History(witness)  # type: ignore[arg-type]
+    tracer = Listener()
+    history = History(tracer)  # type: ignore[arg-type]
     written = enqueue(history, "a", 1)
     enqueue(history, "a", 2)
     history.waited("b", written)
     stored = enqueue(history, "b", 1)
     history.done(stored)
-    assert witness.told[3:] == ["started a1", "finished a1", "b waited for a1", "started b1", "finished b1"]
+    assert tracer.told[3:] == ["started a1", "finished a1", "b waited for a1", "started b1", "finished b1"]
 
 
 def test_a_wait_behind_a_done_fence_is_not_told_with_it() -> None:
-    witness = Listener()
-    history = History(witness)  # type: ignore[arg-type]
+    tracer = Listener()
+    history = History(tracer)  # type: ignore[arg-type]
     other, first = enqueue(history, "b", 1), enqueue(history, "a", 1)
     history.waited("a", other)
     second = enqueue(history, "a", 2)
     for _ in range(2):
         history.done(first)
-    assert witness.told[3:] == ["started a1", "finished a1"]
+    assert tracer.told[3:] == ["started a1", "finished a1"]
     history.done(second)
-    assert witness.told[5:] == ["started b1", "finished b1", "a waited for b1", "started a2", "finished a2"]
+    assert tracer.told[5:] == ["started b1", "finished b1", "a waited for b1", "started a2", "finished a2"]
 
 
 def test_waits_inside_work_and_what_it_touches_keep_their_place() -> None:
-    witness = Listener()
-    history = History(witness)  # type: ignore[arg-type]
+    tracer = Listener()
+    history = History(tracer)  # type: ignore[arg-type]
     loaded, fence = enqueue(history, "load", 1), Mark("a", 1)
     history.submitted(fence, no_accesses, "")
     starts = [10]
@@ -118,7 +120,7 @@ def test_waits_inside_work_and_what_it_touches_keep_their_place() -> None:
     history.touched("a", lambda: [Access("kv", start, start + 1, False) for start in starts])
     history.enqueued(fence)
     history.done(fence)
-    assert witness.told[2:] == [
+    assert tracer.told[2:] == [
         "started a1",
         "a touched [10]",
         "started load1",
@@ -130,34 +132,36 @@ def test_waits_inside_work_and_what_it_touches_keep_their_place() -> None:
 
 
 def test_streams_that_wait_for_one_another_in_turn_are_told_back_and_forth() -> None:
-    witness = Listener()
-    history = History(witness)  # type: ignore[arg-type]
+    tracer = Listener()
+    history = History(tracer)  # type: ignore[arg-type]
     last: Mark = enqueue(history, "a", 1)
     for tick in range(1, 2000):
         last = enqueue(history, "b", tick, last)
         last = enqueue(history, "a", tick + 1, last)
     history.done(last)
-    finished = [told for told in witness.told if told.startswith("finished")]
+    finished = [told for told in tracer.told if told.startswith("finished")]
     assert finished[:4] == ["finished a1", "finished b1", "finished a2", "finished b2"]
     assert len(finished) == 3999
 
 
 def test_a_wait_for_work_of_the_host_needs_no_log_of_it() -> None:
-    witness = Listener()
-    history = History(witness)  # type: ignore[arg-type]
+    tracer = Listener()
+    history = History(tracer)  # type: ignore[arg-type]
     history.waited("load", Mark("disk", 7))
     history.done(enqueue(history, "load", 1))
-    assert witness.told[1:] == ["load waited for disk7", "started load1", "finished load1"]
+    assert tracer.told[1:] == ["load waited for disk7", "started load1", "finished load1"]
 
 
 # ---------------------------------------------------------------------- the checker, on a device
 
 
 def program(seed: int, *, forget_waits: bool) -> list[str]:
-    """Random readers and writers of one byte on four streams; fences are asked for in any order. What the checker found."""
+    """Random readers and writers of one byte on four streams; fences are asked for in any order. What the checker
+    found.
+    """
     rng = random.Random(seed)
     checker, gpu = Checker(), FakeGpu()
-    device = CudaDevice(driver=gpu, witness=checker)  # type: ignore[arg-type]
+    device = CudaDevice(driver=gpu, tracer=checker)  # type: ignore[arg-type]
     streams = [device.stream(name) for name in "abcd"]
     fences: list[Fence] = []
     inside = rng.random() < 0.5
@@ -173,7 +177,11 @@ def program(seed: int, *, forget_waits: bool) -> list[str]:
                 stream.wait(previous)
             stream.touch(lambda: [access])
 
-        fences.append(stream.submit(work, label=str(number)) if inside else stream.submit(lambda: None, lambda access=access: [access]))  # type: ignore[misc]
+        fences.append(
+            stream.submit(work, label=str(number))
+            if inside
+            else stream.submit(lambda: None, lambda access=access: [access])
+        )  # type: ignore[misc]
         for _ in range(rng.randrange(4)):
             gpu.step(rng.choice(streams).handle)
         rng.choice(fences).poll()

@@ -1,4 +1,6 @@
-"""The CUDA device's kernels, in Triton's interpreter: it runs in a process of its own, because whether to interpret is decided at import."""
+"""The CUDA device's kernels, in Triton's interpreter: it runs in a process of its own, because whether to interpret is
+decided at import.
+"""
 
 from __future__ import annotations
 
@@ -51,5 +53,7 @@ print("right")
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
 def test_kernels_write_what_they_should_and_nothing_else() -> None:
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    done = subprocess.run([sys.executable, "-c", PROGRAM], check=False, env=environment, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM], check=False, env=environment, capture_output=True, text=True, timeout=120
+    )
     assert done.stdout == "right\n", done.stderr[-3000:]

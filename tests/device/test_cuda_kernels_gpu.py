@@ -1,4 +1,6 @@
-"""The CUDA device's own kernels on a GPU, at their smallest and oddest: what a memory checker looks at (`make sanitize`)."""
+"""The CUDA device's own kernels on a GPU, at their smallest and oddest: what a memory checker looks at (`make
+sanitize`).
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ def test_segments_up_to_the_last_byte_of_both_memories_are_copied_by_a_kernel(si
     device = CudaDevice()
     try:
         count = 5
-        source = Memory("source", (torch.randint(0, 256, (count * size,), dtype=torch.uint8, device=device.torch_device),))
+        source = Memory(
+            "source", (torch.randint(0, 256, (count * size,), dtype=torch.uint8, device=device.torch_device),)
+        )
         there, back = device.allocate_host("there", count * size), Memory("back", (torch.zeros_like(source.data),))
         torch.cuda.default_stream().synchronize()
         starts = np.arange(count, dtype=np.int64) * size
@@ -67,7 +71,11 @@ def test_kernels_read_what_the_host_wrote_into_mapped_memory_while_copies_keep_t
         torch.add(mapped, 0, out=fetched)  # a first launch waits for whatever runs (P3)
         torch.cuda.default_stream().synchronize()
         starts = np.arange(256, dtype=np.int64) << 20
-        batch, copies, compute = CopyBatch(bulk, there, starts, starts, 1 << 20), device.stream("load-0"), device.stream("compute")
+        batch, copies, compute = (
+            CopyBatch(bulk, there, starts, starts, 1 << 20),
+            device.stream("load-0"),
+            device.stream("compute"),
+        )
         for round_ in range(3):
             small.data.view(torch.int64)[:] = torch.arange(512) + round_
             last = [copies.submit_copy(device.prepare(batch), 0, 256) for _ in range(4)][-1]

@@ -1,4 +1,6 @@
-"""Host memory of the CUDA device: its beginning pinned when it is given out, the rest behind; and what happens when no more can be."""
+"""Host memory of the CUDA device: its beginning pinned when it is given out, the rest behind; and what happens when no
+more can be.
+"""
 
 from __future__ import annotations
 
@@ -66,7 +68,12 @@ def finish(slab: Slab) -> None:
 
 def test_small_memory_is_one_chunk_and_large_memory_begins_with_a_small_one() -> None:
     assert chunk_borders(READY_AT_ONCE_BYTES, 1) == [READY_AT_ONCE_BYTES]
-    assert chunk_borders(3 * GIB, 1) == [FIRST_CHUNK_BYTES, FIRST_CHUNK_BYTES + CHUNK_BYTES, FIRST_CHUNK_BYTES + 2 * CHUNK_BYTES, 3 * GIB]
+    assert chunk_borders(3 * GIB, 1) == [
+        FIRST_CHUNK_BYTES,
+        FIRST_CHUNK_BYTES + CHUNK_BYTES,
+        FIRST_CHUNK_BYTES + 2 * CHUNK_BYTES,
+        3 * GIB,
+    ]
     assert chunk_borders(12345, 7) == [12345]
 
 
@@ -92,7 +99,12 @@ def test_the_first_chunk_is_pinned_before_anybody_gets_the_memory_and_the_rest_b
     pins.let_go.set()
     finish(slab)
     assert slab.ready_bytes == slab.mapped_bytes == slab.memory.num_bytes == 11 * PAGE + 5
-    assert pins.pinned == [(start, 2 * PAGE), (start + 2 * PAGE, 4 * PAGE), (start + 6 * PAGE, 4 * PAGE), (start + 10 * PAGE, PAGE + 5)]
+    assert pins.pinned == [
+        (start, 2 * PAGE),
+        (start + 2 * PAGE, 4 * PAGE),
+        (start + 6 * PAGE, 4 * PAGE),
+        (start + 10 * PAGE, PAGE + 5),
+    ]
     assert pins.threads[0] == threading.get_ident() not in pins.threads[1:]
     assert (slab.memory.data[: 2 * PAGE] == 7).all()
     assert not slab.memory.data[2 * PAGE :].any()
@@ -107,7 +119,9 @@ def test_memory_is_zeroed_and_of_the_size_that_was_asked_for() -> None:
     slab.close()
 
 
-def test_pages_are_touched_by_several_threads_before_they_are_pinned(small_chunks: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pages_are_touched_by_several_threads_before_they_are_pinned(
+    small_chunks: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     touched: list[tuple[int, int]] = []
     monkeypatch.setattr(pinned, "_TOUCH_BYTES", PAGE)
     monkeypatch.setattr(pinned, "advise", lambda address, size, advice: touched.append((address, size)) or True)
@@ -126,7 +140,9 @@ def test_a_system_that_cannot_touch_pages_has_them_pinned_all_the_same(monkeypat
     slab.close()
 
 
-def test_pages_are_touched_while_a_chunk_before_them_is_being_pinned(small_chunks: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pages_are_touched_while_a_chunk_before_them_is_being_pinned(
+    small_chunks: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Touching is several times slower than pinning: the one must not wait for the other."""
     pins, all_touched, start = Pins(let_through=1), threading.Event(), list[int]()
 
@@ -160,7 +176,9 @@ def test_the_log_says_once_when_all_of_it_is_pinned(small_chunks: None, caplog: 
 # ---------------------------------------------------------------------- when no more can be pinned
 
 
-def test_a_limit_of_locked_memory_stops_growth_with_one_warning(small_chunks: None, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_limit_of_locked_memory_stops_growth_with_one_warning(
+    small_chunks: None, caplog: pytest.LogCaptureFixture
+) -> None:
     pins = Pins(allowed=2)
     with caplog.at_level(logging.WARNING):
         slab = Slab("host", 20 * PAGE, item_bytes=1, pins=pins)
@@ -175,7 +193,10 @@ def test_a_limit_of_locked_memory_stops_growth_with_one_warning(small_chunks: No
 
 
 def test_memory_of_which_nothing_can_be_pinned_is_a_clear_error(small_chunks: None) -> None:
-    with pytest.raises(ConfigError, match=r"^host memory: not even the first 0 MiB of 0\.00 GiB can be pinned .*ulimit -l.*ask for less$"):
+    with pytest.raises(
+        ConfigError,
+        match=r"^host memory: not even the first 0 MiB of 0\.00 GiB can be pinned .*ulimit -l.*ask for less$",
+    ):
         Slab("host", 20 * PAGE, item_bytes=1, pins=Pins(allowed=0))
 
 
@@ -229,7 +250,9 @@ def test_the_device_says_how_much_is_ready(monkeypatch: pytest.MonkeyPatch) -> N
     device.close()
 
 
-def test_host_memory_that_does_not_fit_is_a_clear_error_and_given_out_memory_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_host_memory_that_does_not_fit_is_a_clear_error_and_given_out_memory_counts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     device = device_with(monkeypatch, lambda: 100 * PAGE)
     make_chunks_small(monkeypatch)
     pins = Pins(let_through=1)
@@ -245,7 +268,10 @@ def test_host_memory_that_does_not_fit_is_a_clear_error_and_given_out_memory_cou
     monkeypatch.setattr(pinned, "_TOUCH_BYTES", PAGE)
     device.allocate_host("host", 50 * PAGE)
     assert pins.held.wait(PATIENCE_S)  # two pages are pinned, four more are mapped
-    with pytest.raises(ConfigError, match=r"^more memory of 0\.00 GiB does not fit: this machine has 0\.00 GiB available; ask for less$"):
+    with pytest.raises(
+        ConfigError,
+        match=r"^more memory of 0\.00 GiB does not fit: this machine has 0\.00 GiB available; ask for less$",
+    ):
         device.allocate_host("more", 57 * PAGE)
     pins.let_go.set()
     device.close()
@@ -253,7 +279,9 @@ def test_host_memory_that_does_not_fit_is_a_clear_error_and_given_out_memory_cou
 
 def test_device_memory_that_does_not_fit_is_a_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
     device = device_with(monkeypatch, lambda: None)
-    with pytest.raises(ConfigError, match=r"^kv memory of 1\.00 GiB does not fit: 0\.00 of the GPU's 0\.00 GiB are free; ask for less"):
+    with pytest.raises(
+        ConfigError, match=r"^kv memory of 1\.00 GiB does not fit: 0\.00 of the GPU's 0\.00 GiB are free; ask for less"
+    ):
         device.allocate("kv", GIB)
     device.close()
 
@@ -266,7 +294,9 @@ def test_copies_respect_the_borders_of_pinned_chunks(small_chunks: None, monkeyp
 
 
 def test_pages_are_huge_where_allowed_and_are_not_copied_by_a_fork() -> None:
-    """After a fork, a private page that is written to moves away from what the GPU reads; shared ones are seldom huge."""
+    """After a fork, a private page that is written to moves away from what the GPU reads; shared ones are
+    seldom huge.
+    """
     slab = Slab("host", 16 * MIB, item_bytes=1, pins=Pins())
     said = smaps(slab.memory.data.data_ptr() + 8 * MIB)
     assert "dc" in said["VmFlags"].split()

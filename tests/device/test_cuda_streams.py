@@ -1,4 +1,6 @@
-"""Streams and fences of the CUDA device, on a GPU made of lists: what is known of the device, and what happens when it is lost."""
+"""Streams and fences of the CUDA device, on a GPU made of lists: what is known of the device, and what happens when it
+is lost.
+"""
 
 from __future__ import annotations
 
@@ -201,7 +203,9 @@ def test_a_stream_waits_on_the_device_for_the_fence_of_another(gpu: FakeGpu, dev
     assert ran == ["write", "store"]
 
 
-def test_a_wait_holds_for_the_fence_that_was_meant_when_its_event_is_used_again(gpu: FakeGpu, device: CudaDevice) -> None:
+def test_a_wait_holds_for_the_fence_that_was_meant_when_its_event_is_used_again(
+    gpu: FakeGpu, device: CudaDevice
+) -> None:
     store, compute = device.stream("store"), device.stream("compute")
     written = compute.submit(nothing)
     store.wait(written)
@@ -289,7 +293,13 @@ def test_a_device_that_is_lost_says_so_to_everybody_and_closes(gpu: FakeGpu) -> 
     with pytest.raises(DeviceLost, match=r"illegal memory access.*restart the process"):
         pending.poll()
     gpu.broken = None  # whatever the driver says from now on
-    for call in (other.poll, pending.poll, lambda: store.submit(nothing), lambda: compute.wait(other), lambda: device.allocate("kv", 1)):
+    for call in (
+        other.poll,
+        pending.poll,
+        lambda: store.submit(nothing),
+        lambda: compute.wait(other),
+        lambda: device.allocate("kv", 1),
+    ):
         with pytest.raises(DeviceLost, match="illegal memory access"):
             call()
     with pytest.raises(DeviceLost):
@@ -339,10 +349,10 @@ def test_waits_of_the_host_are_counted_by_reason(gpu: FakeGpu) -> None:
     device = CudaDevice(driver=gpu, metrics=metrics)  # type: ignore[arg-type]
     stream = device.stream("compute")
     fence = stream.submit(nothing)
-    assert device.wait_host(fence, reason="flight")
-    assert device.wait_host(fence, reason="flight")  # done already
+    assert device.wait_host(fence, reason="step")
+    assert device.wait_host(fence, reason="step")  # done already
     assert not device.wait_host(stream.submit(nothing), reason="drain", timeout_s=0.0)
-    assert device.host_waits() == {"flight": 1, "drain": 1}
+    assert device.host_waits() == {"step": 1, "drain": 1}
     device.close()
 
 
@@ -351,7 +361,7 @@ def test_an_event_that_a_thread_blocks_on_is_not_used_again_before_it_woke_up(gp
     fence = stream.submit(nothing)
     event = gpu.events[-1]
     gpu.hold_waiters = True
-    waiter = threading.Thread(target=lambda: device.wait_host(fence, reason="flight"))
+    waiter = threading.Thread(target=lambda: device.wait_host(fence, reason="step"))
     waiter.start()
     assert event.blocked.wait(PATIENCE_S)
     gpu.run()
@@ -400,7 +410,10 @@ def test_handles_are_used_again_and_names_are_not(gpu: FakeGpu, device: CudaDevi
 
 def test_only_compute_goes_before_others(gpu: FakeGpu, device: CudaDevice) -> None:
     low, high = device.stream("store"), device.stream("compute")
-    assert [made for made in gpu.made if made[0] in (low.handle, high.handle)] == [(low.handle, False), (high.handle, True)]
+    assert [made for made in gpu.made if made[0] in (low.handle, high.handle)] == [
+        (low.handle, False),
+        (high.handle, True),
+    ]
 
 
 def test_close_runs_what_was_submitted_and_gives_each_handle_back_once(gpu: FakeGpu) -> None:
@@ -419,12 +432,12 @@ def test_close_runs_what_was_submitted_and_gives_each_handle_back_once(gpu: Fake
 def test_the_timeline_shows_work_from_when_it_was_enqueued_to_when_it_was_seen_done(gpu: FakeGpu) -> None:
     timeline = Timeline()
     device = CudaDevice(driver=gpu, timeline=timeline)  # type: ignore[arg-type]
-    fence = device.stream("compute").submit(nothing, label="flight 1")
+    fence = device.stream("compute").submit(nothing, label="step 1")
     assert timeline.spans() == []
     gpu.run()
     fence.poll()
     (span,) = timeline.spans()
-    assert (span.track, span.name) == ("compute", "flight 1")
+    assert (span.track, span.name) == ("compute", "step 1")
     device.close()
 
 
@@ -460,7 +473,9 @@ def test_a_graph_is_enqueued_by_work_of_its_stream_only(device: CudaDevice) -> N
 
 @pytest.fixture
 def current(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> list[object]:
-    """The streams that are current, one within the other. What torch captures is nothing, but what fails in a capture keeps it from ending."""
+    """The streams that are current, one within the other. What torch captures is nothing, but what fails in a capture
+    keeps it from ending.
+    """
     entered: list[object] = []
 
     class Current:

@@ -1,4 +1,6 @@
-"""Threads of the host that take turns, and what they tell each other: no wake is lost, nothing is heard twice, nobody sleeps through a fence."""
+"""Threads of the host that take turns, and what they tell each other: no wake is lost, nothing is heard twice, nobody
+sleeps through a fence.
+"""
 
 from __future__ import annotations
 
@@ -239,7 +241,7 @@ def race(*, tell: bool) -> list[str]:
     """The host writes bytes, tells a thread or not, and the thread gives a stream work that reads them."""
     device, checker = simulated("early", 0)
     stream = device.stream("s")
-    channel: Channel[str] = Channel("c", witness=checker)
+    channel: Channel[str] = Channel("c", tracer=checker)
     checker.host_touched(lambda: [Access("m", 0, 8, True)], "write")
 
     def turn() -> Rest:

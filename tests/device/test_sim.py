@@ -1,4 +1,6 @@
-"""The simulated device: what may happen happens with some seed, what a fence forbids with none, and a seed repeats itself."""
+"""The simulated device: what may happen happens with some seed, what a fence forbids with none, and a seed repeats
+itself.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +26,8 @@ SEEDS = range(40)
 
 
 @contextmanager
-def simulated(policy: str = "random", seed: int = 0, witness: object = None) -> Iterator[SimDevice]:
-    device = SimDevice(make_policy(policy, random.Random(seed)), witness=witness)
+def simulated(policy: str = "random", seed: int = 0, tracer: object = None) -> Iterator[SimDevice]:
+    device = SimDevice(make_policy(policy, random.Random(seed)), tracer=tracer)
     try:
         yield device
     finally:
@@ -59,7 +61,7 @@ def test_same_policy_and_seed_take_the_same_decisions(policy: str) -> None:
             for index in range(5):
                 fences = [stream.submit(lambda: device.sleep(1e-5)) for stream in streams]
                 streams[index % 3].wait(fences[(index + 1) % 3])
-            device.wait_host(fences[0], reason="flight")
+            device.wait_host(fences[0], reason="step")
             device.close()
             return device.turns.log, device.now(), device.turns.points
 
@@ -106,7 +108,7 @@ def test_late_runs_nothing_before_the_host_waits_and_then_only_what_it_waits_for
         wanted = b.submit(lambda: ran.append("b"))
         c.submit(lambda: ran.append("c"))
         assert not wanted.poll() and ran == []
-        device.wait_host(wanted, reason="flight")
+        device.wait_host(wanted, reason="step")
         assert ran == ["a", "b"]
 
 
@@ -141,7 +143,7 @@ def test_a_starved_stream_moves_only_when_nobody_else_can(seed: int) -> None:
         last = a.submit(lambda: ran.append("a"))
         for _ in range(4):
             b.submit(lambda: ran.append("b"))
-        device.wait_host(last, reason="flight")
+        device.wait_host(last, reason="step")
     assert ran == ["b"] * 4 + ["a"]
 
 
@@ -165,7 +167,9 @@ def test_pct_of_depth_one_never_preempts_and_of_depth_two_once() -> None:
     assert switches("2:1000000") == {1}, "the one preemption lies far behind the end"
 
 
-@pytest.mark.parametrize("spec", ["sometimes", "starve", "pct", "pct:0", "pct:x", "pct:2:", "pct:2:0", "pct:2:9:9", "late:1", ""])
+@pytest.mark.parametrize(
+    "spec", ["sometimes", "starve", "pct", "pct:0", "pct:x", "pct:2:", "pct:2:0", "pct:2:9:9", "late:1", ""]
+)
 def test_an_unknown_policy_is_an_error_that_names_the_known_ones(spec: str) -> None:
     with pytest.raises(ConfigError, match="give random, late, early, starve:STREAM or pct:DEPTH\\[:POINTS\\]"):
         make_policy(spec, random.Random(0))
@@ -243,7 +247,7 @@ def test_a_fence_of_another_device_is_refused() -> None:
         with pytest.raises(InvariantError, match="not of this device"):
             stream.wait(foreign)
         with pytest.raises(InvariantError, match="not of this device"):
-            mine.wait_host(foreign, reason="flight")
+            mine.wait_host(foreign, reason="step")
 
 
 # ---------------------------------------------------------------------- graphs
@@ -269,7 +273,7 @@ def replayed(capture_wait: str, policy: str, seed: int) -> list[str]:
         for _ in range(2):
             load.submit(lambda: ran.append("load"))
             loaded.record(load)
-            device.wait_host(compute.replay(graph), reason="flight")
+            device.wait_host(compute.replay(graph), reason="step")
         device.close()
     return ran
 
@@ -301,8 +305,8 @@ def test_a_graph_inside_work_waits_for_what_its_events_stood_for_when_the_work_w
             graph = compute.capture(lambda: compute.submit(read))  # noqa: B023 - called here
             load.submit(lambda: ran.append("load"))  # noqa: B023 - done before the next seed
             loaded.record(load)
-            flight = compute.submit(lambda: compute.enqueue(graph))  # noqa: B023
-            load.wait(flight)
+            step = compute.submit(lambda: compute.enqueue(graph))  # noqa: B023
+            load.wait(step)
             load.submit(lambda: ran.append("load behind it"))  # noqa: B023
             loaded.record(load)
             device.close()
@@ -321,9 +325,9 @@ def test_the_fence_of_a_replay_covers_all_of_the_graph_even_a_wait_at_its_end() 
         graph = compute.capture(build)
         empty = compute.capture(lambda: None)
         fence = loaded.record(load)
-        assert device.wait_host(compute.replay(graph), reason="flight")
+        assert device.wait_host(compute.replay(graph), reason="step")
         assert fence.done
-        assert device.wait_host(compute.replay(empty), reason="flight")
+        assert device.wait_host(compute.replay(empty), reason="step")
 
 
 def test_an_external_wait_outside_a_capture_is_an_error() -> None:
@@ -399,7 +403,9 @@ def test_bytes_become_poison_when_the_last_of_their_uses_is_done_and_not_before(
 def test_a_pageable_copy_is_counted() -> None:
     with simulated() as device:
         stream = device.stream("load")
-        batch = CopyBatch(device.allocate_pageable("list", 1), device.allocate("kv", 1), np.array([0]), np.array([0]), 1)
+        batch = CopyBatch(
+            device.allocate_pageable("list", 1), device.allocate("kv", 1), np.array([0]), np.array([0]), 1
+        )
         stream.submit(lambda: stream.copy(batch), batch.accesses)
         device.close()
         assert device.host_waits() == {"pageable copy": 1}
@@ -408,18 +414,18 @@ def test_a_pageable_copy_is_counted() -> None:
 def test_a_host_wait_is_counted_under_its_reason_and_only_when_it_waits() -> None:
     with simulated("late") as device:
         fence = device.stream("a").submit(lambda: None)
-        assert device.wait_host(fence, reason="flight")
-        assert device.wait_host(fence, reason="flight")
-        assert device.host_waits() == {"flight": 1}
+        assert device.wait_host(fence, reason="step")
+        assert device.wait_host(fence, reason="step")
+        assert device.host_waits() == {"step": 1}
 
 
 def test_a_host_wait_ends_when_an_actor_rings_before_its_fence_is_done() -> None:
     with simulated("late") as device:
         fence, bell = device.stream("a").submit(lambda: device.sleep(1.0)), Bell()
         device.stream("b").submit(bell.ring)
-        assert not device.wait_host(fence, reason="flight", bell=bell)
+        assert not device.wait_host(fence, reason="step", bell=bell)
         assert (fence.poll(), bell.rung) == (False, False)
-        assert device.wait_host(fence, reason="flight", bell=bell)
+        assert device.wait_host(fence, reason="step", bell=bell)
 
 
 # ---------------------------------------------------------------------- the queue
@@ -455,7 +461,7 @@ def test_time_is_virtual_and_passes_while_somebody_sleeps(policy: str) -> None:
         fence = stream.submit(lambda: device.sleep(3600.0))
         device.sleep(7200.0)
         assert device.now() - start == pytest.approx(7200.0, abs=1.0)
-        device.wait_host(fence, reason="flight")
+        device.wait_host(fence, reason="step")
         device.close()
 
 
@@ -465,7 +471,10 @@ def test_a_host_wait_with_a_deadline_ends_at_the_deadline(policy: str) -> None:
         fence = device.stream("a").submit(lambda: device.sleep(10.0))
         assert not device.wait_host(fence, reason="tier", timeout_s=1.0)
         assert device.now() == pytest.approx(1.0, abs=0.01)
-        assert device.wait_host(fence, reason="tier", timeout_s=100.0) or policy in ("late", "starve:a")  # a device may be slower still
+        assert device.wait_host(fence, reason="tier", timeout_s=100.0) or policy in (
+            "late",
+            "starve:a",
+        )  # a device may be slower still
 
 
 def test_whoever_sleeps_less_wakes_first() -> None:
@@ -493,7 +502,7 @@ def test_a_deadlock_is_an_error_that_says_who_waits_for_whom(policy: str) -> Non
         b.wait(first)
         box.append(b.submit(lambda: None))
         with pytest.raises(Deadlock, match=r"host for b, a for b, b for a, gate for work"):
-            device.wait_host(box[0], reason="flight")
+            device.wait_host(box[0], reason="step")
         with pytest.raises(Deadlock):
             device.close()
 
@@ -504,7 +513,7 @@ def test_waiting_for_work_that_only_went_into_a_graph_is_a_deadlock() -> None:
         captured: list[SimFence] = []
         compute.capture(lambda: captured.append(compute.submit(lambda: None)))
         with pytest.raises(Deadlock, match="host for compute"):
-            device.wait_host(captured[0], reason="flight")
+            device.wait_host(captured[0], reason="step")
 
 
 def test_a_loop_over_polls_that_never_sleeps_is_an_error_and_not_a_hang() -> None:
@@ -586,12 +595,12 @@ def test_what_work_holds_is_gone_before_anybody_learns_that_it_is_done(policy: s
         alive = weakref.ref(held)
         fence = device.stream("a").submit(lambda held=held: None)
         del held
-        device.wait_host(fence, reason="flight")
+        device.wait_host(fence, reason="step")
         assert alive() is None
 
 
 class Journal:
-    """A witness that writes down what it is told, and fails where it is asked to."""
+    """A tracer that writes down what it is told, and fails where it is asked to."""
 
     def __init__(self, fail_at: str = "") -> None:
         self.lines: list[str] = []
@@ -600,7 +609,7 @@ class Journal:
     def _note(self, what: str, detail: str) -> None:
         self.lines.append(f"{what} {detail}")
         if what == self._fail_at:
-            raise RuntimeError(f"witness fails at {what}")
+            raise RuntimeError(f"tracer fails at {what}")
 
     def submitted(self, fence: Fence, accesses: Accesses, label: str) -> None:
         self._note("submitted", label)
@@ -624,30 +633,33 @@ class Journal:
         self._note("stalled", reason)
 
 
-def test_a_witness_is_told_of_everything_in_the_order_in_which_it_happens() -> None:
+def test_a_tracer_is_told_of_everything_in_the_order_in_which_it_happens() -> None:
     journal = Journal()
-    with simulated("late", witness=journal) as device:
+    with simulated("late", tracer=journal) as device:
         a, b = device.stream("a"), device.stream("b")
         fence = a.submit(lambda: a.touch(lambda: ()), label="fill")
         b.wait(fence)
         last = b.submit(lambda: None, label="copy")
-        device.wait_host(last, reason="flight")
+        device.wait_host(last, reason="step")
         assert [line for line in journal.lines if not line.startswith("finished")] == [
             "submitted fill",
             "submitted copy",
-            "stalled flight",
+            "stalled step",
             "started a:1",
             "touched a",
             "waited b for a:1",
             "started b:1",
             "observed b:1",
         ]
-        assert [line for line in journal.lines if line.startswith("finished")] == ["finished a:1 not seen", "finished b:1 not seen"]
+        assert [line for line in journal.lines if line.startswith("finished")] == [
+            "finished a:1 not seen",
+            "finished b:1 not seen",
+        ]
 
 
 def test_work_that_polls_a_fence_observes_nothing_for_the_host() -> None:
     journal = Journal()
-    with simulated("early", witness=journal) as device:
+    with simulated("early", tracer=journal) as device:
         fence = device.stream("a").submit(lambda: None)
         device.stream("b").submit(lambda: fence.poll() and None)
         device.close()
@@ -656,15 +668,15 @@ def test_work_that_polls_a_fence_observes_nothing_for_the_host() -> None:
 
 @pytest.mark.parametrize("call", ["submitted", "started", "waited", "finished", "touched"])
 @pytest.mark.parametrize("policy", ALL_POLICIES)
-def test_what_a_witness_raises_is_raised_on_the_host_or_kept_in_the_fence(policy: str, call: str) -> None:
-    with simulated(policy, witness=Journal(fail_at=call)) as device:
+def test_what_a_tracer_raises_is_raised_on_the_host_or_kept_in_the_fence(policy: str, call: str) -> None:
+    with simulated(policy, tracer=Journal(fail_at=call)) as device:
         a, b = device.stream("a"), device.stream("b")
         if call == "touched":  # told from inside work: the work's own failure
             fence = a.submit(lambda: a.touch(lambda: ()))
             device.close()
-            assert str(fence.failure) == "witness fails at touched"
+            assert str(fence.failure) == "tracer fails at touched"
             return
-        with pytest.raises(RuntimeError, match=f"witness fails at {call}"):
+        with pytest.raises(RuntimeError, match=f"tracer fails at {call}"):
             b.wait(a.submit(lambda: None))
             b.submit(lambda: None)
             device.close()

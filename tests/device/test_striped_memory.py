@@ -18,7 +18,9 @@ def striped(rng: np.random.Generator, name: str, parts: int, rows: int, stripe: 
 
 
 def image(memory: Memory) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
-    """The memory's bytes in the order of their offsets, by the definition: stripe after stripe, from one part after another."""
+    """The memory's bytes in the order of their offsets, by the definition: stripe after stripe, from one part after
+    another.
+    """
     if len(memory.parts) == 1:
         return memory.data.numpy().copy()
     rows = [part.numpy().reshape(-1, memory.stripe) for part in memory.parts]
@@ -36,9 +38,14 @@ def copies(draw: st.DrawFn) -> tuple[CopyBatch, int]:
         rows = -(-8 * segment // (parts * stripe)) + 1
         memories.append(striped(rng, name, parts, rows * (1 if parts > 1 else 6), stripe))
     count = draw(st.integers(1, 5))
-    starts = [rng.permutation(min(memory.num_bytes for memory in memories) // segment)[:count] * segment for memory in memories]
+    starts = [
+        rng.permutation(min(memory.num_bytes for memory in memories) // segment)[:count] * segment
+        for memory in memories
+    ]
     count = min(map(len, starts))
-    return CopyBatch(memories[0], memories[1], starts[0][:count].astype(np.int64), starts[1][:count].astype(np.int64), segment), segment
+    return CopyBatch(
+        memories[0], memories[1], starts[0][:count].astype(np.int64), starts[1][:count].astype(np.int64), segment
+    ), segment
 
 
 @settings(max_examples=150, deadline=None)
@@ -66,7 +73,8 @@ def test_pieces_are_the_same_bytes_in_order_and_lie_in_one_part_each(drawn: tupl
     for memory, starts in ((pieces.source, pieces.source_starts), (pieces.target, pieces.target_starts)):
         parts, offsets = memory.locate(starts)
         assert all(
-            offset + pieces.size <= memory.parts[part].numel() for part, offset in zip(parts.tolist(), offsets.tolist(), strict=True)
+            offset + pieces.size <= memory.parts[part].numel()
+            for part, offset in zip(parts.tolist(), offsets.tolist(), strict=True)
         )
 
 

@@ -67,7 +67,9 @@ class Reply:
 
     def wait_for_tokens(self, count: int) -> Reply:
         with self._news:
-            assert self._news.wait_for(lambda: len(self.token_ids()) >= count, PATIENCE_S), f"not {count} tokens: {self.deltas}"
+            assert self._news.wait_for(lambda: len(self.token_ids()) >= count, PATIENCE_S), (
+                f"not {count} tokens: {self.deltas}"
+            )
         return self
 
     def is_silent(self) -> bool:
@@ -129,10 +131,20 @@ class Rig:
         self.disk: FaultyTier | None = None
         if disk is not None:
             capacity = disk_blocks * entry_bytes(layout)
-            self.disk = FaultyTier(DiskTier.open(disk, layout=layout, fingerprint=self.model.fingerprint, capacity_bytes=capacity))
-        sizes = {"block_tokens": layout.block_tokens, "chunk_tokens": 16, "token_budget": 24, "max_running": 4, **options}
+            self.disk = FaultyTier(
+                DiskTier.open(disk, layout=layout, fingerprint=self.model.fingerprint, capacity_bytes=capacity)
+            )
+        sizes = {
+            "block_tokens": layout.block_tokens,
+            "chunk_tokens": 16,
+            "token_budget": 24,
+            "max_running": 4,
+            **options,
+        }
         config = EngineConfig(kv_memory=blocks * layout.block_bytes, offload=offload, compute_threads=1, **sizes)
-        self.engine: Engine = build_engine(self.model, config, eos_ids=self.tokenizer.eos_ids, disk=self.disk, proposer=proposer)
+        self.engine: Engine = build_engine(
+            self.model, config, eos_ids=self.tokenizer.eos_ids, disk=self.disk, proposer=proposer
+        )
         if always_load and self.engine.parts.costs is not None:
             self.engine.parts.costs.saw_prefill = lambda *_: None  # type: ignore[method-assign]  # no test hangs on measured speeds
         self._holds: list[Hold] = []
@@ -142,7 +154,12 @@ class Rig:
     # ------------------------------------------------------------------ requests
 
     def submit(
-        self, prompt: Sequence[int], max_tokens: int | None = 8, *, on_delta: Callable[[Delta], None] | None = None, **params: Any
+        self,
+        prompt: Sequence[int],
+        max_tokens: int | None = 8,
+        *,
+        on_delta: Callable[[Delta], None] | None = None,
+        **params: Any,
     ) -> Reply:
         priority, cache_salt = params.pop("priority", 0), params.pop("cache_salt", "")
         chosen = SamplingParams(max_tokens=max_tokens, **params)
@@ -202,7 +219,9 @@ class Rig:
         self.engine.call(lambda: None)
 
     def turn_until(self, happened: Callable[[], bool]) -> None:
-        """Until something holds that the engine thread brings about; looked at from here, so it must be safe to look at."""
+        """Until something holds that the engine thread brings about; looked at from here, so it must be safe to look
+        at.
+        """
         until = time.monotonic() + PATIENCE_S
         while not happened():
             assert time.monotonic() < until, "it never happened"
@@ -224,7 +243,7 @@ class Rig:
         return int(self.engine.parts.metrics.value(name, *labels))
 
     def sizes(self) -> dict[str, int]:
-        """How many things the engine keeps by request, transfer or flight."""
+        """How many things the engine keeps by request, transfer or step."""
         parts, scheduler = self.engine.parts, self.engine.parts.scheduler
         kept: dict[str, Any] = {
             "sessions": self.engine._sessions,
@@ -265,7 +284,7 @@ class Rig:
             assert pool.num_used == 0, f"{pool.num_used} {pool.name} are still in use"
         if self.disk is not None:
             assert len(self.disk.index._idle) == len(self.disk.index), "an entry on disk is still pinned"
-        assert set(self.device.host_waits()) <= {"flight"}
+        assert set(self.device.host_waits()) <= {"step"}
 
     def close(self, **options: Any) -> None:
         for hold in self._holds:
@@ -284,7 +303,10 @@ def prompts(seed: int, count: int, *, longest: int = 30, shared: int = 0, vocab:
     """Random prompts; each starts with a part (maybe all) of one shared run."""
     rng = random.Random(seed)
     run = [rng.randrange(1, vocab) for _ in range(shared)]
-    return [run[: rng.randint(0, shared)] + [rng.randrange(1, vocab) for _ in range(rng.randint(1, longest))] for _ in range(count)]
+    return [
+        run[: rng.randint(0, shared)] + [rng.randrange(1, vocab) for _ in range(rng.randint(1, longest))]
+        for _ in range(count)
+    ]
 
 
 @contextlib.contextmanager

@@ -1,4 +1,6 @@
-"""Flights are drawn by a graph wherever one is enough for all their rows, and by the host only as long as something is asked that only it knows."""
+"""Steps are drawn by a graph wherever one is enough for all their rows, and by the host only as long as something is
+asked that only it knows.
+"""
 
 from __future__ import annotations
 
@@ -61,13 +63,15 @@ def alone(prompt: list[int], **params: Any) -> list[int]:
         ({"temperature": 20.0, "seed": 7, "logprobs": 1}, Draws.BY_HOST),
     ],
 )
-def test_the_least_that_is_enough_draws_the_same_tokens(params: dict[str, Any], expected: Draws, watched: Watched) -> None:
+def test_the_least_that_is_enough_draws_the_same_tokens(
+    params: dict[str, Any], expected: Draws, watched: Watched
+) -> None:
     (prompt,) = prompts(3, 1, longest=3)  # one chunk: one that draws nothing is content with whatever there is
     assert watched.rig.submit(prompt, OUTPUTS, **params).wait().token_ids() == alone(prompt, **params)
     assert set(watched.drawn) == {expected}
 
 
-def test_a_flight_takes_what_its_most_demanding_row_does_and_nobody_draws_otherwise_for_it(watched: Watched) -> None:
+def test_a_step_takes_what_its_most_demanding_row_does_and_nobody_draws_otherwise_for_it(watched: Watched) -> None:
     ways: list[dict[str, Any]] = [
         {"temperature": 0.0},
         {"temperature": 20.0, "top_p": 0.8, "seed": 8},

@@ -68,17 +68,17 @@ def test_close_with_requests_in_the_inbox_ends_them_too() -> None:
     rig.check_idle()
 
 
-def test_tokens_of_the_last_flight_are_delivered_and_its_blocks_stored(tmp_path: Path) -> None:
-    prompt = prompts(44, 1, longest=1)[0] + [6] * 15  # one flight, four blocks, one token
+def test_tokens_of_the_last_step_are_delivered_and_its_blocks_stored(tmp_path: Path) -> None:
+    prompt = prompts(44, 1, longest=1)[0] + [6] * 15  # one step, four blocks, one token
     rig = Rig(slots=16, disk=tmp_path)
     launched = threading.Event()
     launch = rig.engine.parts.executor.launch
 
     def launch_and_tell(*args: object, **options: object) -> object:
-        flight = launch(*args, **options)  # type: ignore[arg-type]
-        rig.engine._inbox.put(rig.engine._stop)  # the engine is told to stop while its flight is on its way
+        step = launch(*args, **options)  # type: ignore[arg-type]
+        rig.engine._inbox.put(rig.engine._stop)  # the engine is told to stop while its step is on its way
         launched.set()
-        return flight
+        return step
 
     rig.engine.parts.executor.launch = launch_and_tell  # type: ignore[assignment,method-assign]
     reply = rig.submit(prompt, 1)
@@ -182,12 +182,16 @@ def test_close_gives_up_on_writes_that_have_not_begun_when_the_time_to_flush_is_
     rig.turn_until(lambda: rig.engine.parts.transfers is not None and rig.engine.parts.transfers._mover.abandoned)
     model = rig.model
     with pytest.raises(ConfigError, match="in use"):  # a write still runs: the directory is not another's yet
-        DiskTier.open(tmp_path, layout=model.layout, fingerprint=model.fingerprint, capacity_bytes=10 * entry_bytes(model.layout))
+        DiskTier.open(
+            tmp_path, layout=model.layout, fingerprint=model.fingerprint, capacity_bytes=10 * entry_bytes(model.layout)
+        )
     gate.set()
     closing.join(PATIENCE_S)
     assert len(rig.disk.writes) == 1
     rig.check_idle()
-    with_one = DiskTier.open(tmp_path, layout=model.layout, fingerprint=model.fingerprint, capacity_bytes=10 * entry_bytes(model.layout))
+    with_one = DiskTier.open(
+        tmp_path, layout=model.layout, fingerprint=model.fingerprint, capacity_bytes=10 * entry_bytes(model.layout)
+    )
     assert len(with_one.index) == 1
     with_one.close()
 

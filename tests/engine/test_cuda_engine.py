@@ -1,4 +1,6 @@
-"""The whole engine on a GPU: the answers of the CPU's reference, whatever tier a prefix comes from, whatever goes wrong beside it."""
+"""The whole engine on a GPU: the answers of the CPU's reference, whatever tier a prefix comes from, whatever goes wrong
+beside it.
+"""
 
 from __future__ import annotations
 
@@ -30,8 +32,12 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 PATIENCE_S = 60.0
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=3)
-PROMPTS = [[5 + position * step % 240 for position in range(length)] for step, length in ((3, 300), (7, 77), (11, 16), (13, 5), (17, 150))]
-# Log-probabilities in float32 on both sides: sums of a few hundred terms in another order, through a few layers, then a softmax.
+PROMPTS = [
+    [5 + position * step % 240 for position in range(length)]
+    for step, length in ((3, 300), (7, 77), (11, 16), (13, 5), (17, 150))
+]
+# Log-probabilities in float32 on both sides: sums of a few hundred terms in another order, through a few layers, then a
+# softmax.
 NEAR = 2e-3
 GIB = 1 << 30
 
@@ -73,7 +79,9 @@ def drafting(proposer: str, model: Path, directory: Path) -> SpeculativeConfig:
     """Three drafts whenever there is room for them, by a head or a smaller model with random weights."""
     directory.mkdir(exist_ok=True)
     if proposer == "mtp":
-        return SpeculativeConfig("mtp", 3, adaptive=False, head=save_head(model, directory / "head.safetensors", seed=1))
+        return SpeculativeConfig(
+            "mtp", 3, adaptive=False, head=save_head(model, directory / "head.safetensors", seed=1)
+        )
     if proposer == "draft":
         smaller = tiny_model_dir("llama", directory / "draft", 4, num_attention_heads=2, num_key_value_heads=1)
         return SpeculativeConfig("draft", 3, adaptive=False, model=smaller)
@@ -189,14 +197,18 @@ def test_what_a_gpu_stored_a_cpu_goes_on_with(llama: Path, tmp_path: Path) -> No
 
 CAPTURED = {"eager": False, "max_running": 6, "chunk_tokens": 64}
 FEW = [Shape(1), Shape(6), Shape(0, SHORT_TOKENS), Shape(0, 64), Shape(0, 96), Shape(6, SHORT_TOKENS), Shape(6, 96)]
-compiles = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning", "ignore::FutureWarning")  # torch's own, of torch
+compiles = pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning", "ignore::UserWarning", "ignore::FutureWarning"
+)  # torch's own, of torch
 
 
 @pytest.fixture
 def few_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Capturing all takes longer than what these tests ask for."""
     monkeypatch.setattr(
-        Shape, "all_of", classmethod(lambda cls, drafts=0, **bounds: [*FEW, *(Shape(6, count, drafts) for count in (0, 96) if drafts)])
+        Shape,
+        "all_of",
+        classmethod(lambda cls, drafts=0, **bounds: [*FEW, *(Shape(6, count, drafts) for count in (0, 96) if drafts)]),
     )
 
 
@@ -211,16 +223,21 @@ def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_answers_by_captured_forward_passes_are_those_of_eager_ones(family: str, tmp_path: Path) -> None:
     model = tiny_model_dir(family, tmp_path, 2)
     with engine(model, max_running=6, chunk_tokens=64) as llm:
-        expected = [llm.generate([*PROMPTS, *PROMPTS], GREEDY), llm.generate(PROMPTS, EVERY_WAY_TO_DRAW[: len(PROMPTS)])]
+        expected = [
+            llm.generate([*PROMPTS, *PROMPTS], GREEDY),
+            llm.generate(PROMPTS, EVERY_WAY_TO_DRAW[: len(PROMPTS)]),
+        ]
     with engine(model, **CAPTURED, check_order=True) as llm:
         assert_near(llm.generate([*PROMPTS, *PROMPTS], GREEDY), expected[0])
         assert tokens(llm.generate(PROMPTS, EVERY_WAY_TO_DRAW[: len(PROMPTS)])) == tokens(expected[1])
         graphs = llm.engine.parts.executor._graphs
-        assert graphs is not None or family == "qwen3_moe"  # experts that are chosen on the host cannot be captured, and run all the same
+        assert (
+            graphs is not None or family == "qwen3_moe"
+        )  # experts that are chosen on the host cannot be captured, and run all the same
 
 
 @pytest.mark.usefixtures("few_shapes", "uncompiled")
-def test_a_captured_flight_waits_for_each_group_of_layers_that_is_still_on_its_way_h5(llama: Path) -> None:
+def test_a_captured_step_waits_for_each_group_of_layers_that_is_still_on_its_way_h5(llama: Path) -> None:
     with engine(llama, **CAPTURED, offload=OffloadConfig(host="64MiB"), check_order=True) as llm:
         always_load(llm)
         reference = tokens(llm.generate([PROMPTS[0]], GREEDY))
@@ -246,7 +263,7 @@ def test_a_captured_flight_waits_for_each_group_of_layers_that_is_still_on_its_w
             assert tokens([output]) == reference
         assert gated.count(True) >= 3
         assert gated.count(False) >= 3
-        assert llm.engine.parts.device.host_waits().keys() <= {"flight"}
+        assert llm.engine.parts.device.host_waits().keys() <= {"step"}
 
 
 @pytest.mark.usefixtures("few_shapes", "uncompiled")
@@ -272,7 +289,7 @@ def test_drafts_change_no_token_and_are_accepted_alike_asynchronous_and_not(
             assert tokens(outputs) == expected
             assert sum(output.cached.host for output in outputs) > 0
             counts.append(llm.metrics.value("accepted_tokens_total", proposer))
-            assert llm.engine.parts.device.host_waits().keys() <= {"flight"}
+            assert llm.engine.parts.device.host_waits().keys() <= {"step"}
             graphs = llm.engine.parts.executor._graphs
             assert eager or (graphs is not None and any(shape.drafts for shape in graphs.shapes))
     assert proposer != "ngram" or min(counts) > 0
@@ -330,7 +347,9 @@ def test_memory_that_runs_out_at_capture_leaves_what_was_captured_by_then(
 
 
 @pytest.mark.parametrize("asynchronous", [True, False])
-def test_a_pool_that_is_too_small_preempts_and_offloads_and_no_answer_changes(asynchronous: bool, llama: Path, tmp_path: Path) -> None:
+def test_a_pool_that_is_too_small_preempts_and_offloads_and_no_answer_changes(
+    asynchronous: bool, llama: Path, tmp_path: Path
+) -> None:
     params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
     prompts = [[5 + position * (2 * step + 3) % 240 for position in range(90 + 7 * step)] for step in range(12)]
     with engine(llama) as llm:
@@ -346,7 +365,7 @@ def test_a_pool_that_is_too_small_preempts_and_offloads_and_no_answer_changes(as
         assert llm.metrics.value("transfer_bytes_total", "load") > 0
         assert llm.metrics.value("transfers_total", "store", "failed") == 0
         assert llm.flush()
-        assert llm.engine.parts.device.host_waits().keys() <= {"flight"}
+        assert llm.engine.parts.device.host_waits().keys() <= {"step"}
         llm.engine.call(lambda: None)
         assert llm.engine.parts.blocks.num_used == 0
 
@@ -408,10 +427,16 @@ print("cuda here", torch.cuda.is_initialized())
 
 def test_an_engine_in_its_own_process_answers_alike_and_cuda_stays_out_of_this_one(llama: Path) -> None:
     with engine(llama) as reference:
-        expected = reference.generate([[5 + at % 240 for at in range(200)]], dataclasses.replace(GREEDY, logprobs=None))[0].token_ids
-    done = subprocess.run([sys.executable, "-c", OWN_PROCESS, llama], check=False, capture_output=True, text=True, timeout=300)
+        expected = reference.generate(
+            [[5 + at % 240 for at in range(200)]], dataclasses.replace(GREEDY, logprobs=None)
+        )[0].token_ids
+    done = subprocess.run(
+        [sys.executable, "-c", OWN_PROCESS, llama], check=False, capture_output=True, text=True, timeout=300
+    )
     tokens = " ".join(map(str, expected))
-    assert done.stdout.splitlines() == [f"tokens {tokens}", "process True", "cuda here False"], done.stdout + done.stderr[-3000:]
+    assert done.stdout.splitlines() == [f"tokens {tokens}", "process True", "cuda here False"], (
+        done.stdout + done.stderr[-3000:]
+    )
 
 
 # ---------------------------------------------------------------------- nothing waits, nothing compiles
@@ -430,7 +455,9 @@ def no_host_wait() -> Iterator[None]:
 @compiles
 @pytest.mark.usefixtures("few_shapes")
 @pytest.mark.parametrize("eager", [True, False])
-def test_no_flight_makes_the_host_wait_whatever_is_asked_for_p1(llama: Path, eager: bool, request: pytest.FixtureRequest) -> None:
+def test_no_step_makes_the_host_wait_whatever_is_asked_for_p1(
+    llama: Path, eager: bool, request: pytest.FixtureRequest
+) -> None:
     with engine(llama, **({} if eager else CAPTURED), offload=OffloadConfig(host="16MiB")) as llm:
         assert eager == (llm.engine.parts.executor._graphs is None)
         request.getfixturevalue("no_host_wait")
@@ -445,8 +472,14 @@ def test_no_flight_makes_the_host_wait_whatever_is_asked_for_p1(llama: Path, eag
         "family",
         "dtype",
         "max_running",
-    ),  # which rows share a warm-up's flights depends on their number, and with it what type their logits have
-    [("llama", "float32", 7), ("gemma2", "float32", 7), ("mistral", "float32", 7), ("llama", "bfloat16", 6), ("llama", "bfloat16", 9)],
+    ),  # which rows share a warm-up's steps depends on their number, and with it what type their logits have
+    [
+        ("llama", "float32", 7),
+        ("gemma2", "float32", 7),
+        ("mistral", "float32", 7),
+        ("llama", "bfloat16", 6),
+        ("llama", "bfloat16", 9),
+    ],
 )
 def test_nothing_is_compiled_once_it_serves_p3(
     family: str, dtype: str, max_running: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -468,14 +501,21 @@ def test_nothing_is_compiled_once_it_serves_p3(
 @pytest.mark.usefixtures("few_shapes", "uncompiled")
 @pytest.mark.parametrize("eager", [True, False])
 @pytest.mark.parametrize("proposer", ["ngram", "mtp", "draft"])
-def test_no_flight_that_drafts_makes_the_host_wait_and_nothing_is_compiled_for_it_p1_p3(
-    llama: Path, tmp_path: Path, proposer: str, eager: bool, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+def test_no_step_that_drafts_makes_the_host_wait_and_nothing_is_compiled_for_it_p1_p3(
+    llama: Path,
+    tmp_path: Path,
+    proposer: str,
+    eager: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
 ) -> None:
     import triton
 
     compiled: list[Any] = []
     options: dict[str, Any] = {} if eager else CAPTURED
-    with engine(llama, **options, offload=OffloadConfig(host="16MiB"), speculative=drafting(proposer, llama, tmp_path)) as llm:
+    with engine(
+        llama, **options, offload=OffloadConfig(host="16MiB"), speculative=drafting(proposer, llama, tmp_path)
+    ) as llm:
         graphs = llm.engine.parts.executor._graphs
         assert eager or (graphs is not None and any(shape.drafts for shape in graphs.shapes))
         monkeypatch.setattr(triton.knobs.runtime, "jit_post_compile_hook", lambda **what: compiled.append(what["repr"]))
@@ -488,7 +528,7 @@ def test_no_flight_that_drafts_makes_the_host_wait_and_nothing_is_compiled_for_i
 
 
 @compiles
-@pytest.mark.parametrize("max_running", [6, 1])  # the first flight has so many tokens
+@pytest.mark.parametrize("max_running", [6, 1])  # the first step has so many tokens
 def test_layers_are_compiled_once_for_any_number_of_tokens_and_never_once_it_serves_p3(
     max_running: int, llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -523,10 +563,18 @@ def test_a_second_start_finds_all_that_the_first_one_compiled(llama: Path, tmp_p
     kept: list[set[Path]] = []
     for _ in range(2):
         subprocess.run(
-            [sys.executable, "-c", serve, str(llama)], env={**environment, "SIDESTREAM_CACHE": str(tmp_path)}, check=True, timeout=180
+            [sys.executable, "-c", serve, str(llama)],
+            env={**environment, "SIDESTREAM_CACHE": str(tmp_path)},
+            check=True,
+            timeout=180,
         )
         kept.append(set((tmp_path / "compiled").rglob("*.cubin")))
-    assert {path.stem for path in kept[0]} >= {"attend", "write", "combine", "advance"}  # before the layers and behind them
+    assert {path.stem for path in kept[0]} >= {
+        "attend",
+        "write",
+        "combine",
+        "advance",
+    }  # before the layers and behind them
     assert kept[1] == kept[0]
 
 
@@ -554,7 +602,7 @@ def test_what_drafts_is_compiled_and_captured_with_the_model(
 # ---------------------------------------------------------------------- what goes wrong
 
 
-def test_a_flight_that_the_gpu_has_no_memory_for_ends_its_request_and_the_engine_goes_on(
+def test_a_step_that_the_gpu_has_no_memory_for_ends_its_request_and_the_engine_goes_on(
     llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with engine(llama) as llm:
@@ -569,7 +617,9 @@ def test_a_flight_that_the_gpu_has_no_memory_for_ends_its_request_and_the_engine
             return forward(*given)
 
         monkeypatch.setattr(model, "forward", greedy_for_memory)
-        with pytest.raises(RequestError, match=r"the forward pass failed: out of device memory: .*; lower the KV memory or the batch"):
+        with pytest.raises(
+            RequestError, match=r"the forward pass failed: out of device memory: .*; lower the KV memory or the batch"
+        ):
             llm.generate([PROMPTS[0]], GREEDY)
         assert llm.health().status == "ok"
         assert tokens(llm.generate([PROMPTS[1]], GREEDY)) == expected
@@ -614,7 +664,9 @@ print("closed")
 
 def test_a_lost_gpu_ends_the_engine_with_a_message_and_leaves_the_disk_intact(llama: Path, tmp_path: Path) -> None:
     disk = tmp_path / "kv"
-    done = subprocess.run([sys.executable, "-c", LOST, llama, disk], check=False, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        [sys.executable, "-c", LOST, llama, disk], check=False, capture_output=True, text=True, timeout=300
+    )
     lines = done.stdout.splitlines()
     said = done.stdout + done.stderr[-3000:]
     assert [line.split()[0] for line in lines] == ["tokens", "flushed", "told", "told", "health", "closed"], said

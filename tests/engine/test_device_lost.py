@@ -30,7 +30,9 @@ WHY = "the GPU is lost: injected: an illegal memory access was encountered; rest
 
 
 class MortalStream(HostStream):
-    """Once its device is lost, it takes nothing, and says to no host thread of a fence that was not seen done that it ever will be."""
+    """Once its device is lost, it takes nothing, and says to no host thread of a fence that was not seen done that it
+    ever will be.
+    """
 
     device: MortalDevice
 
@@ -42,9 +44,13 @@ class MortalStream(HostStream):
         self.device.check("poll")
         return super().has_passed(fence)
 
-    def block_until(self, tick: int, timeout_s: float | None, bell: Bell | None = None) -> bool:  # nobody rings while it looks so often
+    def block_until(
+        self, tick: int, timeout_s: float | None, bell: Bell | None = None
+    ) -> bool:  # nobody rings while it looks so often
         if self.device.runs_on(threading.current_thread()):
-            return super().block_until(tick, timeout_s)  # a stream waits for a stream: on a GPU no host thread does, and none is told
+            return super().block_until(
+                tick, timeout_s
+            )  # a stream waits for a stream: on a GPU no host thread does, and none is told
         until = time.monotonic() + (PATIENCE_S if timeout_s is None else timeout_s)
         while not super().block_until(tick, 0.001):
             self.device.check("poll")
@@ -70,7 +76,7 @@ class MortalDevice(CpuDevice):
             thread.wake()
 
     def stream(self, name: str) -> HostStream:
-        stream = MortalStream(name, threads=1, timeline=None, witness=None, on_pass=self._passed)
+        stream = MortalStream(name, threads=1, timeline=None, tracer=None, on_pass=self._passed)
         stream.device = self
         self._streams[name] = stream
         return stream
@@ -83,7 +89,7 @@ class MortalDevice(CpuDevice):
 
 
 class Slow(ToyModel):
-    """Its flights begin only while the gate is open."""
+    """Its steps begin only while the gate is open."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -91,7 +97,9 @@ class Slow(ToyModel):
         self.gate.set()
         self.fault: BaseException | None = None
 
-    def forward(self, tokens: torch.Tensor, positions: torch.Tensor, batch: PagedBatch, logit_rows: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+    def forward(
+        self, tokens: torch.Tensor, positions: torch.Tensor, batch: PagedBatch, logit_rows: torch.Tensor
+    ) -> torch.Tensor:  # type: ignore[override]
         assert self.gate.wait(PATIENCE_S)
         fault, self.fault = self.fault, None
         if fault is not None:
@@ -109,7 +117,9 @@ def start(device: CpuDevice, model: ToyModel, directory: Path) -> Engine:
         max_running=4,
         offload=OffloadConfig(host=64 * layout.block_bytes),
     )
-    disk = DiskTier.open(directory, layout=layout, fingerprint=model.fingerprint, capacity_bytes=256 * entry_bytes(layout))
+    disk = DiskTier.open(
+        directory, layout=layout, fingerprint=model.fingerprint, capacity_bytes=256 * entry_bytes(layout)
+    )
     engine = build_engine(model, config, device=device, disk=disk)
     assert engine.parts.costs is not None
     engine.parts.costs.saw_prefill = lambda *_: None  # type: ignore[method-assign]  # no test hangs on measured speeds
@@ -183,7 +193,9 @@ def test_a_device_that_is_lost_while_the_engine_closes_does_not_keep_it_from_clo
     expect_on_disk(model, tmp_path)
 
 
-def test_a_mover_that_fails_ends_the_engine_and_every_client_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mover_that_fails_ends_the_engine_and_every_client_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     device, model = MortalDevice(), Slow()
     engine = start(device, model, tmp_path)
     serve_first(engine, model)
@@ -206,7 +218,7 @@ def test_a_mover_that_fails_ends_the_engine_and_every_client_is_told(tmp_path: P
     expect_on_disk(model, tmp_path)
 
 
-def test_a_flight_that_the_device_has_no_memory_for_ends_its_requests_and_the_engine_goes_on(tmp_path: Path) -> None:
+def test_a_step_that_the_device_has_no_memory_for_ends_its_requests_and_the_engine_goes_on(tmp_path: Path) -> None:
     device, model = MortalDevice(), Slow()
     engine = start(device, model, tmp_path)
     model.gate.clear()

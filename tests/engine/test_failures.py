@@ -1,4 +1,6 @@
-"""One request's fault ends that request, a flight's fault ends its requests, and the engine's own fault is told to everybody."""
+"""One request's fault ends that request, a step's fault ends its requests, and the engine's own fault is told to
+everybody.
+"""
 
 import logging
 import threading
@@ -23,15 +25,17 @@ Forward = Callable[[torch.Tensor], torch.Tensor]
 
 
 class PoisonedModel(ToyModel):
-    """Does `when_poisoned` in a flight that holds the token POISON: with its logits, and which of them belong to it."""
+    """Does `when_poisoned` in a step that holds the token POISON: with its logits, and which of them belong to it."""
 
     def __init__(self, when_poisoned: Callable[[torch.Tensor, list[int]], None]) -> None:
         super().__init__()
         self.when_poisoned = when_poisoned
 
-    def forward(self, tokens: torch.Tensor, positions: torch.Tensor, batch: PagedBatch, logit_rows: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self, tokens: torch.Tensor, positions: torch.Tensor, batch: PagedBatch, logit_rows: torch.Tensor
+    ) -> torch.Tensor:
         logits = super().forward(tokens, positions, batch, logit_rows)
-        spans = zip(batch.query_starts, batch.query_starts[1:], strict=False)
+        spans = zip(batch.cu_seqlens_q, batch.cu_seqlens_q[1:], strict=False)
         poisoned = [stop - 1 for start, stop in spans if POISON in tokens[start:stop].tolist()]
         if poisoned:
             self.when_poisoned(logits, [row for row, packed in enumerate(logit_rows.tolist()) if packed in poisoned])
@@ -46,11 +50,13 @@ def not_a_number(logits: torch.Tensor, rows: list[int]) -> None:
     logits[rows] = float("nan")
 
 
-# ------------------------------------------------------------------ a flight
+# ------------------------------------------------------------------ a step
 
 
 @pytest.mark.parametrize("asynchronous", [True, False])
-def test_flight_that_raises_ends_its_requests_and_others_go_on(asynchronous: bool, caplog: pytest.LogCaptureFixture) -> None:
+def test_step_that_raises_ends_its_requests_and_others_go_on(
+    asynchronous: bool, caplog: pytest.LogCaptureFixture
+) -> None:
     with serving(model=PoisonedModel(explode), slots=16, asynchronous=asynchronous, max_running=2) as rig:
         hold = rig.hold("compute")
         running = rig.submit(PROMPT, 6)
@@ -60,16 +66,16 @@ def test_flight_that_raises_ends_its_requests_and_others_go_on(asynchronous: boo
         assert doomed.reason == "error"
         assert doomed.token_ids() == []
         assert "the forward pass failed: injected" in str(doomed.error)
-        assert running.reason in ("length", "error")  # by whether it was in that flight
+        assert running.reason in ("length", "error")  # by whether it was in that step
         assert running.token_ids() == rig.model.expected(PROMPT, 6)[: len(running.token_ids())]
         for reply, prompt in zip(waiting, prompts(32, 3), strict=True):
             rig.expect(reply, prompt, 6)
         assert rig.engine.health().status == "ok"
         assert rig.counted("requests_total", "error") >= 1
-    assert "a flight of" in caplog.text
+    assert "a step of" in caplog.text
 
 
-def test_blocks_of_a_flight_that_raised_are_neither_found_nor_stored() -> None:
+def test_blocks_of_a_step_that_raised_are_neither_found_nor_stored() -> None:
     model = PoisonedModel(explode)
     with serving(model=model, slots=16) as rig:
         prompt = [POISON, *range(1, 12)]
@@ -116,7 +122,9 @@ def test_logits_that_stop_being_finite_in_mid_answer_end_it_there() -> None:
     poisoned: list[int] = []
 
     class LaterNan(ToyModel):
-        def forward(self, tokens: torch.Tensor, positions: torch.Tensor, batch: PagedBatch, logit_rows: torch.Tensor) -> torch.Tensor:
+        def forward(
+            self, tokens: torch.Tensor, positions: torch.Tensor, batch: PagedBatch, logit_rows: torch.Tensor
+        ) -> torch.Tensor:
             logits = super().forward(tokens, positions, batch, logit_rows)
             if int(positions[-1]) == len(PROMPT) + 2:
                 poisoned.append(1)
@@ -134,7 +142,9 @@ def test_logits_that_stop_being_finite_in_mid_answer_end_it_there() -> None:
 
 
 @pytest.mark.parametrize("failure", [ValueError("injected"), SystemExit(3), KeyboardInterrupt()])
-def test_sink_that_raises_is_aborted_and_told_nothing_more(failure: BaseException, caplog: pytest.LogCaptureFixture) -> None:
+def test_sink_that_raises_is_aborted_and_told_nothing_more(
+    failure: BaseException, caplog: pytest.LogCaptureFixture
+) -> None:
     told: list[Delta] = []
 
     def sink(delta: Delta) -> None:
@@ -205,7 +215,9 @@ class EndlessTokenizer(ToyTokenizer):
         return Endless()
 
 
-def test_aborted_sample_is_told_its_end_though_the_tokenizer_cannot_make_the_rest_of_its_text(caplog: pytest.LogCaptureFixture) -> None:
+def test_aborted_sample_is_told_its_end_though_the_tokenizer_cannot_make_the_rest_of_its_text(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     with serving(tokenizer=EndlessTokenizer()) as rig:
         aborted, other = rig.submit(PROMPT, 60), rig.submit(PROMPT, 60)
         aborted.wait_for_tokens(2)

@@ -1,4 +1,4 @@
-"""What is said while a flight is awaited: what may be heard is heard at once, the rest between two steps."""
+"""What is said while a step is awaited: what may be heard is heard at once, the rest between two steps."""
 
 from __future__ import annotations
 
@@ -25,17 +25,19 @@ def rig() -> Iterator[Rig]:
         yield rig
 
 
-def await_flight(rig: Rig, *, outputs: int = 30) -> Reply:
-    """A request that runs on a device that is held up: with two flights launched, the engine thread waits for the first."""
+def await_step(rig: Rig, *, outputs: int = 30) -> Reply:
+    """A request that runs on a device that is held up: with two steps launched, the engine thread waits for the
+    first.
+    """
     steps = rig.engine.num_steps
     reply = rig.submit(OTHER, outputs)
     rig.turn_until(lambda: rig.engine.num_steps == steps + 2)
     return reply
 
 
-def test_the_load_of_a_request_that_comes_while_a_flight_is_awaited_begins_at_once(rig: Rig) -> None:
+def test_the_load_of_a_request_that_comes_while_a_step_is_awaited_begins_at_once(rig: Rig) -> None:
     with rig.hold("compute"):
-        other, steps = await_flight(rig), rig.engine.num_steps
+        other, steps = await_step(rig), rig.engine.num_steps
         reply = rig.submit(PROMPT)
         rig.turn_until(lambda: rig.counted("transfers_total", "load", "done") == 1)
         assert rig.engine.num_steps == steps
@@ -44,33 +46,33 @@ def test_the_load_of_a_request_that_comes_while_a_flight_is_awaited_begins_at_on
     rig.expect(other, OTHER, 30)
 
 
-def test_a_client_that_leaves_while_a_flight_is_awaited_is_told_at_once(rig: Rig) -> None:
+def test_a_client_that_leaves_while_a_step_is_awaited_is_told_at_once(rig: Rig) -> None:
     with rig.hold("compute"):
-        reply = await_flight(rig)
+        reply = await_step(rig)
         rig.abort(reply)
         assert reply.reason == "abort"
 
 
-def test_who_comes_into_the_room_of_one_that_leaves_while_a_flight_is_awaited_gets_its_tokens() -> None:  # H3
+def test_who_comes_into_the_room_of_one_that_leaves_while_a_step_is_awaited_gets_its_tokens() -> None:  # H3
     with serving(blocks=10, slots=24) as rig:
         rig.ask(PROMPT)
         rig.settle()
         rig.forget_device()
         with rig.hold("compute"):
-            other = await_flight(rig)
+            other = await_step(rig)
             rig.abort(other)
             reply = rig.submit(PROMPT)
             rig.turn_until(lambda: rig.sizes()["_loads"] == 1)
-            assert rig.counted("transfers_total", "load", "done") == 0, "it writes what a flight still uses"
+            assert rig.counted("transfers_total", "load", "done") == 0, "it writes what a step still uses"
         rig.expect(reply, PROMPT)
         assert reply.cached.host == REUSABLE
 
 
-def test_a_call_waits_until_no_flight_is_awaited(rig: Rig) -> None:
+def test_a_call_waits_until_no_step_is_awaited(rig: Rig) -> None:
     called = threading.Event()
     caller = threading.Thread(target=rig.engine.call, args=(called.set,))
     with rig.hold("compute"):
-        await_flight(rig)
+        await_step(rig)
         caller.start()
         assert not called.wait(SILENCE_S)
     assert called.wait(PATIENCE_S)
@@ -79,7 +81,7 @@ def test_a_call_waits_until_no_flight_is_awaited(rig: Rig) -> None:
 
 def test_nothing_is_loaded_for_who_waits_for_new_weights(rig: Rig) -> None:
     with rig.hold("compute"):
-        await_flight(rig, outputs=4)
+        await_step(rig, outputs=4)
         done = rig.engine.update_weights(lambda: None, fingerprint="others")
         reply = rig.submit(PROMPT)
         assert reply.is_silent()

@@ -90,7 +90,10 @@ def test_a_prompt_shorter_than_a_block_keeps_its_answer_under_its_cache_salt() -
 
 @pytest.mark.parametrize(
     ("salt", "said"),
-    [(None, "cache_salt is a NoneType: give a text of at most 1024 characters"), ("x" * 1025, "cache_salt is 1025 characters long")],
+    [
+        (None, "cache_salt is a NoneType: give a text of at most 1024 characters"),
+        ("x" * 1025, "cache_salt is 1025 characters long"),
+    ],
 )
 def test_a_cache_salt_that_is_none_is_refused(salt: Any, said: str) -> None:
     with serving() as rig, pytest.raises(RequestRejected, match=said) as refusal:
@@ -117,7 +120,9 @@ def test_restart_on_the_same_directory_serves_from_disk(tmp_path: Path) -> None:
         assert reply.cached.disk == REUSABLE
 
 
-def test_blocks_that_found_no_slot_while_host_memory_was_pinned_are_stored_once_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_that_found_no_slot_while_host_memory_was_pinned_are_stored_once_it_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     slots, pinned = 24, [2]
     monkeypatch.setattr(CpuDevice, "grows", lambda device, memory: memory.name == "host" and pinned[0] < slots)
     monkeypatch.setattr(
@@ -155,7 +160,9 @@ for number, prompt in enumerate(prompts(0, 1000, longest=30)):
 def test_restart_after_kill_9_serves_what_was_complete_and_nothing_else(tmp_path: Path) -> None:
     here = str(Path(__file__).parent)
     command = [sys.executable, "-c", _VICTIM, str(tmp_path / "kv"), here]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}) as victim:
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
+    ) as victim:
         assert victim.stdout is not None
         answered = [line for _, line in zip(range(14), victim.stdout, strict=False)]  # in the middle of writing
         victim.send_signal(signal.SIGKILL)
@@ -174,31 +181,31 @@ def test_restart_after_kill_9_serves_what_was_complete_and_nothing_else(tmp_path
 # ------------------------------------------------------------------ order
 
 
-def test_flight_does_not_read_blocks_that_are_still_being_loaded() -> None:  # H5
+def test_step_does_not_read_blocks_that_are_still_being_loaded() -> None:  # H5
     with serving(slots=24) as rig:
         cold(rig)
         rig.engine.parts.executor._kv.zero_()
         with rig.hold("load"):
             reply = rig.submit(PROMPT)
-            assert reply.is_silent(), "the flight ran ahead of its load"
+            assert reply.is_silent(), "the step ran ahead of its load"
         rig.expect(reply, PROMPT)
         assert reply.cached.host == REUSABLE
 
 
-def test_flight_does_not_write_blocks_that_a_store_still_reads() -> None:  # H2
+def test_step_does_not_write_blocks_that_a_store_still_reads() -> None:  # H2
     with serving(blocks=12, slots=24) as rig:
         with rig.hold("store"):
             rig.ask(PROMPT, 2)
             other = [7] * 40
             reply = rig.submit(other)
-            assert reply.is_silent(), "the flight overwrote blocks before they were stored"
+            assert reply.is_silent(), "the step overwrote blocks before they were stored"
         rig.expect(reply, other)
         rig.settle()
         rig.forget_device()
         assert rig.ask(PROMPT, 2).cached.host == REUSABLE
 
 
-def test_load_does_not_write_blocks_that_a_flight_still_uses() -> None:  # H3
+def test_load_does_not_write_blocks_that_a_step_still_uses() -> None:  # H3
     with serving(blocks=10, slots=24) as rig:
         cold(rig)
         hold = rig.hold("compute")
@@ -207,10 +214,10 @@ def test_load_does_not_write_blocks_that_a_flight_still_uses() -> None:  # H3
 
         def abort_behind_it(*args: Any, **options: Any) -> Any:  # on the engine thread: no step comes between
             rig.engine.parts.executor.launch = launch  # type: ignore[method-assign]
-            flight = launch(*args, **options)
+            step = launch(*args, **options)
             rig.abort(doomed)
             replies.append(rig.submit(PROMPT))
-            return flight
+            return step
 
         ready = threading.Event()
         rig.engine._inbox.put(lambda: ready.wait(PATIENCE_S) and None)
@@ -231,7 +238,8 @@ def test_aborted_load_holds_its_blocks_until_it_has_landed() -> None:  # H10
         with rig.hold("load"):
             doomed = rig.submit(PROMPT)
             assert doomed.is_silent()
-            # its flight is gated by the load: nothing else can run, but what is taken meanwhile must not be what the load writes
+            # its step is gated by the load: nothing else can run, but what is taken meanwhile must not be what the load
+            # writes
             rig.abort(doomed)
             other = [8] * 30
             reply = rig.submit(other)
@@ -286,11 +294,14 @@ def test_load_whose_blocks_left_host_memory_meanwhile_is_a_miss_and_no_failure(m
         monkeypatch.setattr(mover.Mover, "_load", too_late)
         reply = rig.ask(PROMPT)
         assert reply.cached.total == 0
-        assert (rig.counted("load_fallbacks_total", "gone"), rig.counted("load_fallbacks_total", "load_failed")) == (1, 0)
+        assert (rig.counted("load_fallbacks_total", "gone"), rig.counted("load_fallbacks_total", "load_failed")) == (
+            1,
+            0,
+        )
 
 
 @pytest.mark.parametrize("asynchronous", [True, False])
-def test_failed_load_under_a_flight_is_recomputed_and_never_seen(failing_loads: FailingLoads, asynchronous: bool) -> None:
+def test_failed_load_under_a_step_is_recomputed_and_never_seen(failing_loads: FailingLoads, asynchronous: bool) -> None:
     with serving(slots=24, asynchronous=asynchronous) as rig:
         cold(rig)
         bystander = rig.submit([3] * 10, 30)
@@ -306,13 +317,15 @@ def test_failed_load_under_a_flight_is_recomputed_and_never_seen(failing_loads: 
         assert rig.ask(PROMPT).cached.host == REUSABLE
 
 
-def test_flight_that_chokes_on_a_failed_load_is_no_error_of_its_request(failing_loads: FailingLoads) -> None:
+def test_step_that_chokes_on_a_failed_load_is_no_error_of_its_request(failing_loads: FailingLoads) -> None:
     choked: list[int] = []
 
     class Choking(ToyModel):
-        def forward(self, tokens: torch.Tensor, positions: torch.Tensor, batch: PagedBatch, logit_rows: torch.Tensor) -> torch.Tensor:
+        def forward(
+            self, tokens: torch.Tensor, positions: torch.Tensor, batch: PagedBatch, logit_rows: torch.Tensor
+        ) -> torch.Tensor:
             logits = super().forward(tokens, positions, batch, logit_rows)
-            if failing_loads.failed == 1 and not choked:  # the first flight behind the load
+            if failing_loads.failed == 1 and not choked:  # the first step behind the load
                 choked.append(int(positions[0]))
                 raise RuntimeError("injected: rubbish in the cache")
             return logits
@@ -327,7 +340,7 @@ def test_flight_that_chokes_on_a_failed_load_is_no_error_of_its_request(failing_
         assert choked == [REUSABLE]
 
 
-def test_load_that_fails_after_two_flights_were_launched_voids_both(failing_loads: FailingLoads) -> None:
+def test_load_that_fails_after_two_steps_were_launched_voids_both(failing_loads: FailingLoads) -> None:
     with serving(slots=24) as rig:
         cold(rig)
         steps = rig.engine.num_steps
@@ -358,7 +371,9 @@ def test_slow_disk_is_waited_for_until_the_deadline_and_then_recomputed(tmp_path
         assert rig.ask(PROMPT).cached.total == REUSABLE
 
 
-@pytest.mark.parametrize("fault", [faults.broken, faults.torn, faults.flapping(faults.healthy, faults.healthy, faults.torn)])
+@pytest.mark.parametrize(
+    "fault", [faults.broken, faults.torn, faults.flapping(faults.healthy, faults.healthy, faults.torn)]
+)
 def test_disk_that_cannot_be_read_is_a_miss(tmp_path: Path, fault: faults.Fault) -> None:
     with serving(slots=24, disk=tmp_path) as rig:
         cold(rig)
@@ -471,16 +486,18 @@ def test_requests_that_wait_for_the_same_blocks_on_disk_read_them_once(tmp_path:
         assert len(rig.disk.reads) == len(set(rig.disk.reads)) == REUSABLE // 4
 
 
-def test_flight_waits_for_what_it_is_told_to_wait_for() -> None:
+def test_step_waits_for_what_it_is_told_to_wait_for() -> None:
     with serving() as rig:
         rig.ask(PROMPT)
         parts, other = rig.engine.parts, rig.device.stream("other")
         lease = parts.blocks.take(1)
         with faults.Hold(other):
             row = _row(0, tuple(lease.ids), 1, _VARIANTS[0])
-            flight = parts.executor.launch(BatchPlan((row,)), after=(other.submit(lambda: None),), gates=LayerGates())
-            assert isinstance(flight.fence, HostFence)
-            assert not flight.fence.block(0.1), "the flight overtook what it waits for"  # a pass does not depend on the 0.1 s, a catch does
-        assert flight.fence.block(PATIENCE_S)
-        flight.drop()
+            step = parts.executor.launch(BatchPlan((row,)), after=(other.submit(lambda: None),), gates=LayerGates())
+            assert isinstance(step.fence, HostFence)
+            assert not step.fence.block(0.1), (
+                "the step overtook what it waits for"
+            )  # a pass does not depend on the 0.1 s, a catch does
+        assert step.fence.block(PATIENCE_S)
+        step.drop()
         lease.release()

@@ -1,4 +1,4 @@
-"""Tokens are those of the reference, whatever moves, is shared, is retracted or is aborted around them."""
+"""Tokens are those of the reference, whatever moves, is shared, is preempted or is aborted around them."""
 
 import random
 from pathlib import Path
@@ -14,7 +14,9 @@ from sidestream.types import StorePlan
 
 @pytest.mark.parametrize("asynchronous", [True, False])
 @pytest.mark.parametrize("offload", [True, False])
-def test_tiny_pools_with_preemption_and_shared_prefixes_yield_the_reference(asynchronous: bool, offload: bool, tmp_path: Path) -> None:
+def test_tiny_pools_with_preemption_and_shared_prefixes_yield_the_reference(
+    asynchronous: bool, offload: bool, tmp_path: Path
+) -> None:
     options = {"slots": 24, "disk": tmp_path} if offload else {}
     with serving(blocks=24, asynchronous=asynchronous, **options) as rig:
         for batch in range(4):
@@ -57,7 +59,9 @@ def test_random_aborts_never_disturb_the_others(asynchronous: bool, tmp_path: Pa
                 reply.wait()
                 assert reply.reason in ("length", "abort")
                 expected = rig.model.expected(prompt, 16)
-                assert reply.token_ids() == (expected if reply.reason == "length" else expected[: len(reply.token_ids())])
+                assert reply.token_ids() == (
+                    expected if reply.reason == "length" else expected[: len(reply.token_ids())]
+                )
         assert rig.counted("requests_total", "abort") > 0
         assert rig.counted("requests_total", "length") > 0
 
@@ -72,7 +76,7 @@ def test_two_requests_with_one_long_prefix_compute_it_once() -> None:
 
 
 @pytest.mark.parametrize("asynchronous", [True, False])
-def test_end_of_sequence_ends_an_answer_though_a_flight_behind_it_was_launched(asynchronous: bool) -> None:
+def test_end_of_sequence_ends_an_answer_though_a_step_behind_it_was_launched(asynchronous: bool) -> None:
     with serving(model=ToyModel(eos_every=6), asynchronous=asynchronous) as rig:
         ended = 0
         for prompt in prompts(3, 12):
@@ -98,7 +102,9 @@ def test_nothing_is_left_after_three_hundred_requests(tmp_path: Path) -> None:
                     rig.abort(reply.wait())
         rig.settle()
         rig.check_idle()
-        assert set(rig.device._streams) - set(streams) <= {f"{kind}-{number}" for kind in ("store", "load") for number in range(8)}
+        assert set(rig.device._streams) - set(streams) <= {
+            f"{kind}-{number}" for kind in ("store", "load") for number in range(8)
+        }
         assert rig.engine.parts.host is not None
         assert rig.engine.parts.host.pool.num_keys <= 8
         assert rig.disk is not None
@@ -107,7 +113,7 @@ def test_nothing_is_left_after_three_hundred_requests(tmp_path: Path) -> None:
         assert rig.engine._inbox.take() is None
 
 
-def test_engine_thread_waits_for_flights_and_for_nothing_else(tmp_path: Path) -> None:
+def test_engine_thread_waits_for_steps_and_for_nothing_else(tmp_path: Path) -> None:
     with serving(blocks=24, slots=16, disk=tmp_path) as rig:
         for _ in range(2):
             for prompt in prompts(5, 4, shared=24):
@@ -115,7 +121,7 @@ def test_engine_thread_waits_for_flights_and_for_nothing_else(tmp_path: Path) ->
             rig.settle()
             rig.forget_device()
         assert rig.counted("transfers_total", "load", "done") > 0
-        assert set(rig.device.host_waits()) == {"flight"}
+        assert set(rig.device.host_waits()) == {"step"}
 
 
 def test_rig_notices_a_single_wrong_bit_from_a_tier(tmp_path: Path) -> None:
@@ -135,7 +141,9 @@ def test_rig_notices_a_single_wrong_bit_from_a_tier(tmp_path: Path) -> None:
         rig.close()
 
 
-def test_who_goes_on_is_told_before_what_was_completed_is_published_and_who_ends_behind_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_goes_on_is_told_before_what_was_completed_is_published_and_who_ends_behind_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Publishing a thousand blocks that came back takes half a millisecond, which is others' time between tokens."""
     happened: list[str] = []
     with serving(blocks=64) as rig:

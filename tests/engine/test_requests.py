@@ -31,7 +31,13 @@ PROMPT = prompts(1, 1, longest=12)[0]
         ([1] * 96, {}, ContextTooLong, r"96 tokens, the pool holds 96 \(24 blocks x 4\)", "prompt"),
         ([1] * 5, {"stop_token_ids": (97,)}, RequestRejected, "token id 97", "stop_token_ids"),
         ([1] * 5, {"logit_bias": {200: 1.0}}, RequestRejected, "token id 200", "logit_bias"),
-        ([1] * 90, {"min_tokens": 7, "max_tokens": None}, RequestRejected, "min_tokens is 7: .* room for 6", "min_tokens"),
+        (
+            [1] * 90,
+            {"min_tokens": 7, "max_tokens": None},
+            RequestRejected,
+            "min_tokens is 7: .* room for 6",
+            "min_tokens",
+        ),
         ([1] * 5, {"n": 9}, RequestRejected, "n is 9: the engine takes 8", "n"),
     ],
 )
@@ -46,7 +52,9 @@ def test_what_cannot_be_served_is_refused_before_anything_is_taken(
         rig.ask(PROMPT)
 
 
-@pytest.mark.parametrize("wrong", [2.0, float("nan"), "2", None, True, np.float32(2), np.bool_(True), [2], 1j], ids=repr)
+@pytest.mark.parametrize(
+    "wrong", [2.0, float("nan"), "2", None, True, np.float32(2), np.bool_(True), [2], 1j], ids=repr
+)
 def test_what_is_not_a_whole_number_is_refused_as_token_id_and_as_priority(wrong: Any) -> None:
     with serving() as rig:
         for prompt, priority, param in (([1, wrong, 3], 0, "prompt"), ([1, 2], wrong, "priority")):
@@ -63,7 +71,9 @@ def test_what_is_not_a_whole_number_is_refused_as_token_id_and_as_priority(wrong
 def test_what_is_not_a_list_of_token_ids_is_refused(prompt: Any) -> None:
     with (
         serving() as rig,
-        pytest.raises(RequestRejected, match=r"^prompt (has '1', which is not a|is (None|12): give a list of) whole number"),
+        pytest.raises(
+            RequestRejected, match=r"^prompt (has '1', which is not a|is (None|12): give a list of) whole number"
+        ),
     ):
         rig.submit(prompt)
 
@@ -211,7 +221,9 @@ def test_logprobs_come_with_every_token_and_only_when_asked_for() -> None:
         assert plain.wait().logprobs() == []
         logprobs = asked.wait().logprobs()
         assert [one.token_id for one in logprobs] == asked.token_ids()
-        assert all(len(one.top) == 3 and one.top[0] == (one.token_id, one.logprob) and one.logprob > -1e-3 for one in logprobs)
+        assert all(
+            len(one.top) == 3 and one.top[0] == (one.token_id, one.logprob) and one.logprob > -1e-3 for one in logprobs
+        )
         assert [one.top for one in none.wait().logprobs()] == [()] * 4
 
 

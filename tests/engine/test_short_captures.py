@@ -1,4 +1,6 @@
-"""Memory that ends while forward passes are captured: what was captured by then is used, larger batches run without a graph."""
+"""Memory that ends while forward passes are captured: what was captured by then is used, larger batches run without a
+graph.
+"""
 
 from __future__ import annotations
 
@@ -82,7 +84,9 @@ def test_memory_that_runs_out_at_capture_shortens_the_list_of_shapes_and_changes
         gc.disable()
         try:
             rig.engine.call(lambda: executor.capture(SHAPES))
-            assert [buffer() is not None for buffer in buffers] == [True] * kept + [False]  # at once: others need the memory now
+            assert [buffer() is not None for buffer in buffers] == [True] * kept + [
+                False
+            ]  # at once: others need the memory now
             assert all(activation() is None for activation in ACTIVATIONS)
         finally:
             gc.enable()

@@ -18,7 +18,7 @@ from sidestream.config import EngineConfig, SamplingParams, SpeculativeConfig
 from sidestream.engine import loop, tally
 from sidestream.engine.loop import _took_s
 from sidestream.errors import ConfigError, RequestRejected
-from sidestream.execute.executor import Flight
+from sidestream.execute.executor import LaunchedStep
 from sidestream.execute.mailbox import Delivered
 from sidestream.metrics import Metrics
 from sidestream.schedule.drafting import Chosen, DraftPolicy
@@ -35,16 +35,18 @@ def speculating(model: ToyModel | None = None, **options: Any) -> Any:
 
 
 def accept_lengths(rig: Rig) -> dict[int, list[int]]:
-    """What the engine saw of each request's drafts from now on: tokens that each of its drafting steps went on by, less the last."""
+    """What the engine saw of each request's drafts from now on: tokens that each of its drafting steps went on by, less
+    the last.
+    """
     seen: dict[int, list[int]] = defaultdict(list)
     count = rig.engine._drafts.count
 
-    def count_and_keep(flight: Flight, delivered: Delivered) -> None:
-        sampling = [row for row in flight.batch.rows if row.samples]
+    def count_and_keep(step: LaunchedStep, delivered: Delivered) -> None:
+        sampling = [row for row in step.batch.rows if row.samples]
         for row, result in zip(sampling, delivered.rows, strict=True):
             if row.drafts == ALWAYS.max_drafts:
                 seen[row.request_id].append(len(result.token_ids) - 1)
-        count(flight, delivered)
+        count(step, delivered)
 
     rig.engine._drafts.count = count_and_keep  # type: ignore[method-assign]
     return seen
@@ -59,7 +61,9 @@ def expected_lengths(rig: Rig, prompt: list[int], rounds: int) -> list[int]:
 
 @pytest.mark.parametrize("asynchronous", [True, False])
 @pytest.mark.parametrize("model", [ToyModel, RecurrentToyModel])
-def test_tokens_and_accept_lengths_are_those_of_the_reference_step_by_step(model: type[ToyModel], asynchronous: bool) -> None:
+def test_tokens_and_accept_lengths_are_those_of_the_reference_step_by_step(
+    model: type[ToyModel], asynchronous: bool
+) -> None:
     asked = prompts(5, 12, shared=12)
     with speculating(model(), asynchronous=asynchronous, blocks=96) as rig:
         seen = accept_lengths(rig)
@@ -72,7 +76,7 @@ def test_tokens_and_accept_lengths_are_those_of_the_reference_step_by_step(model
         assert rig.counted("draft_tokens_total", "toy") > rig.counted("accepted_tokens_total", "toy") > 100
 
 
-def test_fewer_flights_are_flown_than_tokens_come() -> None:
+def test_fewer_steps_are_flown_than_tokens_come() -> None:
     with speculating() as rig:
         rig.ask(prompts(1, 1)[0], 60)
         assert rig.counted("steps_total") < 40
@@ -124,7 +128,12 @@ OPTIONS: list[dict[str, Any]] = [
 def test_every_way_of_drawing_draws_the_same_with_drafts_as_without(options: dict[str, Any]) -> None:
     def told(reply: Reply) -> Any:
         reply.wait()
-        return reply.token_ids(), reply.text(), reply.reason, [(one.token_id, one.logprob, one.top) for one in reply.logprobs()]
+        return (
+            reply.token_ids(),
+            reply.text(),
+            reply.reason,
+            [(one.token_id, one.logprob, one.top) for one in reply.logprobs()],
+        )
 
     with speculating(blocks=96) as rig:
         for seed, prompt in enumerate(prompts(11, 6)):
@@ -132,7 +141,7 @@ def test_every_way_of_drawing_draws_the_same_with_drafts_as_without(options: dic
             assert told(pair[0]) == told(pair[1])
 
 
-def test_retracted_requests_come_back_with_equal_tokens_and_accept_lengths() -> None:
+def test_preempted_requests_come_back_with_equal_tokens_and_accept_lengths() -> None:
     asked = prompts(21, 10, longest=20)
     with speculating(blocks=18, slots=64) as rig:
         seen = accept_lengths(rig)
@@ -140,7 +149,7 @@ def test_retracted_requests_come_back_with_equal_tokens_and_accept_lengths() -> 
         for reply, prompt in zip(replies, asked, strict=True):
             rig.expect(reply, prompt, 30)
         assert rig.engine.parts.scheduler.num_preemptions > 0  # what is counted lags by a moment
-        # A flight that was dropped is drafted again, so lengths may come twice; none may come that the reference has not.
+        # A step that was dropped is drafted again, so lengths may come twice; none may come that the reference has not.
         for number, prompt in enumerate(asked):
             assert set(seen[number]) <= {*expected_lengths(rig, prompt, 40)}
 
@@ -155,7 +164,7 @@ def test_a_conversation_that_left_the_pool_goes_on_from_the_host_with_drafts() -
         assert reply.cached.host > 0
 
 
-def test_requests_that_draft_and_requests_that_do_not_share_flights() -> None:
+def test_requests_that_draft_and_requests_that_do_not_share_steps() -> None:
     with speculating(blocks=96) as rig:
         asked = prompts(41, 12)
         replies = [rig.submit(prompt, 25, max_drafts=number % 3) for number, prompt in enumerate(asked)]
@@ -188,22 +197,22 @@ def test_adapting_changes_no_token() -> None:
             rig.expect(reply, prompt, 60)
 
 
-def test_times_of_drafting_and_verifying_are_counted_for_each_flight_that_does() -> None:
+def test_times_of_drafting_and_verifying_are_counted_for_each_step_that_does() -> None:
     with speculating() as rig:
         rig.ask(prompts(1, 1)[0], 30)
         histograms = rig.engine.parts.metrics.snapshot().histograms
-        drafted, verified, flights = (
+        drafted, verified, steps = (
             histograms["draft_seconds"]["toy",],
             histograms["verify_seconds"]["toy",],
             histograms["step_seconds"][()],
         )
-        assert 0 < drafted.count == verified.count < flights.count
-        assert 0 < drafted.total + verified.total < flights.total
+        assert 0 < drafted.count == verified.count < steps.count
+        assert 0 < drafted.total + verified.total < steps.total
         assert min(drafted.total, verified.total) > 0
 
 
-def test_what_the_host_does_for_drafts_counts_for_the_flight_that_has_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A flight's launch lies between the commits of two others, and so does what is done with what came of it."""
+def test_what_the_host_does_for_drafts_counts_for_the_step_that_has_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step's launch lies between the commits of two others, and so does what is done with what came of it."""
     with speculating(speculative=SpeculativeConfig(max_drafts=3)) as rig:
         engine, took = rig.engine, list[tuple[int, float]]()
         scheduler, executor = engine.parts.scheduler, engine.parts.executor
@@ -213,7 +222,7 @@ def test_what_the_host_does_for_drafts_counts_for_the_flight_that_has_them(monke
             planned[0] += 1
             return Chosen([max(0, min(2, left)) if planned[0] % 6 == 0 else 0 for left in room], {})
 
-        def slow_launch(batch: Any, **given: Any) -> Flight:
+        def slow_launch(batch: Any, **given: Any) -> LaunchedStep:
             time.sleep(0.02 if any(batch.columns.drafts) else 0.01)
             return launch(batch, **given)
 
@@ -225,7 +234,9 @@ def test_what_the_host_does_for_drafts_counts_for_the_flight_that_has_them(monke
         monkeypatch.setattr(scheduler._drafts, "choose", choose)
         monkeypatch.setattr(executor, "launch", slow_launch)
         monkeypatch.setattr(scheduler, "commit", slow_commit)
-        monkeypatch.setattr(scheduler, "measured", lambda batch, seconds: took.append((max(batch.columns.drafts), seconds)))
+        monkeypatch.setattr(
+            scheduler, "measured", lambda batch, seconds: took.append((max(batch.columns.drafts), seconds))
+        )
         rig.ask(prompts(1, 1)[0], 60)
     drafting = [seconds for drafts, seconds in took if drafts]
     others = [seconds for drafts, seconds in took if not drafts]
@@ -234,7 +245,7 @@ def test_what_the_host_does_for_drafts_counts_for_the_flight_that_has_them(monke
     assert median(drafting) - median(others) > 0.015
 
 
-def test_what_a_flight_takes_is_the_devices_time_or_the_hosts_or_cannot_be_told() -> None:
+def test_what_a_step_takes_is_the_devices_time_or_the_hosts_or_cannot_be_told() -> None:
     assert _took_s(2.0, 1.0, before=True, awaited=True) == 2.0
     assert _took_s(2.0, 1.0, before=False, awaited=True) is None  # it began nobody knows when
     assert _took_s(2.0, 1.9, before=False, awaited=False) == 1.9
@@ -289,20 +300,26 @@ def test_steps_without_drafts_are_counted_by_why_and_told_now_and_then(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(tally, "_PERIOD_S", 0.0)
-    monkeypatch.setattr(loop, "_took_s", lambda *times, **seen: 1.0)  # of flights as short as these it cannot always be told
+    monkeypatch.setattr(
+        loop, "_took_s", lambda *times, **seen: 1.0
+    )  # of steps as short as these it cannot always be told
     caplog.set_level("INFO", logger="sidestream.engine.tally")
-    saw = DraftPolicy.saw_flight
+    saw = DraftPolicy.saw_step
     for dear in (False, True):
         seconds = 10.0 if dear else 1.0
         monkeypatch.setattr(
             DraftPolicy,
-            "saw_flight",
-            lambda self, rows, drafts, _, context, seconds=seconds: saw(self, rows, drafts, seconds if drafts else 1.0, context),
+            "saw_step",
+            lambda self, rows, drafts, _, context, seconds=seconds: saw(
+                self, rows, drafts, seconds if drafts else 1.0, context
+            ),
         )
         with speculating(speculative=SpeculativeConfig(max_drafts=3)) as rig:
             rig.ask(prompts(1, 1)[0], 30)
             assert rig.counted("draft_fallbacks_total", "measuring") > 0
-            assert rig.counted("draft_fallbacks_total", "end") > 0 or dear  # where nobody drafts, why counts for a few flights
+            assert (
+                rig.counted("draft_fallbacks_total", "end") > 0 or dear
+            )  # where nobody drafts, why counts for a few steps
             assert (rig.counted("draft_fallbacks_total", "chance") > 0) == dear
             assert ("because too few were right for what they cost" in caplog.text) == dear
 

@@ -1,4 +1,6 @@
-"""The engine takes tokens and returns tokens: a front end finds stop strings, and tells the engine to end the sample."""
+"""The engine takes tokens and returns tokens: a front end finds stop strings, and tells the engine to end the
+sample.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ def test_engine_makes_no_text_and_looks_for_no_stop_string() -> None:
     with serving() as rig:
         expected = rig.model.expected(PROMPT, 8)
         reply = Reply()
-        rig.engine.submit(PROMPT, SamplingParams(temperature=0, max_tokens=8, stop=(rig.tokenizer.decode(expected[2:4]),)), reply)
+        rig.engine.submit(
+            PROMPT, SamplingParams(temperature=0, max_tokens=8, stop=(rig.tokenizer.decode(expected[2:4]),)), reply
+        )
         assert (reply.wait().token_ids(), reply.reason) == (expected, "length")
         assert [delta.text for delta in reply.deltas] == [""] * len(reply.deltas)
 

@@ -1,4 +1,6 @@
-"""Compile all kernels but those of copies for an H100, and print their names; no GPU is needed. Run by test_kernels_compile.py."""
+"""Compile all kernels but those of copies for an H100, and print their names; no GPU is needed. Run by
+test_kernels_compile.py.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +18,16 @@ TARGET = GPUTarget("cuda", 90, 32)
 LONG, INT, BF16, FLOAT = "*i64", "*i32", "*bf16", "*fp32"
 
 
-def compiled(kernel: Any, *types: str, warps: int = 4, stages: int = 3, overlap: bool = False, **constants: bool | int) -> None:
+def compiled(
+    kernel: Any, *types: str, warps: int = 4, stages: int = 3, overlap: bool = False, **constants: bool | int
+) -> None:
     names = kernel.arg_names
     signature = dict(zip(names, [*types, *["constexpr"] * len(constants)], strict=True))
     values = {(names.index(name),): value for name, value in constants.items()}
     options = {"num_warps": warps, "num_stages": stages, "launch_pdl": overlap}
-    ptx = triton.compile(ASTSource(fn=kernel, signature=signature, constexprs=values), target=TARGET, options=options).asm["ptx"]
+    ptx = triton.compile(
+        ASTSource(fn=kernel, signature=signature, constexprs=values), target=TARGET, options=options
+    ).asm["ptx"]
     if overlap:  # no way out, and nothing written, before the kernel in front of it has ended
         wait = ptx.find("griddepcontrol.wait")
         assert 0 < wait < min(ptx.find("st.global"), ptx.find("ret;")), f"{kernel.fn.__name__} does not wait first"
@@ -54,7 +60,19 @@ compiled(speculate.largest, "*fp32", INT, LONG, "*u8", "i32")
 compiled(speculate.look_up, INT, LONG, LONG, LONG, *["i32"] * 5)
 
 heads = {"KV_HEADS": 8, "HEAD_DIM": 128}
-compiled(attention.write, *[BF16] * 3, LONG, BF16, LONG, *["i32"] * 9, **heads, OUT_WIDTH=4096, BLOCK_TOKENS=16, WIDTH=1024, OVERLAP=True)
+compiled(
+    attention.write,
+    *[BF16] * 3,
+    LONG,
+    BF16,
+    LONG,
+    *["i32"] * 9,
+    **heads,
+    OUT_WIDTH=4096,
+    BLOCK_TOKENS=16,
+    WIDTH=1024,
+    OVERLAP=True,
+)
 for split, wide, lines, keys, warps in ((0, 0, 128, 64, 8), (256, 256, 16, 32, 2), (256, 512, 64, 32, 4)):
     compiled(
         attention.attend, *[BF16] * 3, *[FLOAT] * 3, INT, LONG, LONG, *["i32"] * 5, "fp32", "fp32", *["i32"] * 7, warps=warps, overlap=True,
@@ -65,7 +83,9 @@ compiled(
     SPLIT=256, NARROW=16, WIDE=512, WINDOW=False, HEADS=32, HEAD_DIM=128, PADDED_DIM=128, OVERLAP=True,
 )  # fmt: skip
 for size in (16, 48):
-    compiled(attention.straighten, *[BF16] * 3, INT, LONG, LONG, *["i32"] * 9, HEAD_DIM=128, BLOCK_TOKENS=size, BLOCK_N=64)
+    compiled(
+        attention.straighten, *[BF16] * 3, INT, LONG, LONG, *["i32"] * 9, HEAD_DIM=128, BLOCK_TOKENS=size, BLOCK_N=64
+    )
 tile = "tensordesc<bf16[64, 128]>"
 compiled(
     attention.attend_straight,

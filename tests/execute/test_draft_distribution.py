@@ -1,4 +1,6 @@
-"""Sampled with drafts, answers have the distribution that they have without: by chi-square, and token by token for equal seeds."""
+"""Sampled with drafts, answers have the distribution that they have without: by chi-square, and token by token for
+equal seeds.
+"""
 
 from __future__ import annotations
 
@@ -38,17 +40,22 @@ def plain(first_seed: int) -> Tensor:
 
 
 def drafted(first_seed: int, *, guess: torch.Generator) -> tuple[Tensor, float]:
-    """The same by flights that draft, and the share of drafts that was right."""
-    state, drafts = rows(first_seed), Drafts(tuple(range(ROWS)), tuple(range(ROWS)), (-1,) * ROWS, (MOST,) * ROWS, penalised=False)
-    right = flights = 0.0
+    """The same by steps that draft, and the share of drafts that was right."""
+    state, drafts = (
+        rows(first_seed),
+        Drafts(tuple(range(ROWS)), tuple(range(ROWS)), (-1,) * ROWS, (MOST,) * ROWS, penalised=False),
+    )
+    right = steps = 0.0
     while int(state.lengths[:ROWS].min()) < LENGTH:
         guesses = torch.randint(VOCAB, (ROWS, MOST), generator=guess)
         before = torch.cat([state.last[:ROWS, None], guesses], dim=1)
         positions = state.lengths[:ROWS, None].clamp(max=LENGTH) + torch.arange(1 + MOST)
         proposed = Proposed(guesses, torch.zeros(3, dtype=torch.int64))
-        _, counts = drafts.draw(Computed(NEXT[before].log().flatten(0, 1), positions.flatten(), proposed=proposed), state)
-        right, flights = right + float((counts - 1).sum()), flights + 1
-    return state.history[:ROWS, 1 : 1 + LENGTH].to(torch.int64), right / (flights * ROWS * MOST)
+        _, counts = drafts.draw(
+            Computed(NEXT[before].log().flatten(0, 1), positions.flatten(), proposed=proposed), state
+        )
+        right, steps = right + float((counts - 1).sum()), steps + 1
+    return state.history[:ROWS, 1 : 1 + LENGTH].to(torch.int64), right / (steps * ROWS * MOST)
 
 
 def test_answers_with_drafts_are_those_without_and_follow_the_models_distribution() -> None:
@@ -59,7 +66,9 @@ def test_answers_with_drafts_are_those_without_and_follow_the_models_distributio
 
 
 def excess(answers: Tensor) -> float:
-    """How many standard deviations chi-square of the answers lies above its mean; beyond 4 is less than one in ten thousand."""
+    """How many standard deviations chi-square of the answers lies above its mean; beyond 4 is less than one in ten
+    thousand.
+    """
     start = torch.zeros(VOCAB)
     start[0] = 1
     joint = (start @ NEXT)[:, None, None] * NEXT[:, :, None] * NEXT[None]

@@ -1,4 +1,6 @@
-"""Draws and penalties by kernels of ours are what torch computes. On a GPU if there is one, else in Triton's interpreter."""
+"""Draws and penalties by kernels of ours are what torch computes. On a GPU if there is one, else in Triton's
+interpreter.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ from sidestream.execute.state import DecodeState
 from sidestream.speculate import likeliest
 from sidestream.types import RowStart, SamplingSpec
 
-pytest.importorskip("triton", reason="triton is not installed: it comes with torch on Linux x86-64, or with the dev extra")
+pytest.importorskip(
+    "triton", reason="triton is not installed: it comes with torch on Linux x86-64, or with the dev extra"
+)
 
 from sidestream.execute import launch
 
@@ -60,7 +64,11 @@ def states(asked: list[dict[str, object]], width: int, seed: int) -> tuple[Decod
 def between(logits: Tensor, place: int, row: int, state: DecodeState, ends: list[int]) -> float:
     """Which share of what a row keeps lies between two tokens; 1 if it does not keep both."""
     rules = state.rules
-    powers = (logits[place].float() - logits[place].float().amax()).div(rules.temperature[row].clamp(SMALLEST, LARGEST).float()).exp()[None]
+    powers = (
+        (logits[place].float() - logits[place].float().amax())
+        .div(rules.temperature[row].clamp(SMALLEST, LARGEST).float())
+        .exp()[None]
+    )
     weights = (powers * UNIT).to(torch.int64)
     _filter(weights, powers, rules.top_k[[row]], rules.top_p[[row]], rules.min_p[[row]])
     first, last = sorted(ends)
@@ -72,7 +80,9 @@ def between(logits: Tensor, place: int, row: int, state: DecodeState, ends: list
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(("width", "programs"), [(3, 512), (4096, 512), (7000, 512), (7000, 1), (7000, 50)])
 @pytest.mark.parametrize("seed", SEEDS)
-def test_rows_draw_what_their_rules_say(seed: int, width: int, programs: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_draw_what_their_rules_say(
+    seed: int, width: int, programs: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(launch, "_PROGRAMS", programs)  # into how many parts a row is cut
     generator, count = torch.Generator().manual_seed(seed), len(ASKED)
     here, there = states(ASKED, width, seed)
@@ -104,7 +114,11 @@ def test_rows_draw_what_their_rules_say(seed: int, width: int, programs: int, dt
         ({"top_k": 2}, 2, torch.bfloat16),
         ({"top_k": 3}, 3, torch.float32),
         ({"top_p": 0.001}, 1, torch.bfloat16),
-        ({"top_p": 0.26}, 3, torch.bfloat16),  # of 12 that are hardly less likely than each other, three have a little more than a quarter
+        (
+            {"top_p": 0.26},
+            3,
+            torch.bfloat16,
+        ),  # of 12 that are hardly less likely than each other, three have a little more than a quarter
         ({"top_k": 4, "top_p": 0.26}, 2, torch.bfloat16),
         ({"min_p": 0.975}, 3, torch.bfloat16),  # exp(-0.02) is a little more
         ({"top_k": 3, "min_p": 0.985}, 2, torch.float32),

@@ -30,12 +30,16 @@ def random_batch(rng: random.Random, most: int) -> BatchPlan:
         count = 1 + drafts if at < decodes else rng.randint(1, 6)
         tokens = None if at < decodes else tuple(range(count))
         samples = at < decodes or rng.random() < 0.7
-        rows.append(RowPlan(number, number, 0, start, start + count, tokens, tuple(range(9)), samples, 0)._replace(drafts=drafts))
+        rows.append(
+            RowPlan(number, number, 0, start, start + count, tokens, tuple(range(9)), samples, 0)._replace(
+                drafts=drafts
+            )
+        )
     rows[:decodes] = sorted(rows[:decodes], key=lambda row: row.drafts > 0)
     return BatchPlan(tuple(rows), speculates=any(row.drafts for row in rows))
 
 
-# What rows of a flight ask for, in turn, by the most that is captured for it.
+# What rows of a step ask for, in turn, by the most that is captured for it.
 ASKED: dict[Draws, list[dict[str, object]]] = {
     Draws.LIKELIEST: [{}],
     Draws.RANDOM: [
@@ -92,7 +96,9 @@ def computed(shape: Shape, batch: BatchPlan, seed: int, *, hidden: bool, padded:
 
 @pytest.mark.parametrize("padded", [True, False])
 @pytest.mark.parametrize(
-    ("draws", "drafts"), [(Draws.LIKELIEST, 0), (Draws.LIKELIEST, 3), (Draws.RANDOM, 0), (Draws.RANDOM, 3), (Draws.PENALISED, 0)], ids=str
+    ("draws", "drafts"),
+    [(Draws.LIKELIEST, 0), (Draws.LIKELIEST, 3), (Draws.RANDOM, 0), (Draws.RANDOM, 3), (Draws.PENALISED, 0)],
+    ids=str,
 )
 @pytest.mark.parametrize("seed", range(40))
 def test_captured_draws_are_those_of_the_host_h19_h18(seed: int, draws: Draws, drafts: int, padded: bool) -> None:
@@ -110,7 +116,9 @@ def test_captured_draws_are_those_of_the_host_h19_h18(seed: int, draws: Draws, d
     drawn, counts = draw_frame(frame, left._replace(logits=left.logits.clone()), ours, draws)
 
     count = sum(1 + row.drafts for row in sampling)
-    first = Computed(left.logits[:count].clone(), left.positions[:count], None if left.hidden is None else left.hidden[:count], None)
+    first = Computed(
+        left.logits[:count].clone(), left.positions[:count], None if left.hidden is None else left.hidden[:count], None
+    )
     if drafts:
         planned = Drafts.of(batch.rows, theirs)
         decodes = sum(row.tokens is None for row in batch.rows)

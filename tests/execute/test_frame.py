@@ -19,13 +19,15 @@ GREEDY = SamplingSpec(0.0, 0, 1.0, 0.0, 1.0, 0.0, 0.0, {}, 0, 0, (), -1)
 LAYOUT = KVLayout(num_layers=1, num_kv_heads=1, head_dim=2, block_tokens=BLOCK_TOKENS, dtype="float32")
 
 
-def row_plan(row: int, start: int, stop: int, *, blocks: tuple[int, ...], decodes: bool, samples: bool = True) -> RowPlan:
+def row_plan(
+    row: int, start: int, stop: int, *, blocks: tuple[int, ...], decodes: bool, samples: bool = True
+) -> RowPlan:
     tokens = None if decodes else tuple(100 + position for position in range(start, stop))
     return RowPlan(row, row, 0, start, stop, tokens, blocks, samples, 0)
 
 
 def random_batch(rng: random.Random, most: int) -> BatchPlan:
-    """Rows with up to `most` drafts, behind flights that may have had as many."""
+    """Rows with up to `most` drafts, behind steps that may have had as many."""
     numbers = rng.sample(range(ROWS), rng.randint(1, 7))
     decodes = rng.randint(0, len(numbers))
     rows = []
@@ -34,7 +36,9 @@ def random_batch(rng: random.Random, most: int) -> BatchPlan:
         drafts, slack = (rng.randint(0, most), rng.randint(0, most)) if at < decodes else (0, 0)
         stop = start + (1 + drafts + slack if at < decodes else rng.randint(1, 8))
         blocks = tuple(rng.sample(range(500), -(-stop // BLOCK_TOKENS)))
-        row = row_plan(number, start, stop, blocks=blocks, decodes=at < decodes, samples=at < decodes or rng.random() < 0.7)
+        row = row_plan(
+            number, start, stop, blocks=blocks, decodes=at < decodes, samples=at < decodes or rng.random() < 0.7
+        )
         begin = RowStart(GREEDY, (1,), ()) if at >= decodes and rng.random() < 0.5 else None
         rows.append(row._replace(drafts=drafts, begin=begin))
     rows[:decodes] = sorted(rows[:decodes], key=lambda row: row.drafts > 0)
@@ -62,9 +66,13 @@ def test_captured_kernels_read_what_eager_ones_are_given_and_padding_is_nobodys_
         numbers = pack(batch, shape, nobody=state.nobody, block_tokens=BLOCK_TOKENS, letter=640, changes=given)
         frame.buffer.copy_(torch.from_numpy(numbers))
         state.place(frame.places, frame.blocks)
-        for row in batch.rows:  # somewhere in its bounds; and where the host knows, whatever a failed flight left
+        for row in batch.rows:  # somewhere in its bounds; and where the host knows, whatever a failed step left
             state.lengths[row.row] = 27 if row.is_certain else rng.randint(row.start, row.stop - row.num_tokens)
-        drafts = torch.randint(300, (ROWS + 1, shape.drafts), generator=torch.Generator().manual_seed(seed)) if shape.drafts else None
+        drafts = (
+            torch.randint(300, (ROWS + 1, shape.drafts), generator=torch.Generator().manual_seed(seed))
+            if shape.drafts
+            else None
+        )
         tokens, positions, kv_lens, slots, tables = frame.inputs(state, BLOCK_TOKENS, drafts)
 
         expected = packer.pack(batch).anchored(state.lengths)
@@ -80,10 +88,10 @@ def test_captured_kernels_read_what_eager_ones_are_given_and_padding_is_nobodys_
         assert positions[count:].eq(0).all()
         assert frame.token_rows[count:].eq(state.nobody).all()
 
-        starts = frame.query_starts.tolist()
+        starts = frame.cu_seqlens_q.tolist()
         places = [*range(decodes), *range(shape.decodes, shape.decodes + len(batch.rows) - decodes)]
         for at, place in enumerate(places):
-            assert starts[place : place + 2] == list(expected.query_starts[at : at + 2])
+            assert starts[place : place + 2] == list(expected.cu_seqlens_q[at : at + 2])
             assert kv_lens[place] == expected.kv_lens[at]
             assert frame.origins[place] == origin_of(batch.rows[at], BLOCK_TOKENS)
             held = -(-expected.kv_lens[at] // BLOCK_TOKENS)
@@ -108,7 +116,7 @@ def test_a_frame_that_was_never_filled_is_padding() -> None:
     state = DecodeState(ROWS, 10)
     state.hold_tables(WIDTH)
     assert frame.inputs(state, BLOCK_TOKENS).slots.eq(-1).all()
-    assert frame.query_starts.eq(0).all()
+    assert frame.cu_seqlens_q.eq(0).all()
     assert frame.kv_lens.eq(0).all()
 
 
@@ -117,8 +125,12 @@ def test_a_chunk_of_one_token_is_no_row_that_decodes() -> None:
     assert shape_of(batch) == (1, 1, 1, 0)
 
 
-def smallest(shapes: list[Shape], decodes: int, chunks: int, tokens: int, drafts: int = 0, together: int = 0) -> Shape | None:
-    return next((shape for shape in fitting(shapes, decodes, chunks, tokens, drafts) if together <= shape.all_drafts), None)
+def smallest(
+    shapes: list[Shape], decodes: int, chunks: int, tokens: int, drafts: int = 0, together: int = 0
+) -> Shape | None:
+    return next(
+        (shape for shape in fitting(shapes, decodes, chunks, tokens, drafts) if together <= shape.all_drafts), None
+    )
 
 
 def test_the_shape_with_the_least_padding_is_chosen() -> None:
@@ -149,7 +161,10 @@ def test_the_shape_with_the_least_padding_is_chosen() -> None:
 
 def test_tables_change_where_a_row_got_blocks_or_another_owner() -> None:
     keeper = TableKeeper(3, WIDTH)
-    assert keeper.changes(BatchPlan((row_plan(1, 0, 8, blocks=(7, 8), decodes=False),)).columns) == ([WIDTH, WIDTH + 1], [7, 8])
+    assert keeper.changes(BatchPlan((row_plan(1, 0, 8, blocks=(7, 8), decodes=False),)).columns) == (
+        [WIDTH, WIDTH + 1],
+        [7, 8],
+    )
     assert keeper.changes(BatchPlan((row_plan(1, 8, 9, blocks=(7, 8), decodes=True),)).columns) == ([], [])
     assert keeper.changes(BatchPlan((row_plan(1, 8, 9, blocks=(7, 8, 3), decodes=True),)).columns) == ([WIDTH + 2], [3])
     assert keeper.changes(BatchPlan((row_plan(1, 0, 4, blocks=(5,), decodes=False),)).columns) == ([WIDTH], [5])

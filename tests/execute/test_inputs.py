@@ -16,7 +16,13 @@ LAYOUT = KVLayout(num_layers=1, num_kv_heads=1, head_dim=2, block_tokens=4, dtyp
 
 
 def row(
-    number: int, start: int, stop: int, blocks: tuple[int, ...], *, tokens: tuple[int, ...] | None = None, samples: bool = True
+    number: int,
+    start: int,
+    stop: int,
+    blocks: tuple[int, ...],
+    *,
+    tokens: tuple[int, ...] | None = None,
+    samples: bool = True,
 ) -> RowPlan:
     return RowPlan(number + 100, number, 0, start, stop, tokens, blocks, samples, 0)
 
@@ -37,7 +43,12 @@ def expected(batch: BatchPlan) -> dict[str, list[int] | list[list[int]]]:
         if each.samples:
             said["logit_rows"].append(starts[-1] - 1)
     tables = [[*each.block_ids, *[0] * (width - len(each.block_ids))] for each in batch.rows]
-    return {**said, "query_starts_dev": starts, "kv_lens_dev": [each.stop for each in batch.rows], "block_tables": tables}
+    return {
+        **said,
+        "cu_seqlens_q_dev": starts,
+        "kv_lens_dev": [each.stop for each in batch.rows],
+        "block_tables": tables,
+    }
 
 
 def check(packer: Packer, *rows: RowPlan) -> StepInputs:
@@ -47,7 +58,7 @@ def check(packer: Packer, *rows: RowPlan) -> StepInputs:
         tensor: torch.Tensor = getattr(inputs, name)
         assert (tensor.tolist(), tensor.dtype) == (wanted, torch.int64), name
     assert inputs.block_tables.is_contiguous()
-    assert inputs.query_starts == tuple(inputs.query_starts_dev.tolist())
+    assert inputs.cu_seqlens_q == tuple(inputs.cu_seqlens_q_dev.tolist())
     assert inputs.kv_lens == tuple(inputs.kv_lens_dev.tolist())
     assert inputs.num_decode == len(inputs.state_rows) == sum(each.tokens is None for each in rows)
     assert inputs.state_rows == tuple(each.row for each in rows if each.tokens is None)
@@ -72,7 +83,9 @@ def test_rows_that_decode_and_chunks_are_packed_one_after_another(packer: Packer
 def test_nothing_is_left_of_a_rows_former_owner(packer: Packer) -> None:  # H16
     check(packer, row(2, 15, 16, (5, 6, 7, 8)), row(1, 3, 4, (1,)))
     check(packer, row(2, 0, 2, (9,), tokens=(3, 4)), row(1, 11, 12, (1, 2, 3)))  # shorter, and others
-    check(packer, row(2, 4, 5, (5, 6)), row(1, 11, 12, (1, 4, 3)))  # begins as the one before last did; one in the middle is another
+    check(
+        packer, row(2, 4, 5, (5, 6)), row(1, 11, 12, (1, 4, 3))
+    )  # begins as the one before last did; one in the middle is another
 
 
 def test_table_grows_with_its_row_and_past_what_there_was_room_for(packer: Packer) -> None:
@@ -97,13 +110,24 @@ def test_any_batch(packer: Packer) -> None:
         check(packer, *rows)
 
 
-def test_what_was_brought_is_what_was_packed_and_positions_begin_their_memory(packer: Packer) -> None:  # compiled layers are handed them
+def test_what_was_brought_is_what_was_packed_and_positions_begin_their_memory(
+    packer: Packer,
+) -> None:  # compiled layers are handed them
     packed = packer.pack(BatchPlan((row(0, 4, 5, (3, 1)), row(1, 1, 4, (2,), tokens=(7, 8, 9)))))
     staging = torch.zeros(1, 1024, dtype=torch.uint8)
     uploads = Uploads(staging=staging, mapped=staging.view(torch.uint8))
     uploads.open(0)
     brought = packed.brought(uploads)
-    for name in ("tokens", "from_state", "positions", "slots", "block_tables", "query_starts_dev", "kv_lens_dev", "logit_rows"):
+    for name in (
+        "tokens",
+        "from_state",
+        "positions",
+        "slots",
+        "block_tables",
+        "cu_seqlens_q_dev",
+        "kv_lens_dev",
+        "logit_rows",
+    ):
         assert getattr(brought, name).equal(getattr(packed, name)), name
     assert brought.slots.storage_offset() > 0  # all by one kernel
     assert brought.positions.storage_offset() == 0

@@ -1,4 +1,6 @@
-"""What keeps up with a flight beside the model: only where all of it is known before, and never before what it waits for."""
+"""What keeps up with a step beside the model: only where all of it is known before, and never before what it
+waits for.
+"""
 
 from __future__ import annotations
 
@@ -65,10 +67,10 @@ class Rig:
             load = self.loads.submit(lambda: self.happened.append("loaded"))
             layers = self.model.layout.num_layers
             gates = LayerGates(tuple((load,) if layer >= layers - 2 else () for layer in range(layers)))
-        flight = self.executor.launch(BatchPlan(rows, any(row.drafts for row in rows)), after=(), gates=gates)
-        self.device.wait_host(flight.fence, reason="flight")
-        assert flight.fence.failure is None, flight.fence.failure
-        flight.drop()
+        step = self.executor.launch(BatchPlan(rows, any(row.drafts for row in rows)), after=(), gates=gates)
+        self.device.wait_host(step.fence, reason="step")
+        assert step.fence.failure is None, step.fence.failure
+        step.drop()
 
     def expected(self, tokens: Sequence[int]) -> float:
         return float(self.model.hidden_after(tokens))
@@ -110,7 +112,9 @@ def test_rows_that_go_on_by_a_token_each_are_kept_up_with_as_late_as_may_be(rig:
         assert rig.shown == [[rig.expected(tokens[: known - 1])] * 2]
 
 
-def test_rows_that_go_on_by_a_token_each_are_kept_up_with_as_early_as_may_be(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_that_go_on_by_a_token_each_are_kept_up_with_as_early_as_may_be(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(rig.executor._stream, "aside", at_once)
     tokens = [*PROMPT, *rig.model.expected(PROMPT, 2)]
     for known in (4, 5):
@@ -119,7 +123,9 @@ def test_rows_that_go_on_by_a_token_each_are_kept_up_with_as_early_as_may_be(rig
         assert rig.shown == [[rig.expected(tokens[: known - 1])] * 2]
 
 
-def test_rows_with_drafts_or_behind_a_load_are_kept_up_with_once_the_layers_are_through(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_with_drafts_or_behind_a_load_are_kept_up_with_once_the_layers_are_through(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
     through = rig.model._forward
 
     def layers(*given: Any) -> torch.Tensor:
@@ -136,7 +142,7 @@ def test_rows_with_drafts_or_behind_a_load_are_kept_up_with_once_the_layers_are_
     assert rig.happened == ["layers", "loaded", "keeps up", "model"]
 
 
-def test_a_flight_that_joins_nothing_of_what_keeps_up_with_it_fails(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_that_joins_nothing_of_what_keeps_up_with_it_fails(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rig.executor._stream, "join", lambda: None)
     with pytest.raises(AssertionError, match="ends while something is aside: join it first"):
         rig.launch(row(0, [*PROMPT, 8]))

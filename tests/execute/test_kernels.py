@@ -1,4 +1,6 @@
-"""What captured passes compute by kernels of ours is what torch computes. On a GPU if there is one, else in Triton's interpreter."""
+"""What captured passes compute by kernels of ours is what torch computes. On a GPU if there is one, else in Triton's
+interpreter.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ from sidestream.execute.frame import Frame, Shape, TableChanges, pack
 from sidestream.execute.state import DecodeState
 from sidestream.kv.layout import KVLayout
 
-pytest.importorskip("triton", reason="triton is not installed: it comes with torch on Linux x86-64, or with the dev extra")
+pytest.importorskip(
+    "triton", reason="triton is not installed: it comes with torch on Linux x86-64, or with the dev extra"
+)
 
 from sidestream.execute import launch
 
@@ -34,7 +38,11 @@ def framed(numbers: object, shape: Shape, device: str) -> Frame:
 def over_there(state: DecodeState) -> DecodeState:
     """The same where kernels run."""
     copy = DecodeState(
-        state.num_rows, state.vocab_size, device=HERE, max_len=max(0, state.history.shape[1] - 1), hidden_size=state.hidden.shape[1]
+        state.num_rows,
+        state.vocab_size,
+        device=HERE,
+        max_len=max(0, state.history.shape[1] - 1),
+        hidden_size=state.hidden.shape[1],
     )
     copy.hold_tables(state.tables.shape[1])
     for name in ("last", "lengths", "tables", "history", "hidden"):
@@ -67,7 +75,9 @@ def test_inputs_of_a_frame(seed: int, drafts: int) -> None:
 
     wanted = framed(numbers, shape, "cpu").inputs(state, BLOCK_TOKENS, proposed)
     given = None if proposed is None else proposed.to(HERE)
-    for got, expected in zip(launch.inputs(framed(numbers, shape, HERE), over_there(state), BLOCK_TOKENS, given), wanted, strict=True):
+    for got, expected in zip(
+        launch.inputs(framed(numbers, shape, HERE), over_there(state), BLOCK_TOKENS, given), wanted, strict=True
+    ):
         equal(got, expected)
 
 
@@ -123,7 +133,9 @@ def test_rows_go_on_by_what_was_drawn_h19_h18(seed: int, drafts: int, counted: b
 def test_hidden_states_before_each_token_and_what_is_kept_of_them_h15(seed: int) -> None:
     rng, draws = random.Random(seed), torch.Generator().manual_seed(seed)
     blocks, size, hidden_size = 20, 4, rng.choice([2, 200])
-    layout = KVLayout(num_layers=2 + -(-hidden_size // 16), num_kv_heads=1, head_dim=2, block_tokens=size, dtype="float32")
+    layout = KVLayout(
+        num_layers=2 + -(-hidden_size // 16), num_kv_heads=1, head_dim=2, block_tokens=size, dtype="float32"
+    )
     assert layout.layers_for(hidden_size) < layout.num_layers
     kv = torch.randn(layout.shape(blocks + 1), generator=draws)
     state = DecodeState(ROWS, 10, hidden_size=hidden_size)
@@ -132,7 +144,9 @@ def test_hidden_states_before_each_token_and_what_is_kept_of_them_h15(seed: int)
     padding = rng.choice([0, 5])
     count = sum(lengths) + padding
     bounds = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()])
-    numbers = torch.tensor([row if length else ROWS for row, length in zip(rng.sample(range(ROWS), len(lengths)), lengths, strict=True)])
+    numbers = torch.tensor(
+        [row if length else ROWS for row, length in zip(rng.sample(range(ROWS), len(lengths)), lengths, strict=True)]
+    )
     origins = torch.tensor([rng.choice([FROM_ROW, NOTHING, rng.randrange(blocks)]) for _ in lengths])
     positions = torch.randint(40, (count,), generator=draws)
     slots = torch.tensor([*(rng.sample(range(blocks), min(blocks, count)) * 10)[:count]]) * size + positions % size
@@ -140,7 +154,10 @@ def test_hidden_states_before_each_token_and_what_is_kept_of_them_h15(seed: int)
     slots[blocks:] = -1  # each block at most once
     hidden = torch.randn(count, hidden_size, generator=draws)
     there_kv, there = kv.clone().to(HERE), over_there(state)
-    rows, rows_there = PackedRows(bounds, numbers, origins), PackedRows(bounds.to(HERE), numbers.to(HERE), origins.to(HERE))
+    rows, rows_there = (
+        PackedRows(bounds, numbers, origins),
+        PackedRows(bounds.to(HERE), numbers.to(HERE), origins.to(HERE)),
+    )
     ours, theirs = HiddenStates(kv, layout, state), HiddenStates(there_kv, layout, there)
     if not count:
         return
@@ -150,7 +167,13 @@ def test_hidden_states_before_each_token_and_what_is_kept_of_them_h15(seed: int)
 
     ours.keep(hidden, rows, positions=positions, slots=slots)
     launch.keep(
-        hidden.to(HERE), rows_there, there.hidden, theirs._by_block, positions=positions.to(HERE), slots=slots.to(HERE), block_tokens=size
+        hidden.to(HERE),
+        rows_there,
+        there.hidden,
+        theirs._by_block,
+        positions=positions.to(HERE),
+        slots=slots.to(HERE),
+        block_tokens=size,
     )
     equal(there.hidden[:ROWS], state.hidden[:ROWS])
     equal(there_kv[:blocks], kv[:blocks])
@@ -173,7 +196,13 @@ def test_one_token_of_each_row_goes_where_its_table_says_and_no_further_than_it_
 
 
 def test_a_frames_changes_are_part_of_its_numbers() -> None:
-    numbers = pack(random_batch(random.Random(1), 0), Shape(9, 60), nobody=ROWS, block_tokens=4, changes=TableChanges([5, 9], [70, 71]))
+    numbers = pack(
+        random_batch(random.Random(1), 0),
+        Shape(9, 60),
+        nobody=ROWS,
+        block_tokens=4,
+        changes=TableChanges([5, 9], [70, 71]),
+    )
     frame = framed(numbers, Shape(9, 60), "cpu")
     assert frame.places.tolist() == [5, 9] + [-1] * (Shape(9, 60).rows - 2)
     assert frame.blocks[:2].tolist() == [70, 71]

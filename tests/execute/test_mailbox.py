@@ -1,4 +1,4 @@
-"""A letter holds what its own flight drew, whatever padding is drawn behind it."""
+"""A letter holds what its own step drew, whatever padding is drawn behind it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,9 @@ def test_padding_that_is_drawn_changes_no_field_and_no_other_letter(by_device: b
             finite[:places] = True
             start = torch.tensor([letter.start]) if by_device else letter.start
             times = torch.tensor([1, 2, 4])
-            return stream.submit(lambda: box.write(start, Drawn(tokens, finite, None), stream, counts=counts, times=times))
+            return stream.submit(
+                lambda: box.write(start, Drawn(tokens, finite, None), stream, counts=counts, times=times)
+            )
 
         letters = [box.address(), box.address()]
         fences = [write(letters[1], 100), write(letters[0], 0)]

@@ -154,7 +154,10 @@ def test_probability_floor_is_the_value_that_a_sort_finds(count):
 
 def test_what_reaches_the_limit_exactly_leaves_out_the_next_value():
     probs = torch.tensor([[0.25, 0.5, 0.125, 0.125]])
-    floors = [probability_floor(probs, (probs * 8).long(), torch.tensor([[limit]])).item() for limit in (3.9, 4.0, 4.1, 6.0, 6.1)]
+    floors = [
+        probability_floor(probs, (probs * 8).long(), torch.tensor([[limit]])).item()
+        for limit in (3.9, 4.0, 4.1, 6.0, 6.1)
+    ]
     assert floors == [0.5, 0.5, 0.25, 0.25, 0.125]
 
 
@@ -184,7 +187,10 @@ def test_tokens_of_probability_zero_are_never_drawn():
 
 @pytest.mark.parametrize("random", [0.0, 1 - 2.0**-53])
 def test_the_ends_of_the_unit_interval_draw_the_first_and_the_last_kept_token(monkeypatch, random):
-    monkeypatch.setattr("sidestream.execute.draw.uniforms", lambda seeds, indices: torch.full((len(seeds),), random, dtype=torch.float64))
+    monkeypatch.setattr(
+        "sidestream.execute.draw.uniforms",
+        lambda seeds, indices: torch.full((len(seeds),), random, dtype=torch.float64),
+    )
     torch.manual_seed(3)
     logits = torch.randn(4, 1000)
     logits[:, -100:] = logits[:, :100] = -math.inf
@@ -294,7 +300,10 @@ def test_a_row_draws_the_same_alone_and_among_any_others_in_any_place(vocab_size
     starts = [start(seed=at, prompt=(1, 2, 3), outputs=(4, 4, 5), **kind) for at, kind in enumerate(KINDS * 2)]
     logits = torch.randn(len(starts), vocab_size, generator=generator) * 2
     for output_index in range(6):
-        alone = [draw(row[None], each, output_index=output_index).tokens.item() for row, each in zip(logits, starts, strict=True)]
+        alone = [
+            draw(row[None], each, output_index=output_index).tokens.item()
+            for row, each in zip(logits, starts, strict=True)
+        ]
         for size in (2, 5, len(starts)):
             order = torch.randperm(len(starts), generator=generator)[:size].tolist()
             together = draw(logits[order], *(starts[at] for at in order), output_index=output_index)
@@ -328,8 +337,10 @@ def run(state: DecodeState, row: int, begun: RowStart, indices: range) -> list[i
     return tokens
 
 
-@pytest.mark.parametrize("params", [{"seed": 5}, {"seed": 5, "top_p": 0.9, "presence_penalty": 1.0, "repetition_penalty": 1.2}], ids=str)
-def test_a_retracted_request_goes_on_as_if_it_had_never_left(params):
+@pytest.mark.parametrize(
+    "params", [{"seed": 5}, {"seed": 5, "top_p": 0.9, "presence_penalty": 1.0, "repetition_penalty": 1.2}], ids=str
+)
+def test_a_preempted_request_goes_on_as_if_it_had_never_left(params):
     whole = run(DecodeState(4, 500), 1, start(prompt=(7, 8), **params), range(12))
     state = DecodeState(4, 500)
     before = run(state, 1, start(prompt=(7, 8), **params), range(5))

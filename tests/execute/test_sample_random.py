@@ -63,8 +63,15 @@ def test_draws_follow_the_filtered_distribution(params, expected, varied):
 
 
 def test_uniform_numbers_lie_in_the_unit_interval_and_are_those_of_every_process():
-    assert all(0 <= uniform(seed, index) < 1 for seed, index in itertools.product((0, 1, -1, -(1 << 63), (1 << 63) - 1), range(50)))
-    assert [uniform(0, 0), uniform(42, 7), uniform(-1, 1 << 20)] == [0.6524484863740322, 0.7347204584623639, 0.6439801416380194]
+    assert all(
+        0 <= uniform(seed, index) < 1
+        for seed, index in itertools.product((0, 1, -1, -(1 << 63), (1 << 63) - 1), range(50))
+    )
+    assert [uniform(0, 0), uniform(42, 7), uniform(-1, 1 << 20)] == [
+        0.6524484863740322,
+        0.7347204584623639,
+        0.6439801416380194,
+    ]
 
 
 def test_the_devices_random_numbers_are_these():
@@ -92,7 +99,9 @@ def test_uniform_numbers_fill_the_interval_evenly(axis):
     [(1, 0), (0, 1), (1, -1), (1, 1), (2, -2), (1 << 32, 0), (0, 7)],
 )
 def test_neighbouring_seeds_and_indices_are_independent(seed_step, index_step):
-    """Seed s at index i + 1 against seed s + 1 at index i, above all: those are the same number in a counter that only adds."""
+    """Seed s at index i + 1 against seed s + 1 at index i, above all: those are the same number in a counter that only
+    adds.
+    """
     pairs = [(seed, index) for seed in range(100, 300) for index in range(10, 110)]
     here = np.array([uniform(seed, index) for seed, index in pairs])
     there = np.array([uniform(seed + seed_step, index + index_step) for seed, index in pairs])

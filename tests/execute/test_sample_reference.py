@@ -1,4 +1,6 @@
-"""The sampler against a slow one that is written differently: one row, Python lists, float64, sorting. And against transformers' filters."""
+"""The sampler against a slow one that is written differently: one row, Python lists, float64, sorting. And against
+transformers' filters.
+"""
 
 from __future__ import annotations
 
@@ -63,7 +65,11 @@ def kept(probs: Sequence[float], spec: SamplingSpec) -> set[int]:
         ids = {i for i in ids if sum(clearly_less(probs[i], other) for other in probs) < spec.top_k}
     if spec.top_p < 1:
         mass = sum(probs[i] for i in ids)
-        ids = {i for i in ids if clearly_less(sum(probs[j] for j in ids if clearly_less(probs[i], probs[j])), spec.top_p * mass)}
+        ids = {
+            i
+            for i in ids
+            if clearly_less(sum(probs[j] for j in ids if clearly_less(probs[i], probs[j])), spec.top_p * mass)
+        }
     return {i for i in ids if not clearly_less(probs[i], spec.min_p * max(probs))}
 
 
@@ -124,7 +130,9 @@ def test_any_mixture_of_options_draws_what_the_slow_sampler_draws(starts, logits
 
 
 @pytest.mark.parametrize(
-    "params", [{"top_p": 0.95}, {"top_k": 40}, {"top_k": 100, "top_p": 0.8}, {"min_p": 0.02}, {"temperature": 0.6}], ids=str
+    "params",
+    [{"top_p": 0.95}, {"top_k": 40}, {"top_k": 100, "top_p": 0.8}, {"min_p": 0.02}, {"temperature": 0.6}],
+    ids=str,
 )
 def test_a_row_of_real_width_draws_what_the_slow_sampler_draws(params):
     logits = torch.randn(40, 3000, generator=torch.Generator().manual_seed(5)) * 3
@@ -162,7 +170,9 @@ def test_filters_keep_the_tokens_that_transformers_keeps(params):
     prompt = (1, 4, 6)
     logits = torch.randn(1, 10, generator=torch.Generator().manual_seed(2))
     p = SamplingParams(**params).spec(seed=0, eos_ids=())
-    theirs = LogitsProcessorList([RepetitionPenaltyLogitsProcessor(p.repetition_penalty), TemperatureLogitsWarper(p.temperature)])
+    theirs = LogitsProcessorList(
+        [RepetitionPenaltyLogitsProcessor(p.repetition_penalty), TemperatureLogitsWarper(p.temperature)]
+    )
     if p.top_k:
         theirs.append(TopKLogitsWarper(p.top_k))
     if p.top_p < 1:

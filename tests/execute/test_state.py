@@ -80,7 +80,9 @@ def test_counts_are_clean_even_after_an_owner_that_needed_none_h18():
 
 def test_a_new_owner_draws_without_bias_ban_or_penalty_of_the_old_one_h18():
     state = DecodeState(1, VOCAB)
-    state.begin([(0, start(prompt=(1,), outputs=(2,), logit_bias={3: 9.0}, min_tokens=5, stop_token_ids=(4,), **PENALISED))])
+    state.begin(
+        [(0, start(prompt=(1,), outputs=(2,), logit_bias={3: 9.0}, min_tokens=5, stop_token_ids=(4,), **PENALISED))]
+    )
     state.begin([(0, start(temperature=0.0))])
     for wanted in (1, 2, 4):
         logits = torch.zeros(1, VOCAB)
@@ -89,7 +91,7 @@ def test_a_new_owner_draws_without_bias_ban_or_penalty_of_the_old_one_h18():
 
 
 def test_a_late_commit_for_the_old_owner_before_the_reset_leaves_no_trace_h16():
-    """The overrun flight of a finished request commits first, as both run in order on the compute stream."""
+    """The overrun step of a finished request commits first, as both run in order on the compute stream."""
     state = DecodeState(1, VOCAB)
     state.begin([(0, start(prompt=(1,), **PENALISED))])
     commit(state, [0], [6])
@@ -123,7 +125,7 @@ def test_commits_count_each_output_of_penalised_rows():
     assert counts.sum() == 6
 
 
-def test_a_retracted_request_finds_its_outputs_counted_again_in_another_row():
+def test_a_preempted_request_finds_its_outputs_counted_again_in_another_row():
     state = DecodeState(2, VOCAB)
     state.begin([(0, start(prompt=(1,), **PENALISED))])
     commit(state, [0], [5])
@@ -160,7 +162,7 @@ def test_an_empty_batch_changes_nothing():
     assert state.last_tokens([]).shape == (0,) and state.last_tokens([0]).tolist() == [3]
 
 
-def test_rows_of_a_flight_begin_together_each_with_its_own_tokens():
+def test_rows_of_a_step_begin_together_each_with_its_own_tokens():
     state = DecodeState(5, VOCAB, max_len=20)
     state.begin([(4, start(prompt=(9,) * 20))])
     starts = {

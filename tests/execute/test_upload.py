@@ -26,13 +26,13 @@ def uploads(staging: torch.Tensor) -> Uploads:
     return Uploads(staging=staging, mapped=staging.view(torch.uint8))
 
 
-def test_numbers_of_one_flight_lie_one_after_another_aligned(uploads: Uploads, staging: torch.Tensor) -> None:
+def test_numbers_of_one_step_lie_one_after_another_aligned(uploads: Uploads, staging: torch.Tensor) -> None:
     uploads.open(1)
     first = uploads.numbers([1.5], torch.float32)
     second = uploads.numbers([7, 8])
     assert (first.tolist(), first.dtype, second.tolist(), second.dtype) == ([1.5], torch.float32, [7, 8], torch.int64)
     assert staging[1, 16:32].view(torch.int64).tolist() == [7, 8]
-    assert not staging[0].any()  # another flight's
+    assert not staging[0].any()  # another step's
 
 
 def test_what_was_fetched_outlives_its_slot(uploads: Uploads) -> None:  # H17
@@ -51,7 +51,7 @@ def test_a_buffer_is_overwritten_whole(uploads: Uploads) -> None:
     assert target.tolist() == [0, 1, 2, 3]
 
 
-def test_a_frame_is_fetched_from_the_flights_own_slot_beside_its_other_numbers(staging: torch.Tensor) -> None:  # H17
+def test_a_frame_is_fetched_from_the_steps_own_slot_beside_its_other_numbers(staging: torch.Tensor) -> None:  # H17
     uploads, target = Uploads(staging=staging, mapped=staging.view(torch.uint8), frame_bytes=64), torch.full((4,), -1)
     fetches = uploads.fetches(target)
     for slot, first in ((1, 10), (0, 20)):
@@ -85,7 +85,9 @@ def test_on_a_cpu_numbers_are_there_already() -> None:
     assert (uploads.numbers([1]).tolist(), uploads.numbers([]).tolist(), target.tolist()) == ([1], [], [0, 1, 2])
 
 
-def test_flights_on_their_way_have_slots_of_their_own_as_long_as_their_letters(monkeypatch: pytest.MonkeyPatch) -> None:  # H17
+def test_steps_on_their_way_have_slots_of_their_own_as_long_as_their_letters(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # H17
     device, model, opened = CpuDevice(compute_threads=1), ToyModel(), list[int]()
     memory = device.allocate("kv", 4 * model.layout.block_bytes)
     executor = Executor(device=device, model=model, memory=memory, num_rows=2)
@@ -93,15 +95,15 @@ def test_flights_on_their_way_have_slots_of_their_own_as_long_as_their_letters(m
     begin = RowStart(SamplingParams(temperature=0).spec(seed=0, eos_ids=()), (5,), ())
     batch = BatchPlan((RowPlan(1, 0, 0, 0, 1, (5,), (0,), True, 0, begin),))
     try:
-        flights = [executor.launch(batch, after=(), gates=LayerGates()) for _ in range(3)]
-        assert opened == [flight.letter.lease.ids[0] for flight in flights]
+        steps = [executor.launch(batch, after=(), gates=LayerGates()) for _ in range(3)]
+        assert opened == [step.letter.lease.ids[0] for step in steps]
         assert len(set(opened)) == 3
-        device.wait_host(flights[1].fence, reason="test")
-        flights[1].results()
+        device.wait_host(steps[1].fence, reason="test")
+        steps[1].results()
         again = executor.launch(batch, after=(), gates=LayerGates())
-        assert opened[3:] == [flights[1].letter.lease.ids[0]]  # the only one that was read
-        for flight in (flights[0], flights[2], again):
-            device.wait_host(flight.fence, reason="test")
-            flight.results()
+        assert opened[3:] == [steps[1].letter.lease.ids[0]]  # the only one that was read
+        for step in (steps[0], steps[2], again):
+            device.wait_host(step.fence, reason="test")
+            step.results()
     finally:
         device.close()

@@ -20,7 +20,8 @@ from sidestream.types import Key
 
 LAYOUT = KVLayout(num_layers=2, num_kv_heads=1, head_dim=4, block_tokens=4, dtype="float32")
 TOKENS = list(range(100, 112))
-# What disks hold under these names must be found by every later version; a new way to make keys needs a new person string.
+# What disks hold under these names must be found by every later version; a new way to make keys needs a new person
+# string.
 GOLDEN = [
     "dd86350350acc1bd6c1d60f86ca3cae6",
     "f1690f228b2ea85dfbb22b9b811d5e74",
@@ -48,7 +49,9 @@ def test_keys_do_not_depend_on_the_process() -> None:
     )
     for seed in ("0", "1", "random"):
         environment = {**os.environ, "PYTHONHASHSEED": seed}
-        ran = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
+        ran = subprocess.run(
+            [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True
+        )
         assert ran.stdout.split() == GOLDEN
 
 
@@ -132,7 +135,16 @@ def test_what_is_remembered_has_a_bound_and_what_was_asked_for_longest_ago_goes(
     monkeypatch.setattr(keys_module, "_REMEMBERED_BYTES", 3 * 15_000)  # a piece has 4,096 bytes of tokens and 128 keys
     maker = BlockKeys(fingerprint="model", layout=LAYOUT)
     one, two, three, four = ([number] * 512 for number in range(4))
-    for tokens, blocks in ((one, 128), (two, 128), (three, 128), (one, 0), (four, 128), (one, 0), (three, 0), (two, 128)):
+    for tokens, blocks in (
+        (one, 128),
+        (two, 128),
+        (three, 128),
+        (one, 0),
+        (four, 128),
+        (one, 0),
+        (three, 0),
+        (two, 128),
+    ):
         hashed.clear()
         maker.extend([], tokens)
         assert len(hashed) == blocks

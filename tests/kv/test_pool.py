@@ -75,7 +75,7 @@ def test_an_id_is_in_use_until_a_use_that_only_the_host_sees_is_done(pool: Fence
 
 
 def test_an_id_that_comes_back_late_brings_its_fences(pool: FencedPool) -> None:
-    """H3: the transfer has ended, and the last flight still uses the block."""
+    """H3: the transfer has ended, and the last step still uses the block."""
     mover, fence = FakeStream("mover"), FakeStream("compute").record()
     pool.take(4).release(after=(fence,), until=mover.record())
     mover.finish()
@@ -356,7 +356,9 @@ def test_forget_all_makes_everything_unreachable_while_uses_go_on(pool: FencedPo
 # ---------------------------------------------------------------------- the checker itself
 
 
-@pytest.mark.parametrize("damage", ["freed twice", "free and used", "nowhere", "free and findable", "cached and not findable"])
+@pytest.mark.parametrize(
+    "damage", ["freed twice", "free and used", "nowhere", "free and findable", "cached and not findable"]
+)
 def test_the_check_sees(damage: str, pool: FencedPool) -> None:
     [item] = cached(pool, 1)
     pool.check()

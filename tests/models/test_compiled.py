@@ -1,4 +1,6 @@
-"""Compiled layers: joined projections multiply once, and nothing comes out otherwise. By the compiler's front half, which needs no C++."""
+"""Compiled layers: joined projections multiply once, and nothing comes out otherwise. By the compiler's front half,
+which needs no C++.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ pytestmark = pytest.mark.filterwarnings(
     "ignore::DeprecationWarning", "ignore::UserWarning", "ignore::FutureWarning"
 )  # torch's own, of torch
 LENGTHS = (5, 40, 1, 17)
-_MOST = 7  # four parts of a layer and two around them; behind attention one more, for what torch's own leaves of one token
+_MOST = (
+    7  # four parts of a layer and two around them; behind attention one more, for what torch's own leaves of one token
+)
 
 
 def logits(model: PagedModel, lengths: Sequence[int] = LENGTHS) -> list[torch.Tensor]:
@@ -42,7 +46,7 @@ def logits(model: PagedModel, lengths: Sequence[int] = LENGTHS) -> list[torch.Te
             kv=kv,
             slots=positions.clone(),
             block_tables=torch.arange(4)[None],
-            query_starts=(0, length),
+            cu_seqlens_q=(0, length),
             kv_lens=(length,),
             num_decode=0,
             before_layer=lambda layer: None,
@@ -56,7 +60,9 @@ def counting(graphs: list[int]) -> Callable[..., Any]:
         _MergeProducts()(module.graph)
         module.recompile()
         graphs.append(sum(node.target is torch.ops.aten.mm.default for node in module.graph.nodes))
-        assert not any(node.target is torch.ops.aten.bmm.default for node in module.graph.nodes)  # positions times frequencies
+        assert not any(
+            node.target is torch.ops.aten.bmm.default for node in module.graph.nodes
+        )  # positions times frequencies
         return module
 
     return aot_autograd(fw_compiler=compiler)
@@ -116,7 +122,9 @@ def test_a_length_that_equals_another_size_is_no_reason_to_compile_again_p3(tmp_
 
 
 def test_what_a_batch_is_like_is_no_reason_to_compile_again_p3(tmp_path: Path) -> None:
-    """Rows of other numbers, other waits, and a head that only keeps up: all that flights differ in besides how many tokens they have."""
+    """Rows of other numbers, other waits, and a head that only keeps up: all that steps differ in besides how many
+    tokens they have.
+    """
     torch._dynamo.reset()
     graphs: list[int] = []
     directory = tiny_model_dir("llama", tmp_path, 1)
@@ -142,18 +150,24 @@ def test_what_a_batch_is_like_is_no_reason_to_compile_again_p3(tmp_path: Path) -
         every(batch(torch.int64, lambda layer: None))
         every(batch(torch.int32, ungated))
         every(batch(torch.int64, [].append))
-    assert len(graphs) == 7  # four parts of a layer, the head's among them; the last norm, the positions, and what feeds a head
+    assert (
+        len(graphs) == 7
+    )  # four parts of a layer, the head's among them; the last norm, the positions, and what feeds a head
 
 
 def test_nothing_that_a_compiled_head_was_given_is_kept_when_it_leaves_its_layer_early(tmp_path: Path) -> None:
-    """It keeps up in every flight, by an exception: what that held would rest on the device until the garbage collector comes."""
+    """It keeps up in every step, by an exception: what that held would rest on the device until the garbage collector
+    comes.
+    """
     torch._dynamo.reset()
     directory = tiny_model_dir("llama", tmp_path, 1)
     model = load_model(str(directory), block_tokens=16)
     head = attach_head(model, save_head(directory, tmp_path / "head.safetensors", seed=5))
     compile_layers(head, backend=counting([]))
     tokens = torch.arange(5)
-    batch = PagedBatch(torch.zeros(model.layout.shape(4)), tokens.clone(), torch.arange(4)[None], (0, 5), (5,), 0, ungated)
+    batch = PagedBatch(
+        torch.zeros(model.layout.shape(4)), tokens.clone(), torch.arange(4)[None], (0, 5), (5,), 0, ungated
+    )
     head.keep_up(tokens, torch.zeros(5, head.hidden_size), tokens.clone(), batch)  # what is compiled is kept
     gc.collect()
     gc.disable()
@@ -179,8 +193,12 @@ class Marked(nn.Module):
         return found + 0 * torch.erf(states) if self.marked else found
 
 
-def failing(raised: Exception, fails: Callable[[torch.fx.Graph], bool], ran: list[int] | None = None) -> Callable[..., Any]:
-    """A compiler that cannot do some graphs; `ran` is told how many products there are in each of the others whenever that runs."""
+def failing(
+    raised: Exception, fails: Callable[[torch.fx.Graph], bool], ran: list[int] | None = None
+) -> Callable[..., Any]:
+    """A compiler that cannot do some graphs; `ran` is told how many products there are in each of the others whenever
+    that runs.
+    """
 
     def compiler(module: torch.fx.GraphModule, _: Sequence[torch.Tensor]) -> Callable[..., Any]:
         if fails(module.graph):
@@ -217,7 +235,10 @@ NO_KERNEL = "injected: no such kernel\nand much more"
 
 @pytest.mark.parametrize(
     ("family", "apart", "name"),
-    [("gemma2", "type", "Gemma2DecoderLayer sliding_attention"), ("qwen3", "class", "Qwen3DecoderLayer full_attention")],
+    [
+        ("gemma2", "type", "Gemma2DecoderLayer sliding_attention"),
+        ("qwen3", "class", "Qwen3DecoderLayer full_attention"),
+    ],
 )
 def test_only_a_kind_of_layers_that_cannot_be_compiled_runs_as_it_is_written(
     family: str, apart: str, name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -238,12 +259,16 @@ def test_only_a_kind_of_layers_that_cannot_be_compiled_runs_as_it_is_written(
             torch.testing.assert_close(got, wanted, atol=1e-5, rtol=1e-5)
         assert as_written(model) == odd
     assert sum(ran) == len(LENGTHS) * 7 * 2  # of two layers of four
-    assert said(caplog) == [f"{name} cannot be compiled (RuntimeError: injected: no such kernel): it runs as it is written, slower"]
+    assert said(caplog) == [
+        f"{name} cannot be compiled (RuntimeError: injected: no such kernel): it runs as it is written, slower"
+    ]
     decompile(model)
     assert as_written(model) == [True] * 4
 
 
-def test_a_head_that_cannot_be_compiled_keeps_up_and_predicts_as_it_is_written(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_head_that_cannot_be_compiled_keeps_up_and_predicts_as_it_is_written(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     torch._dynamo.reset()
     directory = tiny_model_dir("llama", tmp_path, 1)
     model = load_model(str(directory), block_tokens=16)
@@ -264,7 +289,9 @@ def test_a_head_that_cannot_be_compiled_keeps_up_and_predicts_as_it_is_written(t
             torch.testing.assert_close(got, wanted, atol=1e-5, rtol=1e-5)
     assert as_written(model) == [False] * 3
     assert [
-        told.removesuffix(" cannot be compiled (RuntimeError: injected: no such kernel): it runs as it is written, slower")
+        told.removesuffix(
+            " cannot be compiled (RuntimeError: injected: no such kernel): it runs as it is written, slower"
+        )
         for told in said(caplog)
     ] == [
         "MtpHead",
@@ -301,17 +328,23 @@ def test_layers_that_cannot_be_compiled_keep_no_engine_from_compiling_the_others
 
         shapes = [Shape(2), Shape(0, 32)]
         llm.engine.call(
-            lambda: _capture(executor, model, None, shapes, gate_layers=0, warm_up=warm_up, tell=lambda what, done, total: None)
+            lambda: _capture(
+                executor, model, None, shapes, gate_layers=0, warm_up=warm_up, tell=lambda what, done, total: None
+            )
         )
         assert executor._graphs is not None
         assert executor._graphs.shapes == shapes
-        assert warmed_up == ["compiling forward passes"]  # once, as flights will run
+        assert warmed_up == ["compiling forward passes"]  # once, as steps will run
         ran.clear()
         assert [output.token_ids for output in llm.generate(prompts, params)] == expected
         assert sum(ran) > 0
         assert as_written(model) == [True, False] * 2
     assert len(said(caplog)) == 1
-    assert not [record for record in caplog.records if record.name == "sidestream.engine.build" and record.levelname == "WARNING"]
+    assert not [
+        record
+        for record in caplog.records
+        if record.name == "sidestream.engine.build" and record.levelname == "WARNING"
+    ]
 
 
 @pytest.mark.parametrize("family", ["gemma2", "glm4_moe", "phi3"])
@@ -329,11 +362,15 @@ def test_a_first_call_with_one_token_is_compiled_for_any_number(family: str, tmp
 
 
 def test_one_model_after_another_is_compiled_in_a_process(tmp_path: Path) -> None:
-    """The compiler gives up on code that it compiled often, eight times unless told otherwise, and all models of a class run the same."""
+    """The compiler gives up on code that it compiled often, eight times unless told otherwise, and all models of a
+    class run the same.
+    """
     torch._dynamo.reset()
     for number in (1, 2, 3):
         graphs: list[int] = []
-        directory = tiny_model_dir("llama", tmp_path / str(number), 1, num_hidden_layers=1, intermediate_size=16 * number)
+        directory = tiny_model_dir(
+            "llama", tmp_path / str(number), 1, num_hidden_layers=1, intermediate_size=16 * number
+        )
         model = load_model(str(directory), block_tokens=16)
         compile_layers(model, backend=counting(graphs))
         with torch._dynamo.config.patch(recompile_limit=2), compiling():
@@ -352,7 +389,7 @@ def test_how_sizes_are_taken_elsewhere_in_the_process_stays_as_it_is(tmp_path: P
     assert added(torch.ones(5, 3), torch.ones(5, 3)) == added(torch.ones(5, 3), torch.ones(1, 3)) == 30
 
 
-@pytest.mark.parametrize("stage", ["compile_layers", "the first flight"])
+@pytest.mark.parametrize("stage", ["compile_layers", "the first step"])
 def test_an_engine_whose_layers_cannot_be_compiled_at_all_is_warmed_up_as_they_are_written(
     stage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -360,37 +397,43 @@ def test_an_engine_whose_layers_cannot_be_compiled_at_all_is_warmed_up_as_they_a
         raise RuntimeError("no compiler")
 
     torch._dynamo.reset()
-    told, flights = list[str](), list[bool]()
-    with LLM(tiny_model_dir("llama", tmp_path, 1), device="cpu", dtype="float32", kv_memory="16MiB", max_running=2) as llm:
+    told, steps = list[str](), list[bool]()
+    with LLM(
+        tiny_model_dir("llama", tmp_path, 1), device="cpu", dtype="float32", kv_memory="16MiB", max_running=2
+    ) as llm:
         parts = llm.engine.parts
         executor, model, blocks = parts.executor, parts.executor._model, parts.blocks.num_available
         assert isinstance(model, PagedModel)
         forward = model.forward
 
         def once_it_fails(*given: Any) -> torch.Tensor:
-            flights.append(as_written(model)[0])
-            if stage == "the first flight" and len(flights) == 1:
+            steps.append(as_written(model)[0])
+            if stage == "the first step" and len(steps) == 1:
                 fail()
             return forward(*given)
 
         monkeypatch.setattr(model, "forward", once_it_fails)
         monkeypatch.setattr(
-            compiled, "compile_layers", fail if stage == "compile_layers" else partial(compile_layers, backend=counting([]))
+            compiled,
+            "compile_layers",
+            fail if stage == "compile_layers" else partial(compile_layers, backend=counting([])),
         )
         tell = lambda what, done, total: done or told.append(what)  # noqa: E731
         warm_up = partial(_warm_up, executor, parts.blocks, 2, 16, tell)
         llm.engine.call(lambda: _capture(executor, model, None, [Shape(2)], gate_layers=0, warm_up=warm_up, tell=tell))
         assert executor._graphs is not None
         assert parts.blocks.num_available == blocks
-    began = ["compiling forward passes"] if stage == "the first flight" else []
+    began = ["compiling forward passes"] if stage == "the first step" else []
     assert told == [*began, "warming up the GPU's kernels", "capturing forward passes"]
-    assert len(flights) > 2
-    assert all(flights[len(began) :])
+    assert len(steps) > 2
+    assert all(steps[len(began) :])
     assert "cannot be compiled and captured (RuntimeError: no compiler)" in caplog.text
 
 
 @pytest.mark.parametrize("compiles", [True, False])
-def test_what_a_layer_raises_itself_is_raised_compiled_or_not(compiles: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_a_layer_raises_itself_is_raised_compiled_or_not(
+    compiles: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     torch._dynamo.reset()
     model = load_model(str(tiny_model_dir("llama", tmp_path, 1)), block_tokens=16)
     compile_layers(model, backend=failing(RuntimeError(NO_KERNEL), is_marked if compiles else always))
@@ -402,7 +445,9 @@ def test_what_a_layer_raises_itself_is_raised_compiled_or_not(compiles: bool, tm
     assert bool(said(caplog)) == (not compiles)
 
 
-def test_memory_that_runs_out_under_the_compiler_does_not_count_against_a_layer(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_memory_that_runs_out_under_the_compiler_does_not_count_against_a_layer(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     torch._dynamo.reset()
     model = load_model(str(tiny_model_dir("llama", tmp_path, 1)), block_tokens=16)
     compile_layers(model, backend=failing(torch.OutOfMemoryError("no room"), always))

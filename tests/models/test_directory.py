@@ -64,8 +64,16 @@ def adapter_only(directory: Path) -> None:
         (empty, "is empty", "give a directory with config.json, model.safetensors and tokenizer.json"),
         (gguf_only, "tiny.Q4_K_M.gguf is a GGUF file", "gguf_file='tiny.Q4_K_M.gguf'"),
         (pickle_only, "pytorch_model.bin is a pickle", "safetensors format"),
-        (original_only, "consolidated.safetensors is in its maker's own layout", "fetch the model in transformers' layout"),
-        (adapter_only, "a LoRA adapter (adapter_config.json) for someone/base-7b, not a model", "merge it into someone/base-7b"),
+        (
+            original_only,
+            "consolidated.safetensors is in its maker's own layout",
+            "fetch the model in transformers' layout",
+        ),
+        (
+            adapter_only,
+            "a LoRA adapter (adapter_config.json) for someone/base-7b, not a model",
+            "merge it into someone/base-7b",
+        ),
     ],
 )
 def test_a_directory_that_holds_something_else_is_refused_with_cause_and_remedy(
@@ -162,7 +170,9 @@ def use_sentencepiece(directory: Path, model: bytes, **config: Any) -> Path:
     return directory
 
 
-def test_a_sentencepiece_tokenizer_asks_for_the_packages_that_read_it(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sentencepiece_tokenizer_asks_for_the_packages_that_read_it(
+    llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     use_sentencepiece(llama, b"\n\x0e\n\x05<unk>\x15\x00\x00\x00\x00\x18\x02")
     monkeypatch.setitem(sys.modules, "sentencepiece.sentencepiece_model_pb2", None)
     with pytest.raises(ModelError) as caught:

@@ -30,7 +30,9 @@ def tokens(model: Path) -> Tensor:
     with LLM(model, dtype="float32", compute_threads=1) as llm:
         prompts = [[number, 7 * number % 200] for number in range(1, 49)]
         outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=46, ignore_eos=True))
-    return torch.tensor([[*prompt, *output.token_ids] for prompt, output in zip(prompts, outputs, strict=True)], dtype=torch.int32)
+    return torch.tensor(
+        [[*prompt, *output.token_ids] for prompt, output in zip(prompts, outputs, strict=True)], dtype=torch.int32
+    )
 
 
 def school(model: Path, tokens: Tensor, lesson: Lesson = LESSON) -> tuple[Distillation, MtpHead]:
@@ -42,9 +44,12 @@ def school(model: Path, tokens: Tensor, lesson: Lesson = LESSON) -> tuple[Distil
 
 def accepted(model: Path, head: Path) -> float:
     """Drafts that were right, of those that a head made."""
-    with LLM(model, dtype="float32", compute_threads=1, speculative=SpeculativeConfig("mtp", 3, adaptive=False, head=head)) as llm:
+    with LLM(
+        model, dtype="float32", compute_threads=1, speculative=SpeculativeConfig("mtp", 3, adaptive=False, head=head)
+    ) as llm:
         llm.generate(
-            [[number, 9 * number % 200] for number in range(20, 28)], SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+            [[number, 9 * number % 200] for number in range(20, 28)],
+            SamplingParams(temperature=0, max_tokens=40, ignore_eos=True),
         )
         return llm.metrics.value("accepted_tokens_total", "mtp") / llm.metrics.value("draft_tokens_total", "mtp")
 
@@ -75,7 +80,9 @@ def test_the_divergence_and_its_gradient_are_those_of_the_formula() -> None:
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gemma3"])
 @torch.no_grad()
 def test_a_head_is_taught_on_what_it_will_draft_from(family: str, tmp_path: Path) -> None:
-    """Each prediction is that of a head that was given the model's hidden states up to a position, and fed itself from there."""
+    """Each prediction is that of a head that was given the model's hidden states up to a position, and fed itself from
+    there.
+    """
     teacher = load_teacher(str(tiny_model_dir(family, tmp_path, 3)), device=torch.device("cpu"))
     torch.manual_seed(0)
     head, drafts = MtpHead(teacher, feeds_normed=False), 3
@@ -102,7 +109,9 @@ def test_a_teacher_caps_its_scores_as_the_served_model_does(tmp_path: Path) -> N
     """SDPA cannot: for Gemma 2, transformers 5.17 leaves the cap out with it, and 5.23 refuses it."""
     directory = tiny_model_dir("gemma2", tmp_path, 3, attn_logit_softcapping=0.1)
     tokens, served = torch.arange(10, 40), load_model(str(directory), block_tokens=16)
-    batch = PagedBatch(torch.zeros(served.layout.shape(2)), torch.arange(30), torch.arange(2)[None], (0, 30), (30,), 0, ungated)
+    batch = PagedBatch(
+        torch.zeros(served.layout.shape(2)), torch.arange(30), torch.arange(2)[None], (0, 30), (30,), 0, ungated
+    )
     teacher = load_teacher(str(directory), device=torch.device("cpu"))
     expected = served.forward(tokens, torch.arange(30), batch, torch.arange(30))
     torch.testing.assert_close(teacher(tokens[None], use_cache=False).logits[0], expected, atol=1e-5, rtol=1e-5)

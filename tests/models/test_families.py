@@ -38,22 +38,22 @@ class Sequence:
 
     @property
     def share(self) -> int:
-        """Tokens of the next flight."""
+        """Tokens of the next step."""
         return min(self.chunk, len(self.tokens) - self.computed)
 
 
 def run(model: PagedModel, sequences: list[Sequence]) -> None:
-    """Greedy decoding of all sequences in packed flights, their blocks scattered over the pool."""
+    """Greedy decoding of all sequences in packed steps, their blocks scattered over the pool."""
     longest = sum(-(-(len(s.prompt) + NEW_TOKENS) // BLOCK_TOKENS) for s in sequences)
     pool = torch.full(model.layout.shape(longest + 2), math.nan, dtype=getattr(torch, model.layout.dtype))
     free = random.Random(5).sample(range(longest + 2), longest + 2)
     step = 0
     while active := [s for s in sequences if s.begins <= step and len(s.logits) < NEW_TOKENS]:
-        flight(model, pool, free, sorted(active, key=lambda s: s.share > 1))
+        launched(model, pool, free, sorted(active, key=lambda s: s.share > 1))
         step += 1
 
 
-def flight(model: PagedModel, pool: torch.Tensor, free: list[int], rows: list[Sequence]) -> None:
+def launched(model: PagedModel, pool: torch.Tensor, free: list[int], rows: list[Sequence]) -> None:
     tokens, positions, slots, starts, samples = [], [], [], [0], []
     for row in rows:
         stop = row.computed + row.share
@@ -70,8 +70,18 @@ def flight(model: PagedModel, pool: torch.Tensor, free: list[int], rows: list[Se
     for index, row in enumerate(rows):
         tables[index, : len(row.blocks)] = torch.tensor(row.blocks)
     decodes = sum(stop - start == 1 for start, stop in itertools.pairwise(starts))
-    batch = PagedBatch(pool, torch.tensor(slots), tables, tuple(starts), tuple(row.computed for row in rows), decodes, lambda layer: None)
-    logits = model.forward(torch.tensor(tokens), torch.tensor(positions), batch, torch.tensor([at for _, at in samples], dtype=torch.int64))
+    batch = PagedBatch(
+        pool,
+        torch.tensor(slots),
+        tables,
+        tuple(starts),
+        tuple(row.computed for row in rows),
+        decodes,
+        lambda layer: None,
+    )
+    logits = model.forward(
+        torch.tensor(tokens), torch.tensor(positions), batch, torch.tensor([at for _, at in samples], dtype=torch.int64)
+    )
     assert logits.shape == (len(samples), model.vocab_size)
     assert logits.dtype == pool.dtype
     for (row, _), drawn in zip(samples, logits, strict=True):
@@ -110,7 +120,7 @@ def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     return tiny_model_dir(request.param, tmp_path_factory.mktemp(request.param), 3)
 
 
-def test_mixed_flights_give_the_tokens_and_logits_of_generate(directory: Path) -> None:
+def test_mixed_steps_give_the_tokens_and_logits_of_generate(directory: Path) -> None:
     model = load_model(str(directory), block_tokens=BLOCK_TOKENS)
     sequences = mixed_sequences(model.vocab_size)
     run(model, sequences)
@@ -118,7 +128,8 @@ def test_mixed_flights_give_the_tokens_and_logits_of_generate(directory: Path) -
     for sequence in sequences:
         tokens, logits = generate(directory, sequence.prompt)
         assert sequence.tokens == tokens
-        # Logits reach about 5. Float32 rounds sums of 64 such terms to 64 * 5 * 2**-24 = 2e-5 a layer; there are up to 6 layers.
+        # Logits reach about 5. Float32 rounds sums of 64 such terms to 64 * 5 * 2**-24 = 2e-5 a layer; there are up to
+        # 6 layers.
         torch.testing.assert_close(torch.stack(sequence.logits), logits, atol=2e-4, rtol=0)
 
 
@@ -148,7 +159,7 @@ def test_forward_runs_on_another_thread_than_the_one_that_loaded(tmp_path: Path)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_flight_that_samples_nothing_has_no_logits(tmp_path: Path, dtype: str) -> None:
+def test_a_step_that_samples_nothing_has_no_logits(tmp_path: Path, dtype: str) -> None:
     model = load_model(str(tiny_model_dir("gemma2", tmp_path, 3)), dtype=dtype, block_tokens=BLOCK_TOKENS)
     pool = torch.zeros(model.layout.shape(1), dtype=getattr(torch, dtype))
     batch = PagedBatch(pool, torch.arange(3), torch.zeros(1, 1, dtype=torch.int64), (0, 3), (3,), 0, lambda layer: None)

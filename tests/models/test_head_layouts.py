@@ -1,4 +1,6 @@
-"""Heads are read as their makers publish them: by the names and in the shapes of each kind of checkpoint, for transformers' own class of it."""
+"""Heads are read as their makers publish them: by the names and in the shapes of each kind of checkpoint, for
+transformers' own class of it.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,12 @@ _HYBRID = {
     "linear_num_value_heads": 4,
     "layer_types": ["linear_attention", "linear_attention", "full_attention"],
 }
-_QWEN_EXPERTS = {"num_experts": EXPERTS, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32}
+_QWEN_EXPERTS = {
+    "num_experts": EXPERTS,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32,
+}
 
 CONFIGS: Mapping[str, PreTrainedConfig] = {
     "glm4_moe": tiny_config("glm4_moe"),
@@ -75,13 +82,20 @@ CONFIGS: Mapping[str, PreTrainedConfig] = {
 }
 
 _NORMS = ["input_layernorm.weight", "post_attention_layernorm.weight"]
-_ATTENTION = [*(f"self_attn.{part}_proj.weight" for part in "qkvo"), "self_attn.q_norm.weight", "self_attn.k_norm.weight"]
+_ATTENTION = [
+    *(f"self_attn.{part}_proj.weight" for part in "qkvo"),
+    "self_attn.q_norm.weight",
+    "self_attn.k_norm.weight",
+]
 _LATENT_ATTENTION = [
     f"self_attn.{part}.weight"
     for part in ("q_a_proj", "q_a_layernorm", "q_b_proj", "kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj", "o_proj")
 ]
 _PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
-_EXPERTS = ["mlp.gate.weight", *(f"mlp.experts.{number}.{part}.weight" for number in range(EXPERTS) for part in _PROJECTIONS)]
+_EXPERTS = [
+    "mlp.gate.weight",
+    *(f"mlp.experts.{number}.{part}.weight" for number in range(EXPERTS) for part in _PROJECTIONS),
+]
 _SHARED_EXPERTS = ["mlp.gate.e_score_correction_bias", *(f"mlp.shared_experts.{part}.weight" for part in _PROJECTIONS)]
 _SHARED_EXPERT = ["mlp.shared_expert_gate.weight", *(f"mlp.shared_expert.{part}.weight" for part in _PROJECTIONS)]
 
@@ -121,7 +135,8 @@ def layout(kind: str) -> tuple[str, Mapping[str, str]]:
 
 
 def publish(kind: str, directory: Path, *, again: bool = False) -> dict[str, Tensor]:
-    """Save a model with a head, whose layer is the model's last one times -1; returns the head's tensors by the names in the file.
+    """Save a model with a head, whose layer is the model's last one times -1; returns the head's tensors by the names
+    in the file.
 
     again: with embedding and output matrix a second time, as some checkpoints of DeepSeek's and GLM's have them
     """
@@ -136,7 +151,9 @@ def publish(kind: str, directory: Path, *, again: bool = False) -> dict[str, Ten
     hidden = CONFIGS[kind].hidden_size
     place, ours = layout(kind)
     head = {
-        theirs: torch.randn(hidden, 2 * hidden, generator=draws) * 0.2 if name == "join.weight" else torch.rand(hidden, generator=draws)
+        theirs: torch.randn(hidden, 2 * hidden, generator=draws) * 0.2
+        if name == "join.weight"
+        else torch.rand(hidden, generator=draws)
         for name, theirs in ours.items()
     }
     for name in LAYER[kind]:
@@ -160,14 +177,18 @@ def loaded(directory: Path, dtype: torch.dtype = torch.float32) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("kind", "again"), [*((kind, False) for kind in CONFIGS), *((kind, True) for kind in CONFIGS if not kind.startswith("qwen"))]
+    ("kind", "again"),
+    [*((kind, False) for kind in CONFIGS), *((kind, True) for kind in CONFIGS if not kind.startswith("qwen"))],
 )
 def test_a_head_is_read_as_its_makers_publish_it(kind: str, again: bool, tmp_path: Path) -> None:
     published = publish(kind, tmp_path, again=again)
     model = loaded(tmp_path)
     last = model.base_model.layers[-1].state_dict()  # as transformers joins its experts
     _, ours = layout(kind)
-    expected = {**{name: published[theirs] for name, theirs in ours.items()}, **{f"layer.{name}": -last[name] for name in last}}
+    expected = {
+        **{name: published[theirs] for name, theirs in ours.items()},
+        **{f"layer.{name}": -last[name] for name in last},
+    }
 
     found = load_head(model, tmp_path).state_dict()
 
@@ -177,7 +198,9 @@ def test_a_head_is_read_as_its_makers_publish_it(kind: str, again: bool, tmp_pat
 
 @pytest.mark.parametrize("kind", CONFIGS)
 @torch.no_grad()
-def test_a_head_feeds_itself_its_normed_state_where_it_is_qwens_and_else_the_state_before(kind: str, tmp_path: Path) -> None:
+def test_a_head_feeds_itself_its_normed_state_where_it_is_qwens_and_else_the_state_before(
+    kind: str, tmp_path: Path
+) -> None:
     publish(kind, tmp_path)
     head = load_head(loaded(tmp_path), tmp_path)
     left: list[Tensor] = []
@@ -228,7 +251,9 @@ def test_a_checkpoint_of_more_than_text_is_judged_by_its_config_for_text(tmp_pat
 
 def test_a_model_is_served_with_the_head_that_its_checkpoint_carries(tmp_path: Path) -> None:
     publish("glm4_moe", tmp_path, again=True)
-    prompts = [[10 + position * step % 200 for position in range(length)] for step, length in ((3, 37), (7, 18), (11, 5))]
+    prompts = [
+        [10 + position * step % 200 for position in range(length)] for step, length in ((3, 37), (7, 18), (11, 5))
+    ]
     greedy = SamplingParams(temperature=0, max_tokens=15, ignore_eos=True)
     options: dict[str, Any] = {"dtype": "float32", "kv_memory": "1MiB", "max_running": 4, "compute_threads": 1}
     with LLM(tmp_path, **options) as plain:

@@ -123,4 +123,6 @@ def test_a_place_that_can_only_be_read_is_not_written_to(
         keep_compiled()
     assert os.environ.get(LAYERS) == (str(place) if chosen else None)
     assert KERNELS not in os.environ
-    assert caplog.messages == [f"what is compiled is not kept in {place / 'triton' if chosen else place}: it cannot be written"]
+    assert caplog.messages == [
+        f"what is compiled is not kept in {place / 'triton' if chosen else place}: it cannot be written"
+    ]

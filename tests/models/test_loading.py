@@ -1,4 +1,6 @@
-"""A model that cannot be read, or cannot be served right, is refused at load with a reason; what loads has an identity."""
+"""A model that cannot be read, or cannot be served right, is refused at load with a reason; what loads has an
+identity.
+"""
 
 from __future__ import annotations
 
@@ -274,7 +276,9 @@ def test_attention_that_looks_ahead_is_refused(tmp_path: Path) -> None:
 # --- the self-check
 
 
-def test_the_self_check_refuses_a_model_whose_paged_attention_differs(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_self_check_refuses_a_model_whose_paged_attention_differs(
+    llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def sharper(*args: Any, scale: float, **options: Any) -> torch.Tensor:
         return paged_attention(*args, scale=scale * 1.05, **options)
 
@@ -283,7 +287,9 @@ def test_the_self_check_refuses_a_model_whose_paged_attention_differs(llama: Pat
     assert "in layer 0, paged attention gives other values than transformers' own" in refusal(llama)
 
 
-def test_the_self_check_sees_a_window_that_is_longer_than_its_context(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_self_check_sees_a_window_that_is_longer_than_its_context(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     directory = tiny_model_dir("mistral", tmp_path, 0, sliding_window=512)
     model = load_model(str(directory), block_tokens=4)
     assert model.config.sliding_window == 512
@@ -327,8 +333,14 @@ def test_a_loaded_model_tells_its_facts(llama: Path) -> None:
 @pytest.mark.parametrize(
     ("failure", "said"),
     [
-        (PermissionError(errno.EACCES, "Permission denied"), "may not be read by this user: give the right to read it (chmod +r)"),
-        (OSError(errno.EIO, "Input/output error"), "cannot be read (Input/output error): see that it is a file on a medium that works"),
+        (
+            PermissionError(errno.EACCES, "Permission denied"),
+            "may not be read by this user: give the right to read it (chmod +r)",
+        ),
+        (
+            OSError(errno.EIO, "Input/output error"),
+            "cannot be read (Input/output error): see that it is a file on a medium that works",
+        ),
     ],
     ids=["no right", "broken medium"],
 )
@@ -354,7 +366,9 @@ def test_a_directory_in_place_of_weights_is_said_to_be_one(llama: Path) -> None:
     assert "model.safetensors cannot be read (Is a directory)" in refusal(llama)
 
 
-def test_loading_prints_nothing_and_leaves_transformers_as_talkative_as_it_was(llama: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_loading_prints_nothing_and_leaves_transformers_as_talkative_as_it_was(
+    llama: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     before = (transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled())
     transformers_logging.set_verbosity(logging.INFO)
     transformers_logging.enable_progress_bar()
@@ -363,7 +377,10 @@ def test_loading_prints_nothing_and_leaves_transformers_as_talkative_as_it_was(l
     load_model(str(llama), block_tokens=4)
 
     assert capfd.readouterr() == ("", "")
-    assert (transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()) == (logging.INFO, True)
+    assert (transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()) == (
+        logging.INFO,
+        True,
+    )
     transformers_logging.set_verbosity(before[0])
     if not before[1]:
         transformers_logging.disable_progress_bar()
@@ -432,7 +449,10 @@ def test_the_fingerprint_is_the_same_in_another_process(llama: Path) -> None:
 def test_the_fingerprint_changes_with_one_weight_the_dtype_the_config_and_transformers(
     llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seen = {load_model(str(llama), block_tokens=4).fingerprint, load_model(str(llama), dtype="bfloat16", block_tokens=4).fingerprint}
+    seen = {
+        load_model(str(llama), block_tokens=4).fingerprint,
+        load_model(str(llama), dtype="bfloat16", block_tokens=4).fingerprint,
+    }
 
     edit_weights(llama, lambda weights: weights["model.layers.2.mlp.down_proj.weight"][5, 7].add_(1e-6))
     seen.add(load_model(str(llama), block_tokens=4).fingerprint)

@@ -29,7 +29,9 @@ def directory(tmp_path: Path, stored: str) -> Path:
 
 
 def computes(monkeypatch: pytest.MonkeyPatch, *, over_float32: float, memory: int = 64 * GIB) -> None:
-    """As if a product in a stored dtype took so many times as long as one in float32, on a machine of so much memory."""
+    """As if a product in a stored dtype took so many times as long as one in float32, on a machine of so much
+    memory.
+    """
     monkeypatch.setattr(precision, "time_over_float32", lambda dtype: over_float32)
     monkeypatch.setattr(precision, "memory_bytes", lambda: (memory, memory // 2))
 
@@ -51,7 +53,10 @@ def test_a_model_is_loaded_in_float32_where_the_cpu_is_faster_in_that(
     with caplog.at_level(logging.INFO, "sidestream.models.loader"):
         model = load_model(str(directory), block_tokens=4)
     assert model.layout.dtype == str(model.module.dtype).removeprefix("torch.") == "float32"
-    assert f"model llama: float32, not {stored} as stored: this CPU multiplies float32 4.0 times as fast as {stored}" in caplog.text
+    assert (
+        f"model llama: float32, not {stored} as stored: this CPU multiplies float32 4.0 times as fast as {stored}"
+        in caplog.text
+    )
     assert kv_token_bytes(str(directory)) == model.layout.token_bytes
     assert precision_of(str(directory)).dtype == "float32"
 
@@ -62,7 +67,9 @@ def test_an_exact_dtype_is_kept_however_slow(directory: Path, stored: str, monke
     assert kv_token_bytes(str(directory), dtype=stored) * 2 == kv_token_bytes(str(directory))
 
 
-def test_a_config_that_says_no_dtype_is_completed_by_the_weights(directory: Path, stored: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_config_that_says_no_dtype_is_completed_by_the_weights(
+    directory: Path, stored: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = directory / "config.json"
     config.write_text("\n".join(line for line in config.read_text().splitlines() if "dtype" not in line))
     computes(monkeypatch, over_float32=0.5)
@@ -75,7 +82,9 @@ def test_nothing_is_measured_for_a_gpu_or_for_float32(monkeypatch: pytest.Monkey
     assert str(choose_precision("auto", "float32", weights_bytes=GIB, on_cpu=True)) == "float32, as stored"
 
 
-def test_weights_that_would_take_more_than_half_of_the_memory_stay_as_they_are_stored(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_that_would_take_more_than_half_of_the_memory_stay_as_they_are_stored(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     computes(monkeypatch, over_float32=4.0, memory=8 * GIB)
     assert choose_precision("auto", "bfloat16", weights_bytes=2 * GIB, on_cpu=True).dtype == "float32"
     kept = choose_precision("auto", "bfloat16", weights_bytes=3 * GIB, on_cpu=True)
@@ -100,5 +109,7 @@ def test_float32_is_chosen_where_onednn_may_not_use_more_than_avx2() -> None:
     if not torch.backends.mkldnn.is_available() or torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"):
         pytest.skip("oneDNN's limit is for x86")
     limited = {**os.environ, "ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, "-c", CHOICE], env=limited, capture_output=True, text=True, timeout=120, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", CHOICE], env=limited, capture_output=True, text=True, timeout=120, check=True
+    )
     assert done.stdout.split() == ["float32"]

@@ -25,7 +25,10 @@ BEFORE = 64
 def longrope(directory: Path) -> Path:
     """A model of 64 positions that LongRoPE extends to 256, laid out as Phi-3's are."""
     tiny_model_dir("phi3", directory, 3, max_position_embeddings=4 * BEFORE)
-    factors = {"short_factor": [1.0 + index / 8 for index in range(8)], "long_factor": [2.0 + index for index in range(8)]}
+    factors = {
+        "short_factor": [1.0 + index / 8 for index in range(8)],
+        "long_factor": [2.0 + index for index in range(8)],
+    }
     return edited(directory, original_max_position_embeddings=BEFORE, rope_scaling={"type": "longrope", **factors})
 
 
@@ -52,7 +55,9 @@ def paged_logits(model: PagedModel, tokens: torch.Tensor, chunk: int = 24) -> to
     logits = []
     for positions in torch.arange(len(tokens)).split(chunk):
         length, end = len(positions), int(positions[-1]) + 1
-        batch = PagedBatch(pool, positions, torch.arange(blocks)[None], (0, length), (end,), int(length == 1), lambda layer: None)
+        batch = PagedBatch(
+            pool, positions, torch.arange(blocks)[None], (0, length), (end,), int(length == 1), lambda layer: None
+        )
         logits.append(model.forward(tokens[positions], positions, batch, torch.arange(length)))
     return torch.cat(logits)
 
@@ -63,7 +68,9 @@ def text(length: int) -> torch.Tensor:
 
 def assert_served(model: PagedModel, directory: Path, length: int) -> None:
     # As in test_families: float32 rounds sums of 64 terms of about 5, in 3 layers.
-    torch.testing.assert_close(paged_logits(model, text(length)), own_logits(directory, text(length)), atol=2e-4, rtol=0)
+    torch.testing.assert_close(
+        paged_logits(model, text(length)), own_logits(directory, text(length)), atol=2e-4, rtol=0
+    )
 
 
 def test_yarn_is_served_up_to_the_positions_before_scaling_times_the_factor(tmp_path: Path) -> None:
@@ -125,7 +132,9 @@ def test_kv_of_long_factors_is_independent_of_a_texts_length(tmp_path: Path) -> 
 
 def test_models_with_short_and_with_long_factors_have_keys_of_their_own(tmp_path: Path) -> None:
     directory = str(longrope(tmp_path))
-    fingerprints = [load_model(directory, block_tokens=4, max_model_len=length).fingerprint for length in (None, 65, 64, 10)]
+    fingerprints = [
+        load_model(directory, block_tokens=4, max_model_len=length).fingerprint for length in (None, 65, 64, 10)
+    ]
     assert fingerprints[0] == fingerprints[1] != fingerprints[2] == fingerprints[3]
 
 
@@ -135,11 +144,15 @@ def test_an_engine_chooses_factors_by_its_max_model_len(tmp_path: Path) -> None:
     prompt, greedy = text(BEFORE + 6).tolist(), SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
     with LLM(directory, **options) as llm:
         assert llm.max_model_len == 4 * BEFORE
-        assert llm.generate([prompt], greedy)[0].token_ids == (int(own_logits(directory, torch.tensor(prompt))[-1].argmax()),)
+        assert llm.generate([prompt], greedy)[0].token_ids == (
+            int(own_logits(directory, torch.tensor(prompt))[-1].argmax()),
+        )
     with LLM(directory, max_model_len=BEFORE, **options) as llm:
         assert llm.max_model_len == BEFORE
         prompt = prompt[:40]
-        assert llm.generate([prompt], greedy)[0].token_ids == (int(own_logits(directory, torch.tensor(prompt))[-1].argmax()),)
+        assert llm.generate([prompt], greedy)[0].token_ids == (
+            int(own_logits(directory, torch.tensor(prompt))[-1].argmax()),
+        )
     with pytest.raises(ConfigError, match="the model was made for 256"):
         LLM(directory, max_model_len=257, **options)
 

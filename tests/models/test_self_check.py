@@ -42,7 +42,9 @@ def swapped(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: 
     return _OWN(query, key.flip(1), value.flip(1), *args, **how)
 
 
-def forgetful(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer: int, batch: Any, **how: Any) -> torch.Tensor:
+def forgetful(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer: int, batch: Any, **how: Any
+) -> torch.Tensor:
     """Wrong in decode rows alone."""
     return _OWN(query, key, value, layer, batch, **how) * (0.9 if batch.num_decode else 1)
 
@@ -59,14 +61,18 @@ ERRORS = {
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("error", ERRORS)
-def test_attention_with_an_error_is_refused(error: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attention_with_an_error_is_refused(
+    error: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(paged, "paged_attention", ERRORS[error])
     with pytest.raises(ModelError, match="paged attention gives other values than transformers' own"):
         loaded("gemma2", tmp_path, dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_positions_that_start_anew_in_each_chunk_are_refused(dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_positions_that_start_anew_in_each_chunk_are_refused(
+    dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     own = PagedModel.forward
 
     def anew(self: PagedModel, tokens: torch.Tensor, positions: torch.Tensor, *args: Any) -> torch.Tensor:
@@ -94,14 +100,20 @@ def test_a_state_outside_of_attention_is_refused(dtype: str, tmp_path: Path, mon
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("family", ["olmoe", "mixtral", "jetmoe"])
-def test_experts_that_rounding_chooses_otherwise_are_no_reason_to_refuse(family: str, dtype: str, tmp_path: Path) -> None:
-    """Compared as a whole, logits of some seeds differ by 0.3 of their spread: one token of the first layer suffices."""
+def test_experts_that_rounding_chooses_otherwise_are_no_reason_to_refuse(
+    family: str, dtype: str, tmp_path: Path
+) -> None:
+    """Compared as a whole, logits of some seeds differ by 0.3 of their spread: one token of the first layer
+    suffices.
+    """
     for seed in (11, 14, 21, 33):
         assert loaded(family, tmp_path / str(seed), dtype, seed, num_hidden_layers=6).layout.dtype == dtype
 
 
 def test_a_window_that_attention_is_not_told_of_is_refused_if_texts_reach_it(tmp_path: Path) -> None:
-    """PhiMoE masks by its window and does not pass it to attention; published models have one as long as their context."""
+    """PhiMoE masks by its window and does not pass it to attention; published models have one as long as their
+    context.
+    """
     assert loaded("phimoe", tmp_path / "wide", "float32", sliding_window=1024).max_model_len == 1024
     with pytest.raises(ModelError, match="layer 0 masks other tokens than causal attention with no sliding window"):
         loaded("phimoe", tmp_path / "narrow", "float32", sliding_window=12)

@@ -53,7 +53,9 @@ def shard(directory: Path, *, repeat: str = "") -> None:
 # --- quantised without saying so
 
 
-@pytest.mark.parametrize(("dtype", "stored_as"), [(torch.float8_e4m3fn, "F8_E4M3"), (torch.float8_e5m2, "F8_E5M2"), (torch.int8, "I8")])
+@pytest.mark.parametrize(
+    ("dtype", "stored_as"), [(torch.float8_e4m3fn, "F8_E4M3"), (torch.float8_e5m2, "F8_E5M2"), (torch.int8, "I8")]
+)
 def test_weights_of_eight_bits_without_a_scheme_are_refused(llama: Path, dtype: torch.dtype, stored_as: str) -> None:
     """As ModelOpt stores them: scales beside the weights, and nothing in config.json."""
 

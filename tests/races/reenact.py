@@ -30,7 +30,9 @@ def named(name: str) -> Miniature:
 
 
 def assert_caught(name: str, *, by: tuple[str, ...], within: int) -> None:
-    """Without its protection, every oracle of `by` notices within so many random schedules, and no other one ever does."""
+    """Without its protection, every oracle of `by` notices within so many random schedules, and no other one
+    ever does.
+    """
     first: dict[str, int] = {}
     for seed in range(within):
         caught = run_miniature(named(name), "random", seed, protected=False)

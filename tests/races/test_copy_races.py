@@ -10,9 +10,9 @@ def test_h2_block_is_reused_while_its_store_still_reads_it() -> None:
     assert_clean("block reused under a store")
 
 
-def test_h3_load_overwrites_a_block_that_the_old_owners_flight_still_reads() -> None:
-    assert_caught("load under the old owner's flight", by=("checker", "tokens"), within=5)
-    assert_clean("load under the old owner's flight")
+def test_h3_load_overwrites_a_block_that_the_old_owners_step_still_reads() -> None:
+    assert_caught("load under the old owner's step", by=("checker", "tokens"), within=5)
+    assert_clean("load under the old owner's step")
 
 
 def test_h4_zero_fill_of_a_fresh_block_lands_after_the_load() -> None:

@@ -22,7 +22,10 @@ def test_every_hazard_has_a_miniature() -> None:
 def test_every_miniature_is_reenacted_by_a_test_named_after_its_hazard() -> None:
     tests = "".join(path.read_text() for path in Path(__file__).parent.glob("test_*.py"))
     for miniature in MINIATURES:
-        found = re.search(rf'def test_{miniature.hazard.lower()}_\w+\(\) -> None:\n    assert_caught\("{re.escape(miniature.name)}"', tests)
+        found = re.search(
+            rf'def test_{miniature.hazard.lower()}_\w+\(\) -> None:\n    assert_caught\("{re.escape(miniature.name)}"',
+            tests,
+        )
         assert found, f"no test re-enacts {miniature.name}"
 
 
@@ -56,7 +59,7 @@ def test_a_deadlock_is_caught_as_an_order() -> None:
     def play(device, protected):  # type: ignore[no-untyped-def]
         stream, event = device.stream("a"), device.event("e")
         stream.capture(lambda: event.record(stream))
-        device.wait_host(event.fence, reason="flight")
+        device.wait_host(event.fence, reason="step")
 
     caught = run_miniature(Miniature("stuck", "H1", "None.", play), "random", 0, protected=False)
     assert caught is not None and caught.oracle == "order"

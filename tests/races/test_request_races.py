@@ -10,9 +10,9 @@ def test_h13_ranks_disagree_on_which_load_is_complete() -> None:
     assert_clean("ranks that decide alone")
 
 
-def test_h21_abort_frees_what_a_flight_still_holds_and_the_commit_frees_it_again() -> None:
-    assert_caught("abort while a flight is out", by=("checker", "balance"), within=1)
-    assert_clean("abort while a flight is out")
+def test_h21_abort_frees_what_a_step_still_holds_and_the_commit_frees_it_again() -> None:
+    assert_caught("abort while a step is out", by=("checker", "balance"), within=1)
+    assert_clean("abort while a step is out")
 
 
 def test_h22_release_is_left_to_a_worker_that_has_gone() -> None:
@@ -25,6 +25,6 @@ def test_h25_recovered_request_emits_a_token_of_a_chunk_that_is_not_its_last() -
     assert_clean("token of a chunk that is not the last")
 
 
-def test_h26_requests_retract_one_another_and_neither_goes_on() -> None:
-    assert_caught("retracted before it ran", by=("order",), within=1)
-    assert_clean("retracted before it ran")
+def test_h26_requests_preempt_one_another_and_neither_goes_on() -> None:
+    assert_caught("preempted before it ran", by=("order",), within=1)
+    assert_clean("preempted before it ran")

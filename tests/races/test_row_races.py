@@ -10,9 +10,9 @@ def test_h12_token_is_read_because_the_step_was_counted_and_not_because_it_is_do
     assert_clean("token read when the step was counted")
 
 
-def test_h16_row_of_a_finished_request_is_reused_before_its_last_flight() -> None:
-    assert_caught("row reused under its last flight", by=("checker", "tokens"), within=5)
-    assert_clean("row reused under its last flight")
+def test_h16_row_of_a_finished_request_is_reused_before_its_last_step() -> None:
+    assert_caught("row reused under its last step", by=("checker", "tokens"), within=5)
+    assert_clean("row reused under its last step")
 
 
 def test_h17_staging_buffer_is_refilled_while_a_copy_still_reads_it() -> None:
@@ -25,6 +25,6 @@ def test_h18_padded_row_of_a_graph_writes_the_block_of_an_earlier_batch() -> Non
     assert_clean("padded row of a graph")
 
 
-def test_h19_state_of_a_row_is_a_view_of_what_the_next_flight_overwrites() -> None:
+def test_h19_state_of_a_row_is_a_view_of_what_the_next_step_overwrites() -> None:
     assert_caught("state kept as a view", by=("accept length",), within=1)
     assert_clean("state kept as a view")

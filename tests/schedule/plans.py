@@ -1,4 +1,6 @@
-"""Prompts, small pools and a look at plans. Blocks hold 4 tokens, chunks 8, and four rows share 16 blocks unless a test says otherwise."""
+"""Prompts, small pools and a look at plans. Blocks hold 4 tokens, chunks 8, and four rows share 16 blocks unless a test
+says otherwise.
+"""
 
 from __future__ import annotations
 

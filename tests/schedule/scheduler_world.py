@@ -1,8 +1,9 @@
-"""A world around the scheduler: the engine's loop, streams that run when they like, and KV whose every token is looked at.
+"""A world around the scheduler: the engine's loop, streams that run when they like, and KV whose every token is looked
+at.
 
-A piece of work runs late and in any order that the fences allow, as chosen by a seed. Blocks hold `(token, position)` cells;
-flights check every cell that they read, stores check what they copy, and a token is drawn from what the blocks really hold.
-So a wait, lease or check that is missing somewhere shows up as a wrong cell.
+A piece of work runs late and in any order that the fences allow, as chosen by a seed. Blocks hold `(token, position)`
+cells; steps check every cell that they read, stores check what they copy, and a token is drawn from what the blocks
+really hold. So a wait, lease or check that is missing somewhere shows up as a wrong cell.
 """
 
 from __future__ import annotations
@@ -108,12 +109,16 @@ class SimDevice:
             ready = [stream for stream in (self.compute, self.load, self.store) if stream.ready()]
             if not ready:
                 return
-            stream = self.favourite if self.favourite in ready and self.random.random() < 0.8 else self.random.choice(ready)
+            stream = (
+                self.favourite if self.favourite in ready and self.random.random() < 0.8 else self.random.choice(ready)
+            )
             stream.run()
 
     def run_until(self, fence: SimFence) -> None:
         while not fence.poll():
-            assert any(stream.ready() for stream in (self.compute, self.load, self.store)), "the streams wait for each other"
+            assert any(stream.ready() for stream in (self.compute, self.load, self.store)), (
+                "the streams wait for each other"
+            )
             self.run_some(1)
 
     def run_all(self) -> None:
@@ -186,7 +191,7 @@ class RowState:
 
 
 @dataclass(slots=True, eq=False)
-class Flight:
+class LaunchedStep:
     batch: BatchPlan
     fence: SimFence
     results: list[RowResult]
@@ -204,14 +209,20 @@ class Story:
 
 
 class World:
-    """The engine's loop around one scheduler, asynchronous: flight N+1 is launched before flight N is committed.
+    """The engine's loop around one scheduler, asynchronous: step N+1 is launched before step N is committed.
 
-    Without a seed, streams run only when somebody waits for them, so that what a step launched is in the air after it. Rows draft up to
-    `drafts` tokens, of which so many are right as chance will have it.
+    Without a seed, streams run only when somebody waits for them, so that what a step launched is in the air after it.
+    Rows draft up to `drafts` tokens, of which so many are right as chance will have it.
     """
 
     def __init__(
-        self, *, num_blocks: int = 16, num_rows: int = 4, seed: int | None = None, limits: Limits | None = None, drafts: int = 0
+        self,
+        *,
+        num_blocks: int = 16,
+        num_rows: int = 4,
+        seed: int | None = None,
+        limits: Limits | None = None,
+        drafts: int = 0,
     ) -> None:
         self.limits = limits or Limits(block_tokens=4, chunk_tokens=8, token_budget=8 + num_rows)
         size = self.limits.block_tokens
@@ -240,7 +251,7 @@ class World:
         self.promotions: list[PromotePlan] = []
         self.doomed: set[tuple[RequestId, int]] = set()
         self.fail_loads = False
-        self.previous: Flight | None = None
+        self.previous: LaunchedStep | None = None
         self.plans: list[StepPlan] = []
         self.stored: list[StorePlan] = []
 
@@ -296,30 +307,34 @@ class World:
         self.scheduler.promoted(plan.request_id, plan.epoch, again=complete)
 
     def step(self, meanwhile: Callable[[], object] | None = None) -> StepPlan:
-        """One turn of the engine's loop. `meanwhile` happens behind the launch, before the flight before is committed."""
+        """One turn of the engine's loop. `meanwhile` happens behind the launch, before the step before is committed."""
         self._apply_events()
         plan = self.scheduler.plan()
         self._check_plan(plan)
         self.plans.append(plan)
         self._submit(plan.transfers)
-        flight = self._launch(plan) if plan.batch.rows else None
+        launched = self._launch(plan) if plan.batch.rows else None
         if meanwhile is not None:
             meanwhile()
             self._apply_events()
             self._submit(self.scheduler.order_loads())
             self._check()
-        previous, self.previous = self.previous, flight
+        previous, self.previous = self.previous, launched
         self._commit(previous)
-        if flight is None and previous is None and self.blocks.is_settling:
+        if launched is None and previous is None and self.blocks.is_settling:
             self.device.run_some(1)  # the engine sleeps until a transfer has ended
         self._check()
         return plan
 
     def run(self, *, max_steps: int = 500) -> int:
-        """Step until every request has ended and everything has landed; the number of steps. Then the pools must be as at the start."""
+        """Step until every request has ended and everything has landed; the number of steps. Then the pools must be as
+        at the start.
+        """
         steps = 0
         while self.scheduler.requests():
-            assert steps < max_steps, f"not done after {steps} steps: {[(r.id, r.state, r.num_outputs) for r in self.scheduler.requests()]}"
+            assert steps < max_steps, (
+                f"not done after {steps} steps: {[(r.id, r.state, r.num_outputs) for r in self.scheduler.requests()]}"
+            )
             for plan in list(self.promotions):
                 self.end_promotion(plan, complete=True)
             self.step()
@@ -338,7 +353,7 @@ class World:
         assert not self.scheduler.plan().batch.rows
 
     def end_transfers(self) -> None:
-        """Let the transfers that can go on end; flights stay where they are."""
+        """Let the transfers that can go on end; steps stay where they are."""
         while ready := [stream for stream in (self.device.load, self.device.store) if stream.ready()]:
             ready[0].run()
         self.blocks.settle()
@@ -349,7 +364,7 @@ class World:
         self.blocks.take(self.blocks.num_available).release()
 
     def computed_positions(self, request: Request) -> list[int]:
-        """Positions whose KV the request's flights computed, in order, over all epochs."""
+        """Positions whose KV the request's steps computed, in order, over all epochs."""
         rows = [row for plan in self.plans for row in plan.batch.rows if row.request_id == request.id]
         return [position for row in rows for position in range(row.start, row.stop)]
 
@@ -394,7 +409,9 @@ class World:
 
         def copy() -> None:
             for key, block in zip(plan.keys, plan.block_ids, strict=True):
-                assert self.kv[block] == self.contents[key], f"block {block} was not what its key names when it was stored"
+                assert self.kv[block] == self.contents[key], (
+                    f"block {block} was not what its key names when it was stored"
+                )
                 self.tiers.where[key] = "host"
 
         self.tiers.on_their_way.append(self.device.store.submit(copy))
@@ -408,9 +425,9 @@ class World:
                 self.scheduler.load_failed(ticket.plan.request_id, ticket.plan.epoch)
         self.blocks.settle()
 
-    # ------------------------------------------------------------------ flights
+    # ------------------------------------------------------------------ steps
 
-    def _launch(self, plan: StepPlan) -> Flight:
+    def _launch(self, plan: StepPlan) -> LaunchedStep:
         members = {(row.request_id, row.epoch) for row in plan.batch.rows}
         gates = [ticket.fence for ticket in self.tickets if (ticket.plan.request_id, ticket.plan.epoch) in members]
         for fence in (*plan.after, *gates):
@@ -420,7 +437,7 @@ class World:
         self.scheduler.launched(plan.batch, fence)
         if self.runs_ahead:
             self.device.run_some(self.device.random.randrange(3))
-        return Flight(plan.batch, fence, results)
+        return LaunchedStep(plan.batch, fence, results)
 
     def _fly(self, batch: BatchPlan, results: list[RowResult]) -> None:
         for row in batch.rows:
@@ -434,7 +451,9 @@ class World:
             known = (*row.begin.prompt, *row.begin.outputs)
             self.row_state[row.row] = RowState(row.request_id, row.epoch, known[-1])
         state = self.row_state[row.row]
-        assert (state.owner, state.epoch) == (row.request_id, row.epoch), f"row {row.row} was of {state} when {row} flew"
+        assert (state.owner, state.epoch) == (row.request_id, row.epoch), (
+            f"row {row.row} was of {state} when {row} flew"
+        )
         start = row.start if row.tokens is not None else state.length
         assert start >= row.start
         assert start + row.num_tokens <= row.stop, f"{row} is at {start} and writes beyond what it was told"
@@ -469,14 +488,14 @@ class World:
         for position, cell in enumerate(cells, start):
             self.kv[row.block_ids[position // size]][position % size] = cell
 
-    def _commit(self, flight: Flight | None) -> None:
-        if flight is None:
+    def _commit(self, launched: LaunchedStep | None) -> None:
+        if launched is None:
             return
-        self.device.run_until(flight.fence)
+        self.device.run_until(launched.fence)
         self._apply_events()
-        committed = self.scheduler.commit(flight.batch, flight.results, flight.fence)
+        committed = self.scheduler.commit(launched.batch, launched.results, launched.fence)
         if (store := self.scheduler.publish(committed)) is not None:
-            self._check_store(store, flight)
+            self._check_store(store, launched)
             self._store(store)
         for request, result, count, stop_reason in committed.drawn:
             self.said(request).extend(result.token_ids[:count])
@@ -489,7 +508,9 @@ class World:
         limits, rows = self.limits, plan.batch.rows
         assert plan.batch.num_tokens - sum(row.drafts for row in rows) <= limits.token_budget
         assert len({row.row for row in rows}) == len({row.request_id for row in rows}) == len(rows)
-        assert sorted(rows, key=lambda row: (row.tokens is not None, row.drafts > 0)) == list(rows), "decode rows come first"
+        assert sorted(rows, key=lambda row: (row.tokens is not None, row.drafts > 0)) == list(rows), (
+            "decode rows come first"
+        )
         written: list[int] = []
         for row in rows:
             request = self.stories[row.request_id].request
@@ -509,8 +530,8 @@ class World:
         assert len(set(written)) == len(written), "two rows write one block"
         assert not set(written) & {self.blocks.get(key) for key in self.contents}, "a findable block is written"
 
-    def _check_store(self, store: StorePlan, flight: Flight) -> None:
-        assert flight.fence in store.after
+    def _check_store(self, store: StorePlan, launched: LaunchedStep) -> None:
+        assert launched.fence in store.after
         for key, block in zip(store.keys, store.block_ids, strict=True):
             assert self.kv[block] == self.contents[key]
             assert self.blocks.get(key) == block
@@ -520,7 +541,9 @@ class World:
         self.rows.check()
         for key, content in self.contents.items():
             block = self.blocks.get(key)
-            assert block is None or self.kv[block] == content, f"block {block} is findable under a key that it is not complete for"
+            assert block is None or self.kv[block] == content, (
+                f"block {block} is findable under a key that it is not complete for"
+            )
         for story in self.stories.values():
             request = story.request
             assert story.said == story.expected[: len(story.said)]

@@ -59,7 +59,13 @@ def test_a_checked_request_has_all_that_the_engine_needs() -> None:
     assert asked == [([1, 2, 3, 4, 5, 6], "a")]
     assert request.prompt == (1, 2, 3, 4, 5, 6)
     assert {type(token) for token in request.prompt} == {int}
-    assert (request.keys, request.keys_version, request.seed, request.priority, request.cache_salt) == ([b"k" * 16], 7, 5, -2, "a")
+    assert (request.keys, request.keys_version, request.seed, request.priority, request.cache_salt) == (
+        [b"k" * 16],
+        7,
+        5,
+        -2,
+        "a",
+    )
 
 
 def test_a_seed_of_the_params_counts_before_the_one_that_was_drawn() -> None:
@@ -69,15 +75,21 @@ def test_a_seed_of_the_params_counts_before_the_one_that_was_drawn() -> None:
 
 @pytest.mark.parametrize(("max_tokens", "expected"), [(None, 38), (5, 5), (38, 38), (100, 38)])
 def test_an_answer_has_room_up_to_the_smaller_of_model_and_pool(max_tokens: int | None, expected: int) -> None:
-    assert RequestChecker(BOUNDS, no_keys).check([1] * 10, SamplingParams(max_tokens=max_tokens)).max_outputs == expected
+    assert (
+        RequestChecker(BOUNDS, no_keys).check([1] * 10, SamplingParams(max_tokens=max_tokens)).max_outputs == expected
+    )
 
 
 def test_the_longest_prompt_leaves_room_for_one_token() -> None:
     checker = RequestChecker(BOUNDS, no_keys)
     assert checker.check([1] * 47, PARAMS).max_outputs == 1
-    with pytest.raises(ContextTooLong, match=r"^prompt has 48 tokens, the pool holds 48 \(12 blocks x 4\) with at least one of output"):
+    with pytest.raises(
+        ContextTooLong, match=r"^prompt has 48 tokens, the pool holds 48 \(12 blocks x 4\) with at least one of output"
+    ):
         checker.check([1] * 48, PARAMS)
-    with pytest.raises(ContextTooLong, match=r"^prompt has 64 tokens, the model takes 64 with at least one of output: shorten it$"):
+    with pytest.raises(
+        ContextTooLong, match=r"^prompt has 64 tokens, the model takes 64 with at least one of output: shorten it$"
+    ):
         checker.check([1] * 64, PARAMS)
 
 
@@ -91,16 +103,30 @@ def test_the_longest_prompt_leaves_room_for_one_token() -> None:
         (7, {}, {}, "^prompt is 7: give a list of whole numbers$", "prompt"),
         ([True], {}, {}, "^prompt has True, which is not a whole number$", "prompt"),
         ([1], {"logit_bias": {97: 1.0}}, {}, "^logit_bias has token id 97: the model knows 0 to 96$", "logit_bias"),
-        ([1], {"stop_token_ids": (200,)}, {}, "^stop_token_ids has token id 200: the model knows 0 to 96$", "stop_token_ids"),
+        (
+            [1],
+            {"stop_token_ids": (200,)},
+            {},
+            "^stop_token_ids has token id 200: the model knows 0 to 96$",
+            "stop_token_ids",
+        ),
         ([1], {"n": 7}, {}, "^n is 7: the engine takes 6 samples at a time; ask for fewer$", "n"),
         ([1] * 40, {"min_tokens": 9}, {}, "^min_tokens is 9: behind this prompt there is room for 8$", "min_tokens"),
         ([1], {}, {"cache_salt": 5}, "^cache_salt is a int: give a text of at most", "cache_salt"),
         ([1], {}, {"priority": "high"}, "^priority has 'high', which is not a whole number$", "priority"),
         ([1], {}, {"priority": 1 << 63}, f"^priority is {1 << 63}: give a number of 64 bits$", "priority"),
-        ([1], {}, {"priority": -(1 << 63) - 1}, f"^priority is {-(1 << 63) - 1}: give a number of 64 bits$", "priority"),
+        (
+            [1],
+            {},
+            {"priority": -(1 << 63) - 1},
+            f"^priority is {-(1 << 63) - 1}: give a number of 64 bits$",
+            "priority",
+        ),
     ],
 )
-def test_a_request_that_cannot_be_served_is_refused_by_its_field(prompt: Any, params: Any, options: Any, words: str, param: str) -> None:
+def test_a_request_that_cannot_be_served_is_refused_by_its_field(
+    prompt: Any, params: Any, options: Any, words: str, param: str
+) -> None:
     def no_work(tokens: npt.NDArray[np.int64], cache_salt: str) -> tuple[list[Key], int]:
         raise AssertionError("keys of a refused request are made")
 

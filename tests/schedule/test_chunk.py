@@ -7,7 +7,12 @@ from hypothesis import strategies as st
 
 from sidestream.schedule.chunk import chunk_stop, reusable_tokens
 
-SHAPES = st.builds(lambda block, blocks, known: (block, block * blocks, known), st.integers(1, 8), st.integers(1, 6), st.integers(1, 200))
+SHAPES = st.builds(
+    lambda block, blocks, known: (block, block * blocks, known),
+    st.integers(1, 8),
+    st.integers(1, 6),
+    st.integers(1, 200),
+)
 
 
 def cuts_from(start: int, known: int, *, chunk_tokens: int, block_tokens: int) -> list[int]:
@@ -20,7 +25,9 @@ def cuts_from(start: int, known: int, *, chunk_tokens: int, block_tokens: int) -
 
 @settings(deadline=None, derandomize=True, max_examples=300)
 @given(shape=SHAPES, data=st.data())
-def test_a_run_that_found_a_prefix_is_cut_where_the_run_that_found_nothing_was(shape: tuple[int, int, int], data: st.DataObject) -> None:
+def test_a_run_that_found_a_prefix_is_cut_where_the_run_that_found_nothing_was(
+    shape: tuple[int, int, int], data: st.DataObject
+) -> None:
     block, chunk, known = shape
     all_cuts = cuts_from(0, known, chunk_tokens=chunk, block_tokens=block)
     found = data.draw(st.integers(0, reusable_tokens(known, block) // block)) * block
@@ -52,4 +59,9 @@ def test_reuse_is_whole_blocks_and_never_the_last_token(known: int, block: int) 
 def test_an_example() -> None:
     assert cuts_from(0, 600, chunk_tokens=256, block_tokens=16) == [256, 512, 592, 600]
     assert cuts_from(592, 600, chunk_tokens=256, block_tokens=16) == [600]
-    assert cuts_from(0, 592, chunk_tokens=256, block_tokens=16) == [256, 512, 576, 592]  # the last block too, for its logits
+    assert cuts_from(0, 592, chunk_tokens=256, block_tokens=16) == [
+        256,
+        512,
+        576,
+        592,
+    ]  # the last block too, for its logits

@@ -1,4 +1,4 @@
-"""How many drafts a row gets, from what became of earlier ones and what flights took."""
+"""How many drafts a row gets, from what became of earlier ones and what steps took."""
 
 from __future__ import annotations
 
@@ -26,43 +26,47 @@ def drafting(chances: Sequence[float], **options: float) -> tuple[DraftPolicy, l
 
 
 def proportional(cost: float) -> Callable[[int], float]:
-    """A flight takes so much more for each draft of a row: as on a CPU."""
+    """A step takes so much more for each draft of a row: as on a CPU."""
     return lambda depth: PLAIN_S * (1 + cost * depth)
 
 
 def flat(ratio: float) -> Callable[[int], float]:
-    """A flight takes so many times as long with drafts, however many: as a captured pass does."""
+    """A step takes so many times as long with drafts, however many: as a captured pass does."""
     return lambda depth: PLAIN_S * (ratio if depth else 1.0)
 
 
 def chosen_of(policy: DraftPolicy, rows: Sequence[int], *, room: int = 4) -> list[int]:
-    """What each row gets in the next flight."""
+    """What each row gets in the next step."""
     return (policy.again(len(rows)) or policy.choose(rows, [room] * len(rows))).counts
 
 
 def fly(policy: DraftPolicy, rows: Sequence[int], takes: Callable[[int], float], *, room: int = 4) -> list[int]:
-    """One flight: what each row gets."""
+    """One step: what each row gets."""
     counts = chosen_of(policy, rows, room=room)
-    policy.saw_flight(len(rows), max(counts), takes(max(counts)), 1000)
+    policy.saw_step(len(rows), max(counts), takes(max(counts)), 1000)
     return counts
 
 
-def depths(policy: DraftPolicy, rows: Sequence[int], takes: Callable[[int], float], flights: int) -> list[int]:
-    return [max(fly(policy, rows, takes)) for _ in range(flights)]
+def depths(policy: DraftPolicy, rows: Sequence[int], takes: Callable[[int], float], steps: int) -> list[int]:
+    return [max(fly(policy, rows, takes)) for _ in range(steps)]
 
 
 def settled(counts: Sequence[int]) -> int:
-    """What most of the last flights got."""
+    """What most of the last steps got."""
     return max(set(counts), key=counts.count)
 
 
-def test_flights_without_drafts_come_first_and_the_first_with_drafts_says_what_they_cost() -> None:
+def test_steps_without_drafts_come_first_and_the_first_with_drafts_says_what_they_cost() -> None:
     policy, rows = drafting([0.9] * 4)
     assert [fly(policy, rows, flat(6.0))[0] for _ in range(8)] == [0, 0, 0, 0, 0, 4, 0, 0]
 
 
-@pytest.mark.parametrize(("ratio", "chance", "expected"), [(1.7, 0.6, 4), (2.2, 0.6, 4), (2.4, 0.6, 0), (1.05, 0.1, 1), (4.0, 0.95, 4)])
-def test_where_drafts_cost_the_same_however_many_all_are_made_or_none(ratio: float, chance: float, expected: int) -> None:
+@pytest.mark.parametrize(
+    ("ratio", "chance", "expected"), [(1.7, 0.6, 4), (2.2, 0.6, 4), (2.4, 0.6, 0), (1.05, 0.1, 1), (4.0, 0.95, 4)]
+)
+def test_where_drafts_cost_the_same_however_many_all_are_made_or_none(
+    ratio: float, chance: float, expected: int
+) -> None:
     """With a chance of 0.6, four drafts bring 1.3 tokens more."""
     policy, rows = drafting([chance] * 8)
     assert settled(depths(policy, rows, flat(ratio), 60)[20:]) == expected
@@ -89,16 +93,18 @@ def test_rows_whose_drafts_fail_do_without_beside_others_and_try_again_now_and_t
     policy, rows = drafting([0.9] * 6 + [0.02], max_slowdown=math.inf)
     depths(policy, rows, flat(1.3), 10)
     counts = [fly(policy, rows, flat(1.3)) for _ in range(200)]
-    assert settled([flight[0] for flight in counts]) == 4
-    assert 3 <= sum(flight[-1] for flight in counts) <= 8
-    assert max(flight[-1] for flight in counts) == 1
+    assert settled([launched[0] for launched in counts]) == 4
+    assert 3 <= sum(launched[-1] for launched in counts) <= 8
+    assert max(launched[-1] for launched in counts) == 1
 
 
 @pytest.mark.parametrize("num_rows", [1, 8, 32, 128])
 @pytest.mark.parametrize("ratio", [1.3, 2.0, 4.0])
 @pytest.mark.parametrize("chance", [0.02, 0.5])
-def test_drafts_that_are_not_worth_it_cost_less_than_three_in_a_hundred(num_rows: int, ratio: float, chance: float) -> None:
-    """Rows do not try one after another, each in a flight that all of them pay for."""
+def test_drafts_that_are_not_worth_it_cost_less_than_three_in_a_hundred(
+    num_rows: int, ratio: float, chance: float
+) -> None:
+    """Rows do not try one after another, each in a step that all of them pay for."""
     policy, rows = drafting([chance] * num_rows)
     takes = flat(ratio)
     depths(policy, rows, takes, 20)
@@ -111,10 +117,15 @@ def test_drafts_that_are_not_worth_it_cost_less_than_three_in_a_hundred(num_rows
 
 
 def together(
-    policy: DraftPolicy, chances: Sequence[float], takes: Callable[[int], float], *, tokens: int = 400, known: bool = True
+    policy: DraftPolicy,
+    chances: Sequence[float],
+    takes: Callable[[int], float],
+    *,
+    tokens: int = 400,
+    known: bool = True,
 ) -> list[float]:
-    """Requests that begin at once and have so many tokens to draw: when each ends, in flights without drafts. What came of a flight is known one later,
-    and of a request at first what is `known`, or how others fared.
+    """Requests that begin at once and have so many tokens to draw: when each ends, in flights without drafts. What came
+    of a step is known one later, and of a request at first what is `known`, or how others fared.
     """
     draws = random.Random(0)
     rows = rows_of(policy, chances) if known else [policy.newcomer(4) for _ in chances]
@@ -124,7 +135,7 @@ def together(
         chosen = policy.again(len(live)) or policy.choose([rows[at] for at in live], [left[at] - 1 for at in live])
         counts = chosen.counts
         now += takes(max(counts)) / PLAIN_S
-        policy.saw_flight(len(live), max(counts), takes(max(counts)), 1000)
+        policy.saw_step(len(live), max(counts), takes(max(counts)), 1000)
         if seen:
             policy.saw(*zip(*seen, strict=True))
         seen.clear()
@@ -161,7 +172,7 @@ def test_where_each_draft_costs_nobody_loses_much_even_before_anything_is_known(
 
 
 def test_a_row_that_would_get_no_drafts_gains_nothing_by_its_chance() -> None:
-    """0.05 is too little for a draft, and would be enough for a flight that lasts 3 % longer."""
+    """0.05 is too little for a draft, and would be enough for a step that lasts 3 % longer."""
     policy, rows = drafting([0.05] * 8 + [0.9] * 8)
     depths(policy, rows, flat(1.03), 7)
     assert fly(policy, rows, flat(1.03)) == [0] * 8 + [4] * 8
@@ -193,7 +204,7 @@ def test_a_request_that_wants_few_drafts_is_not_slowed_down_by_what_it_could_hav
         while left > 0:
             counts = chosen_of(policy, rows)
             now += flat(2.0)(max(counts)) / PLAIN_S
-            policy.saw_flight(32, max(counts), flat(2.0)(max(counts)), 1000)
+            policy.saw_step(32, max(counts), flat(2.0)(max(counts)), 1000)
             accepted = int(counts[0] > 0 and draws.random() < 0.8)
             if counts[0]:
                 policy.saw(rows[:1], counts[:1], [accepted])
@@ -210,10 +221,10 @@ def test_a_row_that_others_are_not_drafted_for_because_of_tries_again() -> None:
         counts = fly(policy, rows, flat(1.5))
         policy.saw(rows, counts, [0, *(3 if count else 0 for count in counts[1:])])
     assert policy.choose(rows, [4] * 32).undrafted == {"others": 32}
-    flights = 0
+    steps = 0
     while not (fly(policy, rows, flat(1.5))[0]):
-        flights += 1
-        assert flights < 100
+        steps += 1
+        assert steps < 100
 
 
 def test_a_request_that_wants_no_drafts_is_not_slowed_down_for_others_either() -> None:
@@ -224,11 +235,11 @@ def test_a_request_that_wants_no_drafts_is_not_slowed_down_for_others_either() -
         counts = chosen_of(policy, rows)
         assert counts[0] == 0
         seconds += flat(1.5)(max(counts))
-        policy.saw_flight(4, max(counts), flat(1.5)(max(counts)), 1000)
+        policy.saw_step(4, max(counts), flat(1.5)(max(counts)), 1000)
     assert 2000 * PLAIN_S < seconds < 1.03 * 2000 * PLAIN_S
 
 
-def test_costs_are_those_of_flights_of_about_so_many_rows_and_at_first_those_of_the_next_best_number() -> None:
+def test_costs_are_those_of_steps_of_about_so_many_rows_and_at_first_those_of_the_next_best_number() -> None:
     policy, rows = drafting([0.6] * 64)
     depths(policy, rows, flat(5.0), 10)
     depths(policy, rows[:2], flat(1.2), 200)
@@ -238,7 +249,7 @@ def test_costs_are_those_of_flights_of_about_so_many_rows_and_at_first_those_of_
     assert depths(policy, rows[:5], flat(1.2), 7) == [0, 0, 0, 0, 0, 4, 4]  # measured first
 
 
-def test_flights_go_without_drafts_now_and_then_so_that_their_cost_is_known() -> None:
+def test_steps_go_without_drafts_now_and_then_so_that_their_cost_is_known() -> None:
     policy, rows = drafting([0.9] * 4)
     counts = depths(policy, rows, flat(1.4), 800)
     assert 12 <= counts.count(0) <= 16
@@ -246,14 +257,16 @@ def test_flights_go_without_drafts_now_and_then_so_that_their_cost_is_known() ->
 
 @pytest.mark.parametrize("asynchronous", [True, False])
 def test_where_the_host_is_the_bound_drafts_cost_what_the_host_needs_for_them(asynchronous: bool) -> None:
-    """Between two commits the host reads what came of one flight and plans another: drafts in either make a flight without seem to take as long."""
+    """Between two commits the host reads what came of one step and plans another: drafts in either make a step without
+    seem to take as long.
+    """
     policy, rows = drafting([0.25] * 128)  # two drafts bring 0.31 tokens
-    flights, seconds, tokens = [0, 0], 0.0, 0.0
+    steps, seconds, tokens = [0, 0], 0.0, 0.0
     for number in range(3000):
-        flights.append(max(chosen_of(policy, rows)))
-        seen = flights[-1 - asynchronous]
-        takes = 1 + 0.3 * (flights[-3 if asynchronous else -1] > 0) + 0.3 * (flights[-1] > 0)
-        policy.saw_flight(128, seen, PLAIN_S * takes, 1000)
+        steps.append(max(chosen_of(policy, rows)))
+        seen = steps[-1 - asynchronous]
+        takes = 1 + 0.3 * (steps[-3 if asynchronous else -1] > 0) + 0.3 * (steps[-1] > 0)
+        policy.saw_step(128, seen, PLAIN_S * takes, 1000)
         if number > 1000:
             seconds, tokens = seconds + takes, tokens + 1 + sum(0.25**place for place in range(1, seen + 1))
     assert tokens / seconds > 0.97
@@ -270,19 +283,19 @@ def test_who_comes_or_goes_is_chosen_for_at_once() -> None:
 
 
 def test_a_measurement_goes_on_until_enough_was_seen() -> None:
-    """Flights with prompts measure nothing, and others may not."""
+    """Steps with prompts measure nothing, and others may not."""
     policy, rows = drafting([0.9] * 8)
     depths(policy, rows, flat(1.2), 5 + 320)
     for number in range(9):
         assert max(policy.choose(rows, [4] * 8).counts) == 0
         if number % 3 == 2:
-            policy.saw_flight(8, 0, 0.8 * PLAIN_S, 1000)
+            policy.saw_step(8, 0, 0.8 * PLAIN_S, 1000)
     assert max(policy.choose(rows, [4] * 8).counts) == 0  # the last one that was planned
     assert max(policy.choose(rows, [4] * 8).counts) == 4
     assert policy._of(8).plain_s == pytest.approx(0.8 * PLAIN_S)
 
 
-def test_where_nobody_drafts_that_is_chosen_for_a_few_flights_at_once() -> None:
+def test_where_nobody_drafts_that_is_chosen_for_a_few_steps_at_once() -> None:
     policy, rows = drafting([0.0] * 4)
     depths(policy, rows, flat(1.4), 5)
     assert policy.again(4) is None  # they were measured
@@ -291,23 +304,25 @@ def test_where_nobody_drafts_that_is_chosen_for_a_few_flights_at_once() -> None:
         chosen = policy.again(4)
         anew.append(chosen is None)
         assert max((chosen or policy.choose(rows, [4] * 4)).counts) == 0
-        policy.saw_flight(4, 0, PLAIN_S, 1000)
+        policy.saw_step(4, 0, PLAIN_S, 1000)
     assert anew == [True, False, False, False] * 3
     policy.choose(rows, [4] * 4)
-    assert policy.records.behind[rows[0]] == pytest.approx(behind - 13 * policy.max_slowdown)  # what is forgiven is, in each flight
+    assert policy.records.behind[rows[0]] == pytest.approx(
+        behind - 13 * policy.max_slowdown
+    )  # what is forgiven is, in each step
     assert policy.records.idle[rows[0]] == 0  # not for others
     assert policy.again(3) is None  # somebody went
     assert policy.again(4) is not None
 
 
-def test_a_row_alone_whose_drafts_failed_tries_one_every_so_many_flights() -> None:
+def test_a_row_alone_whose_drafts_failed_tries_one_every_so_many_steps() -> None:
     policy, rows = drafting([0.9])
     depths(policy, rows, flat(1.0), 7)
     policy.records.chance[rows] = 0.02
     assert 30 < depths(policy, rows, flat(1.0), 200).index(1) < 36
 
 
-def test_rows_that_nobody_drafts_for_try_again_after_as_many_flights_as_if_each_were_chosen_for() -> None:
+def test_rows_that_nobody_drafts_for_try_again_after_as_many_steps_as_if_each_were_chosen_for() -> None:
 
     def first(ask_each_time: bool) -> int:
         policy, rows = drafting([0.06] * 4)
@@ -316,15 +331,17 @@ def test_rows_that_nobody_drafts_for_try_again_after_as_many_flights_as_if_each_
             again = None if ask_each_time else policy.again(4)
             if max((again or policy.choose(rows, [4] * 4)).counts):
                 return number
-            policy.saw_flight(4, 0, PLAIN_S, 1000)
+            policy.saw_step(4, 0, PLAIN_S, 1000)
         return 1000
 
     assert first(False) == pytest.approx(first(True), abs=4)
     assert 40 < first(True) < 70
 
 
-def test_flights_are_compared_with_those_over_as_much_kv_not_with_those_of_the_last_answers_end() -> None:
-    """Over its life an answer's flights get half as long again: what drafts bring and cost in the mean would be 3 % too little."""
+def test_steps_are_compared_with_those_over_as_much_kv_not_with_those_of_the_last_answers_end() -> None:
+    """Over its life an answer's steps get half as long again: what drafts bring and cost in the mean would be 3 % too
+    little.
+    """
     policy = DraftPolicy(4)
     kept: list[float] = []
     for _ in range(6):
@@ -332,7 +349,7 @@ def test_flights_are_compared_with_those_over_as_much_kv_not_with_those_of_the_l
         for step in range(200):
             grown = 1 + step / 400
             counts = chosen_of(policy, rows)
-            policy.saw_flight(32, max(counts), grown * flat(1.1)(max(counts)), 100 + step)
+            policy.saw_step(32, max(counts), grown * flat(1.1)(max(counts)), 100 + step)
             policy.saw(rows, counts, [0] * 16 + [min(3, count) for count in counts[16:]])
             seconds += grown * flat(1.1)(max(counts))
             tokens += grown
@@ -343,18 +360,18 @@ def test_flights_are_compared_with_those_over_as_much_kv_not_with_those_of_the_l
 @pytest.mark.parametrize("held_up", [0.5, 0.97, 30.0])
 @pytest.mark.parametrize("at", range(12))
 def test_a_host_that_is_held_up_once_does_not_change_what_drafts_are_believed_to_cost(held_up: float, at: int) -> None:
-    """A flight then seems long; and the next one short, whose end was seen as late as it was."""
+    """A step then seems long; and the next one short, whose end was seen as late as it was."""
     policy, rows = drafting([0.3] * 8)
     depths(policy, rows, proportional(0.05), 5 + 320)  # now some go without, to be measured
     chosen = [0]
     for number in range(600):
         chosen.append(max(chosen_of(policy, rows)))
-        seen = proportional(0.05)(chosen[-2])  # of the flight before, as it is in an engine
+        seen = proportional(0.05)(chosen[-2])  # of the step before, as it is in an engine
         if number == at:
             seen += held_up * PLAIN_S
         elif number == at + 1:
             seen = max(0.03 * PLAIN_S, seen - held_up * PLAIN_S)
-        policy.saw_flight(8, chosen[-2], seen, 1000)
+        policy.saw_step(8, chosen[-2], seen, 1000)
     assert chosen.count(0) < 25
 
 
@@ -366,35 +383,35 @@ def test_a_machine_that_got_slower_is_measured_anew() -> None:
 
 
 def test_a_measurement_that_was_cut_short_by_prompts_is_not_made_up_of_an_old_one() -> None:
-    """Over twice the KV all flights take longer by half; of those that go without drafts only one is seen."""
+    """Over twice the KV all steps take longer by half; of those that go without drafts only one is seen."""
     policy, rows = drafting([0.9] * 8)
     depths(policy, rows, flat(1.2), 5 + 320)
     for number in range(5):
         assert max(chosen_of(policy, rows)) == 0
         if number == 3:
-            policy.saw_flight(8, 0, 1.5 * PLAIN_S, 2000)
+            policy.saw_step(8, 0, 1.5 * PLAIN_S, 2000)
     for _ in range(30):
         depth = max(chosen_of(policy, rows))
-        policy.saw_flight(8, depth, 1.5 * flat(1.2)(depth), 2000)
+        policy.saw_step(8, depth, 1.5 * flat(1.2)(depth), 2000)
     assert policy._ratios(8)[4] == pytest.approx(1.2, rel=0.01)
 
 
 def test_drafts_are_never_believed_to_be_cheaper_than_nothing() -> None:
-    """Else every row would be given credit by each flight with drafts, and could be slowed down for it later."""
+    """Else every row would be given credit by each step with drafts, and could be slowed down for it later."""
     policy, rows = drafting([0.0] + [0.9] * 7)
     for number in range(1500):
         counts = chosen_of(policy, rows)
-        policy.saw_flight(8, max(counts), flat(1.3)(max(counts)) * (3 if number < 5 else 1), 1000)
+        policy.saw_step(8, max(counts), flat(1.3)(max(counts)) * (3 if number < 5 else 1), 1000)
         policy.saw(rows, counts, [0, *(3 if count else 0 for count in counts[1:])])
         assert min(policy._ratios(8)) >= 1
         assert policy.records.behind[rows[0]] >= -0.02 * (number + 1)
 
 
-def test_a_flight_that_takes_no_time_by_a_coarse_clock_breaks_nothing() -> None:
+def test_a_step_that_takes_no_time_by_a_coarse_clock_breaks_nothing() -> None:
     policy, rows = drafting([0.9] * 4)
     for number in range(50):
         counts = chosen_of(policy, rows)
-        policy.saw_flight(4, max(counts), 0.0 if max(counts) or number % 2 else PLAIN_S, 1000)
+        policy.saw_step(4, max(counts), 0.0 if max(counts) or number % 2 else PLAIN_S, 1000)
 
 
 def test_a_depth_that_nobody_knows_is_taken_to_cost_more_than_one_that_is_known() -> None:
@@ -403,8 +420,8 @@ def test_a_depth_that_nobody_knows_is_taken_to_cost_more_than_one_that_is_known(
     assert depths(policy, rows, flat(1.6), 500)[20:].count(0) > 460
 
 
-def test_a_flight_that_was_to_be_measured_and_was_not_does_not_end_drafting() -> None:
-    """Flights with prompts beside them measure nothing."""
+def test_a_step_that_was_to_be_measured_and_was_not_does_not_end_drafting() -> None:
+    """Steps with prompts beside them measure nothing."""
     policy, rows = drafting([0.9] * 4)
     depths(policy, rows, flat(1.4), 5 + 320)
     counts = []

@@ -13,7 +13,14 @@ from sidestream.schedule.request import Request, State
 def test_a_prompt_is_computed_in_chunks_and_then_one_token_a_step() -> None:
     world = World()
     request = world.submit(prompt(18), outputs=3)
-    assert [spans(world.step(), request) for _ in range(6)] == [[(0, 8)], [(8, 16)], [(16, 18)], [(18, 19)], [(19, 20)], []]
+    assert [spans(world.step(), request) for _ in range(6)] == [
+        [(0, 8)],
+        [(8, 16)],
+        [(16, 18)],
+        [(18, 19)],
+        [(19, 20)],
+        [],
+    ]
     rows = [row for plan in world.plans for row in plan.batch.rows]
     assert [row.samples for row in rows] == [False, False, True, True, True]
     assert [row.output_index for row in rows if row.samples] == [0, 1, 2]
@@ -45,12 +52,16 @@ def test_a_stop_token_ends_a_request_and_the_token_drawn_beyond_it_is_dropped() 
 
 
 def test_a_stop_token_before_min_tokens_does_not_end_a_request() -> None:
-    request = Request(id=0, prompt=(1,), sampling=World().submit([1]).sampling, max_outputs=3, stop_ids=frozenset([5]), min_tokens=2)
+    request = Request(
+        id=0, prompt=(1,), sampling=World().submit([1]).sampling, max_outputs=3, stop_ids=frozenset([5]), min_tokens=2
+    )
     assert [request.append_outputs([token]) for token in (5, 6, 5)] == [(1, None), (1, None), (1, "stop")]
 
 
 def test_of_tokens_that_come_together_those_behind_a_stop_token_are_dropped() -> None:
-    request = Request(id=0, prompt=(5,), sampling=World().submit([1]).sampling, max_outputs=3, stop_ids=frozenset([5]), min_tokens=0)
+    request = Request(
+        id=0, prompt=(5,), sampling=World().submit([1]).sampling, max_outputs=3, stop_ids=frozenset([5]), min_tokens=0
+    )
     assert request.append_outputs([6, 5, 7]) == (2, "stop")
     assert request.tokens == [5, 6, 5]
 
@@ -109,7 +120,9 @@ def test_decode_goes_first_and_prefill_takes_whole_chunks_from_what_is_left() ->
     plan = world.step()
     assert [row.tokens is None for row in plan.batch.rows] == [True, True, False]
     assert [spans(plan, request) for request in (*talkers, long, other)] == [[(2, 3)], [(2, 3)], [(0, 8)], []]
-    assert other.state is State.RUNNING  # it has its room; of the budget, 2 tokens were left, and no chunk is cut to fit
+    assert (
+        other.state is State.RUNNING
+    )  # it has its room; of the budget, 2 tokens were left, and no chunk is cut to fit
     assert plan.batch.num_tokens == 10
     world.run()
 

@@ -1,4 +1,6 @@
-"""Drafts in the scheduler: bounds that come down at commit, room that is not taken from anybody, and limits that hold whatever is right."""
+"""Drafts in the scheduler: bounds that come down at commit, room that is not taken from anybody, and limits that hold
+whatever is right.
+"""
 
 from __future__ import annotations
 
@@ -22,10 +24,12 @@ def drafting_world(*, right: int, drafts: int = 3, num_blocks: int = 16) -> Worl
 
 
 def decodes(world: World, request: Request) -> list[RowPlan]:
-    return [row for plan in world.plans for row in plan.batch.rows if row.request_id == request.id and row.tokens is None]
+    return [
+        row for plan in world.plans for row in plan.batch.rows if row.request_id == request.id and row.tokens is None
+    ]
 
 
-def test_a_flight_behind_drafts_is_planned_within_bounds_that_come_down_when_they_are_known() -> None:
+def test_a_step_behind_drafts_is_planned_within_bounds_that_come_down_when_they_are_known() -> None:
     world = drafting_world(right=1)
     request = world.submit(prompt(6), outputs=20)
     while len(decodes(world, request)) < 4:
@@ -59,15 +63,15 @@ def test_a_plan_says_how_many_rows_go_without_drafts_and_why() -> None:
     assert reasons["end"] == sum(not row.drafts for row in decodes(world, request))
 
 
-def test_right_drafts_save_flights() -> None:
-    flights = {}
+def test_right_drafts_save_steps() -> None:
+    steps = {}
     for right in (WRONG, RIGHT):
         world = drafting_world(right=right)
         request = world.submit(prompt(5), outputs=24)
         world.run()
-        flights[right] = len(decodes(world, request))
-    assert flights[RIGHT] <= 8
-    assert flights[WRONG] >= 23
+        steps[right] = len(decodes(world, request))
+    assert steps[RIGHT] <= 8
+    assert steps[WRONG] >= 23
 
 
 def test_a_row_without_room_for_drafts_goes_on_without_them_and_takes_nobodys_room() -> None:
@@ -83,7 +87,8 @@ def test_a_request_may_want_fewer_drafts_or_none() -> None:
     world = drafting_world(right=WRONG)
     beginnings = (1, 21, 31)
     plain, one, three = (
-        world.submit(prompt(5, beginning=begin), outputs=9, drafts=most) for begin, most in zip(beginnings, (0, 1, 3), strict=True)
+        world.submit(prompt(5, beginning=begin), outputs=9, drafts=most)
+        for begin, most in zip(beginnings, (0, 1, 3), strict=True)
     )
     world.step(), world.step()
     plan = world.step()
@@ -120,11 +125,11 @@ def test_logits_that_are_no_numbers_say_nothing_of_drafts() -> None:
     request = world.submit(prompt(5), outputs=20)
     while not any(row.drafts for row in decodes(world, request)):
         world.step()
-    flight = world.previous
-    assert flight is not None
-    world.device.run_until(flight.fence)
+    launched = world.previous
+    assert launched is not None
+    world.device.run_until(launched.fence)
     chance, behind = (values[request.drafting] for values in (world.drafts.records.chance, world.drafts.records.behind))
-    world.scheduler.commit(flight.batch, [RowResult((), finite=False) for _ in flight.results], flight.fence)
+    world.scheduler.commit(launched.batch, [RowResult((), finite=False) for _ in launched.results], launched.fence)
     assert world.drafts.records.chance[request.drafting] == chance
     assert world.drafts.records.behind[request.drafting] == behind
 
@@ -141,5 +146,7 @@ def test_a_prompt_that_is_computed_beside_drafts_is_held_up_by_them(monkeypatch:
     world.step()
     assert [(row.request_id, row.drafts) for row in world.plans[-1].batch.rows] == [(first.id, 3), (other.id, 0)]
     world.run()
-    chunks = [row for plan in world.plans for row in plan.batch.rows if row.request_id == other.id and row.tokens is not None]
+    chunks = [
+        row for plan in world.plans for row in plan.batch.rows if row.request_id == other.id and row.tokens is not None
+    ]
     assert held_up == [[other.drafting]] * len(chunks)

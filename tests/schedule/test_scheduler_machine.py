@@ -1,4 +1,6 @@
-"""The scheduler under random requests, aborts, tiers, failures and stream orders: no leak, no wrong token, nobody starves."""
+"""The scheduler under random requests, aborts, tiers, failures and stream orders: no leak, no wrong token, nobody
+starves.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         drafts=st.sampled_from([0, 0, 1, 3]),
     )
     def create(self, seed: int, num_blocks: int, num_rows: int, prefix_cache: bool, drafts: int) -> None:
-        limits = Limits(block_tokens=2, chunk_tokens=4, token_budget=4 + num_rows, prefix_cache=prefix_cache, aging_steps=4)
+        limits = Limits(
+            block_tokens=2, chunk_tokens=4, token_budget=4 + num_rows, prefix_cache=prefix_cache, aging_steps=4
+        )
         self.world = World(num_blocks=num_blocks, num_rows=num_rows, seed=seed, limits=limits, drafts=drafts)
 
     @rule(
@@ -38,13 +42,15 @@ class SchedulerMachine(RuleBasedStateMachine):
         copies=st.integers(1, 3),
         stops=st.booleans(),
     )
-    def arrive(self, beginning: int, length: int, differs_at: int, outputs: int, priority: int, copies: int, stops: bool) -> None:
+    def arrive(
+        self, beginning: int, length: int, differs_at: int, outputs: int, priority: int, copies: int, stops: bool
+    ) -> None:
         prompt = [beginning + (position >= differs_at) for position in range(length)]
         for _ in range(copies):
             self.world.submit(prompt, outputs=outputs, priority=priority, stop_ids=range(0, 50, 5) if stops else ())
 
     @rule(beginning=BEGINNINGS, length=LENGTHS, priority=st.sampled_from([0, 0, 1]), pick=st.none() | PICK)
-    def arrive_while_a_flight_is_awaited(self, beginning: int, length: int, priority: int, pick: int | None) -> None:
+    def arrive_while_a_step_is_awaited(self, beginning: int, length: int, priority: int, pick: int | None) -> None:
         """And somebody may leave, and a wait for the disk may end."""
 
         def meanwhile() -> None:

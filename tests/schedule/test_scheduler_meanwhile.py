@@ -1,4 +1,6 @@
-"""Loads that are ordered while a flight is awaited: those that the next plan would order, and nobody is worse off for it."""
+"""Loads that are ordered while a step is awaited: those that the next plan would order, and nobody is worse off
+for it.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ from sidestream.types import LoadPlan, PromotePlan
 
 
 def busy_world(*, num_blocks: int = 16, num_rows: int = 4) -> tuple[World, Request]:
-    """Somebody decodes, with a flight on its way."""
+    """Somebody decodes, with a step on its way."""
     world = World(num_blocks=num_blocks, num_rows=num_rows)
     other = world.submit(prompt(6, beginning=31), outputs=8)
     steps_until(world, lambda: other.num_outputs > 0)
@@ -22,7 +24,7 @@ def rests(world: World, request: Request, source: str = "host", *, blocks: int =
     world.tiers.where.update(dict.fromkeys(world.keys_of(request)[:blocks], source))  # type: ignore[arg-type]
 
 
-def test_a_load_is_ordered_while_a_flight_is_awaited_and_its_request_joins_the_next_one() -> None:
+def test_a_load_is_ordered_while_a_step_is_awaited_and_its_request_joins_the_next_one() -> None:
     world, _ = busy_world()
     arrived: list[Request] = []
 
@@ -100,7 +102,7 @@ def test_nobody_new_is_let_in_meanwhile_when_nobody_new_may_begin() -> None:
     assert world.scheduler.order_loads() == []
 
 
-def test_a_load_that_is_ordered_meanwhile_waits_for_the_flights_on_their_way() -> None:  # H3
+def test_a_load_that_is_ordered_meanwhile_waits_for_the_steps_on_their_way() -> None:  # H3
     world = World(num_blocks=6)
     old = world.submit(prompt(18), outputs=6)
     steps_until(world, lambda: old.num_outputs > 0)
@@ -117,7 +119,7 @@ def test_a_load_that_is_ordered_meanwhile_waits_for_the_flights_on_their_way() -
 
 
 def change_owner(world: World) -> Request:
-    """Who runs goes, and somebody else takes its blocks, with a flight on its way."""
+    """Who runs goes, and somebody else takes its blocks, with a step on its way."""
     (old,) = world.scheduler.requests()
     world.abort(old)
     request = world.submit(prompt(18, beginning=11))
@@ -134,7 +136,7 @@ def full_world() -> World:
     return world
 
 
-def test_the_next_flight_waits_for_the_last_use_of_blocks_that_were_taken_meanwhile(full_world: World) -> None:
+def test_the_next_step_waits_for_the_last_use_of_blocks_that_were_taken_meanwhile(full_world: World) -> None:
     assert full_world.previous is not None
     fence, request = full_world.previous.fence, change_owner(full_world)
     full_world.scheduler.load_ready(request.id, epoch=0)
@@ -144,7 +146,7 @@ def test_the_next_flight_waits_for_the_last_use_of_blocks_that_were_taken_meanwh
     assert full_world.scheduler.plan().after == ()
 
 
-def test_fences_are_owed_until_a_flight_was_planned(full_world: World) -> None:
+def test_fences_are_owed_until_a_step_was_planned(full_world: World) -> None:
     assert full_world.previous is not None
     fence, request = full_world.previous.fence, change_owner(full_world)
     assert full_world.scheduler.plan().batch.rows == ()  # its load has no fences yet

@@ -158,7 +158,7 @@ def test_when_a_joined_load_fails_the_other_joins_the_computation() -> None:
 # ---------------------------------------------------------------------- publishing and storing
 
 
-def test_nothing_is_findable_before_its_flight_was_seen() -> None:
+def test_nothing_is_findable_before_its_step_was_seen() -> None:
     """H7, H12: launched is not computed."""
     world = World()
     request = world.submit(prompt(18))
@@ -178,8 +178,8 @@ def test_an_incomplete_block_is_never_published_or_stored() -> None:
     assert [key for store in world.stored for key in store.keys] == keys[:2]
 
 
-def test_a_store_waits_for_the_flight_that_filled_its_blocks() -> None:
-    """H1. `World` looks at every store: its blocks are complete, and their flight's fence is in `after`."""
+def test_a_store_waits_for_the_step_that_filled_its_blocks() -> None:
+    """H1. `World` looks at every store: its blocks are complete, and their step's fence is in `after`."""
     world = World()
     world.submit(prompt(18))
     world.run()
@@ -188,7 +188,9 @@ def test_a_store_waits_for_the_flight_that_filled_its_blocks() -> None:
 
 
 def test_a_store_names_the_whole_prefix_that_its_blocks_continue() -> None:
-    """What it continues was used too: a tier that evicts the start of a sequence before its end keeps nothing of use."""
+    """What it continues was used too: a tier that evicts the start of a sequence before its end keeps nothing
+    of use.
+    """
     world = World()
     request = world.submit(prompt(18))
     world.run()
@@ -224,11 +226,11 @@ def test_blocks_behind_logits_that_are_not_finite_are_not_published() -> None:
     assert world.blocks.num_keys == 4
     other = world.submit(prompt(8, beginning=31), outputs=3)
     steps_until(world, lambda: other.launched_outputs == 1)
-    flight = world.previous
-    assert flight is not None
-    world.device.run_until(flight.fence)
-    broken = [RowResult((), finite=False) for _ in flight.results]
-    committed = world.scheduler.commit(flight.batch, broken, flight.fence)
+    launched = world.previous
+    assert launched is not None
+    world.device.run_until(launched.fence)
+    broken = [RowResult((), finite=False) for _ in launched.results]
+    committed = world.scheduler.commit(launched.batch, broken, launched.fence)
     assert committed.drawn[-1][0] is other
     assert world.scheduler.publish(committed) is None
     assert world.blocks.get(world.keys_of(other)[1]) is None

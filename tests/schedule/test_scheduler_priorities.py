@@ -10,7 +10,9 @@ from sidestream.schedule.request import State
 
 def test_a_lower_number_runs_earlier() -> None:
     world = World(num_rows=1)
-    requests = [world.submit(prompt(3, beginning=10 * index), priority=priority) for index, priority in enumerate([5, 0, 5, -1])]
+    requests = [
+        world.submit(prompt(3, beginning=10 * index), priority=priority) for index, priority in enumerate([5, 0, 5, -1])
+    ]
     ended: list[int] = []
     for _ in range(20):
         world.step()
@@ -20,7 +22,10 @@ def test_a_lower_number_runs_earlier() -> None:
 
 def test_room_is_taken_from_lower_priorities_only() -> None:
     world = World(num_rows=2)
-    equal, lower = world.submit(prompt(3), outputs=9, priority=0), world.submit(prompt(3, beginning=11), outputs=9, priority=1)
+    equal, lower = (
+        world.submit(prompt(3), outputs=9, priority=0),
+        world.submit(prompt(3, beginning=11), outputs=9, priority=1),
+    )
     for _ in range(2):
         world.step()
     urgent = world.submit(prompt(3, beginning=21), priority=0)
@@ -45,9 +50,12 @@ def test_room_is_not_taken_from_one_that_has_not_stepped() -> None:
     world.run()
 
 
-def test_nobody_is_retracted_when_that_would_not_make_enough_room() -> None:
+def test_nobody_is_preempted_when_that_would_not_make_enough_room() -> None:
     world = World(num_blocks=11)
-    large, small = world.submit(prompt(17), outputs=10, priority=0), world.submit(prompt(3, beginning=11), outputs=10, priority=1)
+    large, small = (
+        world.submit(prompt(17), outputs=10, priority=0),
+        world.submit(prompt(3, beginning=11), outputs=10, priority=1),
+    )
     for _ in range(4):
         world.step()
     urgent = world.submit(prompt(25, beginning=21), priority=0)
@@ -58,7 +66,7 @@ def test_nobody_is_retracted_when_that_would_not_make_enough_room() -> None:
     world.run()
 
 
-def test_nobody_is_retracted_for_blocks_that_are_shared() -> None:
+def test_nobody_is_preempted_for_blocks_that_are_shared() -> None:
     """The urgent one finds most of its prompt in blocks that a running request of lower priority uses."""
     world = World(num_blocks=9)
     lower = world.submit(prompt(17), outputs=10, priority=1)
@@ -70,7 +78,7 @@ def test_nobody_is_retracted_for_blocks_that_are_shared() -> None:
     world.run()
 
 
-def test_nobody_is_retracted_for_one_that_waits_for_blocks_another_computes() -> None:
+def test_nobody_is_preempted_for_one_that_waits_for_blocks_another_computes() -> None:
     world = World(num_rows=2, num_blocks=32)
     lower = world.submit(prompt(3, beginning=11), outputs=12, priority=1)
     steps_until(world, lambda: lower.stepped)
@@ -150,7 +158,7 @@ def test_one_that_is_passed_over_moves_up_though_nobody_comes_or_goes() -> None:
     world.run()
 
 
-def test_a_turn_of_the_loop_without_a_flight_makes_nobody_older() -> None:
+def test_a_turn_of_the_loop_without_a_step_makes_nobody_older() -> None:
     """An idle engine looks at its transfers two thousand times a second; that is not waiting for others."""
     world = World()
     request = promoting(world)

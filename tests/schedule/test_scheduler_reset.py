@@ -54,7 +54,7 @@ def test_a_request_that_starts_anew_after_a_reset_shares_its_blocks_again() -> N
     request = world.submit(prompt(18), outputs=4)
     steps_until(world, lambda: request.num_outputs == 1)
     world.scheduler.forget_all()
-    world.scheduler._retract(request)
+    world.scheduler._preempt(request)
     world.device.run_all()
     world.tiers.where.clear()
     world.run()

@@ -17,7 +17,7 @@ def test_blocks_in_the_host_tier_are_loaded_and_the_rest_is_computed() -> None:
     [load] = plan.transfers
     assert isinstance(load, LoadPlan)
     assert load.keys == tuple(world.keys_of(request)[:4])
-    assert plan.batch.rows == ()  # no flight could be gated by it yet
+    assert plan.batch.rows == ()  # no step could be gated by it yet
     assert request.cached == CachedTokens(host=16)
     plan = world.step()
     assert load.block_ids == row_of(plan, request).block_ids[:4]
@@ -25,7 +25,7 @@ def test_blocks_in_the_host_tier_are_loaded_and_the_rest_is_computed() -> None:
     world.run()
 
 
-def test_a_request_joins_no_flight_before_its_load_is_ready_and_others_do() -> None:  # H5
+def test_a_request_joins_no_step_before_its_load_is_ready_and_others_do() -> None:  # H5
     world = World()
     request, other = world.submit(prompt(22)), world.submit(prompt(6, beginning=11))
     world.tiers.where = dict.fromkeys(world.keys_of(request)[:4], "host")
@@ -49,7 +49,7 @@ def test_those_that_decode_do_not_wait_for_a_load_of_somebody_else() -> None:
     assert [row.request_id for row in world.scheduler.plan(lead_s=0.002).batch.rows] == [other.id]
     world.tiers.left_s = 0.002  # the device is busy until it is there
     assert [row.request_id for row in world.scheduler.plan(lead_s=0.002).batch.rows] == [other.id, request.id]
-    world.tiers.left_s = 1.0  # of the first flight only: the others run behind it
+    world.tiers.left_s = 1.0  # of the first step only: the others run behind it
     assert request.id in {row.request_id for row in world.scheduler.plan().batch.rows}
 
 
@@ -85,12 +85,12 @@ def test_alone_a_request_begins_while_its_load_is_on_its_way() -> None:
     assert [row.request_id for row in world.scheduler.plan().batch.rows] == [request.id]
 
 
-def test_news_of_a_load_that_was_given_up_lets_nobody_into_a_flight() -> None:  # H5
+def test_news_of_a_load_that_was_given_up_lets_nobody_into_a_step() -> None:  # H5
     world = World()
     request = world.submit(prompt(22))
     world.tiers.where = dict.fromkeys(world.keys_of(request)[:4], "host")
     world.scheduler.plan()
-    world.scheduler._retract(request)
+    world.scheduler._preempt(request)
     [load] = world.scheduler.plan().transfers
     assert (load.epoch, request.loading) == (1, True)
     world.scheduler.load_ready(request.id, epoch=0)
@@ -146,11 +146,15 @@ def test_no_more_requests_wait_for_the_disk_than_there_are_rows_to_come_to() -> 
     for request in requests:
         world.tiers.where.update(dict.fromkeys(world.keys_of(request)[:4], "disk"))
     world.step()
-    assert states(requests) == [State.LOADING, State.LOADING, State.RUNNING]  # the third computes what it could have waited for
+    assert states(requests) == [
+        State.LOADING,
+        State.LOADING,
+        State.RUNNING,
+    ]  # the third computes what it could have waited for
     world.run()
 
 
-def test_nobody_is_retracted_for_one_that_will_wait_for_the_disk() -> None:
+def test_nobody_is_preempted_for_one_that_will_wait_for_the_disk() -> None:
     world = World(num_rows=2, num_blocks=8)
     lower = world.submit(prompt(17), outputs=8, priority=1)
     steps_until(world, lambda: lower.num_outputs > 0)
@@ -193,13 +197,13 @@ def test_a_request_gives_up_on_a_disk_whose_blocks_are_always_gone_again() -> No
     assert request.cached == CachedTokens()
 
 
-def test_a_retracted_request_may_wait_for_the_disk_again() -> None:
+def test_a_preempted_request_may_wait_for_the_disk_again() -> None:
     world = World()
     request = promoting(world)
     world.end_promotion(world.promotions[0], complete=True)
     for _ in range(3):
         world.step()
-    world.scheduler._retract(request)
+    world.scheduler._preempt(request)
     world.device.run_all()
     world.evict_everything()
     for _ in range(world.limits.max_promotions):
@@ -246,7 +250,7 @@ def test_a_load_that_fails_after_the_first_token_does_not_change_what_was_report
     world = World()
     request = loading(world)
     steps_until(world, lambda: request.num_outputs == 1)
-    world.scheduler._retract(request)
+    world.scheduler._preempt(request)
     world.device.run_all()
     world.evict_everything()
     world.fail_loads = True
@@ -255,25 +259,25 @@ def test_a_load_that_fails_after_the_first_token_does_not_change_what_was_report
     assert request.cached == CachedTokens(host=16)
 
 
-def test_a_failed_load_voids_the_flight_that_read_it() -> None:
+def test_a_failed_load_voids_the_step_that_read_it() -> None:
     world = World()
     world.fail_loads = True
     request = world.submit(prompt(18), outputs=3)
     world.tiers.where = dict.fromkeys(world.keys_of(request)[:4], "host")
     world.step()
     world.step()
-    world.step()  # the flight lands, its load had failed: neither token nor block of it is believed
+    world.step()  # the step lands, its load had failed: neither token nor block of it is believed
     assert (request.num_outputs, request.epoch, world.blocks.num_keys) == (0, 1, 0)
     world.run()
     assert world.said(request) == world.expected(request)
 
 
-def test_a_retracted_request_comes_back_from_the_host_tier() -> None:
+def test_a_preempted_request_comes_back_from_the_host_tier() -> None:
     """Its complete blocks were stored as they were committed; by the time it runs again, the device has lost them."""
     world = World()
     request = world.submit(prompt(18), outputs=6)
     steps_until(world, lambda: request.num_outputs == 3)
-    world.scheduler._retract(request)
+    world.scheduler._preempt(request)
     world.device.run_all()
     world.evict_everything()
     plan = world.step()

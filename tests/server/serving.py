@@ -35,7 +35,9 @@ class Served:
     openai: openai.OpenAI
 
     def chat(self, **fields: Any) -> httpx.Response:
-        return self.http.post("/v1/chat/completions", json={"model": "fake", "messages": [{"role": "user", "content": "hi"}]} | fields)
+        return self.http.post(
+            "/v1/chat/completions", json={"model": "fake", "messages": [{"role": "user", "content": "hi"}]} | fields
+        )
 
     def text(self, **fields: Any) -> httpx.Response:
         return self.http.post("/v1/completions", json={"model": "fake", "prompt": "hi"} | fields)
@@ -62,8 +64,12 @@ class Served:
 
 
 @contextmanager
-def serving(backend: FakeBackend | None = None, *, verify: ssl.SSLContext | None = None, **options: Any) -> Iterator[Served]:
-    """A server in a thread, on a free port or its Unix socket, until the block ends. `verify`: what its clients trust."""
+def serving(
+    backend: FakeBackend | None = None, *, verify: ssl.SSLContext | None = None, **options: Any
+) -> Iterator[Served]:
+    """A server in a thread, on a free port or its Unix socket, until the block ends. `verify`: what its clients
+    trust.
+    """
     backend = backend or FakeBackend()
     chosen = ServerOptions(**({"drain_s": 5.0} | ({} if "uds" in options else {"port": 0}) | options))
     ready: queue.Queue[Running | BaseException] = queue.Queue()
@@ -85,7 +91,9 @@ def serving(backend: FakeBackend | None = None, *, verify: ssl.SSLContext | None
     transport = httpx.HTTPTransport(uds=running.uds, verify=verify or True)
     try:
         with (
-            httpx.Client(base_url=running.url, timeout=WAIT_S, headers={"authorization": f"Bearer {key}"}, transport=transport) as http,
+            httpx.Client(
+                base_url=running.url, timeout=WAIT_S, headers={"authorization": f"Bearer {key}"}, transport=transport
+            ) as http,
             openai.OpenAI(base_url=f"{running.url}/v1", api_key=key, max_retries=0, timeout=WAIT_S) as client,
         ):
             yield Served(backend, running, thread, drained, http, client)

@@ -18,17 +18,23 @@ from sidestream.version import VERSION
 WAIT_S = 20.0
 
 
-def test_an_api_process_that_has_lost_its_engine_says_so_for_a_while_and_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_api_process_that_has_lost_its_engine_says_so_for_a_while_and_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(api_process, "LAST_WORDS_S", 0.05)
     settled: list[bool] = []
     monkeypatch.setattr(api_process, "settle_garbage", lambda: settled.append(True))
-    facts = Facts(VERSION, str(tiny_model_dir("llama", tmp_path, seed=1)), "tiny", 64, 64, 16, 100, 4, b"\0" * 16, 0, NEUTRAL, 1)
+    facts = Facts(
+        VERSION, str(tiny_model_dir("llama", tmp_path, seed=1)), "tiny", 64, 64, 16, 100, 4, b"\0" * 16, 0, NEUTRAL, 1
+    )
     line, supervisor = socket.socketpair()
     connection, engine = socket.socketpair()
     engine.sendall(Packer().pack(Welcome(facts)))
     options = ServerOptions(port=0)
     with line, supervisor, ThreadPoolExecutor(1) as thread:
-        ended = thread.submit(api_process._serve, line, Orders(options, 30, "%(message)s", ""), connection, bind(options))
+        ended = thread.submit(
+            api_process._serve, line, Orders(options, 30, "%(message)s", ""), connection, bind(options)
+        )
         try:
             supervisor.settimeout(WAIT_S)
             assert supervisor.recv(1) == READY

@@ -121,13 +121,25 @@ def _user(content: object) -> list[dict[str, object]]:
         ({"messages": _user(["hi"])}, "messages[0].content[0]"),
         ({"messages": _user([{"type": "text", "text": "a"}, IMAGE])}, "messages[0].content[1].type"),
         ({"messages": _user([{"type": "text"}])}, "messages[0].content[0].text"),
-        ({"messages": _user([{"type": "text", "text": "a", "cache_kontrol": {}}])}, "messages[0].content[0].cache_kontrol"),
+        (
+            {"messages": _user([{"type": "text", "text": "a", "cache_kontrol": {}}])},
+            "messages[0].content[0].cache_kontrol",
+        ),
         ({"messages": [{"role": "user", "content": "hi", "name": 5}]}, "messages[0].name"),
-        ({"messages": [{"role": "assistant", "content": "hi", "reasoning_content": []}]}, "messages[0].reasoning_content"),
+        (
+            {"messages": [{"role": "assistant", "content": "hi", "reasoning_content": []}]},
+            "messages[0].reasoning_content",
+        ),
         ({"messages": [{"role": "assistant", "tool_calls": "f"}]}, "messages[0].tool_calls"),
         ({"messages": [{"role": "assistant", "tool_calls": ["f"]}]}, "messages[0].tool_calls[0]"),
-        ({"messages": [{"role": "assistant", "tool_calls": [_call("{")]}]}, "messages[0].tool_calls[0].function.arguments"),
-        ({"messages": [{"role": "assistant", "tool_calls": [_call("[]")]}]}, "messages[0].tool_calls[0].function.arguments"),
+        (
+            {"messages": [{"role": "assistant", "tool_calls": [_call("{")]}]},
+            "messages[0].tool_calls[0].function.arguments",
+        ),
+        (
+            {"messages": [{"role": "assistant", "tool_calls": [_call("[]")]}]},
+            "messages[0].tool_calls[0].function.arguments",
+        ),
         ({"messages": [{"role": "assistant", "content": None, "tool_calls": [CALL]}]}, "messages[0].tool_calls"),
         ({"messages": [{"role": "user", "contents": "hi"}]}, "messages[0].contents"),
         ({"model": None}, "model"),
@@ -187,7 +199,13 @@ def _expect_400(reply: Any, param: str) -> None:
     "fields",
     [
         {"tools": [], "tool_choice": "auto", "parallel_tool_calls": True},
-        {"response_format": {"type": "text"}, "modalities": ["text"], "store": False, "metadata": {}, "service_tier": "auto"},
+        {
+            "response_format": {"type": "text"},
+            "modalities": ["text"],
+            "store": False,
+            "metadata": {},
+            "service_tier": "auto",
+        },
         {"user": "ann", "safety_identifier": "x", "prompt_cache_key": "y"},
         {"stream_options": None, "stop": [], "top_logprobs": 0},
     ],
@@ -227,7 +245,10 @@ def test_an_unknown_field_names_the_nearest_known_one(shared: Served) -> None:
         (b"true", "boolean"),
         (b"[" * 200_000, "nested too deeply"),
         (b'{"a":' * 200_000, "nested too deeply"),
-        (b'{"model": "fake", "messages": [{"role": "user", "content": ' + b"[" * 400 + b"]" * 400 + b"}]}", "messages[0].content[0]"),
+        (
+            b'{"model": "fake", "messages": [{"role": "user", "content": ' + b"[" * 400 + b"]" * 400 + b"}]}",
+            "messages[0].content[0]",
+        ),
     ],
     ids=lambda value: str(value)[:40],
 )
@@ -275,7 +296,9 @@ _NAMES = (
 )  # fmt: skip
 
 
-@settings(max_examples=100, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=100, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(
     path=st.sampled_from(["/v1/chat/completions", "/v1/completions"]),
     fields=st.dictionaries(st.sampled_from(_NAMES), _JSON, max_size=4),

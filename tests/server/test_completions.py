@@ -31,7 +31,9 @@ def test_chat_replies_with_text_finish_reason_and_usage(shared: Served) -> None:
 
 def test_streamed_chat_carries_the_same_text_and_usage(shared: Served) -> None:
     whole = shared.openai.chat.completions.create(model="fake", messages=HI)
-    with shared.openai.chat.completions.create(model="fake", messages=HI, stream=True, stream_options={"include_usage": True}) as stream:
+    with shared.openai.chat.completions.create(
+        model="fake", messages=HI, stream=True, stream_options={"include_usage": True}
+    ) as stream:
         chunks = list(stream)
     *news, last = chunks
     assert all(chunk.usage is None for chunk in news)
@@ -56,7 +58,11 @@ def test_stream_is_server_sent_events_that_end_with_done(shared: Served) -> None
 
 def test_text_completion_whole_and_streamed(shared: Served) -> None:
     whole = shared.openai.completions.create(model="fake", prompt="hi")
-    assert (whole.object, whole.choices[0].text, whole.choices[0].finish_reason) == ("text_completion", "Hello, world", "stop")
+    assert (whole.object, whole.choices[0].text, whole.choices[0].finish_reason) == (
+        "text_completion",
+        "Hello, world",
+        "stop",
+    )
     with shared.openai.completions.create(model="fake", prompt="hi", stream=True) as stream:
         assert "".join(chunk.choices[0].text for chunk in stream) == "Hello, world"
 
@@ -156,7 +162,9 @@ def test_every_accepted_field_reaches_the_engine() -> None:
 def test_null_means_the_default() -> None:
     with serving() as served:
         drawing = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-        nothing = dict.fromkeys((*drawing, "n", "stop", "seed", "logit_bias", "max_tokens", "stream", "logprobs", "tools", "user"))
+        nothing = dict.fromkeys(
+            (*drawing, "n", "stop", "seed", "logit_bias", "max_tokens", "stream", "logprobs", "tools", "user")
+        )
         assert served.chat(**nothing).status_code == 200
         (params,) = served.backend.params
     assert params == SamplingParams()
@@ -169,7 +177,9 @@ def test_fields_that_are_left_out_are_left_to_the_models_sampling_defaults() -> 
 
 
 def test_chat_logprobs_hold_tokens_bytes_and_alternatives(shared: Served) -> None:
-    reply = shared.openai.chat.completions.create(model="fake", messages=HI, logprobs=True, top_logprobs=3, max_tokens=2)
+    reply = shared.openai.chat.completions.create(
+        model="fake", messages=HI, logprobs=True, top_logprobs=3, max_tokens=2
+    )
     logprobs = reply.choices[0].logprobs
     assert logprobs is not None and logprobs.content is not None
     first = logprobs.content[0]
@@ -179,7 +189,9 @@ def test_chat_logprobs_hold_tokens_bytes_and_alternatives(shared: Served) -> Non
 
 
 def test_a_token_that_is_half_a_character_has_no_bytes_to_show(shared: Served) -> None:
-    reply = shared.openai.chat.completions.create(model="fake", messages=[{"role": "user", "content": "accents"}], logprobs=True)
+    reply = shared.openai.chat.completions.create(
+        model="fake", messages=[{"role": "user", "content": "accents"}], logprobs=True
+    )
     logprobs = reply.choices[0].logprobs
     assert logprobs is not None and logprobs.content is not None
     assert [(entry.token, entry.bytes) for entry in logprobs.content[:2]] == [("h", [104]), ("\ufffd", None)]

@@ -102,7 +102,9 @@ def test_a_head_that_trickles_in_gets_no_more_time() -> None:
         assert trickle(slow, b"x").startswith(b"HTTP/1.1 408")
 
 
-@pytest.mark.parametrize("first", [b"", HEALTH + b"GET /he"], ids=["in the next packet", "in the packet of the request before"])
+@pytest.mark.parametrize(
+    "first", [b"", HEALTH + b"GET /he"], ids=["in the next packet", "in the packet of the request before"]
+)
 def test_the_next_head_on_a_used_connection_has_the_head_timeout_too(first: bytes) -> None:
     with serving(head_timeout_s=0.3) as served, served.connect() as kept:
         kept.sendall(first or HEALTH)
@@ -113,7 +115,9 @@ def test_the_next_head_on_a_used_connection_has_the_head_timeout_too(first: byte
 
 def test_the_rest_of_a_body_that_was_answered_early_has_the_head_timeout_too() -> None:
     with serving(head_timeout_s=0.3) as served, served.connect() as slow:
-        slow.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: text/plain\r\nContent-Length: 99999\r\n\r\n")
+        slow.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: text/plain\r\nContent-Length: 99999\r\n\r\n"
+        )
         assert read_reply(slow).startswith(b"HTTP/1.1 415")
         assert trickle(slow, b"x") == b""
         assert refused(served, "head_timeout") == 1
@@ -200,7 +204,9 @@ def test_an_address_with_too_many_connections_leaves_room_for_others() -> None:
             second.sendall(HEALTH)
             reply = read_to_end(second)
         assert reply.startswith(b"HTTP/1.1 503 ")
-        assert error_of(reply)["message"].startswith("127.0.0.1 holds 1 connections already, as many as one address may")
+        assert error_of(reply)["message"].startswith(
+            "127.0.0.1 holds 1 connections already, as many as one address may"
+        )
         assert refused(served, "address_limit") == 1
         with socket.create_connection(held.getpeername(), WAIT_S, source_address=("127.0.0.2", 0)) as other:
             other.sendall(HEALTH)
@@ -256,7 +262,8 @@ def test_an_upgrade_is_not_done_and_no_library_is_advised(protocol: str, warning
 def test_more_connections_than_open_files_are_refused_before_anything_is_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda which: (1024, 4096))
     with pytest.raises(
-        ConfigError, match=r"max_connections is 800, but this process may open 1024 files.*give 768 or less.*ulimit -n 1056"
+        ConfigError,
+        match=r"max_connections is 800, but this process may open 1024 files.*give 768 or less.*ulimit -n 1056",
     ):
         bind(ServerOptions(port=0, max_connections=800))
     assert connections.connection_limit(ServerOptions()) == 768

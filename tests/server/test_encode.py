@@ -18,7 +18,11 @@ from sidestream.types import TokenLogprob
 from .serving import serving
 
 _VALUES = st.recursive(
-    st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**70), 2**70)
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(),
     lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
 )
 
@@ -29,7 +33,10 @@ def test_clients_read_what_was_written(value: object) -> None:
 
 
 def test_it_is_compact_and_letters_are_not_escaped() -> None:
-    assert to_json({"text": "né\n\u2028", "logprobs": [-0.5, None]}) == '{"text":"né\\n\u2028","logprobs":[-0.5,null]}'.encode()
+    assert (
+        to_json({"text": "né\n\u2028", "logprobs": [-0.5, None]})
+        == '{"text":"né\\n\u2028","logprobs":[-0.5,null]}'.encode()
+    )
 
 
 def test_half_of_a_surrogate_pair_is_refused_and_not_sent() -> None:
@@ -39,7 +46,9 @@ def test_half_of_a_surrogate_pair_is_refused_and_not_sent() -> None:
 
 @pytest.mark.parametrize("logprob", [math.nan, math.inf])
 @pytest.mark.parametrize("wording", [ChatWording(), TextWording()], ids=["chat", "text"])
-def test_a_logprob_that_json_cannot_hold_is_an_error_of_ours(wording: ChatWording | TextWording, logprob: float) -> None:
+def test_a_logprob_that_json_cannot_hold_is_an_error_of_ours(
+    wording: ChatWording | TextWording, logprob: float
+) -> None:
     tokenizer = FakeTokenizer()
     with pytest.raises(InvariantError, match=r"log-probability is (nan|inf)"):
         wording.logprobs([TokenLogprob(65, logprob, ())], tokenizer, Offsets(tokenizer.detokenizer()))

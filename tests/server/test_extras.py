@@ -87,7 +87,9 @@ def test_what_common_clients_send_is_accepted(shared: Served, fields: dict[str, 
 
 
 def test_what_clients_of_completions_send_is_accepted(shared: Served) -> None:
-    reply = shared.text(best_of=1, echo=False, suffix=None, logit_bias={}, use_beam_search=False, top_k=-1, user="ann", logprobs=None)
+    reply = shared.text(
+        best_of=1, echo=False, suffix=None, logit_bias={}, use_beam_search=False, top_k=-1, user="ann", logprobs=None
+    )
     assert reply.status_code == 200, reply.text
 
 
@@ -106,7 +108,9 @@ def _send(served: Served, place: str, name: str, value: Any) -> tuple[Any, str]:
 
 
 @pytest.mark.parametrize("extra", EXTRAS, ids=lambda extra: f"{extra.name} of {'+'.join(extra.places)}")
-def test_an_extra_that_asks_for_nothing_is_accepted_and_any_other_is_refused_by_name(shared: Served, extra: Extra) -> None:
+def test_an_extra_that_asks_for_nothing_is_accepted_and_any_other_is_refused_by_name(
+    shared: Served, extra: Extra
+) -> None:
     other = {"something": ["else"]}
     for place in extra.places:
         for value in (None, *((other, "x", True, 5) if extra.values is None else extra.values)):
@@ -120,7 +124,11 @@ def test_an_extra_that_asks_for_nothing_is_accepted_and_any_other_is_refused_by_
 
 def test_the_documented_extras_are_those_of_the_code() -> None:
     def row(extra: Extra) -> str:
-        values = "any" if extra.values is None else ", ".join(f"`{json.dumps(value)}`" for value in extra.values) or "only `null`"
+        values = (
+            "any"
+            if extra.values is None
+            else ", ".join(f"`{json.dumps(value)}`" for value in extra.values) or "only `null`"
+        )
         return f"| `{extra.name}` | {', '.join(extra.places)} | {values} |"
 
     lines = API_DOC.read_text(encoding="utf-8").splitlines()
@@ -130,13 +138,17 @@ def test_the_documented_extras_are_those_of_the_code() -> None:
 
 def test_continuous_usage_is_in_every_chunk_and_grows_to_the_whole(shared: Served) -> None:
     options = {"include_usage": True, "continuous_usage_stats": True}
-    with shared.openai.chat.completions.create(model="fake", messages=HI, stream=True, stream_options=options) as stream:  # type: ignore[call-overload]
+    with shared.openai.chat.completions.create(
+        model="fake", messages=HI, stream=True, stream_options=options
+    ) as stream:  # type: ignore[call-overload]
         chunks = list(stream)
     counts = [chunk.usage.completion_tokens for chunk in chunks]
     assert counts == sorted(counts)
     assert (counts[0], counts[-2:]) == (1, [12, 12])
     assert {chunk.usage.prompt_tokens for chunk in chunks} == {len("user: hi\nassistant: ")}
-    assert all(chunk.usage.total_tokens == chunk.usage.prompt_tokens + chunk.usage.completion_tokens for chunk in chunks)
+    assert all(
+        chunk.usage.total_tokens == chunk.usage.prompt_tokens + chunk.usage.completion_tokens for chunk in chunks
+    )
     assert [len(chunk.choices) for chunk in chunks[-2:]] == [1, 0]
 
 
@@ -161,7 +173,9 @@ def test_a_request_id_is_the_requests_name_everywhere(caplog: pytest.LogCaptureF
         assert sorted(served.backend.names[1:]) == ["two.0", "two.1"]
     assert reply.headers["x-request-id"] == "bench-7/a:1"
     assert reply.json()["id"] == "chatcmpl-bench-7/a:1"
-    assert any(record.getMessage().startswith("bench-7/a:1 POST /v1/chat/completions status=200") for record in caplog.records)
+    assert any(
+        record.getMessage().startswith("bench-7/a:1 POST /v1/chat/completions status=200") for record in caplog.records
+    )
 
 
 def test_a_cache_salt_reaches_the_engine() -> None:
@@ -194,7 +208,9 @@ def test_an_option_that_the_template_does_not_know_is_refused_by_name() -> None:
 def test_reasoning_effort_is_given_to_a_template_that_knows_it_and_ignored_otherwise() -> None:
     with serving(_knowing("reasoning_effort")) as served:
         assert served.chat(reasoning_effort="high").status_code == 200
-        assert served.chat(reasoning_effort="high", chat_template_kwargs={"reasoning_effort": "mine"}).status_code == 200
+        assert (
+            served.chat(reasoning_effort="high", chat_template_kwargs={"reasoning_effort": "mine"}).status_code == 200
+        )
         assert served.chat().status_code == 200
         assert [options for _, options in served.backend.tokenizer.chats] == [
             {"reasoning_effort": "high"},
@@ -211,7 +227,9 @@ def test_a_conversation_may_end_without_the_start_of_an_answer_or_within_one() -
     with serving() as served:
         assert served.chat(add_generation_prompt=False).status_code == 200
         assert served.chat(messages=answered, continue_final_message=True).status_code == 200
-        assert served.chat(messages=answered, continue_final_message=True, add_generation_prompt=False).status_code == 200
+        assert (
+            served.chat(messages=answered, continue_final_message=True, add_generation_prompt=False).status_code == 200
+        )
         assert served.chat(add_generation_prompt=True).status_code == 200
         assert served.backend.prompts == [
             "user: hi\n",

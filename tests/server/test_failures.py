@@ -82,7 +82,10 @@ def test_a_failure_within_a_stream_is_an_error_event_and_no_done() -> None:
         events = reply.text.split("\n\n")
         assert json.loads(events[-2].removeprefix("data: "))["error"]["code"] == "engine_stopped"
         assert "[DONE]" not in reply.text
-        with served.openai.chat.completions.create(model="fake", messages=HI, stream=True) as stream, pytest.raises(openai.APIError):
+        with (
+            served.openai.chat.completions.create(model="fake", messages=HI, stream=True) as stream,
+            pytest.raises(openai.APIError),
+        ):
             list(stream)
 
 
@@ -137,7 +140,9 @@ def test_a_client_that_leaves_aborts_all_its_prompts() -> None:
 def test_a_client_that_leaves_within_its_body_disturbs_nobody(caplog: pytest.LogCaptureFixture) -> None:
     with serving() as served:
         leaving = served.connect()
-        leaving.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 99\r\n\r\n{")
+        leaving.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 99\r\n\r\n{"
+        )
         leaving.close()
         assert served.text().status_code == 200
         assert len(served.backend.names) == 1
@@ -220,7 +225,9 @@ def test_short_prompts_are_encoded_on_the_event_loop_and_long_ones_beside_it() -
 def test_the_response_starts_before_any_event_of_any_prompt() -> None:
     """The first prompt's start is still being sent when the second prompt has news."""
     sent: list[str] = []
-    body = [{"type": "http.request", "body": json.dumps({"model": "fake", "prompt": ["a", "b"], "stream": True}).encode()}]
+    body = [
+        {"type": "http.request", "body": json.dumps({"model": "fake", "prompt": ["a", "b"], "stream": True}).encode()}
+    ]
 
     async def receive() -> dict[str, Any]:
         return body.pop() if body else await asyncio.Event().wait()
@@ -253,7 +260,9 @@ def test_a_body_that_is_too_long_is_refused_before_it_is_read() -> None:
 def test_a_body_that_says_it_is_too_long_need_not_even_come() -> None:
     with serving(max_body_bytes=1000) as served:
         announcing = served.connect()
-        announcing.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 1001\r\n\r\n")
+        announcing.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 1001\r\n\r\n"
+        )
         assert announcing.recv(12) == b"HTTP/1.1 413"
         announcing.close()
 
@@ -261,7 +270,9 @@ def test_a_body_that_says_it_is_too_long_need_not_even_come() -> None:
 def test_a_chunked_body_that_is_too_long_is_refused_while_it_is_read() -> None:
     with serving(max_body_bytes=1000) as served:
         endless = served.connect()
-        endless.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n")
+        endless.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n"
+        )
         endless.sendall(b"3e9\r\n" + b"x" * 1001 + b"\r\n")  # and the last chunk never comes
         assert endless.recv(12) == b"HTTP/1.1 413"
         endless.close()
@@ -277,7 +288,9 @@ def test_a_body_of_exactly_the_limit_is_read() -> None:
 def test_a_body_that_does_not_arrive_is_refused() -> None:
     with serving(body_timeout_s=0) as served:
         late = served.connect()
-        late.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 9\r\n\r\n{")
+        late.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 9\r\n\r\n{"
+        )
         assert late.recv(12) == b"HTTP/1.1 408"
         late.close()
 
@@ -313,13 +326,21 @@ def test_health_is_the_engines(status: str, code: int) -> None:
 def test_each_reply_has_an_id_and_each_request_one_log_line(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, logger="sidestream.server")
     with serving() as served:
-        replies = [served.chat(), served.chat(temperature=-1), served.http.get("/v1/%0Aforged"), served.chat(stream=True)]
+        replies = [
+            served.chat(),
+            served.chat(temperature=-1),
+            served.http.get("/v1/%0Aforged"),
+            served.chat(stream=True),
+        ]
         served.http.get("/health")
     ids = [reply.headers["x-request-id"] for reply in replies]
     assert len(set(ids)) == 4
     lines = [record.getMessage() for record in caplog.records if " status=" in record.getMessage()]
     assert [line.split()[0] for line in lines] == ids
-    assert re.search(r"status=200 outcome=ok prompt_tokens=20 output_tokens=12 cached_tokens=0 ttft=[\d.]+s duration=[\d.]+s$", lines[0])
+    assert re.search(
+        r"status=200 outcome=ok prompt_tokens=20 output_tokens=12 cached_tokens=0 ttft=[\d.]+s duration=[\d.]+s$",
+        lines[0],
+    )
     assert "status=400" in lines[1] and "ttft=-" in lines[1]
     assert not any("\n" in line for line in lines)
 

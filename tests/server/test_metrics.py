@@ -52,5 +52,9 @@ def test_histogram_buckets_are_cumulative() -> None:
     assert buckets == sorted(buckets)
     assert samples["sidestream_ttft_seconds_bucket", (("le", "0.001"),)] == 1
     assert samples["sidestream_ttft_seconds_bucket", (("le", "0.5"),)] == 3
-    assert samples["sidestream_ttft_seconds_bucket", (("le", "+Inf"),)] == samples["sidestream_ttft_seconds_count", ()] == 4
+    assert (
+        samples["sidestream_ttft_seconds_bucket", (("le", "+Inf"),)]
+        == samples["sidestream_ttft_seconds_count", ()]
+        == 4
+    )
     assert samples["sidestream_ttft_seconds_sum", ()] == 1000.303

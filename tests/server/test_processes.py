@@ -34,7 +34,9 @@ ENDLESS = 30_000
 
 
 def until(happened: Callable[[], Any], *, within_s: float = WAIT_S) -> Any:
-    """What `happened` returns, once that is true. Processes are looked at from outside: nothing tells when they change."""
+    """What `happened` returns, once that is true. Processes are looked at from outside: nothing tells when they
+    change.
+    """
     deadline = time.monotonic() + within_s
     while not (result := happened()):
         assert time.monotonic() < deadline, "it has not happened"
@@ -90,7 +92,9 @@ class Stream(threading.Thread):
 
     def run(self) -> None:
         ended = "cut"
-        with contextlib.suppress(http.client.HTTPException, OSError, AttributeError):  # the last one: closed while it reads
+        with contextlib.suppress(
+            http.client.HTTPException, OSError, AttributeError
+        ):  # the last one: closed while it reads
             fields = {"prompt": "Call me Ishmael. ", "max_tokens": self._max_tokens, "ignore_eos": True}
             body = {"model": "tiny", "stream": True, "stream_options": {"include_usage": True}, **fields}
             self._connection.request("POST", "/v1/completions", json.dumps(body), {"content-type": "application/json"})
@@ -181,7 +185,9 @@ def is_idle(connection: http.client.HTTPConnection) -> bool:
 
 @contextlib.contextmanager
 def serving(model: Path, *options: object, faults: Path | None = None) -> Iterator[Server]:
-    """`sidestream serve`; `faults`: a directory with a sitecustomize.py, which every process runs first. No process is left."""
+    """`sidestream serve`; `faults`: a directory with a sitecustomize.py, which every process runs first. No process is
+    left.
+    """
     command = [sys.executable, "-m", "sidestream", "serve", model, "--port", 0, "--kv-memory", "32MiB", "--threads", 1]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     if faults is not None:
@@ -219,7 +225,9 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def interrupts_reach_children() -> Iterator[None]:
-    """A shell starts background jobs with SIGINT ignored, and so would start every child of a test run in the background."""
+    """A shell starts background jobs with SIGINT ignored, and so would start every child of a test run in the
+    background.
+    """
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
@@ -287,7 +295,10 @@ def test_a_killed_api_process_takes_its_own_clients_along_and_another_one_starts
     kept.leave()
     until(lambda: is_idle(shared.connect()))
     (said,) = [line for line in shared.log if "has ended" in line]
-    assert f"API process {killed} has ended: it was killed by SIGKILL; its clients have lost their connections; another one starts" in said
+    assert (
+        f"API process {killed} has ended: it was killed by SIGKILL; its clients have lost their connections; another one starts"
+        in said
+    )
 
 
 def test_when_the_engine_is_killed_clients_are_told_and_the_server_ends_with_status_1(tiny: Path) -> None:
@@ -295,7 +306,9 @@ def test_when_the_engine_is_killed_clients_are_told_and_the_server_ends_with_sta
         streams = [server.stream() for _ in range(3)]
         processes = [server.engine, *server.apis]
         os.kill(server.engine, signal.SIGKILL)
-        assert {stream.ended.get(timeout=WAIT_S) for stream in streams} == {"the engine is failed: the engine's process has ended"}
+        assert {stream.ended.get(timeout=WAIT_S) for stream in streams} == {
+            "the engine is failed: the engine's process has ended"
+        }
         health = client.get("/health")
         assert (health.status_code, health.json()["detail"]) == (503, "the engine's process has ended")
         refused = client.post("/v1/completions", json={"model": "tiny", "prompt": "Hello", "max_tokens": 2})
@@ -321,11 +334,16 @@ if any("engine_process" in argument for argument in sys.orig_argv):
 """
 
 
-def test_when_the_engine_fails_the_last_line_names_the_cause_and_what_was_complete_is_stored(tiny: Path, tmp_path: Path) -> None:
+def test_when_the_engine_fails_the_last_line_names_the_cause_and_what_was_complete_is_stored(
+    tiny: Path, tmp_path: Path
+) -> None:
     flag, kv = tmp_path / "fail", tmp_path / "kv"
     (tmp_path / "sitecustomize.py").write_text(FAILING_ENGINE.format(flag=str(flag)))
     options = ("--api-processes", 1, "--offload-disk", kv, "--offload-host", "8MiB")
-    with serving(tiny, *options, faults=tmp_path) as server, httpx.Client(base_url=server.url, timeout=WAIT_S) as client:
+    with (
+        serving(tiny, *options, faults=tmp_path) as server,
+        httpx.Client(base_url=server.url, timeout=WAIT_S) as client,
+    ):
         stream = server.stream()
         until(lambda: len(stream.events) > 40)  # more than a block is complete
         flag.touch()
@@ -415,7 +433,9 @@ class _Engine:
 @contextlib.contextmanager
 def _supervisor(count: int) -> Iterator[Supervisor]:
     options = ServerOptions(port=0)
-    with Supervisor(bind_alike(bind(options), count), options, log_level=30, log_format=("%(message)s", "")) as supervisor:
+    with Supervisor(
+        bind_alike(bind(options), count), options, log_level=30, log_format=("%(message)s", "")
+    ) as supervisor:
         yield supervisor
 
 
@@ -435,7 +455,8 @@ def test_api_processes_that_cannot_start_end_the_server_after_three_tries(
     with (
         _supervisor(1) as supervisor,
         pytest.raises(
-            ProcessFailed, match="API processes ended 3 times soon after their start: it exited with status 3; its messages are above"
+            ProcessFailed,
+            match="API processes ended 3 times soon after their start: it exited with status 3; its messages are above",
         ),
     ):
         supervisor.run(_Engine(), on_ready=lambda running: None)  # type: ignore[arg-type]
@@ -444,7 +465,10 @@ def test_api_processes_that_cannot_start_end_the_server_after_three_tries(
 
 def test_an_engine_that_ends_before_api_processes_serve_ends_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sidestream.server.supervisor.LAST_WORDS_S", 0.1)
-    with _supervisor(2) as supervisor, pytest.raises(ProcessFailed, match="the engine's process has ended: it was killed by SIGKILL"):
+    with (
+        _supervisor(2) as supervisor,
+        pytest.raises(ProcessFailed, match="the engine's process has ended: it was killed by SIGKILL"),
+    ):
         supervisor.run(_Engine("it was killed by SIGKILL"), on_ready=lambda running: None)  # type: ignore[arg-type]
 
 

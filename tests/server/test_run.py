@@ -45,7 +45,9 @@ def test_stopping_lets_a_running_request_finish_and_takes_no_new_one() -> None:
 
 def test_a_request_that_outlasts_the_drain_is_aborted_and_told() -> None:
     with serving(FakeBackend(Script(hold_after=2)), drain_s=0) as served:
-        with served.http.stream("POST", "/v1/chat/completions", json={"model": "fake", "messages": HI, "stream": True}) as reply:
+        with served.http.stream(
+            "POST", "/v1/chat/completions", json={"model": "fake", "messages": HI, "stream": True}
+        ) as reply:
             served.backend.wait_until(lambda fake: len(fake.held) == 1)
             served.running.stop()
             events = reply.read().decode().split("\n\n")
@@ -69,7 +71,9 @@ def wait_closed(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.usefixtures("wait_closed")
 def test_the_second_stop_ends_a_stream_that_is_being_sent() -> None:
-    """Its client does not read: it can neither be told the end nor be waited for. Half of it is more than any buffer takes."""
+    """Its client does not read: it can neither be told the end nor be waited for. Half of it is more than any buffer
+    takes.
+    """
     script = replace(LONG, token_bytes=len(LONG.text) // 2)
     with serving(FakeBackend(script), drain_s=3600) as served, send(served, ASK_LONG, "/v1/completions") as connection:
         assert connection.recv(12) == b"HTTP/1.1 200"
@@ -96,7 +100,9 @@ def test_the_first_stop_lets_a_stream_that_is_being_sent_go_on() -> None:
 def test_the_second_stop_quits_at_once() -> None:
     with serving(FakeBackend(Script(hold_after=2)), drain_s=3600) as served:
         with _begin_stream(served), served.connect() as half:
-            half.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 9\r\n\r\n{")
+            half.sendall(
+                b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 9\r\n\r\n{"
+            )
             served.running.stop()
             served.running.stop()
             assert served.drained.get(timeout=WAIT_S) is False
@@ -119,8 +125,12 @@ print(drained, backend.aborted == backend.names, flush=True)
 """
 
 
-@pytest.mark.parametrize(("signals", "drain_s"), [((signal.SIGTERM,), 0), ((signal.SIGINT,), 0), ((signal.SIGTERM, signal.SIGINT), 3600)])
-def test_signals_abort_what_cannot_finish_and_return_to_the_caller(signals: tuple[signal.Signals, ...], drain_s: float) -> None:
+@pytest.mark.parametrize(
+    ("signals", "drain_s"), [((signal.SIGTERM,), 0), ((signal.SIGINT,), 0), ((signal.SIGTERM, signal.SIGINT), 3600)]
+)
+def test_signals_abort_what_cannot_finish_and_return_to_the_caller(
+    signals: tuple[signal.Signals, ...], drain_s: float
+) -> None:
     with subprocess.Popen([sys.executable, "-c", _CHILD, str(drain_s)], stdout=subprocess.PIPE, text=True) as child:
         try:
             assert child.stdout is not None
@@ -139,7 +149,10 @@ def test_signals_abort_what_cannot_finish_and_return_to_the_caller(signals: tupl
 
 
 def test_a_port_in_use_is_an_error_that_says_so() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(ConfigError, match="another program listens there"):
+    with (
+        socket.create_server(("127.0.0.1", 0)) as taken,
+        pytest.raises(ConfigError, match="another program listens there"),
+    ):
         serve(FakeBackend(), ServerOptions(port=taken.getsockname()[1]))
 
 
@@ -148,7 +161,9 @@ def test_an_address_that_is_bound_refuses_connections_until_it_is_served_and_is_
         address = bound.getsockname()
         with pytest.raises(ConnectionRefusedError), socket.create_connection(address, WAIT_S):
             pass
-        with pytest.raises(ConfigError, match=rf"cannot listen on 127\.0\.0\.1:{address[1]}: another program listens there"):
+        with pytest.raises(
+            ConfigError, match=rf"cannot listen on 127\.0\.0\.1:{address[1]}: another program listens there"
+        ):
             bind(ServerOptions(port=address[1]))
 
         urls: list[str] = []
@@ -177,7 +192,8 @@ def test_a_port_that_needs_a_right_is_an_error_that_says_so(monkeypatch: pytest.
 
     monkeypatch.setattr(socket.socket, "bind", bind_as_a_user)
     with pytest.raises(
-        ConfigError, match=r"cannot listen on 127\.0\.0\.1:80: this user may not use that port: choose a port of 1024 or more"
+        ConfigError,
+        match=r"cannot listen on 127\.0\.0\.1:80: this user may not use that port: choose a port of 1024 or more",
     ):
         bind(ServerOptions(port=80))
 

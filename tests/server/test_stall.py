@@ -1,4 +1,6 @@
-"""Clients that take their reply slowly, or not at all. Real sockets with small buffers; the reply is longer than any buffer."""
+"""Clients that take their reply slowly, or not at all. Real sockets with small buffers; the reply is longer than any
+buffer.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ class Endless(FakeBackend):
 
     made = 0
 
-    async def generate(self, prompt_ids: Sequence[int], params: SamplingParams, **named: Any) -> AsyncGenerator[Delta, None]:
+    async def generate(
+        self, prompt_ids: Sequence[int], params: SamplingParams, **named: Any
+    ) -> AsyncGenerator[Delta, None]:
         if self.tokenizer.decode(prompt_ids) != "long":
             async for delta in super().generate(prompt_ids, params, **named):
                 yield delta
@@ -50,7 +54,9 @@ def _ask(served: Served, **fields: Any) -> socket.socket:
     return send(served, ASK_LONG | fields, "/v1/completions")
 
 
-def test_a_client_that_stops_reading_is_cut_its_request_aborted_and_nobody_else_slowed(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_client_that_stops_reading_is_cut_its_request_aborted_and_nobody_else_slowed(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     backend = Endless()
     with serving(backend, stall_timeout_s=0.5) as served, _ask(served) as first, _ask(served) as second:
         assert first.recv(12) == second.recv(12) == b"HTTP/1.1 200"
@@ -60,7 +66,9 @@ def test_a_client_that_stops_reading_is_cut_its_request_aborted_and_nobody_else_
     assert _stalled(served) == 2
     lines = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
     assert len(lines) == 1
-    assert re.fullmatch(r"cut the connection of 127\.0\.0\.1:\d+: it took no byte of its reply for 0\.5 s \(stall_timeout\)", lines[0])
+    assert re.fullmatch(
+        r"cut the connection of 127\.0\.0\.1:\d+: it took no byte of its reply for 0\.5 s \(stall_timeout\)", lines[0]
+    )
 
 
 def test_a_client_on_a_unix_socket_that_stops_reading_is_cut_too(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """TLS: what is checked before a model is loaded, and the bounds on connections that hold with it too.
 
-The certificates were made with OpenSSL 3, for a hundred years; encrypted.key is server.key behind the password "sesame":
+The certificates were made with OpenSSL 3, for a hundred years; encrypted.key is server.key behind the password
+"sesame":
 
     openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 36500 -subj /CN=localhost \
         -addext subjectAltName=DNS:localhost,IP:127.0.0.1 -keyout server.key -out server.pem
@@ -29,7 +30,9 @@ from sidestream.testing.fake_backend import FakeBackend, Script
 from .serving import ASK_LONG, LONG, WAIT_S, Served, serving
 
 FILES = Path(__file__).parent / "certificates"
-CERTIFICATE, KEY, OTHER_KEY, ENCRYPTED_KEY = (str(FILES / name) for name in ("server.pem", "server.key", "other.key", "encrypted.key"))
+CERTIFICATE, KEY, OTHER_KEY, ENCRYPTED_KEY = (
+    str(FILES / name) for name in ("server.pem", "server.key", "other.key", "encrypted.key")
+)
 TLS = {"ssl_certfile": CERTIFICATE, "ssl_keyfile": KEY}
 HEALTH = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
 
@@ -93,12 +96,27 @@ def test_clients_without_a_certificate_are_refused_where_one_is_asked() -> None:
     [
         ({"ssl_certfile": "none.pem"}, "ssl_certfile is none.pem: No such file or directory: give a file in PEM form"),
         ({"ssl_certfile": str(FILES)}, f"ssl_certfile is {FILES}: Is a directory: give a file"),
-        ({"ssl_certfile": CERTIFICATE, "ssl_keyfile": "none.key"}, "ssl_keyfile is none.key: No such file or directory"),
-        ({"ssl_certfile": CERTIFICATE}, f"ssl_certfile is {CERTIFICATE}, without ssl_keyfile: it holds no private key in PEM form"),
+        (
+            {"ssl_certfile": CERTIFICATE, "ssl_keyfile": "none.key"},
+            "ssl_keyfile is none.key: No such file or directory",
+        ),
+        (
+            {"ssl_certfile": CERTIFICATE},
+            f"ssl_certfile is {CERTIFICATE}, without ssl_keyfile: it holds no private key in PEM form",
+        ),
         ({"ssl_certfile": KEY}, f"ssl_certfile is {KEY}: it holds no certificate in PEM form"),
-        ({"ssl_certfile": CERTIFICATE, "ssl_keyfile": CERTIFICATE}, f"ssl_keyfile is {CERTIFICATE}: it holds no private key in PEM form"),
-        ({"ssl_certfile": CERTIFICATE, "ssl_keyfile": OTHER_KEY}, f"the key does not belong to the certificate {CERTIFICATE}"),
-        ({"ssl_certfile": CERTIFICATE, "ssl_keyfile": ENCRYPTED_KEY}, "the key is encrypted: set SIDESTREAM_SSL_KEYFILE_PASSWORD"),
+        (
+            {"ssl_certfile": CERTIFICATE, "ssl_keyfile": CERTIFICATE},
+            f"ssl_keyfile is {CERTIFICATE}: it holds no private key in PEM form",
+        ),
+        (
+            {"ssl_certfile": CERTIFICATE, "ssl_keyfile": OTHER_KEY},
+            f"the key does not belong to the certificate {CERTIFICATE}",
+        ),
+        (
+            {"ssl_certfile": CERTIFICATE, "ssl_keyfile": ENCRYPTED_KEY},
+            "the key is encrypted: set SIDESTREAM_SSL_KEYFILE_PASSWORD",
+        ),
         (
             {"ssl_certfile": CERTIFICATE, "ssl_keyfile": ENCRYPTED_KEY, "ssl_keyfile_password": "wrong"},
             "that SIDESTREAM_SSL_KEYFILE_PASSWORD opens",
@@ -108,7 +126,9 @@ def test_clients_without_a_certificate_are_refused_where_one_is_asked() -> None:
     ],
     ids=str,
 )
-def test_a_certificate_that_cannot_be_used_is_refused_before_the_address_is_taken(options: dict[str, Any], said: str) -> None:
+def test_a_certificate_that_cannot_be_used_is_refused_before_the_address_is_taken(
+    options: dict[str, Any], said: str
+) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(ConfigError) as refusal:
         bind(ServerOptions(port=taken.getsockname()[1], **options))
     assert said in str(refusal.value)
@@ -120,7 +140,9 @@ def test_a_key_that_this_user_may_not_read_is_named(monkeypatch: pytest.MonkeyPa
         raise PermissionError(errno.EACCES, "Permission denied")
 
     monkeypatch.setattr(Path, "open", unreadable)  # root may read anything
-    with pytest.raises(ConfigError, match=r"ssl_certfile is .*server\.pem: Permission denied: give a file .* that this user may read"):
+    with pytest.raises(
+        ConfigError, match=r"ssl_certfile is .*server\.pem: Permission denied: give a file .* that this user may read"
+    ):
         bind(ServerOptions(port=0, **TLS))
 
 
@@ -163,7 +185,12 @@ def test_a_client_that_leaves_within_its_handshake_is_no_news(caplog: pytest.Log
 
 
 def test_unfinished_handshakes_count_as_connections() -> None:
-    with _serving(max_connections=2) as served, served.connect() as one, served.connect() as two, served.connect() as three:
+    with (
+        _serving(max_connections=2) as served,
+        served.connect() as one,
+        served.connect() as two,
+        served.connect() as three,
+    ):
         assert _cut(three)
         assert _refused(served, "limit") == 1
         one.close()

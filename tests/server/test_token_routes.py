@@ -65,13 +65,28 @@ def test_token_ids_become_text(shared: Served) -> None:
     ("path", "fields", "param", "said"),
     [
         ("/tokenize", {}, "prompt", "prompt is missing, and messages too: send one of them"),
-        ("/tokenize", {"prompt": "a", "messages": HI}, "prompt", "both prompt and messages are given: send one of them"),
+        (
+            "/tokenize",
+            {"prompt": "a", "messages": HI},
+            "prompt",
+            "both prompt and messages are given: send one of them",
+        ),
         ("/tokenize", {"prompt": ["a"]}, "prompt", "prompt is ['a']: input should be a valid string"),
         ("/tokenize", {"prompt": "a", "promt": 1}, "promt", "no field promt; did you mean prompt?"),
         ("/tokenize", {"prompt": "a", "return_token_strs": 1}, "return_token_strs", "return_token_strs is 1"),
-        ("/tokenize", {"prompt": "a", "add_generation_prompt": True}, "add_generation_prompt", "no field add_generation_prompt"),
+        (
+            "/tokenize",
+            {"prompt": "a", "add_generation_prompt": True},
+            "add_generation_prompt",
+            "no field add_generation_prompt",
+        ),
         ("/tokenize", {"messages": []}, "messages", "messages is []: it must be a list of one or more messages"),
-        ("/tokenize", {"messages": HI, "add_special_tokens": True}, "add_special_tokens", "does not support: leave it out"),
+        (
+            "/tokenize",
+            {"messages": HI, "add_special_tokens": True},
+            "add_special_tokens",
+            "does not support: leave it out",
+        ),
         ("/tokenize", {"messages": HI, "chat_template_kwargs": {"x": 1}}, "chat_template_kwargs.x", "no option x"),
         (
             "/tokenize",
@@ -82,14 +97,21 @@ def test_token_ids_become_text(shared: Served) -> None:
         ("/tokenize", {"prompt": "a", "model": 5}, "model", "model is 5"),
         ("/detokenize", {}, "tokens", "tokens is missing: it is required"),
         ("/detokenize", {"tokens": "12"}, "tokens", "tokens is '12': it must be a list of token ids"),
-        ("/detokenize", {"tokens": [1, 256]}, "tokens[1]", "tokens[1] is 256: a token id of this model is a whole number in [0, 255]"),
+        (
+            "/detokenize",
+            {"tokens": [1, 256]},
+            "tokens[1]",
+            "tokens[1] is 256: a token id of this model is a whole number in [0, 255]",
+        ),
         ("/detokenize", {"tokens": [-1]}, "tokens[0]", "tokens[0] is -1"),
         ("/detokenize", {"tokens": [True]}, "tokens[0]", "tokens[0] is True"),
         ("/detokenize", {"tokens": [1], "skip": 1}, "skip", "no field skip"),
     ],
     ids=str,
 )
-def test_a_bad_field_is_a_400_that_names_it(shared: Served, path: str, fields: dict[str, Any], param: str, said: str) -> None:
+def test_a_bad_field_is_a_400_that_names_it(
+    shared: Served, path: str, fields: dict[str, Any], param: str, said: str
+) -> None:
     reply = shared.http.post(path, json=fields)
     error = reply.json()["error"]
     assert (reply.status_code, error["param"]) == (400, param)
@@ -100,7 +122,9 @@ def test_a_bad_field_is_a_400_that_names_it(shared: Served, path: str, fields: d
 def test_bodies_have_the_same_bounds_as_elsewhere(path: str) -> None:
     with serving(max_body_bytes=100, api_key="k") as served:
         assert served.http.post(path, json={"model": "other", "prompt": "a", "tokens": [1]}).status_code == 400
-        assert served.http.post(path, json={"prompt" if path == "/tokenize" else "tokens": "a" * 200}).status_code == 413
+        assert (
+            served.http.post(path, json={"prompt" if path == "/tokenize" else "tokens": "a" * 200}).status_code == 413
+        )
         assert served.http.post(path, content=b"{}", headers={"content-type": "text/plain"}).status_code == 415
         assert served.post_raw(b"{", path).status_code == 400
         assert served.http.post(path, json={}, headers={"authorization": ""}).status_code == 401
@@ -108,7 +132,11 @@ def test_bodies_have_the_same_bounds_as_elsewhere(path: str) -> None:
 
 
 def test_another_model_is_not_found(shared: Served) -> None:
-    for path, fields in (("/tokenize", {"prompt": "a"}), ("/tokenize", {"messages": HI}), ("/detokenize", {"tokens": [1]})):
+    for path, fields in (
+        ("/tokenize", {"prompt": "a"}),
+        ("/tokenize", {"messages": HI}),
+        ("/detokenize", {"tokens": [1]}),
+    ):
         reply = shared.http.post(path, json={"model": "other", **fields})
         assert (reply.status_code, reply.json()["error"]["code"]) == (404, "model_not_found")
 

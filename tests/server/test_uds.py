@@ -42,7 +42,9 @@ def test_requests_come_over_the_socket_and_its_file_goes_at_the_end(tmp_path: Pa
     assert not path.exists()
 
 
-def test_a_relative_path_is_removed_although_the_directory_was_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_relative_path_is_removed_although_the_directory_was_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     with _bound(Path("s")):
         monkeypatch.chdir("/")
@@ -131,7 +133,9 @@ def test_a_path_without_a_file_is_refused(path: str) -> None:
         ServerOptions(uds=path)
 
 
-def test_connections_are_limited_by_user_and_logged_with_their_process(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_connections_are_limited_by_user_and_logged_with_their_process(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     with serving(uds=str(tmp_path / "s"), max_connections_per_address=1) as served, served.connect() as held:
         held.sendall(HEALTH)
         assert held.recv(12) == b"HTTP/1.1 200"

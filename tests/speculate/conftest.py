@@ -19,11 +19,15 @@ from sidestream.speculate import Context, Proposer
 
 @pytest.fixture
 def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
-    """What engines draft behind which tokens: of each row as many as it is to have, which near an answer's end are fewer than others have."""
+    """What engines draft behind which tokens: of each row as many as it is to have, which near an answer's end are
+    fewer than others have.
+    """
     seen: Seen = defaultdict(list)
     propose = Drafts.propose
 
-    def keep(self: Drafts, proposer: Proposer, state: DecodeState, attend: Callable[[Tensor, Tensor, Tensor], AttentionBatch]) -> Tensor:
+    def keep(
+        self: Drafts, proposer: Proposer, state: DecodeState, attend: Callable[[Tensor, Tensor, Tensor], AttentionBatch]
+    ) -> Tensor:
         contexts: list[Context] = []
 
         def propose_for_all(context: Context, count: int) -> Tensor:
@@ -34,7 +38,9 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
         drafts = propose(self, watched, state, attend)
         drafting = [(row, count) for row, count in zip(drafts.tolist(), self.num_drafts, strict=True) if count]
         (context,) = contexts
-        for history, length, (row, count) in zip(context.history[context.rows].tolist(), context.lengths.tolist(), drafting, strict=True):
+        for history, length, (row, count) in zip(
+            context.history[context.rows].tolist(), context.lengths.tolist(), drafting, strict=True
+        ):
             seen[tuple(history[:length])].append(row[:count])
         return drafts
 

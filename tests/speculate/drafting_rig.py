@@ -7,7 +7,9 @@ from collections.abc import Callable, Sequence
 from sidestream import LLM, SamplingParams
 
 GREEDY = SamplingParams(temperature=0, max_tokens=15, ignore_eos=True)
-PROMPTS = [[10 + position * step % 200 for position in range(length)] for step, length in ((3, 37), (7, 18), (11, 5), (5, 52))]
+PROMPTS = [
+    [10 + position * step % 200 for position in range(length)] for step, length in ((3, 37), (7, 18), (11, 5), (5, 52))
+]
 
 Seen = dict[tuple[int, ...], list[list[int]]]
 """Drafts that were made behind which tokens."""
@@ -16,7 +18,9 @@ Seen = dict[tuple[int, ...], list[list[int]]]
 def check_drafts_from_every_source(
     llm: LLM, expected: Sequence[tuple[int, ...]], seen: Seen, drafts_behind: Callable[[tuple[int, ...]], list[int]]
 ) -> None:
-    """Cold, from the device and from the host: the answers are `expected`, and each draft is what `drafts_behind` gives without an engine."""
+    """Cold, from the device and from the host: the answers are `expected`, and each draft is what `drafts_behind` gives
+    without an engine.
+    """
     costs = llm.engine.parts.costs
     assert costs is not None
     costs.saw_prefill = lambda *_: None  # type: ignore[method-assign]
@@ -30,7 +34,10 @@ def check_drafts_from_every_source(
         assert (sum(output.cached.host for output in outputs) > 0) == (source == "host")
         steps = 0
         for tokens, every in seen.items():
-            if not any(expected[number][: len(tokens) - len(prompt)] == tokens[len(prompt) :] for number, prompt in enumerate(PROMPTS)):
+            if not any(
+                expected[number][: len(tokens) - len(prompt)] == tokens[len(prompt) :]
+                for number, prompt in enumerate(PROMPTS)
+            ):
                 continue  # behind an answer's end
             steps += 1
             assert every == [drafts_behind(tokens)[: len(row)] for row in every]

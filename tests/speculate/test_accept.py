@@ -8,7 +8,11 @@ from hypothesis import strategies as st
 
 from sidestream.speculate import accept_lengths
 
-ROW = st.tuples(st.lists(st.integers(0, 2), min_size=4, max_size=4), st.lists(st.integers(0, 2), min_size=5, max_size=5), st.integers(0, 4))
+ROW = st.tuples(
+    st.lists(st.integers(0, 2), min_size=4, max_size=4),
+    st.lists(st.integers(0, 2), min_size=5, max_size=5),
+    st.integers(0, 4),
+)
 
 
 def accepted(drafts: list[int], drawn: list[int], count: int) -> int:

@@ -47,7 +47,9 @@ class Alone:
     """The draft model by itself, over whole sequences, without a cache."""
 
     def __init__(self, path: Path) -> None:
-        self._model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
+        self._model = AutoModelForCausalLM.from_pretrained(
+            path, dtype=torch.float32, attn_implementation="eager"
+        ).eval()
 
     @torch.inference_mode()
     def goes_on(self, tokens: tuple[int, ...]) -> list[int]:
@@ -77,17 +79,27 @@ def test_a_model_that_drafts_for_itself_is_always_right(model: Path) -> None:
 
 @pytest.mark.parametrize("length", [51, 56])
 def test_nothing_is_drafted_from_beyond_the_last_position_that_a_draft_model_has(length: int, tmp_path: Path) -> None:
-    """A model with learned positions has none behind its last; a row at its end shares flights with one that drafts as much as may be."""
+    """A model with learned positions has none behind its last; a row at its end shares steps with one that drafts as
+    much as may be.
+    """
     path = tiny_model_dir("llama", tmp_path, 3)  # for its tokenizer
-    config = GPT2Config(vocab_size=259, n_positions=64, n_embd=32, n_layer=1, n_head=2, eos_token_id=256, bos_token_id=None)
+    config = GPT2Config(
+        vocab_size=259, n_positions=64, n_embd=32, n_layer=1, n_head=2, eos_token_id=256, bos_token_id=None
+    )
     AutoModelForCausalLM.from_config(config).save_pretrained(path)
-    with engine(path, path, max_model_len=64, speculative=SpeculativeConfig("draft", 4, adaptive=False, model=path)) as llm:
+    with engine(
+        path, path, max_model_len=64, speculative=SpeculativeConfig("draft", 4, adaptive=False, model=path)
+    ) as llm:
         prompts = [list(range(10, 10 + length)), [5, 6, 7]]
         params = [dataclasses.replace(GREEDY, max_tokens=64 - len(prompt)) for prompt in prompts]
-        assert [len(output.token_ids) for output in llm.generate(prompts, params)] == [64 - len(prompt) for prompt in prompts]
+        assert [len(output.token_ids) for output in llm.generate(prompts, params)] == [
+            64 - len(prompt) for prompt in prompts
+        ]
 
 
-def test_blocks_of_a_model_with_another_draft_model_or_none_are_no_hits(model: Path, draft: Path, tmp_path: Path) -> None:
+def test_blocks_of_a_model_with_another_draft_model_or_none_are_no_hits(
+    model: Path, draft: Path, tmp_path: Path
+) -> None:
     other = tiny_model_dir("llama", tmp_path / "other", 5, **SMALLER)
     loaded = [load_model(str(model), block_tokens=16) for _ in range(3)]
     for served, drafting in zip(loaded[1:], (draft, other), strict=True):
@@ -101,7 +113,10 @@ def test_blocks_of_a_model_with_another_draft_model_or_none_are_no_hits(model: P
 def test_a_draft_model_that_does_not_fit_is_refused_with_both_values(model: Path, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"was made for 64 tokens, a request may have \d+: lower max_model_len"):
         engine(model, tiny_model_dir("llama", tmp_path / "short", 4, max_position_embeddings=64))
-    with pytest.raises(ModelError, match=r"the draft model narrow knows 100 tokens, the tokenizer has \d+: take one that knows them all"):
+    with pytest.raises(
+        ModelError,
+        match=r"the draft model narrow knows 100 tokens, the tokenizer has \d+: take one that knows them all",
+    ):
         engine(model, tiny_model_dir("llama", tmp_path / "narrow", 4, vocab_size=100))
     with pytest.raises(ModelError, match=r"the draft model: model .*nowhere: there is no such directory"):
         engine(model, tmp_path / "nowhere")
@@ -117,6 +132,8 @@ def test_a_draft_model_that_does_not_fit_is_refused_with_both_values(model: Path
 def test_half_a_choice_is_refused() -> None:
     with pytest.raises(ConfigError, match="there is no draft model: give model"):
         SpeculativeConfig("draft")
-    with pytest.raises(ConfigError, match="the draft model is x, but the proposer is ngram: draft models are for draft"):
+    with pytest.raises(
+        ConfigError, match="the draft model is x, but the proposer is ngram: draft models are for draft"
+    ):
         SpeculativeConfig(model="x")
     assert dataclasses.replace(SpeculativeConfig("draft", model="x"), max_drafts=2).model == "x"

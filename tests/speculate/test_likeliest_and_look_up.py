@@ -1,4 +1,6 @@
-"""The likeliest token and prompt lookup by kernels of ours are what torch computes. On a GPU if there is one, else in Triton's interpreter."""
+"""The likeliest token and prompt lookup by kernels of ours are what torch computes. On a GPU if there is one, else in
+Triton's interpreter.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,9 @@ import torch
 
 from sidestream.speculate import Context, NgramProposer, likeliest
 
-pytest.importorskip("triton", reason="triton is not installed: it comes with torch on Linux x86-64, or with the dev extra")
+pytest.importorskip(
+    "triton", reason="triton is not installed: it comes with torch on Linux x86-64, or with the dev extra"
+)
 
 from sidestream.speculate import launch
 
@@ -50,9 +54,13 @@ def test_what_followed_the_longest_run(seed: int, longest: int, shortest: int) -
     history = torch.randint(rng.choice([2, 5, 60]), (7, width + 1), generator=draws, dtype=torch.int32)
     rows = torch.tensor(rng.sample(range(7), 4))
     lengths = torch.tensor([1, 2, width, rng.randint(1, width)])
-    context = Context(history[:, :-1], rows, lengths, rows, torch.empty(4, 0), lambda positions: pytest.fail("it attends"))
+    context = Context(
+        history[:, :-1], rows, lengths, rows, torch.empty(4, 0), lambda positions: pytest.fail("it attends")
+    )
 
     wanted = NgramProposer(longest=longest, shortest=shortest).propose(context, 5)
-    got = launch.look_up(history.to(HERE)[:, :-1], rows.to(HERE), lengths.to(HERE), 5, longest=longest, shortest=shortest)
+    got = launch.look_up(
+        history.to(HERE)[:, :-1], rows.to(HERE), lengths.to(HERE), 5, longest=longest, shortest=shortest
+    )
 
     assert got.tolist() == wanted.tolist()

@@ -1,4 +1,6 @@
-"""A head drafts through the engine what it drafts without pools, rows, flights and tiers, whatever became of earlier drafts."""
+"""A head drafts through the engine what it drafts without pools, rows, steps and tiers, whatever became of earlier
+drafts.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,9 @@ class Reference:
     """transformers' model and the head over whole sequences, without a cache."""
 
     def __init__(self, model: Path, head: Path) -> None:
-        self.model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation="eager").eval()
+        self.model = AutoModelForCausalLM.from_pretrained(
+            model, dtype=torch.float32, attn_implementation="eager"
+        ).eval()
         self.head: MtpHead = load_head(self.model, head)
         self._known: dict[tuple[int, ...], list[int]] = {}
 
@@ -148,7 +152,9 @@ def test_a_head_that_other_weights_taught_is_taken_with_a_warning_that_names_bot
     assert f"taught by weights {ours}, the model in {other} has {theirs}" in warning.getMessage()
 
     caplog.clear()
-    engine(model, tmp_path / "taught.safetensors", dtype="bfloat16").close()  # loaded in another dtype, they are the same
+    engine(
+        model, tmp_path / "taught.safetensors", dtype="bfloat16"
+    ).close()  # loaded in another dtype, they are the same
     engine(other, head).close()  # says nothing of whose it is
     assert not caplog.records
     with pytest.raises(ModelError, match="was made for hidden_size 64, the model has 96"):
@@ -158,7 +164,11 @@ def test_a_head_that_other_weights_taught_is_taken_with_a_warning_that_names_bot
 def test_kv_beside_another_head_or_none_has_other_names(model: Path, head: Path, tmp_path: Path) -> None:  # H14, H15
     other = save_head(model, tmp_path / "other.safetensors", seed=8)
     fingerprints = set()
-    for options in ({}, {"speculative": dataclasses.replace(ALWAYS, head=head)}, {"speculative": dataclasses.replace(ALWAYS, head=other)}):
+    for options in (
+        {},
+        {"speculative": dataclasses.replace(ALWAYS, head=head)},
+        {"speculative": dataclasses.replace(ALWAYS, head=other)},
+    ):
         with LLM(model, dtype="float32", kv_memory="1MiB", compute_threads=1, **options) as llm:
             fingerprints.add(llm.engine.parts.executor._model.fingerprint)
     assert len(fingerprints) == 3
@@ -166,7 +176,9 @@ def test_kv_beside_another_head_or_none_has_other_names(model: Path, head: Path,
 
 @pytest.mark.parametrize("names", ["qwen", "deepseek"])
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
-def test_a_head_that_a_checkpoint_carries_is_found_by_the_names_of_its_makers(family: str, names: Any, tmp_path: Path) -> None:
+def test_a_head_that_a_checkpoint_carries_is_found_by_the_names_of_its_makers(
+    family: str, names: Any, tmp_path: Path
+) -> None:
     directory = tiny_model_dir(family, tmp_path / "model", 3)
     file = save_head(directory, tmp_path / "head.safetensors", seed=7)
     carry_head(directory, file, names=names)
@@ -175,6 +187,8 @@ def test_a_head_that_a_checkpoint_carries_is_found_by_the_names_of_its_makers(fa
     assert ours.state_dict().keys() == theirs.state_dict().keys()
     assert all(torch.equal(tensor, theirs.state_dict()[name]) for name, tensor in ours.state_dict().items())
     assert theirs.feeds_normed == (names == "qwen")
-    with LLM(directory, dtype="float32", compute_threads=1, speculative=SpeculativeConfig("mtp", 2, adaptive=False)) as llm:
+    with LLM(
+        directory, dtype="float32", compute_threads=1, speculative=SpeculativeConfig("mtp", 2, adaptive=False)
+    ) as llm:
         llm.generate(PROMPTS[:1], GREEDY)
         assert llm.metrics.value("draft_tokens_total", "mtp") > 0

@@ -41,8 +41,15 @@ def proposed(rows: list[list[int]], count: int, *, garbage: int = 9, **options: 
     return NgramProposer(**options).propose(context, count).tolist()
 
 
-@drawn(rows=st.lists(TOKENS, min_size=1, max_size=4), count=st.integers(1, 6), longest=st.integers(1, 4), shortest=st.integers(1, 4))
-def test_what_followed_the_longest_and_latest_run_is_drafted(rows: list[list[int]], count: int, longest: int, shortest: int) -> None:
+@drawn(
+    rows=st.lists(TOKENS, min_size=1, max_size=4),
+    count=st.integers(1, 6),
+    longest=st.integers(1, 4),
+    shortest=st.integers(1, 4),
+)
+def test_what_followed_the_longest_and_latest_run_is_drafted(
+    rows: list[list[int]], count: int, longest: int, shortest: int
+) -> None:
     shortest = min(shortest, longest)
     expected = [looked_up(tokens, count, longest, shortest) for tokens in rows]
     assert proposed(rows, count, longest=longest, shortest=shortest) == expected

@@ -1,4 +1,6 @@
-"""The head that is shipped for the demo model: it is found for that model alone, fits it, and most of what it drafts first is right."""
+"""The head that is shipped for the demo model: it is found for that model alone, fits it, and most of what it drafts
+first is right.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,9 @@ def test_it_drafts_for_prompts_that_it_was_not_taught_on() -> None:
     # By its directory, as other programs are given it.
     config = SpeculativeConfig("mtp", max_drafts=2, adaptive=False)
     with LLM(path, dtype="float32", kv_memory="64MiB", compute_threads=1, speculative=config) as llm:
-        prompts = [llm.tokenizer.chat([{"role": "user", "content": task}]) for task in sample_tasks(held_out=True)[::120]]
+        prompts = [
+            llm.tokenizer.chat([{"role": "user", "content": task}]) for task in sample_tasks(held_out=True)[::120]
+        ]
         llm.generate(prompts, SamplingParams(temperature=0, max_tokens=16, ignore_eos=True))
         accepted, drafted = (llm.metrics.value(f"{name}_tokens_total", "mtp") for name in ("accepted", "draft"))
     assert accepted > 0.4 * drafted > 0

@@ -50,7 +50,7 @@ class Rig:
 
     def see(self, *fences: SimFence) -> None:
         for fence in fences:
-            assert self.device.wait_host(fence, reason="flight")
+            assert self.device.wait_host(fence, reason="step")
 
     def host_write(self, start: int, stop: int) -> None:
         self.checker.host_touched(writes(start, stop), "fill")
@@ -111,4 +111,17 @@ def kinds(program: Callable[[Rig], None]) -> set[str]:
     return {finding.kind for finding in judged(program)}
 
 
-__all__ = ["BLOCK", "RUNS", "Checker", "Finding", "Rig", "fails", "judged", "kinds", "nothing", "reads", "rig", "writes"]
+__all__ = [
+    "BLOCK",
+    "RUNS",
+    "Checker",
+    "Finding",
+    "Rig",
+    "fails",
+    "judged",
+    "kinds",
+    "nothing",
+    "reads",
+    "rig",
+    "writes",
+]

@@ -10,7 +10,7 @@ from sidestream.device.sim import SimFence
 from sidestream.device.sim.device import POISON
 from sidestream.errors import ConfigError
 from sidestream.testing.checker import Checker, simulated
-from sidestream.types import Access, Witness
+from sidestream.types import Access, Tracer
 
 # ---------------------------------------------------------------------- contents
 
@@ -22,15 +22,21 @@ def test_bytes_that_nobody_ever_wrote_are_not_read() -> None:
 
     assert kinds(lambda rig: program(rig, written=64)) == set()
     (finding,) = judged(lambda rig: program(rig, written=40))
-    assert (finding.kind, finding.start, finding.stop, finding.streams, finding.second) == ("unwritten", 40, 64, ("compute",), "")
+    assert (finding.kind, finding.start, finding.stop, finding.streams, finding.second) == (
+        "unwritten",
+        40,
+        64,
+        ("compute",),
+        "",
+    )
     assert finding.message.endswith("reads kv[40:64], which nobody ever wrote")
 
 
 def test_what_an_id_held_is_gone_once_it_is_taken_again() -> None:
     def program(rig: Rig, *, rewritten: bool) -> None:
         rig.leased(0)
-        flight = rig.write(rig.compute, 0, 64)
-        rig.release(0, after=[flight])
+        step = rig.write(rig.compute, 0, 64)
+        rig.release(0, after=[step])
         rig.take(0)
         if rewritten:
             rig.write(rig.compute, 0, 64)
@@ -81,7 +87,9 @@ def test_an_access_over_several_ids_is_judged_id_by_id() -> None:
 class Poisoned:
     def __init__(self) -> None:
         self.calls: list[tuple[str, int, int, set[SimFence]]] = []
-        self.checker = Checker(poison=lambda memory, start, stop, after: self.calls.append((memory, start, stop, set(after))))  # type: ignore[arg-type]
+        self.checker = Checker(
+            poison=lambda memory, start, stop, after: self.calls.append((memory, start, stop, set(after)))
+        )  # type: ignore[arg-type]
         self.checker.backed("blocks", "kv", BLOCK)
 
     def told(self) -> list[tuple[str, int, int, set[SimFence]]]:
@@ -91,19 +99,19 @@ class Poisoned:
 
 def test_a_free_id_is_poisoned_behind_its_uses_and_so_is_one_that_is_taken() -> None:
     with rig("late") as made:
-        poisoned, flight, store = Poisoned(), made.compute.submit(nothing), made.copy.submit(nothing)
+        poisoned, step, store = Poisoned(), made.compute.submit(nothing), made.copy.submit(nothing)
         checker = poisoned.checker
         checker.took("blocks", [3], ())
         assert poisoned.told() == [("kv", 192, 256, set())]
         checker.shared("blocks", [3])
         checker.released("blocks", [3], [store])
         assert poisoned.told() == []  # still leased
-        checker.released("blocks", [3], [flight])
-        assert poisoned.told() == [("kv", 192, 256, {flight, store})]
-        checker.took("blocks", [3], [flight, store])
-        assert poisoned.told() == [("kv", 192, 256, {flight, store})]
+        checker.released("blocks", [3], [step])
+        assert poisoned.told() == [("kv", 192, 256, {step, store})]
+        checker.took("blocks", [3], [step, store])
+        assert poisoned.told() == [("kv", 192, 256, {step, store})]
         checker.released("blocks", [3], ())  # unused by this tenant, but perhaps not yet left by the last
-        assert poisoned.told() == [("kv", 192, 256, {flight, store})]
+        assert poisoned.told() == [("kv", 192, 256, {step, store})]
 
 
 def test_a_published_id_is_poisoned_only_once_it_is_forgotten_and_unused() -> None:
@@ -162,10 +170,10 @@ def test_simulated_memory_is_poisoned_when_its_id_is_given_up() -> None:
         made.checker.took("disk", [12345], ())  # no memory of the device's: left alone
         made.memory.data[: 2 * BLOCK] = 1
         made.host_write(0, 128)
-        flight = made.read(made.compute, 0, 64)
-        made.release(0, 1, after=[flight])
+        step = made.read(made.compute, 0, 64)
+        made.release(0, 1, after=[step])
         assert made.memory.data[0] == 1, "work on its way still reads it"
-        made.see(flight)
+        made.see(step)
         assert made.memory.data[: 2 * BLOCK].unique().tolist() == [POISON]
 
 
@@ -217,9 +225,11 @@ def test_the_call_site_is_the_line_that_asked_the_device() -> None:
         made.device.close()
         (finding,) = made.checker.findings
     line = test_the_call_site_is_the_line_that_asked_the_device.__code__.co_firstlineno + 2
-    assert finding.first == f"testing/test_checker.py:{line} test_the_call_site_is_the_line_that_asked_the_device, `here`"
+    assert (
+        finding.first == f"testing/test_checker.py:{line} test_the_call_site_is_the_line_that_asked_the_device, `here`"
+    )
 
 
-def test_it_is_a_witness() -> None:
-    witness: Witness = Checker()
-    assert isinstance(witness, Checker)
+def test_it_is_a_tracer() -> None:
+    tracer: Tracer = Checker()
+    assert isinstance(tracer, Checker)

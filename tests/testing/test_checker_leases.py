@@ -15,8 +15,8 @@ def test_work_on_an_id_that_nobody_leases_is_found_at_its_submission() -> None:
 
     def no_longer(rig: Rig) -> None:
         rig.leased(0)
-        flight = rig.write(rig.compute, 0, 64)
-        rig.see(flight)
+        step = rig.write(rig.compute, 0, 64)
+        rig.see(step)
         rig.release(0)
         rig.read(rig.compute, 0, 64)
 
@@ -80,13 +80,13 @@ def test_a_touch_inside_work_is_judged_by_the_leases_at_the_submission_of_the_wo
         rig.leased()
         gate = rig.copy.submit(nothing)
 
-        def flight() -> None:
+        def step() -> None:
             rig.compute.touch(writes(0, 64))
 
         if leased_before:
             rig.take(0)
         rig.compute.wait(gate)
-        last = rig.compute.submit(flight)
+        last = rig.compute.submit(step)
         if not leased_before:
             rig.take(0)
         rig.release(0, after=[last])
@@ -132,7 +132,9 @@ def test_an_id_that_is_taken_under_an_open_lease_is_found_and_both_leases_count(
 
     (finding,) = judged(program)
     assert finding.kind == "early_release"
-    assert "gave out blocks 0 (kv[0:64]), which `lease of blocks`" in finding.message and "still holds" in finding.message
+    assert (
+        "gave out blocks 0 (kv[0:64]), which `lease of blocks`" in finding.message and "still holds" in finding.message
+    )
 
 
 # ---------------------------------------------------------------------- releases
@@ -155,12 +157,17 @@ def test_an_id_is_given_up_behind_the_work_that_uses_it() -> None:
         assert kinds(lambda rig, how=how: program(rig, how=how)) == {"early_release"}
     (finding,) = judged(lambda rig: program(rig, how="before"))
     assert finding.first.endswith("`use`") and finding.second.endswith("`release of blocks`")
-    assert "the host had not seen compute:2 done, and no fence given with a release is behind it (given: compute:1)" in finding.message
+    assert (
+        "the host had not seen compute:2 done, and no fence given with a release is behind it (given: compute:1)"
+        in finding.message
+    )
 
 
 @pytest.mark.parametrize(("policy", "seed"), RUNS)
 @pytest.mark.parametrize("waits", [True, False])
-def test_a_fence_of_another_stream_covers_what_it_waits_for_and_that_may_show_later(policy: str, seed: int, waits: bool) -> None:
+def test_a_fence_of_another_stream_covers_what_it_waits_for_and_that_may_show_later(
+    policy: str, seed: int, waits: bool
+) -> None:
     with rig(policy, seed) as made:
         made.leased(0)
         use = made.write(made.compute, 0, 64)
@@ -227,10 +234,10 @@ def test_an_earlier_fence_does_not_take_the_place_of_a_later_one() -> None:
 def test_every_stream_that_uses_the_id_has_to_be_covered() -> None:
     def program(rig: Rig) -> None:
         rig.leased(0)
-        flight = rig.write(rig.compute, 0, 64)
-        rig.copy.wait(flight)
+        step = rig.write(rig.compute, 0, 64)
+        rig.copy.wait(step)
         rig.read(rig.copy, 0, 64, "store")
-        rig.release(0, after=[flight])
+        rig.release(0, after=[step])
 
     (finding,) = judged(program)
     assert finding.kind == "early_release" and finding.first.endswith("`store`")
@@ -251,12 +258,12 @@ def test_work_that_says_only_later_what_it_touches_was_covered_or_not_when_its_l
         rig.leased(0)
         gate = rig.copy.submit(nothing)
         rig.compute.wait(gate)
-        flight = rig.compute.submit(lambda: rig.compute.touch(writes(0, 64)), label="flight")
-        rig.release(0, after=[flight] if covered else [])
+        step = rig.compute.submit(lambda: rig.compute.touch(writes(0, 64)), label="step")
+        rig.release(0, after=[step] if covered else [])
 
     assert kinds(lambda rig: program(rig, covered=True)) == set()
     (finding,) = judged(lambda rig: program(rig, covered=False))
-    assert finding.kind == "early_release" and finding.first.endswith("`flight`")
+    assert finding.kind == "early_release" and finding.first.endswith("`step`")
 
 
 def test_a_touch_of_earlier_work_does_not_hide_the_use_by_later_work() -> None:

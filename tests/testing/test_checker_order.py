@@ -1,4 +1,6 @@
-"""What happens before what: every edge that exists counts, every edge that is missing is found, whatever ran first this time."""
+"""What happens before what: every edge that exists counts, every edge that is missing is found, whatever ran first this
+time.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +13,10 @@ from sidestream.testing.checker import Checker
 # ---------------------------------------------------------------------- a race is found, and an edge ends it
 
 
-def test_a_store_that_does_not_wait_for_the_flight_is_a_race_whichever_ran_first() -> None:
+def test_a_store_that_does_not_wait_for_the_step_is_a_race_whichever_ran_first() -> None:
     def program(rig: Rig) -> None:
         rig.host_write(0, 64)
-        rig.write(rig.compute, 0, 64, "flight")
+        rig.write(rig.compute, 0, 64, "step")
         rig.read(rig.copy, 0, 64, "store")
 
     (race,) = judged(program)
@@ -25,13 +27,13 @@ def test_a_store_that_does_not_wait_for_the_flight_is_a_race_whichever_ran_first
 def test_the_race_is_told_in_the_order_of_submission_with_the_edge_that_is_missing(policy: str, seed: int) -> None:
     with rig(policy, seed) as made:
         made.host_write(0, 64)
-        made.write(made.compute, 0, 64, "flight")
+        made.write(made.compute, 0, 64, "step")
         made.read(made.copy, 0, 64, "store")
         made.device.close()
         (race,) = made.checker.findings
-    assert race.first.endswith(" write, `flight`") and "checker_rig.py:" in race.first
+    assert race.first.endswith(" write, `step`") and "checker_rig.py:" in race.first
     assert race.second.endswith(" read, `store`")
-    assert "`store` (copy:1, " in race.message and ") reads kv[0:64], which `flight` (compute:1, " in race.message
+    assert "`store` (copy:1, " in race.message and ") reads kv[0:64], which `step` (compute:1, " in race.message
     assert ") writes: nothing orders `store` behind compute:1" in race.message
     assert str(race) == f"race: {race.message}"
 
@@ -103,9 +105,9 @@ def test_work_of_one_stream_is_in_order() -> None:
 def test_a_wait_orders_what_comes_after_it_and_behind_what_came_before_its_fence_only() -> None:
     def wait_too_late(rig: Rig) -> None:
         rig.host_write(0, 64)
-        flight = rig.write(rig.compute, 0, 64)
+        step = rig.write(rig.compute, 0, 64)
         rig.read(rig.copy, 0, 64)
-        rig.copy.wait(flight)
+        rig.copy.wait(step)
 
     def fence_too_early(rig: Rig) -> None:
         rig.host_write(0, 64)
@@ -126,8 +128,8 @@ def test_a_wait_orders_what_comes_after_it_and_behind_what_came_before_its_fence
 def test_order_is_transitive_over_streams() -> None:
     def program(rig: Rig, *, cut: bool) -> None:
         load = rig.device.stream("load")
-        flight = rig.write(rig.compute, 0, 64)
-        rig.copy.wait(flight)
+        step = rig.write(rig.compute, 0, 64)
+        rig.copy.wait(step)
         between = rig.copy.submit(nothing)
         if cut:
             between = rig.device.stream("other").submit(nothing)
@@ -215,9 +217,9 @@ def test_a_cut_does_not_lose_who_was_there() -> None:
 
 def test_what_the_host_saw_done_is_before_what_it_submits_then() -> None:
     def program(rig: Rig, *, seen: bool) -> None:
-        flight = rig.write(rig.compute, 0, 64)
+        step = rig.write(rig.compute, 0, 64)
         if seen:
-            rig.see(flight)
+            rig.see(step)
         rig.write(rig.copy, 0, 64)
 
     assert kinds(lambda rig: program(rig, seen=True)) == set()
@@ -226,17 +228,17 @@ def test_what_the_host_saw_done_is_before_what_it_submits_then() -> None:
 
 def test_it_does_not_help_to_see_it_after_the_submission() -> None:
     def program(rig: Rig) -> None:
-        flight = rig.write(rig.compute, 0, 64)
+        step = rig.write(rig.compute, 0, 64)
         rig.write(rig.copy, 0, 64)
-        rig.see(flight)
+        rig.see(step)
 
     assert kinds(program) == {"race"}
 
 
 def test_polling_is_seeing() -> None:
     def program(rig: Rig) -> None:
-        flight = rig.write(rig.compute, 0, 64)
-        while not flight.poll():
+        step = rig.write(rig.compute, 0, 64)
+        while not step.poll():
             rig.device.sleep(1.0)
         rig.write(rig.copy, 0, 64)
 
@@ -255,9 +257,9 @@ def test_the_host_sees_what_a_fence_had_waited_for() -> None:
 def test_the_host_reads_the_mailbox_behind_the_fence_or_races() -> None:
     def program(rig: Rig, *, seen: bool) -> None:
         rig.host_write(0, 64)
-        flight = rig.write(rig.compute, 0, 64, "flight")
+        step = rig.write(rig.compute, 0, 64, "step")
         if seen:
-            rig.see(flight)
+            rig.see(step)
         rig.host_read(0, 64)
 
     assert kinds(lambda rig: program(rig, seen=True)) == set()
@@ -295,13 +297,13 @@ def test_a_wait_inside_work_orders_what_the_work_touches_from_then_on() -> None:
     def program(rig: Rig, *, touch_late: bool) -> None:
         load = rig.write(rig.copy, 0, 64, "load")
 
-        def flight() -> None:
+        def step() -> None:
             rig.compute.wait(load)
             if touch_late:
                 rig.compute.touch(reads(0, 64))
 
         rig.host_write(64, 128)
-        rig.compute.submit(flight, reads(64, 128) if touch_late else reads(0, 64), label="flight")
+        rig.compute.submit(step, reads(64, 128) if touch_late else reads(0, 64), label="step")
 
     assert kinds(lambda rig: program(rig, touch_late=True)) == set()
     found = set()
@@ -319,26 +321,26 @@ def test_a_touch_before_the_wait_is_a_race() -> None:
         rig.host_write(0, 64)
         load = rig.write(rig.copy, 0, 64, "load")
 
-        def flight() -> None:
+        def step() -> None:
             rig.compute.touch(reads(0, 64))
             rig.compute.wait(load)
 
-        rig.compute.submit(flight, label="flight")
+        rig.compute.submit(step, label="step")
 
     (race,) = judged(program)
-    assert race.first.endswith("`load`") and race.second.endswith(" program, `flight`")  # where the flight was submitted
+    assert race.first.endswith("`load`") and race.second.endswith(" program, `step`")  # where the step was submitted
 
 
 def test_whoever_waits_for_work_is_behind_all_that_it_touched_and_waited_for() -> None:
     def program(rig: Rig) -> None:
         load = rig.write(rig.copy, 0, 64)
 
-        def flight() -> None:
+        def step() -> None:
             rig.compute.wait(load)
             rig.compute.touch(writes(64, 128))
 
         last = rig.device.stream("last")
-        last.wait(rig.compute.submit(flight))
+        last.wait(rig.compute.submit(step))
         rig.write(last, 0, 128)
 
     assert kinds(program) == set()
@@ -394,13 +396,13 @@ def test_a_wait_for_an_event_that_was_not_recorded_yet_orders_nothing() -> None:
 def test_the_threads_of_the_cpu_device_are_judged_alike() -> None:
     for ordered in (True, False):
         checker = Checker()
-        device = CpuDevice(compute_threads=1, witness=checker)
+        device = CpuDevice(compute_threads=1, tracer=checker)
         compute, copy = device.stream("compute"), device.stream("copy")
         for index in range(200):
             span = (index % 7) * 64, (index % 7) * 64 + 64
-            flight = compute.submit(nothing, writes(*span), label="flight")
+            step = compute.submit(nothing, writes(*span), label="step")
             if ordered:
-                copy.wait(flight)
+                copy.wait(step)
             store = copy.submit(nothing, reads(*span), label="store")
             compute.wait(store)
         device.close()

@@ -1,4 +1,6 @@
-"""Random programs: the checker against a plain reading of the definitions, no finding in programs that are ordered by construction, no growth."""
+"""Random programs: the checker against a plain reading of the definitions, no finding in programs that are ordered by
+construction, no growth.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,9 @@ class Part:
 
 @dataclass(frozen=True)
 class Step:
-    """What the host does: submit work to `who`, make `who` wait for an earlier step, see an earlier step done, or touch memory itself."""
+    """What the host does: submit work to `who`, make `who` wait for an earlier step, see an earlier step done, or touch
+    memory itself.
+    """
 
     kind: str
     who: str
@@ -45,15 +49,23 @@ class Step:
 
 
 spans = st.tuples(st.integers(0, BYTES - 1), st.integers(1, BYTES), st.booleans())
-accesses = st.lists(spans.filter(lambda span: span[0] < span[1]).map(lambda span: Access("kv", *span)), max_size=3).map(tuple)
+accesses = st.lists(spans.filter(lambda span: span[0] < span[1]).map(lambda span: Access("kv", *span)), max_size=3).map(
+    tuple
+)
 parts = st.lists(st.builds(Part, st.integers(-1, 9), accesses), min_size=1, max_size=3).map(tuple)
 steps = st.builds(
-    Step, st.sampled_from(["submit", "submit", "submit", "wait", "see", "touch"]), st.sampled_from(STREAMS), st.integers(0, 9), parts
+    Step,
+    st.sampled_from(["submit", "submit", "submit", "wait", "see", "touch"]),
+    st.sampled_from(STREAMS),
+    st.integers(0, 9),
+    parts,
 )
 
 
 def races_by_definition(program: Sequence[Step]) -> set[frozenset[str]]:
-    """Pairs of labels that touch the same byte, one of them writing, with neither among what the other knows to be done."""
+    """Pairs of labels that touch the same byte, one of them writing, with neither among what the other knows to be
+    done.
+    """
     touches: list[tuple[int, Access, frozenset[int]]] = []
     known: dict[str, frozenset[int]] = {name: frozenset() for name in STREAMS}
     host: frozenset[int] = frozenset()
@@ -102,7 +114,7 @@ def run(program: Sequence[Step], policy: str, seed: int) -> Checker:
             elif step.kind == "wait" and step.target in fences:
                 streams[step.who].wait(fences[step.target])
             elif step.kind == "see" and step.target in fences:
-                device.wait_host(fences[step.target], reason="flight")
+                device.wait_host(fences[step.target], reason="step")
             elif step.kind == "touch":
                 checker.host_touched(declared, label)
         device.close()
@@ -137,7 +149,9 @@ def test_the_first_race_of_a_program_is_found_by_every_policy(program: list[Step
 
 @settings(max_examples=200, deadline=None, derandomize=True)
 @given(st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30), st.booleans(), st.sampled_from("ab")), max_size=25))
-def test_cells_remember_of_each_byte_what_a_byte_by_byte_memory_remembers(touches: list[tuple[int, int, bool, str]]) -> None:
+def test_cells_remember_of_each_byte_what_a_byte_by_byte_memory_remembers(
+    touches: list[tuple[int, int, bool, str]],
+) -> None:
     shadow, writers, readers = Shadow("kv"), dict[int, Op](), dict[int, dict[str, Op]]()
     for index, (start, stop, write, stream) in enumerate(touches):
         if start >= stop:
@@ -170,14 +184,16 @@ def test_cells_remember_of_each_byte_what_a_byte_by_byte_memory_remembers(touche
 
 
 class Offloader:
-    """A small runtime that does everything right: flights fill blocks, stores and loads move them, all under leases and behind fences."""
+    """A small runtime that does everything right: steps fill blocks, stores and loads move them, all under leases and
+    behind fences.
+    """
 
     def __init__(self, device: SimDevice, checker: Checker, rng: random.Random) -> None:
         self.device = device
         self.checker = checker
         self.rng = rng
         self.compute, self.copy, self.load = (device.stream(name) for name in STREAMS)
-        self.blocks, self.slots = FencedPool("blocks", 5, witness=checker), FencedPool("slots", 3, witness=checker)
+        self.blocks, self.slots = FencedPool("blocks", 5, tracer=checker), FencedPool("slots", 3, tracer=checker)
         for pool, memory in ((self.blocks, "kv"), (self.slots, "host")):
             device.allocate(memory, pool.size * BLOCK)
             checker.backed(pool.name, memory, BLOCK)
@@ -194,8 +210,10 @@ class Offloader:
             for at in (range(2 * item, 2 * item + 2) if halves else [item])
         ]
 
-    def flight(self) -> None:
-        """Fill fresh blocks behind their last uses and publish them once that was seen; some blocks are read besides."""
+    def launched(self) -> None:
+        """Fill fresh blocks behind their last uses and publish them once that was seen; some blocks are read
+        besides.
+        """
         key = self.rng.choice(self.keys)
         try:
             fresh = self.blocks.take(self.rng.randint(1, 2))
@@ -209,10 +227,10 @@ class Offloader:
         work, gated = nothing, self.rng.random() < 0.5
         if gated:
             work = lambda: self.compute.touch(lambda: declared)  # noqa: E731
-        fence = self.compute.submit(work, lambda: [] if gated else declared, label="flight")
+        fence = self.compute.submit(work, lambda: [] if gated else declared, label="step")
         prefix.release(after=[fence])
         if self.rng.random() < 0.3:
-            fresh.release(after=[fence])  # aborted while the flight runs
+            fresh.release(after=[fence])  # aborted while the step runs
             return
         self.endings.append((fence, lambda: self.commit(fresh, key, fence)))
 
@@ -242,7 +260,7 @@ class Offloader:
         self.endings.append((stored, end))
 
     def load_back(self) -> None:
-        """Copy a stored block into a fresh one, and read it in a flight behind that."""
+        """Copy a stored block into a fresh one, and read it in a step behind that."""
         found = self.slots.get(self.rng.choice(self.keys))
         if found is None:
             return
@@ -261,9 +279,9 @@ class Offloader:
             self.compute.wait(loaded)
             self.compute.touch(lambda: read)
 
-        fence = self.compute.submit(gated, label="gated flight")
+        fence = self.compute.submit(gated, label="gated step")
         slot.release(after=[loaded])
-        target.release(after=[fence])  # covers the load, which the flight waits for
+        target.release(after=[fence])  # covers the load, which the step waits for
 
     def poll(self) -> None:
         for fence, end in [*self.endings]:
@@ -276,9 +294,9 @@ class Offloader:
 
     def run(self, num_steps: int) -> None:
         for _ in range(num_steps):
-            self.rng.choice([self.flight, self.flight, self.load_back, self.poll, self.poll, self.forget])()
+            self.rng.choice([self.launched, self.launched, self.load_back, self.poll, self.poll, self.forget])()
         while self.endings:
-            self.device.wait_host(self.endings[0][0], reason="flight")
+            self.device.wait_host(self.endings[0][0], reason="step")
             self.poll()
         self.device.close()
 
@@ -303,7 +321,9 @@ def size_of(checker: Checker) -> int:
     seen, todo = {id(checker)}, [vars(checker)]
     while todo:
         for held in gc.get_referents(todo.pop()):
-            own = isinstance(held, (dict, list, tuple, set, deque)) or type(held).__module__.startswith("sidestream.testing")
+            own = isinstance(held, (dict, list, tuple, set, deque)) or type(held).__module__.startswith(
+                "sidestream.testing"
+            )
             if own and id(held) not in seen:
                 seen.add(id(held))
                 todo.append(held)
@@ -316,7 +336,7 @@ def test_a_long_run_does_not_grow() -> None:
     try:
         for _ in range(4):
             for _ in range(400):
-                runtime.rng.choice([runtime.flight, runtime.load_back, runtime.poll, runtime.poll])()
+                runtime.rng.choice([runtime.launched, runtime.load_back, runtime.poll, runtime.poll])()
             sizes.append(size_of(checker))
     finally:
         device.kill()
@@ -329,7 +349,7 @@ def test_what_has_run_but_was_not_seen_is_kept_because_somebody_may_wait_for_it_
         compute, copy, load = (device.stream(name) for name in STREAMS)
         first = compute.submit(nothing, lambda: [Access("kv", 0, 64, write=True)])
         for _ in range(600):
-            device.wait_host(copy.submit(nothing), reason="flight")
+            device.wait_host(copy.submit(nothing), reason="step")
         load.wait(first)
         load.submit(nothing, lambda: [Access("kv", 0, 64, write=False)])
         device.close()
@@ -347,21 +367,26 @@ def test_what_was_seen_is_forgotten_only_once_nothing_from_before_is_on_its_way(
         load.wait(first)
         load.submit(nothing, lambda: [Access("kv", 0, 64, write=False)])
         for _ in range(600):
-            device.wait_host(copy.submit(nothing), reason="flight")
-            device.wait_host(first, reason="flight")
+            device.wait_host(copy.submit(nothing), reason="step")
+            device.wait_host(first, reason="step")
         device.close()
     finally:
         device.kill()
     assert checker.findings == []
 
 
-def entries(checker: Checker, device: SimDevice, count: int, *, each: Callable[[int], None] = lambda serial: None) -> None:
+def entries(
+    checker: Checker, device: SimDevice, count: int, *, each: Callable[[int], None] = lambda serial: None
+) -> None:
     """Write `count` entries of a disk one after another, each under a number of its own, and give each up again."""
     stream = device.stream("disk-write")
     checker.backed("disk", "disk", 1)
     for serial in range(count):
         checker.took("disk", [serial], ())
-        device.wait_host(stream.submit(nothing, lambda serial=serial: [Access("disk", serial, serial + 1, write=True)]), reason="flight")
+        device.wait_host(
+            stream.submit(nothing, lambda serial=serial: [Access("disk", serial, serial + 1, write=True)]),
+            reason="step",
+        )
         checker.published("disk", serial, b"key")
         checker.released("disk", [serial], ())
         each(serial)
@@ -374,7 +399,12 @@ def remembered(checker: Checker) -> set[int]:
 def test_a_pool_that_never_gives_out_a_number_twice_does_not_grow() -> None:
     device, checker = simulated("early", 0)
     try:
-        entries(checker, device, 9000, each=lambda serial: checker.forgot("disk", [serial]) if serial not in (7, 8) else None)
+        entries(
+            checker,
+            device,
+            9000,
+            each=lambda serial: checker.forgot("disk", [serial]) if serial not in (7, 8) else None,
+        )
         checker.took("disk", [10_000], ())
         assert len(remembered(checker)) < 5000
         assert len(checker._shadows["disk"].cells) < 5000

@@ -14,7 +14,7 @@ def test_an_id_is_published_once_the_host_saw_its_bytes_complete() -> None:
     def program(rig: Rig, *, seen: bool) -> None:
         rig.leased(0)
         rig.write(rig.compute, 0, 32)
-        last = rig.write(rig.compute, 32, 64, "flight")
+        last = rig.write(rig.compute, 32, 64, "step")
         if seen:
             rig.see(last)
         rig.publish(0)
@@ -25,7 +25,8 @@ def test_an_id_is_published_once_the_host_saw_its_bytes_complete() -> None:
     assert kinds(lambda rig: program(rig, seen=False)) == {"early_publish"}
     findings = judged(lambda rig: program(rig, seen=False))
     assert any(
-        "made blocks 0 (kv[0:64]) findable before the host saw that `flight` (compute:2, " in finding.message for finding in findings
+        "made blocks 0 (kv[0:64]) findable before the host saw that `step` (compute:2, " in finding.message
+        for finding in findings
     )
 
 
@@ -48,7 +49,10 @@ def test_an_id_with_bytes_that_nobody_wrote_is_not_published(written: tuple[int,
 
     (finding,) = judged(program)
     first_missing = 0 if written[0] else written[1]
-    assert finding.kind == "early_publish" and f"but nobody wrote kv[{first_missing}] since it was taken" in finding.message
+    assert (
+        finding.kind == "early_publish"
+        and f"but nobody wrote kv[{first_missing}] since it was taken" in finding.message
+    )
 
 
 def test_bytes_of_the_tenant_before_do_not_make_an_id_complete() -> None:
@@ -166,21 +170,25 @@ def test_entries_on_disk_are_judged_like_all_else() -> None:
 # ---------------------------------------------------------------------- stalls, leaks
 
 
-def test_the_host_may_be_held_up_by_a_flight_and_by_nothing_else() -> None:
+def test_the_host_may_be_held_up_by_a_step_and_by_nothing_else() -> None:
     with rig() as made:
         made.see(made.compute.submit(nothing))
         assert made.kinds == []
         made.device.stall("queue full")
         (finding,) = made.checker.findings
-    assert finding.kind == "stall" and finding.first.endswith("`queue full`") and "test_checker_publishing.py:" in finding.first
-    assert finding.message.endswith("it may be held up by: flight")
+    assert (
+        finding.kind == "stall"
+        and finding.first.endswith("`queue full`")
+        and "test_checker_publishing.py:" in finding.first
+    )
+    assert finding.message.endswith("it may be held up by: step")
 
 
 def test_what_may_hold_the_host_up_can_be_chosen() -> None:
     strict, lax = Checker(allowed_waits=frozenset()), Checker(allowed_waits=frozenset({"flush"}))
     for checker in (strict, lax):
         checker.stalled("flush")
-        checker.stalled("flight")
+        checker.stalled("step")
     assert [len(strict.findings), len(lax.findings)] == [2, 1]
     assert strict.findings[0].message.endswith("held up by: nothing")
 
@@ -192,7 +200,9 @@ def test_ids_that_are_still_leased_at_the_end_are_a_leak() -> None:
         made.checker.took("rows", [4], ())
         blocks, rows = made.checker.check_idle()
         assert (blocks.kind, blocks.memory, blocks.start, blocks.stop) == ("leak", "kv", 0, BLOCK)
-        assert blocks.message.startswith("2 of blocks still leased when all is done: 0, 2; the first since `lease of blocks` (host, ")
+        assert blocks.message.startswith(
+            "2 of blocks still leased when all is done: 0, 2; the first since `lease of blocks` (host, "
+        )
         assert rows.message.startswith("1 of rows still leased")
         assert made.checker.check_idle() == made.checker.findings == [blocks, rows]
         made.release(0, 2)

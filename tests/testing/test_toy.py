@@ -32,7 +32,9 @@ class Rig:
         """The token drawn after positions `[start, stop)` were computed on top of what the pool holds."""
         row = RowPlan(0, 0, 0, start, stop, tokens[start:stop], blocks, True, 0)
         inputs = Packer(row.row + 1, self.model.layout).pack(BatchPlan((row,)))
-        batch = PagedBatch(self.pool, inputs.slots, inputs.block_tables, inputs.query_starts, inputs.kv_lens, 0, self.gates.append)
+        batch = PagedBatch(
+            self.pool, inputs.slots, inputs.block_tables, inputs.cu_seqlens_q, inputs.kv_lens, 0, self.gates.append
+        )
         return int(self.model.forward(inputs.tokens, inputs.positions, batch, inputs.logit_rows).argmax())
 
 
@@ -56,7 +58,9 @@ def test_decoding_draws_what_the_reference_draws(model: ToyModel) -> None:
 
 def test_on_a_gpu_it_draws_the_same_and_padding_writes_nothing() -> None:
     model = ToyModel(block_tokens=16, num_layers=2, eos_every=5)
-    prompts = [tuple((7 * index + 3 * at) % 90 + 1 for at in range(length)) for index, length in enumerate((40, 17, 33))]
+    prompts = [
+        tuple((7 * index + 3 * at) % 90 + 1 for at in range(length)) for index, length in enumerate((40, 17, 33))
+    ]
     blocks = [(3, 1, 4), (5, 9), (2, 6, 8)]
     pool = torch.full(model.layout.shape(12), 123456.0)
     gates: list[int] = []
@@ -89,7 +93,9 @@ def test_on_a_gpu_it_draws_the_same_and_padding_writes_nothing() -> None:
     untouched = [block for block in range(12) if not any(block in held for held in blocks)]
     assert (pool[untouched] == 123456.0).all()
 
-    nothing = DeviceBatch(pool, torch.tensor([-1, -1]), torch.zeros(1, 1, dtype=torch.int32), torch.tensor([0, 0]), torch.tensor([0]))
+    nothing = DeviceBatch(
+        pool, torch.tensor([-1, -1]), torch.zeros(1, 1, dtype=torch.int32), torch.tensor([0, 0]), torch.tensor([0])
+    )
     before = pool.clone()
     model.forward(torch.zeros(2, dtype=torch.int64), torch.zeros(2, dtype=torch.int64), nothing, torch.tensor([0]))
     assert torch.equal(pool, before)

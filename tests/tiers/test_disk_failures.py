@@ -159,7 +159,9 @@ def test_a_directory_in_place_of_an_entry_is_a_miss_stays_and_stops_no_write(tmp
 
 @pytest.mark.parametrize("kind", OTHER_KINDS)
 @pytest.mark.parametrize("name", ["sidestream-tier.json", "sidestream-tier.lock"])
-def test_a_tier_whose_own_files_are_no_regular_files_is_refused(tmp_path: Path, bounded: None, name: str, kind: str) -> None:
+def test_a_tier_whose_own_files_are_no_regular_files_is_refused(
+    tmp_path: Path, bounded: None, name: str, kind: str
+) -> None:
     open_tier(tmp_path).close()
     (tmp_path / name).unlink()
     OTHER_KINDS[kind](tmp_path / name)
@@ -199,7 +201,9 @@ def test_the_same_key_written_by_another_model_is_a_miss_H14(tmp_path: Path) -> 
         load(ours, key(1))
 
 
-def test_an_unreadable_entry_is_a_tier_error_and_deleted_after_it_was_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unreadable_entry_is_a_tier_error_and_deleted_after_it_was_forgotten(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tier = open_tier(tmp_path)
     store(tier, key(1))
     entry, path = entry_of(tier, key(1)), file_of(tmp_path, key(1))
@@ -302,7 +306,9 @@ def test_a_closed_tier_does_no_io(tmp_path: Path) -> None:
     assert holds(open_tier(tmp_path), key(1))
 
 
-def test_a_write_that_failed_after_its_victim_was_deleted_gives_the_room_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_write_that_failed_after_its_victim_was_deleted_gives_the_room_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tier = open_tier(tmp_path, max_entries=1)
     store(tier, key(1))
     grant = tier.index.reserve(key(2))

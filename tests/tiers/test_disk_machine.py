@@ -12,7 +12,16 @@ import pytest
 from disk_fixtures import LAYOUT, block, key, open_tier
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, multiple, precondition, rule
+from hypothesis.stateful import (
+    Bundle,
+    RuleBasedStateMachine,
+    consumes,
+    initialize,
+    invariant,
+    multiple,
+    precondition,
+    rule,
+)
 
 from sidestream.errors import TierCorrupt, TierError, TierFull
 from sidestream.tiers.index import Entry, ReadLease, WriteGrant
@@ -157,7 +166,9 @@ class DiskMachine(RuleBasedStateMachine):
 
     @rule(max_entries=st.integers(1, 4))
     def crash_and_reopen(self, max_entries: int) -> None:
-        """Everything that was written and not yet deleted may be served, each key once; nothing visible is lost but to capacity."""
+        """Everything that was written and not yet deleted may be served, each key once; nothing visible is lost but to
+        capacity.
+        """
         assert self.tier._lock is not None
         os.close(self.tier._lock)
         on_disk = {bytes.fromhex(path.name[:32]) for path in self.files()}
@@ -195,7 +206,9 @@ class DiskMachine(RuleBasedStateMachine):
         self.open_grants.remove(grant)
 
     def files(self) -> list[Path]:
-        """Files in the few fan-out directories that the keys lead to; listing all 256 after every step would be slow."""
+        """Files in the few fan-out directories that the keys lead to; listing all 256 after every step would be
+        slow.
+        """
         prefixes = sorted({key(number).hex()[:2] for number in range(6)})
         return [path for prefix in prefixes for path in (self.directory / prefix).iterdir()]
 

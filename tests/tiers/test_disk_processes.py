@@ -15,8 +15,8 @@ from disk_fixtures import entry_files, holds, key, load, open_tier, store
 
 from sidestream.errors import ConfigError
 
-# For each line of input, fork a process that opens the tier with that many entries and stores keys until it is killed. It
-# prints its id, then a key's number after each publish. Forking saves importing everything once more for every kill.
+# For each line of input, fork a process that opens the tier with that many entries and stores keys until it is killed.
+# It prints its id, then a key's number after each publish. Forking saves importing everything once more for every kill.
 WRITERS = """
 import os, sys
 from concurrent.futures import ThreadPoolExecutor
@@ -89,7 +89,9 @@ def writers(tmp_path: Path) -> Iterator[Writers]:
     writers.process.stdout.close()
 
 
-def test_kill_9_at_any_moment_loses_no_published_block_and_shows_no_partial_one(tmp_path: Path, writers: Writers) -> None:
+def test_kill_9_at_any_moment_loses_no_published_block_and_shows_no_partial_one(
+    tmp_path: Path, writers: Writers
+) -> None:
     rng, first, published = random.Random(3), 0, set[int]()
     for _ in range(8):
         writer = writers.start(first, max_entries=10_000)
@@ -99,7 +101,9 @@ def test_kill_9_at_any_moment_loses_no_published_block_and_shows_no_partial_one(
         tier = open_tier(tmp_path, max_entries=10_000)
         first = max(published) + 1
         assert all(holds(tier, key(number)) for number in published)
-        renamed = [number for number in range(first, first + 3) if key(number) in tier.index]  # complete, not published yet
+        renamed = [
+            number for number in range(first, first + 3) if key(number) in tier.index
+        ]  # complete, not published yet
         assert all(holds(tier, key(number)) for number in renamed)
         assert len(tier.index) == len(published) + len(renamed) == len(entry_files(tmp_path))
         assert tier.index.stats.corrupt == 0

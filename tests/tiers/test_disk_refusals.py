@@ -53,7 +53,9 @@ def test_another_layout_is_refused(made: Path, change: dict[str, int], message: 
 
 def test_another_model_is_refused(made: Path) -> None:
     before = snapshot(made)
-    with pytest.raises(ConfigError, match=r"fingerprint 'model-a' \(here 'model-b'\): give another directory, or delete it"):
+    with pytest.raises(
+        ConfigError, match=r"fingerprint 'model-a' \(here 'model-b'\): give another directory, or delete it"
+    ):
         open_tier(made, fingerprint="model-b", max_entries=1)
     assert snapshot(made) == before
 
@@ -79,7 +81,8 @@ def test_a_damaged_description_is_refused(made: Path, content: str) -> None:
 def test_a_capacity_below_one_entry_is_refused(made: Path) -> None:
     before = snapshot(made)
     with pytest.raises(
-        ConfigError, match=f"disk_capacity is {ENTRY_BYTES - 1} bytes, one block .* takes {ENTRY_BYTES} .*raise disk_capacity"
+        ConfigError,
+        match=f"disk_capacity is {ENTRY_BYTES - 1} bytes, one block .* takes {ENTRY_BYTES} .*raise disk_capacity",
     ):
         open_tier(made, capacity_bytes=ENTRY_BYTES - 1)
     assert snapshot(made) == before
@@ -87,7 +90,9 @@ def test_a_capacity_below_one_entry_is_refused(made: Path) -> None:
 
 def test_a_directory_with_other_files_is_refused(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").write_text("draft 9")
-    with pytest.raises(ConfigError, match=r"'thesis.tex' is one of 1\) and no sidestream-tier.json: give an empty or a new directory"):
+    with pytest.raises(
+        ConfigError, match=r"'thesis.tex' is one of 1\) and no sidestream-tier.json: give an empty or a new directory"
+    ):
         open_tier(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
 
@@ -118,7 +123,9 @@ def test_a_directory_without_write_permission_is_refused(made: Path) -> None:
         made.chmod(0o700)
 
 
-def test_a_directory_without_write_permission_is_refused_as_root_too(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_directory_without_write_permission_is_refused_as_root_too(
+    made: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     before = snapshot(made)
     monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != made)
     with pytest.raises(ConfigError, match="is not writable: give a directory that this user may write"):
@@ -129,7 +136,9 @@ def test_a_directory_without_write_permission_is_refused_as_root_too(made: Path,
 def test_a_second_engine_on_the_directory_is_refused_and_the_first_goes_on(made: Path) -> None:
     first = open_tier(made)
     before = snapshot(made)
-    with pytest.raises(ConfigError, match=f"is in use by process {os.getpid()}: stop that one, or give each engine a directory"):
+    with pytest.raises(
+        ConfigError, match=f"is in use by process {os.getpid()}: stop that one, or give each engine a directory"
+    ):
         open_tier(made, max_entries=1)
     assert snapshot(made) == before
     assert holds(first, key(1))

@@ -94,7 +94,9 @@ def test_a_tier_that_is_faster_than_hoped_is_believed_however_long_ago() -> None
 
 
 def test_host_memory_that_was_never_measured_is_tried_however_fast_prefill_is() -> None:
-    """A GPU that computes 37,000 tokens a second would find 2 GB/s too slow: it loaded nothing, so it measured nothing, for 30 s."""
+    """A GPU that computes 37,000 tokens a second would find 2 GB/s too slow: it loaded nothing, so it measured nothing,
+    for 30 s.
+    """
     qwen3_8b = KVLayout(num_layers=36, num_kv_heads=8, head_dim=128, block_tokens=16, dtype="bfloat16")
     costs = CostModel(qwen3_8b, clock=Clock())
     costs.saw_prefill(8192, 0.22)

@@ -1,11 +1,13 @@
-"""Host to disk and back: publish last (H7), failures leave nothing (H9), waits are bounded and late bytes land alone (H6, H10)."""
+"""Host to disk and back: publish last (H7), failures leave nothing (H9), waits are bounded and late bytes land alone
+(H6, H10).
+"""
 
 import threading
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from transfer_rig import DEADLINE_S, LAYOUT, Rig, content, flight_of, key, keys
+from transfer_rig import DEADLINE_S, LAYOUT, Rig, content, key, keys, step_of
 
 from sidestream.testing import faults
 from sidestream.tiers.base import Block
@@ -59,7 +61,9 @@ def test_slot_of_a_write_in_flight_is_not_given_to_another_store(disk_rig: Rig) 
         lease = disk_rig.blocks.take(8)
         disk_rig.store(wanted, lease.ids, disk_rig.fill(lease.ids, wanted))
         disk_rig.finish("compute", "store")
-        assert disk_rig.host.pool.num_used == 4  # a slow disk holds half of the slots at most; the other blocks stay off it
+        assert (
+            disk_rig.host.pool.num_used == 4
+        )  # a slow disk holds half of the slots at most; the other blocks stay off it
         assert disk_rig.counted("disk-write", "skipped") == 4
         other = disk_rig.blocks.take(8)
         disk_rig.store(keys(*"uvwxy"), other.ids[:5], disk_rig.fill(other.ids[:5], keys(*"uvwxy")))
@@ -145,7 +149,9 @@ def test_key_is_not_findable_in_the_host_tier_before_its_read_has_ended(disk_rig
     assert not disk_rig.transfers.awaited
 
 
-def test_request_is_told_of_its_blocks_only_when_they_are_findable(disk_rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_request_is_told_of_its_blocks_only_when_they_are_findable(
+    disk_rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
     disk_rig.on_disk_only(keys("a"))
     hold = disk_rig.hold("disk-read-0")
     disk_rig.promote(keys("a"))
@@ -186,7 +192,9 @@ def test_damaged_entry_is_a_miss_and_is_forgotten(disk_rig: Rig, tmp_path: Path,
 
 
 @pytest.mark.parametrize("fault", [faults.broken, faults.torn])
-def test_entry_that_cannot_be_read_is_a_miss_for_all_who_wait_and_is_forgotten(disk_rig: Rig, fault: faults.Fault) -> None:
+def test_entry_that_cannot_be_read_is_a_miss_for_all_who_wait_and_is_forgotten(
+    disk_rig: Rig, fault: faults.Fault
+) -> None:
     assert disk_rig.disk is not None
     disk_rig.on_disk_only(keys("a", "b"))
     disk_rig.disk.on_read = faults.flapping(faults.healthy, fault)
@@ -298,23 +306,25 @@ def test_request_that_asks_again_after_its_deadline_joins_the_late_read(disk_rig
 # ------------------------------------------------------------------ the whole
 
 
-def test_what_is_disowned_is_unreachable_wherever_it_is_or_is_going_to_and_the_rest_is_not(disk_rig: Rig) -> None:  # H9
+def test_what_is_invalidated_is_unreachable_wherever_it_is_or_is_going_to_and_the_rest_is_not(
+    disk_rig: Rig,
+) -> None:  # H9
     assert disk_rig.disk is not None
     bad = keys("on disk", "being read", "in both", "being written", "being stored", "ordered")
     disk_rig.on_disk_only(keys("on disk", "being read", "good, read"))
     disk_rig.stored(keys("in both", "good, in both"))
     writing = disk_rig.hold("disk-write")
     lease = disk_rig.blocks.take(4)
-    flight = disk_rig.fill(lease.ids, keys("being stored", "good, stored", "ordered", "being written"))
-    disk_rig.store(keys("being written"), lease.ids[3:], flight)
+    step = disk_rig.fill(lease.ids, keys("being stored", "good, stored", "ordered", "being written"))
+    disk_rig.store(keys("being written"), lease.ids[3:], step)
     disk_rig.finish("compute", "store")
     assert disk_rig.host_holds(key("being written"))
     held = [disk_rig.hold(name) for name in ("store", *READERS)]
-    disk_rig.store(keys("being stored", "good, stored"), lease.ids[:2], flight)
+    disk_rig.store(keys("being stored", "good, stored"), lease.ids[:2], step)
     disk_rig.promote(keys("being read"))
     disk_rig.promote(keys("good, read"), request_id=2)
     with disk_rig.late():
-        disk_rig.store(keys("ordered"), lease.ids[2:3], flight)
+        disk_rig.store(keys("ordered"), lease.ids[2:3], step)
         disk_rig.transfers.forget([*bad, key("never seen")])
     for hold in (writing, *held):
         hold.release()
@@ -335,8 +345,8 @@ def test_forget_all_makes_everything_unreachable_and_so_it_stays(disk_rig: Rig) 
     disk_rig.stored(keys("in both"))
     held = [disk_rig.hold(name) for name in ("store", "load", "disk-write", *READERS)]
     lease = disk_rig.blocks.take(3)
-    flight = disk_rig.fill(lease.ids[:1], keys("being stored"))
-    disk_rig.store(keys("being stored"), lease.ids[:1], flight)
+    step = disk_rig.fill(lease.ids[:1], keys("being stored"))
+    disk_rig.store(keys("being stored"), lease.ids[:1], step)
     disk_rig.promote(keys("being read"))
     disk_rig.load(keys("in both"), lease.ids[1:2], request_id=2)
     disk_rig.transfers.forget_all()
@@ -363,16 +373,16 @@ def test_nothing_blocks_the_submitting_thread_though_every_stream_is_stuck(disk_
     done = threading.Event()
 
     def everything() -> None:
-        transfers, flight = disk_rig.transfers, disk_rig.fill(lease.ids[:2], keys("x", "y"))
+        transfers, step = disk_rig.transfers, disk_rig.fill(lease.ids[:2], keys("x", "y"))
         transfers.locate(keys("in host", "on disk"))
         transfers.worth_loading(["host", "disk"])
         plans = [
-            StorePlan(keys("x", "y"), tuple(lease.ids[:2]), (flight,)),
-            LoadPlan(1, 0, keys("in host"), (lease.ids[2],), (flight,)),
+            StorePlan(keys("x", "y"), tuple(lease.ids[:2]), (step,)),
+            LoadPlan(1, 0, keys("in host"), (lease.ids[2],), (step,)),
             PromotePlan(2, 0, keys("in host", "on disk")),
         ]
         transfers.submit(plans)
-        transfers.gates(flight_of((1, 0)))
+        transfers.gates(step_of((1, 0)))
         assert disk_rig.poll() == []
         assert transfers.busy
         disk_rig.clock.now_s += 2 * DEADLINE_S

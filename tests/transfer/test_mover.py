@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
-from transfer_rig import LAYOUT, Rig, content, flight_of, key, keys
+from transfer_rig import LAYOUT, Rig, content, key, keys, step_of
 
 from sidestream.device.base import CopyBatch
 from sidestream.device.host import HostStream
@@ -25,9 +25,9 @@ def test_a_turn_takes_a_bounded_number_of_orders(rig: Rig, monkeypatch: pytest.M
     """It shares the interpreter lock with the engine thread (P8)."""
     monkeypatch.setattr(rig._thread, "wake", lambda: None)
     lease = rig.blocks.take(16)
-    flight = rig.fill(lease.ids, keys(*range(16)))
+    step = rig.fill(lease.ids, keys(*range(16)))
     for number in range(100):
-        rig.store(keys(*(f"{number}.{index}" for index in range(16))), lease.ids, flight)
+        rig.store(keys(*(f"{number}.{index}" for index in range(16))), lease.ids, step)
     before, most = len(rig.transfers._orders), 0
     while (left := len(rig.transfers._orders)) > 0:
         rest = rig._thread._turn()
@@ -37,15 +37,17 @@ def test_a_turn_takes_a_bounded_number_of_orders(rig: Rig, monkeypatch: pytest.M
     lease.release()
 
 
-def test_others_get_the_interpreter_lock_between_turns_that_can_give_the_link_nothing(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a hundred thousand orders behind a flight, the engine thread would wait for it in each of its steps (P8)."""
+def test_others_get_the_interpreter_lock_between_turns_that_can_give_the_link_nothing(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a hundred thousand orders behind a step, the engine thread would wait for it in each of its steps (P8)."""
     monkeypatch.setattr(rig._thread, "wake", lambda: None)
     monkeypatch.setattr(mover, "_CROWDED_LANE", 2)
     lease = rig.blocks.take(1)
     with rig.hold("compute"):
-        flight = rig.compute.submit(lambda: None)
+        step = rig.compute.submit(lambda: None)
         for number in range(60):
-            rig.store(keys(number), lease.ids, flight)
+            rig.store(keys(number), lease.ids, step)
         rests = [rig._thread._turn().until_s for _ in range(3)]
     assert len(rig.transfers._orders) > 0  # there is more to do
     assert [rest and rest - rig.clock() for rest in rests][-1] == pytest.approx(mover._BREATH_S)
@@ -68,15 +70,15 @@ def test_blocks_whose_store_is_not_worth_a_copy_are_given_back_at_once(rig: Rig)
 
 
 def test_load_that_was_not_submitted_gates_nobody(rig: Rig) -> None:
-    """Its request is in no flight before it is ready."""
+    """Its request is in no step before it is ready."""
     rig.stored(keys("a"))
     lease = rig.blocks.take(1)
     with rig.hold("load"):
         rig.load(keys("a"), lease.ids)
-        assert rig.transfers.gates(flight_of((1, 0))).by_layer == ()
+        assert rig.transfers.gates(step_of((1, 0))).by_layer == ()
         rig.poll()
         assert rig.ready == [(1, 0)]
-        assert len(rig.transfers.gates(flight_of((1, 0))).by_layer) == LAYOUT.num_layers
+        assert len(rig.transfers.gates(step_of((1, 0))).by_layer) == LAYOUT.num_layers
     rig.finish("load")
     lease.release()
 
@@ -99,7 +101,7 @@ def test_a_load_has_arrived_when_all_of_it_is_done(rig: Rig) -> None:
     lease.release()
 
 
-def test_a_flight_may_begin_before_a_load_has_ended_if_each_layer_is_there_when_it_comes_to_it(
+def test_a_step_may_begin_before_a_load_has_ended_if_each_layer_is_there_when_it_comes_to_it(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rig.transfers._mover._device, "segment_bytes", LAYOUT.layer_bytes)
@@ -140,7 +142,9 @@ def test_what_is_left_of_a_load_counts_by_its_bytes(rig: Rig, monkeypatch: pytes
         load = rig.transfers._loads[max(rig.transfers._loads) - 1]
         assert load.submitted is not None
         assert [len(part.fences) for part in (*load.submitted.before, *load.submitted.groups)] == [1] * 4
-        monkeypatch.setattr(type(load.submitted.before[0].fences[0]), "poll", lambda self: self is load.submitted.before[0].fences[0])
+        monkeypatch.setattr(
+            type(load.submitted.before[0].fences[0]), "poll", lambda self: self is load.submitted.before[0].fences[0]
+        )
         assert rig.transfers.seconds_left(1, 0, step_s=block_s) == pytest.approx(block_s / 3)
         assert rig.transfers.seconds_left(2, 0, step_s=block_s) == pytest.approx((1 + 1 / 3) * block_s)
         monkeypatch.undo()
@@ -204,8 +208,10 @@ def test_the_last_piece_of_a_load_is_a_large_one_and_the_only_one_by_layers(
 
 
 @pytest.mark.parametrize("fence_first", [True, False])
-def test_failed_load_is_told_once_whoever_sees_it_first(rig: Rig, monkeypatch: pytest.MonkeyPatch, fence_first: bool) -> None:
-    """A flight that waited for the load may be read before the mover has seen the load's end."""
+def test_failed_load_is_told_once_whoever_sees_it_first(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, fence_first: bool
+) -> None:
+    """A step that waited for the load may be read before the mover has seen the load's end."""
     rig.stored(keys("a"))
     lease = rig.blocks.take(1)
 
@@ -228,15 +234,17 @@ def test_failed_load_is_told_once_whoever_sees_it_first(rig: Rig, monkeypatch: p
     lease.release()
 
 
-def test_what_was_ordered_before_a_reset_and_begun_after_it_publishes_nothing(disk_rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:  # H8
+def test_what_was_ordered_before_a_reset_and_begun_after_it_publishes_nothing(
+    disk_rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:  # H8
     rig = disk_rig
     rig.on_disk_only(keys("read"))
     rig.stored(keys("held"))
     lease = rig.blocks.take(2)
-    flight = rig.fill(lease.ids[:1], keys("stored"))
+    step = rig.fill(lease.ids[:1], keys("stored"))
     with monkeypatch.context() as late:
         late.setattr(rig._thread, "wake", lambda: None)
-        rig.store(keys("stored"), lease.ids[:1], flight)
+        rig.store(keys("stored"), lease.ids[:1], step)
         rig.load(keys("held"), lease.ids[1:])
         rig.transfers.submit([PromotePlan(1, 0, keys("read"))])
         rig.transfers.forget_all()
@@ -356,16 +364,18 @@ def test_mover_that_raises_tells_it_and_flush_and_close_return(tmp_path: Path, m
     reopened.close()
 
 
-def test_close_with_orders_that_nobody_took_loses_cache_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_close_with_orders_that_nobody_took_loses_cache_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     rig = Rig(tmp_path)
     rig.on_disk_only(keys("on disk"))
     rig.stored(keys("in host"))
     lease = rig.blocks.take(2)
-    flight = rig.fill(lease.ids[:1], keys("new"))
+    step = rig.fill(lease.ids[:1], keys("new"))
     rig.drain("compute")
     monkeypatch.setattr(rig._thread, "wake", lambda: None)
     for number in range(80):  # more than a turn takes
-        rig.store(keys(f"new {number}"), lease.ids[:1], flight)
+        rig.store(keys(f"new {number}"), lease.ids[:1], step)
     rig.load(keys("in host"), lease.ids[1:])
     rig.promote(keys("on disk"))
     lease.release()
@@ -429,7 +439,9 @@ def test_rests_are_short_while_the_link_lacks_what_is_ordered(rig: Rig) -> None:
 
 
 @pytest.mark.usefixtures("one_block_a_turn")
-def test_books_are_kept_beside_blocks_that_are_gone_before_the_next_one_was_given(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_books_are_kept_beside_blocks_that_are_gone_before_the_next_one_was_given(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Else tickets pile up, and no block is given back, for as long as there are orders."""
     monkeypatch.setattr(mover, "_CROWDED_LANE", 1)
     lease = rig.blocks.take(8)
@@ -471,7 +483,10 @@ def test_load_is_ready_when_all_its_pieces_were_given_in_whatever_order(rig: Rig
         rig.load(keys("a", "b"), lease.ids[:2], Blink(rig.transfers._mover._to_device))
         rig.poll()
         (order,) = {order for order in rig.transfers._mover._loads.values() if len(order.copies) == 2}
-        assert [len(copy.fences[0]) for copy in order.copies] == [0, 1]  # the second, because what both wait for ended between two looks
+        assert [len(copy.fences[0]) for copy in order.copies] == [
+            0,
+            1,
+        ]  # the second, because what both wait for ended between two looks
         assert rig.ready == [(2, 0)]
     rig.finish("load")
     rig.finish("load")
@@ -481,7 +496,9 @@ def test_load_is_ready_when_all_its_pieces_were_given_in_whatever_order(rig: Rig
 
 
 @pytest.mark.usefixtures("one_block_a_turn")
-def test_load_of_which_a_piece_has_failed_is_never_said_to_be_ready(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:  # H9
+def test_load_of_which_a_piece_has_failed_is_never_said_to_be_ready(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:  # H9
     rig.stored(keys("a", "b"))
     lease = rig.blocks.take(2)
     narrow(rig, segments_in_flight=1)
@@ -513,7 +530,7 @@ def test_layer_waits_for_the_last_slice_of_every_piece(rig: Rig, monkeypatch: py
     with rig.hold("load"):
         rig.load(keys("a", "b", "c", "d"), lease.ids)
         rig.poll()
-        gates = rig.transfers.gates(flight_of((1, 0))).by_layer
+        gates = rig.transfers.gates(step_of((1, 0))).by_layer
         waited = [("load-0", 5)]  # the hold was tick 1; what was given before it is done before it
         assert [[(fence.stream, fence.tick) for fence in fences] for fences in gates] == [waited] * LAYOUT.num_layers
     rig.finish("load")
@@ -524,10 +541,10 @@ def test_layer_waits_for_the_last_slice_of_every_piece(rig: Rig, monkeypatch: py
 @pytest.mark.usefixtures("one_block_a_turn")
 def test_store_lets_go_of_its_blocks_when_its_last_piece_has_ended(rig: Rig) -> None:  # H2
     lease = rig.blocks.take(3)
-    flight = rig.fill(lease.ids, keys("a", "b", "c"))
+    step = rig.fill(lease.ids, keys("a", "b", "c"))
     rig.drain("compute")
     hold = rig.hold("store-1")
-    rig.store(keys("a", "b", "c"), lease.ids, flight)
+    rig.store(keys("a", "b", "c"), lease.ids, step)
     rig.let_go(lease)
     until = time.monotonic() + PATIENCE_S
     while rig.transfers.locate(keys("a")) != ["host"]:  # a piece is published by itself
@@ -540,7 +557,9 @@ def test_store_lets_go_of_its_blocks_when_its_last_piece_has_ended(rig: Rig) -> 
     assert all(rig.host_holds(of) for of in keys("a", "b", "c"))
 
 
-def test_load_that_settles_while_the_engine_polls_is_kept_until_its_news_was_heard(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_load_that_settles_while_the_engine_polls_is_kept_until_its_news_was_heard(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
     lease = rig.blocks.take(1)
     with rig.late():
         rig.load(keys("never stored"), lease.ids)
@@ -562,13 +581,15 @@ def test_load_that_settles_while_the_engine_polls_is_kept_until_its_news_was_hea
 
 @pytest.fixture
 def crowded(rig: Rig, monkeypatch: pytest.MonkeyPatch, one_block_a_turn: None) -> Iterator[None]:
-    """The lane has room for one copy besides one that waits: a piece begins when the one before has ended and its books are kept."""
+    """The lane has room for one copy besides one that waits: a piece begins when the one before has ended and its books
+    are kept.
+    """
     monkeypatch.setattr(mover, "_CROWDED_LANE", 2)
     rig.stored(keys("a", "b", "waits"))
     lease = rig.blocks.take(1)
     with rig.hold("compute"):
-        flight = rig.compute.submit(lambda: None)
-        rig.load(keys("waits"), lease.ids, flight, request_id=2)
+        step = rig.compute.submit(lambda: None)
+        rig.load(keys("waits"), lease.ids, step, request_id=2)
         yield
     rig.finish("compute", "load")
     lease.release()
@@ -619,13 +640,13 @@ def test_close_between_two_pieces_of_a_load_and_of_a_store_lets_go_of_both(kind:
     rig = Rig()
     rig.stored(keys("a", "b", "c"))
     lease = rig.blocks.take(3)
-    flight = rig.fill(lease.ids, keys("d", "e", "f"))
+    step = rig.fill(lease.ids, keys("d", "e", "f"))
     rig.drain("compute")
     with rig.late():
         if kind == "load":
             rig.load(keys("a", "b", "c"), lease.ids)
         else:
-            rig.store(keys("d", "e", "f"), lease.ids, flight)
+            rig.store(keys("d", "e", "f"), lease.ids, step)
         rig._thread._turn()  # takes it, and begins the first piece
         rig.store(keys("g"), lease.ids[:1])  # is all that a turn takes: no further piece is begun
         rig.let_go(lease)

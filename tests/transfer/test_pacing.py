@@ -63,7 +63,14 @@ class World:
         self.streams.append(HandStream(f"s{number}", self.given))
         return self.streams[-1]
 
-    def copy(self, label: str, *groups: int, size: int = 10, urgency: Urgency = Urgency.STORE, after: tuple[HandFence, ...] = ()) -> Copy:
+    def copy(
+        self,
+        label: str,
+        *groups: int,
+        size: int = 10,
+        urgency: Urgency = Urgency.STORE,
+        after: tuple[HandFence, ...] = (),
+    ) -> Copy:
         """Queue a copy of groups of so many segments."""
         copy = Copy([batch(count, size) for count in groups or (1,)], after=after, urgency=urgency, label=label)
         self.lane.add(copy)
@@ -117,15 +124,27 @@ def test_urgent_copy_goes_between_the_slices_of_one_that_has_begun() -> None:
 
 def test_slices_are_cut_by_segments_and_by_bytes_alike_and_hold_one_segment_at_least() -> None:
     for size, limit, slices in ((10, 100, [3, 2, 2]), (10, 25, [2, 2, 2, 1]), (10, 5, [1] * 7)):
-        world = World(Pace(slice_bytes=limit, slice_segments=3, bytes_in_flight=1 << 30, segments_in_flight=100, streams=1))
+        world = World(
+            Pace(slice_bytes=limit, slice_segments=3, bytes_in_flight=1 << 30, segments_in_flight=100, streams=1)
+        )
         world.copy("a", 7, size=size)
         world.lane.fill()
         assert [count for *_, count in world.given] == slices
 
 
-@pytest.mark.parametrize(("bytes_in_flight", "segments_in_flight"), [(40, 1000), (59, 1000), (1 << 20, 4), (1 << 20, 5)])
+@pytest.mark.parametrize(
+    ("bytes_in_flight", "segments_in_flight"), [(40, 1000), (59, 1000), (1 << 20, 4), (1 << 20, 5)]
+)
 def test_no_more_is_in_flight_than_the_pace_allows(bytes_in_flight: int, segments_in_flight: int) -> None:
-    world = World(Pace(slice_bytes=20, slice_segments=2, bytes_in_flight=bytes_in_flight, segments_in_flight=segments_in_flight, streams=8))
+    world = World(
+        Pace(
+            slice_bytes=20,
+            slice_segments=2,
+            bytes_in_flight=bytes_in_flight,
+            segments_in_flight=segments_in_flight,
+            streams=8,
+        )
+    )
     for label in "abc":
         world.copy(label, 4, size=10)
     world.lane.fill()
@@ -164,14 +183,14 @@ def test_one_stream_is_a_fifo_and_waits_for_nothing() -> None:
 
 
 def test_copy_that_has_to_wait_lets_those_pass_that_need_not() -> None:
-    world, flight = World(), HandFence()
+    world, step = World(), HandFence()
     world.copy("first")
-    world.copy("waits", after=(flight,))
+    world.copy("waits", after=(step,))
     world.copy("ready")
     world.lane.fill()
     assert world.labels() == ["first", "ready"]
-    assert flight in list(world.lane.awaited())
-    flight.done = True
+    assert step in list(world.lane.awaited())
+    step.done = True
     world.lane.fill()
     assert world.labels() == ["first", "ready", "waits"]
 
@@ -190,11 +209,11 @@ def test_copy_is_given_nothing_of_before_all_that_it_has_to_wait_for_was_seen_do
 
 
 def test_copy_that_has_begun_goes_on_before_one_that_became_ready_meanwhile() -> None:
-    world, flight = World(Pace(1 << 20, 1, 1 << 30, 2, streams=2)), HandFence()
-    world.copy("late", 2, after=(flight,))
+    world, step = World(Pace(1 << 20, 1, 1 << 30, 2, streams=2)), HandFence()
+    world.copy("late", 2, after=(step,))
     world.copy("begun", 4)
     world.lane.fill()
-    flight.done = True
+    step.done = True
     for label in ("begun", "begun", "begun", "begun"):
         world.end(label)
         world.lane.retire()
@@ -204,7 +223,15 @@ def test_copy_that_has_begun_goes_on_before_one_that_became_ready_meanwhile() ->
 
 @pytest.mark.parametrize(("bytes_in_flight", "segments_in_flight"), [(40, 1000), (1 << 20, 4)])
 def test_link_runs_low_below_half_of_what_may_be_in_flight(bytes_in_flight: int, segments_in_flight: int) -> None:
-    world = World(Pace(slice_bytes=10, slice_segments=1, bytes_in_flight=bytes_in_flight, segments_in_flight=segments_in_flight, streams=1))
+    world = World(
+        Pace(
+            slice_bytes=10,
+            slice_segments=1,
+            bytes_in_flight=bytes_in_flight,
+            segments_in_flight=segments_in_flight,
+            streams=1,
+        )
+    )
     low = [world.lane.runs_low]
     for label in "ab":
         world.copy(label, 1)
@@ -241,7 +268,7 @@ def test_thread_rests_for_half_of_what_is_in_flight_or_for_the_end_of_a_copy() -
 def test_thread_rests_no_longer_than_until_all_that_is_left_fits(
     bytes_in_flight: int, segments_in_flight: int, slices: int, awaited: int
 ) -> None:
-    """Until all of a load was given, no flight may be launched behind it."""
+    """Until all of a load was given, no step may be launched behind it."""
     world = World(Pace(10, 1, bytes_in_flight, segments_in_flight, streams=1))
     failing = world.copy("failing", 30, urgency=Urgency.DEMAND)
     world.lane.fill()
@@ -352,28 +379,28 @@ def test_cut_drops_what_has_not_begun_and_lets_the_rest_end_by_its_fences() -> N
 def test_nobody_rests_for_a_fence_that_is_done() -> None:
     """A full lane looks at nobody's waits; were it to name them, a thread that rests for them would spin."""
     world = World(Pace(slice_bytes=1 << 20, slice_segments=1, bytes_in_flight=1 << 30, segments_in_flight=1, streams=8))
-    flight = HandFence()
+    step = HandFence()
     world.copy("a")
-    world.copy("b", after=(flight,))
+    world.copy("b", after=(step,))
     world.lane.fill()
-    flight.done = True
+    step.done = True
     world.lane.retire()
     world.lane.fill()
     assert [fence.poll() for fence in world.lane.awaited()] == [False]
 
 
 def test_hundred_thousand_queued_copies_are_not_looked_at_one_by_one() -> None:
-    world, flight = World(Pace(1 << 20, 1, 1 << 30, 4, 2)), HandFence()
+    world, step = World(Pace(1 << 20, 1, 1 << 30, 4, 2)), HandFence()
     shared = [batch(1, 10)]
     for _ in range(100_000):
-        world.lane.add(Copy(shared, after=(flight,), urgency=Urgency.STORE, label="waits"))
+        world.lane.add(Copy(shared, after=(step,), urgency=Urgency.STORE, label="waits"))
     world.copy("urgent", urgency=Urgency.DEMAND)
     for _ in range(10):
         world.lane.retire()
         world.lane.fill()
         list(world.lane.awaited())
     assert world.labels() == ["urgent"]
-    assert flight.looks <= 10 * 2 * 16
+    assert step.looks <= 10 * 2 * 16
 
 
 def test_urgent_copy_that_has_begun_goes_before_one_that_began_earlier() -> None:

@@ -4,7 +4,7 @@ import random
 
 import pytest
 import torch
-from transfer_rig import LAYOUT, Rig, content, flight_of, key, keys
+from transfer_rig import LAYOUT, Rig, content, key, keys, step_of
 
 from sidestream.device.base import CopyBatch, Memory
 from sidestream.device.cpu import CpuDevice
@@ -91,12 +91,12 @@ def _random_memory(name: str, rng: torch.Generator) -> BlockMemory:
 # ------------------------------------------------------------------ store
 
 
-def test_store_behind_a_flight_copies_what_the_flight_wrote_not_what_was_there(rig: Rig) -> None:  # H1
+def test_store_behind_a_step_copies_what_the_step_wrote_not_what_was_there(rig: Rig) -> None:  # H1
     lease = rig.blocks.take(2)
     wanted = keys("a", "b")
     with rig.hold("compute"):
-        flight = rig.fill(lease.ids, wanted)
-        rig.store(wanted, lease.ids, flight)
+        step = rig.fill(lease.ids, wanted)
+        rig.store(wanted, lease.ids, step)
         assert rig.poll() == []
         assert rig.transfers.locate(wanted) == []
     rig.finish("compute", "store")
@@ -107,10 +107,10 @@ def test_store_behind_a_flight_copies_what_the_flight_wrote_not_what_was_there(r
 def test_blocks_of_a_store_in_flight_are_given_to_nobody_until_it_has_ended(rig: Rig) -> None:  # H2
     lease = rig.blocks.take(16)
     wanted = keys(*range(3))
-    flight = rig.fill(lease.ids, (*wanted, *keys(*range(100, 113))))
+    step = rig.fill(lease.ids, (*wanted, *keys(*range(100, 113))))
     rig.drain("compute")
     with rig.hold("store"):
-        rig.store(wanted, lease.ids[:3], flight)
+        rig.store(wanted, lease.ids[:3], step)
         rig.let_go(lease)  # the request is gone
         assert rig.poll() == []
         with pytest.raises(PoolExhausted):
@@ -124,13 +124,13 @@ def test_blocks_of_a_store_in_flight_are_given_to_nobody_until_it_has_ended(rig:
 
 def test_store_waits_for_the_last_use_of_the_slots_it_writes(rig: Rig) -> None:  # H2, in the host tier
     lease, wanted = rig.blocks.take(1), keys("a")
-    flight = rig.fill(lease.ids, wanted)
+    step = rig.fill(lease.ids, wanted)
     slots = rig.host.pool.take(8)
     seen: list[bytes] = []
     with rig.hold("load"):
         reader = rig.stream("load-0").submit(lambda: seen.append(rig.host.memory.data.numpy().tobytes()))
         slots.release(after=(reader,))
-        rig.store(wanted, lease.ids, flight)
+        rig.store(wanted, lease.ids, step)
         rig.drain("compute", "store")
         assert seen == [], "the reader was not held up"
         assert not any(rig.host_holds(of) for of in wanted), "the store overtook the reader"
@@ -142,9 +142,9 @@ def test_store_waits_for_the_last_use_of_the_slots_it_writes(rig: Rig) -> None: 
 
 def test_key_is_not_findable_in_the_host_tier_before_the_store_has_ended(rig: Rig) -> None:  # H7
     lease, wanted = rig.blocks.take(2), keys("a", "b")
-    flight = rig.fill(lease.ids, wanted)
+    step = rig.fill(lease.ids, wanted)
     with rig.hold("store"):
-        rig.store(wanted, lease.ids, flight)
+        rig.store(wanted, lease.ids, step)
         rig.drain("compute")
         rig.poll()
         assert rig.transfers.locate(wanted) == []
@@ -168,12 +168,12 @@ def test_failed_store_leaves_no_entry_and_gives_its_slots_back(rig: Rig) -> None
 
 def test_blocks_that_are_stored_or_being_stored_are_not_copied_again(rig: Rig) -> None:
     lease, wanted = rig.blocks.take(3), keys("a", "b", "c")
-    flight = rig.fill(lease.ids, wanted)
-    rig.store(wanted[:1], lease.ids[:1], flight)
+    step = rig.fill(lease.ids, wanted)
+    rig.store(wanted[:1], lease.ids[:1], step)
     rig.finish("compute", "store")
-    rig.store(wanted[:2], lease.ids[:2], flight)
-    rig.store(wanted, lease.ids, flight)
-    rig.store(wanted, lease.ids, flight)
+    rig.store(wanted[:2], lease.ids[:2], step)
+    rig.store(wanted, lease.ids, step)
+    rig.store(wanted, lease.ids, step)
     rig.finish("store")
     assert rig.metrics.value("transfer_bytes_total", "store") == 3 * LAYOUT.block_bytes
     assert rig.host.pool.num_cached == 3
@@ -207,10 +207,10 @@ def test_load_waits_for_the_last_use_of_the_blocks_it_writes(rig: Rig) -> None: 
     rig.stored(keys("a"))
     old = rig.taken([0])
     with rig.hold("compute"):
-        last_flight = rig.fill([0], keys("the old owner"))
-        old.release(after=(last_flight,))
+        last_step = rig.fill([0], keys("the old owner"))
+        old.release(after=(last_step,))
         lease = rig.taken([0])
-        assert lease.after == (last_flight,)
+        assert lease.after == (last_step,)
         rig.load(keys("a"), [0], *lease.after)
         assert rig.poll() == []
     assert rig.finish("compute", "load") == []
@@ -291,27 +291,27 @@ def test_loads_of_a_step_lease_their_slots_before_its_stores_evict_any(rig: Rig)
 
 
 @pytest.mark.usefixtures("one_layer_a_group")
-def test_flight_is_gated_layer_by_layer_by_the_loads_of_its_own_requests_only(rig: Rig) -> None:
+def test_step_is_gated_layer_by_layer_by_the_loads_of_its_own_requests_only(rig: Rig) -> None:
     rig.stored(keys("a", "b"))
     lease = rig.blocks.take(2)
     with rig.hold("load"):
         rig.load(keys("a"), lease.ids[:1], request_id=1, epoch=0)
         rig.load(keys("b"), lease.ids[1:], request_id=2, epoch=5)
-        assert rig.transfers.gates(flight_of((1, 0))).by_layer == ()  # nothing was heard of them yet: they have no fences
+        assert rig.transfers.gates(step_of((1, 0))).by_layer == ()  # nothing was heard of them yet: they have no fences
         rig.poll()
         assert rig.ready == [(1, 0), (2, 5)]
-        assert rig.transfers.gates(flight_of((3, 0), (2, 4), (1, 1))).by_layer == ()
-        own = rig.transfers.gates(flight_of((1, 0), (3, 0))).by_layer
+        assert rig.transfers.gates(step_of((3, 0), (2, 4), (1, 1))).by_layer == ()
+        own = rig.transfers.gates(step_of((1, 0), (3, 0))).by_layer
         assert [[fence.tick for fence in fences] for fences in own] == [[2], [3], [4]]  # the hold was tick 1
         assert {fence.stream for fences in own for fence in fences} == {"load-0"}
-        both = rig.transfers.gates(flight_of((2, 5), (1, 0))).by_layer
+        both = rig.transfers.gates(step_of((2, 5), (1, 0))).by_layer
         assert [[(fence.stream, fence.tick) for fence in fences] for fences in both] == [
             [("load-0", 5)],
             [("load-0", 6)],
             [("load-0", 7)],
         ]  # of one stream, only the last counts
     rig.finish("load")
-    assert rig.transfers.gates(flight_of((1, 0), (2, 5))).by_layer == ()
+    assert rig.transfers.gates(step_of((1, 0), (2, 5))).by_layer == ()
     rig.poll()
     lease.release()
 
@@ -323,7 +323,7 @@ def test_layers_share_a_fence_where_single_ones_are_too_small_a_copy(rig: Rig) -
     with rig.hold("load"):
         rig.load(keys("a"), lease.ids)
         rig.poll()
-        gates = rig.transfers.gates(flight_of((1, 0))).by_layer
+        gates = rig.transfers.gates(step_of((1, 0))).by_layer
         assert [[fence.tick for fence in fences] for fences in gates] == [[2], [2], [3]]
     rig.finish("load")
     assert rig.block(lease.ids[0]) == content(key("a")).tobytes()
@@ -339,11 +339,13 @@ def test_layer_reads_loaded_bytes_once_its_gate_is_passed(rig: Rig) -> None:
     with rig.hold("load"):
         rig.load(keys("a"), lease.ids)
         rig.poll()
-        for layer, fences in enumerate(rig.transfers.gates(flight_of((1, 0))).by_layer):
+        for layer, fences in enumerate(rig.transfers.gates(step_of((1, 0))).by_layer):
             for fence in fences:
                 rig.compute.wait(fence)
             start, stop = LAYOUT.layer_span(lease.ids[0], layer, layer + 1)
-            rig.compute.submit(lambda start=start, stop=stop: seen.append(rig.memory.memory.data[start:stop].numpy().tobytes()))
+            rig.compute.submit(
+                lambda start=start, stop=stop: seen.append(rig.memory.memory.data[start:stop].numpy().tobytes())
+            )
     rig.finish("load", "compute")
     assert b"".join(seen) == content(key("a")).tobytes()
     lease.release()

@@ -1,7 +1,8 @@
-"""A transfer engine over real streams, pools and tiers, without an engine around it: the test is the scheduler and the compute stream.
+"""A transfer engine over real streams, pools and tiers, without an engine around it: the test is the scheduler and the
+compute stream.
 
-The clock stands still unless a test moves it. The mover has no thread: it takes its turns inside `wake`, `settle` and what calls them,
-until there is nothing more to do. `finish` brings named streams to their end and polls once.
+The clock stands still unless a test moves it. The mover has no thread: it takes its turns inside `wake`, `settle` and
+what calls them, until there is nothing more to do. `finish` brings named streams to their end and polls once.
 """
 
 from __future__ import annotations
@@ -86,7 +87,9 @@ class HandThread:
             except Exception as error:
                 self.failure = error
                 raise
-            if not any(fence.poll() for fence in rest.fences) and (rest.until_s is None or rest.until_s > self._clock() + _MOMENT_S):
+            if not any(fence.poll() for fence in rest.fences) and (
+                rest.until_s is None or rest.until_s > self._clock() + _MOMENT_S
+            ):
                 return
         raise AssertionError("the mover does not come to rest")
 
@@ -204,13 +207,13 @@ class Rig:
     # ------------------------------------------------------------------ blocks and slots
 
     def fill(self, block_ids: Sequence[int], wanted: Sequence[Key]) -> Fence:
-        """What a flight does: write the keys' bytes into the blocks, on the compute stream."""
+        """What a step does: write the keys' bytes into the blocks, on the compute stream."""
 
-        def flight() -> None:
+        def step() -> None:
             for block, of in zip(block_ids, wanted, strict=True):
                 self.rows()[block] = torch.from_numpy(content(of))
 
-        return self.compute.submit(flight)
+        return self.compute.submit(step)
 
     def rows(self) -> torch.Tensor:
         """The device's blocks, a row each."""
@@ -254,7 +257,9 @@ class Rig:
         self.host.pool.forget_all()
         assert self.transfers.locate(wanted) == ["disk"] * len(wanted)
 
-    def load(self, wanted: Sequence[Key], block_ids: Sequence[int], *after: Fence, request_id: int = 1, epoch: int = 0) -> LoadPlan:
+    def load(
+        self, wanted: Sequence[Key], block_ids: Sequence[int], *after: Fence, request_id: int = 1, epoch: int = 0
+    ) -> LoadPlan:
         plan = LoadPlan(request_id, epoch, tuple(wanted), tuple(block_ids), after)
         self.transfers.submit([plan])
         return plan
@@ -293,7 +298,7 @@ class Rig:
         assert self.device.host_waits() == {}
 
 
-def flight_of(*members: tuple[int, int]) -> BatchPlan:
+def step_of(*members: tuple[int, int]) -> BatchPlan:
     """A batch of prefill rows `(request id, epoch)`."""
     rows = [RowPlan(rid, row, epoch, 0, 1, (0,), (0,), True, 0) for row, (rid, epoch) in enumerate(members)]
     return BatchPlan(tuple(rows))

@@ -2,8 +2,8 @@
 
 The reference is fast enough to serve from a CPU.
 
-Knows nothing of models, requests or streams: whoever calls it is on the stream that owns the forward. Every row is attended
-to by itself, over exactly its own keys, so a row's numbers do not depend on the rows beside it.
+Knows nothing of models, requests or streams: whoever calls it is on the stream that owns the forward. Every row is
+attended to by itself, over exactly its own keys, so a row's numbers do not depend on the rows beside it.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from sidestream.errors import InvariantError
 
-# Up to so many queries of a row, the heads that share a KV head are computed as more queries of it: torch takes 0.88 times as long for 16 queries of
-# 9 heads over 2,000 keys of 3, on two cores, and no less for a chunk of 256.
+# Up to so many queries of a row, the heads that share a KV head are computed as more queries of it: torch takes 0.88
+# times as long for 16 queries of 9 heads over 2,000 keys of 3, on two cores, and no less for a chunk of 256.
 _FEW_QUERIES = 16
 
 __all__ = ["AttentionBatch", "KVShape", "PagedBatch", "paged_attention", "ungated"]
@@ -42,7 +42,9 @@ class KVShape:
         return self.num_layers * 2 * block_tokens * self.kv_heads * self.head_dim
 
     def at_the_end_of(self, kv: torch.Tensor) -> torch.Tensor:
-        """The last numbers of each block of a pool, as `[blocks, num_layers, 2, block_tokens, kv_heads, head_dim]`: a view."""
+        """The last numbers of each block of a pool, as `[blocks, num_layers, 2, block_tokens, kv_heads, head_dim]`: a
+        view.
+        """
         blocks, block_tokens = kv.shape[0], kv.shape[3]
         shape = (self.num_layers, 2, block_tokens, self.kv_heads, self.head_dim)
         return kv.view(blocks, -1)[:, -self.values(block_tokens) :].view(blocks, *shape)
@@ -76,7 +78,9 @@ class Attended(Protocol):
 
 
 class AttentionBatch(Attended, Protocol):
-    """A packed batch as a model's layers see it: `PagedBatch`, or on a GPU `sidestream.attention.triton.DeviceBatch`."""
+    """A packed batch as a model's layers see it: `PagedBatch`, or on a GPU
+    `sidestream.attention.triton.DeviceBatch`.
+    """
 
     def over(self, shape: KVShape) -> AttentionBatch:
         """The same rows in the KV of another model, at the end of the same blocks; it waits for nothing."""
@@ -89,14 +93,14 @@ class AttentionBatch(Attended, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class PagedBatch:
-    """How a packed batch maps onto the block pool. Complete at birth; made once a flight.
+    """How a packed batch maps onto the block pool. Complete at birth; made once a step.
 
-    kv             the pool `[blocks, layers, 2, block_tokens, kv_heads, head_dim]`, each block contiguous; keys are 0, values 1. Blocks are as many
-                   numbers apart as some of its tokens have in a layer
+    kv             the pool `[blocks, layers, 2, block_tokens, kv_heads, head_dim]`, each block contiguous; keys are 0,
+                   values 1. Blocks are as many numbers apart as some of its tokens have in a layer
     slots          int64 [T]: block_id * block_tokens + offset of each packed token, no two equal
     block_tables   int64 [B, max_blocks], padded with 0
-    query_starts   B + 1 offsets of the rows into the packed tokens
-    kv_lens        B: length of each row's KV, this flight's tokens included; a row's queries are the last of them
+    cu_seqlens_q   B + 1 offsets of the rows into the packed tokens
+    kv_lens        B: length of each row's KV, this step's tokens included; a row's queries are the last of them
     num_decode     the first num_decode rows have exactly one query token
     before_layer   called with i before layer i of the pool is written or read
     """
@@ -104,15 +108,17 @@ class PagedBatch:
     kv: torch.Tensor
     slots: torch.Tensor
     block_tables: torch.Tensor
-    query_starts: tuple[int, ...]
+    cu_seqlens_q: tuple[int, ...]
     kv_lens: tuple[int, ...]
     num_decode: int
     before_layer: Callable[[int], None]
     _addresses: _Addresses = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        if self.query_starts[self.num_decode] != self.num_decode:
-            raise InvariantError(f"{self.num_decode} decode rows hold {self.query_starts[self.num_decode]} tokens: one each expected")
+        if self.cu_seqlens_q[self.num_decode] != self.num_decode:
+            raise InvariantError(
+                f"{self.num_decode} decode rows hold {self.cu_seqlens_q[self.num_decode]} tokens: one each expected"
+            )
         object.__setattr__(self, "_addresses", _Addresses(self))
 
     def layer(self, index: int) -> torch.Tensor:
@@ -142,7 +148,9 @@ class PagedBatch:
         softcap: float | None = None,
     ) -> torch.Tensor:
         """See `paged_attention`."""
-        return paged_attention(query, key, value, layer, self, scale=scale, sliding_window=sliding_window, softcap=softcap)
+        return paged_attention(
+            query, key, value, layer, self, scale=scale, sliding_window=sliding_window, softcap=softcap
+        )
 
 
 def paged_attention(
@@ -158,9 +166,10 @@ def paged_attention(
 ) -> torch.Tensor:
     """Write the batch's keys and values into the pool, then attend; returns `[T, heads, head_dim]`.
 
-    query [T, heads, head_dim] · key, value [T, kv_heads, head_dim], in the pool's dtype. heads is a multiple of kv_heads;
-    query head h reads kv head h // (heads / kv_heads). A query at position p sees positions `(p - sliding_window, p]`.
-    `softcap` bounds the scores: softcap * tanh(score / softcap). Runs on the calling thread; one call at a time per batch.
+    query [T, heads, head_dim] · key, value [T, kv_heads, head_dim], in the pool's dtype. heads is a multiple of
+    kv_heads; query head h reads kv head h // (heads / kv_heads). A query at position p sees positions `(p -
+    sliding_window, p]`. `softcap` bounds the scores: softcap * tanh(score / softcap). Runs on the calling thread; one
+    call at a time per batch.
     """
     batch.write(key, value, layer)
     addresses = batch._addresses
@@ -171,10 +180,12 @@ def paged_attention(
     if batch.num_decode:
         # The heads of a group stand in as the queries of their kv head: no key is repeated, and no mask is needed.
         grouped = query[: batch.num_decode].reshape(batch.num_decode, 1, key.shape[1], -1, query.shape[-1]).unbind()
-        decoded = [_attend(q, k, v, None, scale, softcap) for q, k, v in zip(grouped, row_keys, row_values, strict=False)]
+        decoded = [
+            _attend(q, k, v, None, scale, softcap) for q, k, v in zip(grouped, row_keys, row_values, strict=False)
+        ]
         out.append(torch.cat(decoded).view(batch.num_decode, *query.shape[1:]))
     for row, mask in enumerate(seen.masks, batch.num_decode):
-        q = query[batch.query_starts[row] : batch.query_starts[row + 1]]
+        q = query[batch.cu_seqlens_q[row] : batch.cu_seqlens_q[row + 1]]
         by_head = q.transpose(0, 1)
         stacked = by_head.reshape(key.shape[1], -1, q.shape[-1]) if len(q) <= _FEW_QUERIES else by_head
         seen_by_row = _attend(stacked[None], row_keys[row], row_values[row], mask, scale, softcap)
@@ -186,9 +197,11 @@ def paged_attention(
 class _Seen:
     """What every layer of one window reads.
 
-    index   first pool row of the keys of each block that a row sees something of, row after row; then those of the values
+    index   first pool row of the keys of each block that a row sees something of, row after row; then those of the
+            values
     spans   which of the tokens in these blocks each row sees: the first one, and the one behind the last
-    masks   additive `[queries, tokens seen]`, of the rows after the decode rows; of a few queries, once for each head that shares a KV head
+    masks   additive `[queries, tokens seen]`, of the rows after the decode rows; of a few queries, once for each head
+            that shares a KV head
     """
 
     index: torch.Tensor
@@ -199,8 +212,8 @@ class _Seen:
 class _Addresses:
     """Where one batch's tokens lie, worked out by the first layer that asks and shared by all that follow.
 
-    The pool is seen as rows of one token's keys or values in one layer. Counted from a layer's own first row, the row of a
-    token depends on its block and offset only; so one index serves all layers.
+    The pool is seen as rows of one token's keys or values in one layer. Counted from a layer's own first row, the row
+    of a token depends on its block and offset only; so one index serves all layers.
     """
 
     def __init__(self, batch: PagedBatch) -> None:
@@ -208,14 +221,19 @@ class _Addresses:
         width = kv_heads * head_dim
         self._block_rows, rest = divmod(batch.kv.stride(0), width)
         if rest:
-            raise InvariantError(f"blocks are {batch.kv.stride(0)} numbers apart, a token has {width}: a multiple expected")
+            raise InvariantError(
+                f"blocks are {batch.kv.stride(0)} numbers apart, a token has {width}: a multiple expected"
+            )
         rows = (blocks - 1) * self._block_rows + layers * 2 * self._block_tokens
         self._pool = batch.kv.as_strided((rows, kv_heads, head_dim), (width, head_dim, 1))
-        # From each row on, as many as a block has tokens: those that one begins with are the keys, or the values, of a block.
+        # From each row on, as many as a block has tokens: those that one begins with are the keys, or the values, of a
+        # block.
         halves = (rows - self._block_tokens + 1, self._block_tokens, kv_heads, head_dim)
         self._halves = batch.kv.as_strided(halves, (width, width, head_dim, 1))
         self._block_tables = batch.block_tables
-        self._query_lens = tuple(stop - start for start, stop in zip(batch.query_starts, batch.query_starts[1:], strict=False))
+        self._query_lens = tuple(
+            stop - start for start, stop in zip(batch.cu_seqlens_q, batch.cu_seqlens_q[1:], strict=False)
+        )
         self._kv_lens = batch.kv_lens
         self._num_decode = batch.num_decode
         self._by_window: dict[int | None, _Seen] = {}
@@ -227,7 +245,9 @@ class _Addresses:
         return self._pool[layer * 2 * self._block_tokens :]
 
     def halves_from(self, layer: int) -> torch.Tensor:
-        """The pool's runs of a block's keys or values, by their first rows from the layer's first on: `[rows, block_tokens, kv_heads, head_dim]`."""
+        """The pool's runs of a block's keys or values, by their first rows from the layer's first on: `[rows,
+        block_tokens, kv_heads, head_dim]`.
+        """
         return self._halves[layer * 2 * self._block_tokens :]
 
     def seen(self, window: int | None, dtype: torch.dtype, *, heads_per_kv_head: int) -> _Seen:
@@ -266,7 +286,12 @@ def _causal_mask(positions: torch.Tensor, query_len: int, window: int | None, dt
 
 
 def _attend(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None, scale: float, softcap: float | None
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    mask: torch.Tensor | None,
+    scale: float,
+    softcap: float | None,
 ) -> torch.Tensor:
     """query `[1, heads, n, head_dim]` over keys, values `[1, kv_heads, m, head_dim]`."""
     if softcap is None:

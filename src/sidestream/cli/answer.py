@@ -13,7 +13,8 @@ from sidestream.types import CachedTokens, Delta
 if TYPE_CHECKING:
     from sidestream.llm import LLM
 
-# What a terminal may be shown of a model's text: everything but control characters, which could move its cursor or worse.
+# What a terminal may be shown of a model's text: everything but control characters, which could move its cursor or
+# worse.
 _HIDDEN = {code: None for code in [*range(0x20), *range(0x7F, 0xA0)] if chr(code) not in "\n\t"}
 
 
@@ -32,8 +33,8 @@ class Answer:
     def follow(self, llm: LLM, prompt: Sequence[int], params: SamplingParams, show: Callable[[str], None]) -> None:
         """Ask, and pass each piece of text to `show`; blocks until the end.
 
-        Whatever interrupts it (KeyboardInterrupt, or what `show` raises) aborts the request; what has come so far stays here.
-        Raises RequestError or EngineStopped.
+        Whatever interrupts it (KeyboardInterrupt, or what `show` raises) aborts the request; what has come so far stays
+        here. Raises RequestError or EngineStopped.
         """
         started_s = time.monotonic()
         with closing(llm.stream(prompt, params)) as deltas:
@@ -64,7 +65,11 @@ _ENDINGS: dict[str | None, tuple[str]] = {None: ("interrupted",), "length": ("cu
 
 
 def _sources(cached: CachedTokens) -> str:
-    tiers = [f"{count} {name}" for name, count in (("device", cached.device), ("host", cached.host), ("disk", cached.disk)) if count]
+    tiers = [
+        f"{count} {name}"
+        for name, count in (("device", cached.device), ("host", cached.host), ("disk", cached.disk))
+        if count
+    ]
     return f"{cached.total} cached ({', '.join(tiers)})" if tiers else "0 cached"
 
 

@@ -1,4 +1,6 @@
-"""The tree of commands. Nothing here, nor anything that it imports, imports torch: `sidestream --help` must come at once."""
+"""The tree of commands. Nothing here, nor anything that it imports, imports torch: `sidestream --help` must come at
+once.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,9 @@ def _print_version(wanted: bool) -> None:
 @app.callback()
 def _global_options(
     debug: Annotated[bool, flag("--debug", envvar="SIDESTREAM_DEBUG", help="Show the traceback of an error.")] = False,
-    version: Annotated[bool, flag("--version", callback=_print_version, is_eager=True, help="Print the version.")] = False,
+    version: Annotated[
+        bool, flag("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
 ) -> None:
     """Both have done their work: `debug` is read by `Commands`."""
 

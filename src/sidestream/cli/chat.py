@@ -14,20 +14,37 @@ from sidestream.cli.answer import Answer, printable
 from sidestream.cli.declare import option
 from sidestream.cli.errors import show_error
 from sidestream.cli.loading import running, start_logging
-from sidestream.cli.options import DEMO_MODEL, Logging, LogLevel, Model, Watching, engine_config, options_of, sampling_params, watching
+from sidestream.cli.options import (
+    DEMO_MODEL,
+    Logging,
+    LogLevel,
+    Model,
+    Watching,
+    engine_config,
+    options_of,
+    sampling_params,
+    watching,
+)
 from sidestream.config import EngineConfig, SamplingParams, unknown_name
 from sidestream.errors import ConfigError, RequestError
 
 if TYPE_CHECKING:
     from sidestream.llm import LLM
 
-_COMMANDS = {"/help": "list these", "/reset": "forget the conversation", "/stats": "count what the engine did", "/quit": "end"}
+_COMMANDS = {
+    "/help": "list these",
+    "/reset": "forget the conversation",
+    "/stats": "count what the engine did",
+    "/quit": "end",
+}
 
 
 @options_of(config=engine_config, watch=watching, params=sampling_params)
 def chat(
     model: Model = DEMO_MODEL,
-    system: Annotated[str | None, option("--system", metavar="TEXT", help="System message.", show_default=False)] = None,
+    system: Annotated[
+        str | None, option("--system", metavar="TEXT", help="System message.", show_default=False)
+    ] = None,
     log_level: Logging = LogLevel.WARNING,
     *,
     config: EngineConfig,
@@ -42,7 +59,9 @@ def chat(
 
     with running(model, config=config, watch=watch) as llm:
         if not llm.tokenizer.has_chat_template:
-            raise ConfigError(f"model {model} has no chat template: use sidestream generate, or a model that is made for chat")
+            raise ConfigError(
+                f"model {model} has no chat template: use sidestream generate, or a model that is made for chat"
+            )
         conversation = _Conversation(llm, params, system)
         if sys.stdin.isatty():
             _interactive(conversation)
@@ -63,7 +82,9 @@ class _Conversation:
         self._messages = list(self._opening)
 
     def ask(self, question: str) -> Answer:
-        """Answer, and print it as it comes. A Ctrl-C keeps what has come; a question without any answer is left out (RequestError too)."""
+        """Answer, and print it as it comes. A Ctrl-C keeps what has come; a question without any answer is left out
+        (RequestError too).
+        """
         answer = Answer()
         asked = [*self._messages, {"role": "user", "content": question}]
         with contextlib.suppress(KeyboardInterrupt):
@@ -89,7 +110,11 @@ def _piped(conversation: _Conversation) -> None:
 
 def _interactive(conversation: _Conversation) -> None:
     console = Console(highlight=False)
-    console.print(Text.assemble((conversation.llm.model_name, "bold"), (" · Ctrl-C interrupts an answer, Ctrl-D ends · /help", "dim")))
+    console.print(
+        Text.assemble(
+            (conversation.llm.model_name, "bold"), (" · Ctrl-C interrupts an answer, Ctrl-D ends · /help", "dim")
+        )
+    )
     for question in _questions(console):
         if question == "/quit":
             return

@@ -20,10 +20,16 @@ class Child:
     """Runs `python -m module`, which calls `answer_lines`; a context manager."""
 
     def __init__(self, module: str, order: dict[str, Any]) -> None:
-        """Start the process and hand it `order`, which it needs to get ready. Raises SidestreamError when it does not."""
+        """Start the process and hand it `order`, which it needs to get ready. Raises SidestreamError when it
+        does not.
+        """
         self._messages = tempfile.TemporaryFile("w+", encoding="utf-8")  # noqa: SIM115 - lives as long as the process
         self._process = subprocess.Popen(
-            [sys.executable, "-m", module], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._messages, text=True
+            [sys.executable, "-m", module],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._messages,
+            text=True,
         )
         try:
             self.ask(order)
@@ -59,7 +65,9 @@ class Child:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
 

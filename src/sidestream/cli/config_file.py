@@ -27,7 +27,9 @@ def _apply(context: typer.Context, path: Path | None) -> Path | None:
     if path is not None:
         command = context.command.callback
         assert command is not None
-        known = {name: one for name, one in inspect.signature(command, eval_str=True).parameters.items() if name != "config"}
+        known = {
+            name: one for name, one in inspect.signature(command, eval_str=True).parameters.items() if name != "config"
+        }
         for name, (key, value) in _by_name(path, _read(path), list(known)).items():
             expected = _fault(value, known[name].annotation)
             if expected is not None:
@@ -65,11 +67,16 @@ def _read(path: Path) -> list[tuple[Any, Any]]:
                 return []
             if not isinstance(root, yaml.MappingNode):
                 raise ConfigError(f"{path} holds no options: write lines such as kv-memory: 2GiB")
-            return [(loader.construct_object(key, deep=True), loader.construct_object(value, deep=True)) for key, value in root.value]
+            return [
+                (loader.construct_object(key, deep=True), loader.construct_object(value, deep=True))
+                for key, value in root.value
+            ]
         finally:
             loader.dispose()
     except OSError as failure:
-        raise ConfigError(f"cannot read the config file {path}: {failure.strerror}; give a YAML file that exists") from None
+        raise ConfigError(
+            f"cannot read the config file {path}: {failure.strerror}; give a YAML file that exists"
+        ) from None
     except UnicodeDecodeError as failure:
         raise ConfigError(f"{path} is not UTF-8: invalid byte at position {failure.start}; save it as UTF-8") from None
     except (yaml.YAMLError, ValueError, RecursionError) as failure:  # a date without a meaning is a ValueError
@@ -77,7 +84,9 @@ def _read(path: Path) -> list[tuple[Any, Any]]:
 
 
 def _by_name(path: Path, pairs: list[tuple[Any, Any]], known: list[str]) -> dict[str, tuple[str, Any]]:
-    """Keys and values by the option's name. Raises ConfigError for an unknown key and for a second one of the same name."""
+    """Keys and values by the option's name. Raises ConfigError for an unknown key and for a second one of the same
+    name.
+    """
     found: dict[str, tuple[str, Any]] = {}
     for key, value in pairs:
         name = key.replace("-", "_") if isinstance(key, str) else ""
@@ -85,7 +94,9 @@ def _by_name(path: Path, pairs: list[tuple[Any, Any]], known: list[str]) -> dict
             wrong = unknown_name("option", str(key)[:64], [one.replace("_", "-") for one in known])
             raise ConfigError(f"{path} sets {str(key)[:64]} to {_shown(name, value)}: {wrong}")
         if name in found:
-            raise ConfigError(f"{path} sets {key} twice ({_shown(name, found[name][1])} and {_shown(name, value)}): remove one")
+            raise ConfigError(
+                f"{path} sets {key} twice ({_shown(name, found[name][1])} and {_shown(name, value)}): remove one"
+            )
         found[name] = key, value
     return found
 
@@ -104,7 +115,9 @@ def _fault(value: Any, annotation: Any) -> str | None:
         return None if texts else 'it must be a list of texts, such as ["a", "b"]'
     if int in kinds or float in kinds:
         fits = isinstance(value, int | float) if float in kinds else isinstance(value, int)
-        return None if fits and not isinstance(value, bool) else f"it must be a {'' if float in kinds else 'whole '}number"
+        return (
+            None if fits and not isinstance(value, bool) else f"it must be a {'' if float in kinds else 'whole '}number"
+        )
     for choices in kinds:
         if issubclass(choices, Enum) and value not in list(choices):
             return f"it must be one of {', '.join(choices)}"

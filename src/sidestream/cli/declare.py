@@ -1,7 +1,7 @@
 """How an option is declared: its name in full, its value's name in help, and how its value is read.
 
-typer could derive all of these, but each of its versions does so in its own way: one took an option's metavar for its name,
-and the message for a bad number differs and may leave the value out.
+typer could derive all of these, but each of its versions does so in its own way: one took an option's metavar for its
+name, and the message for a bad number differs and may leave the value out.
 """
 
 from __future__ import annotations
@@ -74,7 +74,9 @@ def _with_default(text: str, default: bool | str) -> str:
 
 
 def whole(value: Any) -> int:
-    """The value of an option that takes a whole number. Raises typer.BadParameter, to which typer adds the option's name."""
+    """The value of an option that takes a whole number. Raises typer.BadParameter, to which typer adds the option's
+    name.
+    """
     return _read(int, value, "a whole number")
 
 

@@ -1,4 +1,6 @@
-"""`sidestream demo`: a conversation whose KV cache outlives the device pool and the process, with the same answer each time."""
+"""`sidestream demo`: a conversation whose KV cache outlives the device pool and the process, with the same answer each
+time.
+"""
 
 from __future__ import annotations
 
@@ -19,16 +21,23 @@ from sidestream.cli.visits import Engine, Visit
 _QUESTION = "Why does the narrator go to sea?"
 _MAX_TOKENS = 48
 # What others ask meanwhile: enough different text to push the conversation out of the pool.
-_OTHERS = ("Write a story about a lighthouse.", "Explain how bread is made.", "Describe a city at night.", "Plan a garden.")
+_OTHERS = (
+    "Write a story about a lighthouse.",
+    "Explain how bread is made.",
+    "Describe a city at night.",
+    "Plan a garden.",
+)
 
 
 def demo(
     model: Annotated[str, typer.Argument(help="Directory, hub id, or a name of `sidestream models`.")] = DEMO_MODEL,
-    out: Annotated[Path, option("--out", metavar="DIR", help="Directory for the timelines and the stored KV; emptied first.")] = Path(
-        "runs/demo"
-    ),
+    out: Annotated[
+        Path, option("--out", metavar="DIR", help="Directory for the timelines and the stored KV; emptied first.")
+    ] = Path("runs/demo"),
 ) -> None:
-    """Ask about a long text, leave, come back from host memory, restart, come back from disk: equal tokens, a fraction of the wait."""
+    """Ask about a long text, leave, come back from host memory, restart, come back from disk: equal tokens, a fraction
+    of the wait.
+    """
     from sidestream.models import kv_token_bytes
     from sidestream.models.catalog import resolve
 
@@ -48,7 +57,9 @@ def demo(
         visits = _visits(path, options, prompt, others, timelines, steps)
     _show(visits, console)
     console.print(f"\n[dim]{_QUESTION}[/]\n{visits[0].text.strip()} …\n")
-    console.print(f"What each stream did when: [bold]{timelines[0]}[/] and [bold]{timelines[1]}[/] (open them at ui.perfetto.dev)")
+    console.print(
+        f"What each stream did when: [bold]{timelines[0]}[/] and [bold]{timelines[1]}[/] (open them at ui.perfetto.dev)"
+    )
     console.print(f"Serve it yourself: [bold]{_program()} serve --offload-host 1GiB --offload-disk {disk}[/]")
     if len({seen.tokens for seen in visits}) > 1:
         console.print("[red]the answers differ: this is a bug[/]")
@@ -60,7 +71,12 @@ def demo(
 
 
 def _visits(
-    path: str, options: dict[str, Any], prompt: list[int], others: list[list[int]], timelines: tuple[Path, Path], steps: Steps
+    path: str,
+    options: dict[str, Any],
+    prompt: list[int],
+    others: list[list[int]],
+    timelines: tuple[Path, Path],
+    steps: Steps,
 ) -> list[Visit]:
     """The same question three times: cold, after `others` have filled the pool, and in a second process."""
     visits: list[Visit] = []
@@ -93,7 +109,10 @@ def _prompts(path: str) -> tuple[list[int], list[list[int]]]:
     question = tokenizer.chat([{"role": "user", "content": f"{text}\n\n{_QUESTION}"}])
     words = text.split()
     parts = [" ".join(reversed(words[number * 450 : number * 450 + 900])) for number in range(len(_OTHERS))]
-    return question, [tokenizer.chat([{"role": "user", "content": f"{other} {part}"}]) for other, part in zip(_OTHERS, parts, strict=True)]
+    return question, [
+        tokenizer.chat([{"role": "user", "content": f"{other} {part}"}])
+        for other, part in zip(_OTHERS, parts, strict=True)
+    ]
 
 
 def _show(visits: list[Visit], console: Console) -> None:

@@ -23,7 +23,8 @@ _MARKS = {Status.OK: ("✓", "green"), Status.WARN: ("!", "yellow"), Status.FAIL
 
 def doctor(
     disk: Annotated[
-        Path | None, option("--disk", metavar="DIR", help="Measure the disk of this directory.", show_default="the cache directory")
+        Path | None,
+        option("--disk", metavar="DIR", help="Measure the disk of this directory.", show_default="the cache directory"),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -58,4 +59,7 @@ def _print(found: Iterable[Finding], serves: bool) -> None:
         table.add_row(Text(mark, style=colour), finding.name, text)
     console = Console()
     console.print(table)
-    console.print("\nThis machine can serve." if serves else "\n[red]This machine cannot serve yet:[/red] see ✗ above.", highlight=False)
+    console.print(
+        "\nThis machine can serve." if serves else "\n[red]This machine cannot serve yet:[/red] see ✗ above.",
+        highlight=False,
+    )

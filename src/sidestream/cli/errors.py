@@ -1,6 +1,8 @@
-"""What a user sees when something goes wrong: one red line on standard error, and an exit status that says whose fault it was.
+"""What a user sees when something goes wrong: one red line on standard error, and an exit status that says whose fault
+it was.
 
-2    an option, a model, a prompt or a directory that cannot be used as asked (SidestreamError; typer's own usage errors too)
+2    an option, a model, a prompt or a directory that cannot be used as asked (SidestreamError; typer's own usage errors
+     too)
 1    a bug: the traceback is shown; or a process of the command ended by itself: one line says how
 130  interrupted
 141  whoever read the output has left
@@ -55,7 +57,11 @@ def reported(*, debug: bool = False) -> Iterator[None]:
 
 def show_error(error: SidestreamError) -> None:
     """Print the one red line."""
-    remedy = "; this is a bug in Sidestream: run it again with --debug and report what it prints" if isinstance(error, _BUGS) else ""
+    remedy = (
+        "; this is a bug in Sidestream: run it again with --debug and report what it prints"
+        if isinstance(error, _BUGS)
+        else ""
+    )
     line = Text.assemble(("error: ", "bold red"), f"{error}{remedy}")
     Console(stderr=True).print(line, soft_wrap=True)
 

@@ -39,7 +39,9 @@ def generate(
         Path | None, option("--prompt-file", metavar="FILE", help="A file that holds it, in UTF-8.", show_default=False)
     ] = None,
     chat: Annotated[bool, flag("--chat", help="The prompt is a question: lay it out by the chat template.")] = False,
-    system: Annotated[str | None, option("--system", metavar="TEXT", help="System message, with --chat.", show_default=False)] = None,
+    system: Annotated[
+        str | None, option("--system", metavar="TEXT", help="System message, with --chat.", show_default=False)
+    ] = None,
     as_json: AsJson = False,
     log_level: Logging = LogLevel.WARNING,
     *,
@@ -49,11 +51,13 @@ def generate(
 ) -> None:
     """Continue a prompt (or, with --chat, answer it) and print the text as it comes.
 
-    --json prints what came of it instead: text, tokens, where the prompt was found, times, and how many tokens were drafted and accepted.
-    A single newline at the end of a file or of stdin is not part of the prompt.
+    --json prints what came of it instead: text, tokens, where the prompt was found, times, and how many tokens were
+    drafted and accepted. A single newline at the end of a file or of stdin is not part of the prompt.
     """
     if system is not None and not chat:
-        raise ConfigError("--system is given without --chat: a plain prompt has no system message; add --chat, or leave it out")
+        raise ConfigError(
+            "--system is given without --chat: a plain prompt has no system message; add --chat, or leave it out"
+        )
     text = _prompt(prompt, prompt_file)
     start_logging(log_level)
 
@@ -89,7 +93,9 @@ def _read(path: Path | None) -> str:
     except OSError as fault:
         raise ConfigError(f"{where} cannot be read: {fault.strerror or fault}; check the path") from fault
     except UnicodeDecodeError as fault:
-        raise ConfigError(f"{where} is not UTF-8: byte {fault.start} is 0x{fault.object[fault.start]:02x}; convert it") from fault
+        raise ConfigError(
+            f"{where} is not UTF-8: byte {fault.start} is 0x{fault.object[fault.start]:02x}; convert it"
+        ) from fault
 
 
 def _messages(text: str, system: str | None) -> list[dict[str, str]]:

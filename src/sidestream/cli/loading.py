@@ -1,4 +1,6 @@
-"""From a model's name to a running engine, with something to look at meanwhile. Used by every command that runs a model."""
+"""From a model's name to a running engine, with something to look at meanwhile. Used by every command that runs a
+model.
+"""
 
 from __future__ import annotations
 
@@ -32,13 +34,17 @@ def start_logging(level: LogLevel) -> None:
 
 
 def prepare_model(model: str) -> None:
-    """Fetch and convert `model`, with a progress bar, if it is in the catalogue and not there yet. Raises ModelError."""
+    """Fetch and convert `model`, with a progress bar, if it is in the catalogue and not there yet. Raises
+    ModelError.
+    """
     from sidestream.models.catalog import CATALOG, prepare, prepared
 
     if model not in CATALOG or prepared(model) is not None:
         return
     console = Console(stderr=True)
-    console.print(f"preparing {model}: {CATALOG[model].download_bytes / 1e6:.0f} MB to fetch, once", style="dim", highlight=False)
+    console.print(
+        f"preparing {model}: {CATALOG[model].download_bytes / 1e6:.0f} MB to fetch, once", style="dim", highlight=False
+    )
     with Steps(console, keep=True) as steps:
         prepare(model, progress=steps)
 
@@ -50,7 +56,13 @@ def start(kind: Callable[..., Served], model: str, *, config: EngineConfig, watc
     logged = log.isEnabledFor(logging.INFO)  # either the log says it or the bar
     with Steps(say=log.info) if logged else Steps(title=f"loading {model}: ") as steps:
         return kind(
-            model, config=config, timeline=watch.timeline, check_order=watch.check_order, progress=steps, tell=steps.tell, **options
+            model,
+            config=config,
+            timeline=watch.timeline,
+            check_order=watch.check_order,
+            progress=steps,
+            tell=steps.tell,
+            **options,
         )
 
 

@@ -14,7 +14,9 @@ from sidestream.cli.declare import Command, Group
 from sidestream.cli.loading import prepare_model
 from sidestream.cli.options import DEMO_MODEL, AsJson
 
-app = typer.Typer(cls=Group, help="List the models that can be fetched by name; prepare one.", invoke_without_command=True)
+app = typer.Typer(
+    cls=Group, help="List the models that can be fetched by name; prepare one.", invoke_without_command=True
+)
 
 
 @app.callback()
@@ -43,7 +45,11 @@ def prepare(
     already = prepared(name) is not None  # names an unknown model, too
     prepare_model(name)
     path = str(prepared(name))
-    print(json.dumps({"name": name, "path": path}) if as_json else f"{name} {'was already' if already else 'is now'} prepared in {path}")
+    print(
+        json.dumps({"name": name, "path": path})
+        if as_json
+        else f"{name} {'was already' if already else 'is now'} prepared in {path}"
+    )
 
 
 def _rows() -> list[dict[str, object]]:
@@ -67,8 +73,14 @@ def _print_table(rows: list[dict[str, object]]) -> None:
     table = Table("name", "licence", "download", "prepared", box=None, header_style="bold", pad_edge=False)
     for row in rows:
         size = f"{int(str(row['download_bytes'])) / 1e6:.0f} MB"
-        table.add_row(str(row["name"]), str(row["licence"]), size, "[green]yes[/green]" if row["path"] else "[yellow]no[/yellow]")
+        table.add_row(
+            str(row["name"]), str(row["licence"]), size, "[green]yes[/green]" if row["path"] else "[yellow]no[/yellow]"
+        )
     console.print(table)
     for row in rows:
-        where = f"in {shlex.quote(str(row['path']))}" if row["path"] else f"fetch it with: sidestream models prepare {row['name']}"
+        where = (
+            f"in {shlex.quote(str(row['path']))}"
+            if row["path"]
+            else f"fetch it with: sidestream models prepare {row['name']}"
+        )
         console.print(f"\n{row['name']}: {row['description']}\n  {where}", style="dim", soft_wrap=True, highlight=False)

@@ -29,7 +29,10 @@ DEMO_MODEL = "smollm2-135m-instruct"
 _ENGINE, _OFFLOAD, _SAMPLING, _SPECULATIVE = EngineConfig(), OffloadConfig(), SamplingParams(), SpeculativeConfig()
 
 Model = Annotated[
-    str, typer.Argument(metavar="MODEL", help="A directory in transformers' format, a hub id, or a name that `sidestream models` lists.")
+    str,
+    typer.Argument(
+        metavar="MODEL", help="A directory in transformers' format, a hub id, or a name that `sidestream models` lists."
+    ),
 ]
 AsJson = Annotated[bool, flag("--json", help="Print one JSON object.")]
 
@@ -43,11 +46,18 @@ class LogLevel(StrEnum):
     ERROR = "error"
 
 
-Logging = Annotated[LogLevel, option("--log-level", metavar="|".join(LogLevel), help="How much is logged on standard error.")]
+Logging = Annotated[
+    LogLevel, option("--log-level", metavar="|".join(LogLevel), help="How much is logged on standard error.")
+]
 
 
 def _option(
-    panel: str, name: str, help_text: str, metavar: str, default: str | bool = True, parse: Callable[[Any], Any] | None = None
+    panel: str,
+    name: str,
+    help_text: str,
+    metavar: str,
+    default: str | bool = True,
+    parse: Callable[[Any], Any] | None = None,
 ) -> Any:
     """`default` is what `--help` says where None stands for something."""
     return option(name, panel=panel, help=help_text, metavar=metavar, show_default=default, parse=parse)
@@ -69,16 +79,26 @@ def engine_config(
             "TYPE",
         ),
     ] = _ENGINE.dtype,
-    device: Annotated[str, _engine("--device", "cpu, cuda, or auto: cuda where a GPU can be used.", "DEVICE")] = _ENGINE.device,
+    device: Annotated[
+        str, _engine("--device", "cpu, cuda, or auto: cuda where a GPU can be used.", "DEVICE")
+    ] = _ENGINE.device,
     kv_memory: Annotated[
         str | None,
         _engine(
-            "--kv-memory", "Memory of the device's KV pool.", "SIZE", "1GiB on a CPU, nine tenths of what the weights leave free on a GPU"
+            "--kv-memory",
+            "Memory of the device's KV pool.",
+            "SIZE",
+            "1GiB on a CPU, nine tenths of what the weights leave free on a GPU",
         ),
     ] = None,
-    block_tokens: Annotated[int, _engine("--block-tokens", "Tokens that a KV block holds.", "N", parse=whole)] = _ENGINE.block_tokens,
+    block_tokens: Annotated[
+        int, _engine("--block-tokens", "Tokens that a KV block holds.", "N", parse=whole)
+    ] = _ENGINE.block_tokens,
     chunk_tokens: Annotated[
-        int | None, _engine("--chunk-tokens", "Prefill is cut at multiples of this.", "N", "256 on a CPU, 2048 on a GPU", parse=whole)
+        int | None,
+        _engine(
+            "--chunk-tokens", "Prefill is cut at multiples of this.", "N", "256 on a CPU, 2048 on a GPU", parse=whole
+        ),
     ] = _ENGINE.chunk_tokens,
     token_budget: Annotated[
         int | None,
@@ -91,7 +111,8 @@ def engine_config(
         ),
     ] = _ENGINE.token_budget,
     max_running: Annotated[
-        int | None, _engine("--max-running", "Requests that run at once.", "N", "16 on a CPU, 256 on a GPU", parse=whole)
+        int | None,
+        _engine("--max-running", "Requests that run at once.", "N", "16 on a CPU, 256 on a GPU", parse=whole),
     ] = _ENGINE.max_running,
     max_waiting: Annotated[
         int, _engine("--max-waiting", "Requests that may queue; one more is refused.", "N", parse=whole)
@@ -112,7 +133,8 @@ def engine_config(
         ),
     ] = _ENGINE.tail_apart,
     eager: Annotated[
-        bool, _engine("--eager/--no-eager", "On a GPU, neither compile nor capture: starts sooner, runs slower.", "", False)
+        bool,
+        _engine("--eager/--no-eager", "On a GPU, neither compile nor capture: starts sooner, runs slower.", "", False),
     ] = _ENGINE.eager,
     speculative: Annotated[
         str | None,
@@ -135,7 +157,10 @@ def engine_config(
     draft_model: Annotated[
         str | None,
         _engine(
-            "--draft-model", "A smaller model with the same tokenizer, which drafts.", "MODEL", "none; needed with --speculative draft"
+            "--draft-model",
+            "A smaller model with the same tokenizer, which drafts.",
+            "MODEL",
+            "none; needed with --speculative draft",
         ),
     ] = None,
     max_drafts: Annotated[
@@ -166,16 +191,24 @@ def engine_config(
             "auto|none",
         ),
     ] = _ENGINE.generation_config,
-    salt: Annotated[str, _engine("--salt", "Engines with different salts never share KV.", "TEXT", False)] = _ENGINE.salt,
+    salt: Annotated[
+        str, _engine("--salt", "Engines with different salts never share KV.", "TEXT", False)
+    ] = _ENGINE.salt,
     offload_host: Annotated[
         str | None,
-        _offload("--offload-host", "Keep KV in this much host memory too.", "SIZE", f"{_OFFLOAD.host} with --offload-disk, else off"),
+        _offload(
+            "--offload-host",
+            "Keep KV in this much host memory too.",
+            "SIZE",
+            f"{_OFFLOAD.host} with --offload-disk, else off",
+        ),
     ] = None,
     offload_disk: Annotated[
         Path | None, _offload("--offload-disk", "Keep KV in this directory too, for later processes.", "DIR", "off")
     ] = None,
     offload_disk_capacity: Annotated[
-        str | None, _offload("--offload-disk-capacity", "What the directory may take.", "SIZE", str(_OFFLOAD.disk_capacity))
+        str | None,
+        _offload("--offload-disk-capacity", "What the directory may take.", "SIZE", str(_OFFLOAD.disk_capacity)),
     ] = None,
     load_deadline: Annotated[
         float | None,
@@ -223,10 +256,14 @@ def _speculative_config(
             raise ConfigError(f"--max-drafts is {max_drafts}, but nothing is drafted: give --speculative too")
         return None
     if proposer == "draft" and model is None:
-        raise ConfigError("--speculative draft needs a model that drafts: give --draft-model, a smaller one with the same tokenizer")
+        raise ConfigError(
+            "--speculative draft needs a model that drafts: give --draft-model, a smaller one with the same tokenizer"
+        )
     for name, value, own in (("--draft-head", head, "mtp"), ("--draft-model", model, "draft")):
         if value is not None and proposer != own:
-            raise ConfigError(f"{name} is {value}, but --speculative is {proposer}: leave it out, or choose --speculative {own}")
+            raise ConfigError(
+                f"{name} is {value}, but --speculative is {proposer}: leave it out, or choose --speculative {own}"
+            )
     if max_drafts == 0:
         raise ConfigError(f"--max-drafts is 0: give 1 to {MOST_DRAFTS}, or leave out --speculative to draft nothing")
     most = _SPECULATIVE.max_drafts if max_drafts is None else max_drafts
@@ -234,9 +271,13 @@ def _speculative_config(
     return SpeculativeConfig(proposer=proposer, max_drafts=most, max_slowdown=slowdown, head=head, model=model)
 
 
-def _offload_config(host: str | None, disk: Path | None, disk_capacity: str | None, load_deadline_s: float | None) -> OffloadConfig | None:
+def _offload_config(
+    host: str | None, disk: Path | None, disk_capacity: str | None, load_deadline_s: float | None
+) -> OffloadConfig | None:
     if disk_capacity is not None and disk is None:
-        raise ConfigError(f"--offload-disk-capacity is {disk_capacity}, but nothing is kept on disk: give --offload-disk DIR too")
+        raise ConfigError(
+            f"--offload-disk-capacity is {disk_capacity}, but nothing is kept on disk: give --offload-disk DIR too"
+        )
     if host is None and disk is None:
         if load_deadline_s is not None:
             raise ConfigError(
@@ -256,22 +297,35 @@ def sampling_params(
     max_tokens: Annotated[
         int | None, _sampling("--max-tokens", "Tokens to generate at most.", "N", "as many as fit", parse=whole)
     ] = _SAMPLING.max_tokens,
-    min_tokens: Annotated[int, _sampling("--min-tokens", "No end before so many tokens.", "N", parse=whole)] = _SAMPLING.min_tokens,
+    min_tokens: Annotated[
+        int, _sampling("--min-tokens", "No end before so many tokens.", "N", parse=whole)
+    ] = _SAMPLING.min_tokens,
     temperature: Annotated[
-        float | None, _sampling("--temperature", "0 takes the likeliest token each time.", "T", "the model's, else 1", parse=number)
+        float | None,
+        _sampling("--temperature", "0 takes the likeliest token each time.", "T", "the model's, else 1", parse=number),
     ] = _SAMPLING.temperature,
     top_k: Annotated[
         int | None, _sampling("--top-k", "Draw among the K likeliest; 0: all.", "K", "the model's, else 0", parse=whole)
     ] = _SAMPLING.top_k,
     top_p: Annotated[
-        float | None, _sampling("--top-p", "Draw among the likeliest that make up P.", "P", "the model's, else 1", parse=number)
+        float | None,
+        _sampling("--top-p", "Draw among the likeliest that make up P.", "P", "the model's, else 1", parse=number),
     ] = _SAMPLING.top_p,
     min_p: Annotated[
-        float | None, _sampling("--min-p", "Drop what is less likely than P times the likeliest.", "P", "the model's, else 0", parse=number)
+        float | None,
+        _sampling(
+            "--min-p", "Drop what is less likely than P times the likeliest.", "P", "the model's, else 0", parse=number
+        ),
     ] = _SAMPLING.min_p,
     repetition_penalty: Annotated[
         float | None,
-        _sampling("--repetition-penalty", "Divides the logits of tokens seen; 1: off.", "X", "the model's, else 1", parse=number),
+        _sampling(
+            "--repetition-penalty",
+            "Divides the logits of tokens seen; 1: off.",
+            "X",
+            "the model's, else 1",
+            parse=number,
+        ),
     ] = _SAMPLING.repetition_penalty,
     presence_penalty: Annotated[
         float, _sampling("--presence-penalty", "Taken from the logits of tokens written.", "X", parse=number)
@@ -279,9 +333,15 @@ def sampling_params(
     frequency_penalty: Annotated[
         float, _sampling("--frequency-penalty", "The same, for each time they were.", "X", parse=number)
     ] = _SAMPLING.frequency_penalty,
-    seed: Annotated[int | None, _sampling("--seed", "Same seed, same tokens.", "N", "random", parse=whole)] = _SAMPLING.seed,
-    stop: Annotated[list[str] | None, _sampling("--stop", "End before this text; may be given several times.", "TEXT", False)] = None,
-    ignore_eos: Annotated[bool, flag("--ignore-eos", panel="Sampling", help="Go on behind the end.")] = _SAMPLING.ignore_eos,
+    seed: Annotated[
+        int | None, _sampling("--seed", "Same seed, same tokens.", "N", "random", parse=whole)
+    ] = _SAMPLING.seed,
+    stop: Annotated[
+        list[str] | None, _sampling("--stop", "End before this text; may be given several times.", "TEXT", False)
+    ] = None,
+    ignore_eos: Annotated[
+        bool, flag("--ignore-eos", panel="Sampling", help="Go on behind the end.")
+    ] = _SAMPLING.ignore_eos,
 ) -> SamplingParams:
     """The sampling parameters. Raises RequestRejected."""
     return SamplingParams(
@@ -311,7 +371,8 @@ class Watching:
 def watching(
     *,
     timeline: Annotated[
-        Path | None, _watching("--timeline", "Write what each stream did when to this file, for ui.perfetto.dev.", "FILE", False)
+        Path | None,
+        _watching("--timeline", "Write what each stream did when to this file, for ui.perfetto.dev.", "FILE", False),
     ] = None,
     check_order: Annotated[
         bool,
@@ -322,12 +383,18 @@ def watching(
         ),
     ] = False,
 ) -> Watching:
-    """How the engine is watched. Raises ConfigError for a timeline that could not be written at the end, when all the work would be done."""
+    """How the engine is watched. Raises ConfigError for a timeline that could not be written at the end, when all the
+    work would be done.
+    """
     if timeline is not None:
         if timeline.is_dir():
-            raise ConfigError(f"timeline {timeline} is a directory: give the path of a file, such as {timeline / 'timeline.json'}")
+            raise ConfigError(
+                f"timeline {timeline} is a directory: give the path of a file, such as {timeline / 'timeline.json'}"
+            )
         if not os.access(timeline.absolute().parent, os.W_OK | os.X_OK):
-            raise ConfigError(f"timeline {timeline}: {timeline.absolute().parent} is no directory that you may write to; give another path")
+            raise ConfigError(
+                f"timeline {timeline}: {timeline.absolute().parent} is no directory that you may write to; give another path"
+            )
     return Watching(timeline, check_order)
 
 
@@ -343,14 +410,19 @@ def options_of(**makers: Callable[..., Any]) -> Callable[[Callable[..., None]], 
 
         @functools.wraps(command)
         def run(**given: Any) -> None:
-            made = {name: make(**{option: given.pop(option) for option in shared[name]}) for name, make in makers.items()}
+            made = {
+                name: make(**{option: given.pop(option) for option in shared[name]}) for name, make in makers.items()
+            }
             command(**given, **made)
 
         everything = [*own, *(parameter for options in shared.values() for parameter in options.values())]
         names = [parameter.name for parameter in everything]
         if len(set(names)) < len(names):
-            raise TypeError(f"{command.__name__} has options twice: {', '.join(sorted({name for name in names if names.count(name) > 1}))}")
-        run.__signature__ = inspect.Signature([parameter.replace(kind=parameter.KEYWORD_ONLY) for parameter in everything])  # type: ignore[attr-defined]
+            raise TypeError(
+                f"{command.__name__} has options twice: {', '.join(sorted({name for name in names if names.count(name) > 1}))}"
+            )
+        by_name = [parameter.replace(kind=parameter.KEYWORD_ONLY) for parameter in everything]
+        run.__signature__ = inspect.Signature(by_name)  # type: ignore[attr-defined]
         run.__annotations__ = {parameter.name: parameter.annotation for parameter in everything}
         return run
 

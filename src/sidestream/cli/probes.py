@@ -1,7 +1,8 @@
-"""What this machine has and can do, one probe a function; each says what it found, whether that is well, and what to do if not.
+"""What this machine has and can do, one probe a function; each says what it found, whether that is well, and what to do
+if not.
 
-Called by `doctor` on the main thread. The probes that measure take about a third of a second each; the disk's writes and reads
-`_DISK_BYTES` through the disk tier itself.
+Called by `doctor` on the main thread. The probes that measure take about a third of a second each; the disk's writes
+and reads `_DISK_BYTES` through the disk tier itself.
 """
 
 from __future__ import annotations
@@ -87,14 +88,18 @@ def _packages() -> Iterator[Finding]:
     from sidestream import __version__
 
     python = platform.python_version()
-    yield Finding("sidestream", Status.OK, f"{__version__}, Python {python}", data={"version": __version__, "python": python})
+    yield Finding(
+        "sidestream", Status.OK, f"{__version__}, Python {python}", data={"version": __version__, "python": python}
+    )
     try:
         requirements = importlib.metadata.requires("sidestream") or ()
     except importlib.metadata.PackageNotFoundError:  # a source tree on the path: what it needs is written nowhere else
         requirements = ()
         yield Finding("packages", Status.WARN, "not checked, sidestream itself is not installed", "pip install -e .")
     for requirement in requirements:
-        if (parts := re.fullmatch(r"([\w.-]+)>=([\d.]+)", requirement)) is not None:  # those of extras have a marker behind
+        if (
+            parts := re.fullmatch(r"([\w.-]+)>=([\d.]+)", requirement)
+        ) is not None:  # those of extras have a marker behind
             yield from _package(parts[1], parts[2], remedy=f"pip install '{requirement}'")
 
 
@@ -109,7 +114,11 @@ def _package(name: str, bound: str, *, remedy: str) -> Iterator[Finding]:
         yield Finding(name, Status.FAIL, f"{version}, {bound} or later is needed", remedy, {"version": version})
     elif name == "torch" and (fault := _import_fault("torch")):
         yield Finding(
-            name, Status.FAIL, f"{version} cannot be imported: {fault}", "install it again, for this Python", {"version": version}
+            name,
+            Status.FAIL,
+            f"{version} cannot be imported: {fault}",
+            "install it again, for this Python",
+            {"version": version},
         )
     elif name in ("torch", "transformers"):
         yield Finding(name, Status.OK, version, data={"version": version})
@@ -171,7 +180,9 @@ def _cpu() -> Finding:
         remedy = f"more threads than cores wait for one another: use --threads {max(1, int(limit))}, or unset OMP_NUM_THREADS"
         return Finding("cpu", Status.WARN, text, remedy, data)
     if threads < int(limit):
-        return Finding("cpu", Status.WARN, text, f"cores lie idle: use --threads {int(limit)}, or unset OMP_NUM_THREADS", data)
+        return Finding(
+            "cpu", Status.WARN, text, f"cores lie idle: use --threads {int(limit)}, or unset OMP_NUM_THREADS", data
+        )
     return Finding("cpu", Status.OK, text, data=data)
 
 
@@ -203,7 +214,11 @@ def _gpus() -> Finding:
 
     from sidestream.device.choice import why_no_gpu
 
-    names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
+    names = (
+        [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+        if torch.cuda.is_available()
+        else []
+    )
     missing = why_no_gpu()
     data: dict[str, object] = {"names": names, "device": "cpu" if missing else "cuda", "missing": missing}
     if missing is None:
@@ -221,9 +236,14 @@ def _memory_lock(on_gpu: bool) -> Finding:
     text = f"limit of pinned memory {_limit(soft)} (hard limit {_limit(hard)}); the cpu device pins none"
     if on_gpu:
         text += ", the cuda device all of its host tier (the driver's pins may not count)"
-    remedy = f"if pinning fails: ulimit -l {wanted >> 10}, or more for a larger --offload-host" if on_gpu and 0 <= soft < wanted else ""
+    remedy = (
+        f"if pinning fails: ulimit -l {wanted >> 10}, or more for a larger --offload-host"
+        if on_gpu and 0 <= soft < wanted
+        else ""
+    )
     data: dict[str, object] = {
-        name: None if value == resource.RLIM_INFINITY else value for name, value in (("soft_bytes", soft), ("hard_bytes", hard))
+        name: None if value == resource.RLIM_INFINITY else value
+        for name, value in (("soft_bytes", soft), ("hard_bytes", hard))
     }
     return Finding("memory lock", Status.OK, text, remedy, data)
 
@@ -233,7 +253,9 @@ def _limit(num_bytes: int) -> str:
 
 
 def _copy_speed(kind: str) -> Finding:
-    """Both ways as loads and stores go: copies on a stream of their own, between host memory and memory of the device."""
+    """Both ways as loads and stores go: copies on a stream of their own, between host memory and memory of the
+    device.
+    """
     import numpy as np
 
     from sidestream.device.base import CopyBatch
@@ -245,7 +267,10 @@ def _copy_speed(kind: str) -> Finding:
         host, memory = device.allocate_host("host", _COPY_BYTES), device.allocate("kv", _COPY_BYTES)
         host.data.fill_(1)
         start = np.zeros(1, np.int64)
-        load, store = CopyBatch(host, memory, start, start, _COPY_BYTES), CopyBatch(memory, host, start, start, _COPY_BYTES)
+        load, store = (
+            CopyBatch(host, memory, start, start, _COPY_BYTES),
+            CopyBatch(memory, host, start, start, _COPY_BYTES),
+        )
         speed = _measure(device, load)
         if kind == "cpu":
             return Finding("host to device", Status.OK, f"{_speed(speed)}, by one thread", data={"bytes_per_s": speed})
@@ -289,7 +314,10 @@ def _disk(chosen: Path | None, dtype: str) -> Iterator[Finding]:
         )
         if free < 2 * _DISK_BYTES:
             yield Finding(
-                "disk speed", Status.WARN, f"not measured: that takes {_size(2 * _DISK_BYTES)}", "free some, or choose another --disk"
+                "disk speed",
+                Status.WARN,
+                f"not measured: that takes {_size(2 * _DISK_BYTES)}",
+                "free some, or choose another --disk",
             )
         else:
             yield _disk_speed(directory, dtype)
@@ -315,10 +343,14 @@ def _disk_speed(directory: Path, dtype: str) -> Finding:
     from sidestream.kv.layout import KVLayout
     from sidestream.tiers.disk import DiskTier, entry_bytes
 
-    layout = KVLayout(num_layers=30, num_kv_heads=3, head_dim=64, block_tokens=EngineConfig().block_tokens, dtype=dtype)  # the demo model's
+    layout = KVLayout(
+        num_layers=30, num_kv_heads=3, head_dim=64, block_tokens=EngineConfig().block_tokens, dtype=dtype
+    )  # the demo model's
     num_blocks = _DISK_BYTES // layout.block_bytes
     with tempfile.TemporaryDirectory(prefix=".sidestream-doctor-", dir=directory) as scratch:
-        tier = DiskTier.open(scratch, layout=layout, fingerprint="doctor", capacity_bytes=(num_blocks + 1) * entry_bytes(layout))
+        tier = DiskTier.open(
+            scratch, layout=layout, fingerprint="doctor", capacity_bytes=(num_blocks + 1) * entry_bytes(layout)
+        )
         try:
             write, sync, read = _time_blocks(tier, Path(scratch), num_blocks, layout.block_bytes)
         finally:
@@ -376,11 +408,19 @@ def _cache() -> Iterator[Finding]:
     if nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK):
         yield Finding("cache", Status.OK, str(root), data=data)
     else:
-        yield Finding("cache", Status.WARN, f"{root} is not writable", "set SIDESTREAM_CACHE to a directory that you may write to", data)
+        yield Finding(
+            "cache",
+            Status.WARN,
+            f"{root} is not writable",
+            "set SIDESTREAM_CACHE to a directory that you may write to",
+            data,
+        )
     path = prepared(DEMO_MODEL)
     text = f"{DEMO_MODEL} is prepared" if path is not None else f"{DEMO_MODEL} is not prepared"
     remedy = "" if path is not None else f"sidestream models prepare {DEMO_MODEL} (or it is done when it is first used)"
-    yield Finding("demo model", Status.OK if path is not None else Status.WARN, text, remedy, {"prepared": path is not None})
+    yield Finding(
+        "demo model", Status.OK if path is not None else Status.WARN, text, remedy, {"prepared": path is not None}
+    )
 
 
 def _size(num_bytes: float) -> str:

@@ -1,7 +1,8 @@
-"""What a long command is at, for people who wait: bars in a terminal, elsewhere a line every ten seconds. The rooms below only report.
+"""What a long command is at, for people who wait: bars in a terminal, elsewhere a line every ten seconds. The rooms
+below only report.
 
-Steps that end within two seconds leave no line. Reports come from the thread that works; a thread of `Steps` looks at the clock, so that a
-step which reports nothing until it ends (a forward pass, a child process) is shown all the same.
+Steps that end within two seconds leave no line. Reports come from the thread that works; a thread of `Steps` looks at
+the clock, so that a step which reports nothing until it ends (a forward pass, a child process) is shown all the same.
 """
 
 from __future__ import annotations
@@ -28,7 +29,11 @@ class Lines:
     """
 
     def __init__(
-        self, say: Callable[[str], None], *, first_after_s: float = _FIRST_AFTER_S, clock: Callable[[], float] = time.monotonic
+        self,
+        say: Callable[[str], None],
+        *,
+        first_after_s: float = _FIRST_AFTER_S,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._say = say
         self._clock = clock
@@ -72,10 +77,21 @@ class Steps:
     """
 
     def __init__(
-        self, console: Console | None = None, *, say: Callable[[str], None] | None = None, keep: bool = False, title: str = ""
+        self,
+        console: Console | None = None,
+        *,
+        say: Callable[[str], None] | None = None,
+        keep: bool = False,
+        title: str = "",
     ) -> None:
         console = console or Console(stderr=True)
-        columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[amount]}"), TimeElapsedColumn())
+        columns = (
+            SpinnerColumn(),
+            TextColumn("{task.description}"),
+            BarColumn(),
+            TextColumn("{task.fields[amount]}"),
+            TimeElapsedColumn(),
+        )
         self._bars: Progress | None = None
         self._task: TaskID | None = None
         self._lines: Lines | None = None
@@ -85,7 +101,8 @@ class Steps:
             self._bars = Progress(*columns, console=console, transient=not keep)
         else:
             self._lines = Lines(
-                lambda line: console.print(line, markup=False, highlight=False, soft_wrap=True), first_after_s=_FIRST_AFTER_S
+                lambda line: console.print(line, markup=False, highlight=False, soft_wrap=True),
+                first_after_s=_FIRST_AFTER_S,
             )
         self._keep = keep
         self._title = title
@@ -101,7 +118,9 @@ class Steps:
             self._thread.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._ended.set()
         if self._bars is not None:
             self._bars.stop()
@@ -118,7 +137,9 @@ class Steps:
         self._show(self._step, done_bytes, self._total_bytes or 0, _megabytes(done_bytes, self._total_bytes))
 
     def tell(self, step: str, done: float = 0, total: float = 0, note: str | None = None) -> None:
-        """The command is at `step`, `done` of `total` of it is done (0 of 0: that is not known); `note` says so in other words. See `LLM`."""
+        """The command is at `step`, `done` of `total` of it is done (0 of 0: that is not known); `note` says so in
+        other words. See `LLM`.
+        """
         amount = note if note is not None else f"{done:g} of {total:g}" if total else ""
         self._show(step, done, total, amount)
 

@@ -32,28 +32,46 @@ _OPEN_FILES = 1 << 16
 _MOST_API_PROCESSES = 64
 
 
-# The defaults of ServerOptions stand here again, and a test compares them: importing them would need the extra `server`.
+# The defaults of ServerOptions stand here again, and a test compares them: importing them would need the extra
+# `server`.
 @options_of(engine=engine_config, watch=watching)
 def serve(
     model: Model = DEMO_MODEL,
     config: ConfigFile = None,
     host: Annotated[
-        str | None, option("--host", metavar="ADDRESS", help="Address to listen on; 0.0.0.0 for all.", show_default="127.0.0.1")
+        str | None,
+        option("--host", metavar="ADDRESS", help="Address to listen on; 0.0.0.0 for all.", show_default="127.0.0.1"),
     ] = None,
     port: Annotated[
-        int | None, option("--port", metavar="N", help="Port to listen on; 0 for any free one.", show_default="8000", parse=whole)
+        int | None,
+        option("--port", metavar="N", help="Port to listen on; 0 for any free one.", show_default="8000", parse=whole),
     ] = None,
     uds: Annotated[
         str | None,
-        option("--uds", metavar="PATH", show_default=False, help="Listen on a Unix socket at this path, in place of an address."),
+        option(
+            "--uds",
+            metavar="PATH",
+            show_default=False,
+            help="Listen on a Unix socket at this path, in place of an address.",
+        ),
     ] = None,
     root_path: Annotated[
         str,
-        option("--root-path", metavar="PATH", show_default=False, help="Prefix below which a proxy serves the API, such as /llm."),
+        option(
+            "--root-path",
+            metavar="PATH",
+            show_default=False,
+            help="Prefix below which a proxy serves the API, such as /llm.",
+        ),
     ] = "",
     ssl_certfile: Annotated[
         str | None,
-        option("--ssl-certfile", metavar="FILE", show_default=False, help="Speak TLS with this certificate (PEM, with its chain)."),
+        option(
+            "--ssl-certfile",
+            metavar="FILE",
+            show_default=False,
+            help="Speak TLS with this certificate (PEM, with its chain).",
+        ),
     ] = None,
     ssl_keyfile: Annotated[
         str | None,
@@ -66,7 +84,12 @@ def serve(
     ] = None,
     ssl_ca_certs: Annotated[
         str | None,
-        option("--ssl-ca-certs", metavar="FILE", show_default=False, help="Ask clients for a certificate that one of these (PEM) signed."),
+        option(
+            "--ssl-ca-certs",
+            metavar="FILE",
+            show_default=False,
+            help="Ask clients for a certificate that one of these (PEM) signed.",
+        ),
     ] = None,
     api_key: Annotated[
         str | None,
@@ -79,7 +102,8 @@ def serve(
         ),
     ] = None,
     served_model_name: Annotated[
-        str | None, option("--served-model-name", metavar="NAME", help="What clients call the model.", show_default="its own")
+        str | None,
+        option("--served-model-name", metavar="NAME", help="What clients call the model.", show_default="its own"),
     ] = None,
     max_body: Annotated[str, option("--max-body", metavar="SIZE", help="A longer request body is refused.")] = "8MiB",
     head_timeout: Annotated[
@@ -90,7 +114,12 @@ def serve(
     ] = 60.0,
     stall_timeout: Annotated[
         float,
-        option("--stall-timeout", metavar="SECONDS", help="A client that takes none of its reply for so long is cut off.", parse=number),
+        option(
+            "--stall-timeout",
+            metavar="SECONDS",
+            help="A client that takes none of its reply for so long is cut off.",
+            parse=number,
+        ),
     ] = 60.0,
     max_connections: Annotated[
         int | None,
@@ -121,9 +150,14 @@ def serve(
             help="Web pages of this origin may use the API from a browser; * for all; may be given several times.",
         ),
     ] = None,
-    max_choices: Annotated[int, option("--max-choices", metavar="N", help="Prompts times n of one request, at most.", parse=whole)] = 128,
+    max_choices: Annotated[
+        int, option("--max-choices", metavar="N", help="Prompts times n of one request, at most.", parse=whole)
+    ] = 128,
     drain_seconds: Annotated[
-        float, option("--drain-seconds", metavar="SECONDS", help="How long running requests may go on at the end.", parse=number)
+        float,
+        option(
+            "--drain-seconds", metavar="SECONDS", help="How long running requests may go on at the end.", parse=number
+        ),
     ] = 30.0,
     api_processes: Annotated[
         int | None,
@@ -136,7 +170,8 @@ def serve(
         ),
     ] = None,
     single_process: Annotated[
-        bool, flag("--single-process", help="Engine and HTTP in one process: less memory, and answers that come in lumps.")
+        bool,
+        flag("--single-process", help="Engine and HTTP in one process: less memory, and answers that come in lumps."),
     ] = False,
     log_level: Logging = LogLevel.INFO,
     *,
@@ -148,8 +183,8 @@ def serve(
     Options may stand in a file, too (--config): a line "name: value" for each, without the dashes, and "model: MODEL".
     Lists are for options that may be given several times, true and false for those without a value.
 
-    The first interrupt (or SIGTERM) takes no more requests, lets running ones finish, stores the KV and exits; each further one
-    skips what is being waited for.
+    The first interrupt (or SIGTERM) takes no more requests, lets running ones finish, stores the KV and exits; each
+    further one skips what is being waited for.
     """
     _check_processes(api_processes, single_process=single_process)
     server = _server_options(
@@ -204,13 +239,17 @@ def _serve(model: str, options: ServerOptions, config: EngineConfig, watch: Watc
     from sidestream.server import Supervisor, bind, bind_alike
 
     _allow_open_files()
-    listeners = bind_alike(bind(options), api_processes)  # first: an address that cannot be had is reported before the model is loaded
+    listeners = bind_alike(
+        bind(options), api_processes
+    )  # first: an address that cannot be had is reported before the model is loaded
     level = log.getEffectiveLevel()
     with _sigterm_exits(), Supervisor(listeners, options, log_level=level, log_format=LOG_FORMAT) as supervisor:
         engine = start(EngineProcess, model, config=config, watch=watch)
         try:
             name = options.served_model_name or engine.facts.model_name
-            drained = supervisor.run(engine, on_ready=lambda running: _say_ready(running, name, keyed=options.api_key is not None))
+            drained = supervisor.run(
+                engine, on_ready=lambda running: _say_ready(running, name, keyed=options.api_key is not None)
+            )
             log.info("all requests have finished" if drained else "unfinished requests were aborted")
         finally:
             if engine.ended() is None:
@@ -267,7 +306,8 @@ def _say_ready(running: Running, name: str, *, keyed: bool) -> None:
     key = ' -H "Authorization: Bearer $SIDESTREAM_API_KEY"' if keyed else ""
     socket = "" if running.uds is None else f" --unix-socket {shlex.quote(running.uds)}"
     lines = (
-        f"{name} is ready at {running.url}" + (f", on the Unix socket {running.uds}" if running.uds is not None else ""),
+        f"{name} is ready at {running.url}"
+        + (f", on the Unix socket {running.uds}" if running.uds is not None else ""),
         f"  curl{socket} {running.url}/v1/chat/completions -H 'Content-Type: application/json'{key} \\",
         f"    -d '{body}'",
     )

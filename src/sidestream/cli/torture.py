@@ -1,4 +1,6 @@
-"""`sidestream torture`: schedules that a seed draws, the same with rules taken out of the code, and one that failed before."""
+"""`sidestream torture`: schedules that a seed draws, the same with rules taken out of the code, and one that failed
+before.
+"""
 
 from __future__ import annotations
 
@@ -35,15 +37,26 @@ Tell = Callable[[float, str], None]
 
 def torture(
     context: typer.Context,
-    names: Annotated[list[str] | None, typer.Argument(metavar="NAME", help="With --mutations: only these.", show_default=False)] = None,
+    names: Annotated[
+        list[str] | None, typer.Argument(metavar="NAME", help="With --mutations: only these.", show_default=False)
+    ] = None,
     schedules: Annotated[
         int | None,
-        option("--schedules", metavar="N", help="Schedules to run.", show_default=f"{_SCHEDULES}, or none with --mutations", parse=whole),
+        option(
+            "--schedules",
+            metavar="N",
+            help="Schedules to run.",
+            show_default=f"{_SCHEDULES}, or none with --mutations",
+            parse=whole,
+        ),
     ] = None,
     minutes: Annotated[
-        float | None, option("--minutes", metavar="M", help="Run for so long instead.", show_default=False, parse=number)
+        float | None,
+        option("--minutes", metavar="M", help="Run for so long instead.", show_default=False, parse=number),
     ] = None,
-    seed: Annotated[int, option("--seed", metavar="S", help="Where drawing starts; same seed, same schedules.", parse=whole)] = 0,
+    seed: Annotated[
+        int, option("--seed", metavar="S", help="Where drawing starts; same seed, same schedules.", parse=whole)
+    ] = 0,
     policy: Annotated[
         list[str] | None,
         option(
@@ -53,12 +66,16 @@ def torture(
             show_default="all",
         ),
     ] = None,
-    mutations: Annotated[bool, flag("--mutations", help="Take rules out of the code, one by one: each must be missed.")] = False,
+    mutations: Annotated[
+        bool, flag("--mutations", help="Take rules out of the code, one by one: each must be missed.")
+    ] = False,
     replay: Annotated[
         Path | None, option("--replay", metavar="FILE", help="Run a schedule that failed before.", show_default=False)
     ] = None,
     workers: Annotated[int, option("--workers", metavar="N", help="Processes.", parse=whole)] = 1,
-    save: Annotated[Path, option("--save", metavar="DIR", help="Where failing schedules are written.")] = Path("runs/torture"),
+    save: Annotated[Path, option("--save", metavar="DIR", help="Where failing schedules are written.")] = Path(
+        "runs/torture"
+    ),
     device: Annotated[
         str | None,
         option(
@@ -88,7 +105,9 @@ def torture(
             parse=whole,
         ),
     ] = None,
-    check_order: Annotated[bool, flag("--check-order", help="With --device: have the checker look on, at a tenth of the blocks.")] = False,
+    check_order: Annotated[
+        bool, flag("--check-order", help="With --device: have the checker look on, at a tenth of the blocks.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Run the engine on a simulated device, in orders that are allowed and unlikely, and judge all that comes of it."""
@@ -100,7 +119,9 @@ def torture(
             elif requests is not None:
                 good = show_service(device, seed=seed, requests=requests, as_json=as_json, tell=tell)
             else:
-                good = show_campaign(device, seed=seed, blocks=blocks, check_order=check_order, as_json=as_json, tell=tell)
+                good = show_campaign(
+                    device, seed=seed, blocks=blocks, check_order=check_order, as_json=as_json, tell=tell
+                )
         if not good:
             raise typer.Exit(1)
         return
@@ -132,7 +153,9 @@ def torture(
 def _check_options(context: typer.Context, names: Sequence[str]) -> None:
     """Refuse what would be ignored. Raises ConfigError."""
     of_device = {"device": "--device", "blocks": "--blocks", "requests": "--requests", "check_order": "--check-order"}
-    flags = {name: f"--{name}" for name in ("schedules", "minutes", "seed", "policy", "mutations", "workers", "save")} | of_device
+    flags = {
+        name: f"--{name}" for name in ("schedules", "minutes", "seed", "policy", "mutations", "workers", "save")
+    } | of_device
     given = [flag for name, flag in flags.items() if _typed(context, name)]
     if _typed(context, "device"):
         _check_device_options(context, given, names)
@@ -146,20 +169,30 @@ def _check_options(context: typer.Context, names: Sequence[str]) -> None:
     elif "--schedules" in given and "--minutes" in given:
         raise ConfigError("--schedules and --minutes are both given: give how many, or how long")
     elif "--policy" in given and "--mutations" in given and "--schedules" not in given and "--minutes" not in given:
-        raise ConfigError("--policy is given, and --mutations uses all policies: leave one of them out, or give --schedules too")
+        raise ConfigError(
+            "--policy is given, and --mutations uses all policies: leave one of them out, or give --schedules too"
+        )
 
 
 def _check_device_options(context: typer.Context, given: Sequence[str], names: Sequence[str]) -> None:
     """Of what `--device` goes with. Raises ConfigError."""
-    without = [flag for flag in given if flag not in ("--device", "--blocks", "--requests", "--check-order", "--seed", "--mutations")]
+    without = [
+        flag
+        for flag in given
+        if flag not in ("--device", "--blocks", "--requests", "--check-order", "--seed", "--mutations")
+    ]
     if _typed(context, "replay"):
         without.append("--replay")
     if without:
         raise ConfigError(f"{without[0]} is for schedules of the simulated device: leave it or --device out")
     if names and "--mutations" not in given:
         raise ConfigError(f"{names[0]} is given without --mutations: give both, or leave it out")
-    if "--requests" in given and (others := [flag for flag in ("--blocks", "--check-order", "--mutations") if flag in given]):
-        raise ConfigError(f"--requests tortures a whole engine, {others[0]} is for transfers alone: leave one of them out")
+    if "--requests" in given and (
+        others := [flag for flag in ("--blocks", "--check-order", "--mutations") if flag in given]
+    ):
+        raise ConfigError(
+            f"--requests tortures a whole engine, {others[0]} is for transfers alone: leave one of them out"
+        )
     if "--check-order" in given and "--mutations" in given:
         raise ConfigError("--check-order is given, and --mutations is judged by bytes: leave one of them out")
 
@@ -177,10 +210,18 @@ def _campaign(schedules: int, minutes: float | None, seed: int, policies: list[s
         def on_progress(report: Report) -> None:
             findings = f"{report.num_failures} findings, " if report.num_failures else ""
             done = report.schedules if minutes is None else report.seconds
-            tell(done, f"{report.schedules} schedules, {findings}{report.schedules_per_minute * report.workers:,.0f} a minute")
+            tell(
+                done,
+                f"{report.schedules} schedules, {findings}{report.schedules_per_minute * report.workers:,.0f} a minute",
+            )
 
         return torture(
-            schedules=schedules, minutes=minutes, seed=seed, policies=policies or POLICIES, workers=workers, on_progress=on_progress
+            schedules=schedules,
+            minutes=minutes,
+            seed=seed,
+            policies=policies or POLICIES,
+            workers=workers,
+            on_progress=on_progress,
         )
 
 
@@ -200,15 +241,26 @@ def _replay(path: Path, *, as_json: bool) -> None:
     from sidestream.testing.torture import load_replay, rerun
 
     schedule = load_replay(path)
-    outcome = rerun(schedule.workload, schedule.turns, mutation=None if schedule.mutation is None else find(schedule.mutation))
+    outcome = rerun(
+        schedule.workload, schedule.turns, mutation=None if schedule.mutation is None else find(schedule.mutation)
+    )
     console = Console(stderr=as_json)
     without = f", without {schedule.mutation}" if schedule.mutation else ""
-    _say(console, f"{path}: workload {schedule.workload.seed}{without}, {len(schedule.turns)} turns that are not whoever's runs")
+    _say(
+        console,
+        f"{path}: workload {schedule.workload.seed}{without}, {len(schedule.turns)} turns that are not whoever's runs",
+    )
     _show_outcome(console, outcome, schedule.oracle)
     if not outcome.findings:
         _say(console, f"nothing is wrong any more; it was: {schedule.oracle}: {schedule.said}")
     if as_json:
-        publish("torture", "toy", [Figure("schedules", 1, "schedules"), _findings(len(outcome.findings))], as_json=True, console=console)
+        publish(
+            "torture",
+            "toy",
+            [Figure("schedules", 1, "schedules"), _findings(len(outcome.findings))],
+            as_json=True,
+            console=console,
+        )
     if outcome.findings:
         raise typer.Exit(1)
 
@@ -247,7 +299,9 @@ def _plain(row: Row) -> dict[str, object]:
 
 
 def _show_rows(found: Hunt, save: Path) -> None:
-    """The table, on standard error; a schedule that misses the rule is written for each mutation that was asked for by name."""
+    """The table, on standard error; a schedule that misses the rule is written for each mutation that was asked for by
+    name.
+    """
     table = Table(title="mutations")
     for heading in ("mutation", "hazard", "killed after", "by"):
         table.add_column(heading, justify="right" if heading == "killed after" else "left")
@@ -269,7 +323,10 @@ def _show_failures(report: Report, save: Path) -> None:
     for failure in shown:
         _show_failure(console, failure, save, None)
     if report.num_failures > len(shown):
-        _say(console, f"\n{report.num_failures} schedules failed; shown is the first for each oracle that objected first, at most {_SHOWN}")
+        _say(
+            console,
+            f"\n{report.num_failures} schedules failed; shown is the first for each oracle that objected first, at most {_SHOWN}",
+        )
 
 
 def _show_failure(console: Console, failure: Failure, save: Path, mutation: str | None) -> None:
@@ -284,7 +341,10 @@ def _show_failure(console: Console, failure: Failure, save: Path, mutation: str 
     path = save / f"{name}.json"
     said = next(finding.text for finding in short.outcome.findings if finding.oracle == oracle)
     Replay(short.workload, short.turns, mutation, oracle, said).save(path)
-    _say(console, f"\nworkload {failure.workload.seed}, policy {failure.policy}, seed {failure.seed}: made short in {short.runs} runs")
+    _say(
+        console,
+        f"\nworkload {failure.workload.seed}, policy {failure.policy}, seed {failure.seed}: made short in {short.runs} runs",
+    )
     _show_outcome(console, short.outcome, oracle)
     _say(console, f"run it again: {shlex.join(['sidestream', 'torture', '--replay', str(path)])}")
 
@@ -295,7 +355,9 @@ def _show_outcome(console: Console, outcome: Outcome, oracle: str) -> None:
 
     found = [finding for finding in outcome.findings if finding.oracle == oracle] or list(outcome.findings)
     objection = outcome.objections[0] if outcome.objections and found[0].oracle == "checker" else None
-    console.print(render(outcome.lines, objection, width=console.width), markup=False, highlight=False, no_wrap=True, crop=False)
+    console.print(
+        render(outcome.lines, objection, width=console.width), markup=False, highlight=False, no_wrap=True, crop=False
+    )
     console.print()
     for finding in found[:_SAID]:
         _say(console, f"{finding.oracle}: {finding.text}")
@@ -313,7 +375,9 @@ def _make_directory(directory: Path) -> None:
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError(f"--save {directory} cannot be made: {error.strerror or error}: give another directory") from error
+        raise ConfigError(
+            f"--save {directory} cannot be made: {error.strerror or error}: give another directory"
+        ) from error
 
 
 @contextlib.contextmanager

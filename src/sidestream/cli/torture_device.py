@@ -1,4 +1,6 @@
-"""`sidestream torture --device`: block transfers on real hardware, of the code as it is and with rules taken out, and a whole engine."""
+"""`sidestream torture --device`: block transfers on real hardware, of the code as it is and with rules taken out, and a
+whole engine.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +63,11 @@ def show_hunt(device: str, names: Sequence[str], *, seed: int, blocks: int | Non
         Figure("blocks_to_kill_max", max(killed, default=0), "blocks"),
     ]
     _show_rows(rows)
-    details = {"mutations": [{"name": row.name, "hazard": row.hazard, "killed_after": row.after, "said": row.said} for row in rows]}
+    details = {
+        "mutations": [
+            {"name": row.name, "hazard": row.hazard, "killed_after": row.after, "said": row.said} for row in rows
+        ]
+    }
     return publish("torture", f"transfers on {device}", figures, as_json=as_json, console=Console(), details=details)
 
 
@@ -70,7 +76,10 @@ def show_service(device: str, *, seed: int, requests: int, as_json: bool, tell: 
     from sidestream.testing.torture import torture_service
 
     report = torture_service(
-        device, requests=requests, seed=seed, tell=lambda done, text: tell(done / requests, f"{done:,} of {requests:,} requests, {text}")
+        device,
+        requests=requests,
+        seed=seed,
+        tell=lambda done, text: tell(done / requests, f"{done:,} of {requests:,} requests, {text}"),
     )
     console = Console(stderr=True)
     for text in report.findings[:_SHOWN]:
@@ -117,5 +126,7 @@ def _show_rows(rows: Sequence[Missed]) -> None:
     for heading in ("mutation", "hazard", "blocks", "seen by"):
         table.add_column(heading, justify="right" if heading == "blocks" else "left")
     for row in rows:
-        table.add_row(row.name, row.hazard, f"{row.after:,}" if row.after is not None else "[red]survived[/]", row.said[:_SAID])
+        table.add_row(
+            row.name, row.hazard, f"{row.after:,}" if row.after is not None else "[red]survived[/]", row.said[:_SAID]
+        )
     Console(stderr=True).print(table)

@@ -25,8 +25,8 @@ from sidestream.errors import ConfigError
 if TYPE_CHECKING:
     from torch import Tensor
 
-# What a prompt may take of a sequence, requests that run at once while the model answers, and temperatures: the first two answers to a task are
-# its likeliest and a drawn one, those after that are drawn.
+# What a prompt may take of a sequence, requests that run at once while the model answers, and temperatures: the first
+# two answers to a task are its likeliest and a drawn one, those after that are drawn.
 _PROMPT_SHARE = 0.5
 _AT_ONCE = {"cpu": 8, "cuda": 256}
 _DRAWN_AT = (0.5, 1.0, 0.7)
@@ -38,27 +38,35 @@ _OF_ANSWERS = ("model", "weights", "length", "answers", "seed", "texts")
 def train_mtp(
     model: Model = DEMO_MODEL,
     out: Annotated[
-        Path, option("--out", "-o", metavar="FILE", help="Where the head goes; beside it, what a later run goes on from.")
+        Path,
+        option("--out", "-o", metavar="FILE", help="Where the head goes; beside it, what a later run goes on from."),
     ] = Path("head.safetensors"),
     steps: Annotated[int, option("--steps", metavar="N", help="Batches to learn from.", parse=whole)] = 3000,
     batch: Annotated[int, option("--batch", metavar="N", help="Sequences in a batch.", parse=whole)] = 16,
     length: Annotated[int, option("--length", metavar="N", help="Tokens of a sequence.", parse=whole)] = 512,
-    drafts: Annotated[int, option("--drafts", metavar="N", help="Tokens that it learns to draft one after another.", parse=whole)] = 4,
+    drafts: Annotated[
+        int, option("--drafts", metavar="N", help="Tokens that it learns to draft one after another.", parse=whole)
+    ] = 4,
     answers: Annotated[
         int, option("--answers", metavar="N", help="Tokens that the model writes itself, to learn from.", parse=whole)
     ] = 3_000_000,
     text: Annotated[
-        list[Path] | None, option("--text", metavar="FILE", help="A text to learn from too, in UTF-8; may be given several times.")
+        list[Path] | None,
+        option("--text", metavar="FILE", help="A text to learn from too, in UTF-8; may be given several times."),
     ] = None,
-    learning_rate: Annotated[float, option("--learning-rate", metavar="R", help="At its highest.", parse=number)] = 1e-3,
-    seed: Annotated[int, option("--seed", metavar="N", help="Same seed, same head, on the same machine.", parse=whole)] = 0,
+    learning_rate: Annotated[
+        float, option("--learning-rate", metavar="R", help="At its highest.", parse=number)
+    ] = 1e-3,
+    seed: Annotated[
+        int, option("--seed", metavar="N", help="Same seed, same head, on the same machine.", parse=whole)
+    ] = 0,
     device: Annotated[str, option("--device", metavar="DEVICE", help="cpu, cuda, or auto.")] = "auto",
 ) -> None:
     """Train a head that drafts for a model (speculative decoding), by the model's own answers to tasks and by texts.
 
-    The demo model takes some minutes on a GPU; on a CPU choose fewer steps and answers. Beside the head lie what it learns from (.tokens, kept)
-    and, until it is ready, what it has learnt (.training): a run that ended early goes on from there when it is started again with the same
-    options, and with others it is refused.
+    The demo model takes some minutes on a GPU; on a CPU choose fewer steps and answers. Beside the head lie what it
+    learns from (.tokens, kept) and, until it is ready, what it has learnt (.training): a run that ended early goes on
+    from there when it is started again with the same options, and with others it is refused.
     """
     from sidestream.device.choice import torch_device
     from sidestream.models.catalog import resolve
@@ -88,7 +96,10 @@ def train_mtp(
         "seed": seed,
         "texts": [hashlib.sha256(one.encode()).hexdigest()[:16] for one in texts],
     }
-    written, taught = _kept_answers(out.with_suffix(".tokens"), record), _kept_training(out.with_suffix(".training"), record)
+    written, taught = (
+        _kept_answers(out.with_suffix(".tokens"), record),
+        _kept_training(out.with_suffix(".training"), record),
+    )
     console = Console(stderr=True)
     with Steps(console, keep=True) as progress:
         tokens = _tokens(written, out, record, texts, kind, progress, console)
@@ -128,12 +139,16 @@ def _check_same(path: Path, before: Mapping[str, Any], now: Mapping[str, Any]) -
 
 
 def _unreadable(path: Path, error: Exception) -> ConfigError:
-    return ConfigError(f"{path} cannot be read ({error or type(error).__name__}): delete it, what it held is then made anew")
+    return ConfigError(
+        f"{path} cannot be read ({error or type(error).__name__}): delete it, what it held is then made anew"
+    )
 
 
 @contextlib.contextmanager
 def _whole_or_not(path: Path) -> Iterator[Path]:
-    """What to write in place of `path`, which has it at the end of the block: whoever is killed meanwhile leaves what was there."""
+    """What to write in place of `path`, which has it at the end of the block: whoever is killed meanwhile leaves what
+    was there.
+    """
     partial = path.with_name(path.name + ".partial")
     yield partial
     partial.replace(path)
@@ -174,14 +189,26 @@ def _kept_answers(path: Path, record: Mapping[str, Any]) -> _Answers | None:
 
 
 def _tokens(
-    written: _Answers | None, out: Path, record: Mapping[str, Any], texts: Sequence[str], kind: str, progress: Steps, console: Console
+    written: _Answers | None,
+    out: Path,
+    record: Mapping[str, Any],
+    texts: Sequence[str],
+    kind: str,
+    progress: Steps,
+    console: Console,
 ) -> Tensor:
-    """Sequences of one length, int32 `[N, length]`: kept beside the head as they are made, because the model's answers take a while."""
+    """Sequences of one length, int32 `[N, length]`: kept beside the head as they are made, because the model's answers
+    take a while.
+    """
     import torch
     from safetensors.torch import save_file
 
     def keep(written: _Answers) -> None:
-        facts = {"of": json.dumps({name: record[name] for name in _OF_ANSWERS}), "asked": str(written.asked), "done": str(written.done)}
+        facts = {
+            "of": json.dumps({name: record[name] for name in _OF_ANSWERS}),
+            "asked": str(written.asked),
+            "done": str(written.done),
+        }
         with _whole_or_not(out.with_suffix(".tokens")) as partial:
             save_file({"stream": torch.tensor(written.stream, dtype=torch.int32)}, partial, facts)
 
@@ -227,17 +254,26 @@ def _answered(
             progress.tell("the model answers tasks, in tokens", min(written.done, wanted), wanted)
             numbers = range(written.asked, written.asked + 4 * _AT_ONCE[kind])
             prompts = [
-                llm.tokenizer.chat([{"role": "user", "content": tasks[number % len(tasks)]}])[: int(length * _PROMPT_SHARE)]
+                llm.tokenizer.chat([{"role": "user", "content": tasks[number % len(tasks)]}])[
+                    : int(length * _PROMPT_SHARE)
+                ]
                 for number in numbers
             ]
             params = [
-                SamplingParams(temperature=_temperature(*divmod(number, len(tasks))), max_tokens=length // 2, seed=record["seed"] + number)
+                SamplingParams(
+                    temperature=_temperature(*divmod(number, len(tasks))),
+                    max_tokens=length // 2,
+                    seed=record["seed"] + number,
+                )
                 for number in numbers
             ]
             try:
                 answers = llm.generate(prompts, params)
             except KeyboardInterrupt:
-                console.print(f"interrupted: {written.done:,} tokens are kept, the same command goes on from there", highlight=False)
+                console.print(
+                    f"interrupted: {written.done:,} tokens are kept, the same command goes on from there",
+                    highlight=False,
+                )
                 raise
             for prompt, answer in zip(prompts, answers, strict=True):
                 written.stream += (*prompt, *answer.token_ids, *end)
@@ -248,7 +284,9 @@ def _answered(
 
 
 def _temperature(time: int, task: int) -> float:
-    """At which a task is answered the first, second, … time: once by the likeliest tokens, which would be the same again."""
+    """At which a task is answered the first, second, … time: once by the likeliest tokens, which would be the same
+    again.
+    """
     if time < 2:
         return 0.0 if (time + task) % 2 == 0 else 1.0
     return _DRAWN_AT[time % len(_DRAWN_AT)]
@@ -316,16 +354,25 @@ def _teach(
                 save()
         if interrupted.is_set():
             save()
-            console.print(f"interrupted after step {school.done} of {lesson.steps}: the same command goes on from there", highlight=False)
+            console.print(
+                f"interrupted after step {school.done} of {lesson.steps}: the same command goes on from there",
+                highlight=False,
+            )
             raise KeyboardInterrupt
         facts = {name: json.dumps(value) for name, value in record.items()} | {"weights": record["weights"]}
-        write_head(head.to(torch.bfloat16), out, record={**facts, "loss": f"{loss:.4f}", "tokens": str(tokens.numel()), "trained_on": kind})
+        write_head(
+            head.to(torch.bfloat16),
+            out,
+            record={**facts, "loss": f"{loss:.4f}", "tokens": str(tokens.numel()), "trained_on": kind},
+        )
         saved.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager
 def _interrupts(tell: Callable[[], object]) -> Iterator[threading.Event]:
-    """Set by Ctrl-C, which raises nothing at first: half a step could not be gone on from. A second one ends the block at once."""
+    """Set by Ctrl-C, which raises nothing at first: half a step could not be gone on from. A second one ends the block
+    at once.
+    """
     interrupted, before = threading.Event(), signal.getsignal(signal.SIGINT)
 
     def note(*_: object) -> None:

@@ -51,9 +51,9 @@ class Visit:
 class Answers:
     """What one question to an engine yielded.
 
-    steps            flights launched while answering
+    steps            steps launched while answering
     seconds          wall time of all answers together
-    transfer_waits   times the engine thread ever waited for anything but a flight
+    transfer_waits   times the engine thread ever waited for anything but a step
     stored_bytes     bytes ever written to disk
     """
 
@@ -67,11 +67,16 @@ class Answers:
 class Engine:
     """An engine in a process of its own. A context manager; leaving it closes the engine and ends the process.
 
-    options   fields of EngineConfig as plain values; those of OffloadConfig under "offload", those of SpeculativeConfig under "speculative"
+    options   fields of EngineConfig as plain values; those of OffloadConfig under "offload", those of SpeculativeConfig
+              under "speculative"
     """
 
-    def __init__(self, model: str, options: dict[str, Any], *, timeline: str | None = None, check_order: bool = False) -> None:
-        self._child = Child(__name__, {"model": model, "options": options, "timeline": timeline, "check_order": check_order})
+    def __init__(
+        self, model: str, options: dict[str, Any], *, timeline: str | None = None, check_order: bool = False
+    ) -> None:
+        self._child = Child(
+            __name__, {"model": model, "options": options, "timeline": timeline, "check_order": check_order}
+        )
 
     def __enter__(self) -> Engine:
         return self
@@ -114,7 +119,9 @@ def _answer(llm: LLM, question: dict[str, Any]) -> dict[str, Any]:
         "visits": [asdict(seen) for seen in visits],
         "steps": llm.engine.num_steps - steps,
         "seconds": seconds,
-        "transfer_waits": sum(count for reason, count in llm.engine.parts.device.host_waits().items() if reason != "flight"),
+        "transfer_waits": sum(
+            count for reason, count in llm.engine.parts.device.host_waits().items() if reason != "step"
+        ),
         "stored_bytes": int(llm.metrics.value("transfer_bytes_total", "disk-write")),
     }
 
@@ -123,7 +130,13 @@ def _generate(llm: LLM, prompts: list[list[int]], max_tokens: int) -> list[Visit
     outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True))
     return [
         Visit(
-            output.ttft_s, output.token_ids, output.text, output.prompt_tokens, output.cached.device, output.cached.host, output.cached.disk
+            output.ttft_s,
+            output.token_ids,
+            output.text,
+            output.prompt_tokens,
+            output.cached.device,
+            output.cached.host,
+            output.cached.disk,
         )
         for output in outputs
     ]

@@ -1,6 +1,7 @@
 """The border between front ends and an engine: what one may ask of it, and the news of one request on an event loop.
 
-Two implementations, tested by the same tests: `InProcessClient` for an engine in this process, `RemoteClient` for one in its own.
+Two implementations, tested by the same tests: `InProcessClient` for an engine in this process, `RemoteClient` for one
+in its own.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ MOST_UNREAD = 8192
 class EngineClient(Protocol):
     """What a front end asks of an engine. Every member is used from one event loop's thread at a time; none blocks.
 
-    A request on another event loop is fine once no requests are unfinished on a loop that runs; else it raises RuntimeError.
-    The first one after its loop was closed aborts what that loop has left unfinished.
+    A request on another event loop is fine once no requests are unfinished on a loop that runs; else it raises
+    RuntimeError. The first one after its loop was closed aborts what that loop has left unfinished.
     """
 
     @property
@@ -36,15 +37,20 @@ class EngineClient(Protocol):
         """Sampling options of requests that leave them out."""
         ...
 
-    def submit(self, prompt: Sequence[int], params: SamplingParams, *, priority: int = 0, cache_salt: str = "") -> Answer:
+    def submit(
+        self, prompt: Sequence[int], params: SamplingParams, *, priority: int = 0, cache_salt: str = ""
+    ) -> Answer:
         """Queue a request of `params.n` samples; its news come through the answer, on the running event loop.
 
-        Raises RequestRejected, ContextTooLong or EngineStopped. QueueFull, and EngineStopped too, may come from `Answer.read`.
+        Raises RequestRejected, ContextTooLong or EngineStopped. QueueFull, and EngineStopped too, may come from
+        `Answer.read`.
         """
         ...
 
     def end(self, answer: Answer, reason: str = "abort", *, index: int | None = None) -> None:
-        """End the samples that have not ended (`index`: one of them), for `reason`. Harmless for ended ones; no news of them follow."""
+        """End the samples that have not ended (`index`: one of them), for `reason`. Harmless for ended ones; no news of
+        them follow.
+        """
         ...
 
     def health(self) -> Health:
@@ -122,7 +128,9 @@ def other_loop() -> RuntimeError:
 
 def fell_behind() -> RequestError:
     """What a reader gets whose news were too many."""
-    return RequestError(f"the answer was not read: {MOST_UNREAD} pieces of it wait, which is the bound; read it as it comes")
+    return RequestError(
+        f"the answer was not read: {MOST_UNREAD} pieces of it wait, which is the bound; read it as it comes"
+    )
 
 
 def stopped(health: Health) -> EngineStopped:

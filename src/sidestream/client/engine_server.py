@@ -1,7 +1,7 @@
 """The engine's end of its connections: requests in, news out. Runs in the engine's process; knows no text and no HTTP.
 
-One thread, the caller of `EngineServer.run`, reads what front ends say. The engine thread itself sends the news, all of one commit
-in one message for each front end: a handover to another thread would cost it the interpreter lock.
+One thread, the caller of `EngineServer.run`, reads what front ends say. The engine thread itself sends the news, all of
+one commit in one message for each front end: a handover to another thread would cost it the interpreter lock.
 """
 
 from __future__ import annotations
@@ -58,9 +58,13 @@ _WATCH_S = 0.1
 
 
 class Connection:
-    """The engine's end of the connection to one front end. `take` and `deliver` run on the engine thread, all else on the reading thread."""
+    """The engine's end of the connection to one front end. `take` and `deliver` run on the engine thread, all else on
+    the reading thread.
+    """
 
-    def __init__(self, connection: socket.socket, engine: Engine, wake: Callable[[], None], packer: Packer | None = None) -> None:
+    def __init__(
+        self, connection: socket.socket, engine: Engine, wake: Callable[[], None], packer: Packer | None = None
+    ) -> None:
         connection.setblocking(False)
         self.socket = connection
         self.messages = from_front_end()
@@ -121,7 +125,10 @@ class Connection:
                 return
             self._unsent += memoryview(frame)[sent:]
             if len(self._unsent) > MOST_UNSENT_BYTES:
-                log.error("a front end does not read: %d bytes of news wait for it; its requests are aborted", len(self._unsent))
+                log.error(
+                    "a front end does not read: %d bytes of news wait for it; its requests are aborted",
+                    len(self._unsent),
+                )
                 self.lost = True
         self._wake()
 
@@ -145,7 +152,9 @@ class Connection:
         return bool(self._unsent)
 
     def submit(self, message: Submit) -> None:
-        """Hand a request to the engine, or say why it does not take it. Raises EngineStopped for streams that are in use."""
+        """Hand a request to the engine, or say why it does not take it. Raises EngineStopped for streams that are in
+        use.
+        """
         streams = range(message.stream, message.stream + message.params.n)
         with self._lock:
             if not self._ids.keys().isdisjoint(streams):
@@ -202,7 +211,14 @@ def _request(message: Submit) -> CheckedRequest:
 def _detail(news: Delta) -> Detail:
     cached = news.cached
     logprobs = tuple((one.token_id, one.logprob, one.top) for one in news.logprobs)
-    return Detail(news.token_ids, logprobs, news.finish_reason, news.prompt_tokens, (cached.device, cached.host, cached.disk), news.error)
+    return Detail(
+        news.token_ids,
+        logprobs,
+        news.finish_reason,
+        news.prompt_tokens,
+        (cached.device, cached.host, cached.disk),
+        news.error,
+    )
 
 
 def _snapshot(metrics: MetricsSnapshot) -> Snapshot:
@@ -271,7 +287,8 @@ class EngineServer:
         engine.on_news(self._deliver)
 
     def run(self, close: Callable[[float], None]) -> Failure | None:
-        """Serve until the owner says `Close` or is gone, or the engine has failed; then `close(drain_s)`, and serve on until that has returned.
+        """Serve until the owner says `Close` or is gone, or the engine has failed; then `close(drain_s)`, and serve on
+        until that has returned.
 
         Returns what `close` raised.
         """
@@ -292,7 +309,9 @@ class EngineServer:
         return None if error is None else Failure.of(error)
 
     def turn(self, timeout_s: float) -> None:
-        """Read what has come, or comes within `timeout_s`, and send what can be sent. On the reading thread, from `run`."""
+        """Read what has come, or comes within `timeout_s`, and send what can be sent. On the reading thread, from
+        `run`.
+        """
         for key, _ in self._selector.select(timeout_s):
             if key.data is None:
                 with contextlib.suppress(BlockingIOError):
@@ -318,7 +337,9 @@ class EngineServer:
             front_end.send(message)
 
     def finish(self, reply: Reply, *, patience_s: float = 1.0) -> None:
-        """Send the last words to front ends and owner, and let go of all connections. After `run`; nothing moves any more."""
+        """Send the last words to front ends and owner, and let go of all connections. After `run`; nothing moves any
+        more.
+        """
         for threads in (self._calls, self._closer):
             threads.shutdown(wait=False, cancel_futures=True)
         self._owner.send(reply)
@@ -343,7 +364,9 @@ class EngineServer:
 
     def _write(self) -> None:
         """Send what sockets did not take before, listen for room where there is some left, and let go of the lost."""
-        for front_end in (front_end for front_end in (*self._front_ends, self._owner) if front_end.socket.fileno() >= 0):
+        for front_end in (
+            front_end for front_end in (*self._front_ends, self._owner) if front_end.socket.fileno() >= 0
+        ):
             if front_end.has_rest and not front_end.lost:
                 front_end.send_rest()
             if front_end.lost:

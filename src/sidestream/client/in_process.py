@@ -1,4 +1,6 @@
-"""An engine in this process, for event loops. The engine thread and the loop share one interpreter, so answers come in lumps under load."""
+"""An engine in this process, for event loops. The engine thread and the loop share one interpreter, so answers come in
+lumps under load.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ from sidestream.types import Delta, Health
 
 
 class _Post:
-    """Brings news from the engine thread to one event loop: all of a commit at once, because to wake a loop takes longer than to make the news."""
+    """Brings news from the engine thread to one event loop: all of a commit at once, because to wake a loop takes
+    longer than to make the news.
+    """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
@@ -66,7 +70,9 @@ class InProcessClient:
         """Sampling options of requests that leave them out."""
         return self._engine.parts.defaults
 
-    def submit(self, prompt: Sequence[int], params: SamplingParams, *, priority: int = 0, cache_salt: str = "") -> Answer:
+    def submit(
+        self, prompt: Sequence[int], params: SamplingParams, *, priority: int = 0, cache_salt: str = ""
+    ) -> Answer:
         """See `EngineClient`; QueueFull is raised here."""
         post = self._post_of(asyncio.get_running_loop())
         answer = Answer(self._number + 1, params.n)

@@ -1,7 +1,8 @@
 """What front ends and the engine's process say to each other: typed values, packed with msgpack, numbered frames.
 
-A connection is a Unix stream socket, so the kernel neither loses nor reorders bytes. Each frame carries its number all the same:
-a frame that is missing, doubled or out of order is a bug of ours, and ends the connection instead of mixing up answers.
+A connection is a Unix stream socket, so the kernel neither loses nor reorders bytes. Each frame carries its number all
+the same: a frame that is missing, doubled or out of order is a bug of ours, and ends the connection instead of mixing
+up answers.
 """
 
 from __future__ import annotations
@@ -48,7 +49,9 @@ class Facts(msgspec.Struct, frozen=True):
 
 
 class Failure(msgspec.Struct, frozen=True):
-    """An error that crosses the border: the name of its class in `sidestream.errors`, its message, and the field at fault."""
+    """An error that crosses the border: the name of its class in `sidestream.errors`, its message, and the field at
+    fault.
+    """
 
     kind: str
     message: str
@@ -88,7 +91,9 @@ class Submit(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class End(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """End streams `[stream, stop)` that have not ended, for `reason`: `"abort"`, `"stop"` when a stop string was found, `"error"` when the text cannot be made."""
+    """End streams `[stream, stop)` that have not ended, for `reason`: `"abort"`, `"stop"` when a stop string was found,
+    `"error"` when the text cannot be made.
+    """
 
     stream: int
     stop: int
@@ -154,7 +159,8 @@ class Welcome(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class Detail(msgspec.Struct, frozen=True, array_like=True):
-    """News of a stream that are more than one token. `cached`: prompt tokens found on the device, in host memory, on disk.
+    """News of a stream that are more than one token. `cached`: prompt tokens found on the device, in host memory, on
+    disk.
 
     logprobs   token id, log-probability, and the likeliest alternatives, for each token
     """
@@ -168,7 +174,8 @@ class Detail(msgspec.Struct, frozen=True, array_like=True):
 
 
 class News(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """All news of one commit for one front end, in the order in which they came: entry i is token `tokens[i]` of stream `streams[i]`.
+    """All news of one commit for one front end, in the order in which they came: entry i is token `tokens[i]` of stream
+    `streams[i]`.
 
     details   by entry: what there is to say beyond one token; then `tokens[i]` is -1
     """
@@ -226,7 +233,9 @@ class Packer:
         """The next frame. Raises InvariantError for a message that is too long to send."""
         body = self._encode(message)
         if len(body) > MOST_FRAME_BYTES:
-            raise InvariantError(f"a {type(message).__name__} of {len(body)} bytes: a message has at most {MOST_FRAME_BYTES}")
+            raise InvariantError(
+                f"a {type(message).__name__} of {len(body)} bytes: a message has at most {MOST_FRAME_BYTES}"
+            )
         self._number += 1
         return _HEAD.pack(len(body), self._number & 0xFFFFFFFF) + body
 
@@ -239,25 +248,35 @@ class Unpacker(msgspec.Struct):
     number: int = 0
 
     def feed(self, data: bytes) -> Iterator[Any]:
-        """The messages that `data` completes. Raises EngineStopped when the frames are not those that were sent, in their order."""
+        """The messages that `data` completes. Raises EngineStopped when the frames are not those that were sent, in
+        their order.
+        """
         buffer, start = self.buffer, 0
         buffer += data
         try:
             while len(buffer) - start >= _HEAD.size:
                 length, number = _HEAD.unpack_from(buffer, start)
                 if length > MOST_FRAME_BYTES:
-                    raise EngineStopped(f"a frame of {length} bytes came, at most {MOST_FRAME_BYTES} are sent: the connection is broken")
+                    raise EngineStopped(
+                        f"a frame of {length} bytes came, at most {MOST_FRAME_BYTES} are sent: the connection is broken"
+                    )
                 if len(buffer) - start - _HEAD.size < length:
                     return
                 self.number = (self.number + 1) & 0xFFFFFFFF
                 if number != self.number:
-                    raise EngineStopped(f"frame {number} came in place of frame {self.number}: the connection is broken")
+                    raise EngineStopped(
+                        f"frame {number} came in place of frame {self.number}: the connection is broken"
+                    )
                 body = bytes(memoryview(buffer)[start + _HEAD.size : start + _HEAD.size + length])
                 start += _HEAD.size + length
                 try:
                     message = self.decoder.decode(body)
-                except Exception as error:  # msgspec's own, and those of values that check themselves, such as SamplingParams
-                    raise EngineStopped(f"a message cannot be read ({error}): both sides must run the same version") from error
+                except (
+                    Exception
+                ) as error:  # msgspec's own, and those of values that check themselves, such as SamplingParams
+                    raise EngineStopped(
+                        f"a message cannot be read ({error}): both sides must run the same version"
+                    ) from error
                 yield message
         finally:
             del buffer[:start]

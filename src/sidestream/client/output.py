@@ -38,7 +38,8 @@ class TokenSource(Protocol):
 class OutputProcessor:
     """Adds the text to one request's deltas, which are read in their order, on one thread at a time.
 
-    A sample whose text ends it, with a stop string or because the tokenizer fails, ends here before it ends in the engine:
+    A sample whose text ends it, with a stop string or because the tokenizer fails, ends here before it ends in the
+    engine:
 
         told = news.get()
         read = output.read(told)
@@ -53,8 +54,8 @@ class OutputProcessor:
     def read(self, delta: Delta) -> Delta | None:
         """The delta with its text; None if its sample has ended before.
 
-        Where a stop string is complete, the returned delta is the sample's last (`"stop"`), and its tokens end with the one that completed the
-        string. Where the tokenizer fails, it is the last, too (`"error"`); other samples go on.
+        Where a stop string is complete, the returned delta is the sample's last (`"stop"`), and its tokens end with the
+        one that completed the string. Where the tokenizer fails, it is the last, too (`"error"`); other samples go on.
         """
         sample = self._samples[delta.index]
         if sample.ended:

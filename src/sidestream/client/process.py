@@ -1,4 +1,6 @@
-"""An engine's process as its owner sees it: started with a fresh interpreter, watched, attached to, closed. CUDA is never touched here."""
+"""An engine's process as its owner sees it: started with a fresh interpreter, watched, attached to, closed. CUDA is
+never touched here.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,18 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from sidestream.client.messages import Attach, Close, Facts, Packer, Progress, Reply, Start, Started, Status, from_engine
+from sidestream.client.messages import (
+    Attach,
+    Close,
+    Facts,
+    Packer,
+    Progress,
+    Reply,
+    Start,
+    Started,
+    Status,
+    from_engine,
+)
 from sidestream.config import EngineConfig
 from sidestream.errors import EngineStopped, ProcessFailed
 
@@ -51,19 +64,30 @@ def child_environment() -> dict[str, str]:
 
 
 def child_command(module: str, descriptor: int) -> list[str]:
-    """A fresh interpreter that runs `module.main` on an inherited descriptor. The caller's `__main__` is not imported again."""
-    return [sys.executable, "-P", "-c", f"from sidestream.client.process import run_child; run_child({module!r}, {descriptor})"]
+    """A fresh interpreter that runs `module.main` on an inherited descriptor. The caller's `__main__` is not imported
+    again.
+    """
+    return [
+        sys.executable,
+        "-P",
+        "-c",
+        f"from sidestream.client.process import run_child; run_child({module!r}, {descriptor})",
+    ]
 
 
 def run_child(module: str, descriptor: int) -> None:
-    """In the child: import `module`, which may take seconds, and run its `main`. From here on, the owner alone ends this process.
+    """In the child: import `module`, which may take seconds, and run its `main`. From here on, the owner alone ends
+    this process.
 
-    A service manager that stops a server signals all its processes. Here that would abort the requests which the owner drains.
+    A service manager that stops a server signals all its processes. Here that would abort the requests which the owner
+    drains.
     """
     os.set_inheritable(descriptor, False)
     end_with_owner(descriptor)
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda number, frame: None)  # unlike SIG_IGN, processes that this one starts do not inherit it
+        signal.signal(
+            number, lambda number, frame: None
+        )  # unlike SIG_IGN, processes that this one starts do not inherit it
         signal.siginterrupt(number, False)
     importlib.import_module(module).main(descriptor)
 
@@ -109,7 +133,9 @@ class EngineProcess:
         progress: Downloads | None = None,
         tell: Telling = lambda what, done, total: None,
     ) -> None:
-        """Start it, and wait until it serves. Raises what made it fail (ConfigError, ModelError, …); then no process is left."""
+        """Start it, and wait until it serves. Raises what made it fail (ConfigError, ModelError, …); then no process is
+        left.
+        """
         self._lock = threading.Lock()  # orders what is sent
         self._packer = Packer()
         self._receiving = threading.Lock()  # guards the rest
@@ -166,9 +192,11 @@ class EngineProcess:
         return ours
 
     def close(self, *, drain_s: float = 0.0) -> None:
-        """Let requests go on for `drain_s`, have it store what is complete, and wait for its end. Idempotent; harmless when it has ended.
+        """Let requests go on for `drain_s`, have it store what is complete, and wait for its end. Idempotent; harmless
+        when it has ended.
 
-        Raises what closing the engine raised, such as RaceError, and ProcessFailed when the process ended, or hung, before it was done.
+        Raises what closing the engine raised, such as RaceError, and ProcessFailed when the process ended, or hung,
+        before it was done.
         """
         if self._process.poll() is not None:
             self._control.close()
@@ -244,7 +272,9 @@ class EngineProcess:
 
 def _start(model: str, config: EngineConfig, timeline: str | Path | None, check_order: bool) -> Start:
     level, layout = _logging()
-    return Start(model, plain(config), None if timeline is None else str(Path(timeline).absolute()), check_order, level, layout)
+    return Start(
+        model, plain(config), None if timeline is None else str(Path(timeline).absolute()), check_order, level, layout
+    )
 
 
 def plain(value: Any) -> Any:
@@ -259,7 +289,12 @@ def config_of(values: Mapping[str, Any]) -> EngineConfig:
     from sidestream.config import OffloadConfig, SpeculativeConfig
 
     kinds = {"offload": OffloadConfig, "speculative": SpeculativeConfig}
-    return EngineConfig(**{name: kinds[name](**value) if name in kinds and value is not None else value for name, value in values.items()})
+    return EngineConfig(
+        **{
+            name: kinds[name](**value) if name in kinds and value is not None else value
+            for name, value in values.items()
+        }
+    )
 
 
 def _logging() -> tuple[int, tuple[str, str] | None]:

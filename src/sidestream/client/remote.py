@@ -1,4 +1,6 @@
-"""A front end's end of a connection to an engine's process. Lives on one event loop; the engine may be busy, this never waits for it."""
+"""A front end's end of a connection to an engine's process. Lives on one event loop; the engine may be busy, this never
+waits for it.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,9 @@ from sidestream.types import CachedTokens, Delta, Health, Key, TokenLogprob
 from sidestream.version import VERSION
 
 _READ_BYTES = 1 << 16
-"""At a time; then readers have their turn. So what comes at once after a standstill of this process is less news than MOST_UNREAD."""
+"""At a time; then readers have their turn. So what comes at once after a standstill of this process is less news than
+MOST_UNREAD.
+"""
 _GONE = "the engine's process has ended"
 
 
@@ -73,7 +77,9 @@ class RemoteClient:
         self._socket = connection
         self.on_lost: Callable[[], None] = lambda: None
         self._why_gone = why_gone
-        bounds = Bounds(facts.max_model_len, facts.pool_tokens, facts.block_tokens, facts.vocab_size, facts.max_unfinished)
+        bounds = Bounds(
+            facts.max_model_len, facts.pool_tokens, facts.block_tokens, facts.vocab_size, facts.max_unfinished
+        )
         self._keys = BlockKeys.from_root(facts.key_root, facts.block_tokens)
         self._checker = RequestChecker(bounds, self._keys_of)
         self._packer = Packer()
@@ -89,7 +95,8 @@ class RemoteClient:
 
     @classmethod
     def connect(cls, connection: socket.socket, *, why_gone: Callable[[], str] | None = None) -> RemoteClient:
-        """Wait for the engine's welcome, which comes once it serves. Raises ConfigError for an engine of another version, else EngineStopped.
+        """Wait for the engine's welcome, which comes once it serves. Raises ConfigError for an engine of another
+        version, else EngineStopped.
 
         When it raises, the connection is closed.
         """
@@ -126,9 +133,13 @@ class RemoteClient:
 
     # ------------------------------------------------------------------ requests
 
-    def submit(self, prompt: Sequence[int], params: SamplingParams, *, priority: int = 0, cache_salt: str = "") -> Answer:
+    def submit(
+        self, prompt: Sequence[int], params: SamplingParams, *, priority: int = 0, cache_salt: str = ""
+    ) -> Answer:
         """See `EngineClient`; QueueFull comes from `Answer.read`."""
-        checked = self._checker.check(prompt, params, seed=secrets.randbits(63), priority=priority, cache_salt=cache_salt)
+        checked = self._checker.check(
+            prompt, params, seed=secrets.randbits(63), priority=priority, cache_salt=cache_salt
+        )
         self.listen()
         if self._health.status != "ok":
             raise stopped(self._health)
@@ -342,17 +353,30 @@ def _submit(first: int, checked: CheckedRequest) -> Submit:
 
 def _facts(message: Any) -> Facts:
     if not isinstance(message, Welcome):
-        raise EngineStopped(f"the engine's first message is a {type(message).__name__}, not a Welcome: the connection is broken")
+        raise EngineStopped(
+            f"the engine's first message is a {type(message).__name__}, not a Welcome: the connection is broken"
+        )
     facts = message.facts
     if facts.version != VERSION:
-        raise ConfigError(f"the engine runs Sidestream {facts.version}, this front end {VERSION}: restart both from one installation")
+        raise ConfigError(
+            f"the engine runs Sidestream {facts.version}, this front end {VERSION}: restart both from one installation"
+        )
     return facts
 
 
 def _told(stream: _Stream, detail: Detail) -> Delta:
     stream.prompt_tokens, stream.cached = detail.prompt_tokens, CachedTokens(*detail.cached)
     logprobs = tuple(TokenLogprob(token_id, logprob, top) for token_id, logprob, top in detail.logprobs)
-    return Delta(stream.index, "", detail.token_ids, logprobs, detail.finish_reason, stream.prompt_tokens, stream.cached, detail.error)
+    return Delta(
+        stream.index,
+        "",
+        detail.token_ids,
+        logprobs,
+        detail.finish_reason,
+        stream.prompt_tokens,
+        stream.cached,
+        detail.error,
+    )
 
 
 def _metrics(snapshot: Snapshot) -> MetricsSnapshot:

@@ -1,7 +1,8 @@
-"""What a device offers: streams that run work in order, fences between them, memory, and threads of the host that drive them.
+"""What a device offers: streams that run work in order, fences between them, memory, and threads of the host that drive
+them.
 
-`stream.submit(work, accesses)` is the only door to the device. Called from the engine thread and from the mover's thread; work
-runs wherever the device runs it.
+`stream.submit(work, accesses)` is the only door to the device. Called from the engine thread and from the mover's
+thread; work runs wherever the device runs it.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import numpy.typing as npt
 import torch
 
 from sidestream.device.channel import Bell
-from sidestream.types import Access, Accesses, Fence, Witness
+from sidestream.types import Access, Accesses, Fence, Tracer
 
 Starts = npt.NDArray[np.int64]
 
@@ -29,10 +30,12 @@ def no_accesses() -> Sequence[Access]:
 class Memory:
     """Bytes that streams touch, under the name that accesses use.
 
-    parts      uint8 tensors of equal size, on one device. Offsets run through all of them: each `stripe` bytes in turn lie in the next part,
-               so that a block of layers that were allocated one by one has consecutive offsets, like a block of one allocation
+    parts      uint8 tensors of equal size, on one device. Offsets run through all of them: each `stripe` bytes in turn
+               lie in the next part, so that a block of layers that were allocated one by one has consecutive offsets,
+               like a block of one allocation
     stripe     bytes; with one part it says nothing
-    pageable   host memory that the device cannot copy from or to by itself: such a copy stalls the thread that asks for it (P1)
+    pageable   host memory that the device cannot copy from or to by itself: such a copy stalls the thread that asks for
+               it (P1)
     """
 
     name: str
@@ -83,16 +86,25 @@ class CopyBatch:
 
     def part(self, first: int, stop: int) -> CopyBatch:
         """Some of the segments."""
-        return CopyBatch(self.source, self.target, self.source_starts[first:stop], self.target_starts[first:stop], self.size)
+        return CopyBatch(
+            self.source, self.target, self.source_starts[first:stop], self.target_starts[first:stop], self.size
+        )
 
     def accesses(self) -> Sequence[Access]:
         """What the copy reads and writes."""
         reads = [Access(self.source.name, start, start + self.size, False) for start in self.source_starts.tolist()]
-        return [*reads, *(Access(self.target.name, start, start + self.size, True) for start in self.target_starts.tolist())]
+        return [
+            *reads,
+            *(Access(self.target.name, start, start + self.size, True) for start in self.target_starts.tolist()),
+        ]
 
     def contiguous(self) -> CopyBatch:
         """The same bytes in segments that lie in one piece each: cut at the stripes of both memories."""
-        stripes = [memory.stripe for memory in (self.source, self.target) if len(memory.parts) > 1 and memory.stripe < self.size]
+        stripes = [
+            memory.stripe
+            for memory in (self.source, self.target)
+            if len(memory.parts) > 1 and memory.stripe < self.size
+        ]
         if not stripes:
             return self
         piece = min(stripes)
@@ -110,18 +122,28 @@ class CopyBatch:
             ),
             strict=True,
         ):
-            yield batch.source.parts[from_part][from_ : from_ + batch.size], batch.target.parts[to_part][to : to + batch.size]
+            yield (
+                batch.source.parts[from_part][from_ : from_ + batch.size],
+                batch.target.parts[to_part][to : to + batch.size],
+            )
 
     def runs(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """The bytes as pairs `(source, target)` of uint8 `[n, size]`, one for each run of segments with equal steps in both."""
+        """The bytes as pairs `(source, target)` of uint8 `[n, size]`, one for each run of segments with equal steps in
+        both.
+        """
         batch = self.contiguous()
         (source_parts, source_starts), (target_parts, target_starts) = (
-            memory.locate(starts) for memory, starts in ((batch.source, batch.source_starts), (batch.target, batch.target_starts))
+            memory.locate(starts)
+            for memory, starts in ((batch.source, batch.source_starts), (batch.target, batch.target_starts))
         )
         first, count, size = 0, len(batch.source_starts), batch.size
         steps = _steps(source_parts, source_starts, target_parts, target_starts, size)
-        sources, targets = ([(part, part.storage_offset()) for part in memory.parts] for memory in (batch.source, batch.target))
-        located = zip(*(array.tolist() for array in (source_parts, source_starts, target_parts, target_starts)), strict=True)
+        sources, targets = (
+            [(part, part.storage_offset()) for part in memory.parts] for memory in (batch.source, batch.target)
+        )
+        located = zip(
+            *(array.tolist() for array in (source_parts, source_starts, target_parts, target_starts)), strict=True
+        )
         for index, (source_part, source_start, target_part, target_start) in enumerate(located):
             if index < first:
                 continue
@@ -130,13 +152,22 @@ class CopyBatch:
                 first += 1
             shape, stride = (first - index, size), (step or size, 1)
             (from_, from_offset), (to, to_offset) = sources[source_part], targets[target_part]
-            yield from_.as_strided(shape, stride, from_offset + source_start), to.as_strided(shape, stride, to_offset + target_start)
+            yield (
+                from_.as_strided(shape, stride, from_offset + source_start),
+                to.as_strided(shape, stride, to_offset + target_start),
+            )
 
 
-def _steps(source_parts: Starts, source_starts: Starts, target_parts: Starts, target_starts: Starts, size: int) -> list[int]:
-    """Bytes from each segment to the next, if it is the same forward step inside one part of both memories; else 0, as behind the last one."""
+def _steps(
+    source_parts: Starts, source_starts: Starts, target_parts: Starts, target_starts: Starts, size: int
+) -> list[int]:
+    """Bytes from each segment to the next, if it is the same forward step inside one part of both memories; else 0, as
+    behind the last one.
+    """
     step = np.diff(source_starts)
-    alike = (np.diff(source_parts) == 0) & (np.diff(target_parts) == 0) & (np.diff(target_starts) == step) & (step >= size)
+    alike = (
+        (np.diff(source_parts) == 0) & (np.diff(target_parts) == 0) & (np.diff(target_starts) == step) & (step >= size)
+    )
     return [*np.where(alike, step, 0).tolist(), 0]
 
 
@@ -165,7 +196,9 @@ class HostThread(Protocol):
         ...
 
     def close(self) -> None:
-        """End behind the turn that runs now, if any; what one more turn would do is left to the caller. Blocks. Idempotent."""
+        """End behind the turn that runs now, if any; what one more turn would do is left to the caller. Blocks.
+        Idempotent.
+        """
         ...
 
 
@@ -184,8 +217,8 @@ class Stream(Protocol):
     def submit(self, work: Callable[[], None], accesses: Accesses = no_accesses, *, label: str = "") -> Fence:
         """Enqueue `work` and return the fence that covers it and everything before it. Never blocks.
 
-        `accesses` says which byte ranges the work reads and writes, to a device that has a witness. What the work raises is kept in the
-        fence; later work on the stream still runs.
+        `accesses` says which byte ranges the work reads and writes, to a device that has a tracer. What the work raises
+        is kept in the fence; later work on the stream still runs.
         """
         ...
 
@@ -197,7 +230,9 @@ class Stream(Protocol):
         ...
 
     def touch(self, accesses: Accesses) -> None:
-        """Declare what the work touches from here on, when not all of it may be touched from the start. Inside work of this stream."""
+        """Declare what the work touches from here on, when not all of it may be touched from the start. Inside work of
+        this stream.
+        """
         ...
 
     def copy(self, batch: CopyBatch) -> None:
@@ -205,25 +240,32 @@ class Stream(Protocol):
         ...
 
     def submit_copy(self, batch: CopyBatch, first: int, stop: int, *, label: str = "") -> Fence:
-        """Enqueue a copy of segments `[first, stop)` and nothing else: `submit` of `copy`, for less of the caller's time."""
+        """Enqueue a copy of segments `[first, stop)` and nothing else: `submit` of `copy`, for less of the caller's
+        time.
+        """
         ...
 
     def capture(self, build: Callable[[], None], *, beside: Any = None) -> Graph:
-        """What `build` submits to this stream, as a graph; nothing runs. Blocks until the device is idle: before serving only.
+        """What `build` submits to this stream, as a graph; nothing runs. Blocks until the device is idle: before
+        serving only.
 
-        `beside` is a graph of this stream's with which it shares memory for what is only needed while it runs: the two never run at once.
+        `beside` is a graph of this stream's with which it shares memory for what is only needed while it runs: the two
+        never run at once.
         """
         ...
 
     def enqueue(self, graph: Any) -> None:
-        """Run everything in the graph, which this stream captured, behind what its work enqueued so far. Inside work of this stream."""
+        """Run everything in the graph, which this stream captured, behind what its work enqueued so far. Inside work of
+        this stream.
+        """
         ...
 
     def aside(self, work: Callable[[], None]) -> None:
-        """Enqueue `work` behind what was enqueued so far, what is aside included, and beside what comes next, until `join`. Inside work of this stream.
+        """Enqueue `work` behind what was enqueued so far, what is aside included, and beside what comes next, until
+        `join`. Inside work of this stream.
 
-        Until then what it reads stays as it is, and what it writes is left alone: it may have run at once, or not begun. A device may have no second
-        stream for it.
+        Until then what it reads stays as it is, and what it writes is left alone: it may have run at once, or not
+        begun. A device may have no second stream for it.
         """
         ...
 
@@ -232,12 +274,15 @@ class Stream(Protocol):
         ...
 
     def stamp(self, times: torch.Tensor) -> None:
-        """Write the device's clock, in ns, into the first of `times`, int64 on the device, when the work gets here. Inside work of this stream."""
+        """Write the device's clock, in ns, into the first of `times`, int64 on the device, when the work gets here.
+        Inside work of this stream.
+        """
         ...
 
     def deliver(self, values: torch.Tensor, memory: Memory, start: int | torch.Tensor, *, further: int = 0) -> None:
-        """Write the bytes of `values`, contiguous and on the device, to host memory, past the queue of bulk copies (P5): `further` bytes behind
-        `start`, which is a number or, for work that is captured, int64 `[1]` on the device, a multiple of 8.
+        """Write the bytes of `values`, contiguous and on the device, to host memory, past the queue of bulk copies
+        (P5): `further` bytes behind `start`, which is a number or, for work that is captured, int64 `[1]` on the
+        device, a multiple of 8.
 
         Inside work of this stream; the work declares the write. The host reads them behind the work's fence.
         """
@@ -263,7 +308,7 @@ class Device(Protocol):
         ...
 
     @property
-    def witness(self) -> Witness | None:
+    def tracer(self) -> Tracer | None:
         """Who is told of everything that ordering depends on; pools of this device's memory tell it, too."""
         ...
 
@@ -272,7 +317,9 @@ class Device(Protocol):
         ...
 
     def worker(self, name: str) -> Stream:
-        """A new stream for work of the host, such as files: a thread that may block. It must be seen done, not waited for, by other streams."""
+        """A new stream for work of the host, such as files: a thread that may block. It must be seen done, not waited
+        for, by other streams.
+        """
         ...
 
     def thread(self, name: str, turn: Callable[[], Rest]) -> HostThread:
@@ -280,7 +327,9 @@ class Device(Protocol):
         ...
 
     def prepare(self, batch: CopyBatch) -> CopyBatch:
-        """The same batch, of which parts can be copied at little cost: whatever can be worked out for all of it at once is."""
+        """The same batch, of which parts can be copied at little cost: whatever can be worked out for all of it at once
+        is.
+        """
         ...
 
     def allocate(self, name: str, num_bytes: int) -> Memory:
@@ -288,17 +337,19 @@ class Device(Protocol):
         ...
 
     def allocate_host(self, name: str, num_bytes: int, *, item_bytes: int = 1) -> Memory:
-        """Host memory that the device can copy from and to asynchronously, its beginning at first, all of it in time (P7): see `ready_bytes`.
+        """Host memory that the device can copy from and to asynchronously, its beginning at first, all of it in time
+        (P7): see `ready_bytes`.
 
-        No multiple of `item_bytes` is cut by a border between what is ready and what is not, nor by one inside what is ready.
+        No multiple of `item_bytes` is cut by a border between what is ready and what is not, nor by one inside what is
+        ready.
         """
         ...
 
     def mapped(self, memory: Memory) -> torch.Tensor:
         """Host memory as kernels of the device see it: uint8 `[num_bytes]`, what is ready of it, the same bytes.
 
-        For kernels only, which read it when they run: a copy between the two goes through the copy engine. Whoever writes it on the host meanwhile
-        changes what they read.
+        For kernels only, which read it when they run: a copy between the two goes through the copy engine. Whoever
+        writes it on the host meanwhile changes what they read.
         """
         ...
 
@@ -311,10 +362,11 @@ class Device(Protocol):
         ...
 
     def wait_host(self, fence: Fence, *, reason: str, timeout_s: float | None = None, bell: Bell | None = None) -> bool:
-        """Block this thread until `fence` is done; False when `timeout_s` passed first, or somebody rang `bell`. Counted under `reason`.
+        """Block this thread until `fence` is done; False when `timeout_s` passed first, or somebody rang `bell`.
+        Counted under `reason`.
 
-        The fence's end is noticed no later for a bell, but for what is done when it rings: where that takes the thread's whole attention, nobody
-        listens.
+        The fence's end is noticed no later for a bell, but for what is done when it rings: where that takes the
+        thread's whole attention, nobody listens.
         """
         ...
 

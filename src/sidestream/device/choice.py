@@ -1,4 +1,6 @@
-"""Which device this machine has for a name that a user gave. Called before anything large is loaded, so that a hopeless wish ends at once."""
+"""Which device this machine has for a name that a user gave. Called before anything large is loaded, so that a hopeless
+wish ends at once.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """The CPU as a device: a stream is a thread with a FIFO, a fence is a position in it, and asynchrony is real.
 
-Copies on one stream really run beside a forward pass on another, because torch and numpy release the interpreter lock inside their kernels.
+Copies on one stream really run beside a forward pass on another, because torch and numpy release the interpreter lock
+inside their kernels.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from sidestream.device.channel import Bell
 from sidestream.device.host import HostFence, HostStream, TurnTaker
 from sidestream.errors import ConfigError, InvariantError
 from sidestream.metrics import Metrics, Timeline
-from sidestream.types import Fence, Witness
+from sidestream.types import Fence, Tracer
 
 # Linux 5.14; Python has no name for it yet.
 _MADV_POPULATE_WRITE = 23
@@ -42,9 +43,9 @@ class CpuDevice:
         compute_threads: int | None = None,
         timeline: Timeline | None = None,
         metrics: Metrics | None = None,
-        witness: Witness | None = None,
+        tracer: Tracer | None = None,
     ) -> None:
-        self.witness = witness
+        self.tracer = tracer
         self._compute_threads = compute_threads or torch.get_num_threads()
         self._timeline = timeline
         self._metrics = metrics
@@ -64,7 +65,7 @@ class CpuDevice:
         if threads > 1:
             _end_own_openmp_team()
         stream = self._streams[name] = HostStream(
-            name, threads=threads, timeline=self._timeline, witness=self.witness, on_pass=self._passed
+            name, threads=threads, timeline=self._timeline, tracer=self.tracer, on_pass=self._passed
         )
         return stream
 
@@ -74,7 +75,7 @@ class CpuDevice:
 
     def thread(self, name: str, turn: Callable[[], Rest]) -> TurnTaker:
         """A thread that takes turns; whatever passes a fence wakes it. See `Device.thread`."""
-        thread = TurnTaker(name, turn, clock=self.now, witness=self.witness)
+        thread = TurnTaker(name, turn, clock=self.now, tracer=self.tracer)
         self._threads.append(thread)
         return thread
 
@@ -96,13 +97,18 @@ class CpuDevice:
                 f"{name} memory of {num_bytes / 2**30:.2f} GiB does not fit: this machine has {available / 2**30:.2f} GiB available; ask for less"
             )
         try:
-            # Private, because Linux gives huge pages to shared memory only where the administrator says so: a load takes 0.8 times as long in them.
+            # Private, because Linux gives huge pages to shared memory only where the administrator says so: a load
+            # takes 0.8 times as long in them.
             pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except (OSError, ValueError, OverflowError) as error:
-            raise ConfigError(f"{name} memory of {num_bytes / 2**30:.2f} GiB cannot be allocated on this machine: ask for less") from error
+            raise ConfigError(
+                f"{name} memory of {num_bytes / 2**30:.2f} GiB cannot be allocated on this machine: ask for less"
+            ) from error
         with self._touching:
             self._untouched += num_bytes
-        toucher = threading.Thread(target=self._touch, args=(pages, num_bytes), name=f"sidestream-touch-{name}", daemon=True)
+        toucher = threading.Thread(
+            target=self._touch, args=(pages, num_bytes), name=f"sidestream-touch-{name}", daemon=True
+        )
         toucher.start()
         self._touchers.append(toucher)
         return Memory(name, (torch.frombuffer(pages, dtype=torch.uint8),))
@@ -124,7 +130,9 @@ class CpuDevice:
         return False
 
     def _touch(self, pages: mmap.mmap, num_bytes: int) -> None:
-        """Have the kernel map the pages, huge ones where it may, so that no copy pays for a page fault. Changes no byte."""
+        """Have the kernel map the pages, huge ones where it may, so that no copy pays for a page fault. Changes no
+        byte.
+        """
         try:
             pages.madvise(mmap.MADV_HUGEPAGE)
             for start in range(0, num_bytes, _TOUCH_BYTES):
@@ -138,7 +146,9 @@ class CpuDevice:
             return  # another system, or an older kernel: pages are mapped when first written
 
     def wait_host(self, fence: Fence, *, reason: str, timeout_s: float | None = None, bell: Bell | None = None) -> bool:
-        """Block this thread until `fence` is done, or somebody rang; counted under `reason` unless it was done already."""
+        """Block this thread until `fence` is done, or somebody rang; counted under `reason` unless it was done
+        already.
+        """
         if fence.poll():
             return True
         if not isinstance(fence, HostFence):
@@ -146,8 +156,8 @@ class CpuDevice:
         self._waits[reason] += 1
         if self._metrics is not None:
             self._metrics.inc("host_waits_total", 1, reason)
-        if self.witness is not None:
-            self.witness.stalled(reason)
+        if self.tracer is not None:
+            self.tracer.stalled(reason)
         fence.block(timeout_s, bell)
         return fence.poll()
 
@@ -164,7 +174,9 @@ class CpuDevice:
         time.sleep(seconds)
 
     def rest(self) -> None:
-        """Have the allocator return what a large flight left behind: tens of MiB that it keeps otherwise. Takes milliseconds."""
+        """Have the allocator return what a large step left behind: tens of MiB that it keeps otherwise. Takes
+        milliseconds.
+        """
         with contextlib.suppress(OSError, AttributeError):  # only the GNU library has it, and only it needs it
             ctypes.CDLL("libc.so.6").malloc_trim(0)
 
@@ -193,9 +205,9 @@ def _available_bytes() -> int | None:
 def _end_own_openmp_team() -> None:
     """Let go of the OpenMP threads that belong to the calling thread, which has loaded a model with them.
 
-    While a process has more of them than cores, libgomp's threads stop spinning between two kernels and sleep, and each of the
-    hundreds of small kernels of a decode step pays for waking them: a step of SmolLM2-135M took 50 ms instead of 30 ms on two
-    cores. A thread that needs its team again gets a new one.
+    While a process has more of them than cores, libgomp's threads stop spinning between two kernels and sleep, and each
+    of the hundreds of small kernels of a decode step pays for waking them: a step of SmolLM2-135M took 50 ms instead of
+    30 ms on two cores. A thread that needs its team again gets a new one.
     """
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL("libgomp.so.1").omp_pause_resource_all(_OMP_PAUSE_HARD)

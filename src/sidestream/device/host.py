@@ -1,8 +1,8 @@
 """Threads of the host as streams: a FIFO of work on a thread of its own; and threads that take turns.
 
-A stream is a thread, a fence is a position in it, and asynchrony is real: torch and numpy release the interpreter lock inside their
-kernels. Submission is a queue append: it never blocks, however much is pending. All streams of the CPU device are of this kind, and on every
-device those that read and write files.
+A stream is a thread, a fence is a position in it, and asynchrony is real: torch and numpy release the interpreter lock
+inside their kernels. Submission is a queue append: it never blocks, however much is pending. All streams of the CPU
+device are of this kind, and on every device those that read and write files.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from sidestream.device.base import CopyBatch, Memory, Rest, no_accesses
 from sidestream.device.channel import Bell
 from sidestream.errors import DeviceLost, InvariantError
 from sidestream.metrics import Timeline
-from sidestream.types import Accesses, Fence, Witness
+from sidestream.types import Accesses, Fence, Tracer
 
 # A thread that looks again within so long is not woken.
 _SOON_S = 100e-6
@@ -58,7 +58,9 @@ class HostFence:
         return self._failure
 
     def fail(self, error: BaseException) -> None:
-        """Keep what the work raised, without its frames' variables. Called by the stream's thread before the fence completes."""
+        """Keep what the work raised, without its frames' variables. Called by the stream's thread before the fence
+        completes.
+        """
         traceback.clear_frames(error.__traceback__)
         self._failure = error
 
@@ -97,7 +99,13 @@ class HostStream:
     """One thread that runs what is submitted, in order."""
 
     def __init__(
-        self, name: str, *, threads: int, timeline: Timeline | None, witness: Witness | None, on_pass: Callable[[], None] = lambda: None
+        self,
+        name: str,
+        *,
+        threads: int,
+        timeline: Timeline | None,
+        tracer: Tracer | None,
+        on_pass: Callable[[], None] = lambda: None,
     ) -> None:
         """`threads` of torch for its kernels; `on_pass` is called by its thread after each piece of work."""
         self.name = name
@@ -105,7 +113,7 @@ class HostStream:
         self.done_tick = 0
         self._threads = threads
         self._timeline = timeline
-        self._witness = witness
+        self._tracer = tracer
         self._queue: SimpleQueue[_Work | _Wait | None] = SimpleQueue()
         self._submit_lock = threading.Lock()
         self._next_tick = 1
@@ -127,8 +135,8 @@ class HostStream:
                 return HostFence(self, 0)
             fence = HostFence(self, self._next_tick)
             self._next_tick += 1
-            if self._witness is not None:
-                self._witness.submitted(fence, accesses, label)
+            if self._tracer is not None:
+                self._tracer.submitted(fence, accesses, label)
             self._queue.put(_Work(work, fence, label))
         return fence
 
@@ -146,13 +154,15 @@ class HostStream:
 
     def touch(self, accesses: Accesses) -> None:
         """Declare from inside work what it touches from here on. See `Stream.touch`."""
-        if self._witness is not None:
-            self._witness.touched(self.name, accesses)
+        if self._tracer is not None:
+            self._tracer.touched(self.name, accesses)
 
     def copy(self, batch: CopyBatch) -> None:
         """Copy the segments, on the calling thread. See `Stream.copy`."""
         pairs = list(batch.runs())
-        if pairs:  # one call: each copy by itself would compete for the interpreter lock with a forward pass that needs it for each kernel
+        # one call: each copy by itself would compete for the interpreter lock with a forward pass that needs it for
+        # each kernel
+        if pairs:
             sources, targets = zip(*pairs, strict=True)
             torch._foreach_copy_(targets, sources)
 
@@ -196,12 +206,14 @@ class HostStream:
         """Whether `fence`, of this stream, is done: then whoever asks has seen it."""
         if self.done_tick < fence.tick:
             return False
-        if self._witness is not None:
-            self._witness.observed(fence)
+        if self._tracer is not None:
+            self._tracer.observed(fence)
         return True
 
     def block_until(self, tick: int, timeout_s: float | None, bell: Bell | None = None) -> bool:
-        """Block the calling thread until `tick` has been passed; False when `timeout_s` passed first, or somebody rang: one thread may listen."""
+        """Block the calling thread until `tick` has been passed; False when `timeout_s` passed first, or somebody rang:
+        one thread may listen.
+        """
         if self.done_tick >= tick:
             return True
         if bell is not None:
@@ -222,10 +234,11 @@ class HostStream:
         self._thread.join()
 
     def _start(self) -> None:
-        """Start the thread with its own number of torch threads: copies stay on one core, the forward pass gets them all.
+        """Start the thread with its own number of torch threads: copies stay on one core, the forward pass gets them
+        all.
 
-        Torch keeps the number by thread, but a thread that never asked takes the last one set by any thread: so the stream's
-        thread asks before it sets, and the caller's number is set again afterwards, for threads still to come.
+        Torch keeps the number by thread, but a thread that never asked takes the last one set by any thread: so the
+        stream's thread asks before it sets, and the caller's number is set again afterwards, for threads still to come.
         """
         caller_threads = torch.get_num_threads()
         self._thread.start()
@@ -240,8 +253,8 @@ class HostStream:
             if isinstance(item, _Wait):
                 self._wait_here(item.fence)
                 continue
-            if self._witness is not None:
-                self._witness.started(item.fence)
+            if self._tracer is not None:
+                self._tracer.started(item.fence)
             start_ns = time.perf_counter_ns()
             try:
                 item.run()
@@ -249,8 +262,8 @@ class HostStream:
                 item.fence.fail(error)
             if self._timeline is not None:
                 self._timeline.record(self.name, item.label or "work", start_ns, time.perf_counter_ns())
-            if self._witness is not None:
-                self._witness.finished(item.fence)
+            if self._tracer is not None:
+                self._tracer.finished(item.fence)
             tick = item.fence.tick
             del item  # what the work held (tensors, leases) is gone before anybody learns that it is done (H24)
             with self._passed:
@@ -264,8 +277,8 @@ class HostStream:
         start_ns = time.perf_counter_ns()
         fence.block(None)
         stop_ns = time.perf_counter_ns()
-        if self._witness is not None:
-            self._witness.waited(self.name, fence)
+        if self._tracer is not None:
+            self._tracer.waited(self.name, fence)
         if self._timeline is not None and stop_ns - start_ns > _VISIBLE_WAIT_NS:
             self._timeline.record(self.name, f"wait for {fence.stream}", start_ns, stop_ns)
 
@@ -284,7 +297,7 @@ class TurnTaker:
         clock: Callable[[], float],
         poll_s: float | None = None,
         prepare: Callable[[], None] = lambda: None,
-        witness: Witness | None = None,
+        tracer: Tracer | None = None,
     ) -> None:
         """`prepare` is called first, on the thread."""
         self.name = name
@@ -293,14 +306,14 @@ class TurnTaker:
         self._clock = clock
         self._poll_s = poll_s
         self._prepare = prepare
-        self._witness = witness
+        self._tracer = tracer
         self._bell = Bell()
         self._woken = self._asleep = False
         self._resting_for_fences = False
         self._closing = False
         self._thread = threading.Thread(target=self._run, name=f"sidestream-{name}", daemon=True)
-        if witness is not None:
-            witness.sent(f"start of {name}", 1)
+        if tracer is not None:
+            tracer.sent(f"start of {name}", 1)
         self._thread.start()
 
     def wake(self) -> None:
@@ -321,19 +334,21 @@ class TurnTaker:
         self._bell.ring()
         if threading.current_thread() is not self._thread:
             self._thread.join()
-            if self._witness is not None:
-                self._witness.joined(self.name)
+            if self._tracer is not None:
+                self._tracer.joined(self.name)
 
     def _run(self) -> None:
-        if self._witness is not None:
-            self._witness.apart(self.name)
-            self._witness.received(f"start of {self.name}", 1)
+        if self._tracer is not None:
+            self._tracer.apart(self.name)
+            self._tracer.received(f"start of {self.name}", 1)
         try:
             self._prepare()
             self._sleep(None)
             while not self._closing:
                 self._woken = False
-                self._resting_for_fences = True  # before the turn looks at them: one that is passed behind its back wakes it again
+                self._resting_for_fences = (
+                    True  # before the turn looks at them: one that is passed behind its back wakes it again
+                )
                 rest = self._turn()
                 self._resting_for_fences = bool(rest.fences)
                 self._sleep(rest.until_s, rest.fences)
@@ -341,7 +356,9 @@ class TurnTaker:
             self.failure = error
 
     def _sleep(self, until_s: float | None, fences: Sequence[Fence] = ()) -> None:
-        """Until woken, or until that time, or until one of the fences is done: looking at them takes a few microseconds, a turn takes fifty."""
+        """Until woken, or until that time, or until one of the fences is done: looking at them takes a few
+        microseconds, a turn takes fifty.
+        """
         timeout_s: float | None = None
         while True:
             if fences and self._poll_s is not None:
@@ -353,7 +370,9 @@ class TurnTaker:
                 timeout_s = left_s if timeout_s is None else min(timeout_s, left_s)
             # Who looks again so soon need not be woken, which takes some 5 us of the engine thread's.
             self._asleep = timeout_s is None or timeout_s > _SOON_S
-            if self._woken or self._closing:  # behind the line above: whoever wakes it from here on sees that it is asleep
+            if (
+                self._woken or self._closing
+            ):  # behind the line above: whoever wakes it from here on sees that it is asleep
                 break
             self._bell.wait(timeout_s)
             if self._poll_s is not None and _any_done(fences):

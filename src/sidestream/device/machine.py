@@ -18,7 +18,9 @@ def cpu_name() -> str:
 
 
 def instruction_set() -> str:
-    """The vector instructions that torch's own kernels use here, such as `AVX2` or `AVX512`; the environment may ask for fewer than there are."""
+    """The vector instructions that torch's own kernels use here, such as `AVX2` or `AVX512`; the environment may ask
+    for fewer than there are.
+    """
     import torch
 
     return torch.backends.cpu.get_cpu_capability()

@@ -1,6 +1,7 @@
 """From a model and a config to a running engine; every check that can fail comes before the thread that serves.
 
-On a GPU the kernels are warmed up here, too: their first launch waits for the device, and must not do so while requests run (P3).
+On a GPU the kernels are warmed up here, too: their first launch waits for the device, and must not do so while requests
+run (P3).
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ from sidestream.tiers.host import HostTier
 from sidestream.transfer import CostModel, TransferEngine
 from sidestream.transfer.copy import BlockMemory
 from sidestream.transfer.mover import layers_per_group
-from sidestream.types import Witness
+from sidestream.types import Tracer
 
 if TYPE_CHECKING:  # transformers is imported by who loads a model
     from sidestream.models.adapter import PagedModel
@@ -85,20 +86,22 @@ def build_engine(
     timeline: Timeline | None = None,
     disk: PersistentTier | None = None,
     device: Device | None = None,
-    witness: Witness | None = None,
+    tracer: Tracer | None = None,
     proposer: Proposer | None = None,
     defaults: SamplingDefaults = NEUTRAL,
     threaded: bool = True,
     tell: Callable[[str, int, int], None] = lambda what, done, total: None,
 ) -> Engine:
-    """Allocate the pools, open the tiers, warm the device up, start the engine. Raises ConfigError; then nothing is left open.
+    """Allocate the pools, open the tiers, warm the device up, start the engine. Raises ConfigError; then nothing is
+    left open.
 
     The model's weights are where `torch_device(config.device)` says, or where `device` is.
 
     eos_ids   ids that end an answer, besides the model's own: the tokenizer's
-    disk      an open tier in place of the one that `config.offload.disk` names; closed with the engine, or by the caller if this raises
+    disk      an open tier in place of the one that `config.offload.disk` names; closed with the engine, or by the
+              caller if this raises
     device    a device in place of the one that `config.device` names; closed with the engine
-    witness   told of everything that ordering depends on, if `device` is not given
+    tracer   told of everything that ordering depends on, if `device` is not given
     proposer  drafts in place of the one that `config.speculative` names
     defaults  sampling options of requests that leave them out
     tell      is told what is being done, in words, and how much of it is done, of how much; 0 of 0: nobody knows
@@ -110,19 +113,23 @@ def build_engine(
     if sizes.kv_bytes is not None:
         _check_pool(sizes.kv_bytes, layout)
     if config.max_model_len is not None and config.max_model_len > model.max_model_len:
-        raise ConfigError(f"max_model_len is {config.max_model_len}, the model was made for {model.max_model_len}: lower it")
+        raise ConfigError(
+            f"max_model_len is {config.max_model_len}, the model was made for {model.max_model_len}: lower it"
+        )
     if on_gpu:
         keep_compiled()
     with contextlib.ExitStack() as undo:
         metrics = Metrics()
         if device is None:
-            device = _open_device(config, timeline, metrics, witness)
+            device = _open_device(config, timeline, metrics, tracer)
             undo.callback(device.close)
         if config.speculative is None:
             proposer = None
         elif proposer is None:
             if config.speculative.proposer != "ngram":
-                raise ConfigError(f"the proposer {config.speculative.proposer} needs weights: give build_engine a proposer")
+                raise ConfigError(
+                    f"the proposer {config.speculative.proposer} needs weights: give build_engine a proposer"
+                )
             proposer = NgramProposer()
         kv_bytes = sizes.kv_bytes
         max_drafts = 0 if config.speculative is None else config.speculative.max_drafts
@@ -147,9 +154,9 @@ def build_engine(
         given, (host, disk) = disk, _open_tiers(model, config, device, disk)
         if disk is not None and disk is not given:
             undo.callback(disk.close)
-        blocks = FencedPool("device blocks", num_blocks, witness=device.witness)
-        if device.witness is not None:
-            device.witness.backed(blocks.name, memory.name, layout.block_bytes)
+        blocks = FencedPool("device blocks", num_blocks, tracer=device.tracer)
+        if device.tracer is not None:
+            device.tracer.backed(blocks.name, memory.name, layout.block_bytes)
         inbox = Inbox()
         costs = CostModel(layout, clock=device.now)
         transfers = None
@@ -180,7 +187,7 @@ def build_engine(
                 f"max_drafts is {speculative.max_drafts}, the pool holds {num_blocks * layout.block_tokens} tokens: at most "
                 f"{num_blocks * layout.block_tokens - 2} drafts fit behind a prompt; lower it or raise kv_memory"
             )
-        rows = FencedPool("rows", sizes.max_running, witness=device.witness)
+        rows = FencedPool("rows", sizes.max_running, tracer=device.tracer)
         bounds = Bounds(
             max_model_len=config.max_model_len or model.max_model_len,
             pool_tokens=num_blocks * layout.block_tokens,
@@ -201,7 +208,9 @@ def build_engine(
             max_len=min(bounds.max_model_len, bounds.pool_tokens),
         )
         warm_blocks = max(sizes.max_running, -(-chunk_tokens // layout.block_tokens))
-        warm_up = functools.partial(_warm_up, executor, blocks, warm_blocks, min(chunk_tokens, bounds.max_model_len), tell)
+        warm_up = functools.partial(
+            _warm_up, executor, blocks, warm_blocks, min(chunk_tokens, bounds.max_model_len), tell
+        )
         if on_gpu and config.eager:
             warm_up(_WARMING_UP)
         elif on_gpu:
@@ -247,13 +256,13 @@ def build_engine(
     return Engine(parts, threaded=threaded)
 
 
-def _open_device(config: EngineConfig, timeline: Timeline | None, metrics: Metrics, witness: Witness | None) -> Device:
+def _open_device(config: EngineConfig, timeline: Timeline | None, metrics: Metrics, tracer: Tracer | None) -> Device:
     if torch_device(config.device).type == "cpu":
-        return CpuDevice(compute_threads=config.compute_threads, timeline=timeline, metrics=metrics, witness=witness)
+        return CpuDevice(compute_threads=config.compute_threads, timeline=timeline, metrics=metrics, tracer=tracer)
     from sidestream.device.cuda import CudaDevice
 
     with contextlib.ExitStack() as undo:
-        device = CudaDevice(timeline=timeline, metrics=metrics, witness=witness)
+        device = CudaDevice(timeline=timeline, metrics=metrics, tracer=tracer)
         undo.callback(device.close)
         device.warm_up()
         undo.pop_all()
@@ -269,13 +278,17 @@ def _check_pool(kv_bytes: int, layout: KVLayout) -> None:
 
 
 def _free_pool_bytes(model: ServableModel, config: EngineConfig, query_tokens: int, device: torch.device) -> int:
-    """Bytes of the block pool that fit the GPU beside the weights and attention's buffers for `query_tokens` and a long chunk."""
+    """Bytes of the block pool that fit the GPU beside the weights and attention's buffers for `query_tokens` and a long
+    chunk.
+    """
     layout = model.layout
     torch.cuda.empty_cache()  # what the check of the loaded model left in torch's cache is free, too
     fits = pool_bytes(
         torch.cuda.mem_get_info(device)[0],
         token_bytes=layout.token_bytes,
-        scratch_token_bytes=Partials.token_bytes(query_tokens + SHORT_TOKENS, heads=model.num_heads, head_dim=layout.head_dim)
+        scratch_token_bytes=Partials.token_bytes(
+            query_tokens + SHORT_TOKENS, heads=model.num_heads, head_dim=layout.head_dim
+        )
         + layout.layer_bytes // layout.block_tokens,
         max_model_len=config.max_model_len or model.max_model_len,
     )
@@ -285,8 +298,8 @@ def _free_pool_bytes(model: ServableModel, config: EngineConfig, query_tokens: i
 def _buffers(
     model: ServableModel, sizes: EngineSizes, bounds: Bounds, proposer: Proposer | None, max_drafts: int, device: Device
 ) -> tuple[Partials, Straight | None]:
-    """What rows that decode are summed up in: as many as run at once, as long as the longest; by the model and by one that drafts. And where a long
-    chunk's KV is laid out.
+    """What rows that decode are summed up in: as many as run at once, as long as the longest; by the model and by one
+    that drafts. And where a long chunk's KV is laid out.
     """
     from sidestream.speculate.draft_model import DraftModelProposer
 
@@ -336,9 +349,9 @@ def _capture(
     warm_up: Callable[[str], None],
     tell: Callable[[str, int, int], None],
 ) -> None:
-    """Compile the layers, warm up, and capture graphs. Kinds of layers that cannot be compiled run as they are written, what cannot be captured is
-    launched kernel by kernel: so flights that are not captured are warmed up once it is known how their layers run (P3). Raises what flights raise
-    of layers as they are written.
+    """Compile the layers, warm up, and capture graphs. Kinds of layers that cannot be compiled run as they are written,
+    what cannot be captured is launched kernel by kernel: so steps that are not captured are warmed up once it is known
+    how their layers run (P3). Raises what steps raise of layers as they are written.
     """
     from sidestream.models.adapter import PagedModel
     from sidestream.models.compiled import compile_layers, compiling, decompile, reason_of
@@ -356,7 +369,9 @@ def _capture(
                     for part in served:
                         compile_layers(part)
                     warm_up("compiling forward passes")
-                executor.capture(shapes, gate_layers=gate_layers, tell=functools.partial(tell, "capturing forward passes"))
+                executor.capture(
+                    shapes, gate_layers=gate_layers, tell=functools.partial(tell, "capturing forward passes")
+                )
         except DeviceLost:
             raise
         except Exception as error:  # transformers and the model's own code raise anything here
@@ -367,7 +382,12 @@ def _capture(
 
 
 def _warm_up(
-    executor: Executor, blocks: FencedPool, num_blocks: int, chunk_tokens: int, tell: Callable[[str, int, int], None], what: str
+    executor: Executor,
+    blocks: FencedPool,
+    num_blocks: int,
+    chunk_tokens: int,
+    tell: Callable[[str, int, int], None],
+    what: str,
 ) -> None:
     """See `Executor.warm_up`. `what` it is for, is told."""
     tell(what, 0, 0)
@@ -376,7 +396,7 @@ def _warm_up(
     try:
         executor.warm_up(lease.ids, chunk_tokens=chunk_tokens)
     finally:
-        lease.release()  # each flight was waited for
+        lease.release()  # each step was waited for
     logger.info("the GPU's kernels are warm after %.1f s", time.monotonic() - start_s)
 
 
@@ -386,15 +406,19 @@ def _open_tiers(
     offload, layout = config.offload, model.layout
     if offload is None or offload.host_bytes == 0:
         if given is not None:
-            raise ConfigError("a disk tier was given, but offload is off: blocks go to disk through host memory; give offload a host size")
+            raise ConfigError(
+                "a disk tier was given, but offload is off: blocks go to disk through host memory; give offload a host size"
+            )
         return None, None
     if offload.host_bytes < layout.block_bytes:
-        raise ConfigError(f"offload host is {offload.host_bytes} bytes, a block takes {layout.block_bytes}: give more, or 0 for none")
+        raise ConfigError(
+            f"offload host is {offload.host_bytes} bytes, a block takes {layout.block_bytes}: give more, or 0 for none"
+        )
     if not config.prefix_cache:
         raise ConfigError("offload needs the prefix cache: leave prefix_cache on, or switch offload off")
     slots = offload.host_bytes // layout.block_bytes
     memory = device.allocate_host("host", slots * layout.block_bytes, item_bytes=layout.block_bytes)
-    host = HostTier(memory, layout, ready_bytes=device.ready_bytes(memory), witness=device.witness)
+    host = HostTier(memory, layout, ready_bytes=device.ready_bytes(memory), tracer=device.tracer)
     if given is not None or offload.disk is None:
         return host, given
     return host, DiskTier.open(
@@ -402,5 +426,5 @@ def _open_tiers(
         layout=layout,
         fingerprint=model.fingerprint,
         capacity_bytes=offload.disk_bytes,
-        witness=device.witness,
+        tracer=device.tracer,
     )

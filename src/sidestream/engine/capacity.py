@@ -1,4 +1,6 @@
-"""How much of a GPU's free memory the block pool gets when no size was given. Pure arithmetic; called while an engine is built."""
+"""How much of a GPU's free memory the block pool gets when no size was given. Pure arithmetic; called while an engine
+is built.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +8,8 @@ from __future__ import annotations
 MAX_BLOCKS = 1 << 20
 
 _SHARE = 0.9
-# For activations, logits, captured graphs and kernels: Qwen3-8B with 256 requests took 6 GiB on an H200. Of a small GPU, at most two
-# fifths of the memory that is free.
+# For activations, logits, captured graphs and kernels: Qwen3-8B with 256 requests took 6 GiB on an H200. Of a small
+# GPU, at most two fifths of the memory that is free.
 _ROOM_BYTES = 6 << 30
 _MOST_ROOM = 0.4
 
@@ -17,8 +19,8 @@ def pool_bytes(free_bytes: int, *, token_bytes: int, scratch_token_bytes: int, m
 
     free_bytes           device memory that is free once the weights are loaded
     token_bytes          KV of one token, all layers
-    scratch_token_bytes  attention's buffers, for each token that the longest request can have: the model's limit, or the whole pool if
-                         that is less
+    scratch_token_bytes  attention's buffers, for each token that the longest request can have: the model's limit, or
+                         the whole pool if that is less
     """
     budget = free_bytes - max((1 - _SHARE) * free_bytes, min(_ROOM_BYTES, _MOST_ROOM * free_bytes))
     beside_longest = budget - scratch_token_bytes * max_model_len  # the pool holds more than the longest request

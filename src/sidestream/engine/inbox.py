@@ -11,10 +11,11 @@ Message = Callable[[], None]
 
 
 class Inbox:
-    """Messages, to be run by the engine thread. Any thread puts; the engine thread takes, and listens to `bell` when it has nothing to do.
+    """Messages, to be run by the engine thread. Any thread puts; the engine thread takes, and listens to `bell` when it
+    has nothing to do.
 
-    anytime   of a message: it may run while a flight is awaited and another one is behind that. All may run between two steps, and nothing
-              overtakes one that must
+    anytime   of a message: it may run while a step is awaited and another one is behind that. All may run between two
+              steps, and nothing overtakes one that must
     """
 
     def __init__(self) -> None:

@@ -1,9 +1,9 @@
-"""The loop: plan, hand over transfers, launch a flight, commit the one before. Overlap is a property of this file.
+"""The loop: plan, hand over transfers, launch a step, commit the one before. Overlap is a property of this file.
 
-One thread, the engine thread, owns everything here; the world talks to it through an inbox. Flight N+1 is launched before
-flight N is committed, so the device has work while the host reads, replies and plans. The only wait is the commit's, for the
-previous flight; no transfer is ever waited for. While the engine thread waits, it listens: the loads of who comes meanwhile begin
-at once.
+One thread, the engine thread, owns everything here; the world talks to it through an inbox. Step N+1 is launched before
+step N is committed, so the device has work while the host reads, replies and plans. The only wait is the commit's, for
+the previous step; no transfer is ever waited for. While the engine thread waits, it listens: the loads of who comes
+meanwhile begin at once.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from sidestream.engine.inbox import Inbox
 from sidestream.engine.session import Handle, Session, Sink
 from sidestream.engine.tally import DraftTally
 from sidestream.errors import DeviceLost, EngineStopped, QueueFull
-from sidestream.execute.executor import Executor, Flight
+from sidestream.execute.executor import Executor, LaunchedStep
 from sidestream.kv.keys import BlockKeys
 from sidestream.kv.layout import KVLayout
 from sidestream.kv.pool import FencedPool
@@ -46,9 +46,10 @@ logger = logging.getLogger(__name__)
 _FORGETTING_POLL_S = 0.0005
 # How long a loop without anything to do or to watch waits before it lets the device rest.
 _REST_AFTER_S = 1.0
-# Fewer prompt tokens in a flight do not measure the rate of prefill.
+# Fewer prompt tokens in a step do not measure the rate of prefill.
 _MEASURED_PREFILL = 64
-# From so much of the time between two commits on, the host's work for a flight is what it takes: the rest may be that for another one.
+# From so much of the time between two commits on, the host's work for a step is what it takes: the rest may be that for
+# another one.
 _HOST_BOUND = 0.5
 # Gauges are read by people.
 _GAUGE_PERIOD_S = 0.2
@@ -80,12 +81,12 @@ class Parts:
 
 
 def _took_s(interval_s: float, host_s: float, *, before: bool, awaited: bool) -> float | None:
-    """Seconds that one more flight of its kind takes; None: that cannot be told of this one.
+    """Seconds that one more step of its kind takes; None: that cannot be told of this one.
 
-    interval_s  between the end of the flight before and its own, as the host saw them: the device's time if the host had waited for both, for the one
-                `before` and for it (`awaited`)
-    host_s      what the host did for it, to plan, to launch and to commit it: what it takes if the host was late because of such work. Between two
-                commits lies what it did for the flights around
+    interval_s  between the end of the step before and its own, as the host saw them: the device's time if the host had
+                waited for both, for the one `before` and for it (`awaited`)
+    host_s      what the host did for it, to plan, to launch and to commit it: what it takes if the host was late
+                because of such work. Between two commits lies what it did for the steps around
     """
     if awaited:
         return interval_s if before else None
@@ -93,9 +94,11 @@ def _took_s(interval_s: float, host_s: float, *, before: bool, awaited: bool) ->
 
 
 class Engine:
-    """Serves one model. `submit`, `abort`, `call` and `close` are safe from any thread; all else runs on the engine thread.
+    """Serves one model. `submit`, `abort`, `call` and `close` are safe from any thread; all else runs on the engine
+    thread.
 
-    threaded   False: there is no thread; one caller does everything, and nothing moves on but in `step` (and in what calls it)
+    threaded   False: there is no thread; one caller does everything, and nothing moves on but in `step` (and in what
+               calls it)
     """
 
     def __init__(self, parts: Parts, *, threaded: bool = True) -> None:
@@ -106,7 +109,7 @@ class Engine:
         self._inbox = parts.inbox
         self._sessions: dict[RequestId, Session] = {}
         self._drafts = DraftTally(parts.metrics, parts.proposer, parts.device.now)
-        self._previous: Flight | None = None
+        self._previous: LaunchedStep | None = None
         self._unfinished = 0
         self._gate = threading.Lock()  # orders submit against close; guards _unfinished and _status
         self._status = Health("ok", "")
@@ -115,8 +118,8 @@ class Engine:
         self._closed = False
         self._next_gauges_s = 0.0
         self._last_done_s = self._last_s = 0.0
-        self._prepared = deque[float]()  # how long it took to plan and launch each flight that was not committed
-        self._was_awaited = False  # the flight before the one that is being committed had not ended when the host came
+        self._prepared = deque[float]()  # how long it took to plan and launch each step that was not committed
+        self._was_awaited = False  # the step before the one that is being committed had not ended when the host came
         self._updates: list[tuple[Callable[[], None], str, threading.Event]] = []
         self._rested = False
         self.num_steps = 0
@@ -137,21 +140,28 @@ class Engine:
     ) -> Handle:
         """Queue one request of `params.n` samples; their deltas go to `sink`, on the engine thread.
 
-        The engine knows tokens only: deltas have no text, and `params.stop` does not count (`sidestream.client.output.OutputProcessor`).
+        The engine knows tokens only: deltas have no text, and `params.stop` does not count
+        (`sidestream.client.output.OutputProcessor`).
 
         cache_salt  KV is shared, in all tiers, with requests of the same salt only; empty: with all that have none
 
         Raises RequestRejected, ContextTooLong, QueueFull or EngineStopped before anything is taken.
         """
-        checked = self.checker.check(prompt, params, seed=secrets.randbits(63), priority=priority, cache_salt=cache_salt)
+        checked = self.checker.check(
+            prompt, params, seed=secrets.randbits(63), priority=priority, cache_salt=cache_salt
+        )
         return self.enqueue(checked, sink)
 
     def enqueue(self, request: CheckedRequest, sink: Sink) -> Handle:
-        """Queue a request that was checked, by this engine's checker or by a front end's. Raises QueueFull or EngineStopped."""
+        """Queue a request that was checked, by this engine's checker or by a front end's. Raises QueueFull or
+        EngineStopped.
+        """
         num_samples, bounds = request.params.n, self.parts.bounds
         with self._gate:
             if self._status.status != "ok":
-                raise EngineStopped(f"the engine is {self._status.status}: {self._status.detail or 'send the request to another one'}")
+                raise EngineStopped(
+                    f"the engine is {self._status.status}: {self._status.detail or 'send the request to another one'}"
+                )
             if self._unfinished + num_samples > bounds.max_unfinished:
                 raise QueueFull(
                     f"{self._unfinished} requests are running or waiting, the bound is {bounds.max_unfinished}: "
@@ -163,13 +173,16 @@ class Engine:
         return Handle(tuple(session.request.id for session in sessions))
 
     def on_news(self, deliver: Callable[[], None]) -> None:
-        """Have `deliver` called on the engine thread after sinks were told something: after each commit, and when requests were ended."""
+        """Have `deliver` called on the engine thread after sinks were told something: after each commit, and when
+        requests were ended.
+        """
         self._deliveries = (*self._deliveries, deliver)
 
     def abort(self, handle: Handle, reason: str = "abort") -> None:
         """End the samples that have not finished. Returns at once; harmless for finished ones.
 
-        `reason` is what they are counted as, and the finish reason of their last delta: `"stop"` if a front end found a stop string in the text.
+        `reason` is what they are counted as, and the finish reason of their last delta: `"stop"` if a front end found a
+        stop string in the text.
         """
         self._inbox.put(lambda: self._abort(handle, reason), anytime=True)
 
@@ -178,7 +191,9 @@ class Engine:
         self.checker.check(prompt, params, cache_salt=cache_salt)
 
     def call(self, work: Callable[[], None]) -> None:
-        """Run `work` on the engine thread between two steps, and wait for it; not from a sink. Raises EngineStopped if the engine is gone."""
+        """Run `work` on the engine thread between two steps, and wait for it; not from a sink. Raises EngineStopped if
+        the engine is gone.
+        """
         if self._thread is None:
             work()
             return
@@ -201,7 +216,9 @@ class Engine:
             raise failures[0]
 
     def flush(self, *, timeout_s: float) -> bool:
-        """Block until no transfer is on its way: what was complete rests in the tiers. False when `timeout_s` passed first."""
+        """Block until no transfer is on its way: what was complete rests in the tiers. False when `timeout_s` passed
+        first.
+        """
         transfers = self.parts.transfers
         if transfers is None:
             return True
@@ -217,7 +234,8 @@ class Engine:
         return not busy[0]
 
     def reset_cache(self) -> None:
-        """Make every block of every tier unreachable at once (H8). Running requests go on; transfers on their way end by their fences.
+        """Make every block of every tier unreachable at once (H8). Running requests go on; transfers on their way end
+        by their fences.
 
         Blocks until the tiers' ledgers are empty, too.
         """
@@ -233,11 +251,13 @@ class Engine:
             self.parts.device.sleep(_FORGETTING_POLL_S)
 
     def update_weights(self, apply: Callable[[], None], *, fingerprint: str) -> threading.Event:
-        """Have `apply` replace the model's weights as soon as no request uses them; the event is set once it has. Returns at once.
+        """Have `apply` replace the model's weights as soon as no request uses them; the event is set once it has.
+        Returns at once.
 
-        Requests that have begun end on the old weights, the others wait and begin on the new ones. `fingerprint` names the new ones, as
-        `PagedModel.fingerprint` does: no block of before is reachable in any tier afterwards, transfers on their way end by their
-        fences and publish nothing (H8, H14). `apply` runs on the engine thread, between two flights; if it raises, the engine fails.
+        Requests that have begun end on the old weights, the others wait and begin on the new ones. `fingerprint` names
+        the new ones, as `PagedModel.fingerprint` does: no block of before is reachable in any tier afterwards,
+        transfers on their way end by their fences and publish nothing (H8, H14). `apply` runs on the engine thread,
+        between two steps; if it raises, the engine fails.
         """
         done = threading.Event()
         self._inbox.put(lambda: self._announce(apply, fingerprint, done), anytime=True)
@@ -249,7 +269,7 @@ class Engine:
         self.parts.scheduler.admits_new = False
 
     def _update_weights(self) -> None:
-        """Do what is asked for, if nobody uses the weights now. Engine thread, between two flights."""
+        """Do what is asked for, if nobody uses the weights now. Engine thread, between two steps."""
         scheduler = self.parts.scheduler
         if scheduler.num_begun or self._previous is not None:
             return
@@ -272,10 +292,11 @@ class Engine:
         return self._unfinished
 
     def close(self, *, drain_s: float = 0.0, flush_s: float = 30.0) -> None:
-        """Refuse new requests, let running ones go on for `drain_s`, abort the rest, store what is complete, end all threads.
+        """Refuse new requests, let running ones go on for `drain_s`, abort the rest, store what is complete, end all
+        threads.
 
-        Writes to disk get `flush_s`; what has not begun by then is dropped. Idempotent; blocks, but not for ever on a medium
-        that is only slow. From any thread but the engine's own.
+        Writes to disk get `flush_s`; what has not begun by then is dropped. Idempotent; blocks, but not for ever on a
+        medium that is only slow. From any thread but the engine's own.
         """
         with self._gate:
             if self._status.status == "ok":
@@ -287,8 +308,9 @@ class Engine:
             if self._closed:
                 return
             self._closed = True
-            # Run from the last to the first, each whatever becomes of the others (an interrupt, too): the engine thread ends, what
-            # is complete is stored, the streams end, and once none of them writes to it, the disk is let go of.
+            # Run from the last to the first, each whatever becomes of the others (an interrupt, too): the engine thread
+            # ends, what is complete is stored, the streams end, and once none of them writes to it, the disk is let go
+            # of.
             transfers = self.parts.transfers
             if transfers is not None:
                 ends.callback(transfers.close)
@@ -299,7 +321,9 @@ class Engine:
 
     @contextlib.contextmanager
     def _surviving_loss(self) -> Iterator[None]:
-        """A device that is lost is told by the engine's health and to its clients, once; whatever could end nevertheless has ended in here."""
+        """A device that is lost is told by the engine's health and to its clients, once; whatever could end
+        nevertheless has ended in here.
+        """
         try:
             yield
         except DeviceLost as error:
@@ -327,49 +351,52 @@ class Engine:
         if parts.transfers is not None:
             parts.transfers.submit(plan.transfers)
             gates = parts.transfers.gates(plan.batch)
-        flight = None
+        step = None
         if plan.batch.rows:
-            flight = parts.executor.launch(plan.batch, after=plan.after, gates=gates)
-            parts.scheduler.launched(plan.batch, flight.fence)
+            step = parts.executor.launch(plan.batch, after=plan.after, gates=gates)
+            parts.scheduler.launched(plan.batch, step.fence)
             self._prepared.append(self._now() - begin_s)
             self.num_steps += 1
             parts.metrics.inc("steps_total")
         if plan.undrafted:
             self._drafts.count_undrafted(plan.undrafted)
-        # What a flight could not even be launched with is known at once: nothing is planned on what it would have left on the device.
-        failed = flight is not None and flight.fence.failure is not None
+        # What a step could not even be launched with is known at once: nothing is planned on what it would have left on
+        # the device.
+        failed = step is not None and step.fence.failure is not None
         if not parts.asynchronous or failed:
             self._commit(self._previous)
             self._previous = None
-            self._commit(flight)
-            return flight is not None
-        previous, self._previous = self._previous, flight
+            self._commit(step)
+            return step is not None
+        previous, self._previous = self._previous, step
         self._commit(previous)
-        return flight is not None or previous is not None
+        return step is not None or previous is not None
 
     def _lead_s(self) -> float:
-        """How long the device is expected to need for the flight that it has: as long as for the one before."""
+        """How long the device is expected to need for the step that it has: as long as for the one before."""
         return 0.0 if self._previous is None else max(0.0, self._last_done_s + self._last_s - self._now())
 
-    def _commit(self, flight: Flight | None) -> None:
-        """Read a flight's mailbox. The only place where a token reaches a client, a block is published or a request ends by itself."""
-        if flight is None:
+    def _commit(self, step: LaunchedStep | None) -> None:
+        """Read a step's mailbox. The only place where a token reaches a client, a block is published or a request ends
+        by itself.
+        """
+        if step is None:
             return
-        parts, prepared_s, waits = self.parts, self._prepared.popleft(), self._waits_for_flights()
-        self._await(flight)
+        parts, prepared_s, waits = self.parts, self._prepared.popleft(), self._waits_for_steps()
+        self._await(step)
         done_s, before = self._now(), self._was_awaited
-        awaited = self._was_awaited = self._waits_for_flights() > waits
+        awaited = self._was_awaited = self._waits_for_steps() > waits
         self._apply_events()
-        if flight.gated and parts.transfers is not None:
+        if step.gated and parts.transfers is not None:
             self._apply(parts.transfers.failed_loads())  # they void its rows before those are believed
-        if flight.fence.failure is not None:
-            self._flight_failed(flight)
+        if step.fence.failure is not None:
+            self._step_failed(step)
             return
-        interval_s = self._measure(flight)
-        delivered = flight.results()
-        committed = parts.scheduler.commit(flight.batch, delivered.rows, flight.fence)
-        if flight.batch.speculates:
-            self._drafts.count(flight, delivered)
+        interval_s = self._measure(step)
+        delivered = step.results()
+        committed = parts.scheduler.commit(step.batch, delivered.rows, step.fence)
+        if step.batch.speculates:
+            self._drafts.count(step, delivered)
         self._count_waits(committed.drawn)
         sessions, ended = self._sessions, list[tuple[Request, Session, Delta | None, bool]]()
         for request, result, count, stop_reason in committed.drawn:
@@ -379,43 +406,48 @@ class Engine:
             told = ends or news is None or session.tell(news)
             if ends or not told or not result.finite:
                 ended.append((request, session, news if ends else None, told))
-        if parts.transfers is not None and committed.disowned:
-            parts.transfers.forget(committed.disowned)
+        if parts.transfers is not None and committed.invalidated:
+            parts.transfers.forget(committed.invalidated)
         store = parts.scheduler.publish(committed)
         if parts.transfers is not None and store is not None:
             parts.transfers.submit([store])  # before anything is freed: the blocks are still their requests'
         for request, session, last, told in ended:
             if last is not None and last.finish_reason is not None:
-                self._forget(request, last.finish_reason)  # before its client is told: whoever hears of the end finds nothing held (H24)
+                # Before its client is told: a client that hears of the end finds nothing held (H24).
+                self._forget(request, last.finish_reason)
                 session.tell(last)
             elif told:
                 self._end(request.id, "error", "the model's logits are not finite, or every token was forbidden")
             else:
                 self._forget(request, "abort")
-        if not flight.gated and not flight.batch.num_prefill_tokens:
+        if not step.gated and not step.batch.num_prefill_tokens:
             took_s = _took_s(interval_s, prepared_s + self._now() - done_s, before=before, awaited=awaited)
             if took_s is not None:
-                parts.scheduler.measured(flight.batch, took_s)
+                parts.scheduler.measured(step.batch, took_s)
 
-    def _waits_for_flights(self) -> int:
-        return self.parts.device.host_waits().get("flight", 0)
+    def _waits_for_steps(self) -> int:
+        return self.parts.device.host_waits().get("step", 0)
 
-    def _await(self, flight: Flight) -> None:
-        """Block until the flight has ended. With transfers, what is said meanwhile is heard at once, as far as it may be."""
-        wait_host, fence = self.parts.device.wait_host, flight.fence
+    def _await(self, step: LaunchedStep) -> None:
+        """Block until the step has ended. With transfers, what is said meanwhile is heard at once, as far as it
+        may be.
+        """
+        wait_host, fence = self.parts.device.wait_host, step.fence
         if self.parts.transfers is None:
-            wait_host(fence, reason="flight")
+            wait_host(fence, reason="step")
             return
         self._listen(self.parts.transfers)
-        while not wait_host(fence, reason="flight", bell=self._inbox.bell):
+        while not wait_host(fence, reason="step", bell=self._inbox.bell):
             self._listen(self.parts.transfers)
 
     def _listen(self, transfers: TransferEngine) -> None:
-        """Take in what has come while a flight is awaited, perhaps with another one behind it, and order the loads of who may have them now.
+        """Take in what has come while a step is awaited, perhaps with another one behind it, and order the loads of who
+        may have them now.
 
-        A new request, an abort and what transfers have to say change nothing that a flight on its way depends on: who ends or is retracted
-        leaves its blocks and its row behind its last launched flight, and is no longer there when that one is committed. Weights are only
-        announced. Whatever else is to be called (`call`, a reset among it) is promised a moment between two steps, and waits for it.
+        A new request, an abort and what transfers have to say change nothing that a step on its way depends on: who
+        ends or is preempted leaves its blocks and its row behind its last launched step, and is no longer there when
+        that one is committed. Weights are only announced. Whatever else is to be called (`call`, a reset among it) is
+        promised a moment between two steps, and waits for it.
         """
         heard = self._apply_inbox(anytime=True)
         events = transfers.poll()
@@ -440,27 +472,38 @@ class Engine:
         metrics.observe_all("ttft_seconds", firsts)
         metrics.observe_all("itl_seconds", others)
 
-    def _measure(self, flight: Flight) -> float:
-        """Count a flight that was just seen done. It ran from its launch, or from the end of the one before, whichever came later: seconds."""
+    def _measure(self, step: LaunchedStep) -> float:
+        """Count a step that was just seen done. It ran from its launch, or from the end of the one before, whichever
+        came later: seconds.
+        """
         parts, now_s = self.parts, self._now()
-        seconds = self._last_s = now_s - max(flight.launched_s, self._last_done_s)
+        seconds = self._last_s = now_s - max(step.launched_s, self._last_done_s)
         self._last_done_s = now_s
         parts.metrics.observe("step_seconds", seconds)
-        prefill = flight.batch.num_prefill_tokens
-        # Short tails and flights that waited for a load say little about how fast a long prompt is computed.
-        if parts.costs is not None and prefill >= _MEASURED_PREFILL and not flight.gated and prefill >= 0.5 * flight.batch.num_tokens:
+        prefill = step.batch.num_prefill_tokens
+        # Short tails and steps that waited for a load say little about how fast a long prompt is computed.
+        if (
+            parts.costs is not None
+            and prefill >= _MEASURED_PREFILL
+            and not step.gated
+            and prefill >= 0.5 * step.batch.num_tokens
+        ):
             parts.costs.saw_prefill(prefill, seconds)
         if parts.timeline is not None:
             stop_ns = time.perf_counter_ns()
-            parts.timeline.record("engine", "commit", stop_ns, stop_ns, tokens=flight.batch.num_tokens)
+            parts.timeline.record("engine", "commit", stop_ns, stop_ns, tokens=step.batch.num_tokens)
         return seconds
 
-    def _flight_failed(self, flight: Flight) -> None:
-        logger.error("a flight of %d rows failed: its requests end with an error", len(flight.batch.rows), exc_info=flight.fence.failure)
-        flight.drop()
-        for row in flight.batch.rows:
+    def _step_failed(self, step: LaunchedStep) -> None:
+        logger.error(
+            "a step of %d rows failed: its requests end with an error",
+            len(step.batch.rows),
+            exc_info=step.fence.failure,
+        )
+        step.drop()
+        for row in step.batch.rows:
             if self._is_current(row):
-                self._end(row.request_id, "error", f"the forward pass failed: {flight.fence.failure}")
+                self._end(row.request_id, "error", f"the forward pass failed: {step.fence.failure}")
 
     def _is_current(self, row: RowPlan) -> bool:
         request = self.parts.scheduler.get(row.request_id)
@@ -501,8 +544,9 @@ class Engine:
     def _idle(self) -> None:
         """Nothing to compute: sleep until a message or news of transfers comes.
 
-        The mover rings only for what the engine needs, and a write to disk that ends is not that. So while anything is on its way, wake up
-        as often as the gauges are due; once nothing is, show them a last time and sleep without a bound.
+        The mover rings only for what the engine needs, and a write to disk that ends is not that. So while anything is
+        on its way, wake up as often as the gauges are due; once nothing is, show them a last time and sleep without a
+        bound.
         """
         transfers = self.parts.transfers
         busy = bool(self._sessions) or (transfers is not None and transfers.busy)
@@ -540,7 +584,7 @@ class Engine:
             self.parts.device.sleep(seconds)
 
     def _drain(self) -> None:
-        """Let the last flight land, and abort what is left."""
+        """Let the last step land, and abort what is left."""
         self._apply_inbox()
         self._commit(self._previous)
         self._previous = None
@@ -638,8 +682,12 @@ class Engine:
     # ------------------------------------------------------------------ the front door
 
     def _keys_of(self, tokens: npt.NDArray[np.int64], cache_salt: str) -> tuple[list[Key], int]:
-        """Keys of a prompt's complete blocks. On the submitting thread, not on the engine's: a long prompt takes milliseconds."""
-        version = self.parts.scheduler.keys_version  # read first: keys of before under a later version would be wrong for good
+        """Keys of a prompt's complete blocks. On the submitting thread, not on the engine's: a long prompt takes
+        milliseconds.
+        """
+        version = (
+            self.parts.scheduler.keys_version
+        )  # read first: keys of before under a later version would be wrong for good
         return self.parts.scheduler.keys_of(tokens, salt=cache_salt), version
 
     def _session(self, index: int, asked: CheckedRequest, sink: Sink) -> Session:
@@ -653,7 +701,9 @@ class Engine:
             cache_salt=asked.cache_salt,
             sampling=params.spec(seed=asked.seed + index, eos_ids=parts.eos_ids, defaults=parts.defaults),
             max_outputs=asked.max_outputs,
-            stop_ids=frozenset(params.stop_token_ids if params.ignore_eos else (*params.stop_token_ids, *parts.eos_ids)),
+            stop_ids=frozenset(
+                params.stop_token_ids if params.ignore_eos else (*params.stop_token_ids, *parts.eos_ids)
+            ),
             min_tokens=params.min_tokens,
             priority=asked.priority,
             max_drafts=parts.max_drafts if params.max_drafts is None else min(params.max_drafts, parts.max_drafts),

@@ -1,6 +1,6 @@
 """One sample as its client sees it: the deltas sent to it, and when tokens came last. Engine thread only.
 
-Knows nothing of blocks, flights or text.
+Knows nothing of blocks, steps or text.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ from sidestream.types import CachedTokens, Delta, RequestId, RowResult
 logger = logging.getLogger(__name__)
 
 Sink = Callable[[Delta], None]
-"""Takes a request's deltas, on the engine thread; must not block. One that raises is told nothing more, and its sample is aborted."""
+"""Takes a request's deltas, on the engine thread; must not block. One that raises is told nothing more, and its sample
+is aborted.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +52,9 @@ class Session:
         token_ids, logprobs = result.token_ids, result.logprobs
         if count < len(token_ids):
             token_ids, logprobs = token_ids[:count], logprobs[:count]
-        return Delta(self._index, "", token_ids, logprobs, stop_reason, self._prompt_tokens, self.request.cached or _NOTHING)
+        return Delta(
+            self._index, "", token_ids, logprobs, stop_reason, self._prompt_tokens, self.request.cached or _NOTHING
+        )
 
     def tell(self, news: Delta) -> bool:
         """Whether the client took the news; one that did not is told nothing more."""

@@ -7,7 +7,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Mapping
 
-from sidestream.execute.executor import Flight
+from sidestream.execute.executor import LaunchedStep
 from sidestream.execute.mailbox import Delivered
 from sidestream.metrics import Metrics
 
@@ -27,20 +27,26 @@ class DraftTally:
         self._undrafted: Counter[str] = Counter()
         self._since_s = clock()
 
-    def count(self, flight: Flight, delivered: Delivered) -> None:
-        """A flight that drafted, or began where only the device knows, was read."""
-        metrics, proposer, drafts = self._metrics, self._proposer, flight.drafts
-        lengths: Counter[float] = Counter(len(result.token_ids) for result in itertools.compress(delivered.rows, drafts))
+    def count(self, step: LaunchedStep, delivered: Delivered) -> None:
+        """A step that drafted, or began where only the device knows, was read."""
+        metrics, proposer, drafts = self._metrics, self._proposer, step.drafts
+        lengths: Counter[float] = Counter(
+            len(result.token_ids) for result in itertools.compress(delivered.rows, drafts)
+        )
         metrics.inc("draft_tokens_total", sum(drafts), proposer)
         accepted = sum((length - 1) * rows for length, rows in lengths.items() if length)
         metrics.inc("accepted_tokens_total", accepted, proposer)
         metrics.observe_all("accept_length", lengths, proposer)
-        if delivered.draft_s is not None and delivered.verify_s is not None and not flight.gated:  # else loads were waited for meanwhile
+        if (
+            delivered.draft_s is not None and delivered.verify_s is not None and not step.gated
+        ):  # else loads were waited for meanwhile
             metrics.observe("draft_seconds", delivered.draft_s, proposer)
             metrics.observe("verify_seconds", delivered.verify_s, proposer)
 
     def count_undrafted(self, undrafted: Mapping[str, int]) -> None:
-        """Rows go without drafts, so many for each reason; says so now and then, if it is more than an answer's end or a measurement."""
+        """Rows go without drafts, so many for each reason; says so now and then, if it is more than an answer's end or
+        a measurement.
+        """
         for reason, count in undrafted.items():
             self._metrics.inc("draft_fallbacks_total", count, reason)
             self._undrafted[reason] += count

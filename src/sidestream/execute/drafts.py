@@ -1,7 +1,8 @@
-"""The drafts of one flight: where they are put, what is drawn behind them, and how far each row goes.
+"""The drafts of one step: where they are put, what is drawn behind them, and how far each row goes.
 
-A row with k drafts computes 1 + k tokens, and a token is drawn behind each of them: at k + 1 places. The draws that count are those behind
-right drafts. All of it happens on the compute stream; what the host knows of it is how many drafts each row has.
+A row with k drafts computes 1 + k tokens, and a token is drawn behind each of them: at k + 1 places. The draws that
+count are those behind right drafts. All of it happens on the compute stream; what the host knows of it is how many
+drafts each row has.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ from sidestream.types import RowPlan
 
 @dataclass(frozen=True, slots=True)
 class Drafts:
-    """The rows of a flight that sample, in order, by how the host sees them.
+    """The rows of a step that sample, in order, by how the host sees them.
 
     rows               row number of each
-    places_in_flight   which row of the flight each is
+    places_in_flight   which row of the step each is
     starts             where each begins, if the host knows; else -1
     num_drafts         of each
     penalised          some row's draws depend on the tokens before them
@@ -40,7 +41,7 @@ class Drafts:
 
     @classmethod
     def of(cls, rows: Sequence[RowPlan], state: DecodeState) -> Drafts:
-        """Inside the flight's work: rows that begin have begun."""
+        """Inside the step's work: rows that begin have begun."""
         places = tuple(at for at, row in enumerate(rows) if row.samples)
         numbers = tuple(rows[at].row for at in places)
         return cls(
@@ -61,15 +62,22 @@ class Drafts:
         """Row number of each place where a token is drawn."""
         return [row for row, count in zip(self.rows, self.num_drafts, strict=True) for _ in range(1 + count)]
 
-    def propose(self, proposer: Proposer, state: DecodeState, attend: Callable[[Tensor, Tensor, Tensor], AttentionBatch]) -> Tensor:
+    def propose(
+        self, proposer: Proposer, state: DecodeState, attend: Callable[[Tensor, Tensor, Tensor], AttentionBatch]
+    ) -> Tensor:
         """Draft for the rows that have drafts, and nothing for the others: int64 `[R, most]`.
 
-        `attend` gives the batch of rows of the flight, int64 `[n]`, with one token each at positions, int64 `[n]`, within bounds, int64 `[n]`.
+        `attend` gives the batch of rows of the step, int64 `[n]`, with one token each at positions, int64 `[n]`, within
+        bounds, int64 `[n]`.
         """
         drafted = torch.zeros(len(self.rows), self.most, dtype=torch.int64, device=state.lengths.device)
         at = [at for at, count in enumerate(self.num_drafts) if count]
-        where, in_flight = state.index([self.rows[each] for each in at]), state.index([self.places_in_flight[each] for each in at])
-        # A row with fewer drafts than another has no room behind them: what is drafted there is for nothing, and overwrites itself.
+        where, in_flight = (
+            state.index([self.rows[each] for each in at]),
+            state.index([self.places_in_flight[each] for each in at]),
+        )
+        # A row with fewer drafts than another has no room behind them: what is drafted there is for nothing, and
+        # overwrites itself.
         starts = state.index([self.starts[each] for each in at])
         lengths = torch.where(starts < 0, state.lengths[where], starts)
         last = lengths + state.index([self.num_drafts[each] for each in at])
@@ -89,7 +97,9 @@ class Drafts:
         return tokens.index_copy(0, inputs.drafted, proposed.view(-1)[state.index(chosen)])
 
     def draw(self, computed: Computed, state: DecodeState) -> tuple[Drawn, Tensor]:
-        """Draw at all places, and publish how far each row goes for the flights behind this one: what was drawn, and int64 `[R]` tokens."""
+        """Draw at all places, and publish how far each row goes for the steps behind this one: what was drawn, and
+        int64 `[R]` tokens.
+        """
         most, positions = self.most, computed.positions
         proposed = None if computed.proposed is None else computed.proposed.tokens
         starts = [0]
@@ -97,7 +107,11 @@ class Drafts:
             starts.append(starts[-1] + 1 + count)
         # Of each row, its places; short rows repeat their last one.
         places = state.index(
-            [start + min(number, count) for start, count in zip(starts, self.num_drafts, strict=False) for number in range(most + 1)]
+            [
+                start + min(number, count)
+                for start, count in zip(starts, self.num_drafts, strict=False)
+                for number in range(most + 1)
+            ]
         ).view(len(self.rows), most + 1)
         row_of_place = self.row_of_place
         num_drafts = state.index(self.num_drafts)
@@ -131,7 +145,8 @@ def publish(
     num_drafts: Tensor,
     nobody: Tensor | None = None,
 ) -> Tensor:
-    """Let rows go on by what was drawn, for the flights behind this one to read: by how many tokens each does, int64 `[R]` (H19).
+    """Let rows go on by what was drawn, for the steps behind this one to read: by how many tokens each does, int64
+    `[R]` (H19).
 
     tokens       int64 `[N]`, drawn at all places
     where        int64 `[R]`: row numbers

@@ -1,7 +1,9 @@
-"""One token for each place, from its logits and what the device knows of its row: by kernels on a GPU, which may be captured; by torch elsewhere.
+"""One token for each place, from its logits and what the device knows of its row: by kernels on a GPU, which may be
+captured; by torch elsewhere.
 
-**Same seed, same tokens, whatever else runs.** A weight is a whole number, so sums are exact in any order and by any tiling, and a filter is a floor
-on the weight, found without sorting. No result depends on the number, the position or the options of the other rows of a batch.
+**Same seed, same tokens, whatever else runs.** A weight is a whole number, so sums are exact in any order and by any
+tiling, and a filter is a floor on the weight, found without sorting. No result depends on the number, the position or
+the options of the other rows of a batch.
 """
 
 from __future__ import annotations
@@ -15,15 +17,16 @@ from sidestream.speculate import devices, likeliest
 
 # The likeliest token's weight. What is 2**-40 times as likely has none; the sum over any vocabulary stays below 2**63.
 UNIT = 2.0**40
-# Smaller divisors would overflow or vanish in float32, and so would larger ones. Powers of two are the same number in every type.
+# Smaller divisors would overflow or vanish in float32, and so would larger ones. Powers of two are the same number in
+# every type.
 SMALLEST, LARGEST = 2.0**-100, 2.0**100
 
 
 def draw(logits: Tensor, rows: Tensor, output_indices: Tensor, state: DecodeState) -> tuple[Tensor, Tensor]:
     """Tokens, int64 `[N]`, and whether each place's logits are numbers, bool `[N]`: else its token is 0.
 
-    logits `[N, vocab_size]`, float32, bfloat16 or float16 · rows int64 `[N]`: row number of each place · output_indices int64 `[N]`: how many tokens the
-    row has output before this one. On the current stream; reads nothing back on a GPU.
+    logits `[N, vocab_size]`, float32, bfloat16 or float16 · rows int64 `[N]`: row number of each place · output_indices
+    int64 `[N]`: how many tokens the row has output before this one. On the current stream; reads nothing back on a GPU.
     """
     tokens, finite = likeliest(logits)
     if devices.has_kernels(logits):
@@ -40,9 +43,11 @@ def draw(logits: Tensor, rows: Tensor, output_indices: Tensor, state: DecodeStat
 
 
 def penalise(logits: Tensor, rows: Tensor, state: DecodeState, *, drafted: Tensor | None = None) -> Tensor:
-    """The logits as float32, `[N, vocab_size]`, less the penalties of their rows; where they are float32 they may be overwritten.
+    """The logits as float32, `[N, vocab_size]`, less the penalties of their rows; where they are float32 they may be
+    overwritten.
 
-    rows int64 `[N]` · drafted int64 `[N, K]`: what was drafted before each place since the row's last token, else -1: it counts as output
+    rows int64 `[N]` · drafted int64 `[N, K]`: what was drafted before each place since the row's last token, else -1:
+    it counts as output
     """
     if devices.has_kernels(logits):
         from sidestream.execute import launch  # Triton, which a CPU does not need
@@ -69,8 +74,9 @@ def penalise(logits: Tensor, rows: Tensor, state: DecodeState, *, drafted: Tenso
 def probability_floor(powers: Tensor, measure: Tensor, limit: Tensor) -> Tensor:
     """The smallest value whose strictly larger entries measure less than `limit`, in each row: float32 `[R, 1]`, or 0.
 
-    powers float32 in [0, 1] · measure int64, not negative · limit `[R, 1]`, positive. A radix select: three histograms over the
-    bits of the values, each inside the bucket that the one before found; no sort, and exact in any order of summing.
+    powers float32 in [0, 1] · measure int64, not negative · limit `[R, 1]`, positive. A radix select: three histograms
+    over the bits of the values, each inside the bucket that the one before found; no sort, and exact in any order of
+    summing.
     """
     bits = powers.view(torch.int32)  # values that are not negative have the order of their bits
     base = bits.new_zeros(bits.shape[0], 1)
@@ -89,7 +95,11 @@ def _drawn(logits: Tensor, rows: Tensor, output_indices: Tensor, state: DecodeSt
     rules = state.rules
     # Subtracted first, the maximum leaves nothing that a small temperature could make overflow into NaN.
     powers = logits.float()
-    powers = (powers - powers.amax(-1, keepdim=True)).mul_(_column(1 / rules.temperature[rows].clamp(SMALLEST, LARGEST))).exp_()
+    powers = (
+        (powers - powers.amax(-1, keepdim=True))
+        .mul_(_column(1 / rules.temperature[rows].clamp(SMALLEST, LARGEST)))
+        .exp_()
+    )
     weights = (powers * UNIT).to(torch.int64)
     _filter(weights, powers, rules.top_k[rows], rules.top_p[rows], rules.min_p[rows])
     # The first id whose cumulative weight exceeds `target` < the row's sum: it exists, and its own weight is not 0.

@@ -1,4 +1,4 @@
-"""Draws of a flight from a frame and the device state alone: so they are captured too (P1).
+"""Draws of a step from a frame and the device state alone: so they are captured too (P1).
 
 Drafting, verifying, accepting and telling the host are then two graphs, and nothing between them is the host's.
 """
@@ -21,12 +21,14 @@ from sidestream.types import SamplingSpec
 
 
 class Draws(IntEnum):
-    """What a row's draws take; those of a flight are the most that one of its rows takes. A row draws the same by each that is enough for it.
+    """What a row's draws take; those of a step are the most that one of its rows takes. A row draws the same by each
+    that is enough for it.
 
     LIKELIEST   the likeliest token of its logits as they are
     RANDOM      temperature and filters
     PENALISED   and penalties
-    BY_HOST     and what only the host knows: biases, bans, log-probabilities. It launches them kernel by kernel (`execute/sample.py`)
+    BY_HOST     and what only the host knows: biases, bans, log-probabilities. It launches them kernel by kernel
+                (`execute/sample.py`)
     """
 
     LIKELIEST = 0
@@ -46,8 +48,9 @@ class Draws(IntEnum):
 
 
 def draw_frame(frame: Frame, computed: Computed, state: DecodeState, draws: Draws) -> tuple[Drawn, Tensor | None]:
-    """Draw at all places and make the rows go on: what was drawn, and how many tokens each row that samples goes on by, int64 `[B]`; None where
-    nothing is drafted. Places and rows of padding draw for nobody. Behind drafts nothing is penalised here.
+    """Draw at all places and make the rows go on: what was drawn, and how many tokens each row that samples goes on by,
+    int64 `[B]`; None where nothing is drafted. Places and rows of padding draw for nobody. Behind drafts nothing is
+    penalised here.
     """
     if draws is Draws.LIKELIEST:
         tokens, finite = likeliest(computed.logits)
@@ -71,7 +74,9 @@ def _advance(frame: Frame, computed: Computed, tokens: Tensor, state: DecodeStat
     where = torch.where(nobody, state.nobody, frame.rows[at])
     num_drafts = torch.zeros_like(at)
     if shape.drafts:
-        num_drafts = torch.where(at < shape.decodes, frame.query_starts[at + 1] - frame.query_starts[at] - 1, num_drafts)
+        num_drafts = torch.where(
+            at < shape.decodes, frame.cu_seqlens_q[at + 1] - frame.cu_seqlens_q[at] - 1, num_drafts
+        )
     number = torch.arange(shape.drafts + 1, device=at.device)
     places = (frame.firsts[:, None] + torch.minimum(number, num_drafts[:, None])).clamp(max=last_place)
     if state.keeps_history:

@@ -1,8 +1,9 @@
-"""How a plan becomes device work: one submission to the compute stream runs the whole flight, by a captured graph where there is one for it.
+"""How a plan becomes device work: one submission to the compute stream runs the whole step, by a captured graph where
+there is one for it.
 
-`launch` returns at once; the token that a decode row continues from is on the device and need not be known to the host. On a GPU nothing in
-it waits for the device either: what a flight needs of the host is read from mapped memory (`execute/upload.py`).
-Called from the engine thread.
+`launch` returns at once; the token that a decode row continues from is on the device and need not be known to the host.
+On a GPU nothing in it waits for the device either: what a step needs of the host is read from mapped memory
+(`execute/upload.py`). Called from the engine thread.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ from sidestream.execute.upload import Uploads
 from sidestream.speculate import Proposer
 from sidestream.types import Access, BatchPlan, Fence, LayerGates, RowColumns, RowPlan, RowStart, SamplingSpec
 
-# One flight runs, one is launched behind it, one is being read.
-_FLIGHTS = 3
+# One step runs, one is launched behind it, one is being read.
+_STEPS = 3
 
 # What requests may ask of sampling: each takes kernels of its own.
 _GREEDY = SamplingSpec(
@@ -63,7 +64,7 @@ _VARIANTS = (
 )
 
 
-# Alone: whose logits another row of their flight would have made float32 before, and whose own bias does.
+# Alone: whose logits another row of their step would have made float32 before, and whose own bias does.
 _ALONE = (
     replace(_GREEDY, repetition_penalty=1.1),
     replace(_GREEDY, repetition_penalty=1.1, logit_bias={0: 1.0}),
@@ -73,7 +74,7 @@ _NO_CHANGES = TableChanges([], [])
 
 
 class Work(NamedTuple):
-    """A flight's forward pass.
+    """A step's forward pass.
 
     run     it; the rows that sample are told to it where something drafts
     draws   it draws and delivers as well, and leaves nothing to be done
@@ -84,7 +85,7 @@ class Work(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Flight:
+class LaunchedStep:
     """A launched batch; its fence covers the forward pass, the draws and their delivery.
 
     gated          it waits for loads
@@ -106,7 +107,7 @@ class Flight:
         return tuple(compress(self.batch.columns.drafts, self.batch.columns.samples))
 
     def drop(self) -> None:
-        """End the flight without reading it, because it failed; behind the fence."""
+        """End the step without reading it, because it failed; behind the fence."""
         self.letter.lease.release(after=(self.fence,))
 
     def results(self) -> Delivered:
@@ -118,9 +119,10 @@ class Executor:
     """Owner of the compute stream, the device's decode state and the mailbox.
 
     memory      the block pool, `num_blocks * layout.block_bytes` bytes
-    proposer    drafts up to `max_drafts` tokens for a row that holds up to `max_len`; None: nobody drafts. For one that reads hidden states, the
-                pool has one block more than anybody holds, and its last layers are for those
-    partials    what attention's kernels on a GPU sum up in, for `num_rows` rows that decode and a short chunk; None: attention by torch
+    proposer    drafts up to `max_drafts` tokens for a row that holds up to `max_len`; None: nobody drafts. For one that
+                reads hidden states, the pool has one block more than anybody holds, and its last layers are for those
+    partials    what attention's kernels on a GPU sum up in, for `num_rows` rows that decode and a short chunk; None:
+                attention by torch
     straight    where they lay out a long chunk's KV; None: nowhere
     """
 
@@ -146,10 +148,10 @@ class Executor:
         self._proposer = proposer
         self._max_drafts = max_drafts
         self._clock = device.now
-        self._witnessed = device.witness is not None
+        self._traced = device.tracer is not None
         self._stream = device.stream("compute")
         self._gates: Stream | None = None
-        self._uploads = Uploads.of(device, num_slots=_FLIGHTS)
+        self._uploads = Uploads.of(device, num_slots=_STEPS)
         dtype = getattr(torch, model.layout.dtype)
         hidden_size = 0 if proposer is None else proposer.hidden_size
         self._state = DecodeState(
@@ -163,19 +165,22 @@ class Executor:
         )
         self._tables = TableKeeper(num_rows, 0)
         self._graphs: Graphs | None = None
-        self._mailbox = Mailbox(_FLIGHTS, num_rows, model.vocab_size, device, max_drafts=max_drafts)
+        self._mailbox = Mailbox(_STEPS, num_rows, model.vocab_size, device, max_drafts=max_drafts)
         layout = model.layout
         self._packer = Packer(num_rows, layout)
         num_blocks = memory.num_bytes // layout.block_bytes
         self._kv = memory.data[: num_blocks * layout.block_bytes].view(dtype).view(layout.shape(num_blocks))
-        self._forward = Forward(model, self._kv, stream=self._stream, partials=partials, state=self._state, proposer=proposer)
-        # Of rows as they last began: how many log-probabilities, if any, and what their draws take, if more than the likeliest token.
+        self._forward = Forward(
+            model, self._kv, stream=self._stream, partials=partials, state=self._state, proposer=proposer
+        )
+        # Of rows as they last began: how many log-probabilities, if any, and what their draws take, if more than the
+        # likeliest token.
         self._wanted_logprobs: dict[int, int] = {}
         self._draws: dict[int, Draws] = {}
         self._bans: dict[int, SamplingSpec] = {}  # of rows whose draws take less once they have output enough
 
-    def launch(self, batch: BatchPlan, *, after: tuple[Fence, ...], gates: LayerGates) -> Flight:
-        """Enqueue one flight behind `after`; layer by layer behind `gates`. Returns at once."""
+    def launch(self, batch: BatchPlan, *, after: tuple[Fence, ...], gates: LayerGates) -> LaunchedStep:
+        """Enqueue one step behind `after`; layer by layer behind `gates`. Returns at once."""
         launched_s = self._clock()
         gated, columns = bool(gates.by_layer), batch.columns
         for row, begin in batch.begins:
@@ -204,7 +209,7 @@ class Executor:
         top_logprobs: tuple[int, ...] = ()
         if self._wanted_logprobs:
             top_logprobs = tuple(self._wanted_logprobs.get(row, -1) for row in compress(columns.row, columns.samples))
-        return Flight(batch, fence, letter, gated, top_logprobs, launched_s, self._mailbox)
+        return LaunchedStep(batch, fence, letter, gated, top_logprobs, launched_s, self._mailbox)
 
     def _note(self, row: int, asked: SamplingSpec) -> None:
         """What the host has to know of how a row draws, from now on."""
@@ -224,16 +229,18 @@ class Executor:
             self._draws.pop(row, None)
 
     def warm_up(self, block_ids: Sequence[int], *, chunk_tokens: int) -> None:
-        """Run small flights that mean nothing through everything that a real one can reach, and wait for them (P3).
+        """Run small steps that mean nothing through everything that a real one can reach, and wait for them (P3).
 
-        Before the first real flight. `block_ids` are leased by the caller and get overwritten: one for each row of a flight, all together for a
-        chunk of up to `chunk_tokens`. Raises what a flight raised.
+        Before the first real step. `block_ids` are leased by the caller and get overwritten: one for each row of a
+        step, all together for a chunk of up to `chunk_tokens`. Raises what a step raised.
         """
         size = self._model.layout.block_tokens
         count = min(self._num_rows, len(block_ids))
         for first in range(0, len(_VARIANTS), count):
             begun = [_row(row, (block_ids[row],), 1, _VARIANTS[(first + row) % len(_VARIANTS)]) for row in range(count)]
-            going_on = [row._replace(start=1, stop=2, tokens=None, output_index=1, begin=None) for row in begun if size > 1]
+            going_on = [
+                row._replace(start=1, stop=2, tokens=None, output_index=1, begin=None) for row in begun if size > 1
+            ]
             for rows in (begun, going_on, going_on[:1], [*going_on[:1], *begun[1:]]):
                 self._run_for_nothing(rows)
             if self._proposer is not None and size > 2:
@@ -247,9 +254,15 @@ class Executor:
         self._run_for_nothing([_row(0, tuple(block_ids[: -(-tokens // size)]), tokens, _VARIANTS[0])])
 
     def capture(
-        self, shapes: Sequence[Shape], *, gate_layers: int = 0, tell: Callable[[int, int], None] = lambda done, total: None
+        self,
+        shapes: Sequence[Shape],
+        *,
+        gate_layers: int = 0,
+        tell: Callable[[int, int], None] = lambda done, total: None,
     ) -> None:
-        """Capture the forward pass of each shape. Behind `warm_up`, before the first real flight. Blocks; touches no KV. See `Graphs`."""
+        """Capture the forward pass of each shape. Behind `warm_up`, before the first real step. Blocks; touches no KV.
+        See `Graphs`.
+        """
         self._graphs = None
         longest = self._kv.shape[0]  # blocks
         if self._partials is not None:
@@ -277,22 +290,30 @@ class Executor:
     def _run_for_nothing(self, rows: Sequence[RowPlan]) -> None:
         if not rows:
             return
-        flight = self.launch(BatchPlan(tuple(rows), any(row.drafts for row in rows)), after=(), gates=LayerGates())
-        self._device.wait_host(flight.fence, reason="flight")
-        flight.drop()
-        if flight.fence.failure is not None:
-            raise flight.fence.failure
+        step = self.launch(BatchPlan(tuple(rows), any(row.drafts for row in rows)), after=(), gates=LayerGates())
+        self._device.wait_host(step.fence, reason="step")
+        step.drop()
+        if step.fence.failure is not None:
+            raise step.fence.failure
 
     def _accesses(self, batch: BatchPlan, letter: Letter, *, later: bool) -> list[Access]:
-        """What a flight touches from its start: all its KV, unless it gets to that layer by layer, or knows only then which it is."""
+        """What a step touches from its start: all its KV, unless it gets to that layer by layer, or knows only then
+        which it is.
+        """
         layout = self._model.layout
-        return [letter.access(write=True), *([] if later else kv_accesses(batch.rows, layout, range(layout.num_layers)))]
+        return [
+            letter.access(write=True),
+            *([] if later else kv_accesses(batch.rows, layout, range(layout.num_layers))),
+        ]
 
     def _rows_where_they_are(self, batch: BatchPlan, inputs: StepInputs) -> Sequence[RowPlan]:
         """The batch's rows as they turned out, where the host may look; else within their bounds."""
         if not batch.speculates or inputs.positions.device.type != "cpu":
             return batch.rows
-        return [row._replace(start=length - row.num_tokens, stop=length) for row, length in zip(batch.rows, inputs.kv_lens, strict=True)]
+        return [
+            row._replace(start=length - row.num_tokens, stop=length)
+            for row, length in zip(batch.rows, inputs.kv_lens, strict=True)
+        ]
 
     def _rows_from_state(self, batch: BatchPlan) -> Sequence[RowPlan]:
         """The same before a captured pass: from where the device state says that rows are."""
@@ -300,27 +321,32 @@ class Executor:
             return batch.rows
         lengths = self._state.lengths.tolist()
         return [
-            row if row.tokens is not None else row._replace(start=lengths[row.row], stop=lengths[row.row] + row.num_tokens)
+            row
+            if row.tokens is not None
+            else row._replace(start=lengths[row.row], stop=lengths[row.row] + row.num_tokens)
             for row in batch.rows
         ]
 
     def _gate(self, gates: LayerGates, rows: Sequence[RowPlan]) -> Callable[[int], None]:
-        """What the attention calls before it touches a layer's KV: waits, on the device, for that layer's loads (H5)."""
+        """What the attention calls before it touches a layer's KV: waits, on the device, for that layer's loads
+        (H5).
+        """
         if not gates.by_layer:
             return lambda layer: None
 
         def before_layer(layer: int) -> None:
             for fence in gates.by_layer[layer]:
                 self._stream.wait(fence)
-            if self._witnessed:
+            if self._traced:
                 self._stream.touch(lambda: kv_accesses(rows, self._model.layout, range(layer, layer + 1)))
 
         return before_layer
 
     def _run(self, batch: BatchPlan, changes: TableChanges, work: Work, letter: Letter) -> None:
-        """The flight itself. On the compute stream.
+        """The step itself. On the compute stream.
 
-        Whatever fails, the device's tables are made anew for the flights behind it: on a GPU this is the engine thread, before it packs another.
+        Whatever fails, the device's tables are made anew for the steps behind it: on a GPU this is the engine thread,
+        before it packs another.
         """
         try:
             with torch.inference_mode():
@@ -341,7 +367,9 @@ class Executor:
                 else:
                     drawn, counts = drafts.draw(computed, self._state)
                     times = None if computed.proposed is None else computed.proposed.times
-                    self._mailbox.write(letter.start, drawn, self._stream, counts=counts if drafts.most else None, times=times)
+                    self._mailbox.write(
+                        letter.start, drawn, self._stream, counts=counts if drafts.most else None, times=times
+                    )
         except BaseException:
             self._tables.forget()
             raise
@@ -355,7 +383,7 @@ class Executor:
             if self._partials is not None:  # what frames have: kernels are compiled for one of them
                 inputs = replace(inputs, block_tables=inputs.block_tables.to(torch.int32))
             rows = self._rows_where_they_are(batch, inputs)
-            if batch.speculates and not gates.by_layer and self._witnessed:
+            if batch.speculates and not gates.by_layer and self._traced:
                 self._stream.touch(lambda: kv_accesses(rows, self._model.layout, range(self._model.layout.num_layers)))
             before_layer = self._gate(gates, rows)
             tokens, proposed = inputs.tokens, None
@@ -372,7 +400,7 @@ class Executor:
             of_rows = None
             if self._forward.keeps_up:
                 of_rows = PackedRows(
-                    inputs.query_starts_dev,
+                    inputs.cu_seqlens_q_dev,
                     self._state.index([row.row for row in batch.rows]),
                     self._state.index([origin_of(row, self._model.layout.block_tokens) for row in batch.rows]),
                 )
@@ -388,13 +416,19 @@ class Executor:
 
         return Work(forward, draws=False)
 
-    def _captured_work(self, batch: BatchPlan, captured: Captured, gates: LayerGates, letter: Letter, changes: TableChanges) -> Work:
-        """The batch's forward pass, by a graph, which changes the tables first; its draws by another one, where that is captured."""
+    def _captured_work(
+        self, batch: BatchPlan, captured: Captured, gates: LayerGates, letter: Letter, changes: TableChanges
+    ) -> Work:
+        """The batch's forward pass, by a graph, which changes the tables first; its draws by another one, where that is
+        captured.
+        """
         assert self._graphs is not None
         graphs, gated = self._graphs, bool(gates.by_layer)
         layout, columns = self._model.layout, batch.columns
         nobody, shape = self._state.nobody, captured.frame.shape
-        numbers = pack(batch, shape, nobody=nobody, block_tokens=layout.block_tokens, letter=letter.start, changes=changes)
+        numbers = pack(
+            batch, shape, nobody=nobody, block_tokens=layout.block_tokens, letter=letter.start, changes=changes
+        )
         draws = self._draws_of(columns)
         by_graph = draws in captured.draws(gated=gated)
         if gated:
@@ -404,7 +438,7 @@ class Executor:
             graphs.fill(captured, numbers)
             rows = self._rows_from_state(batch)
             computed = graphs.replay(captured, gated=gated)
-            if (gated or batch.speculates) and self._witnessed:
+            if (gated or batch.speculates) and self._traced:
                 self._stream.touch(lambda: kv_accesses(rows, layout, range(layout.num_layers)))
             if by_graph:
                 graphs.draw(captured, draws, gated=gated)
@@ -418,7 +452,7 @@ class Executor:
         return Work(forward, by_graph)
 
     def _draws_of(self, columns: RowColumns) -> Draws:
-        """What the draws of a flight take."""
+        """What the draws of a step take."""
         for row, outputs in zip(columns.row, columns.output_index, strict=True) if self._bans else ():
             if (spec := self._bans.get(row)) is not None and outputs >= spec.min_tokens:
                 del self._bans[row]
@@ -429,15 +463,15 @@ class Executor:
         return max(asked, default=Draws.LIKELIEST)
 
     def _paged(self, inputs: StepInputs, before_layer: Callable[[int], None]) -> AttentionBatch:
-        """The flight as its layers' attention sees it. On a GPU, rows that decode are reduced in splits and chunks in one pass, or, if they are
-        short, in splits as well: which way a row goes is part of what its bits depend on.
+        """The step as its layers' attention sees it. On a GPU, rows that decode are reduced in splits and chunks in one
+        pass, or, if they are short, in splits as well: which way a row goes is part of what its bits depend on.
         """
         if self._partials is None:
             return PagedBatch(
                 kv=self._kv,
                 slots=inputs.slots,
                 block_tables=inputs.block_tables,
-                query_starts=inputs.query_starts,
+                cu_seqlens_q=inputs.cu_seqlens_q,
                 kv_lens=inputs.kv_lens,
                 num_decode=inputs.num_decode,
                 before_layer=before_layer,
@@ -445,12 +479,12 @@ class Executor:
         split_rows, longest = inputs.num_decode, 1
         if len(inputs.drafted):
             split_rows, longest = len(inputs.state_rows), 1 + self._max_drafts
-        shape = Shape(split_rows, len(inputs.tokens) - inputs.query_starts[split_rows])
+        shape = Shape(split_rows, len(inputs.tokens) - inputs.cu_seqlens_q[split_rows])
         return DeviceBatch(
             kv=self._kv,
             slots=inputs.slots,
             block_tables=inputs.block_tables,
-            query_starts=inputs.query_starts_dev,
+            cu_seqlens_q=inputs.cu_seqlens_q_dev,
             kv_lens=inputs.kv_lens_dev,
             split_rows=shape.decodes,
             split_queries=longest,

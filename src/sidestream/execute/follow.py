@@ -1,8 +1,9 @@
-"""Hidden states from one flight to the next: by row on the device, and by block in its last layers, so that they come back with the KV.
+"""Hidden states from one step to the next: by row on the device, and by block in its last layers, so that they come
+back with the KV.
 
-A proposer that reads hidden states takes, at each token, that of the position before. For a row's first token of a flight that is what the
-row's flight before left; for its first token of an epoch, what the block before it holds (H15); and at the start of a sequence, zeros.
-On the compute stream.
+A proposer that reads hidden states takes, at each token, that of the position before. For a row's first token of a step
+that is what the row's step before left; for its first token of an epoch, what the block before it holds (H15); and at
+the start of a sequence, zeros. On the compute stream.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ FROM_ROW, NOTHING = -1, -2
 
 
 def origin_of(row: RowPlan, block_tokens: int) -> int:
-    """Where the hidden state before the row's first token of this flight is: the id of the block that holds it, `FROM_ROW` or `NOTHING`."""
+    """Where the hidden state before the row's first token of this step is: the id of the block that holds it,
+    `FROM_ROW` or `NOTHING`.
+    """
     if row.begin is None:
         return FROM_ROW
     return row.block_ids[row.start // block_tokens - 1] if row.start else NOTHING
@@ -30,7 +33,7 @@ def origin_of(row: RowPlan, block_tokens: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class PackedRows:
-    """The rows of a packed flight, on the device.
+    """The rows of a packed step, on the device.
 
     bounds    int64 `[B + 1]`: where each one's tokens begin, and where the last one's end
     numbers   int64 `[B]`: row numbers
@@ -56,11 +59,15 @@ class HiddenStates:
         self._by_block = kv.view(kv.shape[0], -1)[:, start : start + hidden_size]
 
     def before_each(self, rows: PackedRows) -> Tensor:
-        """The same for rows with one token each that go on from their flight before, `[B, hidden_size]`: none of it is of this flight."""
+        """The same for rows with one token each that go on from their step before, `[B, hidden_size]`: none of it is of
+        this step.
+        """
         return self._state.hidden[rows.numbers]
 
     def before(self, hidden: Tensor, rows: PackedRows) -> Tensor:
-        """The hidden state at the position before each packed token: `[T, hidden_size]`, from those of this flight, `hidden` `[T, hidden_size]`."""
+        """The hidden state at the position before each packed token: `[T, hidden_size]`, from those of this step,
+        `hidden` `[T, hidden_size]`.
+        """
         if devices.has_kernels(hidden):
             from sidestream.execute import launch  # Triton, which a CPU does not need
 
@@ -73,11 +80,21 @@ class HiddenStates:
         return shifted.index_copy(0, torch.where(stops > starts, starts, nowhere), first)[:nowhere]
 
     def keep(self, hidden: Tensor, rows: PackedRows, *, positions: Tensor, slots: Tensor) -> None:
-        """Write what blocks hold, and leave to each row that of its last packed token. positions, slots int64 `[T]`, slot -1: nobody's."""
+        """Write what blocks hold, and leave to each row that of its last packed token. positions, slots int64 `[T]`,
+        slot -1: nobody's.
+        """
         if devices.has_kernels(hidden):
             from sidestream.execute import launch
 
-            launch.keep(hidden, rows, self._state.hidden, self._by_block, positions=positions, slots=slots, block_tokens=self._size)
+            launch.keep(
+                hidden,
+                rows,
+                self._state.hidden,
+                self._by_block,
+                positions=positions,
+                slots=slots,
+                block_tokens=self._size,
+            )
             return
         nowhere = self._by_block.shape[0] - 1
         blocks = torch.where(((positions + 1) % self._size == 0) & (slots >= 0), slots // self._size, nowhere)

@@ -1,4 +1,6 @@
-"""A flight's forward pass, however it is launched: the model, and behind it what keeps up with it for drafting. On the compute stream."""
+"""A step's forward pass, however it is launched: the model, and behind it what keeps up with it for drafting. On the
+compute stream.
+"""
 
 from __future__ import annotations
 
@@ -50,16 +52,25 @@ class Computed(NamedTuple):
 
 
 class Forward:
-    """The one way from packed tokens to logits, for passes that are launched kernel by kernel and for those that are captured.
+    """The one way from packed tokens to logits, for passes that are launched kernel by kernel and for those that are
+    captured.
 
-    kv           the pool by layer, as attention takes it; with one block more than anybody holds for a proposer that reads hidden states
+    kv           the pool by layer, as attention takes it; with one block more than anybody holds for a proposer that
+                 reads hidden states
     partials     buffers of attention's kernels on a GPU; None: attention by torch
     proposer     is shown every pass, if it keeps KV; None: nobody drafts
     keeps_up     whether it does
     """
 
     def __init__(
-        self, model: ForwardModel, kv: Tensor, *, stream: Stream, partials: Partials | None, state: DecodeState, proposer: Proposer | None
+        self,
+        model: ForwardModel,
+        kv: Tensor,
+        *,
+        stream: Stream,
+        partials: Partials | None,
+        state: DecodeState,
+        proposer: Proposer | None,
     ) -> None:
         self._stream = stream
         self._model = model
@@ -95,9 +106,10 @@ class Forward:
     ) -> Computed:
         """One pass over packed tokens, int64 `[T]`, at positions, int64 `[T]`.
 
-        places int64 `[N]`: which of them a token is drawn behind · rows: None if nobody keeps up · before_layer: called with each layer
-        behind the model's, in their order, before any of them is read or written · proposed: what the tokens hold of drafts · going_on: each row has
-        one token and goes on from its flight before, and `before_layer` waits for nothing: what there is to keep up with is known already
+        places int64 `[N]`: which of them a token is drawn behind · rows: None if nobody keeps up · before_layer: called
+        with each layer behind the model's, in their order, before any of them is read or written · proposed: what the
+        tokens hold of drafts · going_on: each row has one token and goes on from its step before, and `before_layer`
+        waits for nothing: what there is to keep up with is known already
         """
         hidden, proposer, at_places = self._hidden, self._proposer, None
         if hidden is None or proposer is None or rows is None:
@@ -114,7 +126,9 @@ class Forward:
                 for layer in self._layers_behind:
                     before_layer(layer)
                 if not going_on:
-                    self._stream.aside(lambda: proposer.follow(Shown(tokens, positions, hidden.before(everywhere, rows), batch)))
+                    self._stream.aside(
+                        lambda: proposer.follow(Shown(tokens, positions, hidden.before(everywhere, rows), batch))
+                    )
                 self._stream.aside(lambda: hidden.keep(everywhere, rows, positions=positions, slots=batch.slots))
 
             if going_on:
@@ -127,11 +141,15 @@ class Forward:
             self._stream.stamp(proposed.times[2:])
         return Computed(logits, positions[places], at_places, proposed)
 
-    def one_token_each(self, tables: Tensor, positions: Tensor, last: Tensor, nobody: Tensor | None = None) -> AttentionBatch:
-        """A batch over the pool of rows with one token each, which wait for nothing: tables `[n, blocks]`, positions int64 `[n]`.
+    def one_token_each(
+        self, tables: Tensor, positions: Tensor, last: Tensor, nobody: Tensor | None = None
+    ) -> AttentionBatch:
+        """A batch over the pool of rows with one token each, which wait for nothing: tables `[n, blocks]`, positions
+        int64 `[n]`.
 
         last     int64 `[n]`: as far as a row has room; what would be behind that is there
-        nobody   bool `[n]`: rows that write nothing and see nothing, which attention by torch does not know; None: there are none
+        nobody   bool `[n]`: rows that write nothing and see nothing, which attention by torch does not know; None:
+                 there are none
         """
         count, size = len(positions), self._model.layout.block_tokens
         if devices.has_kernels(tables):
@@ -149,7 +167,7 @@ class Forward:
                 kv=self._kv,
                 slots=slots,
                 block_tables=tables.to(torch.int64),
-                query_starts=tuple(range(count + 1)),
+                cu_seqlens_q=tuple(range(count + 1)),
                 kv_lens=tuple(lengths.tolist()),
                 num_decode=count,
                 before_layer=ungated,
@@ -158,7 +176,7 @@ class Forward:
             kv=self._kv,
             slots=slots,
             block_tables=tables,
-            query_starts=self._numbers[: count + 1],
+            cu_seqlens_q=self._numbers[: count + 1],
             kv_lens=lengths,
             split_rows=count,
             partials=self._partials,

@@ -1,7 +1,8 @@
-"""What a captured forward pass reads: one buffer of numbers, and what its kernels make of it and of the device's decode state.
+"""What a captured forward pass reads: one buffer of numbers, and what its kernels make of it and of the device's decode
+state.
 
-A graph bakes in shapes and addresses, so every batch that it serves is written over the same buffer, whole: whatever is not of this batch is
-padding, which computes with nobody's row, writes no KV and draws nothing (H18).
+A graph bakes in shapes and addresses, so every batch that it serves is written over the same buffer, whole: whatever is
+not of this batch is padding, which computes with nobody's row, writes no KV and draws nothing (H18).
 """
 
 from __future__ import annotations
@@ -25,14 +26,17 @@ from sidestream.types import BatchPlan, RowColumns
 
 Numbers = npt.NDArray[np.int64]
 
-# Chunks of prefill that one flight of a captured shape has, at least and at most: as many as there are, if they are short prompts.
+# Chunks of prefill that one step of a captured shape has, at least and at most: as many as there are, if they are short
+# prompts.
 _CHUNKS, _MOST_CHUNKS = 8, 64
 _CHUNK_TOKENS = 16
-# From so many rows on, a flight with few drafts has a shape of its own; up to so many, one with drafts and prefill.
+# From so many rows on, a step with few drafts has a shape of its own; up to so many, one with drafts and prefill.
 _MANY_ROWS = 16
 _FEW_ROWS = 32
 SHORT_TOKENS = 16
-"""A flight with so few tokens of prefill reduces them in splits, like rows that decode: what a cache did not supply is a few tokens over many."""
+"""A step with so few tokens of prefill reduces them in splits, like rows that decode: what a cache did not supply is a
+few tokens over many.
+"""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -105,21 +109,35 @@ class Shape:
 
     @classmethod
     def all_of(cls, *, max_rows: int, chunk_tokens: int, max_tokens: int, drafts: int = 0) -> list[Shape]:
-        """Those worth a graph each, for up to `max_rows` rows at once and up to `max_tokens` tokens of prefill; the most used first.
+        """Those worth a graph each, for up to `max_rows` rows at once and up to `max_tokens` tokens of prefill; the
+        most used first.
 
-        A whole chunk of prefill is not padded. With drafts, rows that decode have graphs for `drafts` of them beside those for none, and many rows
-        also for a quarter of that: where few of them draft, most of what is computed would be padding. Beside prefill, few rows have their own for
-        the same reason: a thousand rows' drafts would be computed for one.
+        A whole chunk of prefill is not padded. With drafts, rows that decode have graphs for `drafts` of them beside
+        those for none, and many rows also for a quarter of that: where few of them draft, most of what is computed
+        would be padding. Beside prefill, few rows have their own for the same reason: a thousand rows' drafts would be
+        computed for one.
         """
-        decodes = [count for count in (1, 2, 4, *range(8, 64, 8), *range(64, 128, 16), *range(128, 1024, 32)) if count < max_rows]
-        tokens = [
-            count for count in (SHORT_TOKENS, 32, 64, 128, 256, 384, 512, 768, *range(1024, 8192, 512), chunk_tokens) if count < max_tokens
+        decodes = [
+            count
+            for count in (1, 2, 4, *range(8, 64, 8), *range(64, 128, 16), *range(128, 1024, 32))
+            if count < max_rows
         ]
-        doubling = {count for count in (*(SHORT_TOKENS << power for power in range(10)), chunk_tokens) if count < max_tokens}
+        tokens = [
+            count
+            for count in (SHORT_TOKENS, 32, 64, 128, 256, 384, 512, 768, *range(1024, 8192, 512), chunk_tokens)
+            if count < max_tokens
+        ]
+        doubling = {
+            count for count in (*(SHORT_TOKENS << power for power in range(10)), chunk_tokens) if count < max_tokens
+        }
         beside = [count for count in (0, 8, 32, 128) if count < max_rows]
         return [
             *(cls(count, 0, number) for number in sorted({0, drafts}) for count in (*decodes, max_rows)),
-            *(cls(count, 0, drafts, count * drafts // 4) for count in (*decodes, max_rows) if drafts and count >= _MANY_ROWS),
+            *(
+                cls(count, 0, drafts, count * drafts // 4)
+                for count in (*decodes, max_rows)
+                if drafts and count >= _MANY_ROWS
+            ),
             *(
                 cls(rows, count, drafts)
                 for rows in sorted({min(_FEW_ROWS, max_rows), max_rows})
@@ -132,12 +150,14 @@ class Shape:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Frame:
-    """The buffer of one shape, int64 on the device, and its parts; overwritten by each batch, read by the captured launch.
+    """The buffer of one shape, int64 on the device, and its parts; overwritten by each batch, read by the captured
+    launch.
 
-    tokens         [T] ids; -1: the row's last token, from device state; -2 and below: its first draft, and those behind it
+    tokens         [T] ids; -1: the row's last token, from device state; -2 and below: its first draft, and those behind
+                   it
     positions      [T]; -1 and below: where only the device knows: the row's last token, and what is behind it
     token_rows     [T] row of each token; `DecodeState.nobody` of padding
-    query_starts   [B + 1] rows that decode first, then chunks of prefill; rows of padding have no tokens
+    cu_seqlens_q   [B + 1] rows that decode first, then chunks of prefill; rows of padding have no tokens
     kv_lens        [B]; 0 of padding; below: so many tokens more than the device knows of the row
     rows           [B]; `nobody` of padding
     origins        [B] what was before the row's first token: a block's hidden state, or `FROM_ROW`, or `NOTHING`
@@ -154,7 +174,7 @@ class Frame:
     tokens: Tensor
     positions: Tensor
     token_rows: Tensor
-    query_starts: Tensor
+    cu_seqlens_q: Tensor
     kv_lens: Tensor
     rows: Tensor
     origins: Tensor
@@ -172,7 +192,9 @@ class Frame:
         return cls(shape, buffer, *torch.split(buffer, shape.sizes))
 
     def rows_of_places(self, count: int, *, nobody: int) -> Tensor:
-        """The row number of each of the first `count` places where a token is drawn, int64 `[count]`; `nobody` of padding."""
+        """The row number of each of the first `count` places where a token is drawn, int64 `[count]`; `nobody` of
+        padding.
+        """
         at = self.logit_rows[:count]
         return torch.where(at < 0, nobody, self.token_rows[at.clamp(min=0)])
 
@@ -184,10 +206,12 @@ class Frame:
             return Standing(*launch.standing(self, state))
         rows = self.rows[:count]
         # Where the row is, by the host if it knows; and as far as it has room.
-        begins, ends = self.positions[self.query_starts[:count]], self.kv_lens[:count]
+        begins, ends = self.positions[self.cu_seqlens_q[:count]], self.kv_lens[:count]
         lengths = torch.where(begins < 0, state.lengths[rows], begins)
         bounds = (torch.where(ends < 0, lengths - ends, ends) - 1).clamp(min=0)  # rows of padding have none
-        return Standing(state.last[rows], lengths + 1, bounds, rows == state.nobody, state.tables[rows], state.hidden[rows])
+        return Standing(
+            state.last[rows], lengths + 1, bounds, rows == state.nobody, state.tables[rows], state.hidden[rows]
+        )
 
     def inputs(self, state: DecodeState, block_tokens: int, drafts: Tensor | None = None) -> FrameInputs:
         """What the kernels take. `drafts`: int64 `[num_rows + 1, shape.drafts]`, by row. On the compute stream."""
@@ -207,7 +231,7 @@ class Frame:
 
 
 class Standing(NamedTuple):
-    """Where rows that decode stand before a flight.
+    """Where rows that decode stand before a step.
 
     tokens    int64 `[R]`: the last one of each
     lengths   int64 `[R]`: how many tokens each has, that one included
@@ -256,16 +280,37 @@ def shape_of(batch: BatchPlan) -> tuple[int, int, int, int]:
 
 
 def pack(
-    batch: BatchPlan, shape: Shape, *, nobody: int, block_tokens: int, letter: int = 0, changes: TableChanges | None = None
+    batch: BatchPlan,
+    shape: Shape,
+    *,
+    nobody: int,
+    block_tokens: int,
+    letter: int = 0,
+    changes: TableChanges | None = None,
 ) -> Numbers:
-    """The numbers of a frame of `shape`, which has room for the batch, whose rows that decode come first; see `Frame.letter`.
+    """The numbers of a frame of `shape`, which has room for the batch, whose rows that decode come first; see
+    `Frame.letter`.
 
     changes   of the device's tables, at most as many as the frame has rows
     """
     columns, decodes = batch.columns, batch.num_decodes
     numbers = (_padding(shape, nobody) if batch.speculates else _of_decodes(shape, nobody, decodes)).copy()
     parts = [numbers[part] for part in _parts(shape)]
-    tokens, positions, token_rows, query_starts, kv_lens, frame_rows, origins, logit_rows, draws, firsts, changed, blocks, letters = parts
+    (
+        tokens,
+        positions,
+        token_rows,
+        cu_seqlens_q,
+        kv_lens,
+        frame_rows,
+        origins,
+        logit_rows,
+        draws,
+        firsts,
+        changed,
+        blocks,
+        letters,
+    ) = parts
     letters[:] = letter
     if changes is not None and (count := len(changes.places)):
         changed[:count], blocks[:count] = changes
@@ -283,17 +328,26 @@ def pack(
         token_rows[:count] = np.repeat(own, counts)
         positions[:count] = np.where(np.repeat(lost, counts), -1 - inside, inside + np.repeat(starts, counts))
         kv_lens[:decodes] = np.where(lost, -counts, stops)
-        query_starts[1 : decodes + 1], firsts[:decodes] = ends, ends - counts
+        cu_seqlens_q[1 : decodes + 1], firsts[:decodes] = ends, ends - counts
         logit_rows[:count] = np.arange(count)
-        query_starts[decodes + 1 :] = count
+        cu_seqlens_q[decodes + 1 :] = count
     else:
         count = decodes
         positions[:count], token_rows[:count], kv_lens[:count] = starts, own, starts + 1
     begin, place, sampling = count, count, decodes
     for at, row in enumerate(batch.rows[decodes:], shape.decodes):
         end = begin + row.stop - row.start
-        tokens[begin:end], positions[begin:end], token_rows[begin:end] = row.tokens or (), np.arange(row.start, row.stop), row.row
-        query_starts[at + 1 :], kv_lens[at], frame_rows[at], origins[at] = end, row.stop, row.row, origin_of(row, block_tokens)
+        tokens[begin:end], positions[begin:end], token_rows[begin:end] = (
+            row.tokens or (),
+            np.arange(row.start, row.stop),
+            row.row,
+        )
+        cu_seqlens_q[at + 1 :], kv_lens[at], frame_rows[at], origins[at] = (
+            end,
+            row.stop,
+            row.row,
+            origin_of(row, block_tokens),
+        )
         if row.samples:
             logit_rows[place], draws[sampling], firsts[sampling] = end - 1, at, place
             place, sampling = place + 1, sampling + 1
@@ -321,27 +375,29 @@ def _padding(shape: Shape, nobody: int) -> Numbers:
 def _of_decodes(shape: Shape, nobody: int, decodes: int) -> Numbers:
     """What every frame of so many rows that decode has, without drafts: the same step after step."""
     numbers = _padding(shape, nobody).copy()
-    tokens, _, _, query_starts, _, _, _, logit_rows, draws, firsts, *_ = (numbers[part] for part in _parts(shape))
+    tokens, _, _, cu_seqlens_q, _, _, _, logit_rows, draws, firsts, *_ = (numbers[part] for part in _parts(shape))
     tokens[:decodes] = -1
-    query_starts[1 : decodes + 1], query_starts[decodes + 1 :] = np.arange(1, decodes + 1), decodes
+    cu_seqlens_q[1 : decodes + 1], cu_seqlens_q[decodes + 1 :] = np.arange(1, decodes + 1), decodes
     for each in (logit_rows, draws, firsts):
         each[:decodes] = np.arange(decodes)
     return numbers
 
 
 class TableKeeper:
-    """Which blocks the device's tables say that each row holds, and what a flight has to change there. Engine thread only."""
+    """Which blocks the device's tables say that each row holds, and what a step has to change there. Engine thread
+    only.
+    """
 
     def __init__(self, num_rows: int, width: int) -> None:
         self._width = width
         self._held: list[tuple[int, ...]] = [()] * num_rows
 
-    def changes(self, flight: RowColumns) -> TableChanges:
-        """What the tables of a flight's rows lack, mostly nothing. It is taken for made: `forget` if it was not."""
+    def changes(self, step: RowColumns) -> TableChanges:
+        """What the tables of a step's rows lack, mostly nothing. It is taken for made: `forget` if it was not."""
         places: list[int] = []
         blocks: list[int] = []
-        others = map(is_not, map(self._held.__getitem__, flight.row), flight.block_ids)
-        for row, wanted in compress(zip(flight.row, flight.block_ids, strict=True), others):
+        others = map(is_not, map(self._held.__getitem__, step.row), step.block_ids)
+        for row, wanted in compress(zip(step.row, step.block_ids, strict=True), others):
             held = self._held[row]
             kept = len(held) if wanted[: len(held)] == held else 0  # else it is somebody else's row now
             base = row * self._width
@@ -356,5 +412,10 @@ class TableKeeper:
 
 
 def fitting(shapes: Sequence[Shape], decodes: int, chunks: int, tokens: int, drafts: int = 0) -> list[Shape]:
-    """Those that such a batch has room in, if it has as many drafts as they hold together; the one with the least padding first."""
-    return sorted((shape for shape in shapes if shape.fits(decodes, chunks, tokens, drafts)), key=lambda shape: (shape.num_tokens, shape))
+    """Those that such a batch has room in, if it has as many drafts as they hold together; the one with the least
+    padding first.
+    """
+    return sorted(
+        (shape for shape in shapes if shape.fits(decodes, chunks, tokens, drafts)),
+        key=lambda shape: (shape.num_tokens, shape),
+    )

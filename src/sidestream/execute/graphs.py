@@ -1,7 +1,9 @@
-"""Forward passes that were captured once, by shape, and are replayed: the host's part of a step is one call, however many layers there are.
+"""Forward passes that were captured once, by shape, and are replayed: the host's part of a step is one call, however
+many layers there are.
 
-Each shape has two graphs: one for batches whose KV is all there, and one that waits for loads on their way, group of layers by group of
-layers (H5). Both read the shape's frame (`execute/frame.py`) and leave what they computed where it always is. Engine thread.
+Each shape has two graphs: one for batches whose KV is all there, and one that waits for loads on their way, group of
+layers by group of layers (H5). Both read the shape's frame (`execute/frame.py`) and leave what they computed where it
+always is. Engine thread.
 """
 
 from __future__ import annotations
@@ -53,7 +55,9 @@ class _Pass:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Captured:
-    """One shape's graphs. `fetches`: of each slot of the uploads, the one that fills the frame; none: that is not captured."""
+    """One shape's graphs. `fetches`: of each slot of the uploads, the one that fills the frame; none: that is not
+    captured.
+    """
 
     frame: Frame
     plain: _Pass
@@ -61,23 +65,30 @@ class Captured:
     fetches: list[Graph] = field(default_factory=list)
 
     def draws(self, *, gated: bool) -> Sequence[Draws]:
-        """Those that are captured. Behind drafts a penalty is reckoned with the drafts before, by the host; and few flights wait for loads."""
+        """Those that are captured. Behind drafts a penalty is reckoned with the drafts before, by the host; and few
+        steps wait for loads.
+        """
         if gated:
             return (Draws.LIKELIEST,)
-        return (Draws.LIKELIEST, Draws.RANDOM) if self.frame.shape.drafts else (Draws.LIKELIEST, Draws.RANDOM, Draws.PENALISED)
+        return (
+            (Draws.LIKELIEST, Draws.RANDOM)
+            if self.frame.shape.drafts
+            else (Draws.LIKELIEST, Draws.RANDOM, Draws.PENALISED)
+        )
 
 
 class Graphs:
     """Owner of the frames and graphs of one executor.
 
     kv           the pool by layer, as attention takes it
-    partials     buffers of attention's kernels on a GPU; None: attention by torch, which reads a frame on the host when it is replayed
+    partials     buffers of attention's kernels on a GPU; None: attention by torch, which reads a frame on the host when
+                 it is replayed
     straight     their room for a long chunk's KV
     gates        a stream of its own, on which gates are recorded
     gate_layers  layers that wait together, in the gated graphs; 0: there are none, and nothing gated is replayed
     proposer     drafts for shapes with drafts
     mailbox      where draws that are captured are delivered
-    uploads      where a flight's numbers lie
+    uploads      where a step's numbers lie
     """
 
     def __init__(
@@ -113,7 +124,9 @@ class Graphs:
         self._events: list[GateEvent] = []
         if gate_layers:
             num_layers = kv.shape[1]
-            self._groups = [range(first, min(first + gate_layers, num_layers)) for first in range(0, num_layers, gate_layers)]
+            self._groups = [
+                range(first, min(first + gate_layers, num_layers)) for first in range(0, num_layers, gate_layers)
+            ]
             self._events = [device.event(f"gate {group.start}") for group in self._groups]  # type: ignore[attr-defined]
             for event in self._events:
                 event.record(gates)  # a wait for one that never was would be nothing
@@ -126,8 +139,8 @@ class Graphs:
     def capture(self, shapes: Iterable[Shape], *, tell: Callable[[int, int], None] = lambda done, total: None) -> None:
         """Capture the shapes in their order, and replay each once, on padding. Blocks; before serving only.
 
-        When memory ends, what was captured by then stays and a warning says so. Raises what else a forward pass raises. `tell` is given how
-        many are done, of how many.
+        When memory ends, what was captured by then stays and a warning says so. Raises what else a forward pass raises.
+        `tell` is given how many are done, of how many.
         """
         shapes = list(shapes)
         for number, shape in enumerate(shapes):
@@ -146,7 +159,9 @@ class Graphs:
         tell(len(shapes), len(shapes))
 
     def find(self, batch: BatchPlan, wanted: tuple[int, int, int, int], *, gated: bool) -> Captured | None:
-        """The graphs of the shape with the least padding that the batch fits in, whose `shape_of` is `wanted`; None: it runs without one."""
+        """The graphs of the shape with the least padding that the batch fits in, whose `shape_of` is `wanted`; None: it
+        runs without one.
+        """
         if gated and not self._groups:
             return None
         if wanted not in self._fitting:
@@ -181,7 +196,9 @@ class Graphs:
         self._stream.enqueue((captured.gated if gated else captured.plain).draws[draws])
 
     def _capture(self, shape: Shape) -> Captured:
-        captured = Captured(Frame.allocate(shape, self._state.tables.device, nobody=self._state.nobody), _Pass(), _Pass())
+        captured = Captured(
+            Frame.allocate(shape, self._state.tables.device, nobody=self._state.nobody), _Pass(), _Pass()
+        )
         events = dict(zip((group.start for group in self._groups), self._events, strict=True))
 
         def run(into: _Pass, before_layer: Callable[[int], None]) -> None:
@@ -196,7 +213,9 @@ class Graphs:
         for draws in captured.draws(gated=False):
             self._finish(lambda draws=draws: self._draw(captured.frame, captured.plain, draws))  # type: ignore[misc]
         beside = next((other.plain.graph for other in self._captured.values()), None)
-        captured.plain.graph = self._stream.capture(lambda: self._submit(lambda: run(captured.plain, ungated)), beside=beside)
+        captured.plain.graph = self._stream.capture(
+            lambda: self._submit(lambda: run(captured.plain, ungated)), beside=beside
+        )
         if events:
             captured.gated.graph = self._stream.capture(
                 lambda: self._submit(lambda: run(captured.gated, wait)), beside=captured.plain.graph
@@ -239,12 +258,14 @@ class Graphs:
             return self._run_on_host(frame, before_layer, going_on=going_on)
         self._state.place(frame.places, frame.blocks)
         proposed = self._propose(frame, frame.shape.decodes)
-        tokens, positions, kv_lens, slots, tables = frame.inputs(self._state, self._kv.shape[3], self._by_row(frame, proposed))
+        tokens, positions, kv_lens, slots, tables = frame.inputs(
+            self._state, self._kv.shape[3], self._by_row(frame, proposed)
+        )
         batch = DeviceBatch(
             kv=self._kv,
             slots=slots,
             block_tables=tables,
-            query_starts=frame.query_starts,
+            cu_seqlens_q=frame.cu_seqlens_q,
             kv_lens=kv_lens,
             split_rows=frame.shape.decodes,
             split_queries=1 + frame.shape.drafts,
@@ -260,7 +281,7 @@ class Graphs:
             positions,
             batch,
             places=places,
-            rows=PackedRows(frame.query_starts, frame.rows, frame.origins) if self._forward.keeps_up else None,
+            rows=PackedRows(frame.cu_seqlens_q, frame.rows, frame.origins) if self._forward.keeps_up else None,
             before_layer=before_layer,
             proposed=proposed,
             going_on=going_on,
@@ -268,11 +289,13 @@ class Graphs:
 
     def _run_on_host(self, frame: Frame, before_layer: Callable[[int], None], *, going_on: bool) -> Computed:
         """The same without padding, which attention by torch does not know."""
-        starts, shape = frame.query_starts.tolist(), frame.shape
+        starts, shape = frame.cu_seqlens_q.tolist(), frame.shape
         rows = [row for row in range(shape.rows) if starts[row + 1] > starts[row]]
         self._state.place(frame.places, frame.blocks)
         proposed = self._propose(frame, sum(row < shape.decodes for row in rows))
-        tokens, positions, kv_lens, slots, tables = frame.inputs(self._state, self._kv.shape[3], self._by_row(frame, proposed))
+        tokens, positions, kv_lens, slots, tables = frame.inputs(
+            self._state, self._kv.shape[3], self._by_row(frame, proposed)
+        )
         count = starts[-1]
         if not count:
             return Computed(torch.zeros(0), torch.zeros(0, dtype=torch.int64))
@@ -280,12 +303,15 @@ class Graphs:
             kv=self._kv,
             slots=slots[:count],
             block_tables=tables[rows].to(torch.int64),
-            query_starts=(0, *(starts[row + 1] for row in rows)),
+            cu_seqlens_q=(0, *(starts[row + 1] for row in rows)),
             kv_lens=tuple(kv_lens[rows].tolist()),
-            num_decode=next((at for at, row in enumerate(rows) if starts[row + 1] - starts[row] > 1 or row >= shape.decodes), len(rows)),
+            num_decode=next(
+                (at for at, row in enumerate(rows) if starts[row + 1] - starts[row] > 1 or row >= shape.decodes),
+                len(rows),
+            ),
             before_layer=before_layer,
         )
-        of_rows = PackedRows(torch.tensor(batch.query_starts), frame.rows[rows], frame.origins[rows])
+        of_rows = PackedRows(torch.tensor(batch.cu_seqlens_q), frame.rows[rows], frame.origins[rows])
         return self._forward.run(
             tokens[:count],
             positions[:count],
@@ -323,13 +349,15 @@ class Graphs:
 
     def _finish(self, work: Callable[[], None]) -> None:
         fence = self._stream.submit(work, label="capture")
-        self._device.wait_host(fence, reason="flight")
+        self._device.wait_host(fence, reason="step")
         if fence.failure is not None:
             raise fence.failure
 
 
 def _let_go(error: BaseException) -> None:
-    """Of what was given to a shape so far, which the frames of an error and of its cause hold. Not in `capture`, whose names would be among them."""
+    """Of what was given to a shape so far, which the frames of an error and of its cause hold. Not in `capture`, whose
+    names would be among them.
+    """
     for raised in (error, error.__cause__):
         if raised is not None:
             traceback.clear_frames(raised.__traceback__)

@@ -1,4 +1,4 @@
-"""From a plan to the tensors of one flight. Made on the engine thread, read on the compute stream, never changed."""
+"""From a plan to the tensors of one step. Made on the engine thread, read on the compute stream, never changed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from sidestream.types import Access, BatchPlan, RowPlan
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
-    """Tensors of one flight, rows packed one after another.
+    """Tensors of one step, rows packed one after another.
 
     tokens          int64 [T]; 0 where the token is taken from device state, or drafted
     from_state      positions in `tokens` to be filled from device state, for the rows `state_rows`
@@ -24,10 +24,11 @@ class StepInputs:
     positions       int64 [T]
     slots           int64 [T]: block id * block_tokens + offset of each token
     block_tables    int64 [B, max blocks], padded with 0
-    query_starts    B + 1 offsets into the packed tokens; `query_starts_dev` the same as int64 [B + 1]
+    cu_seqlens_q    B + 1 offsets into the packed tokens; `cu_seqlens_q_dev` the same as int64 [B + 1]
     kv_lens         B; `kv_lens_dev` the same as int64 [B]
     num_decode      rows of one token that come first
-    logit_rows      int64 [N]: packed positions of what is drawn behind: the last token of each row that samples, and each draft
+    logit_rows      int64 [N]: packed positions of what is drawn behind: the last token of each row that samples, and
+                    each draft
     anchors         what puts rows where only the device knows that they are; None: the host knows where all begin
     """
 
@@ -38,8 +39,8 @@ class StepInputs:
     positions: torch.Tensor
     slots: torch.Tensor
     block_tables: torch.Tensor
-    query_starts: tuple[int, ...]
-    query_starts_dev: torch.Tensor
+    cu_seqlens_q: tuple[int, ...]
+    cu_seqlens_q_dev: torch.Tensor
     kv_lens: tuple[int, ...]
     kv_lens_dev: torch.Tensor
     num_decode: int
@@ -47,8 +48,8 @@ class StepInputs:
     anchors: Anchors | None
 
     def brought(self, uploads: Uploads) -> StepInputs:
-        """The same with its tensors on the device, and positions in memory of their own: compiled layers are handed them, and would be compiled again
-        for another place in memory that is shared.
+        """The same with its tensors on the device, and positions in memory of their own: compiled layers are handed
+        them, and would be compiled again for another place in memory that is shared.
         """
         anchors = self.anchors
         more = [] if anchors is None else [anchors.rows, anchors.begins, anchors.token_rows]
@@ -62,9 +63,11 @@ class StepInputs:
         return replace(self, **given)
 
     def anchored(self, lengths: torch.Tensor) -> StepInputs:
-        """The same with every row that decodes where the device state says that it is: `lengths` int64 by row. On the compute stream.
+        """The same with every row that decodes where the device state says that it is: `lengths` int64 by row. On the
+        compute stream.
 
-        On a CPU it looks at them, as whoever runs the flight may; on a GPU nothing is read back, and `kv_lens` says the least that it may be.
+        On a CPU it looks at them, as whoever runs the step may; on a GPU nothing is read back, and `kv_lens` says the
+        least that it may be.
         """
         if self.anchors is None:
             return self
@@ -75,16 +78,18 @@ class StepInputs:
         blocks = self.block_tables[anchors.token_rows, positions // size]
         kv_lens_dev = self.kv_lens_dev + shift
         kv_lens = tuple(kv_lens_dev.tolist()) if lengths.device.type == "cpu" else self.kv_lens
-        return replace(self, positions=positions, slots=blocks * size + positions % size, kv_lens=kv_lens, kv_lens_dev=kv_lens_dev)
+        return replace(
+            self, positions=positions, slots=blocks * size + positions % size, kv_lens=kv_lens, kv_lens_dev=kv_lens_dev
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class Anchors:
     """Where the host put rows of which only the device knows where they begin.
 
-    rows         int64 [B]: row number of each row of the flight
+    rows         int64 [B]: row number of each row of the step
     begins       int64 [B]: the first position that it packed for it; -1 where it knows
-    token_rows   int64 [T]: which row of the flight each token is of
+    token_rows   int64 [T]: which row of the step each token is of
     """
 
     rows: torch.Tensor
@@ -96,11 +101,23 @@ class Anchors:
 # Blocks of a row that there is room for from the start.
 _WIDTH = 64
 
-_TENSORS = ("tokens", "from_state", "drafted", "positions", "slots", "block_tables", "query_starts_dev", "kv_lens_dev", "logit_rows")
+_TENSORS = (
+    "tokens",
+    "from_state",
+    "drafted",
+    "positions",
+    "slots",
+    "block_tables",
+    "cu_seqlens_q_dev",
+    "kv_lens_dev",
+    "logit_rows",
+)
 
 
 class Packer:
-    """Packs batches whose decode rows come first. Keeps each row's block table: a step adds a block to a few of them."""
+    """Packs batches whose decode rows come first. Keeps each row's block table: a step adds a block to a few of
+    them.
+    """
 
     def __init__(self, num_rows: int, layout: KVLayout) -> None:
         self._block_tokens = layout.block_tokens
@@ -135,9 +152,16 @@ class Packer:
         drafted, drawn, anchors = torch.empty(0, dtype=torch.int64), starts[1:][list(columns.samples)] - 1, None
         if batch.speculates:
             ends = starts[1:].tolist()
-            drafted = _numbers(place for row, end in zip(rows, ends, strict=True) for place in range(end - row.drafts, end))
+            drafted = _numbers(
+                place for row, end in zip(rows, ends, strict=True) for place in range(end - row.drafts, end)
+            )
             drawn = np.array(
-                [place for row, end in zip(rows, ends, strict=True) if row.samples for place in range(end - row.drafts - 1, end)]
+                [
+                    place
+                    for row, end in zip(rows, ends, strict=True)
+                    if row.samples
+                    for place in range(end - row.drafts - 1, end)
+                ]
             )
             begin_or_none = _numbers(-1 if row.is_certain else row.start for row in rows)
             anchors = Anchors(_numbers(columns.row), begin_or_none, torch.from_numpy(index), size)
@@ -149,11 +173,13 @@ class Packer:
             positions=torch.from_numpy(positions),
             slots=torch.from_numpy(tables[index, blocks] * size + inside),
             block_tables=torch.from_numpy(tables),
-            query_starts=tuple(starts.tolist()),
-            query_starts_dev=torch.from_numpy(starts),
+            cu_seqlens_q=tuple(starts.tolist()),
+            cu_seqlens_q_dev=torch.from_numpy(starts),
             kv_lens=tuple(kv_lens_dev.tolist()),
             kv_lens_dev=torch.from_numpy(kv_lens_dev),
-            num_decode=sum(row.tokens is None and not row.drafts for row in rows) if batch.speculates else len(from_state),
+            num_decode=sum(row.tokens is None and not row.drafts for row in rows)
+            if batch.speculates
+            else len(from_state),
             logit_rows=torch.from_numpy(drawn),
             anchors=anchors,
         )
@@ -178,7 +204,9 @@ def _numbers(values: Iterable[int]) -> torch.Tensor:
 
 
 def kv_accesses(rows: Sequence[RowPlan], layout: KVLayout, layers: range) -> list[Access]:
-    """The byte ranges of the pool that some layers of a flight read (blocks before the chunk) and write (blocks of the chunk)."""
+    """The byte ranges of the pool that some layers of a step read (blocks before the chunk) and write (blocks of the
+    chunk).
+    """
     size = layout.block_tokens
     accesses = []
     for row in rows:

@@ -1,7 +1,9 @@
-"""Kernels of what a pass does beside the model, captured for the most part: each does at once what torch would launch tens of kernels for. Need triton.
+"""Kernels of what a pass does beside the model, captured for the most part: each does at once what torch would launch
+tens of kernels for. Need triton.
 
-A step of a small model is as long as its launches are many. Launched on the current stream; nothing is read back. What they compute is what
-the torch code that calls them on a GPU computes elsewhere: that is what tests hold them against, to the bit but for exponentials and penalties.
+A step of a small model is as long as its launches are many. Launched on the current stream; nothing is read back. What
+they compute is what the torch code that calls them on a GPU computes elsewhere: that is what tests hold them against,
+to the bit but for exponentials and penalties.
 """
 
 import triton
@@ -10,9 +12,24 @@ import triton.language as tl
 from sidestream.execute.rules import Rule
 
 LANES = tl.constexpr(128)
-# Parts of a frame, or of what a flight brings with it: where one begins depends on the others, and is no reason to compile another variant.
-_NUMBERS = ["tokens", "positions", "token_rows", "kv_lens", "rows", "places", "blocks", "draws", "firsts", "starts", "origins", "slots"]
-# Logits that a program looks at at once. Vocabularies and strides are a model's: that they are multiples of 16 is worth a variant, whose loads are wide.
+# Parts of a frame, or of what a step brings with it: where one begins depends on the others, and is no reason to
+# compile another variant.
+_NUMBERS = [
+    "tokens",
+    "positions",
+    "token_rows",
+    "kv_lens",
+    "rows",
+    "places",
+    "blocks",
+    "draws",
+    "firsts",
+    "starts",
+    "origins",
+    "slots",
+]
+# Logits that a program looks at at once. Vocabularies and strides are a model's: that they are multiples of 16 is worth
+# a variant, whose loads are wide.
 WIDE = tl.constexpr(4096)
 # See `execute/draw.py` and `execute/rules.py`.
 _UNIT = tl.constexpr(2.0**40)
@@ -23,10 +40,18 @@ PARTS = tl.constexpr(64)
 TILE = tl.constexpr(2048)
 _SMALLEST, _LARGEST = tl.constexpr(2.0**-100), tl.constexpr(2.0**100)
 _RULES = tl.constexpr(len(Rule))
-_TEMPERATURE, _TOP_K, _TOP_P, _MIN_P = (tl.constexpr(int(rule)) for rule in (Rule.TEMPERATURE, Rule.TOP_K, Rule.TOP_P, Rule.MIN_P))
-_REPETITION, _PRESENCE, _FREQUENCY = (tl.constexpr(int(rule)) for rule in (Rule.REPETITION, Rule.PRESENCE, Rule.FREQUENCY))
+_TEMPERATURE, _TOP_K, _TOP_P, _MIN_P = (
+    tl.constexpr(int(rule)) for rule in (Rule.TEMPERATURE, Rule.TOP_K, Rule.TOP_P, Rule.MIN_P)
+)
+_REPETITION, _PRESENCE, _FREQUENCY = (
+    tl.constexpr(int(rule)) for rule in (Rule.REPETITION, Rule.PRESENCE, Rule.FREQUENCY)
+)
 _SEED = tl.constexpr(int(Rule.SEED))
-_GOLDEN, _FIRST, _SECOND = tl.constexpr(-7046029254386353131), tl.constexpr(-4658895280553007687), tl.constexpr(-7723592293110705685)
+_GOLDEN, _FIRST, _SECOND = (
+    tl.constexpr(-7046029254386353131),
+    tl.constexpr(-4658895280553007687),
+    tl.constexpr(-7723592293110705685),
+)
 
 
 @triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=_NUMBERS)
@@ -37,7 +62,9 @@ def change_tables(places, blocks, tables, count):
     tl.store(tables + place, tl.load(blocks + at, mask=at < count, other=0).to(tl.int32), mask=place >= 0)
 
 
-@triton.jit(do_not_specialize=["num_tokens", "nobody", "width", "num_drafts", "size"], do_not_specialize_on_alignment=_NUMBERS)
+@triton.jit(
+    do_not_specialize=["num_tokens", "nobody", "width", "num_drafts", "size"], do_not_specialize_on_alignment=_NUMBERS
+)
 def inputs(
     tokens,
     positions,
@@ -126,7 +153,11 @@ def standing(
     tl.store(to_nobody + at, (row == nobody).to(tl.uint8))
     for begin in range(0, width, LANES):
         column = begin + tl.arange(0, LANES)
-        tl.store(to_tables + at * width + column, tl.load(tables + row * width + column, mask=column < width), mask=column < width)
+        tl.store(
+            to_tables + at * width + column,
+            tl.load(tables + row * width + column, mask=column < width),
+            mask=column < width,
+        )
     for begin in range(0, hidden_size, LANES):
         lane = begin + tl.arange(0, LANES)
         values = tl.load(hidden + row * hidden_size + lane, mask=lane < hidden_size)
@@ -172,7 +203,9 @@ def penalise(logits, rows, reals, counts, in_prompt, drafted, to, width, stride,
 
 @triton.jit
 def _place_in_order(value, SPARE: tl.constexpr):
-    """A whole number with the order of a float32, from 0, without the bits that no value of the type has that it was read from."""
+    """A whole number with the order of a float32, from 0, without the bits that no value of the type has that it was
+    read from.
+    """
     bits = value.to(tl.uint32, bitcast=True)
     return tl.where((bits >> 31) != 0, bits ^ 0xFFFFFFFF, bits | 0x80000000) >> SPARE
 
@@ -205,7 +238,9 @@ def _next_digits(begun, masses, limit, turns_left):
 
 @triton.jit
 def _asked(place, rows, finite, reals, logits, tokens, stride):
-    """Whether a place draws otherwise than its likeliest token; its rules, what its likeliest logit is, and one over its temperature."""
+    """Whether a place draws otherwise than its likeliest token; its rules, what its likeliest logit is, and one over
+    its temperature.
+    """
     rules = tl.load(rows + place) * _RULES
     temperature = tl.load(reals + rules + _TEMPERATURE)
     random = (temperature > 0) & (tl.load(finite + place) != 0)
@@ -230,10 +265,12 @@ def search(
     logits, rows, finite, numbers, reals, tokens, sums, masses, found, width, stride, span, places, turn, turns,
     COUNTED: tl.constexpr, SPARE: tl.constexpr,
 ):  # fmt: skip
-    """One digit more of the floor below which a filter drops all: what lies above each that it may have, in one part of a row. Grid (places, parts).
+    """One digit more of the floor below which a filter drops all: what lies above each that it may have, in one part of
+    a row. Grid (places, parts).
 
-    The floor is the smallest value, by its place in the order of floats, of which all larger ones measure less than a limit: tokens, if
-    COUNTED, or weights. Digits are found from the highest on, one a launch, each by what the launch before has left.
+    The floor is the smallest value, by its place in the order of floats, of which all larger ones measure less than a
+    limit: tokens, if COUNTED, or weights. Digits are found from the highest on, one a launch, each by what the launch
+    before has left.
 
     span     logits of a part
     masses   int64 `[2, places, PARTS, DIGITS]`, zeros: of even turns and of odd ones
@@ -251,7 +288,11 @@ def search(
         if part == 0:
             tl.store(found + turn * places + place, begun)
         step = (place * 0 + 1) << (BITS * (turns - 1 - turn))
-        first, second, third = (begun + step).to(tl.uint32), (begun + 2 * step).to(tl.uint32), (begun + 3 * step).to(tl.uint32)
+        first, second, third = (
+            (begun + step).to(tl.uint32),
+            (begun + 2 * step).to(tl.uint32),
+            (begun + 3 * step).to(tl.uint32),
+        )
         kind: tl.constexpr = tl.int32 if COUNTED else tl.int64
         above_first, above_second, above_third = tl.zeros([TILE], kind), tl.zeros([TILE], kind), tl.zeros([TILE], kind)
         for begin in range(part * span, tl.minimum((part + 1) * span, width), TILE):
@@ -281,7 +322,8 @@ def weigh(
     logits, rows, finite, numbers, reals, tokens, sums, masses_k, found_k, masses_p, found_p, to, floors, width, stride, span, places, turns,
     FINAL: tl.constexpr, SPARE: tl.constexpr,
 ):  # fmt: skip
-    """What weighs in one part of a row that filters leave: top-k alone, or, if FINAL, all of them. Grid (places, parts).
+    """What weighs in one part of a row that filters leave: top-k alone, or, if FINAL, all of them. Grid (places,
+    parts).
 
     floors   float32 `[places]`, if FINAL: powers below are dropped
     """
@@ -302,7 +344,9 @@ def weigh(
         weights = tl.zeros([TILE], tl.int64)
         for begin in range(part * span, tl.minimum((part + 1) * span, width), TILE):
             at = begin + tl.arange(0, TILE)
-            power = _power(tl.load(logits + place * stride + at, mask=at < width, other=float("-inf")).to(tl.float32), top, cold)
+            power = _power(
+                tl.load(logits + place * stride + at, mask=at < width, other=float("-inf")).to(tl.float32), top, cold
+            )
             weights += tl.where(power >= floor, _weight(power), 0)
         tl.store(to + place * PARTS + part, tl.sum(weights, 0))
 
@@ -314,7 +358,9 @@ def _shifted(value, bits: tl.constexpr):
 
 @triton.jit(do_not_specialize_on_alignment=[*_NUMBERS, "indices"])
 def pick(logits, rows, indices, finite, numbers, reals, tokens, sums, floors, width, stride, span):
-    """The token of one place by its random number, in the order of ids: first its part, then its tile, then it. Grid (places,)."""
+    """The token of one place by its random number, in the order of ids: first its part, then its tile, then it. Grid
+    (places,).
+    """
     place = tl.program_id(0).to(tl.int64)
     random, rules, top, cold = _asked(place, rows, finite, reals, logits, tokens, stride)
     if random:
@@ -324,13 +370,17 @@ def pick(logits, rows, indices, finite, numbers, reals, tokens, sums, floors, wi
         number = _shifted(number ^ _shifted(number, 31), 11)
         weights = tl.load(sums + place * PARTS + tl.arange(0, PARTS))
         total = tl.sum(weights, 0)
-        target = tl.minimum((total.to(tl.float64) * (number.to(tl.float64) * 1.1102230246251565e-16)).to(tl.int64), total - 1)
+        target = tl.minimum(
+            (total.to(tl.float64) * (number.to(tl.float64) * 1.1102230246251565e-16)).to(tl.int64), total - 1
+        )
         passed = tl.cumsum(weights, 0) <= target
         target -= tl.sum(tl.where(passed, weights, 0), 0)
         floor, begin, chosen = tl.load(floors + place), tl.sum(passed.to(tl.int32), 0) * span, total * 0 - 1
         while (chosen < 0) & (begin < width):
             at = begin + tl.arange(0, TILE)
-            power = _power(tl.load(logits + place * stride + at, mask=at < width, other=float("-inf")).to(tl.float32), top, cold)
+            power = _power(
+                tl.load(logits + place * stride + at, mask=at < width, other=float("-inf")).to(tl.float32), top, cold
+            )
             weight = tl.where(power >= floor, _weight(power), 0)
             here = tl.sum(weight, 0)
             if here > target:
@@ -340,7 +390,10 @@ def pick(logits, rows, indices, finite, numbers, reals, tokens, sums, floors, wi
         tl.store(tokens + place, chosen, mask=chosen >= 0)
 
 
-@triton.jit(do_not_specialize=["decodes", "proposed", "width", "hidden_size", "vocab_size"], do_not_specialize_on_alignment=_NUMBERS)
+@triton.jit(
+    do_not_specialize=["decodes", "proposed", "width", "hidden_size", "vocab_size"],
+    do_not_specialize_on_alignment=_NUMBERS,
+)
 def advance(
     draws,
     firsts,
@@ -384,7 +437,11 @@ def advance(
         tl.store(last + row, tl.load(tokens + first + count - 1))
         if COUNTED:
             rules = reals + row * _RULES
-            if (tl.load(rules + _REPETITION) != 1) | (tl.load(rules + _PRESENCE) != 0) | (tl.load(rules + _FREQUENCY) != 0):
+            if (
+                (tl.load(rules + _REPETITION) != 1)
+                | (tl.load(rules + _PRESENCE) != 0)
+                | (tl.load(rules + _FREQUENCY) != 0)
+            ):
                 for number in range(count):
                     tl.atomic_add(output_counts + row * vocab_size + tl.load(tokens + first + number), 1)
         if KEEPS:
@@ -402,7 +459,9 @@ def advance(
     tl.store(counts + program, count.to(tl.int64))
 
 
-@triton.jit(do_not_specialize=["num_rows", "stride", "block_stride", "hidden_size"], do_not_specialize_on_alignment=_NUMBERS)
+@triton.jit(
+    do_not_specialize=["num_rows", "stride", "block_stride", "hidden_size"], do_not_specialize_on_alignment=_NUMBERS
+)
 def before(hidden, starts, rows, origins, by_row, by_block, to, num_rows, stride, block_stride, hidden_size):
     """The hidden state before one token. Grid (tokens,)."""
     token = tl.program_id(0)
@@ -414,7 +473,8 @@ def before(hidden, starts, rows, origins, by_row, by_block, to, num_rows, stride
         at += tl.sum(((stop <= token) & (row < num_rows)).to(tl.int32))
         begins += tl.sum(((start == token) & (stop > token)).to(tl.int32))
     source = hidden + tl.maximum(token - 1, 0).to(tl.int64) * stride
-    # Values to read, 0 where there is no state. Not a flag: Triton 3.9's interpreter broadcasts it to integers, which are no mask.
+    # Values to read, 0 where there is no state. Not a flag: Triton 3.9's interpreter broadcasts it to integers, which
+    # are no mask.
     known = hidden_size
     if begins > 0:
         origin = tl.load(origins + at)
@@ -428,7 +488,10 @@ def before(hidden, starts, rows, origins, by_row, by_block, to, num_rows, stride
         tl.store(to + token.to(tl.int64) * hidden_size + lane, values, mask=lane < hidden_size)
 
 
-@triton.jit(do_not_specialize=["num_tokens", "stride", "block_stride", "hidden_size", "size"], do_not_specialize_on_alignment=_NUMBERS)
+@triton.jit(
+    do_not_specialize=["num_tokens", "stride", "block_stride", "hidden_size", "size"],
+    do_not_specialize_on_alignment=_NUMBERS,
+)
 def keep(hidden, positions, slots, starts, rows, by_row, by_block, num_tokens, stride, block_stride, hidden_size, size):
     """One token's hidden state into its block, or behind those a row's last one into its row. Grid (tokens + rows,)."""
     program = tl.program_id(0)
@@ -446,4 +509,6 @@ def keep(hidden, positions, slots, starts, rows, by_row, by_block, num_tokens, s
     if wanted:
         for begin in range(0, hidden_size, LANES):
             lane = begin + tl.arange(0, LANES)
-            tl.store(target + lane, tl.load(hidden + token * stride + lane, mask=lane < hidden_size), mask=lane < hidden_size)
+            tl.store(
+                target + lane, tl.load(hidden + token * stride + lane, mask=lane < hidden_size), mask=lane < hidden_size
+            )

@@ -1,4 +1,5 @@
-"""From a frame and the device state to launches of `kernels`, and what the torch code beside the callers is for elsewhere. Need triton.
+"""From a frame and the device state to launches of `kernels`, and what the torch code beside the callers is for
+elsewhere. Need triton.
 
 Enqueues on the current stream and reads nothing back, so it may be captured.
 """
@@ -31,7 +32,9 @@ def place(places: Tensor, blocks: Tensor, tables: Tensor) -> None:
     grid(places, blocks, tables, len(places), num_warps=4)
 
 
-def inputs(frame: Frame, state: DecodeState, block_tokens: int, drafts: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def inputs(
+    frame: Frame, state: DecodeState, block_tokens: int, drafts: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """See `Frame.inputs`."""
     num_tokens, num_rows, width = len(frame.tokens), len(frame.rows), state.tables.shape[1]
     tokens, positions, slots = (torch.empty_like(frame.tokens) for _ in range(3))
@@ -53,13 +56,15 @@ def standing(frame: Frame, state: DecodeState) -> tuple[Tensor, Tensor, Tensor, 
     tables, hidden = state.tables.new_empty(count, width), state.hidden.new_empty(count, hidden_size)
     grid: Any = kernels.standing[(count,)]
     grid(
-        frame.positions, frame.query_starts, frame.kv_lens, frame.rows, state.last, state.lengths, state.tables, state.hidden,
+        frame.positions, frame.cu_seqlens_q, frame.kv_lens, frame.rows, state.last, state.lengths, state.tables, state.hidden,
         tokens, lengths, bounds, nobody.view(torch.uint8), tables, hidden, state.nobody, width, hidden_size, num_warps=4,
     )  # fmt: skip
     return tokens, lengths, bounds, nobody, tables, hidden
 
 
-def one_token_each(tables: Tensor, positions: Tensor, last: Tensor, nobody: Tensor | None, *, block_tokens: int) -> tuple[Tensor, Tensor]:
+def one_token_each(
+    tables: Tensor, positions: Tensor, last: Tensor, nobody: Tensor | None, *, block_tokens: int
+) -> tuple[Tensor, Tensor]:
     """Slots and KV lengths, both int64 `[n]`: see `Forward.one_token_each`."""
     slots, kv_lens = torch.empty_like(positions), torch.empty_like(positions)
     tables = tables.contiguous()
@@ -84,14 +89,30 @@ def draw(logits: Tensor, rows: Tensor, output_indices: Tensor, finite: Tensor, r
 
     kept, left = zeros(places, kernels.PARTS.value), zeros(places, kernels.PARTS.value)
     floors = torch.empty(places, dtype=torch.float32, device=logits.device)
-    searched = [(zeros(2, places, kernels.PARTS.value, kernels.DIGITS.value), zeros(turns, places)) for _ in range(2)]  # top-k, top-p
+    searched = [
+        (zeros(2, places, kernels.PARTS.value, kernels.DIGITS.value), zeros(turns, places)) for _ in range(2)
+    ]  # top-k, top-p
     asked = (logits, rows, finite.view(torch.uint8), rules.numbers, rules.numbers.view(torch.float64), tokens)
     search: Any = kernels.search[(places, parts)]
     weigh: Any = kernels.weigh[(places, parts)]
     pick: Any = kernels.pick[(places,)]
     for counted, (masses, found) in zip((True, False), searched, strict=True):
         for number in range(turns):
-            search(*asked, kept, masses, found, width, stride, span, places, number, turns, COUNTED=counted, SPARE=spare, num_warps=8)
+            search(
+                *asked,
+                kept,
+                masses,
+                found,
+                width,
+                stride,
+                span,
+                places,
+                number,
+                turns,
+                COUNTED=counted,
+                SPARE=spare,
+                num_warps=8,
+            )
         weigh(
             *asked, kept, *searched[0], *searched[1], kept if counted else left, floors, width, stride, span, places, turns,
             FINAL=not counted, SPARE=spare, num_warps=8,
@@ -117,7 +138,8 @@ def penalise(logits: Tensor, rows: Tensor, state: DecodeState, drafted: Tensor |
 
 
 def advance(frame: Frame, computed: Computed, tokens: Tensor, state: DecodeState, *, counted: bool) -> Tensor:
-    """Let the rows of a frame go on by `tokens`, int64 `[N]`, drawn at all its places: see `drafts.publish`, for what it returns as well.
+    """Let the rows of a frame go on by `tokens`, int64 `[N]`, drawn at all its places: see `drafts.publish`, for what
+    it returns as well.
 
     counted   as output of rows that are penalised
     """
@@ -126,7 +148,7 @@ def advance(frame: Frame, computed: Computed, tokens: Tensor, state: DecodeState
     hidden = computed.hidden if state.keeps_history else None
     grid: Any = kernels.advance[(len(frame.draws),)]
     grid(
-        frame.draws, frame.firsts, frame.rows, frame.query_starts, tokens, computed.positions, tokens if drafts is None else drafts,
+        frame.draws, frame.firsts, frame.rows, frame.cu_seqlens_q, tokens, computed.positions, tokens if drafts is None else drafts,
         tokens if hidden is None else hidden, state.last, state.lengths, state.history, state.hidden, counts,
         state.rules.numbers.view(torch.float64), state.seen_tables()[0] if counted else counts,
         frame.shape.decodes, 0 if drafts is None else drafts.shape[1], state.history.shape[1], state.hidden.shape[1], state.vocab_size,
@@ -147,7 +169,14 @@ def before(hidden: Tensor, rows: PackedRows, by_row: Tensor, by_block: Tensor) -
 
 
 def keep(
-    hidden: Tensor, rows: PackedRows, by_row: Tensor, by_block: Tensor, *, positions: Tensor, slots: Tensor, block_tokens: int
+    hidden: Tensor,
+    rows: PackedRows,
+    by_row: Tensor,
+    by_block: Tensor,
+    *,
+    positions: Tensor,
+    slots: Tensor,
+    block_tokens: int,
 ) -> None:
     """See `HiddenStates.keep`."""
     grid: Any = kernels.keep[(len(hidden) + len(rows.numbers),)]

@@ -1,6 +1,8 @@
-"""Where a flight leaves what it drew, for the host to read after the flight's fence. Leased by the flight, fenced like all else.
+"""Where a step leaves what it drew, for the host to read after the step's fence. Leased by the step, fenced like all
+else.
 
-The compute stream writes, the engine thread reads behind the fence; nothing is copied through a queue that bulk transfers use (P5).
+The compute stream writes, the engine thread reads behind the fence; nothing is copied through a queue that bulk
+transfers use (P5).
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from sidestream.device.base import Device, Memory, Stream
 from sidestream.errors import InvariantError
 from sidestream.execute.sample import TOP_LOGPROBS, Drawn
 from sidestream.kv.pool import FencedPool, Lease
-from sidestream.types import Access, Fence, RowResult, TokenLogprob, Witness
+from sidestream.types import Access, Fence, RowResult, TokenLogprob, Tracer
 
 MEMORY = "mailbox"
 _ALIGNMENT = 64
@@ -25,7 +27,9 @@ _ALIGNMENT = 64
 
 @dataclass(frozen=True, slots=True)
 class _Field:
-    """One array of a slot, `start` bytes into it: `count` times `width` values. One for each place where a token is drawn, or each row that samples."""
+    """One array of a slot, `start` bytes into it: `count` times `width` values. One for each place where a token is
+    drawn, or each row that samples.
+    """
 
     start: int
     dtype: type[np.generic]
@@ -35,7 +39,7 @@ class _Field:
 
 @dataclass(frozen=True, slots=True)
 class Letter:
-    """One flight's slot; `lease` ends when the flight was read."""
+    """One step's slot; `lease` ends when the step was read."""
 
     lease: Lease
     num_bytes: int
@@ -51,7 +55,7 @@ class Letter:
 
 
 class Delivered(NamedTuple):
-    """What the host hears of a flight.
+    """What the host hears of a step.
 
     rows       one result for each row that samples, in order
     draft_s    seconds that drafting took; None: nothing was drafted
@@ -64,12 +68,12 @@ class Delivered(NamedTuple):
 
 
 class Mailbox:
-    """A few slots, in host memory that the device writes, for the flights that are on their way."""
+    """A few slots, in host memory that the device writes, for the steps that are on their way."""
 
     def __init__(self, num_slots: int, num_rows: int, vocab_size: int, device: Device, *, max_drafts: int = 0) -> None:
-        """For flights of up to `num_rows` rows with up to `max_drafts` drafts each."""
-        self._witness: Witness | None = device.witness
-        self._pool = FencedPool("mailbox", num_slots, witness=device.witness)
+        """For steps of up to `num_rows` rows with up to `max_drafts` drafts each."""
+        self._tracer: Tracer | None = device.tracer
+        self._pool = FencedPool("mailbox", num_slots, tracer=device.tracer)
         width = min(TOP_LOGPROBS, vocab_size)
         num_places = num_rows * (1 + max_drafts)
         layout: dict[str, tuple[type[np.generic], int, int]] = {
@@ -89,19 +93,25 @@ class Mailbox:
         self._slot_bytes = -(-start // _ALIGNMENT) * _ALIGNMENT
         self._memory: Memory = device.allocate_host(MEMORY, num_slots * self._slot_bytes)
         self._bytes: npt.NDArray[np.uint8] = self._memory.data.numpy()
-        if device.witness is not None:
-            device.witness.backed(self._pool.name, MEMORY, self._slot_bytes)
+        if device.tracer is not None:
+            device.tracer.backed(self._pool.name, MEMORY, self._slot_bytes)
 
     def address(self) -> Letter:
-        """A free slot for a flight about to be launched. Raises PoolExhausted when too many flights are unread."""
+        """A free slot for a step about to be launched. Raises PoolExhausted when too many steps are unread."""
         return Letter(self._pool.take(1), self._slot_bytes)
 
     def write(
-        self, start: int | Tensor, drawn: Drawn, stream: Stream, *, counts: Tensor | None = None, times: Tensor | None = None
+        self,
+        start: int | Tensor,
+        drawn: Drawn,
+        stream: Stream,
+        *,
+        counts: Tensor | None = None,
+        times: Tensor | None = None,
     ) -> None:
-        """Deliver a flight's draws, and of one with drafts how many of them each row that samples goes on by, and `Proposed.times`. Inside work of
-        `stream`, the compute stream. `start`: that of the flight's letter, or int64 `[1]` on the device, for work that is captured. What is
-        behind all that a flight may draw is padding, and stays.
+        """Deliver a step's draws, and of one with drafts how many of them each row that samples goes on by, and
+        `Proposed.times`. Inside work of `stream`, the compute stream. `start`: that of the step's letter, or int64
+        `[1]` on the device, for work that is captured. What is behind all that a step may draw is padding, and stays.
         """
         values = {"tokens": drawn.tokens, "finite": drawn.finite}
         if counts is not None:
@@ -115,20 +125,25 @@ class Mailbox:
             stream.deliver(tensor[: field.count], self._memory, start, further=field.start)
 
     def read(self, letter: Letter, drafts: Sequence[int], top_logprobs: Sequence[int], fence: Fence) -> Delivered:
-        """What a flight delivered. On the engine thread, behind the flight's fence; ends the lease.
+        """What a step delivered. On the engine thread, behind the step's fence; ends the lease.
 
-        By row that samples: `drafts` is how many it has, and how many tokens one with drafts goes on by was written with them; `top_logprobs` -1
-        if it asked for none; empty: nobody did.
+        By row that samples: `drafts` is how many it has, and how many tokens one with drafts goes on by was written
+        with them; `top_logprobs` -1 if it asked for none; empty: nobody did.
         """
         if not fence.poll():
             raise InvariantError(f"the mailbox was read before {fence!r}")
-        if self._witness is not None:
-            self._witness.host_touched(lambda: [letter.access(write=False)], "read mailbox")
+        if self._tracer is not None:
+            self._tracer.host_touched(lambda: [letter.access(write=False)], "read mailbox")
         count, places = len(drafts), len(drafts) + sum(drafts)
-        tokens, finite = self._values(letter, "tokens", places)[:, 0].tolist(), self._values(letter, "finite", places)[:, 0]
+        tokens, finite = (
+            self._values(letter, "tokens", places)[:, 0].tolist(),
+            self._values(letter, "finite", places)[:, 0],
+        )
         lengths = self._values(letter, "counts", count)[:, 0].tolist() if places > count else [1] * count
         if top_logprobs or not finite.all():
-            results = list(self._results(letter, drafts, lengths, top_logprobs or [-1] * count, tokens, finite.tolist()))
+            results = list(
+                self._results(letter, drafts, lengths, top_logprobs or [-1] * count, tokens, finite.tolist())
+            )
         elif places == count:
             results = [RowResult(drawn) for drawn in zip(tokens, strict=True)]
         else:
@@ -152,18 +167,26 @@ class Mailbox:
         tokens: Sequence[int],
         finite: Sequence[bool],
     ) -> Iterator[RowResult]:
-        """Of each row up to its first draw from logits that are not finite, with the log-probabilities that it asked for."""
+        """Of each row up to its first draw from logits that are not finite, with the log-probabilities that it asked
+        for.
+        """
         at, places = 0, len(tokens)
         for row_drafts, length, wanted in zip(drafts, lengths, top_logprobs, strict=True):
             whole = all(finite[at : at + length])
             drawn = range(at, at + (length if whole else finite[at : at + length].index(False)))
-            logprobs = () if wanted < 0 else tuple(self._logprob(letter, place, tokens[place], wanted, places) for place in drawn)
+            logprobs = (
+                ()
+                if wanted < 0
+                else tuple(self._logprob(letter, place, tokens[place], wanted, places) for place in drawn)
+            )
             yield RowResult(tuple(tokens[drawn.start : drawn.stop]), logprobs, whole)
             at += 1 + row_drafts
 
     def _logprob(self, letter: Letter, place: int, token: int, wanted: int, num_places: int) -> TokenLogprob:
         drawn, top_ids, top = (self._values(letter, name, num_places)[place] for name in ("drawn", "top_ids", "top"))
-        return TokenLogprob(token, float(drawn[0]), tuple(zip(top_ids[:wanted].tolist(), top[:wanted].tolist(), strict=True)))
+        return TokenLogprob(
+            token, float(drawn[0]), tuple(zip(top_ids[:wanted].tolist(), top[:wanted].tolist(), strict=True))
+        )
 
     def _values(self, letter: Letter, name: str, count: int) -> npt.NDArray[np.generic]:
         """A field's first `count` values, `[count, width]`."""

@@ -1,4 +1,4 @@
-"""What a flight needs of a model."""
+"""What a step needs of a model."""
 
 from __future__ import annotations
 
@@ -26,14 +26,22 @@ class ForwardModel(Protocol):
         """Width of its logits."""
         ...
 
-    def forward(self, tokens: torch.Tensor, positions: torch.Tensor, batch: AttentionBatch, logit_rows: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self, tokens: torch.Tensor, positions: torch.Tensor, batch: AttentionBatch, logit_rows: torch.Tensor
+    ) -> torch.Tensor:
         """Logits `[R, vocab_size]` at the packed positions `logit_rows`; on the compute stream."""
         ...
 
     def forward_with_hidden(
-        self, tokens: torch.Tensor, positions: torch.Tensor, batch: AttentionBatch, logit_rows: torch.Tensor, *, left: Left
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        batch: AttentionBatch,
+        logit_rows: torch.Tensor,
+        *,
+        left: Left,
     ) -> torch.Tensor:
-        """The same; `left` is told what the last layer left at each packed token, `[T, hidden_size]`, before the logits are made of it. Called where
-        a proposer reads it.
+        """The same; `left` is told what the last layer left at each packed token, `[T, hidden_size]`, before the logits
+        are made of it. Called where a proposer reads it.
         """
         ...

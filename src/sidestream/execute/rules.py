@@ -1,4 +1,6 @@
-"""How rows draw, where the device finds it: so the next draw is made from device state alone, and may be captured (P1)."""
+"""How rows draw, where the device finds it: so the next draw is made from device state alone, and may be
+captured (P1).
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,8 @@ GOLDEN, FIRST, SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rules:
-    """Of each row, `[rows]` each: columns of `numbers`, int64 `[rows, len(Rule)]`, some of which hold the bits of float64.
+    """Of each row, `[rows]` each: columns of `numbers`, int64 `[rows, len(Rule)]`, some of which hold the bits of
+    float64.
 
     temperature                         float64; 0: the likeliest token
     top_k                               int64; 0: all
@@ -117,10 +120,11 @@ def rule_of(spec: SamplingSpec, *, prompt_len: int) -> tuple[int, ...]:
 
 
 def uniforms(seeds: Tensor, output_indices: Tensor) -> Tensor:
-    """The random numbers of draws, in [0, 1), multiples of 2**-53: float64 `[R]`, by hashed seed (`Rules.seed`) and number of the output, int64 `[R]`.
+    """The random numbers of draws, in [0, 1), multiples of 2**-53: float64 `[R]`, by hashed seed (`Rules.seed`) and
+    number of the output, int64 `[R]`.
 
-    Hash of both by splitmix64 (Steele et al. 2014). The seed is hashed before the index is added, so neighbouring seeds do not run along the same
-    sequence.
+    Hash of both by splitmix64 (Steele et al. 2014). The seed is hashed before the index is added, so neighbouring seeds
+    do not run along the same sequence.
     """
     value = seeds + output_indices * _signed(GOLDEN) + _signed(GOLDEN)
     value = (value ^ _shifted(value, 30)) * _signed(FIRST)

@@ -1,16 +1,19 @@
-"""Draw the next token of each row of a flight that is launched kernel by kernel. Runs on the compute stream; what a row asks for is known to the host.
+"""Draw the next token of each row of a step that is launched kernel by kernel. Runs on the compute stream; what a row
+asks for is known to the host.
 
 One row's draw, in this order:
 
-1. logit bias is added; the repetition penalty divides the positive and multiplies the negative logits of tokens in prompt or
-   output; frequency (per occurrence) and presence (once) penalties of tokens in the output are subtracted; before `min_tokens`
-   outputs the ending ids are forbidden. Penalties are defined as in transformers and vLLM.
+1. logit bias is added; the repetition penalty divides the positive and multiplies the negative logits of tokens in
+prompt or
+   output; frequency (per occurrence) and presence (once) penalties of tokens in the output are subtracted; before
+   `min_tokens` outputs the ending ids are forbidden. Penalties are defined as in transformers and vLLM.
 2. Temperature 0 or `top_k` 1: the likeliest token, the lowest id of equals.
 3. Else temperature, softmax, then top-k, top-p and min-p, each on what the one before left (the order of transformers).
    A filter keeps or drops equally likely tokens together, so it may keep more than k.
 4. One uniform number, a hash of (seed, output index), picks from what is left, in the order of ids.
 
-All but biases and bans is `execute/draw.py`'s, which captured flights use as well (`execute/draws.py`): so a row draws the same in both.
+All but biases and bans is `execute/draw.py`'s, which captured steps use as well (`execute/draws.py`): so a row draws
+the same in both.
 
 Log-probabilities are those of the raw logits, before step 1 (vLLM's `raw_logprobs`).
 """
@@ -29,17 +32,19 @@ from sidestream.errors import InvariantError
 from sidestream.execute.draw import draw, penalise
 from sidestream.execute.state import DecodeState, RowSampling
 
-# Requests may ask for 0 to 20 of them; always taking 20 makes the choice among equals independent of what other rows ask for.
+# Requests may ask for 0 to 20 of them; always taking 20 makes the choice among equals independent of what other rows
+# ask for.
 TOP_LOGPROBS = 20
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True, slots=True)
 class Logprobs:
-    """Log-probabilities of a flight's draws, by position in the batch; zeros where a row asked for none.
+    """Log-probabilities of a step's draws, by position in the batch; zeros where a row asked for none.
 
     drawn     float32 `[R]`, of the drawn tokens
-    top_ids   int64 `[R, k]`, likeliest first, the lowest id first among equals; a row that asked for fewer takes its first ones
+    top_ids   int64 `[R, k]`, likeliest first, the lowest id first among equals; a row that asked for fewer takes its
+              first ones
     top       float32 `[R, k]`
     """
 
@@ -50,10 +55,12 @@ class Logprobs:
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """What was drawn at the places of a flight: behind the last token of each row that samples, and behind each of its drafts.
+    """What was drawn at the places of a step: behind the last token of each row that samples, and behind each of its
+    drafts.
 
     tokens     int64 `[R]`
-    finite     bool `[R]`; False: the logits held NaN or +inf, or everything was forbidden, and the token is 0, which means nothing
+    finite     bool `[R]`; False: the logits held NaN or +inf, or everything was forbidden, and the token is 0, which
+               means nothing
     logprobs   None when no row asked for any
     """
 
@@ -63,14 +70,20 @@ class Drawn:
 
 
 def sample(
-    logits: Tensor, rows: Sequence[int], output_indices: Sequence[int] | Tensor, state: DecodeState, *, drafted: Tensor | None = None
+    logits: Tensor,
+    rows: Sequence[int],
+    output_indices: Sequence[int] | Tensor,
+    state: DecodeState,
+    *,
+    drafted: Tensor | None = None,
 ) -> Drawn:
     """Draw one token for each place; `state` is read, not changed (`state.commit` does that).
 
-    logits `[R, vocab_size]`, float32, bfloat16 or float16; float32 may be overwritten · rows: row number of each place, several times if tokens were drafted
-    for it · output_indices: the number of tokens that the row has output before this one, on the host or, int64 `[R]`, on the device · drafted int64
-    `[R, K]`: what was drafted before each place since the row's last token, else -1: it counts as output. Reads no device value on the host.
-    Raises InvariantError on a wrong shape or type.
+    logits `[R, vocab_size]`, float32, bfloat16 or float16; float32 may be overwritten · rows: row number of each place,
+    several times if tokens were drafted for it · output_indices: the number of tokens that the row has output before
+    this one, on the host or, int64 `[R]`, on the device · drafted int64 `[R, K]`: what was drafted before each place
+    since the row's last token, else -1: it counts as output. Reads no device value on the host. Raises InvariantError
+    on a wrong shape or type.
     """
     if logits.shape != (len(rows), state.vocab_size) or logits.dtype not in _DTYPES or len(output_indices) != len(rows):
         raise InvariantError(
@@ -101,7 +114,9 @@ def _biased(logits: Tensor, plans: Sequence[RowSampling], state: DecodeState) ->
     return logits
 
 
-def _without_forbidden(logits: Tensor, plans: Sequence[RowSampling], output_indices: Tensor, state: DecodeState) -> Tensor:
+def _without_forbidden(
+    logits: Tensor, plans: Sequence[RowSampling], output_indices: Tensor, state: DecodeState
+) -> Tensor:
     of, places = _flat([plan.forbidden for plan in plans], state.vocab_size)
     least = np.array([plan.spec.min_tokens for plan in plans])[of]
     early, where, flat = output_indices[state.index(of)] < state.index(least), state.index(places), logits.view(-1)

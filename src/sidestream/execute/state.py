@@ -1,8 +1,9 @@
-"""Decode state that lives on the device, by row: the last token drawn, the blocks held, how the next one is drawn and what penalties need to know
-of earlier tokens, and, where tokens are drafted, all tokens and how many they are: then the host learns a step late how far a row went.
+"""Decode state that lives on the device, by row: the last token drawn, the blocks held, how the next one is drawn and
+what penalties need to know of earlier tokens, and, where tokens are drafted, all tokens and how many they are: then the
+host learns a step late how far a row went.
 
-Knows rows and tokens, never requests, blocks or logits. Touched only by work that runs on the compute stream, so that a row's
-reset, its draws and its next reset are in order without a lock; the host never reads it back.
+Knows rows and tokens, never requests, blocks or logits. Touched only by work that runs on the compute stream, so that a
+row's reset, its draws and its next reset are in order without a lock; the host never reads it back.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ class RowSampling:
     """What the host knows of how one row draws: `Rules` say the rest on the device.
 
     bias_ids    int64 `[n]`, distinct, each inside the vocabulary; `bias` float32 `[n]`
-    forbidden   int64 `[m]`, ids inside the vocabulary that may not be drawn before `spec.min_tokens` outputs; empty if that is 0
+    forbidden   int64 `[m]`, ids inside the vocabulary that may not be drawn before `spec.min_tokens` outputs; empty if
+                that is 0
     """
 
     spec: SamplingSpec
@@ -41,15 +43,19 @@ class DecodeState:
     """Owner of the rows' device tensors; its single writer is the compute stream.
 
     last     int64 `[num_rows + 1]`, the last token committed to each row, or given when it began
-    tables   int32 `[num_rows + 1, width]`, the blocks of each row, for captured forward passes; width 0 until `hold_tables`
+    tables   int32 `[num_rows + 1, width]`, the blocks of each row, for captured forward passes; width 0 until
+             `hold_tables`
     rules    how each row draws
-    lengths  int64 `[num_rows + 1]`, of a row that has drawn: how many of its tokens have KV, which is where its last token goes
-    history  int32 `[num_rows + 1, width + 1]`, all tokens of each row up to and with its last one; empty without `max_len`. The last column
-             takes what is thrown away
+    lengths  int64 `[num_rows + 1]`, of a row that has drawn: how many of its tokens have KV, which is where its last
+             token goes
+    history  int32 `[num_rows + 1, width + 1]`, all tokens of each row up to and with its last one; empty without
+             `max_len`. The last column takes what is thrown away
     hidden   `[num_rows + 1, hidden_size]`: what the model's last layer left at the last position that has KV
     nobody   number of one row more, which padding uses: it draws nothing, and holds nothing that anybody reads
 
-    `lengths`, `history` and `hidden` are kept by `advance` and `leave`, where tokens are drafted. The `[num_rows + 1, vocab_size]` tables of penalties (5 bytes an entry) are allocated when the first row needs them, on a GPU before serving.
+    `lengths`, `history` and `hidden` are kept by `advance` and `leave`, where tokens are drafted. The `[num_rows + 1,
+    vocab_size]` tables of penalties (5 bytes an entry) are allocated when the first row needs them, on a GPU before
+    serving.
     """
 
     def __init__(
@@ -63,23 +69,27 @@ class DecodeState:
         hidden_size: int = 0,
         dtype: torch.dtype = torch.float32,
     ) -> None:
-        """`uploads` brings what flights need of the host's numbers; None: on a CPU. `max_len`: tokens of a row at most, if they are kept; `dtype`:
-        that of hidden states.
+        """`uploads` brings what steps need of the host's numbers; None: on a CPU. `max_len`: tokens of a row at most,
+        if they are kept; `dtype`: that of hidden states.
         """
         self.num_rows = self.nobody = num_rows
         self.vocab_size = vocab_size
         self._device = torch.device(device)
         self._uploads = uploads or Uploads(device)
         self._rows: list[RowSampling | None] = [None] * num_rows
-        # By a copy that is waited for: a kernel would run on a stream that orders nothing. Tokens of the vocabulary from the start, because
-        # on a GPU a flight whose row could not begin would look up whatever lies here, and a wrong index ends the device.
+        # By a copy that is waited for: a kernel would run on a stream that orders nothing. Tokens of the vocabulary
+        # from the start, because on a GPU a step whose row could not begin would look up whatever lies here, and a
+        # wrong index ends the device.
         self.last = torch.zeros(num_rows + 1, dtype=torch.int64).to(self._device)
         self.tables = torch.zeros(num_rows + 1, 0, dtype=torch.int32, device=self._device)
         self.rules = Rules.of_nobody(num_rows + 1, self._device)
         self.lengths = torch.zeros(num_rows + 1, dtype=torch.int64).to(self._device)
-        # Zeros of numpy, here and below: a fill by several threads would leave this thread with a team of its own, and torch's threads of the
-        # forward pass wake late ever after where there are more of them than cores (a step of SmolLM2-135M took 85 ms instead of 45).
-        self.history = torch.from_numpy(np.zeros((num_rows + 1, max_len + 1 if max_len else 0), np.int32)).to(self._device)
+        # Zeros of numpy, here and below: a fill by several threads would leave this thread with a team of its own, and
+        # torch's threads of the forward pass wake late ever after where there are more of them than cores (a step of
+        # SmolLM2-135M took 85 ms instead of 45).
+        self.history = torch.from_numpy(np.zeros((num_rows + 1, max_len + 1 if max_len else 0), np.int32)).to(
+            self._device
+        )
         zeros = torch.from_numpy(np.zeros((num_rows + 1) * max(1, hidden_size) * dtype.itemsize, np.uint8))
         self.hidden = zeros.view(dtype).view(num_rows + 1, -1)[:, :hidden_size].to(self._device)
         self._output_counts: Tensor | None = None
@@ -91,10 +101,11 @@ class DecodeState:
         return self.history.shape[1] > 0
 
     def begin(self, begins: Sequence[tuple[int, RowStart]]) -> None:
-        """Hand rows to new owners, or to the same ones again after they were retracted: nothing of before is kept (H16, H18).
+        """Hand rows to new owners, or to the same ones again after they were preempted: nothing of before is kept (H16,
+        H18).
 
-        Runs before each row's first chunk of an epoch, for all rows of a flight at once: a hundred requests that come together would be hundreds of
-        launches. Ids outside the vocabulary are ignored.
+        Runs before each row's first chunk of an epoch, for all rows of a step at once: a hundred requests that come
+        together would be hundreds of launches. Ids outside the vocabulary are ignored.
         """
         for row, start in begins:
             spec = start.sampling
@@ -106,14 +117,21 @@ class DecodeState:
         counts = [len(start.prompt) + len(start.outputs) for _, start in begins]
         lasts = [(0, *start.prompt[-1:], *start.outputs[-1:])[-1] for _, start in begins]
         # From where a row's tokens are among all of them to where they belong.
-        shifts = [row * self.history.shape[1] - before for (row, _), before in zip(begins, accumulate(counts, initial=0), strict=False)]
+        shifts = [
+            row * self.history.shape[1] - before
+            for (row, _), before in zip(begins, accumulate(counts, initial=0), strict=False)
+        ]
         numbers = torch.tensor([[row for row, _ in begins], lasts, shifts, counts])
-        rules = torch.tensor([rule_of(start.sampling, prompt_len=len(start.prompt)) for _, start in begins]).view(-1, len(Rule))
+        rules = torch.tensor([rule_of(start.sampling, prompt_len=len(start.prompt)) for _, start in begins]).view(
+            -1, len(Rule)
+        )
         (where, last, shift, count), rules = self._uploads.together([numbers, rules])
         self.keep(where, last)  # not assigned: a GPU would be waited for (P1)
         self.rules.numbers[where] = rules
         if self.keeps_history and (total := sum(counts)):
-            known = np.fromiter(chain.from_iterable(chain(start.prompt, start.outputs) for _, start in begins), np.int32, total)
+            known = np.fromiter(
+                chain.from_iterable(chain(start.prompt, start.outputs) for _, start in begins), np.int32, total
+            )
             places = torch.arange(total, device=self._device) + torch.repeat_interleave(shift, count, output_size=total)
             self.history.view(-1)[places] = self._uploads.together([torch.from_numpy(known)])[0]
         for row, start in begins:
@@ -165,10 +183,10 @@ class DecodeState:
         self.last[where] = tokens
 
     def advance(self, where: Tensor, starts: Tensor, drawn: Tensor, counts: Tensor) -> None:
-        """Rows, int64 `[R]`, whose last token was at position `starts`, int64 `[R]`, go on by the first `counts`, int64 `[R]`, of `drawn`, int64
-        `[R, n]`.
+        """Rows, int64 `[R]`, whose last token was at position `starts`, int64 `[R]`, go on by the first `counts`, int64
+        `[R]`, of `drawn`, int64 `[R, n]`.
 
-        Each row at most once, but for `nobody`. The only writer of what the next flight takes from here (H19).
+        Each row at most once, but for `nobody`. The only writer of what the next step takes from here (H19).
         """
         place = torch.arange(drawn.shape[1], device=self._device)
         taken = place < counts[:, None]
@@ -179,23 +197,31 @@ class DecodeState:
         self.history[where[:, None], positions] = drawn.to(torch.int32)
 
     def count(self, where: Tensor, drawn: Tensor, counts: Tensor) -> None:
-        """Count the first `counts`, int64 `[R]`, of `drawn`, int64 `[R, n]`, as output of those of the rows, int64 `[R]`, whose draws depend on it."""
+        """Count the first `counts`, int64 `[R]`, of `drawn`, int64 `[R, n]`, as output of those of the rows, int64
+        `[R]`, whose draws depend on it.
+        """
         output_counts, _ = self.seen_tables()
-        taken = (torch.arange(drawn.shape[1], device=self._device) < counts[:, None]) & self.rules.penalised[where][:, None]
+        taken = (torch.arange(drawn.shape[1], device=self._device) < counts[:, None]) & self.rules.penalised[where][
+            :, None
+        ]
         output_counts.index_put_((where[:, None], drawn), taken.to(output_counts.dtype), accumulate=True)
 
     def leave(self, where: Tensor, hidden: Tensor) -> None:
-        """Keep copies of hidden states, `[R, hidden_size]`, at the last positions of rows, int64 `[R]`; each row at most once, but for `nobody` (H19)."""
+        """Keep copies of hidden states, `[R, hidden_size]`, at the last positions of rows, int64 `[R]`; each row at
+        most once, but for `nobody` (H19).
+        """
         self.hidden[where] = hidden
 
     def seen(self, where: Tensor) -> tuple[Tensor, Tensor]:
-        """Of penalised rows, int64 `[R]`: output counts int32 and presence in the prompt bool, both `[R, vocab_size]`, copies."""
+        """Of penalised rows, int64 `[R]`: output counts int32 and presence in the prompt bool, both `[R, vocab_size]`,
+        copies.
+        """
         counts, in_prompt = self.seen_tables()
         return counts[where], in_prompt[where]
 
     def seen_tables(self) -> tuple[Tensor, Tensor]:
-        """Output counts int32 and presence in the prompt bool, both `[num_rows + 1, vocab_size]`, by row; those of other than penalised rows mean
-        nothing.
+        """Output counts int32 and presence in the prompt bool, both `[num_rows + 1, vocab_size]`, by row; those of
+        other than penalised rows mean nothing.
         """
         if self._output_counts is None or self._in_prompt is None:
             shape = (self.num_rows + 1, self.vocab_size)

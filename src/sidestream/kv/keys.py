@@ -1,7 +1,7 @@
 """Content keys: 16 bytes that name a block by everything its KV depends on (H14), the same in every process.
 
-A block's KV depends on the model (config, weights, dtype), the layout, and all tokens from the start of the sequence to the
-block's end; the key of each block hashes its parent's key, so equal keys mean equal prefixes. BLAKE2b, not a faster
+A block's KV depends on the model (config, weights, dtype), the layout, and all tokens from the start of the sequence to
+the block's end; the key of each block hashes its parent's key, so equal keys mean equal prefixes. BLAKE2b, not a faster
 non-cryptographic hash: a forged collision would serve one user's KV to another.
 """
 
@@ -20,8 +20,9 @@ from sidestream.types import Key
 
 KEY_BYTES = 16
 
-# Hashing 32,768 tokens takes 1.4 to 2.4 ms, before their request can even be looked at, and nobody else gets the interpreter meanwhile. What comes back was
-# mostly asked for before: pieces of prompts are remembered with their keys, the same tokens behind the same key, as many as so many bytes hold.
+# Hashing 32,768 tokens takes 1.4 to 2.4 ms, before their request can even be looked at, and nobody else gets the
+# interpreter meanwhile. What comes back was mostly asked for before: pieces of prompts are remembered with their keys,
+# the same tokens behind the same key, as many as so many bytes hold.
 _PIECE_TOKENS = 512
 _REMEMBERED_BYTES = 32 << 20
 # In memory, beside its bytes: a key and its place in a list; what is looked up for a piece.
@@ -34,7 +35,10 @@ class BlockKeys:
 
     def __init__(self, *, fingerprint: str, layout: KVLayout, salt: str = "") -> None:
         identity = json.dumps({"fingerprint": fingerprint, "layout": layout.describe(), "salt": salt}, sort_keys=True)
-        self._begin(hashlib.blake2b(identity.encode(), digest_size=KEY_BYTES, person=b"sidestream-kv-1").digest(), layout.block_tokens)
+        self._begin(
+            hashlib.blake2b(identity.encode(), digest_size=KEY_BYTES, person=b"sidestream-kv-1").digest(),
+            layout.block_tokens,
+        )
 
     @classmethod
     def from_root(cls, root: Key, block_tokens: int) -> BlockKeys:

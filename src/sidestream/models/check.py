@@ -174,7 +174,9 @@ def _replay(model: PagedModel, expected: Reference) -> tuple[list[torch.Tensor],
     logits = []
     for start, end in _CHUNKS:
         reached: list[int] = []
-        batch = _Replayed(_batch(model, pool, start, end, reached.append), attended, [own[start:end] for own in expected.attended])
+        batch = _Replayed(
+            _batch(model, pool, start, end, reached.append), attended, [own[start:end] for own in expected.attended]
+        )
         rows = torch.arange(end - start, device=device)
         logits.append(model.forward(tokens[start:end], rows + start, batch, rows))
         _check_reached(reached, num_layers)
@@ -204,7 +206,9 @@ class _Replayed:
     def layer(self, index: int) -> torch.Tensor:
         return self.batch.layer(index)
 
-    def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer: int, **how: Any) -> torch.Tensor:
+    def attend(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer: int, **how: Any
+    ) -> torch.Tensor:
         self.attended[layer].append(self.batch.attend(query, key, value, layer, **how))
         return self.expected[layer]
 
@@ -216,7 +220,9 @@ def _pool(model: PagedModel) -> torch.Tensor:
     return torch.full(shape, float("nan"), dtype=getattr(torch, layout.dtype), device=model.module.device)
 
 
-def _batch(model: PagedModel, pool: torch.Tensor, start: int, end: int, before_layer: Callable[[int], None]) -> AttentionBatch:
+def _batch(
+    model: PagedModel, pool: torch.Tensor, start: int, end: int, before_layer: Callable[[int], None]
+) -> AttentionBatch:
     """One row, by the attention that the model will be served with where it is."""
     device = pool.device
     table = torch.tensor([_BLOCK_TABLE], device=device)
@@ -229,7 +235,7 @@ def _batch(model: PagedModel, pool: torch.Tensor, start: int, end: int, before_l
         pool,
         slots,
         table,
-        query_starts=torch.tensor((0, end - start), device=device),
+        cu_seqlens_q=torch.tensor((0, end - start), device=device),
         kv_lens=torch.tensor((end,), device=device),
         split_rows=decodes,
         partials=Partials.allocate(
@@ -255,7 +261,9 @@ def _narrow_windows(module: Any) -> Iterator[None]:
     """
     window = getattr(module.config, "sliding_window", None) or 0
     binds = 0 < window < max_positions(module.config)
-    holders = [part for part in (module.config, *module.modules()) if binds and getattr(part, "sliding_window", None) == window]
+    holders = [
+        part for part in (module.config, *module.modules()) if binds and getattr(part, "sliding_window", None) == window
+    ]
     for part in holders:
         part.sliding_window = _WINDOW
     try:

@@ -1,7 +1,9 @@
-"""A model's decoder layers, compiled: one compilation for all layers of a kind and for every number of tokens; and what is small around them.
+"""A model's decoder layers, compiled: one compilation for all layers of a kind and for every number of tokens; and what
+is small around them.
 
-Not the whole model: that took half a minute for every shape (docs/decisions/0017). Attention stays outside, as our own kernels launch it.
-Projections that read the same states become one multiplication. Norms and positions would be ten launches each as they are written.
+Not the whole model: that took half a minute for every shape (docs/decisions/0017). Attention stays outside, as our own
+kernels launch it. Projections that read the same states become one multiplication. Norms and positions would be ten
+launches each as they are written.
 """
 
 from __future__ import annotations
@@ -38,9 +40,10 @@ _COMPILERS = ("torch._dynamo.", "torch._inductor.", "triton.")
 
 @contextlib.contextmanager
 def compiling() -> Iterator[None]:
-    """Around the first calls of layers that `compile_layers` was given, on the thread that makes them: what is compiled meanwhile is compiled once for
-    any number of tokens. Else the compiler takes 128 tokens for the size of a head, and one token for something else than many, and compiles again
-    for other numbers. How it takes sizes elsewhere in the process stays as it is.
+    """Around the first calls of layers that `compile_layers` was given, on the thread that makes them: what is compiled
+    meanwhile is compiled once for any number of tokens. Else the compiler takes 128 tokens for the size of a head, and
+    one token for something else than many, and compiles again for other numbers. How it takes sizes elsewhere in the
+    process stays as it is.
     """
     limit = max(torch._dynamo.config.recompile_limit, _MOST_VARIANTS)
     with (
@@ -51,11 +54,12 @@ def compiling() -> Iterator[None]:
 
 
 def compile_layers(model: PagedModel | MtpHead, *, backend: str | Callable[..., Any] = "inductor") -> None:
-    """Have the decoder layers of a model or a head compiled at their next calls, in place; the first ones take seconds, and should be made while
-    `compiling`. `decompile` undoes it.
+    """Have the decoder layers of a model or a head compiled at their next calls, in place; the first ones take seconds,
+    and should be made while `compiling`. `decompile` undoes it.
 
-    Joins projections first: their weights move to new memory, one layer at a time. Results differ from eager ones by rounding. A kind of layers that
-    the compiler fails on runs as it is written from then on, and a warning says so; the others stay compiled.
+    Joins projections first: their weights move to new memory, one layer at a time. Results differ from eager ones by
+    rounding. A kind of layers that the compiler fails on runs as it is written from then on, and a warning says so; the
+    others stay compiled.
     """
     with torch.no_grad():
         for part in list(_module(model).modules()):
@@ -69,31 +73,42 @@ def compile_layers(model: PagedModel | MtpHead, *, backend: str | Callable[..., 
         for part in parts:
             part._compiled_call_impl = _compiled(part._call_impl, kind, partial(_as_written, parts), how)
     if isinstance(model, MtpHead):
-        vars(model)["joined"] = _compiled(MtpHead.joined.__get__(model), "MtpHead", lambda: vars(model).pop("joined", None), how)
+        vars(model)["joined"] = _compiled(
+            MtpHead.joined.__get__(model), "MtpHead", lambda: vars(model).pop("joined", None), how
+        )
 
 
 def decompile(model: PagedModel | MtpHead) -> None:
-    """Run the layers as they were written again. Joined projections stay joined in memory and are computed one by one."""
+    """Run the layers as they were written again. Joined projections stay joined in memory and are computed one
+    by one.
+    """
     _as_written((*decoder_layers(model), *_around(model)))
     vars(model).pop("joined", None)
     _module(model).config._attn_implementation = adapter.PAGED
 
 
-def _compiled(written: Callable[..., Any], kind: str, undo: Callable[[], object], how: Mapping[str, Any]) -> Callable[..., Any]:
-    """What `written` computes, compiled; if the compiler fails, it is called itself, and `undo` is to see to it that this is not tried again."""
+def _compiled(
+    written: Callable[..., Any], kind: str, undo: Callable[[], object], how: Mapping[str, Any]
+) -> Callable[..., Any]:
+    """What `written` computes, compiled; if the compiler fails, it is called itself, and `undo` is to see to it that
+    this is not tried again.
+    """
     compiled = torch.compile(written, **how)
 
     def call(*given: Any, **named: Any) -> Any:
         try:
             return compiled(*given, **named)
-        except Exception as error:  # not only what the compiler raises: what is called in there, attention and its waits, raises its own
+        # not only what the compiler raises: what is called in there, attention and its waits, raises its own
+        except Exception as error:
             if not type(error).__module__.startswith(_COMPILERS):
                 raise
             # No name of it here: an error that its own frames know is collected late, with all tensors that they hold.
             if isinstance(getattr(error, "inner_exception", None), torch.OutOfMemoryError):
                 raise error.inner_exception from None  # type: ignore[attr-defined]
             logger.warning(
-                "%s cannot be compiled (%s): it runs as it is written, slower", kind, reason_of(getattr(error, "inner_exception", error))
+                "%s cannot be compiled (%s): it runs as it is written, slower",
+                kind,
+                reason_of(getattr(error, "inner_exception", error)),
             )
             undo()
         return written(*given, **named)
@@ -115,7 +130,10 @@ def _kinds(model: PagedModel | MtpHead) -> Mapping[tuple[str, tuple[type, ...]],
     """All that is compiled, by kind: its name, and the classes of what it is made of."""
     layers = decoder_layers(model)
     types = getattr(_module(model).config, "layer_types", None) or [""] * len(layers)
-    named = [(f"{type(layer).__name__} {of_type}".rstrip(), layer) for layer, of_type in zip(layers, types[-len(layers) :], strict=False)]
+    named = [
+        (f"{type(layer).__name__} {of_type}".rstrip(), layer)
+        for layer, of_type in zip(layers, types[-len(layers) :], strict=False)
+    ]
     kinds: dict[tuple[str, tuple[type, ...]], list[nn.Module]] = {}
     for name, part in (*named, *((type(part).__name__, part) for part in _around(model))):
         kinds.setdefault((name, tuple(map(type, part.modules()))), []).append(part)
@@ -180,8 +198,9 @@ def _join(parent: nn.Module, names: Sequence[str]) -> None:
 
 
 class _MergeProducts(CustomGraphPass):
-    """Leaves one of equal products: torch's own pass keeps those of which an output is a view. And a product of a column and a row, which is what
-    positions are to frequencies, becomes a multiplication, which is no launch of its own.
+    """Leaves one of equal products: torch's own pass keeps those of which an output is a view. And a product of a
+    column and a row, which is what positions are to frequencies, becomes a multiplication, which is no launch of its
+    own.
     """
 
     def __call__(self, graph: torch.fx.Graph) -> None:
@@ -190,7 +209,9 @@ class _MergeProducts(CustomGraphPass):
         for node in graph.find_nodes(op="call_function", target=aten.bmm.default):
             if node.args[0].meta["val"].shape[2] == 1:
                 node.target = aten.mul.Tensor
-        pure = {op.default for op in (aten.mm, aten.addmm, aten.view, aten.permute, aten.t, aten.reshape, aten._unsafe_view)}
+        pure = {
+            op.default for op in (aten.mm, aten.addmm, aten.view, aten.permute, aten.t, aten.reshape, aten._unsafe_view)
+        }
         first: dict[tuple[Any, ...], torch.fx.Node] = {}
         for node in list(graph.nodes):
             if node.op != "call_function" or node.target not in pure:

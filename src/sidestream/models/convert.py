@@ -48,14 +48,16 @@ class Reached(Protocol):
 def convert_gguf(source: Path, into: Path, reached: Reached) -> None:
     """Write config, weights (bfloat16 safetensors) and tokenizer of the GGUF file `source` into the directory `into`.
 
-    Weights are dequantised, then rounded to bfloat16. Raises ModelError when the file holds another kind of model than a
-    Llama with the tokenizer of SmolLM.
+    Weights are dequantised, then rounded to bfloat16. Raises ModelError when the file holds another kind of model than
+    a Llama with the tokenizer of SmolLM.
     """
     reader = GGUFReader(source)
     fields = {name: field.contents() for name, field in reader.fields.items()}
     kind = (fields.get("general.architecture"), fields.get("tokenizer.ggml.pre"))
     if kind != ("llama", "smollm"):
-        raise ModelError(f"{source.name} holds architecture {kind[0]} with tokenizer {kind[1]}: only llama with smollm is converted")
+        raise ModelError(
+            f"{source.name} holds architecture {kind[0]} with tokenizer {kind[1]}: only llama with smollm is converted"
+        )
     tied = all(tensor.name != "output.weight" for tensor in reader.tensors)
     _write_config(fields, into, tied=tied)
     _write_tokenizer(fields, into)
@@ -99,7 +101,9 @@ def _write_tokenizer(fields: dict[str, Any], into: Path) -> None:
     )
     backend.decoder = decoders.ByteLevel()
     types = fields["tokenizer.ggml.token_type"]
-    backend.add_special_tokens([AddedToken(token, normalized=False) for token, kind in zip(tokens, types, strict=True) if kind == _SPECIAL])
+    backend.add_special_tokens(
+        [AddedToken(token, normalized=False) for token, kind in zip(tokens, types, strict=True) if kind == _SPECIAL]
+    )
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=backend,
         bos_token=tokens[fields["tokenizer.ggml.bos_token_id"]],

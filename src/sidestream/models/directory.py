@@ -24,7 +24,9 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise ModelError(f"{path.parent} has no {path.name}: give a directory that transformers saved, or fetch the file") from None
+        raise ModelError(
+            f"{path.parent} has no {path.name}: give a directory that transformers saved, or fetch the file"
+        ) from None
     except (OSError, ValueError) as error:
         raise ModelError(f"{path} cannot be read as JSON ({error}): fetch it again") from error
     if not isinstance(found, dict):
@@ -71,7 +73,9 @@ def _refuse_adapter(directory: Path) -> None:
         base = "an unnamed base model"
     else:
         return
-    merge = f"merge it into {base} (PeftModel.merge_and_unload, then save_pretrained) and give the merged model's directory"
+    merge = (
+        f"merge it into {base} (PeftModel.merge_and_unload, then save_pretrained) and give the merged model's directory"
+    )
     if (directory / "config.json").exists():
         raise ModelError(
             f"{directory} holds a LoRA adapter ({adapters[0]}) beside the model, and adapters are not applied: "
@@ -83,7 +87,9 @@ def _refuse_adapter(directory: Path) -> None:
 def _refuse_without_config(directory: Path) -> None:
     names = sorted(path.name for path in directory.iterdir())
     if not names:
-        raise ModelError(f"{directory} is empty: give a directory with config.json, {WEIGHTS} and tokenizer.json, as transformers saves it")
+        raise ModelError(
+            f"{directory} is empty: give a directory with config.json, {WEIGHTS} and tokenizer.json, as transformers saves it"
+        )
     if any(name.endswith((".gguf", ".bin", ".pt", ".pth")) or name.startswith("consolidated") for name in names):
         raise ModelError(f"{directory} has no config.json: {_other_weights(directory)}")
 

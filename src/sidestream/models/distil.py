@@ -1,7 +1,9 @@
-"""Teach a head what its own model would say next: the model's distribution at each position is the target, one further token a step.
+"""Teach a head what its own model would say next: the model's distribution at each position is the target, one further
+token a step.
 
-Taught as it will draft: what it attends to is, of all but the tokens that it drafted itself, made of the model's own hidden states (as Li et
-al. 2025 unroll it). On one device, on the calling thread. Knows nothing of engines, texts or files.
+Taught as it will draft: what it attends to is, of all but the tokens that it drafted itself, made of the model's own
+hidden states (as Li et al. 2025 unroll it). On one device, on the calling thread. Knows nothing of engines, texts or
+files.
 """
 
 from __future__ import annotations
@@ -36,7 +38,8 @@ class Lesson:
     batch          sequences of a step
     drafts         tokens that it learns to draft one after another, each by its own hidden state of the one before
     fading         weight of each further one over the one before
-    learning_rate  at its highest: it rises over the first 5 % of the steps and falls to nothing by the last, as a cosine does
+    learning_rate  at its highest: it rises over the first 5 % of the steps and falls to nothing by the last, as a
+                   cosine does
     seed           of the order of sequences, in 32 bits
     """
 
@@ -69,7 +72,9 @@ class Distillation:
     def __init__(self, model: Any, head: MtpHead, tokens: Tensor, lesson: Lesson) -> None:
         """Raises ConfigError when there are fewer sequences than a step takes."""
         if len(tokens) < lesson.batch:
-            raise ConfigError(f"there are {len(tokens)} sequences, a step takes {lesson.batch}: give more text, or a smaller batch")
+            raise ConfigError(
+                f"there are {len(tokens)} sequences, a step takes {lesson.batch}: give more text, or a smaller batch"
+            )
         self.done = 0
         self._model = model.requires_grad_(False)
         self._head = head.train()
@@ -114,7 +119,9 @@ class Distillation:
         """This step's sequences: each pass over all of them has an order of its own."""
         per_pass = len(self._tokens) // self._lesson.batch
         number, at = divmod(self.done, per_pass)
-        order = torch.randperm(len(self._tokens), generator=torch.Generator().manual_seed(self._lesson.seed * 1_000_003 + number))
+        order = torch.randperm(
+            len(self._tokens), generator=torch.Generator().manual_seed(self._lesson.seed * 1_000_003 + number)
+        )
         return order[at * self._lesson.batch : (at + 1) * self._lesson.batch]
 
     def _loss(self, tokens: Tensor) -> Tensor:
@@ -124,7 +131,9 @@ class Distillation:
         total: Tensor = hidden.new_zeros((), dtype=torch.float32)
         for number, predicts in enumerate(as_it_drafts(self._head, tokens, hidden, self._lesson.drafts)):
             # The first positions of a further draft have nothing before them that was drafted.
-            total = total + weight * self._distance(predicts[:, number:].flatten(0, 1), hidden[:, number:].flatten(0, 1))
+            total = total + weight * self._distance(
+                predicts[:, number:].flatten(0, 1), hidden[:, number:].flatten(0, 1)
+            )
             weights += weight
             weight *= self._lesson.fading
         return total / weights
@@ -136,16 +145,20 @@ class Distillation:
 
 
 class Divergence(torch.autograd.Function):
-    """The sum over positions of what one distribution lacks of another (Kullback and Leibler 1951), and its gradient, made piece by piece with
-    it: so logits are computed once and kept for a piece at a time.
+    """The sum over positions of what one distribution lacks of another (Kullback and Leibler 1951), and its gradient,
+    made piece by piece with it: so logits are computed once and kept for a piece at a time.
     """
 
     @staticmethod
     def forward(ctx: Any, predicts: Tensor, hidden: Tensor, matrix: nn.Linear) -> Tensor:
-        """`predicts` and `hidden`, both `[N, hidden_size]`: what the one and the other is made of, by `matrix`. A number, float32."""
+        """`predicts` and `hidden`, both `[N, hidden_size]`: what the one and the other is made of, by `matrix`. A
+        number, float32.
+        """
         gradient = torch.empty_like(predicts)
         total = predicts.new_zeros((), dtype=torch.float32)
-        for part, left, into in zip(*(torch.split(tensor, _PIECE) for tensor in (predicts, hidden, gradient)), strict=True):
+        for part, left, into in zip(
+            *(torch.split(tensor, _PIECE) for tensor in (predicts, hidden, gradient)), strict=True
+        ):
             wanted: Tensor = matrix(left).float().log_softmax(-1)
             given: Tensor = matrix(part).float().log_softmax(-1)
             chances = wanted.exp()
@@ -162,9 +175,11 @@ class Divergence(torch.autograd.Function):
 
 
 def as_it_drafts(head: MtpHead, tokens: Tensor, hidden: Tensor, drafts: int) -> Iterator[Tensor]:
-    """What predicts the token behind each position, `[N, T, hidden_size]`, if the last 0, 1, … `drafts - 1` tokens up to it were drafted, and right.
+    """What predicts the token behind each position, `[N, T, hidden_size]`, if the last 0, 1, … `drafts - 1` tokens up
+    to it were drafted, and right.
 
-    tokens int64 `[N, T]` · hidden `[N, T, hidden_size]`: what the model's last layer left. In the n-th, the first n positions mean nothing.
+    tokens int64 `[N, T]` · hidden `[N, T, hidden_size]`: what the model's last layer left. In the n-th, the first n
+    positions mean nothing.
     """
     positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
     before, drafted = hidden, _Drafted()
@@ -194,8 +209,8 @@ def _attend(
     softcap: float | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Attention of a head that drafts. At the n-th pass a position sees what is n and more before it as the model left it, and of those
-    between the first as drafted once, the next as drafted twice, up to itself, drafted n times.
+    """Attention of a head that drafts. At the n-th pass a position sees what is n and more before it as the model left
+    it, and of those between the first as drafted once, the next as drafted twice, up to itself, drafted n times.
     """
     drafted.keys.append(key)
     drafted.values.append(value)
@@ -213,7 +228,9 @@ def _attend(
     weights = joined.masked_fill(~torch.cat(visible, dim=-1), -torch.inf).softmax(-1).to(value.dtype)
     seen = weights[..., :length] @ drafted.values[0][:, :, None]
     for depth in range(1, number + 1):
-        seen = seen + weights[..., length + depth - 1, None] * _behind(drafted.values[depth], number - depth)[:, :, None]
+        seen = (
+            seen + weights[..., length + depth - 1, None] * _behind(drafted.values[depth], number - depth)[:, :, None]
+        )
     return seen.flatten(1, 2).transpose(1, 2), None
 
 

@@ -1,4 +1,6 @@
-"""A smaller model that drafts for the one that is served: its KV lies at the end of the same blocks, and moves with them (H15)."""
+"""A smaller model that drafts for the one that is served: its KV lies at the end of the same blocks, and moves with
+them (H15).
+"""
 
 from __future__ import annotations
 
@@ -13,10 +15,11 @@ from sidestream.models.adapter import PagedModel
 
 
 def attach_draft(model: PagedModel, draft: PagedModel, *, max_model_len: int, num_tokens: int) -> int:
-    """Give each of the model's blocks room for the draft's KV, and its fingerprint the draft's; returns how many layers of the pool that takes.
+    """Give each of the model's blocks room for the draft's KV, and its fingerprint the draft's; returns how many layers
+    of the pool that takes.
 
-    Both were loaded with the same block_tokens and dtype. `max_model_len`: tokens of a request at most; `num_tokens`: that their tokenizer has.
-    Raises ModelError, with both values, for a draft that does not fit.
+    Both were loaded with the same block_tokens and dtype. `max_model_len`: tokens of a request at most; `num_tokens`:
+    that their tokenizer has. Raises ModelError, with both values, for a draft that does not fit.
     """
     layout, own = model.layout, draft.layout
     if own.dtype != layout.dtype or own.block_tokens != layout.block_tokens:

@@ -109,7 +109,11 @@ def _by_its_fields(config: PreTrainedConfig) -> str | None:
         return f"{kind} keeps recurrent state besides its KV: only attention layers are served"
     if shared := getattr(config, "num_kv_shared_layers", None):
         return f"{kind} has {shared} layers that read the KV of others (num_kv_shared_layers): each layer needs KV of its own"
-    if kind == "bloom" or getattr(config, "alibi", False) or getattr(getattr(config, "attn_config", None), "alibi", False):
+    if (
+        kind == "bloom"
+        or getattr(config, "alibi", False)
+        or getattr(getattr(config, "attn_config", None), "alibi", False)
+    ):
         return f"{kind} biases attention by distance (ALiBi): only rotary and learned positions are served"
     return f"{kind} {_OWN_ATTENTION[kind]}" if kind in _OWN_ATTENTION else None
 
@@ -124,7 +128,11 @@ def _by_its_definition(config: PreTrainedConfig) -> str | None:
                 f"{kind} has attention code of its own in transformers, which cannot be replaced by paged attention: only models "
                 "that attend through transformers' AttentionInterface are served"
             )
-        if any(hasattr(part, "create_position_ids_from_input_ids") for part in definition.values() if isinstance(part, type)):
+        if any(
+            hasattr(part, "create_position_ids_from_input_ids")
+            for part in definition.values()
+            if isinstance(part, type)
+        ):
             return f"{kind} counts positions from its padding token's id on: only models whose first position is 0 are served"
     return None
 
@@ -143,10 +151,14 @@ def _size(config: PreTrainedConfig, name: str, default: int | None = None) -> in
     sizes = _of_layers(config, name)
     if any(size != sizes[0] for size in sizes):
         found = ", ".join(map(str, sorted(set(sizes), key=str)))
-        raise ModelError(f"{config.model_type} has layers whose {name} differs ({found}): all layers must be alike in size")
+        raise ModelError(
+            f"{config.model_type} has layers whose {name} differs ({found}): all layers must be alike in size"
+        )
     size = default if sizes[0] is None else sizes[0]
     if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-        raise ModelError(f"config.json gives {name} as {size!r}: one whole number of 1 or more, the same for all layers, is needed")
+        raise ModelError(
+            f"config.json gives {name} as {size!r}: one whole number of 1 or more, the same for all layers, is needed"
+        )
     return size
 
 

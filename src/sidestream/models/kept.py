@@ -18,12 +18,13 @@ _TRITON_HOME = "TRITON_HOME"
 
 
 def keep_compiled() -> None:
-    """Have this process keep what is compiled for the next start: in `compiled` below the cache's directory, and kernels in `triton` below that. Not
-    where somebody chose another place (`TORCHINDUCTOR_CACHE_DIR`; `TRITON_CACHE_DIR`, `TRITON_HOME`), nor where nothing can be written: then it stays
-    where torch and Triton have it, which a container loses. Again it does nothing.
+    """Have this process keep what is compiled for the next start: in `compiled` below the cache's directory, and
+    kernels in `triton` below that. Not where somebody chose another place (`TORCHINDUCTOR_CACHE_DIR`;
+    `TRITON_CACHE_DIR`, `TRITON_HOME`), nor where nothing can be written: then it stays where torch and Triton have it,
+    which a container loses. Again it does nothing.
 
-    Before the first kernel, of whoever launches it: the compiler moves Triton's place once it compiles, and only then, so a start that finds all
-    layers compiled would look elsewhere for kernels than the start that made them.
+    Before the first kernel, of whoever launches it: the compiler moves Triton's place once it compiles, and only then,
+    so a start that finds all layers compiled would look elsewhere for kernels than the start that made them.
     """
     if not _is_chosen(_LAYERS):
         try:
@@ -38,7 +39,9 @@ def keep_compiled() -> None:
 
 
 def _is_chosen(name: str) -> bool:
-    """Whether a user chose this directory: torch, too, sets the variable, to its own default below the directory for temporary files."""
+    """Whether a user chose this directory: torch, too, sets the variable, to its own default below the directory for
+    temporary files.
+    """
     place = os.environ.get(name)
     if not place or not Path(place).is_relative_to(tempfile.gettempdir()):
         return bool(place)

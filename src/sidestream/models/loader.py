@@ -38,15 +38,22 @@ _CPU = torch.device("cpu")
 
 
 def load_model(
-    path_or_hub_id: str, *, dtype: str = "auto", block_tokens: int, device: torch.device = _CPU, max_model_len: int | None = None
+    path_or_hub_id: str,
+    *,
+    dtype: str = "auto",
+    block_tokens: int,
+    device: torch.device = _CPU,
+    max_model_len: int | None = None,
 ) -> PagedModel:
-    """Load, check and fingerprint a model in transformers' format; a hub id is downloaded first, a directory needs no network.
+    """Load, check and fingerprint a model in transformers' format; a hub id is downloaded first, a directory needs no
+    network.
 
-    dtype `"auto"` keeps that of the checkpoint, or is float32 on a CPU that multiplies that much faster (`models/precision.py`).
-    max_model_len: tokens that requests will have at most, None: as many as the model can be served with; of a model with
-    LongRoPE it chooses the factors, and so its KV and its fingerprint. The weights are read on the host and then moved to `device`, where the check runs too;
-    at the end there is one copy of them (on a CPU, an embedding that is the output matrix too may be there in two orders). Raises
-    ModelError with the reason when the model cannot be read, does not fit, or cannot be served right.
+    dtype `"auto"` keeps that of the checkpoint, or is float32 on a CPU that multiplies that much faster
+    (`models/precision.py`). max_model_len: tokens that requests will have at most, None: as many as the model can be
+    served with; of a model with LongRoPE it chooses the factors, and so its KV and its fingerprint. The weights are
+    read on the host and then moved to `device`, where the check runs too; at the end there is one copy of them (on a
+    CPU, an embedding that is the output matrix too may be there in two orders). Raises ModelError with the reason when
+    the model cannot be read, does not fit, or cannot be served right.
     """
     _check_dtype(dtype)
     name = Path(path_or_hub_id).name
@@ -92,7 +99,9 @@ def precision_of(path_or_hub_id: str, *, dtype: str = "auto", device: torch.devi
 
 
 def kv_token_bytes(path_or_hub_id: str, *, dtype: str = "auto", device: torch.device = _CPU) -> int:
-    """Bytes that one token's KV takes, all layers, if the model is loaded by `load_model`; reads no weights. Raises ModelError."""
+    """Bytes that one token's KV takes, all layers, if the model is loaded by `load_model`; reads no weights. Raises
+    ModelError.
+    """
     _check_dtype(dtype)
     with about(Path(path_or_hub_id).name):
         directory = _directory(path_or_hub_id, _CONFIGS)
@@ -103,7 +112,9 @@ def kv_token_bytes(path_or_hub_id: str, *, dtype: str = "auto", device: torch.de
 
 
 def weights_digest(path_or_hub_id: str) -> str:
-    """`digest_of_files` of a model that could be served; one of a hub is downloaded first. Raises ModelError, as `load_model` would."""
+    """`digest_of_files` of a model that could be served; one of a hub is downloaded first. Raises ModelError, as
+    `load_model` would.
+    """
     with about(Path(path_or_hub_id).name):
         directory = local_directory(path_or_hub_id)
         check_config(directory)
@@ -133,10 +144,14 @@ def about(name: str) -> Iterator[None]:
     except ConfigError as error:
         raise ModelError(f"model {name}: {error}") from error
     except torch.OutOfMemoryError as error:
-        raise ModelError(f"model {name}: it does not fit the GPU ({str(error).splitlines()[0]}); choose a smaller one or dtype") from error
+        raise ModelError(
+            f"model {name}: it does not fit the GPU ({str(error).splitlines()[0]}); choose a smaller one or dtype"
+        ) from error
     except Exception as error:  # transformers and the model's own code raise anything here
         reason = (str(error).strip() or repr(error)).splitlines()[0]
-        raise ModelError(f"model {name}: transformers cannot load or run it ({type(error).__name__}: {reason})") from error
+        raise ModelError(
+            f"model {name}: transformers cannot load or run it ({type(error).__name__}: {reason})"
+        ) from error
 
 
 @contextlib.contextmanager
@@ -182,7 +197,12 @@ def read_config(directory: Path) -> PreTrainedConfig:
 
 
 def read_module(
-    directory: Path, config: PreTrainedConfig, stored: Mapping[str, StoredTensor], *, dtype: torch.dtype | str, attention: str
+    directory: Path,
+    config: PreTrainedConfig,
+    stored: Mapping[str, StoredTensor],
+    *,
+    dtype: torch.dtype | str,
+    attention: str,
 ) -> Any:
     """Transformers' module with the weights of a directory, all of which it uses.
 

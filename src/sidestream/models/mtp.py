@@ -1,9 +1,9 @@
-"""A head that predicts further tokens (multi-token prediction): one decoder layer of the model's own kind over [the token's embedding, the
-hidden state before it], with the model's embedding and output matrix.
+"""A head that predicts further tokens (multi-token prediction): one decoder layer of the model's own kind over [the
+token's embedding, the hidden state before it], with the model's embedding and output matrix.
 
-At position p it sees token p and the hidden state of position p - 1, so that its KV at p depends on nothing behind p: a block's share of it
-belongs to the block (H15). That is the usual head, one position later; positions are relative to it. Several tokens are predicted by feeding
-it its own hidden state.
+At position p it sees token p and the hidden state of position p - 1, so that its KV at p depends on nothing behind p: a
+block's share of it belongs to the block (H15). That is the usual head, one position later; positions are relative to
+it. Several tokens are predicted by feeding it its own hidden state.
 """
 
 from __future__ import annotations
@@ -42,10 +42,17 @@ _QWEN = {
     "mtp.norm.": "norm.",
     "mtp.layers.0.": "layer.",
 }
-_DEEPSEEK = {"eh_proj.": "join.", "enorm.": "norm_embedding.", "hnorm.": "norm_hidden.", "shared_head.norm.": "norm.", "": "layer."}
+_DEEPSEEK = {
+    "eh_proj.": "join.",
+    "enorm.": "norm_embedding.",
+    "hnorm.": "norm_hidden.",
+    "shared_head.norm.": "norm.",
+    "": "layer.",
+}
 _SHARED = ("shared_head.head.weight", "embed_tokens.weight")
 _OWN_FORMAT = "sidestream-mtp"
-# Of the model's config: what a head depends on, in a file of ours, and in a checkpoint, whose tensors' names depend on its layers besides.
+# Of the model's config: what a head depends on, in a file of ours, and in a checkpoint, whose tensors' names depend on
+# its layers besides.
 _FACTS = ("model_type", "hidden_size", "vocab_size")
 _CHECKPOINT_FACTS = ("hidden_size", "vocab_size", "num_hidden_layers")
 _EXPERT = re.compile(r"^(?P<path>layer\..*\.experts)\.(?P<number>\d+)\.(?P<part>gate_proj|up_proj|down_proj)\.weight$")
@@ -54,11 +61,14 @@ _EXPERT = re.compile(r"^(?P<path>layer\..*\.experts)\.(?P<number>\d+)\.(?P<part>
 class MtpHead(nn.Module):
     """The head of one model, which it shares embedding and output matrix with.
 
-    feeds_normed   the hidden state that it feeds itself is that after its norm, as in Qwen's; else that before, as in DeepSeek's and GLM's
+    feeds_normed   the hidden state that it feeds itself is that after its norm, as in Qwen's; else that before, as in
+                   DeepSeek's and GLM's
     """
 
     def __init__(self, model: Any, *, feeds_normed: bool) -> None:
-        """`model`: a transformers causal model. The new head's norms are the model's last one, all else is drawn at random. Raises ModelError."""
+        """`model`: a transformers causal model. The new head's norms are the model's last one, all else is drawn at
+        random. Raises ModelError.
+        """
         super().__init__()
         base = model.base_model
         lacking = [name for name in ("embed_tokens", "layers", "norm", "rotary_emb") if not hasattr(base, name)]
@@ -93,7 +103,8 @@ class MtpHead(nn.Module):
     def forward(self, tokens: Tensor, before: Tensor, positions: Tensor, **attention: Any) -> tuple[Tensor, Tensor]:
         """What predicts the tokens behind `tokens`, and what to feed back: both `[N, T, hidden_size]`.
 
-        tokens, positions int64 `[N, T]` · before `[N, T, hidden_size]` · attention: what the layer's attention takes besides
+        tokens, positions int64 `[N, T]` · before `[N, T, hidden_size]` · attention: what the layer's attention takes
+        besides
         """
         left = self._through(tokens, before, positions, **attention)
         left = left[0] if isinstance(left, tuple) else left
@@ -107,14 +118,20 @@ class MtpHead(nn.Module):
     def joined(self, tokens: Tensor, before: Tensor, positions: Tensor) -> tuple[Tensor, Any]:
         """What the layer takes: `[N, T, hidden_size]`, and what its attention needs to know of the positions."""
         base = self._model[0].base_model
-        joined = self.join(torch.cat([self.norm_embedding(base.embed_tokens(tokens)), self.norm_hidden(before)], dim=-1))
-        if hasattr(base.rotary_emb, "mrope_section"):  # Qwen3.5's takes time, height and width, which are one and the same in a text
+        joined = self.join(
+            torch.cat([self.norm_embedding(base.embed_tokens(tokens)), self.norm_hidden(before)], dim=-1)
+        )
+        if hasattr(
+            base.rotary_emb, "mrope_section"
+        ):  # Qwen3.5's takes time, height and width, which are one and the same in a text
             positions = positions.expand(3, *positions.shape)
         return joined, base.rotary_emb(joined, position_ids=positions, **self._rotary)
 
     @torch.inference_mode()
     def step(self, tokens: Tensor, before: Tensor, positions: Tensor, batch: AttentionBatch) -> tuple[Tensor, Tensor]:
-        """The same over the block pool, packed: both `[T, hidden_size]`; KV is in the pool afterwards, in layer `layer_index`."""
+        """The same over the block pool, packed: both `[T, hidden_size]`; KV is in the pool afterwards, in layer
+        `layer_index`.
+        """
         count = len(tokens)
         predicts, feeds = self(*_padded(tokens, before, positions), attention_mask=None, paged_batch=Unseen(batch))
         return predicts[0, :count], feeds[0, :count]
@@ -123,7 +140,9 @@ class MtpHead(nn.Module):
     def keep_up(self, tokens: Tensor, before: Tensor, positions: Tensor, batch: AttentionBatch) -> None:
         """`step` as far as to keys and values: they are in the pool afterwards, and nothing is predicted."""
         with contextlib.suppress(_Written):
-            self._through(*_padded(tokens, before, positions), attention_mask=None, paged_batch=Unseen(_KeysAndValues(batch)))
+            self._through(
+                *_padded(tokens, before, positions), attention_mask=None, paged_batch=Unseen(_KeysAndValues(batch))
+            )
 
     def logits(self, predicts: Tensor) -> Tensor:
         """Of the tokens that `predicts`, `[..., hidden_size]`, predicts: `[..., vocab_size]`."""
@@ -135,7 +154,11 @@ def _padded(tokens: Tensor, before: Tensor, positions: Tensor) -> tuple[Tensor, 
     """A packed batch as one sequence; on a CPU, of one of few lengths, as `PagedModel.forward` has it."""
     if tokens.device.type == "cpu":
         missing = padded_length(len(tokens)) - len(tokens)
-        tokens, positions, before = pad(tokens, (0, missing)), pad(positions, (0, missing)), pad(before, (0, 0, 0, missing))
+        tokens, positions, before = (
+            pad(tokens, (0, missing)),
+            pad(positions, (0, missing)),
+            pad(before, (0, 0, 0, missing)),
+        )
     return tokens[None], before[None], positions[None]
 
 
@@ -145,7 +168,9 @@ class _Written(Exception):
 
 @dataclass(frozen=True, slots=True)
 class _KeysAndValues:
-    """A batch that is not attended to: it leaves the layer once keys and values are written, however the layer came to them."""
+    """A batch that is not attended to: it leaves the layer once keys and values are written, however the layer came to
+    them.
+    """
 
     batch: AttentionBatch
 
@@ -165,10 +190,11 @@ class _KeysAndValues:
 
 
 def attach_head(model: PagedModel, source: str | Path) -> MtpHead:
-    """Give the model the head that `source` holds: a file of ours, or a checkpoint that carries one (a directory or a hub id).
+    """Give the model the head that `source` holds: a file of ours, or a checkpoint that carries one (a directory or a
+    hub id).
 
-    From then on its blocks have a layer for the head's KV, and layers for a hidden state, and its fingerprint names the head too.
-    Raises ModelError when there is none, or when it does not fit.
+    From then on its blocks have a layer for the head's KV, and layers for a hidden state, and its fingerprint names the
+    head too. Raises ModelError when there is none, or when it does not fit.
     """
     head = load_head(model.module, source)
     layout = model.layout
@@ -185,7 +211,9 @@ def attach_head(model: PagedModel, source: str | Path) -> MtpHead:
 
 
 def load_head(model: Any, source: str | Path) -> MtpHead:
-    """The head for a transformers model, with the weights that `source` holds, where the model is. Raises ModelError."""
+    """The head for a transformers model, with the weights that `source` holds, where the model is. Raises
+    ModelError.
+    """
     given, feeds_normed = _read(Path(source).expanduser(), model.config)
     head = MtpHead(model, feeds_normed=feeds_normed)
     given = _with_joined_experts(given)
@@ -206,11 +234,15 @@ def load_head(model: Any, source: str | Path) -> MtpHead:
 
 
 def write_head(head: MtpHead, path: Path, *, record: Mapping[str, str] | None = None) -> None:
-    """Write a file of ours, whole or not at all; `record` says how the head came to be, and by `weights` whose it is (`digest_of_files`)."""
+    """Write a file of ours, whole or not at all; `record` says how the head came to be, and by `weights` whose it is
+    (`digest_of_files`).
+    """
     facts = {name: str(getattr(head.config, name)) for name in _FACTS}
     partial = path.with_name(path.name + ".partial")
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in head.state_dict().items()}
-    save_file(tensors, partial, {**(record or {}), "format": _OWN_FORMAT, "feeds_normed": str(head.feeds_normed), **facts})
+    save_file(
+        tensors, partial, {**(record or {}), "format": _OWN_FORMAT, "feeds_normed": str(head.feeds_normed), **facts}
+    )
     partial.replace(path)
 
 
@@ -263,11 +295,15 @@ def _described(path: Path) -> Mapping[str, Any]:
 def _check_facts(source: Path, facts: Mapping[str, Any], config: Any) -> None:
     for name, value in facts.items():
         if str(value) != str(getattr(config, name)):
-            raise ModelError(f"that in {source} was made for {name} {value}, the model has {getattr(config, name)}: take the model's own")
+            raise ModelError(
+                f"that in {source} was made for {name} {value}, the model has {getattr(config, name)}: take the model's own"
+            )
 
 
 def _compare_weights(source: Path, made_for: str | None, directory: str) -> None:
-    """Warn of a head that was taught by other weights than those in `directory`: of its drafts fewer may be right, but no token depends on them."""
+    """Warn of a head that was taught by other weights than those in `directory`: of its drafts fewer may be right, but
+    no token depends on them.
+    """
     if made_for is None or not directory or not Path(directory).is_dir():
         return
     weights = digest_of_files(Path(directory))
@@ -309,6 +345,8 @@ def _with_joined_experts(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
             if lacking := sorted({"gate_proj", "up_proj", "down_proj"} - part.keys()):
                 raise ModelError(f"the head lacks {path}.{number}.{lacking[0]}.weight: fetch its checkpoint again")
         ordered: Iterable[dict[str, Tensor]] = [parts[number] for number in sorted(parts)]
-        joined[f"{path}.gate_up_proj"] = torch.stack([torch.cat([part["gate_proj"], part["up_proj"]]) for part in ordered])
+        joined[f"{path}.gate_up_proj"] = torch.stack(
+            [torch.cat([part["gate_proj"], part["up_proj"]]) for part in ordered]
+        )
         joined[f"{path}.down_proj"] = torch.stack([part["down_proj"] for part in ordered])
     return joined

@@ -21,7 +21,9 @@ def fix_longrope(module: nn.Module, *, long: bool) -> None:
 
 def _fix(rotary: Any, *, long: bool) -> None:
     past_the_switch = rotary.config.rope_parameters["original_max_position_embeddings"] + 1
-    frequencies, _ = ROPE_INIT_FUNCTIONS["longrope"](rotary.config, rotary.inv_freq.device, seq_len=past_the_switch if long else None)
+    frequencies, _ = ROPE_INIT_FUNCTIONS["longrope"](
+        rotary.config, rotary.inv_freq.device, seq_len=past_the_switch if long else None
+    )
     rotary.register_buffer("inv_freq", frequencies, persistent=False)
     rotary.register_buffer("original_inv_freq", frequencies.clone(), persistent=False)
     rotary.rope_type = "default"  # frequencies of this type are as they are at any length

@@ -62,7 +62,9 @@ def joined(tensors: Iterator[StoredTensor]) -> dict[str, StoredTensor]:
 def known_unused(stored: Mapping[str, StoredTensor], names: set[str]) -> set[str]:
     """The `names` that no model computes with: recomputed buffers, causal masks, heads for speculative decoding."""
     heads = tuple(found[1] for name in stored if (found := _HEAD_LAYER.match(name)))
-    return {name for name in names if _UNUSED.search(name) or name.startswith(heads) or _is_causal_mask(stored.get(name))}
+    return {
+        name for name in names if _UNUSED.search(name) or name.startswith(heads) or _is_causal_mask(stored.get(name))
+    }
 
 
 def _is_causal_mask(tensor: StoredTensor | None) -> bool:
@@ -91,7 +93,9 @@ def check_stored(stored: Mapping[str, StoredTensor]) -> None:
         with path.open("rb", buffering=0) as file:
             for matrix in sorted(matrices, key=lambda tensor: tensor.start):
                 if _is_zero(file, matrix):
-                    raise ModelError(f"{matrix.name} in {path} is all zeros: the file was not written completely, fetch it again")
+                    raise ModelError(
+                        f"{matrix.name} in {path} is all zeros: the file was not written completely, fetch it again"
+                    )
 
 
 def _is_matrix(tensor: StoredTensor) -> bool:

@@ -43,12 +43,15 @@ def check_files(directory: Path) -> dict[str, StoredTensor]:
 
 
 def stored_facts(directory: Path) -> tuple[str, int]:
-    """Of the weight files in `directory`: the first one's first floating dtype, and how many bytes all have. Reads headers only.
+    """Of the weight files in `directory`: the first one's first floating dtype, and how many bytes all have. Reads
+    headers only.
 
     `("float32", 0)` if there are none. Raises ModelError for a file that is damaged.
     """
     tensors = [tensor for path in _weight_files(directory) if path.exists() for tensor in _check_file(path)]
-    floating = (_STORED[tensor.dtype] for tensor in sorted(tensors, key=lambda t: (t.path, t.name)) if tensor.dtype in _STORED)
+    floating = (
+        _STORED[tensor.dtype] for tensor in sorted(tensors, key=lambda t: (t.path, t.name)) if tensor.dtype in _STORED
+    )
     return next(floating, "float32"), sum(tensor.num_bytes for tensor in tensors)
 
 
@@ -67,7 +70,9 @@ def _refuse_unlisted_shards(directory: Path, listed: set[str]) -> None:
     for total in {found[1] for name in listed if (found := _SHARD.search(name))}:
         others = {path.name for path in directory.glob(f"model-*-of-{total}.safetensors")} - listed
         if others:
-            raise ModelError(f"{directory / INDEX} does not list {min(others)}, a shard of the same set: fetch the index again")
+            raise ModelError(
+                f"{directory / INDEX} does not list {min(others)}, a shard of the same set: fetch the index again"
+            )
 
 
 def _check_file(path: Path) -> list[StoredTensor]:
@@ -81,9 +86,13 @@ def _check_file(path: Path) -> list[StoredTensor]:
     except FileNotFoundError:
         raise ModelError(f"{path.parent} has no {path.name}: fetch the weights, in safetensors format") from None
     except PermissionError:
-        raise ModelError(f"{path} may not be read by this user: give the right to read it (chmod +r), or run as its owner") from None
+        raise ModelError(
+            f"{path} may not be read by this user: give the right to read it (chmod +r), or run as its owner"
+        ) from None
     except OSError as error:
-        raise ModelError(f"{path} cannot be read ({error.strerror or error}): see that it is a file on a medium that works") from error
+        raise ModelError(
+            f"{path} cannot be read ({error.strerror or error}): see that it is a file on a medium that works"
+        ) from error
     except (ValueError, AttributeError, KeyError, TypeError, IndexError):
         raise ModelError(f"{path} is no readable safetensors file: fetch it again") from None
     if size != expected:
@@ -92,12 +101,13 @@ def _check_file(path: Path) -> list[StoredTensor]:
 
 
 def fingerprint_of(module: Any, *, variant: str = "") -> str:
-    """128 bits, in hex, of everything that the module's KV depends on: definition, config, dtypes and every loaded weight.
+    """128 bits, in hex, of everything that the module's KV depends on: definition, config, dtypes and every loaded
+    weight.
 
     variant: what was changed in the module that none of these tells.
 
-    Hashes what was loaded, not the files: names, dates and the way that weights are split over files do not matter. xxh3
-    reads memory about as fast as it can be read; it finds differences, not forgeries.
+    Hashes what was loaded, not the files: names, dates and the way that weights are split over files do not matter.
+    xxh3 reads memory about as fast as it can be read; it finds differences, not forgeries.
     """
     config = {name: value for name, value in module.config.to_dict().items() if name not in _NOT_IDENTITY}
     # The config holds transformers' version too, for a newer one may define the model anew.
@@ -116,10 +126,11 @@ _SAMPLED_ROWS = 4
 
 
 def digest_of_files(directory: Path) -> str:
-    """128 bits, in hex, of the weights as they are stored: the same over whatever files they are split, and whatever they are loaded as.
+    """128 bits, in hex, of the weights as they are stored: the same over whatever files they are split, and whatever
+    they are loaded as.
 
-    Of each tensor its first and last rows are read: what is trained changes nearly all rows, and a large model would take minutes to be read.
-    Of files that `check_files` let pass.
+    Of each tensor its first and last rows are read: what is trained changes nearly all rows, and a large model would
+    take minutes to be read. Of files that `check_files` let pass.
     """
     digest = xxhash.xxh3_128()
     with contextlib.ExitStack() as opened:
@@ -167,13 +178,17 @@ _PACKED_ROWS = 8
 def pack_linears(module: nn.Module) -> None:
     """Reorder the weights of every plain bfloat16 Linear in place; those of other dtypes stay as they are.
 
-    oneDNN reorders a bfloat16 weight in every call unless it was done before: without, SmolLM2-135M's step takes 1.2 times as
-    long on two cores, at batch 1 and 8. In float32, MKL's own order is faster.
+    oneDNN reorders a bfloat16 weight in every call unless it was done before: without, SmolLM2-135M's step takes 1.2
+    times as long on two cores, at batch 1 and 8. In float32, MKL's own order is faster.
     """
     if not (torch._C._has_mkldnn and torch.ops.mkldnn._is_mkldnn_bf16_supported()):
         return
     with torch.no_grad():
         for parent in list(module.modules()):
             for name, child in list(parent.named_children()):
-                if type(child) is nn.Linear and child.weight.dtype == torch.bfloat16 and child.weight.device.type == "cpu":
+                if (
+                    type(child) is nn.Linear
+                    and child.weight.dtype == torch.bfloat16
+                    and child.weight.device.type == "cpu"
+                ):
                     setattr(parent, name, _PackedLinear(child))

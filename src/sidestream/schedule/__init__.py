@@ -1,1 +1,1 @@
-"""WHO RUNS NEXT: requests, admission, chunking, retraction. Pure: no tensors, no clocks."""
+"""WHO RUNS NEXT: requests, admission, chunking, preemption. Pure: no tensors, no clocks."""

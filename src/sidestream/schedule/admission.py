@@ -1,4 +1,6 @@
-"""What a request is checked against before it takes anything, wherever it is asked: on the caller's thread, or in a front end's process."""
+"""What a request is checked against before it takes anything, wherever it is asked: on the caller's thread, or in a
+front end's process.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ from sidestream.types import Key
 _PRIORITY_BOUND = 1 << 63
 
 KeysOf = Callable[[npt.NDArray[np.int64], str], tuple[list[Key], int]]
-"""Keys of the complete blocks of a prompt, for a request with this cache salt, and the version of the keys that they belong to."""
+"""Keys of the complete blocks of a prompt, for a request with this cache salt, and the version of the keys that they
+belong to.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,25 +75,36 @@ class RequestChecker:
     def check(
         self, prompt: Sequence[int], params: SamplingParams, *, seed: int = 0, priority: int = 0, cache_salt: str = ""
     ) -> CheckedRequest:
-        """The request, if it can be served. `seed` counts when the params name none. Raises RequestRejected or ContextTooLong."""
+        """The request, if it can be served. `seed` counts when the params name none. Raises RequestRejected or
+        ContextTooLong.
+        """
         tokens = _whole_numbers(prompt, "prompt")
         (priority,) = _whole_numbers((priority,), "priority")
         if not -_PRIORITY_BOUND <= priority < _PRIORITY_BOUND:
             raise RequestRejected(f"priority is {priority}: give a number of 64 bits", param="priority")
-        # An array, because tens of thousands of numbers that are looked at one by one take milliseconds of a first token's time.
+        # An array, because tens of thousands of numbers that are looked at one by one take milliseconds of a first
+        # token's time.
         max_outputs, numbers = self._check(tokens, params, cache_salt)
         keys, version = self._keys_of(numbers, cache_salt)
         chosen = seed if params.seed is None else params.seed
         return CheckedRequest(tokens, params, keys, version, chosen, max_outputs, priority, cache_salt)
 
-    def _check(self, prompt: tuple[int, ...], params: SamplingParams, cache_salt: str) -> tuple[int, npt.NDArray[np.int64]]:
+    def _check(
+        self, prompt: tuple[int, ...], params: SamplingParams, cache_salt: str
+    ) -> tuple[int, npt.NDArray[np.int64]]:
         """Refuse what cannot be served; else the number of tokens that may be emitted, and the prompt as an array."""
         bounds = self.bounds
         if not prompt:
             raise RequestRejected("the prompt is empty: give at least one token", param="prompt")
         if not isinstance(cache_salt, str) or len(cache_salt) > MOST_SALT_CHARS:
-            given = f"{len(cache_salt)} characters long" if isinstance(cache_salt, str) else f"a {type(cache_salt).__name__}"
-            raise RequestRejected(f"cache_salt is {given}: give a text of at most {MOST_SALT_CHARS} characters", param="cache_salt")
+            given = (
+                f"{len(cache_salt)} characters long"
+                if isinstance(cache_salt, str)
+                else f"a {type(cache_salt).__name__}"
+            )
+            raise RequestRejected(
+                f"cache_salt is {given}: give a text of at most {MOST_SALT_CHARS} characters", param="cache_salt"
+            )
         try:
             numbers = np.fromiter(prompt, np.int64, len(prompt))
             lowest, highest = int(numbers.min()), int(numbers.max())
@@ -97,17 +112,25 @@ class RequestChecker:
             lowest, highest = min(prompt), max(prompt)
         if lowest < 0 or highest >= bounds.vocab_size:
             bad = lowest if lowest < 0 else highest
-            raise RequestRejected(f"the prompt has token id {bad}: the model knows 0 to {bounds.vocab_size - 1}", param="prompt")
+            raise RequestRejected(
+                f"the prompt has token id {bad}: the model knows 0 to {bounds.vocab_size - 1}", param="prompt"
+            )
         for name, ids in (("logit_bias", params.logit_bias), ("stop_token_ids", params.stop_token_ids)):
             for token_id in ids:
                 if token_id >= bounds.vocab_size:
-                    raise RequestRejected(f"{name} has token id {token_id}: the model knows 0 to {bounds.vocab_size - 1}", param=name)
+                    raise RequestRejected(
+                        f"{name} has token id {token_id}: the model knows 0 to {bounds.vocab_size - 1}", param=name
+                    )
         if params.n > bounds.max_unfinished:
-            raise RequestRejected(f"n is {params.n}: the engine takes {bounds.max_unfinished} samples at a time; ask for fewer", param="n")
+            raise RequestRejected(
+                f"n is {params.n}: the engine takes {bounds.max_unfinished} samples at a time; ask for fewer", param="n"
+            )
         self._check_length(len(prompt))
         room = bounds.longest - len(prompt)
         if params.min_tokens > room:
-            raise RequestRejected(f"min_tokens is {params.min_tokens}: behind this prompt there is room for {room}", param="min_tokens")
+            raise RequestRejected(
+                f"min_tokens is {params.min_tokens}: behind this prompt there is room for {room}", param="min_tokens"
+            )
         return room if params.max_tokens is None else min(params.max_tokens, room), numbers
 
     def _check_length(self, length: int) -> None:

@@ -1,9 +1,10 @@
 """Where prefill is cut. The same tokens are always cut at the same places, whatever was found in a cache.
 
-Arithmetic is only repeatable in the same shapes. A prompt of `known` tokens is cut at multiples of `chunk_tokens`, and once
-more at the last block border before its end, so that its tail is a chunk of its own. A run that finds everything up to that
-border in a tier computes the very same tail as the run that computed all of it: equal shapes, equal bits, equal tokens. A run
-that finds only a part goes on from there, in a first chunk that may be shorter: equal up to rounding (docs/identity.md).
+Arithmetic is only repeatable in the same shapes. A prompt of `known` tokens is cut at multiples of `chunk_tokens`, and
+once more at the last block border before its end, so that its tail is a chunk of its own. A run that finds everything
+up to that border in a tier computes the very same tail as the run that computed all of it: equal shapes, equal bits,
+equal tokens. A run that finds only a part goes on from there, in a first chunk that may be shorter: equal up to
+rounding (docs/identity.md).
 
 On a GPU a tail of its own is one more pass over all weights, so it is left out there unless it is asked for.
 """

@@ -4,17 +4,17 @@
      ▲  │ ▲               │
      │  └─promote─▶ LOADING   (blocks come from disk to the host tier)
      │         ◀──done────┘
-     └────────retract─────┘   epoch + 1: results of flights launched before are dropped
+     └────────preempt─────┘   epoch + 1: results of steps launched before are dropped
 
 A finish (stop, length, abort, error) is possible from every state.
 
 Positions of one running request:
-    [0, committed_len)             KV computed, its flight's fence observed
-    [committed_len, launched_len)  computed by a flight, or copied by a load, that is still on its way
+    [0, committed_len)             KV computed, its step's fence observed
+    [committed_len, launched_len)  computed by a step, or copied by a load, that is still on its way
     [launched_len, len(blocks) * block_tokens)   reserved
 
-With drafts on their way `launched_len` and `launched_outputs` are upper bounds, as if all were right; they come down to what is true when
-their flight is committed. The lower bound is `drafts_on_way` less.
+With drafts on their way `launched_len` and `launched_outputs` are upper bounds, as if all were right; they come down to
+what is true when their step is committed. The lower bound is `drafts_on_way` less.
 """
 
 from __future__ import annotations
@@ -67,11 +67,11 @@ class Request:
     row: Lease | None = field(init=False, default=None)
     blocks: Lease | None = field(init=False, default=None)
     table: tuple[BlockId, ...] = field(init=False, default=())
-    """What its last flight was told of `blocks`: the same object as long as it is the same blocks."""
+    """What its last step was told of `blocks`: the same object as long as it is the same blocks."""
     launched_len: int = field(init=False, default=0)
     launched_outputs: int = field(init=False, default=0)
     drafts_on_way: int = field(init=False, default=0)
-    """Drafts of flights that were not committed."""
+    """Drafts of steps that were not committed."""
     drafting: int = field(init=False, default=-1)
     """Its number among the records of what became of drafts."""
     committed_len: int = field(init=False, default=0)
@@ -79,23 +79,27 @@ class Request:
     found_blocks: int = field(init=False, default=0)
     """On the device or in a tier, when the row was taken."""
     own_blocks: int | None = field(init=False, default=None)
-    """How many blocks it found at the least when it began or came back: those behind it has computed itself. None: it never began."""
+    """How many blocks it found at the least when it began or came back: those behind it has computed itself. None: it
+    never began.
+    """
     prefill_end: int = field(init=False, default=0)
     """Tokens that were known when the row was taken: below this, chunks; from here on, one token a step."""
     shares: bool = field(init=False, default=True)
     """Its blocks may be found by others; False once the cache was reset under it, until it starts anew."""
     loading: bool = field(init=False, default=False)
-    """Blocks of it come from the host tier, and no flight may be gated by that load yet."""
+    """Blocks of it come from the host tier, and no step may be gated by that load yet."""
     arriving: bool = field(init=False, default=False)
-    """Blocks of it come from the host tier, and no flight of it was planned yet: the first one may have to wait for them."""
+    """Blocks of it come from the host tier, and no step of it was planned yet: the first one may have to wait for them.
+    """
     begun: bool = field(init=False, default=False)
     """The row's state was set in this epoch."""
     stepped: bool = field(init=False, default=False)
-    """A flight of this epoch was committed; until then the request may not be retracted for a younger one's sake (H26)."""
+    """A step of this epoch was committed; until then the request may not be preempted for a younger one's sake (H26).
+    """
     waited_steps: int = field(init=False, default=0)
-    """Flights that left without it while it had work."""
+    """Steps that left without it while it had work."""
     last_fence: Fence | None = field(init=False, default=None)
-    """Fence of the last flight that this request was in."""
+    """Fence of the last step that this request was in."""
     cached: CachedTokens | None = field(init=False, default=None)
     """What the first admission found; None before."""
     promotions: int = field(init=False, default=0)
@@ -123,13 +127,17 @@ class Request:
         return self.prefill_end <= self.launched_len and self.launched_outputs < self.max_outputs
 
     def level(self, aging_steps: int) -> int:
-        """Priority, improved by one for every `aging_steps` flights that left without it: nobody waits for ever."""
+        """Priority, improved by one for every `aging_steps` steps that left without it: nobody waits for ever."""
         return self.priority - self.waited_steps // aging_steps
 
     def append_outputs(self, token_ids: Sequence[int]) -> tuple[int, str | None]:
-        """Append committed tokens, up to the first that ends the request: how many that are, and why it ends, if it does."""
+        """Append committed tokens, up to the first that ends the request: how many that are, and why it ends, if it
+        does.
+        """
         tokens, count, outputs = self.tokens, len(token_ids), len(self.tokens) - len(self.prompt)
-        if outputs + count < self.max_outputs and self.stop_ids.isdisjoint(token_ids):  # nearly always: none of them ends it
+        if outputs + count < self.max_outputs and self.stop_ids.isdisjoint(
+            token_ids
+        ):  # nearly always: none of them ends it
             tokens.extend(token_ids)
             return count, None
         count = 0

@@ -1,7 +1,8 @@
-"""Who runs next: continuous batching with chunked prefill, admission, retraction, priorities. Pure: no tensors, no clock.
+"""Who runs next: continuous batching with chunked prefill, admission, preemption, priorities. Pure: no tensors, no
+clock.
 
-`plan` reads the ledger and says what the next step does; `commit` takes in what a flight yielded. Between the two, flights and
-transfers are on their way: the scheduler counts on them (`launched_*`) but believes only what was committed (H12).
+`plan` reads the ledger and says what the next step does; `commit` takes in what a step yielded. Between the two, steps
+and transfers are on their way: the scheduler counts on them (`launched_*`) but believes only what was committed (H12).
 Called from the engine thread only.
 """
 
@@ -52,7 +53,9 @@ class TierView(Protocol):
         ...
 
     def seconds_left(self, request_id: RequestId, epoch: int, *, step_s: float) -> float:
-        """How soon a flight of `step_s` may begin that is expected not to wait for blocks that are loaded for the request; 0: at once."""
+        """How soon a step of `step_s` may begin that is expected not to wait for blocks that are loaded for the
+        request; 0: at once.
+        """
         ...
 
     def uses(self) -> Fence | None:
@@ -102,7 +105,9 @@ class Limits:
 
 
 Drawn = tuple[Request, RowResult, int, str | None]
-"""What a commit added to a request: of the result, the first so many tokens, and why they end the request, if they do. None follows those."""
+"""What a commit added to a request: of the result, the first so many tokens, and why they end the request, if they do.
+None follows those.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,19 +115,20 @@ class Committed:
     """What a commit yields.
 
     drawn      tokens, in the order of the batch
-    completed  of requests that completed blocks, how many they have now, by the flight of `fence`
-    disowned   keys that nobody may find in a tier: their KV may be no better than logits that were not finite
+    completed  of requests that completed blocks, how many they have now, by the step of `fence`
+    invalidated   keys that nobody may find in a tier: their KV may be no better than logits that were not finite
     """
 
     drawn: tuple[Drawn, ...]
     completed: tuple[tuple[Request, int], ...]
     fence: Fence
-    disowned: tuple[Key, ...]
+    invalidated: tuple[Key, ...]
 
 
 @dataclass(slots=True)
 class _Draft:
-    """A step in the making; lives inside one `plan` call, or, if no flight is to come of it (`loads_only`), one `order_loads`.
+    """A step in the making; lives inside one `plan` call, or, if no step is to come of it (`loads_only`), one
+    `order_loads`.
 
     arriving  whose blocks are on their way for longer than the device is busy, by rank
     """
@@ -170,7 +176,9 @@ class Scheduler:
         self._running: dict[RequestId, Request] = {}
         self._ranked: list[Request] | None = None  # of those, by rank; None: that may have changed
         self._coming: dict[Key, RequestId] = {}  # blocks that a running request loads or is about to complete
-        self._owed: list[Fence] = []  # last uses of blocks that were taken since a flight was last planned: the next one waits for them
+        self._owed: list[
+            Fence
+        ] = []  # last uses of blocks that were taken since a step was last planned: the next one waits for them
 
     # ------------------------------------------------------------------ what the engine asks
 
@@ -216,7 +224,7 @@ class Scheduler:
         self._queue[request.id] = request
 
     def finish(self, request: Request, reason: str) -> None:
-        """End a request, whatever it was doing. What it used is released behind its last flight (H16, H21)."""
+        """End a request, whatever it was doing. What it used is released behind its last step (H16, H21)."""
         if request.state is State.FINISHED:
             return
         self._give_up_device(request)
@@ -236,7 +244,7 @@ class Scheduler:
             request.avoid_disk = True
 
     def load_ready(self, request_id: RequestId, epoch: int) -> None:
-        """A load into the device has fences for all of it: flights of its request may leave, gated by them."""
+        """A load into the device has fences for all of it: steps of its request may leave, gated by them."""
         request = self._requests.get(request_id)
         if request is not None and request.epoch == epoch:
             request.loading = False
@@ -248,7 +256,7 @@ class Scheduler:
             request.avoid_tiers = True
             if request.num_outputs == 0:
                 request.cached = None
-            self._retract(request)
+            self._preempt(request)
 
     def forget_all(self) -> None:
         """Make every block unfindable at once, those that running requests are about to complete too (H8)."""
@@ -263,7 +271,9 @@ class Scheduler:
         return sum(request.cached is not None or request.epoch > 0 for request in self._requests.values())
 
     def rekey(self, keys: BlockKeys) -> None:
-        """Name blocks by other keys from now on, because the model is another (H14). Only while nobody runs; forgets every block."""
+        """Name blocks by other keys from now on, because the model is another (H14). Only while nobody runs; forgets
+        every block.
+        """
         if self._running:
             raise InvariantError(f"{len(self._running)} requests run: their KV belongs to the keys that were")
         self._keys = keys
@@ -274,7 +284,7 @@ class Scheduler:
         self.forget_all()
 
     def launched(self, batch: BatchPlan, fence: Fence) -> None:
-        """A flight was launched; its fence covers every use that its requests make of blocks and rows."""
+        """A step was launched; its fence covers every use that its requests make of blocks and rows."""
         requests, columns = self._requests, batch.columns
         for request_id, epoch in zip(columns.request_id, columns.epoch, strict=True):
             request = requests.get(request_id)
@@ -282,17 +292,26 @@ class Scheduler:
                 request.last_fence = fence
 
     def commit(self, batch: BatchPlan, results: Sequence[RowResult], fence: Fence) -> Committed:
-        """Take in a flight whose fence was observed. `results`: one for each row that samples, in order. `publish` is to follow.
+        """Take in a step whose fence was observed. `results`: one for each row that samples, in order. `publish` is to
+        follow.
 
-        Rows of finished or retracted requests are dropped. Does not finish anything: that is the caller's part.
+        Rows of finished or preempted requests are dropped. Does not finish anything: that is the caller's part.
         """
         drawn: list[Drawn] = []
         completed: list[tuple[Request, int]] = []
         drafted: list[tuple[int, int, int]] = []
-        disowned: list[Key] = []
+        invalidated: list[Key] = []
         results_left, requests, size, running = iter(results), self._requests, self.limits.block_tokens, State.RUNNING
         columns = batch.columns
-        rows = zip(columns.request_id, columns.epoch, columns.stop, columns.tokens, columns.samples, columns.drafts, strict=True)
+        rows = zip(
+            columns.request_id,
+            columns.epoch,
+            columns.stop,
+            columns.tokens,
+            columns.samples,
+            columns.drafts,
+            strict=True,
+        )
         for request_id, epoch, stop, tokens, samples, drafts in rows:
             result = next(results_left) if samples else None
             request = requests.get(request_id)
@@ -313,18 +332,18 @@ class Scheduler:
                             drafted.append((request.drafting, drafts, len(result.token_ids) - 1))
                     request.committed_len += count
                 if not result.finite:
-                    disowned += self._disown(request)
+                    invalidated += self._invalidate(request)
                     continue
             complete = request.committed_len // size
             if complete > request.published_blocks:
                 completed.append((request, complete))
         if drafted:
             self._drafts.saw(*zip(*drafted, strict=True))
-        return Committed(tuple(drawn), tuple(completed), fence, tuple(disowned))
+        return Committed(tuple(drawn), tuple(completed), fence, tuple(invalidated))
 
     def publish(self, committed: Committed) -> StorePlan | None:
-        """Make what a commit completed findable; what of it is to be stored. Before anything of it is finished: a thousand blocks that came back
-        take half a millisecond, and whoever goes on can be told its token first.
+        """Make what a commit completed findable; what of it is to be stored. Before anything of it is finished: a
+        thousand blocks that came back take half a millisecond, and whoever goes on can be told its token first.
         """
         stored: list[tuple[Key, int]] = []
         prefix: list[Key] = []
@@ -334,51 +353,60 @@ class Scheduler:
                 prefix.extend(request.keys[:complete])
         if not stored:
             return None
-        return StorePlan(tuple(key for key, _ in stored), tuple(block for _, block in stored), (committed.fence,), tuple(prefix))
+        return StorePlan(
+            tuple(key for key, _ in stored), tuple(block for _, block in stored), (committed.fence,), tuple(prefix)
+        )
 
     def store_again(self, keys: Iterable[Key]) -> tuple[StorePlan, Lease] | None:
-        """A store of those of these blocks that the device still has. The caller releases the lease once the plan is submitted."""
+        """A store of those of these blocks that the device still has. The caller releases the lease once the plan is
+        submitted.
+        """
         found = {key: block for key in keys if (block := self._blocks.get(key)) is not None}
         if not found:
             return None
         # No fence to wait for: a block is findable only after the host saw the end of the step that filled it.
         return StorePlan(tuple(found), tuple(found.values()), (), tuple(found)), self._blocks.share([*found.values()])
 
-    def _disown(self, request: Request) -> Sequence[Key]:
-        """Make nothing findable that a request computed whose logits are not finite, in chunks before them either: its KV may be no better than
-        they are. Which keys those are.
+    def _invalidate(self, request: Request) -> Sequence[Key]:
+        """Make nothing findable that a request computed whose logits are not finite, in chunks before them either: its
+        KV may be no better than they are. Which keys those are.
         """
         assert request.own_blocks is not None and request.blocks is not None
         own = slice(request.own_blocks, max(request.published_blocks, request.found_blocks))
         keys = request.keys[own]
-        self._blocks.forget([block for key, block in zip(keys, request.blocks.ids[own], strict=False) if self._blocks.get(key) == block])
+        self._blocks.forget(
+            [block for key, block in zip(keys, request.blocks.ids[own], strict=False) if self._blocks.get(key) == block]
+        )
         return keys
 
     def _re_anchor(self, request: Request, drafts: int, drawn: int) -> None:
-        """Bring the bounds of what was launched down to what came of a flight that drafted."""
+        """Bring the bounds of what was launched down to what came of a step that drafted."""
         request.drafts_on_way -= drafts
         request.launched_len -= 1 + drafts - drawn
         request.launched_outputs -= 1 + drafts - drawn
 
     def measured(self, batch: BatchPlan, seconds: float) -> None:
-        """A flight in which every row decodes took so long."""
+        """A step in which every row decodes took so long."""
         if self._drafts.most:
             rows, columns = len(batch.rows), batch.columns
-            self._drafts.saw_flight(rows, max(columns.drafts), seconds, sum(columns.stop) / rows)
+            self._drafts.saw_step(rows, max(columns.drafts), seconds, sum(columns.stop) / rows)
 
     # ------------------------------------------------------------------ planning
 
     def plan(self, *, lead_s: float = 0.0, step_s: float = 0.0) -> StepPlan:
-        """What the next step does. Oldest first, decode before prefill, then admission; a plan without rows means: nothing to compute.
+        """What the next step does. Oldest first, decode before prefill, then admission; a plan without rows means:
+        nothing to compute.
 
-        lead_s   how long the device is expected to be busy before its flight begins
+        lead_s   how long the device is expected to be busy before its step begins
         step_s   how long that is expected to take
         """
-        self._retract_for_priority()
+        self._preempt_for_priority()
         ranked = self._running_by_rank()
         # As `Request.can_decode` says: a call for each of them takes longer than to look.
         decoding = [
-            request for request in ranked if request.prefill_end <= request.launched_len and request.launched_outputs < request.max_outputs
+            request
+            for request in ranked
+            if request.prefill_end <= request.launched_len and request.launched_outputs < request.max_outputs
         ]
         num_decoding = len(decoding)
         draft = _Draft(self.limits.token_budget - num_decoding, lead_s, step_s, after=self._owed)
@@ -398,17 +426,21 @@ class Scheduler:
         return StepPlan(tuple(draft.transfers), batch, tuple(draft.after), draft.undrafted)
 
     def order_loads(self) -> Sequence[TransferPlan]:
-        """Admit, behind the last plan, who came too late for it and has blocks to load or to wait for; what is to be submitted at once.
+        """Admit, behind the last plan, who came too late for it and has blocks to load or to wait for; what is to be
+        submitted at once.
 
-        The same line and the same rules as in `plan`, which goes on where this ends: at the first in line that lacks room, or that a flight
-        would have to compute something of at once. Flights may be on their way, and the loads wait for those that they must wait for.
+        The same line and the same rules as in `plan`, which goes on where this ends: at the first in line that lacks
+        room, or that a step would have to compute something of at once. Steps may be on their way, and the loads wait
+        for those that they must wait for.
         """
         draft = _Draft(0, 0.0, 0.0, loads_only=True, after=self._owed)
         self._admit(draft)
         return draft.transfers
 
     def _age(self, batch: BatchPlan) -> None:
-        """Count the step for everybody it passed over, with or without a row. A step without a flight passes nobody over."""
+        """Count the step for everybody it passed over, with or without a row. A step without a step passes
+        nobody over.
+        """
         if not batch.rows:
             return
         for request in self._queue.values():
@@ -421,10 +453,16 @@ class Scheduler:
                     self._ranked = None
 
     def _plan_decodes(self, requests: Sequence[Request], draft: _Draft) -> None:
-        """A row for each that may have one: nearly always one token, in a block that the last flight was told of."""
-        size, running, plain, drafting, new = self.limits.block_tokens, State.RUNNING, draft.decodes, draft.drafting, tuple.__new__
+        """A row for each that may have one: nearly always one token, in a block that the last step was told of."""
+        size, running, plain, drafting, new = (
+            self.limits.block_tokens,
+            State.RUNNING,
+            draft.decodes,
+            draft.drafting,
+            tuple.__new__,
+        )
         for request, wanted in zip(requests, self._choose_drafts(requests, draft), strict=True):
-            if request.state is not running:  # it was retracted for an older one
+            if request.state is not running:  # it was preempted for an older one
                 continue
             length, on_way, table = request.launched_len, request.drafts_on_way, request.table
             drafts = wanted
@@ -436,7 +474,22 @@ class Scheduler:
             assert request.row is not None
             outputs, row, stop = request.launched_outputs, request.row.ids[0], length + 1 + drafts
             # What a call of the class comes to, at half the time.
-            plan = new(RowPlan, (request.id, row, request.epoch, length - on_way, stop, None, table, True, outputs - on_way, None, drafts))
+            plan = new(
+                RowPlan,
+                (
+                    request.id,
+                    row,
+                    request.epoch,
+                    length - on_way,
+                    stop,
+                    None,
+                    table,
+                    True,
+                    outputs - on_way,
+                    None,
+                    drafts,
+                ),
+            )
             request.launched_len = stop
             request.launched_outputs = outputs + 1 + drafts
             if drafts or on_way:
@@ -456,14 +509,14 @@ class Scheduler:
         return chosen.counts
 
     def _room(self, request: Request, wanted: int, draft: _Draft) -> int | None:
-        """Have its table cover one token, and the drafts behind it if there is room for them without taking anybody else's: how many drafts that
-        are, all or none; None: there is no room even for the token.
+        """Have its table cover one token, and the drafts behind it if there is room for them without taking anybody
+        else's: how many drafts that are, all or none; None: there is no room even for the token.
         """
         drafts = wanted
-        if drafts and not self._reserve(request, request.launched_len + 1 + drafts, draft, retracting=False):
+        if drafts and not self._reserve(request, request.launched_len + 1 + drafts, draft, preempting=False):
             drafts = 0
         stop = request.launched_len + 1 + drafts
-        if not (drafts or self._reserve(request, stop, draft, retracting=not request.drafts_on_way)):
+        if not (drafts or self._reserve(request, stop, draft, preempting=not request.drafts_on_way)):
             return None
         self._extend_table(request, stop)
         if drafts < wanted:
@@ -471,7 +524,7 @@ class Scheduler:
         return drafts
 
     def _extend_table(self, request: Request, length: int) -> None:
-        """Make what its flights are told of its blocks cover `length` tokens; the same object if it does."""
+        """Make what its steps are told of its blocks cover `length` tokens; the same object if it does."""
         assert request.blocks is not None
         if len(request.table) < (count := -(-length // self.limits.block_tokens)):
             request.table = tuple(request.blocks.ids[:count])
@@ -481,12 +534,18 @@ class Scheduler:
             return
         if request.arriving:
             if self._tiers.seconds_left(request.id, request.epoch, step_s=draft.step_s) > draft.lead_s:
-                draft.arriving.append(request)  # whoever else is in the flight would wait for its load
+                draft.arriving.append(request)  # whoever else is in the step would wait for its load
                 return
             request.arriving = False
         start, known = request.launched_len, request.prefill_end
         limits = self.limits
-        stop = chunk_stop(start, known, chunk_tokens=limits.chunk_tokens, block_tokens=limits.block_tokens, tail_apart=limits.tail_apart)
+        stop = chunk_stop(
+            start,
+            known,
+            chunk_tokens=limits.chunk_tokens,
+            block_tokens=limits.block_tokens,
+            tail_apart=limits.tail_apart,
+        )
         if stop - start > draft.prefill_budget:
             return  # a chunk is never cut shorter: its shape is part of the result
         draft.prefill_budget -= stop - start
@@ -500,13 +559,17 @@ class Scheduler:
             begin = RowStart(request.sampling, request.prompt, tuple(request.tokens[len(request.prompt) :]))
             request.begun = True
         self._extend_table(request, stop)
-        plan = RowPlan(request.id, request.row.ids[0], request.epoch, start, stop, tokens, request.table, samples, outputs, begin)
+        plan = RowPlan(
+            request.id, request.row.ids[0], request.epoch, start, stop, tokens, request.table, samples, outputs, begin
+        )
         request.launched_len = stop
         request.launched_outputs += samples
         return plan
 
-    def _reserve(self, request: Request, length: int, draft: _Draft, *, retracting: bool = True) -> bool:
-        """Make the request's blocks cover `length` tokens, `retracting` younger requests if need be; False: not this step."""
+    def _reserve(self, request: Request, length: int, draft: _Draft, *, preempting: bool = True) -> bool:
+        """Make the request's blocks cover `length` tokens, `preempting` younger requests if need be; False: not this
+        step.
+        """
         assert request.blocks is not None
         missing = -(-length // self.limits.block_tokens) - len(request.blocks.ids)
         if missing <= 0:
@@ -514,10 +577,10 @@ class Scheduler:
         while self._blocks.num_available < missing:
             if self._blocks.is_settling:
                 return False  # blocks come back in a moment: nobody need give up theirs
-            victim = self._victim_for(request) if retracting else None
+            victim = self._victim_for(request) if preempting else None
             if victim is None:
                 return False
-            self._retract(victim)
+            self._preempt(victim)
             self.num_preemptions += 1
         fresh = self._blocks.take(missing)
         draft.after.extend(fresh.after)
@@ -532,13 +595,15 @@ class Scheduler:
         waiting = (request for request in self._queue.values() if self._may_start(request))
         for request in self._by_rank(waiting)[: self.limits.max_probes]:
             if self._rows.num_available == 0 or not self._try_admit(request, draft):
-                return  # nobody overtakes the first in line for lack of room, or of a flight
+                return  # nobody overtakes the first in line for lack of room, or of a step
 
     def _may_start(self, request: Request) -> bool:
         return request.state is State.WAITING and (self.admits_new or request.cached is not None or request.epoch > 0)
 
     def _try_admit(self, request: Request, draft: _Draft) -> bool:
-        """Admit, or set to load, or leave for a request that computes the same blocks now; False: no room, or no flight to go by."""
+        """Admit, or set to load, or leave for a request that computes the same blocks now; False: no room, or no step
+        to go by.
+        """
         limits = self.limits
         wanted = self._wanted(request)
         hits = self._blocks.match(wanted)
@@ -582,7 +647,9 @@ class Scheduler:
         return True
 
     def _may_promote(self, request: Request, sources: Sequence[Source]) -> bool:
-        """Whether to wait for the disk; no more requests do than have rows to come to, so that they do not crowd the host tier."""
+        """Whether to wait for the disk; no more requests do than have rows to come to, so that they do not crowd the
+        host tier.
+        """
         loading = sum(other.state is State.LOADING for other in self._queue.values())
         return (
             "disk" in sources
@@ -597,16 +664,20 @@ class Scheduler:
         if not self.limits.prefix_cache:
             return []
         self._keys.extend(request.keys, request.tokens, salt=request.cache_salt)
-        return request.keys[: reusable_tokens(len(request.tokens), self.limits.block_tokens) // self.limits.block_tokens]
+        return request.keys[
+            : reusable_tokens(len(request.tokens), self.limits.block_tokens) // self.limits.block_tokens
+        ]
 
     def _awaits_another(self, keys: Sequence[Key]) -> bool:
-        """Whether a running request loads or computes one of these blocks now: join it instead of doing the same twice."""
+        """Whether a running request loads or computes one of these blocks now: join it instead of doing the
+        same twice.
+        """
         return not self._coming.keys().isdisjoint(keys)
 
     def _has_room(self, request: Request, hits: Sequence[int], *, without: Sequence[Request] = ()) -> bool:
         """Whether all known tokens and one more fit, with a block to grow for each running request.
 
-        `without`: if these running requests were retracted; an upper bound, because others may share their blocks.
+        `without`: if these running requests were preempted; an upper bound, because others may share their blocks.
         """
         needed = -(-(len(request.tokens) + 1) // self.limits.block_tokens) - len(hits)
         available = self._blocks.num_available - sum(self._blocks.is_cached(item) for item in hits)
@@ -632,10 +703,12 @@ class Scheduler:
         for key in request.keys[num_hits:]:
             self._coming.setdefault(key, request.id)
 
-    # ------------------------------------------------------------------ retraction
+    # ------------------------------------------------------------------ preemption
 
     def _victim_for(self, request: Request) -> Request | None:
-        """The last in rank behind `request`. One that has not run a step since it was admitted goes only for the first in rank (H26)."""
+        """The last in rank behind `request`. One that has not run a step since it was admitted goes only for the first
+        in rank (H26).
+        """
         ranked = self._running_by_rank()
         behind = ranked[ranked.index(request) + 1 :]
         stepped = [other for other in behind if other.stepped]
@@ -643,10 +716,12 @@ class Scheduler:
             return stepped[-1]
         return behind[-1] if behind and ranked[0] is request else None
 
-    def _retract_for_priority(self) -> None:
-        """Make room for the first in line by retracting requests of lower priority that are behind it in rank; none if that would not do.
+    def _preempt_for_priority(self) -> None:
+        """Make room for the first in line by preempting requests of lower priority that are behind it in rank; none if
+        that would not do.
 
-        Waiting alone improves a place in line, not the right to somebody's room: else two of equal priority would take turns.
+        Waiting alone improves a place in line, not the right to somebody's room: else two of equal priority would take
+        turns.
         """
         if not self._queue or len({request.priority for request in self._requests.values()}) == 1:
             return
@@ -654,7 +729,11 @@ class Scheduler:
         if not waiting:
             return
         first, aging = self._by_rank(waiting)[0], self.limits.aging_steps
-        lower = [r for r in self._running.values() if r.stepped and r.priority > first.priority and r.level(aging) > first.level(aging)]
+        lower = [
+            r
+            for r in self._running.values()
+            if r.stepped and r.priority > first.priority and r.level(aging) > first.level(aging)
+        ]
         wanted, victims = self._wanted(first), self._by_rank(lower)
         hits = self._blocks.match(wanted)
         if not first.avoid_tiers and self._may_promote(first, self._tiers.locate(wanted[len(hits) :])):
@@ -662,11 +741,13 @@ class Scheduler:
         if self._awaits_another(wanted[len(hits) : len(hits) + 1]) or not self._has_room(first, hits, without=victims):
             return
         while victims and (self._rows.num_available == 0 or not self._has_room(first, hits)):
-            self._retract(victims.pop())
+            self._preempt(victims.pop())
             self.num_preemptions += 1
 
-    def _retract(self, request: Request) -> None:
-        """Take row and blocks back at once. Complete blocks stay findable; tokens drawn but not committed are drawn again."""
+    def _preempt(self, request: Request) -> None:
+        """Take row and blocks back at once. Complete blocks stay findable; tokens drawn but not committed are drawn
+        again.
+        """
         self._give_up_device(request)
         request.state = State.WAITING
         request.epoch += 1
@@ -691,7 +772,9 @@ class Scheduler:
     # ------------------------------------------------------------------ the rest
 
     def _publish(self, request: Request, complete: int) -> Sequence[tuple[Key, int]]:
-        """Make the first `complete` blocks, more than before, findable; those of them that no tier had are to be stored."""
+        """Make the first `complete` blocks, more than before, findable; those of them that no tier had are to be
+        stored.
+        """
         assert request.blocks is not None
         if not self.limits.prefix_cache or not request.shares:
             return ()

@@ -1,4 +1,6 @@
-"""One API process: serves HTTP on a socket that it inherits, with an engine in another process. Text and JSON are made here alone."""
+"""One API process: serves HTTP on a socket that it inherits, with an engine in another process. Text and JSON are made
+here alone.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +57,9 @@ def _serve(line: socket.socket, orders: Orders, engine: socket.socket, listener:
     def ready(running: Running) -> None:
         threading.Thread(target=obey, args=(running,), name="sidestream-supervisor", daemon=True).start()
         client.listen()
-        client.on_lost = threading.Timer(LAST_WORDS_S, running.stop).start  # the supervisor starts another process, if the engine lives
+        client.on_lost = threading.Timer(
+            LAST_WORDS_S, running.stop
+        ).start  # the supervisor starts another process, if the engine lives
         settle_garbage()  # a full collection would hold all streams up for a tenth of a second and more
         line.sendall(READY)
 

@@ -50,7 +50,9 @@ def create_app(backend: Backend, *, options: ServerOptions) -> Starlette:
 
     async def one_model(request: Request) -> Response:
         if request.path_params["name"] != model["id"]:
-            raise ApiError(404, f"no such model: this server serves {model['id']!r}", param="model", code="model_not_found")
+            raise ApiError(
+                404, f"no such model: this server serves {model['id']!r}", param="model", code="model_not_found"
+            )
         return JsonReply(model)
 
     async def tokenize(request: Request) -> Response:
@@ -98,7 +100,9 @@ async def _to_edge(request: Request, failure: Exception) -> Response:
 
 
 def _cors(options: ServerOptions) -> list[Middleware]:
-    """Outside the edge: a browser's preflight carries no API key, and an error must name the allowed origin to be readable."""
+    """Outside the edge: a browser's preflight carries no API key, and an error must name the allowed origin to be
+    readable.
+    """
     if not options.cors_origins:
         return []
     return [
@@ -139,7 +143,9 @@ def _detokenize(body: bytes, backend: Backend, served_name: str) -> Json:
 class Completions:
     """The endpoint of one of the two APIs; which one, `parse` says."""
 
-    def __init__(self, backend: Backend, options: ServerOptions, stopping: Signal, model: Json, parse: Callable[..., Call]) -> None:
+    def __init__(
+        self, backend: Backend, options: ServerOptions, stopping: Signal, model: Json, parse: Callable[..., Call]
+    ) -> None:
         self._backend = backend
         self._options = options
         self._stopping = stopping
@@ -156,7 +162,8 @@ class Completions:
             served_name=self._model["id"],
             max_choices=self._options.max_choices,
         )
-        # A thread for each of many short prompts that come at once would keep the event loop from the interpreter lock for longer.
+        # A thread for each of many short prompts that come at once would keep the event loop from the interpreter lock
+        # for longer.
         call = parse() if len(body) <= _SHORT_BODY_BYTES else await asyncio.to_thread(parse)
         record = record_of(scope)
         record.request_id = call.request_id or record.request_id
@@ -170,7 +177,9 @@ class Completions:
 
 
 class _Reply:
-    """One reply while it grows, whole or streamed. Lives on the event loop; deltas of several prompts may interleave."""
+    """One reply while it grows, whole or streamed. Lives on the event loop; deltas of several prompts may
+    interleave.
+    """
 
     def __init__(self, call: Call, record: Record, backend: Backend, model: str) -> None:
         self._call = call
@@ -195,13 +204,22 @@ class _Reply:
 
         await generate_all(self._backend, self._call, self._record.request_id, emit)
         worded = [
-            self._wording.whole(index, "".join(choice.texts), self._logprobs(index, choice.logprobs), choice.finish_reason)
+            self._wording.whole(
+                index, "".join(choice.texts), self._logprobs(index, choice.logprobs), choice.finish_reason
+            )
             for index, choice in enumerate(choices)
         ]
-        return {**self._head, "object": self._wording.whole_object, "choices": worded, "usage": self._record.usage.json()}
+        return {
+            **self._head,
+            "object": self._wording.whole_object,
+            "choices": worded,
+            "usage": self._record.usage.json(),
+        }
 
     async def stream(self, send: Send) -> None:
-        """Send the deltas as events, as they come. The response starts with the first: a refusal before it is a plain HTTP error."""
+        """Send the deltas as events, as they come. The response starts with the first: a refusal before it is a plain
+        HTTP error.
+        """
         events = _EventStream(send)
         opened: set[int] = set()
 
@@ -229,7 +247,9 @@ class _Reply:
             self._record.token_came()
 
     def _piece(self, index: int, delta: Delta) -> Json | None:
-        """The delta's chunk; None when there is no news: its text waits for the rest of a character or of a stop string."""
+        """The delta's chunk; None when there is no news: its text waits for the rest of a character or of a stop
+        string.
+        """
         logprobs = self._logprobs(index, delta.logprobs) if delta.logprobs else None
         if not (delta.text or logprobs or delta.finish_reason):
             return None
@@ -262,7 +282,9 @@ class _Choice:
 
 
 class _EventStream:
-    """Server-sent events. Prompts of one call write to it in turns, so that the start of the response is always first."""
+    """Server-sent events. Prompts of one call write to it in turns, so that the start of the response is always
+    first.
+    """
 
     def __init__(self, send: Send) -> None:
         self._send = send

@@ -67,7 +67,9 @@ class Tokenizer(Protocol):
 
 
 class Backend(Protocol):
-    """An engine that serves one model. All members are used from the event loop's thread, the tokenizer from others too."""
+    """An engine that serves one model. All members are used from the event loop's thread, the tokenizer from others
+    too.
+    """
 
     @property
     def model_name(self) -> str:
@@ -105,7 +107,8 @@ class Backend(Protocol):
 
         KV is shared with requests of the same `cache_salt` only.
 
-        Each sample ends with one delta that has a finish reason. A refusal (RequestError, EngineStopped) is raised before any delta.
+        Each sample ends with one delta that has a finish reason. A refusal (RequestError, EngineStopped) is raised
+        before any delta.
         """
         ...
 

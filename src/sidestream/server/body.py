@@ -13,7 +13,8 @@ from sidestream.server.options import ServerOptions
 
 
 async def read_body(request: Request, options: ServerOptions) -> bytes:
-    """The whole body. Refuses a wrong content type (415), one byte too many (413) and a body that does not arrive (408).
+    """The whole body. Refuses a wrong content type (415), one byte too many (413) and a body that does not arrive
+    (408).
 
     The limit holds while reading, so a chunked body cannot exceed it either. Raises ClientGone when the client leaves.
     """
@@ -38,11 +39,17 @@ async def read_body(request: Request, options: ServerOptions) -> bytes:
 
 
 def _too_long(options: ServerOptions) -> ApiError:
-    return ApiError(413, f"the body exceeds {options.max_body_bytes} bytes: shorten it, or raise max_body_bytes", code="body_too_large")
+    return ApiError(
+        413,
+        f"the body exceeds {options.max_body_bytes} bytes: shorten it, or raise max_body_bytes",
+        code="body_too_large",
+    )
 
 
 def parse_object(body: bytes) -> dict[str, Any]:
-    """The JSON object in `body`; anything else is a 400: other encodings, NaN, infinities, duplicate names, lone surrogates."""
+    """The JSON object in `body`; anything else is a 400: other encodings, NaN, infinities, duplicate names, lone
+    surrogates.
+    """
     try:
         text = body.decode("utf-8")
     except UnicodeDecodeError as failure:
@@ -61,7 +68,9 @@ def parse_json(text: str, param: str | None) -> Any:
         if "\\u" in text:  # an escape may spell half a surrogate pair, which no tokenizer can take
             json.dumps(value, ensure_ascii=False).encode("utf-8")
     except UnicodeEncodeError:
-        raise bad_request(f"{where} holds half of a surrogate pair (\\ud800 to \\udfff): no text can contain it", param) from None
+        raise bad_request(
+            f"{where} holds half of a surrogate pair (\\ud800 to \\udfff): no text can contain it", param
+        ) from None
     except RecursionError:
         raise bad_request(f"{where} is nested too deeply: no field needs more than a few levels", param) from None
     except ValueError as failure:

@@ -86,7 +86,9 @@ class Connections:
         self._count = count
         self._open: Counter[str] = Counter()
         self._num_open = 0
-        self._unlogged: dict[Reason, int] = {}  # since a reason's last line; absent: its next one may be written at once
+        self._unlogged: dict[
+            Reason, int
+        ] = {}  # since a reason's last line; absent: its next one may be written at once
 
     def protocol(self) -> type[asyncio.Protocol]:
         """What uvicorn calls for each new connection."""
@@ -105,7 +107,9 @@ class Connections:
         limit = self._limit_per_address
         if limit is not None and self._open[address] >= limit:
             self.report("address_limit", peer)
-            return _refusal(f"{address} holds {limit} connections already, as many as one address may: reuse them, or close idle ones")
+            return _refusal(
+                f"{address} holds {limit} connections already, as many as one address may: reuse them, or close idle ones"
+            )
         self._open[address] += 1
         self._num_open += 1
         return None
@@ -155,8 +159,8 @@ def _refusal(message: str) -> ApiError:
 class _Handshake(asyncio.Protocol):
     """A connection until its TLS handshake has ended; then it is `guarded`'s.
 
-    asyncio's own server would accept any number of unfinished handshakes for a minute each, and tell the protocol of none.
-    uvicorn ends this one with its connections, by `shutdown` and `transport`.
+    asyncio's own server would accept any number of unfinished handshakes for a minute each, and tell the protocol of
+    none. uvicorn ends this one with its connections, by `shutdown` and `transport`.
     """
 
     def __init__(self, connections: Connections, context: ssl.SSLContext, guarded: _Guarded) -> None:
@@ -213,7 +217,9 @@ class _Handshake(asyncio.Protocol):
 
 
 class _Guarded(H11Protocol):
-    """uvicorn's protocol with bounds: on how many connections there are, on a request head's time, on an untaken reply's time."""
+    """uvicorn's protocol with bounds: on how many connections there are, on a request head's time, on an untaken
+    reply's time.
+    """
 
     def __init__(self, connections: Connections, **arguments: Any) -> None:
         super().__init__(**arguments)
@@ -266,8 +272,8 @@ class _Guarded(H11Protocol):
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
-        # No reply is due: the bytes are a part of the next request's head, or of a body that was answered before its end.
-        # They have ended uvicorn's keep-alive timer, which bounds how long a connection is idle.
+        # No reply is due: the bytes are a part of the next request's head, or of a body that was answered before its
+        # end. They have ended uvicorn's keep-alive timer, which bounds how long a connection is idle.
         if self.conn.our_state in (h11.IDLE, h11.DONE):
             self._start_head_timer()
         else:
@@ -276,7 +282,11 @@ class _Guarded(H11Protocol):
     def send_400_response(self, msg: str) -> None:
         """What uvicorn calls for bytes that are no HTTP request."""
         self._guard.report("malformed", self._peer_name)
-        self._cut(ApiError(400, "this is no valid HTTP/1.1 request, or its head is too long: send plain HTTP, and shorter headers"))
+        self._cut(
+            ApiError(
+                400, "this is no valid HTTP/1.1 request, or its head is too long: send plain HTTP, and shorter headers"
+            )
+        )
 
     def _start_head_timer(self) -> None:
         """Once for each head: bytes that trickle in do not extend its time."""
@@ -340,7 +350,9 @@ class _Guarded(H11Protocol):
         self._stall_timer = self.loop.call_later(period, self._check_progress, untaken, since)
 
     def _check_progress(self, untaken: int, since: float) -> None:
-        """Compare with what was untaken at `since`. Nothing is written meanwhile: the reply is complete, or its writer waits."""
+        """Compare with what was untaken at `since`. Nothing is written meanwhile: the reply is complete, or its writer
+        waits.
+        """
         self._stall_timer = None
         waits = self.flow.write_paused or self.cycle is None or self.cycle.response_complete
         if not waits or not self._buffered():
@@ -360,12 +372,16 @@ class _Guarded(H11Protocol):
         return size if self._raw is self.transport else size + self.transport.get_write_buffer_size()
 
     def _untaken(self) -> int:
-        """Bytes that the client has not taken: the kernel asks for more only after it has sent much of what it holds."""
+        """Bytes that the client has not taken: the kernel asks for more only after it has sent much of what it
+        holds.
+        """
         return self._buffered() + _queued_in_kernel(self._raw)
 
 
 class _Refused(asyncio.Protocol):
-    """A connection over a limit: gets its refusal, and goes when its client has sent something, left, or taken too long."""
+    """A connection over a limit: gets its refusal, and goes when its client has sent something, left, or taken too
+    long.
+    """
 
     def __init__(self, connections: Connections, transport: asyncio.Transport, error: ApiError) -> None:
         self._guard = connections
@@ -396,12 +412,16 @@ def _queued_in_kernel(transport: asyncio.Transport) -> int:
 
 
 def _peer(transport: asyncio.Transport) -> tuple[str, str]:
-    """The other end's address, and its name for the log: the address with the port; on a Unix socket the user, and the process."""
+    """The other end's address, and its name for the log: the address with the port; on a Unix socket the user, and the
+    process.
+    """
     sock = transport.get_extra_info("socket")
     if sock.family == socket.AF_UNIX:
         if not hasattr(socket, "SO_PEERCRED"):
             return "the Unix socket", "a client of the Unix socket"
-        process, user, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
+        process, user, _ = struct.unpack(
+            "3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+        )
         return f"user {user}", f"process {process} of user {user}"
     address, port = transport.get_extra_info("peername")[:2]
     return address, f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
@@ -411,6 +431,11 @@ def _raw(error: ApiError) -> bytes:
     """A whole HTTP/1.1 reply that ends its connection; for peers that the application never hears of."""
     body = to_json(error.body())
     head = [f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}"]
-    headers = {"content-type": "application/json", "content-length": str(len(body)), "connection": "close", **error.headers}
+    headers = {
+        "content-type": "application/json",
+        "content-length": str(len(body)),
+        "connection": "close",
+        **error.headers,
+    }
     head += [f"{name}: {value}" for name, value in headers.items()]
     return "\r\n".join([*head, "", ""]).encode("latin-1") + body

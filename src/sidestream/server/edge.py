@@ -1,4 +1,6 @@
-"""The outermost layer of a request: its id, the token check, every failure turned into a reply, one log line at its end."""
+"""The outermost layer of a request: its id, the token check, every failure turned into a reply, one log line at its
+end.
+"""
 
 from __future__ import annotations
 
@@ -48,9 +50,11 @@ def record_of(scope: Scope) -> Record:
 
 
 class RootPath:
-    """ASGI middleware for a proxy that serves the API below a prefix: requests are the same with and without the prefix.
+    """ASGI middleware for a proxy that serves the API below a prefix: requests are the same with and without the
+    prefix.
 
-    Proxies differ: some strip it, others do not. Either way the application sees ASGI's form, the whole path and `root_path`.
+    Proxies differ: some strip it, others do not. Either way the application sees ASGI's form, the whole path and
+    `root_path`.
     """
 
     def __init__(self, app: ASGIApp, *, prefix: str) -> None:
@@ -113,7 +117,13 @@ class Edge:
         # compare_digest takes as long for a nearly right token as for a wrong one
         if scheme.lower() != "bearer" or not hmac.compare_digest(given.strip().encode(), self._credential):
             message = "missing or wrong API key: send the header Authorization: Bearer <key>"
-            raise ApiError(401, message, kind="authentication_error", code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
+            raise ApiError(
+                401,
+                message,
+                kind="authentication_error",
+                code="invalid_api_key",
+                headers={"WWW-Authenticate": "Bearer"},
+            )
 
     async def _fail(self, failure: Exception, record: Record, scope: Scope, receive: Receive, send: Send) -> None:
         """Reply with the failure: as an HTTP error, or, once a stream has begun, as its last event."""

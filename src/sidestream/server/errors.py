@@ -63,11 +63,21 @@ def as_api_error(failure: Exception, *, request_id: str, retry_after_s: int) -> 
         case RequestError():
             return bad_request(str(failure), failure.param)
         case EngineStopped():
-            return ApiError(503, str(failure) or "the engine is stopping: try again later", kind="server_error", code="engine_stopped")
+            return ApiError(
+                503,
+                str(failure) or "the engine is stopping: try again later",
+                kind="server_error",
+                code="engine_stopped",
+            )
         case HTTPException():
             return _http(failure)
         case _:
-            return ApiError(500, f"internal error; the server's log has it under {request_id}", kind="server_error", code="internal_error")
+            return ApiError(
+                500,
+                f"internal error; the server's log has it under {request_id}",
+                kind="server_error",
+                code="internal_error",
+            )
 
 
 def _http(failure: HTTPException) -> ApiError:

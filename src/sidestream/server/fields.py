@@ -1,4 +1,5 @@
-"""The fields of all requests: what is honoured, what is accepted because it asks for nothing, and everything else refused by name.
+"""The fields of all requests: what is honoured, what is accepted because it asks for nothing, and everything else
+refused by name.
 
 Runs on a worker thread: validating and encoding a long prompt takes milliseconds that the event loop does not have.
 """
@@ -248,11 +249,15 @@ def parse_chat(body: bytes, *, tokenizer: Tokenizer, served_name: str, max_choic
     """A chat request. Raises ApiError or RequestError, naming the field at fault."""
     asked = _validate(_Chat, "chat", parse_object(body), served_name)
     if asked.top_logprobs and not asked.logprobs:
-        raise bad_request(f"top_logprobs is {asked.top_logprobs} without logprobs: set logprobs to true", "top_logprobs")
+        raise bad_request(
+            f"top_logprobs is {asked.top_logprobs} without logprobs: set logprobs to true", "top_logprobs"
+        )
     limit, limit_name = asked.max_tokens, "max_tokens"
     if asked.max_completion_tokens is not None:
         if limit is not None and limit != asked.max_completion_tokens:
-            raise bad_request("max_tokens and max_completion_tokens differ: send max_completion_tokens only", "max_tokens")
+            raise bad_request(
+                "max_tokens and max_completion_tokens differ: send max_completion_tokens only", "max_tokens"
+            )
         limit, limit_name = asked.max_completion_tokens, "max_completion_tokens"
     messages, layout = _messages(asked.messages), _layout(asked, tokenizer)
     params = _sampling(asked, limit, asked.top_logprobs if asked.logprobs else None, {"max_tokens": limit_name})
@@ -299,7 +304,9 @@ def parse_tokenize(body: bytes, *, tokenizer: Tokenizer, served_name: str) -> To
         given = "both prompt and messages are given" if chosen else "prompt is missing, and messages too"
         raise bad_request(f"{given}: send one of them", "prompt")
     if chosen == ["prompt"]:
-        text = _model_of(_TokenizeText, _without_idle(fields, {"messages": ()}, known=_TokenizeText.model_fields, where=""))
+        text = _model_of(
+            _TokenizeText, _without_idle(fields, {"messages": ()}, known=_TokenizeText.model_fields, where="")
+        )
         _check_model(text.model, served_name)
         ids = tokenizer.encode(text.prompt, add_special_tokens=text.add_special_tokens)
         return Tokenized(ids, text.return_token_strs)
@@ -319,22 +326,33 @@ def parse_detokenize(body: bytes, *, tokenizer: Tokenizer, served_name: str) -> 
     for number, token_id in enumerate(asked.tokens):
         if type(token_id) is not int or not 0 <= token_id < tokenizer.vocab_size:
             where, highest = f"tokens[{number}]", tokenizer.vocab_size - 1
-            raise bad_request(f"{where} is {_short(token_id)}: a token id of this model is a whole number in [0, {highest}]", where)
+            raise bad_request(
+                f"{where} is {_short(token_id)}: a token id of this model is a whole number in [0, {highest}]", where
+            )
     return asked.tokens
 
 
 def _call(
-    api: Api, asked: _Fields, params: SamplingParams, prompts: Sequence[Callable[[], list[int]]], where: str, max_choices: int
+    api: Api,
+    asked: _Fields,
+    params: SamplingParams,
+    prompts: Sequence[Callable[[], list[int]]],
+    where: str,
+    max_choices: int,
 ) -> Call:
     """Encodes last, when nothing else can be refused: it is the dear part."""
     if asked.request_id is not None and not _REQUEST_ID.fullmatch(asked.request_id):
         message = f"request_id is {_short(asked.request_id)}: give 1 to 128 printable ASCII characters without spaces"
         raise bad_request(message, "request_id")
     if asked.stream_options is not None and not asked.stream:
-        raise bad_request("stream_options without stream: set stream to true or leave stream_options out", "stream_options")
+        raise bad_request(
+            "stream_options without stream: set stream to true or leave stream_options out", "stream_options"
+        )
     if len(prompts) * params.n > max_choices:
         asks = f"{len(prompts)} prompts with n {params.n}"
-        raise bad_request(f"{asks} are more than {max_choices} choices: split the request", where if len(prompts) > 1 else "n")
+        raise bad_request(
+            f"{asks} are more than {max_choices} choices: split the request", where if len(prompts) > 1 else "n"
+        )
     encoded = tuple(tuple(encode()) for encode in prompts)
     if not all(encoded):
         raise bad_request(f"{where} has no tokens: send at least one", where)
@@ -379,7 +397,9 @@ def _check_model(name: str | None, served_name: str) -> None:
 def _without_idle(
     body: Mapping[str, Any], idle: Mapping[str, tuple[Any, ...] | None], *, known: Collection[str], where: str
 ) -> dict[str, Any]:
-    """`body` without nulls and without idle fields that ask for nothing. One that asks for something, or is unknown, is a 400."""
+    """`body` without nulls and without idle fields that ask for nothing. One that asks for something, or is unknown, is
+    a 400.
+    """
     fields = {}
     for name, value in body.items():
         path = f"{where}{name[:64]}"
@@ -412,7 +432,9 @@ def _first_fault(failure: ValidationError) -> ApiError:
     return bad_request(f"{param} is {_short(fault['input'])}: {reason}", param)
 
 
-def _sampling(asked: _Fields, max_tokens: int | None, logprobs: int | None, renamed: Mapping[str, str]) -> SamplingParams:
+def _sampling(
+    asked: _Fields, max_tokens: int | None, logprobs: int | None, renamed: Mapping[str, str]
+) -> SamplingParams:
     try:
         return SamplingParams(
             temperature=asked.temperature,
@@ -442,7 +464,9 @@ def _sampling(asked: _Fields, max_tokens: int | None, logprobs: int | None, rena
 
 def _token_id(name: str) -> int:
     if not _TOKEN_ID.fullmatch(name) or int(name) > _MAX_TOKEN_ID:
-        raise RequestRejected(f'logit_bias has the key {name[:64]!r}: keys are token ids, such as "50256"', param="logit_bias")
+        raise RequestRejected(
+            f'logit_bias has the key {name[:64]!r}: keys are token ids, such as "50256"', param="logit_bias"
+        )
     return int(name)
 
 
@@ -461,7 +485,9 @@ def _message(message: Any, where: str) -> dict[str, Any]:
     if role == "developer":
         role = "system"  # OpenAI's newer name for the same thing; chat templates know the older one
     if role not in ("system", "user", "assistant", "tool"):
-        raise bad_request(f"{where}.role is {_short(role)}: it must be system, developer, user, assistant or tool", f"{where}.role")
+        raise bad_request(
+            f"{where}.role is {_short(role)}: it must be system, developer, user, assistant or tool", f"{where}.role"
+        )
     known: dict[str, Any] = {"role": role}
     calls = _tool_calls(fields.get("tool_calls", []), f"{where}.tool_calls")
     if calls:
@@ -477,7 +503,9 @@ def _message(message: Any, where: str) -> dict[str, Any]:
 
 
 def _tool_calls(calls: Any, where: str) -> list[dict[str, Any]]:
-    """Calls that an earlier answer made. Chat templates expect the arguments as an object, OpenAI sends them as its JSON."""
+    """Calls that an earlier answer made. Chat templates expect the arguments as an object, OpenAI sends them as its
+    JSON.
+    """
     if not isinstance(calls, list):
         raise bad_request(f"{where} is {_short(calls)}: it must be a list", where)
     return [_tool_call(call, f"{where}[{number}]") for number, call in enumerate(calls)]
@@ -486,7 +514,9 @@ def _tool_calls(calls: Any, where: str) -> list[dict[str, Any]]:
 def _tool_call(call: Any, where: str) -> dict[str, Any]:
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise bad_request(f"{where} is {_short(call)}: it must be an object with a function, which has a name and arguments", where)
+        raise bad_request(
+            f"{where} is {_short(call)}: it must be an object with a function, which has a name and arguments", where
+        )
     arguments = function.get("arguments")
     if isinstance(arguments, str):
         arguments = parse_json(arguments or "{}", f"{where}.function.arguments")
@@ -509,7 +539,9 @@ def _part(part: Any, where: str) -> str:
     if not isinstance(part, dict):
         raise bad_request(f"{where} is {_short(part)}: it must be an object with type and text", where)
     if part.get("type") != "text":
-        raise bad_request(f"{where}.type is {_short(part.get('type'))}: this server reads parts of type 'text' only", f"{where}.type")
+        raise bad_request(
+            f"{where}.type is {_short(part.get('type'))}: this server reads parts of type 'text' only", f"{where}.type"
+        )
     fields = _without_idle(part, _IDLE["part"], known=("type", "text"), where=f"{where}.")
     text = fields.get("text")
     if not isinstance(text, str):
@@ -518,11 +550,15 @@ def _part(part: Any, where: str) -> str:
 
 
 def _prompts(prompt: Any, tokenizer: Tokenizer) -> list[Callable[[], list[int]]]:
-    """One encoder per prompt of a string, a list of strings, a list of token ids or a list of those; the first item decides."""
+    """One encoder per prompt of a string, a list of strings, a list of token ids or a list of those; the first item
+    decides.
+    """
     if isinstance(prompt, str):
         return [lambda: tokenizer.encode(prompt)]
     if not isinstance(prompt, list) or not prompt:
-        raise bad_request(f"prompt is {_short(prompt)}: it must be a string, strings, token ids, or lists of token ids", "prompt")
+        raise bad_request(
+            f"prompt is {_short(prompt)}: it must be a string, strings, token ids, or lists of token ids", "prompt"
+        )
     match prompt[0]:
         case str():
             return [_string(item, f"prompt[{number}]", tokenizer) for number, item in enumerate(prompt)]

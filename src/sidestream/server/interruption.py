@@ -1,4 +1,6 @@
-"""Ends the work for a request when its client leaves or the server stops, without a task that waits for either. Event loop only."""
+"""Ends the work for a request when its client leaves or the server stops, without a task that waits for either. Event
+loop only.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,8 @@ def say_who_leaves(scope: Scope, gone: Signal) -> None:
 
 
 class Interruption:
-    """An asynchronous context: what is awaited inside is cancelled when the client leaves (ClientGone) or the server stops (EngineStopped).
+    """An asynchronous context: what is awaited inside is cancelled when the client leaves (ClientGone) or the server
+    stops (EngineStopped).
 
     The request's body must have been read.
     """
@@ -69,7 +72,9 @@ class Interruption:
         self._stopping.add(self._stop)
         return self
 
-    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._gone.discard(self._leave)
         self._stopping.discard(self._stop)
         if self._reason is not None and self._task.uncancel() <= self._cancelling and kind is asyncio.CancelledError:

@@ -61,7 +61,9 @@ def bind_alike(listener: socket.socket, count: int) -> list[socket.socket]:
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
     others = [bind_beside(listener) for _ in range(count - 1)]
     for bound in (listener, *others):
-        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)  # else a second server that starts now could bind, too
+        bound.setsockopt(
+            socket.SOL_SOCKET, socket.SO_REUSEADDR, 0
+        )  # else a second server that starts now could bind, too
     return [listener, *others]
 
 
@@ -143,12 +145,16 @@ def _bound_path(path: Path) -> socket.socket:
             errno.ENAMETOOLONG: "the path is too long: give a shorter one",
         }
         other = f"{failure.strerror or failure}: give another path"
-        raise ConfigError(f"cannot listen on the Unix socket {path}: {reasons.get(failure.errno or 0, other)}") from failure
+        raise ConfigError(
+            f"cannot listen on the Unix socket {path}: {reasons.get(failure.errno or 0, other)}"
+        ) from failure
 
 
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """One server at a time looks at the sockets of a directory: two that both find a stale file would remove each other's."""
+    """One server at a time looks at the sockets of a directory: two that both find a stale file would remove each
+    other's.
+    """
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX)
@@ -164,10 +170,14 @@ def _remove_stale(path: Path) -> None:
     except FileNotFoundError:
         return
     if not stat.S_ISSOCK(mode):
-        raise ConfigError(f"cannot listen on the Unix socket {path}: a file that is not a socket is there: remove it, or give another path")
+        raise ConfigError(
+            f"cannot listen on the Unix socket {path}: a file that is not a socket is there: remove it, or give another path"
+        )
     # A datagram socket cannot connect to a stream socket, and is told so even if that does not listen yet, which is so
     # while its server loads the model. Only a path that no process has bound refuses the connection.
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as probe:
         if probe.connect_ex(str(path)) != errno.ECONNREFUSED:
-            raise ConfigError(f"cannot listen on the Unix socket {path}: another program uses it: stop it, or give another path")
+            raise ConfigError(
+                f"cannot listen on the Unix socket {path}: another program uses it: stop it, or give another path"
+            )
     path.unlink()

@@ -38,7 +38,9 @@ class _Snapshot(Collector):
 
 def _single(name: str, declared: Declared, series: Mapping[Labels, float]) -> Metric:
     if declared.kind == "counter":
-        family: CounterMetricFamily | GaugeMetricFamily = CounterMetricFamily(f"sidestream_{name}", declared.help, labels=declared.labels)
+        family: CounterMetricFamily | GaugeMetricFamily = CounterMetricFamily(
+            f"sidestream_{name}", declared.help, labels=declared.labels
+        )
     else:
         family = GaugeMetricFamily(f"sidestream_{name}", declared.help, labels=declared.labels)
     # A metric without labels has exactly one series, zero before the first write; absent ones would break rate().

@@ -23,7 +23,8 @@ class ServerOptions:
     host               None: 127.0.0.1
     port               0: any free one; None: 8000
     uds                a path: listen on a Unix socket there, and on no port
-    root_path          the prefix below which a proxy serves the API, such as `/llm`; paths with and without it are answered
+    root_path          the prefix below which a proxy serves the API, such as `/llm`; paths with and without it are
+                       answered
     ssl_certfile       speak TLS with the certificate in this PEM file; None: plain HTTP
     ssl_keyfile        its key; None: in the certificate's file
     ssl_keyfile_password  what an encrypted key is opened with
@@ -36,8 +37,10 @@ class ServerOptions:
     body_timeout_s     a body that takes longer to arrive is refused with 408
     stall_timeout_s    a client that takes no byte of its reply for so long is cut off, and its request aborted
     max_connections    connections at a time; one more is refused with 503. None: 2048, or as many as open files allow
-    max_connections_per_address  of one client address; None: no limit. A reverse proxy has one address for all its clients
-    cors_origins       origins whose web pages may use the API from a browser, such as `https://chat.example.com`; `*`: all
+    max_connections_per_address  of one client address; None: no limit. A reverse proxy has one address for all its
+                                 clients
+    cors_origins       origins whose web pages may use the API from a browser, such as `https://chat.example.com`; `*`:
+                       all
     max_choices        prompts times n that one request may ask for
     drain_s            at shutdown, running requests may take this long to finish; then they are aborted
     retry_after_s      what a refused client is told to wait when the queue is full
@@ -80,7 +83,11 @@ class ServerOptions:
                 raise ConfigError(f"{name} is {value!r}: it must be a whole number in [{low}, {high}]")
         for name in ("head_timeout_s", "body_timeout_s", "stall_timeout_s", "drain_s"):
             seconds = getattr(self, name)
-            if not isinstance(seconds, int | float) or isinstance(seconds, bool) or not (math.isfinite(seconds) and seconds >= 0):
+            if (
+                not isinstance(seconds, int | float)
+                or isinstance(seconds, bool)
+                or not (math.isfinite(seconds) and seconds >= 0)
+            ):
                 raise ConfigError(f"{name} is {seconds!r}: give a number of seconds, 0 or more")
         if self.head_timeout_s == 0:
             raise ConfigError("head_timeout_s is 0: no request could arrive; give a number of seconds above 0")
@@ -91,7 +98,9 @@ class ServerOptions:
         if self.api_key is not None and not (
             self.api_key and self.api_key.isascii() and self.api_key.isprintable() and " " not in self.api_key
         ):
-            raise ConfigError("api_key must be one or more printable ASCII characters without spaces; leave it out for no check")
+            raise ConfigError(
+                "api_key must be one or more printable ASCII characters without spaces; leave it out for no check"
+            )
         if self.host == "":
             raise ConfigError("host is empty: give an address such as 127.0.0.1, or 0.0.0.0 for all interfaces")
         self._check_uds()
@@ -110,7 +119,9 @@ class ServerOptions:
             return
         for name in ("host", "port"):
             if getattr(self, name) is not None:
-                raise ConfigError(f"uds is {self.uds!r} and {name} is {getattr(self, name)!r}: give a Unix socket or an address, not both")
+                raise ConfigError(
+                    f"uds is {self.uds!r} and {name} is {getattr(self, name)!r}: give a Unix socket or an address, not both"
+                )
         if not self.uds or "\0" in self.uds:
             raise ConfigError(f"uds is {self.uds!r}: give the path of a Unix socket, such as /tmp/sidestream.sock")
         size = len(os.fsencode(self.uds))
@@ -147,7 +158,9 @@ def _check_origin(origin: str) -> None:
     """Browsers compare origins letter by letter: anything but the form that they send would never match."""
     parts = urlsplit(origin)
     if origin != "*" and (
-        parts.scheme not in ("http", "https") or not parts.netloc or origin != f"{parts.scheme}://{parts.netloc}".lower()
+        parts.scheme not in ("http", "https")
+        or not parts.netloc
+        or origin != f"{parts.scheme}://{parts.netloc}".lower()
     ):
         raise ConfigError(
             f"cors_origins has {origin!r}: give what a browser sends as its origin, such as https://chat.example.com or "

@@ -18,7 +18,9 @@ _LOWEST_LOGPROB = -9999.0  # JSON has no infinity; OpenAI sends this for a token
 
 
 def _finite(logprob: float) -> float:
-    """A logprob as it is sent. Raises InvariantError for NaN and +inf, which no sampler may produce and no JSON can hold."""
+    """A logprob as it is sent. Raises InvariantError for NaN and +inf, which no sampler may produce and no JSON can
+    hold.
+    """
     if logprob < math.inf:
         return max(logprob, _LOWEST_LOGPROB)
     raise InvariantError(f"a token's log-probability is {logprob}: it must be a number of 0 or less")
@@ -49,7 +51,9 @@ class Wording(Protocol):
 
 
 class Offsets:
-    """Where in a sample's text each of its tokens starts; a token that ends within a character starts at that character."""
+    """Where in a sample's text each of its tokens starts; a token that ends within a character starts at that
+    character.
+    """
 
     def __init__(self, detokenizer: Detokenizer) -> None:
         self._detokenizer = detokenizer

@@ -57,10 +57,10 @@ def serve(
 ) -> bool:
     """Serve until SIGINT, SIGTERM or `Running.stop`; blocks. Returns whether every request could finish.
 
-    The first signal stops accepting and lets running requests finish for `options.drain_s`, then aborts them; a second one
-    aborts at once. Signals are handled on the main thread only. The backend stays open: its owner closes it afterwards.
-    `listener` is what `bind(options)` gave, for a caller that loads a model in between; None: bind now. It is closed at the end.
-    Raises ConfigError when the address cannot be listened on.
+    The first signal stops accepting and lets running requests finish for `options.drain_s`, then aborts them; a second
+    one aborts at once. Signals are handled on the main thread only. The backend stays open: its owner closes it
+    afterwards. `listener` is what `bind(options)` gave, for a caller that loads a model in between; None: bind now. It
+    is closed at the end. Raises ConfigError when the address cannot be listened on.
     """
     with listener or bind(options) as bound:
         # Not before: accepted connections inherit it, and while they linger (TIME_WAIT) the next server could not bind.
@@ -89,9 +89,14 @@ def serve(
 def _warn_if_open(listener: socket.socket, options: ServerOptions) -> None:
     address = "" if listener.family == socket.AF_UNIX else listener.getsockname()[0]
     if options.api_key is None and address and not ipaddress.ip_address(address.partition("%")[0]).is_loopback:
-        log.warning("listening on %s without an API key: anyone who reaches this machine can use the model; set api_key", address)
+        log.warning(
+            "listening on %s without an API key: anyone who reaches this machine can use the model; set api_key",
+            address,
+        )
     if options.api_key is None and "*" in options.cors_origins:
-        log.warning("any web page in a browser that reaches this server can use the model: set api_key, or name origins instead of *")
+        log.warning(
+            "any web page in a browser that reaches this server can use the model: set api_key, or name origins instead of *"
+        )
 
 
 def running_at(listener: socket.socket, options: ServerOptions, interrupt: Callable[[], None]) -> Running:
@@ -109,10 +114,16 @@ def _url(listener: socket.socket, *, tls: bool) -> str:
 
 
 class _Server(uvicorn.Server):
-    """uvicorn's server with our own end: it returns to its caller, who has an engine to close, instead of dying by the signal."""
+    """uvicorn's server with our own end: it returns to its caller, who has an engine to close, instead of dying by the
+    signal.
+    """
 
     def __init__(
-        self, config: uvicorn.Config, stopping: Signal, options: ServerOptions, on_ready: Callable[[Running], None] | None
+        self,
+        config: uvicorn.Config,
+        stopping: Signal,
+        options: ServerOptions,
+        on_ready: Callable[[Running], None] | None,
     ) -> None:
         super().__init__(config)
         self._stopping = stopping
@@ -131,7 +142,11 @@ class _Server(uvicorn.Server):
             self._on_ready(running)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        log.info("draining %d requests for up to %g s; interrupt again to quit at once", len(self.server_state.tasks), self._drain_s)
+        log.info(
+            "draining %d requests for up to %g s; interrupt again to quit at once",
+            len(self.server_state.tasks),
+            self._drain_s,
+        )
         deadline = asyncio.get_running_loop().call_later(self._drain_s, self._stopping.set)
         cutter = asyncio.create_task(self._cut())
         try:
@@ -152,7 +167,9 @@ class _Server(uvicorn.Server):
         self._stopping.set()
 
     async def _cut(self) -> None:
-        """Once quitting, cut every connection, also one that was accepted just before: since Python 3.12 a closed listener waits for all."""
+        """Once quitting, cut every connection, also one that was accepted just before: since Python 3.12 a closed
+        listener waits for all.
+        """
         while True:
             if self.force_exit:
                 for connection in list(self.server_state.connections):

@@ -1,4 +1,6 @@
-"""The process that a user starts: it owns the port, starts API processes, has them drain, and watches all of them. Serves nothing itself."""
+"""The process that a user starts: it owns the port, starts API processes, has them drain, and watches all of them.
+Serves nothing itself.
+"""
 
 from __future__ import annotations
 
@@ -94,7 +96,9 @@ class _ApiProcess:
 
 
 class Supervisor:
-    """Keeps as many API processes as there are listeners, until it is stopped or the engine ends. A context manager; the caller closes the engine."""
+    """Keeps as many API processes as there are listeners, until it is stopped or the engine ends. A context manager;
+    the caller closes the engine.
+    """
 
     def __init__(
         self,
@@ -127,8 +131,9 @@ class Supervisor:
     def run(self, engine: EngineProcess, *, on_ready: Callable[[Running], None]) -> bool:
         """Serve until SIGINT or SIGTERM; whether every request could finish.
 
-        The first signal drains, the second aborts what is left. Until all API processes serve for the first time, signals do what they
-        did before. Raises ProcessFailed when the engine has ended by itself, or API processes end as soon as they start.
+        The first signal drains, the second aborts what is left. Until all API processes serve for the first time,
+        signals do what they did before. Raises ProcessFailed when the engine has ended by itself, or API processes end
+        as soon as they start.
         """
         asyncio.run(self._run(engine, on_ready))
         if self._failure is not None:
@@ -138,7 +143,9 @@ class Supervisor:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._kill()
 
     def _kill(self) -> None:
@@ -164,7 +171,9 @@ class Supervisor:
         watch = asyncio.create_task(self._watch(engine))
         try:
             with handlers:
-                await asyncio.gather(*(self._keep(index, engine, partial(one_ready, index)) for index in range(len(self._listeners))))
+                await asyncio.gather(
+                    *(self._keep(index, engine, partial(one_ready, index)) for index in range(len(self._listeners)))
+                )
         finally:
             watch.cancel()
             await asyncio.gather(watch, return_exceptions=True)
@@ -179,12 +188,16 @@ class Supervisor:
             asyncio.get_running_loop().call_later(patience_s, api.cut)
 
     def _close_listeners(self) -> None:
-        """Refuse connections. While this process holds a socket that has listened, clients connect to it, and would wait here for ever."""
+        """Refuse connections. While this process holds a socket that has listened, clients connect to it, and would
+        wait here for ever.
+        """
         for listener in self._listeners:
             listener.close()
 
     def _replace_listener(self, index: int) -> None:
-        """Have other API processes get the connections that would wait for a process that only starts. A single one has them wait."""
+        """Have other API processes get the connections that would wait for a process that only starts. A single one has
+        them wait.
+        """
         ended = self._listeners[index]
         if len(self._listeners) > 1 and ended.family != socket.AF_UNIX:
             self._listeners[index] = bind_beside(ended)
@@ -196,7 +209,9 @@ class Supervisor:
         self._failure = ProcessFailed(f"the engine's process has ended: {ended}")
         if self._stopping:
             return  # requests that ran have failed by now
-        log.critical("the engine's process has ended: the server says so to its clients for %g s, and ends", LAST_WORDS_S)
+        log.critical(
+            "the engine's process has ended: the server says so to its clients for %g s, and ends", LAST_WORDS_S
+        )
         await asyncio.sleep(LAST_WORDS_S)
         self._stop()
 
@@ -220,15 +235,23 @@ class Supervisor:
                 )
                 self._stop()
                 return
-            log.error("API process %d has ended: %s; its clients have lost their connections; another one starts", api.pid, ended)
+            log.error(
+                "API process %d has ended: %s; its clients have lost their connections; another one starts",
+                api.pid,
+                ended,
+            )
             self._replace_listener(index)
             self._processes[index] = _ApiProcess()
 
 
 @contextlib.contextmanager
 def _signals_call(stop: Callable[[], None]) -> Iterator[None]:
-    """SIGINT and SIGTERM call `stop`; afterwards they do what they did before. An event loop would leave them to the system instead."""
-    previous: dict[signal.Signals, Any] = {number: signal.signal(number, lambda number, frame: stop()) for number in _SIGNALS}
+    """SIGINT and SIGTERM call `stop`; afterwards they do what they did before. An event loop would leave them to the
+    system instead.
+    """
+    previous: dict[signal.Signals, Any] = {
+        number: signal.signal(number, lambda number, frame: stop()) for number in _SIGNALS
+    }
     try:
         yield
     finally:

@@ -16,10 +16,16 @@ class _NoPassword(Exception):
 
 
 def tls_context(options: ServerOptions) -> ssl.SSLContext | None:
-    """TLS as the options ask for it; None: plain HTTP. Raises ConfigError when a file is missing, unreadable or does not fit."""
+    """TLS as the options ask for it; None: plain HTTP. Raises ConfigError when a file is missing, unreadable or does
+    not fit.
+    """
     if options.ssl_certfile is None:
         return None
-    files = {"ssl_certfile": options.ssl_certfile, "ssl_keyfile": options.ssl_keyfile, "ssl_ca_certs": options.ssl_ca_certs}
+    files = {
+        "ssl_certfile": options.ssl_certfile,
+        "ssl_keyfile": options.ssl_keyfile,
+        "ssl_ca_certs": options.ssl_ca_certs,
+    }
     for name, path in files.items():
         if path is not None:
             _check_readable(name, path)
@@ -30,7 +36,9 @@ def tls_context(options: ServerOptions) -> ssl.SSLContext | None:
         try:
             context.load_verify_locations(options.ssl_ca_certs)
         except ssl.SSLError as failure:
-            raise ConfigError(f"ssl_ca_certs is {options.ssl_ca_certs}: it holds no certificate in PEM form: give one or more") from failure
+            raise ConfigError(
+                f"ssl_ca_certs is {options.ssl_ca_certs}: it holds no certificate in PEM form: give one or more"
+            ) from failure
         context.verify_mode = ssl.CERT_REQUIRED
     return context
 
@@ -40,7 +48,9 @@ def _check_readable(name: str, path: str) -> None:
         with Path(path).open("rb"):
             pass
     except OSError as failure:
-        raise ConfigError(f"{name} is {path}: {failure.strerror}: give a file in PEM form that this user may read") from failure
+        raise ConfigError(
+            f"{name} is {path}: {failure.strerror}: give a file in PEM form that this user may read"
+        ) from failure
 
 
 def _load_key(context: ssl.SSLContext, certificate: str, key: str | None, password: str | None) -> None:
@@ -53,7 +63,9 @@ def _load_key(context: ssl.SSLContext, certificate: str, key: str | None, passwo
     try:
         context.load_cert_chain(certificate, key, give_password)
     except _NoPassword:
-        raise ConfigError(f"{named}: the key is encrypted: set {_PASSWORD_VARIABLE}, or give a key without a password") from None
+        raise ConfigError(
+            f"{named}: the key is encrypted: set {_PASSWORD_VARIABLE}, or give a key without a password"
+        ) from None
     except ssl.SSLError as failure:
         if failure.reason == "KEY_VALUES_MISMATCH":
             raise ConfigError(

@@ -1,4 +1,6 @@
-"""What may come next, guessed cheaply on the device, and how much of it was right. Knows nothing of requests, blocks or the host."""
+"""What may come next, guessed cheaply on the device, and how much of it was right. Knows nothing of requests, blocks or
+the host.
+"""
 
 from sidestream.speculate.accept import accept_lengths
 from sidestream.speculate.likeliest import likeliest

@@ -1,7 +1,8 @@
-"""Kernels of drafting: each does at once what torch would launch tens of kernels for, which is what small flights are made of. Need triton.
+"""Kernels of drafting: each does at once what torch would launch tens of kernels for, which is what small steps are
+made of. Need triton.
 
-Launched on the current stream; nothing is read back, so they may be captured. What they compute is what the torch code beside their callers
-computes, to the bit: that runs on a CPU, and is what tests hold them against.
+Launched on the current stream; nothing is read back, so they may be captured. What they compute is what the torch code
+beside their callers computes, to the bit: that runs on a CPU, and is what tests hold them against.
 """
 
 import triton
@@ -13,7 +14,9 @@ _FEW = tl.constexpr(128)
 
 @triton.jit(do_not_specialize=["parts"])
 def largest_of_parts(logits, tops, places, width, stride, parts):
-    """The largest of `LANES` logits of a row, and the first place that has it; infinity if one is no number. Grid (rows, parts)."""
+    """The largest of `LANES` logits of a row, and the first place that has it; infinity if one is no number. Grid
+    (rows, parts).
+    """
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     at = part * LANES + tl.arange(0, LANES)
     value = tl.load(logits + row * stride + at, mask=at < width, other=float("-inf")).to(tl.float32)

@@ -1,4 +1,6 @@
-"""From tensors to launches of `kernels`. Enqueues on the current stream and reads nothing back, so it may be captured. Needs triton."""
+"""From tensors to launches of `kernels`. Enqueues on the current stream and reads nothing back, so it may be captured.
+Needs triton.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Prompt lookup: what followed the last few tokens when they came before. Costs no model, and much is repeated in code, edits and quotes."""
+"""Prompt lookup: what followed the last few tokens when they came before. Costs no model, and much is repeated in code,
+edits and quotes.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,8 @@ from sidestream.speculate.proposer import Context, Shown
 
 @dataclass(frozen=True, slots=True)
 class NgramProposer:
-    """Looks for the longest run of the last `longest` to `shortest` tokens that came before, the latest of equals (Saxena 2023).
+    """Looks for the longest run of the last `longest` to `shortest` tokens that came before, the latest of equals
+    (Saxena 2023).
 
     Drafts what followed it, and goes round where that ends. Where nothing came before, the last token is drafted again.
     """
@@ -29,7 +32,9 @@ class NgramProposer:
         if devices.has_kernels(context.history):
             from sidestream.speculate import launch  # Triton, which a CPU does not need
 
-            return launch.look_up(context.history, context.rows, context.lengths, count, longest=self.longest, shortest=self.shortest)
+            return launch.look_up(
+                context.history, context.rows, context.lengths, count, longest=self.longest, shortest=self.shortest
+            )
         history, lengths = context.history[context.rows], context.lengths[:, None]
         width = history.shape[1]
         place = torch.arange(width, device=history.device)

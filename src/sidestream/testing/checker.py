@@ -1,13 +1,15 @@
-"""Judges from what was submitted, waited for and leased whether anything could have gone wrong, in this order or in another.
+"""Judges from what was submitted, waited for and leased whether anything could have gone wrong, in this order or in
+another.
 
-A witness (see `sidestream.types.Witness`) that recomputes what happens before what, with one clock for each stream and one for the
-host, and keeps its own books of bytes and leases: it trusts no pool and no lease. Two accesses that nothing orders are a race even if they
-came out right this time, and whichever of them ran first. Called from any thread.
+A tracer (see `sidestream.types.Tracer`) that recomputes what happens before what, with one clock for each stream and
+one for the host, and keeps its own books of bytes and leases: it trusts no pool and no lease. Two accesses that nothing
+orders are a race even if they came out right this time, and whichever of them ran first. Called from any thread.
 
     race             two accesses to the same bytes, one of them a write, that nothing orders
     unwritten        a read of bytes that nobody wrote since their id was taken, or ever
     unleased         work on an id that nobody leases, or a release of such an id
-    early_release    an id given up although work that uses it is neither seen to be done nor covered by a fence of the release
+    early_release    an id given up although work that uses it is neither seen to be done nor covered by a fence of the
+                     release
     early_publish    an id made findable before the host saw its bytes complete
     published_write  a write to a findable id
     failed_publish   an id made findable although what wrote it failed
@@ -25,7 +27,22 @@ from itertools import takewhile
 
 from sidestream.device.sim import SimDevice, make_policy
 from sidestream.testing.findings import Finding, Report
-from sidestream.testing.shadow import HOST, Cell, Clock, Item, Lease, Op, Pool, Read, Shadow, Site, Verdict, Written, calling_site, learn
+from sidestream.testing.shadow import (
+    HOST,
+    Cell,
+    Clock,
+    Item,
+    Lease,
+    Op,
+    Pool,
+    Read,
+    Shadow,
+    Site,
+    Verdict,
+    Written,
+    calling_site,
+    learn,
+)
 from sidestream.types import Access, Accesses, Fence, Key
 
 Poison = Callable[[str, int, int, Sequence[Fence]], None]
@@ -38,7 +55,9 @@ _ELSEWHERE = frozenset({"disk"})
 
 
 class _Stream:
-    """clock: what whatever runs here next knows. known: what the host knew that is in it already. works: not yet known to everybody, by tick."""
+    """clock: what whatever runs here next knows. known: what the host knew that is in it already. works: not yet known
+    to everybody, by tick.
+    """
 
     __slots__ = ("clock", "known", "name", "running", "works")
 
@@ -51,15 +70,20 @@ class _Stream:
 
 
 class Checker:
-    """The witness that judges. One for each device and its pools, from their first work on.
+    """The tracer that judges. One for each device and its pools, from their first work on.
 
     findings   what was found, each pair of call sites once for each kind and memory
     """
 
     def __init__(
-        self, *, poison: Poison | None = None, allowed_waits: frozenset[str] = frozenset({"flight"}), max_findings: int = 100
+        self,
+        *,
+        poison: Poison | None = None,
+        allowed_waits: frozenset[str] = frozenset({"step"}),
+        max_findings: int = 100,
     ) -> None:
-        """`poison` is called with memory, start, stop and fences of bytes that nobody may read any more once those fences are done.
+        """`poison` is called with memory, start, stop and fences of bytes that nobody may read any more once those
+        fences are done.
 
         `allowed_waits` are the reasons for which the host may be held up; after `max_findings` nothing more is kept.
         """
@@ -69,9 +93,13 @@ class Checker:
         self._allowed_waits = allowed_waits
         self._lock = threading.Lock()
         self._seq = 0
-        self._hosts: dict[str, Clock] = {HOST: {}}  # of each host; a clock is replaced, never changed: submissions keep it
+        self._hosts: dict[str, Clock] = {
+            HOST: {}
+        }  # of each host; a clock is replaced, never changed: submissions keep it
         self._apart: dict[int, str] = {}  # threads that are hosts of their own
-        self._letters: dict[str, deque[tuple[int, Clock]]] = {}  # what the senders of messages knew that were not received yet, by channel
+        self._letters: dict[
+            str, deque[tuple[int, Clock]]
+        ] = {}  # what the senders of messages knew that were not received yet, by channel
         self._streams: dict[str, _Stream] = {}
         self._shadows: dict[str, Shadow] = {}
         self._pools: dict[str, Pool] = {}
@@ -82,24 +110,24 @@ class Checker:
     # ------------------------------------------------------------------ what threads of the host tell
 
     def apart(self, name: str) -> None:
-        """See `Witness.apart`."""
+        """See `Tracer.apart`."""
         with self._lock:
             self._apart[threading.get_ident()] = name
             self._hosts[name] = {}
 
     def joined(self, name: str) -> None:
-        """See `Witness.joined`."""
+        """See `Tracer.joined`."""
         with self._lock:
             self._apart = {thread: other for thread, other in self._apart.items() if other != name}
             self._hear_of(self._hosts.pop(name, {}))
 
     def sent(self, channel: str, number: int) -> None:
-        """See `Witness.sent`."""
+        """See `Tracer.sent`."""
         with self._lock:
             self._letters.setdefault(channel, deque()).append((number, self._host))
 
     def received(self, channel: str, number: int) -> None:
-        """See `Witness.received`."""
+        """See `Tracer.received`."""
         with self._lock:
             letters = self._letters.get(channel, deque())
             while letters and letters[0][0] <= number:
@@ -108,7 +136,7 @@ class Checker:
     # ------------------------------------------------------------------ what a device tells
 
     def submitted(self, fence: Fence, accesses: Accesses, label: str) -> None:
-        """See `Witness.submitted`. Asks for the accesses at once."""
+        """See `Tracer.submitted`. Asks for the accesses at once."""
         declared, site = accesses(), calling_site()  # not under the lock: what is called here may do anything
         with self._lock:
             op = Op(fence.stream, fence.tick, self._next(), label or "work", site, self._host)
@@ -120,7 +148,7 @@ class Checker:
                 self._prune()
 
     def started(self, fence: Fence) -> None:
-        """See `Witness.started`."""
+        """See `Tracer.started`."""
         with self._lock:
             stream = self._stream(fence.stream)
             op = stream.works.get(fence.tick)
@@ -135,15 +163,16 @@ class Checker:
             op.writes, op.reads = [], []
 
     def waited(self, stream: str, fence: Fence) -> None:
-        """See `Witness.waited`."""
+        """See `Tracer.waited`."""
         with self._lock:
             waiting, op = self._stream(stream), self._op(fence)
-            # Already forgotten: then it was over, and the host knew, before anything that has not ended yet was submitted.
+            # Already forgotten: then it was over, and the host knew, before anything that has not ended yet was
+            # submitted.
             if op is not None and op.final is not None:
                 learn(waiting.clock, op.final)
 
     def touched(self, stream: str, accesses: Accesses) -> None:
-        """See `Witness.touched`."""
+        """See `Tracer.touched`."""
         declared = accesses()
         with self._lock:
             here = self._stream(stream)
@@ -154,7 +183,7 @@ class Checker:
                 self._apply(here.running, here.clock, writes, reads)
 
     def finished(self, fence: Fence) -> None:
-        """See `Witness.finished`."""
+        """See `Tracer.finished`."""
         with self._lock:
             stream = self._stream(fence.stream)
             op = stream.works.get(fence.tick)
@@ -171,7 +200,7 @@ class Checker:
                 self._unfinished.popleft()
 
     def observed(self, fence: Fence) -> None:
-        """See `Witness.observed`."""
+        """See `Tracer.observed`."""
         if fence.tick <= self._host.get(fence.stream, 0):
             return  # known already; without the lock, because the host may ask often
         with self._lock:
@@ -180,17 +209,20 @@ class Checker:
                 self._hear_of(op.final)
 
     def host_touched(self, accesses: Accesses, label: str) -> None:
-        """See `Witness.host_touched`."""
+        """See `Tracer.host_touched`."""
         declared, site = accesses(), calling_site()
         with self._lock:
-            self._host = {**self._host, self._name: self._host.get(self._name, 0) + 1}  # what was submitted before does not know of this
+            self._host = {
+                **self._host,
+                self._name: self._host.get(self._name, 0) + 1,
+            }  # what was submitted before does not know of this
             op = self._host_op(label or "touch", site)
             self._declare(op, declared, op.writes, op.reads)
             self._apply(op, self._host, op.writes, op.reads)
             op.writes, op.reads, op.over = [], [], True
 
     def stalled(self, reason: str) -> None:
-        """See `Witness.stalled`."""
+        """See `Tracer.stalled`."""
         if reason in self._allowed_waits:
             return
         site = calling_site()
@@ -200,12 +232,12 @@ class Checker:
     # ------------------------------------------------------------------ what a pool tells
 
     def backed(self, pool: str, memory: str, item_bytes: int) -> None:
-        """See `Witness.backed`. One pool for each memory."""
+        """See `Tracer.backed`. One pool for each memory."""
         with self._lock:
             self._pool(pool).back(self._shadow(memory), item_bytes)
 
     def took(self, pool: str, ids: Sequence[int], after: Sequence[Fence]) -> None:
-        """See `Witness.took`. Each id is poisoned behind the fences of its own last uses."""
+        """See `Tracer.took`. Each id is poisoned behind the fences of its own last uses."""
         site = calling_site()
         with self._lock:
             book, taken, dying = self._pool(pool), self._next(), []
@@ -227,7 +259,7 @@ class Checker:
         self._overwrite(doomed)
 
     def shared(self, pool: str, ids: Sequence[int]) -> None:
-        """See `Witness.shared`."""
+        """See `Tracer.shared`."""
         site = calling_site()
         with self._lock:
             book, since = self._pool(pool), self._next()
@@ -240,7 +272,7 @@ class Checker:
                     item.lease = Lease(since, item.taken, site)
 
     def released(self, pool: str, ids: Sequence[int], after: Sequence[Fence]) -> None:
-        """See `Witness.released`."""
+        """See `Tracer.released`."""
         site = calling_site()
         with self._lock:
             book, dying = self._pool(pool), []
@@ -263,7 +295,7 @@ class Checker:
         self._overwrite(doomed)
 
     def published(self, pool: str, item: int, key: Key) -> None:
-        """See `Witness.published`."""
+        """See `Tracer.published`."""
         site = calling_site()
         with self._lock:
             book = self._pool(pool)
@@ -274,7 +306,7 @@ class Checker:
             known.published = self._seq
 
     def forgot(self, pool: str, ids: Sequence[int]) -> None:
-        """See `Witness.forgot`."""
+        """See `Tracer.forgot`."""
         with self._lock:
             book, dying = self._pool(pool), []
             for number in ids:
@@ -291,7 +323,10 @@ class Checker:
     def check_idle(self) -> list[Finding]:
         """Ids that are still leased, though all is done: one finding for each pool, kept in `findings` too."""
         with self._lock:
-            held = {name: [item for item in pool.items.values() if item.lease is not None] for name, pool in self._pools.items()}
+            held = {
+                name: [item for item in pool.items.values() if item.lease is not None]
+                for name, pool in self._pools.items()
+            }
             leaks = [self._report.leak(self._pools[name], items) for name, items in held.items() if items]
         return [leak for leak in leaks if leak is not None]
 
@@ -341,8 +376,12 @@ class Checker:
             shadow = self._shadows[memory] = Shadow(memory)
         return shadow
 
-    def _declare(self, op: Op, accesses: Sequence[Access], writes: list[Written], reads: list[Read], *, late: bool = False) -> None:
-        """Sort accesses into `writes` and `reads`, by id, and look at the leases. `late`: said by work that runs already."""
+    def _declare(
+        self, op: Op, accesses: Sequence[Access], writes: list[Written], reads: list[Read], *, late: bool = False
+    ) -> None:
+        """Sort accesses into `writes` and `reads`, by id, and look at the leases. `late`: said by work that runs
+        already.
+        """
         shadows, stream = self._shadows, op.stream
         for access in accesses:
             start, stop, write = access.start, access.stop, access.write
@@ -369,7 +408,9 @@ class Checker:
                 start = upto
 
     def _use(self, op: Op, shadow: Shadow, number: int, start: int, stop: int, write: bool) -> int:
-        """Note that `op` uses an id, and judge it by the leases at its submission; after which `seq` its bytes must have been written."""
+        """Note that `op` uses an id, and judge it by the leases at its submission; after which `seq` its bytes must
+        have been written.
+        """
         item = shadow.items.get(number)
         lease = None if item is None else item.lease_at(op.seq)
         where = (shadow.memory, start, stop)
@@ -385,7 +426,9 @@ class Checker:
         return lease.taken
 
     def _apply(self, op: Op, clock: Clock, writes: list[Written], reads: list[Read]) -> None:
-        """Compare accesses, which happen now, with those before, and remember them. Writes first: a piece of work may read its own."""
+        """Compare accesses, which happen now, with those before, and remember them. Writes first: a piece of work may
+        read its own.
+        """
         known = clock.get
         for shadow, start, stop in writes:
             cell = shadow.cells.get(start)
@@ -474,7 +517,9 @@ class Checker:
     def _doomed(self, dying: Iterable[tuple[Pool, Item]]) -> list[tuple[str, int, int, tuple[Fence, ...]]]:
         if self._poison is None:
             return []
-        return [(*book.span(item.number), tuple(item.after.values())) for book, item in dying if book.shadow is not None]
+        return [
+            (*book.span(item.number), tuple(item.after.values())) for book, item in dying if book.shadow is not None
+        ]
 
     def _overwrite(self, doomed: Iterable[tuple[str, int, int, tuple[Fence, ...]]]) -> None:
         if self._poison is not None:
@@ -501,9 +546,13 @@ class Checker:
     # ------------------------------------------------------------------ bounded memory
 
     def _prune(self) -> None:
-        """Forget what everything still to come is ordered behind: what every host knows, and knew when it submitted work that is not over."""
+        """Forget what everything still to come is ordered behind: what every host knows, and knew when it submitted
+        work that is not over.
+        """
         oldest = self._unfinished[0].seq if self._unfinished else self._seq + 1
-        floor, *others = {id(clock): clock for clock in (*self._hosts.values(), *(op.before or {} for op in self._unfinished))}.values()
+        floor, *others = {
+            id(clock): clock for clock in (*self._hosts.values(), *(op.before or {} for op in self._unfinished))
+        }.values()
         for clock in others:
             floor = {name: min(tick, clock[name]) for name, tick in floor.items() if name in clock}
         for stream in self._streams.values():
@@ -515,11 +564,14 @@ class Checker:
             self._sweep_at = max(_SWEEP_FROM, 2 * self._size())
 
     def _size(self) -> int:
-        return sum(len(shadow.cells) for shadow in self._shadows.values()) + sum(len(pool.items) for pool in self._pools.values())
+        return sum(len(shadow.cells) for shadow in self._shadows.values()) + sum(
+            len(pool.items) for pool in self._pools.values()
+        )
 
 
 def simulated(policy: str, seed: int) -> tuple[SimDevice, Checker]:
-    """A simulated device that `policy` (see `make_policy`) drives with `seed`, and the checker that watches it and poisons its memory.
+    """A simulated device that `policy` (see `make_policy`) drives with `seed`, and the checker that watches it and
+    poisons its memory.
 
     The caller closes the device. Raises ConfigError for an unknown policy.
     """
@@ -529,5 +581,5 @@ def simulated(policy: str, seed: int) -> tuple[SimDevice, Checker]:
             device.poison(memory, start, stop, after)
 
     checker = Checker(poison=poison)
-    device = SimDevice(make_policy(policy, random.Random(seed)), witness=checker)
+    device = SimDevice(make_policy(policy, random.Random(seed)), tracer=checker)
     return device, checker

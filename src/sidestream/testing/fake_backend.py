@@ -1,7 +1,8 @@
-"""A scripted engine for tests of servers and clients: deterministic, on the caller's event loop, and it remembers every abort.
+"""A scripted engine for tests of servers and clients: deterministic, on the caller's event loop, and it remembers every
+abort.
 
-One token is one UTF-8 byte, so characters span tokens as they do in real models. `release` and `wait_until` may be called from
-any thread; a script decides what each request gets.
+One token is one UTF-8 byte, so characters span tokens as they do in real models. `release` and `wait_until` may be
+called from any thread; a script decides what each request gets.
 """
 
 from __future__ import annotations
@@ -82,7 +83,10 @@ class FakeTokenizer:
             if name not in self.options:
                 raise RequestRejected(f"the template has no option {name}", param=name)
         for index, message in enumerate(messages):
-            for name, used in (("role", message["role"] == "tool" and "tool"), ("tool_calls", "tool_calls" in message and "tool_calls")):
+            for name, used in (
+                ("role", message["role"] == "tool" and "tool"),
+                ("tool_calls", "tool_calls" in message and "tool_calls"),
+            ):
                 if used and used not in self.options:
                     where = f"messages[{index}].{name}"
                     raise RequestRejected(f"the template does not know {where}", param=where)
@@ -231,11 +235,15 @@ def _deltas(script: Script, params: SamplingParams, prompt_tokens: int) -> list[
         text = decoder.decode(piece, final=last)
         for index in range(params.n):
             logprobs = tuple(_logprob(byte, params.logprobs) for byte in piece) if params.logprobs is not None else ()
-            deltas.append(Delta(index, text, tuple(piece), logprobs, finish if last else None, prompt_tokens, script.cached))
+            deltas.append(
+                Delta(index, text, tuple(piece), logprobs, finish if last else None, prompt_tokens, script.cached)
+            )
     return deltas
 
 
 def _logprob(token_id: int, top: int) -> TokenLogprob:
-    """The drawn token has -0.5, the next ones (by id) are each one less likely; the last of more than two cannot occur."""
+    """The drawn token has -0.5, the next ones (by id) are each one less likely; the last of more than two
+    cannot occur.
+    """
     others = [((token_id + rank) % 128, -0.5 - rank if rank < 2 else float("-inf")) for rank in range(top)]
     return TokenLogprob(token_id, -0.5, tuple(others))

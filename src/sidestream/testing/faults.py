@@ -1,7 +1,8 @@
-"""Things that go wrong on purpose: a tier that is slow, late, full, torn or comes and goes, and a stream that is held up.
+"""Things that go wrong on purpose: a tier that is slow, late, full, torn or comes and goes, and a stream that is held
+up.
 
-A fault stands in the place of one read or write and decides what becomes of it. Faults run on the tier's stream threads; tests
-set them from anywhere. No wait here is without a bound.
+A fault stands in the place of one read or write and decides what becomes of it. Faults run on the tier's stream
+threads; tests set them from anywhere. No wait here is without a bound.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from sidestream.types import Key
 _PATIENCE_S = 30.0
 
 Fault = Callable[[Callable[[], None], Block], None]
-"""Called in place of an operation, with the operation itself (to be run or not) and the block that it reads or fills."""
+"""Called in place of an operation, with the operation itself (to be run or not) and the block that it reads or fills.
+"""
 
 
 def healthy(proceed: Callable[[], None], block: Block) -> None:
@@ -48,7 +50,9 @@ def torn(proceed: Callable[[], None], block: Block) -> None:
 
 
 def lying(proceed: Callable[[], None], block: Block) -> None:
-    """A read that flips one bit and does not notice: no tier may do this. Shows that an oracle sees a single wrong bit."""
+    """A read that flips one bit and does not notice: no tier may do this. Shows that an oracle sees a single
+    wrong bit.
+    """
     proceed()
     np.frombuffer(block, np.uint8)[0] ^= 1
 
@@ -86,7 +90,8 @@ def flapping(*faults: Fault) -> Fault:
 
 
 class FaultyTier:
-    """A tier that passes every read through `on_read` and every write through `on_write`; both may be changed at any time.
+    """A tier that passes every read through `on_read` and every write through `on_write`; both may be changed at any
+    time.
 
     reads, writes   keys of the operations that began, in order
     """
@@ -119,7 +124,9 @@ class FaultyTier:
 
 
 class Hold:
-    """Keeps streams from going on, from the moment they get here until `release`: whatever is enqueued later is late."""
+    """Keeps streams from going on, from the moment they get here until `release`: whatever is enqueued later is
+    late.
+    """
 
     def __init__(self, *streams: Stream) -> None:
         self._gate = threading.Event()

@@ -22,7 +22,8 @@ class Finding:
 
     kind            see `sidestream.testing.checker`
     message         the whole story in a sentence
-    first, second   `file:line function, label` of those involved, in the order of submission; second is empty when there is only one
+    first, second   `file:line function, label` of those involved, in the order of submission; second is empty when
+                    there is only one
     streams         theirs, in the same order
     works           `stream:tick` of each, or `"host"`, in the same order
     does            what each does with the bytes, `"reads"` or `"writes"`; empty where that is not the point
@@ -45,7 +46,9 @@ class Finding:
 
 
 class Report:
-    """All findings of one run, at most `max_findings`, and each pair of call sites only once for each kind and memory."""
+    """All findings of one run, at most `max_findings`, and each pair of call sites only once for each kind and
+    memory.
+    """
 
     def __init__(self, max_findings: int) -> None:
         self.findings: list[Finding] = []
@@ -53,7 +56,9 @@ class Report:
         self._known: dict[object, Finding] = {}
 
     def race(self, op: Op, writes: bool, other: Op, other_writes: bool, clock: Clock, where: Where) -> None:
-        """`op`, which knows `clock`, touches bytes that `other` has touched. Told in the order of submission, whichever came first this time."""
+        """`op`, which knows `clock`, touches bytes that `other` has touched. Told in the order of submission, whichever
+        came first this time.
+        """
         if other.seq < op.seq:
             earlier, later, known = other, op, f" (it knows of {other.stream} up to {clock.get(other.stream, 0)})"
             verbs = _verb(other_writes), _verb(writes)
@@ -69,12 +74,21 @@ class Report:
     def unwritten(self, op: Op, shadow: Shadow, cell: Cell) -> None:
         """`op` reads what has no contents."""
         where = (shadow.memory, cell.start, cell.stop)
-        since = "ever wrote" if cell.write is None else f"wrote since its id was taken: the last to write it was {cell.write}, before that"
+        since = (
+            "ever wrote"
+            if cell.write is None
+            else f"wrote since its id was taken: the last to write it was {cell.write}, before that"
+        )
         self._add("unwritten", f"{op} reads {_bytes(where)}, which nobody {since}", where, op, does=("reads",))
 
     def unleased(self, op: Op, pool: str, number: int, where: Where) -> None:
         """`op` touches an id that was free when it was submitted."""
-        self._add("unleased", f"{op} touches {_id(pool, number, where)}, of which no lease was open when it was submitted", where, op)
+        self._add(
+            "unleased",
+            f"{op} touches {_id(pool, number, where)}, of which no lease was open when it was submitted",
+            where,
+            op,
+        )
 
     def over_released(self, pool: Pool, number: int, site: Site) -> None:
         """An id was given up that nobody held."""
@@ -85,7 +99,13 @@ class Report:
         """An id was given out for writing under an open lease."""
         where, held = pool.span(item.number), lease_op(f"lease of {pool.name}", lease.site)
         again = lease_op(f"take from {pool.name}", site)
-        self._add("early_release", f"{again} gave out {_id(pool.name, item.number, where)}, which {held} still holds", where, held, again)
+        self._add(
+            "early_release",
+            f"{again} gave out {_id(pool.name, item.number, where)}, which {held} still holds",
+            where,
+            held,
+            again,
+        )
 
     def early_release(self, pool: Pool, item: Item, use: Op, lease: Lease) -> None:
         """`lease` ended, and none of the fences given is behind `use`."""
@@ -99,7 +119,13 @@ class Report:
         """An id became findable before the host saw `write` done."""
         where = pool.span(item.number)
         story = f"{publish} made {_id(pool.name, item.number, where)} findable"
-        self._add("early_publish", f"{story} before the host saw that {write}, which writes it, is done", where, write, publish)
+        self._add(
+            "early_publish",
+            f"{story} before the host saw that {write}, which writes it, is done",
+            where,
+            write,
+            publish,
+        )
 
     def incomplete(self, pool: Pool, item: Item, byte: int, publish: Op) -> None:
         """An id became findable with a byte that nobody had written."""
@@ -111,12 +137,20 @@ class Report:
         """An id became findable though its write failed."""
         where = pool.span(item.number)
         story = f"{publish} made {_id(pool.name, item.number, where)} findable"
-        self._add("failed_publish", f"{story}, though {write}, which wrote it, failed: {write.failure}", where, write, publish)
+        self._add(
+            "failed_publish", f"{story}, though {write}, which wrote it, failed: {write.failure}", where, write, publish
+        )
 
     def published_write(self, op: Op, pool: str, item: Item, where: Where) -> None:
         """`op` writes an id that is findable; `early_publish` if it was submitted before that."""
         kind, when = ("published_write", "was") if op.seq > item.published else ("early_publish", "has become")
-        self._add(kind, f"{op} writes {_id(pool, item.number, where)}, which {when} findable before it", where, op, does=("writes",))
+        self._add(
+            kind,
+            f"{op} writes {_id(pool, item.number, where)}, which {when} findable before it",
+            where,
+            op,
+            does=("writes",),
+        )
 
     def stall(self, op: Op, allowed: frozenset[str]) -> None:
         """The host was held up."""

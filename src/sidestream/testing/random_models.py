@@ -1,4 +1,6 @@
-"""Models of well-known shapes with random weights, made where they run: for measuring speed where there is no network."""
+"""Models of well-known shapes with random weights, made where they run: for measuring speed where there is no
+network.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,15 @@ from sidestream.tokenizer import Tokenizer
 _QWEN3 = {"vocab_size": 151936, "head_dim": 128, "num_key_value_heads": 8, "max_position_embeddings": 40960}
 # Written last: a directory without it is incomplete.
 _MARK = "random-weights.json"
-_TOKENIZER_FILES = ("tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json", "added_tokens.json", "chat_template*", "*.model")
+_TOKENIZER_FILES = (
+    "tokenizer*",
+    "vocab*",
+    "merges.txt",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template*",
+    "*.model",
+)
 
 SHAPES: Mapping[str, tuple[type[Any], Mapping[str, Any]]] = {
     "qwen3-8b": (
@@ -71,7 +81,8 @@ SHAPES: Mapping[str, tuple[type[Any], Mapping[str, Any]]] = {
 
 
 def random_model(shape: str, *, device: torch.device, block_tokens: int = 16, seed: int = 0) -> PagedModel:
-    """A model of one of `SHAPES` in bfloat16 on `device`, weights drawn from `seed`. Its answers mean nothing, and never end by themselves.
+    """A model of one of `SHAPES` in bfloat16 on `device`, weights drawn from `seed`. Its answers mean nothing, and
+    never end by themselves.
 
     Raises ConfigError for an unknown shape.
     """
@@ -98,12 +109,13 @@ def random_module(shape: str, *, device: torch.device, attention: str = "sdpa", 
 
 
 def random_checkpoint(shape: str, directory: Path, *, tokenizer: Path, device: torch.device, seed: int = 0) -> None:
-    """Write a checkpoint of one of `SHAPES` in bfloat16, weights drawn on `device`, with the tokenizer of another model's directory.
+    """Write a checkpoint of one of `SHAPES` in bfloat16, weights drawn on `device`, with the tokenizer of another
+    model's directory.
 
-    Answered greedily it draws only tokens that have text of their own, so that each of them is a piece of a streamed answer: ids that the
-    tokenizer does not have, special tokens and parts of characters never have the largest logit.
-    A directory that holds the same already is left as it is. Raises ConfigError for an unknown shape and for a directory that holds
-    something else, ModelError for a tokenizer that cannot be read.
+    Answered greedily it draws only tokens that have text of their own, so that each of them is a piece of a streamed
+    answer: ids that the tokenizer does not have, special tokens and parts of characters never have the largest logit. A
+    directory that holds the same already is left as it is. Raises ConfigError for an unknown shape and for a directory
+    that holds something else, ModelError for a tokenizer that cannot be read.
     """
     holds = {"shape": shape, "seed": seed, "tokenizer": str(tokenizer.resolve())}
     mark = directory / _MARK
@@ -115,7 +127,9 @@ def random_checkpoint(shape: str, directory: Path, *, tokenizer: Path, device: t
         )
     module = random_module(shape, device=device, seed=seed)
     words = Tokenizer.load(str(tokenizer))
-    whole = [token for token in range(min(words.vocab_size, module.config.vocab_size)) if _is_whole(words.decode([token]))]
+    whole = [
+        token for token in range(min(words.vocab_size, module.config.vocab_size)) if _is_whole(words.decode([token]))
+    ]
     _draw_only(module.get_output_embeddings().weight, whole)
     directory.mkdir(parents=True, exist_ok=True)
     _save_quietly(module, directory)
@@ -140,7 +154,8 @@ def _is_whole(text: str) -> bool:
 
 
 def _draw_only(weight: torch.Tensor, token_ids: list[int]) -> None:
-    """Replace the rows of all other tokens by halves of rows of these: a logit of theirs is half of another one, so it is never the largest.
+    """Replace the rows of all other tokens by halves of rows of these: a logit of theirs is half of another one, so it
+    is never the largest.
 
     Rows of zeros would do the same, but a GPU multiplies zeros faster.
     """

@@ -1,4 +1,5 @@
-"""A transfer engine without an engine around it: a device, its pools, and whoever uses it is the scheduler and the compute stream.
+"""A transfer engine without an engine around it: a device, its pools, and whoever uses it is the scheduler and the
+compute stream.
 
 For benchmarks and for tests on hardware. Used by one thread, which stands for the engine thread.
 """
@@ -31,7 +32,8 @@ _CYCLES_A_SECOND = 1.75e9
 
 
 class Rig:
-    """`num_blocks` device blocks and `num_slots` host slots, both given out in an order that a seed shuffles, so that neighbours lie apart.
+    """`num_blocks` device blocks and `num_slots` host slots, both given out in an order that a seed shuffles, so that
+    neighbours lie apart.
 
     layered    the device's blocks lie in one tensor for each layer, as other engines have them; else in one for all
     together   those tensors are cut from one allocation, as far from each other as they are long
@@ -62,13 +64,13 @@ class Rig:
         else:
             memory = device.allocate(name, num_blocks * layout.block_bytes)
         self.memory = BlockMemory(memory, layout)
-        self.blocks = FencedPool("device blocks", num_blocks, witness=device.witness)
+        self.blocks = FencedPool("device blocks", num_blocks, tracer=device.tracer)
         slab = device.allocate_host("host", num_slots * layout.block_bytes, item_bytes=layout.block_bytes)
         while device.ready_bytes(slab) < slab.num_bytes:
             time.sleep(0.01)
-        self.host = HostTier(slab, layout, witness=device.witness)
-        if device.witness is not None:
-            device.witness.backed(self.blocks.name, name, layout.block_bytes)
+        self.host = HostTier(slab, layout, tracer=device.tracer)
+        if device.tracer is not None:
+            device.tracer.backed(self.blocks.name, name, layout.block_bytes)
         rng = random.Random(seed)
         for pool in (self.blocks, self.host.pool):
             _shuffle(pool, rng)

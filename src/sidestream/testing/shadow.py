@@ -1,7 +1,8 @@
-"""What the checker remembers of bytes and of ids: who touched them last, under which lease. Judges nothing, knows no device and no pool.
+"""What the checker remembers of bytes and of ids: who touched them last, under which lease. Judges nothing, knows no
+device and no pool.
 
-A memory is a map of cells that are split where accesses begin and end, so that bytes are told apart exactly, however accesses overlap.
-Called by the checker only, under its lock.
+A memory is a map of cells that are split where accesses begin and end, so that bytes are told apart exactly, however
+accesses overlap. Called by the checker only, under its lock.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ from sidestream.types import Fence
 HOST = "host"
 
 Clock = dict[str, int]
-"""By stream, and for the host: up to which tick everything is known to have happened. Shared once made; never changed in place."""
+"""By stream, and for the host: up to which tick everything is known to have happened. Shared once made; never changed
+in place.
+"""
 
 Site = tuple[CodeType, int]
 """A call site: code and instruction. Cheap to take; the line is looked up when somebody wants to read it."""
@@ -62,11 +65,25 @@ class Op:
     before         what the host knew when it submitted this; None once it is over
     final          what is known to whoever waited for it; None until it is over, and again once everybody knows it
     failure        what the work raised, for messages
-    writes, reads  what it touches from its start: memory, start, stop, and for reads: after which `seq` it must have been written
+    writes, reads  what it touches from its start: memory, start, stop, and for reads: after which `seq` it must have
+                   been written
     verdicts       releases that it may justify, once it is known what it waited for
     """
 
-    __slots__ = ("before", "failure", "final", "label", "over", "reads", "seq", "site", "stream", "tick", "verdicts", "writes")
+    __slots__ = (
+        "before",
+        "failure",
+        "final",
+        "label",
+        "over",
+        "reads",
+        "seq",
+        "site",
+        "stream",
+        "tick",
+        "verdicts",
+        "writes",
+    )
 
     def __init__(self, stream: str, tick: int, seq: int, label: str, site: Site, before: Clock | None) -> None:
         self.stream = stream
@@ -292,7 +309,9 @@ class Pool:
             _, start, stop = self.span(item.number)
             cells = [] if self.shadow is None else self.shadow.span(start, stop)
             inside = all(start <= cell.start and cell.stop <= stop for cell in cells)
-            if inside and all(_is_known(last, floor) for last in (*item.last_uses(), *(op for cell in cells for op in cell.ops()))):
+            if inside and all(
+                _is_known(last, floor) for last in (*item.last_uses(), *(op for cell in cells for op in cell.ops()))
+            ):
                 gone.update(cell.start for cell in cells)
                 del self.items[item.number]
         if self.shadow is not None:

@@ -1,6 +1,7 @@
 """Tiny models with random weights, one of each family that is served, saved as complete transformers directories.
 
-Small enough to load in a blink, and made so that attention matters: windows are shorter than a test's context, soft caps bind.
+Small enough to load in a blink, and made so that attention matters: windows are shorter than a test's context, soft
+caps bind.
 """
 
 from __future__ import annotations
@@ -77,7 +78,8 @@ def tiny_config(family: str, **changes: Any) -> PreTrainedConfig:
 
 
 def tiny_model_dir(family: str, directory: Path, seed: int, **changes: Any) -> Path:
-    """Save a model of `family` with weights drawn from `seed`, float32, and a byte-level tokenizer with a chat template.
+    """Save a model of `family` with weights drawn from `seed`, float32, and a byte-level tokenizer with a chat
+    template.
 
     Returns `directory`. Draws from a generator of its own; raises KeyError for an unknown family.
     """
@@ -114,11 +116,22 @@ def carry_head(model: Path, head: Path, *, names: Literal["qwen", "deepseek"]) -
     prefix, renamed = {
         "qwen": (
             "mtp.",
-            {"join.": "fc.", "norm_embedding.": "pre_fc_norm_embedding.", "norm_hidden.": "pre_fc_norm_hidden.", "layer.": "layers.0."},
+            {
+                "join.": "fc.",
+                "norm_embedding.": "pre_fc_norm_embedding.",
+                "norm_hidden.": "pre_fc_norm_hidden.",
+                "layer.": "layers.0.",
+            },
         ),
         "deepseek": (
             f"model.layers.{layers}.",
-            {"join.": "eh_proj.", "norm_embedding.": "enorm.", "norm_hidden.": "hnorm.", "norm.": "shared_head.norm.", "layer.": ""},
+            {
+                "join.": "eh_proj.",
+                "norm_embedding.": "enorm.",
+                "norm_hidden.": "hnorm.",
+                "norm.": "shared_head.norm.",
+                "layer.": "",
+            },
         ),
     }[names]
     carried = {}
@@ -130,7 +143,9 @@ def carry_head(model: Path, head: Path, *, names: Literal["qwen", "deepseek"]) -
             continue
         for number, expert in enumerate(tensor):
             parts = (
-                dict(zip(("gate_proj", "up_proj"), expert.chunk(2), strict=True)) if found[2] == "gate_up_proj" else {"down_proj": expert}
+                dict(zip(("gate_proj", "up_proj"), expert.chunk(2), strict=True))
+                if found[2] == "gate_up_proj"
+                else {"down_proj": expert}
             )
             carried |= {f"{found[1]}.{number}.{part}.weight": weights.contiguous() for part, weights in parts.items()}
     if names == "deepseek":  # it repeats what it shares
@@ -190,9 +205,17 @@ FAMILIES: Mapping[str, tuple[Callable[..., PreTrainedConfig], Mapping[str, Any]]
     ),
     "granitemoeshared": (
         GraniteMoeSharedConfig,
-        {"num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 32, "attention_multiplier": 0.25},
+        {
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "shared_intermediate_size": 32,
+            "attention_multiplier": 0.25,
+        },
     ),
-    "jetmoe": (JetMoeConfig, {"num_key_value_heads": 2, "kv_channels": 16, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    "jetmoe": (
+        JetMoeConfig,
+        {"num_key_value_heads": 2, "kv_channels": 16, "num_local_experts": 4, "num_experts_per_tok": 2},
+    ),
     "mixtral": (MixtralConfig, {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "nemotron": (NemotronConfig, {}),
     "olmoe": (OlmoeConfig, {"num_key_value_heads": 4, "num_experts": 8, "num_experts_per_tok": 2}),
@@ -203,7 +226,13 @@ FAMILIES: Mapping[str, tuple[Callable[..., PreTrainedConfig], Mapping[str, Any]]
     "qwen3_moe": (Qwen3MoeConfig, {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}),
     "glm4_moe": (
         Glm4MoeConfig,
-        {"n_routed_experts": 12, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "attention_bias": True, "use_qk_norm": True},
+        {
+            "n_routed_experts": 12,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "attention_bias": True,
+            "use_qk_norm": True,
+        },
     ),
 }
 """Families by name: the config's class, and what it has of its own."""

@@ -22,7 +22,9 @@ class ToyDetokenizer:
 
 
 class ToyTokenizer:
-    """Id 0 ends an answer and has no text; 1 to 95 are the printable ASCII characters, 96 is a new line, others lie behind."""
+    """Id 0 ends an answer and has no text; 1 to 95 are the printable ASCII characters, 96 is a new line, others lie
+    behind.
+    """
 
     eos_ids = (EOS_ID,)
 
@@ -31,7 +33,8 @@ class ToyTokenizer:
         for character in text:
             if _text(_token(character)) != character:
                 raise RequestRejected(
-                    f"the text holds {character!r}: the toy tokenizer knows printable ASCII and new lines", param="prompt"
+                    f"the text holds {character!r}: the toy tokenizer knows printable ASCII and new lines",
+                    param="prompt",
                 )
         return [_token(character) for character in text]
 

@@ -34,9 +34,9 @@ _PRIME = (1 << 31) - 1
 class ToyModel:
     """Writes numbers made of token, position and layer into the KV pool, and draws from the sum of what it reads there.
 
-    The logits are zero but for one token, so greedy and sampled draws agree. `eos_every` makes about one token in so many
-    the end of sequence, id 0. `leaves_hidden` gives the pool two layers more: for a `ToyProposer`'s
-    own KV, and for hidden states.
+    The logits are zero but for one token, so greedy and sampled draws agree. `eos_every` makes about one token in so
+    many the end of sequence, id 0. `leaves_hidden` gives the pool two layers more: for a `ToyProposer`'s own KV, and
+    for hidden states.
     """
 
     def __init__(
@@ -60,14 +60,24 @@ class ToyModel:
         self.fingerprint = f"toy-{num_layers}-{vocab_size}-{eos_every}" + "-hidden" * leaves_hidden
         self._eos_every = eos_every
 
-    def forward(self, tokens: torch.Tensor, positions: torch.Tensor, batch: AttentionBatch, logit_rows: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self, tokens: torch.Tensor, positions: torch.Tensor, batch: AttentionBatch, logit_rows: torch.Tensor
+    ) -> torch.Tensor:
         """See `ForwardModel.forward`."""
         return self._forward(tokens, positions, batch, logit_rows)
 
     def forward_with_hidden(
-        self, tokens: torch.Tensor, positions: torch.Tensor, batch: AttentionBatch, logit_rows: torch.Tensor, *, left: Left
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        batch: AttentionBatch,
+        logit_rows: torch.Tensor,
+        *,
+        left: Left,
     ) -> torch.Tensor:
-        """See `ForwardModel.forward_with_hidden`: one number a token, which depends on all KV up to it, as often as a block's layer holds."""
+        """See `ForwardModel.forward_with_hidden`: one number a token, which depends on all KV up to it, as often as a
+        block's layer holds.
+        """
         assert isinstance(batch, PagedBatch), "hidden states are read on the host"
         logits = self._forward(tokens, positions, batch, logit_rows)
         numbers = torch.tensor([[float(self.hidden(self._seen_at(batch, packed)))] for packed in range(len(tokens))])
@@ -85,11 +95,15 @@ class ToyModel:
             self._hidden_after[given] = self.hidden(self._reference(np.array(given))) if given else 0
         return self._hidden_after[given]
 
-    def _forward(self, tokens: torch.Tensor, positions: torch.Tensor, batch: AttentionBatch, logit_rows: torch.Tensor) -> torch.Tensor:
+    def _forward(
+        self, tokens: torch.Tensor, positions: torch.Tensor, batch: AttentionBatch, logit_rows: torch.Tensor
+    ) -> torch.Tensor:
         if isinstance(batch, DeviceBatch):
             return self._forward_on_device(tokens, positions, batch, logit_rows)
         if not isinstance(batch, PagedBatch):
-            raise InvariantError(f"a toy model reads the pool by itself, and does not know how from a {type(batch).__name__}")
+            raise InvariantError(
+                f"a toy model reads the pool by itself, and does not know how from a {type(batch).__name__}"
+            )
         pool = batch.kv
         size = self.layout.block_tokens
         blocks, offsets = batch.slots // size, batch.slots % size
@@ -105,8 +119,8 @@ class ToyModel:
 
     def _seen_at(self, batch: PagedBatch, packed: int) -> npt.NDArray[np.int64]:
         """What the draw behind a packed token depends on."""
-        row = bisect.bisect_right(batch.query_starts, packed) - 1
-        length = batch.kv_lens[row] - (batch.query_starts[row + 1] - 1 - packed)
+        row = bisect.bisect_right(batch.cu_seqlens_q, packed) - 1
+        length = batch.kv_lens[row] - (batch.cu_seqlens_q[row + 1] - 1 - packed)
         return self._seen(batch.kv, batch.block_tables[row], length)
 
     def _forward_on_device(
@@ -130,8 +144,8 @@ class ToyModel:
             written = torch.where(real[:, None, None], written, torch.where(real.any(), written[first], there))
             pool[blocks, layer, :, offsets, 0] = written
 
-        row = (batch.query_starts[1:][None, :] <= logit_rows[:, None]).sum(1).clamp(max=len(batch.kv_lens) - 1)
-        behind = batch.query_starts[1:][row] - 1 - logit_rows
+        row = (batch.cu_seqlens_q[1:][None, :] <= logit_rows[:, None]).sum(1).clamp(max=len(batch.kv_lens) - 1)
+        behind = batch.cu_seqlens_q[1:][row] - 1 - logit_rows
         length = (batch.kv_lens[row].to(torch.int64) - behind)[:, None, None, None, None]
         seen = pool[batch.block_tables[row].clamp(min=0).to(torch.int64), :, :, :, 0].view(torch.int32).to(torch.int64)
         seen = seen.permute(0, 2, 3, 1, 4, 5).flatten(3, 4)  # [R, layers, 2, tokens, 2]
@@ -179,7 +193,9 @@ class ToyModel:
         """What the next token of a row depends on, read from its blocks."""
         count = self.layout.num_blocks_for(length)
         blocks = pool[table[:count], : self._num_attended]
-        return _bits(blocks.transpose(0, 1).transpose(1, 2).reshape(self._num_attended, 2, -1, 2)[:, :, :length].numpy())
+        return _bits(
+            blocks.transpose(0, 1).transpose(1, 2).reshape(self._num_attended, 2, -1, 2)[:, :, :length].numpy()
+        )
 
     def _reference(self, tokens: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """The same, computed from the tokens."""
@@ -189,8 +205,9 @@ class ToyModel:
 class RecurrentToyModel(ToyModel):
     """A toy model with a recurrent state: one more layer, of which a block's share is written when its last token is.
 
-    The state of a block is a hash of the state before it and of the block's keys and values; the next token depends on the states
-    of all complete blocks. A block whose state was not copied along is no hit, and serving it as one changes the text (H15).
+    The state of a block is a hash of the state before it and of the block's keys and values; the next token depends on
+    the states of all complete blocks. A block whose state was not copied along is no hit, and serving it as one changes
+    the text (H15).
     """
 
     def __init__(
@@ -221,7 +238,7 @@ class RecurrentToyModel(ToyModel):
     def _after_layers(self, batch: PagedBatch) -> None:
         batch.before_layer(self._num_attended)
         size = self.layout.block_tokens
-        for row, (start, stop) in enumerate(itertools.pairwise(batch.query_starts)):
+        for row, (start, stop) in enumerate(itertools.pairwise(batch.cu_seqlens_q)):
             table, length = batch.block_tables[row].tolist(), batch.kv_lens[row]
             for index in range((length - (stop - start)) // size, length // size):
                 before = _bits(self._states(batch.kv, table[index - 1 : index])) if index else None
@@ -253,10 +270,12 @@ class SpeculativeRun:
 
 
 class ToyDraftHead:
-    """Drafts `width` tokens from the hidden value that the last round left on the device; pure functions, so that accept lengths are known.
+    """Drafts `width` tokens from the hidden value that the last round left on the device; pure functions, so that
+    accept lengths are known.
 
-    As many drafts are right as `accepted` says, between 0 and `width` - if `hidden` is that of the context. With a stale one none is
-    right: the text stays what it is, because the model verifies every draft, and only the accept lengths tell (H19).
+    As many drafts are right as `accepted` says, between 0 and `width` - if `hidden` is that of the context. With a
+    stale one none is right: the text stays what it is, because the model verifies every draft, and only the accept
+    lengths tell (H19).
     """
 
     def __init__(self, model: ToyModel, *, width: int = 3) -> None:
@@ -315,10 +334,11 @@ class HiddenSource(Protocol):
 
 
 class ToyProposer:
-    """Drafts as a `ToyDraftHead` does, from what the device state says of each row: if that is stale, accept lengths tell.
+    """Drafts as a `ToyDraftHead` does, from what the device state says of each row: if that is stale, accept lengths
+    tell.
 
-    model   leaves hidden states. The last one must be that of the row's tokens, and so must those before each token, which are kept as KV;
-            None: nobody reads any
+    model   leaves hidden states. The last one must be that of the row's tokens, and so must those before each token,
+            which are kept as KV; None: nobody reads any
     """
 
     name = "toy"
@@ -329,9 +349,13 @@ class ToyProposer:
         self.hidden_size, self.num_layers = (0, 0) if model is None else (model.hidden_size, 1)
 
     def propose(self, context: Context, count: int) -> torch.Tensor:
-        """See `Proposer.propose`; `count` up to the head's width. Reads the state on the host: for devices that are threads."""
+        """See `Proposer.propose`; `count` up to the head's width. Reads the state on the host: for devices that are
+        threads.
+        """
         drafts = []
-        for row, (history, length) in enumerate(zip(context.history[context.rows].tolist(), context.lengths.tolist(), strict=True)):
+        for row, (history, length) in enumerate(
+            zip(context.history[context.rows].tolist(), context.lengths.tolist(), strict=True)
+        ):
             tokens = history[:length]
             fresh = self._model is None or self._knows(context, row, tokens)
             drafts.append(self.head.drafts(tokens, self.head.hidden(tokens) if fresh else 0)[:count])
@@ -366,10 +390,11 @@ class ToyProposer:
 
 
 class ToyItself:
-    """Drafts what the model itself draws behind each row's last token, but now and then the token beside it. Reads nothing on the host.
+    """Drafts what the model itself draws behind each row's last token, but now and then the token beside it. Reads
+    nothing on the host.
 
-    It looks where flights look: at KV that is stale, or of somebody else, it drafts what is not accepted. What it writes is written again when
-    it is verified.
+    It looks where steps look: at KV that is stale, or of somebody else, it drafts what is not accepted. What it writes
+    is written again when it is verified.
     """
 
     name = "toy"
@@ -405,11 +430,15 @@ def _written(tokens: npt.NDArray[np.int64], positions: npt.NDArray[np.int64], la
 def _keys_and_values(tokens: npt.NDArray[np.int64], num_layers: int) -> npt.NDArray[np.float32]:
     """Float32 `[layers, 2, T, 2]`."""
     positions = np.arange(len(tokens))
-    return np.stack([_written(tokens, positions, layer).reshape(-1, 2, 2).swapaxes(0, 1) for layer in range(num_layers)])
+    return np.stack(
+        [_written(tokens, positions, layer).reshape(-1, 2, 2).swapaxes(0, 1) for layer in range(num_layers)]
+    )
 
 
 def _state(before: npt.NDArray[np.int64] | None, block: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
-    """Float32 `[2, T, 2]`: what a block leaves behind, from the bits of its `[layers, 2, T, 2]` and of the state before it."""
+    """Float32 `[2, T, 2]`: what a block leaves behind, from the bits of its `[layers, 2, T, 2]` and of the state before
+    it.
+    """
     weights = (np.arange(1, block.size + 1, dtype=np.int64) * 16807 % _PRIME).reshape(block.shape)
     mixed: npt.NDArray[np.int64] = (block * weights % _PRIME).sum(axis=0)
     if before is not None:

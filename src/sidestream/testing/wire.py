@@ -1,6 +1,8 @@
-"""Connections in memory, in one thread: what `socket.socketpair`, a selector and an event loop are to the two ends of the border.
+"""Connections in memory, in one thread: what `socket.socketpair`, a selector and an event loop are to the two ends of
+the border.
 
-A seed decides how many bytes move at a time and who looks when. Bytes are never lost, doubled or reordered, as on a Unix socket.
+A seed decides how many bytes move at a time and who looks when. Bytes are never lost, doubled or reordered, as on a
+Unix socket.
 """
 
 from __future__ import annotations
@@ -126,7 +128,11 @@ class WireSelector(selectors.BaseSelector):
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         """The ready ones that the seed chooses, in its order. Never waits."""
-        ready = [(key, selectors.EVENT_READ) for key in self._keys.values() if isinstance(key.fileobj, Wire) and key.fileobj.readable]
+        ready = [
+            (key, selectors.EVENT_READ)
+            for key in self._keys.values()
+            if isinstance(key.fileobj, Wire) and key.fileobj.readable
+        ]
         self._rng.shuffle(ready)
         return [one for one in ready if self._rng.random() < self.share]
 

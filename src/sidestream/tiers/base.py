@@ -1,7 +1,10 @@
-"""What a tier that outlives the process offers: an index for the engine thread, and reads and writes for stream threads.
+"""What a tier that outlives the process offers: an index for the engine thread, and reads and writes for stream
+threads.
 
-engine thread        grant = tier.index.reserve(key)                       lease = tier.index.pin(keys[: tier.index.lookup(keys)])
-tier's stream        tier.write(grant, block)                              tier.read(entry, slot)   for entry in lease.entries
+engine thread        grant = tier.index.reserve(key)                       lease = tier.index.pin(keys[:
+                     tier.index.lookup(keys)])
+tier's stream        tier.write(grant, block)                              tier.read(entry, slot)   for entry in
+                     lease.entries
 engine thread,       tier.index.publish(grant), or abandon if it raised    tier.index.forget(entry) if it raised
 behind the fence                                                           lease.release()
 """
@@ -18,15 +21,16 @@ from sidestream.tiers.index import Entry, ReadLease, TierIndex, TierStats, Write
 __all__ = ["Block", "Entry", "PersistentTier", "ReadLease", "TierIndex", "TierStats", "WriteGrant"]
 
 Block = memoryview | npt.NDArray[np.uint8]
-"""One block's bytes, `layout.block_bytes` of them, contiguous, in host memory. Page-aligned ones may be moved faster."""
+"""One block's bytes, `layout.block_bytes` of them, contiguous, in host memory. Page-aligned ones may be moved faster.
+"""
 
 
 class PersistentTier(Protocol):
     """Blocks under content keys, on a medium slower than host memory.
 
-    `index` belongs to the engine thread and never does I/O. `read` and `write` block on I/O: they are called on the tier's
-    stream threads, any number at once, and never look at the index; what they may touch they were handed as a grant or a
-    pinned entry. An entry is complete or absent to every reader, in this process and in the next.
+    `index` belongs to the engine thread and never does I/O. `read` and `write` block on I/O: they are called on the
+    tier's stream threads, any number at once, and never look at the index; what they may touch they were handed as a
+    grant or a pinned entry. An entry is complete or absent to every reader, in this process and in the next.
     """
 
     @property

@@ -1,14 +1,15 @@
 """The disk tier: one file per KV block, checksummed, in a directory that one engine holds at a time.
 
-Knows files; which of them are served, pinned or next to go is the index's (`tiers.index`). `open` and `close` are called by
-the owner; `write` and `read` on disk stream threads, several at once.
+Knows files; which of them are served, pinned or next to go is the index's (`tiers.index`). `open` and `close` are
+called by the owner; `write` and `read` on disk stream threads, several at once.
 
     DIRECTORY/sidestream-tier.json        what wrote it: format version, model fingerprint, layout
     DIRECTORY/sidestream-tier.lock        held (flock) by the engine that uses the directory; its pid, for messages
     DIRECTORY/3f/3f…c2-000000000000002a   an entry: key-serial, both in hexadecimal
     DIRECTORY/3f/3f…c2-….tmp              an entry being written; what a killed process left is removed at open
 
-An entry is a header page and the block, so the block starts at a page boundary and costs no more space than an unpadded one:
+An entry is a header page and the block, so the block starts at a page boundary and costs no more space than an unpadded
+one:
 
     [0, 8)        magic                    [8, 12)       format version
     [12, 28)      digest of tier.json      [28, 44)      key
@@ -16,17 +17,18 @@ An entry is a header page and the block, so the block starts at a page boundary 
     [4080, 4096)  xxh3-128 of everything else in the file
     [4096, …)     payload
 
-**The directory is the index.** Names and sizes are enough to rebuild it at open, without reading a payload; the modification
-time is the recency, set by every write and every read. A file that was renamed into place but not yet published when the
-process died is complete, and is served.
+**The directory is the index.** Names and sizes are enough to rebuild it at open, without reading a payload; the
+modification time is the recency, set by every write and every read. A file that was renamed into place but not yet
+published when the process died is complete, and is served.
 
-**No deletion can hit a newer write.** Names carry the serial of their write and are never reused while the directory is held,
-so a late unlink of an evicted entry, a read in flight and a new write of the same key work on different files. When a crash
-leaves two files of one key, open keeps the later one; content keys make either right.
+**No deletion can hit a newer write.** Names carry the serial of their write and are never reused while the directory is
+held, so a late unlink of an evicted entry, a read in flight and a new write of the same key work on different files.
+When a crash leaves two files of one key, open keeps the later one; content keys make either right.
 
-**Nothing is synced.** kill -9 loses no page of a finished write: the kernel has it. A power loss may tear or empty files that
-were renamed into place; length and checksum find them, and a lost block is only recomputed. An fsync per block would buy
-nothing but slower stores. Only tier.json, written once, is synced, because without it the directory is refused.
+**Nothing is synced.** kill -9 loses no page of a finished write: the kernel has it. A power loss may tear or empty
+files that were renamed into place; length and checksum find them, and a lost block is only recomputed. An fsync per
+block would buy nothing but slower stores. Only tier.json, written once, is synced, because without it the directory is
+refused.
 """
 
 from __future__ import annotations
@@ -53,7 +55,7 @@ from sidestream.errors import ConfigError, InvariantError, TierCorrupt, TierErro
 from sidestream.kv.layout import KVLayout
 from sidestream.tiers.base import Block
 from sidestream.tiers.index import Entry, TierIndex, WriteGrant
-from sidestream.types import Key, Witness
+from sidestream.types import Key, Tracer
 
 FORMAT_VERSION = 1
 KEY_BYTES = 16
@@ -72,7 +74,11 @@ _ENTRY_NAME = re.compile(r"([0-9a-f]{32})-([0-9a-f]{16})")
 _FAN_OUT = [f"{prefix:02x}" for prefix in range(256)]
 
 _NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-_NO_FILE = {errno.ENXIO, errno.EISDIR, errno.ELOOP}  # open() of a socket, of a directory to write to it, of links in a circle
+_NO_FILE = {
+    errno.ENXIO,
+    errno.EISDIR,
+    errno.ELOOP,
+}  # open() of a socket, of a directory to write to it, of links in a circle
 
 _log = logging.getLogger(__name__)
 
@@ -91,14 +97,21 @@ class DiskTier:
 
     @classmethod
     def open(
-        cls, directory: str | Path, *, layout: KVLayout, fingerprint: str, capacity_bytes: int, witness: Witness | None = None
+        cls,
+        directory: str | Path,
+        *,
+        layout: KVLayout,
+        fingerprint: str,
+        capacity_bytes: int,
+        tracer: Tracer | None = None,
     ) -> DiskTier:
         """Create or reopen the tier in `directory`, for one model (`fingerprint`) and layout.
 
         Removes leftovers of killed processes and damaged entries, then evicts down to `capacity_bytes`, which counts
         whole pages, headers included. Reads names and sizes only: 70,000 entries take about a second.
         Raises ConfigError, with nothing deleted or changed, when the directory is not one, is not writable, holds
-        something else, was written by another model, layout or format version, is in use, or the capacity is below one entry.
+        something else, was written by another model, layout or format version, is in use, or the capacity is below one
+        entry.
         """
         path = Path(directory).expanduser()
         max_entries = capacity_bytes // entry_bytes(layout)
@@ -107,7 +120,11 @@ class DiskTier:
                 f"disk_capacity is {capacity_bytes} bytes, one block of this model takes {entry_bytes(layout)} "
                 f"({layout.block_tokens} tokens and a header): raise disk_capacity"
             )
-        description: dict[str, int | str] = {"format_version": FORMAT_VERSION, **layout.describe(), "fingerprint": fingerprint}
+        description: dict[str, int | str] = {
+            "format_version": FORMAT_VERSION,
+            **layout.describe(),
+            "fingerprint": fingerprint,
+        }
         try:
             _check_directory(path, description)
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -130,7 +147,7 @@ class DiskTier:
             next_serial=found.next_serial,
             evictions=found.evictions,
             corrupt=found.corrupt,
-            witness=witness,
+            tracer=tracer,
         )
         _log_opened(path, found, held_bytes=index.stats.bytes, capacity_bytes=capacity_bytes)
         identity = xxhash.xxh3_128_digest(json.dumps(description, sort_keys=True).encode())
@@ -144,8 +161,8 @@ class DiskTier:
     def write(self, grant: WriteGrant, payload: Block) -> None:
         """Delete the grant's victim, then store `payload` (`layout.block_bytes`) as its entry, whole or not at all.
 
-        Blocks on I/O; on disk stream threads. Raises TierFull when the disk, the quota or the file size limit has no room,
-        TierError on any other failure; then no file of the entry is left, and the grant is to be abandoned.
+        Blocks on I/O; on disk stream threads. Raises TierFull when the disk, the quota or the file size limit has no
+        room, TierError on any other failure; then no file of the entry is left, and the grant is to be abandoned.
         """
         view = self._view(payload)
         header = self._header(grant.entry.key)
@@ -157,14 +174,16 @@ class DiskTier:
             _write_whole(self._path(grant.entry), [memoryview(header), view])
         except OSError as error:
             kind = TierFull if error.errno in _NO_ROOM else TierError
-            raise kind(f"disk tier {self._root} could not store {view.nbytes} bytes: {error.strerror or error}") from error
+            raise kind(
+                f"disk tier {self._root} could not store {view.nbytes} bytes: {error.strerror or error}"
+            ) from error
         grant.written = True
 
     def read(self, entry: Entry, out: Block) -> None:
         """Read a pinned entry's block straight into `out` (`layout.block_bytes`) and verify every bit of its file.
 
-        Blocks on I/O; on disk stream threads. Raises TierCorrupt when the file is missing, has the wrong length, header or
-        checksum (it is deleted), TierError when it cannot be read; then the contents of `out` are undefined, and the
+        Blocks on I/O; on disk stream threads. Raises TierCorrupt when the file is missing, has the wrong length, header
+        or checksum (it is deleted), TierError when it cannot be read; then the contents of `out` are undefined, and the
         entry is to be forgotten.
         """
         view = self._view(out)
@@ -229,7 +248,9 @@ class DiskTier:
             if header[_DIGEST_AT:] != _digest(expected, view):
                 return "does not match its checksum"
             with contextlib.suppress(OSError):  # recency is worth less than the block
-                now = time.time_ns()  # the kernel's own stamp moves once a tick, so a read could seem no later than the write
+                now = (
+                    time.time_ns()
+                )  # the kernel's own stamp moves once a tick, so a read could seem no later than the write
                 os.utime(fd, ns=(now, now))
             return None
         finally:
@@ -299,7 +320,9 @@ def _rest(buffers: list[memoryview], count: int) -> list[memoryview]:
 
 
 def _unlink(path: str) -> None:
-    """Make sure that no file is there. A directory of that name stays: it is somebody else's, and no later entry gets its name."""
+    """Make sure that no file is there. A directory of that name stays: it is somebody else's, and no later entry gets
+    its name.
+    """
     with contextlib.suppress(FileNotFoundError, IsADirectoryError):
         os.unlink(path)  # noqa: PTH108  a Path per deletion would cost more than the call
 
@@ -346,9 +369,13 @@ def _check_description(directory: Path, found: dict[str, Any], wanted: dict[str,
             f"disk directory {directory} has format version {version!r}, this version of Sidestream reads and writes {FORMAT_VERSION}: "
             f"give another directory, or delete it"
         )
-    differing = [f"{name} {found.get(name)!r} (here {value!r})" for name, value in wanted.items() if found.get(name) != value]
+    differing = [
+        f"{name} {found.get(name)!r} (here {value!r})" for name, value in wanted.items() if found.get(name) != value
+    ]
     if differing:
-        in_its_dtype = "" if found.get("dtype") == wanted["dtype"] else f", or load the model with dtype {found.get('dtype')}"
+        in_its_dtype = (
+            "" if found.get("dtype") == wanted["dtype"] else f", or load the model with dtype {found.get('dtype')}"
+        )
         raise ConfigError(
             f"disk directory {directory} was written by another model or layout: {', '.join(differing)}: "
             f"give another directory, or delete it{in_its_dtype}"
@@ -380,7 +407,9 @@ def _hold(directory: Path) -> int:
 
 
 def _write_description(directory: Path, description: dict[str, int | str]) -> None:
-    """Make an empty directory a tier, before anything else is put there: killed half-way, it is still empty and made again."""
+    """Make an empty directory a tier, before anything else is put there: killed half-way, it is still empty and made
+    again.
+    """
     temporary = directory / (_TIER_FILE + _TEMPORARY)
     temporary.unlink(missing_ok=True)
     with open(_open_regular(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "w", encoding="utf-8") as file:
@@ -419,7 +448,11 @@ def _scan(directory: Path, *, file_bytes: int, max_entries: int) -> _Found:
         if file.name.endswith(_TEMPORARY):
             leftovers += 1
             _unlink(file.path)
-        elif status.st_size != file_bytes or not stat.S_ISREG(status.st_mode) or not file.path.endswith(f"/{file.name[:2]}/{file.name}"):
+        elif (
+            status.st_size != file_bytes
+            or not stat.S_ISREG(status.st_mode)
+            or not file.path.endswith(f"/{file.name[:2]}/{file.name}")
+        ):
             corrupt += 1
             _unlink(file.path)
         elif twin is not None and twin[0] > serial:
@@ -430,7 +463,9 @@ def _scan(directory: Path, *, file_bytes: int, max_entries: int) -> _Found:
                 leftovers += 1
                 _unlink(twin[2])
             newest[key] = (serial, status.st_mtime_ns, file.path)
-    by_age = sorted(((modified, serial, key) for key, (serial, modified, _) in newest.items()), key=lambda item: item[:2])
+    by_age = sorted(
+        ((modified, serial, key) for key, (serial, modified, _) in newest.items()), key=lambda item: item[:2]
+    )
     surplus = max(0, len(by_age) - max_entries)
     for _, _, key in by_age[:surplus]:
         _unlink(newest[key][2])
@@ -461,5 +496,7 @@ def _log_opened(directory: Path, found: _Found, *, held_bytes: int, capacity_byt
         message = "disk tier %s: removed %d leftovers of a killed process, %d damaged blocks, %d over capacity"
         _log.info(message, directory, found.leftovers, found.corrupt, found.evictions)
     if (free := shutil.disk_usage(directory).free) < capacity_bytes - held_bytes:
-        message = "disk tier %s: %d bytes free on the disk, the tier may want %d more: free some, or lower disk_capacity"
+        message = (
+            "disk tier %s: %d bytes free on the disk, the tier may want %d more: free some, or lower disk_capacity"
+        )
         _log.warning(message, directory, free, capacity_bytes - held_bytes)

@@ -1,6 +1,8 @@
-"""The host tier: slots of host memory that the device can copy from and to, with the same ledger as the device's blocks.
+"""The host tier: slots of host memory that the device can copy from and to, with the same ledger as the device's
+blocks.
 
-Knows slots and bytes, not who copies them. The ledger is written by the mover's thread only; the bytes by whoever holds a lease.
+Knows slots and bytes, not who copies them. The ledger is written by the mover's thread only; the bytes by whoever holds
+a lease.
 """
 
 from __future__ import annotations
@@ -8,7 +10,7 @@ from __future__ import annotations
 from sidestream.device.base import Memory
 from sidestream.kv.layout import KVLayout
 from sidestream.kv.pool import FencedPool
-from sidestream.types import Witness
+from sidestream.types import Tracer
 
 
 class HostTier:
@@ -18,15 +20,19 @@ class HostTier:
     ready_bytes   of its beginning, that can be used already (see `grow`); None: all
     """
 
-    def __init__(self, memory: Memory, layout: KVLayout, *, ready_bytes: int | None = None, witness: Witness | None = None) -> None:
+    def __init__(
+        self, memory: Memory, layout: KVLayout, *, ready_bytes: int | None = None, tracer: Tracer | None = None
+    ) -> None:
         self.layout = layout
         self.memory = memory
         self.num_slots = memory.num_bytes // layout.block_bytes
         self.pool = FencedPool(
-            "host slots", (memory.num_bytes if ready_bytes is None else ready_bytes) // layout.block_bytes, witness=witness
+            "host slots",
+            (memory.num_bytes if ready_bytes is None else ready_bytes) // layout.block_bytes,
+            tracer=tracer,
         )
-        if witness is not None:
-            witness.backed(self.pool.name, memory.name, layout.block_bytes)
+        if tracer is not None:
+            tracer.backed(self.pool.name, memory.name, layout.block_bytes)
 
     def grow(self, ready_bytes: int) -> bool:
         """Use the first `ready_bytes` of the memory (P7). Returns whether that adds slots."""

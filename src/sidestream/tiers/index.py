@@ -1,14 +1,15 @@
 """The ledger of a persistent tier: which blocks it holds, which are being read or written, and which goes next.
 
-Knows keys, serials, pins and order; never a file or a socket. Called from the engine thread only; nothing here does I/O or
-blocks. The entries are all of one size, so capacity is a number of entries.
+Knows keys, serials, pins and order; never a file or a socket. Called from the engine thread only; nothing here does I/O
+or blocks. The entries are all of one size, so capacity is a number of entries.
 
     absent ── reserve ──> writing ── publish ──> published ── evicted by reserve · forget · clear ──> doomed ──> absent
                              └───── abandon (a finished write leaves its entry doomed) ───────────────────┘
 
-A published entry that is pinned is never evicted; one that is forgotten or cleared while pinned becomes doomed at its last
-release. Doomed entries are unreachable, but still lie on the medium until the write of a later grant deletes them: each
-grant carries at most one victim, deleted before the grant's own bytes are written. So the medium never holds more than
+A published entry that is pinned is never evicted; one that is forgotten or cleared while pinned becomes doomed at its
+last release. Doomed entries are unreachable, but still lie on the medium until the write of a later grant deletes them:
+each grant carries at most one victim, deleted before the grant's own bytes are written. So the medium never holds more
+than
 
     published + writing + leaving (pinned, unreachable) + doomed  <=  max_entries
 
@@ -25,9 +26,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from sidestream.errors import InvariantError, TierFull
-from sidestream.types import Access, Key, Witness
+from sidestream.types import Access, Key, Tracer
 
-# Name of the medium as a memory and of its entries as a pool, for a witness.
+# Name of the medium as a memory and of its entries as a pool, for a tracer.
 MEDIUM = "disk"
 
 
@@ -47,7 +48,8 @@ class Entry:
 class WriteGrant:
     """The right to write `entry`; from `TierIndex.reserve` until `publish` or `abandon`, exactly one of them.
 
-    Between the two, the tier's `write` owns `victim` and `written`; the engine thread looks at them behind the write's fence.
+    Between the two, the tier's `write` owns `victim` and `written`; the engine thread looks at them behind the write's
+    fence.
 
     victim   deleted by `write` before it writes; None when there was room, or once deleted
     written  the entry lies complete on the medium
@@ -118,15 +120,15 @@ class TierIndex:
         next_serial: int = 0,
         evictions: int = 0,
         corrupt: int = 0,
-        witness: Witness | None = None,
+        tracer: Tracer | None = None,
     ) -> None:
         """`published` are the entries already on the medium, least recently used first, at most `max_entries`.
 
-        `next_serial` exceeds every serial on the medium. `name` is for messages; the counts are where the statistics start.
-        `witness` is told of every grant, pin and key.
+        `next_serial` exceeds every serial on the medium. `name` is for messages; the counts are where the statistics
+        start. `tracer` is told of every grant, pin and key.
         """
         self._name = name
-        self._witness = witness
+        self._tracer = tracer
         self._max_entries = max_entries
         self._entry_bytes = entry_bytes
         self._next_serial = next_serial
@@ -138,10 +140,10 @@ class TierIndex:
         self._doomed: deque[Entry] = deque()
         self._evictions = evictions
         self._corrupt = corrupt
-        if witness is not None:
-            witness.backed(MEDIUM, MEDIUM, 1)
+        if tracer is not None:
+            tracer.backed(MEDIUM, MEDIUM, 1)
             for slot in self._slots.values():
-                self._tell_found(witness, slot.entry)
+                self._tell_found(tracer, slot.entry)
 
     def __len__(self) -> int:
         return len(self._slots)
@@ -168,8 +170,8 @@ class TierIndex:
     def touch(self, keys: Sequence[Key]) -> None:
         """Mark `keys` (absent ones are skipped) as just used, the first one last.
 
-        The keys are a run from the start of a prefix. A block is of no use without its predecessors, so eviction shall take
-        a run from its end.
+        The keys are a run from the start of a prefix. A block is of no use without its predecessors, so eviction shall
+        take a run from its end.
         """
         for key in reversed(keys):
             if key in self._idle:
@@ -181,13 +183,15 @@ class TierIndex:
         Raises InvariantError when a key is not published (nothing was pinned): `lookup` says how many are.
         """
         if self.lookup(keys) < len(keys):
-            raise InvariantError(f"pin of {len(keys)} keys of the {self._name}, of which only {self.lookup(keys)} lead: look up first")
+            raise InvariantError(
+                f"pin of {len(keys)} keys of the {self._name}, of which only {self.lookup(keys)} lead: look up first"
+            )
         slots = tuple(self._slots[key] for key in keys)
         for slot in slots:
             slot.pins += 1
             self._idle.pop(slot.entry.key, None)
-        if self._witness is not None:
-            self._witness.shared(MEDIUM, [slot.entry.serial for slot in slots])
+        if self._tracer is not None:
+            self._tracer.shared(MEDIUM, [slot.entry.serial for slot in slots])
         return ReadLease(self, slots)
 
     def reserve(self, key: Key) -> WriteGrant | None:
@@ -203,10 +207,10 @@ class TierIndex:
         self._writing[key] = grant
         if grant.victim is not None:
             self._victims[key] = grant.victim
-        if self._witness is not None:
-            self._witness.took(MEDIUM, [grant.entry.serial], ())
+        if self._tracer is not None:
+            self._tracer.took(MEDIUM, [grant.entry.serial], ())
             if grant.victim is not None:
-                self._witness.shared(MEDIUM, [grant.victim.serial])
+                self._tracer.shared(MEDIUM, [grant.victim.serial])
         return grant
 
     def publish(self, grant: WriteGrant) -> None:
@@ -219,8 +223,8 @@ class TierIndex:
         if grant.void:
             self.abandon(grant)
             return
-        if self._witness is not None:
-            self._witness.published(MEDIUM, grant.entry.serial, grant.entry.key)
+        if self._tracer is not None:
+            self._tracer.published(MEDIUM, grant.entry.serial, grant.entry.key)
         self._end(grant)
         self._slots[grant.entry.key] = self._idle[grant.entry.key] = _Slot(grant.entry)
 
@@ -236,7 +240,9 @@ class TierIndex:
             self._doomed.append(grant.victim)
 
     def forget(self, entry: Entry) -> None:
-        """Drop an entry whose read failed, and count it as corrupt. Does nothing when it is gone or was written anew."""
+        """Drop an entry whose read failed, and count it as corrupt. Does nothing when it is gone or was written
+        anew.
+        """
         slot = self._slots.get(entry.key)
         if slot is not None and slot.entry == entry:
             self._corrupt += 1
@@ -251,7 +257,9 @@ class TierIndex:
         self.drop([*self._slots, *self._writing])
 
     def drop(self, keys: Iterable[Key]) -> None:
-        """Drop these entries; none of the keys is reachable afterwards, not even those being written now. The deletions: see `clear`."""
+        """Drop these entries; none of the keys is reachable afterwards, not even those being written now. The
+        deletions: see `clear`.
+        """
         for key in keys:
             if (slot := self._slots.get(key)) is not None:
                 self._retire(slot)
@@ -278,8 +286,8 @@ class TierIndex:
         self._evictions += 1
         key, slot = self._idle.popitem(last=False)
         del self._slots[key]
-        if self._witness is not None:
-            self._witness.forgot(MEDIUM, [slot.entry.serial])
+        if self._tracer is not None:
+            self._tracer.forgot(MEDIUM, [slot.entry.serial])
         return slot.entry
 
     def _end(self, grant: WriteGrant) -> None:
@@ -287,15 +295,15 @@ class TierIndex:
             raise InvariantError(f"grant of {grant.entry.key.hex()} in the {self._name} ended twice")
         del self._writing[grant.entry.key]
         victim = self._victims.pop(grant.entry.key, None)
-        if self._witness is not None:
+        if self._tracer is not None:
             ended = [grant.entry] if victim is None else [grant.entry, victim]
-            self._witness.released(MEDIUM, [entry.serial for entry in ended], ())
+            self._tracer.released(MEDIUM, [entry.serial for entry in ended], ())
 
     def _retire(self, slot: _Slot) -> None:
         del self._slots[slot.entry.key]
         slot.retired = True
-        if self._witness is not None:
-            self._witness.forgot(MEDIUM, [slot.entry.serial])
+        if self._tracer is not None:
+            self._tracer.forgot(MEDIUM, [slot.entry.serial])
         if slot.pins:
             self._leaving += 1
         else:
@@ -303,16 +311,16 @@ class TierIndex:
             self._doomed.append(slot.entry)
 
     @staticmethod
-    def _tell_found(witness: Witness, entry: Entry) -> None:
+    def _tell_found(tracer: Tracer, entry: Entry) -> None:
         """An entry that an earlier process wrote: its bytes are there."""
-        witness.took(MEDIUM, [entry.serial], ())
-        witness.host_touched(lambda: [entry.access(write=True)], "found on disk")
-        witness.published(MEDIUM, entry.serial, entry.key)
-        witness.released(MEDIUM, [entry.serial], ())
+        tracer.took(MEDIUM, [entry.serial], ())
+        tracer.host_touched(lambda: [entry.access(write=True)], "found on disk")
+        tracer.published(MEDIUM, entry.serial, entry.key)
+        tracer.released(MEDIUM, [entry.serial], ())
 
     def _unpin(self, slots: tuple[_Slot, ...]) -> None:
-        if self._witness is not None:
-            self._witness.released(MEDIUM, [slot.entry.serial for slot in slots], ())
+        if self._tracer is not None:
+            self._tracer.released(MEDIUM, [slot.entry.serial for slot in slots], ())
         for slot in reversed(slots):  # the first key ends up as the most recently used: see touch
             slot.pins -= 1
             if slot.pins:

@@ -14,7 +14,9 @@ from sidestream.types import Access
 
 @dataclass(frozen=True, slots=True)
 class BlockMemory:
-    """A memory of blocks: the device's pool or the host's slab. Of one allocation, or striped over one for each layer."""
+    """A memory of blocks: the device's pool or the host's slab. Of one allocation, or striped over one for each
+    layer.
+    """
 
     memory: Memory
     layout: KVLayout

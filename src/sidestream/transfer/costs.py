@@ -11,8 +11,8 @@ from collections.abc import Callable
 from sidestream.kv.layout import KVLayout
 
 _WEIGHT = 0.2
-# A healthy tier's rate. It is assumed until a transfer was measured: with less, a fast GPU would rather compute, so that nothing is
-# ever loaded and nothing ever measured.
+# A healthy tier's rate. It is assumed until a transfer was measured: with less, a fast GPU would rather compute, so
+# that nothing is ever loaded and nothing ever measured.
 _HEALTHY = {"host": 5e10, "disk": 2e9}
 # After this long without a transfer, a slow rate is no longer believed either.
 _STALE_S = 30.0
@@ -40,10 +40,12 @@ class CostModel:
             self._bytes_per_s[tier] = before + _WEIGHT * (rate - before)
 
     def saw_prefill(self, num_tokens: int, seconds: float) -> None:
-        """A flight computed `num_tokens` prompt tokens in `seconds`."""
+        """A step computed `num_tokens` prompt tokens in `seconds`."""
         if seconds > 0:
             rate = num_tokens / seconds
-            self.prefill_rate = rate if self.prefill_rate is None else self.prefill_rate + _WEIGHT * (rate - self.prefill_rate)
+            self.prefill_rate = (
+                rate if self.prefill_rate is None else self.prefill_rate + _WEIGHT * (rate - self.prefill_rate)
+            )
 
     def load_seconds(self, *, host_blocks: int, disk_blocks: int, queued_disk_bytes: int = 0) -> float:
         """Expected time until that many blocks are on the device; those on disk pass through the host."""
@@ -52,7 +54,9 @@ class CostModel:
         return from_disk + (host_blocks + disk_blocks) * size / self._rate("host")
 
     def _rate(self, tier: str) -> float:
-        """Bytes a second: at least a healthy tier's if it was not measured lately, else a tier that once stalled stays unused."""
+        """Bytes a second: at least a healthy tier's if it was not measured lately, else a tier that once stalled stays
+        unused.
+        """
         if tier not in self._bytes_per_s:
             return _HEALTHY[tier]
         rate, age_s = self._bytes_per_s[tier], self._clock() - self._measured_s[tier]

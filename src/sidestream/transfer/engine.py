@@ -1,7 +1,8 @@
-"""The transfer engine as the engine thread sees it: hands plans over, hears what became of them, knows until when blocks are in use.
+"""The transfer engine as the engine thread sees it: hands plans over, hears what became of them, knows until when
+blocks are in use.
 
-All the rest happens on the mover's thread. Submission and `poll` cost the engine thread a few microseconds a plan, however many blocks it has;
-neither ever waits.
+All the rest happens on the mover's thread. Submission and `poll` cost the engine thread a few microseconds a plan,
+however many blocks it has; neither ever waits.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ _FLUSH_POLL_S = 0.001
 
 @dataclass(frozen=True, slots=True)
 class LoadReady:
-    """A load into the device is on its way, with fences for all of it: a flight may be gated by them."""
+    """A load into the device is on its way, with fences for all of it: a step may be gated by them."""
 
     request_id: RequestId
     epoch: int
@@ -37,7 +38,9 @@ class LoadReady:
 
 @dataclass(frozen=True, slots=True)
 class LoadFailed:
-    """A load into the device failed, or what it was to copy was `gone` when its order came: its blocks must not be used."""
+    """A load into the device failed, or what it was to copy was `gone` when its order came: its blocks must not be
+    used.
+    """
 
     request_id: RequestId
     epoch: int
@@ -72,9 +75,11 @@ class _Load:
         return sum(part.bytes_left() for part in parts) / self.submitted.num_bytes
 
     def seconds_left(self, load_s: float, step_s: float) -> float:
-        """How soon a flight of `step_s` may begin that never waits for it: each group of layers is there when the flight comes to it.
+        """How soon a step of `step_s` may begin that never waits for it: each group of layers is there when the step
+        comes to it.
 
-        `load_s`: what all of it takes, with nothing before it. Infinite as long as there are no fences for all of it, and if it failed.
+        `load_s`: what all of it takes, with nothing before it. Infinite as long as there are no fences for all of it,
+        and if it failed.
         """
         if self.submitted is None:
             return math.inf
@@ -139,13 +144,13 @@ class TransferEngine:
         self._layout = memory.layout
         self._segment_bytes = device.segment_bytes
         self._loads: dict[int, _Load] = {}
-        self._settled = Mark("settled", witness=device.witness, wake=notify)
+        self._settled = Mark("settled", tracer=device.tracer, wake=notify)
         self._num_promotions = 0
         self._number = self._sent = 0
         self._generation = 0
         self._failed = False
-        self._orders: Channel[Orders | Forget] = Channel("orders", witness=device.witness)
-        self._news: Channel[News] = Channel("news", witness=device.witness, wake=notify)
+        self._orders: Channel[Orders | Forget] = Channel("orders", tracer=device.tracer)
+        self._news: Channel[News] = Channel("news", tracer=device.tracer, wake=notify)
         self._mover = Mover(
             device=device,
             memory=memory,
@@ -164,8 +169,12 @@ class TransferEngine:
     # ------------------------------------------------------------------ what the scheduler asks
 
     def locate(self, keys: Sequence[Key]) -> list[Literal["host", "disk"]]:
-        """Where the longest run of leading `keys` rests, as far as this thread can see: an order may come too late, and is a miss then."""
-        sources: list[Literal["host", "disk"]] = ["host"] * len(self._host.pool.match(keys))  # mostly all of it, and faster
+        """Where the longest run of leading `keys` rests, as far as this thread can see: an order may come too late, and
+        is a miss then.
+        """
+        sources: list[Literal["host", "disk"]] = ["host"] * len(
+            self._host.pool.match(keys)
+        )  # mostly all of it, and faster
         for key in keys[len(sources) :]:
             if self._host.pool.get(key) is not None:
                 sources.append("host")
@@ -179,7 +188,9 @@ class TransferEngine:
         """Whether loading is expected to take less time than computing, and less than the deadline."""
         queued = self._mover.num_reads * self._layout.block_bytes
         on_disk = sources.count("disk")
-        seconds = self._costs.load_seconds(host_blocks=len(sources) - on_disk, disk_blocks=on_disk, queued_disk_bytes=queued)
+        seconds = self._costs.load_seconds(
+            host_blocks=len(sources) - on_disk, disk_blocks=on_disk, queued_disk_bytes=queued
+        )
         return seconds < min(self._costs.compute_seconds(len(sources)), self._deadline_s)
 
     # ------------------------------------------------------------------ submission: never blocks
@@ -203,25 +214,32 @@ class TransferEngine:
         return OrderFence(self._number, self._settled) if self._settled.read() < self._number else None
 
     def gates(self, batch: BatchPlan) -> LayerGates:
-        """What a flight of `batch` must wait for, layer by layer: only loads of its own requests (H5)."""
+        """What a step of `batch` must wait for, layer by layer: only loads of its own requests (H5)."""
         if not self._loads:
             return LayerGates()
         members: set[tuple[RequestId, int]] = set()
         for row in reversed(batch.rows):
             if row.tokens is None:
-                break  # a row that decodes has had a flight that waited, and runs behind it
+                break  # a row that decodes has had a step that waited, and runs behind it
             members.add((row.request_id, row.epoch))
-        loads = [load for load in self._loads.values() if load.submitted and (load.plan.request_id, load.plan.epoch) in members]
+        loads = [
+            load
+            for load in self._loads.values()
+            if load.submitted and (load.plan.request_id, load.plan.epoch) in members
+        ]
         if not loads:
             return LayerGates()
         group = layers_per_group(self._layout, self._segment_bytes)
         by_group = [
-            merge_fences(fence for load in loads for fence in load.gates(index)) for index in range(-(-self._layout.num_layers // group))
+            merge_fences(fence for load in loads for fence in load.gates(index))
+            for index in range(-(-self._layout.num_layers // group))
         ]
         return LayerGates(tuple(by_group[layer // group] for layer in range(self._layout.num_layers)))
 
     def seconds_left(self, request_id: RequestId, epoch: int, *, step_s: float) -> float:
-        """How soon a flight of `step_s` may begin that does not wait for the request's loads; infinite when nobody knows. Never blocks."""
+        """How soon a step of `step_s` may begin that does not wait for the request's loads; infinite when nobody knows.
+        Never blocks.
+        """
         ahead_s = soonest_s = 0.0
         for load in self._loads.values():  # in the order in which the device gets them, but for prefetches
             load_s = self._costs.load_seconds(host_blocks=len(load.plan.keys), disk_blocks=0)
@@ -237,7 +255,9 @@ class TransferEngine:
     @property
     def busy(self) -> bool:
         """Whether any transfer is on its way, writes to disk included, or there is news that nobody polled."""
-        return self._mover.quiet_at != self._sent or len(self._news) > 0 or self._blocks.is_settling or bool(self._loads)
+        return (
+            self._mover.quiet_at != self._sent or len(self._news) > 0 or self._blocks.is_settling or bool(self._loads)
+        )
 
     @property
     def awaited(self) -> bool:
@@ -245,7 +265,9 @@ class TransferEngine:
         return bool(self._num_promotions or self._loads)
 
     def poll(self) -> list[TransferEvent]:
-        """Take in what the mover says: let blocks go, and say which requests' waits are over. Raises what ended the mover."""
+        """Take in what the mover says: let blocks go, and say which requests' waits are over. Raises what ended the
+        mover.
+        """
         events: list[TransferEvent] = []
         settled = self._settled.read()  # before the news: of what has settled by now, all news is there
         while (news := self._news.take()) is not None:
@@ -274,7 +296,7 @@ class TransferEngine:
     def failed_loads(self) -> list[TransferEvent]:
         """Loads that have failed by their own fences, though the mover has not said so yet; each is told once.
 
-        For whoever has seen the end of a flight that was gated by them: what it computed must not be believed.
+        For whoever has seen the end of a step that was gated by them: what it computed must not be believed.
         """
         events: list[TransferEvent] = []
         for load in self._loads.values():
@@ -291,7 +313,8 @@ class TransferEngine:
         return self._thread.failure is not None or self._mover.num_forgotten == self._generation
 
     def forget_all(self) -> None:
-        """Make everything in the host and disk tiers unreachable at once (H8): whatever is ordered from here on finds nothing of before.
+        """Make everything in the host and disk tiers unreachable at once (H8): whatever is ordered from here on finds
+        nothing of before.
 
         Transfers on their way end by their fences, and nothing that they moved becomes findable.
         """
@@ -300,7 +323,9 @@ class TransferEngine:
         self._tell(Forget())
 
     def forget(self, keys: Iterable[Key]) -> None:
-        """Make these blocks unreachable in the host and disk tiers: for requests that come from here on. They may be stored anew."""
+        """Make these blocks unreachable in the host and disk tiers: for requests that come from here on. They may be
+        stored anew.
+        """
         self._tell(Forget(frozenset(keys)))
 
     def flush(self, *, timeout_s: float) -> bool:
@@ -319,7 +344,9 @@ class TransferEngine:
         return True
 
     def close(self) -> None:
-        """Take in what ended since the last poll and let go of the disk. Only once streams and threads have ended. Idempotent."""
+        """Take in what ended since the last poll and let go of the disk. Only once streams and threads have ended.
+        Idempotent.
+        """
         try:
             self._mover.abandoned = True  # nothing new begins: there is no stream for it
             if self._thread.failure is None:

@@ -21,14 +21,18 @@ class Orders:
 
 @dataclass(frozen=True, slots=True)
 class Forget:
-    """To the mover: what rests in a tier under these keys, or is on its way there, may not be found any more. None: under any."""
+    """To the mover: what rests in a tier under these keys, or is on its way there, may not be found any more. None:
+    under any.
+    """
 
     keys: frozenset[Key] | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """So many bytes of a load, and the fences of the slices that they were cut into, each of about as many; in order of their stream."""
+    """So many bytes of a load, and the fences of the slices that they were cut into, each of about as many; in order of
+    their stream.
+    """
 
     fences: tuple[Fence, ...]
     num_bytes: int

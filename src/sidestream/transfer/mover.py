@@ -1,14 +1,16 @@
-"""The mover: everything of a transfer but the decision, on a thread of its own. Owner of the host tier's and the disk's ledgers.
+"""The mover: everything of a transfer but the decision, on a thread of its own. Owner of the host tier's and the disk's
+ledgers.
 
 It takes orders from a channel, and tells what became of them in another one; neither side ever waits for the other:
 
-    store        device blocks → host slots    behind the flight that filled the blocks (H1)
+    store        device blocks → host slots    behind the step that filled the blocks (H1)
     load         host slots → device blocks    behind the last use of the blocks (H3); fences for each layer group
     disk-write   host slots → disk             after the store was seen done
     disk-read    disk → host slots             for requests that wait
 
 Whatever fails is a miss: nothing is published (H9), the leases end, the request recomputes.
-It shares the interpreter lock with the engine thread, so a turn is short: it takes few orders and submits few slices at a time (P8).
+It shares the interpreter lock with the engine thread, so a turn is short: it takes few orders and submits few slices at
+a time (P8).
 """
 
 from __future__ import annotations
@@ -30,25 +32,37 @@ from sidestream.tiers.host import HostTier
 from sidestream.transfer import pacing
 from sidestream.transfer.copy import BlockMemory, layers_batch
 from sidestream.transfer.costs import CostModel
-from sidestream.transfer.messages import Forget, LoadMissed, LoadSubmitted, MoverFailed, News, Orders, Part, Promoted, StoreAgain
+from sidestream.transfer.messages import (
+    Forget,
+    LoadMissed,
+    LoadSubmitted,
+    MoverFailed,
+    News,
+    Orders,
+    Part,
+    Promoted,
+    StoreAgain,
+)
 from sidestream.transfer.pacing import Copy, Lane, Urgency
 from sidestream.transfer.tickets import LoadOrder, ReadTicket, Stopwatch, StoreOrder, StoreTicket, Waiter, WriteTicket
 from sidestream.types import Fence, Key, LoadPlan, PromotePlan, StorePlan
 
 logger = logging.getLogger(__name__)
 
-# Blocks of orders that one turn carries out, and of a store that one ticket has: some 3 us each, of the interpreter lock (P8).
+# Blocks of orders that one turn carries out, and of a store that one ticket has: some 3 us each, of the interpreter
+# lock (P8).
 _BLOCKS_A_TURN = 16
-# Of a load, a piece has so many bytes, and the last one, which goes layer by layer, at most so many: about as many as the link moves during a
-# forward pass, which follows it layer by layer.
+# Of a load, a piece has so many bytes, and the last one, which goes layer by layer, at most so many: about as many as
+# the link moves during a forward pass, which follows it layer by layer.
 _LOAD_BYTES = 64 << 20
 _LAST_BYTES = 384 << 20
-# How long it lets others go first when there is more to do: a thread that gets the interpreter lock needs some 50 us to wake up, and must not
-# find it taken again. While the link runs low, no longer than the system's shortest sleep.
+# How long it lets others go first when there is more to do: a thread that gets the interpreter lock needs some 50 us to
+# wake up, and must not find it taken again. While the link runs low, no longer than the system's shortest sleep.
 _BREATH_S = 100e-6
 _SHORT_BREATH_S = 20e-6
-# While so many copies wait in the lane, no store is carried out that could wait as an order: a plan takes far less memory than a ticket, and
-# hundreds of thousands of objects make the garbage collector stop the engine thread for hundreds of milliseconds.
+# While so many copies wait in the lane, no store is carried out that could wait as an order: a plan takes far less
+# memory than a ticket, and hundreds of thousands of objects make the garbage collector stop the engine thread for
+# hundreds of milliseconds.
 _CROWDED_LANE = 64
 # How soon it looks again whether more of the host's memory is ready.
 _GROWTH_POLL_S = 0.05
@@ -95,7 +109,9 @@ class Mover:
         self._to_host = Lane(pacing.TO_HOST, lambda number: device.stream(f"store-{number}"), clock=device.now)
         self._to_device = Lane(pacing.TO_DEVICE, lambda number: device.stream(f"load-{number}"), clock=device.now)
         self._write_stream: Stream | None = device.worker("disk-write") if disk else None
-        self._read_streams: list[Stream] = [device.worker(f"disk-read-{index}") for index in range(_DISK_READERS)] if disk else []
+        self._read_streams: list[Stream] = (
+            [device.worker(f"disk-read-{index}") for index in range(_DISK_READERS)] if disk else []
+        )
         self._later: deque[StoreOrder] = deque()  # of which there is more to begin
         self._storing: dict[Key, StoreTicket] = {}
         self._stores: dict[Copy, StoreTicket] = {}
@@ -106,7 +122,9 @@ class Mover:
         self._reads: dict[Key, ReadTicket] = {}
         self._waiters: list[Waiter] = []
         self._growing = True  # more host memory is being pinned
-        self._deferred: dict[Key, None] = {}  # blocks that found no slot meanwhile, oldest first; at most as many as there will be slots
+        self._deferred: dict[
+            Key, None
+        ] = {}  # blocks that found no slot meanwhile, oldest first; at most as many as there will be slots
         self._disk_resumes_s = 0.0
         self._next_warning_s = 0.0
         self._taken = 0
@@ -149,8 +167,8 @@ class Mover:
         if self.abandoned:
             self._drop()
             self._keep_books()
-        # One thing a turn that takes time: what the link will lack soon, then books, then what it will lack later. Of blocks so small that the
-        # link always lacks some, the books are kept all the same.
+        # One thing a turn that takes time: what the link will lack soon, then books, then what it will lack later. Of
+        # blocks so small that the link always lacks some, the books are kept all the same.
         elif not ((len(self._ended_copies) <= _CROWDED_LANE and self._begin_pieces(ahead=False)) or self._keep_books()):
             self._begin_pieces(ahead=True)
         self._fill()
@@ -179,12 +197,14 @@ class Mover:
         while blocks < _BLOCKS_A_TURN and (message := self._orders.take()) is not None:
             self._taken += 1
             if isinstance(message, Forget):
-                self._forget_all() if message.keys is None else self._disown(message.keys)
+                self._forget_all() if message.keys is None else self._invalidate(message.keys)
             else:
                 blocks += 1 + self._carry_out(message)
 
     def _begin_pieces(self, *, ahead: bool) -> bool:
-        """Begin a piece for each lane that has nothing more to give, or, `ahead`, for each that is not crowded; whether there was any."""
+        """Begin a piece for each lane that has nothing more to give, or, `ahead`, for each that is not crowded; whether
+        there was any.
+        """
         begun = False
         if self._arriving and (not self._to_device.has_more or (ahead and len(self._to_device) < _CROWDED_LANE)):
             order, begun = self._arriving[0], True
@@ -213,7 +233,9 @@ class Mover:
         return blocks > 0
 
     def _carry_out(self, orders: Orders) -> int:
-        """Begin loads and promotions, and note stores; the number of blocks begun. Loads first: they lease slots that the others might evict."""
+        """Begin loads and promotions, and note stores; the number of blocks begun. Loads first: they lease slots that
+        the others might evict.
+        """
         self._last = orders.plans[-1][0]
         self._unsettled.update((number, None) for number, plan in orders.plans if not isinstance(plan, PromotePlan))
         for number, plan in orders.plans:
@@ -222,12 +244,16 @@ class Mover:
         promotions = [(plan, self._keep(plan)) for _, plan in orders.plans if isinstance(plan, PromotePlan)]
         for promotion, kept in promotions:
             self._promote(promotion, kept, orders.generation)
-        self._later.extend(StoreOrder(number, plan, orders.generation) for number, plan in orders.plans if isinstance(plan, StorePlan))
+        self._later.extend(
+            StoreOrder(number, plan, orders.generation) for number, plan in orders.plans if isinstance(plan, StorePlan)
+        )
         return sum(len(plan.keys) for _, plan in orders.plans if not isinstance(plan, StorePlan))
 
     def _rest(self) -> Rest:
         waiting = ((self._arriving, self._to_device), (self._later, self._to_host))
-        more = bool(self._orders or self._ended_copies) or any(orders and len(lane) < _CROWDED_LANE for orders, lane in waiting)
+        more = bool(self._orders or self._ended_copies) or any(
+            orders and len(lane) < _CROWDED_LANE for orders, lane in waiting
+        )
         waits: list[float] = [waiter.deadline_s for waiter in self._waiters]
         if more:
             hurried = any(orders and lane.runs_low and len(lane) < _CROWDED_LANE for orders, lane in waiting)
@@ -248,7 +274,8 @@ class Mover:
     # ------------------------------------------------------------------ orders
 
     def _store(self, order: StoreOrder) -> None:
-        """Begin the next piece of an order: copy blocks that the host tier lacks, as many as find a slot that is free or evictable.
+        """Begin the next piece of an order: copy blocks that the host tier lacks, as many as find a slot that is free
+        or evictable.
 
         The rest is counted. While host memory is being pinned, nothing is evicted: the rest is deferred.
         """
@@ -274,7 +301,10 @@ class Mover:
         keys, block_ids = tuple(key for key, _ in pairs), [block for _, block in pairs]
         batch = layers_batch(self._memory, block_ids, self._host_memory, slots.ids, range(self._layout.num_layers))
         copy = Copy(
-            [self._device.prepare(batch)], after=(*plan.after, *slots.after), urgency=Urgency.STORE, label=f"store {len(keys)} blocks"
+            [self._device.prepare(batch)],
+            after=(*plan.after, *slots.after),
+            urgency=Urgency.STORE,
+            label=f"store {len(keys)} blocks",
         )
         ticket = self._stores[copy] = StoreTicket(order, keys, plan.prefix if last else (), slots, copy, self._clock())
         order.pieces += 1
@@ -282,7 +312,9 @@ class Mover:
         self._to_host.add(copy)
 
     def _defer(self, keys: Iterable[Key]) -> None:
-        """Remember keys whose blocks found no slot. The blocks are not held: they are stored later if the device still has them."""
+        """Remember keys whose blocks found no slot. The blocks are not held: they are stored later if the device still
+        has them.
+        """
         self._deferred.update(dict.fromkeys(keys))
         for key in tuple(islice(self._deferred, max(0, len(self._deferred) - self._host.num_slots))):
             del self._deferred[key]
@@ -305,7 +337,7 @@ class Mover:
 
     def _load_piece(self, order: LoadOrder) -> None:
         """Begin the next piece of an order. Only what is still on its way when all of it was submitted can gate a
-        flight layer by layer: so only the last piece is cut by layers, which costs speed.
+        step layer by layer: so only the last piece is cut by layers, which costs speed.
         """
         plan, layout, first = order.plan, self._layout, order.begun
         piece, last = (max(_BLOCKS_A_TURN, num_bytes // layout.block_bytes) for num_bytes in (_LOAD_BYTES, _LAST_BYTES))
@@ -315,7 +347,9 @@ class Mover:
         groups = []
         for layer in range(0, layout.num_layers, step):
             layers = range(layer, min(layer + step, layout.num_layers))
-            batch = layers_batch(self._host_memory, order.slots.ids[first:stop], self._memory, plan.block_ids[first:stop], layers)
+            batch = layers_batch(
+                self._host_memory, order.slots.ids[first:stop], self._memory, plan.block_ids[first:stop], layers
+            )
             groups.append(self._device.prepare(batch))
         urgency = Urgency.PREFETCH if plan.prefetch else Urgency.DEMAND
         copy = Copy(groups, after=plan.after, urgency=urgency, label=f"load {stop - first} blocks")
@@ -324,12 +358,15 @@ class Mover:
         self._to_device.add(copy)
 
     def _say_submitted(self, order: LoadOrder) -> None:
-        """Count a piece of which the last slice was given now; tell of the fences, if there are fences for all of the order by that.
+        """Count a piece of which the last slice was given now; tell of the fences, if there are fences for all of the
+        order by that.
 
-        A piece may be given before an earlier one: they wait for the same, but the lane may see the end of that wait in between.
+        A piece may be given before an earlier one: they wait for the same, but the lane may see the end of that wait in
+        between.
         """
         order.given += 1
-        failed = order.failure is not None or any(copy.failure is not None for copy in order.copies)  # its books may not be kept yet
+        # The books of a failed copy may not be kept yet.
+        failed = order.failure is not None or any(copy.failure is not None for copy in order.copies)
         if order.all_begun and order.given == len(order.copies) and not failed:
             *others, last = [
                 [Part(tuple(fences), group.num_bytes) for fences, group in zip(copy.fences, copy.groups, strict=True)]
@@ -338,23 +375,34 @@ class Mover:
             self._news.put(LoadSubmitted(order.number, tuple(part for parts in others for part in parts), tuple(last)))
 
     def _keep(self, plan: PromotePlan) -> Lease:
-        """Hold the slots that a promoted run has in the host tier already, so that no promotion of this step evicts them."""
+        """Hold the slots that a promoted run has in the host tier already, so that no promotion of this step evicts
+        them.
+        """
         return self._host.pool.share([slot for key in plan.keys if (slot := self._host.pool.get(key)) is not None])
 
     def _promote(self, plan: PromotePlan, kept: Lease, generation: int) -> None:
-        """Read what is on disk and nobody reads yet; join the reads that are on their way. Without room, the run is cut."""
+        """Read what is on disk and nobody reads yet; join the reads that are on their way. Without room, the run is
+        cut.
+        """
         reads: dict[Key, ReadTicket] = {}
         complete = True
         for key in plan.keys:
             if self._host.pool.get(key) is not None:
                 continue
             if key not in self._reads:
-                complete = self._disk is not None and key in self._disk.index and self._host.pool.num_available > 0 and not self.abandoned
+                complete = (
+                    self._disk is not None
+                    and key in self._disk.index
+                    and self._host.pool.num_available > 0
+                    and not self.abandoned
+                )
                 if not complete:
                     break
                 self._read(key, generation)
             reads[key] = self._reads[key]
-        self._waiters.append(Waiter(plan.request_id, plan.epoch, reads, kept, complete, self._clock() + self._deadline_s))
+        self._waiters.append(
+            Waiter(plan.request_id, plan.epoch, reads, kept, complete, self._clock() + self._deadline_s)
+        )
 
     def _read(self, key: Key, generation: int) -> None:
         assert self._disk is not None
@@ -374,7 +422,9 @@ class Mover:
         """Write a slot that was just published through to disk, unless it is there or the disk has just refused."""
         if self._disk is None or self._write_stream is None or key in self._disk.index:
             return
-        crowded = len(self._writes) >= self._host.pool.size // 2  # each pins a slot: a slow disk must leave some to the others
+        crowded = (
+            len(self._writes) >= self._host.pool.size // 2
+        )  # each pins a slot: a slow disk must leave some to the others
         if crowded or self.abandoned or self._clock() < self._disk_resumes_s:
             self._metrics.inc("transfers_total", 1, "disk-write", "skipped")
             return
@@ -391,26 +441,32 @@ class Mover:
             lambda: [*grant.accesses(), *self._host_memory.accesses([index], write=False)],
             label="write block",
         )
-        self._writes.append(WriteTicket(key, stored.prefix, slot, grant, fence, self._clock(), watch, stored.order.generation))
+        self._writes.append(
+            WriteTicket(key, stored.prefix, slot, grant, fence, self._clock(), watch, stored.order.generation)
+        )
 
     def _forget_all(self) -> None:
-        """Make everything in the host and disk tiers unreachable (H8). What is on its way ends by its fences, and publishes nothing."""
+        """Make everything in the host and disk tiers unreachable (H8). What is on its way ends by its fences, and
+        publishes nothing.
+        """
         self._host.pool.forget_all()
         self._deferred.clear()
         if self._disk is not None:
             self._disk.index.clear()
         self.num_forgotten += 1
 
-    def _disown(self, keys: frozenset[Key]) -> None:
-        """Make these unreachable in the host and disk tiers. What is on its way ends by its fences, and publishes none of them."""
+    def _invalidate(self, keys: frozenset[Key]) -> None:
+        """Make these unreachable in the host and disk tiers. What is on its way ends by its fences, and publishes none
+        of them.
+        """
         pool = self._host.pool
         pool.forget([slot for key in keys if (slot := pool.get(key)) is not None])
         if self._disk is not None:
             self._disk.index.drop(keys)
         for order in (*self._later, *(ticket.order for ticket in self._stores.values())):
-            order.disowned |= keys.intersection(order.plan.keys)
+            order.invalidated |= keys.intersection(order.plan.keys)
         for key in keys & self._reads.keys():
-            self._reads[key].disowned = True
+            self._reads[key].invalidated = True
 
     def _drop(self) -> None:
         """End what has not begun: the engine closes."""
@@ -437,7 +493,11 @@ class Mover:
         order, pool = ticket.order, self._host.pool
         good = self._ended("store", ticket.copy.failure, len(ticket.keys), ticket.ordered_s)
         if good and order.generation == self.generation:
-            stored = [(key, slot) for key, slot in zip(ticket.keys, ticket.slots.ids, strict=True) if key not in order.disowned]
+            stored = [
+                (key, slot)
+                for key, slot in zip(ticket.keys, ticket.slots.ids, strict=True)
+                if key not in order.invalidated
+            ]
             pool.publish_all([slot for _, slot in stored], [key for key, _ in stored])  # H7: only now
             if self._disk is not None:
                 for key, slot in stored:
@@ -480,7 +540,9 @@ class Mover:
                     self._disk_resumes_s = self._clock() + _DISK_PAUSE_S
             ticket.slot.release()
             if not self._writes or self._writes[0].prefix is not ticket.prefix:
-                self._touch(ticket.prefix)  # again after the last write of a store: what was being written could not be counted before
+                self._touch(
+                    ticket.prefix
+                )  # again after the last write of a store: what was being written could not be counted before
 
     def _touch(self, prefix: tuple[Key, ...]) -> None:
         """Count a run from the start of a sequence as just used, in both tiers: they shall evict it from its end."""
@@ -494,7 +556,7 @@ class Mover:
             del self._reads[ticket.key]
             if self._ended("disk-read", ticket.failure(), 1, ticket.ordered_s):
                 self._costs.saw_transfer("disk", self._layout.block_bytes, ticket.work.seconds)
-                if self._is_wanted(ticket) and not ticket.disowned:
+                if self._is_wanted(ticket) and not ticket.invalidated:
                     self._host.pool.publish(ticket.slot.ids[0], ticket.key)
                     self._keep_for_waiters(ticket)
             elif not isinstance(ticket.failure(), TierTimeout):
@@ -511,7 +573,9 @@ class Mover:
     def _finish_waiters(self) -> None:
         now = self._clock()
         for waiter in list(self._waiters):
-            done = not any(self._reads.get(key) is read for key, read in waiter.reads.items())  # taken in, not only ended: now findable
+            done = not any(
+                self._reads.get(key) is read for key, read in waiter.reads.items()
+            )  # taken in, not only ended: now findable
             if not done and now < waiter.deadline_s:
                 continue
             self._waiters.remove(waiter)
@@ -547,6 +611,8 @@ class Mover:
 
 
 def layers_per_group(layout: KVLayout, segment_bytes: int) -> int:
-    """How many layers of a block a load copies as one segment: few, so that the first flight starts early, and not below `segment_bytes`."""
+    """How many layers of a block a load copies as one segment: few, so that the first step starts early, and not below
+    `segment_bytes`.
+    """
     num_groups = min(layout.num_layers, max(1, layout.block_bytes // segment_bytes))
     return -(-layout.num_layers // num_groups)

@@ -1,7 +1,8 @@
 """How much of which transfer is given to the device when: one lane for each direction of the link.
 
-What the device was given it does in the order in which it got it, whatever comes later and however urgent; so it is given little at a
-time, and the rest waits here, in order of urgency. Knows copies and streams, never blocks, keys or tiers. Called from the mover's thread.
+What the device was given it does in the order in which it got it, whatever comes later and however urgent; so it is
+given little at a time, and the rest waits here, in order of urgency. Knows copies and streams, never blocks, keys or
+tiers. Called from the mover's thread.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ class Pace:
     """What one direction of the link is given at most.
 
     slice_bytes, slice_segments           one call: a batch of 8,192 segments costs the calling thread 8 ms (P9)
-    bytes_in_flight, segments_in_flight   given and not seen done: so long is the mover's thread free to do something else
+    bytes_in_flight, segments_in_flight   given and not seen done: so long is the mover's thread free to do something
+                                          else
     streams                               take the slices in turn, each behind the one before
     """
 
@@ -44,12 +46,12 @@ class Pace:
     streams: int
 
 
-# To the host, by two streams in turn: whenever a slice ends, the copy engine finds its stream waiting for another one's, and looks whether anybody
-# else has something for it. So a foreign copy waits for one slice, however many are in flight (docs/decisions/0014); by one stream it would wait
-# for all of them (P5).
+# To the host, by two streams in turn: whenever a slice ends, the copy engine finds its stream waiting for another
+# one's, and looks whether anybody else has something for it. So a foreign copy waits for one slice, however many are in
+# flight (docs/decisions/0014); by one stream it would wait for all of them (P5).
 TO_HOST = Pace(slice_bytes=18 << 20, slice_segments=512, bytes_in_flight=126 << 20, segments_in_flight=4096, streams=2)
-# To the device nobody else copies: what a flight needs of the host is fetched by kernels (docs/decisions/0018). And the more of a load has been
-# given, the sooner a flight can be launched behind it: a step and more before the load's end.
+# To the device nobody else copies: what a step needs of the host is fetched by kernels (docs/decisions/0018). And the
+# more of a load has been given, the sooner a step can be launched behind it: a step and more before the load's end.
 TO_DEVICE = Pace(slice_bytes=32 << 20, slice_segments=512, bytes_in_flight=1 << 30, segments_in_flight=4096, streams=1)
 
 
@@ -60,7 +62,8 @@ class Copy:
     groups   copied one after another
     fences   by group, of the slices that were submitted so far
     failure  of the first slice that failed; what was not submitted by then never is
-    seconds  for which the lane had nothing else to do before it, once it is done; its share of them, if others ended with it
+    seconds  for which the lane had nothing else to do before it, once it is done; its share of them, if others ended
+             with it
     """
 
     def __init__(self, groups: Sequence[CopyBatch], *, after: Sequence[Fence], urgency: Urgency, label: str) -> None:
@@ -167,7 +170,9 @@ class Lane:
         return given
 
     def cut(self, reason: BaseException) -> list[Copy]:
-        """Give the device nothing more of what is here. The copies of which it has nothing, which are the lane's no more; the others end by their fences."""
+        """Give the device nothing more of what is here. The copies of which it has nothing, which are the lane's no
+        more; the others end by their fences.
+        """
         queued = [copy for queue in self._queues for copy in queue]
         for queue in self._queues:
             queue.clear()
@@ -179,8 +184,8 @@ class Lane:
         return dropped
 
     def awaited(self) -> Iterator[Fence]:
-        """Fences that, done, let the lane get on: if there is more, half of what is in flight, or as much as makes room for all the rest; else a copy's
-        last slice; and what somebody waits for.
+        """Fences that, done, let the lane get on: if there is more, half of what is in flight, or as much as makes room
+        for all the rest; else a copy's last slice; and what somebody waits for.
 
         Behind `fill`, which saw that they were not: a thread that rests for one that is done spins.
         """
@@ -203,7 +208,9 @@ class Lane:
         return 2 * self._bytes < self._pace.bytes_in_flight and 2 * self._segments < self._pace.segments_in_flight
 
     def _enough(self) -> int:
-        """Which of those in flight is worth to be woken for. Not half of them for the end of a load: until all of it was given, no flight may follow it."""
+        """Which of those in flight is worth to be woken for. Not half of them for the end of a load: until all of it
+        was given, no step may follow it.
+        """
         half, pace = len(self._flying) // 2, self._pace
         over, segments_over = (
             self._bytes + self._left - pace.bytes_in_flight,
@@ -226,11 +233,13 @@ class Lane:
         """Whether a slice fits, as large as they come; one always does when there is none."""
         pace = self._pace
         return not self._bytes or (
-            self._bytes + pace.slice_bytes <= pace.bytes_in_flight and self._segments + pace.slice_segments <= pace.segments_in_flight
+            self._bytes + pace.slice_bytes <= pace.bytes_in_flight
+            and self._segments + pace.slice_segments <= pace.segments_in_flight
         )
 
     def _next(self) -> Copy | None:
-        """The copy to be given a slice of: of the most urgent ones that can begin the one that came first, brought to the head of its queue.
+        """The copy to be given a slice of: of the most urgent ones that can begin the one that came first, brought to
+        the head of its queue.
 
         One that would have to wait is given nothing (H1, H3): on the device it would hold up all that comes behind it.
         """
@@ -254,7 +263,9 @@ class Lane:
         first, count = copy._segment, len(group.source_starts)
         most = max(1, min(self._pace.slice_segments, self._pace.slice_bytes // group.size))
         slices = -(-(count - first) // most)
-        stop = first + -(-(count - first) // slices)  # slices of one size: a small one at the end costs as much time to give
+        stop = first + -(
+            -(count - first) // slices
+        )  # slices of one size: a small one at the end costs as much time to give
         fence = stream.submit_copy(group, first, stop, label=copy.label)
         copy.fences[copy._group].append(fence)
         copy._flying += 1

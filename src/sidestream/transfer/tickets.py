@@ -1,11 +1,11 @@
 """Transfers on their way: what each one holds, and what ends it. Owned by the mover, on its thread.
 
-A ticket's leases end with its fences and never by time (H6, H10): a request that stops waiting leaves its ticket behind, and the
-bytes still land where nobody else is.
+A ticket's leases end with its fences and never by time (H6, H10): a request that stops waiting leaves its ticket
+behind, and the bytes still land where nobody else is.
 
 number       by which the engine thread knows the order; it holds the device blocks until it is told of the end
-generation   how often everything had been forgotten when the order was given; a ticket of an earlier one publishes nothing (H8). A load's
-             is kept by the engine thread, which publishes its blocks
+generation   how often everything had been forgotten when the order was given; a ticket of an earlier one publishes
+             nothing (H8). A load's is kept by the engine thread, which publishes its blocks
 """
 
 from __future__ import annotations
@@ -32,13 +32,14 @@ class StoreOrder:
     begun    blocks that were looked at
     pieces   tickets that are on their way
     cut      some of its blocks found no slot
-    disowned keys that nobody may find, because what computed them came to nothing good; a ticket publishes none of them
+    invalidated keys that nobody may find, because what computed them came to nothing good; a ticket publishes none of
+    them
     """
 
     number: int
     plan: StorePlan
     generation: int
-    disowned: set[Key] = field(default_factory=set)
+    invalidated: set[Key] = field(default_factory=set)
     begun: int = 0
     pieces: int = 0
     cut: bool = False
@@ -51,7 +52,9 @@ class StoreOrder:
 
 @dataclass(slots=True, eq=False)
 class StoreTicket:
-    """Device to host, a piece of an order. Holds the slots that it writes. `prefix`: see StorePlan; of the last piece only."""
+    """Device to host, a piece of an order. Holds the slots that it writes. `prefix`: see StorePlan; of the last piece
+    only.
+    """
 
     order: StoreOrder
     keys: tuple[Key, ...]
@@ -63,7 +66,8 @@ class StoreTicket:
 
 @dataclass(slots=True, eq=False)
 class LoadOrder:
-    """Host to device. Holds the slots that it reads. Carried out in pieces, too: all but the last by whole blocks, the last by layer groups.
+    """Host to device. Holds the slots that it reads. Carried out in pieces, too: all but the last by whole blocks, the
+    last by layer groups.
 
     begun    blocks of which there are copies
     copies   pieces, in order; on their way or ended
@@ -112,7 +116,9 @@ class WriteTicket:
 
 @dataclass(slots=True, eq=False)
 class ReadTicket:
-    """Disk to host, one block. Holds the slot it writes; the entry is pinned on disk. `disowned`: as of a store, its key."""
+    """Disk to host, one block. Holds the slot it writes; the entry is pinned on disk. `invalidated`: as of a store, its
+    key.
+    """
 
     key: Key
     slot: Lease
@@ -121,7 +127,7 @@ class ReadTicket:
     ordered_s: float
     work: Stopwatch
     generation: int
-    disowned: bool = False
+    invalidated: bool = False
 
     def failure(self) -> BaseException | None:
         """What the read raised, once done."""
@@ -132,7 +138,8 @@ class ReadTicket:
 class Waiter:
     """A request that waits for promotions, some of them begun for others. Ends at the latest at `deadline_s`.
 
-    kept   host slots that the request will want beside the promoted ones; held so that the promotion does not evict them
+    kept   host slots that the request will want beside the promoted ones; held so that the promotion does not evict
+           them
     """
 
     request_id: RequestId

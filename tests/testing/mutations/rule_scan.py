@@ -1,4 +1,5 @@
-"""Finds what looks like a wait, a lease, a check or a publish order in the source of the rooms whose rules are mutated. Runs nothing of it.
+"""Finds what looks like a wait, a lease, a check or a publish order in the source of the rooms whose rules are mutated.
+Runs nothing of it.
 
 By name only, so it finds too much rather than too little: what is no rule has a row in EXEMPT that says why.
 """
@@ -20,8 +21,10 @@ LEFT_OUT = ("client/process.py",)
 """Starts and ends a process: nothing there orders messages, and no schedule runs it."""
 
 CALLS = re.compile(
-    "wait|wait_host|poll|done|join|launched|gates|commit|_commit|callback|"  # waits, what they wait for, and what comes before what
-    "_deliver|send_rest|_drop|take|share|extend|truncate|release|_release|pin|reserve|begin|drop|flock|rename|replace|"  # leases and owners
+    # waits, what they wait for, and what comes before what
+    "wait|wait_host|poll|done|join|launched|gates|commit|_commit|callback|"
+    # leases and owners
+    "_deliver|send_rest|_drop|take|share|extend|truncate|release|_release|pin|reserve|begin|drop|flock|rename|replace|"
     "is_ready|retire|failed|publish|add|abandon|forget|forget_all|clear|remove|rekey|_retire|_unpin|_end|_forget|_ended|_is_wanted|_is_current"
 )
 """Functions whose call is a wait, a lease or its end, or makes something findable or not."""
@@ -30,7 +33,8 @@ FLAGS = re.compile(
     "failure|epoch|_?generation|finite|void|written|pins|retired|last_fence|shares|keys_version|state|begun|stepped|admits_new|"
     "avoid_tiers|avoid_disk|is_cached|_open|_references|_fences|abandoned|loading|told|submitted"
 )
-"""Attributes that say what may be believed and who may go on: where they are set, and where a decision depends on them."""
+"""Attributes that say what may be believed and who may go on: where they are set, and where a decision depends on them.
+"""
 
 ARGUMENTS = re.compile("after|gates|fingerprint|salt")
 """Arguments that say what is waited for, and what a key names."""
@@ -69,11 +73,14 @@ def sites_of(path: Path, text: str) -> list[Site]:
     lines = text.splitlines()
     found: set[tuple[int, int, str]] = set()
     for function in ast.walk(ast.parse(text)):
-        if isinstance(function, ast.FunctionDef) and function.name != "__init__":  # what begins to exist protects from nothing yet
+        if (
+            isinstance(function, ast.FunctionDef) and function.name != "__init__"
+        ):  # what begins to exist protects from nothing yet
             for statement in function.body:
                 found.update(_named(statement, asked=False))
     return [
-        Site(path, line, len(lines[line - 1].encode()[:at].decode()), what, lines[line - 1].strip()) for line, at, what in sorted(found)
+        Site(path, line, len(lines[line - 1].encode()[:at].decode()), what, lines[line - 1].strip())
+        for line, at, what in sorted(found)
     ]
 
 
@@ -108,7 +115,9 @@ def uncovered(sites: Iterable[Site]) -> list[Site]:
 
 
 def _named(node: ast.AST, *, asked: bool) -> Iterator[tuple[int, int, str]]:
-    """Line, column in bytes and name of what looks like a rule in this node and below. `asked`: a decision depends on the node."""
+    """Line, column in bytes and name of what looks like a rule in this node and below. `asked`: a decision depends on
+    the node.
+    """
     match node:
         case ast.Raise():
             return  # a message

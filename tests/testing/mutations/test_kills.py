@@ -1,4 +1,6 @@
-"""The hunt works: rules of each room that are missed soon, by the oracle that should miss them, after the same number of schedules each time."""
+"""The hunt works: rules of each room that are missed soon, by the oracle that should miss them, after the same number
+of schedules each time.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ QUICK = {
     "only-committed-blocks-are-published": "checker",
     "finish-releases": "checker",
     "settled-blocks-are-given-back": "no progress",
-    "store-waits-for-flight": "checker",
+    "store-waits-for-step": "checker",
     "disk-write-holds-its-slot": "checker",
     "every-bit-is-verified": "content",
     "drawn-token-stays-on-the-device": "tokens",

@@ -52,7 +52,9 @@ def test_two_mutations_of_one_function_at_once_are_refused_and_the_first_stays()
 
 def test_a_mutation_of_which_one_edit_does_not_fit_changes_nothing() -> None:
     before = Lease.release.__code__
-    broken = mutation("sidestream.kv.pool:Lease.release", "self._open = False", "pass", Edit(f"{POOL}.take", "no such text", ""))
+    broken = mutation(
+        "sidestream.kv.pool:Lease.release", "self._open = False", "pass", Edit(f"{POOL}.take", "no such text", "")
+    )
     with pytest.raises(InvariantError, match="'no such text' occurs 0 times"), applied(broken):
         pass
     assert Lease.release.__code__ is before
@@ -73,7 +75,10 @@ def test_what_does_not_fit_the_code_says_so(target: str, old: str, message: str)
 
 def test_overlapping_edits_are_refused() -> None:
     twice = mutation(
-        f"{POOL}._evict", "    self._index.remove_all(items)\n", "", Edit(f"{POOL}._evict", "self._index.remove_all(items)", "")
+        f"{POOL}._evict",
+        "    self._index.remove_all(items)\n",
+        "",
+        Edit(f"{POOL}._evict", "self._index.remove_all(items)", ""),
     )
     with pytest.raises(InvariantError, match="the edits overlap"), applied(twice):
         pass
@@ -86,7 +91,11 @@ def test_an_error_in_changed_code_points_at_the_line_of_the_original() -> None:
         f"{POOL}.take",
         "return Lease(self, ids, pending)",
         "raise ZeroDivisionError",
-        Edit(f"{POOL}.take", "        self._references[item] = 1\n", "        self._references[item] = 1\n        pass\n        pass\n"),
+        Edit(
+            f"{POOL}.take",
+            "        self._references[item] = 1\n",
+            "        self._references[item] = 1\n        pass\n        pass\n",
+        ),
     )
     with applied(longer), pytest.raises(ZeroDivisionError) as caught:
         FencedPool("blocks", 1).take(1)

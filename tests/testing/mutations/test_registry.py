@@ -53,7 +53,9 @@ def test_a_mutation_keeps_the_file_and_the_first_line_of_the_original(mutation: 
     for function, code in changed_functions(mutation):
         assert (code.co_filename, code.co_name) == (function.__code__.co_filename, function.__code__.co_name)
         lines = {line for _, _, line in code.co_lines() if line is not None}
-        assert lines <= {line for _, _, line in function.__code__.co_lines() if line is not None} | set(range(min(lines), max(lines) + 1))
+        assert lines <= {line for _, _, line in function.__code__.co_lines() if line is not None} | set(
+            range(min(lines), max(lines) + 1)
+        )
 
 
 def test_names_are_unique_and_are_no_miniatures() -> None:
@@ -92,7 +94,9 @@ def test_every_feature_that_a_mutation_may_need_is_known_to_workloads() -> None:
 
 
 @pytest.mark.parametrize(
-    "needs", sorted({mutation.needs for mutation in MUTATIONS}, key=sorted), ids=lambda needs: "+".join(sorted(needs)) or "none"
+    "needs",
+    sorted({mutation.needs for mutation in MUTATIONS}, key=sorted),
+    ids=lambda needs: "+".join(sorted(needs)) or "none",
 )
 def test_what_a_mutation_needs_is_drawn_soon(needs: frozenset[Feature]) -> None:
     assert any(needs <= draw_workload(seed).features for seed in range(400))
@@ -108,13 +112,15 @@ def test_an_equivalent_has_a_reason_and_the_test_that_it_names_exists(equivalent
     if equivalent.noticed_by:
         file, name = equivalent.noticed_by.split("::")
         tree = ast.parse((TESTS / file).read_text(encoding="utf-8"))
-        assert name in {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.ClassDef)} | _assigned(tree)
+        assert name in {
+            node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.ClassDef)
+        } | _assigned(tree)
 
 
 def test_what_has_a_name_is_found_and_what_has_none_is_an_error_that_knows_better() -> None:
     assert all(find(mutation.name) is mutation for mutation in ALL)
-    with pytest.raises(ConfigError, match="did you mean store-waits-for-flight"):
-        find("store-wait-for-flight")
+    with pytest.raises(ConfigError, match="did you mean store-waits-for-step"):
+        find("store-wait-for-step")
 
 
 def test_edits_of_one_mutation_come_in_their_order() -> None:
@@ -125,4 +131,10 @@ def test_edits_of_one_mutation_come_in_their_order() -> None:
 
 def _assigned(tree: ast.Module) -> set[str]:
     """Names that a module gives to something, as state machines do to their test case."""
-    return {name.id for node in tree.body if isinstance(node, ast.Assign) for name in node.targets if isinstance(name, ast.Name)}
+    return {
+        name.id
+        for node in tree.body
+        if isinstance(node, ast.Assign)
+        for name in node.targets
+        if isinstance(name, ast.Name)
+    }

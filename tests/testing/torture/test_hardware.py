@@ -1,4 +1,6 @@
-"""The torture test of the transfer engine on a real device: on a CPU, where streams are threads, and on a GPU if there is one."""
+"""The torture test of the transfer engine on a real device: on a CPU, where streams are threads, and on a GPU if there
+is one.
+"""
 
 from __future__ import annotations
 
@@ -24,13 +26,15 @@ DEVICES = ["cpu", pytest.param("cuda", marks=ON_GPU)]
 BLOCKS = {"cpu": 5_000, "cuda": 60_000}
 
 # What a copy waits for, when it counts, and what a reset forgets.
-KILLED = ["store-waits-for-flight", "slice-is-seen-done-before-it-counts", "reset-begins-a-generation"]
+KILLED = ["store-waits-for-step", "slice-is-seen-done-before-it-counts", "reset-begins-a-generation"]
 
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_every_block_holds_what_its_key_stands_for_in_every_layout(device: str) -> None:
     seen: Counter[str] = Counter()
-    for seed in range(1, 6):  # a machine that is busy elsewhere may end every use before the next begins: then once more
+    for seed in range(
+        1, 6
+    ):  # a machine that is busy elsewhere may end every use before the next begins: then once more
         tally = torture_device(device, blocks=BLOCKS[device], seed=seed).tally
         assert tally.findings == []
         assert tally.wrong == 0
@@ -179,7 +183,12 @@ def test_a_wrong_bit_in_a_slot_is_found_and_slots_of_other_keys_are_not_looked_a
 
 def test_blocks_that_cannot_hold_a_pattern_are_refused() -> None:
     device = CpuDevice(compute_threads=1)
-    rig = Rig(device, KVLayout(num_layers=1, num_kv_heads=1, head_dim=1, block_tokens=1, dtype="bfloat16"), num_blocks=2, num_slots=2)
+    rig = Rig(
+        device,
+        KVLayout(num_layers=1, num_kv_heads=1, head_dim=1, block_tokens=1, dtype="bfloat16"),
+        num_blocks=2,
+        num_slots=2,
+    )
     with pytest.raises(ConfigError, match="give layers of a multiple of 8 bytes"):
         Patterns(device, rig.memory, max_blocks=1, max_looks=1)
     rig.close()

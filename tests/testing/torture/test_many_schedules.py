@@ -16,7 +16,9 @@ def report() -> Report:
 
 @pytest.mark.slow
 def test_no_oracle_objects_to_any_of_two_thousand_schedules(report: Report) -> None:
-    told = [(failure.workload.seed, failure.policy, failure.seed, failure.outcome.findings) for failure in report.failures]
+    told = [
+        (failure.workload.seed, failure.policy, failure.seed, failure.outcome.findings) for failure in report.failures
+    ]
     assert told == []  # one of them, made short: sidestream torture --seed WORKLOAD --schedules 8
     assert (report.schedules, report.num_failures, report.interrupted) == (SCHEDULES, 0, False)
 

@@ -1,4 +1,6 @@
-"""Each oracle objects when it should: to a missing rule, to a device or a client that was doctored, to bytes that were changed by hand."""
+"""Each oracle objects when it should: to a missing rule, to a device or a client that was doctored, to bytes that were
+changed by hand.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +11,26 @@ import pytest
 
 from sidestream.device.sim import make_policy
 from sidestream.testing.mutations import Mutation, applied, find
-from sidestream.testing.torture import ORACLES, Asked, Event, Fault, Outcome, Workload, draw_workload, reference_of, run_one, run_schedule
+from sidestream.testing.torture import (
+    ORACLES,
+    Asked,
+    Event,
+    Fault,
+    Outcome,
+    Workload,
+    draw_workload,
+    reference_of,
+    run_one,
+    run_schedule,
+)
 from sidestream.testing.torture.judge import wrong_answer
 from sidestream.testing.torture.oracle import Sample
 
-PLAIN = Workload(0, (Asked(at=0, prompt=tuple(range(1, 12)), max_tokens=4), Asked(at=1, prompt=tuple(range(1, 10)), max_tokens=3)), slots=8)
+PLAIN = Workload(
+    0,
+    (Asked(at=0, prompt=tuple(range(1, 12)), max_tokens=4), Asked(at=1, prompt=tuple(range(1, 10)), max_tokens=3)),
+    slots=8,
+)
 
 
 def doctored(target: str, old: str, new: str) -> Mutation:
@@ -26,7 +43,9 @@ LOST_FENCE = doctored(
     "fence.done, self.busy = not label.startswith('decode'), False",
 )
 NOT_EVER_FINISHED = doctored(
-    "sidestream.testing.torture.run:_Schedule._busy", "return engine._previous is not None", "return True or engine._previous is not None"
+    "sidestream.testing.torture.run:_Schedule._busy",
+    "return engine._previous is not None",
+    "return True or engine._previous is not None",
 )
 
 OBJECTIONS: dict[str, tuple[Mutation, int, str, int]] = {
@@ -115,12 +134,13 @@ def test_the_requests_of_an_engine_that_is_gone_may_have_no_end_yet() -> None:
     assert objections(Sample([6], "b", (-0.1,), None), over=True) == ["tokens"]
 
 
-def test_only_flights_that_fail_may_end_a_request_with_an_error() -> None:
+def test_only_steps_that_fail_may_end_a_request_with_an_error() -> None:
     broken = dataclasses.replace(PLAIN, faults=(Fault("forward", "nan", 0),))
     assert objections(Sample([], "", (), "error", "no numbers"), broken) == []
 
 
-# ---------------------------------------------------------------------- bytes, keys and accounts that were changed by hand
+# ---------------------------------------------------------------------- bytes, keys and accounts that were changed by
+# hand
 
 
 def spoiling(deed: str) -> Mutation:
@@ -140,7 +160,11 @@ def spoiling(deed: str) -> Mutation:
             "content",
             "1 of its 192 bytes are wrong",
         ),
-        ("life.device.memory('host').data[next(iter(parts.host.pool._index._id_of.values())) * 192 + 7] ^= 1", "content", "the first at 7"),
+        (
+            "life.device.memory('host').data[next(iter(parts.host.pool._index._id_of.values())) * 192 + 7] ^= 1",
+            "content",
+            "the first at 7",
+        ),
         ("self._reference.blocks.popitem()", "content", "which no request has"),
         ("parts.blocks.take(1)", "balance", "still in use"),
         ("parts.host.pool.take(1)", "balance", "host slots are still in use"),
@@ -167,7 +191,9 @@ def test_a_reset_that_forgets_nothing_is_noticed_at_once() -> None:
 def test_a_damaged_file_is_an_objection_only_if_the_script_does_not_damage_files() -> None:
     disk = dataclasses.replace(PLAIN, disk_blocks=16)
     cut = doctored(
-        "sidestream.testing.torture.script:ScriptedTier.write", "_damage(path, fault)", "_damage(path, Fault('write', 'truncated', 0))"
+        "sidestream.testing.torture.script:ScriptedTier.write",
+        "_damage(path, fault)",
+        "_damage(path, Fault('write', 'truncated', 0))",
     )
     scripted = dataclasses.replace(disk, faults=(Fault("write", "truncated", 0, every=1),))
     assert run(disk).findings == ()
@@ -178,7 +204,9 @@ def test_a_damaged_file_is_an_objection_only_if_the_script_does_not_damage_files
 
 
 def test_an_exception_says_where_it_came_from() -> None:
-    broken = doctored("sidestream.testing.torture.run:_Schedule._judge_idle", "life = self._life", "life = self._nobody")
+    broken = doctored(
+        "sidestream.testing.torture.run:_Schedule._judge_idle", "life = self._life", "life = self._nobody"
+    )
     with applied(broken):
         outcome = run(PLAIN)
     (finding,) = [finding for finding in outcome.findings if finding.oracle == "error"]

@@ -1,4 +1,6 @@
-"""What outcomes are compared with: it comes from an engine that does one thing after another, and from the model alone."""
+"""What outcomes are compared with: it comes from an engine that does one thing after another, and from the
+model alone.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,9 @@ from sidestream.testing.torture import Asked, Event, Workload, draw_workload, re
 from sidestream.testing.toy import ToyModel
 
 PROMPT = tuple(range(1, 12))
-PLAIN = Workload(0, (Asked(at=0, prompt=PROMPT, max_tokens=6, logprobs=0), Asked(at=9, prompt=(*PROMPT, 12), max_tokens=4, n=2)))
+PLAIN = Workload(
+    0, (Asked(at=0, prompt=PROMPT, max_tokens=6, logprobs=0), Asked(at=9, prompt=(*PROMPT, 12), max_tokens=4, n=2))
+)
 
 
 def test_greedy_tokens_are_those_of_the_model_alone() -> None:

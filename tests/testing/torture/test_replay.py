@@ -18,7 +18,9 @@ TURNS = {3: "compute", 11: "host", 40: "store"}
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    Replay(draw_workload(7), TURNS, "finish-releases", "balance", "3 of 9 blocks are still in use").save(tmp_path / "s.json")
+    Replay(draw_workload(7), TURNS, "finish-releases", "balance", "3 of 9 blocks are still in use").save(
+        tmp_path / "s.json"
+    )
     return tmp_path / "s.json"
 
 
@@ -53,7 +55,9 @@ def test_another_version_is_refused_with_both(path: Path) -> None:
     assert "run it with that version" in said
 
 
-@pytest.mark.parametrize("content", ["", "{", "[]", "7", "{}", '{"kind": "something else"}', '{"bench": "torture", "figures": []}'])
+@pytest.mark.parametrize(
+    "content", ["", "{", "[]", "7", "{}", '{"kind": "something else"}', '{"bench": "torture", "figures": []}']
+)
 def test_what_is_no_schedule_is_refused_with_the_remedy(content: str, path: Path) -> None:
     path.write_text(content, encoding="utf-8")
     said = refusal(path)

@@ -31,7 +31,11 @@ def said(report: Report) -> tuple[object, ...]:
 def test_a_schedule_runs_the_same_twice_in_a_process_and_in_others() -> None:
     here = digest()
     assert digest() == here
-    environment = {**os.environ, "PYTHONHASHSEED": "7", "PYTHONPATH": os.pathsep.join([*sys.path, str(Path(__file__).parent)])}
+    environment = {
+        **os.environ,
+        "PYTHONHASHSEED": "7",
+        "PYTHONPATH": os.pathsep.join([*sys.path, str(Path(__file__).parent)]),
+    }
     code = "from test_same_seed import digest; print(digest())"
     there = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     assert there.stdout.strip() == here

@@ -15,7 +15,8 @@ from sidestream.testing.torture.workload import FAULTS_OF, Operation
 FIRST, SECOND, THIRD = (tuple(range(start, start + 16)) for start in (1, 21, 41))
 # A prompt comes back after others have taken its room on the device and in host memory.
 VISITS = tuple(
-    Asked(at=20 * number, prompt=prompt, max_tokens=2) for number, prompt in enumerate((FIRST, SECOND, THIRD, FIRST, SECOND, THIRD))
+    Asked(at=20 * number, prompt=prompt, max_tokens=2)
+    for number, prompt in enumerate((FIRST, SECOND, THIRD, FIRST, SECOND, THIRD))
 )
 
 
@@ -27,8 +28,12 @@ def run(given: Workload) -> Outcome:
     return run_schedule(given, make_policy("random", random.Random(0)), trace=True)
 
 
-@pytest.mark.parametrize(("operation", "kind"), [(operation, kind) for operation, kinds in FAULTS_OF.items() for kind in kinds])
-def test_every_fault_befalls_its_operation_and_no_oracle_objects(operation: Operation, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("operation", "kind"), [(operation, kind) for operation, kinds in FAULTS_OF.items() for kind in kinds]
+)
+def test_every_fault_befalls_its_operation_and_no_oracle_objects(
+    operation: Operation, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     suffered: Counter[tuple[str, str]] = Counter()
     following = Script.next
 
@@ -47,13 +52,23 @@ def test_every_fault_befalls_its_operation_and_no_oracle_objects(operation: Oper
 
 def test_a_fault_comes_back_as_often_as_it_says() -> None:
     script = Script(workload(Fault("read", "lost", first=2, every=3), Fault("write", "full", first=1)))
-    assert [script.next("read") is not None for _ in range(9)] == [False, False, True, False, False, True, False, False, True]
+    assert [script.next("read") is not None for _ in range(9)] == [
+        False,
+        False,
+        True,
+        False,
+        False,
+        True,
+        False,
+        False,
+        True,
+    ]
     assert [script.next("write") is not None for _ in range(4)] == [False, True, False, False]
     assert script.next("store") is None
 
 
 def test_slowness_is_virtual_time_only() -> None:
-    device = ScriptedDevice(make_policy("early", random.Random(0)), Script(workload()), witness=None)
+    device = ScriptedDevice(make_policy("early", random.Random(0)), Script(workload()), tracer=None)
     times: list[float] = []
 
     def done() -> None:

@@ -13,7 +13,7 @@ from sidestream.testing.torture import Failure, kill, render, rerun, shrink
 from sidestream.testing.torture.shrink import minimise, simpler_workloads
 from sidestream.testing.torture.workload import blocks_for, draw_workload
 
-RULES = ("release-waits-for-the-last-flight", "settled-blocks-are-given-back", "store-waits-for-flight")
+RULES = ("release-waits-for-the-last-step", "settled-blocks-are-given-back", "store-waits-for-step")
 """Missed by the checker, by the loop, and by the checker again, in bytes that nobody has written yet."""
 
 
@@ -63,7 +63,9 @@ def test_no_single_simplification_of_a_fully_shrunk_workload_was_left_untried() 
 
 def test_a_failure_that_does_not_come_back_is_refused_with_its_seeds() -> None:
     failure = failure_of(find(RULES[0]))
-    with pytest.raises(ConfigError, match=rf"workload {failure.workload.seed} under policy {failure.policy} .* does not fail again"):
+    with pytest.raises(
+        ConfigError, match=rf"workload {failure.workload.seed} under policy {failure.policy} .* does not fail again"
+    ):
         shrink(failure)  # the rule is in place
 
 

@@ -65,7 +65,10 @@ def test_a_narrow_terminal_moves_the_columns_together() -> None:
 
 def test_a_host_that_did_not_look_is_told_so() -> None:
     race = Finding("race", "", "a", "b", ("store", "host"), ("store:1", "host"), ("writes", "reads"), "host", 0, 8)
-    assert explain(race).splitlines()[-1] == "  missing: store:1 ──▶ host; the host never saw store:1 done, so B may as well come first"
+    assert (
+        explain(race).splitlines()[-1]
+        == "  missing: store:1 ──▶ host; the host never saw store:1 done, so B may as well come first"
+    )
     assert " B" not in render(LINES, race)  # the host's own touches are no work of a stream
 
 

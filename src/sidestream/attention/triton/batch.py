@@ -1,4 +1,5 @@
-"""What a launch is given: where a batch lies in the pool, the buffers of its splits, the shapes of its tiles. Holds tensors, launches nothing.
+"""What a launch is given: where a batch lies in the pool, the buffers of its splits, the shapes of its tiles. Holds
+tensors, launches nothing.
 
 Made on the engine thread; read on the stream that owns the forward.
 """
@@ -19,7 +20,7 @@ __all__ = ["LONG_TOKENS", "DeviceBatch", "Partials", "Straight", "Tile", "Tiles"
 _MULTIPLE = 16  # a KV tile is made of blocks of at least so many tokens
 
 LONG_TOKENS = 512
-"""In a flight of so many tokens, the KV of the row that has more than half of them is laid out straight first."""
+"""In a step of so many tokens, the KV of the row that has more than half of them is laid out straight first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +41,9 @@ class Tile:
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """Tiles of rows in one pass, of rows in splits, and of short chunks in splits. Part of what a row's bits depend on: one choice per engine."""
+    """Tiles of rows in one pass, of rows in splits, and of short chunks in splits. Part of what a row's bits depend on:
+    one choice per engine.
+    """
 
     whole: Tile
     split: Tile
@@ -48,7 +51,9 @@ class Tiles:
 
     @classmethod
     def default(cls, head_dim: int, dtype: torch.dtype) -> Tiles:
-        """What suits an H100 by shared memory and registers; float32 multiplies without tensor cores, in small tiles."""
+        """What suits an H100 by shared memory and registers; float32 multiplies without tensor cores, in small
+        tiles.
+        """
         if dtype == torch.float32:
             side, warps = (32, 4) if head_dim <= 64 else (32, 8) if head_dim <= 128 else (16, 8)
             return cls(Tile(side, side, warps, 1), Tile(16, side, warps, 1), Tile(side, side, warps, 1))
@@ -59,11 +64,14 @@ class Tiles:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Partials:
-    """Where rows that are reduced in splits leave what each split sums up to. Allocated once, shared by all layers and flights of a stream.
+    """Where rows that are reduced in splits leave what each split sums up to. Allocated once, shared by all layers and
+    steps of a stream.
 
     tokens        KV tokens a split has: splits begin at multiples of it
-    narrow, wide  of a short chunk all splits behind the first `narrow` have `wide` KV tokens: each of its queries leaves sums of every split
-    sums          float32 [T, splits, heads, head_dim], T the packed query tokens that fit, splits that cover the longest row
+    narrow, wide  of a short chunk all splits behind the first `narrow` have `wide` KV tokens: each of its queries
+                  leaves sums of every split
+    sums          float32 [T, splits, heads, head_dim], T the packed query tokens that fit, splits that cover the
+                  longest row
     tops, totals  float32 [T, splits, heads]
     """
 
@@ -87,9 +95,11 @@ class Partials:
         narrow: int = 16,
         also: KVShape | None = None,
     ) -> Partials:
-        """Buffers for `query_tokens` packed tokens over rows of at most `kv_tokens`; 4 * (head_dim + 2) bytes a token, head and split.
+        """Buffers for `query_tokens` packed tokens over rows of at most `kv_tokens`; 4 * (head_dim + 2) bytes a token,
+        head and split.
 
-        `also`: have room for those heads too, one or the other at a time. Raises ConfigError if `tokens` is not a power of two of 64 or more.
+        `also`: have room for those heads too, one or the other at a time. Raises ConfigError if `tokens` is not a power
+        of two of 64 or more.
         """
         if tokens < 64 or tokens & (tokens - 1):
             raise ConfigError(f"a split of {tokens} KV tokens: give a power of two of 64 or more, such as 256")
@@ -110,19 +120,24 @@ class Partials:
         return self.tops.shape[1] * self.tokens
 
     def over(self, shape: KVShape) -> Partials:
-        """The same memory for other heads, of which it has room for as many tokens and splits. Raises InvariantError if it has not."""
+        """The same memory for other heads, of which it has room for as many tokens and splits. Raises InvariantError if
+        it has not.
+        """
         rows, splits, heads = self.tops.shape
         room = [part.new_empty(0).set_(part.untyped_storage()) for part in (self.sums, self.tops, self.totals)]
         places = rows * splits * shape.heads
         if places * shape.head_dim > room[0].numel() or places > room[1].numel():
-            raise InvariantError(f"{shape.heads} heads of {shape.head_dim}: partials were made for {heads} of {self.sums.shape[-1]}")
+            raise InvariantError(
+                f"{shape.heads} heads of {shape.head_dim}: partials were made for {heads} of {self.sums.shape[-1]}"
+            )
         return Partials(self.tokens, self.narrow, self.wide, *_cut(room, (rows, splits, shape.heads), shape.head_dim))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Straight:
-    """Where the KV of one row at a time lies without its blocks, for a long chunk to be computed over: the hardware copies whole tiles of it, and
-    thread by thread that takes a third longer. Allocated once, shared by all layers and flights of a stream.
+    """Where the KV of one row at a time lies without its blocks, for a long chunk to be computed over: the hardware
+    copies whole tiles of it, and thread by thread that takes a third longer. Allocated once, shared by all layers and
+    steps of a stream.
 
     keys, values   [kv_heads, room, head_dim]
     tile           its keys are those of `Tiles.whole`: which way a row goes does not change a bit
@@ -133,9 +148,11 @@ class Straight:
     tile: Tile
 
     @classmethod
-    def allocate(cls, *, kv_heads: int, head_dim: int, kv_tokens: int, dtype: torch.dtype, device: torch.device) -> Straight | None:
-        """Room for a row of `kv_tokens`; None where these kernels have no tiles for such heads, and on anything but Hopper: what came before has no
-        such copies, and that what comes after gives the same bits has not been seen.
+    def allocate(
+        cls, *, kv_heads: int, head_dim: int, kv_tokens: int, dtype: torch.dtype, device: torch.device
+    ) -> Straight | None:
+        """Room for a row of `kv_tokens`; None where these kernels have no tiles for such heads, and on anything but
+        Hopper: what came before has no such copies, and that what comes after gives the same bits has not been seen.
         """
         on = device.type == "cpu" or torch.cuda.get_device_capability(device)[0] == 9  # on a CPU: Triton's interpreter
         if not on or dtype == torch.float32 or head_dim not in (64, 128):
@@ -146,7 +163,9 @@ class Straight:
         return cls(keys, values, tile)
 
 
-def _cut(room: Iterable[torch.Tensor], shape: tuple[int, int, int], head_dim: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _cut(
+    room: Iterable[torch.Tensor], shape: tuple[int, int, int], head_dim: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Sums, tops and totals of that shape, each from where its room begins."""
     sums, tops, totals = room
     count = math.prod(shape)
@@ -155,31 +174,37 @@ def _cut(room: Iterable[torch.Tensor], shape: tuple[int, int, int], head_dim: in
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DeviceBatch:
-    """How a packed batch of T tokens in B rows lies in the pool. Everything that changes from flight to flight is read on the device.
+    """How a packed batch of T tokens in B rows lies in the pool. Everything that changes from step to step is read on
+    the device.
 
-    kv              the pool `[blocks, layers, 2, block_tokens, kv_heads, head_dim]`, or a tensor `[blocks, 2, block_tokens, kv_heads,
-                    head_dim]` for each layer; keys are 0, values 1; block_tokens is a multiple of 16, the last dimension is dense
-    slots           int64 [T]: block_id * block_tokens + offset of each packed token, no two equal; negative: nothing is written
+    kv              the pool `[blocks, layers, 2, block_tokens, kv_heads, head_dim]`, or a tensor `[blocks, 2,
+                    block_tokens, kv_heads, head_dim]` for each layer; keys are 0, values 1; block_tokens is a multiple
+                    of 16, the last dimension is dense
+    slots           int64 [T]: block_id * block_tokens + offset of each packed token, no two equal; negative: nothing is
+                    written
     block_tables    integers [B, max_blocks]; entries beyond a row's KV are never read
-    query_starts    integers [B + 1]: where each row's queries begin in the packed tokens, and where the last row's end; a row may be empty.
-                    Tokens from there to T are padding
-    kv_lens         integers [B]: length of each row's KV, this flight's tokens included; a row's queries are the last of them
+    cu_seqlens_q    integers [B + 1]: where each row's queries begin in the packed tokens, and where the last row's end;
+                    a row may be empty. Tokens from there to T are padding
+    kv_lens         integers [B]: length of each row's KV, this step's tokens included; a row's queries are the last of
+                    them
     split_rows      the first split_rows rows are reduced in splits (decode, verification)
     split_queries   the most query tokens that one of them may have
-    short_rows      as many rows behind them are too, more queries at a time (short chunks); the others in one pass (prefill)
+    short_rows      as many rows behind them are too, more queries at a time (short chunks); the others in one pass
+                    (prefill)
     short_queries   the most query tokens that one of them may have
     partials        buffers of the splits; needed if there are such rows
     straight        room for a long chunk's KV; None: every row is read from its blocks
     tiles           shapes of the programs' work; None: Tiles.default
     before_layer    called with i before layer i of the pool is written or read
 
-    T, B, max_blocks and the numbers of rows and queries in splits are launch bounds: a captured graph bakes them in, with the tensors' addresses.
+    T, B, max_blocks and the numbers of rows and queries in splits are launch bounds: a captured graph bakes them in,
+    with the tensors' addresses.
     """
 
     kv: torch.Tensor | tuple[torch.Tensor, ...]
     slots: torch.Tensor
     block_tables: torch.Tensor
-    query_starts: torch.Tensor
+    cu_seqlens_q: torch.Tensor
     kv_lens: torch.Tensor
     split_rows: int = 0
     split_queries: int = 1
@@ -192,31 +217,39 @@ class DeviceBatch:
 
     def __post_init__(self) -> None:
         rows, max_blocks = self.block_tables.shape
-        if len(self.query_starts) != rows + 1 or len(self.kv_lens) != rows:
+        if len(self.cu_seqlens_q) != rows + 1 or len(self.kv_lens) != rows:
             raise InvariantError(
-                f"{rows} block tables, {len(self.query_starts)} query starts, {len(self.kv_lens)} lengths: B, B + 1 and B expected"
+                f"{rows} block tables, {len(self.cu_seqlens_q)} query starts, {len(self.kv_lens)} lengths: B, B + 1 and B expected"
             )
-        for name in ("slots", "block_tables", "query_starts", "kv_lens"):
+        for name in ("slots", "block_tables", "cu_seqlens_q", "kv_lens"):
             part: torch.Tensor = getattr(self, name)
             if part.dtype not in (torch.int32, torch.int64) or part.stride(-1) != 1:
-                raise InvariantError(f"{name} is {part.dtype} with stride {part.stride(-1)}: dense int32 or int64 expected")
+                raise InvariantError(
+                    f"{name} is {part.dtype} with stride {part.stride(-1)}: dense int32 or int64 expected"
+                )
         layer = self.layer(0)
         if layer.shape[2] % _MULTIPLE:
             raise ConfigError(f"block_tokens is {layer.shape[2]}: these kernels need a multiple of {_MULTIPLE}")
         if layer.stride(-1) != 1:
             raise InvariantError(f"the pool's last dimension has stride {layer.stride(-1)}: 1 expected")
         if self.split_rows < 0 or self.short_rows < 0 or self.rows_in_splits > rows:
-            raise InvariantError(f"split_rows is {self.split_rows}, short_rows {self.short_rows}: the batch has {rows} rows")
+            raise InvariantError(
+                f"split_rows is {self.split_rows}, short_rows {self.short_rows}: the batch has {rows} rows"
+            )
         kv_tokens = max_blocks * int(layer.shape[2])
         if self.straight is not None and kv_tokens > self.straight.keys.shape[1]:
-            raise InvariantError(f"rows of up to {kv_tokens} tokens, laid out straight: there is room for {self.straight.keys.shape[1]}")
+            raise InvariantError(
+                f"rows of up to {kv_tokens} tokens, laid out straight: there is room for {self.straight.keys.shape[1]}"
+            )
         if self.rows_in_splits:
             if self.partials is None:
                 raise InvariantError(f"{self.rows_in_splits} rows in splits, and no buffers for them: give partials")
             tokens = self.tokens_in_splits
             held, most = self.partials.tops.shape[0], self.partials.kv_tokens
             if tokens > held or kv_tokens > most:
-                raise InvariantError(f"{tokens} query tokens over rows of up to {kv_tokens} tokens: partials hold {held} over {most}")
+                raise InvariantError(
+                    f"{tokens} query tokens over rows of up to {kv_tokens} tokens: partials hold {held} over {most}"
+                )
 
     @property
     def rows_in_splits(self) -> int:
@@ -237,7 +270,9 @@ class DeviceBatch:
         if not isinstance(self.kv, torch.Tensor):
             raise InvariantError("layers of separate tensors have no end of a block in common")
         partials = None if self.partials is None else self.partials.over(shape)
-        return replace(self, kv=shape.at_the_end_of(self.kv), partials=partials, straight=None, tiles=None, before_layer=ungated)
+        return replace(
+            self, kv=shape.at_the_end_of(self.kv), partials=partials, straight=None, tiles=None, before_layer=ungated
+        )
 
     def write(self, key: torch.Tensor, value: torch.Tensor, layer: int) -> None:
         """See `AttentionBatch.write`."""
@@ -259,4 +294,6 @@ class DeviceBatch:
         """Launch it: see `sidestream.attention.triton.paged_attention`."""
         from sidestream.attention.triton import launch  # which is made for batches, and imports this module
 
-        return launch.paged_attention(query, key, value, layer, self, scale=scale, sliding_window=sliding_window, softcap=softcap)
+        return launch.paged_attention(
+            query, key, value, layer, self, scale=scale, sliding_window=sliding_window, softcap=softcap
+        )

@@ -1,18 +1,21 @@
-"""The kernels: write keys and values, attend (in one pass or in splits), combine the splits; and for a long chunk, lay its KV out straight
-and attend over that. Launched by `launch` only; needs triton.
+"""The kernels: write keys and values, attend (in one pass or in splits), combine the splits; and for a long chunk, lay
+its KV out straight and attend over that. Launched by `launch` only; needs triton.
 
-Nothing here is planned by the host. A program finds its row and its query tokens from the batch's metadata on the device, so a captured
-graph serves every batch that its launch bounds cover. Query heads that share a kv head share a program: with `t = BLOCK_M // GROUP` tokens
-a tile, line m of a tile is query token `m // GROUP`, head `m % GROUP` of the group; what is left over of BLOCK_M is masked.
+Nothing here is planned by the host. A program finds its row and its query tokens from the batch's metadata on the
+device, so a captured graph serves every batch that its launch bounds cover. Query heads that share a kv head share a
+program: with `t = BLOCK_M // GROUP` tokens a tile, line m of a tile is query token `m // GROUP`, head `m % GROUP` of
+the group; what is left over of BLOCK_M is masked.
 
-The order of a sum is part of the contract. KV is reduced in tiles at multiples of BLOCK_N of the row's own positions, splits lie at
-multiples of SPLIT (of a short chunk, behind the first NARROW, WIDE apart), combined `_CHUNK` at a time from the first that the query sees. A tile of which a query sees nothing leaves its sums
-as they were, to the bit. So what a query token gets depends on its own position and KV, not on what shares its tile, its launch or
-its batch. Masked and unmasked tiles compute the same expressions for the same reason.
+The order of a sum is part of the contract. KV is reduced in tiles at multiples of BLOCK_N of the row's own positions,
+splits lie at multiples of SPLIT (of a short chunk, behind the first NARROW, WIDE apart), combined `_CHUNK` at a time
+from the first that the query sees. A tile of which a query sees nothing leaves its sums as they were, to the bit. So
+what a query token gets depends on its own position and KV, not on what shares its tile, its launch or its batch. Masked
+and unmasked tiles compute the same expressions for the same reason.
 
-OVERLAP: a kernel's programs start while the kernel before it still runs, find out what they are to do, and then wait for all of it
-(programmatic dependent launch). What they look at before they wait was written before the flight's first layer. Each waits, also one that
-has nothing to do: whatever is launched behind the last of these kernels waits for that one alone.
+OVERLAP: a kernel's programs start while the kernel before it still runs, find out what they are to do, and then wait
+for all of it (programmatic dependent launch). What they look at before they wait was written before the step's first
+layer. Each waits, also one that has nothing to do: whatever is launched behind the last of these kernels waits for that
+one alone.
 """
 
 import triton
@@ -24,7 +27,7 @@ _CHUNK = tl.constexpr(16)
 
 @triton.jit(
     do_not_specialize=["num_rows"],
-    do_not_specialize_on_alignment=["slots", "query_starts"],
+    do_not_specialize_on_alignment=["slots", "cu_seqlens_q"],
 )
 def write(
     key,
@@ -32,7 +35,7 @@ def write(
     pool,
     slots,
     out,
-    query_starts,
+    cu_seqlens_q,
     num_rows,
     key_token_stride,
     key_head_stride,
@@ -49,7 +52,9 @@ def write(
     WIDTH: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """One token: its keys and values go to its slot (none if negative); beyond the last row its output becomes zero. Grid (tokens,)."""
+    """One token: its keys and values go to its slot (none if negative); beyond the last row its output becomes zero.
+    Grid (tokens,).
+    """
     if OVERLAP:
         gdc_launch_dependents()
     token = tl.program_id(0).to(tl.int64)
@@ -58,32 +63,34 @@ def write(
     if slot >= 0:
         head, dim = lane // HEAD_DIM, lane % HEAD_DIM
         real = lane < KV_HEADS * HEAD_DIM
-        there = pool + slot // BLOCK_TOKENS * block_stride + slot % BLOCK_TOKENS * offset_stride + head * head_stride + dim
+        there = (
+            pool + slot // BLOCK_TOKENS * block_stride + slot % BLOCK_TOKENS * offset_stride + head * head_stride + dim
+        )
         tl.store(there, tl.load(key + token * key_token_stride + head * key_head_stride + dim, mask=real), mask=real)
         values = tl.load(value + token * value_token_stride + head * value_head_stride + dim, mask=real)
         tl.store(there + half_stride, values, mask=real)
-    if token >= tl.load(query_starts + num_rows):
+    if token >= tl.load(cu_seqlens_q + num_rows):
         for begin in range(0, OUT_WIDTH, WIDTH):
             nothing = tl.zeros([WIDTH], out.dtype.element_ty)
             tl.store(out + token * OUT_WIDTH + begin + lane, nothing, mask=begin + lane < OUT_WIDTH)
 
 
 @triton.jit
-def _row_of_tile(tile, query_starts, first_row, num_rows, TILE_TOKENS: tl.constexpr):
+def _row_of_tile(tile, cu_seqlens_q, first_row, num_rows, TILE_TOKENS: tl.constexpr):
     """The row that a tile of queries belongs to, and the tile's number in it.
 
-    Row r of those from `first_row` on, whose tokens begin s after those of the first, owns the tiles from `s // TILE_TOKENS + r` on:
-    always enough for it, and never more than one too many.
+    Row r of those from `first_row` on, whose tokens begin s after those of the first, owns the tiles from `s //
+    TILE_TOKENS + r` on: always enough for it, and never more than one too many.
     """
-    base = tl.load(query_starts + first_row)
+    base = tl.load(cu_seqlens_q + first_row)
     before = 0
     for begin in range(0, num_rows - first_row, 128):
         index = begin + tl.arange(0, 128)
-        start = tl.load(query_starts + first_row + index, mask=first_row + index < num_rows, other=0)
+        start = tl.load(cu_seqlens_q + first_row + index, mask=first_row + index < num_rows, other=0)
         begins_here_or_before = ((start - base) // TILE_TOKENS + index <= tile) & (first_row + index < num_rows)
         before += tl.sum(begins_here_or_before.to(tl.int32))
     index = before - 1
-    start = tl.load(query_starts + first_row + index)
+    start = tl.load(cu_seqlens_q + first_row + index)
     return first_row + index, (tile - ((start - base) // TILE_TOKENS + index)).to(tl.int32)
 
 
@@ -110,7 +117,9 @@ def _splits(
     WINDOW: tl.constexpr,
     TILE_TOKENS: tl.constexpr,
 ):
-    """Of a row: how many tiles of queries it has, the first split that any of them sees, and how many there are from that one on."""
+    """Of a row: how many tiles of queries it has, the first split that any of them sees, and how many there are from
+    that one on.
+    """
     first_split = query_len * 0
     if WINDOW:
         first_split = _split_of(tl.maximum(0, kv_len - query_len - window + 1), WIDE, SPLIT, NARROW)
@@ -120,7 +129,7 @@ def _splits(
 
 @triton.jit
 def _share(
-    query_starts,
+    cu_seqlens_q,
     kv_lens,
     first_row,
     num_rows,
@@ -131,20 +140,25 @@ def _share(
     WINDOW: tl.constexpr,
     TILE_TOKENS: tl.constexpr,
 ):
-    """Which splits of tiles this program reduces, counted over rows [first_row, num_rows): from, to, the row of the first of them, and how many the rows before it have.
+    """Which splits of tiles this program reduces, counted over rows [first_row, num_rows): from, to, the row of the
+    first of them, and how many the rows before it have.
 
     Shares differ by one at most, whatever the rows are like: a long row among short ones is everybody's.
     """
     count = 0
     for begin in range(first_row, num_rows, 128):
-        row_tiles, _, splits = _splits_of_rows(begin, query_starts, kv_lens, num_rows, window, SPLIT, NARROW, WIDE, WINDOW, TILE_TOKENS)
+        row_tiles, _, splits = _splits_of_rows(
+            begin, cu_seqlens_q, kv_lens, num_rows, window, SPLIT, NARROW, WIDE, WINDOW, TILE_TOKENS
+        )
         count += tl.sum(row_tiles * splits)
     share, shares = tl.program_id(1), tl.num_programs(1)
     item = (share.to(tl.int64) * count // shares).to(tl.int32)
     stop = ((share.to(tl.int64) + 1) * count // shares).to(tl.int32)
     row, before, end = first_row + item * 0, item * 0, item * 0
     for begin in range(first_row, num_rows, 128):
-        row_tiles, _, splits = _splits_of_rows(begin, query_starts, kv_lens, num_rows, window, SPLIT, NARROW, WIDE, WINDOW, TILE_TOKENS)
+        row_tiles, _, splits = _splits_of_rows(
+            begin, cu_seqlens_q, kv_lens, num_rows, window, SPLIT, NARROW, WIDE, WINDOW, TILE_TOKENS
+        )
         counts = row_tiles * splits
         passed = (end + tl.cumsum(counts, 0) <= item) & (begin + tl.arange(0, 128) < num_rows)
         row += tl.sum(passed.to(tl.int32))
@@ -156,7 +170,7 @@ def _share(
 @triton.jit
 def _splits_of_rows(
     begin,
-    query_starts,
+    cu_seqlens_q,
     kv_lens,
     num_rows,
     window,
@@ -168,8 +182,8 @@ def _splits_of_rows(
 ):
     """`_splits` of the 128 rows from `begin` on; beyond the last one there are none."""
     rows = begin + tl.arange(0, 128)
-    start = tl.load(query_starts + rows, mask=rows < num_rows, other=0)
-    stop = tl.load(query_starts + rows + 1, mask=rows < num_rows, other=0)
+    start = tl.load(cu_seqlens_q + rows, mask=rows < num_rows, other=0)
+    stop = tl.load(cu_seqlens_q + rows + 1, mask=rows < num_rows, other=0)
     kv_len = tl.load(kv_lens + rows, mask=rows < num_rows, other=0)
     return _splits((stop - start).to(tl.int32), kv_len.to(tl.int32), window, SPLIT, NARROW, WIDE, WINDOW, TILE_TOKENS)
 
@@ -200,11 +214,14 @@ def _load(base, lines, dims, held, MASKED: tl.constexpr, HEAD_DIM: tl.constexpr,
 
 @triton.jit
 def _weigh(scores, top, total, acc, exponent):
-    """A tile's scores as weights, and the running softmax brought to them: the highest score, the sum of weights, the weighted values so far."""
+    """A tile's scores as weights, and the running softmax brought to them: the highest score, the sum of weights, the
+    weighted values so far.
+    """
     higher = tl.maximum(top, tl.max(scores, 1))
     base = tl.where(higher == float("-inf"), 0.0, higher)  # a line that has seen nothing yet: not inf - inf
     weights = tl.exp2(scores * exponent - (base * exponent)[:, None])
-    # The difference first: 1 exactly where nothing is higher. A difference of products would be fused, and 1 plus a rounding.
+    # The difference first: 1 exactly where nothing is higher. A difference of products would be fused, and 1 plus a
+    # rounding.
     shrink = tl.exp2((top - base) * exponent)
     return higher, total * shrink + tl.sum(weights, 1), acc * shrink[:, None], weights
 
@@ -238,13 +255,13 @@ def _reduce(
 ):
     """Add the KV tiles [begin, stop) to a running softmax: the highest score, the sum of weights, the weighted values.
 
-    MASKED: only keys in [low, high) are read, and a query sees none after itself or before its window. Unmasked, every key of every
-    tile is there and every query sees it.
+    MASKED: only keys in [low, high) are read, and a query sees none after itself or before its window. Unmasked, every
+    key of every tile is there and every query sees it.
     """
     offsets = tl.arange(0, BLOCK_N)
     dims = tl.arange(0, PADDED_DIM)
-    # Carried from tile to tile: looked up in the loop, they would be a load that loads wait for, and Triton would give it half of the
-    # stages, so that keys and values arrive only when they are needed.
+    # Carried from tile to tile: looked up in the loop, they would be a load that loads wait for, and Triton would give
+    # it half of the stages, so that keys and values arrive only when they are needed.
     blocks = _blocks(table, begin, low, high, BLOCK_N, BLOCK_TOKENS)
     for tile in range(begin, stop, BLOCK_N):
         if BLOCK_TOKENS % BLOCK_N == 0:
@@ -271,27 +288,27 @@ def _reduce(
 
 
 @triton.jit
-def _long_row(query_starts, first_row, num_rows, long_above):
+def _long_row(cu_seqlens_q, first_row, num_rows, long_above):
     """The row of more than `long_above` tokens, half of all; -1: there is none."""
     row = -1
     for begin in range(first_row, num_rows, 128):
         rows = begin + tl.arange(0, 128)
-        start = tl.load(query_starts + rows, mask=rows < num_rows, other=0)
-        stop = tl.load(query_starts + rows + 1, mask=rows < num_rows, other=0)
+        start = tl.load(cu_seqlens_q + rows, mask=rows < num_rows, other=0)
+        stop = tl.load(cu_seqlens_q + rows + 1, mask=rows < num_rows, other=0)
         row = tl.maximum(row, tl.max(tl.where(stop - start > long_above, rows, -1)))
     return row
 
 
 @triton.jit(
     do_not_specialize=["first_row", "num_rows", "long_above", "room", "table_stride"],
-    do_not_specialize_on_alignment=["block_tables", "query_starts", "kv_lens"],
+    do_not_specialize_on_alignment=["block_tables", "cu_seqlens_q", "kv_lens"],
 )
 def straighten(
     pool,
     keys,
     values,
     block_tables,
-    query_starts,
+    cu_seqlens_q,
     kv_lens,
     first_row,
     num_rows,
@@ -306,11 +323,12 @@ def straighten(
     BLOCK_TOKENS: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """The KV of the row that has more than half of all tokens, one token behind another; zeros behind it, to the end of a tile, where there is room.
+    """The KV of the row that has more than half of all tokens, one token behind another; zeros behind it, to the end of
+    a tile, where there is room.
 
     Each program has some of the tiles of one head. Grid (kv_heads, programs).
     """
-    row = _long_row(query_starts, first_row, num_rows, long_above)
+    row = _long_row(cu_seqlens_q, first_row, num_rows, long_above)
     if row < 0:
         return
     head = tl.program_id(0).to(tl.int64)
@@ -330,14 +348,14 @@ def straighten(
 
 @triton.jit(
     do_not_specialize=["first_row", "num_rows", "long_above", "room"],
-    do_not_specialize_on_alignment=["query_starts", "kv_lens"],
+    do_not_specialize_on_alignment=["cu_seqlens_q", "kv_lens"],
 )
 def attend_straight(
     query,
     keys,
     values,
     out,
-    query_starts,
+    cu_seqlens_q,
     kv_lens,
     first_row,
     num_rows,
@@ -352,15 +370,16 @@ def attend_straight(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """A tile of queries of the row that has more than half of all tokens, in one pass over its KV that `straighten` left: whole tiles of it, by the
-    hardware's own copies. The sums are those of `attend`, in their order. Grid (kv_heads, tiles).
+    """A tile of queries of the row that has more than half of all tokens, in one pass over its KV that `straighten`
+    left: whole tiles of it, by the hardware's own copies. The sums are those of `attend`, in their order. Grid
+    (kv_heads, tiles).
     """
     TILE_TOKENS: tl.constexpr = BLOCK_M // GROUP
-    row = _long_row(query_starts, first_row, num_rows, long_above)
+    row = _long_row(cu_seqlens_q, first_row, num_rows, long_above)
     if row < 0:
         return
-    query_start = tl.load(query_starts + row).to(tl.int64)
-    query_len = (tl.load(query_starts + row + 1) - query_start).to(tl.int32)
+    query_start = tl.load(cu_seqlens_q + row).to(tl.int64)
+    query_len = (tl.load(cu_seqlens_q + row + 1) - query_start).to(tl.int32)
     kv_len = tl.load(kv_lens + row).to(tl.int32)
     begin = (tl.num_programs(1) - 1 - tl.program_id(1)) * TILE_TOKENS  # the last tiles see the most keys: see `attend`
     if begin >= query_len:
@@ -395,7 +414,7 @@ def attend_straight(
 
 @triton.jit(
     do_not_specialize=["first_row", "num_rows", "long_above", "max_splits", "window", "table_stride"],
-    do_not_specialize_on_alignment=["block_tables", "query_starts", "kv_lens"],
+    do_not_specialize_on_alignment=["block_tables", "cu_seqlens_q", "kv_lens"],
 )
 def attend(
     query,
@@ -405,7 +424,7 @@ def attend(
     tops,
     totals,
     block_tables,
-    query_starts,
+    cu_seqlens_q,
     kv_lens,
     first_row,
     num_rows,
@@ -437,8 +456,10 @@ def attend(
 ):
     """Tiles of queries, each of one of the rows [first_row, num_rows), all heads of one kv head.
 
-    SPLIT = 0   one tile, in one pass over its KV, into `out`; not of a row that has more than `long_above` tokens. Grid (kv_heads, tiles)
-    SPLIT > 0   this program's share of all splits of all tiles of these rows, one by one into sums, tops, totals. Grid (kv_heads, shares)
+    SPLIT = 0   one tile, in one pass over its KV, into `out`; not of a row that has more than `long_above` tokens. Grid
+                (kv_heads, tiles)
+    SPLIT > 0   this program's share of all splits of all tiles of these rows, one by one into sums, tops, totals. Grid
+                (kv_heads, shares)
     """
     TILE_TOKENS: tl.constexpr = BLOCK_M // GROUP
     kv_head = tl.program_id(0)
@@ -452,9 +473,11 @@ def attend(
 
     if SPLIT == 0:
         # The last tiles of a row see the most keys: they begin first, so that none is left running alone.
-        row, row_tile = _row_of_tile(tl.num_programs(1) - 1 - tl.program_id(1), query_starts, first_row, num_rows, TILE_TOKENS)
-        query_start = tl.load(query_starts + row).to(tl.int64)
-        query_len = (tl.load(query_starts + row + 1) - query_start).to(tl.int32)
+        row, row_tile = _row_of_tile(
+            tl.num_programs(1) - 1 - tl.program_id(1), cu_seqlens_q, first_row, num_rows, TILE_TOKENS
+        )
+        query_start = tl.load(cu_seqlens_q + row).to(tl.int64)
+        query_len = (tl.load(cu_seqlens_q + row + 1) - query_start).to(tl.int32)
         kv_len = tl.load(kv_lens + row).to(tl.int32)
         begin = row_tile * TILE_TOKENS
         if OVERLAP:
@@ -478,7 +501,8 @@ def attend(
         top = tl.full([BLOCK_M], float("-inf"), tl.float32)
         total = tl.zeros([BLOCK_M], tl.float32)
         acc = tl.zeros([BLOCK_M, PADDED_DIM], tl.float32)
-        # [edge, full) the window begins in these · [full, diagonal) all see all · [diagonal, high) the tile's own tokens
+        # [edge, full) the window begins in these · [full, diagonal) all see all · [diagonal, high) the tile's own
+        # tokens
         edge = low // BLOCK_N * BLOCK_N
         diagonal = (first + 1) // BLOCK_N * BLOCK_N
         full = edge
@@ -500,21 +524,27 @@ def attend(
         to = (query_start + tokens) * (KV_HEADS * GROUP * HEAD_DIM) + heads * HEAD_DIM
         tl.store(out + to[:, None] + dims[None, :], acc.to(out.dtype.element_ty), mask=there)
     else:
-        item, stop, row, before = _share(query_starts, kv_lens, first_row, num_rows, window, SPLIT, NARROW, WIDE, WINDOW, TILE_TOKENS)
+        item, stop, row, before = _share(
+            cu_seqlens_q, kv_lens, first_row, num_rows, window, SPLIT, NARROW, WIDE, WINDOW, TILE_TOKENS
+        )
         if OVERLAP:
             gdc_wait()
         for number in range(item, stop):
-            query_start = tl.load(query_starts + row).to(tl.int64)
-            query_len = (tl.load(query_starts + row + 1) - query_start).to(tl.int32)
+            query_start = tl.load(cu_seqlens_q + row).to(tl.int64)
+            query_len = (tl.load(cu_seqlens_q + row + 1) - query_start).to(tl.int32)
             kv_len = tl.load(kv_lens + row).to(tl.int32)
-            row_tiles, first_split, splits = _splits(query_len, kv_len, window, SPLIT, NARROW, WIDE, WINDOW, TILE_TOKENS)
+            row_tiles, first_split, splits = _splits(
+                query_len, kv_len, window, SPLIT, NARROW, WIDE, WINDOW, TILE_TOKENS
+            )
             while number >= before + row_tiles * splits:
                 before += row_tiles * splits
                 row += 1
-                query_start = tl.load(query_starts + row).to(tl.int64)
-                query_len = (tl.load(query_starts + row + 1) - query_start).to(tl.int32)
+                query_start = tl.load(cu_seqlens_q + row).to(tl.int64)
+                query_len = (tl.load(cu_seqlens_q + row + 1) - query_start).to(tl.int32)
                 kv_len = tl.load(kv_lens + row).to(tl.int32)
-                row_tiles, first_split, splits = _splits(query_len, kv_len, window, SPLIT, NARROW, WIDE, WINDOW, TILE_TOKENS)
+                row_tiles, first_split, splits = _splits(
+                    query_len, kv_len, window, SPLIT, NARROW, WIDE, WINDOW, TILE_TOKENS
+                )
             # A split's tiles one after another: the second one finds its KV in a cache.
             split = first_split + (number - before) // row_tiles
             begin = (number - before) % row_tiles * TILE_TOKENS
@@ -535,7 +565,8 @@ def attend(
             top = tl.full([BLOCK_M], float("-inf"), tl.float32)
             total = tl.zeros([BLOCK_M], tl.float32)
             acc = tl.zeros([BLOCK_M, PADDED_DIM], tl.float32)
-            # All tiles masked: they wait for memory anyway, and one loop keeps more of it in flight than three short ones.
+            # All tiles masked: they wait for memory anyway, and one loop keeps more of it in flight than three short
+            # ones.
             top, total, acc = _reduce(
                 q, top, total, acc, keys, values, table, tl.maximum(_start_of(split, WIDE, SPLIT, NARROW), low // BLOCK_N * BLOCK_N),
                 tl.minimum(_start_of(split + 1, WIDE, SPLIT, NARROW), high), low, high, positions, window, cap_scale, exponent, block_stride, offset_stride,
@@ -549,14 +580,14 @@ def attend(
 
 @triton.jit(
     do_not_specialize=["num_rows", "split_rows", "max_splits", "window"],
-    do_not_specialize_on_alignment=["query_starts", "kv_lens"],
+    do_not_specialize_on_alignment=["cu_seqlens_q", "kv_lens"],
 )
 def combine(
     sums,
     tops,
     totals,
     out,
-    query_starts,
+    cu_seqlens_q,
     kv_lens,
     num_rows,
     split_rows,
@@ -571,22 +602,22 @@ def combine(
     PADDED_DIM: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """One head of one token: its splits, first to last; rows from `split_rows` on have wide ones. Grid (tokens, heads); tokens of rows from
-    `num_rows` on are somebody else's.
+    """One head of one token: its splits, first to last; rows from `split_rows` on have wide ones. Grid (tokens, heads);
+    tokens of rows from `num_rows` on are somebody else's.
     """
     packed = tl.program_id(0)
     head = tl.program_id(1)
     row = packed * 0
     for begin in range(0, num_rows, 128):
         rows = begin + tl.arange(0, 128)
-        stops = tl.load(query_starts + rows + 1, mask=rows < num_rows, other=0)
+        stops = tl.load(cu_seqlens_q + rows + 1, mask=rows < num_rows, other=0)
         row += tl.sum(((stops <= packed) & (rows < num_rows)).to(tl.int32))
     if OVERLAP:
         gdc_wait()
     if row >= num_rows:
         return
-    query_start = tl.load(query_starts + row).to(tl.int64)
-    query_len = (tl.load(query_starts + row + 1) - query_start).to(tl.int32)
+    query_start = tl.load(cu_seqlens_q + row).to(tl.int64)
+    query_len = (tl.load(cu_seqlens_q + row + 1) - query_start).to(tl.int32)
     token = (packed - query_start).to(tl.int32)
     position = tl.load(kv_lens + row).to(tl.int32) - query_len + token
     wide = tl.where(row < split_rows, SPLIT, WIDE)

@@ -1,4 +1,5 @@
-"""From a batch to kernel launches. Called on the thread, and enqueues on the stream, that owns the forward; waits for nothing.
+"""From a batch to kernel launches. Called on the thread, and enqueues on the stream, that owns the forward; waits for
+nothing.
 
 Of a device it knows that Triton can launch there; tests run the same launches in Triton's interpreter, on a CPU.
 """
@@ -22,13 +23,16 @@ __all__ = ["Variant", "paged_attention", "warm_up"]
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _MAX_HEAD_DIM = 256
 
-# Programs that share the splits: four for each of an H100's 132 multiprocessors, as many as fit there at once. How many never changes a result.
+# Programs that share the splits: four for each of an H100's 132 multiprocessors, as many as fit there at once. How many
+# never changes a result.
 _PROGRAMS = 528
 
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """What layers of a model may differ in: each combination that occurs is a kernel of its own, whatever the numbers."""
+    """What layers of a model may differ in: each combination that occurs is a kernel of its own, whatever the
+    numbers.
+    """
 
     sliding_window: int | None = None
     softcap: float | None = None
@@ -45,17 +49,20 @@ def paged_attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
 ) -> torch.Tensor:
-    """Write the batch's keys and values into the pool, then attend; returns `[T, heads, head_dim]`, contiguous, zeros for padding.
+    """Write the batch's keys and values into the pool, then attend; returns `[T, heads, head_dim]`, contiguous, zeros
+    for padding.
 
-    query [T, heads, head_dim] · key, value [T, kv_heads, head_dim], in the pool's dtype, last dimension dense. heads is a multiple of
-    kv_heads; query head h reads kv head h // (heads / kv_heads). A query at position p sees positions `(p - sliding_window, p]`. `softcap`
-    bounds the scores: softcap * tanh(score / softcap). scale is positive. Enqueues two to seven kernels on the current stream and reads
-    nothing back, so it may be captured; sums are float32 (float32 inputs are multiplied as such, never as TF32).
+    query [T, heads, head_dim] · key, value [T, kv_heads, head_dim], in the pool's dtype, last dimension dense. heads is
+    a multiple of kv_heads; query head h reads kv head h // (heads / kv_heads). A query at position p sees positions `(p
+    - sliding_window, p]`. `softcap` bounds the scores: softcap * tanh(score / softcap). scale is positive. Enqueues two
+    to seven kernels on the current stream and reads nothing back, so it may be captured; sums are float32 (float32
+    inputs are multiplied as such, never as TF32).
 
-    What a query token gets is, to the bit, a function of the query, its position, its row's KV, the options and tiles, and of whether its
-    row is reduced in splits (then also of how many tokens a split of `Partials` has, and of whether it counts as short). It does not depend on the row's other queries, the rows beside it, their
-    order, B, T, the width of the block tables, where blocks lie, or on eager or captured launch. It does differ, within rounding, between
-    a row in splits and the same row in one pass, and between tiles of different shape.
+    What a query token gets is, to the bit, a function of the query, its position, its row's KV, the options and tiles,
+    and of whether its row is reduced in splits (then also of how many tokens a split of `Partials` has, and of whether
+    it counts as short). It does not depend on the row's other queries, the rows beside it, their order, B, T, the width
+    of the block tables, where blocks lie, or on eager or captured launch. It does differ, within rounding, between a
+    row in splits and the same row in one pass, and between tiles of different shape.
 
     Raises ConfigError without triton and for head sizes above 256, InvariantError for shapes that do not fit together.
     """
@@ -78,9 +85,11 @@ def paged_attention(
     long_above = tokens if straight is None else tokens // 2
 
     def attend(tile: Tile, grid: tuple[int, ...], rows: range, partials: Partials | None, wide: int) -> None:
-        parts = (partials.sums, partials.tops, partials.totals, partials.tops.shape[1]) if partials else (out, out, out, 0)
+        parts = (
+            (partials.sums, partials.tops, partials.totals, partials.tops.shape[1]) if partials else (out, out, out, 0)
+        )
         kernels.attend[grid](
-            query, pool, out, *parts[:3], batch.block_tables, batch.query_starts, batch.kv_lens,
+            query, pool, out, *parts[:3], batch.block_tables, batch.cu_seqlens_q, batch.kv_lens,
             rows.start, rows.stop, long_above, parts[3], window, cap_scale, exponent, batch.block_tables.stride(0),
             query.stride(0), query.stride(1), block_stride, half_stride, offset_stride, head_stride,
             SPLIT=partials.tokens if partials else 0, NARROW=partials.narrow if partials else 0, WIDE=wide, WINDOW=sliding_window is not None, CAPPED=softcap is not None,
@@ -102,9 +111,15 @@ def paged_attention(
         ):
             if part:
                 row_tiles = -(-queries // (_lines(tile, group) // group))
-                attend(tile, (kv_heads, min(-(-_PROGRAMS // kv_heads), len(part) * row_tiles * splits)), part, partials, wide)
+                attend(
+                    tile,
+                    (kv_heads, min(-(-_PROGRAMS // kv_heads), len(part) * row_tiles * splits)),
+                    part,
+                    partials,
+                    wide,
+                )
         kernels.combine[(batch.tokens_in_splits, heads)](
-            partials.sums, partials.tops, partials.totals, out, batch.query_starts, batch.kv_lens,
+            partials.sums, partials.tops, partials.totals, out, batch.cu_seqlens_q, batch.kv_lens,
             batch.rows_in_splits, batch.split_rows, partials.tops.shape[1], window,
             SPLIT=partials.tokens, NARROW=partials.narrow, WIDE=partials.wide, WINDOW=sliding_window is not None, HEADS=heads, HEAD_DIM=head_dim, PADDED_DIM=_power_of_two(head_dim),
             num_warps=1, **overlap.behind,
@@ -122,19 +137,20 @@ def _attend_straight(
     long_above: int,
     exponent: float,
 ) -> None:
-    """Of these rows the one of more than `long_above` tokens, half of the flight's, if there is one."""
+    """Of these rows the one of more than `long_above` tokens, half of the step's, if there is one."""
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     tokens, heads, head_dim = query.shape
     kv_heads, room, _ = straight.keys.shape
     group, tile, tables = heads // kv_heads, straight.tile, batch.block_tables
-    which = (batch.query_starts, batch.kv_lens, rows.start, rows.stop, long_above, room)
+    which = (batch.cu_seqlens_q, batch.kv_lens, rows.start, rows.stop, long_above, room)
     _kernels().straighten[(kv_heads, -(-_PROGRAMS // kv_heads))](
         pool, straight.keys, straight.values, tables, *which, tables.stride(0), *pool.stride()[:4],
         HEAD_DIM=head_dim, BLOCK_TOKENS=pool.shape[2], BLOCK_N=tile.keys, num_warps=4,
     )  # fmt: skip
     keys, values = (
-        TensorDescriptor.from_tensor(part.view(-1, head_dim), [tile.keys, head_dim]) for part in (straight.keys, straight.values)
+        TensorDescriptor.from_tensor(part.view(-1, head_dim), [tile.keys, head_dim])
+        for part in (straight.keys, straight.values)
     )
     lines = _lines(tile, group)
     _kernels().attend_straight[(kv_heads, tokens // (lines // group) + 1)](
@@ -145,13 +161,15 @@ def _attend_straight(
 
 
 def write(key: torch.Tensor, value: torch.Tensor, layer: int, batch: DeviceBatch, *, out: torch.Tensor) -> None:
-    """Write keys and values, `[T, kv_heads, head_dim]`, into the pool, and zeros into those rows of `out`, `[T, …]`, that are padding."""
+    """Write keys and values, `[T, kv_heads, head_dim]`, into the pool, and zeros into those rows of `out`, `[T, …]`,
+    that are padding.
+    """
     pool, tokens = batch.layer(layer), len(key)
     _, _, block_tokens, kv_heads, head_dim = pool.shape
     block_stride, half_stride, offset_stride, head_stride, _ = pool.stride()
     batch.before_layer(layer)
     _kernels().write[(tokens,)](
-        key, value, pool, batch.slots, out, batch.query_starts, len(batch.kv_lens),
+        key, value, pool, batch.slots, out, batch.cu_seqlens_q, len(batch.kv_lens),
         key.stride(0), key.stride(1), value.stride(0), value.stride(1), block_stride, half_stride, offset_stride, head_stride,
         KV_HEADS=kv_heads, OUT_WIDTH=out[0].numel(), HEAD_DIM=head_dim, BLOCK_TOKENS=block_tokens,
         WIDTH=_power_of_two(kv_heads * head_dim), OVERLAP=_overlap(out.device).on,
@@ -167,27 +185,32 @@ def warm_up(
     tiles: Tiles | None = None,
     index_dtype: torch.dtype = torch.int32,
 ) -> None:
-    """Compile and launch every kernel that batches over `kv` will use, so that none is loaded while work is pending (P3).
+    """Compile and launch every kernel that batches over `kv` will use, so that none is loaded while work is pending
+    (P3).
 
-    Rows in splits are covered if `partials` is given. `index_dtype` is that of block_tables, query_starts and kv_lens. Blocks the calling
-    thread for the compilation; neither reads nor writes the pool. Layers of separate tensors must have equal
-    strides: those of the first are launched.
+    Rows in splits are covered if `partials` is given. `index_dtype` is that of block_tables, cu_seqlens_q and kv_lens.
+    Blocks the calling thread for the compilation; neither reads nor writes the pool. Layers of separate tensors must
+    have equal strides: those of the first are launched.
     """
     device = kv.device if isinstance(kv, torch.Tensor) else kv[0].device
     nothing = DeviceBatch(  # a token of padding and an empty row
         kv,
         slots=torch.full((1,), -1, dtype=torch.int64, device=device),
         block_tables=torch.zeros(1, 1, dtype=index_dtype, device=device),
-        query_starts=torch.zeros(2, dtype=index_dtype, device=device),
+        cu_seqlens_q=torch.zeros(2, dtype=index_dtype, device=device),
         kv_lens=torch.zeros(1, dtype=index_dtype, device=device),
         partials=partials,
         tiles=tiles,
     )
     pool = nothing.layer(0)
-    query, key = (torch.zeros(1, count, pool.shape[4], dtype=pool.dtype, device=device) for count in (heads, pool.shape[3]))
+    query, key = (
+        torch.zeros(1, count, pool.shape[4], dtype=pool.dtype, device=device) for count in (heads, pool.shape[3])
+    )
     for batch in (nothing, replace(nothing, split_rows=1), replace(nothing, short_rows=1)) if partials else (nothing,):
         for variant in variants:
-            paged_attention(query, key, key, 0, batch, scale=1.0, sliding_window=variant.sliding_window, softcap=variant.softcap)
+            paged_attention(
+                query, key, key, 0, batch, scale=1.0, sliding_window=variant.sliding_window, softcap=variant.softcap
+            )
 
 
 class _Overlap(NamedTuple):
@@ -205,7 +228,9 @@ def _overlap(device: torch.device) -> _Overlap:
 
 
 def _factors(scale: float, softcap: float | None) -> tuple[float, float]:
-    """What a raw product is multiplied by inside tanh (as `1 - 2 / (1 + exp2(x))` has it), and in the exponent of two."""
+    """What a raw product is multiplied by inside tanh (as `1 - 2 / (1 + exp2(x))` has it), and in the exponent
+    of two.
+    """
     if softcap is None:
         return 0.0, scale * math.log2(math.e)
     return 2 * math.log2(math.e) * scale / softcap, softcap * math.log2(math.e)
@@ -226,12 +251,19 @@ def _power_of_two(count: int) -> int:
     return max(16, 1 << (count - 1).bit_length())
 
 
-def _check(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, pool: torch.Tensor, batch: DeviceBatch, scale: float) -> None:
+def _check(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, pool: torch.Tensor, batch: DeviceBatch, scale: float
+) -> None:
     tokens, heads, head_dim = query.shape
     kv_heads = pool.shape[3]
     if head_dim > _MAX_HEAD_DIM:
         raise ConfigError(f"head_dim is {head_dim}: these kernels take up to {_MAX_HEAD_DIM}")
-    if key.shape != value.shape or key.shape != (tokens, kv_heads, head_dim) or pool.shape[-1] != head_dim or heads % kv_heads:
+    if (
+        key.shape != value.shape
+        or key.shape != (tokens, kv_heads, head_dim)
+        or pool.shape[-1] != head_dim
+        or heads % kv_heads
+    ):
         raise InvariantError(
             f"query {tuple(query.shape)}, key {tuple(key.shape)}, value {tuple(value.shape)} do not fit a pool of {kv_heads} heads of {pool.shape[-1]}"
         )

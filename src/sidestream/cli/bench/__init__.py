@@ -8,7 +8,9 @@ from sidestream.cli.bench import commands
 from sidestream.cli.bench.serving.command import serve
 from sidestream.cli.declare import Command, Group
 
-app = typer.Typer(cls=Group, help="Measure this machine; each figure is printed beside its bound.", no_args_is_help=True)
+app = typer.Typer(
+    cls=Group, help="Measure this machine; each figure is printed beside its bound.", no_args_is_help=True
+)
 commands.register(app)
 app.command("serve", cls=Command)(serve)
 

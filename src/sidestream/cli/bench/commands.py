@@ -21,7 +21,12 @@ Json = Annotated[bool, flag("--json", help="Print one JSON object.")]
 
 Device = Annotated[str, option("--device", metavar="DEVICE", help="`cuda`, or `cpu` to try the benchmark itself.")]
 Shape = Annotated[
-    str, option("--shape", metavar="SHAPE", help="qwen3-8b, llama-3.2-1b, qwen3-0.6b or tiny: the model's shape; its weights are random.")
+    str,
+    option(
+        "--shape",
+        metavar="SHAPE",
+        help="qwen3-8b, llama-3.2-1b, qwen3-0.6b or tiny: the model's shape; its weights are random.",
+    ),
 ]
 _PARTS = {
     "prefill": "Time of a prompt's prefill on a GPU, over what its multiplications take.",
@@ -54,9 +59,12 @@ def register(app: typer.Typer) -> None:
 
 def prefix(
     model: Model = DEMO_MODEL,
-    prompt_tokens: Annotated[int, option("--prompt-tokens", metavar="N", help="Length of the prompts.", parse=whole)] = 2000,
+    prompt_tokens: Annotated[
+        int, option("--prompt-tokens", metavar="N", help="Length of the prompts.", parse=whole)
+    ] = 2000,
     rounds: Annotated[
-        int, option("--rounds", metavar="N", help="Prompts, each asked cold, from host memory and from disk.", parse=whole)
+        int,
+        option("--rounds", metavar="N", help="Prompts, each asked cold, from host memory and from disk.", parse=whole),
     ] = 5,
     as_json: Json = False,
 ) -> None:
@@ -75,8 +83,12 @@ def prefix(
 def decode(
     context: typer.Context,
     model: Model = DEMO_MODEL,
-    output_tokens: Annotated[int, option("--output-tokens", metavar="N", help="Tokens drawn for each request.", parse=whole)] = 96,
-    rounds: Annotated[int, option("--rounds", metavar="N", help="Repetitions, ours and generate in turn.", parse=whole)] = 5,
+    output_tokens: Annotated[
+        int, option("--output-tokens", metavar="N", help="Tokens drawn for each request.", parse=whole)
+    ] = 96,
+    rounds: Annotated[
+        int, option("--rounds", metavar="N", help="Repetitions, ours and generate in turn.", parse=whole)
+    ] = 5,
     dtype: Annotated[str, option("--dtype", metavar="TYPE", help="Data type of both.")] = "auto",
     device: Annotated[
         str,
@@ -87,7 +99,8 @@ def decode(
         ),
     ] = "cpu",
     shape: Annotated[
-        str, option("--shape", metavar="SHAPE", help="On `cuda`, which shape: qwen3-8b, llama-3.2-1b, qwen3-0.6b or tiny.")
+        str,
+        option("--shape", metavar="SHAPE", help="On `cuda`, which shape: qwen3-8b, llama-3.2-1b, qwen3-0.6b or tiny."),
     ] = "qwen3-8b",
     as_json: Json = False,
 ) -> None:
@@ -95,10 +108,16 @@ def decode(
     if device not in ("cpu", "cuda"):
         raise ConfigError(unknown_name("device", device, ("cpu", "cuda")))
     on_gpu = device == "cuda"
-    given = {name for name in context.params if getattr(context.get_parameter_source(name), "name", "") == "COMMANDLINE"}
+    given = {
+        name for name in context.params if getattr(context.get_parameter_source(name), "name", "") == "COMMANDLINE"
+    }
     for name in sorted(given & ({"model", "output_tokens", "rounds", "dtype"} if on_gpu else {"shape"})):
         what = "the model" if name == "model" else f"--{name.replace('_', '-')}"
-        instead = "steps of a shape are measured there: name --shape alone" if on_gpu else "a model is measured there: name the model"
+        instead = (
+            "steps of a shape are measured there: name --shape alone"
+            if on_gpu
+            else "a model is measured there: name the model"
+        )
         raise ConfigError(f"{what} is {context.params[name]!r}, which --device {device} has no use for; {instead}")
     if on_gpu:
         _engine(["decode"], device, shape, as_json)
@@ -116,57 +135,89 @@ def decode(
 
 def overhead(
     model: Model = DEMO_MODEL,
-    rounds: Annotated[int, option("--rounds", metavar="N", help="Repetitions, offload on and off in turn.", parse=whole)] = 9,
+    rounds: Annotated[
+        int, option("--rounds", metavar="N", help="Repetitions, offload on and off in turn.", parse=whole)
+    ] = 9,
     as_json: Json = False,
 ) -> None:
     """Step time with offload idle and storing over offload off, and host waits for transfers."""
     from sidestream.cli.bench.overhead import measure
 
-    _report("overhead", model, as_json, lambda tell: measure(model, rounds=rounds, tell=tell), served=(model, "auto", "cpu"))
+    _report(
+        "overhead", model, as_json, lambda tell: measure(model, rounds=rounds, tell=tell), served=(model, "auto", "cpu")
+    )
 
 
 def soak(
     model: Model = DEMO_MODEL,
     requests: Annotated[
-        int, option("--requests", metavar="N", help="Requests in all; memory is compared from number 200 on.", parse=whole)
+        int,
+        option("--requests", metavar="N", help="Requests in all; memory is compared from number 200 on.", parse=whole),
     ] = 2000,
     as_json: Json = False,
 ) -> None:
     """Memory growth of the process over many requests."""
     from sidestream.cli.bench.soak import measure
 
-    _report("soak", model, as_json, lambda tell: measure(model, num_requests=requests, tell=tell), served=(model, "auto", "cpu"))
+    _report(
+        "soak",
+        model,
+        as_json,
+        lambda tell: measure(model, num_requests=requests, tell=tell),
+        served=(model, "auto", "cpu"),
+    )
 
 
 def transfer(
     device: Device = "cuda",
-    mib: Annotated[int, option("--mib", metavar="N", help="MiB that are stored and loaded in each round.", parse=whole)] = 1024,
-    rounds: Annotated[int, option("--rounds", metavar="N", help="Repetitions, the link and all else in turn.", parse=whole)] = 7,
+    mib: Annotated[
+        int, option("--mib", metavar="N", help="MiB that are stored and loaded in each round.", parse=whole)
+    ] = 1024,
+    rounds: Annotated[
+        int, option("--rounds", metavar="N", help="Repetitions, the link and all else in turn.", parse=whole)
+    ] = 7,
     as_json: Json = False,
 ) -> None:
     """Stores and loads of scattered blocks, over one large pinned copy."""
     from sidestream.cli.bench.transfer import measure
 
-    _report("transfer", _BLOCKS, as_json, lambda tell: measure(device=device, mib=mib, rounds=rounds, tell=tell), bounded=device == "cuda")
+    _report(
+        "transfer",
+        _BLOCKS,
+        as_json,
+        lambda tell: measure(device=device, mib=mib, rounds=rounds, tell=tell),
+        bounded=device == "cuda",
+    )
 
 
 def interference(
     device: Device = "cuda",
-    rounds: Annotated[int, option("--rounds", metavar="N", help="Repetitions, with and without transfers in turn.", parse=whole)] = 7,
+    rounds: Annotated[
+        int, option("--rounds", metavar="N", help="Repetitions, with and without transfers in turn.", parse=whole)
+    ] = 7,
     as_json: Json = False,
 ) -> None:
     """A decode step and a large matrix product while transfers run at full rate, over the same alone."""
     from sidestream.cli.bench.interference import measure
 
-    _report("interference", _BLOCKS, as_json, lambda tell: measure(device=device, rounds=rounds, tell=tell), bounded=device == "cuda")
+    _report(
+        "interference",
+        _BLOCKS,
+        as_json,
+        lambda tell: measure(device=device, rounds=rounds, tell=tell),
+        bounded=device == "cuda",
+    )
 
 
 def forward_thread(
     device: Device = "cuda",
-    requests: Annotated[int, option("--requests", metavar="N", help="Requests that store and load.", parse=whole)] = 1000,
+    requests: Annotated[
+        int, option("--requests", metavar="N", help="Requests that store and load.", parse=whole)
+    ] = 1000,
     steps: Annotated[int, option("--steps", metavar="N", help="Steps of the loop.", parse=whole)] = 400,
     pending: Annotated[
-        int, option("--pending", metavar="N", help="Transfers that are pending at once, in the second part.", parse=whole)
+        int,
+        option("--pending", metavar="N", help="Transfers that are pending at once, in the second part.", parse=whole),
     ] = 100_000,
     as_json: Json = False,
 ) -> None:
@@ -185,12 +236,16 @@ def forward_thread(
 def host_time(
     device: Device = "cuda",
     shape: Shape = "qwen3-0.6b",
-    requests: Annotated[int, option("--requests", metavar="N", help="Requests that decode at once.", parse=whole)] = 256,
-    output_tokens: Annotated[int, option("--output-tokens", metavar="N", help="Tokens drawn for each.", parse=whole)] = 128,
+    requests: Annotated[
+        int, option("--requests", metavar="N", help="Requests that decode at once.", parse=whole)
+    ] = 256,
+    output_tokens: Annotated[
+        int, option("--output-tokens", metavar="N", help="Tokens drawn for each.", parse=whole)
+    ] = 128,
     rounds: Annotated[int, option("--rounds", metavar="N", help="Repetitions.", parse=whole)] = 3,
     as_json: Json = False,
 ) -> None:
-    """What a step of many running requests costs the engine thread, with offload on, besides waiting for flights."""
+    """What a step of many running requests costs the engine thread, with offload on, besides waiting for steps."""
     from sidestream.cli.bench.host_time import measure
 
     _check_counts(requests=requests, output_tokens=output_tokens, rounds=rounds)
@@ -198,7 +253,9 @@ def host_time(
         "host-time",
         f"{shape}, random weights",
         as_json,
-        lambda tell: measure(device=device, shape=shape, requests=requests, output_tokens=output_tokens, rounds=rounds, tell=tell),
+        lambda tell: measure(
+            device=device, shape=shape, requests=requests, output_tokens=output_tokens, rounds=rounds, tell=tell
+        ),
         bounded=device == "cuda",
     )
 
@@ -207,11 +264,17 @@ def identity(
     device: Device = "cuda",
     shape: Shape = "qwen3-0.6b",
     requests: Annotated[int, option("--requests", metavar="N", help="Requests at once.", parse=whole)] = 8,
-    prompt_tokens: Annotated[int, option("--prompt-tokens", metavar="N", help="Tokens of each prompt.", parse=whole)] = 512,
-    output_tokens: Annotated[int, option("--output-tokens", metavar="N", help="Tokens drawn for each.", parse=whole)] = 128,
+    prompt_tokens: Annotated[
+        int, option("--prompt-tokens", metavar="N", help="Tokens of each prompt.", parse=whole)
+    ] = 512,
+    output_tokens: Annotated[
+        int, option("--output-tokens", metavar="N", help="Tokens drawn for each.", parse=whole)
+    ] = 128,
     as_json: Json = False,
 ) -> None:
-    """Whether greedy tokens are equal with offload and without, asynchronous and not, captured and kernel by kernel; and how far logits differ."""
+    """Whether greedy tokens are equal with offload and without, asynchronous and not, captured and kernel by kernel;
+    and how far logits differ.
+    """
     from sidestream.cli.bench.identity import measure
 
     _check_counts(requests=requests, prompt_tokens=prompt_tokens, output_tokens=output_tokens)
@@ -220,7 +283,12 @@ def identity(
         f"{shape}, random weights",
         as_json,
         lambda tell: measure(
-            device=device, shape=shape, requests=requests, prompt_tokens=prompt_tokens, output_tokens=output_tokens, tell=tell
+            device=device,
+            shape=shape,
+            requests=requests,
+            prompt_tokens=prompt_tokens,
+            output_tokens=output_tokens,
+            tell=tell,
         ),
     )
 
@@ -234,11 +302,19 @@ def mailbox(
     """Time until the host sees a drawn token while blocks are being stored."""
     from sidestream.cli.bench.mailbox import measure
 
-    _report("mailbox", _BLOCKS, as_json, lambda tell: measure(device=device, mib=mib, tokens=tokens, tell=tell), bounded=device == "cuda")
+    _report(
+        "mailbox",
+        _BLOCKS,
+        as_json,
+        lambda tell: measure(device=device, mib=mib, tokens=tokens, tell=tell),
+        bounded=device == "cuda",
+    )
 
 
 def engine(
-    parts: Annotated[list[str] | None, typer.Argument(help="decode, prefill, ttft, resume, async; all of them by default.")] = None,
+    parts: Annotated[
+        list[str] | None, typer.Argument(help="decode, prefill, ttft, resume, async; all of them by default.")
+    ] = None,
     device: Device = "cuda",
     shape: Shape = "qwen3-8b",
     as_json: Json = False,
@@ -273,7 +349,9 @@ def throughput(
     shape: Shape = "qwen3-8b",
     as_json: Json = False,
 ) -> None:
-    """Tokens a second with offload over offload off: without any reuse, and of conversations four times the device's pool."""
+    """Tokens a second with offload over offload off: without any reuse, and of conversations four times the device's
+    pool.
+    """
     from sidestream.cli.bench.throughput import measure
 
     _report(
@@ -289,7 +367,9 @@ def host_tier(
     device: Device = "cuda",
     shape: Shape = "qwen3-8b",
     host: Annotated[str, option("--host", metavar="SIZE", help="Memory of the host tier.")] = "40GiB",
-    rounds: Annotated[int, option("--rounds", metavar="N", help="Times that as much memory is pinned.", parse=whole)] = 5,
+    rounds: Annotated[
+        int, option("--rounds", metavar="N", help="Times that as much memory is pinned.", parse=whole)
+    ] = 5,
     as_json: Json = False,
 ) -> None:
     """How soon host memory can be used after a start, and what the first conversations after it find there."""
@@ -308,21 +388,39 @@ def speculative(
     model: Model = DEMO_MODEL,
     head: Annotated[
         Path | None,
-        option("--head", metavar="PATH", help="A head for the model, which drafts too.", show_default="the demo model's that is shipped"),
+        option(
+            "--head",
+            metavar="PATH",
+            help="A head for the model, which drafts too.",
+            show_default="the demo model's that is shipped",
+        ),
     ] = None,
     draft_model: Annotated[
-        str | None, option("--draft-model", metavar="MODEL", help="A smaller model with the same tokenizer, which drafts too.")
+        str | None,
+        option("--draft-model", metavar="MODEL", help="A smaller model with the same tokenizer, which drafts too."),
     ] = None,
     device: Annotated[str, option("--device", metavar="DEVICE", help="`cpu` or `cuda`.")] = "cpu",
     batch: Annotated[
         list[int] | None,
-        option("--batch", metavar="N", help="Requests at once; may be given several times.", show_default="1, 8", parse=whole),
+        option(
+            "--batch",
+            metavar="N",
+            help="Requests at once; may be given several times.",
+            show_default="1, 8",
+            parse=whole,
+        ),
     ] = None,
-    output_tokens: Annotated[int, option("--output-tokens", metavar="N", help="Tokens drawn for each request.", parse=whole)] = 96,
-    rounds: Annotated[int, option("--rounds", metavar="N", help="Repetitions, with drafts and without in turn.", parse=whole)] = 3,
+    output_tokens: Annotated[
+        int, option("--output-tokens", metavar="N", help="Tokens drawn for each request.", parse=whole)
+    ] = 96,
+    rounds: Annotated[
+        int, option("--rounds", metavar="N", help="Repetitions, with drafts and without in turn.", parse=whole)
+    ] = 3,
     as_json: Json = False,
 ) -> None:
-    """Tokens a second with drafts over without, tokens that a step goes on by, and that in float32 no token depends on drafts."""
+    """Tokens a second with drafts over without, tokens that a step goes on by, and that in float32 no token depends on
+    drafts.
+    """
     from sidestream.cli.bench.speculative import measure
     from sidestream.device.choice import torch_device
 

@@ -37,8 +37,12 @@ def measure(model: str, *, output_tokens: int, rounds: int, dtype: str, tell: Ca
             ours8.append(_BATCH * output_tokens / engine.ask(prompts, max_tokens=output_tokens, at_once=True).seconds)
             theirs8.append(_BATCH * output_tokens / generate.seconds(prompts, output_tokens))
     return [
-        Figure("decode_over_generate", median(a / b for a, b in zip(ours1, theirs1, strict=True)), "ratio", at_least(1.0)),
-        Figure("batch8_over_generate", median(a / b for a, b in zip(ours8, theirs8, strict=True)), "ratio", at_least(4.0)),
+        Figure(
+            "decode_over_generate", median(a / b for a, b in zip(ours1, theirs1, strict=True)), "ratio", at_least(1.0)
+        ),
+        Figure(
+            "batch8_over_generate", median(a / b for a, b in zip(ours8, theirs8, strict=True)), "ratio", at_least(4.0)
+        ),
         Figure("decode_tokens_per_s", median(ours1), "tokens/s"),
         Figure("generate_tokens_per_s", median(theirs1), "tokens/s"),
         Figure("batch8_tokens_per_s", median(ours8), "tokens/s"),

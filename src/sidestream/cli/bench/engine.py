@@ -1,4 +1,5 @@
-"""A whole engine with a model of a well-known shape and random weights: steps, prefill and first tokens, over what the hardware allows.
+"""A whole engine with a model of a well-known shape and random weights: steps, prefill and first tokens, over what the
+hardware allows.
 
 decode    time of a step over the time that reading its weights and KV takes; how long the device idles between steps
 prefill   time of a prompt's prefill over the time that its multiplications take
@@ -18,10 +19,10 @@ from statistics import median
 import numpy as np
 import torch
 
-from sidestream.cli.bench.flights import FlightClock
 from sidestream.cli.bench.gpu import Link, stamp
 from sidestream.cli.bench.report import Figure, at_least, at_most
 from sidestream.cli.bench.requests import Answer, ask, ask_at_once
+from sidestream.cli.bench.steps import StepClock
 from sidestream.config import EngineConfig, OffloadConfig, unknown_name
 from sidestream.device.choice import torch_device
 from sidestream.engine.build import build_engine
@@ -34,7 +35,7 @@ from sidestream.testing.random_models import random_model, random_module
 PARTS = ("decode", "prefill", "ttft", "resume", "async")
 
 _OTHERS = 31  # requests that decode beside one that comes back
-_RESUMES = 7  # times that it does, at any moment of a flight
+_RESUMES = 7  # times that it does, at any moment of a step
 _GOES_ON = 4  # tokens that it wants: who ends with its first one hears of it last
 
 
@@ -75,7 +76,7 @@ _TINY = Sizes("16MiB", "16MiB", 512, 4, ((1, 32, 1.30), (4, 16, 1.30)), ((32, 9.
 
 
 class _Rig:
-    """The engine, the clock of the device at both ends of each flight, and what the hardware does."""
+    """The engine, the clock of the device at both ends of each step, and what the hardware does."""
 
     def __init__(self, device: str, shape: str, sizes: Sizes, tell: Callable[[str], None]) -> None:
         self.torch_device = torch_device(device)
@@ -111,7 +112,7 @@ class _Rig:
         assert self.parts.costs is not None
         self.parts.costs.saw_prefill = lambda *_: None  # type: ignore[method-assign]  # what is asked from host memory shall come from there
         self._random = np.random.default_rng(0)
-        self.clock = FlightClock(self.parts.device, self.parts.executor)
+        self.clock = StepClock(self.parts.device, self.parts.executor)
         self._stamps = self.parts.device.allocate_host("busy stamps", 16)
         tell("measuring the hardware")
         self.link = Link(self.parts.device, 64 << 20 if device == "cuda" else 1 << 20, in_a_row=8)
@@ -139,12 +140,14 @@ class _Rig:
         self.engine.call(self.parts.blocks.forget_all)
 
     def steps(self, rows: int, context: int, outputs: int) -> tuple[list[float], list[float]]:
-        """Seconds of each step of so many rows that decode at once, from end to end, and how long of that the device had no flight."""
-        first = len(self.clock.flights)
+        """Seconds of each step of so many rows that decode at once, from end to end, and how long of that the device
+        had no step.
+        """
+        first = len(self.clock.launched_steps)
         answers = [self.ask(self.prompt(context), outputs) for _ in range(rows)]
         for answer in answers:
             answer.wait()
-        sizes = [(flight.rows, flight.tokens) for flight in self.clock.flights]
+        sizes = [(step.rows, step.tokens) for step in self.clock.launched_steps]
         full = [at for at in range(first + 1, len(sizes)) if sizes[at] == sizes[at - 1] == (rows, rows)]
         return self.clock.steps(full[2:-2] if len(full) > 6 else full)
 
@@ -166,7 +169,11 @@ class _Rig:
 
     def bandwidth(self) -> float:
         """Bytes a second that the device reads from its memory."""
-        data = torch.zeros((2 << 30 if self.torch_device.type == "cuda" else 32 << 20) // 8, dtype=torch.int64, device=self.torch_device)
+        data = torch.zeros(
+            (2 << 30 if self.torch_device.type == "cuda" else 32 << 20) // 8,
+            dtype=torch.int64,
+            device=self.torch_device,
+        )
         return data.numel() * 8 / self.busy_s(data.sum)
 
     def flops(self) -> float:
@@ -176,7 +183,11 @@ class _Rig:
         return 2 * size**3 / self.busy_s(lambda: left @ right)
 
     def bytes_a_second_to_device(self) -> float:
-        return 8 * (64 << 20 if self.torch_device.type == "cuda" else 1 << 20) / median(self.link.seconds()["to_device"] for _ in range(5))
+        return (
+            8
+            * (64 << 20 if self.torch_device.type == "cuda" else 1 << 20)
+            / median(self.link.seconds()["to_device"] for _ in range(5))
+        )
 
 
 def measure(*, device: str, shape: str, parts: Sequence[str], tell: Callable[[str], None]) -> list[Figure]:
@@ -190,13 +201,18 @@ def measure(*, device: str, shape: str, parts: Sequence[str], tell: Callable[[st
         rig.ask(rig.prompt(40), 4).wait()
         figures = [Figure("engine_ready_s", rig.start_s, "s", at_most(60.0))]
         figures += [
-            Figure(f"engine_ready_{'_'.join(re.findall('[a-z]+', what.lower()))}_s", seconds, "s") for what, seconds in rig.phases.items()
+            Figure(f"engine_ready_{'_'.join(re.findall('[a-z]+', what.lower()))}_s", seconds, "s")
+            for what, seconds in rig.phases.items()
         ]
         step_s = median(rig.steps(1, sizes.others_context, sizes.outputs)[0])
         ways = {"decode": _decode, "prefill": _prefill, "ttft": _ttft, "resume": _resume, "async": _async}
         for part in parts:
             figures += ways[part](rig, sizes, step_s, tell)
-        waits = {reason: count for reason, count in rig.parts.device.host_waits().items() if reason not in ("flight", "benchmark")}
+        waits = {
+            reason: count
+            for reason, count in rig.parts.device.host_waits().items()
+            if reason not in ("step", "benchmark")
+        }
         figures.append(Figure("host_waits_besides_commits", sum(waits.values()), "waits", at_most(0)))
     finally:
         rig.close()
@@ -215,7 +231,9 @@ def _decode(rig: _Rig, sizes: Sizes, step_s: float, tell: Callable[[str], None])
         figures.append(Figure(f"decode_b{rows}_floor_ms", 1e3 * floor, "ms"))
         idle_shares.append(sum(idle) / sum(lengths))
     tell("transformers' generate")
-    figures += _generate(rig, sizes, {rows: figure.value for (rows, _, _), figure in zip(sizes.decode, figures[2::3], strict=True)})
+    figures += _generate(
+        rig, sizes, {rows: figure.value for (rows, _, _), figure in zip(sizes.decode, figures[2::3], strict=True)}
+    )
     return [*figures, Figure("idle_share_max", max(idle_shares), "share", at_most(0.02))]
 
 
@@ -252,9 +270,9 @@ def _prefill(rig: _Rig, sizes: Sizes, step_s: float, tell: Callable[[str], None]
         tell(f"prefill, {length} tokens")
         taken = []
         for _ in range(5):
-            first = len(rig.clock.flights)
+            first = len(rig.clock.launched_steps)
             rig.ask(rig.prompt(length), 1).wait()
-            last = len(rig.clock.flights) - 1
+            last = len(rig.clock.launched_steps) - 1
             taken.append(rig.clock.seconds(first, last))
         work = 2 * rig.weights * length + 2 * length**2 * rig.model.num_heads * layout.head_dim * layout.num_layers
         figures.append(Figure(f"prefill_{length}_over_floor", median(taken) * flops / work, "ratio"))
@@ -301,7 +319,9 @@ def _resume(rig: _Rig, sizes: Sizes, step_s: float, tell: Callable[[str], None])
         others = [rig.ask(rig.prompt(sizes.others_context), 3 * sizes.outputs) for _ in range(count)]
         while any(len(other.times) < sizes.outputs // 2 for other in others):
             time.sleep(0.001)
-        time.sleep(rig.moment(2 * step_s))  # flights begin when they begin: which one it can join is a matter of up to one flight
+        time.sleep(
+            rig.moment(2 * step_s)
+        )  # steps begin when they begin: which one it can join is a matter of up to one step
         began = time.perf_counter()
         answer = rig.ask(long, _GOES_ON).wait()
         if answer.cached.host < sizes.resumed - rig.model.layout.block_tokens:
@@ -347,7 +367,9 @@ def _async(rig: _Rig, sizes: Sizes, step_s: float, tell: Callable[[str], None]) 
                 tokens[asynchronous] = [answer.wait().tokens for answer in answers]
                 last = max(answer.times[-1] for answer in answers)
                 begin = max(answer.times[0] for answer in answers)
-                rates[asynchronous].append(sum(sum(at > begin for at in answer.times) for answer in answers) / (last - begin))
+                rates[asynchronous].append(
+                    sum(sum(at > begin for at in answer.times) for answer in answers) / (last - begin)
+                )
         equal &= tokens[True] == tokens[False]
         figures.append(Figure(f"async_over_sync_b{rows}", median(rates[True]) / median(rates[False]), "ratio"))
     rig.engine.call(lambda: _switch(rig.engine, True))

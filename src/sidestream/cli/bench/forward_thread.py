@@ -1,4 +1,6 @@
-"""What transfers cost the engine thread, with a thousand requests storing and loading, and with a hundred thousand transfers pending."""
+"""What transfers cost the engine thread, with a thousand requests storing and loading, and with a hundred thousand
+transfers pending.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ _LOOP = range(20_000)
 
 
 def measure(*, device: str, requests: int, steps: int, pending: int, tell: Callable[[str], None]) -> list[Figure]:
-    """Figures; every step orders what its requests' blocks need and takes in what has ended, as the engine's loop does."""
+    """Figures; every step orders what its requests' blocks need and takes in what has ended, as the engine's
+    loop does.
+    """
     used = open_device(device)
     rig = Rig(used, QWEN3_8B_BLOCK, num_blocks=6 * requests, num_slots=4 * requests)
     _freeze()
@@ -39,7 +43,7 @@ def measure(*, device: str, requests: int, steps: int, pending: int, tell: Calla
             run.step()
         rig.settle()
         costs, beside = run.costs_us[run.warm_up :], run.python_s[run.warm_up :]
-        waits = sum(count for reason, count in used.host_waits().items() if reason not in ("flight", "benchmark"))
+        waits = sum(count for reason, count in used.host_waits().items() if reason not in ("step", "benchmark"))
         bytes_stored, bytes_loaded = (rig.metrics.value("transfer_bytes_total", kind) for kind in ("store", "load"))
     finally:
         rig.close()
@@ -63,7 +67,7 @@ def measure(*, device: str, requests: int, steps: int, pending: int, tell: Calla
 
 
 class _Steps:
-    """A loop like the engine's: order transfers, launch a flight, wait for the one before."""
+    """A loop like the engine's: order transfers, launch a step, wait for the one before."""
 
     warm_up = 40
 
@@ -90,7 +94,7 @@ class _Steps:
         transfers.submit(plans)
         transfers.gates(self._batch)
         ordered = time.perf_counter()
-        flight = self._compute.submit(lambda: busy(self._rig.device, _STEP_S), label="flight")
+        launched = self._compute.submit(lambda: busy(self._rig.device, _STEP_S), label="step")
         polling = time.perf_counter()
         transfers.poll()
         polled = time.perf_counter()
@@ -100,8 +104,8 @@ class _Steps:
         _work()
         self.python_s.append(time.perf_counter() - start)
         if self._previous is not None:
-            self._rig.device.wait_host(self._previous, reason="flight")
-        self._previous = flight
+            self._rig.device.wait_host(self._previous, reason="step")
+        self._previous = launched
         loads = self._rig.transfers._loads
         while self._loading and self._loading[0][0] not in loads:
             self._loading.popleft()[1].release()
@@ -142,19 +146,21 @@ def _work() -> int:
 
 
 def _python_s(rig: Rig, stream: Stream, steps: int, *, orders: Callable[[], None]) -> float:
-    """Median seconds of that work with nothing beside it but flights."""
+    """Median seconds of that work with nothing beside it but steps."""
     taken = []
     for _ in range(steps):
-        flight = stream.submit(lambda: busy(rig.device, _STEP_S))
+        launched = stream.submit(lambda: busy(rig.device, _STEP_S))
         start = time.perf_counter()
         _work()
         taken.append(time.perf_counter() - start)
-        rig.device.wait_host(flight, reason="benchmark")
+        rig.device.wait_host(launched, reason="benchmark")
     return median(taken)
 
 
 class _Collector:
-    """Counts the time of Python's garbage collector, which stops every thread and has nothing to do with what it interrupts."""
+    """Counts the time of Python's garbage collector, which stops every thread and has nothing to do with what it
+    interrupts.
+    """
 
     def __init__(self) -> None:
         self.seconds = self.longest_s = self._start_s = 0.0
@@ -175,8 +181,8 @@ class _Collector:
 
 
 def _pending(device: str, number: int) -> tuple[float, float, float, float]:
-    """With everything behind a flight that does not end: the slowest submission and launch elsewhere, in us, without the garbage collector's
-    pauses; the time to drain, in s; the longest of those pauses, in ms.
+    """With everything behind a step that does not end: the slowest submission and launch elsewhere, in us, without the
+    garbage collector's pauses; the time to drain, in s; the longest of those pauses, in ms.
     """
     used = open_device(device)
     rig = Rig(used, _SMALL, num_blocks=64, num_slots=number)

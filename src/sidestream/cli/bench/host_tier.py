@@ -43,7 +43,9 @@ _TINY = Sizes(4, 200, 4, 2)
 
 
 def measure(*, device: str, shape: str, host: str, rounds: int, tell: Callable[[str], None]) -> list[Figure]:
-    """Pin `host` bytes `rounds` times, then start an engine with as much. Raises SidestreamError if pinning does not end."""
+    """Pin `host` bytes `rounds` times, then start an engine with as much. Raises SidestreamError if pinning does not
+    end.
+    """
     num_bytes = parse_bytes(host, option="host")
     kind = torch_device(device).type
     seconds = []
@@ -88,11 +90,15 @@ def _ready_s(device: Device, num_bytes: int) -> float:
 
 
 def _start(device: str, shape: str, host: str, sizes: Sizes, tell: Callable[[str], None]) -> list[Figure]:
-    """Ask all conversations at once, round after round, as soon as the engine serves: shares of the prompts' tokens found, and seconds."""
+    """Ask all conversations at once, round after round, as soon as the engine serves: shares of the prompts' tokens
+    found, and seconds.
+    """
     tell("making the model")
     model = random_model(shape, device=torch_device(device))
     layout, random = model.layout, np.random.default_rng(0)
-    prompts = [[int(token) for token in random.integers(1, model.vocab_size, sizes.tokens)] for _ in range(sizes.conversations)]
+    prompts = [
+        [int(token) for token in random.integers(1, model.vocab_size, sizes.tokens)] for _ in range(sizes.conversations)
+    ]
     blocks = layout.num_blocks_for(sizes.tokens + sizes.outputs) * sizes.conversations
     tell("starting the engine")
     config = EngineConfig(

@@ -1,4 +1,6 @@
-"""What a step of many running requests costs the engine thread: planning, launching, committing and telling clients; without waiting for flights."""
+"""What a step of many running requests costs the engine thread: planning, launching, committing and telling clients;
+without waiting for steps.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ from sidestream.device.choice import torch_device
 from sidestream.engine.build import build_engine
 from sidestream.engine.loop import Engine
 from sidestream.errors import SidestreamError
-from sidestream.execute.executor import Flight
+from sidestream.execute.executor import LaunchedStep
 from sidestream.garbage import settle_garbage
 from sidestream.testing.random_models import random_model
 from sidestream.types import BatchPlan, Delta
@@ -29,9 +31,11 @@ _ASKED: dict[str, dict[str, Any]] = {
 }
 
 
-def measure(*, device: str, shape: str, requests: int, output_tokens: int, rounds: int, tell: Callable[[str], None]) -> list[Figure]:
-    """So many requests at once, with offload on: of each step in which all of them decode, the engine thread's time without what it waited for flights;
-    and what of it the processor worked for that thread.
+def measure(
+    *, device: str, shape: str, requests: int, output_tokens: int, rounds: int, tell: Callable[[str], None]
+) -> list[Figure]:
+    """So many requests at once, with offload on: of each step in which all of them decode, the engine thread's time
+    without what it waited for steps; and what of it the processor worked for that thread.
     """
     tell("starting the engine")
     model = random_model(shape, device=torch_device(device))
@@ -59,9 +63,13 @@ def measure(*, device: str, shape: str, requests: int, output_tokens: int, round
                     steps[name] += [step for step in clock.steps if step[0] == requests]
         for name, full in steps.items():
             if not full:
-                raise SidestreamError(f"in no step all {requests} requests decoded: there is nothing to measure; ask for more tokens")
+                raise SidestreamError(
+                    f"in no step all {requests} requests decoded: there is nothing to measure; ask for more tokens"
+                )
             end, bound = f"{requests}_{name}", None if name == "biased" else at_most(1.0)
-            figures.append(Figure(f"host_ms_per_step_{end}", 1e3 * median(seconds for _, seconds, _ in full), "ms", bound))
+            figures.append(
+                Figure(f"host_ms_per_step_{end}", 1e3 * median(seconds for _, seconds, _ in full), "ms", bound)
+            )
             figures.append(Figure(f"host_cpu_ms_per_step_{end}", 1e3 * median(seconds for *_, seconds in full), "ms"))
         return figures
     finally:
@@ -70,7 +78,9 @@ def measure(*, device: str, shape: str, requests: int, output_tokens: int, round
 
 
 def _serve(engine: Engine, prompts: Sequence[Sequence[int]], params: SamplingParams) -> None:
-    """Ask for all at once and wait. Clients take their tokens as those of `LLM` do: what they do else is not the engine thread's."""
+    """Ask for all at once and wait. Clients take their tokens as those of `LLM` do: what they do else is not the engine
+    thread's.
+    """
     clients = [_Client() for _ in prompts]
 
     def ask() -> None:
@@ -80,7 +90,9 @@ def _serve(engine: Engine, prompts: Sequence[Sequence[int]], params: SamplingPar
     engine.call(ask)
     for client in clients:
         if not client.ended.wait(_PATIENCE_S) or client.error is not None:
-            raise SidestreamError(f"a request of the benchmark failed: {client.error or f'it did not end within {_PATIENCE_S:g} s'}")
+            raise SidestreamError(
+                f"a request of the benchmark failed: {client.error or f'it did not end within {_PATIENCE_S:g} s'}"
+            )
 
 
 class _Client:
@@ -102,7 +114,8 @@ class _Client:
 class _StepClock:
     """Times steps of an engine from now on.
 
-    steps   of each: rows that decoded (0: a prompt was computed beside them), seconds and processor's seconds without those spent waiting
+    steps   of each: rows that decoded (0: a prompt was computed beside them), seconds and processor's seconds without
+            those spent waiting
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -115,10 +128,12 @@ class _StepClock:
             rows[0], waited[:] = 0, (0.0, 0.0)
             begin_s, begin_cpu_s = time.perf_counter(), time.thread_time()
             worked = step()
-            self.steps.append((rows[0], time.perf_counter() - begin_s - waited[0], time.thread_time() - begin_cpu_s - waited[1]))
+            self.steps.append(
+                (rows[0], time.perf_counter() - begin_s - waited[0], time.thread_time() - begin_cpu_s - waited[1])
+            )
             return worked
 
-        def counted(batch: BatchPlan, **more: Any) -> Flight:
+        def counted(batch: BatchPlan, **more: Any) -> LaunchedStep:
             rows[0] = 0 if batch.num_prefill_tokens else len(batch.rows)
             return launch(batch, **more)
 

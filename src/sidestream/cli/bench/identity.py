@@ -1,4 +1,6 @@
-"""Whether tokens depend on how they are computed: offload on and off, asynchronous and not, captured graphs and kernel by kernel; and how far logits differ."""
+"""Whether tokens depend on how they are computed: offload on and off, asynchronous and not, captured graphs and kernel
+by kernel; and how far logits differ.
+"""
 
 from __future__ import annotations
 
@@ -23,17 +25,22 @@ _WAYS: dict[str, dict[str, Any]] = {
     "offload_off": {"offload": None},
     "synchronous": {"asynchronous": False},
 }
-# And on a GPU: graphs of layers as they are written, which are the kernels that an eager engine launches. What is served has compiled ones.
+# And on a GPU: graphs of layers as they are written, which are the kernels that an eager engine launches. What is
+# served has compiled ones.
 _AS_WRITTEN, _EAGER = "as_written", "eager"
 
 _Answers = tuple[list[Answer], list[Answer]]
 
 
-def measure(*, device: str, shape: str, requests: int, prompt_tokens: int, output_tokens: int, tell: Callable[[str], None]) -> list[Figure]:
-    """The same prompts, all at once and greedily, of engines that differ in one thing: the share of requests whose tokens are all equal, and, asked a
-    second time for them, how far the log-probability of a token behind equal ones is from the other's. The engines are there one after another.
+def measure(
+    *, device: str, shape: str, requests: int, prompt_tokens: int, output_tokens: int, tell: Callable[[str], None]
+) -> list[Figure]:
+    """The same prompts, all at once and greedily, of engines that differ in one thing: the share of requests whose
+    tokens are all equal, and, asked a second time for them, how far the log-probability of a token behind equal ones is
+    from the other's. The engines are there one after another.
 
-    No prompt shares anything with another, and none finds what was stored: what comes back from other tiers is compared by `bench prefix`.
+    No prompt shares anything with another, and none finds what was stored: what comes back from other tiers is compared
+    by `bench prefix`.
     """
     base = EngineConfig(
         device=device,
@@ -59,7 +66,9 @@ def measure(*, device: str, shape: str, requests: int, prompt_tokens: int, outpu
 
 def _compared(name: str, one: _Answers, other: _Answers, bound: Bound | None) -> list[Figure]:
     equal = [ours.tokens == theirs.tokens for ours, theirs in zip(one[0], other[0], strict=True)]
-    distances = [distance for ours, theirs in zip(one[1], other[1], strict=True) for distance in _distances(ours, theirs)]
+    distances = [
+        distance for ours, theirs in zip(one[1], other[1], strict=True) for distance in _distances(ours, theirs)
+    ]
     return [
         Figure(f"requests_identical_{name}", sum(equal) / len(equal), "share", bound),
         Figure(f"logprob_distance_max_{name}", max(distances), "nats"),
@@ -74,7 +83,9 @@ def _answers(config: EngineConfig, shape: str, requests: int, prompt_tokens: int
     engine = build_engine(model, config)
     try:
         random = np.random.default_rng(0)
-        prompts = [[int(token) for token in random.integers(1, model.vocab_size, prompt_tokens)] for _ in range(requests)]
+        prompts = [
+            [int(token) for token in random.integers(1, model.vocab_size, prompt_tokens)] for _ in range(requests)
+        ]
         plain = [answer.wait() for answer in ask_at_once(engine, prompts, output_tokens)]
         engine.reset_cache()
         return plain, [answer.wait() for answer in ask_at_once(engine, prompts, output_tokens, logprobs=0)]
@@ -86,4 +97,6 @@ def _distances(ours: Answer, theirs: Answer) -> list[float]:
     """Of the log-probabilities of equal tokens behind equal ones, and of the first that differ."""
     pairs = zip(ours.tokens, theirs.tokens, strict=True)
     equal = next((at for at, (one, other) in enumerate(pairs) if one != other), len(ours.tokens))
-    return [abs(one - other) for one, other in zip(ours.logprobs[: equal + 1], theirs.logprobs[: equal + 1], strict=True)]
+    return [
+        abs(one - other) for one, other in zip(ours.logprobs[: equal + 1], theirs.logprobs[: equal + 1], strict=True)
+    ]

@@ -1,4 +1,6 @@
-"""How much slower a decode step and a large matrix product are while stores and loads run at full rate; and with a kernel that copies."""
+"""How much slower a decode step and a large matrix product are while stores and loads run at full rate; and with a
+kernel that copies.
+"""
 
 from __future__ import annotations
 
@@ -55,16 +57,24 @@ def measure(*, device: str, rounds: int, tell: Callable[[str], None]) -> list[Fi
     finally:
         rig.close()
     bounds = {"decode_under_transfer": at_most(1.05), "matmul_under_transfer": at_most(1.08)}
-    figures = [Figure(name, median(values), "ratio", bounds.get(name)) for name, values in ratios.items() if not name.endswith("alone")]
+    figures = [
+        Figure(name, median(values), "ratio", bounds.get(name))
+        for name, values in ratios.items()
+        if not name.endswith("alone")
+    ]
     figures += [Figure(f"{name}_ms", median(values), "ms") for name, values in steps_ms.items()]
     return [*figures, Figure("transfer_gb_s", median(rates) / 1e9, "GB/s")]
 
 
 def _works(device: Device, stream: Stream, *, small: bool) -> list[tuple[str, Callable[[], Fence], int]]:
-    """Name, launch and repetitions: a decode step of 32 rows through the weights of Qwen3-8B, and matrix products of 8192 cubed."""
+    """Name, launch and repetitions: a decode step of 32 rows through the weights of Qwen3-8B, and matrix products of
+    8192 cubed.
+    """
     on, dtype, scale = device.torch_device, torch.bfloat16, 64 if small else 1
     layers = 2 if small else _LAYERS
-    weights = [[torch.randn(i // scale, o // scale, device=on, dtype=dtype) for i, o in _PROJECTIONS] for _ in range(layers)]
+    weights = [
+        [torch.randn(i // scale, o // scale, device=on, dtype=dtype) for i, o in _PROJECTIONS] for _ in range(layers)
+    ]
     inputs = {i: torch.randn(_ROWS, i // scale, device=on, dtype=dtype) for i, _ in _PROJECTIONS}
     side = _MATMUL // scale
     left, right = (torch.randn(side, side, device=on, dtype=dtype) for _ in range(2))
@@ -97,15 +107,15 @@ def _works(device: Device, stream: Stream, *, small: bool) -> list[tuple[str, Ca
 def _seconds(device: Device, launch: Callable[[], Fence], load: Any, repeats: int) -> float:
     """Seconds of one launch, many in a row: the next is launched before the one before is waited for."""
     previous = launch()
-    device.wait_host(previous, reason="flight")
+    device.wait_host(previous, reason="step")
     start = time.perf_counter()
     previous = launch()
     for _ in range(repeats - 1):
         following = launch()
         load.top_up()
-        device.wait_host(previous, reason="flight")
+        device.wait_host(previous, reason="step")
         previous = following
-    device.wait_host(previous, reason="flight")
+    device.wait_host(previous, reason="step")
     return (time.perf_counter() - start) / repeats
 
 
@@ -173,7 +183,9 @@ class _Kernel:
     def __init__(self, rig: Rig, count: int, programs: int) -> None:
         self._rig = rig
         self._programs = programs
-        ids = np.random.default_rng(0).permutation(count).tolist()  # neighbours would be copied as one piece, by one program
+        ids = (
+            np.random.default_rng(0).permutation(count).tolist()
+        )  # neighbours would be copied as one piece, by one program
         host = rig.transfers._mover._host_memory
         self._batch = layers_batch(rig.memory, ids, host, ids, range(rig.layout.num_layers))
         self._stream = rig.device.stream(f"kernel {time.perf_counter_ns()}")

@@ -1,4 +1,6 @@
-"""How soon the host sees a drawn token while a gigabyte is being stored: through the mailbox, and through the copy engine's queue."""
+"""How soon the host sees a drawn token while a gigabyte is being stored: through the mailbox, and through the copy
+engine's queue.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +18,13 @@ from sidestream.transfer.copy import layers_batch
 from sidestream.types import Fence
 
 _ROWS = 128
-_FLIGHT_S = 0.001
+_STEP_S = 0.001
 
 
 def measure(*, device: str, mib: int, tokens: int, tell: Callable[[str], None]) -> list[Figure]:
-    """Latencies of the tokens of 128 rows, from the moment at which the device has drawn them until the host has seen them."""
+    """Latencies of the tokens of 128 rows, from the moment at which the device has drawn them until the host has seen
+    them.
+    """
     used = open_device(device)
     count = (mib << 20) // QWEN3_8B_BLOCK.block_bytes
     rig = Rig(used, QWEN3_8B_BLOCK, num_blocks=2 * count, num_slots=3 * count)
@@ -37,7 +41,9 @@ def measure(*, device: str, mib: int, tokens: int, tell: Callable[[str], None]) 
             stored.top_up()
             under.append(box.latency_ms(box.deliver))
         stored.end()
-        stored_gb_s = (rig.metrics.value("transfer_bytes_total", "store") - before) / (time.perf_counter() - start) / 1e9
+        stored_gb_s = (
+            (rig.metrics.value("transfer_bytes_total", "store") - before) / (time.perf_counter() - start) / 1e9
+        )
         tell("the copy engine's queue, paced")
         while len(paced) < tokens // 4:
             stored.top_up()
@@ -79,7 +85,10 @@ class _Stores:
         """Order another half if the one before the last has ended."""
         self._rig.poll()
         if self._last is None or self._last.poll():
-            self._last, following = self._following, self._rig.store(self._rig.new_keys(self._half), self._blocks.ids[: self._half])
+            self._last, following = (
+                self._following,
+                self._rig.store(self._rig.new_keys(self._half), self._blocks.ids[: self._half]),
+            )
             self._following = following
 
     def end(self) -> None:
@@ -88,7 +97,7 @@ class _Stores:
 
 
 class _Box:
-    """A mailbox, the stream of the flights, and the two clocks: of whoever drew the tokens, and of the host."""
+    """A mailbox, the stream of the steps, and the two clocks: of whoever drew the tokens, and of the host."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
@@ -108,16 +117,18 @@ class _Box:
         self._numbers[:_ROWS].copy_(self._tokens, non_blocking=True)
 
     def latency_ms(self, bring: Callable[[], None]) -> float:
-        """From the end of a flight that the host waits for, as it does in a commit, until the host has seen the tokens."""
+        """From the end of a step that the host waits for, as it does in a commit, until the host has seen the
+        tokens.
+        """
 
-        def flight() -> None:
-            busy(self._device, _FLIGHT_S)
+        def step() -> None:
+            busy(self._device, _STEP_S)
             stamp(self._device, self._memory, 8 * _ROWS)
             bring()
 
         self._seen[:] = -1
-        fence = self._compute.submit(flight)
-        self._device.wait_host(fence, reason="flight")
+        fence = self._compute.submit(step)
+        self._device.wait_host(fence, reason="step")
         now_ns = time.perf_counter_ns()
         if self._seen[0] or self._seen[_ROWS - 1] != _ROWS - 1:
             raise RuntimeError("the tokens are not there behind the fence")
@@ -132,7 +143,9 @@ class _Box:
         return 1e3 * (time.perf_counter() - start)
 
     def _compare_clocks(self) -> int:
-        """Host's minus device's, in ns: of many stamps the one that was seen soonest after its launch, taken to lie in the middle."""
+        """Host's minus device's, in ns: of many stamps the one that was seen soonest after its launch, taken to lie in
+        the middle.
+        """
         best = (1 << 62, 0)
         for _ in range(500):
             self._seen[_ROWS] = -1

@@ -1,4 +1,6 @@
-"""What offload costs a step when it moves nothing, and when it stores all the time; what the ordering checker costs on top."""
+"""What offload costs a step when it moves nothing, and when it stores all the time; what the ordering checker costs on
+top.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ _IDLE = {"prompt_tokens": 8, "output_tokens": 7, "repeats": 6}
 
 
 def measure(model: str, *, rounds: int, tell: Callable[[str], None]) -> list[Figure]:
-    """The same requests through three engines in turn: offload off, on, and on with the checker; with every block stored, and with none."""
+    """The same requests through three engines in turn: offload off, on, and on with the checker; with every block
+    stored, and with none.
+    """
     from sidestream.models.catalog import resolve
 
     path, rng = resolve(model), random.Random(0)
@@ -38,11 +42,14 @@ def measure(model: str, *, rounds: int, tell: Callable[[str], None]) -> list[Fig
             for number in range(rounds):
                 for name, shape, ratios in (("storing", _STORING, storing), ("idle", _IDLE, idle)):
                     tell(f"round {number + 1} of {rounds}, {name}")
-                    prompts = [[rng.randrange(300, 20_000) for _ in range(shape["prompt_tokens"])] for _ in range(_REQUESTS)]
+                    prompts = [
+                        [rng.randrange(300, 20_000) for _ in range(shape["prompt_tokens"])] for _ in range(_REQUESTS)
+                    ]
                     seconds = {}
                     for which in ("checking", "on", "off") if number % 2 else ("off", "on", "checking"):
                         answers = [
-                            engines[which].ask(prompts, max_tokens=shape["output_tokens"], at_once=True) for _ in range(shape["repeats"])
+                            engines[which].ask(prompts, max_tokens=shape["output_tokens"], at_once=True)
+                            for _ in range(shape["repeats"])
                         ]
                         seconds[which] = sum(a.seconds for a in answers) / sum(a.steps for a in answers)
                         if which == "on":

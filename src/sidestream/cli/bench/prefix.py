@@ -25,7 +25,8 @@ def measure(model: str, *, prompt_tokens: int, rounds: int, tell: Callable[[str]
     ids = Tokenizer.load(path).encode(sample_text())
     ids = ids * ((prompt_tokens + rounds) // len(ids) + 1)
     prompts = [ids[start : start + prompt_tokens] for start in range(rounds)]
-    # The pool holds a prompt and a half: after the next prompt's answer, nothing of the start of the one before is left.
+    # The pool holds a prompt and a half: after the next prompt's answer, nothing of the start of the one before is
+    # left.
     kv_memory = prompt_tokens * 3 // 2 * kv_token_bytes(path)
     with tempfile.TemporaryDirectory(prefix="sidestream-bench-") as scratch:
         options = {

@@ -71,7 +71,9 @@ def at_least(value: float) -> Bound:
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """The value that `percent` of all are not above, interpolated linearly between the nearest two. `values` must not be empty."""
+    """The value that `percent` of all are not above, interpolated linearly between the nearest two. `values` must not
+    be empty.
+    """
     ordered = sorted(values)
     place = (len(ordered) - 1) * percent / 100
     below = int(place)
@@ -80,7 +82,9 @@ def percentile(values: Sequence[float], percent: float) -> float:
 
 
 def environment(model: str, dtype: str | None = None) -> dict[str, object]:
-    """The machine and the versions that the figures depend on; `dtype`: what the model was loaded in, if one was loaded."""
+    """The machine and the versions that the figures depend on; `dtype`: what the model was loaded in, if one was
+    loaded.
+    """
     import torch
 
     gpu = {"gpu": torch.cuda.get_device_name()} if torch.cuda.is_initialized() else {}  # type: ignore[no-untyped-call]
@@ -116,7 +120,9 @@ def publish(
     dtype: str | None = None,
     details: Mapping[str, object] | None = None,
 ) -> bool:
-    """Print the figures, as one JSON object or as a table; returns whether all bounds hold. `dtype` and `details` go into the object only."""
+    """Print the figures, as one JSON object or as a table; returns whether all bounds hold. `dtype` and `details` go
+    into the object only.
+    """
     if as_json:
         report: dict[str, object] = {
             "bench": bench,

@@ -1,4 +1,6 @@
-"""What benchmarks of a whole engine ask it for: prompts of random tokens, answers with the host's clock, and no text."""
+"""What benchmarks of a whole engine ask it for: prompts of random tokens, answers with the host's clock, and no
+text.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +59,9 @@ class Answer:
 def ask(engine: Engine, prompt: Sequence[int], outputs: int, **more: Any) -> Answer:
     """Greedy, to the last of so many tokens; `more` of what a request may ask for."""
     answer = Answer(time.perf_counter())
-    engine.submit(prompt, SamplingParams(**{"temperature": 0, "max_tokens": outputs, "ignore_eos": True, **more}), answer.take)
+    engine.submit(
+        prompt, SamplingParams(**{"temperature": 0, "max_tokens": outputs, "ignore_eos": True, **more}), answer.take
+    )
     return answer
 
 

@@ -28,7 +28,10 @@ def measure(model: str, *, num_requests: int, tell: Callable[[str], None]) -> li
             for done in range(0, num_requests, _WAVE):
                 tell(f"request {done} of {num_requests}")
                 prompts = [[rng.randrange(300, 20_000) for _ in range(rng.randrange(8, 64))] for _ in range(_WAVE)]
-                params = [SamplingParams(temperature=0.8, seed=done, max_tokens=rng.randrange(1, 9), ignore_eos=True) for _ in prompts]
+                params = [
+                    SamplingParams(temperature=0.8, seed=done, max_tokens=rng.randrange(1, 9), ignore_eos=True)
+                    for _ in prompts
+                ]
                 llm.generate(prompts, params)
                 next(llm.stream(prompts[0], SamplingParams(max_tokens=64)))  # left at once: an abort
                 if done + _WAVE == _SETTLED:

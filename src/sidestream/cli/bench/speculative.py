@@ -1,4 +1,6 @@
-"""Tokens a second with drafts over without, tokens that a step goes on by, and what must not change: every token, every accept length."""
+"""Tokens a second with drafts over without, tokens that a step goes on by, and what must not change: every token, every
+accept length.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +12,12 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from sidestream.cli.bench.flights import FlightClock
 from sidestream.cli.bench.report import Figure, at_least, at_most
+from sidestream.cli.bench.steps import StepClock
 from sidestream.cli.visits import Engine
 from sidestream.config import SamplingParams, SpeculativeConfig
 from sidestream.errors import SidestreamError
-from sidestream.execute.executor import Executor, Flight, Work
+from sidestream.execute.executor import Executor, LaunchedStep, Work
 from sidestream.execute.forward import Computed
 from sidestream.execute.mailbox import Delivered
 from sidestream.llm import LLM
@@ -23,7 +25,8 @@ from sidestream.types import BatchPlan, Fence, LayerGates
 
 _DRAFTS = 4
 _SEVERAL = 8  # requests that are asked at any number at once, and whose accept lengths are compared
-# Turns of each engine in a round on a GPU where all are asked at once: that takes a fifth of a second, and a host may be slow for longer.
+# Turns of each engine in a round on a GPU where all are asked at once: that takes a fifth of a second, and a host may
+# be slow for longer.
 _TURNS = 3
 
 
@@ -38,7 +41,8 @@ def measure(
     rounds: int,
     tell: Callable[[str], None],
 ) -> list[Figure]:
-    """The same prompts by engines that differ in their drafts alone, taking turns. Bounds but those of equality are for a GPU.
+    """The same prompts by engines that differ in their drafts alone, taking turns. Bounds but those of equality are for
+    a GPU.
 
     Prompts are tasks about topics that no head was taught on.
     """
@@ -61,17 +65,21 @@ def measure(
     }
 
     asked = [prompts[:batch] for batch in batches]
-    tell("flights without drafts")
-    figures = _flights(str(path), options, "plain", None, asked, output_tokens, on_gpu=on_gpu)
+    tell("steps without drafts")
+    figures = _steps(str(path), options, "plain", None, asked, output_tokens, on_gpu=on_gpu)
     for name, config in proposers.items():
         tell(f"accept lengths of {name}")
         figures += _equalities(str(path), options, name, config, prompts[:_SEVERAL], output_tokens)
-        tell(f"flights of {name}")
-        figures += _flights(str(path), options, name, config, asked, output_tokens, on_gpu=on_gpu)
+        tell(f"steps of {name}")
+        figures += _steps(str(path), options, name, config, asked, output_tokens, on_gpu=on_gpu)
     figures.append(
         Figure(
             "speculative_idle_share_max",
-            max(figure.value for figure in figures if figure.name.startswith("idle_share_") and not figure.name.endswith("_plain")),
+            max(
+                figure.value
+                for figure in figures
+                if figure.name.startswith("idle_share_") and not figure.name.endswith("_plain")
+            ),
             "share",
             at_most(0.03) if on_gpu else None,
         )
@@ -80,22 +88,32 @@ def measure(
     with contextlib.ExitStack() as ends:
         # Each in a process of its own, or the threads of one would be in another's way.
         engines = {"plain": ends.enter_context(Engine(str(path), dict(options)))}
-        engines |= {name: ends.enter_context(Engine(str(path), {**options, "speculative": config})) for name, config in proposers.items()}
+        engines |= {
+            name: ends.enter_context(Engine(str(path), {**options, "speculative": config}))
+            for name, config in proposers.items()
+        }
         for number in range(1, rounds + 1):
             for batch in batches:
                 tell(f"round {number} of {rounds}, {batch} at once")
                 groups = [prompts[at : at + batch] for at in range(0, max(batch, _SEVERAL - batch + 1), batch)]
                 for _ in range(_TURNS if on_gpu and len(groups) == 1 else 1):
                     for name, engine in engines.items():
-                        seconds = sum(engine.ask(group, max_tokens=output_tokens, at_once=True).seconds for group in groups)
+                        seconds = sum(
+                            engine.ask(group, max_tokens=output_tokens, at_once=True).seconds for group in groups
+                        )
                         speeds[name, batch].append(batch * len(groups) * output_tokens / seconds)
     for name in proposers:
-        ratios = {batch: median(a / b for a, b in zip(speeds[name, batch], speeds["plain", batch], strict=True)) for batch in batches}
+        ratios = {
+            batch: median(a / b for a, b in zip(speeds[name, batch], speeds["plain", batch], strict=True))
+            for batch in batches
+        }
         figures += [Figure(f"speedup_b{batch}_{name}", ratio, "ratio") for batch, ratio in ratios.items()]
         figures.append(Figure(f"speedup_min_{name}", min(ratios.values()), "ratio", at_least(0.97) if on_gpu else None))
         if name == "mtp" and on_gpu:
             figures.append(Figure("speedup_b1", ratios[min(batches)], "ratio", at_least(1.8)))
-    return figures + [Figure(f"plain_tokens_per_s_b{batch}", median(speeds["plain", batch]), "tokens/s") for batch in batches]
+    return figures + [
+        Figure(f"plain_tokens_per_s_b{batch}", median(speeds["plain", batch]), "tokens/s") for batch in batches
+    ]
 
 
 def _held_out(path: str, count: int) -> list[list[int]]:
@@ -113,12 +131,16 @@ def _held_out(path: str, count: int) -> list[list[int]]:
 def _equalities(
     path: str, options: dict[str, Any], name: str, config: dict[str, Any], prompts: list[list[int]], output_tokens: int
 ) -> list[Figure]:
-    """With a fixed number of drafts, asynchronous and synchronous: the tokens, the accept lengths, and how many tokens a step goes on by.
+    """With a fixed number of drafts, asynchronous and synchronous: the tokens, the accept lengths, and how many tokens
+    a step goes on by.
 
-    In float32, where products of several rows and of one round nearly alike. Accept lengths are compared step by step, but for a request's last
-    steps: how much may be drafted there depends on what is on its way.
+    In float32, where products of several rows and of one round nearly alike. Accept lengths are compared step by step,
+    but for a request's last steps: how much may be drafted there depends on what is on its way.
     """
-    fixed, params = SpeculativeConfig(**config, adaptive=False), SamplingParams(temperature=0, max_tokens=output_tokens, ignore_eos=True)
+    fixed, params = (
+        SpeculativeConfig(**config, adaptive=False),
+        SamplingParams(temperature=0, max_tokens=output_tokens, ignore_eos=True),
+    )
     options = {**options, "max_running": _SEVERAL}  # fewer graphs to capture
     waits = steps = 0
     with LLM(path, **{**options, "dtype": "float32"}) as llm:
@@ -130,7 +152,7 @@ def _equalities(
             tokens.append([output.token_ids for output in llm.generate(prompts, params)])
             lengths.append(dict(seen))
             if asynchronous:
-                waits = sum(count for reason, count in llm.engine.parts.device.host_waits().items() if reason != "flight")
+                waits = sum(count for reason, count in llm.engine.parts.device.host_waits().items() if reason != "step")
                 steps = llm.engine.num_steps
     every = [length for of_request in lengths[0].values() for length in of_request.values()]
     alike = all(
@@ -146,7 +168,7 @@ def _equalities(
     ]
 
 
-def _flights(
+def _steps(
     path: str,
     options: dict[str, Any],
     name: str,
@@ -156,10 +178,11 @@ def _flights(
     *,
     on_gpu: bool,
 ) -> list[Figure]:
-    """As it is served, for each number of requests at once: what the engine thread needs to launch a flight that drafts, and of that, to publish how
-    far its rows go and to hand it over to whoever reads it, which is what is behind the forward pass; and then, with the device's clock asked at both
-    ends of each flight, which takes the engine thread some time as well: how long the device takes from one flight's end to the next one's, for
-    flights of all requests that draft (without `config`: that decode), and how much of that it has none.
+    """As it is served, for each number of requests at once: what the engine thread needs to launch a step that drafts,
+    and of that, to publish how far its rows go and to hand it over to whoever reads it, which is what is behind the
+    forward pass; and then, with the device's clock asked at both ends of each step, which takes the engine thread some
+    time as well: how long the device takes from one step's end to the next one's, for steps of all requests that draft
+    (without `config`: that decode), and how much of that it has none.
     """
     params = SamplingParams(temperature=0, max_tokens=output_tokens, ignore_eos=True)
     speculative = None if config is None else SpeculativeConfig(**config)
@@ -174,29 +197,37 @@ def _flights(
             end = f"b{len(prompts)}_{name}"
             handed_over.clear()
             llm.generate(prompts, params)
-            figures.append(Figure(f"uncaptured_share_{end}", handed_over.uncaptured / handed_over.flights, "share"))
+            figures.append(
+                Figure(f"uncaptured_share_{end}", handed_over.uncaptured / handed_over.launched_steps, "share")
+            )
             if handed_over.launching:
                 launching += handed_over.launching
                 dispatching += handed_over.dispatching
                 figures.append(Figure(f"launch_us_{end}", 1e6 * median(handed_over.launching), "us"))
-        clock = FlightClock(parts.device, parts.executor)
+        clock = StepClock(parts.device, parts.executor)
         for prompts in asked:
-            first, end = len(clock.flights), f"b{len(prompts)}_{name}"
+            first, end = len(clock.launched_steps), f"b{len(prompts)}_{name}"
             llm.generate(prompts, params)
-            drafts = [flight.drafts if flight.rows == len(prompts) and not flight.given else -1 for flight in clock.flights]
+            drafts = [
+                step.drafts if step.rows == len(prompts) and not step.given else -1 for step in clock.launched_steps
+            ]
             least = 0 if config is None else 1
             chosen = [at for at in range(first + 1, len(drafts)) if drafts[at] >= least and drafts[at - 1] >= least]
             if not chosen:
                 continue
             lengths, idle = clock.steps(chosen)
-            figures.append(Figure(f"flight_ms_{end}", 1e3 * median(lengths), "ms"))
+            figures.append(Figure(f"step_ms_{end}", 1e3 * median(lengths), "ms"))
             figures.append(Figure(f"idle_share_{end}", sum(idle) / sum(lengths), "share"))
             if config is not None:
-                figures.append(Figure(f"drafts_per_row_{end}", sum(drafts[at] for at in chosen) / len(chosen) / len(prompts), "tokens"))
+                figures.append(
+                    Figure(
+                        f"drafts_per_row_{end}", sum(drafts[at] for at in chosen) / len(chosen) / len(prompts), "tokens"
+                    )
+                )
     if config is None:
         return figures
     if not launching or not any(figure.name.startswith("idle_share_") for figure in figures):
-        raise SidestreamError(f"no flight had drafts of {name}: there is nothing to measure; ask for more tokens")
+        raise SidestreamError(f"no step had drafts of {name}: there is nothing to measure; ask for more tokens")
     return [
         *figures,
         Figure(f"launch_us_median_{name}", 1e6 * median(launching), "us"),
@@ -205,47 +236,49 @@ def _flights(
 
 
 def _accept_lengths(llm: LLM) -> dict[int, dict[int, int]]:
-    """By request and number of tokens that it has, how far it goes in each step that drafts as much as may be; from now on."""
+    """By request and number of tokens that it has, how far it goes in each step that drafts as much as may be; from now
+    on.
+    """
     seen: dict[int, dict[int, int]] = defaultdict(dict)
     count = llm.engine._drafts.count
 
-    def count_and_keep(flight: Flight, delivered: Delivered) -> None:
-        sampling = (row for row in flight.batch.rows if row.samples)
+    def count_and_keep(step: LaunchedStep, delivered: Delivered) -> None:
+        sampling = (row for row in step.batch.rows if row.samples)
         for row, result in zip(sampling, delivered.rows, strict=True):
             request = llm.engine.parts.scheduler.get(row.request_id)
             if row.drafts == _DRAFTS and request is not None:
                 seen[row.request_id][len(request.tokens) - len(result.token_ids)] = len(result.token_ids)
-        count(flight, delivered)
+        count(step, delivered)
 
     llm.engine._drafts.count = count_and_keep  # type: ignore[method-assign]
     return seen
 
 
 class _HandedOver:
-    """What handing flights over takes on the engine thread, from now on.
+    """What handing steps over takes on the engine thread, from now on.
 
-    launching     seconds of each flight that drafts
+    launching     seconds of each step that drafts
     dispatching   of those, what is behind the forward pass
-    flights       all of them
+    steps       all of them
     uncaptured    those that were launched kernel by kernel
     """
 
     def __init__(self, executor: Executor) -> None:
         self.launching: list[float] = []
         self.dispatching: list[float] = []
-        self.flights = self.uncaptured = 0
+        self.launched_steps = self.uncaptured = 0
         self._enqueued_s = 0.0
         launch, eager_work, run = executor.launch, executor._eager_work, executor._forward.run
 
-        def timed(batch: BatchPlan, *, after: tuple[Fence, ...], gates: LayerGates) -> Flight:
-            self.flights += 1
+        def timed(batch: BatchPlan, *, after: tuple[Fence, ...], gates: LayerGates) -> LaunchedStep:
+            self.launched_steps += 1
             begin_s = self._enqueued_s = time.perf_counter()
-            flight = launch(batch, after=after, gates=gates)
+            step = launch(batch, after=after, gates=gates)
             end_s = time.perf_counter()
             if any(batch.columns.drafts):
                 self.launching.append(end_s - begin_s)
                 self.dispatching.append(end_s - self._enqueued_s)
-            return flight
+            return step
 
         def counted(batch: BatchPlan, gates: LayerGates) -> Work:
             self.uncaptured += 1
@@ -261,7 +294,7 @@ class _HandedOver:
         """Begin anew."""
         self.launching.clear()
         self.dispatching.clear()
-        self.flights = self.uncaptured = 0
+        self.launched_steps = self.uncaptured = 0
 
     def _behind(self, enqueue: Callable[..., Computed]) -> Callable[..., Computed]:
         """The same forward pass, which says when it was enqueued."""

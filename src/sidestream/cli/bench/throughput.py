@@ -1,4 +1,5 @@
-"""Tokens a second of a whole engine with offload, over the same engine without: where offload cannot help, and where it must.
+"""Tokens a second of a whole engine with offload, over the same engine without: where offload cannot help, and where it
+must.
 
 Two engines of one model, alive at once, are asked in turn.
 """
@@ -79,14 +80,18 @@ def measure(*, device: str, shape: str, tell: Callable[[str], None]) -> list[Fig
         shares = []
         for number in range(sizes.rounds + 1):
             for offload, engine in engines.items():
-                tell(f"four times the pool, {'with' if offload else 'without'} offload, round {number} of {sizes.rounds}")
+                tell(
+                    f"four times the pool, {'with' if offload else 'without'} offload, round {number} of {sizes.rounds}"
+                )
                 rate, share = _rate(engine, conversations, sizes.outputs, reused=None)
                 if number:  # nobody knows them the first time
                     again[offload].append(rate)
                 if number and offload:
                     shares.append(share)
     if min(shares) < 0.9:
-        raise SidestreamError(f"only {min(shares):.2f} of the prompts' tokens came from a cache: the benchmark measures something else")
+        raise SidestreamError(
+            f"only {min(shares):.2f} of the prompts' tokens came from a cache: the benchmark measures something else"
+        )
     return [
         Figure("throughput_no_reuse", median(strangers[True]) / median(strangers[False]), "ratio", at_least(0.99)),
         Figure("throughput_no_reuse_tokens_s", median(strangers[True]), "tokens/s"),
@@ -112,7 +117,9 @@ def _engine(model: PagedModel, device: str, sizes: Sizes, *, offload: bool) -> E
             kv_memory=(blocks // 4 + 1) * layout.block_bytes,
             max_running=sizes.conversations,
             max_model_len=2 * sizes.tokens,
-            offload=OffloadConfig(host=(blocks + sizes.conversations * others) * layout.block_bytes) if offload else None,
+            offload=OffloadConfig(host=(blocks + sizes.conversations * others) * layout.block_bytes)
+            if offload
+            else None,
         ),
     )
 
@@ -124,5 +131,7 @@ def _rate(engine: Engine, prompts: Sequence[Sequence[int]], outputs: int, *, reu
     seconds = time.perf_counter() - start
     found = sum(answer.cached.device + answer.cached.host + answer.cached.disk for answer in answers)
     if reused is not None and found != reused:
-        raise SidestreamError(f"{found} tokens came from a cache, {reused} were to: the benchmark measures something else")
+        raise SidestreamError(
+            f"{found} tokens came from a cache, {reused} were to: the benchmark measures something else"
+        )
     return sum(len(answer.tokens) for answer in answers) / seconds, found / sum(map(len, prompts))

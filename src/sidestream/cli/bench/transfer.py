@@ -1,4 +1,6 @@
-"""How near stores and loads come to the link, over one large pinned copy; and how far what people do instead stays behind it."""
+"""How near stores and loads come to the link, over one large pinned copy; and how far what people do instead stays
+behind it.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,8 @@ from sidestream.testing.rig import Rig
 from sidestream.transfer.copy import layers_batch
 from sidestream.types import Key
 
-# So many orders, each of all blocks, are given at once: what a lone order spends on its way to the device and back is not the link's.
+# So many orders, each of all blocks, are given at once: what a lone order spends on its way to the device and back is
+# not the link's.
 _IN_A_ROW = 4
 _BASELINE_LIMIT = 2048
 """Segments of the slow baselines: their rate does not depend on how many there are."""

@@ -1,4 +1,6 @@
-"""How a batch of segments becomes calls: addresses, what lies side by side, and which kind of call is fastest. Pure; calls nothing."""
+"""How a batch of segments becomes calls: addresses, what lies side by side, and which kind of call is fastest. Pure;
+calls nothing.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +13,8 @@ import numpy.typing as npt
 from sidestream.device.base import CopyBatch, Memory, Starts
 from sidestream.device.cuda.driver import Table
 
-# Smaller segments, on average, are copied by a kernel: one call of the driver for each costs more than its bytes. On an H100 a batch moves
-# 29 of 55 GB/s at 32 KiB each way, and at 16 KiB 19 to the host and 6 to the device.
+# Smaller segments, on average, are copied by a kernel: one call of the driver for each costs more than its bytes. On an
+# H100 a batch moves 29 of 55 GB/s at 32 KiB each way, and at 16 KiB 19 to the host and 6 to the device.
 KERNEL_BELOW = 32 << 10
 # Smaller pieces of striped memory go by one two-dimensional copy a block: at 64 KiB 0.93 of the link, a batch 0.895.
 GRID_BELOW = 256 << 10
@@ -86,13 +88,20 @@ def segments(batch: CopyBatch, source: Place, target: Place, *, merged: bool = T
 
 
 def _grid(batch: CopyBatch, source: Place, target: Place, max_pitch: int) -> Grid | None:
-    """The batch as two-dimensional copies, if one side is striped evenly, the other lies in one piece, and the pieces are small but not tiny."""
+    """The batch as two-dimensional copies, if one side is striped evenly, the other lies in one piece, and the pieces
+    are small but not tiny.
+    """
     if (striped := _striped_side(batch, source, target)) is None:
         return None
     striped_source, memory, place, starts = striped
     width = memory.stripe
     height = batch.size // width
-    if not (KERNEL_BELOW <= width < GRID_BELOW and height > 1 and height * width == batch.size and width <= place.pitch <= max_pitch):
+    if not (
+        KERNEL_BELOW <= width < GRID_BELOW
+        and height > 1
+        and height * width == batch.size
+        and width <= place.pitch <= max_pitch
+    ):
         return None
     stripes, inside = np.divmod(starts, width)
     if inside.any() or (stripes % len(memory.parts) + height > len(memory.parts)).any():
@@ -104,15 +113,23 @@ def _grid(batch: CopyBatch, source: Place, target: Place, max_pitch: int) -> Gri
 
 
 def _striped_side(batch: CopyBatch, source: Place, target: Place) -> tuple[bool, Memory, Place, Starts] | None:
-    """Whether it is the source, its memory, place and starts, if one side is striped and the other lies in one piece."""
+    """Whether it is the source, its memory, place and starts, if one side is striped and the other lies in one
+    piece.
+    """
     striped_source = len(source.bases) > 1
     if striped_source == (len(target.bases) > 1):
         return None
-    return (True, batch.source, source, batch.source_starts) if striped_source else (False, batch.target, target, batch.target_starts)
+    return (
+        (True, batch.source, source, batch.source_starts)
+        if striped_source
+        else (False, batch.target, target, batch.target_starts)
+    )
 
 
 def _rows(batch: CopyBatch, source: Place, target: Place) -> Table | None:
-    """The table of whole stripes between striped memory and one piece, if it is that: worked out by segment instead of by stripe."""
+    """The table of whole stripes between striped memory and one piece, if it is that: worked out by segment instead of
+    by stripe.
+    """
     if (striped := _striped_side(batch, source, target)) is None:
         return None
     striped_source, memory, place, starts = striped
@@ -138,7 +155,9 @@ def _table(pieces: CopyBatch, source: Place, target: Place, *, merged: bool) -> 
     if follows.any():
         follows &= _steps(sources) == size
     if follows.any():  # rarely: this takes as long again
-        follows &= _stays(pieces.source, source, pieces.source_starts) & _stays(pieces.target, target, pieces.target_starts)
+        follows &= _stays(pieces.source, source, pieces.source_starts) & _stays(
+            pieces.target, target, pieces.target_starts
+        )
         firsts = np.flatnonzero(np.concatenate(([True], ~follows)))
         table = np.empty((3, len(firsts)), dtype=np.int64)
         table[0], table[1], table[2] = targets[firsts], sources[firsts], np.diff(firsts, append=count) * size
@@ -157,7 +176,9 @@ def _addresses(memory: Memory, place: Place, starts: Starts) -> Starts:
 
 
 def _stays(memory: Memory, place: Place, starts: Starts) -> npt.NDArray[np.bool_]:
-    """Whether each segment lies in the same allocation as the one before it: what touches may still have been made by two calls."""
+    """Whether each segment lies in the same allocation as the one before it: what touches may still have been made by
+    two calls.
+    """
     parts, _ = memory.locate(starts)
     same: npt.NDArray[np.bool_] = _steps(parts) == 0
     if len(place.borders):

@@ -1,4 +1,6 @@
-"""The GPU as a device: owned streams, pooled events, pinned host memory. One per engine; used from the engine's thread and from the mover's."""
+"""The GPU as a device: owned streams, pooled events, pinned host memory. One per engine; used from the engine's thread
+and from the mover's.
+"""
 
 from __future__ import annotations
 
@@ -25,20 +27,22 @@ from sidestream.device.cuda.stream import CudaFence, CudaStream
 from sidestream.device.host import HostFence, HostStream, TurnTaker
 from sidestream.errors import ConfigError, DeviceError, DeviceLost, InvariantError
 from sidestream.metrics import Metrics, Timeline
-from sidestream.types import Fence, Witness
+from sidestream.types import Fence, Tracer
 
 log = logging.getLogger(__name__)
 
-# Nobody announces a fence of a GPU: a thread that rests for some looks this often. Not by blocking in the driver: while one thread spins
-# there, another one's wait ends up to milliseconds late.
+# Nobody announces a fence of a GPU: a thread that rests for some looks this often. Not by blocking in the driver: while
+# one thread spins there, another one's wait ends up to milliseconds late.
 _POLL_S = 50e-6
-# A wait of the host asks again and again for so long from when the end may be there, which is how much later it often is.
+# A wait of the host asks again and again for so long from when the end may be there, which is how much later it often
+# is.
 _SPIN_S = 1e-3
 # So long before that it begins: sleep ends late, and the interpreter lock must be had by then.
 _AHEAD_S = 1e-3
 # It looks so often all the same: what waited for a load may take far less time when it need not.
 _NAP_S = 500e-6
-# Segments that a kernel's copy takes in one launch, and how many launches may be on their way before the copy engine takes over.
+# Segments that a kernel's copy takes in one launch, and how many launches may be on their way before the copy engine
+# takes over.
 _TABLE_SEGMENTS = 4096
 _TABLES = 16
 
@@ -46,11 +50,13 @@ _TABLES = 16
 class CudaDevice:
     """One GPU.
 
-    lost   what ended it; None while it works. Then every fence that is not done raises DeviceLost, and so does every submission
+    lost   what ended it; None while it works. Then every fence that is not done raises DeviceLost, and so does every
+           submission
     """
 
     kind = "cuda"
-    # What a load's last piece is cut into: a flight that waits for it ends so many layers behind it, and copies of less are slower than the link.
+    # What a load's last piece is cut into: a step that waits for it ends so many layers behind it, and copies of less
+    # are slower than the link.
     segment_bytes = 9 << 16
 
     def __init__(
@@ -59,12 +65,12 @@ class CudaDevice:
         index: int = 0,
         timeline: Timeline | None = None,
         metrics: Metrics | None = None,
-        witness: Witness | None = None,
+        tracer: Tracer | None = None,
         driver: Driver | None = None,
     ) -> None:
         """Raises ConfigError when there is no GPU that can be used. `driver`: instead of the machine's own."""
-        self.witness = witness
-        self.history = None if witness is None else History(witness)
+        self.tracer = tracer
+        self.history = None if tracer is None else History(tracer)
         self.timeline = timeline
         self.lost: str | None = None
         self.driver = driver or open_driver(index)
@@ -79,7 +85,9 @@ class CudaDevice:
         self._slabs: dict[Memory, Slab] = {}
         self._waits: Counter[str] = Counter()
         self._forecasts: dict[str, Forecast] = {}  # by stream; of the thread that waits for its work
-        self._rung: tuple[CudaFence, tuple[str, float]] | None = None  # what that thread waited for when a bell was rung
+        self._rung: tuple[CudaFence, tuple[str, float]] | None = (
+            None  # what that thread waited for when a bell was rung
+        )
         self._lock = threading.Lock()
         self._closed = False
         tables = self.allocate_host("segments of copies by kernels", _TABLES * _TABLE_SEGMENTS * 3 * 8)
@@ -107,14 +115,14 @@ class CudaDevice:
     def worker(self, name: str) -> HostStream:
         """A thread for work of the host. See `Device.worker`."""
         self._claim(name)
-        worker = HostStream(name, threads=1, timeline=self.timeline, witness=self.witness, on_pass=self._passed)
+        worker = HostStream(name, threads=1, timeline=self.timeline, tracer=self.tracer, on_pass=self._passed)
         self._workers.append(worker)
         return worker
 
     def thread(self, name: str, turn: Callable[[], Rest]) -> TurnTaker:
         """A thread that takes turns. While it rests for fences it looks at them every 50 us. See `Device.thread`."""
         prepare = self.driver.prepare_thread
-        thread = TurnTaker(name, turn, clock=self.now, poll_s=_POLL_S, prepare=prepare, witness=self.witness)
+        thread = TurnTaker(name, turn, clock=self.now, poll_s=_POLL_S, prepare=prepare, tracer=self.tracer)
         self._threads.append(thread)
         return thread
 
@@ -139,7 +147,9 @@ class CudaDevice:
         return replace(batch, prepared=rows)
 
     def allocate(self, name: str, num_bytes: int) -> Memory:
-        """Device memory, not set to anything. Raises ConfigError when it does not fit, OutOfDeviceMemory when the driver thinks so later."""
+        """Device memory, not set to anything. Raises ConfigError when it does not fit, OutOfDeviceMemory when the
+        driver thinks so later.
+        """
         self._check_alive()
         free, total = self.free_memory()
         if num_bytes > free:
@@ -156,7 +166,9 @@ class CudaDevice:
         """
         available = _available_bytes()
         if available is not None:
-            available -= sum(slab.memory.num_bytes - slab.mapped_bytes for slab in self._slabs.values())  # given out, and not taken yet
+            available -= sum(
+                slab.memory.num_bytes - slab.mapped_bytes for slab in self._slabs.values()
+            )  # given out, and not taken yet
         if available is not None and num_bytes > available:
             raise ConfigError(
                 f"{name} memory of {num_bytes / 2**30:.2f} GiB does not fit: this machine has {available / 2**30:.2f} GiB available; ask for less"
@@ -186,10 +198,11 @@ class CudaDevice:
     # ------------------------------------------------------------------ waits
 
     def wait_host(self, fence: Fence, *, reason: str, timeout_s: float | None = None, bell: Bell | None = None) -> bool:
-        """Block this thread until `fence` is done; counted under `reason` unless it was done already. Raises DeviceLost.
+        """Block this thread until `fence` is done; counted under `reason` unless it was done already. Raises
+        DeviceLost.
 
-        A bell is heard while the thread would sleep: until shortly before work of that label can have ended. A short flight, and a `timeout_s`,
-        have no such time.
+        A bell is heard while the thread would sleep: until shortly before work of that label can have ended. A short
+        step, and a `timeout_s`, have no such time.
         """
         rung, self._rung = self._rung, None
         if fence.poll():
@@ -201,8 +214,8 @@ class CudaDevice:
         self._waits[reason] += 1
         if self._metrics is not None:
             self._metrics.inc("host_waits_total", 1, reason)
-        if self.witness is not None:
-            self.witness.stalled(reason)
+        if self.tracer is not None:
+            self.tracer.stalled(reason)
         if isinstance(fence, CudaFence) and timeout_s is None and (launched := fence.owner.launched(fence)) is not None:
             forecast = self._forecasts.setdefault(fence.stream, Forecast())
             if not self._wait_for(fence, forecast.soonest_end_s(*launched), bell):
@@ -214,9 +227,11 @@ class CudaDevice:
         return fence.poll()
 
     def _wait_for(self, fence: CudaFence, soonest_s: float | None, bell: Bell | None) -> bool:
-        """Sleep until shortly before it may end, then ask again and again, then block; False when somebody rang while it slept.
+        """Sleep until shortly before it may end, then ask again and again, then block; False when somebody rang while
+        it slept.
 
-        Who asks has the interpreter lock. Who blocks gets it back when those who took it meanwhile let it go: up to some 0.2 ms too late.
+        Who asks has the interpreter lock. Who blocks gets it back when those who took it meanwhile let it go: up to
+        some 0.2 ms too late.
         """
         now_s = time.perf_counter()
         due_s = now_s if soonest_s is None else max(now_s, soonest_s)
@@ -248,7 +263,9 @@ class CudaDevice:
     # ------------------------------------------------------------------ life
 
     def warm_up(self) -> None:
-        """Launch each kernel of the device once, in each of its variants: a first launch stalls while anything runs (P3). Blocks."""
+        """Launch each kernel of the device once, in each of its variants: a first launch stalls while anything runs
+        (P3). Blocks.
+        """
         from sidestream.device.cuda import kernels
 
         stream = self.stream("warm-up")
@@ -275,10 +292,14 @@ class CudaDevice:
             raise fence.failure
 
     def rest(self) -> None:
-        """Nothing: what torch keeps for the next flight is not the system's to use, and giving it back would hold up the device."""
+        """Nothing: what torch keeps for the next step is not the system's to use, and giving it back would hold up the
+        device.
+        """
 
     def close(self) -> None:
-        """Run what was submitted, then end streams and threads and let go of pinned memory. Idempotent. Of a lost device only what still can."""
+        """Run what was submitted, then end streams and threads and let go of pinned memory. Idempotent. Of a lost
+        device only what still can.
+        """
         if self._closed:
             return
         self._closed = True
@@ -336,7 +357,7 @@ class CudaDevice:
         log.error("%s", self.lost)
 
     def _claim(self, name: str) -> None:
-        """Names are never used again: a witness tells streams apart by them."""
+        """Names are never used again: a tracer tells streams apart by them."""
         with self._lock:
             if self._closed:
                 raise InvariantError(f"the device is closed: stream {name} cannot be made")
@@ -357,7 +378,9 @@ def open_driver(index: int = 0) -> Driver:
     """The machine's driver. Raises ConfigError with what is missing."""
     library = load_library()
     if torch.version.cuda is None:
-        raise ConfigError(f"torch {torch.__version__} is built without CUDA: install a CUDA build of torch, or use the cpu device")
+        raise ConfigError(
+            f"torch {torch.__version__} is built without CUDA: install a CUDA build of torch, or use the cpu device"
+        )
     try:
         if not torch.cuda.is_available():
             raise ConfigError(

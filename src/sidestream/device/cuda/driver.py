@@ -1,8 +1,9 @@
-"""The calls that reach the GPU: the CUDA driver's through ctypes, torch's where torch has them. Knows no order and keeps no state of streams.
+"""The calls that reach the GPU: the CUDA driver's through ctypes, torch's where torch has them. Knows no order and
+keeps no state of streams.
 
-ctypes drops the interpreter lock during a call: a long one holds up no other thread. It is kept while an event is recorded or asked for and
-while a graph is launched, which take less time than handing the lock over: who drops it gets it back when others let go of it, and a thread
-that reads answers has it for 100 us at a time. From any thread.
+ctypes drops the interpreter lock during a call: a long one holds up no other thread. It is kept while an event is
+recorded or asked for and while a graph is launched, which take less time than handing the lock over: who drops it gets
+it back when others let go of it, and a thread that reads answers has it for 100 us at a time. From any thread.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ import torch
 from sidestream.errors import ConfigError, DeviceError, DeviceLost, InvariantError, OutOfDeviceMemory, SidestreamError
 
 _OUT_OF_MEMORY = 2
-# 214 ECC, 220 NVLink, 700 address, 702 timeout, 709 context, 710 assert, 714 to 719 faults of a kernel, 999 unknown. No call works any more.
+# 214 ECC, 220 NVLink, 700 address, 702 timeout, 709 context, 710 assert, 714 to 719 faults of a kernel, 999 unknown. No
+# call works any more.
 _LOST = frozenset({214, 220, 700, 702, 709, 710, 714, 715, 716, 717, 718, 719, 999})
 # The same where only the driver's text is left, as in what Triton raises.
 _LOST_TEXT = re.compile(
@@ -64,8 +66,8 @@ class Event(Protocol):
 
 
 def timed_event() -> torch.cuda.Event:
-    """A new event that keeps when it was passed, for measurements. To record it takes the host some two microseconds, a fraction of what a kernel
-    takes it that writes the clock.
+    """A new event that keeps when it was passed, for measurements. To record it takes the host some two microseconds, a
+    fraction of what a kernel takes it that writes the clock.
     """
     return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
@@ -99,7 +101,9 @@ def load_library() -> Any:
     try:
         return ctypes.CDLL("libcuda.so.1")
     except OSError as error:
-        raise ConfigError(f"the CUDA driver cannot be loaded ({error}): install NVIDIA's driver, or use the cpu device") from error
+        raise ConfigError(
+            f"the CUDA driver cannot be loaded ({error}): install NVIDIA's driver, or use the cpu device"
+        ) from error
 
 
 def named(error: BaseException) -> BaseException:
@@ -107,14 +111,21 @@ def named(error: BaseException) -> BaseException:
     if isinstance(error, SidestreamError):
         return error
     if isinstance(error, torch.OutOfMemoryError):
-        return _caused(OutOfDeviceMemory(f"out of device memory: {_first_line(error)}; lower the KV memory or the batch"), error)
+        return _caused(
+            OutOfDeviceMemory(f"out of device memory: {_first_line(error)}; lower the KV memory or the batch"), error
+        )
     if not isinstance(error, RuntimeError):
         return error
-    code, text = getattr(error, "error_code", None), _first_line(error)  # torch adds a hint about device-side assertions to every error
+    code, text = (
+        getattr(error, "error_code", None),
+        _first_line(error),
+    )  # torch adds a hint about device-side assertions to every error
     if code in _LOST or _LOST_TEXT.search(text):
         return _caused(DeviceLost(f"the GPU is lost: {_first_line(error)}; restart the process"), error)
     if code == _OUT_OF_MEMORY or _OUT_OF_MEMORY_TEXT.search(text):
-        return _caused(OutOfDeviceMemory(f"out of device memory: {_first_line(error)}; lower the KV memory or the batch"), error)
+        return _caused(
+            OutOfDeviceMemory(f"out of device memory: {_first_line(error)}; lower the KV memory or the batch"), error
+        )
     if code is not None:
         return _caused(DeviceError(f"a call of the GPU failed: {_first_line(error)}"), error)
     return error
@@ -143,7 +154,8 @@ def _caused(named_error: BaseException, by: BaseException) -> BaseException:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rows:
-    """A table of segments with what a call needs of it: address of its first row, bytes of a row, address of the attributes.
+    """A table of segments with what a call needs of it: address of its first row, bytes of a row, address of the
+    attributes.
 
     pieces   columns of the table for each segment of the batch
     """
@@ -155,21 +167,30 @@ class Rows:
     pieces: int
 
 
-# Handles of streams that are not in use, by GPU and priority. They are never destroyed: torch remembers on which streams a pinned tensor was
-# used, and when it is freed, whenever that is, records an event on each of them; on a stream that is gone that ends the process.
+# Handles of streams that are not in use, by GPU and priority. They are never destroyed: torch remembers on which
+# streams a pinned tensor was used, and when it is freed, whenever that is, records an event on each of them; on a
+# stream that is gone that ends the process.
 _spare_streams: dict[tuple[int, bool], list[int]] = {}
 
 
 class _Mapped:
-    """Memory of the host by the protocol in which libraries hand device memory to each other; torch keeps it as long as its tensor."""
+    """Memory of the host by the protocol in which libraries hand device memory to each other; torch keeps it as long as
+    its tensor.
+    """
 
     def __init__(self, data: torch.Tensor) -> None:
         self._data = data
-        self.__cuda_array_interface__ = {"shape": tuple(data.shape), "typestr": "|u1", "data": (data.data_ptr(), False), "version": 3}
+        self.__cuda_array_interface__ = {
+            "shape": tuple(data.shape),
+            "typestr": "|u1",
+            "data": (data.data_ptr(), False),
+            "version": 3,
+        }
 
 
 class Driver:
-    """One GPU's driver. What fails raises OutOfDeviceMemory, DeviceLost or DeviceError with the driver's name and text for it.
+    """One GPU's driver. What fails raises OutOfDeviceMemory, DeviceLost or DeviceError with the driver's name and text
+    for it.
 
     library        libcuda, or what stands in for it
     has_batch      whether many segments can be copied by one call
@@ -177,7 +198,9 @@ class Driver:
     """
 
     def __init__(self, library: Any, *, index: int = 0) -> None:
-        """`index` of the GPU. The calling thread can use it from here on; others call `bind`, or a first call does it for them."""
+        """`index` of the GPU. The calling thread can use it from here on; others call `bind`, or a first call does it
+        for them.
+        """
         self.torch_device = torch.device("cuda", index)
         self._library = library
         self._call("cuInit", 0)
@@ -194,7 +217,9 @@ class Driver:
         self._call("cuDeviceGetAttribute", ctypes.byref(pitch), _MAX_PITCH, device)
         self.max_pitch = pitch.value
         self._launch_graph = self._function("cuGraphLaunch", ctypes.c_void_p, ctypes.c_void_p, keeps_lock=True)
-        self._copy_one = self._function("cuMemcpyAsync", ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p)
+        self._copy_one = self._function(
+            "cuMemcpyAsync", ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p
+        )
         self._copy_2d = self._function("cuMemcpy2DAsync_v2", ctypes.c_void_p, ctypes.c_void_p)
         # The second version has no place for the index of the copy that failed.
         self._second_batch = hasattr(library, "cuMemcpyBatchAsync_v2")
@@ -209,15 +234,23 @@ class Driver:
         self._failed = (ctypes.c_size_t * 1)(0)
         places = {True: _Location(_ON_DEVICE, index), False: _Location(_ON_HOST, 0)}
         self._attributes = {
-            (source, target): _Attributes(_IN_STREAM_ORDER, places[source], places[target], 0) for source in places for target in places
+            (source, target): _Attributes(_IN_STREAM_ORDER, places[source], places[target], 0)
+            for source in places
+            for target in places
         }
 
     # ------------------------------------------------------------------ threads, streams, events
 
     def _bound_only_now(self) -> bool:
-        """Whether the calling thread did not use the GPU before, but does now. Calls fail then, some of them with an error that says otherwise."""
+        """Whether the calling thread did not use the GPU before, but does now. Calls fail then, some of them with an
+        error that says otherwise.
+        """
         current = ctypes.c_void_p()
-        if self._context.value is None or self._library.cuCtxGetCurrent(ctypes.byref(current)) or current.value == self._context.value:
+        if (
+            self._context.value is None
+            or self._library.cuCtxGetCurrent(ctypes.byref(current))
+            or current.value == self._context.value
+        ):
             return False
         return not self._library.cuCtxSetCurrent(self._context)
 
@@ -230,10 +263,14 @@ class Driver:
         torch.cuda.set_device(self.torch_device)
         self.bind()
         with suppress(OSError, AttributeError):  # another system: short sleeps are less short
-            ctypes.CDLL(None).prctl(_TIMER_SLACK, ctypes.c_ulong(_SLACK_NS), ctypes.c_ulong(0), ctypes.c_ulong(0), ctypes.c_ulong(0))
+            ctypes.CDLL(None).prctl(
+                _TIMER_SLACK, ctypes.c_ulong(_SLACK_NS), ctypes.c_ulong(0), ctypes.c_ulong(0), ctypes.c_ulong(0)
+            )
 
     def make_stream(self, *, high: bool) -> int:
-        """A handle of a stream that the default stream does not synchronise with. `high`: its kernels go before those of others."""
+        """A handle of a stream that the default stream does not synchronise with. `high`: its kernels go before those
+        of others.
+        """
         spare = _spare_streams.setdefault((self.torch_device.index, high), [])
         with suppress(IndexError):
             return spare.pop()
@@ -255,7 +292,9 @@ class Driver:
         return torch.cuda.ExternalStream(handle, device=self.torch_device)  # type: ignore[no-untyped-call]
 
     def current(self, external: Any) -> AbstractContextManager[Any]:
-        """Makes the stream the calling thread's current one, for kernels. May be entered again and again, by one thread at a time."""
+        """Makes the stream the calling thread's current one, for kernels. May be entered again and again, by one thread
+        at a time.
+        """
         return torch.cuda.stream(external)
 
     def event(self, *, external: bool = False) -> Event:
@@ -284,7 +323,9 @@ class Driver:
         return mapped
 
     def register(self, address: int, num_bytes: int) -> None:
-        """Pin pages of the host, for copies and for kernels, which see them at the same address. Takes 0.035 s per GiB (P7)."""
+        """Pin pages of the host, for copies and for kernels, which see them at the same address. Takes 0.035 s per GiB
+        (P7).
+        """
         self._call("cuMemHostRegister_v2", ctypes.c_void_p(address), ctypes.c_size_t(num_bytes), _PORTABLE_AND_MAPPED)
 
     def unregister(self, address: int) -> None:
@@ -316,7 +357,9 @@ class Driver:
         width: int,
         height: int,
     ) -> None:
-        """Enqueue one two-dimensional copy for each pair of addresses: `height` rows of `width` bytes, `pitch` bytes from one row to the next."""
+        """Enqueue one two-dimensional copy for each pair of addresses: `height` rows of `width` bytes, `pitch` bytes
+        from one row to the next.
+        """
         copy = _Copy2D(_side(from_device, source_pitch), _side(to_device, target_pitch), width, height)
         there, here, address = copy.target, copy.source, ctypes.addressof(copy)
         for target, source in zip(targets, sources, strict=True):
@@ -326,10 +369,18 @@ class Driver:
 
     def rows(self, table: Table, *, from_device: bool, to_device: bool, pieces: int = 1) -> Rows:
         """The table in the form that `copy_rows` takes parts of."""
-        return Rows(table, table.ctypes.data, 8 * table.shape[1], ctypes.addressof(self._attributes[from_device, to_device]), pieces)
+        return Rows(
+            table,
+            table.ctypes.data,
+            8 * table.shape[1],
+            ctypes.addressof(self._attributes[from_device, to_device]),
+            pieces,
+        )
 
     def copy_rows(self, rows: Rows, first: int, count: int, stream: int) -> None:
-        """Enqueue some segments of a batch by one call, in no particular order; by one call for each piece for drivers before 12.8."""
+        """Enqueue some segments of a batch by one call, in no particular order; by one call for each piece for drivers
+        before 12.8.
+        """
         first, count = first * rows.pieces, count * rows.pieces
         if not self.has_batch:
             self.copy_each(rows.table[:, first : first + count], stream)
@@ -339,7 +390,15 @@ class Driver:
             rc = self._copy_batch(base, base + row, base + 2 * row, count, rows.attributes, which, 1, stream)
         else:
             rc = self._copy_batch(
-                base, base + row, base + 2 * row, count, rows.attributes, which, 1, ctypes.addressof(self._failed), stream
+                base,
+                base + row,
+                base + 2 * row,
+                count,
+                rows.attributes,
+                which,
+                1,
+                ctypes.addressof(self._failed),
+                stream,
             )
         if rc and self._bound_only_now():
             self.copy_rows(rows, first // rows.pieces, count // rows.pieces, stream)

@@ -1,10 +1,12 @@
-"""When work that somebody waits for will end, by how long work of that name took before. Pure; used by the thread that waits."""
+"""When work that somebody waits for will end, by how long work of that name took before. Pure; used by the thread that
+waits.
+"""
 
 from __future__ import annotations
 
 from collections import deque
 
-# Names are as many as there are sizes of flights; those that were not seen for long are forgotten.
+# Names are as many as there are sizes of steps; those that were not seen for long are forgotten.
 _MOST_NAMES = 256
 _MEMORY = 8
 

@@ -23,7 +23,9 @@ class CudaEvent:
         self.fence: CudaFence | None = None
 
     def record(self, stream: CudaStream) -> CudaFence:
-        """From now on, whoever waits for this event waits for what `stream` was given so far. Replays that were enqueued wait, too."""
+        """From now on, whoever waits for this event waits for what `stream` was given so far. Replays that were
+        enqueued wait, too.
+        """
         fence = stream.submit(lambda: self.event.record(stream.external), label=f"record {self.name}")
         self.fence = fence
         return fence

@@ -1,7 +1,9 @@
-"""What a witness is told of a device that does not say when it does what: each stream's past, once a fence shows that it is past.
+"""What a tracer is told of a device that does not say when it does what: each stream's past, once a fence shows that it
+is past.
 
-A GPU reports neither when work starts nor when a wait is over. But when a fence is done, so is all before it on its stream, and so is
-everything that was waited for in there; told in that order, as if it happened just then, a witness learns exactly what the fences prove.
+A GPU reports neither when work starts nor when a wait is over. But when a fence is done, so is all before it on its
+stream, and so is everything that was waited for in there; told in that order, as if it happened just then, a tracer
+learns exactly what the fences prove.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from sidestream.types import Access, Accesses, Fence, Witness
+from sidestream.types import Access, Accesses, Fence, Tracer
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,17 +41,19 @@ _Entry = _Started | _Waited | _Touched | _Finished
 
 
 class History:
-    """Logs of all streams of one device, told to the witness as far as their fences are done. From any thread."""
+    """Logs of all streams of one device, told to the tracer as far as their fences are done. From any thread."""
 
-    def __init__(self, witness: Witness) -> None:
-        self._witness = witness
-        self._logs: defaultdict[str, deque[_Entry]] = defaultdict(deque)  # the stream's submitters add, whoever tells takes away
+    def __init__(self, tracer: Tracer) -> None:
+        self._tracer = tracer
+        self._logs: defaultdict[str, deque[_Entry]] = defaultdict(
+            deque
+        )  # the stream's submitters add, whoever tells takes away
         self._told: Counter[str] = Counter()  # up to which tick, by stream
         self._telling = threading.Lock()
 
     def submitted(self, fence: Fence, accesses: Accesses, label: str) -> None:
         """The host is about to enqueue work on `fence.stream`: told at once."""
-        self._witness.submitted(fence, accesses, label)
+        self._tracer.submitted(fence, accesses, label)
         self._logs[fence.stream].append(_Started(fence))
 
     def waited(self, stream: str, fence: Fence) -> None:
@@ -70,19 +74,20 @@ class History:
             self._tell(fence)
 
     def _tell(self, fence: Fence) -> None:
-        stream, witness = fence.stream, self._witness
-        # A fence that was waited for was made earlier, so what it waited for was, too: the logs lead back, never round in a circle.
+        stream, tracer = fence.stream, self._tracer
+        # A fence that was waited for was made earlier, so what it waited for was, too: the logs lead back, never round
+        # in a circle.
         while self._told[stream] < fence.tick and self._logs[stream]:
             match self._logs[stream].popleft():
                 case _Started(own):
-                    witness.started(own)
+                    tracer.started(own)
                 case _Waited(other):
                     self._tell(other)
-                    witness.waited(stream, other)
+                    tracer.waited(stream, other)
                 case _Touched(accesses):
-                    witness.touched(stream, partial(_said, accesses))
+                    tracer.touched(stream, partial(_said, accesses))
                 case _Finished(own):
-                    witness.finished(own)
+                    tracer.finished(own)
                     self._told[stream] = own.tick
 
 

@@ -1,7 +1,8 @@
-"""Kernels that write where the copy engine should not be asked: small segments, and small results past its queue (P5). Need Triton.
+"""Kernels that write where the copy engine should not be asked: small segments, and small results past its queue (P5).
+Need Triton.
 
-Addresses come as plain integers, so that neither a value nor its alignment makes Triton compile another variant behind the first (P3): there
-is one for lanes of eight bytes and one for lanes of one byte.
+Addresses come as plain integers, so that neither a value nor its alignment makes Triton compile another variant behind
+the first (P3): there is one for lanes of eight bytes and one for lanes of one byte.
 """
 
 from __future__ import annotations
@@ -45,7 +46,9 @@ def _deliver(target, source, num_bytes, behind, BEHIND: tl.constexpr, WIDE: tl.c
 
 @triton.jit(do_not_specialize=["table", "count"])  # type: ignore[untyped-decorator]
 def _copy_segments(table, count, WIDE: tl.constexpr, LANES: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
-    """Segment `i` by program `i % programs`. What it needs to know of the next one it asks for before it copies: the table is on the host."""
+    """Segment `i` by program `i % programs`. What it needs to know of the next one it asks for before it copies: the
+    table is on the host.
+    """
     targets = table.to(tl.int64).to(tl.pointer_type(tl.int64))
     sources = targets + count
     sizes = sources + count
@@ -70,15 +73,19 @@ def _stamp(target):  # type: ignore[no-untyped-def]
 
 
 def stamp(target: int) -> None:
-    """Write the GPU's clock, in ns, to `target`, an address on the device or a mapped one of the host's, on the current stream."""
+    """Write the GPU's clock, in ns, to `target`, an address on the device or a mapped one of the host's, on the current
+    stream.
+    """
     grid: Any = _stamp[(1,)]
     grid(target, num_warps=1)
 
 
 def deliver(target: int, source: int, num_bytes: int, *, behind: int = 0) -> None:
-    """Write `num_bytes` at device address `source` to mapped host address `target`, on the current stream, by one program.
+    """Write `num_bytes` at device address `source` to mapped host address `target`, on the current stream, by one
+    program.
 
-    `behind`: a device address, at which an int64, a multiple of eight, says how many bytes further on; 0: there is none.
+    `behind`: a device address, at which an int64, a multiple of eight, says how many bytes further on; 0: there is
+    none.
     """
     wide = not (target | source | num_bytes) % 8
     grid: Any = _deliver[(1,)]

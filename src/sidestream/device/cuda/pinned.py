@@ -1,7 +1,7 @@
 """Host memory that the GPU copies from and to by itself: anonymous pages, touched and pinned in the background (P7).
 
-The first chunk is pinned before the constructor returns. After that, several threads touch the pages, front to back, while one
-thread pins the chunks whose pages exist.
+The first chunk is pinned before the constructor returns. After that, several threads touch the pages, front to back,
+while one thread pins the chunks whose pages exist.
 """
 
 from __future__ import annotations
@@ -30,9 +30,11 @@ READY_AT_ONCE_BYTES = 64 << 20
 FIRST_CHUNK_BYTES = 256 << 20
 CHUNK_BYTES = 1 << 30
 _PAGE_BYTES = 4096
-# What one thread touches at a time: large enough that the call costs nothing, small enough that `close` need not wait long.
+# What one thread touches at a time: large enough that the call costs nothing, small enough that `close` need not wait
+# long.
 _TOUCH_BYTES = 32 << 20
-# Clearing pages is bound by a core, then by the memory: 16 threads were no faster than 8 (bench/results/host-tier-h200.json).
+# Clearing pages is bound by a core, then by the memory: 16 threads were no faster than 8
+# (bench/results/host-tier-h200.json).
 _MAX_TOUCHERS = 8
 # Touching yields the cores to the engine's threads, which start up at the same time.
 _TOUCH_NICE = 10
@@ -55,7 +57,9 @@ class Pins(Protocol):
 
 
 def chunk_borders(num_bytes: int, item_bytes: int) -> list[int]:
-    """Where one pinned chunk ends and the next begins, and the end: whole items and whole pages, but for the end itself."""
+    """Where one pinned chunk ends and the next begins, and the end: whole items and whole pages, but for the end
+    itself.
+    """
     if num_bytes <= READY_AT_ONCE_BYTES:
         return [num_bytes]
     unit, borders, start, chunk = math.lcm(item_bytes, _PAGE_BYTES), [], 0, FIRST_CHUNK_BYTES
@@ -67,7 +71,9 @@ def chunk_borders(num_bytes: int, item_bytes: int) -> list[int]:
 
 
 def advise(address: int, num_bytes: int, advice: int) -> bool:
-    """Tell the kernel about pages; False when it does not want to know. Without the interpreter lock, which `mmap.madvise` keeps."""
+    """Tell the kernel about pages; False when it does not want to know. Without the interpreter lock, which
+    `mmap.madvise` keeps.
+    """
     return bool(_libc().madvise(ctypes.c_void_p(address), ctypes.c_size_t(num_bytes), advice) == 0)
 
 
@@ -87,7 +93,9 @@ class Slab:
     Written by the slab's threads only; read by any thread.
     """
 
-    def __init__(self, name: str, num_bytes: int, *, item_bytes: int, pins: Pins, prepare: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self, name: str, num_bytes: int, *, item_bytes: int, pins: Pins, prepare: Callable[[], None] = lambda: None
+    ) -> None:
         """Blocks until the first chunk is pinned. `prepare` is called first on the slab's thread.
 
         Raises ConfigError when the machine has less memory than `num_bytes`, or lets none of it be pinned.
@@ -96,7 +104,9 @@ class Slab:
             # Private: most systems have no huge pages for shared mappings.
             pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except (OSError, ValueError, OverflowError) as error:
-            raise ConfigError(f"{name} memory of {num_bytes / 2**30:.2f} GiB cannot be allocated on this machine: ask for less") from error
+            raise ConfigError(
+                f"{name} memory of {num_bytes / 2**30:.2f} GiB cannot be allocated on this machine: ask for less"
+            ) from error
         self.memory = Memory(name, (torch.frombuffer(pages, dtype=torch.uint8),))
         self.borders = chunk_borders(num_bytes, item_bytes)
         self.ready_bytes = 0
@@ -152,7 +162,9 @@ class Slab:
         else:
             if not self._closing:
                 seconds = time.perf_counter() - start_s
-                log.info("%s memory: all %.2f GiB are pinned after %.1f s", name, self.memory.num_bytes / 2**30, seconds)
+                log.info(
+                    "%s memory: all %.2f GiB are pinned after %.1f s", name, self.memory.num_bytes / 2**30, seconds
+                )
         finally:
             self.growing = False
 

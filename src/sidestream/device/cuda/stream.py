@@ -1,6 +1,8 @@
-"""A CUDA stream that we own, and the fences on it. Work is enqueued at once, by the thread that submits it; a pooled event marks its end.
+"""A CUDA stream that we own, and the fences on it. Work is enqueued at once, by the thread that submits it; a pooled
+event marks its end.
 
-From any thread: what one submits as one piece lies together on the stream. Whoever polls a fence moves the whole stream's knowledge on.
+From any thread: what one submits as one piece lies together on the stream. Whoever polls a fence moves the whole
+stream's knowledge on.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from sidestream.device.cuda.history import History
 from sidestream.device.host import HostFence
 from sidestream.errors import DeviceLost, InvariantError
 from sidestream.metrics import Timeline
-from sidestream.types import Access, Accesses, Fence, Witness
+from sidestream.types import Access, Accesses, Fence, Tracer
 
 # How often a wait with a deadline looks.
 _LOOK_AGAIN_S = 20e-6
@@ -35,7 +37,7 @@ class Owner(Protocol):
     """What a stream needs of its device."""
 
     driver: Driver
-    witness: Witness | None
+    tracer: Tracer | None
     history: History | None
     timeline: Timeline | None
     lost: str | None
@@ -115,7 +117,7 @@ class CudaFence:
 
 
 @dataclass(slots=True, eq=False)
-class _Flight:
+class _Enqueued:
     """One fence on its way. `waiters` threads block on its event: it cannot be used again before they woke up."""
 
     fence: CudaFence
@@ -128,7 +130,9 @@ class _Flight:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Side:
-    """Where a stream's work goes that runs beside it: the driver's handle, torch's name for it, and what makes it current."""
+    """Where a stream's work goes that runs beside it: the driver's handle, torch's name for it, and what makes it
+    current.
+    """
 
     handle: int
     external: Any
@@ -155,8 +159,8 @@ class CudaStream:
         self._capture: Capture | None = None
         self._side: _Side | None = None
         self._has_aside = False
-        self._flights: deque[_Flight] = deque()  # ticks without a gap, the oldest first
-        self._looking = threading.Lock()  # held for microseconds, by whoever looks at the flights
+        self._enqueued: deque[_Enqueued] = deque()  # ticks without a gap, the oldest first
+        self._looking = threading.Lock()  # held for microseconds, by whoever looks at the enqueued
 
     # ------------------------------------------------------------------ the door
 
@@ -168,7 +172,9 @@ class CudaStream:
         return self._submit(lambda: self._enqueue(work), accesses, label)
 
     def submit_copy(self, batch: CopyBatch, first: int, stop: int, *, label: str = "") -> CudaFence:
-        """Enqueue a copy; of a prepared batch without making the stream current, which only kernels need. See `Stream.submit_copy`."""
+        """Enqueue a copy; of a prepared batch without making the stream current, which only kernels need. See
+        `Stream.submit_copy`.
+        """
         rows = batch.prepared
         if rows is None or self._capture is not None:
             part = batch.part(first, stop)
@@ -186,7 +192,9 @@ class CudaStream:
     def _submit(self, enqueue: Callable[[], None], accesses: Accesses, label: str) -> CudaFence:
         with self._submitting:
             if self._running:
-                raise InvariantError(f"stream {self.name} was given {label or 'work'} by its own work: submit it behind, not inside")
+                raise InvariantError(
+                    f"stream {self.name} was given {label or 'work'} by its own work: submit it behind, not inside"
+                )
             if self._closed:
                 raise InvariantError(f"stream {self.name} is closed: {label or 'work'} cannot be submitted")
             self._check_alive()
@@ -211,13 +219,16 @@ class CudaStream:
             return fence
 
     def wait(self, fence: Fence) -> None:
-        """Order later work behind `fence`, on the device; while a graph is captured this does nothing. See `Stream.wait`.
+        """Order later work behind `fence`, on the device; while a graph is captured this does nothing. See
+        `Stream.wait`.
 
         A fence of a worker must have been seen done: a GPU does not wait for threads of the host.
         """
         if isinstance(fence, HostFence):
             if not fence.poll():
-                raise InvariantError(f"stream {self.name} cannot wait for {fence!r}: work of the host must be seen done, not waited for")
+                raise InvariantError(
+                    f"stream {self.name} cannot wait for {fence!r}: work of the host must be seen done, not waited for"
+                )
         elif not isinstance(fence, CudaFence) or not fence.owner.is_of(self._owner):
             raise InvariantError(f"stream {self.name} cannot wait for {fence!r}: it is not of this device")
         elif not fence.tick:
@@ -246,7 +257,9 @@ class CudaStream:
             self._owner.history.touched(self.name, accesses)
 
     def copy(self, batch: CopyBatch) -> None:
-        """Enqueue the copies, by as few calls as the driver allows. See `Stream.copy`. Raises DeviceError, some of them enqueued."""
+        """Enqueue the copies, by as few calls as the driver allows. See `Stream.copy`. Raises DeviceError, some of them
+        enqueued.
+        """
         if batch.source.pageable or batch.target.pageable:
             raise InvariantError(
                 f"copy from {batch.source.name} to {batch.target.name}: pageable memory would stall this thread; pin it first"
@@ -263,7 +276,9 @@ class CudaStream:
             self._copy_by_engine(calls.table, source, target)
 
     def aside(self, work: Callable[[], None]) -> None:
-        """Enqueue it on a stream of its own, whose kernels let those of this one go first; in a graph, as a branch. See `Stream.aside`."""
+        """Enqueue it on a stream of its own, whose kernels let those of this one go first; in a graph, as a branch. See
+        `Stream.aside`.
+        """
         if not self._running:
             raise InvariantError(f"stream {self.name} was told to enqueue something aside, but not by its work")
         if self._side is None:
@@ -294,7 +309,9 @@ class CudaStream:
     def deliver(self, values: torch.Tensor, memory: Memory, start: int | torch.Tensor, *, further: int = 0) -> None:
         """Have one program of a kernel write the bytes. See `Stream.deliver`."""
         if not values.is_contiguous():
-            raise InvariantError(f"values of shape {tuple(values.shape)} with strides {values.stride()} are not contiguous: deliver a copy")
+            raise InvariantError(
+                f"values of shape {tuple(values.shape)} with strides {values.stride()} are not contiguous: deliver a copy"
+            )
         from sidestream.device.cuda import kernels
 
         num_bytes = values.numel() * values.element_size()
@@ -309,7 +326,9 @@ class CudaStream:
     # ------------------------------------------------------------------ graphs
 
     def capture(self, build: Callable[[], None], *, beside: CudaGraph | None = None) -> CudaGraph:
-        """What `build` submits to this stream, as a graph. See `Stream.capture`. What `build` raises is what this raises, by our name for it."""
+        """What `build` submits to this stream, as a graph. See `Stream.capture`. What `build` raises is what this
+        raises, by our name for it.
+        """
         pool = None if beside is None else beside.graph.pool()
         with self._submitting:
             self._check_alive()
@@ -330,10 +349,16 @@ class CudaStream:
             except BaseException as error:
                 raise named(failure or error)  # noqa: B904 - its cause is what torch raised
             finally:
-                self._capture = failure = None  # an error that its own frames know is collected late, with all that they hold
+                self._capture = failure = (
+                    None  # an error that its own frames know is collected late, with all that they hold
+                )
             tell: Any = getattr(graph, "raw_cuda_graph_exec", None)
             return CudaGraph(
-                graph, tuple(capture.accesses), tuple(capture.waits), capture.ignored_waits, None if tell is None else int(tell())
+                graph,
+                tuple(capture.accesses),
+                tuple(capture.waits),
+                capture.ignored_waits,
+                None if tell is None else int(tell()),
             )
 
     def wait_external(self, event: CudaEvent) -> None:
@@ -341,7 +366,9 @@ class CudaStream:
         if self._capture is None:
             raise InvariantError("an external wait is a node of a graph: capture one")
         if event.fence is None:
-            raise InvariantError(f"event {event.name} was never recorded: the graph would have no node that waits for it")
+            raise InvariantError(
+                f"event {event.name} was never recorded: the graph would have no node that waits for it"
+            )
         event.event.wait(self.external)
         self._capture.waits.append(event)
 
@@ -358,7 +385,9 @@ class CudaStream:
     def enqueue(self, graph: CudaGraph) -> None:
         """Replay it inside work of this stream, which says what it touches. See `Stream.enqueue`."""
         if not self._running:
-            raise InvariantError(f"stream {self.name} was told to enqueue a graph, but not by its work: `replay` is for others")
+            raise InvariantError(
+                f"stream {self.name} was told to enqueue a graph, but not by its work: `replay` is for others"
+            )
         self._count_waits(graph)
         self._launch(graph)
 
@@ -389,8 +418,8 @@ class CudaStream:
             self._look()
         if not 0 < tick <= self.done_tick:
             return False
-        if self._owner.witness is not None:
-            self._owner.witness.observed(fence)
+        if self._owner.tracer is not None:
+            self._owner.tracer.observed(fence)
         return True
 
     def hold_up(self, external: Any, tick: int) -> None:
@@ -398,19 +427,21 @@ class CudaStream:
         self._look()
         with self._looking:  # so that the event cannot be passed, given back and recorded anew in between
             if tick > self.done_tick:
-                flight = self._flights[tick - self.done_tick - 1]
+                entry = self._enqueued[tick - self.done_tick - 1]
                 try:
-                    flight.event.wait(external)
+                    entry.event.wait(external)
                 except RuntimeError as error:
                     raise self._lose(error) from error  # what was to be held up goes on unordered
 
     def launched(self, fence: CudaFence) -> tuple[str, float] | None:
-        """Label of the work that `fence` ends, and when it was enqueued, in seconds of `time.perf_counter`; None: it is done."""
+        """Label of the work that `fence` ends, and when it was enqueued, in seconds of `time.perf_counter`; None: it is
+        done.
+        """
         with self._looking:
             if fence.tick <= self.done_tick:
                 return None
-            flight = self._flights[fence.tick - self.done_tick - 1]
-            return flight.label, flight.enqueued_ns / 1e9
+            entry = self._enqueued[fence.tick - self.done_tick - 1]
+            return entry.label, entry.enqueued_ns / 1e9
 
     def block_until(self, fence: CudaFence, timeout_s: float | None) -> bool:
         """Block the calling thread until `fence` is done; False when `timeout_s` passed first. Raises DeviceLost."""
@@ -427,7 +458,7 @@ class CudaStream:
     def drain(self) -> None:
         """Block until all that was submitted is done. Raises DeviceLost."""
         with self._looking:
-            last = self._flights[-1].fence if self._flights else None
+            last = self._enqueued[-1].fence if self._enqueued else None
         if last is not None:
             self.block_until(last, None)
 
@@ -479,26 +510,26 @@ class CudaStream:
             raise self._lose(error) from error  # work is on its way that no fence will ever cover
         if self._owner.history is not None:
             self._owner.history.enqueued(fence)
-        flight = _Flight(fence, event, label, time.perf_counter_ns(), self._tables)
+        entry = _Enqueued(fence, event, label, time.perf_counter_ns(), self._tables)
         self._tables = []
         with self._looking:
-            self._flights.append(flight)
+            self._enqueued.append(entry)
 
     def _look(self) -> None:
         """Ask the oldest events whether they were passed, up to the first that was not."""
-        flights, owner = self._flights, self._owner
+        enqueued, owner = self._enqueued, self._owner
         with self._looking:
-            while flights and self._is_passed(flights[0].event):
-                flight = flights.popleft()
+            while enqueued and self._is_passed(enqueued[0].event):
+                entry = enqueued.popleft()
                 if owner.history is not None:
-                    owner.history.done(flight.fence)
+                    owner.history.done(entry.fence)
                 if owner.timeline is not None:
-                    owner.timeline.record(self.name, flight.label or "work", flight.enqueued_ns, time.perf_counter_ns())
-                for table in flight.tables:
+                    owner.timeline.record(self.name, entry.label or "work", entry.enqueued_ns, time.perf_counter_ns())
+                for table in entry.tables:
                     owner.give_table(table)
-                if not flight.waiters:
-                    owner.give_event(flight.event)
-                self.done_tick = flight.fence.tick
+                if not entry.waiters:
+                    owner.give_event(entry.event)
+                self.done_tick = entry.fence.tick
 
     def _is_passed(self, event: Event) -> bool:
         try:
@@ -513,20 +544,22 @@ class CudaStream:
                 return
             if not fence.tick:
                 raise InvariantError(f"work of a graph on stream {self.name} has no fence: wait for a replay's")
-            flight = self._flights[fence.tick - self.done_tick - 1]
-            flight.waiters += 1
+            entry = self._enqueued[fence.tick - self.done_tick - 1]
+            entry.waiters += 1
         try:
-            flight.event.synchronize()
+            entry.event.synchronize()
         except RuntimeError as error:
             raise self._lose(error) from error
         finally:
             with self._looking:
-                flight.waiters -= 1
-                if not flight.waiters and fence.tick <= self.done_tick:
-                    self._owner.give_event(flight.event)
+                entry.waiters -= 1
+                if not entry.waiters and fence.tick <= self.done_tick:
+                    self._owner.give_event(entry.event)
 
     def copy_as(self, batch: CopyBatch, way: Literal["call each", "kernel"], *, programs: int = 2) -> None:
-        """Copy as somebody else would, to be measured beside `copy`: a call for each segment, or a kernel of any number of programs."""
+        """Copy as somebody else would, to be measured beside `copy`: a call for each segment, or a kernel of any number
+        of programs.
+        """
         source, target = self._owner.place(batch.source), self._owner.place(batch.target)
         table = segments(batch, source, target)
         if way == "kernel":
@@ -554,7 +587,9 @@ class CudaStream:
             self._driver.copy_each(table, self.handle)
 
     def _copy_by_kernel(self, table: Table, source: Place, target: Place, *, programs: int = 2) -> None:
-        """By a kernel, as many segments at once as a table in mapped memory holds; by the copy engine when there is no table left."""
+        """By a kernel, as many segments at once as a table in mapped memory holds; by the copy engine when there is no
+        table left.
+        """
         from sidestream.device.cuda import kernels
 
         first, count = 0, table.shape[1]

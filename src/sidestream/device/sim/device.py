@@ -1,8 +1,8 @@
 """The simulated device: streams, events, graphs and memory as on CUDA, but a policy decides what runs when.
 
-Everything that a fence, an event or the order of a stream does not forbid may happen, and with some seed it does. Work runs
-on its stream's turn; between the moment its bytes have moved and the moment its fence is done, others may run. Fresh memory is poison.
-Time is virtual: nothing is ever waited for in earnest.
+Everything that a fence, an event or the order of a stream does not forbid may happen, and with some seed it does. Work
+runs on its stream's turn; between the moment its bytes have moved and the moment its fence is done, others may run.
+Fresh memory is poison. Time is virtual: nothing is ever waited for in earnest.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from sidestream.device.sim.policies import HOST, Policy
 from sidestream.device.sim.turns import Actor, Turns
 from sidestream.errors import InvariantError
 from sidestream.metrics import Timeline
-from sidestream.types import Accesses, Fence, Witness
+from sidestream.types import Accesses, Fence, Tracer
 
 POISON = 0xA5
 # Operations that a CUDA stream takes before the next submission blocks the thread (measured: 1,020).
@@ -61,11 +61,13 @@ class SimFence:
         return self._failure
 
     def poll(self) -> bool:
-        """Whether the stream has passed this position. A point at which others may run, but time hardly passes: a loop must sleep."""
+        """Whether the stream has passed this position. A point at which others may run, but time hardly passes: a loop
+        must sleep.
+        """
         if not self.done:
             self._device.turns.point()
-        if self.done and self._device.witness is not None and self._device.turns.at_host:
-            self._device.witness.observed(self)
+        if self.done and self._device.tracer is not None and self._device.turns.at_host:
+            self._device.tracer.observed(self)
         return self.done
 
     def fail(self, error: BaseException) -> None:
@@ -97,7 +99,9 @@ class _ExternalWait:
 
 
 class SimEvent:
-    """What CUDA calls an event: it stands for the last position at which it was recorded, and for nothing before the first."""
+    """What CUDA calls an event: it stands for the last position at which it was recorded, and for nothing before the
+    first.
+    """
 
     def __init__(self, device: SimDevice, name: str) -> None:
         self.name = name
@@ -107,13 +111,18 @@ class SimEvent:
     def record(self, stream: SimStream) -> SimFence:
         """From now on, whoever waits for this event waits for what `stream` was given so far."""
         self.fence = stream.submit(lambda: None, label=f"record {self.name}")
-        self._device.records = {**self._device.records, self: self.fence}  # anew: work that was submitted keeps the one before
+        self._device.records = {
+            **self._device.records,
+            self: self.fence,
+        }  # anew: work that was submitted keeps the one before
         return self.fence
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SimGraph:
-    """Work that was captured, to be replayed as it was: closures over the memory that they had then, and no wait of the host's."""
+    """Work that was captured, to be replayed as it was: closures over the memory that they had then, and no wait of the
+    host's.
+    """
 
     nodes: tuple[_Work | _ExternalWait, ...]
     ignored_waits: int
@@ -151,7 +160,9 @@ class SimStream:
         return self._enqueue(item)
 
     def wait(self, fence: Fence) -> None:
-        """Order later work behind `fence`; while a graph is captured this does nothing, as on CUDA. See `Stream.wait`."""
+        """Order later work behind `fence`; while a graph is captured this does nothing, as on CUDA. See
+        `Stream.wait`.
+        """
         if not isinstance(fence, SimFence) or fence.device is not self._device:
             raise InvariantError(f"stream {self.name} cannot wait for {fence!r}: it is not of this device")
         if self._capture is not None:
@@ -171,11 +182,13 @@ class SimStream:
             self.wait(event.fence)
 
     def touch(self, accesses: Accesses) -> None:
-        """Declare from inside work what it touches from here on. A point at which others may run. See `Stream.touch`."""
+        """Declare from inside work what it touches from here on. A point at which others may run. See
+        `Stream.touch`.
+        """
         if self._turns.current is not self._actor:
             raise InvariantError(f"stream {self.name} was told what its work touches, but not by its work")
-        if self._device.witness is not None:
-            self._device.witness.touched(self.name, accesses)
+        if self._device.tracer is not None:
+            self._device.tracer.touched(self.name, accesses)
         self._turns.point()
 
     def copy(self, batch: CopyBatch) -> None:
@@ -247,7 +260,9 @@ class SimStream:
         return fence
 
     def enqueue(self, graph: SimGraph) -> None:
-        """Run it as a part of the work that runs. A point at which others may run after each node. See `Stream.enqueue`."""
+        """Run it as a part of the work that runs. A point at which others may run after each node. See
+        `Stream.enqueue`.
+        """
         for node in graph.nodes:
             if isinstance(node, _Work):
                 node.run()
@@ -266,8 +281,8 @@ class SimStream:
         self._make_room()
         fence = SimFence(self._device, self.name, self._next_tick)
         self._next_tick += 1
-        if self._device.witness is not None:
-            self._device.witness.submitted(fence, work.accesses, work.label)
+        if self._device.tracer is not None:
+            self._device.tracer.submitted(fence, work.accesses, work.label)
         self._queue.append((work, fence))
         self._turns.point()
         return fence
@@ -304,13 +319,15 @@ class SimStream:
         self._tell_waited(head.fence)
 
     def _do(self) -> None:
-        """Run the first piece of work. What it held (tensors, leases) goes with this frame, before anybody learns that it is done (H24)."""
+        """Run the first piece of work. What it held (tensors, leases) goes with this frame, before anybody learns that
+        it is done (H24).
+        """
         head = self._queue.popleft()
         assert not isinstance(head, _Wait)
         work, fence = head
-        witness, label, self.busy = self._device.witness, work.label, True
-        if witness is not None:
-            witness.started(fence)
+        tracer, label, self.busy = self._device.tracer, work.label, True
+        if tracer is not None:
+            tracer.started(fence)
         start_s = self._turns.now_s
         self._records = work.records
         try:
@@ -323,14 +340,14 @@ class SimStream:
         self._turns.point()  # the bytes have moved, and nobody knows
         if self._device.timeline is not None:
             self._device.timeline.record(self.name, label, int(start_s * 1e9), int(self._turns.now_s * 1e9))
-        if witness is not None:
-            witness.finished(fence)
+        if tracer is not None:
+            tracer.finished(fence)
         fence.done, self.busy = True, False
         self._device.passed()
 
     def _tell_waited(self, fence: SimFence) -> None:
-        if self._device.witness is not None:
-            self._device.witness.waited(self.name, fence)
+        if self._device.tracer is not None:
+            self._device.tracer.waited(self.name, fence)
 
 
 class SimThread:
@@ -344,8 +361,8 @@ class SimThread:
         self._turn = turn
         self._rest = Rest()
         self._woken = self._busy = self._closed = False
-        if device.witness is not None:
-            device.witness.sent(f"start of {name}", 1)
+        if device.tracer is not None:
+            device.tracer.sent(f"start of {name}", 1)
         device.turns.add(name, self._may_go_on, self._awaited, self._run, is_host=True)
 
     def wake(self) -> None:
@@ -358,19 +375,23 @@ class SimThread:
         if not self._closed:
             self._turns.block(lambda: not self._busy, lambda: self.name)
             self._closed = True
-            if self._device.witness is not None:
-                self._device.witness.joined(self.name)
+            if self._device.tracer is not None:
+                self._device.tracer.joined(self.name)
 
     def _may_go_on(self) -> bool:
-        return not self._closed and (self._woken or any(isinstance(fence, SimFence) and fence.done for fence in self._rest.fences))
+        return not self._closed and (
+            self._woken or any(isinstance(fence, SimFence) and fence.done for fence in self._rest.fences)
+        )
 
     def _awaited(self) -> str | None:
-        return next((fence.stream for fence in self._rest.fences if isinstance(fence, SimFence) and not fence.done), None)
+        return next(
+            (fence.stream for fence in self._rest.fences if isinstance(fence, SimFence) and not fence.done), None
+        )
 
     def _run(self) -> None:
-        if self._device.witness is not None:
-            self._device.witness.apart(self.name)
-            self._device.witness.received(f"start of {self.name}", 1)
+        if self._device.tracer is not None:
+            self._device.tracer.apart(self.name)
+            self._device.tracer.received(f"start of {self.name}", 1)
         while self.failure is None:
             self._woken, self._busy = False, True
             try:
@@ -386,21 +407,24 @@ class SimDevice:
     """Streams that a policy drives. Made, driven and closed by one thread, which is "the host".
 
     turns     who runs, and virtual time
-    witness   told of everything that ordering depends on
-    pin_s     virtual seconds until all of a host memory of several items is ready, item after item; set before `allocate_host`
+    tracer   told of everything that ordering depends on
+    pin_s     virtual seconds until all of a host memory of several items is ready, item after item; set before
+              `allocate_host`
     """
 
     kind = "sim"
     torch_device = torch.device("cpu")
     segment_bytes = 64 << 10
 
-    def __init__(self, policy: Policy, *, witness: Witness | None = None, timeline: Timeline | None = None) -> None:
+    def __init__(self, policy: Policy, *, tracer: Tracer | None = None, timeline: Timeline | None = None) -> None:
         self.turns = Turns(policy)
-        self.witness = witness
+        self.tracer = tracer
         self.timeline = timeline
         self.closed = False
         self.pin_s = 0.0
-        self._pinned_from: dict[str, tuple[float, int]] = {}  # of host memory that gets ready: since when, and bytes of an item
+        self._pinned_from: dict[
+            str, tuple[float, int]
+        ] = {}  # of host memory that gets ready: since when, and bytes of an item
         self.records: Mapping[SimEvent, SimFence | None] = {}
         self._streams: dict[str, SimStream] = {}
         self._threads: list[SimThread] = []
@@ -461,24 +485,30 @@ class SimDevice:
         """Raise InvariantError for a copy of host memory that is not ready: on a GPU it would stall, or fail."""
         for memory, starts in ((batch.source, batch.source_starts), (batch.target, batch.target_starts)):
             if memory.name in self._pinned_from and len(starts) and int(starts.max()) >= self.ready_bytes(memory):
-                raise InvariantError(f"a copy of {memory.name} at byte {int(starts.max())}: only {self.ready_bytes(memory)} are pinned")
+                raise InvariantError(
+                    f"a copy of {memory.name} at byte {int(starts.max())}: only {self.ready_bytes(memory)} are pinned"
+                )
 
     def allocate_pageable(self, name: str, num_bytes: int) -> Memory:
         """Host memory of the ordinary kind: a copy from or to it stalls the host, which is an error."""
         return self._add(Memory(name, (torch.full((num_bytes,), POISON, dtype=torch.uint8),), pageable=True))
 
     def wait_host(self, fence: Fence, *, reason: str, timeout_s: float | None = None, bell: Bell | None = None) -> bool:
-        """Let others run until `fence` is done, or one of them rings. See `Device.wait_host`. Raises Deadlock if it can never be."""
+        """Let others run until `fence` is done, or one of them rings. See `Device.wait_host`. Raises Deadlock if it can
+        never be.
+        """
         if not isinstance(fence, SimFence) or fence.device is not self:
             raise InvariantError(f"cannot wait for {fence!r}: it is not of this device")
         if not fence.done:
             self.stall(reason)
             wake_s = None if timeout_s is None else self.turns.now_s + timeout_s
-            self.turns.block(lambda: fence.done or (bell is not None and bell.rung), lambda: fence.stream, wake_s=wake_s)
+            self.turns.block(
+                lambda: fence.done or (bell is not None and bell.rung), lambda: fence.stream, wake_s=wake_s
+            )
             if bell is not None and not fence.done:
                 bell.wait(0)  # it was heard, if it was rung
-        if fence.done and self.witness is not None:
-            self.witness.observed(fence)
+        if fence.done and self.tracer is not None:
+            self.tracer.observed(fence)
         return fence.done
 
     def host_waits(self) -> dict[str, int]:
@@ -488,8 +518,8 @@ class SimDevice:
     def stall(self, reason: str) -> None:
         """Count that the host is held up."""
         self._waits[reason] += 1
-        if self.witness is not None:
-            self.witness.stalled(reason)
+        if self.tracer is not None:
+            self.tracer.stalled(reason)
 
     def now(self) -> float:
         """Virtual seconds."""
@@ -527,7 +557,9 @@ class SimDevice:
         self._dying = left
 
     def close(self) -> None:
-        """Run what was submitted, then end streams and threads. Idempotent. Raises Deadlock when something can never run."""
+        """Run what was submitted, then end streams and threads. Idempotent. Raises Deadlock when something can never
+        run.
+        """
         if not self.closed:
             for thread in self._threads:
                 thread.close()

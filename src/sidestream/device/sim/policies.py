@@ -4,9 +4,10 @@ random        any of them, equally likely
 late          the host runs ahead as far as it can; a stream moves only when the host waits for it
 early         every stream runs as soon as it may; the host goes on when none can
 starve:NAME   random, but NAME moves only when nobody else can
-pct:D         probabilistic concurrency testing with D - 1 preemptions (Burckhardt et al., ASPLOS 2010): random priorities, the first
-              in rank runs, and at D - 1 random points whoever runs falls to the end of the ranks. A bug of depth D is found with
-              probability at least 1 / (n * k ** (D - 1)) by each run of n actors and k points
+pct:D         probabilistic concurrency testing with D - 1 preemptions (Burckhardt et al., ASPLOS 2010): random
+              priorities, the first in rank runs, and at D - 1 random points whoever runs falls to the end of the ranks.
+              A bug of depth D is found with probability at least 1 / (n * k ** (D - 1)) by each run of n actors and k
+              points
 pct:D:K       the same for programs of about K points; without it 150, which a schedule of the torture test has
 """
 
@@ -171,4 +172,6 @@ def make_policy(spec: str, rng: random.Random) -> Policy:
             return Starve(rng, argument)
         case "pct" if re.fullmatch(r"[1-9]\d*(:[1-9]\d*)?", argument):
             return Pct(rng, *map(int, argument.split(":")))
-    raise ConfigError(f"policy is {spec!r}: give random, late, early, starve:STREAM or pct:DEPTH[:POINTS] (whole numbers from 1)")
+    raise ConfigError(
+        f"policy is {spec!r}: give random, late, early, starve:STREAM or pct:DEPTH[:POINTS] (whole numbers from 1)"
+    )

@@ -1,8 +1,8 @@
 """Taking turns: threads of which exactly one runs at any moment, and a policy that says which one is next.
 
-Knows actors, never streams or work. An actor gives its turn away at *points*: there it may go on at once, or when what it waits for
-has happened, or when the virtual clock has reached a time. Same policy, same choices: the run is the same on any machine,
-because nothing else decides anything, neither the system's scheduler nor a clock.
+Knows actors, never streams or work. An actor gives its turn away at *points*: there it may go on at once, or when what
+it waits for has happened, or when the virtual clock has reached a time. Same policy, same choices: the run is the same
+on any machine, because nothing else decides anything, neither the system's scheduler nor a clock.
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ class _Ended(BaseException):
 
 
 def _held() -> threading.Lock:
-    """A lock to be passed from thread to thread. `threading.Semaphore` is written in Python, and passed 200 times a schedule."""
+    """A lock to be passed from thread to thread. `threading.Semaphore` is written in Python, and passed 200 times a
+    schedule.
+    """
     lock = threading.Lock()
     lock.acquire()
     return lock
@@ -93,9 +95,17 @@ class Turns:
         self._ended = False
 
     def add(
-        self, name: str, ready: Callable[[], bool], awaits: Callable[[], str | None], run: Callable[[], None], *, is_host: bool = False
+        self,
+        name: str,
+        ready: Callable[[], bool],
+        awaits: Callable[[], str | None],
+        run: Callable[[], None],
+        *,
+        is_host: bool = False,
     ) -> Actor:
-        """Start an actor on a thread of its own; `run` begins with its first turn and must go through `block` for every other one."""
+        """Start an actor on a thread of its own; `run` begins with its first turn and must go through `block` for every
+        other one.
+        """
         actor = Actor(name, ready, awaits, is_host)
         self._actors.append(actor)
 
@@ -105,7 +115,7 @@ class Turns:
                 run()
             except _Ended:
                 pass
-            except BaseException as error:  # not the work's, which its fence keeps: a witness's or a policy's
+            except BaseException as error:  # not the work's, which its fence keeps: a tracer's or a policy's
                 self._fail(actor, error)
 
         actor.thread = threading.Thread(target=body, name=f"sidestream-sim-{name}", daemon=True)
@@ -130,8 +140,11 @@ class Turns:
         """Give the turn away until virtual time has moved on by `seconds`."""
         self.block(_never, _nobody, wake_s=self.now_s + seconds)
 
-    def block(self, ready: Callable[[], bool], awaits: Callable[[], str | None], *, wake_s: float | None = None) -> None:
-        """Give the turn away until `ready`, or until `wake_s`. Raises Deadlock (on the host) when nobody can ever go on.
+    def block(
+        self, ready: Callable[[], bool], awaits: Callable[[], str | None], *, wake_s: float | None = None
+    ) -> None:
+        """Give the turn away until `ready`, or until `wake_s`. Raises Deadlock (on the host) when nobody can ever go
+        on.
 
         What an actor raised outside its work is raised on the host, too.
         """
@@ -150,12 +163,16 @@ class Turns:
             raise failure
 
     def end(self) -> None:
-        """End all actors but the host, wherever they are, one after another; their threads are gone afterwards. Idempotent."""
+        """End all actors but the host, wherever they are, one after another; their threads are gone afterwards.
+        Idempotent.
+        """
         self._ended = True
         actors, self._actors = self._actors[1:], [self._host]
         for actor in actors:
             self._running = actor  # what it unwinds is its turn
-            with contextlib.suppress(RuntimeError):  # when the host was interrupted, the turn may be on its way to it already
+            with contextlib.suppress(
+                RuntimeError
+            ):  # when the host was interrupted, the turn may be on its way to it already
                 actor.baton.release()
             if actor.thread is not None:
                 actor.thread.join()
@@ -193,7 +210,9 @@ class Turns:
         self._spins = self._spins + 1 if chosen is self._running is self._host else 0
         if self._spins > _SPIN_LIMIT:
             self._spins = 0
-            self._failure = Deadlock(f"the host took {_SPIN_LIMIT} turns in a row: a loop over polls must sleep, or wait for a fence")
+            self._failure = Deadlock(
+                f"the host took {_SPIN_LIMIT} turns in a row: a loop over polls must sleep, or wait for a fence"
+            )
         return chosen
 
     def _decide(self) -> Actor:

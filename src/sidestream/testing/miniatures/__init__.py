@@ -1,7 +1,8 @@
 """Published failures of KV movers as little programs: each goes wrong without its protection, and never with it.
 
-`MINIATURES` covers every hazard, H1 to H26 and those of the border between processes (H32, H34, H35), and some of those that only cost time. `run_miniature` plays one on the simulated device
-under a policy and a seed, with the checker watching, and says by what it was caught.
+`MINIATURES` covers every hazard, H1 to H26 and those of the border between processes (H32, H34, H35), and some of those
+that only cost time. `run_miniature` plays one on the simulated device under a policy and a seed, with the checker
+watching, and says by what it was caught.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ MINIATURES: tuple[Miniature, ...] = (*COPIES, *TIERS, *ROWS, *REQUESTS, *BORDER)
 class Caught:
     """How a failure was noticed.
 
-    oracles   all that noticed, of `"checker"`, `"tokens"`, `"accept length"`, `"balance"` (a leak, or a release too many) and `"order"`
-              (too late, or never); never empty
+    oracles   all that noticed, of `"checker"`, `"tokens"`, `"accept length"`, `"balance"` (a leak, or a release too
+              many) and `"order"` (too late, or never); never empty
     detail    what the first of them says
     """
 

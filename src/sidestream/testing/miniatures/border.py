@@ -1,6 +1,7 @@
 """Front ends and an engine in processes of their own: messages that are lost, doubled or late, and processes that go.
 
-Streams of the device stand for threads and processes. Frames are packed and unpacked by the code that does it in earnest.
+Streams of the device stand for threads and processes. Frames are packed and unpacked by the code that does it in
+earnest.
 """
 
 from __future__ import annotations
@@ -36,7 +37,9 @@ class _Channel:
         """Stream and token of a frame that has come; nothing more once the connection has ended."""
         if self.broken:
             return
-        unpacker: Unpacker = self._unpacker if self._numbered else Unpacker(self._unpacker.decoder, number=_number_of(frame) - 1)
+        unpacker: Unpacker = (
+            self._unpacker if self._numbered else Unpacker(self._unpacker.decoder, number=_number_of(frame) - 1)
+        )
         try:
             for news in unpacker.feed(frame):
                 yield news.streams[0], news.tokens[0]
@@ -51,7 +54,8 @@ def _number_of(frame: bytes) -> int:
 def frames_that_two_threads_hand_over(device: SimDevice, protected: bool) -> Outcome:
     """One thread sends new frames, another one the rest of earlier ones: a frame may overtake the one before it.
 
-    With numbers the connection ends, and what came by then is a beginning of the answer; without them the tokens change places.
+    With numbers the connection ends, and what came by then is a beginning of the answer; without them the tokens change
+    places.
     """
     channel, heard = _Channel(numbered=protected), list[int]()
     threads = [device.stream("engine"), device.stream("reading thread")]
@@ -59,13 +63,18 @@ def frames_that_two_threads_hand_over(device: SimDevice, protected: bool) -> Out
     def arrive(frame: bytes) -> None:
         heard.extend(token for _, token in channel.read(frame))
 
-    sent = [threads[at % 2].submit(partial(arrive, channel.pack(0, token)), label=f"frame {at + 1}") for at, token in enumerate(_TOKENS)]
+    sent = [
+        threads[at % 2].submit(partial(arrive, channel.pack(0, token)), label=f"frame {at + 1}")
+        for at, token in enumerate(_TOKENS)
+    ]
     finish(device, *sent)
     return Outcome(tuple(heard), _TOKENS[: len(heard)] if channel.broken else _TOKENS)
 
 
 def frame_sent_again_after_a_timeout(device: SimDevice, protected: bool) -> Outcome:
-    """A sender that has heard of no arrival in time sends its frame again, though the first one was only late: a token comes twice."""
+    """A sender that has heard of no arrival in time sends its frame again, though the first one was only late: a token
+    comes twice.
+    """
     channel, heard = _Channel(numbered=protected), list[int]()
     connection, timer = device.stream("connection"), device.stream("timer")
 
@@ -107,7 +116,9 @@ def frame_overwritten_before_it_was_read(device: SimDevice, protected: bool) -> 
 
 
 def stream_number_used_again(device: SimDevice, protected: bool) -> Outcome:
-    """A client ends its request while a token of it is on its way. The next request gets the number of the ended one, and its token."""
+    """A client ends its request while a token of it is on its way. The next request gets the number of the ended one,
+    and its token.
+    """
     channel, answers = _Channel(numbered=True), dict[int, list[int]]()
     engine = device.stream("engine")
 
@@ -127,7 +138,9 @@ def stream_number_used_again(device: SimDevice, protected: bool) -> Outcome:
 
 
 def abort_that_crosses_the_finish(device: SimDevice, protected: bool) -> Outcome:
-    """An abort waits in a queue of its own while its request finishes and the row's name goes to the next request: it ends that one."""
+    """An abort waits in a queue of its own while its request finishes and the row's name goes to the next request: it
+    ends that one.
+    """
     aborts, engine = device.stream("aborts"), device.stream("engine")
     running, told = set[int](), list[int]()
 
@@ -146,8 +159,8 @@ def abort_that_crosses_the_finish(device: SimDevice, protected: bool) -> Outcome
     second = 1 if protected else 0
     begun = engine.submit(lambda: running.add(second), label="the second request begins")
     for value in (8, 9):
-        flight = engine.submit(partial(token, second, value, last=value == 9), label="token of the second request")
-    finish(device, aborted, begun, flight)
+        step = engine.submit(partial(token, second, value, last=value == 9), label="token of the second request")
+    finish(device, aborted, begun, step)
     return Outcome(tuple(value for value in told if value != 7), (8, 9))
 
 
@@ -159,7 +172,9 @@ class _Place:
 
 
 def place_of_a_front_end_that_has_died(device: SimDevice, protected: bool) -> Outcome:
-    """A front end dies, and another one sits down in its place. News are sent to the place: the new one hears answers of the old one."""
+    """A front end dies, and another one sits down in its place. News are sent to the place: the new one hears answers
+    of the old one.
+    """
     engine, place = device.stream("engine"), _Place()
     first = place.listener
 
@@ -175,7 +190,9 @@ def place_of_a_front_end_that_has_died(device: SimDevice, protected: bool) -> Ou
 
 
 def requests_of_a_process_that_has_gone(device: SimDevice, protected: bool) -> Outcome:
-    """A front end dies between its request and the answer that names it: whoever tidies up finds no name, and the request stays."""
+    """A front end dies between its request and the answer that names it: whoever tidies up finds no name, and the
+    request stays.
+    """
     reading, engine = device.stream("reading thread"), device.stream("engine")
     names, running = list[int](), set[int]()
     taking = reading if protected else engine
@@ -213,13 +230,28 @@ BORDER = (
     Miniature("frame sent again after a timeout", "H32", _NUMBERED, frame_sent_again_after_a_timeout),
     Miniature("frame overwritten before it was read", "H32", _NUMBERED, frame_overwritten_before_it_was_read),
     Miniature("stream number used again", "H32", "No number is used twice on a connection.", stream_number_used_again),
-    Miniature("abort that crosses the finish", "H32", "A request's name is never given to another one.", abort_that_crosses_the_finish),
-    Miniature("place of a front end that has died", "H34", "News go to the connection that asked.", place_of_a_front_end_that_has_died),
+    Miniature(
+        "abort that crosses the finish",
+        "H32",
+        "A request's name is never given to another one.",
+        abort_that_crosses_the_finish,
+    ),
+    Miniature(
+        "place of a front end that has died",
+        "H34",
+        "News go to the connection that asked.",
+        place_of_a_front_end_that_has_died,
+    ),
     Miniature(
         "requests of a process that has gone",
         "H34",
         "The thread that submits is the one that tidies up.",
         requests_of_a_process_that_has_gone,
     ),
-    Miniature("news for a reader that does not read", "H35", "Past a bound, its request is aborted.", news_for_a_reader_that_does_not_read),
+    Miniature(
+        "news for a reader that does not read",
+        "H35",
+        "Past a bound, its request is aborted.",
+        news_for_a_reader_that_does_not_read,
+    ),
 )

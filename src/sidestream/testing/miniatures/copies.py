@@ -7,7 +7,7 @@ from sidestream.testing.miniatures.stage import BOTH, Blocks, Miniature, Outcome
 
 
 def store_before_compute(device: SimDevice, protected: bool) -> Outcome:
-    """The store's stream is not behind the flight that fills the block: whatever lay there before is stored."""
+    """The store's stream is not behind the step that fills the block: whatever lay there before is stored."""
     kv, host = Blocks(device, "kv", 1), Blocks(device, "host", 1)
     compute, store = device.stream("compute"), device.stream("store")
     block, slot = kv.pool.take(1), host.pool.take(1)
@@ -23,12 +23,14 @@ def store_before_compute(device: SimDevice, protected: bool) -> Outcome:
 
 
 def tokens_behind_a_store(device: SimDevice, protected: bool) -> Outcome:
-    """One copy engine serves a direction first come, first served, whatever the streams: the tokens of a flight come after 20 ms of bulk."""
+    """One copy engine serves a direction first come, first served, whatever the streams: the tokens of a step come
+    after 20 ms of bulk.
+    """
     kv, host = Blocks(device, "kv", 2), Blocks(device, "host", 2)
     drawn, mailbox = Blocks(device, "drawn", 1), Blocks(device, "mailbox", 1)
     compute, copy_engine = device.stream("compute"), device.stream("copy engine")
     leases = blocks, slots, token, letter = kv.pool.take(2), host.pool.take(2), drawn.pool.take(1), mailbox.pool.take(1)
-    filled = kv.write(compute, blocks.ids, 7, "flight")
+    filled = kv.write(compute, blocks.ids, 7, "step")
     sampled = drawn.write(compute, token.ids, 42, "sample")
     copy_engine.wait(filled)
     copy_engine.submit(lambda: device.sleep(0.02), label="the bulk of the store")
@@ -63,15 +65,17 @@ def graph_replayed_during_a_load(device: SimDevice, protected: bool) -> Outcome:
     host.put(slot.ids, 7)
     copied = copy(load, host, slot.ids, kv, block.ids, "load of a request that comes back")
     loaded.record(load)
-    flight = compute.replay(graph, label="replay")
-    finish(device, flight)
-    block.release(after=(copied, flight))
+    launched = compute.replay(graph, label="replay")
+    finish(device, launched)
+    block.release(after=(copied, launched))
     slot.release(after=(copied,))
     return Outcome(tuple(found), (7, 7))
 
 
 def queue_of_one_stream_full(device: SimDevice, protected: bool) -> Outcome:
-    """All transfers share a stream; about a thousand pending operations later, a submission blocks the thread until the device catches up."""
+    """All transfers share a stream; about a thousand pending operations later, a submission blocks the thread until the
+    device catches up.
+    """
     compute = device.stream("compute")
     filled = compute.submit(lambda: device.sleep(1.0), label="long prefill")
     streams = [device.stream(f"store {index}") for index in range(4 if protected else 1)]
@@ -85,7 +89,9 @@ def queue_of_one_stream_full(device: SimDevice, protected: bool) -> Outcome:
 
 
 def pageable_copy(device: SimDevice, protected: bool) -> Outcome:
-    """Block ids go up from ordinary memory: the call returns when the device has taken them, behind all that it has to do."""
+    """Block ids go up from ordinary memory: the call returns when the device has taken them, behind all that it has to
+    do.
+    """
     staging, ids_on_device = Blocks(device, "staging", 1, pageable=not protected), Blocks(device, "ids", 1)
     inputs, found = device.stream("inputs"), list[int]()
     source, target = staging.pool.take(1), ids_on_device.pool.take(1)
@@ -100,7 +106,9 @@ def pageable_copy(device: SimDevice, protected: bool) -> Outcome:
 
 
 def block_reused_under_a_store(device: SimDevice, protected: bool) -> Outcome:
-    """The block was freed and given away while its store is on the way: the new owner's KV is stored under the old owner's key."""
+    """The block was freed and given away while its store is on the way: the new owner's KV is stored under the old
+    owner's key.
+    """
     kv, host = Blocks(device, "kv", 1), Blocks(device, "host", 1)
     compute, store = device.stream("compute"), device.stream("store")
     block, slot = kv.pool.take(1), host.pool.take(1)
@@ -120,7 +128,9 @@ def block_reused_under_a_store(device: SimDevice, protected: bool) -> Outcome:
 
 
 def wait_for_an_event_not_yet_recorded(device: SimDevice, protected: bool) -> Outcome:
-    """A background thread shall enqueue the gather and record its event; whoever waits for the event before that does not wait."""
+    """A background thread shall enqueue the gather and record its event; whoever waits for the event before that does
+    not wait.
+    """
     kv, host = Blocks(device, "kv", 1), Blocks(device, "host", 1)
     compute, gather, background = device.stream("compute"), device.stream("gather"), device.stream("background")
     block, slot, gathered = kv.pool.take(1), host.pool.take(1), device.event("gathered")
@@ -148,24 +158,26 @@ def wait_for_an_event_not_yet_recorded(device: SimDevice, protected: bool) -> Ou
     return Outcome(found, (7, 7))
 
 
-def load_under_the_old_owners_flight(device: SimDevice, protected: bool) -> Outcome:
-    """The block's old owner has a flight out that still reads it; a load that only waits for host bookkeeping overwrites it."""
+def load_under_the_old_owners_step(device: SimDevice, protected: bool) -> Outcome:
+    """The block's old owner has a step out that still reads it; a load that only waits for host bookkeeping overwrites
+    it.
+    """
     kv, host = Blocks(device, "kv", 1), Blocks(device, "host", 1)
     compute, load, found = device.stream("compute"), device.stream("load"), list[int]()
     block, slot = kv.pool.take(1), host.pool.take(1)
     host.put(slot.ids, 8)
     kv.write(compute, block.ids, 7, "prefill of the old owner")
-    last = kv.read(compute, block.ids, found, "last flight of the old owner")
+    last = kv.read(compute, block.ids, found, "last step of the old owner")
     block.release(after=(last,))
     fresh = kv.pool.take(1)
     for fence in fresh.after if protected else ():
         load.wait(fence)
     loaded = copy(load, host, slot.ids, kv, fresh.ids, "load")
     compute.wait(loaded)
-    flight = kv.read(compute, fresh.ids, found, "flight of the new owner")
-    finish(device, flight)
+    launched = kv.read(compute, fresh.ids, found, "step of the new owner")
+    finish(device, launched)
     slot.release(after=(loaded,))
-    fresh.release(after=(loaded, flight))
+    fresh.release(after=(loaded, launched))
     return Outcome(tuple(found), (7, 7, 8, 8))
 
 
@@ -180,10 +192,10 @@ def zero_fill_after_a_load(device: SimDevice, protected: bool) -> Outcome:
         load.wait(zeroed)
     loaded = copy(load, host, slot.ids, kv, block.ids, "load")
     compute.wait(loaded)
-    flight = kv.read(compute, block.ids, found, "flight")
-    finish(device, flight)
+    launched = kv.read(compute, block.ids, found, "step")
+    finish(device, launched)
     slot.release(after=(loaded,))
-    block.release(after=(loaded, flight))
+    block.release(after=(loaded, launched))
     return Outcome(tuple(found), (7, 7))
 
 
@@ -193,7 +205,9 @@ def layer_read_before_its_load(device: SimDevice, protected: bool) -> Outcome:
     compute, load, found = device.stream("compute"), device.stream("load"), list[int]()
     block, slot = kv.pool.take(1), host.pool.take(1)
     host.put(slot.ids, 7)
-    loaded = [copy(load, host, slot.ids, kv, block.ids, f"load layer {layer}", range(layer, layer + 1)) for layer in BOTH]
+    loaded = [
+        copy(load, host, slot.ids, kv, block.ids, f"load layer {layer}", range(layer, layer + 1)) for layer in BOTH
+    ]
 
     def extend() -> None:
         for layer in BOTH:
@@ -202,10 +216,10 @@ def layer_read_before_its_load(device: SimDevice, protected: bool) -> Outcome:
             compute.touch(kv.reads(block.ids, range(layer, layer + 1)))
             found.append(int(kv.numbers[block.ids[0], layer]))
 
-    flight = compute.submit(extend, label="extend")
-    finish(device, flight)
+    launched = compute.submit(extend, label="extend")
+    finish(device, launched)
     slot.release(after=(loaded[-1],))
-    block.release(after=(loaded[-1], flight))
+    block.release(after=(loaded[-1], launched))
     return Outcome(tuple(found), (7, 7))
 
 
@@ -218,16 +232,18 @@ def two_movers_of_one_block(device: SimDevice, protected: bool) -> Outcome:
     filled = kv.write(compute, mine.ids, 7, "prefill")
     received = kv.write(receive, theirs.ids, 8, "KV from elsewhere")
     compute.wait(received)
-    kv.read(compute, mine.ids, found, "flight of mine")
-    flight = kv.read(compute, theirs.ids, found, "flight of theirs")
-    finish(device, flight)
-    mine.release(after=(filled, flight))
-    theirs.release(after=(received, flight))
+    kv.read(compute, mine.ids, found, "step of mine")
+    launched = kv.read(compute, theirs.ids, found, "step of theirs")
+    finish(device, launched)
+    mine.release(after=(filled, launched))
+    theirs.release(after=(received, launched))
     return Outcome(tuple(found), (7, 7, 8, 8))
 
 
 def consumer_before_producer(device: SimDevice, protected: bool) -> Outcome:
-    """One stream, so everything is in order; but the copy that brings the block ids is enqueued after the gather that reads them."""
+    """One stream, so everything is in order; but the copy that brings the block ids is enqueued after the gather that
+    reads them.
+    """
     staging, ids_on_device = Blocks(device, "staging", 1), Blocks(device, "ids", 1)
     inputs, found = device.stream("inputs"), list[int]()
     source, target = staging.pool.take(1), ids_on_device.pool.take(1)
@@ -248,21 +264,66 @@ def consumer_before_producer(device: SimDevice, protected: bool) -> Outcome:
 
 COPIES = (
     Miniature(
-        "store before compute", "H1", "The store's stream waits for the fence of the flight that fills the block.", store_before_compute
+        "store before compute",
+        "H1",
+        "The store's stream waits for the fence of the step that fills the block.",
+        store_before_compute,
     ),
-    Miniature("tokens behind a store", "P5", "Tokens go to a mailbox by a kernel, not by the copy engine.", tokens_behind_a_store),
     Miniature(
-        "graph replayed during a load", "H5", "The graph holds a node that waits for an external event.", graph_replayed_during_a_load
+        "tokens behind a store",
+        "P5",
+        "Tokens go to a mailbox by a kernel, not by the copy engine.",
+        tokens_behind_a_store,
     ),
-    Miniature("queue of one stream full", "P2", "Transfers are spread over a pool of streams.", queue_of_one_stream_full),
-    Miniature("pageable copy", "P1", "What the device copies lies in memory that it can reach by itself.", pageable_copy),
-    Miniature("block reused under a store", "H2", "The new owner's stream waits for the store's fence.", block_reused_under_a_store),
     Miniature(
-        "wait for an event not yet recorded", "H2", "A fence exists only once its record is enqueued.", wait_for_an_event_not_yet_recorded
+        "graph replayed during a load",
+        "H5",
+        "The graph holds a node that waits for an external event.",
+        graph_replayed_during_a_load,
     ),
-    Miniature("load under the old owner's flight", "H3", "The load's stream waits for the last flight.", load_under_the_old_owners_flight),
-    Miniature("zero-fill after a load", "H4", "The load's stream waits for the zero-fill, a use like any other.", zero_fill_after_a_load),
-    Miniature("layer read before its load", "H5", "The one place that goes from layer to layer waits.", layer_read_before_its_load),
-    Miniature("two movers of one block", "H11", "There is one pool, and a lease for writing is exclusive.", two_movers_of_one_block),
-    Miniature("consumer before producer", "H23", "What is read was enqueued to be written before.", consumer_before_producer),
+    Miniature(
+        "queue of one stream full", "P2", "Transfers are spread over a pool of streams.", queue_of_one_stream_full
+    ),
+    Miniature(
+        "pageable copy", "P1", "What the device copies lies in memory that it can reach by itself.", pageable_copy
+    ),
+    Miniature(
+        "block reused under a store",
+        "H2",
+        "The new owner's stream waits for the store's fence.",
+        block_reused_under_a_store,
+    ),
+    Miniature(
+        "wait for an event not yet recorded",
+        "H2",
+        "A fence exists only once its record is enqueued.",
+        wait_for_an_event_not_yet_recorded,
+    ),
+    Miniature(
+        "load under the old owner's step",
+        "H3",
+        "The load's stream waits for the last step.",
+        load_under_the_old_owners_step,
+    ),
+    Miniature(
+        "zero-fill after a load",
+        "H4",
+        "The load's stream waits for the zero-fill, a use like any other.",
+        zero_fill_after_a_load,
+    ),
+    Miniature(
+        "layer read before its load",
+        "H5",
+        "The one place that goes from layer to layer waits.",
+        layer_read_before_its_load,
+    ),
+    Miniature(
+        "two movers of one block",
+        "H11",
+        "There is one pool, and a lease for writing is exclusive.",
+        two_movers_of_one_block,
+    ),
+    Miniature(
+        "consumer before producer", "H23", "What is read was enqueued to be written before.", consumer_before_producer
+    ),
 )

@@ -13,7 +13,9 @@ from sidestream.types import Access
 
 
 class _Rank:
-    """One rank's streams and its share of a load: 1 on rank 0, 10 on rank 1. Its share of the other request is twice as much."""
+    """One rank's streams and its share of a load: 1 on rank 0, 10 on rank 1. Its share of the other request is twice as
+    much.
+    """
 
     def __init__(self, device: SimDevice, number: int) -> None:
         self.number = number
@@ -39,7 +41,8 @@ class _Rank:
 
 
 def ranks_that_decide_alone(device: SimDevice, protected: bool) -> Outcome:
-    """Each of two ranks looks whether its own share of a load is there: one runs the loaded request, the other one does not.
+    """Each of two ranks looks whether its own share of a load is there: one runs the loaded request, the other one does
+    not.
 
     The all-reduce then adds shares of different requests, 12 or 21 in the place of 11 or 22.
     """
@@ -56,29 +59,31 @@ def ranks_that_decide_alone(device: SimDevice, protected: bool) -> Outcome:
         first.run(reduce, step, is_loaded)
         share = second.run(reduce, step, is_loaded if protected else second.loaded.poll())
         first.compute.wait(share)
-        flight = first.compute.submit(partial(add, step), reduce.reads([step]), label="all-reduce")
+        launched = first.compute.submit(partial(add, step), reduce.reads([step]), label="all-reduce")
         device.sleep(1e-5)
-    finish(device, flight, first.loaded, second.loaded)
+    finish(device, launched, first.loaded, second.loaded)
     for lease in (steps, *(lease for rank in ranks for lease in (rank.slot, rank.block))):
         lease.release()
     return Outcome(tuple(sums), tuple(expected))
 
 
-def abort_while_a_flight_is_out(device: SimDevice, protected: bool) -> Outcome:
-    """An abort frees a request's block though a flight still writes it, and the commit of that flight frees it once more."""
+def abort_while_a_step_is_out(device: SimDevice, protected: bool) -> Outcome:
+    """An abort frees a request's block though a step still writes it, and the commit of that step frees it once
+    more.
+    """
     kv = Blocks(device, "kv", 1)
     compute, prefill, found = device.stream("compute"), device.stream("prefill"), list[int]()
     lease = kv.pool.take(1)
-    flight = kv.write(compute, lease.ids, 7, "flight of the aborted request")
+    launched = kv.write(compute, lease.ids, 7, "step of the aborted request")
     if protected:
-        finish(device, flight)  # the abort is noted, and the commit frees
+        finish(device, launched)  # the abort is noted, and the commit frees
         lease.release()
     else:
         lease.release()
     fresh = kv.pool.take(1)
     filled = kv.write(prefill, fresh.ids, 9, "prefill of the new owner")
-    finish(device, flight, filled)
-    finish(device, kv.read(prefill, fresh.ids, found, "flight of the new owner"))
+    finish(device, launched, filled)
+    finish(device, kv.read(prefill, fresh.ids, found, "step of the new owner"))
     if not protected:
         lease.release()
     fresh.release()
@@ -86,32 +91,36 @@ def abort_while_a_flight_is_out(device: SimDevice, protected: bool) -> Outcome:
 
 
 def release_left_to_a_worker_that_has_gone(device: SimDevice, protected: bool) -> Outcome:
-    """The end of a request finds a worker busy with it and leaves the release to the worker, which has just looked and gone."""
+    """The end of a request finds a worker busy with it and leaves the release to the worker, which has just looked and
+    gone.
+    """
     kv, compute, worker = Blocks(device, "kv", 1), device.stream("compute"), device.stream("worker")
     lease, busy, deferred = kv.pool.take(1), [True], [False]
-    flight = kv.write(compute, lease.ids, 7, "last flight")
-    worker.wait(flight)
+    launched = kv.write(compute, lease.ids, 7, "last step")
+    worker.wait(launched)
 
     def bookkeeping() -> None:
         busy[0] = False
         if deferred[0]:
-            lease.release(after=(flight,))
+            lease.release(after=(launched,))
 
     worked = worker.submit(bookkeeping, label="bookkeeping")
     if protected:
-        finish(device, flight)
+        finish(device, launched)
         lease.release()
     elif busy[0]:
         device.sleep(1e-5)
         deferred[0] = True
     else:
-        lease.release(after=(flight,))
+        lease.release(after=(launched,))
     finish(device, worked)
     return Outcome(leaked=kv.pool.num_used)
 
 
 def token_of_a_chunk_that_is_not_the_last(device: SimDevice, protected: bool) -> Outcome:
-    """A request comes back with its prompt and two outputs to compute again; a chunk that ends where the prompt ended emits a token."""
+    """A request comes back with its prompt and two outputs to compute again; a chunk that ends where the prompt ended
+    emits a token.
+    """
     model, mailbox, compute = ToyModel(), Blocks(device, "mailbox", 1), device.stream("compute")
     prompt = [3, 1, 4, 1]
     emitted = model.expected(prompt, 2)
@@ -134,49 +143,66 @@ class _Request:
     recomputed: bool = False
 
 
-def retracted_before_it_ran(device: SimDevice, protected: bool) -> Outcome:
-    """Whoever waits is let in at the cost of who runs; both come back again and again, and neither gets to its next token."""
+def preempted_before_it_ran(device: SimDevice, protected: bool) -> Outcome:
+    """Whoever waits is let in at the cost of who runs; both come back again and again, and neither gets to its next
+    token.
+    """
     kv, compute = Blocks(device, "kv", 3), device.stream("compute")
     requests = [_Request(), _Request()]
 
-    def retract(request: _Request) -> None:
+    def preempt(request: _Request) -> None:
         assert request.lease is not None
-        request.lease.release(after=(flight,))
+        request.lease.release(after=(launched,))
         request.lease, request.recomputed = None, False
 
-    flight = compute.submit(lambda: None)
+    launched = compute.submit(lambda: None)
     for _ in range(12):
         waiting = [request for request in requests if request.lease is None and request.tokens < 2]
         for request in waiting:
             running = [other for other in requests if other.lease is not None]
             if running and not protected:
-                retract(running[0])
+                preempt(running[0])
             if kv.pool.num_available >= 2 + request.tokens:
                 request.lease = kv.pool.take(2 + request.tokens)
                 break
         for request in requests:
             if request.lease is None:
                 continue
-            flight = kv.write(compute, request.lease.ids, 7, "token" if request.recomputed else "compute again")
+            launched = kv.write(compute, request.lease.ids, 7, "token" if request.recomputed else "compute again")
             request.tokens += request.recomputed
             request.recomputed = True
             if request.tokens == 2:
-                retract(request)
-    finish(device, flight)
+                preempt(request)
+    finish(device, launched)
     for request in requests:
         if request.lease is not None:
-            retract(request)
+            preempt(request)
     stuck = [
-        f"request {index} has {request.tokens} of 2 tokens after 12 steps" for index, request in enumerate(requests) if request.tokens < 2
+        f"request {index} has {request.tokens} of 2 tokens after 12 steps"
+        for index, request in enumerate(requests)
+        if request.tokens < 2
     ]
     return Outcome(late=tuple(stuck))
 
 
 REQUESTS = (
-    Miniature("ranks that decide alone", "H13", "Rank 0 decides; another rank's stream waits for its own share.", ranks_that_decide_alone),
-    Miniature("abort while a flight is out", "H21", "The commit of the last flight frees, and nobody else.", abort_while_a_flight_is_out),
     Miniature(
-        "release left to a worker that has gone", "H22", "The commit releases; no worker ever does.", release_left_to_a_worker_that_has_gone
+        "ranks that decide alone",
+        "H13",
+        "Rank 0 decides; another rank's stream waits for its own share.",
+        ranks_that_decide_alone,
+    ),
+    Miniature(
+        "abort while a step is out",
+        "H21",
+        "The commit of the last step frees, and nobody else.",
+        abort_while_a_step_is_out,
+    ),
+    Miniature(
+        "release left to a worker that has gone",
+        "H22",
+        "The commit releases; no worker ever does.",
+        release_left_to_a_worker_that_has_gone,
     ),
     Miniature(
         "token of a chunk that is not the last",
@@ -184,5 +210,10 @@ REQUESTS = (
         "A chunk emits if it ends where the plan ends.",
         token_of_a_chunk_that_is_not_the_last,
     ),
-    Miniature("retracted before it ran", "H26", "Who waits takes only what is free; who came back runs.", retracted_before_it_ran),
+    Miniature(
+        "preempted before it ran",
+        "H26",
+        "Who waits takes only what is free; who came back runs.",
+        preempted_before_it_ran,
+    ),
 )

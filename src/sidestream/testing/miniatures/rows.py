@@ -14,33 +14,37 @@ _ROUNDS = 6
 
 
 def token_read_when_the_step_was_counted(device: SimDevice, protected: bool) -> Outcome:
-    """An asynchronous scheduler counts a step as computed when it is launched, and the mailbox is read on the strength of that."""
+    """An asynchronous scheduler counts a step as computed when it is launched, and the mailbox is read on the strength
+    of that.
+    """
     mailbox, compute = Blocks(device, "mailbox", 1), device.stream("compute")
     letter = mailbox.pool.take(1)
-    flight = mailbox.write(compute, letter.ids, 42, "flight")
+    launched = mailbox.write(compute, letter.ids, 42, "step")
     computed_steps = 1
     if protected:
-        finish(device, flight)
+        finish(device, launched)
     found = mailbox.seen(letter.ids) if computed_steps == 1 else ()
-    letter.release(after=(flight,))
+    letter.release(after=(launched,))
     return Outcome(found, (42, 42))
 
 
-def row_reused_under_its_last_flight(device: SimDevice, protected: bool) -> Outcome:
-    """A request ended, but a flight launched before that was known still writes its row: on top of the new owner's first token."""
+def row_reused_under_its_last_step(device: SimDevice, protected: bool) -> Outcome:
+    """A request ended, but a step launched before that was known still writes its row: on top of the new owner's first
+    token.
+    """
     rows = Blocks(device, "rows", 1)
     compute, inputs, found = device.stream("compute"), device.stream("inputs"), list[int]()
     row = rows.pool.take(1)
-    overrun = rows.write(compute, row.ids, 5, "flight too many")
+    overrun = rows.write(compute, row.ids, 5, "step too many")
     row.release(after=(overrun,))
     fresh = rows.pool.take(1)
     for fence in fresh.after if protected else ():
         inputs.wait(fence)
     begun = rows.write(inputs, fresh.ids, 9, "first token of the new owner")
     compute.wait(begun)
-    flight = rows.read(compute, fresh.ids, found, "first flight of the new owner")
-    finish(device, flight)
-    fresh.release(after=(begun, flight))
+    launched = rows.read(compute, fresh.ids, found, "first step of the new owner")
+    finish(device, launched)
+    fresh.release(after=(begun, launched))
     return Outcome(tuple(found), (9, 9))
 
 
@@ -55,18 +59,20 @@ def staging_refilled_under_a_copy(device: SimDevice, protected: bool) -> Outcome
         staging.put(buffer.ids, step)
         copied = copy(inputs, staging, buffer.ids, on_device, target.ids, "inputs")
         compute.wait(copied)
-        flight = on_device.read(compute, target.ids, found, "flight")
-        inputs.wait(flight)
+        launched = on_device.read(compute, target.ids, found, "step")
+        inputs.wait(launched)
         if protected:
             buffer.release(after=(copied,))
-    finish(device, flight)
+    finish(device, launched)
     the_buffer.release()
     target.release()
     return Outcome(tuple(found), (0, 0, 1, 1, 2, 2, 3, 3))
 
 
 def padded_row_of_a_graph(device: SimDevice, protected: bool) -> Outcome:
-    """A graph of two rows runs a batch of one; the other row still names the block of an earlier batch, which has a new owner."""
+    """A graph of two rows runs a batch of one; the other row still names the block of an earlier batch, which has a new
+    owner.
+    """
     kv, table = Blocks(device, "kv", 3), Blocks(device, "table", 1)
     compute, found = device.stream("compute"), list[int]()
     nowhere, entries, blocks = kv.pool.take(1), table.pool.take(1), kv.pool.take(2)
@@ -86,21 +92,21 @@ def padded_row_of_a_graph(device: SimDevice, protected: bool) -> Outcome:
 
     graph = compute.capture(build)
     compute.submit(partial(fill, [*blocks.ids]), table.writes(entries.ids), label="fill two rows")
-    flight = compute.replay(graph)
-    blocks.truncate(1, after=(flight,))
+    launched = compute.replay(graph)
+    blocks.truncate(1, after=(launched,))
     fresh = kv.pool.take(1)
     kv.write(compute, fresh.ids, 9, "prefill of the new owner")
     compute.submit(partial(fill, [*blocks.ids]), table.writes(entries.ids), label="fill one row")
     compute.replay(graph)
-    flight = kv.read(compute, fresh.ids, found, "flight of the new owner")
-    finish(device, flight)
+    launched = kv.read(compute, fresh.ids, found, "step of the new owner")
+    finish(device, launched)
     for lease in (nowhere, entries, blocks, fresh):
         lease.release()
     return Outcome(tuple(found), (9, 9))
 
 
 class _Speculation:
-    """A row whose hidden value lives on the device: every flight drafts with it, verifies, and so makes the next one."""
+    """A row whose hidden value lives on the device: every step drafts with it, verifies, and so makes the next one."""
 
     def __init__(self, device: SimDevice) -> None:
         self.head = ToyDraftHead(ToyModel())
@@ -130,7 +136,8 @@ class _Speculation:
 
 
 def state_published_by_a_late_worker(device: SimDevice, protected: bool) -> Outcome:
-    """A bookkeeping worker publishes what the next step drafts from, and the next step does not wait: it drafts from older values.
+    """A bookkeeping worker publishes what the next step drafts from, and the next step does not wait: it drafts from
+    older values.
 
     The text stays right, because drafts are verified; a public engine's accept length fell from 4.20 to 2.42.
     """
@@ -142,10 +149,12 @@ def state_published_by_a_late_worker(device: SimDevice, protected: bool) -> Outc
 
     def launch(step: int) -> tuple[SimFence, ...]:
         if protected:
-            return (compute.submit(lambda: publish(loop.round(loop.on_device)), state.writes(row.ids), label="flight"),)
-        flight = compute.submit(lambda: results.append(loop.round(loop.on_device)), state.reads(row.ids), label="flight")
-        worker.wait(flight)
-        return flight, worker.submit(lambda: publish(results[step]), state.writes(row.ids), label="bookkeeping")
+            return (compute.submit(lambda: publish(loop.round(loop.on_device)), state.writes(row.ids), label="step"),)
+        launched = compute.submit(
+            lambda: results.append(loop.round(loop.on_device)), state.reads(row.ids), label="step"
+        )
+        worker.wait(launched)
+        return launched, worker.submit(lambda: publish(results[step]), state.writes(row.ids), label="bookkeeping")
 
     for step in range(_ROUNDS):
         last = launch(step)
@@ -157,7 +166,8 @@ def state_published_by_a_late_worker(device: SimDevice, protected: bool) -> Outc
 def flag_read_twice(device: SimDevice, protected: bool) -> Outcome:
     """Is the state of the row defined? Yes. A moment later the state is used, and a worker has cleared it meanwhile.
 
-    When there is no state on the device, the worker's copy on the host serves; it is written before the state is cleared.
+    When there is no state on the device, the worker's copy on the host serves; it is written before the state is
+    cleared.
     """
     loop, compute, worker = _Speculation(device), device.stream("compute"), device.stream("worker")
     defined, copies = {"row": 0}, dict[int, int]()
@@ -179,18 +189,18 @@ def flag_read_twice(device: SimDevice, protected: bool) -> Outcome:
 
     for step in range(_ROUNDS):
         hidden = source(step)
-        flight = compute.submit(partial(fly, step, hidden), loop.state.writes(loop.row.ids), label="flight")
+        launched = compute.submit(partial(fly, step, hidden), loop.state.writes(loop.row.ids), label="step")
         defined["row"] = step
-        worker.wait(flight)
+        worker.wait(launched)
         worker.submit(partial(clear, step), label="bookkeeping")
-    finish(device, flight)
-    loop.row.release(after=(flight,))
+    finish(device, launched)
+    loop.row.release(after=(launched,))
     return loop.outcome()
 
 
 def state_kept_as_a_view(device: SimDevice, protected: bool) -> Outcome:
-    """What a captured flight leaves lies where its graph always puts it. The state of a row is a view of that, and the next flight, of another row,
-    puts its own there.
+    """What a captured step leaves lies where its graph always puts it. The state of a row is a view of that, and the
+    next step, of another row, puts its own there.
     """
     loop, compute = _Speculation(device), device.stream("compute")
     left = Blocks(device, "what a graph leaves", 1)
@@ -204,28 +214,52 @@ def state_kept_as_a_view(device: SimDevice, protected: bool) -> Outcome:
             state.numbers[0] = left.numbers[0]
 
     for step in range(_ROUNDS):
-        compute.submit(partial(fly, not step), lambda: [*left.writes(place.ids)(), *state.writes(row.ids)()], label="flight")
-        flight = left.write(compute, place.ids, 17, "flight of another row")
-    finish(device, flight)
-    row.release(after=(flight,))
-    place.release(after=(flight,))
+        compute.submit(
+            partial(fly, not step), lambda: [*left.writes(place.ids)(), *state.writes(row.ids)()], label="step"
+        )
+        launched = left.write(compute, place.ids, 17, "step of another row")
+    finish(device, launched)
+    row.release(after=(launched,))
+    place.release(after=(launched,))
     return loop.outcome()
 
 
 ROWS = (
     Miniature(
-        "token read when the step was counted", "H12", "Only a fence says that a step was computed.", token_read_when_the_step_was_counted
+        "token read when the step was counted",
+        "H12",
+        "Only a fence says that a step was computed.",
+        token_read_when_the_step_was_counted,
     ),
     Miniature(
-        "row reused under its last flight", "H16", "A row is released behind the last flight that has it.", row_reused_under_its_last_flight
+        "row reused under its last step",
+        "H16",
+        "A row is released behind the last step that has it.",
+        row_reused_under_its_last_step,
     ),
-    Miniature("staging refilled under a copy", "H17", "Staging is leased, and released behind its copy.", staging_refilled_under_a_copy),
     Miniature(
-        "padded row of a graph", "H18", "Rows past the batch are pointed at a block of nobody's at every fill.", padded_row_of_a_graph
+        "staging refilled under a copy",
+        "H17",
+        "Staging is leased, and released behind its copy.",
+        staging_refilled_under_a_copy,
     ),
-    Miniature("state published by a late worker", "H19", "The flight itself writes what the next reads.", state_published_by_a_late_worker),
+    Miniature(
+        "padded row of a graph",
+        "H18",
+        "Rows past the batch are pointed at a block of nobody's at every fill.",
+        padded_row_of_a_graph,
+    ),
+    Miniature(
+        "state published by a late worker",
+        "H19",
+        "The step itself writes what the next reads.",
+        state_published_by_a_late_worker,
+    ),
     Miniature("flag read twice", "H20", "It is looked at once.", flag_read_twice),
     Miniature(
-        "state kept as a view", "H19", "What a flight leaves is copied into the row's own place, in the flight.", state_kept_as_a_view
+        "state kept as a view",
+        "H19",
+        "What a step leaves is copied into the row's own place, in the step.",
+        state_kept_as_a_view,
     ),
 )

@@ -1,7 +1,7 @@
 """What the miniatures are played with: small blocks, the work that touches them, and what comes of it.
 
-A block holds two layers of one number each, so that a copy can be seen half done. Whoever moves blocks declares what it touches, and
-every block is leased from a real pool, as in the engine.
+A block holds two layers of one number each, so that a copy can be seen half done. Whoever moves blocks declares what it
+touches, and every block is leased from a real pool, as in the engine.
 """
 
 from __future__ import annotations
@@ -81,14 +81,14 @@ class Blocks:
         allocate = device.allocate_pageable if pageable else device.allocate
         self.memory: Memory = allocate(name, count * LAYOUT.block_bytes)
         self.numbers: npt.NDArray[np.int64] = self.memory.data.numpy().view(np.int64).reshape(count, len(BOTH))
-        self._witness = device.witness
+        self._tracer = device.tracer
         self.pool = self.another_pool(f"{name} blocks")
 
     def another_pool(self, name: str) -> FencedPool:
         """A pool that takes these blocks for its own."""
-        if self._witness is not None:
-            self._witness.backed(name, self.memory.name, LAYOUT.block_bytes)
-        return FencedPool(name, len(self.numbers), witness=self._witness)
+        if self._tracer is not None:
+            self._tracer.backed(name, self.memory.name, LAYOUT.block_bytes)
+        return FencedPool(name, len(self.numbers), tracer=self._tracer)
 
     def reads(self, ids: Sequence[int], layers: range = BOTH) -> Accesses:
         """Declares that some layers of some blocks are read."""
@@ -120,14 +120,14 @@ class Blocks:
 
     def put(self, ids: Sequence[int], number: int) -> None:
         """The host writes the blocks."""
-        if self._witness is not None:
-            self._witness.host_touched(self.writes(ids), f"host writes {self.memory.name}")
+        if self._tracer is not None:
+            self._tracer.host_touched(self.writes(ids), f"host writes {self.memory.name}")
         self.numbers[list(ids)] = number
 
     def seen(self, ids: Sequence[int]) -> tuple[int, ...]:
         """The host reads the blocks."""
-        if self._witness is not None:
-            self._witness.host_touched(self.reads(ids), f"host reads {self.memory.name}")
+        if self._tracer is not None:
+            self._tracer.host_touched(self.reads(ids), f"host reads {self.memory.name}")
         return tuple(self.numbers[list(ids)].ravel().tolist())
 
     def _ranges(self, ids: Sequence[int], layers: range, *, write: bool) -> list[Access]:
@@ -159,4 +159,4 @@ def copy(
 def finish(device: SimDevice, *fences: SimFence) -> None:
     """The commit: the host waits for results, as it may."""
     for fence in fences:
-        device.wait_host(fence, reason="flight")
+        device.wait_host(fence, reason="step")

@@ -12,7 +12,9 @@ from sidestream.types import Key
 
 
 def slot_freed_by_a_timer(device: SimDevice, protected: bool) -> Outcome:
-    """A store is slow; the lock on its slot lives 10 ms, then somebody else reads from disk into the slot, and the store lands on top."""
+    """A store is slow; the lock on its slot lives 10 ms, then somebody else reads from disk into the slot, and the
+    store lands on top.
+    """
     kv, host = Blocks(device, "kv", 1), Blocks(device, "host", 1)
     compute, store, disk = device.stream("compute"), device.stream("store"), device.stream("disk")
     block, slot = kv.pool.take(1), host.pool.take(1)
@@ -53,14 +55,16 @@ def key_published_before_its_bytes(device: SimDevice, protected: bool) -> Outcom
         reading.release(after=(ready,))
     slot.release(after=(stored,))
     compute.wait(ready)
-    flight = kv.read(compute, fresh.ids, found, "flight")
-    finish(device, flight)
-    fresh.release(after=(ready, flight))
+    step = kv.read(compute, fresh.ids, found, "step")
+    finish(device, step)
+    fresh.release(after=(ready, step))
     return Outcome(tuple(found), (7, 7))
 
 
 def store_that_survives_new_weights(device: SimDevice, protected: bool) -> Outcome:
-    """New weights come while a store is on its way; everything is forgotten, and then the store publishes KV of the old ones."""
+    """New weights come while a store is on its way; everything is forgotten, and then the store publishes KV of the old
+    ones.
+    """
     kv, host, weights, generation = Blocks(device, "kv", 1), Blocks(device, "host", 1), 1, 0
     compute, store, load, found = device.stream("compute"), device.stream("store"), device.stream("load"), list[int]()
     block, slot = kv.pool.take(1), host.pool.take(1)
@@ -86,16 +90,22 @@ def store_that_survives_new_weights(device: SimDevice, protected: bool) -> Outco
         ready = copy(load, host, reading.ids, kv, fresh.ids, "load")
         reading.release(after=(ready,))
     compute.wait(ready)
-    flight = kv.read(compute, fresh.ids, found, "flight with the new weights")
-    finish(device, flight)
-    fresh.release(after=(ready, flight))
+    step = kv.read(compute, fresh.ids, found, "step with the new weights")
+    finish(device, step)
+    fresh.release(after=(ready, step))
     return Outcome(tuple(found), (2, 2))
 
 
 def failed_write_that_stays_visible(device: SimDevice, protected: bool) -> Outcome:
-    """The write of an entry fails; its key is published all the same, and every later hit reads what was never written."""
+    """The write of an entry fails; its key is published all the same, and every later hit reads what was never
+    written.
+    """
     medium = device.allocate_host(MEDIUM, 1)
-    index, disk, found = TierIndex(max_entries=1, entry_bytes=1, witness=device.witness), device.stream("disk"), list[int]()
+    index, disk, found = (
+        TierIndex(max_entries=1, entry_bytes=1, tracer=device.tracer),
+        device.stream("disk"),
+        list[int](),
+    )
     grant = index.reserve(KEY)
     assert grant is not None
 
@@ -112,7 +122,9 @@ def failed_write_that_stays_visible(device: SimDevice, protected: bool) -> Outco
     if index.lookup([KEY]):
         pin = index.pin([KEY])
         (entry,) = pin.entries
-        read = disk.submit(lambda: found.append(int(medium.data[entry.serial])), lambda: [entry.access(write=False)], label="read")
+        read = disk.submit(
+            lambda: found.append(int(medium.data[entry.serial])), lambda: [entry.access(write=False)], label="read"
+        )
         finish(device, read)
         pin.release()
     else:
@@ -121,7 +133,9 @@ def failed_write_that_stays_visible(device: SimDevice, protected: bool) -> Outco
 
 
 def load_that_lands_after_its_deadline(device: SimDevice, protected: bool) -> Outcome:
-    """A load misses its deadline and its request is given up; the block has a new owner when the bytes arrive after all."""
+    """A load misses its deadline and its request is given up; the block has a new owner when the bytes arrive after
+    all.
+    """
     kv, host = Blocks(device, "kv", 1), Blocks(device, "host", 1)
     compute, load, found = device.stream("compute"), device.stream("load"), list[int]()
     block, slot = kv.pool.take(1), host.pool.take(1)
@@ -135,8 +149,8 @@ def load_that_lands_after_its_deadline(device: SimDevice, protected: bool) -> Ou
         compute.wait(fence)
     filled = kv.write(compute, fresh.ids, 9, "prefill of the new owner")
     finish(device, loaded, filled)
-    flight = kv.read(compute, fresh.ids, found, "flight of the new owner")
-    finish(device, flight)
+    step = kv.read(compute, fresh.ids, found, "step of the new owner")
+    finish(device, step)
     slot.release()
     fresh.release()
     return Outcome(tuple(found), (9, 9))
@@ -156,8 +170,8 @@ def key_without_identity(device: SimDevice, protected: bool) -> Outcome:
             kv.pool.publish(lease.ids[0], keys[0])
         else:
             lease = kv.pool.share([hit])
-        flight = kv.read(compute, lease.ids, found, f"flight with {adapter}")
-        finish(device, flight)
+        step = kv.read(compute, lease.ids, found, f"step with {adapter}")
+        finish(device, step)
         lease.release()
 
     serve("adapter a", 7)
@@ -166,7 +180,9 @@ def key_without_identity(device: SimDevice, protected: bool) -> Outcome:
 
 
 def block_of_which_a_part_is_missing(device: SimDevice, protected: bool) -> Outcome:
-    """Target KV, draft KV and recurrent state of a block rest apart, and the states' room is small: a hit on the KV alone is none."""
+    """Target KV, draft KV and recurrent state of a block rest apart, and the states' room is small: a hit on the KV
+    alone is none.
+    """
     rooms = {"target KV": 2, "draft KV": 2, "state": 1}
     host = [Blocks(device, f"{part} on the host", slots) for part, slots in rooms.items()]
     here = [Blocks(device, part, 1) for part in rooms]
@@ -179,7 +195,7 @@ def block_of_which_a_part_is_missing(device: SimDevice, protected: bool) -> Outc
             slot.release()
     slots = [part.pool.get(b"a" * 16) for part in host]
     is_hit = None not in slots if protected else slots[0] is not None
-    leases, flight = [part.pool.take(1) for part in here], None
+    leases, step = [part.pool.take(1) for part in here], None
     for source, slot_id, target, lease in zip(host, slots, here, leases, strict=True):
         if not is_hit:
             target.write(compute, lease.ids, 7, "prefill")
@@ -189,8 +205,8 @@ def block_of_which_a_part_is_missing(device: SimDevice, protected: bool) -> Outc
             reading.release(after=(loaded,))
             compute.wait(loaded)
     for target, lease in zip(here, leases, strict=True):
-        flight = target.read(compute, lease.ids, found, "flight")
-        finish(device, flight)
+        step = target.read(compute, lease.ids, found, "step")
+        finish(device, step)
         lease.release()
     return Outcome(tuple(found), (7, 7) * 3)
 
@@ -222,12 +238,27 @@ def done_before_its_references_are_dropped(device: SimDevice, protected: bool) -
 
 
 TIERS = (
-    Miniature("slot freed by a timer", "H6", "A lease ends with the fence of its last use, never by time.", slot_freed_by_a_timer),
-    Miniature("key published before its bytes", "H7", "A key is published when its store was seen done.", key_published_before_its_bytes),
     Miniature(
-        "store that survives new weights", "H8", "A store of an earlier generation publishes nothing.", store_that_survives_new_weights
+        "slot freed by a timer",
+        "H6",
+        "A lease ends with the fence of its last use, never by time.",
+        slot_freed_by_a_timer,
     ),
-    Miniature("failed write that stays visible", "H9", "A write that failed leaves no entry.", failed_write_that_stays_visible),
+    Miniature(
+        "key published before its bytes",
+        "H7",
+        "A key is published when its store was seen done.",
+        key_published_before_its_bytes,
+    ),
+    Miniature(
+        "store that survives new weights",
+        "H8",
+        "A store of an earlier generation publishes nothing.",
+        store_that_survives_new_weights,
+    ),
+    Miniature(
+        "failed write that stays visible", "H9", "A write that failed leaves no entry.", failed_write_that_stays_visible
+    ),
     Miniature(
         "load that lands after its deadline",
         "H10",
@@ -235,6 +266,13 @@ TIERS = (
         load_that_lands_after_its_deadline,
     ),
     Miniature("key without identity", "H14", "The adapter is hashed into the key.", key_without_identity),
-    Miniature("block of which a part is missing", "H15", "All parts are there, or it is a miss.", block_of_which_a_part_is_missing),
-    Miniature("done before its references are dropped", "H24", "Release, then signal.", done_before_its_references_are_dropped),
+    Miniature(
+        "block of which a part is missing",
+        "H15",
+        "All parts are there, or it is a miss.",
+        block_of_which_a_part_is_missing,
+    ),
+    Miniature(
+        "done before its references are dropped", "H24", "Release, then signal.", done_before_its_references_are_dropped
+    ),
 )

@@ -1,8 +1,9 @@
-"""Every wait, lease, check and publish-order rule by name, and the means to take it out of the running code. For tests only.
+"""Every wait, lease, check and publish-order rule by name, and the means to take it out of the running code. For tests
+only.
 
 A test that passes with a rule and with the rule taken out does not test the rule:
 
-    with applied(find("store-waits-for-flight")):
+    with applied(find("store-waits-for-step")):
         ...  # the real engine, without that rule
 
 MUTATIONS    rules whose absence some schedule must show
@@ -11,8 +12,8 @@ EXEMPT       lines that look like such rules, each with the reason why they are 
 ELSEWHERE    hazards without a rule in these rooms, and why
 HAZARDS      what each number stands for
 
-The tables lie beside this file, one for each room whose rules they hold. Adding a wait, a lease or a check to a room means
-adding a row here.
+The tables lie beside this file, one for each room whose rules they hold. Adding a wait, a lease or a check to a room
+means adding a row here.
 """
 
 from __future__ import annotations
@@ -21,7 +22,16 @@ from sidestream.config import unknown_name
 from sidestream.errors import ConfigError
 from sidestream.testing.mutations import client, engine, execute, kv, schedule, tiers, transfer
 from sidestream.testing.mutations.hazards import HAZARDS
-from sidestream.testing.mutations.mechanism import Edit, Equivalent, Exempt, Feature, Mutation, applied, changed_functions, source_of
+from sidestream.testing.mutations.mechanism import (
+    Edit,
+    Equivalent,
+    Exempt,
+    Feature,
+    Mutation,
+    applied,
+    changed_functions,
+    source_of,
+)
 
 __all__ = [
     "ELSEWHERE",

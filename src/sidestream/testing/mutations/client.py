@@ -1,4 +1,6 @@
-"""The border's rules: frames in their order, streams that are of one connection and one request, and news that arrive."""
+"""The border's rules: frames in their order, streams that are of one connection and one request, and news that
+arrive.
+"""
 
 from __future__ import annotations
 
@@ -346,21 +348,43 @@ _AFTER_THE_END = "of a connection that has ended: nothing reads it any more"
 _CALLS = "schedules ask for no metrics and no flush through the border; tests/client/test_clients.py does"
 
 EXEMPT = (
-    Exempt("sidestream.client.base:Answer._wake", "not self._waiter.done()", "a reader that was cancelled is not woken"),
+    Exempt(
+        "sidestream.client.base:Answer._wake", "not self._waiter.done()", "a reader that was cancelled is not woken"
+    ),
     Exempt(f"{_FRONT_END}.take", "self._told.add(stream)", "without it each token costs more bytes and says the same"),
     Exempt(f"{_FRONT_END}.close", "self._unsent.clear()", _AFTER_THE_END),
-    Exempt("sidestream.client.engine_server:_request", "keys_version=message.keys_version", "see request-keeps-the-version-of-its-keys"),
-    Exempt("sidestream.client.engine_server:facts_of", "keys_version=scheduler.keys_version", "see request-keeps-the-version-of-its-keys"),
+    Exempt(
+        "sidestream.client.engine_server:_request",
+        "keys_version=message.keys_version",
+        "see request-keeps-the-version-of-its-keys",
+    ),
+    Exempt(
+        "sidestream.client.engine_server:facts_of",
+        "keys_version=scheduler.keys_version",
+        "see request-keeps-the-version-of-its-keys",
+    ),
     Exempt(f"{_SERVER}.run", "closing.done()", "ends the process; tests/client/test_engine_server.py closes it"),
-    Exempt(f"{_SERVER}.finish", "front_end.send_rest()", "the last words; tests/client/test_engine_server.py reads them"),
+    Exempt(
+        f"{_SERVER}.finish", "front_end.send_rest()", "the last words; tests/client/test_engine_server.py reads them"
+    ),
     Exempt("sidestream.client.in_process:_Post._deliver", "client.take(answer, news)", _BOTH_CLIENTS),
-    Exempt("sidestream.client.in_process:InProcessClient.take", "self._forget(answer.number, {news.index})", _BOTH_CLIENTS),
+    Exempt(
+        "sidestream.client.in_process:InProcessClient.take", "self._forget(answer.number, {news.index})", _BOTH_CLIENTS
+    ),
     Exempt("sidestream.client.in_process:InProcessClient.end", "self._forget(answer.number, ended)", _BOTH_CLIENTS),
     Exempt("sidestream.client.in_process:InProcessClient._post_of", "self._requests.clear()", _OTHER_LOOP),
     Exempt(f"{_CLIENT}.connect", "messages.extend(unpacker.feed(data))", "a list of messages"),
-    Exempt(f"{_CLIENT}._keys_of", "self._keys.extend(keys, tokens, salt=cache_salt)", "see keys-are-made-with-the-requests-salt"),
+    Exempt(
+        f"{_CLIENT}._keys_of",
+        "self._keys.extend(keys, tokens, salt=cache_salt)",
+        "see keys-are-made-with-the-requests-salt",
+    ),
     Exempt(f"{_CLIENT}._keys_of", "keys, self.facts.keys_version", "see request-keeps-the-version-of-its-keys"),
-    Exempt("sidestream.client.remote:_submit", "        checked.keys_version,\n", "see request-keeps-the-version-of-its-keys"),
+    Exempt(
+        "sidestream.client.remote:_submit",
+        "        checked.keys_version,\n",
+        "see request-keeps-the-version-of-its-keys",
+    ),
     Exempt("sidestream.client.remote:_submit", "dataclasses.replace(params, stop=())", "the engine knows no text"),
     Exempt(f"{_CLIENT}.listen", "self._calls.clear()", _OTHER_LOOP),
     Exempt(f"{_CLIENT}._take", "not future.done()", _CALLS),

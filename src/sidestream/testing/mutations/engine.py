@@ -1,4 +1,4 @@
-"""The loop's rules: the order of submission, launch and commit, what is believed of a flight, and who is told when."""
+"""The loop's rules: the order of submission, launch and commit, what is believed of a step, and who is told when."""
 
 from __future__ import annotations
 
@@ -42,23 +42,25 @@ MUTATIONS = (
         ),
     ),
     Mutation(
-        name="launched-flight-is-noted",
+        name="launched-step-is-noted",
         hazard="H16",
         target=f"{_LOOP}._turn",
-        old="        parts.scheduler.launched(plan.batch, flight.fence)\n",
+        old="        parts.scheduler.launched(plan.batch, step.fence)\n",
         new="",
-        removes="requests that end do not know which flight still uses what they release",
+        removes="requests that end do not know which step still uses what they release",
     ),
     Mutation(
-        name="commit-waits-for-its-flight",
+        name="commit-waits-for-its-step",
         hazard="H12",
         target=f"{_LOOP}._commit",
-        old="    self._await(flight)\n",
+        old="    self._await(step)\n",
         new="",
-        removes="the host believes a flight that the device has not run",
+        removes="the host believes a step that the device has not run",
         also=(
             Edit(
-                f"{_MAILBOX}.read", '    if not fence.poll():\n        raise InvariantError(f"the mailbox was read before {fence!r}")\n', ""
+                f"{_MAILBOX}.read",
+                '    if not fence.poll():\n        raise InvariantError(f"the mailbox was read before {fence!r}")\n',
+                "",
             ),
         ),
     ),
@@ -66,13 +68,15 @@ MUTATIONS = (
         name="who-was-rung-up-waits-on",
         hazard="H12",
         target=f"{_LOOP}._await",
-        old='    while not wait_host(fence, reason="flight", bell=self._inbox.bell):\n',
-        new='    if not wait_host(fence, reason="flight", bell=self._inbox.bell):\n',
-        removes="whoever rings ends the wait for a flight, and the host believes what the device has not run",
+        old='    while not wait_host(fence, reason="step", bell=self._inbox.bell):\n',
+        new='    if not wait_host(fence, reason="step", bell=self._inbox.bell):\n',
+        removes="whoever rings ends the wait for a step, and the host believes what the device has not run",
         needs=frozenset({"offload"}),
         also=(
             Edit(
-                f"{_MAILBOX}.read", '    if not fence.poll():\n        raise InvariantError(f"the mailbox was read before {fence!r}")\n', ""
+                f"{_MAILBOX}.read",
+                '    if not fence.poll():\n        raise InvariantError(f"the mailbox was read before {fence!r}")\n',
+                "",
             ),
         ),
     ),
@@ -82,29 +86,29 @@ MUTATIONS = (
         target=f"{_LOOP}._listen",
         old="        transfers.submit(self.parts.scheduler.order_loads())\n",
         new="        self.parts.scheduler.order_loads()\n",
-        removes="a request that came while a flight was awaited waits for a load that nobody was told of",
+        removes="a request that came while a step was awaited waits for a load that nobody was told of",
         needs=frozenset({"offload", "meanwhile"}),
     ),
     Mutation(
-        name="failed-flight-is-not-believed",
+        name="failed-step-is-not-believed",
         hazard="H9",
         target=f"{_LOOP}._commit",
-        old="    if flight.fence.failure is not None:\n        self._flight_failed(flight)\n        return\n",
+        old="    if step.fence.failure is not None:\n        self._step_failed(step)\n        return\n",
         new="",
-        removes="what a failed flight left in the mailbox goes to clients, and its blocks are findable",
-        needs=frozenset({"failing_flight"}),
+        removes="what a failed step left in the mailbox goes to clients, and its blocks are findable",
+        needs=frozenset({"failing_step"}),
     ),
     Mutation(
-        name="failed-flight-ends-its-requests",
+        name="failed-step-ends-its-requests",
         hazard="H22",
-        target=f"{_LOOP}._flight_failed",
+        target=f"{_LOOP}._step_failed",
         old=(
             "        if self._is_current(row):\n"
-            '            self._end(row.request_id, "error", f"the forward pass failed: {flight.fence.failure}")\n'
+            '            self._end(row.request_id, "error", f"the forward pass failed: {step.fence.failure}")\n'
         ),
         new="        pass\n",
-        removes="requests of a failed flight hold what they hold, and nobody hears of them again",
-        needs=frozenset({"failing_flight"}),
+        removes="requests of a failed step hold what they hold, and nobody hears of them again",
+        needs=frozenset({"failing_step"}),
     ),
     Mutation(
         name="broken-logits-end-their-request",
@@ -119,10 +123,7 @@ MUTATIONS = (
         name="request-ends-before-its-client-is-told",
         hazard="H24",
         target=f"{_LOOP}._commit",
-        old=(
-            "            self._forget(request, last.finish_reason)  # before its client is told: whoever hears of the end finds nothing held (H24)\n"
-            "            session.tell(last)\n"
-        ),
+        old=("            self._forget(request, last.finish_reason)\n            session.tell(last)\n"),
         new="            session.tell(last)\n            self._forget(request, last.finish_reason)\n",
         removes="a client that hears of its request's end finds its blocks in use",
     ),
@@ -172,7 +173,7 @@ MUTATIONS = (
         needs=frozenset({"offload", "reset"}),
     ),
     Mutation(
-        name="load-that-is-ready-joins-a-flight",
+        name="load-that-is-ready-joins-a-step",
         hazard="H26",
         target=f"{_LOOP}._apply",
         old="                scheduler.load_ready(request_id, epoch)\n",
@@ -261,12 +262,12 @@ MUTATIONS = (
     ),
     # ------------------------------------------------------------------ the end
     Mutation(
-        name="last-flight-lands-before-the-end",
+        name="last-step-lands-before-the-end",
         hazard="H10",
         target=f"{_LOOP}._drain",
         old="    self._commit(self._previous)\n    self._previous = None\n",
         new="",
-        removes="a flight is still on its way when what it uses is given back",
+        removes="a step is still on its way when what it uses is given back",
         needs=frozenset({"close"}),
     ),
     Mutation(
@@ -297,7 +298,7 @@ MUTATIONS = (
         target=f"{_LOOP}.close",
         old="        ends.callback(self._end_loop)\n",
         new="",
-        removes="the streams end under a flight that nobody takes in",
+        removes="the streams end under a step that nobody takes in",
         needs=frozenset({"close"}),
     ),
 )
@@ -317,10 +318,10 @@ EQUIVALENT = (
     ),
     Equivalent(
         Mutation(
-            name="tiers-learn-what-is-disowned",
+            name="tiers-learn-what-is-invalidated",
             hazard="H9",
             target=f"{_LOOP}._commit",
-            old="        parts.transfers.forget(committed.disowned)\n",
+            old="        parts.transfers.forget(committed.invalidated)\n",
             new="        pass\n",
             removes="the same in host memory and on disk",
             needs=frozenset({"bad_logits"}),
@@ -330,7 +331,7 @@ EQUIVALENT = (
     ),
     Equivalent(
         Mutation(
-            name="failed-load-is-known-before-its-flight-is-believed",
+            name="failed-load-is-known-before-its-step-is-believed",
             hazard="H9",
             target=f"{_LOOP}._commit",
             old="    self._apply_events()",
@@ -338,19 +339,19 @@ EQUIVALENT = (
             removes="a token that was drawn from blocks which a load left half filled goes to its client",
             needs=frozenset({"failing_copy", "offload"}),
         ),
-        "the fences of the load say the same: see failure-of-a-load-is-known-with-its-flight",
+        "the fences of the load say the same: see failure-of-a-load-is-known-with-its-step",
     ),
     Equivalent(
         Mutation(
-            name="loads-are-submitted-before-their-flight-is-gated",
+            name="loads-are-submitted-before-their-step-is-gated",
             hazard="H23",
             target=f"{_LOOP}._turn",
             old="        parts.transfers.submit(plan.transfers)\n        gates = parts.transfers.gates(plan.batch)\n",
             new="        gates = parts.transfers.gates(plan.batch)\n        parts.transfers.submit(plan.transfers)\n",
-            removes="a flight waits for the loads of earlier steps and not for its own",
+            removes="a step waits for the loads of earlier steps and not for its own",
             needs=frozenset({"offload"}),
         ),
-        "a request joins a flight when its load has all its fences, which takes the mover a turn: no load of this step gates a flight of this step",
+        "a request joins a step when its load has all its fences, which takes the mover a turn: no load of this step gates a step of this step",
     ),
     Equivalent(
         Mutation(
@@ -378,15 +379,15 @@ EQUIVALENT = (
     ),
     Equivalent(
         Mutation(
-            name="failed-flight-ends-its-own-requests",
+            name="failed-step-ends-its-own-requests",
             hazard="H10",
             target=f"{_LOOP}._is_current",
             old="return request is not None and request.epoch == row.epoch",
             new="return request is not None",
-            removes="a request that was retracted before its flight failed, and would be computed again, ends with an error",
-            needs=frozenset({"failing_flight", "preempt"}),
+            removes="a request that was preempted before its step failed, and would be computed again, ends with an error",
+            needs=frozenset({"failing_step", "preempt"}),
         ),
-        "who was in a failed flight may end with its error: no answer is wrong, one is missing",
+        "who was in a failed step may end with its error: no answer is wrong, one is missing",
     ),
     Equivalent(
         Mutation(
@@ -411,7 +412,7 @@ EQUIVALENT = (
             needs=frozenset({"close", "disk"}),
         ),
         "what is not flushed is lost as cache, and every oracle allows a miss",
-        noticed_by="engine/test_close.py::test_tokens_of_the_last_flight_are_delivered_and_its_blocks_stored",
+        noticed_by="engine/test_close.py::test_tokens_of_the_last_step_are_delivered_and_its_blocks_stored",
     ),
 )
 
@@ -426,11 +427,13 @@ _WARM_UP = "before anything is served; tests/attention/test_engine_in_interprete
 EXEMPT = (
     Exempt(
         "sidestream.engine.loop:Engine._turn",
-        "flight.fence.failure is not None",
-        "a simulated flight fails when it runs, not when it is launched; on a GPU this saves the flight behind it from being in vain",
+        "step.fence.failure is not None",
+        "a simulated step fails when it runs, not when it is launched; on a GPU this saves the step behind it from being in vain",
     ),
     Exempt(
-        f"{_BUILD}:_open_tiers", "fingerprint=model.fingerprint,", "a schedule opens its disk itself; see disk-of-other-weights-is-refused"
+        f"{_BUILD}:_open_tiers",
+        "fingerprint=model.fingerprint,",
+        "a schedule opens its disk itself; see disk-of-other-weights-is-refused",
     ),
     Exempt(f"{_BUILD}:build_engine", "salt=config.salt,\n", "see new-weights-keep-the-salt"),
     Exempt(f"{_BUILD}:build_engine", "undo.callback(device.close)", _UNBUILT),
@@ -440,16 +443,22 @@ EXEMPT = (
     Exempt(f"{_BUILD}:_warm_up", "lease.release()", _WARM_UP),
     Exempt(f"{_LOOP}.call", "done.wait(0.05)", _OTHER_THREAD),
     Exempt(f"{_LOOP}._end_loop", "self._thread.join()", _OTHER_THREAD),
-    Exempt(f"{_LOOP}._turn", "after=plan.after, gates=gates", "see flight-waits-for-the-last-use and layer-waits-for-its-load"),
     Exempt(
-        f"{_LOOP}._turn", "        self._commit(self._previous)\n        self._previous = None\n        self._commit(flight)\n", _NOTHING
+        f"{_LOOP}._turn",
+        "after=plan.after, gates=gates",
+        "see step-waits-for-the-last-use and layer-waits-for-its-load",
+    ),
+    Exempt(
+        f"{_LOOP}._turn",
+        "        self._commit(self._previous)\n        self._previous = None\n        self._commit(step)\n",
+        _NOTHING,
     ),
     Exempt(f"{_LOOP}._turn", "    self._commit(previous)\n", _NOTHING),
-    Exempt(f"{_LOOP}._commit", "parts.scheduler.commit(flight.batch", _NOTHING),
+    Exempt(f"{_LOOP}._commit", "parts.scheduler.commit(step.batch", _NOTHING),
     Exempt(f"{_LOOP}._commit", 'self._end(request.id, "error"', "see broken-logits-end-their-request"),
-    Exempt(f"{_LOOP}._flight_failed", "flight.drop()", "see letter-of-a-failed-flight-is-given-back"),
+    Exempt(f"{_LOOP}._step_failed", "step.drop()", "see letter-of-a-failed-step-is-given-back"),
     Exempt(f"{_LOOP}._fail", "self._sessions.clear()", "the engine has failed, and nothing runs any more"),
-    Exempt(f"{_LOOP}._await", '        wait_host(fence, reason="flight")\n', "see commit-waits-for-its-flight"),
+    Exempt(f"{_LOOP}._await", '        wait_host(fence, reason="step")\n', "see commit-waits-for-its-step"),
     Exempt(f"{_LOOP}._listen", "transfers.poll()", _WHAT_MAY_BE_CONCLUDED),
     Exempt(f"{_LOOP}._apply_events", "transfers.poll()", _WHAT_MAY_BE_CONCLUDED),
     Exempt(f"{_LOOP}._fail", "self._inbox.take()", _MESSAGE),

@@ -1,4 +1,4 @@
-"""The executor's rules: what a flight waits for, what a row keeps, and who owns a mailbox slot."""
+"""The executor's rules: what a step waits for, what a row keeps, and who owns a mailbox slot."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from sidestream.testing.mutations.mechanism import Edit, Equivalent, Exempt, Mut
 
 _EXECUTOR = "sidestream.execute.executor:Executor"
 _GRAPHS = "sidestream.execute.graphs:Graphs"
-_FLIGHT = "sidestream.execute.executor:Flight"
+_STEP = "sidestream.execute.executor:LaunchedStep"
 _MAILBOX = "sidestream.execute.mailbox:Mailbox"
 _STATE = "sidestream.execute.state:DecodeState"
 _DRAFTS = "sidestream.execute.drafts:Drafts"
@@ -20,7 +20,7 @@ MUTATIONS = (
         target=f"{_EXECUTOR}._gate",
         old="        for fence in gates.by_layer[layer]:\n            self._stream.wait(fence)\n",
         new="",
-        removes="a flight reads blocks that a load is still writing",
+        removes="a step reads blocks that a load is still writing",
         needs=frozenset({"offload"}),
     ),
     Mutation(
@@ -47,7 +47,7 @@ MUTATIONS = (
         target=f"{_EXECUTOR}._note_draws",
         old="        self._draws[row] = draws\n",
         new="        pass\n",
-        removes="a captured flight takes the likeliest token of a row that is penalised",
+        removes="a captured step takes the likeliest token of a row that is penalised",
         needs=frozenset({"captured", "sampling"}),
     ),
     Mutation(
@@ -65,7 +65,7 @@ MUTATIONS = (
         target=f"{_EXECUTOR}._draws_of",
         old="outputs >= spec.min_tokens",
         new="outputs >= 1",
-        removes="a captured flight draws the end of an answer that was not to end yet",
+        removes="a captured step draws the end of an answer that was not to end yet",
         needs=frozenset({"captured", "sampling"}),
         also=(Edit("sidestream.execute.draws:Draws.of", "outputs < spec.min_tokens", "outputs < 1"),),
     ),
@@ -75,7 +75,7 @@ MUTATIONS = (
         target="sidestream.execute.draws:draw_frame",
         old="computed.positions + 1 - state.rules.prompt_len[rows]",
         new="computed.positions - state.rules.prompt_len[rows]",
-        removes="a captured flight draws by the random number of the output before",
+        removes="a captured step draws by the random number of the output before",
         needs=frozenset({"captured", "sampling"}),
     ),
     Mutation(
@@ -84,7 +84,7 @@ MUTATIONS = (
         target="sidestream.execute.draws:draw_frame",
         old="counted = draws is Draws.PENALISED",
         new="counted = False",
-        removes="what a captured flight drew is not penalised for its repetition",
+        removes="what a captured step drew is not penalised for its repetition",
         needs=frozenset({"captured", "sampling"}),
     ),
     Mutation(
@@ -93,7 +93,7 @@ MUTATIONS = (
         target=f"{_EXECUTOR}._draws_of",
         old="max(asked, default=Draws.LIKELIEST)",
         new="min(asked, default=Draws.LIKELIEST)",
-        removes="a flight's draws are those of its least demanding row",
+        removes="a step's draws are those of its least demanding row",
         needs=frozenset({"captured", "sampling"}),
     ),
     Mutation(
@@ -115,7 +115,7 @@ MUTATIONS = (
         needs=frozenset({"sampling"}),
     ),
     Mutation(
-        name="row-remembers-outputs-from-before-a-retraction",
+        name="row-remembers-outputs-from-before-a-preemption",
         hazard="H16",
         target=f"{_STATE}._fill_tables",
         old="    counts[row].index_add_(0, outputs, torch.ones_like(outputs, dtype=counts.dtype))\n",
@@ -133,7 +133,7 @@ MUTATIONS = (
     ),
     # ------------------------------------------------------------------ drafts
     Mutation(
-        name="accepted-run-is-published-before-the-next-flight-reads-it",
+        name="accepted-run-is-published-before-the-next-step-reads-it",
         hazard="H19",
         target=f"{_STATE}.advance",
         old="    self.history[where[:, None], positions] = drawn.to(torch.int32)\n",
@@ -142,7 +142,7 @@ MUTATIONS = (
         needs=frozenset({"speculative"}),
     ),
     Mutation(
-        name="length-is-published-by-its-flight",
+        name="length-is-published-by-its-step",
         hazard="H19",
         target=f"{_STATE}.advance",
         old="starts + counts",
@@ -238,7 +238,7 @@ MUTATIONS = (
         target="sidestream.execute.frame:pack",
         old="    letters[:] = letter\n",
         new="",
-        removes="a captured flight leaves what it drew where another one does",
+        removes="a captured step leaves what it drew where another one does",
         needs=frozenset({"captured"}),
     ),
     Mutation(
@@ -305,7 +305,7 @@ MUTATIONS = (
         needs=frozenset({"hidden_states"}),
     ),
     Mutation(
-        name="proposer-is-shown-every-flight",
+        name="proposer-is-shown-every-step",
         hazard="H15",
         target=f"{_FORWARD}.run",
         old="        if not going_on:\n",
@@ -320,7 +320,7 @@ MUTATIONS = (
         target=f"{_FORWARD}.run",
         old="        self._stream.join()\n",
         new="",
-        removes="the next flight drafts from KV that is not there yet",
+        removes="the next step drafts from KV that is not there yet",
         needs=frozenset({"hidden_states", "captured"}),
     ),
     Mutation(
@@ -342,7 +342,7 @@ MUTATIONS = (
         needs=frozenset({"offload", "captured"}),
     ),
     Mutation(
-        name="gate-is-recorded-for-each-flight",
+        name="gate-is-recorded-for-each-step",
         hazard="H5",
         target=f"{_GRAPHS}.close_gates",
         old="        event.record(self._gates)\n",
@@ -383,7 +383,7 @@ MUTATIONS = (
         target="sidestream.execute.mailbox:Letter.start",
         old="return self.lease.ids[0] * self.num_bytes",
         new="return 0",
-        removes="a flight writes what it drew over what the host has not read yet",
+        removes="a step writes what it drew over what the host has not read yet",
     ),
     Mutation(
         name="letter-is-held-until-it-was-read",
@@ -391,10 +391,10 @@ MUTATIONS = (
         target=f"{_MAILBOX}.address",
         old="    return Letter(self._pool.take(1), self._slot_bytes)\n",
         new="    lease = self._pool.take(1)\n    lease.release()\n    return Letter(lease, self._slot_bytes)\n",
-        removes="a slot of the mailbox is free while its flight has yet to write and the host to read",
+        removes="a slot of the mailbox is free while its step has yet to write and the host to read",
         also=(
             Edit(f"{_MAILBOX}.read", "    letter.lease.release(after=(fence,))\n", ""),
-            Edit(f"{_FLIGHT}.drop", "    self.letter.lease.release(after=(self.fence,))\n", "    return\n"),
+            Edit(f"{_STEP}.drop", "    self.letter.lease.release(after=(self.fence,))\n", "    return\n"),
         ),
     ),
     Mutation(
@@ -415,29 +415,29 @@ MUTATIONS = (
         removes="the mailbox runs out of slots",
     ),
     Mutation(
-        name="letter-of-a-failed-flight-is-given-back",
+        name="letter-of-a-failed-step-is-given-back",
         hazard="H22",
-        target=f"{_FLIGHT}.drop",
+        target=f"{_STEP}.drop",
         old="    self.letter.lease.release(after=(self.fence,))\n",
         new="    return\n",
-        removes="each failed flight takes a slot of the mailbox with it",
-        needs=frozenset({"failing_flight"}),
+        removes="each failed step takes a slot of the mailbox with it",
+        needs=frozenset({"failing_step"}),
     ),
 )
 
 EQUIVALENT = (
     Equivalent(
         Mutation(
-            name="flight-waits-for-the-last-use",
+            name="step-waits-for-the-last-use",
             hazard="H2",
             target=f"{_EXECUTOR}.launch",
             old="    for fence in after:\n        self._stream.wait(fence)\n",
             new="",
-            removes="a flight does not wait for the last use of its blocks",
+            removes="a step does not wait for the last use of its blocks",
             needs=frozenset({"offload"}),
         ),
-        "flights run in the order of their launch, and blocks that anything else uses come back when the host has seen the end of that use",
-        noticed_by="engine/test_offload.py::test_flight_waits_for_what_it_is_told_to_wait_for",
+        "steps run in the order of their launch, and blocks that anything else uses come back when the host has seen the end of that use",
+        noticed_by="engine/test_offload.py::test_step_waits_for_what_it_is_told_to_wait_for",
     ),
     Equivalent(
         Mutation(
@@ -456,25 +456,29 @@ _WARM_UP = "before anything is served; tests/attention/test_engine_in_interprete
 
 _UNPLACED = (
     "the simulated device always has room for a table's changes; "
-    "tests/attention/test_engine_in_interpreter.py::test_a_graph_that_could_not_be_filled_leaves_the_next_flight_right lets it have none"
+    "tests/attention/test_engine_in_interpreter.py::test_a_graph_that_could_not_be_filled_leaves_the_next_step_right lets it have none"
 )
 
-_PUBLISHED = "see accepted-run-is-published-before-the-next-flight-reads-it, and those behind it"
+_PUBLISHED = "see accepted-run-is-published-before-the-next-step-reads-it, and those behind it"
 
 EXEMPT = (
     Exempt(f"{_EXECUTOR}.capture", "gates=self._gates,", "a stream"),
     Exempt(f"{_EXECUTOR}._run_for_nothing", "after=(), gates=LayerGates()", _WARM_UP),
-    Exempt(f"{_EXECUTOR}._run_for_nothing", 'self._device.wait_host(flight.fence, reason="flight")', _WARM_UP),
-    Exempt(f"{_EXECUTOR}._run_for_nothing", "flight.drop()", _WARM_UP),
-    Exempt(f"{_EXECUTOR}._run_for_nothing", "if flight.fence.failure is not None:", _WARM_UP),
+    Exempt(f"{_EXECUTOR}._run_for_nothing", 'self._device.wait_host(step.fence, reason="step")', _WARM_UP),
+    Exempt(f"{_EXECUTOR}._run_for_nothing", "step.drop()", _WARM_UP),
+    Exempt(f"{_EXECUTOR}._run_for_nothing", "if step.fence.failure is not None:", _WARM_UP),
     Exempt("sidestream.execute.upload:_fetch", "torch.add(read, 0, out=target)", "a sum"),
     Exempt(f"{_EXECUTOR}._eager_work", "inputs = replace(inputs, block_tables=", "a value"),
     Exempt("sidestream.execute.inputs:StepInputs.brought", "replace(self, **given)", "a value"),
-    Exempt("sidestream.execute.inputs:StepInputs.anchored", "replace(self, positions", "a value"),
-    Exempt("sidestream.execute.frame:TableKeeper.changes", "places.extend(range(base + kept, base + len(wanted)))", "a list"),
+    Exempt("sidestream.execute.inputs:StepInputs.anchored", "replace(", "a value"),
+    Exempt(
+        "sidestream.execute.frame:TableKeeper.changes",
+        "places.extend(range(base + kept, base + len(wanted)))",
+        "a list",
+    ),
     Exempt("sidestream.execute.frame:TableKeeper.changes", "blocks.extend(wanted[kept:])", "a list"),
     Exempt(f"{_EXECUTOR}._run", "self._tables.forget()", _UNPLACED),
-    Exempt(f"{_GRAPHS}._finish", 'self._device.wait_host(fence, reason="flight")', _WARM_UP),
+    Exempt(f"{_GRAPHS}._finish", 'self._device.wait_host(fence, reason="step")', _WARM_UP),
     Exempt(f"{_GRAPHS}._finish", "if fence.failure is not None:", _WARM_UP),
     Exempt(f"{_EXECUTOR}._run", "self._state.commit(rows, drawn.tokens)", "see drawn-token-stays-on-the-device"),
     Exempt(f"{_DRAFTS}.draw", "counts = publish(", _PUBLISHED),

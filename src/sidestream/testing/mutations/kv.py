@@ -15,7 +15,7 @@ MUTATIONS = (
         target=f"{_POOL}:Lease.release",
         old="self.pool._release(self.ids, tuple(after))",
         new="self.pool._release(self.ids, ())",
-        removes="whoever takes a block next does not know of the store or flight that still uses it",
+        removes="whoever takes a block next does not know of the store or step that still uses it",
     ),
     Mutation(
         name="release-waits-for-uses-that-only-the-host-sees",
@@ -74,7 +74,7 @@ MUTATIONS = (
         target=f"{_POOL}:FencedPool.take",
         old="pending = merge_fences(fence for item in ids for fence in fences[item])",
         new="pending = ()",
-        removes="a new owner is not told which transfers and flights still use its blocks",
+        removes="a new owner is not told which transfers and steps still use its blocks",
     ),
     Mutation(
         name="shared-block-is-not-evictable",
@@ -145,7 +145,11 @@ MUTATIONS = (
         needs=frozenset({"weights"}),
         also=(
             Edit("sidestream.schedule.scheduler:Scheduler.rekey", "    self.forget_all()\n", ""),
-            Edit("sidestream.engine.loop:Engine._update_weights", "            self.parts.transfers.forget_all()\n", "            pass\n"),
+            Edit(
+                "sidestream.engine.loop:Engine._update_weights",
+                "            self.parts.transfers.forget_all()\n",
+                "            pass\n",
+            ),
         ),
     ),
     Mutation(
@@ -217,7 +221,7 @@ EQUIVALENT = (
             removes="of uses on several streams only one is waited for",
             needs=frozenset({"offload"}),
         ),
-        "when a step is planned one flight at most is on its way, and the host waits for whatever else uses blocks",
+        "when a step is planned one step at most is on its way, and the host waits for whatever else uses blocks",
         noticed_by="kv/test_pool.py::test_the_next_owner_waits_for_every_stream_that_used_the_id_and_for_the_last_use_on_each",
     ),
     Equivalent(
@@ -229,7 +233,7 @@ EQUIVALENT = (
             new="last[fence.stream].tick > fence.tick",
             removes="of two uses on one stream only the first is waited for",
         ),
-        "when a step is planned one flight at most is on its way, and the host waits for whatever else uses blocks",
+        "when a step is planned one step at most is on its way, and the host waits for whatever else uses blocks",
         noticed_by="kv/test_pool.py::test_the_next_owner_waits_for_every_stream_that_used_the_id_and_for_the_last_use_on_each",
     ),
     Equivalent(
@@ -242,7 +246,7 @@ EQUIVALENT = (
             removes="the last one to release a shared block makes the ledger forget the store that still reads it",
             needs=frozenset({"offload"}),
         ),
-        "flights run in the order of their launch, and whatever else uses blocks is waited for by the host: the last release knows the last use",
+        "steps run in the order of their launch, and whatever else uses blocks is waited for by the host: the last release knows the last use",
         noticed_by="kv/test_pool.py::test_the_next_owner_waits_for_every_stream_that_used_the_id_and_for_the_last_use_on_each",
     ),
     Equivalent(
@@ -252,10 +256,10 @@ EQUIVALENT = (
             target=f"{_POOL}:FencedPool._postpone",
             old="self._postponed.append((until, ids, after))",
             new="self._postponed.append((until, ids, ()))",
-            removes="whoever takes a block after its transfer ended does not know of the flight that still uses it",
+            removes="whoever takes a block after its transfer ended does not know of the step that still uses it",
             needs=frozenset({"offload"}),
         ),
-        "only a load that got the blocks between the end of the transfer and that of the last flight would come too soon: hardly any schedule has one",
+        "only a load that got the blocks between the end of the transfer and that of the last step would come too soon: hardly any schedule has one",
         noticed_by="kv/test_pool.py::test_an_id_that_comes_back_late_brings_its_fences",
     ),
     Equivalent(
@@ -268,7 +272,7 @@ EQUIVALENT = (
             removes="a lease that ends before anything waited on its behalf takes the fences of the use before with it",
             needs=frozenset({"abort", "offload", "preempt"}),
         ),
-        "the step that admits has its flight wait for all fresh blocks, so only a load could come too soon into blocks of a request that left before its first flight",
+        "the step that admits has its step wait for all fresh blocks, so only a load could come too soon into blocks of a request that left before its first step",
         noticed_by="kv/test_pool.py::test_a_use_that_ended_without_a_fence_does_not_hide_the_one_before",
     ),
     Equivalent(
@@ -309,14 +313,26 @@ EXEMPT = (
     Exempt(f"{_POOL}:Lease.truncate", "self.pool._release(dropped, tuple(after))", _NOT_CALLED),
     Exempt(f"{_POOL}:Lease.release", "if not self._open:", _GUARD),
     Exempt(f"{_POOL}:Lease.release", "self._open = False", _GUARD),
-    Exempt(f"{_POOL}:FencedPool.take", "self._references[item] = 1", "without it nothing can be leased; what a lease does is ruled above"),
+    Exempt(
+        f"{_POOL}:FencedPool.take",
+        "self._references[item] = 1",
+        "without it nothing can be leased; what a lease does is ruled above",
+    ),
     Exempt(f"{_POOL}:FencedPool.publish", "if self._references[item] == 0:", _GUARD),
     Exempt(f"{_POOL}:FencedPool.take", "ids.extend(self._evict(evicted))", "a list"),
     Exempt(f"{_POOL}:FencedPool.publish_all", "if 0 in map(self._references.__getitem__, ids):", _GUARD),
-    Exempt(f"{_POOL}:FencedPool.publish_all", "self.publish(item, key)", "when: see slice-is-seen-done-before-it-counts"),
-    Exempt(f"{_KEYS}:BlockKeys.extend", "keys.extend(", "adds to a list; whose keys they are: see key-names-its-prefix"),
+    Exempt(
+        f"{_POOL}:FencedPool.publish_all", "self.publish(item, key)", "when: see slice-is-seen-done-before-it-counts"
+    ),
+    Exempt(
+        f"{_KEYS}:BlockKeys.extend", "keys.extend(", "adds to a list; whose keys they are: see key-names-its-prefix"
+    ),
     Exempt(f"{_POOL}:FencedPool.publish", "self._index.add(key, item)", "see key-names-one-block"),
-    Exempt(f"{_POOL}:FencedPool.check", "places = (item in free) + (item in self._cached) + (self._references[item] > 0)", _GUARD),
+    Exempt(
+        f"{_POOL}:FencedPool.check",
+        "places = (item in free) + (item in self._cached) + (self._references[item] > 0)",
+        _GUARD,
+    ),
     Exempt(f"{_POOL}:FencedPool.check", "if places != 1 or self._references[item] < 0:", _GUARD),
     Exempt(f"{_POOL}:FencedPool.forget_all", "self._index.clear()", "see reset-removes-keys"),
     Exempt(

@@ -1,8 +1,9 @@
 """Taking one rule out of the real code, and putting it back: no hook in the code that is tested.
 
-A mutation names a function and a snippet of its source. While it is applied, the function runs code compiled from the changed
-source, with the file name and the line numbers of the original; the function object stays the same, so every importer, bound
-method and decorator around it sees the change, and sees it undone. Knows nothing of what the rules are for.
+A mutation names a function and a snippet of its source. While it is applied, the function runs code compiled from the
+changed source, with the file name and the line numbers of the original; the function object stays the same, so every
+importer, bound method and decorator around it sees the change, and sees it undone. Knows nothing of what the rules are
+for.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ Feature = Literal[
     "corrupt_tier",
     "disk",
     "failing_copy",
-    "failing_flight",
+    "failing_step",
     "failing_load",
     "failing_tier",
     "full_queue",
@@ -53,7 +54,7 @@ Feature = Literal[
 """What a workload may contain.
 
 abort           requests that their clients end, at any point
-bad_logits      a flight with logits that are not finite, over KV that is wrong
+bad_logits      a step with logits that are not finite, over KV that is wrong
 border          front ends between clients and engine
 captured        forward passes that are captured and replayed
 close           the engine ends in good order, with requests or transfers on their way
@@ -61,14 +62,14 @@ corrupt_tier    files of the disk tier that are cut short or have a bit flipped
 disk            a disk tier
 failing_copy    stores and loads that raise, loads possibly after a part was copied
 failing_load    loads among them
-failing_flight  forward passes that raise
+failing_step  forward passes that raise
 failing_tier    disk reads and writes that raise
 full_queue      requests that are refused because too many wait
 growing_tier    host memory that is pinned while the engine serves
 hang_up         front ends that go while others take their place
 hidden_states   drafts that are made of hidden states
 logprobs        requests that ask for log-probabilities, beside others that do not
-meanwhile       requests that come, and clients that leave, while a flight is awaited
+meanwhile       requests that come, and clients that leave, while a step is awaited
 offload         a host tier
 preempt         a device pool too small for the requests that run
 priority        requests of several priorities
@@ -125,7 +126,8 @@ class Mutation:
 class Equivalent:
     """A rule that no schedule misses, because another one protects from the same thing, or because it saves time only.
 
-    noticed_by   a test of the room that does miss it: file below `tests/`, two colons, function; empty: nothing that can be observed changes
+    noticed_by   a test of the room that does miss it: file below `tests/`, two colons, function; empty: nothing that
+                 can be observed changes
     """
 
     mutation: Mutation
@@ -162,7 +164,9 @@ class Source:
         count = self.text.count(snippet)
         if count != 1:
             name = f"{self.function.__module__}:{self.function.__qualname__}"
-            raise InvariantError(f"{snippet!r} occurs {count} times in {name}: it must once; the code has changed, change the table too")
+            raise InvariantError(
+                f"{snippet!r} occurs {count} times in {name}: it must once; the code has changed, change the table too"
+            )
         return self.text.index(snippet)
 
     def position(self, offset: int) -> tuple[int, int]:
@@ -172,7 +176,8 @@ class Source:
 
 
 def source_of(target: str) -> Source:
-    """The function that an import path names: of a module or a class; a static, class or context manager's, too, or a property's getter.
+    """The function that an import path names: of a module or a class; a static, class or context manager's, too, or a
+    property's getter.
 
     Imports the module. Raises InvariantError when there is no such function.
     """
@@ -197,10 +202,12 @@ def source_of(target: str) -> Source:
 
 @contextmanager
 def applied(mutation: Mutation) -> Iterator[None]:
-    """Run the body without the rule that the mutation names; the original code is back at the end, however the body ends.
+    """Run the body without the rule that the mutation names; the original code is back at the end, however the body
+    ends.
 
     Changes functions for the whole process: no other thread may be inside one of them at the start or the end. Raises
-    InvariantError, with nothing changed, when the mutation does not fit the code or one of its functions is changed already.
+    InvariantError, with nothing changed, when the mutation does not fit the code or one of its functions is changed
+    already.
     """
     changes = [(function, function.__code__, code) for function, code in changed_functions(mutation)]
     with ExitStack() as undo:
@@ -223,21 +230,29 @@ def changed_functions(mutation: Mutation) -> list[tuple[FunctionType, CodeType]]
 def _changed(source: Source, edits: Sequence[Edit]) -> tuple[FunctionType, CodeType]:
     function = source.function
     if function in _changed_now:
-        raise InvariantError(f"{function.__module__}:{function.__qualname__} is changed already: end the other mutation first")
+        raise InvariantError(
+            f"{function.__module__}:{function.__qualname__} is changed already: end the other mutation first"
+        )
     text = source.text
     numbers = [source.first_line + index for index in range(text.count("\n") + 1)]  # of the file, for each line of text
     for edit in edits:
         source.find(edit.old)
         if (count := text.count(edit.old)) != 1:
-            raise InvariantError(f"{edit.old!r} occurs {count} times in {edit.target} after the edits before: the edits overlap")
+            raise InvariantError(
+                f"{edit.old!r} occurs {count} times in {edit.target} after the edits before: the edits overlap"
+            )
         first, last = text[: text.index(edit.old)].count("\n"), edit.old.count("\n")
-        numbers[first : first + last + 1] = [numbers[first + min(index, last)] for index in range(edit.new.count("\n") + 1)]
+        numbers[first : first + last + 1] = [
+            numbers[first + min(index, last)] for index in range(edit.new.count("\n") + 1)
+        ]
         text = text.replace(edit.old, edit.new)
     return function, _compiled(source, text, numbers)
 
 
 def _compiled(source: Source, text: str, numbers: Sequence[int]) -> CodeType:
-    """Code of the function in `text`, inside classes of the same names, so that `super` and private names mean what they meant."""
+    """Code of the function in `text`, inside classes of the same names, so that `super` and private names mean what
+    they meant.
+    """
     tree = ast.parse(text)
     (definition,) = tree.body
     assert isinstance(definition, ast.FunctionDef)

@@ -1,4 +1,6 @@
-"""The scheduler's rules: what counts as computed, what is released behind what, which results are dropped, who goes first."""
+"""The scheduler's rules: what counts as computed, what is released behind what, which results are dropped, who goes
+first.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ MUTATIONS = (
         target=f"{_SCHEDULER}.commit",
         old="complete = request.committed_len // size",
         new="complete = min(request.launched_len, len(request.tokens)) // size",
-        removes="blocks are findable, and stored behind the wrong flight, as soon as the flight that fills them was launched",
+        removes="blocks are findable, and stored behind the wrong step, as soon as the step that fills them was launched",
     ),
     Mutation(
         name="late-result-is-dropped",
@@ -22,16 +24,16 @@ MUTATIONS = (
         target=f"{_SCHEDULER}.commit",
         old="request.epoch != epoch or ",
         new="",
-        removes="a request that was retracted and runs again takes in the token of a flight from before",
+        removes="a request that was preempted and runs again takes in the token of a step from before",
         needs=frozenset({"failing_copy", "offload"}),
     ),
     Mutation(
-        name="retraction-begins-an-epoch",
+        name="preemption-begins-an-epoch",
         hazard="H10",
-        target=f"{_SCHEDULER}._retract",
+        target=f"{_SCHEDULER}._preempt",
         old="    request.epoch += 1\n",
         new="",
-        removes="what was launched before a retraction cannot be told from what was launched after it",
+        removes="what was launched before a preemption cannot be told from what was launched after it",
         needs=frozenset({"failing_copy", "offload"}),
     ),
     Mutation(
@@ -47,7 +49,7 @@ MUTATIONS = (
         name="failed-load-is-computed",
         hazard="H9",
         target=f"{_SCHEDULER}.load_failed",
-        old="self._retract(request)",
+        old="self._preempt(request)",
         new="request.promotions = 0",
         removes="a request goes on with blocks that a load left half filled",
         needs=frozenset({"failing_copy", "offload"}),
@@ -71,12 +73,12 @@ MUTATIONS = (
     ),
     # ------------------------------------------------------------------ fences of blocks
     Mutation(
-        name="release-waits-for-the-last-flight",
+        name="release-waits-for-the-last-step",
         hazard="H3",
         target=f"{_SCHEDULER}._give_up_device",
         old="request.blocks.release(after=after, ",
         new="request.blocks.release(",
-        removes="a load or a store of the next owner does not wait for the flight that still uses the blocks",
+        removes="a load or a store of the next owner does not wait for the step that still uses the blocks",
     ),
     Mutation(
         name="release-waits-for-the-transfers",
@@ -88,12 +90,12 @@ MUTATIONS = (
         needs=frozenset({"offload"}),
     ),
     Mutation(
-        name="flight-leaves-its-fence",
+        name="step-leaves-its-fence",
         hazard="H16",
         target=f"{_SCHEDULER}.launched",
         old="            request.last_fence = fence\n",
         new="            pass\n",
-        removes="a request that ends does not know which flight still uses what it releases",
+        removes="a request that ends does not know which step still uses what it releases",
     ),
     Mutation(
         name="load-waits-for-its-blocks-last-use",
@@ -101,7 +103,7 @@ MUTATIONS = (
         target=f"{_SCHEDULER}._try_admit",
         old="LoadPlan(request.id, request.epoch, keys, block_ids, fresh.after)",
         new="LoadPlan(request.id, request.epoch, keys, block_ids, ())",
-        removes="a load writes into blocks that the old owner's flight or store still uses",
+        removes="a load writes into blocks that the old owner's step or store still uses",
         needs=frozenset({"offload"}),
     ),
     # ------------------------------------------------------------------ leases
@@ -141,7 +143,7 @@ MUTATIONS = (
         name="decode-reserves-its-block",
         hazard="H11",
         target=f"{_SCHEDULER}._room",
-        old="drafts or self._reserve(request, stop, draft, retracting=not request.drafts_on_way)",
+        old="drafts or self._reserve(request, stop, draft, preempting=not request.drafts_on_way)",
         new="drafts or stop",
         removes="a token's KV is written where the request has no block",
     ),
@@ -149,7 +151,7 @@ MUTATIONS = (
         name="drafts-reserve-their-blocks",
         hazard="H11",
         target=f"{_SCHEDULER}._room",
-        old="if drafts and not self._reserve(request, request.launched_len + 1 + drafts, draft, retracting=False):",
+        old="if drafts and not self._reserve(request, request.launched_len + 1 + drafts, draft, preempting=False):",
         new="if drafts and not request.blocks:",
         removes="drafts' KV is written where the request has no block",
         needs=frozenset({"speculative"}),
@@ -169,7 +171,7 @@ MUTATIONS = (
         target=f"{_SCHEDULER}._plan_decodes",
         old="length - on_way",
         new="length",
-        removes="the host takes all drafts of the flight before for right",
+        removes="the host takes all drafts of the step before for right",
         needs=frozenset({"speculative"}),
     ),
     Mutation(
@@ -218,12 +220,12 @@ MUTATIONS = (
     ),
     # ------------------------------------------------------------------ loads
     Mutation(
-        name="load-has-its-fences-before-its-first-flight",
+        name="load-has-its-fences-before-its-first-step",
         hazard="H5",
         target=f"{_SCHEDULER}._plan_prefill",
         old=" or request.loading",
         new="",
-        removes="a request joins a flight before its load has fences that the flight could wait for",
+        removes="a request joins a step before its load has fences that the step could wait for",
         needs=frozenset({"offload"}),
     ),
     Mutation(
@@ -249,8 +251,11 @@ MUTATIONS = (
         name="row-begins-once",
         hazard="H19",
         target=f"{_SCHEDULER}._plan_decodes",
-        old="True, outputs - on_way, None, drafts))",
-        new="True, outputs - on_way, RowStart(request.sampling, request.prompt, tuple(request.tokens[len(request.prompt) :])), drafts))",
+        old="outputs - on_way,\n                None,\n",
+        new=(
+            "outputs - on_way,\n"
+            "RowStart(request.sampling, request.prompt, tuple(request.tokens[len(request.prompt) :])),\n"
+        ),
         removes="a decode step takes the host's last token, one step old, in place of the one that the device has just drawn",
     ),
     # ------------------------------------------------------------------ resets and new weights
@@ -296,7 +301,7 @@ MUTATIONS = (
         target=f"{_SCHEDULER}._may_start",
         old="request.cached is not None or request.epoch > 0",
         new="request.epoch < 0",
-        removes="a request that was retracted comes back on other weights, in the middle of its answer",
+        removes="a request that was preempted comes back on other weights, in the middle of its answer",
         needs=frozenset({"preempt", "weights"}),
         also=(
             Edit(
@@ -308,17 +313,17 @@ MUTATIONS = (
     ),
     # ------------------------------------------------------------------ who goes first
     Mutation(
-        name="retracted-request-is-not-planned",
+        name="preempted-request-is-not-planned",
         hazard="H26",
         target=f"{_SCHEDULER}._plan_decodes",
-        old="        if request.state is not running:  # it was retracted for an older one\n            continue\n",
+        old="        if request.state is not running:  # it was preempted for an older one\n            continue\n",
         new="",
         removes="a request gets a row of the same step that took its blocks away",
         needs=frozenset({"preempt"}),
         also=(Edit(f"{_SCHEDULER}._plan_prefill", "request.state is not State.RUNNING or ", ""),),
     ),
     Mutation(
-        name="older-requests-are-not-retracted",
+        name="older-requests-are-not-preempted",
         hazard="H26",
         target=f"{_SCHEDULER}._victim_for",
         old="behind = ranked[ranked.index(request) + 1 :]",
@@ -343,11 +348,11 @@ _SAVES_TIME = "saves work only: "
 EQUIVALENT = (
     Equivalent(
         Mutation(
-            name="broken-request-disowns-its-blocks",
+            name="broken-request-invalidates-its-blocks",
             hazard="H9",
-            target=f"{_SCHEDULER}._disown",
-            old="    self._blocks.forget([block for key, block in zip(keys, request.blocks.ids[own], strict=False) if self._blocks.get(key) == block])\n",
-            new="",
+            target=f"{_SCHEDULER}._invalidate",
+            old="    self._blocks.forget(\n        [block",
+            new="    list(\n        [block",
             removes="earlier blocks of a request whose logits show that its KV is broken stay on the device for others to find",
             needs=frozenset({"bad_logits"}),
         ),
@@ -364,8 +369,8 @@ EQUIVALENT = (
             removes="a prefill does not wait for the last use of its blocks",
             needs=frozenset({"offload"}),
         ),
-        "flights run in the order of their launch, and blocks that anything else uses come back when the host has seen the end of that use",
-        noticed_by="schedule/test_scheduler_retraction.py::test_a_flight_waits_for_the_last_use_of_the_blocks_it_writes",
+        "steps run in the order of their launch, and blocks that anything else uses come back when the host has seen the end of that use",
+        noticed_by="schedule/test_scheduler_preemption.py::test_a_step_waits_for_the_last_use_of_the_blocks_it_writes",
     ),
     Equivalent(
         Mutation(
@@ -374,11 +379,11 @@ EQUIVALENT = (
             target=f"{_SCHEDULER}.order_loads",
             old=", after=self._owed)",
             new=")",
-            removes="a flight does not wait for the last use of blocks that were taken while the one before the last was awaited",
+            removes="a step does not wait for the last use of blocks that were taken while the one before the last was awaited",
             needs=frozenset({"offload", "meanwhile"}),
         ),
-        "flights run in the order of their launch, and blocks that anything else uses come back when the host has seen the end of that use",
-        noticed_by="schedule/test_scheduler_meanwhile.py::test_the_next_flight_waits_for_the_last_use_of_blocks_that_were_taken_meanwhile",
+        "steps run in the order of their launch, and blocks that anything else uses come back when the host has seen the end of that use",
+        noticed_by="schedule/test_scheduler_meanwhile.py::test_the_next_step_waits_for_the_last_use_of_blocks_that_were_taken_meanwhile",
     ),
     Equivalent(
         Mutation(
@@ -387,23 +392,23 @@ EQUIVALENT = (
             target=f"{_SCHEDULER}.plan",
             old=", after=self._owed)",
             new=")",
-            removes="a flight waits for the last use only of the blocks that were taken in its own step",
+            removes="a step waits for the last use only of the blocks that were taken in its own step",
             needs=frozenset({"offload", "meanwhile"}),
         ),
-        "flights run in the order of their launch, and blocks that anything else uses come back when the host has seen the end of that use",
-        noticed_by="schedule/test_scheduler_meanwhile.py::test_fences_are_owed_until_a_flight_was_planned",
+        "steps run in the order of their launch, and blocks that anything else uses come back when the host has seen the end of that use",
+        noticed_by="schedule/test_scheduler_meanwhile.py::test_fences_are_owed_until_a_step_was_planned",
     ),
     Equivalent(
         Mutation(
-            name="nobody-overtakes-who-needs-a-flight",
+            name="nobody-overtakes-who-needs-a-step",
             hazard="H26",
             target=f"{_SCHEDULER}._try_admit",
             old="    if draft.loads_only and not loads:\n        return False\n",
             new="",
-            removes="who computes is admitted while a flight is awaited, before it is known what that flight leaves for it to share",
+            removes="who computes is admitted while a step is awaited, before it is known what that step leaves for it to share",
             needs=frozenset({"offload", "meanwhile"}),
         ),
-        "it is planned with the next flight, as it would have been",
+        "it is planned with the next step, as it would have been",
         noticed_by="schedule/test_scheduler_meanwhile.py::test_who_has_to_compute_is_left_for_the_plan_and_is_not_overtaken",
     ),
     Equivalent(
@@ -416,8 +421,8 @@ EQUIVALENT = (
             removes="a decode step does not wait for the last use of its new block",
             needs=frozenset({"offload"}),
         ),
-        "flights run in the order of their launch, and blocks that anything else uses come back when the host has seen the end of that use",
-        noticed_by="schedule/test_scheduler_retraction.py::test_a_decode_row_that_grows_waits_for_the_last_use_of_its_new_block",
+        "steps run in the order of their launch, and blocks that anything else uses come back when the host has seen the end of that use",
+        noticed_by="schedule/test_scheduler_preemption.py::test_a_decode_row_that_grows_waits_for_the_last_use_of_its_new_block",
     ),
     Equivalent(
         Mutation(
@@ -426,11 +431,11 @@ EQUIVALENT = (
             target=f"{_SCHEDULER}.load_ready",
             old="if request is not None and request.epoch == epoch:",
             new="if request is not None:",
-            removes="news of a load that was given up lets another one's request into a flight too early",
+            removes="news of a load that was given up lets another one's request into a step too early",
             needs=frozenset({"offload", "preempt"}),
         ),
         "an old load's news and the new one's order are too many steps apart for a schedule to bring them together",
-        noticed_by="schedule/test_scheduler_tiers.py::test_news_of_a_load_that_was_given_up_lets_nobody_into_a_flight",
+        noticed_by="schedule/test_scheduler_tiers.py::test_news_of_a_load_that_was_given_up_lets_nobody_into_a_step",
     ),
     Equivalent(
         Mutation(
@@ -448,15 +453,15 @@ EQUIVALENT = (
     ),
     Equivalent(
         Mutation(
-            name="row-release-waits-for-the-last-flight",
+            name="row-release-waits-for-the-last-step",
             hazard="H16",
             target=f"{_SCHEDULER}._give_up_device",
             old="request.row.release(after=after)",
             new="request.row.release()",
-            removes="the next owner of a row does not know which flight still uses it",
+            removes="the next owner of a row does not know which step still uses it",
         ),
-        "rows are touched by the compute stream only, and that runs flights in the order of their launch",
-        noticed_by="schedule/test_scheduler_retraction.py::test_blocks_and_row_of_an_aborted_request_wait_for_its_flight",
+        "rows are touched by the compute stream only, and that runs steps in the order of their launch",
+        noticed_by="schedule/test_scheduler_preemption.py::test_blocks_and_row_of_an_aborted_request_wait_for_its_step",
     ),
     Equivalent(
         Mutation(
@@ -476,9 +481,9 @@ EQUIVALENT = (
             target=f"{_SCHEDULER}.commit",
             old=" or request.state is not running",
             new="",
-            removes="a request that waits takes in a token of a flight from before",
+            removes="a request that waits takes in a token of a step from before",
         ),
-        "a request that stopped running was retracted, so its epoch differs, or it finished, so it is not found",
+        "a request that stopped running was preempted, so its epoch differs, or it finished, so it is not found",
     ),
     Equivalent(
         Mutation(
@@ -489,7 +494,7 @@ EQUIVALENT = (
             new="",
             removes="the end of an earlier wait for the disk counts as the end of this one",
         ),
-        "a request that waits for the disk cannot be retracted, so its epoch stays until the wait ends",
+        "a request that waits for the disk cannot be preempted, so its epoch stays until the wait ends",
         noticed_by="schedule/test_scheduler_tiers.py::test_news_of_a_promotion_or_load_that_nobody_waits_for_are_ignored",
     ),
     Equivalent(
@@ -499,21 +504,21 @@ EQUIVALENT = (
             target=f"{_SCHEDULER}.load_failed",
             old="request.epoch == epoch and request.state is State.RUNNING",
             new="request.row is not None",
-            removes="a request that began anew is retracted because a load from before failed",
+            removes="a request that began anew is preempted because a load from before failed",
         ),
         "it computes once more what it had: time is lost, and nothing else",
         noticed_by="schedule/test_scheduler_tiers.py::test_news_of_a_promotion_or_load_that_nobody_waits_for_are_ignored",
     ),
     Equivalent(
         Mutation(
-            name="flight-of-an-older-epoch-leaves-no-fence",
+            name="step-of-an-older-epoch-leaves-no-fence",
             hazard="H16",
             target=f"{_SCHEDULER}.launched",
             old=" and request.epoch == epoch",
             new="",
-            removes="a flight from before stands for the uses of a request that began anew",
+            removes="a step from before stands for the uses of a request that began anew",
         ),
-        "a flight is launched and noted in the step that planned it; nothing comes between",
+        "a step is launched and noted in the step that planned it; nothing comes between",
     ),
     Equivalent(
         Mutation(
@@ -590,24 +595,24 @@ EQUIVALENT = (
     ),
     Equivalent(
         Mutation(
-            name="request-steps-before-it-is-retracted",
+            name="request-steps-before-it-is-preempted",
             hazard="H26",
             target=f"{_SCHEDULER}._victim_for",
             old="stepped = [other for other in behind if other.stepped]",
             new="stepped = behind",
-            removes="a request is retracted before it ran a step",
+            removes="a request is preempted before it ran a step",
         ),
         "the first in rank is never a victim, so it ends, and the next one is first: fewer steps are wasted, none is endless",
-        noticed_by="schedule/test_scheduler_retraction.py::test_only_the_first_in_line_may_throw_out_one_that_has_not_stepped",
+        noticed_by="schedule/test_scheduler_preemption.py::test_only_the_first_in_line_may_throw_out_one_that_has_not_stepped",
     ),
     Equivalent(
         Mutation(
             name="request-steps-before-it-yields-to-priority",
             hazard="H26",
-            target=f"{_SCHEDULER}._retract_for_priority",
+            target=f"{_SCHEDULER}._preempt_for_priority",
             old="if r.stepped and r.priority",
             new="if r.priority",
-            removes="a request of lower priority is retracted before it ran a step",
+            removes="a request of lower priority is preempted before it ran a step",
             needs=frozenset({"priority"}),
         ),
         "priorities are an order: the highest runs on, ends, and the next one is highest",
@@ -635,16 +640,28 @@ _PREFIX_KEYS = "makes keys; takes nothing"
 
 EXEMPT = (
     Exempt(f"{_SCHEDULER}.keys_of", "self._keys.extend(keys, tokens, salt=salt)", _PREFIX_KEYS),
-    Exempt(f"{_SCHEDULER}._wanted", "self._keys.extend(request.keys, request.tokens, salt=request.cache_salt)", _PREFIX_KEYS),
-    Exempt(f"{_SCHEDULER}._publish", "self._keys.extend(request.keys, request.tokens, salt=request.cache_salt)", _PREFIX_KEYS),
-    Exempt(f"{_SCHEDULER}.submit", "request.keys_version = self.keys_version", "see late-request-gets-the-new-keys, and so the next two"),
+    Exempt(
+        f"{_SCHEDULER}._wanted",
+        "self._keys.extend(request.keys, request.tokens, salt=request.cache_salt)",
+        _PREFIX_KEYS,
+    ),
+    Exempt(
+        f"{_SCHEDULER}._publish",
+        "self._keys.extend(request.keys, request.tokens, salt=request.cache_salt)",
+        _PREFIX_KEYS,
+    ),
+    Exempt(
+        f"{_SCHEDULER}.submit",
+        "request.keys_version = self.keys_version",
+        "see late-request-gets-the-new-keys, and so the next two",
+    ),
     Exempt(f"{_SCHEDULER}.rekey", "self.keys_version += 1", "see late-request-gets-the-new-keys"),
     Exempt(f"{_SCHEDULER}.rekey", "request.keys_version = self.keys_version", "see late-request-gets-the-new-keys"),
     Exempt(f"{_SCHEDULER}.promoted", "request.state = State.WAITING", _STATE),
     Exempt(f"{_SCHEDULER}._promote", "request.state = State.LOADING", _STATE),
     Exempt(f"{_SCHEDULER}._start", "request.state = State.RUNNING", _STATE),
-    Exempt(f"{_SCHEDULER}._retract", "request.state = State.WAITING", _STATE),
-    Exempt(f"{_SCHEDULER}.commit", "request.stepped = True", "see request-steps-before-it-is-retracted"),
+    Exempt(f"{_SCHEDULER}._preempt", "request.state = State.WAITING", _STATE),
+    Exempt(f"{_SCHEDULER}.commit", "request.stepped = True", "see request-steps-before-it-is-preempted"),
     Exempt(
         f"{_SCHEDULER}._chunk",
         "if not request.begun:",
@@ -652,9 +669,15 @@ EXEMPT = (
     ),
     Exempt(f"{_SCHEDULER}._chunk", "request.begun = True", "likewise"),
     Exempt(f"{_SCHEDULER}._try_admit", "if request.avoid_tiers else", "see failed-load-is-not-tried-again"),
-    Exempt(f"{_SCHEDULER}._retract_for_priority", "if not first.avoid_tiers and", "looks ahead at what the admission will do"),
+    Exempt(
+        f"{_SCHEDULER}._preempt_for_priority",
+        "if not first.avoid_tiers and",
+        "looks ahead at what the admission will do",
+    ),
     Exempt(f"{_SCHEDULER}._may_promote", "and not request.avoid_disk", "see wait-for-the-disk-ends"),
-    Exempt(f"{_SCHEDULER}._give_up_device", "if request.last_fence is None else", "see release-waits-for-the-last-flight"),
+    Exempt(
+        f"{_SCHEDULER}._give_up_device", "if request.last_fence is None else", "see release-waits-for-the-last-step"
+    ),
     Exempt(f"{_SCHEDULER}.publish", "stored.extend(fresh)", _LIST),
     Exempt(
         "sidestream.schedule.request:Request.append_outputs",
@@ -667,16 +690,18 @@ EXEMPT = (
         "blocks.extend(fresh)",
         "without it a request has no blocks to write to; when they may be written is ruled above",
     ),
-    Exempt(f"{_SCHEDULER}._start", "self._rows.take(1)", "a row waits for nothing: see row-release-waits-for-the-last-flight"),
+    Exempt(
+        f"{_SCHEDULER}._start", "self._rows.take(1)", "a row waits for nothing: see row-release-waits-for-the-last-step"
+    ),
     Exempt(
         f"{_SCHEDULER}._publish",
         "for key, block in zip(keys, ids, strict=True) if self._blocks.publish(block, key)",
         "which blocks: see only-committed-blocks-are-published",
     ),
-    Exempt(f"{_SCHEDULER}.load_ready", "request.loading = False", "see load-has-its-fences-before-its-first-flight"),
+    Exempt(f"{_SCHEDULER}.load_ready", "request.loading = False", "see load-has-its-fences-before-its-first-step"),
     Exempt(
         f"{_SCHEDULER}._plan_prefill",
         "self._tiers.seconds_left(request.id, request.epoch, step_s=draft.step_s) > draft.lead_s",
-        "for speed: a flight waits for its loads whoever is in it, see flight-waits-for-its-loads-layer-by-layer",
+        "for speed: a step waits for its loads whoever is in it, see step-waits-for-its-loads-layer-by-layer",
     ),
 )

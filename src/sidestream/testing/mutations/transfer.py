@@ -1,4 +1,6 @@
-"""The transfer engine's rules: what each copy waits for, what it holds until when, what it may publish, and what the engine is told when."""
+"""The transfer engine's rules: what each copy waits for, what it holds until when, what it may publish, and what the
+engine is told when.
+"""
 
 from __future__ import annotations
 
@@ -77,7 +79,9 @@ MUTATIONS = (
         new="if isinstance(plan, LoadPlan))",
         removes="stores count as ended once their orders were taken",
         needs=frozenset({"offload"}),
-        also=(Edit(f"{_MOVER}._settle", "del self._unsettled[order.number]", "self._unsettled.pop(order.number, None)"),),
+        also=(
+            Edit(f"{_MOVER}._settle", "del self._unsettled[order.number]", "self._unsettled.pop(order.number, None)"),
+        ),
     ),
     Mutation(
         name="settled-blocks-are-given-back",
@@ -96,7 +100,9 @@ MUTATIONS = (
         new="return not self.pieces",
         removes="a store counts as ended between two pieces",
         needs=frozenset({"offload"}),
-        also=(Edit(f"{_MOVER}._settle", "del self._unsettled[order.number]", "self._unsettled.pop(order.number, None)"),),
+        also=(
+            Edit(f"{_MOVER}._settle", "del self._unsettled[order.number]", "self._unsettled.pop(order.number, None)"),
+        ),
     ),
     Mutation(
         name="store-lets-go-when-nothing-of-it-is-on-its-way",
@@ -106,7 +112,9 @@ MUTATIONS = (
         new="return self.begun == len(self.plan.keys)",
         removes="a store counts as ended when the first of its last pieces is",
         needs=frozenset({"offload"}),
-        also=(Edit(f"{_MOVER}._settle", "del self._unsettled[order.number]", "self._unsettled.pop(order.number, None)"),),
+        also=(
+            Edit(f"{_MOVER}._settle", "del self._unsettled[order.number]", "self._unsettled.pop(order.number, None)"),
+        ),
     ),
     Mutation(
         name="load-lets-go-when-all-its-pieces-have-ended",
@@ -126,15 +134,15 @@ MUTATIONS = (
     ),
     # ------------------------------------------------------------------ copies
     Mutation(
-        name="store-waits-for-flight",
+        name="store-waits-for-step",
         hazard="H1",
         target=f"{_MOVER}._store",
         old="after=(*plan.after, *slots.after)",
         new="after=slots.after",
-        removes="a store reads blocks that the flight is still writing; the commit, which waits for the same flight, goes too",
+        removes="a store reads blocks that the step is still writing; the commit, which waits for the same step, goes too",
         needs=frozenset({"offload"}),
         also=(
-            Edit(f"{_LOOP}._commit", "    self._await(flight)\n", ""),
+            Edit(f"{_LOOP}._commit", "    self._await(step)\n", ""),
             Edit(
                 f"{_MAILBOX}.read",
                 ('    if not fence.poll():\n        raise InvariantError(f"the mailbox was read before {fence!r}")\n'),
@@ -148,7 +156,7 @@ MUTATIONS = (
         target=f"{_MOVER}._load_piece",
         old="copy = Copy(groups, after=plan.after,",
         new="copy = Copy(groups, after=(),",
-        removes="a load writes into blocks that a flight or a store still uses",
+        removes="a load writes into blocks that a step or a store still uses",
         needs=frozenset({"offload"}),
     ),
     Mutation(
@@ -325,7 +333,7 @@ MUTATIONS = (
         target=f"{_LANE}.fill",
         old="        if copy.submitted:\n            self._queues[copy.urgency].popleft()\n            given.append(copy)\n",
         new="        if copy.submitted:\n            self._queues[copy.urgency].popleft()\n        given.append(copy)\n",
-        removes="a flight joins a load that has no fences yet for its last layers",
+        removes="a step joins a load that has no fences yet for its last layers",
         needs=frozenset({"offload"}),
     ),
     Mutation(
@@ -334,7 +342,7 @@ MUTATIONS = (
         target=f"{_MOVER}._say_submitted",
         old="order.all_begun and order.given",
         new="order.given",
-        removes="a flight joins a load of which further pieces are still to come",
+        removes="a step joins a load of which further pieces are still to come",
         needs=frozenset({"offload"}),
     ),
     Mutation(
@@ -374,12 +382,12 @@ MUTATIONS = (
         needs=frozenset({"failing_copy", "offload"}),
     ),
     Mutation(
-        name="failure-of-a-load-is-known-with-its-flight",
+        name="failure-of-a-load-is-known-with-its-step",
         hazard="H9",
         target=f"{_ENGINE}.failed_loads",
         old="if load.has_failed():",
         new="if False:",
-        removes="a flight over a load that failed is believed, because the mover has not said so yet",
+        removes="a step over a load that failed is believed, because the mover has not said so yet",
         needs=frozenset({"failing_copy", "failing_load", "offload"}),
     ),
     Mutation(
@@ -388,7 +396,7 @@ MUTATIONS = (
         target=f"{_LOAD}.has_failed",
         old="in self.submitted.fences",
         new="in self.submitted.groups[-1].fences",
-        removes="a flight over a load of which only the last layers came is believed",
+        removes="a step over a load of which only the last layers came is believed",
         needs=frozenset({"failing_copy", "failing_load", "offload"}),
     ),
     # ------------------------------------------------------------------ the end
@@ -412,12 +420,12 @@ MUTATIONS = (
     ),
     # ------------------------------------------------------------------ gates
     Mutation(
-        name="flight-waits-for-its-own-loads",
+        name="step-waits-for-its-own-loads",
         hazard="H5",
         target=f"{_ENGINE}.gates",
         old="    if not loads:\n",
         new="    if not loads or len(batch.rows) > 1:\n",
-        removes="a flight of several rows does not wait for loads, as a graph that was captured without waits does not",
+        removes="a step of several rows does not wait for loads, as a graph that was captured without waits does not",
         needs=frozenset({"offload"}),
     ),
     Mutation(
@@ -475,7 +483,11 @@ MUTATIONS = (
         removes="a block that the disk refused counts as written",
         needs=frozenset({"disk", "failing_tier"}),
         also=(
-            Edit("sidestream.tiers.index:TierIndex.publish", "    if not grant.written:\n", "    if not grant.written and grant.void:\n"),
+            Edit(
+                "sidestream.tiers.index:TierIndex.publish",
+                "    if not grant.written:\n",
+                "    if not grant.written and grant.void:\n",
+            ),
         ),
     ),
     Mutation(
@@ -657,29 +669,29 @@ _LATER = "copies go in another order, each of them with all of its waits"
 EQUIVALENT = (
     Equivalent(
         Mutation(
-            name="disowned-blocks-leave-the-host-tier",
+            name="invalidated-blocks-leave-the-host-tier",
             hazard="H9",
-            target=f"{_MOVER}._disown",
+            target=f"{_MOVER}._invalidate",
             old="    pool.forget([slot for key in keys if (slot := pool.get(key)) is not None])\n",
             new="",
             removes="what a broken request stored is found in host memory",
             needs=frozenset({"bad_logits"}),
         ),
         "the fault breaks logits alone: the KV of earlier chunks is good, and reusing it does no harm that could be seen",
-        noticed_by="transfer/test_disk_transfers.py::test_what_is_disowned_is_unreachable_wherever_it_is_or_is_going_to_and_the_rest_is_not",
+        noticed_by="transfer/test_disk_transfers.py::test_what_is_invalidated_is_unreachable_wherever_it_is_or_is_going_to_and_the_rest_is_not",
     ),
     Equivalent(
         Mutation(
-            name="disowned-blocks-leave-the-disk",
+            name="invalidated-blocks-leave-the-disk",
             hazard="H9",
-            target=f"{_MOVER}._disown",
+            target=f"{_MOVER}._invalidate",
             old="        self._disk.index.drop(keys)\n",
             new="        pass\n",
             removes="what a broken request stored is found on disk",
             needs=frozenset({"bad_logits"}),
         ),
         "the fault breaks logits alone: the KV of earlier chunks is good, and reusing it does no harm that could be seen",
-        noticed_by="transfer/test_disk_transfers.py::test_what_is_disowned_is_unreachable_wherever_it_is_or_is_going_to_and_the_rest_is_not",
+        noticed_by="transfer/test_disk_transfers.py::test_what_is_invalidated_is_unreachable_wherever_it_is_or_is_going_to_and_the_rest_is_not",
     ),
     Equivalent(
         Mutation(
@@ -753,7 +765,7 @@ EQUIVALENT = (
             target=f"{_MOVER}._say_submitted",
             old="order.given == len(order.copies) and ",
             new="",
-            removes="a flight joins a load that has no fences yet for some of its pieces",
+            removes="a step joins a load that has no fences yet for some of its pieces",
             needs=frozenset({"offload"}),
         ),
         "nothing ends between two looks of the simulated mover, so the pieces of one load are given in order",
@@ -766,11 +778,11 @@ EQUIVALENT = (
             target=f"{_MOVER}._store",
             old="after=(*plan.after, *slots.after)",
             new="after=slots.after",
-            removes="the store's stream does not wait for the flight that filled the blocks",
+            removes="the store's stream does not wait for the step that filled the blocks",
             needs=frozenset({"offload"}),
         ),
-        "the commit that plans a store has seen the flight end; see store-waits-for-flight",
-        noticed_by="transfer/test_store_and_load.py::test_store_behind_a_flight_copies_what_the_flight_wrote_not_what_was_there",
+        "the commit that plans a store has seen the step end; see store-waits-for-step",
+        noticed_by="transfer/test_store_and_load.py::test_store_behind_a_step_copies_what_the_step_wrote_not_what_was_there",
     ),
     Equivalent(
         Mutation(
@@ -812,16 +824,16 @@ EQUIVALENT = (
     ),
     Equivalent(
         Mutation(
-            name="flight-waits-for-its-own-loads-only",
+            name="step-waits-for-its-own-loads-only",
             hazard="H5",
             target=f"{_ENGINE}.gates",
-            old="if load.submitted and (load.plan.request_id, load.plan.epoch) in members]",
-            new="if load.submitted]",
-            removes="a flight waits for loads of requests that are not in it",
+            old="if load.submitted and (load.plan.request_id, load.plan.epoch) in members",
+            new="if load.submitted",
+            removes="a step waits for loads of requests that are not in it",
             needs=frozenset({"offload"}),
         ),
         "it waits too long, and for nothing that waits for it",
-        noticed_by="transfer/test_store_and_load.py::test_flight_is_gated_layer_by_layer_by_the_loads_of_its_own_requests_only",
+        noticed_by="transfer/test_store_and_load.py::test_step_is_gated_layer_by_layer_by_the_loads_of_its_own_requests_only",
     ),
     Equivalent(
         Mutation(
@@ -830,10 +842,10 @@ EQUIVALENT = (
             target=f"{_ENGINE}.gates",
             old="if load.submitted and (load",
             new="if (load",
-            removes="a flight looks for fences that a load does not have yet",
+            removes="a step looks for fences that a load does not have yet",
             needs=frozenset({"offload"}),
         ),
-        "a request joins a flight when its load has all its fences: see load-has-its-fences-before-its-first-flight",
+        "a request joins a step when its load has all its fences: see load-has-its-fences-before-its-first-step",
         noticed_by="transfer/test_mover.py::test_load_that_was_not_submitted_gates_nobody",
     ),
     Equivalent(
@@ -857,10 +869,10 @@ EQUIVALENT = (
             target=f"{_MOVER}._say_submitted",
             old=" and not failed",
             new="",
-            removes="a request joins a flight over a load that has failed",
+            removes="a request joins a step over a load that has failed",
             needs=frozenset({"failing_copy", "offload"}),
         ),
-        "the flight is not believed: see failure-of-a-load-is-known-with-its-flight",
+        "the step is not believed: see failure-of-a-load-is-known-with-its-step",
         noticed_by="transfer/test_mover.py::test_load_of_which_a_piece_has_failed_is_never_said_to_be_ready",
     ),
     Equivalent(
@@ -873,7 +885,7 @@ EQUIVALENT = (
             removes="a request is told again and again that its load failed",
             needs=frozenset({"failing_copy", "offload"}),
         ),
-        "it was retracted the first time, and the others are of an epoch that is gone",
+        "it was preempted the first time, and the others are of an epoch that is gone",
         noticed_by="transfer/test_mover.py::test_failed_load_is_told_once_whoever_sees_it_first",
     ),
     Equivalent(
@@ -886,7 +898,7 @@ EQUIVALENT = (
             removes="a request is told again that its load failed",
             needs=frozenset({"failing_copy", "offload"}),
         ),
-        "it was retracted the first time, and the others are of an epoch that is gone",
+        "it was preempted the first time, and the others are of an epoch that is gone",
         noticed_by="transfer/test_mover.py::test_failed_load_is_told_once_whoever_sees_it_first",
     ),
     Equivalent(
@@ -1068,7 +1080,7 @@ _QUEUE = "a list"
 _COUNT = "how far it is; what follows from it is ruled above"
 _PLACE = "without it there is no place to write to; how long it is held is ruled above"
 
-_FOR_SPEED = "who waits for whom; a flight waits for its loads whoever is in it"
+_FOR_SPEED = "who waits for whom; a step waits for its loads whoever is in it"
 
 EXEMPT = (
     Exempt(f"{_LOAD}.share_left", "self.submitted is None", _FOR_SPEED),
@@ -1080,9 +1092,15 @@ EXEMPT = (
     Exempt(f"{_ENGINE}.seconds_left", "(load.plan.request_id, load.plan.epoch) == (request_id, epoch)", _FOR_SPEED),
     Exempt(f"{_MOVER}._store", "self._host.pool.take(len(pairs))", _PLACE),
     Exempt(f"{_MOVER}._read", "self._host.pool.take(1)", _PLACE),
-    Exempt(f"{_MOVER}._read", "self._disk.index.pin([key])", "without it there is no entry to read; how long it is held is ruled above"),
     Exempt(
-        f"{_MOVER}._write", "self._disk.index.reserve(key)", "without it there is no entry to write; how long it is held is ruled above"
+        f"{_MOVER}._read",
+        "self._disk.index.pin([key])",
+        "without it there is no entry to read; how long it is held is ruled above",
+    ),
+    Exempt(
+        f"{_MOVER}._write",
+        "self._disk.index.reserve(key)",
+        "without it there is no entry to write; how long it is held is ruled above",
     ),
     Exempt(
         f"{_MOVER}._finish_reads",
@@ -1103,7 +1121,9 @@ EXEMPT = (
         "what a request is told of its wait; it looks for itself what it can find",
     ),
     Exempt(
-        f"{_MOVER}._finish_reads", "elif not isinstance(ticket.failure(), TierTimeout)", "a read that never ran says nothing of its entry"
+        f"{_MOVER}._finish_reads",
+        "elif not isinstance(ticket.failure(), TierTimeout)",
+        "a read that never ran says nothing of its entry",
     ),
     Exempt(f"{_TICKETS}:ReadTicket.failure", "return self.fence.failure", "a question; who asks is ruled above"),
     Exempt(f"{_MOVER}._finish_waiters", "self._waiters.remove(waiter)", "a list"),
@@ -1112,7 +1132,9 @@ EXEMPT = (
     Exempt(f"{_ENGINE}.flush", "self._mover.abandoned = True", _GIVES_UP),
     Exempt(f"{_MOVER}._timed", "if self.abandoned:", _GIVES_UP),
     Exempt(
-        f"{_LOAD}.has_failed", "fence.poll() and fence.failure is not None", "a question; see failure-of-a-load-is-known-with-its-flight"
+        f"{_LOAD}.has_failed",
+        "fence.poll() and fence.failure is not None",
+        "a question; see failure-of-a-load-is-known-with-its-step",
     ),
     Exempt(f"{_ENGINE}.poll", "self._news.take()", _MESSAGE),
     Exempt(f"{_ENGINE}.poll", "load.submitted = news", _VALUE),
@@ -1134,11 +1156,19 @@ EXEMPT = (
         "if order.all_begun or order.failure is not None:\n            del self._arriving[0]",
         _QUEUE,
     ),
-    Exempt(f"{_MOVER}._begin_pieces", "if store.begun == len(store.plan.keys):\n                del self._later[0]", _QUEUE),
-    Exempt(f"{_MOVER}._carry_out", "self._later.extend(StoreOrder", _QUEUE),
+    Exempt(
+        f"{_MOVER}._begin_pieces", "if store.begun == len(store.plan.keys):\n                del self._later[0]", _QUEUE
+    ),
+    Exempt(f"{_MOVER}._carry_out", "self._later.extend(", _QUEUE),
     Exempt(f"{_MOVER}._store", "order.begun = min(first + _BLOCKS_A_TURN, len(plan.keys))", _COUNT),
-    Exempt(f"{_MOVER}._load_piece", "order.begun = first + (left if left <= last else min(piece, left - last))", _COUNT),
-    Exempt(f"{_TICKETS}:LoadOrder.all_begun", "return self.begun == len(self.plan.keys)", "a question; who asks is ruled above"),
+    Exempt(
+        f"{_MOVER}._load_piece", "order.begun = first + (left if left <= last else min(piece, left - last))", _COUNT
+    ),
+    Exempt(
+        f"{_TICKETS}:LoadOrder.all_begun",
+        "return self.begun == len(self.plan.keys)",
+        "a question; who asks is ruled above",
+    ),
     Exempt(f"{_MOVER}._end_load", "copy.failure is None", "what it measures"),
     Exempt(f"{_MOVER}._end_load", "elif order.failure is None:", "which of several failures is told"),
     Exempt(f"{_MOVER}._drop", "arriving.failure = reason", "see dropped-load-lets-go"),
@@ -1156,10 +1186,12 @@ EXEMPT = (
     Exempt(f"{_MOVER}._turn", "if not self.abandoned:", _GIVES_UP),
     Exempt(f"{_MOVER}._keep_books", "or self.abandoned", "all at once when the engine closes; else some in each turn"),
     Exempt(
-        f"{_MOVER}._say_submitted", "failed = order.failure is not None or any(copy.failure is not None", "see failed-load-is-told-as-such"
+        f"{_MOVER}._say_submitted",
+        "failed = order.failure is not None or any(copy.failure is not None",
+        "see failed-load-is-told-as-such",
     ),
     Exempt(f"{_LOAD}.gates", "assert self.submitted is not None", "see load-without-fences-gates-nobody"),
-    Exempt(f"{_LOAD}.has_failed", "self.submitted is None", "what has no fences yet has gated no flight"),
+    Exempt(f"{_LOAD}.has_failed", "self.submitted is None", "what has no fences yet has gated no step"),
     Exempt(f"{_ENGINE}.gates", "members.add((row.request_id, row.epoch))", "a set"),
     Exempt(f"{_ENGINE}.gates", "for fence in load.gates(index)", "see each-layer-waits-for-its-own-copy"),
     Exempt(f"{_LANE}.cut", "queue.clear()", _GIVES_UP),

@@ -19,7 +19,15 @@ And a whole engine on one (`sidestream.testing.torture.service`):
 """
 
 from sidestream.testing.torture.campaign import POLICIES, Failure, Report, run_one, torture
-from sidestream.testing.torture.hardware import DEVICES, HUNT_BLOCKS, ON_HARDWARE, DeviceReport, Missed, hunt_device, torture_device
+from sidestream.testing.torture.hardware import (
+    DEVICES,
+    HUNT_BLOCKS,
+    ON_HARDWARE,
+    DeviceReport,
+    Missed,
+    hunt_device,
+    torture_device,
+)
 from sidestream.testing.torture.hunt import MAX_SCHEDULES, Hunt, Killed, Row, hunt, kill, kill_miniature
 from sidestream.testing.torture.oracle import Reference, reference_of
 from sidestream.testing.torture.replay import Replay, load_replay

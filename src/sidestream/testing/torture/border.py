@@ -1,4 +1,5 @@
-"""Clients of a schedule that are behind the border: real front ends and a real server, joined by connections in memory, in one thread.
+"""Clients of a schedule that are behind the border: real front ends and a real server, joined by connections in memory,
+in one thread.
 
 A seed decides which bytes move when, and how many at a time. Nothing is lost on the way, but front ends die.
 """
@@ -111,7 +112,9 @@ class Border:
         owner, self._owner = wire_pair(rng, capacity=_UNBOUNDED)
         # No number that another process would write with more or fewer bytes: the same seed is to cut the same frames.
         facts = msgspec.structs.replace(facts_of(engine, model="toy", model_name="toy"), pid=0)
-        self._server = EngineServer(engine, facts, owner.as_socket, packer=Packer(), unpacker=from_front_end(), selector=self._selector)
+        self._server = EngineServer(
+            engine, facts, owner.as_socket, packer=Packer(), unpacker=from_front_end(), selector=self._selector
+        )
         self._runs_ahead = False
         self._turning = False
         engine.enqueue = self._enqueue  # type: ignore[method-assign]
@@ -128,7 +131,9 @@ class Border:
         seat.readers[number] = _Reader(number, answer, set(range(params.n)))
 
     def end(self, number: int) -> set[int]:
-        """The client of a request leaves, or one of its samples has met a stop string. Returns the numbers of the samples that end."""
+        """The client of a request leaves, or one of its samples has met a stop string. Returns the numbers of the
+        samples that end.
+        """
         seat = self._seat_of[number]
         reader = seat.readers.get(number)
         if reader is None:
@@ -141,7 +146,9 @@ class Border:
         return ended
 
     def hang_up(self) -> list[int]:
-        """A front end goes, in good order or killed, and another one takes its place. Returns the requests that it had."""
+        """A front end goes, in good order or killed, and another one takes its place. Returns the requests that
+        it had.
+        """
         place = self._rng.randrange(len(self._seats))
         seat = self._seats[place]
         numbers = list(seat.readers)
@@ -162,7 +169,9 @@ class Border:
     # ------------------------------------------------------------------ time
 
     def turn(self, *, between_steps: bool = False) -> None:
-        """Let whoever the seed chooses look once. `between_steps`: the engine is not in a step, and may get ahead of the server."""
+        """Let whoever the seed chooses look once. `between_steps`: the engine is not in a step, and may get ahead of
+        the server.
+        """
         if self._turning:
             return  # the engine has got ahead from inside a turn
         self._turning, self._runs_ahead, self._selector.share = True, between_steps, self._share
@@ -211,7 +220,9 @@ class Border:
         return (
             not any(wire.incoming and not wire.closed for wire in wires)
             and not any(seat.client._unsent for seat in self._seats)
-            and not any(reader.answer._news or reader.answer._error for seat in self._seats for reader in seat.readers.values())
+            and not any(
+                reader.answer._news or reader.answer._error for seat in self._seats for reader in seat.readers.values()
+            )
             and not any(front_end.has_rest or front_end._streams for front_end in self._server._front_ends)
             and len(self._server._front_ends) == sum(not seat.wire.closed for seat in self._seats)
         )

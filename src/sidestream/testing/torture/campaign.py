@@ -1,6 +1,7 @@
 """Many schedules of the code as it is.
 
-Several schedules share a workload, and with it the reference. Everything follows from the seed, but for how far `minutes` get.
+Several schedules share a workload, and with it the reference. Everything follows from the seed, but for how far
+`minutes` get.
 """
 
 from __future__ import annotations
@@ -74,8 +75,8 @@ def torture(
 ) -> Report:
     """Run `schedules` schedules, or as many as `minutes` allow if they are given; blocks.
 
-    `policies` are dealt out in turn. An interrupt (KeyboardInterrupt) ends it early, with what was done so far. Raises ConfigError for an
-    unknown policy or a number that makes no sense.
+    `policies` are dealt out in turn. An interrupt (KeyboardInterrupt) ends it early, with what was done so far. Raises
+    ConfigError for an unknown policy or a number that makes no sense.
     """
     _check(schedules, policies, minutes, workers)
     report, start = Report(workers=workers), time.monotonic()
@@ -91,7 +92,9 @@ def torture(
                 if failure is not None:
                     report.num_failures += 1
                     report.failures.append(failure)
-            report.failures = sorted(report.failures, key=lambda failure: (failure.workload.seed, failure.seed))[:_MAX_FAILURES]
+            report.failures = sorted(report.failures, key=lambda failure: (failure.workload.seed, failure.seed))[
+                :_MAX_FAILURES
+            ]
             now = time.monotonic()
             report.seconds = now - start
             if on_progress is not None and now - told >= _REPORT_EVERY_S:
@@ -143,7 +146,9 @@ def _jobs(seed: int, policies: Sequence[str], schedules: int | None) -> Iterator
         stop = number + SCHEDULES_PER_WORKLOAD
         if schedules is not None:
             stop = min(stop, schedules)
-        first = seed * SCHEDULES_PER_WORKLOAD  # numbers are absolute: the campaign of a later seed goes on where this one ends
+        first = (
+            seed * SCHEDULES_PER_WORKLOAD
+        )  # numbers are absolute: the campaign of a later seed goes on where this one ends
         runs = tuple((deal(first + at, policies), first + at) for at in range(number, stop))
         yield _Job(seed + number // SCHEDULES_PER_WORKLOAD, runs)
         number = stop

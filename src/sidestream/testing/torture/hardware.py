@@ -1,10 +1,11 @@
-"""The torture test of the transfer engine on a real device: requests without a model, delays on every stream, and a pattern in every block.
+"""The torture test of the transfer engine on a real device: requests without a model, delays on every stream, and a
+pattern in every block.
 
     torture_device(...)   so many block transfers of the code as it is, in several layouts
     hunt_device(...)      the same without one of the engine's rules: are wrong bytes seen?
 
-What runs when is the machine's affair: a seed draws the requests, and nothing else. What the simulated device proves for every order, this
-shows for the copies, kernels and events of real hardware.
+What runs when is the machine's affair: a seed draws the requests, and nothing else. What the simulated device proves
+for every order, this shows for the copies, kernels and events of real hardware.
 """
 
 from __future__ import annotations
@@ -92,8 +93,12 @@ HUNT_BLOCKS = 100_000
 """Blocks that are moved without a rule, at most, before it counts as not missed."""
 
 _SMALL = KVLayout(num_layers=2, num_kv_heads=1, head_dim=64, block_tokens=4, dtype="float32")  # 4 KiB, 2 KiB a layer
-_MIDDLE = KVLayout(num_layers=4, num_kv_heads=4, head_dim=128, block_tokens=8, dtype="bfloat16")  # 64 KiB, 16 KiB a layer
-_LARGE = KVLayout(num_layers=4, num_kv_heads=8, head_dim=128, block_tokens=8, dtype="bfloat16")  # 128 KiB, 32 KiB a layer
+_MIDDLE = KVLayout(
+    num_layers=4, num_kv_heads=4, head_dim=128, block_tokens=8, dtype="bfloat16"
+)  # 64 KiB, 16 KiB a layer
+_LARGE = KVLayout(
+    num_layers=4, num_kv_heads=8, head_dim=128, block_tokens=8, dtype="bfloat16"
+)  # 128 KiB, 32 KiB a layer
 
 # On a GPU   4 KiB     by kernels both ways; the longest requests are cut into slices
 #            64 KiB    stores by the batch call, loads by kernels
@@ -103,12 +108,31 @@ _LARGE = KVLayout(num_layers=4, num_kv_heads=8, head_dim=128, block_tokens=8, dt
 WORLDS = (
     World("4 KiB blocks", _SMALL, 1, 1536, 3072, Habits(longest=700, delay=_USUAL)),
     World("64 KiB blocks", _MIDDLE, 1, 384, 768, Habits(longest=128, delay=_USUAL)),
-    World("128 KiB blocks, striped", _LARGE, 2, 384, 768, Habits(longest=128, delay=_USUAL), layered=True, together=True),
+    World(
+        "128 KiB blocks, striped", _LARGE, 2, 384, 768, Habits(longest=128, delay=_USUAL), layered=True, together=True
+    ),
     World("128 KiB blocks, layers apart", _LARGE, 2, 384, 768, Habits(longest=128, delay=_USUAL), layered=True),
     World("4 KiB blocks, failing copies", _SMALL, 1, 1536, 3072, Habits(longest=700, delay=_USUAL, faults=0.05)),
-    World("128 KiB blocks, striped, failing copies", _LARGE, 2, 384, 768, Habits(longest=128, delay=_USUAL, faults=0.05), True, True),
+    World(
+        "128 KiB blocks, striped, failing copies",
+        _LARGE,
+        2,
+        384,
+        768,
+        Habits(longest=128, delay=_USUAL, faults=0.05),
+        True,
+        True,
+    ),
     World("4 KiB blocks, narrow lanes", _SMALL, 1, 384, 768, Habits(longest=96, delay=_USUAL), narrow=True),
-    World("4 KiB blocks, narrow lanes, failing copies", _SMALL, 1, 384, 768, Habits(longest=96, delay=_USUAL, faults=0.02), narrow=True),
+    World(
+        "4 KiB blocks, narrow lanes, failing copies",
+        _SMALL,
+        1,
+        384,
+        768,
+        Habits(longest=96, delay=_USUAL, faults=0.02),
+        narrow=True,
+    ),
 )
 
 
@@ -176,8 +200,8 @@ def hunt_device(
 ) -> list[Missed]:
     """Take the rules out, one by one, and move at most `blocks` blocks without each: is it missed?
 
-    Raises ConfigError when there is no such device or mutation, or the traffic cannot miss it; InvariantError when the mutation does not fit the
-    code, or when the code as it is does not please.
+    Raises ConfigError when there is no such device or mutation, or the traffic cannot miss it; InvariantError when the
+    mutation does not fit the code, or when the code as it is does not please.
     """
     _check_kind(kind)
     mutations = [find(name) for name in names or ON_HARDWARE]
@@ -210,7 +234,16 @@ def _kill(kind: str, mutation: Mutation, *, blocks: int, seed: int) -> Missed:
     return Missed(mutation.name, mutation.hazard, None, "")
 
 
-def _run_late(kind: str, world: World, *, seed: int, tally: Tally, resets: float = 0.0, abrupt: bool = False, rounds: int = _ROUNDS) -> str:
+def _run_late(
+    kind: str,
+    world: World,
+    *,
+    seed: int,
+    tally: Tally,
+    resets: float = 0.0,
+    abrupt: bool = False,
+    rounds: int = _ROUNDS,
+) -> str:
     """A few rounds in which everything is late: what is wrong, or what was raised; empty when nothing is.
 
     abrupt   behind them everything is closed with requests on their way
@@ -259,14 +292,16 @@ def _traffic(kind: str, world: World, *, seed: int, tally: Tally, checker: Check
             yield traffic
     finally:
         if rig is not None:
-            rig.transfers.flush(timeout_s=0.0 if traffic is not None and traffic.broken_off else world.habits.patience_s)
+            rig.transfers.flush(
+                timeout_s=0.0 if traffic is not None and traffic.broken_off else world.habits.patience_s
+            )
         device.close()
         if rig is not None:
             rig.transfers.close()
         tally.failed_slices += meddler.failed
         if kind == "cuda":
             gc.collect()
-            torch.cuda.empty_cache()  # what flights of streams that are gone left behind
+            torch.cuda.empty_cache()  # what steps of streams that are gone left behind
         logging.getLogger("sidestream").setLevel(level)
 
 
@@ -274,8 +309,8 @@ def open_device(kind: str, checker: Checker | None = None) -> CpuDevice | CudaDe
     """A real device, ready. Raises ConfigError when there is no such one."""
     _check_kind(kind)
     if kind == "cpu":
-        return CpuDevice(compute_threads=1, witness=checker)
-    device = CudaDevice(witness=checker)
+        return CpuDevice(compute_threads=1, tracer=checker)
+    device = CudaDevice(tracer=checker)
     device.warm_up()
     return device
 

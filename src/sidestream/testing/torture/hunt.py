@@ -1,7 +1,8 @@
 """Mutations and miniatures: is a missing wait noticed, how soon, and by whom?
 
-A mutation takes one rule out of the real code (`sidestream.testing.mutations`), a miniature re-enacts a published failure without its
-protection (`sidestream.testing.miniatures`). The references of mutated schedules come from the code as it is.
+A mutation takes one rule out of the real code (`sidestream.testing.mutations`), a miniature re-enacts a published
+failure without its protection (`sidestream.testing.miniatures`). The references of mutated schedules come from the code
+as it is.
 """
 
 from __future__ import annotations
@@ -81,9 +82,13 @@ def hunt(
 ) -> Hunt:
     """Try to kill the mutations and miniatures of these names, or all; blocks. An interrupt ends it early.
 
-    Raises ConfigError for an unknown name; InvariantError when a protected miniature goes wrong, or a mutation does not fit the code.
+    Raises ConfigError for an unknown name; InvariantError when a protected miniature goes wrong, or a mutation does not
+    fit the code.
     """
-    known = {**{mutation.name: mutation for mutation in MUTATIONS}, **{miniature.name: miniature for miniature in MINIATURES}}
+    known = {
+        **{mutation.name: mutation for mutation in MUTATIONS},
+        **{miniature.name: miniature for miniature in MINIATURES},
+    }
     for name in names:
         if name not in known:
             raise ConfigError(unknown_name("mutation", name, known))
@@ -106,7 +111,8 @@ def hunt(
 def kill(mutation: Mutation, *, max_schedules: int = MAX_SCHEDULES, seed: int = 0) -> Killed | None:
     """Run schedules without the mutation's rule until an oracle notices; None: it survived them all.
 
-    Only workloads that have what the mutation needs are run; they are drawn from seeds in order, so the answer is the same each time.
+    Only workloads that have what the mutation needs are run; they are drawn from seeds in order, so the answer is the
+    same each time.
     """
     tried = 0
     for workload in workloads_with(mutation.needs, seed=seed):
@@ -134,7 +140,9 @@ def kill_miniature(miniature: Miniature, *, max_schedules: int = MAX_SCHEDULES, 
         caught = run_miniature(miniature, policy, seed + tried, protected=False)
         clean = run_miniature(miniature, policy, seed + tried, protected=True)
         if clean is not None:
-            raise InvariantError(f"miniature {miniature.name} goes wrong though it is protected, with policy {policy}: {clean.detail}")
+            raise InvariantError(
+                f"miniature {miniature.name} goes wrong though it is protected, with policy {policy}: {clean.detail}"
+            )
         if caught is not None:
             return Killed(tried + 1, caught.oracle, caught.detail)
     return None
@@ -159,6 +167,13 @@ class _Kill:
     def run(self) -> Row:
         for mutation in MUTATIONS:
             if mutation.name == self.name:
-                return Row(self.name, mutation.hazard, False, kill(mutation, max_schedules=self.max_schedules, seed=self.seed))
+                return Row(
+                    self.name, mutation.hazard, False, kill(mutation, max_schedules=self.max_schedules, seed=self.seed)
+                )
         (miniature,) = (one for one in MINIATURES if one.name == self.name)
-        return Row(self.name, miniature.hazard, True, kill_miniature(miniature, max_schedules=self.max_schedules, seed=self.seed))
+        return Row(
+            self.name,
+            miniature.hazard,
+            True,
+            kill_miniature(miniature, max_schedules=self.max_schedules, seed=self.seed),
+        )

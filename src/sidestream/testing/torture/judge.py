@@ -1,6 +1,8 @@
-"""What must hold of an engine at rest, and of what its clients were told. Each function says what is wrong, in sentences; nothing: all is well.
+"""What must hold of an engine at rest, and of what its clients were told. Each function says what is wrong, in
+sentences; nothing: all is well.
 
-Looks at the insides of every room on purpose: the engine's own accounts are what is judged. By the thread that drives the engine.
+Looks at the insides of every room on purpose: the engine's own accounts are what is judged. By the thread that drives
+the engine.
 """
 
 from __future__ import annotations
@@ -30,7 +32,12 @@ def unbalanced(engine: Engine, disk: ScriptedTier | None) -> Iterator[str]:
     for name, things in _kept(engine).items():
         if things:
             yield f"{things} {name} are kept"
-    pools = [parts.blocks, parts.scheduler._rows, parts.executor._mailbox._pool, *([parts.host.pool] if parts.host is not None else [])]
+    pools = [
+        parts.blocks,
+        parts.scheduler._rows,
+        parts.executor._mailbox._pool,
+        *([parts.host.pool] if parts.host is not None else []),
+    ]
     for pool in pools:
         try:
             pool.check()
@@ -46,19 +53,25 @@ def unbalanced(engine: Engine, disk: ScriptedTier | None) -> Iterator[str]:
             yield f"{len(index._writing)} entries on disk are still being written"
         if index._leaving:
             yield f"{index._leaving} entries are neither on disk nor gone"
-    if stalls := set(parts.device.host_waits()) - {"flight"}:
+    if stalls := set(parts.device.host_waits()) - {"step"}:
         yield f"the engine's thread was held up: {', '.join(sorted(stalls))}"
 
 
-def wrong_accept_lengths(head: ToyDraftHead, scheduler: Scheduler, batch: BatchPlan, results: Sequence[RowResult]) -> Iterator[str]:
-    """Rows of a flight that is about to be committed whose accepted drafts are not those that `head` makes of the request's own tokens."""
+def wrong_accept_lengths(
+    head: ToyDraftHead, scheduler: Scheduler, batch: BatchPlan, results: Sequence[RowResult]
+) -> Iterator[str]:
+    """Rows of a step that is about to be committed whose accepted drafts are not those that `head` makes of the
+    request's own tokens.
+    """
     sampling = (row for row in batch.rows if row.samples)
     for row, result in zip(sampling, results, strict=True):
         request = scheduler.get(row.request_id)
         if not row.drafts or not result.finite or request is None or request.epoch != row.epoch:
             continue
         drafts = head.drafts(request.tokens, head.hidden(request.tokens))[: row.drafts]
-        right = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(drafts, result.token_ids, strict=False)))
+        right = sum(
+            1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(drafts, result.token_ids, strict=False))
+        )
         if right != len(result.token_ids) - 1:
             yield (
                 f"request {row.request_id} went on by {len(result.token_ids)} tokens behind its {len(request.tokens)}: "
@@ -86,11 +99,15 @@ def wrong_blocks(engine: Engine, device: ScriptedDevice, reference: Reference) -
     for memory, pool in tiers:
         data, size = device.memory(memory).data.numpy(), parts.layout.block_bytes
         for key, item in _findable(pool):
-            yield from _differing(f"{pool.name} {item}", key, data[item * size : (item + 1) * size].tobytes(), reference)
+            yield from _differing(
+                f"{pool.name} {item}", key, data[item * size : (item + 1) * size].tobytes(), reference
+            )
 
 
 def wrong_entries(disk: ScriptedTier, reference: Reference, *, damaged: bool) -> Iterator[str]:
-    """Published entries on disk whose payload is not what the key stands for. `damaged`: the script damages files, which reads notice."""
+    """Published entries on disk whose payload is not what the key stands for. `damaged`: the script damages files,
+    which reads notice.
+    """
     for key, slot in list(disk.index._slots.items()):  # nobody writes meanwhile, and this thread is not the ledger's
         entry = slot.entry
         payload = disk.peek(entry)
@@ -100,7 +117,9 @@ def wrong_entries(disk: ScriptedTier, reference: Reference, *, damaged: bool) ->
             yield f"disk entry {entry.serial} is published as {key.hex()[:8]}, but cannot be read"
 
 
-def wrong_answer(workload: Workload, number: int, told: Sample, expected: Sample, *, over: bool) -> Iterator[tuple[str, str]]:
+def wrong_answer(
+    workload: Workload, number: int, told: Sample, expected: Sample, *, over: bool
+) -> Iterator[tuple[str, str]]:
     """Oracle and sentence for each thing that one client was told and should not have been.
 
     over   the engine is gone, as far as this client knows: a beginning will do, and an abort
@@ -111,15 +130,21 @@ def wrong_answer(workload: Workload, number: int, told: Sample, expected: Sample
         yield "answered", f"{who} never ended: it was told {count} of {len(expected.tokens)} tokens"
     if told.reason == "abort" and asked.abort_at is None and workload.closes_at is None and not over:
         yield "answered", f"{who} was aborted, though nobody asked for it"
-    restarts = any(event.kind in ("crash", "restart") for event in workload.events)  # who comes again may come after the abort
+    restarts = any(
+        event.kind in ("crash", "restart") for event in workload.events
+    )  # who comes again may come after the abort
     in_step = not restarts and not workload.front_ends  # behind front ends, the engine may get ahead of its server
     if asked.abort_at is not None and in_step and count > (asked.abort_at - asked.at) * (1 + workload.drafts):
-        yield "answered", f"{who} was told {count} tokens, though its client left {asked.abort_at - asked.at} steps after it came"
-    if told.reason == "error" and not workload.features & {"bad_logits", "failing_flight"}:
+        yield (
+            "answered",
+            f"{who} was told {count} tokens, though its client left {asked.abort_at - asked.at} steps after it came",
+        )
+    if told.reason == "error" and not workload.features & {"bad_logits", "failing_step"}:
         yield "answered", f"{who} ended with an error: {told.error}"
     if told.tokens != expected.tokens[:count]:
         at = next(
-            (at for at, pair in enumerate(zip(told.tokens, expected.tokens, strict=False)) if pair[0] != pair[1]), len(expected.tokens)
+            (at for at, pair in enumerate(zip(told.tokens, expected.tokens, strict=False)) if pair[0] != pair[1]),
+            len(expected.tokens),
         )
         yield "tokens", f"{who} was told {told.tokens}, the reference says {expected.tokens}: they part at output {at}"
         return
@@ -148,7 +173,7 @@ def _findable(pool: FencedPool) -> list[tuple[Key, int]]:
 
 
 def _kept(engine: Engine) -> dict[str, int]:
-    """How many things are kept by request, transfer or flight."""
+    """How many things are kept by request, transfer or step."""
     scheduler, transfers = engine.parts.scheduler, engine.parts.transfers
     kept: dict[str, Sized] = {
         "sessions": engine._sessions,

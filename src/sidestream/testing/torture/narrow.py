@@ -14,7 +14,8 @@ _PIECES = {"_BLOCKS_A_TURN": 2, "_LOAD_BYTES": 0, "_LAST_BYTES": 0}
 
 @contextlib.contextmanager
 def narrow_lanes(*, in_flight: int = 3) -> Iterator[None]:
-    """For transfer engines that are made inside: a slice has one segment, `in_flight` are on their way, and a piece has two blocks.
+    """For transfer engines that are made inside: a slice has one segment, `in_flight` are on their way, and a piece has
+    two blocks.
 
     Three, so that an earlier layer may fail when all was given to the device.
     """

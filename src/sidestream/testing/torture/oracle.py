@@ -1,6 +1,8 @@
-"""What a schedule's outcome is compared with: the same requests, one step at a time, without cache, tiers, pressure or aborts.
+"""What a schedule's outcome is compared with: the same requests, one step at a time, without cache, tiers, pressure or
+aborts.
 
-Computed once for a workload. Knows the engine's front door and the model; nothing of how the tortured engine came to its result.
+Computed once for a workload. Knows the engine's front door and the model; nothing of how the tortured engine came to
+its result.
 """
 
 from __future__ import annotations
@@ -110,7 +112,7 @@ def _run(workload: Workload, model: ScriptedModel) -> dict[tuple[int, int], Samp
         prefix_cache=False,
         asynchronous=False,
     )
-    device = ScriptedDevice(make_policy("early", random.Random(0)), Script(Workload(0, ())), witness=None)
+    device = ScriptedDevice(make_policy("early", random.Random(0)), Script(Workload(0, ())), tracer=None)
     engine: Engine = build_engine(model, config, device=device, threaded=False)
     told: dict[tuple[int, int], Sample] = {}
     for number, asked in enumerate(workload.requests):
@@ -136,7 +138,9 @@ def _run(workload: Workload, model: ScriptedModel) -> dict[tuple[int, int], Samp
 
 
 def _blocks_of(model: ScriptedModel, tokens: Sequence[int], *, hidden: bool) -> dict[Key, bytes]:
-    """The KV of each complete block whose tokens all went through the model, computed in one go in a memory of its own."""
+    """The KV of each complete block whose tokens all went through the model, computed in one go in a memory of
+    its own.
+    """
     layout = model.layout
     computed = len(tokens) - 1
     count = layout.num_blocks_for(computed)
@@ -146,7 +150,7 @@ def _blocks_of(model: ScriptedModel, tokens: Sequence[int], *, hidden: bool) -> 
         kv=kv,
         slots=everything,
         block_tables=torch.arange(count)[None],
-        query_starts=(0, computed),
+        cu_seqlens_q=(0, computed),
         kv_lens=(computed,),
         num_decode=0,
         before_layer=lambda layer: None,
@@ -156,7 +160,9 @@ def _blocks_of(model: ScriptedModel, tokens: Sequence[int], *, hidden: bool) -> 
         for end in range(layout.block_tokens, computed + 1, layout.block_tokens):
             kv[end // layout.block_tokens - 1, -1] = model.hidden_after(tokens[:end])
         for position in range(computed):
-            kv[position // layout.block_tokens, -2, :, position % layout.block_tokens] = model.hidden_after(tokens[:position])
+            kv[position // layout.block_tokens, -2, :, position % layout.block_tokens] = model.hidden_after(
+                tokens[:position]
+            )
     keys: list[Key] = []
     BlockKeys(fingerprint=model.fingerprint, layout=layout, salt=SALT).extend(keys, tokens[:computed])
     return {key: kv[index].numpy().tobytes() for index, key in enumerate(keys)}

@@ -1,7 +1,8 @@
-"""Patterns that say where they belong: every eight bytes of a block name its key and their own place. Written and compared on the device.
+"""Patterns that say where they belong: every eight bytes of a block name its key and their own place. Written and
+compared on the device.
 
-Knows blocks and streams, not who owns them or why. Called from the thread that stands for the engine thread; it never waits for the device
-but to reuse its own pinned memory, and to read what was found, at the end of a round.
+Knows blocks and streams, not who owns them or why. Called from the thread that stands for the engine thread; it never
+waits for the device but to reuse its own pinned memory, and to read what was found, at the end of a round.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ WORD_BYTES = 8
 # A word: generation << 51 | key's number << 20 | place in the block, in words.
 _PLACE_BITS = 20
 _NUMBER_BITS = 31
-# Flights that may be on their way with numbers of blocks and keys in pinned memory.
-_FLIGHTS = 32
+# Steps that may be on their way with numbers of blocks and keys in pinned memory.
+_STEPS = 32
 # Slots that are compared at once, so that the temporaries stay small.
 _SLOTS_AT_ONCE = 64
 
@@ -66,7 +67,7 @@ def describe(word: int) -> str:
 class Patterns:
     """Writes patterns into blocks of `memory` and looks for them there.
 
-    max_blocks   of one flight
+    max_blocks   of one step
     max_looks    between two calls of `take_results`
     """
 
@@ -82,12 +83,12 @@ class Patterns:
         self._layer_words = layout.layer_bytes // WORD_BYTES
         self._layers = _layers(memory.memory, layout.num_layers, self._layer_words)
         self._places, self._results = _constants(device, layout, max_looks)
-        inputs = device.allocate_host("torture: inputs", _FLIGHTS * 2 * max_blocks * WORD_BYTES)
+        inputs = device.allocate_host("torture: inputs", _STEPS * 2 * max_blocks * WORD_BYTES)
         results = device.allocate_host("torture: results", self._results.numel() * WORD_BYTES)
-        self._inputs = inputs.data.view(torch.int64).view(_FLIGHTS, 2, max_blocks)
+        self._inputs = inputs.data.view(torch.int64).view(_STEPS, 2, max_blocks)
         self._results_host = results.data.view(torch.int64).view(self._results.shape)
-        self._free: deque[tuple[int, Fence | None]] = deque((row, None) for row in range(_FLIGHTS))
-        self._flights: list[Fence] = []
+        self._free: deque[tuple[int, Fence | None]] = deque((row, None) for row in range(_STEPS))
+        self._steps: list[Fence] = []
         self._num_looks = 0
 
     @property
@@ -95,7 +96,9 @@ class Patterns:
         """How often `look` may be called before the results must be taken."""
         return len(self._results) - self._num_looks
 
-    def write(self, stream: Stream, block_ids: Sequence[int], stamps: Words, *, after: Sequence[Fence], delay_s: float) -> Fence:
+    def write(
+        self, stream: Stream, block_ids: Sequence[int], stamps: Words, *, after: Sequence[Fence], delay_s: float
+    ) -> Fence:
         """Have `stream` write the patterns into the blocks, `delay_s` after `after` is done."""
         row = self._upload(block_ids, stamps)
         count, size = len(block_ids), self._layer_words
@@ -149,21 +152,22 @@ class Patterns:
         return number, self._sent(row, fence)
 
     def take_results(self, stream: Stream, judge: Callable[[int, Found], None]) -> None:
-        """Wait for all flights so far, and call `judge` with the number of each look that found something wrong, layer by layer. Blocks.
+        """Wait for all steps so far, and call `judge` with the number of each look that found something wrong, layer by
+        layer. Blocks.
 
-        Raises what a flight raised.
+        Raises what a step raised.
         """
 
         def work() -> None:
             self._results_host.copy_(self._results, non_blocking=True)
             self._results.zero_()
 
-        for fence in merge_fences(self._flights):
+        for fence in merge_fences(self._steps):
             stream.wait(fence)
-        self._flights.append(stream.submit(work, label="results"))
-        self._device.wait_host(self._flights[-1], reason="torture")
-        _raise_failures(self._flights)
-        self._flights.clear()
+        self._steps.append(stream.submit(work, label="results"))
+        self._device.wait_host(self._steps[-1], reason="torture")
+        _raise_failures(self._steps)
+        self._steps.clear()
         results = self._results_host.numpy()
         for number, layer in np.argwhere(results[: self._num_looks, :, 0]).tolist():
             num_bad, position, word = results[number, layer].tolist()
@@ -178,7 +182,7 @@ class Patterns:
     # ------------------------------------------------------------------ inside
 
     def _upload(self, block_ids: Sequence[int], stamps: Words) -> int:
-        """Put a flight's inputs into pinned memory that no flight reads any more."""
+        """Put a step's inputs into pinned memory that no step reads any more."""
         row, fence = self._free.popleft()
         if fence is not None:
             self._device.wait_host(fence, reason="torture")
@@ -189,7 +193,7 @@ class Patterns:
 
     def _sent(self, row: int, fence: Fence) -> Fence:
         self._free.append((row, fence))
-        self._flights.append(fence)
+        self._steps.append(fence)
         return fence
 
     def _read_inputs(self, row: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -201,7 +205,8 @@ class Patterns:
 
 
 def wrong_slots(host: HostTier, stamps: Mapping[Key, int]) -> list[tuple[Key, Found]]:
-    """Compare the host tier's slots of these keys, as far as they are findable, with their patterns. Nothing may be on its way.
+    """Compare the host tier's slots of these keys, as far as they are findable, with their patterns. Nothing may be on
+    its way.
 
     `Found.row` is the slot.
     """
@@ -222,7 +227,9 @@ def wrong_slots(host: HostTier, stamps: Mapping[Key, int]) -> list[tuple[Key, Fo
 
 
 def _constants(device: Device, layout: KVLayout, max_looks: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Places in a block, int64 `[words]`, and empty results, int64 `[max_looks, layers, 3]`: made on a stream, and there for all of them."""
+    """Places in a block, int64 `[words]`, and empty results, int64 `[max_looks, layers, 3]`: made on a stream, and
+    there for all of them.
+    """
     made: list[torch.Tensor] = []
 
     def work() -> None:

@@ -44,7 +44,9 @@ class Replay:
         try:
             path.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
         except OSError as error:
-            raise ConfigError(f"schedule {path} cannot be written: {error.strerror or error}: give a file that you may write") from error
+            raise ConfigError(
+                f"schedule {path} cannot be written: {error.strerror or error}: give a file that you may write"
+            ) from error
 
 
 def load_replay(path: Path) -> Replay:

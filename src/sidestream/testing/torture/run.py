@@ -20,14 +20,21 @@ from sidestream.device.sim import Deadlock, Policy
 from sidestream.device.sim.policies import HOST, Choice
 from sidestream.engine import Engine, Handle, build_engine
 from sidestream.errors import SidestreamError
-from sidestream.execute.executor import Flight
+from sidestream.execute.executor import LaunchedStep
 from sidestream.execute.frame import Shape
 from sidestream.schedule.scheduler import Committed
 from sidestream.testing.checker import Checker
 from sidestream.testing.findings import Finding as Objection
 from sidestream.testing.tokenizer import ToyTokenizer
 from sidestream.testing.torture.border import Border
-from sidestream.testing.torture.judge import still_findable, unbalanced, wrong_accept_lengths, wrong_answer, wrong_blocks, wrong_entries
+from sidestream.testing.torture.judge import (
+    still_findable,
+    unbalanced,
+    wrong_accept_lengths,
+    wrong_answer,
+    wrong_blocks,
+    wrong_entries,
+)
 from sidestream.testing.torture.narrow import narrow_lanes
 from sidestream.testing.torture.oracle import SALT, Reference, Sample, params_of, reference_of, toy_of
 from sidestream.testing.torture.script import Scratch, Script, ScriptedDevice, ScriptedModel, ScriptedTier
@@ -42,10 +49,12 @@ ORACLES = ("checker", "tokens", "accept lengths", "content", "balance", "answere
 """What judges a schedule; the first to object is named first.
 
 checker         no two unordered accesses, no use outside a lease, and what else `sidestream.testing.checker` knows
-tokens          equal to the reference's, with text, log-probabilities and finish reason; an aborted request's: a beginning of them
-accept lengths  every step drafts what its row's tokens lead to, and accepts as much of it as is right: a stale read would leave the text
-                right (H19)
-content         every findable block in every tier holds what its key stands for; nothing from before a reset becomes findable
+tokens          equal to the reference's, with text, log-probabilities and finish reason; an aborted request's: a
+                beginning of them
+accept lengths  every step drafts what its row's tokens lead to, and accepts as much of it as is right: a stale read
+                would leave the text right (H19)
+content         every findable block in every tier holds what its key stands for; nothing from before a reset becomes
+                findable
 balance         when all is done, every pool is as it was at the start, and nothing is kept by request or transfer
 answered        every request ends once, for a reason that it can have; who is told so finds nothing held any more (H24)
 deadlock        everybody waits for somebody else
@@ -64,7 +73,8 @@ _EVENTS = {
 # When nobody waits any more, or so many steps in a row had nothing to do, the slowest of all operations may end soon.
 _DRAIN_S = 0.05
 _PATIENT_STEPS = 100
-# Typical schedules take 40 steps, those that wait for a slow disk 200, and those whose every store is late 160 for each of them.
+# Typical schedules take 40 steps, those that wait for a slow disk 200, and those whose every store is late 160 for each
+# of them.
 _MAX_STEPS = 6000
 # Nothing takes so many steps in a row without anything to do.
 _STUCK_STEPS = 1000
@@ -84,7 +94,8 @@ class Outcome:
 
     findings    none: it went well
     steps       turns of the loop
-    deviations  decision number → who was chosen, where that was not whoever ran: replays the schedule (`policies.Steered`)
+    deviations  decision number → who was chosen, where that was not whoever ran: replays the schedule
+                (`policies.Steered`)
     decisions   how many were made
     lines       the interleaving, if it was asked for
     objections  what the checker found, in its own terms; among `findings` as text
@@ -120,10 +131,13 @@ class _Watched:
         return name
 
 
-def run_schedule(workload: Workload, policy: Policy, *, trace: bool = False, reference: Reference | None = None) -> Outcome:
+def run_schedule(
+    workload: Workload, policy: Policy, *, trace: bool = False, reference: Reference | None = None
+) -> Outcome:
     """Run the workload under the policy and judge it. `reference`: that of the workload, if it is known already.
 
-    Blocks until done; never raises for what the engine does wrong. Changes torch's number of threads to one while it runs.
+    Blocks until done; never raises for what the engine does wrong. Changes torch's number of threads to one while it
+    runs.
     """
     with _stage(workload):
         return _Schedule(workload, policy, reference or reference_of(workload), trace=trace).run()
@@ -132,7 +146,11 @@ def run_schedule(workload: Workload, policy: Policy, *, trace: bool = False, ref
 @contextlib.contextmanager
 def _stage(workload: Workload) -> Iterator[None]:
     """What a schedule changes around it: its disk's pauses are short, and its faults no news."""
-    logger, level, threads = logging.getLogger("sidestream"), logging.getLogger("sidestream").level, torch.get_num_threads()
+    logger, level, threads = (
+        logging.getLogger("sidestream"),
+        logging.getLogger("sidestream").level,
+        torch.get_num_threads(),
+    )
     disk_pause_s = mover._DISK_PAUSE_S
     logger.setLevel(logging.CRITICAL + 1)
     torch.set_num_threads(1)
@@ -159,10 +177,12 @@ class _Life:
     straddles which of those who began with the old weights had been told nothing yet when the new ones were announced
     """
 
-    def __init__(self, workload: Workload, policy: Policy, script: Script, weights: int, lines: list[TraceLine] | None) -> None:
+    def __init__(
+        self, workload: Workload, policy: Policy, script: Script, weights: int, lines: list[TraceLine] | None
+    ) -> None:
         self.checker = Checker(poison=self._poison)
         self.recorder = Recorder(self.checker, self._actor, lines)
-        self.device = ScriptedDevice(policy, script, witness=self.recorder)
+        self.device = ScriptedDevice(policy, script, tracer=self.recorder)
         self.device.pin_s = workload.pin_s
         if workload.layer_groups:
             self.device.segment_bytes = 1
@@ -189,7 +209,9 @@ class _Life:
                 disk=self.disk,
                 proposer=ToyProposer(self.head, model=self.model if workload.leaves_hidden else None),
             )
-            if workload.layer_groups:  # flights join loads that are far from their end: what that costs is nobody's concern here
+            if (
+                workload.layer_groups
+            ):  # steps join loads that are far from their end: what that costs is nobody's concern here
                 self.engine._lead_s = lambda: math.inf  # type: ignore[method-assign]
             if workload.captured:
                 self._capture(workload)
@@ -198,9 +220,15 @@ class _Life:
             raise
 
     def _capture(self, workload: Workload) -> None:
-        """One shape, and one each for few drafts and for none: what does not fit runs eagerly, between flights that do."""
+        """One shape, and one each for few drafts and for none: what does not fit runs eagerly, between steps
+        that do.
+        """
         parts, layout = self.engine.parts, self.model.layout
-        few = [Shape(workload.max_running, 0, workload.drafts, together=1), Shape(workload.max_running, 0)] if workload.drafts else []
+        few = (
+            [Shape(workload.max_running, 0, workload.drafts, together=1), Shape(workload.max_running, 0)]
+            if workload.drafts
+            else []
+        )
         parts.executor.capture(
             [Shape(workload.max_running, workload.chunk_tokens, workload.drafts), *few],
             gate_layers=0 if parts.transfers is None else mover.layers_per_group(layout, self.device.segment_bytes),
@@ -254,10 +282,10 @@ class _Schedule:
             executor = life.engine.parts.executor
             launch = executor.launch
 
-            def launched(batch: BatchPlan, *, after: tuple[Fence, ...], gates: LayerGates) -> Flight:
-                flight = launch(batch, after=after, gates=gates)
+            def launched(batch: BatchPlan, *, after: tuple[Fence, ...], gates: LayerGates) -> LaunchedStep:
+                launched = launch(batch, after=after, gates=gates)
                 self._clients()
-                return flight
+                return launched
 
             executor.launch = launched  # type: ignore[method-assign]
         return life
@@ -287,16 +315,25 @@ class _Schedule:
         except Exception as error:
             self._find("error", f"{type(error).__name__}: {error} ({_where(error)})")
         finally:
-            self._judge_witnesses()
+            self._judge_traceres()
             self._life.crash()
             _scratch().clean()
         policy, found = self._policy, sorted(self._findings, key=lambda finding: ORACLES.index(finding.oracle))
-        return Outcome(tuple(found), self._steps, policy.count, policy.deviations, tuple(self._lines or ()), tuple(self._objections))
+        return Outcome(
+            tuple(found),
+            self._steps,
+            policy.count,
+            policy.deviations,
+            tuple(self._lines or ()),
+            tuple(self._objections),
+        )
 
     # ------------------------------------------------------------------ driving
 
     def _drive(self) -> bool:
-        """Do what the workload says until all is done; False when the engine was closed under its requests, or does not get on."""
+        """Do what the workload says until all is done; False when the engine was closed under its requests, or does not
+        get on.
+        """
         workload = self._workload
         last = max([0, *(asked.at for asked in workload.requests), *(event.at for event in workload.events)])
         idle = 0
@@ -316,7 +353,7 @@ class _Schedule:
             idle = 0 if self._step() else idle + 1
             if idle == _STUCK_STEPS:
                 break
-            self._clients()  # if no flight was launched
+            self._clients()  # if no step was launched
             if self._life.border is not None:
                 self._life.border.turn(between_steps=True)
             if idle:
@@ -324,7 +361,10 @@ class _Schedule:
             if step >= last and not self._life.engine.unfinished and not self._busy() and self._is_quiet():
                 return True
         left = [number for (number, _), sample in self._life.told.items() if sample.reason is None]
-        self._find("no progress", f"after {self._steps} steps, requests {left} have not ended or transfers are still on their way")
+        self._find(
+            "no progress",
+            f"after {self._steps} steps, requests {left} have not ended or transfers are still on their way",
+        )
         return False
 
     def _step(self) -> bool:
@@ -334,7 +374,10 @@ class _Schedule:
         waited_for = sum(sample.reason is None for sample in life.told.values())
         worked = life.engine.step()
         if told_of_all and life.engine.unfinished > waited_for:
-            self._find("answered", f"the engine goes on with {life.engine.unfinished} samples, and clients wait for {waited_for}")
+            self._find(
+                "answered",
+                f"the engine goes on with {life.engine.unfinished} samples, and clients wait for {waited_for}",
+            )
         return worked
 
     def _clients(self) -> None:
@@ -376,7 +419,9 @@ class _Schedule:
             life.told[number, index].reason = "abort"
 
     def _fail(self, life: _Life, number: int, error: SidestreamError, *, refused: bool) -> None:
-        """The client of one request hears that nothing more comes of it: it was not taken, or its connection has ended."""
+        """The client of one request hears that nothing more comes of it: it was not taken, or its connection
+        has ended.
+        """
         if refused:
             life.gone.add(number)
         for index in range(self._workload.requests[number].n):
@@ -389,7 +434,9 @@ class _Schedule:
         life = self._life
         life.engine.close(flush_s=self._workload.flush_s)
         if life.border is not None and not life.border.settle():
-            self._find("no progress", "the engine is closed, and what it and its front ends have to say does not arrive")
+            self._find(
+                "no progress", "the engine is closed, and what it and its front ends have to say does not arrive"
+            )
         self._judge_balance("closed")
 
     def _tell(self, life: _Life, number: int, delta: Delta) -> None:
@@ -410,7 +457,8 @@ class _Schedule:
         parts, left = life.engine.parts, sum(asked.reason is None for asked in life.told.values())
         if life.engine.unfinished != left:
             self._find(
-                "answered", f"{who} was told of its end, and the engine counts {life.engine.unfinished} unfinished, not {left} (H24)"
+                "answered",
+                f"{who} was told of its end, and the engine counts {life.engine.unfinished} unfinished, not {left} (H24)",
             )
         if parts.scheduler.get(life.handles[number].request_ids[delta.index]) is not None:
             self._find("answered", f"{who} was told of its end, and the scheduler still holds it (H24)")
@@ -441,20 +489,28 @@ class _Schedule:
                 pass
 
     def _begin_again(self) -> None:
-        """Another engine on the same disk; whoever had no answer asks again, and whoever had one, too: what is found must be right."""
+        """Another engine on the same disk; whoever had no answer asks again, and whoever had one, too: what is found
+        must be right.
+        """
         life = self._life
         life.crash()
         _scratch().settle()
         self._judge_answers(over=True)
-        self._judge_witnesses()
-        left = {number for (number, _), sample in life.told.items() if sample.reason in ("abort", "error") and number not in life.cut_off}
+        self._judge_traceres()
+        left = {
+            number
+            for (number, _), sample in life.told.items()
+            if sample.reason in ("abort", "error") and number not in life.cut_off
+        }
         self._again = sorted({number for number, _ in life.told} - left)
         self._life = self._begin(self._weights)
         self._connect()
         self._judge_disk(self._life, "after the restart")
 
     def _update_weights(self) -> None:
-        """Those who were told something end on the old weights, who comes later begins on the new ones, the others may do either."""
+        """Those who were told something end on the old weights, who comes later begins on the new ones, the others may
+        do either.
+        """
         life, model = self._life, self._life.model
         self._weights = 1
         life.straddles.update(who for who, told in life.told.items() if told.reason is None and not told.tokens)
@@ -514,13 +570,17 @@ class _Schedule:
             versions = (0, 1) if (number, index) in life.straddles else (life.started[number],)
             ends = over or number in life.gone
             faults = [
-                list(wrong_answer(self._workload, number, told, self._reference.samples[version][number, index], over=ends))
+                list(
+                    wrong_answer(
+                        self._workload, number, told, self._reference.samples[version][number, index], over=ends
+                    )
+                )
                 for version in versions
             ]
             for oracle, text in min(faults, key=len):
                 self._find(oracle, text)
 
-    def _judge_witnesses(self) -> None:
+    def _judge_traceres(self) -> None:
         """What the life's checker has found, and what came back from before a reset."""
         for text in self._life.recorder.stale:
             self._find("content", text)

@@ -1,6 +1,8 @@
-"""A workload's faults, carried out: in the place of disk operations, of copies and of forward passes. On the streams' turns.
+"""A workload's faults, carried out: in the place of disk operations, of copies and of forward passes. On the streams'
+turns.
 
-The disk tier and its files are real, so what a fault does to a file is found by the tier's own checks. Slowness is virtual time.
+The disk tier and its files are real, so what a fault does to a file is found by the tier's own checks. Slowness is
+virtual time.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from sidestream.testing.torture.workload import Fault, Operation, Workload
 from sidestream.tiers.base import Block
 from sidestream.tiers.disk import DiskTier, entry_bytes
 from sidestream.tiers.index import Entry, TierIndex, WriteGrant
-from sidestream.types import Witness
+from sidestream.types import Tracer
 
 
 class Script:
@@ -47,8 +49,8 @@ class Script:
 class ScriptedDevice(SimDevice):
     """A simulated device whose copies fail as the script says."""
 
-    def __init__(self, policy: Any, script: Script, *, witness: Witness | None) -> None:
-        super().__init__(policy, witness=witness)
+    def __init__(self, policy: Any, script: Script, *, tracer: Tracer | None) -> None:
+        super().__init__(policy, tracer=tracer)
         self.script = script
 
     def stream(self, name: str) -> SimStream:
@@ -96,7 +98,9 @@ class ScriptedDevice(SimDevice):
 
 
 class ScriptedModel:
-    """A model whose forward pass fails as the script says, and whose weights can be changed: they shift the tokens that it sees."""
+    """A model whose forward pass fails as the script says, and whose weights can be changed: they shift the tokens that
+    it sees.
+    """
 
     def __init__(self, inner: Any, device: ScriptedDevice | None = None) -> None:
         self._inner = inner
@@ -118,15 +122,25 @@ class ScriptedModel:
         """Its name with that version of the weights."""
         return f"{self._inner.fingerprint}-{weights}"
 
-    def forward(self, tokens: torch.Tensor, positions: torch.Tensor, batch: AttentionBatch, logit_rows: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self, tokens: torch.Tensor, positions: torch.Tensor, batch: AttentionBatch, logit_rows: torch.Tensor
+    ) -> torch.Tensor:
         """See `ForwardModel.forward`."""
         return self._forward(self._inner.forward, tokens, positions, batch, logit_rows)
 
     def forward_with_hidden(
-        self, tokens: torch.Tensor, positions: torch.Tensor, batch: AttentionBatch, logit_rows: torch.Tensor, *, left: Left
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        batch: AttentionBatch,
+        logit_rows: torch.Tensor,
+        *,
+        left: Left,
     ) -> torch.Tensor:
         """See `ForwardModel.forward_with_hidden`."""
-        return self._forward(functools.partial(self._inner.forward_with_hidden, left=left), tokens, positions, batch, logit_rows)
+        return self._forward(
+            functools.partial(self._inner.forward_with_hidden, left=left), tokens, positions, batch, logit_rows
+        )
 
     def hidden_after(self, tokens: Sequence[int]) -> int:
         """See `ToyModel.hidden_after`; with the weights of now."""
@@ -134,7 +148,12 @@ class ScriptedModel:
         return hidden
 
     def _forward(
-        self, forward: Callable[..., Any], tokens: torch.Tensor, positions: torch.Tensor, batch: AttentionBatch, logit_rows: torch.Tensor
+        self,
+        forward: Callable[..., Any],
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        batch: AttentionBatch,
+        logit_rows: torch.Tensor,
     ) -> torch.Tensor:
         """What `forward` gives."""
         given: list[torch.Tensor] = []
@@ -148,8 +167,9 @@ class ScriptedModel:
             return given[0]
         fault = self._device.script.next("forward")
         if fault is not None and fault.kind == "lost":
-            # A flight that waits for loads says layer by layer what it touches, others at their start. Of one that fails it counts as touched in both:
-            # flights behind it may be launched by then, and what they read is believed by nobody.
+            # A step that waits for loads says layer by layer what it touches, others at their start. Of one that fails
+            # it counts as touched in both: steps behind it may be launched by then, and what they read is believed by
+            # nobody.
             assert isinstance(batch, PagedBatch), "a toy model has run on it"
             for layer in range(self.layout.num_layers):
                 batch.before_layer(layer)
@@ -158,8 +178,8 @@ class ScriptedModel:
             assert isinstance(batch, PagedBatch), "a toy model has run on it"
             given[0].fill_(torch.nan)
             for last in logit_rows.tolist():  # only rows with logits: of the others, nobody could know
-                row = bisect_left(batch.query_starts, last + 1) - 1
-                slots = batch.slots[batch.query_starts[row] : last + 1]
+                row = bisect_left(batch.cu_seqlens_q, last + 1) - 1
+                slots = batch.slots[batch.cu_seqlens_q[row] : last + 1]
                 batch.kv[slots // self.layout.block_tokens, :, :, slots % self.layout.block_tokens] = -1.0
         return given[0]
 
@@ -234,12 +254,14 @@ class Scratch:
             layout=model.layout,
             fingerprint=model.fingerprint,
             capacity_bytes=num_blocks * entry_bytes(model.layout),
-            witness=device.witness,
+            tracer=device.tracer,
         )
         return ScriptedTier(tier, device, self._use)
 
     def settle(self) -> None:
-        """Make the files' times tell the order of their uses, and nothing of the clock: else a restart is not the same twice."""
+        """Make the files' times tell the order of their uses, and nothing of the clock: else a restart is not the same
+        twice.
+        """
         for path, when in self._used.items():
             if Path(path).exists():
                 os.utime(path, ns=(when, when))

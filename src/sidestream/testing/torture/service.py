@@ -1,9 +1,11 @@
-"""The torture test of a whole engine on a real device: requests that share beginnings, abort and come back, and a model that reads every byte.
+"""The torture test of a whole engine on a real device: requests that share beginnings, abort and come back, and a model
+that reads every byte.
 
     torture_service(...)   so many requests; each answer must be what the model draws without any pool
 
-The toy model's next token is a hash of all KV that it must attend to: a byte that is stale, early or another block's changes the text. On a GPU its
-forward pass is captured like any other's. What runs when is the machine's affair: a seed draws the requests, and nothing else.
+The toy model's next token is a hash of all KV that it must attend to: a byte that is stale, early or another block's
+changes the text. On a GPU its forward pass is captured like any other's. What runs when is the machine's affair: a seed
+draws the requests, and nothing else.
 """
 
 from __future__ import annotations
@@ -50,7 +52,8 @@ _HABITS = Habits(longest=0, delay=(0.2, 20e-6, 3e-3), faults=0.02)
 class ServiceReport:
     """What was asked, and what became of it.
 
-    wrong        answers that are not what they must be, requests that ended otherwise than they can, and what is held when all has ended
+    wrong        answers that are not what they must be, requests that ended otherwise than they can, and what is held
+                 when all has ended
     from_host    tokens of prompts whose KV came back from the host
     accepted     drafts that were right
     findings     the first wrong ones in words
@@ -114,7 +117,12 @@ def torture_service(
 
 
 def _ask_all(
-    engine: Engine, model: ToyModel, requests: int, rng: random.Random, report: ServiceReport, tell: Callable[[int, str], None]
+    engine: Engine,
+    model: ToyModel,
+    requests: int,
+    rng: random.Random,
+    report: ServiceReport,
+    tell: Callable[[int, str], None],
 ) -> None:
     """Keep a crowd on its way; judge who has ended."""
     families = [tuple(rng.randrange(1, model.vocab_size) for _ in range(_LONGEST)) for _ in range(_FAMILIES)]
@@ -142,7 +150,9 @@ def _ask_all(
             return
 
 
-def _ask(engine: Engine, model: ToyModel, families: list[tuple[int, ...]], rng: random.Random, news: threading.Event) -> _Asked:
+def _ask(
+    engine: Engine, model: ToyModel, families: list[tuple[int, ...]], rng: random.Random, news: threading.Event
+) -> _Asked:
     shared = rng.choice(families)[: rng.randint(0, _LONGEST)]
     prompt = (*shared, *(rng.randrange(1, model.vocab_size) for _ in range(rng.randint(1, _OWN))))
     one = _Asked(prompt, rng.randint(1, _OUTPUTS), rng.randint(0, 20) if rng.random() < 0.15 else None)
@@ -150,7 +160,12 @@ def _ask(engine: Engine, model: ToyModel, families: list[tuple[int, ...]], rng: 
     def take(delta: Delta) -> None:
         one.tokens.extend(delta.token_ids)
         one.error, one.reason = delta.error, delta.finish_reason
-        if one.abort_at is not None and one.reason is None and len(one.tokens) >= one.abort_at and one.handle is not None:
+        if (
+            one.abort_at is not None
+            and one.reason is None
+            and len(one.tokens) >= one.abort_at
+            and one.handle is not None
+        ):
             engine.abort(one.handle)
             one.abort_at = None
         if one.reason is not None:
@@ -171,7 +186,9 @@ def _judge(one: _Asked, model: ToyModel, report: ServiceReport) -> None:
     expected = model.expected(one.prompt, one.outputs)
     given, wanted = one.tokens, expected if one.reason != "abort" else expected[: len(one.tokens)]
     if given != wanted:
-        at = next((at for at, (a, b) in enumerate(zip(given, wanted, strict=False)) if a != b), min(len(given), len(wanted)))
+        at = next(
+            (at for at, (a, b) in enumerate(zip(given, wanted, strict=False)) if a != b), min(len(given), len(wanted))
+        )
         report.find(
             f"a prompt of {len(one.prompt)} tokens: output {at} is wrong: {given[at : at + 3]} given, {wanted[at : at + 3]} expected"
         )
@@ -181,7 +198,7 @@ def _judge(one: _Asked, model: ToyModel, report: ServiceReport) -> None:
 
 @contextlib.contextmanager
 def _engine(kind: str, model: ToyModel, *, seed: int, report: ServiceReport) -> Iterator[Engine]:
-    """An engine whose flights and copies are held up, and whose copies fail now and then."""
+    """An engine whose steps and copies are held up, and whose copies fail now and then."""
     device = open_device(kind)
     meddler = Meddler(device, _HABITS, seed=seed)
     layout = model.layout
@@ -202,19 +219,21 @@ def _engine(kind: str, model: ToyModel, *, seed: int, report: ServiceReport) -> 
         proposer=ToyItself(model),
     )
     try:
-        _hold_up_flights(engine, device, seed)
+        _hold_up_steps(engine, device, seed)
         costs = engine.parts.costs
         assert costs is not None
         costs.saw_prefill = lambda *_: None  # type: ignore[method-assign]  # what rests on the host shall come from there
         yield engine
         report.accepted = int(engine.parts.metrics.value("accepted_tokens_total", ToyItself.name))
-        report.from_device, report.from_host = (int(engine.parts.metrics.value("cached_tokens_total", tier)) for tier in ("device", "host"))
+        report.from_device, report.from_host = (
+            int(engine.parts.metrics.value("cached_tokens_total", tier)) for tier in ("device", "host")
+        )
     finally:
         engine.close(flush_s=_PATIENCE_S)
         report.failed_slices = meddler.failed
 
 
-def _hold_up_flights(engine: Engine, device: CpuDevice | CudaDevice, seed: int) -> None:
+def _hold_up_steps(engine: Engine, device: CpuDevice | CudaDevice, seed: int) -> None:
     executor, rng = engine.parts.executor, random.Random(seed + 1)
     run = executor._run
 

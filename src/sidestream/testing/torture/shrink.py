@@ -1,6 +1,8 @@
-"""From a schedule that fails to a short one that fails as well: fewer requests, fewer events, fewer turns that somebody else takes.
+"""From a schedule that fails to a short one that fails as well: fewer requests, fewer events, fewer turns that somebody
+else takes.
 
-Each step tries something simpler and keeps it when the same oracle still objects. Bounded: a shorter failure is worth some seconds, not minutes.
+Each step tries something simpler and keeps it when the same oracle still objects. Bounded: a shorter failure is worth
+some seconds, not minutes.
 """
 
 from __future__ import annotations
@@ -93,7 +95,9 @@ class _Shrinking:
         return Shrunk(workload, dict(kept), last, self._max_runs - self._left)
 
     def _fails_somehow(self, workload: Workload, turns: dict[int, str]) -> Outcome | None:
-        """Under the policy that it failed under, under the decisions that it failed with, or under the simplest ones."""
+        """Under the policy that it failed under, under the decisions that it failed with, or under the simplest
+        ones.
+        """
         failure = self._failure
         policies: tuple[Callable[[], Policy], ...] = (
             lambda: make_policy(failure.policy, random.Random(failure.seed)),
@@ -144,7 +148,9 @@ def simpler_workloads(workload: Workload) -> Iterator[Workload]:
     elif workload.slots:
         yield _changed(workload, slots=0)
     if workload.front_ends:
-        yield _changed(workload, front_ends=0, events=tuple(event for event in workload.events if event.kind != "hang_up"))
+        yield _changed(
+            workload, front_ends=0, events=tuple(event for event in workload.events if event.kind != "hang_up")
+        )
         if workload.front_ends > 1:
             yield _changed(workload, front_ends=1)
     if workload.pin_s:
@@ -166,7 +172,8 @@ def simpler_workloads(workload: Workload) -> Iterator[Workload]:
 
 
 def minimise(items: Sequence[T], fails: Callable[[Sequence[T]], bool]) -> list[T]:
-    """A subset of `items` that still fails and of which no part of the sizes tried can go: delta debugging, Zeller and Hildebrandt 2002.
+    """A subset of `items` that still fails and of which no part of the sizes tried can go: delta debugging, Zeller and
+    Hildebrandt 2002.
 
     `items` themselves fail. Ends when `fails` says no to everything, so a bound on its patience bounds this.
     """

@@ -1,6 +1,6 @@
 """Watching a schedule: who did what, as lines in columns, and whether anything from before a reset comes back.
 
-A witness in front of the checker. Called by whoever's turn it is, so the order of the calls is the order of the run.
+A tracer in front of the checker. Called by whoever's turn it is, so the order of the calls is the order of the run.
 """
 
 from __future__ import annotations
@@ -43,7 +43,9 @@ class TraceLine:
 
     def concerns(self, objection: Finding) -> bool:
         """Whether it is about no id, or about one that the objection is about."""
-        here = self.memory == objection.memory and any(start < objection.stop and objection.start < stop for start, stop in self.spans)
+        here = self.memory == objection.memory and any(
+            start < objection.stop and objection.start < stop for start, stop in self.spans
+        )
         return not self.memory or here or self.objected
 
 
@@ -73,50 +75,50 @@ class Recorder:
         """From here on, nothing taken before may become findable."""
         self._resets += 1
 
-    # ------------------------------------------------------------------ Witness
+    # ------------------------------------------------------------------ Tracer
 
     def apart(self, name: str) -> None:
-        """See `Witness.apart`."""
+        """See `Tracer.apart`."""
         self._checker.apart(name)
 
     def joined(self, name: str) -> None:
-        """See `Witness.joined`."""
+        """See `Tracer.joined`."""
         self._checker.joined(name)
 
     def sent(self, channel: str, number: int) -> None:
-        """See `Witness.sent`."""
+        """See `Tracer.sent`."""
         if self._lines is not None:
             self.say(f"sends {channel} {number}")
         self._checker.sent(channel, number)
 
     def received(self, channel: str, number: int) -> None:
-        """See `Witness.received`."""
+        """See `Tracer.received`."""
         if self._lines is not None:
             self.say(f"receives {channel} {number}")
         self._checker.received(channel, number)
 
     def submitted(self, fence: Fence, accesses: Accesses, label: str) -> None:
-        """See `Witness.submitted`."""
+        """See `Tracer.submitted`."""
         if self._lines is not None:
             self.say(f"gives {name_of(fence)} `{label}`", name_of(fence))
         self._checker.submitted(fence, accesses, label)
         self._mark()
 
     def waited(self, stream: str, fence: Fence) -> None:
-        """See `Witness.waited`."""
+        """See `Tracer.waited`."""
         if self._lines is not None:
             self.say(f"waited for {name_of(fence)}")
         self._checker.waited(stream, fence)
 
     def started(self, fence: Fence) -> None:
-        """See `Witness.started`."""
+        """See `Tracer.started`."""
         if self._lines is not None:
             self.say(f"begins {name_of(fence)}", name_of(fence))
         self._checker.started(fence)
         self._mark()
 
     def touched(self, stream: str, accesses: Accesses) -> None:
-        """See `Witness.touched`."""
+        """See `Tracer.touched`."""
         before = len(self._checker.findings)
         self._checker.touched(stream, accesses)
         if self._lines is not None and len(self._checker.findings) > before:
@@ -124,21 +126,21 @@ class Recorder:
         self._mark()
 
     def finished(self, fence: Fence) -> None:
-        """See `Witness.finished`."""
+        """See `Tracer.finished`."""
         if self._lines is not None:
             self.say(f"ends {name_of(fence)}{'' if fence.failure is None else ': it failed'}", name_of(fence))
         self._checker.finished(fence)
         self._mark()
 
     def observed(self, fence: Fence) -> None:
-        """See `Witness.observed`."""
+        """See `Tracer.observed`."""
         if self._lines is not None and name_of(fence) not in self._seen:
             self._seen.add(name_of(fence))
             self.say(f"saw {name_of(fence)} done")
         self._checker.observed(fence)
 
     def host_touched(self, accesses: Accesses, label: str) -> None:
-        """See `Witness.host_touched`."""
+        """See `Tracer.host_touched`."""
         if self._lines is not None:
             touched = accesses()
             self.say(f"`{label}`", "", touched[0].memory if touched else "", [(one.start, one.stop) for one in touched])
@@ -146,19 +148,19 @@ class Recorder:
         self._mark()
 
     def stalled(self, reason: str) -> None:
-        """See `Witness.stalled`."""
+        """See `Tracer.stalled`."""
         if self._lines is not None:
             self.say(f"waits: {reason}")
         self._checker.stalled(reason)
         self._mark()
 
     def backed(self, pool: str, memory: str, item_bytes: int) -> None:
-        """See `Witness.backed`."""
+        """See `Tracer.backed`."""
         self._memories[pool] = memory, item_bytes
         self._checker.backed(pool, memory, item_bytes)
 
     def took(self, pool: str, ids: Sequence[int], after: Sequence[Fence]) -> None:
-        """See `Witness.took`."""
+        """See `Tracer.took`."""
         for item in ids:
             self._taken[pool, item] = self._resets
         self._say_ids("takes", pool, ids, _tail("still in use by", after))
@@ -166,34 +168,38 @@ class Recorder:
         self._mark()
 
     def shared(self, pool: str, ids: Sequence[int]) -> None:
-        """See `Witness.shared`."""
+        """See `Tracer.shared`."""
         self._say_ids("shares", pool, ids)
         self._checker.shared(pool, ids)
         self._mark()
 
     def released(self, pool: str, ids: Sequence[int], after: Sequence[Fence]) -> None:
-        """See `Witness.released`."""
+        """See `Tracer.released`."""
         self._say_ids("releases", pool, ids, _tail("behind", after))
         self._checker.released(pool, ids, after)
         self._mark()
 
     def published(self, pool: str, item: int, key: Key) -> None:
-        """See `Witness.published`."""
+        """See `Tracer.published`."""
         if self._taken.get((pool, item), self._resets) != self._resets:
-            self.stale.append(f"{pool} {item} became findable as {key.hex()[:8]}, but holds what was there before the cache was reset")
+            self.stale.append(
+                f"{pool} {item} became findable as {key.hex()[:8]}, but holds what was there before the cache was reset"
+            )
         self._say_ids("publishes", pool, [item], f" as {key.hex()[:8]}")
         self._checker.published(pool, item, key)
         self._mark()
 
     def forgot(self, pool: str, ids: Sequence[int]) -> None:
-        """See `Witness.forgot`."""
+        """See `Tracer.forgot`."""
         self._say_ids("forgets", pool, ids)
         self._checker.forgot(pool, ids)
 
     def _say_ids(self, verb: str, pool: str, ids: Sequence[int], tail: str = "") -> None:
         if self._lines is not None and ids:
             memory, size = self._memories.get(pool, (pool, 1))
-            self.say(f"{verb} {pool} {_short(ids)}{tail}", "", memory, [(item * size, (item + 1) * size) for item in ids])
+            self.say(
+                f"{verb} {pool} {_short(ids)}{tail}", "", memory, [(item * size, (item + 1) * size) for item in ids]
+            )
 
     def _mark(self) -> None:
         """If the checker has just objected, it was to the last line."""
@@ -210,8 +216,9 @@ def name_of(fence: Fence) -> str:
 def render(lines: Sequence[TraceLine], objection: Finding | None = None, *, width: int = 140) -> str:
     """The interleaving: one line an event, one column an actor.
 
-    With an objection, A and B mark the two works that it is about, in the order in which they were given, `!` the moment at which the
-    checker saw it, and leases of ids that it is not about are left out. Lines are at most `width` wide where their text alone is not wider.
+    With an objection, A and B mark the two works that it is about, in the order in which they were given, `!` the
+    moment at which the checker saw it, and leases of ids that it is not about are left out. Lines are at most `width`
+    wide where their text alone is not wider.
     """
     shown = list(_joined(_marked(lines, objection)))
     if not shown:
@@ -240,7 +247,10 @@ def explain(objection: Finding) -> str:
 def _marked(lines: Sequence[TraceLine], objection: Finding | None) -> Iterator[tuple[str, TraceLine]]:
     """The lines to show, each with its mark; what a work does is told where it is given."""
     works = [] if objection is None else [work for work in objection.works if work != HOST]
-    marks = {work: _MARKS[objection.works.index(work)] if objection is not None and len(objection.works) > 1 else "*" for work in works}
+    marks = {
+        work: _MARKS[objection.works.index(work)] if objection is not None and len(objection.works) > 1 else "*"
+        for work in works
+    }
     told = set[str]()
     for line in lines:
         if objection is not None and not line.concerns(objection):
@@ -284,7 +294,8 @@ def _joined(lines: Iterator[tuple[str, TraceLine]]) -> Iterator[tuple[str, Trace
 
 
 def _columns(actors: Sequence[str], lines: Sequence[TraceLine], width: int) -> dict[str, int]:
-    """Where each column begins: as wide as its texts where there is room, else so far left that every line ends within `width`.
+    """Where each column begins: as wide as its texts where there is room, else so far left that every line ends within
+    `width`.
 
     Every line holds one event only, so a text may reach across the columns to its right.
     """

@@ -1,12 +1,17 @@
-"""Requests without a model: they write patterns, store, load, look, abort and give blocks back, as fast as the device takes it.
+"""Requests without a model: they write patterns, store, load, look, abort and give blocks back, as fast as the device
+takes it.
 
-One rig, one thread, which stands for the engine thread. A request does what the engine does with a transfer, and in that order:
+One rig, one thread, which stands for the engine thread. A request does what the engine does with a transfer, and in
+that order:
 
-    compute   take blocks → write behind their last uses → store behind the write → give up behind the last flight, or keep for a while
-    load      take blocks → load behind their last uses → heard that it is submitted: look, layer by layer behind its fences → give up
+    compute   take blocks → write behind their last uses → store behind the write → give up behind the last step, or
+              keep for a while
+    load      take blocks → load behind their last uses → heard that it is submitted: look, layer by layer behind its
+              fences → give up
     hit       share blocks that are findable on the device → look → give up
 
-What it holds is checked when it lets go of it, and what was given up early by a look that is late: whoever writes too soon is seen.
+What it holds is checked when it lets go of it, and what was given up early by a look that is late: whoever writes too
+soon is seen.
 """
 
 from __future__ import annotations
@@ -46,7 +51,8 @@ class Habits:
     """How requests behave, and what is done to them.
 
     longest          blocks of a request; one in ten is that long, the others a third of it at most
-    delay            share of flights and slices of copies that are held up, and for how long at least and at most, in seconds
+    delay            share of steps and slices of copies that are held up, and for how long at least and at most, in
+                     seconds
     faults           share of slices of copies that fail, some of them when a part was copied
     patience_s       how long nothing may end
     """
@@ -90,7 +96,9 @@ class Tally:
 
 @dataclass(slots=True, eq=False)
 class _Request:
-    """Blocks that hold, or will hold, the patterns of `numbers`. `failed`: of a load; then nothing is to be believed."""
+    """Blocks that hold, or will hold, the patterns of `numbers`. `failed`: of a load; then nothing is to be
+    believed.
+    """
 
     what: str
     numbers: range
@@ -124,7 +132,9 @@ class Traffic:
         self._next: Callable[[], bool] | None = None
         self._runs: deque[range] = deque(maxlen=_RUNS)
         self._requests = 0
-        self._loading: dict[RequestId, _Request] = {}  # until the end of the round, because a load may fail behind its look
+        self._loading: dict[
+            RequestId, _Request
+        ] = {}  # until the end of the round, because a load may fail behind its look
         self._waiting: set[RequestId] = set()  # for their loads to be submitted
         self._keeping: deque[_Request] = deque()
         self._looks: dict[int, _Request] = {}
@@ -133,7 +143,9 @@ class Traffic:
         self.broken_off = False
 
     def round(self, blocks: int) -> None:
-        """Move about so many blocks, wait until all has ended, and judge. Raises DeviceError when nothing ends, and whatever the parts raise."""
+        """Move about so many blocks, wait until all has ended, and judge. Raises DeviceError when nothing ends, and
+        whatever the parts raise.
+        """
         self._round += 1
         self._moved = 0
         while self._moved < blocks and self._patterns.looks_left > 2 * (_CROWD + _RUNS):
@@ -142,7 +154,9 @@ class Traffic:
         self._judge()
 
     def break_off(self) -> None:
-        """Begin what there is room for, wait for nothing, and give everything up: the device is closed next, and behind that `judge_ledgers`."""
+        """Begin what there is room for, wait for nothing, and give everything up: the device is closed next, and behind
+        that `judge_ledgers`.
+        """
         self._progress_s = time.monotonic()
         while self._begin():
             pass
@@ -164,7 +178,9 @@ class Traffic:
             self._rest()
 
     def _begin(self) -> bool:
-        """One more request, or the one that found no room before: long ones wait until there is some. False when there is none."""
+        """One more request, or the one that found no room before: long ones wait until there is some. False when there
+        is none.
+        """
         ask = self._next or self._draw()
         self._next = None if ask() else ask
         return self._next is None
@@ -188,7 +204,9 @@ class Traffic:
         request = self._open("write", numbers)
         if request is None:
             return False
-        written = self._patterns.write(self._stream(), request.lease.ids, request.stamps, after=request.lease.after, delay_s=self._delay())
+        written = self._patterns.write(
+            self._stream(), request.lease.ids, request.stamps, after=request.lease.after, delay_s=self._delay()
+        )
         request.fence = written
         keys = _keys(numbers)
         if self._rng.random() < 0.9:
@@ -201,7 +219,9 @@ class Traffic:
             self._give_up(request)
             self._tally.aborted += len(keys)
         elif self._rng.random() < 0.5:
-            self._look(request, after=(written,))  # on another stream: it is late, and the blocks are given up meanwhile
+            self._look(
+                request, after=(written,)
+            )  # on another stream: it is late, and the blocks are given up meanwhile
             self._give_up(request)
         else:
             self._keep(request)
@@ -232,7 +252,9 @@ class Traffic:
         self._requests += 1
         self._loading[self._requests] = request
         prefetch = self._rng.random() < 0.3
-        plan = LoadPlan(self._requests, 0, tuple(_keys(numbers)), tuple(request.lease.ids), request.lease.after, prefetch=prefetch)
+        plan = LoadPlan(
+            self._requests, 0, tuple(_keys(numbers)), tuple(request.lease.ids), request.lease.after, prefetch=prefetch
+        )
         self._rig.transfers.submit([plan])
         self._moved += len(numbers)
         if self._rng.random() < self._habits.aborts:
@@ -243,7 +265,7 @@ class Traffic:
         return True
 
     def _look_at_loads(self, ready: Sequence[RequestId]) -> None:
-        """Their first flights, which wait on the device for what is on its way, layer by layer."""
+        """Their first steps, which wait on the device for what is on its way, layer by layer."""
         requests = [self._loading[request_id] for request_id in ready]
         rows = tuple(
             RowPlan(request_id, row, 0, 0, len(request.numbers), (), tuple(request.lease.ids), False, 0)
@@ -287,7 +309,7 @@ class Traffic:
         request = self._loading[request_id]
         request.failed = True
         self._tally.missed += len(request.numbers)
-        if request.fence is None and request.lease.open:  # else a flight looks at it already; it is let go behind that
+        if request.fence is None and request.lease.open:  # else a step looks at it already; it is let go behind that
             self._waiting.discard(request_id)
             self._give_up(request)
             self._compute(request.numbers)
@@ -352,7 +374,12 @@ class Traffic:
             request = self._looks[number]
             if not request.failed:
                 bad.add(number)
-                self._say(f"{request.what}, block {request.lease.ids[found.row]}", request.numbers[found.row], request.generation, found)
+                self._say(
+                    f"{request.what}, block {request.lease.ids[found.row]}",
+                    request.numbers[found.row],
+                    request.generation,
+                    found,
+                )
 
         self._patterns.take_results(self._streams[0], judge)
         for number, request in self._looks.items():
@@ -379,12 +406,17 @@ class Traffic:
         for pool in (self._rig.blocks, self._rig.host.pool):
             pool.check()
             if pool.num_used:
-                self._tally.find(f"{self._where}: {pool.num_used} of {pool.name} are still in use though all has ended", pool.num_used)
+                self._tally.find(
+                    f"{self._where}: {pool.num_used} of {pool.name} are still in use though all has ended",
+                    pool.num_used,
+                )
 
     def _say(self, what: str, number: int, generation: int, found: Found) -> None:
         expected = self._patterns.expected(stamp_of(number, generation), found.place)
         text = f"{self._where}: {what}: byte {found.place}: {describe(expected)} expected, {describe(found.word)} found"
-        self._tally.find(text if found.num_bad == 1 else f"{text}; {found.num_bad} blocks beside it are wrong", found.num_bad)
+        self._tally.find(
+            text if found.num_bad == 1 else f"{text}; {found.num_bad} blocks beside it are wrong", found.num_bad
+        )
 
     def _prove(self, loads: int, stores: Sequence[int]) -> None:
         """Count transfers that ended well: loads that were looked at, and the stores that brought what was seen."""
@@ -405,7 +437,7 @@ class Traffic:
         return _Request(what, numbers, self._generation, lease)
 
     def _give_up(self, request: _Request) -> None:
-        """Let others have the blocks, behind its last flight and whatever transfer uses them."""
+        """Let others have the blocks, behind its last step and whatever transfer uses them."""
         request.lease.release(after=() if request.fence is None else (request.fence,), until=self._rig.transfers.uses())
 
     def _look(self, request: _Request, *, after: Sequence[Fence] = (), gates: Sequence[Sequence[Fence]] = ()) -> Fence:
@@ -424,7 +456,8 @@ class Traffic:
 
 
 class Meddler:
-    """Holds up the slices of copies, and lets some fail: on every stream that its device makes from here on, but for flights'.
+    """Holds up the slices of copies, and lets some fail: on every stream that its device makes from here on, but for
+    steps'.
 
     failed   slices
     """

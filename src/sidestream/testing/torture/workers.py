@@ -28,10 +28,11 @@ class Job(Protocol[T_co]):
 
 
 def spread(jobs: Iterable[Job[T]], *, workers: int) -> Iterator[T]:
-    """Results as they come, in any order; with one worker, in this process and in order. What a job raises is raised here.
+    """Results as they come, in any order; with one worker, in this process and in order. What a job raises is raised
+    here.
 
-    Leaving the iteration ends the processes, at the latest after the job that each is at or some seconds. An interrupt from the
-    terminal reaches this process only.
+    Leaving the iteration ends the processes, at the latest after the job that each is at or some seconds. An interrupt
+    from the terminal reaches this process only.
     """
     if workers == 1:
         for job in jobs:

@@ -1,7 +1,8 @@
 """What a schedule asks of the engine, as plain values: requests, pools, and what goes wrong when. Drawn from a seed.
 
-Knows neither engine nor device. Time is counted in steps of the loop; slow operations are measured in the device's virtual seconds.
-Every workload can be served: a prompt with all of its outputs fits the pool, so that a request may be late, but never refused.
+Knows neither engine nor device. Time is counted in steps of the loop; slow operations are measured in the device's
+virtual seconds. Every workload can be served: a prompt with all of its outputs fits the pool, so that a request may be
+late, but never refused.
 """
 
 from __future__ import annotations
@@ -22,16 +23,18 @@ LONGEST_PROMPT = 40
 _ENDLESS = 3000
 # Repetition, presence, frequency.
 _PENALTIES = ((1.0, 0.0, 0.0), (1.5, 0.0, 0.0), (1.0, 2.0, 2.0), (2.0, 1.0, 2.0))
-# By these the toy's own choice has little left once it was drawn, if the request is hot: no bias is needed, which captured draws know nothing of.
+# By these the toy's own choice has little left once it was drawn, if the request is hot: no bias is needed, which
+# captured draws know nothing of.
 _HARSH = (10.0, 2.0, 2.0)
-# The toy gives one token a logit of 100 and the others 0. A low token with this bias ties with it and wins, until it is penalised.
+# The toy gives one token a logit of 100 and the others 0. A low token with this bias ties with it and wins, until it is
+# penalised.
 _TIE = 100.0
 # A request waits so long for the disk.
 LOAD_DEADLINE_S = 1e-3
 
 EventKind = Literal["reset", "weights", "crash", "restart", "hang_up"]
-"""Forget every block · serve other weights from here on · the process dies, or ends as it should, and another one opens the same disk ·
-a front end goes, and another one takes its place."""
+"""Forget every block · serve other weights from here on · the process dies, or ends as it should, and another one opens
+the same disk · a front end goes, and another one takes its place."""
 
 Operation = Literal["read", "write", "store", "load", "forward"]
 """Of the disk: a read, a write. Of the device: a copy to the host, a copy from it, a forward pass."""
@@ -105,7 +108,9 @@ class Fault:
 
     def hits(self, number: int) -> bool:
         """Whether it befalls operation `number`."""
-        return number == self.first or (self.every > 0 and number > self.first and (number - self.first) % self.every == 0)
+        return number == self.first or (
+            self.every > 0 and number > self.first and (number - self.first) % self.every == 0
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,15 +119,18 @@ class Workload:
 
     blocks, slots, disk_blocks   sizes of the device pool, the host tier (0: none) and the disk tier (0: none)
     eos_every                    about one token in so many ends an answer; 0: none
-    layer_groups                 a block is loaded layer by layer, not at once, and every copy is given to the device in slices
+    layer_groups                 a block is loaded layer by layer, not at once, and every copy is given to the device in
+                                 slices
     captured                     forward passes are captured in a few shapes, gated ones too
     drafts                       tokens that are drafted for a row in each step; 0: nothing is
     hidden                       drafts are made of hidden states, which rows and blocks hold
     closes_at                    step before which the engine is closed under its requests; None: when all is done
     flush_s                      how long a close lets transfers go on; what has not begun by then never does
     pin_s                        virtual seconds until all slots of the host tier are ready; 0: from the start
-    meanwhile                    who comes or leaves before a step does so in its middle, between a launch and a commit, if there is a flight
-    front_ends                   processes between clients and engine, by connections in memory; 0: clients submit to the engine itself
+    meanwhile                    who comes or leaves before a step does so in its middle, between a launch and a commit,
+                                 if there is a step
+    front_ends                   processes between clients and engine, by connections in memory; 0: clients submit to
+                                 the engine itself
     waiting                      requests that may wait, where there are front ends; more are refused
     """
 
@@ -151,7 +159,9 @@ class Workload:
     def __post_init__(self) -> None:
         largest = max((blocks_for(asked) for asked in self.requests), default=0)
         if self.blocks < largest:
-            raise ConfigError(f"the workload's pool has {self.blocks} blocks, its largest request takes {largest}: give it as many")
+            raise ConfigError(
+                f"the workload's pool has {self.blocks} blocks, its largest request takes {largest}: give it as many"
+            )
         if self.disk_blocks and not self.slots:
             raise ConfigError("the workload has a disk tier, but no host tier: blocks go to disk through host memory")
 
@@ -183,7 +193,7 @@ FEATURES: Mapping[Feature, Callable[[Workload], bool]] = {
     "corrupt_tier": _befalls(("read", "truncated"), ("read", "flipped"), ("write", "truncated"), ("write", "flipped")),
     "disk": lambda w: w.disk_blocks > 0,
     "failing_copy": _befalls(("store", "lost"), ("store", "torn"), ("load", "lost"), ("load", "torn")),
-    "failing_flight": _befalls(("forward", "lost")),
+    "failing_step": _befalls(("forward", "lost")),
     "failing_load": _befalls(("load", "lost"), ("load", "torn")),
     "failing_tier": _befalls(("read", "lost"), ("read", "torn"), ("write", "lost"), ("write", "full")),
     "full_queue": lambda w: w.front_ends > 0 and w.waiting + w.max_running < sum(asked.n for asked in w.requests),
@@ -222,7 +232,9 @@ def draw_workload(seed: int) -> Workload:
 
 
 def _draw_border(rng: random.Random, workload: Workload) -> Workload:
-    """Front ends between clients and engine, for one workload in six; more clients leave, front ends go, and the queue may be full."""
+    """Front ends between clients and engine, for one workload in six; more clients leave, front ends go, and the queue
+    may be full.
+    """
     if rng.random() >= 1 / 6:
         return workload
     requests = tuple(
@@ -271,12 +283,16 @@ def _draw_workload(seed: int) -> Workload:
     )
     if rng.random() < 0.3:
         changed = (*requests, *_draw_change(rng, requests))
-        return dataclasses.replace(workload, requests=changed, slots=slots and sum(map(blocks_for, changed)), meanwhile=True)
+        return dataclasses.replace(
+            workload, requests=changed, slots=slots and sum(map(blocks_for, changed)), meanwhile=True
+        )
     return workload
 
 
 def _draw_visits(rng: random.Random) -> tuple[Asked, ...]:
-    """A few long prompts that come back after others have taken their room: what they left behind rests in some tier."""
+    """A few long prompts that come back after others have taken their room: what they left behind rests in some
+    tier.
+    """
     trunk = _draw_tokens(rng, rng.choice((0, 4, 8, 10)))
     prompts = [(*trunk, *_draw_tokens(rng, rng.randint(8, 26)))[:LONGEST_PROMPT] for _ in range(rng.choice((2, 2, 3)))]
     levels = rng.choice(((0,), (0,), (0,), (0, 1)))
@@ -287,7 +303,7 @@ def _draw_visits(rng: random.Random) -> tuple[Asked, ...]:
         if rng.random() < 0.3:
             prompt = (*prompt, *_draw_tokens(rng, rng.randint(1, 5)))[:LONGEST_PROMPT]
         asked, gap = _draw_asked(rng, at, prompt, rng.randint(1, 5), levels), rng.choice(gaps)
-        if rng.random() < 0.2:  # whoever comes next takes the blocks of this one, which goes in the middle of a flight
+        if rng.random() < 0.2:  # whoever comes next takes the blocks of this one, which goes in the middle of a step
             gap = rng.randint(1, len(prompt) // 8 + asked.max_tokens)
             asked = dataclasses.replace(asked, abort_at=at + gap)
         requests.append(asked)
@@ -296,7 +312,9 @@ def _draw_visits(rng: random.Random) -> tuple[Asked, ...]:
 
 
 def _draw_change(rng: random.Random, before: Sequence[Asked]) -> tuple[Asked, Asked]:
-    """Somebody new who takes the blocks of all before, and leaves in the middle of a flight as one of those comes back."""
+    """Somebody new who takes the blocks of all before, and leaves in the middle of a step as one of those comes
+    back.
+    """
     room = max(blocks_for(asked) for asked in before) * BLOCK_TOKENS
     prompt = _draw_tokens(rng, min(room - BLOCK_TOKENS, LONGEST_PROMPT))
     at, stay = max(asked.at for asked in before) + rng.choice((6, 9, 12, 15)), rng.randint(1, 4)
@@ -311,7 +329,10 @@ def _draw_storm(rng: random.Random) -> tuple[Asked, ...]:
     requests, at = [], 0
     for _ in range(rng.randint(3, 6)):
         trunk = rng.choice(trunks)
-        prompt = (*trunk[: rng.choice((0, len(trunk), rng.randint(0, len(trunk))))], *_draw_tokens(rng, rng.randint(1, 5)))
+        prompt = (
+            *trunk[: rng.choice((0, len(trunk), rng.randint(0, len(trunk))))],
+            *_draw_tokens(rng, rng.randint(1, 5)),
+        )
         requests.append(_draw_asked(rng, at, prompt, rng.randint(5, 10), levels))
         at += rng.choice((0, 0, 0, 1, 1, 2, 6))
     return tuple(requests)
@@ -433,7 +454,12 @@ def _asked(values: dict[str, Any]) -> Asked:
 def _checked(values: dict[str, Any], kind: type[Any]) -> dict[str, Any]:
     """The values of simple fields, each of the type that the field's default or name says."""
     types = {field.name: str(field.type) for field in dataclasses.fields(kind)}
-    simple: dict[str, Sequence[type]] = {"int": (int,), "bool": (bool,), "float": (float, int), "int | None": (int, type(None))}
+    simple: dict[str, Sequence[type]] = {
+        "int": (int,),
+        "bool": (bool,),
+        "float": (float, int),
+        "int | None": (int, type(None)),
+    }
     for name, value in values.items():
         allowed = simple.get(types[name], (str,))
         if type(value) not in allowed:

@@ -15,7 +15,9 @@ from sidestream.cli.bench.serving.reply import Reply
 from sidestream.errors import SidestreamError
 
 BURST_MS = 0.2
-"""A piece that arrives so soon behind the one before was held back: no engine draws two tokens of one request in this time."""
+"""A piece that arrives so soon behind the one before was held back: no engine draws two tokens of one request in this
+time.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +82,12 @@ class Measured:
     @property
     def calm_window(self) -> Window | None:
         """When all clients' requests decode and no prompt is computed; None: there was no such time."""
-        if self.begun is None or self.nearly is None or self.nearly.count <= self.begun.count or self.nearly.at_ns <= self.begun.at_ns:
+        if (
+            self.begun is None
+            or self.nearly is None
+            or self.nearly.count <= self.begun.count
+            or self.nearly.at_ns <= self.begun.at_ns
+        ):
             return None
         return Window(self.begun.at_ns, self.nearly.at_ns)
 
@@ -96,11 +103,14 @@ class Measured:
 def answer_of(reply: Reply, *, client: int, number: int, sent_ns: int, tokens: int) -> Answer:
     """Read a complete reply of status 200 to a streamed completion of `tokens` tokens.
 
-    Raises SidestreamError, with what the server said, for anything but a stream of so many tokens that ends as it should.
+    Raises SidestreamError, with what the server said, for anything but a stream of so many tokens that ends as it
+    should.
     """
     events = list(reply.events())
     if not events or events[-1].data != b"[DONE]":
-        raise SidestreamError(f"a stream ended without [DONE]; its last event: {events[-1].data[:500] if events else b''!r}")
+        raise SidestreamError(
+            f"a stream ended without [DONE]; its last event: {events[-1].data[:500] if events else b''!r}"
+        )
     times, texts, told = list[int](), list[str](), None
     for event in events[:-1]:
         chunk = json.loads(event.data)
@@ -120,7 +130,8 @@ def answer_of(reply: Reply, *, client: int, number: int, sent_ns: int, tokens: i
 
 
 def full_window(answers: Sequence[Answer]) -> Window:
-    """From when every client's first answer has begun to when the first client has its last one: all clients are busy, and the ramp is left out.
+    """From when every client's first answer has begun to when the first client has its last one: all clients are busy,
+    and the ramp is left out.
 
     Raises SidestreamError when there is no such time.
     """
@@ -128,7 +139,9 @@ def full_window(answers: Sequence[Answer]) -> Window:
     begin_ns = max(answer.pieces_ns[0] for answer in answers if answer.round == 0)
     end_ns = min(answer.ended_ns for answer in answers if answer.round == last)
     if end_ns <= begin_ns:
-        raise SidestreamError("a client had all its answers before another one had any: ask for more rounds or fewer clients")
+        raise SidestreamError(
+            "a client had all its answers before another one had any: ask for more rounds or fewer clients"
+        )
     return Window(begin_ns, end_ns)
 
 
@@ -153,7 +166,9 @@ def gaps_ms(answers: Iterable[Answer], window: Window) -> list[float]:
 
 def _gaps(answers: Iterable[Answer], window: Window) -> Iterator[float]:
     for answer in answers:
-        times = answer.pieces_ns[bisect_left(answer.pieces_ns, window.begin_ns) : bisect_right(answer.pieces_ns, window.end_ns)]
+        times = answer.pieces_ns[
+            bisect_left(answer.pieces_ns, window.begin_ns) : bisect_right(answer.pieces_ns, window.end_ns)
+        ]
         for before, after in pairwise(times):
             yield (after - before) / 1e6
 

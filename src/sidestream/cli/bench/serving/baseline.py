@@ -35,7 +35,9 @@ _CLOSE_S = 60.0
 
 
 def config_of(arguments: Sequence[str]) -> EngineConfig:
-    """The engine's config, as `sidestream serve` reads it from its arguments. Raises click's usage errors and ConfigError."""
+    """The engine's config, as `sidestream serve` reads it from its arguments. Raises click's usage errors and
+    ConfigError.
+    """
     made: list[EngineConfig] = []
     app = typer.Typer()
 
@@ -67,7 +69,9 @@ class EngineAlone:
         except (EOFError, OSError):
             self._process.join()
             code = self._process.exitcode
-            raise SidestreamError(f"the process of the engine in process ended with code {code}: its error is above") from None
+            raise SidestreamError(
+                f"the process of the engine in process ended with code {code}: its error is above"
+            ) from None
         if not done:
             raise SidestreamError(value)
         measured: Measured = value
@@ -83,7 +87,9 @@ class EngineAlone:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
 
@@ -145,12 +151,16 @@ class _Asked:
 
 
 class _Loop:
-    """A closed loop: this thread sends a client's next request when the engine thread has told that the former one has ended."""
+    """A closed loop: this thread sends a client's next request when the engine thread has told that the former one has
+    ended.
+    """
 
     def __init__(self, engine: Engine, load: Workload) -> None:
         self._engine = engine
         self._load = load
-        self._prompts = [[load.prompt(client, number) for number in range(load.rounds)] for client in range(load.clients)]
+        self._prompts = [
+            [load.prompt(client, number) for number in range(load.rounds)] for client in range(load.clients)
+        ]
         self._ended: SimpleQueue[_Asked] = SimpleQueue()
         self._silent = set(range(load.clients))  # clients without a token
 
@@ -179,7 +189,9 @@ class _Loop:
 
 
 class _Calm(_Loop):
-    """One request of each client at once, and the engine's steps between when all decode and when the first has nearly ended."""
+    """One request of each client at once, and the engine's steps between when all decode and when the first has nearly
+    ended.
+    """
 
     begun: StepsSoFar | None = None
     nearly: StepsSoFar | None = None

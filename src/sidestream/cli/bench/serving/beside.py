@@ -1,4 +1,6 @@
-"""Figures of several servers in one report: those of earlier runs of `sidestream bench serve` before those of this one."""
+"""Figures of several servers in one report: those of earlier runs of `sidestream bench serve` before those of
+this one.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ from sidestream.cli.bench.report import Figure
 from sidestream.errors import ConfigError
 
 # What `measure.row` makes. The engine in process is no server.
-_ROW = re.compile(r"(?P<label>(?:(?!_over_).)+)_(tok_s|ttft_ms_p50|ttft_ms_p99|itl_ms_p50|itl_ms_p99|burst_share)_b\d+|burst_share_b\d+")
+_ROW = re.compile(
+    r"(?P<label>(?:(?!_over_).)+)_(tok_s|ttft_ms_p50|ttft_ms_p99|itl_ms_p50|itl_ms_p99|burst_share)_b\d+|burst_share_b\d+"
+)
 _NO_SERVER = "engine"
 
 
@@ -28,7 +32,11 @@ def read_result(path: Path, *, label: str) -> Earlier:
     """Raises ConfigError for a file that is no such result, or whose figures have the names of this run's."""
     try:
         report = json.loads(path.read_text(encoding="utf-8"))
-        found = [Figure(figure["name"], figure["value"], figure["unit"]) for figure in report["figures"] if report["bench"] == "serve"]
+        found = [
+            Figure(figure["name"], figure["value"], figure["unit"])
+            for figure in report["figures"]
+            if report["bench"] == "serve"
+        ]
         origin = {"command": report["command"], "environment": report["environment"]}
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise ConfigError(f"--beside {path} cannot be read as a result of `bench serve --json`: {error}") from error

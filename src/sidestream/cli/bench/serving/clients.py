@@ -86,7 +86,11 @@ class Clients:
             self._processes.append(process)
 
     def run(
-        self, load: Workload, *, on_begun: Callable[[], None] = lambda: None, on_nearly: Callable[[], None] = lambda: None
+        self,
+        load: Workload,
+        *,
+        on_begun: Callable[[], None] = lambda: None,
+        on_nearly: Callable[[], None] = lambda: None,
     ) -> tuple[Answer, ...]:
         """Have all clients ask, and wait for all answers. Raises SidestreamError when one is not as it should be.
 
@@ -140,7 +144,9 @@ class Clients:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
 
@@ -208,7 +214,9 @@ class _Run:
         before = -1
         while not self._ended.done():
             if before == self.num_arrivals:
-                raise SidestreamError(f"the server sent nothing for {_PATIENCE_S:g} s, and {self._left} clients wait for their answers")
+                raise SidestreamError(
+                    f"the server sent nothing for {_PATIENCE_S:g} s, and {self._left} clients wait for their answers"
+                )
             before = self.num_arrivals
             await asyncio.wait((self._ended,), timeout=_PATIENCE_S)
         self._ended.result()
@@ -284,7 +292,9 @@ class _Client(asyncio.Protocol):
         if complete:
             reply = self._replies[-1]
             if reply.status != 200:
-                run.failed(SidestreamError(f"the server answered a request with status {reply.status}: {reply.body()[:500]!r}"))
+                run.failed(
+                    SidestreamError(f"the server answered a request with status {reply.status}: {reply.body()[:500]!r}")
+                )
             elif len(self._replies) < len(self._requests):
                 self.ask()
             else:
@@ -303,7 +313,9 @@ class _Client(asyncio.Protocol):
         """A server may close a connection that has been idle for some seconds, but not one in use."""
         if self._has_all:
             return
-        self._run.failed(SidestreamError(f"the server closed a connection before the answer was complete ({exc or 'end of file'})"))
+        self._run.failed(
+            SidestreamError(f"the server closed a connection before the answer was complete ({exc or 'end of file'})")
+        )
 
     def close(self) -> None:
         """Close the connection."""

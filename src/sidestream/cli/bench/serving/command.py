@@ -59,24 +59,48 @@ def serve(
     ] = None,
     tokenizer: Annotated[
         Path | None,
-        option("--tokenizer", metavar="DIR", help="Model whose tokenizer random weights get.", show_default="the demo model"),
+        option(
+            "--tokenizer",
+            metavar="DIR",
+            help="Model whose tokenizer random weights get.",
+            show_default="the demo model",
+        ),
     ] = None,
     checkpoint: Annotated[
         Path | None,
-        option("--checkpoint", metavar="DIR", help="Keep random weights here for further runs.", show_default="a temporary directory"),
+        option(
+            "--checkpoint",
+            metavar="DIR",
+            help="Keep random weights here for further runs.",
+            show_default="a temporary directory",
+        ),
     ] = None,
     clients: Annotated[
         str | None,
-        option("--clients", metavar="N,N", help="Numbers of clients to measure.", show_default="1,8; on a GPU 1,32,128,256"),
+        option(
+            "--clients", metavar="N,N", help="Numbers of clients to measure.", show_default="1,8; on a GPU 1,32,128,256"
+        ),
     ] = None,
     prompt_tokens: Annotated[
-        int | None, option("--prompt-tokens", metavar="N", help="Tokens of each prompt.", show_default="64; on a GPU 512", parse=whole)
+        int | None,
+        option(
+            "--prompt-tokens", metavar="N", help="Tokens of each prompt.", show_default="64; on a GPU 512", parse=whole
+        ),
     ] = None,
     output_tokens: Annotated[
-        int | None, option("--output-tokens", metavar="N", help="Tokens of each answer.", show_default="64; on a GPU 128", parse=whole)
+        int | None,
+        option(
+            "--output-tokens", metavar="N", help="Tokens of each answer.", show_default="64; on a GPU 128", parse=whole
+        ),
     ] = None,
     rounds: Annotated[
-        int, option("--rounds", metavar="N", help="Requests that each client sends in turn; one client: 17 or more.", parse=whole)
+        int,
+        option(
+            "--rounds",
+            metavar="N",
+            help="Requests that each client sends in turn; one client: 17 or more.",
+            parse=whole,
+        ),
     ] = 4,
     repetitions: Annotated[
         int | None,
@@ -109,17 +133,28 @@ def serve(
     slow_readers: Annotated[
         int,
         option(
-            "--slow-readers", metavar="N", help="Measure instead what N clients that read a byte a second cost the others.", parse=whole
+            "--slow-readers",
+            metavar="N",
+            help="Measure instead what N clients that read a byte a second cost the others.",
+            parse=whole,
         ),
     ] = 0,
     connections: Annotated[
-        int, option("--connections", metavar="N", help="With --slow-readers, open connections in all; the rest is idle.", parse=whole)
+        int,
+        option(
+            "--connections",
+            metavar="N",
+            help="With --slow-readers, open connections in all; the rest is idle.",
+            parse=whole,
+        ),
     ] = 1000,
     against: Annotated[
         str | None,
         option("--against", metavar="URL", help="Measure a server that runs already, of any make.", show_default=False),
     ] = None,
-    label: Annotated[str, option("--label", metavar="NAME", help="With --against, start of its figures' names.")] = "other",
+    label: Annotated[
+        str, option("--label", metavar="NAME", help="With --against, start of its figures' names.")
+    ] = "other",
     beside: Annotated[
         list[Path] | None,
         option(
@@ -131,7 +166,9 @@ def serve(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """What users of the HTTP server see, beside the same engine in process: tokens a second, TTFT, gaps between tokens, bursts."""
+    """What users of the HTTP server see, beside the same engine in process: tokens a second, TTFT, gaps between tokens,
+    bursts.
+    """
     from sidestream.cli.bench.serving.baseline import config_of
     from sidestream.cli.bench.serving.beside import compared, read_result
     from sidestream.cli.bench.serving.measure import measure, measure_against, vocabulary_of
@@ -140,7 +177,13 @@ def serve(
     from sidestream.device.choice import torch_device
     from sidestream.models import precision_of
 
-    mode = "--against" if against is not None else "--slow-readers" if slow_readers else "neither --against nor --slow-readers"
+    mode = (
+        "--against"
+        if against is not None
+        else "--slow-readers"
+        if slow_readers
+        else "neither --against nor --slow-readers"
+    )
     _refuse_unused(context, mode)
     if device not in _DEVICES:
         raise ConfigError(unknown_name("device", device, _DEVICES))
@@ -222,7 +265,9 @@ def _model(
     if shape is None:
         for name, value in (("--tokenizer", tokenizer), ("--checkpoint", checkpoint)):
             if value is not None:
-                raise ConfigError(f"{name} is {value}, but MODEL has its own: leave it out, or give --shape for random weights")
+                raise ConfigError(
+                    f"{name} is {value}, but MODEL has its own: leave it out, or give --shape for random weights"
+                )
         yield resolve(model), model
         return
     if _was_given(context, "model"):
@@ -236,7 +281,9 @@ def _model(
         yield str(checkpoint), f"{shape}, random weights"
 
 
-def _publish(bench: str, model: str, figures: list[Figure], *, as_json: bool, dtype: str | None, details: dict[str, object]) -> None:
+def _publish(
+    bench: str, model: str, figures: list[Figure], *, as_json: bool, dtype: str | None, details: dict[str, object]
+) -> None:
     """Print the figures; exit with 1 when a bound does not hold."""
     import torch
 
@@ -268,7 +315,9 @@ def _sizes(clients: str) -> tuple[int, ...]:
     try:
         sizes = tuple(int(part) for part in clients.split(","))
     except ValueError:
-        raise ConfigError(f"--clients is {clients!r}: give whole numbers with commas between them, such as 1,32,128") from None
+        raise ConfigError(
+            f"--clients is {clients!r}: give whole numbers with commas between them, such as 1,32,128"
+        ) from None
     for size in sizes:
         if not 1 <= size <= _MOST_CLIENTS:
             raise ConfigError(f"--clients has {size}: each must be in [1, {_MOST_CLIENTS}]")

@@ -25,7 +25,9 @@ def in_fresh_process(function: Callable[Given, Made], *args: Given.args, **kwarg
         process.join()
     except EOFError:
         process.join()
-        raise SidestreamError(f"a process of the benchmark ended with code {process.exitcode}: its error is above") from None
+        raise SidestreamError(
+            f"a process of the benchmark ended with code {process.exitcode}: its error is above"
+        ) from None
     finally:
         process.terminate()  # after an interrupt; else it has ended
         process.join()

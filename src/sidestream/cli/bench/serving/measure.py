@@ -62,10 +62,12 @@ def measure(
     serve_arguments: Sequence[str],
     tell: Callable[[str], None],
 ) -> list[Figure]:
-    """Ask the engine in process, and a server in front of the same engine, the same; never both at once. Figures are medians.
+    """Ask the engine in process, and a server in front of the same engine, the same; never both at once. Figures are
+    medians.
 
-    repetitions       the requests of each repetition. On a CPU, engine and server answer them in turn, because a machine's speed drifts
-                      within minutes. A GPU has no room for both engines: there the server starts when the engine has ended
+    repetitions       the requests of each repetition. On a CPU, engine and server answer them in turn, because a
+                      machine's speed drifts within minutes. A GPU has no room for both engines: there the server starts
+                      when the engine has ended
     path              the model's directory; `name`: what its bounds are known by, with the device
     engine_arguments  options of `sidestream serve` for the engine; both have them
     serve_arguments   its other options
@@ -86,7 +88,9 @@ def measure(
                     tell(f"{load.loop.clients} clients, {number + 1} of {len(repetitions)}")
                     engine.append(alone.measure(load) if device == "cpu" else engines[number][len(engine)])
                     served += measure_url(server.url, _MODEL, [load], lambda text: None, steps=True)
-                measured.append(_figures(served, engine, [load.loop.clients for load in loads], limits, exact=device == "cpu"))
+                measured.append(
+                    _figures(served, engine, [load.loop.clients for load in loads], limits, exact=device == "cpu")
+                )
     return medians(measured)
 
 
@@ -99,7 +103,9 @@ def medians(repetitions: Sequence[Sequence[Figure]]) -> list[Figure]:
     return [replace(same[0], value=median(figure.value for figure in same)) for same in named.values()]
 
 
-def _figures(served: Sequence[Measured], engine: Sequence[Measured], sizes: Sequence[int], limits: Limits, *, exact: bool) -> list[Figure]:
+def _figures(
+    served: Sequence[Measured], engine: Sequence[Measured], sizes: Sequence[int], limits: Limits, *, exact: bool
+) -> list[Figure]:
     """All figures of one repetition. `exact`: the same prompts get the same texts, whatever runs beside them."""
     figures: list[Figure] = []
     for size, ours, alone in zip(sizes, served, engine, strict=True):
@@ -116,7 +122,9 @@ def _figures(served: Sequence[Measured], engine: Sequence[Measured], sizes: Sequ
     return figures
 
 
-def measure_url(url: str, model: str, loads: Sequence[Loads], tell: Callable[[str], None], *, steps: bool) -> list[Measured]:
+def measure_url(
+    url: str, model: str, loads: Sequence[Loads], tell: Callable[[str], None], *, steps: bool
+) -> list[Measured]:
     """Ask a server that runs. `steps`: read the engine's step times from the /metrics of a Sidestream server."""
     measured = []
     with Clients(Target.at(url, model), most=max(load.loop.clients for load in loads)) as clients:
@@ -152,7 +160,12 @@ def row(label: str, size: int, measured: Measured, *, burst: Bound | None = None
         Figure(f"{label}_ttft_ms_p99_b{size}", percentile(firsts, 99), "ms"),
         Figure(f"{label}_itl_ms_p50_b{size}", percentile(gaps, 50), "ms"),
         Figure(f"{label}_itl_ms_p99_b{size}", percentile(gaps, 99), "ms"),
-        Figure(f"burst_share_b{size}" if label == SERVED else f"{label}_burst_share_b{size}", burst_share(gaps), "share", burst),
+        Figure(
+            f"burst_share_b{size}" if label == SERVED else f"{label}_burst_share_b{size}",
+            burst_share(gaps),
+            "share",
+            burst,
+        ),
     ]
 
 
@@ -162,12 +175,19 @@ def _compared(size: int, served: Measured, engine: Measured, limits: Limits) -> 
     alone = row("engine", size, engine)[:-1]
     rate, median_ms, p99_ms = ((ours[at].value, alone[at].value) for at in range(3))
     figures = [
-        Figure(f"served_over_engine_tok_s_b{size}", rate[0] / rate[1], "ratio", at_least(limits.over_engine) if bounded else None),
+        Figure(
+            f"served_over_engine_tok_s_b{size}",
+            rate[0] / rate[1],
+            "ratio",
+            at_least(limits.over_engine) if bounded else None,
+        ),
         *ours,
         *alone,
     ]
     if size == 1:
-        figures.append(Figure("ttft_added_ms", median_ms[0] - median_ms[1], "ms", at_most(3) if limits.on_gpu else None))
+        figures.append(
+            Figure("ttft_added_ms", median_ms[0] - median_ms[1], "ms", at_most(3) if limits.on_gpu else None)
+        )
     bound = at_most(20) if limits.on_gpu and size == 128 else None
     figures.append(Figure(f"ttft_added_ms_p99_b{size}", p99_ms[0] - p99_ms[1], "ms", bound))
     window, step_ms = served.calm_window, served.step_ms
@@ -203,7 +223,9 @@ def served_model(url: str) -> str:
     try:
         name = json.loads(fetch(f"{url}/v1/models"))["data"][0]["id"]
     except (ValueError, LookupError, TypeError) as error:
-        raise SidestreamError(f"{url}/v1/models names no model: is it the URL of an OpenAI-compatible server, without /v1?") from error
+        raise SidestreamError(
+            f"{url}/v1/models names no model: is it the URL of an OpenAI-compatible server, without /v1?"
+        ) from error
     return str(name)
 
 

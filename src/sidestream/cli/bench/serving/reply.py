@@ -1,6 +1,7 @@
 """One HTTP/1.1 reply as its bytes arrive, and its server-sent events with the time of each. Pure.
 
-While bytes arrive, they are only kept: whatever a client does then is measured as the server's. They are read when the run has ended.
+While bytes arrive, they are only kept: whatever a client does then is measured as the server's. They are read when the
+run has ended.
 """
 
 from __future__ import annotations
@@ -38,7 +39,9 @@ class Reply:
         self._missing: int | None = None  # bytes of a body of known length; None: it comes in chunks
 
     def take(self, data: bytes, now_ns: int) -> bool:
-        """Keep bytes; returns whether the reply is complete. Raises SidestreamError for a reply whose end cannot be told."""
+        """Keep bytes; returns whether the reply is complete. Raises SidestreamError for a reply whose end cannot be
+        told.
+        """
         self._arrivals.append((now_ns, data))
         if self._head is None:
             return self._take_head()

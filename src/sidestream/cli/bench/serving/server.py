@@ -30,10 +30,24 @@ class Server:
     """A server that runs until the end of the `with`, whatever happens in it."""
 
     def __init__(self, model: str, arguments: Sequence[str]) -> None:
-        """Start it and wait until it is ready. Raises SidestreamError, with the end of its log, when it does not become so."""
-        command = [sys.executable, "-m", "sidestream", "serve", model, "--port", "0", "--log-level", "warning", *arguments]
+        """Start it and wait until it is ready. Raises SidestreamError, with the end of its log, when it does not become
+        so.
+        """
+        command = [
+            sys.executable,
+            "-m",
+            "sidestream",
+            "serve",
+            model,
+            "--port",
+            "0",
+            "--log-level",
+            "warning",
+            *arguments,
+        ]
         self._log = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115 - lives as long as the process
-        # A session of its own: an interrupt from the terminal reaches this process only, and at the end all of the server's can be killed.
+        # A session of its own: an interrupt from the terminal reaches this process only, and at the end all of the
+        # server's can be killed.
         self._process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=self._log, start_new_session=True)
         try:
             self.url = self._url()
@@ -47,11 +61,15 @@ class Server:
         while not line.endswith(b"\n"):
             ready, _, _ = select.select([self._process.stdout], [], [], max(0.0, deadline - time.monotonic()))
             if not ready:
-                raise SidestreamError(f"the server was not ready within {_START_S:g} s; its log ends: {self._last_lines()}")
+                raise SidestreamError(
+                    f"the server was not ready within {_START_S:g} s; its log ends: {self._last_lines()}"
+                )
             piece = os.read(self._process.stdout.fileno(), 1 << 16)
             if not piece:
                 self._process.wait(_STOP_S)
-                raise SidestreamError(f"the server ended with code {self._process.returncode} before it was ready: {self._last_lines()}")
+                raise SidestreamError(
+                    f"the server ended with code {self._process.returncode} before it was ready: {self._last_lines()}"
+                )
             line += piece
         found = re.search(rb"http://\S+", line)
         if found is None:
@@ -87,7 +105,9 @@ class Server:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
 

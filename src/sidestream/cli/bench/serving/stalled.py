@@ -37,12 +37,15 @@ def measure_slow_readers(
 ) -> list[Figure]:
     """Tokens a second of `load`'s clients while `slow` others read a byte a second, over the mean of before and after.
 
-    It is measured when the engine has drawn all that slow readers asked for: what is left of them is the server's to hold.
-    `connections`: in all; those that are neither slow nor asking are idle, all the time. Raises ConfigError when they are too few.
+    It is measured when the engine has drawn all that slow readers asked for: what is left of them is the server's to
+    hold. `connections`: in all; those that are neither slow nor asking are idle, all the time. Raises ConfigError when
+    they are too few.
     """
     idle = connections - slow - load.loop.clients
     if idle < 0:
-        raise ConfigError(f"--connections is {connections}, fewer than {slow} slow readers and {load.loop.clients} clients: give more")
+        raise ConfigError(
+            f"--connections is {connections}, fewer than {slow} slow readers and {load.loop.clients} clients: give more"
+        )
     tell("starting the server")
     with ended_by_sigterm(), Server(path, [*arguments, "--served-model-name", _MODEL]) as server:
         target = Target.at(server.url, _MODEL)
@@ -54,7 +57,9 @@ def measure_slow_readers(
                 if readers:
                     tell(f"{slow} slow readers ask")
                     ended = _num_ended(server.url)
-                    crowd.ask(Workload("slow", slow, 1, load.loop.prompt_tokens, load.loop.output_tokens, load.loop.ids))
+                    crowd.ask(
+                        Workload("slow", slow, 1, load.loop.prompt_tokens, load.loop.output_tokens, load.loop.ids)
+                    )
                     _wait_until_drawn(server.url, ended + slow)
                 tell(f"{load.loop.clients} clients, {readers} slow readers")
                 run = _with_seed(load.loop, f"others {number}")
@@ -80,14 +85,18 @@ def _with_seed(load: Workload, seed: str) -> Workload:
 
 def _num_ended(url: str) -> int:
     page = fetch(f"{url}/metrics").decode()
-    return int(sum(float(value) for value in re.findall(r"^sidestream_requests_total\{.*\} (\S+)$", page, re.MULTILINE)))
+    return int(
+        sum(float(value) for value in re.findall(r"^sidestream_requests_total\{.*\} (\S+)$", page, re.MULTILINE))
+    )
 
 
 def _wait_until_drawn(url: str, num_ended: int) -> None:
     deadline = time.monotonic() + _PATIENCE_S
     while (now := _num_ended(url)) < num_ended:
         if time.monotonic() > deadline:
-            raise SidestreamError(f"{num_ended - now} requests of slow readers did not end in the engine within {_PATIENCE_S:g} s")
+            raise SidestreamError(
+                f"{num_ended - now} requests of slow readers did not end in the engine within {_PATIENCE_S:g} s"
+            )
         time.sleep(_POLL_S)
 
 
@@ -106,7 +115,9 @@ class _Crowd:
         self._order(("idle", idle))
 
     def ask(self, load: Workload) -> None:
-        """Send a request on each of as many new connections as `load` has clients, and read a byte a second of the answers."""
+        """Send a request on each of as many new connections as `load` has clients, and read a byte a second of the
+        answers.
+        """
         self._order(("slow", load))
 
     def leave(self) -> int:
@@ -124,7 +135,9 @@ class _Crowd:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._pipe.close()
         self._process.terminate()
         self._process.join()
@@ -160,7 +173,9 @@ def _hold(pipe: Connection, target: Target) -> None:
 
 def _connect(target: Target) -> socket.socket:
     one = socket.socket()
-    one.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _RECEIVE_BUFFER)  # before it connects: the window is agreed on then
+    one.setsockopt(
+        socket.SOL_SOCKET, socket.SO_RCVBUF, _RECEIVE_BUFFER
+    )  # before it connects: the window is agreed on then
     one.connect((target.host, target.port))
     one.setblocking(False)
     return one

@@ -46,7 +46,9 @@ class Loads:
     calm: Workload
 
 
-def loads_of(*, clients: int, rounds: int, prompt_tokens: int, output_tokens: int, ids: int, repetition: int = 0) -> Loads:
+def loads_of(
+    *, clients: int, rounds: int, prompt_tokens: int, output_tokens: int, ids: int, repetition: int = 0
+) -> Loads:
     """Few clients have more rounds: at least 16 requests follow the ramp. Each repetition has prompts of its own."""
     rounds = max(rounds, -(-_FEWEST_ASKED // clients) + 1)
     return Loads(

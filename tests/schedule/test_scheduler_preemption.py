@@ -9,10 +9,10 @@ from scheduler_world import World
 from sidestream.schedule.request import Request, State
 from sidestream.types import LoadPlan
 
-# ---------------------------------------------------------------------- retraction
+# ---------------------------------------------------------------------- preemption
 
 
-def test_the_younger_one_is_retracted_when_the_pool_is_full() -> None:
+def test_the_younger_one_is_preempted_when_the_pool_is_full() -> None:
     world, old, young = crowded_world()
     steps_until(world, lambda: young.epoch == 1)
     assert states([old, young]) == [State.RUNNING, State.WAITING]
@@ -22,7 +22,7 @@ def test_the_younger_one_is_retracted_when_the_pool_is_full() -> None:
     assert old.epoch == 0
 
 
-def test_a_retracted_request_says_what_it_would_have_said() -> None:
+def test_a_preempted_request_says_what_it_would_have_said() -> None:
     world, old, young = crowded_world()
     steps_until(world, lambda: young.epoch == 1)
     said_before = len(world.said(young))
@@ -34,13 +34,13 @@ def test_a_retracted_request_says_what_it_would_have_said() -> None:
     assert [len(begin.outputs) for begin in begins] == [0, said_before]
 
 
-def test_late_results_of_a_retracted_request_are_dropped() -> None:
-    """H12, H16: the flight in the air at the retraction belongs to an epoch that is over."""
+def test_late_results_of_a_preempted_request_are_dropped() -> None:
+    """H12, H16: the step in the air at the preemption belongs to an epoch that is over."""
     world, _, young = crowded_world()
     flying = None
     for _ in range(30):
         if young.epoch == 0:
-            flying = world.previous  # in the air when the next plan is made: the last such plan retracts
+            flying = world.previous  # in the air when the next plan is made: the last such plan preempts
             world.step()
     assert young.epoch == 1
     assert flying is not None and row_epochs(flying.batch.rows, young) == [0]
@@ -52,24 +52,24 @@ def test_late_results_of_a_retracted_request_are_dropped() -> None:
 
 
 def test_a_late_result_is_dropped_even_when_its_request_runs_again() -> None:
-    """The retracted request is back in a row, in epoch 1, when the flight of epoch 0 lands."""
+    """The preempted request is back in a row, in epoch 1, when the step of epoch 0 lands."""
     world = World()
     request = world.submit(prompt(6), outputs=6)
     world.step()
     world.step()
-    world.scheduler._retract(request)
+    world.scheduler._preempt(request)
     flying = world.previous
     assert flying is not None and row_epochs(flying.batch.rows, request) == [0]
-    world.step()  # admits it again, then commits the late flight
+    world.step()  # admits it again, then commits the late step
     assert (request.state, request.epoch, request.num_outputs) == (State.RUNNING, 1, 0)
-    assert not request.stepped  # H26: the late flight was no step of this epoch
+    assert not request.stepped  # H26: the late step was no step of this epoch
     world.step()
     assert request.stepped
     world.run()
     assert world.said(request) == world.expected(request)
 
 
-def test_complete_blocks_of_a_retracted_request_are_found_again() -> None:
+def test_complete_blocks_of_a_preempted_request_are_found_again() -> None:
     world, _, young = crowded_world()
     steps_until(world, lambda: young.epoch == 1)
     world.run()
@@ -77,7 +77,7 @@ def test_complete_blocks_of_a_retracted_request_are_found_again() -> None:
     assert again[0] >= 4  # the block that the older one took was the youngest's last
 
 
-def test_a_readmitted_request_runs_a_step_before_it_is_retracted_again() -> None:
+def test_a_readmitted_request_runs_a_step_before_it_is_preempted_again() -> None:
     """H26: otherwise two requests could throw each other out for ever."""
     world = World(num_blocks=10, num_rows=4)
     requests = [world.submit(prompt(2, beginning=11 * index), outputs=30) for index in range(6)]
@@ -87,14 +87,17 @@ def test_a_readmitted_request_runs_a_step_before_it_is_retracted_again() -> None
     def watched(request: Request) -> Request | None:
         victim = victim_for(request)
         if victim is not None:
-            first = min((other for other in requests if other.state is State.RUNNING), key=lambda other: (other.level(256), other.id))
+            first = min(
+                (other for other in requests if other.state is State.RUNNING),
+                key=lambda other: (other.level(256), other.id),
+            )
             assert victim.stepped or request is first
             chosen.append(victim)
         return victim
 
     world.scheduler._victim_for = watched  # type: ignore[method-assign]
     steps = world.run(max_steps=400)
-    assert len(chosen) > len(set(chosen))  # somebody was retracted more than once
+    assert len(chosen) > len(set(chosen))  # somebody was preempted more than once
     assert steps <= 200
 
 
@@ -115,8 +118,8 @@ def test_only_the_first_in_line_may_throw_out_one_that_has_not_stepped() -> None
 # ---------------------------------------------------------------------- what was used is fenced
 
 
-def test_blocks_and_row_of_an_aborted_request_wait_for_its_flight() -> None:
-    """H2, H16: given back at once, while the flight still reads and writes."""
+def test_blocks_and_row_of_an_aborted_request_wait_for_its_step() -> None:
+    """H2, H16: given back at once, while the step still reads and writes."""
     world = World()
     request = world.submit(prompt(18))
     world.step()
@@ -148,8 +151,8 @@ def test_blocks_of_a_request_that_ends_are_nobodys_until_what_was_ordered_before
     assert (world.blocks.num_available, world.blocks.is_settling) == (used, False)
 
 
-def test_a_request_that_finished_by_itself_is_fenced_by_its_overrun_flight() -> None:
-    """The token that ends it is seen one flight late: another flight of it is in the air by then."""
+def test_a_request_that_finished_by_itself_is_fenced_by_its_overrun_step() -> None:
+    """The token that ends it is seen one step late: another step of it is in the air by then."""
     world = World()
     reference = world.submit(prompt(6), outputs=8)
     world.run()
@@ -166,7 +169,7 @@ def test_a_request_that_finished_by_itself_is_fenced_by_its_overrun_flight() -> 
     world.settle()
 
 
-def test_a_flight_waits_for_the_last_use_of_the_blocks_it_writes() -> None:
+def test_a_step_waits_for_the_last_use_of_the_blocks_it_writes() -> None:
     world = World(num_blocks=5)
     request = world.submit(prompt(18))
     world.step()
@@ -186,7 +189,7 @@ def test_a_decode_row_that_grows_waits_for_the_last_use_of_its_new_block() -> No
 
 
 def test_a_load_waits_for_the_last_use_of_the_blocks_it_writes() -> None:
-    """H3: the old owner's flight is still writing them."""
+    """H3: the old owner's step is still writing them."""
     world = World(num_blocks=5)
     request = world.submit(prompt(18))
     world.step()
@@ -230,23 +233,23 @@ def flying(world: World) -> Request:
     return request
 
 
-def retracted(world: World) -> Request:
+def preempted(world: World) -> Request:
     request = world.submit(prompt(6), outputs=6)
     world.step()
     world.step()
-    world.scheduler._retract(request)
+    world.scheduler._preempt(request)
     assert request.state is State.WAITING
     return request
 
 
 def readmitted(world: World) -> Request:
-    request = retracted(world)
+    request = preempted(world)
     world.step()
     assert (request.state, request.epoch) == (State.RUNNING, 1)
     return request
 
 
-@pytest.mark.parametrize("reach", [waiting, joined, promoting, loading, flying, retracted, readmitted])
+@pytest.mark.parametrize("reach", [waiting, joined, promoting, loading, flying, preempted, readmitted])
 def test_an_abort_gives_everything_back_whatever_the_request_was_doing(reach: object) -> None:
     """H21, H22. `World.run` ends with empty pools; what is in the air at the abort comes in afterwards."""
     world = World()

@@ -1,4 +1,4 @@
-"""When the device was at each flight of an engine: its own clock, at both ends of all that a flight enqueues."""
+"""When the device was at each step of an engine: its own clock, at both ends of all that a step enqueues."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ from sidestream.execute.frame import TableChanges
 from sidestream.execute.mailbox import Letter
 from sidestream.types import BatchPlan
 
-# Flights for which events are there before the first.
+# Steps for which events are there before the first.
 _AT_HAND = 4096
 
 
 class Seen(NamedTuple):
-    """What a flight was like, in numbers: its plan would lie about, and the garbage collector would stop the engine thread to look at it.
+    """What a step was like, in numbers: its plan would lie about, and the garbage collector would stop the engine
+    thread to look at it.
 
     given    rows that were given tokens of the host's
     drafts   of all rows together
@@ -59,14 +60,14 @@ class _HostMark:
         return 1e3 * float(later.at_s - self.at_s)
 
 
-class FlightClock:
-    """Keeps the times of an executor's flights, from its making on.
+class StepClock:
+    """Keeps the times of an executor's steps, from its making on.
 
-    flights   in order
+    steps   in order
     """
 
     def __init__(self, device: Device, executor: Executor) -> None:
-        self.flights: list[Seen] = []
+        self.launched_steps: list[Seen] = []
         self._marks: list[tuple[_Mark, _Mark]] = []  # of each, where it begins and where it ends
         new = _maker(device)
         at_hand = [(new(), new()) for _ in range(_AT_HAND)]
@@ -75,14 +76,16 @@ class FlightClock:
             for mark in chain.from_iterable(at_hand):
                 mark.record()
 
-        recorded = device.stream("flight clock").submit(record_all)  # the driver makes an event when it is recorded first
+        recorded = device.stream("step clock").submit(record_all)  # the driver makes an event when it is recorded first
         device.wait_host(recorded, reason="benchmark")
         run = executor._run
 
         def marked(batch: BatchPlan, changes: TableChanges, work: Work, letter: Letter) -> None:
             columns, rows = batch.columns, len(batch.rows)
             begin, end = at_hand.pop() if at_hand else (new(), new())
-            self.flights.append(Seen(rows, batch.num_tokens, rows - columns.tokens.count(None), sum(columns.drafts)))
+            self.launched_steps.append(
+                Seen(rows, batch.num_tokens, rows - columns.tokens.count(None), sum(columns.drafts))
+            )
             self._marks.append((begin, end))
             begin.record()
             run(batch, changes, work, letter)
@@ -90,16 +93,18 @@ class FlightClock:
 
         executor._run = marked  # type: ignore[method-assign]
 
-    def steps(self, flights: Sequence[int]) -> tuple[list[float], list[float]]:
-        """Seconds from the end of the flight before each of these to its own end, and how long of that the device had none."""
-        before, own = [self._marks[at - 1][1] for at in flights], [self._marks[at] for at in flights]
+    def steps(self, launched_steps: Sequence[int]) -> tuple[list[float], list[float]]:
+        """Seconds from the end of the step before each of these to its own end, and how long of that the device had
+        none.
+        """
+        before, own = [self._marks[at - 1][1] for at in launched_steps], [self._marks[at] for at in launched_steps]
         for _, end in own:
             end.synchronize()
         lengths = [1e-3 * last.elapsed_time(end) for last, (_, end) in zip(before, own, strict=True)]
         return lengths, [1e-3 * last.elapsed_time(begin) for last, (begin, _) in zip(before, own, strict=True)]
 
     def seconds(self, first: int, last: int) -> float:
-        """From where a flight begins to where a later one ends."""
+        """From where a step begins to where a later one ends."""
         begin, end = self._marks[first][0], self._marks[last][1]
         end.synchronize()
         return 1e-3 * begin.elapsed_time(end)
