@@ -9,12 +9,16 @@ BIN := $(VENV)/bin
 LOWEST := .venv-lowest
 NEWEST := .venv-newest
 
-.PHONY: demo test test-lowest test-newest test-gpu sanitize lint types imports unit bench bench-gpu tables clean always
+.PHONY: demo test test-lowest test-newest test-gpu sanitize lint types imports docs unit bench bench-gpu tables figures clean always
 
 demo: $(VENV)/.demo
 	$(BIN)/sidestream demo
 
-test: lint types imports unit test-lowest
+# Static checks and documents beside the installation of the lowest versions, then the tests, which take both cores.
+test: $(VENV)/.dev
+	$(MAKE) --jobs 2 lint types imports docs $(LOWEST)/.installed
+	$(MAKE) unit
+	$(MAKE) test-lowest
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff format --check .
@@ -26,17 +30,21 @@ types: $(VENV)/.dev
 imports: $(VENV)/.dev
 	$(BIN)/lint-imports
 
+# The documentation site, in site/. A link or an anchor that leads nowhere is an error.
+docs: $(VENV)/.dev
+	$(BIN)/python -m sphinx -b html -W --keep-going --quiet docs site
+
 unit: $(VENV)/.dev
 	$(BIN)/sidestream models prepare smollm2-135m-instruct || echo "no demo model: its tests will be skipped"
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder
 
 # The rooms that reach into other packages, with the lowest version of each that pyproject.toml allows. Left out is what takes long and
 # meets no package in a way that the rest does not: half of these rooms' time.
-WITH_LOWEST := cli server models engine execute speculate attention
+WITH_LOWEST := cli server models engine runner attention
 NOT_WITH_LOWEST := cli/test_chat.py cli/test_torture.py cli/test_torture_device.py cli/test_train.py cli/test_bench_gpu.py \
-	models/test_head_layouts.py server/test_processes.py cli/test_bench_serve.py cli/test_serve.py execute/test_sample_random.py execute/test_draft_distribution.py attention/test_engine_in_interpreter.py
+	models/test_head_layouts.py server/test_processes.py cli/test_bench_serve.py cli/test_serve.py runner/test_sample_random.py runner/test_draft_distribution.py attention/test_engine_in_interpreter.py
 test-lowest: $(LOWEST)/.installed
-	OMP_NUM_THREADS=1 $(LOWEST)/bin/python -m pytest --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder -k "not 7000" \
+	OMP_NUM_THREADS=1 $(LOWEST)/bin/python -m pytest --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder -k "not 7000 and (not test_compiled or qwen3)" \
 		$(WITH_LOWEST:%=tests/%) $(NOT_WITH_LOWEST:%=--ignore=tests/%)
 
 # Everything, with the newest versions that there are: what `pip install sidestream` gives a user today.
@@ -84,12 +92,16 @@ bench-gpu:
 		mv bench/results/serve-$$shape-$(GPU).json.new bench/results/serve-$$shape-$(GPU).json; \
 	done
 
+# Figures of the source: sizes, import circles, prose, and the files that a request goes through.
+figures: $(VENV)/.dev
+	$(BIN)/python bench/house.py
+
 # Tables and pictures in README and docs are generated from bench/results.
 tables: $(VENV)/.dev
 	$(BIN)/python bench/tables.py
 
 clean:
-	rm -rf $(VENV) $(LOWEST) $(NEWEST) runs
+	rm -rf $(VENV) $(LOWEST) $(NEWEST) runs site
 
 $(VENV)/bin/pip $(LOWEST)/bin/pip $(NEWEST)/bin/pip:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \

@@ -35,7 +35,8 @@ def draw(trace: dict[str, list[dict[str, object]]], start_ms: float, stop_ms: fl
     scale = (_WIDTH - _LEFT - 10) / (stop_ms - start_ms)
     height = _TOP + _ROW * len(tracks) + 20
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" font-family="Helvetica, Arial, sans-serif">',
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}"'
+        ' font-family="Helvetica, Arial, sans-serif">',
         f'<rect width="{_WIDTH}" height="{height}" fill="#ffffff"/>',
     ]
     step = _tick(stop_ms - start_ms)
@@ -44,7 +45,8 @@ def draw(trace: dict[str, list[dict[str, object]]], start_ms: float, stop_ms: fl
         x = _LEFT + (tick - start_ms) * scale
         parts.append(f'<line x1="{x:.1f}" y1="{_TOP - 10}" x2="{x:.1f}" y2="{height - 14}" stroke="#e3e3e3"/>')
         parts.append(
-            f'<text x="{x:.1f}" y="{_TOP - 16}" font-size="11" fill="#777" text-anchor="middle">{tick - start_ms:.0f} ms</text>'
+            f'<text x="{x:.1f}" y="{_TOP - 16}" font-size="11" fill="#777" text-anchor="middle">'
+            f"{tick - start_ms:.0f} ms</text>"
         )
         tick += step
     for index, track in enumerate(tracks):
@@ -59,11 +61,13 @@ def draw(trace: dict[str, list[dict[str, object]]], start_ms: float, stop_ms: fl
             name = html.escape(str(span["name"]))
             fill = "#d9d9d9" if name.startswith("wait") else _COLOURS[track]
             parts.append(
-                f'<rect x="{x:.1f}" y="{y}" width="{width:.1f}" height="{_ROW - 10}" rx="2" fill="{fill}"><title>{name}</title></rect>'
+                f'<rect x="{x:.1f}" y="{y}" width="{width:.1f}" height="{_ROW - 10}" rx="2" fill="{fill}">'
+                f"<title>{name}</title></rect>"
             )
             if width > 6.4 * len(name):
                 parts.append(
-                    f'<text x="{x + width / 2:.1f}" y="{y + 16}" font-size="11" fill="#fff" text-anchor="middle">{name}</text>'
+                    f'<text x="{x + width / 2:.1f}" y="{y + 16}" font-size="11" fill="#fff" text-anchor="middle">'
+                    f"{name}</text>"
                 )
     return "\n".join([*parts, "</svg>", ""])
 

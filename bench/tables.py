@@ -1,9 +1,17 @@
-"""Write the tables of README and docs from the files in bench/results; with `--check`, only say whether they are up to
-date.
+"""Write the tables of README and docs from the files in bench/results and from the code.
 
-A table stands between `<!-- figures: NAME … -->` and `<!-- end -->`; NAME is a file of bench/results without its
-ending. `bounds` in the place of `figures` shows only those that have a bound. The table of hazards stands behind `<!--
-hazards -->` and is made from the code (`hazards.py`).
+    python bench/tables.py            # rewrite stale tables
+    python bench/tables.py --check    # only name the pages with stale tables; exit status 1 if there are any
+
+A table stands between its marker and `<!-- end -->`. NAME is a file of bench/results without its ending.
+
+    <!-- figures: NAME … -->          all figures of these files
+    <!-- bounds: NAME … -->           those that have a bound
+    <!-- selected                     one row for each line, with words of its own
+    NAME FIGURE: what it means
+    -->
+    <!-- hazards -->                  the hazards, from the code (`hazards.py`)
+    <!-- sampling options -->         the sampling options, from the code (`sampling_options.py`)
 """
 
 from __future__ import annotations
@@ -11,54 +19,100 @@ from __future__ import annotations
 import json
 import re
 import sys
+import textwrap
 from pathlib import Path
+from typing import Any
 
 from hazards import hazard_table
+from sampling_options import option_table
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench" / "results"
-_MARKED = re.compile(
+_FILES = re.compile(
     r"(<!-- (?P<which>figures|bounds): (?P<names>[\w\-. ]+) -->\n)(?P<table>.*?)(?P<end><!-- end -->)", re.DOTALL
 )
-_MARKER = re.compile(r"<!-- (?:figures|bounds)\b")
-_HAZARDS = re.compile(r"(<!-- hazards -->\n)(?P<table>.*?)(<!-- end -->)", re.DOTALL)
+_SELECTED = re.compile(
+    r"(<!-- selected\n(?P<rows>(?:[\w\-.]+ \w+: .+\n)+)-->\n)(?P<table>.*?)(?P<end><!-- end -->)", re.DOTALL
+)
+_HAZARDS = re.compile(r"(<!-- hazards -->\n)(?P<table>.*?)(?P<end><!-- end -->)", re.DOTALL)
+_MARKER = re.compile(r"<!-- (?:figures|bounds|selected)\b")
+_OPTIONS = re.compile(r"(<!-- sampling options -->\n)(?P<table>.*?)(<!-- end -->)", re.DOTALL)
 
 
 def table(names: list[str], *, bounded: bool = False) -> str:
-    """One markdown table for several result files, with the machine and the commands below it. `bounded`: only figures
-    that have a bound.
+    """Markdown table of all figures in several result files, with the machines and commands below it.
+
+    bounded   only figures that have a bound
     """
-    reports = [json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8")) for name in names]
+    reports = [_report(name) for name in names]
     lines = ["| figure | measured | unit | bound | holds |", "| --- | ---: | --- | --- | --- |"]
     for report in reports:
         for figure in report["figures"]:
             if bounded and figure["bound"] is None:
                 continue
-            holds = {True: "yes", False: "**no**", None: ""}[figure["holds"]]
-            value = figure["value"]
-            shown = f"{value:,.0f}" if value == int(value) else f"{value:.4g}"
-            lines.append(f"| `{figure['name']}` | {shown} | {figure['unit']} | {figure['bound'] or ''} | {holds} |")
-    machines = {
-        f"{e['gpu'] + ', ' if 'gpu' in e else ''}{e['cpu']}, {e['cores']} cores, torch {e['torch']}, transformers {e['transformers']}, {e['model']}, {e['date']}"
-        for e in (report["environment"] for report in reports)
-    }
+            cells = (f"`{figure['name']}`", _value(figure), figure["unit"], figure["bound"] or "", _holds(figure))
+            lines.append(f"| {' | '.join(cells)} |")
+    machines = "; ".join(sorted({_machine(report) for report in reports}))
     commands = ", ".join(f"`{report['command']}`" for report in reports)
-    return "\n".join([*lines, "", f"Machine: {'; '.join(sorted(machines))}. Commands: {commands}.", ""])
+    return "\n".join([*lines, "", _wrapped(f"Machine: {machines}. Commands: {commands}."), ""])
+
+
+def selected_table(rows: str) -> str:
+    """Markdown table of single figures, one for each line `NAME FIGURE: words`. Raises KeyError for another."""
+    lines = ["| figure | measured | bound | holds | machine |", "| --- | ---: | --- | --- | --- |"]
+    for row in rows.splitlines():
+        where, words = row.split(": ", 1)
+        name, wanted = where.split()
+        report = _report(name)
+        figure = {figure["name"]: figure for figure in report["figures"]}[wanted]
+        environment = report["environment"]
+        machine = environment.get("gpu") or f"{environment['cpu']}, {environment['cores']} cores"
+        lines.append(f"| {words} | {_value(figure)} | {figure['bound'] or ''} | {_holds(figure)} | {machine} |")
+    return "\n".join([*lines, ""])
 
 
 def rewritten(text: str) -> str:
-    """The text with every marked table made anew. Raises ValueError for a marker that names no table, which would stay
-    as it is, unseen.
-    """
-    marked, markers = len(_MARKED.findall(text)), len(_MARKER.findall(text))
+    """The text with every marked table made anew. Raises ValueError if a marker matches no table."""
+    marked = len(_FILES.findall(text)) + len(_SELECTED.findall(text))
+    markers = len(_MARKER.findall(text))
     if marked != markers:
         raise ValueError(
-            f"{markers} markers of tables, of which {marked} name files and have an end: see the head of bench/tables.py"
+            f"{markers} markers of tables, of which {marked} name files and have an end: "
+            "see the head of bench/tables.py"
         )
-    text = _MARKED.sub(
+    text = _FILES.sub(
         lambda found: found[1] + table(found["names"].split(), bounded=found["which"] == "bounds") + found["end"], text
     )
-    return _HAZARDS.sub(lambda found: found[1] + hazard_table() + found[3], text)
+    text = _SELECTED.sub(lambda found: found[1] + selected_table(found["rows"]) + found["end"], text)
+    text = _OPTIONS.sub(lambda found: found[1] + option_table() + found[3], text)
+    return _HAZARDS.sub(lambda found: found[1] + hazard_table() + found["end"], text)
+
+
+def _report(name: str) -> dict[str, Any]:
+    report: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+    return report
+
+
+def _value(figure: dict[str, Any]) -> str:
+    value = figure["value"]
+    return f"{value:,.0f}" if value == int(value) else f"{value:.4g}"
+
+
+def _holds(figure: dict[str, Any]) -> str:
+    return {True: "yes", False: "**no**", None: ""}[figure["holds"]]
+
+
+def _machine(report: dict[str, Any]) -> str:
+    e = report["environment"]
+    gpu = f"{e['gpu']}, " if "gpu" in e else ""
+    return (
+        f"{gpu}{e['cpu']}, {e['cores']} cores, torch {e['torch']}, transformers {e['transformers']}, "
+        f"{e['model']}, {e['date']}"
+    )
+
+
+def _wrapped(text: str) -> str:
+    return textwrap.fill(text, 120, break_long_words=False, break_on_hyphens=False)
 
 
 def main() -> int:

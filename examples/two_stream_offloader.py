@@ -45,6 +45,7 @@ if __name__ == "__main__":
         runs = [offload("random", seed, fixed=fixed) for seed in range(100)]
         races, wrong = sum(bool(found) for found, _ in runs), sum(not right for _, right in runs)
         print(
-            f"{'with' if fixed else 'without'} the wait: the checker objects to {races} of 100 schedules, the host's bytes are wrong after {wrong}"
+            f"{'with' if fixed else 'without'} the wait: the checker objects to {races} of 100 schedules, "
+            f"the host's bytes are wrong after {wrong}"
         )
         print(*runs[0][0][:1], sep="\n", end="\n" if runs[0][0] else "")

@@ -26,7 +26,7 @@ def _interpret() -> None:
         from triton.runtime import interpreter
 
         import sidestream.attention.triton.kernels
-        import sidestream.execute.kernels
+        import sidestream.runner.kernels
         import sidestream.speculate.kernels  # noqa: F401
         from sidestream.attention.triton import launch
     finally:

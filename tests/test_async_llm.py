@@ -290,13 +290,13 @@ loading.resolve = fetch
 
 class Downloads:
     def __init__(self) -> None:
-        self.told: list[Any] = []
+        self.reports: list[Any] = []
 
     def begin(self, stage: str, total_bytes: int | None) -> None:
-        self.told.append((stage, total_bytes))
+        self.reports.append((stage, total_bytes))
 
     def reached(self, done_bytes: int) -> None:
-        self.told.append(done_bytes)
+        self.reports.append(done_bytes)
 
 
 @KINDS
@@ -311,7 +311,7 @@ def test_it_tells_how_far_the_start_is_and_leaves_nothing_at_its_end(
 ) -> None:
     caplog.set_level(logging.INFO, "sidestream")
     run_first(monkeypatch, DOWNLOAD)
-    downloads, told = Downloads(), list[tuple[str, int, int]]()
+    downloads, stages = Downloads(), list[tuple[str, int, int]]()
     timeline, logged = tmp_path / "timeline.json", "sampling defaults from generation_config.json: temperature 20"
 
     async def use() -> AsyncLLM:
@@ -322,7 +322,7 @@ def test_it_tells_how_far_the_start_is_and_leaves_nothing_at_its_end(
             timeline=timeline,
             check_order=True,
             progress=downloads,
-            tell=lambda *news: told.append(news),
+            on_stage=lambda *stage: stages.append(stage),
         ) as model:
             assert (await news_of(model, PROMPTS[0], GREEDY))[-1].finish_reason == "length"
             assert (model.engine_pid is None, len(started)) == ((False, 1) if engine_process else (True, 0))
@@ -331,13 +331,13 @@ def test_it_tells_how_far_the_start_is_and_leaves_nothing_at_its_end(
         return model
 
     model = asyncio.run(use())
-    assert ("reading the weights", 0, 0) in told
+    assert ("reading the weights", 0, 0) in stages
     assert json.loads(timeline.read_text(encoding="utf-8"))
     if engine_process:
         assert [process.returncode for process in started] == [0]
         assert is_gone(started[0].pid)
-        # 0 is told where the other process has begun a stage
-        assert downloads.told == [("fetching", 10), 0, 4, 10, ("checking", None), 0, 3]
+        # 0 is reported where the other process has begun a stage
+        assert downloads.reports == [("fetching", 10), 0, 4, 10, ("checking", None), 0, 3]
         assert logged in capfd.readouterr().err
     else:
         assert logged in caplog.text
@@ -421,7 +421,7 @@ def test_a_tokenizer_that_cannot_be_loaded_here_ends_the_process(monkeypatch: py
     killed: list[str] = []
 
     class Started:
-        facts = SimpleNamespace(model="whale")
+        info = SimpleNamespace(model="whale")
 
         def __init__(self, model: str, *_: Any, **__: Any) -> None:
             self._model = model

@@ -1,16 +1,30 @@
-"""The programs of `examples/` run as they stand, and show what they say."""
+"""The programs of `examples/`, and the Python of README and docs, run as they stand and print what they promise."""
 
 from __future__ import annotations
 
+import json
+import re
 import runpy
 import sys
 from pathlib import Path
 
 import pytest
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
+from sidestream import LLM, ModelError
 from sidestream.testing.tiny_models import tiny_model_dir
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(tiny_model_dir("llama", tmp_path_factory.mktemp("models") / "tiny", seed=1))
+
+
+def run(monkeypatch: pytest.MonkeyPatch, name: str, *arguments: str) -> None:
+    monkeypatch.setattr(sys, "argv", [name, *arguments])
+    runpy.run_path(str(EXAMPLES / name), run_name="__main__")
 
 
 def test_the_offloaders_race_is_found_in_every_schedule_and_gone_with_the_wait(
@@ -32,13 +46,91 @@ def test_the_offloaders_race_is_found_in_every_schedule_and_gone_with_the_wait(
 
 
 def test_conversations_on_one_event_loop_are_all_answered(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tiny: str
 ) -> None:
-    monkeypatch.setattr(sys, "argv", ["async_chat.py", str(tiny_model_dir("llama", tmp_path, seed=1))])
-    runpy.run_path(str(EXAMPLES / "async_chat.py"), run_name="__main__")
+    run(monkeypatch, "async_chat.py", tiny)
     defaults, *answers = capsys.readouterr().out.splitlines()
     assert defaults == "sampling defaults: temperature 1, no filters, no penalties"
     assert sorted(answer[: answer.index("?")] for answer in answers) == [
         "How deep do whales dive",
         "Why do whales sing",
     ]
+
+
+def test_a_prompt_comes_back_from_disk_after_a_restart(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tiny: str, tmp_path: Path
+) -> None:
+    run(monkeypatch, "offload_to_disk.py", tiny, str(tmp_path / "kv"))
+    first, second, verdict = capsys.readouterr().out.splitlines()
+    assert first.startswith("424 prompt tokens, 0 of them from disk")
+    assert second.startswith("424 prompt tokens, 416 of them from disk")
+    assert verdict == "the answers are equal"
+
+
+def test_a_file_of_prompts_is_answered_in_order(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tiny: str, tmp_path: Path
+) -> None:
+    prompts = ["Call me Ishmael. Some years ago", "Call me Ishmael. Never mind how long"]
+    (tmp_path / "prompts.txt").write_text("\n".join(prompts) + "\n", encoding="utf-8")
+    run(monkeypatch, "offline_batch.py", str(tmp_path / "prompts.txt"), tiny)
+    answers = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [answer["prompt"] for answer in answers] == prompts
+    assert all(answer["answer"] for answer in answers)
+    assert answers[1]["reused"] == 16
+
+
+@pytest.mark.slow
+def test_a_server_answers_over_http_and_reuses_the_prompt(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tiny: str
+) -> None:
+    run(monkeypatch, "serve_and_ask.py", tiny)
+    first, second = capsys.readouterr().out.splitlines()
+    assert first.removesuffix("0") == second.removesuffix("64")
+    assert first.endswith(", cached prompt tokens: 0")
+    assert second.endswith(", cached prompt tokens: 64")
+
+
+def test_an_architecture_of_ones_own_is_served(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    run(monkeypatch, "own_model.py", str(tmp_path / "clipped"))
+    assert re.fullmatch(r"clipped: \((\d+, ){7}\d+\)", capsys.readouterr().out.strip())
+
+
+def python_of(page: str) -> str:
+    """The first Python block of a page."""
+    return (EXAMPLES.parent / page).read_text(encoding="utf-8").split("```python\n")[1].split("```")[0]
+
+
+def test_the_code_of_the_readme_answers(capsys: pytest.CaptureFixture[str], tiny: str, tmp_path: Path) -> None:
+    code = python_of("README.md")
+    for shown, small in {"smollm2-135m-instruct": tiny, "4GiB": "16MiB", "kv-cache": str(tmp_path / "kv")}.items():
+        assert shown in code
+        code = code.replace(shown, small)
+    exec(compile(code, "README.md", "exec"), {})
+    assert "CachedTokens(device=0, host=0)" in capsys.readouterr().out
+
+
+def test_the_checker_finds_the_race_of_the_ordering_page(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    script = tmp_path / "race.py"
+    script.write_text(python_of("docs/ordering.md"), encoding="utf-8")
+    runpy.run_path(str(script))
+    assert "nothing orders `store` behind compute:1" in capsys.readouterr().out
+
+
+class _PrivateConfig(LlamaConfig):
+    model_type = "private_llama"
+
+
+class _PrivateForCausalLM(LlamaForCausalLM):
+    config_class = _PrivateConfig
+
+
+def test_an_architecture_whose_module_does_not_name_the_attention_interface_is_refused(tmp_path: Path) -> None:
+    AutoConfig.register("private_llama", _PrivateConfig, exist_ok=True)
+    AutoModelForCausalLM.register(_PrivateConfig, _PrivateForCausalLM, exist_ok=True)
+    directory = tiny_model_dir("llama", tmp_path / "private", seed=1)
+    config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    (directory / "config.json").write_text(json.dumps({**config, "model_type": "private_llama"}), encoding="utf-8")
+    with pytest.raises(ModelError, match="attention code of its own"):
+        LLM(directory)

@@ -9,8 +9,9 @@ from sidestream import errors
 
 def test_every_exported_name_exists_and_the_list_is_sorted_and_complete() -> None:
     assert all(getattr(sidestream, name) is not None for name in sidestream.__all__)
-    assert sidestream.__all__ == sorted(sidestream._HOME, key=lambda name: (name != "LLM", name))
-    assert sorted(sidestream.__all__) == sorted(sidestream._HOME)
+    assert sidestream.__all__ == sorted(set(sidestream.__all__), key=lambda name: (name != "LLM", name))
+    imported = {name for name, value in vars(sidestream).items() if isinstance(value, type)}
+    assert imported | set(sidestream._LAZY) == set(sidestream.__all__)
 
 
 def test_every_error_is_exported_and_has_the_one_root() -> None:

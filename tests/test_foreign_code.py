@@ -179,7 +179,7 @@ def test_a_draft_model_or_a_head_does_not_run_its_code(
 def test_the_baseline_of_a_benchmark_runs_no_code_either(trapped: Path, marker: Path) -> None:
     """It loads transformers' own model, in a process of its own."""
     with pytest.raises(ValueError, match="trust_remote_code"):
-        baseline._ready({"path": str(trapped), "dtype": "float32"})
+        baseline._set_up({"path": str(trapped), "dtype": "float32"})
     assert not marker.exists()
 
 

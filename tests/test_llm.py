@@ -78,15 +78,15 @@ class Watched:
         return handle
 
 
-def test_whoever_starts_it_is_told_what_the_start_is_at(tmp_path: Path) -> None:
-    told: list[tuple[str, int, int]] = []
+def test_the_stages_of_the_start_are_reported(tmp_path: Path) -> None:
+    stages: list[tuple[str, int, int]] = []
     with LLM(
         tiny_model_dir("llama", tmp_path, seed=1),
         kv_memory="8MiB",
         compute_threads=1,
-        tell=lambda *news: told.append(news),
+        on_stage=lambda *stage: stages.append(stage),
     ):
-        assert told == [("reading the weights", 0, 0)]
+        assert stages == [("reading the weights", 0, 0)]
 
 
 def test_chunks_and_budget_fit_the_device_and_one_another() -> None:
@@ -148,7 +148,7 @@ def test_each_prompt_may_have_params_of_its_own(llm: LLM) -> None:
         llm.generate(PROMPTS[:4], each)
 
 
-def test_a_queue_that_others_fill_is_told_and_nobody_waits_for_them(llm: LLM) -> None:
+def test_a_queue_that_others_fill_is_an_error_at_once(llm: LLM) -> None:
     told: list[Delta] = []
     with Hold(llm.engine.parts.device._streams["compute"]):  # type: ignore[attr-defined]
         others = llm.engine.submit(
@@ -477,13 +477,13 @@ def test_sampling_defaults_of_the_checkpoint_count_where_a_request_says_nothing(
 
 
 def test_a_bad_sampling_default_is_refused_before_the_weights_are_read(tmp_path: Path) -> None:
-    directory, told = with_sampling_defaults(tmp_path, top_p=1.5), list[str]()
+    directory, stages = with_sampling_defaults(tmp_path, top_p=1.5), list[str]()
     with pytest.raises(
         ModelError,
         match=r"generation_config\.json: top_p is 1\.5: it must be a number in \(0\.0, 1\.0\]; correct the file",
     ):
-        LLM(directory, kv_memory="8MiB", compute_threads=1, tell=lambda what, done, total: told.append(what))
-    assert told == []
+        LLM(directory, kv_memory="8MiB", compute_threads=1, on_stage=lambda stage, done, total: stages.append(stage))
+    assert stages == []
     with LLM(directory, kv_memory="8MiB", compute_threads=1, generation_config="none") as llm:
         assert len(llm.generate("The whale", GREEDY)[0].token_ids) == 6
     with pytest.raises(ConfigError, match=r"^no generation_config non; did you mean none\?$"):

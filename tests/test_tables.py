@@ -23,12 +23,24 @@ def test_tables_are_generated_from_the_committed_results_and_the_code() -> None:
         "<!-- figures: engine,h200 -->\n<!-- end -->",  # no name of a file
         "<!-- figures: engine-h200 -->\n",
         "<!-- bounds:engine-h200 -->\n<!-- end -->",
+        "<!-- selected\nengine-h200\n-->\n<!-- end -->",
     ],
 )
-def test_a_marker_that_makes_no_table_is_told(marker: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_marker_that_matches_no_table_is_reported(marker: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "bench"))
     tables = importlib.import_module("tables")
     named = "<!-- figures: decode-llama-3.2-1b-h200 -->\n<!-- end -->\n"
     assert "decode_b1_over_floor" in tables.rewritten(named)
     with pytest.raises(ValueError, match="2 markers of tables, of which 1 name files"):
         tables.rewritten(named + marker)
+
+
+def test_single_figures_are_selected_by_name_with_words_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "bench"))
+    tables = importlib.import_module("tables")
+    marker = "<!-- selected\nengine-h200 {}: a step: its time over its floor\n-->\n<!-- end -->\n"
+    row = tables.rewritten(marker.format("decode_b32_over_floor")).splitlines()[-2]
+    assert row.startswith("| a step: its time over its floor | ")
+    assert row.endswith(" | NVIDIA H200 |")
+    with pytest.raises(KeyError, match="decode_b33"):
+        tables.rewritten(marker.format("decode_b33"))

@@ -16,7 +16,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerFast
 
 from sidestream.errors import ModelError, RequestRejected
 from sidestream.models.catalog import prepared
-from sidestream.text import Detokenizer, StopStrings, sample_text
+from sidestream.text import StopStrings, sample_text
 from sidestream.tokenizer import Tokenizer
 
 TEMPLATE = (
@@ -184,7 +184,7 @@ def test_the_work_per_token_does_not_grow_with_the_text(
 ) -> None:
     backend = style()
     tokenizer = Counting(backend, eos_ids=[])
-    detokenizer = Detokenizer(tokenizer)
+    detokenizer = tokenizer.detokenizer()
     ids = tokens(backend)
     pieces = [detokenizer.push(token) for token in ids]
     # two decodes of two tokens for ordinary text; for broken bytes, nine of the window every eighth of its length

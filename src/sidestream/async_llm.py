@@ -1,11 +1,10 @@
-"""A model for event loops: prompts and conversations in, text out, with the engine in a process of its own."""
+"""The Python interface for event loops, with the engine in a process of its own."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from sidestream.client.in_process import InProcessClient
@@ -14,7 +13,7 @@ from sidestream.client.remote import RemoteClient
 from sidestream.config import EngineConfig
 from sidestream.errors import EngineStopped
 from sidestream.front_end import FrontEnd
-from sidestream.loading import LoadedEngine, Tell, name_of
+from sidestream.loading import LoadedEngine, OnStage, chosen_config, ignore_stage, name_of
 from sidestream.models.catalog import Progress
 from sidestream.tokenizer import Tokenizer
 
@@ -22,10 +21,9 @@ from sidestream.tokenizer import Tokenizer
 class AsyncLLM(FrontEnd):
     """A model for event loops. An asynchronous context manager.
 
-    sampling_defaults  the sampling options of requests that leave them out
-    engine_pid         of the engine's process; None: the engine runs in this one
+    The engine runs in its own process, so that the event loop and the engine never wait for one interpreter lock.
 
-    The engine runs in a process of its own, so that work of this event loop never holds it up, nor the other way round.
+    engine_pid   the engine's process; None: the engine runs in this one
 
     >>> question = [{"role": "user", "content": "Why do whales sing?"}]
     >>> async with AsyncLLM("smollm2-135m-instruct") as llm:
@@ -42,74 +40,58 @@ class AsyncLLM(FrontEnd):
         timeline: str | Path | None = None,
         check_order: bool = False,
         progress: Progress | None = None,
-        tell: Tell = lambda what, done, total: None,
+        on_stage: OnStage = ignore_stage,
         **options: Any,
     ) -> None:
-        """Load `model` (a directory, a hub id or a name of `sidestream models`) and start an engine; blocks until it
-        serves.
+        """Load `model` and start its engine; blocks until it serves. Parameters and errors are those of `LLM`.
 
-        options         fields of EngineConfig, such as `kv_memory="2GiB"` or `offload=OffloadConfig(...)`; not together
-                        with `config`
-        engine_process  False: the engine runs on a thread of this process, and shares its interpreter lock
-        tell            is told what the start is at, in words, and how much of that is done, of how much (0 of 0:
-                        unknown)
-        timeline        file that `close` writes: what each stream did when, for ui.perfetto.dev
-        check_order     judge with vector clocks that nothing is read or reused too early
-                        (`sidestream.testing.checker`); `close` raises RaceError if anything was. For finding bugs: a
-                        step takes up to twice as long
-
-        Raises ConfigError (ModelError for the model's part).
+        engine_process  False: run the engine on a thread of this process, which shares the interpreter lock
         """
-        if config is not None and options:
-            raise TypeError(f"give either config or options ({', '.join(options)}), not both")
-        self.config = config or EngineConfig(**options)
+        self.config = chosen_config(config, options)
         self._closed = False
-        self._close_engine: Callable[[float], None]
+        self._close_engine: Callable[..., None]
         if engine_process:
             process = EngineProcess(
-                str(model), self.config, timeline=timeline, check_order=check_order, progress=progress, tell=tell
+                str(model),
+                self.config,
+                timeline=timeline,
+                check_order=check_order,
+                progress=progress,
+                on_stage=on_stage,
             )
             try:
-                tokenizer = Tokenizer.load(process.facts.model)
+                tokenizer = Tokenizer.load(process.info.model)
                 remote = RemoteClient.connect(process.attach(), why_gone=process.why_gone)
             except BaseException:
                 process.kill()
                 raise
-            super().__init__(remote, tokenizer, model_name=process.facts.model_name)
+            super().__init__(remote, tokenizer, model_name=process.info.model_name)
             self.engine_pid: int | None = process.pid
-
-            def close(drain_s: float) -> None:
-                process.close(drain_s=drain_s)
+            self._close_engine = process.close
 
         else:
             loaded = LoadedEngine(
-                model, self.config, timeline=timeline, check_order=check_order, progress=progress, tell=tell
+                model, self.config, timeline=timeline, check_order=check_order, progress=progress, on_stage=on_stage
             )
             super().__init__(InProcessClient(loaded.engine), loaded.tokenizer, model_name=name_of(model))
             self.engine_pid = None
-
-            def close(drain_s: float) -> None:
-                loaded.close(drain_s=drain_s)
-
-        self._close_engine = close
+            self._close_engine = loaded.close
 
     async def flush(self, *, timeout_s: float = 60.0) -> bool:
-        """Wait until what is complete rests in the tiers; False when `timeout_s` passed first."""
+        """Wait until all complete blocks are stored in the tiers; False after `timeout_s`."""
         self._check_open()
         return await self.client.flush(timeout_s=timeout_s)
 
     async def reset_cache(self) -> None:
-        """Make every stored block of every tier unreachable at once. Requests that run go on."""
+        """Make every stored block of every tier unreachable at once. Running requests go on."""
         self._check_open()
         await self.client.reset_cache()
 
     async def close(self, *, drain_s: float = 0.0) -> None:
-        """Abort what runs (after `drain_s` seconds), bring what is complete to the tiers, end the engine and its
-        process. Idempotent.
-        """
+        """Abort running requests after `drain_s` seconds, store all complete blocks, end the engine. Idempotent."""
         self._closed = True
         try:
-            await asyncio.to_thread(self._close_engine, drain_s)
+            await asyncio.to_thread(self._close_engine, drain_s=drain_s)
         finally:
             if isinstance(self.client, RemoteClient):
                 self.client.close()
@@ -122,7 +104,5 @@ class AsyncLLM(FrontEnd):
         self._check_open()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *exc_info: object) -> None:
         await self.close()

@@ -1,6 +1,5 @@
-"""Frozen configurations, checked at birth; an unknown option names the nearest known one.
-
-Knows nothing of models or devices. Used by every room above.
+"""Frozen configurations and the table of sampling options. Values are checked when an object is made; the message for
+an unknown option names the nearest known one. Used by every room above; knows nothing of models.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar, get_type_hints
 
 from sidestream.errors import ConfigError, RequestRejected, SidestreamError
 from sidestream.types import SamplingSpec
@@ -21,7 +20,7 @@ from sidestream.types import SamplingSpec
 T = TypeVar("T")
 
 _SIZE = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([KMGT]i?B?|B)?\s*$", re.IGNORECASE)
-# Kernels of attention on a GPU read whole tiles of a block.
+# Attention kernels on a GPU read tiles of 16 tokens of a block.
 _GPU_BLOCK_MULTIPLE = 16
 _UNIT = {"": 1, "B": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
@@ -84,12 +83,14 @@ class OffloadConfig:
     disk             directory of the disk tier; None: no disk tier
     disk_capacity    bytes that the disk tier may use
     load_deadline_s  a request waits at most this long for a slow tier, then it recomputes
+    tiers            options of further tiers, by name (docs/tiers.md)
     """
 
     host: int | str = "1GiB"
     disk: str | Path | None = None
     disk_capacity: int | str = "10GiB"
     load_deadline_s: float = 10.0
+    tiers: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         parse_bytes(self.host, option="offload host")
@@ -102,6 +103,10 @@ class OffloadConfig:
             raise ConfigError(f"load_deadline_s is {self.load_deadline_s!r}: give a positive number of seconds")
         if self.disk is not None and self.host_bytes == 0:
             raise ConfigError("offload to disk goes through host memory: give host a size, such as 256MiB")
+        if self.tiers and self.host_bytes == 0:
+            raise ConfigError(
+                f"offload to {', '.join(self.tiers)} goes through host memory: give host a size, such as 256MiB"
+            )
 
     @property
     def host_bytes(self) -> int:
@@ -115,29 +120,28 @@ class OffloadConfig:
 
 
 PROPOSERS = ("ngram", "mtp", "draft")
-"""Ways of drafting."""
+"""Names of the proposers."""
 MOST_DRAFTS = 16
-"""Tokens that are verified at once, besides a row's last one."""
+"""Most drafts of a request that one step verifies."""
 
 
 @options_checked(ConfigError)
 @dataclass(frozen=True, slots=True)
 class SpeculativeConfig:
-    """Drafting of tokens that the model then verifies several at a time. It changes how soon a token comes, and never
-    which, up to rounding.
+    """Speculative decoding: a proposer drafts tokens, and the model verifies several in one step. It changes when
+    tokens come; which tokens come, only as rounding may.
 
-    proposer     `"ngram"`: what followed the last tokens when they came before in the request; `"mtp"`: a head that was
+    proposer     `"ngram"`: tokens that followed the request's last tokens earlier in it; `"mtp"`: a head that was
                  trained for the model; `"draft"`: a smaller model with the same tokenizer
     head         of `"mtp"`: its file, or the directory of a checkpoint that carries it; None: the model's own carries
                  it, or Sidestream does, for the demo model
     model        of `"draft"`: a directory, a hub id or a name of `sidestream models`
     max_drafts   tokens to draft for a request in a step at most
-    adaptive     draft as many as are likely enough to be right for what they cost, none if need be; False: always
+    adaptive     draft as many tokens as pay off at the measured accept rate and cost, possibly none; False: always
                  `max_drafts`
-    max_slowdown with `adaptive`: share by which drafts may slow any request down over its life, its own that fail and
-    those of others beside it;
-                 finding out what drafts cost comes on top, a hundredth at most. `math.inf`: as many tokens as possible
-                 of all together
+    max_slowdown with `adaptive`: share by which drafts, a request's own and those of others in its steps, may slow the
+                 request down over its life. Measuring the cost of drafts adds a hundredth at most. `math.inf`: no
+                 bound, for the most tokens of all requests together
     """
 
     proposer: str = "ngram"
@@ -150,11 +154,13 @@ class SpeculativeConfig:
     def __post_init__(self) -> None:
         if self.head is not None and self.proposer != "mtp":
             raise ConfigError(
-                f"head is {self.head}, but the proposer is {self.proposer}: heads are for mtp; leave it out, or choose that"
+                f"head is {self.head}, but the proposer is {self.proposer}: heads are for mtp; "
+                "leave it out, or choose that"
             )
         if self.model is not None and self.proposer != "draft":
             raise ConfigError(
-                f"the draft model is {self.model}, but the proposer is {self.proposer}: draft models are for draft; leave it out, or choose that"
+                f"the draft model is {self.model}, but the proposer is {self.proposer}: draft models are for draft; "
+                "leave it out, or choose that"
             )
         if self.model is None and self.proposer == "draft":
             raise ConfigError(
@@ -183,7 +189,7 @@ _CPU_KV_BYTES = 1 << 30
 class EngineSizes:
     """The sizes of an EngineConfig on one kind of device, defaults included.
 
-    kv_bytes      bytes of the device's block pool; None, only on a GPU: as much as fits beside the weights
+    kv_bytes      bytes of the device's block pool; None, on a GPU only: as many as fit beside the weights
     max_running   requests that run at once
     chunk_tokens  tokens of a chunk of prefill
     token_budget  tokens that one step computes at most
@@ -203,26 +209,25 @@ class EngineConfig:
     device          `"cpu"`, `"cuda"`, or `"auto"`: cuda where a GPU can be used
     kv_memory       bytes of the device's block pool; None: 1 GiB on a CPU; on a GPU nine tenths of the memory that is
                     free beside the weights, less what attention needs
-    block_tokens    tokens a block holds; what is stored, loaded and shared
-    chunk_tokens    prefill is cut at multiples of this many tokens (and at the last block border), so that the same
-                    prompt is always computed in the same shapes; None: some 256 on a CPU, 2,048 on a GPU
+    block_tokens    tokens of a block, the unit of storing, loading and sharing
+    chunk_tokens    prefill is cut at multiples of this number (and at the last block border), so that a prompt is
+                    always computed in the same shapes; None: about 256 on a CPU, 2,048 on a GPU
     token_budget    tokens that one step computes at most, prefill and decode together; None: two chunks on a CPU, a
                     chunk on a GPU, and a token for each running request
-    max_running     requests that run at once (rows of device state); None: 16 on a CPU, 256 on a GPU
+    max_running     requests that run at once (request slots); None: 16 on a CPU, 256 on a GPU
     max_waiting     requests that may queue; one more is refused
     max_model_len   tokens of prompt and output together; None: what the model was made for
     compute_threads threads of the forward pass on a CPU; None: all cores
     salt            part of every content key: engines with different salts never share KV
     asynchronous    launch step N+1 before step N is committed; False is for measuring and debugging
-    tail_apart      compute the last tokens of a prompt, those that no cache supplies, in a chunk of their own: then the
-                    same prompt gets the same tokens from every tier, not only up to rounding. None: on a CPU; on a GPU
-                    it is one more pass over all weights
+    tail_apart      compute the tokens after a prompt's last block border in a chunk of their own: then a prompt gets
+                    the same tokens to the bit from every tier. None: True on a CPU; False on a GPU, where it is one
+                    more pass over all weights
     speculative     draft tokens and verify several in one step; None: no
     eager           on a GPU, launch kernel by kernel instead of compiling the model's layers and capturing graphs:
                     starts sooner, runs slower
-    generation_config  sampling options that a request leaves out. `"auto"`: as in the checkpoint's
-                       generation_config.json;
-                    `"none"`: neutral. The end-of-sequence ids in that file count either way
+    generation_config  sampling options that a request leaves out: `"auto"`: as in the checkpoint's
+                    generation_config.json; `"none"`: neutral. The file's end-of-sequence ids count either way
     """
 
     dtype: str = "auto"
@@ -260,7 +265,8 @@ class EngineConfig:
                 _at_least(name, getattr(self, name), 1)
         if self.chunk_tokens is not None and self.chunk_tokens % self.block_tokens:
             raise ConfigError(
-                f"chunk_tokens is {self.chunk_tokens}: it must be a multiple of block_tokens ({self.block_tokens}), so that chunks end at block borders"
+                f"chunk_tokens is {self.chunk_tokens}: it must be a multiple of block_tokens ({self.block_tokens}), "
+                "so that chunks end at block borders"
             )
         self.sizes("cuda" if self.device == "cuda" else "cpu")
 
@@ -269,7 +275,8 @@ class EngineConfig:
         on_gpu = kind == "cuda"
         if on_gpu and self.block_tokens % _GPU_BLOCK_MULTIPLE:
             raise ConfigError(
-                f"block_tokens is {self.block_tokens}: attention on a GPU needs a multiple of {_GPU_BLOCK_MULTIPLE}; give one, or device cpu"
+                f"block_tokens is {self.block_tokens}: attention on a GPU needs a multiple of {_GPU_BLOCK_MULTIPLE}; "
+                "give one, or device cpu"
             )
         running = self.max_running or _MAX_RUNNING[on_gpu]
         chunk = self.chunk_tokens or max(1, _CHUNK_TOKENS[on_gpu] // self.block_tokens) * self.block_tokens
@@ -284,69 +291,85 @@ class EngineConfig:
 
 
 MOST_SALT_CHARS = 1024
-"""Of a request's cache salt."""
+"""Characters of a request's cache salt, at most."""
 
 
-def _finite(name: str, value: float, low: float, high: float, *, open_low: bool = False) -> None:
+def _finite(name: str, value: float, low: float, high: float, *, low_excluded: bool = False) -> None:
     ok = isinstance(value, int | float) and not isinstance(value, bool) and low <= value <= high  # false for NaN
-    if not ok or (open_low and value == low):
-        bracket = "(" if open_low else "["
+    if not ok or (low_excluded and value == low):
+        bracket = "(" if low_excluded else "["
         raise RequestRejected(f"{name} is {value!r}: it must be a number in {bracket}{low}, {high}]", param=name)
 
 
-def _whole(name: str, value: int, low: int, high: int) -> None:
+def _whole(name: str, value: float, low: int, high: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
         raise RequestRejected(f"{name} is {value!r}: it must be a whole number in [{low}, {high}]", param=name)
 
 
 @dataclass(frozen=True, slots=True)
+class SamplingOption:
+    """One row of the table of sampling options: it annotates a field of `SamplingParams`.
+
+    The rest derives from the row: the check, the default, `SamplingSpec.options`, the column on the device, the HTTP
+    field, the command-line option and the table in docs/api.md. Only the sampler has to read the new column.
+
+    neutral        value that changes no probability; an int: the option takes whole numbers
+    low, high      least and largest value
+    help           of the command-line option; `metavar` is its value's name there
+    low_excluded   `low` itself is refused
+    penalty        the option depends on the request's earlier tokens, so their counts are kept
+    """
+
+    neutral: float
+    low: float
+    high: float
+    help: str
+    metavar: str
+    low_excluded: bool = False
+    penalty: bool = False
+
+    @property
+    def kind(self) -> type[int] | type[float]:
+        """Type of its values."""
+        return type(self.neutral)
+
+    def check(self, name: str, value: float) -> None:
+        """Raise RequestRejected when the option `name` cannot be `value`."""
+        if isinstance(self.neutral, int):
+            _whole(name, value, int(self.low), int(self.high))
+        else:
+            _finite(name, value, self.low, self.high, low_excluded=self.low_excluded)
+
+
+@dataclass(frozen=True, slots=True)
 class SamplingDefaults:
-    """The values of sampling options that a request leaves out; by default neutral, which changes no probability.
+    """Values of sampling options for requests that leave them out; an option that is not named has its neutral value.
 
     A checkpoint may bring its own (`sidestream.models.generation`). Raises RequestRejected.
     """
 
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
+    values: Mapping[str, int | float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        _check_drawing(self)
+        for name, value in self.values.items():
+            if name not in SAMPLING_OPTIONS:
+                raise RequestRejected(unknown_name("option", name, SAMPLING_OPTIONS), param=name)
+            SAMPLING_OPTIONS[name].check(name, value)
+        changed = {name: value for name, value in self.values.items() if value != SAMPLING_OPTIONS[name].neutral}
+        object.__setattr__(self, "values", changed)
+
+    def __getitem__(self, name: str) -> float:
+        """The value of the option `name`."""
+        return self.values.get(name, SAMPLING_OPTIONS[name].neutral)
 
     def __str__(self) -> str:
         """The options that are not neutral: `temperature 0.6, top_p 0.95`."""
-        values = ((option.name, getattr(self, option.name), option.default) for option in dataclasses.fields(self))
-        changed = ", ".join(f"{name} {value:g}" for name, value, neutral in values if value != neutral)
+        changed = ", ".join(f"{name} {self.values[name]:g}" for name in SAMPLING_OPTIONS if name in self.values)
         return changed or "temperature 1, no filters, no penalties"
 
 
-def _check_drawing(options: SamplingDefaults | SamplingParams) -> None:
-    """Check the options that both classes have. None, in a request, stands for the default."""
-    for name, high, open_low in _DRAWING_RANGES:
-        value = getattr(options, name)
-        if value is not None:
-            _finite(name, value, 0.0, high, open_low=open_low)
-    if options.top_k is not None:
-        _whole("top_k", options.top_k, 0, 1 << 31)
-
-
-# Option, upper bound, whether 0 is excluded.
-_DRAWING_RANGES = (
-    ("temperature", 100.0, False),
-    ("top_p", 1.0, True),
-    ("min_p", 1.0, False),
-    ("repetition_penalty", 10.0, True),
-)
-
-
-def _given(value: T | None, default: T) -> T:
-    return default if value is None else value
-
-
 NEUTRAL = SamplingDefaults()
-"""No default of the checkpoint's applies."""
+"""No option has a default of the checkpoint's."""
 
 
 @options_checked(RequestRejected)
@@ -354,13 +377,14 @@ NEUTRAL = SamplingDefaults()
 class SamplingParams:
     """How one request's tokens are drawn and when it stops.
 
-    None, for the first five, means the model's default (see `EngineConfig.generation_config`), else the neutral value.
+    None, where a sampling option takes it, means the model's default (see `EngineConfig.generation_config`), else the
+    neutral value.
 
     temperature         0: greedy; 1: neutral
     top_k               0: off
     top_p               1: off
     min_p               drops tokens less likely than min_p times the likeliest; 0: off
-    repetition_penalty  divides (multiplies, if negative) the logits of tokens in prompt or output; 1: off
+    repetition_penalty  divides positive and multiplies negative logits of tokens in prompt or output; 1: off
     presence_penalty, frequency_penalty  subtracted from the logits of tokens in the output, once or per occurrence
     seed                same seed, same tokens, whatever else runs; None: drawn at random
     logprobs            None: none; k: the drawn token's and the k likeliest ones' log-probabilities
@@ -368,13 +392,39 @@ class SamplingParams:
     max_drafts          tokens to draft in a step at most; 0: none; None: as many as the engine drafts
     """
 
-    temperature: float | None = None
-    top_k: int | None = None
-    top_p: float | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
+    temperature: Annotated[
+        float | None, SamplingOption(1.0, 0.0, 100.0, "0 takes the likeliest token each time.", "T")
+    ] = None
+    top_k: Annotated[int | None, SamplingOption(0, 0, 1 << 31, "Draw among the K likeliest; 0: all.", "K")] = None
+    top_p: Annotated[
+        float | None,
+        SamplingOption(1.0, 0.0, 1.0, "Draw among the likeliest that make up P.", "P", low_excluded=True),
+    ] = None
+    min_p: Annotated[
+        float | None, SamplingOption(0.0, 0.0, 1.0, "Drop what is less likely than P times the likeliest.", "P")
+    ] = None
+    repetition_penalty: Annotated[
+        float | None,
+        SamplingOption(
+            1.0,
+            0.0,
+            10.0,
+            "Divides the logits of tokens in prompt or output; 1: off.",
+            "X",
+            low_excluded=True,
+            penalty=True,
+        ),
+    ] = None
+    presence_penalty: Annotated[
+        float,
+        SamplingOption(0.0, -2.0, 2.0, "Subtracted once from the logits of tokens in the output.", "X", penalty=True),
+    ] = 0.0
+    frequency_penalty: Annotated[
+        float,
+        SamplingOption(
+            0.0, -2.0, 2.0, "Subtracted from a token's logit for each time it is in the output.", "X", penalty=True
+        ),
+    ] = 0.0
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     seed: int | None = None
     stop: tuple[str, ...] = ()
@@ -388,9 +438,9 @@ class SamplingParams:
     max_drafts: int | None = None
 
     def __post_init__(self) -> None:
-        _check_drawing(self)
-        _finite("presence_penalty", self.presence_penalty, -2.0, 2.0)
-        _finite("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        for name, option in SAMPLING_OPTIONS.items():
+            if (value := getattr(self, name)) is not None:
+                option.check(name, value)
         for name, low, high in (("min_tokens", 0, 1 << 31), ("n", 1, 128)):
             _whole(name, getattr(self, name), low, high)
         if self.max_tokens is not None:
@@ -423,17 +473,26 @@ class SamplingParams:
     def spec(self, *, seed: int, eos_ids: tuple[int, ...], defaults: SamplingDefaults = NEUTRAL) -> SamplingSpec:
         """The device's share of these parameters, for one sample; `defaults` replace options that are None."""
         ending = self.stop_token_ids if self.ignore_eos else (*self.stop_token_ids, *eos_ids)
+        asked = {name: getattr(self, name) for name in SAMPLING_OPTIONS}
+        options = {name: defaults[name] if value is None else value for name, value in asked.items()}
         return SamplingSpec(
-            temperature=_given(self.temperature, defaults.temperature),
-            top_k=_given(self.top_k, defaults.top_k),
-            top_p=_given(self.top_p, defaults.top_p),
-            min_p=_given(self.min_p, defaults.min_p),
-            repetition_penalty=_given(self.repetition_penalty, defaults.repetition_penalty),
-            presence_penalty=self.presence_penalty,
-            frequency_penalty=self.frequency_penalty,
+            options=options,
+            penalised=any(row.penalty and options[name] != row.neutral for name, row in SAMPLING_OPTIONS.items()),
             logit_bias=dict(self.logit_bias),
             seed=seed,
             min_tokens=self.min_tokens,
             forbidden_until_min=tuple(sorted(set(ending))),
             top_logprobs=-1 if self.logprobs is None else self.logprobs,
         )
+
+
+SAMPLING_OPTIONS: Mapping[str, SamplingOption] = {
+    name: row
+    for name, kind in get_type_hints(SamplingParams, include_extras=True).items()
+    for row in getattr(kind, "__metadata__", ())
+    if isinstance(row, SamplingOption)
+}
+"""The table of sampling options by name: the annotated fields of `SamplingParams`, in their order."""
+
+MODEL_OPTIONS = tuple(name for name in SAMPLING_OPTIONS if getattr(SamplingParams(), name) is None)
+"""Options whose default a checkpoint may set."""

@@ -1,6 +1,4 @@
-"""The engine's own process: loads a model, serves its engine to front ends, and ends when its owner says so, or is
-gone.
-"""
+"""The engine's process: loads a model and serves its engine to front ends, until its owner closes it or ends."""
 
 from __future__ import annotations
 
@@ -10,17 +8,17 @@ import socket
 import sys
 from typing import Any
 
-from sidestream.client.engine_server import EngineServer, facts_of
+from sidestream.client.engine_server import EngineServer, engine_info
 from sidestream.client.messages import (
     Failure,
-    Packer,
+    FrameEncoder,
     Progress,
     Reply,
     Start,
     Started,
     Status,
     ToClient,
-    from_front_end,
+    decoder_of_requests,
 )
 from sidestream.client.process import config_of
 from sidestream.errors import EngineStopped, SidestreamError
@@ -31,26 +29,26 @@ _READ_BYTES = 1 << 16
 
 
 class _Owner:
-    """The owner's end of the start: hears how far it is. Passed to the loader as its `Progress`."""
+    """Reports the start to the owner. Passed to the loader as its `Progress`."""
 
     def __init__(self, connection: socket.socket) -> None:
         self.connection = connection
-        self.packer = Packer()
-        self.unpacker = from_front_end()
+        self.encoder = FrameEncoder()
+        self.decoder = decoder_of_requests()
         self._stage = ""
         self._total = 0
 
     def first_message(self) -> Start | None:
-        """What to load; None: the owner has gone."""
+        """The owner's Start; None if the owner has ended."""
         while data := self.connection.recv(_READ_BYTES):
-            for message in self.unpacker.feed(data):
+            for message in self.decoder.feed(data):
                 if isinstance(message, Start):
                     return message
                 raise EngineStopped(f"the first message is a {type(message).__name__}, not a Start")
         return None
 
     def send(self, message: ToClient) -> None:
-        self.connection.sendall(self.packer.pack(message))
+        self.connection.sendall(self.encoder.encode(message))
 
     def begin(self, stage: str, total_bytes: int | None) -> None:
         self._stage, self._total = stage, total_bytes or 0
@@ -59,12 +57,12 @@ class _Owner:
     def reached(self, done_bytes: int) -> None:
         self.send(Progress(self._stage, done_bytes, self._total, fetching=True))
 
-    def tell(self, what: str, done: int, total: int) -> None:
-        self.send(Progress(what, done, total, fetching=False))
+    def on_stage(self, stage: str, done: int, total: int) -> None:
+        self.send(Progress(stage, done, total, fetching=False))
 
 
 def main(descriptor: int) -> None:
-    """Run an engine for the owner at the other end of this socket."""
+    """Run an engine for the owner, at the other end of this socket."""
     faulthandler.enable()
     owner = _Owner(socket.socket(fileno=descriptor))
     start = owner.first_message()
@@ -83,7 +81,7 @@ def main(descriptor: int) -> None:
 
 
 def serve(start: Start, owner: _Owner) -> None:
-    """Load what `start` names, serve it until the owner or a failure ends it, and close it."""
+    """Load the model, serve its engine until the owner or a failure ends it, and close it."""
     from sidestream.loading import LoadedEngine, name_of
 
     loaded = LoadedEngine(
@@ -92,16 +90,16 @@ def serve(start: Start, owner: _Owner) -> None:
         timeline=start.timeline,
         check_order=start.check_order,
         progress=owner,
-        tell=owner.tell,
+        on_stage=owner.on_stage,
     )
     engine = loaded.engine
-    facts = facts_of(engine, model=loaded.path, model_name=name_of(start.model))
-    server = EngineServer(engine, facts, owner.connection, packer=owner.packer, unpacker=owner.unpacker)
-    server.tell_owner(Started(facts))
+    info = engine_info(engine, model=loaded.path, model_name=name_of(start.model))
+    server = EngineServer(engine, info, owner.connection, encoder=owner.encoder, decoder=owner.decoder)
+    server.send_to_owner(Started(info))
     failure = server.run(lambda drain_s: loaded.close(drain_s=drain_s))
     health = engine.health()
     if health.status == "failed":
-        server.tell_owner(Status(health.status, health.detail))
+        server.send_to_owner(Status(health.status, health.detail))
     server.finish(Reply(0, failure))
     if health.status == "failed":
         sys.exit(1)

@@ -1,23 +1,23 @@
-"""The one tree of errors; every message gives value, bound and remedy.
+"""The tree of errors. Every message gives value, bound and remedy.
 
 SidestreamError
-├── ConfigError          an option, a model directory or a tier directory that cannot be used as asked
-│   └── ModelError       a model that cannot be read, or cannot be served right
-├── RequestError         one request's fault: it becomes that client's reply, nothing else notices
+├── ConfigError          an option, a model directory or a tier directory is unusable
+│   └── ModelError       a model cannot be read, or cannot be served correctly
+├── RequestError         one request's fault: it becomes that client's reply and affects no other request
 │   ├── RequestRejected  the request asks for something impossible or unsupported
 │   ├── ContextTooLong   the prompt does not fit the pool or the model
-│   └── QueueFull        too many requests wait already; try again later
-├── TierError            a tier's fault: the engine recomputes and counts it
+│   └── QueueFull        too many requests are waiting; the client may try again later
+├── TierError            a tier's fault: the engine counts it and recomputes
 │   ├── TierFull         no room, even after eviction
 │   ├── TierCorrupt      checksum, length or header is wrong
 │   └── TierTimeout      a deadline passed; the late completion is quarantined
-├── DeviceError          a call of the device failed: whatever asked for it failed, the device goes on
-│   ├── OutOfDeviceMemory    the device has not enough memory left
-│   └── DeviceLost       the device does nothing any more: the engine ends
+├── DeviceError          a call of the device failed: the caller's operation fails, the device still works
+│   ├── OutOfDeviceMemory    the device has too little free memory
+│   └── DeviceLost       the device stopped working: the engine ends
 ├── EngineStopped        the engine is draining or gone
-├── ProcessFailed        a process that this one started ended by itself
-├── RaceError            two accesses that nothing orders (raised by the checker)
-└── InvariantError       a rule of the ledger was broken: a bug in Sidestream
+├── ProcessFailed        a child process ended unexpectedly
+├── RaceError            two unordered accesses to the same bytes (raised by the checker)
+└── InvariantError       a rule of the ledger is broken: a bug in Sidestream
 """
 
 
@@ -26,17 +26,17 @@ class SidestreamError(Exception):
 
 
 class ConfigError(SidestreamError):
-    """An option, a model directory or a tier directory that cannot be used as asked."""
+    """An option, a model directory or a tier directory is unusable."""
 
 
 class ModelError(ConfigError):
-    """A model that cannot be read, or cannot be served right."""
+    """A model cannot be read, or cannot be served correctly."""
 
 
 class RequestError(SidestreamError):
     """One request's fault; it becomes that client's reply.
 
-    `param` names the request's field at fault, where there is one.
+    param   name of the faulty field of the request, if one field is at fault
     """
 
     def __init__(self, message: str, *, param: str | None = None) -> None:
@@ -53,11 +53,11 @@ class ContextTooLong(RequestError):
 
 
 class QueueFull(RequestError):
-    """Too many requests wait already; the client may try again later."""
+    """Too many requests are waiting; the client may try again later."""
 
 
 class TierError(SidestreamError):
-    """A tier's fault; the engine recomputes and counts it."""
+    """A tier's fault; the engine counts it and recomputes."""
 
 
 class TierFull(TierError):
@@ -73,15 +73,15 @@ class TierTimeout(TierError):
 
 
 class DeviceError(SidestreamError):
-    """A call of the device failed: whatever asked for it failed, the device goes on."""
+    """A call of the device failed. The caller's operation fails; the device still works."""
 
 
 class OutOfDeviceMemory(DeviceError):
-    """The device has not enough memory left for what was asked."""
+    """The device has too little free memory."""
 
 
 class DeviceLost(DeviceError):
-    """The device does nothing any more, and nothing that is on its way can be believed: the engine ends."""
+    """The device stopped working, and the results of running work are undefined: the engine ends."""
 
 
 class EngineStopped(SidestreamError):
@@ -89,12 +89,12 @@ class EngineStopped(SidestreamError):
 
 
 class ProcessFailed(SidestreamError):
-    """A process that this one started ended by itself; the message says how."""
+    """A child process ended unexpectedly; the message says how."""
 
 
 class RaceError(SidestreamError):
-    """Two accesses that nothing orders; raised by the checker."""
+    """Two unordered accesses to the same bytes; raised by the checker."""
 
 
 class InvariantError(SidestreamError):
-    """A rule of the ledger was broken: a bug in Sidestream, never a user's fault."""
+    """A rule of the ledger is broken: a bug in Sidestream, never a user's fault."""

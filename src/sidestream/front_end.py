@@ -1,4 +1,4 @@
-"""Text on one side, an engine's tokens on the other: what serves requests in an API process, and in `AsyncLLM`."""
+"""Serves text requests on an `EngineClient`, in an API process and in `AsyncLLM`."""
 
 from __future__ import annotations
 
@@ -16,9 +16,7 @@ from sidestream.types import Delta, Health
 
 
 class FrontEnd:
-    """Text on one side, an engine's tokens on the other. Lives on one event loop; tokenizes long prompts on worker
-    threads.
-    """
+    """An engine's client with a tokenizer: text in, text out. Lives on one event loop; tokenizes on worker threads."""
 
     def __init__(self, client: EngineClient, tokenizer: Tokenizer, *, model_name: str) -> None:
         self.client = client
@@ -32,7 +30,7 @@ class FrontEnd:
 
     @property
     def sampling_defaults(self) -> SamplingDefaults:
-        """Sampling options of requests that leave them out."""
+        """The model's sampling defaults."""
         return self.client.sampling_defaults
 
     def health(self) -> Health:
@@ -44,7 +42,7 @@ class FrontEnd:
         self.client.count(name, value, *labels)
 
     async def metrics_snapshot(self) -> MetricsSnapshot:
-        """Counters of everything that happened. Raises EngineStopped."""
+        """A copy of all metrics. Raises EngineStopped."""
         return await self.client.metrics_snapshot()
 
     def generate(
@@ -56,13 +54,13 @@ class FrontEnd:
         request_name: str = "",
         cache_salt: str = "",
     ) -> AsyncGenerator[Delta, None]:
-        """News of one prompt's samples until all have ended. Closing or cancelling the generator aborts them.
+        """The deltas of one prompt's samples. Closing or cancelling the generator aborts the samples.
 
         priority      lower runs earlier
         request_name  for the log
-        cache_salt    KV is shared with requests of the same salt only, in all tiers
+        cache_salt    only requests of the same salt share KV, in all tiers
 
-        Raises RequestError or EngineStopped before any news.
+        Raises RequestError or EngineStopped before the first delta.
         """
         return self._answer(
             lambda: ids_of(prompt, self.tokenizer), params, priority, cache_salt, in_thread=isinstance(prompt, str)
@@ -77,7 +75,7 @@ class FrontEnd:
         request_name: str = "",
         cache_salt: str = "",
     ) -> AsyncGenerator[Delta, None]:
-        """News of a conversation's samples, as from `generate`.
+        """The deltas of a conversation's samples, as from `generate`.
 
         messages   each has a `role` and a `content`; the model's chat template lays them out, on a worker thread
         """
@@ -95,27 +93,27 @@ class FrontEnd:
         *,
         in_thread: bool,
     ) -> AsyncGenerator[Delta, None]:
-        """Submit the token ids that `encode` returns, and yield the news of their samples, with their text.
+        """Submit the token ids of `encode`, and yield the deltas of the samples with their text.
 
-        `in_thread` runs `encode` on a worker thread: tokenizing a long text takes milliseconds.
+        in_thread   run `encode` on a worker thread: tokenizing a long text takes milliseconds
         """
         self._check_open()
         chosen = checked_params(params)
         ids = await asyncio.to_thread(encode) if in_thread else encode()
-        output = OutputProcessor(self.tokenizer, chosen)
-        answer = self.client.submit(ids, chosen, priority=priority, cache_salt=cache_salt)
+        processor = OutputProcessor(self.tokenizer, chosen)
+        outputs = self.client.submit(ids, chosen, priority=priority, cache_salt=cache_salt)
         left = chosen.n
         try:
             while left:
-                told = await answer.read()
-                delta = output.read(told)
+                raw = await outputs.read()
+                delta = processor.read(raw)
                 if delta is None:
                     continue
                 if delta.finish_reason is not None:
                     left -= 1
-                    if told.finish_reason is None:  # a stop string was found, or the text cannot be made
-                        self.client.end(answer, delta.finish_reason, index=delta.index)
+                    if raw.finish_reason is None:  # a stop string, or a failure of the tokenizer
+                        self.client.abort(outputs, delta.finish_reason, index=delta.index)
                 yield delta
         finally:
             if left:
-                self.client.end(answer)
+                self.client.abort(outputs)

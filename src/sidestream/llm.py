@@ -1,6 +1,4 @@
-"""The Python interface for scripts: a model with its engine in this process. For event loops:
-`sidestream.async_llm`.
-"""
+"""The Python interface for scripts, with the engine in this process. For event loops: `sidestream.async_llm`."""
 
 from __future__ import annotations
 
@@ -10,14 +8,13 @@ from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from queue import SimpleQueue
-from types import TracebackType
 from typing import Any, Self
 
-from sidestream.client.output import OutputProcessor, shown_tokens
+from sidestream.client.output import OutputProcessor, tokens_with_text
 from sidestream.config import EngineConfig, SamplingParams
 from sidestream.engine import Engine, Handle
 from sidestream.errors import EngineStopped, QueueFull, RequestError
-from sidestream.loading import LoadedEngine, Tell, name_of
+from sidestream.loading import LoadedEngine, OnStage, chosen_config, ignore_stage, name_of
 from sidestream.metrics import Metrics
 from sidestream.models.catalog import Progress
 from sidestream.prompts import Prompt, as_list, checked_params, ids_of, params_of_each
@@ -27,7 +24,7 @@ from sidestream.types import CachedTokens, Delta, Health, TokenLogprob
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """One sample: its text and tokens, and why it ended (`"stop"` or `"length"`)."""
+    """One finished sample. `finish_reason`: `"stop"` or `"length"`."""
 
     index: int
     text: str
@@ -38,9 +35,9 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class RequestOutput:
-    """What one prompt yielded.
+    """The result of one prompt.
 
-    cached   prompt tokens that were not computed again, by the tier they came from
+    cached   prompt tokens that were not computed again, by their tier
     ttft_s   seconds from submission to the first token
     """
 
@@ -61,7 +58,7 @@ class RequestOutput:
 
 
 class LLM:
-    """A model for scripts; every method blocks until its answer is there. A context manager.
+    """A model for scripts; every method blocks until its result is complete. A context manager.
 
     >>> with LLM("smollm2-135m-instruct", offload=OffloadConfig(host="1GiB", disk="kv")) as llm:
     ...     print(llm.generate("The whale", SamplingParams(max_tokens=16))[0].text)
@@ -75,28 +72,27 @@ class LLM:
         timeline: str | Path | None = None,
         check_order: bool = False,
         progress: Progress | None = None,
-        tell: Tell = lambda what, done, total: None,
+        on_stage: OnStage = ignore_stage,
         **options: Any,
     ) -> None:
-        """Load `model` (a directory, a hub id or a name of `sidestream models`) and start an engine on a thread of this
-        process.
+        """Load `model` (a directory, a hub id or a name of `sidestream models`) and start its engine; blocks until it
+        serves.
 
-        options    fields of EngineConfig, such as `kv_memory="2GiB"` or `offload=OffloadConfig(...)`; not together with
-                   `config`
-        tell       is told what the start is at, in words, and how much of that is done, of how much (0 of 0: unknown):
-                   on a GPU it takes up to a minute
-        timeline   file that `close` writes: what each stream did when, for ui.perfetto.dev
-        check_order   judge with vector clocks that nothing is read or reused too early (`sidestream.testing.checker`);
-                      `close` raises RaceError if anything was. For finding bugs: a step takes up to twice as long
+        options       fields of EngineConfig, such as `kv_memory="2GiB"` or `offload=OffloadConfig(...)`; not together
+                      with `config`
+        timeline      file that `close` writes: the work of each stream over time, for ui.perfetto.dev
+        check_order   check with vector clocks that nothing is read or reused too early (`sidestream.testing.checker`);
+                      `close` raises RaceError for findings. For finding bugs: a step takes up to twice as long
+        progress      hears of downloads
+        on_stage      hears of the stages of the start, as `on_stage(stage, done, total)`; 0 of 0: unknown. On a GPU the
+                      start takes up to a minute
 
         Raises ConfigError (ModelError for the model's part).
         """
-        if config is not None and options:
-            raise TypeError(f"give either config or options ({', '.join(options)}), not both")
-        self.config = config or EngineConfig(**options)
+        self.config = chosen_config(config, options)
         self._closed = False
         self._loaded = LoadedEngine(
-            model, self.config, timeline=timeline, check_order=check_order, progress=progress, tell=tell
+            model, self.config, timeline=timeline, check_order=check_order, progress=progress, on_stage=on_stage
         )
         self.model_name = name_of(model)
         self.engine = self._loaded.engine
@@ -106,7 +102,7 @@ class LLM:
 
     @property
     def metrics(self) -> Metrics:
-        """Counters of everything that happened."""
+        """The engine's metrics."""
         return self.engine.parts.metrics
 
     def health(self) -> Health:
@@ -114,7 +110,7 @@ class LLM:
         return self.engine.health()
 
     def reset_cache(self) -> None:
-        """Make every stored block of every tier unreachable at once. Requests that run go on."""
+        """Make every stored block of every tier unreachable at once. Running requests go on."""
         self._check_open()
         self.engine.reset_cache()
 
@@ -125,62 +121,60 @@ class LLM:
         *,
         cache_salt: str = "",
     ) -> list[RequestOutput]:
-        """Answer one prompt or several at once, in their order; `params` for all or one for each.
+        """Continue one prompt or several at once; the results have the prompts' order.
 
-        `cache_salt`: KV is shared with requests of the same salt only, in all tiers.
+        params       for all prompts, or one for each
+        cache_salt   only requests of the same salt share KV, in all tiers
 
-        As many as the engine queues are on their way at a time. Raises RequestError for the first prompt that is
-        refused, before any is started.
+        Raises RequestError for the first prompt that is rejected, before any prompt is started.
         """
         self._check_open()
         many = as_list(prompts)
         each = params_of_each(params, len(many))
         encoded = [ids_of(prompt, self.tokenizer, f"prompts[{index}]") for index, prompt in enumerate(many)]
-        asked = list(zip(encoded, each, strict=True))
-        for ids, chosen in asked:
+        requests = list(zip(encoded, each, strict=True))
+        for ids, chosen in requests:
             self.engine.check(ids, chosen, cache_salt=cache_salt)
-        answers = _Answers(self.engine, self.tokenizer, cache_salt)
+        batch = _Batch(self.engine, self.tokenizer, cache_salt)
         try:
             outputs: list[RequestOutput] = []
-            for ids, chosen in asked:
-                while not answers.submit(ids, chosen):
-                    outputs.append(answers.next())
-            while answers.pending:
-                outputs.append(answers.next())
+            for ids, chosen in requests:
+                while not batch.submit(ids, chosen):
+                    outputs.append(batch.next())
+            while batch.pending:
+                outputs.append(batch.next())
             return outputs
         except BaseException:
-            answers.abort()
+            batch.abort()
             raise
 
     def chat(
         self, messages: Sequence[Mapping[str, Any]], params: SamplingParams | None = None, *, cache_salt: str = ""
     ) -> RequestOutput:
-        """Answer a conversation: messages of `role` and `content`, laid out by the model's chat template."""
+        """Continue a conversation: messages of `role` and `content`, laid out by the model's chat template."""
         self._check_open()
         return self.generate([self.tokenizer.chat(messages)], checked_params(params), cache_salt=cache_salt)[0]
 
     def stream(
         self, prompt: Prompt, params: SamplingParams | None = None, *, cache_salt: str = ""
     ) -> Generator[Delta, None, None]:
-        """News of one prompt's samples as they come. Leaving the loop aborts the request."""
+        """The deltas of one prompt's samples, as they come. Leaving the loop aborts the request."""
         self._check_open()
-        streamed = _Streamed(
+        request = _StreamedRequest(
             self.engine, self.tokenizer, ids_of(prompt, self.tokenizer), checked_params(params), cache_salt
         )
         try:
-            yield from streamed.deltas()
+            yield from request.deltas()
         finally:
-            self.engine.abort(streamed.handle)
+            self.engine.abort(request.handle)
 
     def flush(self, *, timeout_s: float = 60.0) -> bool:
-        """Block until what is complete rests in the tiers; False when `timeout_s` passed first."""
+        """Block until all complete blocks are stored in the tiers; False after `timeout_s`."""
         self._check_open()
         return self.engine.flush(timeout_s=timeout_s)
 
     def close(self, *, drain_s: float = 0.0) -> None:
-        """Abort what runs (after `drain_s` seconds), bring what is complete to the tiers, end the threads.
-        Idempotent.
-        """
+        """Abort running requests after `drain_s` seconds, store all complete blocks, end the threads. Idempotent."""
         self._closed = True
         self._loaded.close(drain_s=drain_s)
 
@@ -188,9 +182,7 @@ class LLM:
         self._check_open()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         self.close()
 
     def _check_open(self) -> None:
@@ -198,35 +190,35 @@ class LLM:
             raise EngineStopped("this LLM is closed: make a new one")
 
 
-class _Streamed:
-    """One submitted prompt and its news, read as they come."""
+class _StreamedRequest:
+    """One submitted prompt whose deltas are read as they come."""
 
     def __init__(
         self, engine: Engine, tokenizer: Tokenizer, prompt: list[int], params: SamplingParams, cache_salt: str
     ) -> None:
         self._engine = engine
-        self._output = OutputProcessor(tokenizer, params)
-        self._news: SimpleQueue[Delta] = SimpleQueue()
+        self._processor = OutputProcessor(tokenizer, params)
+        self._outputs: SimpleQueue[Delta] = SimpleQueue()
         self._num_samples = params.n
-        self.handle: Handle = engine.submit(prompt, params, self._news.put, cache_salt=cache_salt)
+        self.handle: Handle = engine.submit(prompt, params, self._outputs.put, cache_salt=cache_salt)
 
     def deltas(self) -> Iterator[Delta]:
-        """The news as they come, with their text. Ends when the engine holds nothing of the request any more."""
+        """The deltas with their text. Ends when the engine holds no sample of the request any more."""
         left = self._num_samples
         while left:
-            told = self._news.get()
-            left -= told.finish_reason is not None
-            delta = self._output.read(told)
+            raw = self._outputs.get()
+            left -= raw.finish_reason is not None
+            delta = self._processor.read(raw)
             if delta is None:
                 continue
-            _end_with_text(self._engine, self.handle, told, delta)
-            _raise_for(delta)
+            _abort_if_text_ended(self._engine, self.handle, raw, delta)
+            _raise_if_failed(delta)
             yield delta
 
 
 @dataclass(slots=True)
 class _Sample:
-    """The part of one sample's answer that has come."""
+    """One sample's output so far."""
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
@@ -234,25 +226,30 @@ class _Sample:
     finish_reason: str = ""
 
 
-class _Answers:
-    """The prompts of one `LLM.generate`, whose answers are wanted whole and in their order."""
+class _Batch:
+    """The prompts of one `LLM.generate`, in their order."""
 
     def __init__(self, engine: Engine, tokenizer: Tokenizer, cache_salt: str) -> None:
         self._engine = engine
         self._tokenizer = tokenizer
         self._cache_salt = cache_salt
-        self._news: _News = SimpleQueue()
-        self.pending = deque[_Gathered]()
+        self._outputs: _Outputs = SimpleQueue()
+        self.pending = deque[_CollectedRequest]()
 
     def submit(self, prompt: list[int], params: SamplingParams) -> bool:
-        """Submit one more; False if the queue is full and an answer that is pending will make room. Raises what
-        `Engine.submit` raises.
+        """Submit one more prompt. False if the engine's queue is full and a pending result will make room.
+
+        Raises what `Engine.submit` raises.
         """
-        while not self._news.empty():
-            # a long list of prompts takes its time, and the first ones may reach their stop strings meanwhile
+        while not self._outputs.empty():
+            # With many prompts, the first ones may reach their stop strings before the last one is submitted.
             self._read()
         try:
-            self.pending.append(_Gathered(self._engine, self._tokenizer, prompt, params, self._cache_salt, self._news))
+            self.pending.append(
+                _CollectedRequest(
+                    self._engine, self._tokenizer, prompt, params, cache_salt=self._cache_salt, outputs=self._outputs
+                )
+            )
         except QueueFull:
             if not self.pending:
                 raise
@@ -260,9 +257,7 @@ class _Answers:
         return True
 
     def next(self) -> RequestOutput:
-        """Wait for the first pending answer. What comes for the others is read meanwhile: each must end at its own stop
-        string.
-        """
+        """Wait for the first pending result. Meanwhile, process the other prompts' deltas and stop strings."""
         while not self.pending[0].ended:
             self._read()
         output = self.pending[0].output()
@@ -270,23 +265,22 @@ class _Answers:
         return output
 
     def abort(self) -> None:
-        """End all that are pending."""
-        for one in self.pending:
-            self._engine.abort(one.handle)
+        """Abort all pending prompts."""
+        for request in self.pending:
+            self._engine.abort(request.handle)
 
     def _read(self) -> None:
-        whose, delta = self._news.get()
+        request, delta = self._outputs.get()
         if delta is not None:
-            whose.read(delta)
+            request.read(delta)
 
 
-class _Gathered:
-    """One submitted prompt whose answer is wanted whole.
+class _CollectedRequest:
+    """One submitted prompt whose result is returned whole.
 
-    Without stop strings, the engine thread adds up the tokens and sends one message at the end: a thousand messages a
-    second that wait to be read make the garbage collector stop the engine thread, and so does a reader that takes them
-    one by one. With stop strings, its deltas are read as they come, because only the reader knows where the answer
-    ends.
+    Without stop strings, the engine thread collects the tokens and puts one message at the end: with one message per
+    token, the garbage collector and the reading thread would slow the engine thread. With stop strings, the caller's
+    thread reads each delta, because only the text shows where the sample ends.
     """
 
     def __init__(
@@ -295,49 +289,50 @@ class _Gathered:
         tokenizer: Tokenizer,
         prompt: list[int],
         params: SamplingParams,
+        *,
         cache_salt: str,
-        news: _News,
+        outputs: _Outputs,
     ) -> None:
         self._engine = engine
         self._tokenizer = tokenizer
         self._include_stop = params.include_stop
-        self._output = OutputProcessor(tokenizer, params) if params.stop else None
-        self._news = news
+        self._processor = OutputProcessor(tokenizer, params) if params.stop else None
+        self._outputs = outputs
         self._samples = [_Sample() for _ in range(params.n)]
         self._left = params.n
         self._first: Delta | None = None
         self._failed: Delta | None = None
         self._started_s = time.monotonic()
         self._ttft_s: float | None = None
-        self.handle: Handle = engine.submit(prompt, params, self._take, cache_salt=cache_salt)
+        self.handle: Handle = engine.submit(prompt, params, self._on_delta, cache_salt=cache_salt)
 
-    def _take(self, delta: Delta) -> None:
-        """The engine's sink."""
+    def _on_delta(self, delta: Delta) -> None:
+        """The engine's sink, on the engine thread."""
         if self._first is None:
             self._first = delta
         if self._ttft_s is None and delta.token_ids:
             self._ttft_s = time.monotonic() - self._started_s
-        if self._output is not None:
-            self._news.put((self, delta))
+        if self._processor is not None:
+            self._outputs.put((self, delta))
             return
         self._add(delta)
         if delta.finish_reason is not None:
             self._left -= 1
             if self.ended:
-                self._news.put((self, None))
+                self._outputs.put((self, None))
 
-    def read(self, told: Delta) -> None:
-        """Take in the next delta of a request with stop strings, on the caller's thread."""
-        assert self._output is not None
-        delta = self._output.read(told)
+    def read(self, raw: Delta) -> None:
+        """Process one delta of a request with stop strings, on the caller's thread."""
+        assert self._processor is not None
+        delta = self._processor.read(raw)
         if delta is not None:
-            _end_with_text(self._engine, self.handle, told, delta)
+            _abort_if_text_ended(self._engine, self.handle, raw, delta)
             self._add(delta)
-        self._left -= told.finish_reason is not None
+        self._left -= raw.finish_reason is not None
 
     @property
     def ended(self) -> bool:
-        """Whether the engine holds none of the samples any more, or one of them failed."""
+        """Whether all samples have ended in the engine, or one has failed."""
         return not self._left or self._failed is not None
 
     def _add(self, delta: Delta) -> None:
@@ -353,15 +348,15 @@ class _Gathered:
                 self._failed = self._failed or delta
 
     def output(self) -> RequestOutput:
-        """The answer, once it has ended; where no stop string was looked for, text is made of all tokens at once."""
+        """The result, after the end. Without stop strings, the tokens are decoded here, all at once."""
         if self._failed is not None:
-            _raise_for(self._failed)
+            _raise_if_failed(self._failed)
         first = self._first
         assert first is not None
         completions = tuple(
             Completion(
                 index,
-                self._text(sample) if self._output is None else sample.text,
+                self._text(sample) if self._processor is None else sample.text,
                 tuple(sample.token_ids),
                 tuple(sample.logprobs),
                 sample.finish_reason,
@@ -371,25 +366,24 @@ class _Gathered:
         return RequestOutput(first.prompt_tokens, completions, first.cached, self._ttft_s or 0.0)
 
     def _text(self, sample: _Sample) -> str:
-        shown = shown_tokens(tuple(sample.token_ids), sample.finish_reason, include_stop=self._include_stop)
+        token_ids = tokens_with_text(tuple(sample.token_ids), sample.finish_reason, include_stop=self._include_stop)
         try:
-            return self._tokenizer.decode(shown)
+            return self._tokenizer.decode(token_ids)
         except Exception as error:  # a tokenizer is foreign code
             raise RequestError(f"the tokenizer failed: {error}") from error
 
 
-_News = SimpleQueue[tuple[_Gathered, Delta | None]]
-"""Deltas of prompts with stop strings, and, without a delta, that another prompt's answer is complete."""
+_Outputs = SimpleQueue[tuple[_CollectedRequest, Delta | None]]
+"""A delta of a prompt with stop strings; None: a prompt without stop strings has ended."""
 
 
-def _end_with_text(engine: Engine, handle: Handle, told: Delta, read: Delta) -> None:
-    """End a sample in the engine if its text ended it first: with a stop string, or because the tokenizer failed."""
-    if told.finish_reason is None and read.finish_reason is not None:
-        engine.abort(handle.sample(read.index), reason=read.finish_reason)
+def _abort_if_text_ended(engine: Engine, handle: Handle, raw: Delta, processed: Delta) -> None:
+    """Abort a sample in the engine if its text ended first: at a stop string, or because the tokenizer failed."""
+    if raw.finish_reason is None and processed.finish_reason is not None:
+        engine.abort(handle.sample(processed.index), reason=processed.finish_reason)
 
 
-def _raise_for(delta: Delta) -> None:
-    """Raise what the news of a sample's bad end mean to whoever asked."""
+def _raise_if_failed(delta: Delta) -> None:
     if delta.finish_reason == "error":
         raise RequestError(delta.error or "the request failed")
     if delta.finish_reason == "abort":

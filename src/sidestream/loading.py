@@ -1,13 +1,14 @@
-"""From a model's name to a running engine in this process: weights, draft model or head, tokenizer, sampling defaults,
-check of order.
+"""Loads a model by name and starts its engine in this process: weights, draft model or head, tokenizer, sampling
+defaults, ordering checker.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from sidestream.config import NEUTRAL, EngineConfig, SamplingDefaults
 from sidestream.device.choice import torch_device
@@ -29,12 +30,23 @@ from sidestream.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 
-Tell = Callable[[str, int, int], None]
-"""Is told what the start is at, in words, and how much of that is done, of how much; 0 of 0: unknown."""
+OnStage = Callable[[str, int, int], None]
+"""`on_stage(stage, done, total)` hears of each stage of the start and its progress; 0 of 0: unknown."""
+
+
+def ignore_stage(stage: str, done: int, total: int) -> None:
+    """The default `on_stage`."""
+
+
+def chosen_config(config: EngineConfig | None, options: Mapping[str, Any]) -> EngineConfig:
+    """`config`, or an EngineConfig of `options`. Raises TypeError when both are given."""
+    if config is not None and options:
+        raise TypeError(f"give either config or options ({', '.join(options)}), not both")
+    return config or EngineConfig(**options)
 
 
 def name_of(model: str | Path) -> str:
-    """What clients call a model: the name of its directory, or the name that it was asked for by."""
+    """The model's name for clients: its directory's name, or `model` itself."""
     return Path(model).name if Path(model).is_dir() else str(model)
 
 
@@ -52,13 +64,11 @@ class LoadedEngine:
         timeline: str | Path | None = None,
         check_order: bool = False,
         progress: Progress | None = None,
-        tell: Tell = lambda what, done, total: None,
+        on_stage: OnStage = ignore_stage,
     ) -> None:
-        """Load `model` (a directory, a hub id or a name of `sidestream models`) and start an engine. Raises
-        ConfigError, ModelError for the model's part.
-        """
+        """Parameters and errors are those of `LLM`."""
         self.config = config
-        device = torch_device(config.device)  # first: without a GPU that was asked for, nothing large need be read
+        device = torch_device(config.device)  # first: fails before anything large is read
         config.sizes(device.type)
         self.path = resolve(str(model), progress=progress)
         self.sampling_defaults = self._sampling_defaults()
@@ -66,7 +76,7 @@ class LoadedEngine:
         self._timeline_path = timeline
         self.tokenizer = Tokenizer.load(self.path)
         draft_path = self._draft_path(progress)
-        tell("reading the weights", 0, 0)
+        on_stage("reading the weights", 0, 0)
         loaded = load_model(
             self.path,
             dtype=config.dtype,
@@ -74,7 +84,7 @@ class LoadedEngine:
             device=device,
             max_model_len=config.max_model_len,
         )
-        proposer = self._proposer(loaded, draft_path, tell)
+        proposer = self._proposer(loaded, draft_path, on_stage)
         self._checker = Checker() if check_order else None
         self.engine: Engine = build_engine(
             loaded,
@@ -84,14 +94,14 @@ class LoadedEngine:
             tracer=self._checker,
             proposer=proposer,
             defaults=self.sampling_defaults,
-            tell=tell,
+            tell=on_stage,
         )
         self._unsettle_garbage = settle_garbage()
 
     def close(self, *, drain_s: float = 0.0) -> None:
-        """Abort what runs after `drain_s` seconds, bring what is complete to the tiers, end the threads. Idempotent.
+        """Abort running requests after `drain_s` seconds, store all complete blocks, end the threads. Idempotent.
 
-        Raises RaceError when the order was checked and was wrong.
+        Raises RaceError for findings of the ordering checker.
         """
         self.engine.close(drain_s=drain_s)
         self._unsettle_garbage()
@@ -107,7 +117,7 @@ class LoadedEngine:
                 )
 
     def _sampling_defaults(self) -> SamplingDefaults:
-        """Read the sampling options of requests that leave them out, and log them."""
+        """Read and log the model's sampling defaults."""
         if self.config.generation_config == "none":
             log.info("sampling defaults: %s; generation_config.json is ignored", NEUTRAL)
             return NEUTRAL
@@ -117,9 +127,7 @@ class LoadedEngine:
         return defaults
 
     def _draft_path(self, progress: Progress | None) -> str | None:
-        """Where the draft model is, if there is one; before anything large is read, it is known to have the same
-        tokenizer.
-        """
+        """The draft model's path, if there is one. Checks its tokenizer before anything large is read."""
         wanted = self.config.speculative
         if wanted is None or wanted.model is None:
             return None
@@ -129,15 +137,15 @@ class LoadedEngine:
         self.tokenizer.check_equal(theirs, name=str(wanted.model))
         return path
 
-    def _proposer(self, model: PagedModel, draft_path: str | None, tell: Tell) -> Proposer | None:
-        """A proposer that needs weights; None: nothing is drafted, or the engine makes its proposer by itself."""
+    def _proposer(self, model: PagedModel, draft_path: str | None, on_stage: OnStage) -> Proposer | None:
+        """The proposer, if it needs weights. None: no drafts, or the engine makes the proposer."""
         wanted = self.config.speculative
         if wanted is not None and wanted.proposer == "mtp":
             with _about("the head"):
                 return MtpProposer(attach_head(model, wanted.head or shipped_head(self.path) or self.path))
         if draft_path is None:
             return None
-        tell("reading the draft model's weights", 0, 0)
+        on_stage("reading the draft model's weights", 0, 0)
         max_model_len = self.config.max_model_len or model.max_model_len
         with _about("the draft model"):
             draft = load_model(
@@ -152,13 +160,13 @@ class LoadedEngine:
 
 
 @contextlib.contextmanager
-def _about(what: str) -> Iterator[None]:
-    """Say in every reason which part it concerns; an error of a hub is a reason too."""
+def _about(part: str) -> Iterator[None]:
+    """Name the part in the message of ConfigErrors; turn the hub's errors into ModelErrors."""
     try:
         yield
     except ConfigError as error:
-        raise ModelError(f"{what}: {error}") from error
+        raise ModelError(f"{part}: {error}") from error
     except OSError as error:
         raise ModelError(
-            f"{what}: it cannot be fetched ({str(error).strip().splitlines()[0]}); check the path or the name"
+            f"{part}: it cannot be fetched ({str(error).strip().splitlines()[0]}); check the path or the name"
         ) from error

@@ -1,4 +1,4 @@
-"""What callers of the Python interface may give as prompts and parameters, checked."""
+"""Checks the prompts and parameters of the Python interface."""
 
 from __future__ import annotations
 
@@ -49,17 +49,17 @@ def checked_params(params: SamplingParams | None, where: str = "params") -> Samp
         return SamplingParams()
     if isinstance(params, SamplingParams):
         return params
-    given = f"the class {params.__name__}" if isinstance(params, type) else reprlib.repr(params)
-    wanted = "temperature=0"
+    value = f"the class {params.__name__}" if isinstance(params, type) else reprlib.repr(params)
+    example = "temperature=0"
     if isinstance(params, Mapping):
-        wanted = ", ".join(f"{name}={reprlib.repr(value)}" for name, value in params.items())
-    reason = f"{where} is {given}: give a SamplingParams object, such as SamplingParams({wanted})"
+        example = ", ".join(f"{name}={reprlib.repr(value)}" for name, value in params.items())
+    reason = f"{where} is {value}: give a SamplingParams object, such as SamplingParams({example})"
     raise RequestRejected(reason, param=where)
 
 
-def _items(given: object, where: str, wanted: str) -> list[Any]:
+def _items(value: object, where: str, expected: str) -> list[Any]:
     """The items of a sequence, as a list. Raises RequestRejected for anything else, bytes included."""
-    if isinstance(given, bytes | bytearray | Mapping | Set) or not isinstance(given, Iterable):
-        hint = "; a conversation is for chat()" if isinstance(given, Mapping) else ""
-        raise RequestRejected(f"{where} is {reprlib.repr(given)}: give {wanted}{hint}", param=where)
-    return list(given)
+    if isinstance(value, bytes | bytearray | Mapping | Set) or not isinstance(value, Iterable):
+        hint = "; a conversation is for chat()" if isinstance(value, Mapping) else ""
+        raise RequestRejected(f"{where} is {reprlib.repr(value)}: give {expected}{hint}", param=where)
+    return list(value)

@@ -1,7 +1,4 @@
-"""Text to token ids, messages to token ids, ids to text: a model's tokenizer and its chat template.
-
-Knows nothing of requests or the engine. May be used from any thread.
-"""
+"""A model's tokenizer and its chat template. Knows nothing of requests or the engine; any thread may use it."""
 
 from __future__ import annotations
 
@@ -23,18 +20,17 @@ from sidestream.config import unknown_name
 from sidestream.errors import ModelError, RequestRejected
 from sidestream.text import Detokenizer
 
-# What a template is called with. An option of such a name would replace it: the template itself, for instance.
+# Arguments of apply_chat_template: an option of the same name would replace them.
 _TEMPLATE_CALL = frozenset({"messages", *inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters})
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
 class Tokenizer:
-    """A model's tokenizer: text to token ids, messages to token ids, ids to text.
+    """Encodes text and messages; decodes token ids.
 
-    eos_ids      ids that end an answer: those of the generation config (else of the model's config), and the
-                 tokenizer's
-    special_ids  ids that stand for no text, such as the end of sequence; `decode` leaves them out
-    byte_ids     ids with which a sentencepiece model spells an unknown character in bytes: <0xE2><0x82><0xAC>
+    eos_ids      ids that end an answer: of the generation config (else the model's config) and of the tokenizer
+    special_ids  ids without text, such as the end of sequence; `decode` skips them
+    byte_ids     byte tokens of a sentencepiece model: <0xE2><0x82><0xAC> spells an unknown character
     vocab_size   one more than the largest id; the model's logits may be wider
     """
 
@@ -49,9 +45,7 @@ class Tokenizer:
 
     @classmethod
     def load(cls, model: str) -> Tokenizer:
-        """The tokenizer in a transformers directory or of a hub id. Raises ModelError when there is none that can be
-        read.
-        """
+        """Load the tokenizer of a transformers directory or a hub id. Raises ModelError."""
         try:
             pieces = _sentencepiece_file(model)
             backend = AutoTokenizer.from_pretrained(model, trust_remote_code=False)
@@ -72,19 +66,18 @@ class Tokenizer:
         return cls(backend, eos_ids=_eos_ids(model, backend))
 
     def check_equal(self, other: Tokenizer, *, name: str) -> None:
-        """Raise ModelError, with both values, unless the draft model `name`'s tokenizer gives every id the same
-        token.
-        """
+        """Raise ModelError unless `other`, the tokenizer of the draft model `name`, has the same token for each id."""
         ours, theirs = self._backend.get_vocab(), other._backend.get_vocab()
         for token, number in sorted(ours.items(), key=lambda item: item[1]):
             if theirs.get(token) != number:
                 raise ModelError(
-                    f"the draft model {name} has another tokenizer: {token!r} is {theirs.get(token, 'no token')} there, {number} here "
+                    f"the draft model {name} has another tokenizer: "
+                    f"{token!r} is {theirs.get(token, 'no token')} there, {number} here "
                     f"({len(theirs)} tokens there, {len(ours)} here); take a draft model of the same family"
                 )
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of `text`, with what the model wants around it (such as a beginning of sequence) if asked.
+        """Token ids of `text`. `add_special_tokens` adds the model's own, such as a beginning of sequence.
 
         Raises RequestRejected when `text` is not valid Unicode.
         """
@@ -103,15 +96,15 @@ class Tokenizer:
         return [token or "" for token in self._backend.convert_ids_to_tokens(list(token_ids))]
 
     def length_of(self, token_id: int) -> int:
-        """How many characters one token's text has; asked for every token that is drawn, so it is looked up."""
+        """Number of characters of one token's text. Cached: every sampled token needs it."""
         length = self._lengths.get(token_id)
         if length is None:
             length = self._lengths[token_id] = len(self.decode([token_id]))
         return length
 
     def detokenizer(self) -> Detokenizer:
-        """A fresh incremental `decode`, for one sample."""
-        return Detokenizer(self)
+        """A new incremental `decode`, for one sample."""
+        return Detokenizer(self.decode, self.length_of, special_ids=self.special_ids, byte_ids=self.byte_ids)
 
     def chat(
         self,
@@ -128,11 +121,11 @@ class Tokenizer:
                                 list of parts `{"type": "text", "text": …}`; an assistant's message with tool_calls
                                 needs none
         add_generation_prompt   end with the start of an answer
-        continue_final_message  leave the last message open, for the model to write on
+        continue_final_message  leave the last message open: the model continues it
         options                 variables of the template, such as enable_thinking
 
-        Raises RequestRejected when there is no template, when it refuses the messages, or when it knows no `tools`,
-        calls of tools, role `tool` or option that was given: nothing of these is ignored silently.
+        Raises RequestRejected when there is no template, when it refuses the messages, or when it does not read the
+        given `tools`, tool calls, role `tool` or option: none is ignored silently.
         """
         if isinstance(messages, str | bytes | Mapping) or not isinstance(messages, Iterable):
             example = '[{"role": "user", "content": "Hello"}]'
@@ -159,7 +152,7 @@ class Tokenizer:
 
     @property
     def has_chat_template(self) -> bool:
-        """Whether `chat` can work at all."""
+        """Whether the model has a chat template."""
         return self._backend.chat_template is not None
 
     def template_knows(self, option: str) -> bool:
@@ -198,7 +191,7 @@ class Tokenizer:
 
 @functools.lru_cache(maxsize=8)
 def _words(template: str) -> tuple[frozenset[str], frozenset[str]]:
-    """The names that a template uses, of variables and attributes alike, and the strings that it compares with."""
+    """The names in a template (variables and attributes) and its string literals."""
     words = [(kind, word) for _, kind, word in jinja2.Environment().lex(template)]
     return (
         frozenset(word for kind, word in words if kind == "name"),
@@ -207,8 +200,8 @@ def _words(template: str) -> tuple[frozenset[str], frozenset[str]]:
 
 
 def _text_of(backend: PreTrainedTokenizerBase) -> Callable[[list[int]], str]:
-    """Text of ids, without special tokens and clean-up: by the tokenizer underneath, where transformers adds nothing
-    but five times its time.
+    """`decode` without special tokens and clean-up. Calls the Rust tokenizer directly, which is five times as fast,
+    if transformers' class adds nothing to it.
     """
     fast, kind = PreTrainedTokenizerFast, type(backend)
     if isinstance(backend, fast) and kind.decode is fast.decode and kind._decode is fast._decode:
@@ -223,7 +216,7 @@ def _text_of(backend: PreTrainedTokenizerBase) -> Callable[[list[int]], str]:
 
 
 def _special_ids(backend: PreTrainedTokenizerBase) -> frozenset[int]:
-    """Ids that decoding leaves out: asked of the tokenizer, not believed from its lists."""
+    """Ids that `decode` skips: found by decoding, because the tokenizer's lists may be wrong."""
     listed = {index for index, token in backend.added_tokens_decoder.items() if token.special} | set(
         backend.all_special_ids
     )
@@ -299,7 +292,8 @@ def _check_unicode(text: str) -> None:
         text.encode("utf-8")
     except UnicodeEncodeError as fault:
         raise RequestRejected(
-            f"the text is not valid Unicode: character {fault.start} is the lone surrogate U+{ord(text[fault.start]):04X}; send UTF-8"
+            f"the text is not valid Unicode: character {fault.start} is the lone surrogate "
+            f"U+{ord(text[fault.start]):04X}; send UTF-8"
         ) from fault
 
 
@@ -324,14 +318,15 @@ def _sentencepiece_file(model: str) -> Path | None:
         importlib.import_module("sentencepiece.sentencepiece_model_pb2")  # needs sentencepiece and a protobuf that fits
     except Exception as fault:  # protobuf raises errors of its own
         raise ModelError(
-            f"the tokenizer in {model} is a SentencePiece model alone ({path.name}, no tokenizer.json), and the packages "
-            f"that read it cannot be loaded ({_first_line(fault)}): pip install 'sidestream[sentencepiece]'"
+            f"the tokenizer in {model} is a SentencePiece model alone ({path.name}, no tokenizer.json), and "
+            f"the packages that read it cannot be loaded ({_first_line(fault)}): "
+            "pip install 'sidestream[sentencepiece]'"
         ) from fault
     return path
 
 
 def _starts_like_sentencepiece(path: Path) -> bool:
-    """Its protobuf starts with a piece, field 1; a tiktoken file, which may have the same name, is text."""
+    """Whether the file is a protobuf that starts with field 1; a tiktoken file of the same name is text."""
     with path.open("rb") as file:
         return file.read(1) == b"\n"
 
@@ -345,7 +340,7 @@ _PROBES = (
 
 
 def _check_conversion(backend: PreTrainedTokenizerBase, path: Path) -> None:
-    """transformers converts a SentencePiece model by the rules of the tokenizer's class, which may be the wrong one."""
+    """Raise ModelError if transformers converted the SentencePiece model wrongly: its class may not fit the model."""
     from sentencepiece import SentencePieceProcessor
 
     original = SentencePieceProcessor(model_file=str(path))
@@ -373,7 +368,8 @@ def _legacy_template(model: str) -> str | None:
 
 def _no_tokenizer(model: str, reason: str) -> ModelError:
     return ModelError(
-        f"no usable tokenizer in {model}: {reason}; a transformers directory has a tokenizer.json beside its config.json"
+        f"no usable tokenizer in {model}: {reason}; "
+        "a transformers directory has a tokenizer.json beside its config.json"
     )
 
 

@@ -1,7 +1,7 @@
 """Ids, accesses, the fence protocol, and the plans that travel between rooms. No tensors, no behaviour.
 
-Plans are frozen values, complete at birth. The scheduler makes them, the executor and the transfer engine carry them
-out; neither of the three rooms imports another.
+Plans are frozen values, complete at birth. The scheduler makes them; the model runner and the offload engine carry them
+out. None of these three rooms imports another.
 """
 
 from __future__ import annotations
@@ -15,10 +15,16 @@ SlotId = int
 Key = bytes
 RequestId = int
 
+DEVICE = "device"
+HOST = "host"
+"""Names of the tiers that every engine with offload has. Blocks of host memory can be loaded at once; blocks of other
+tiers are promoted to host memory first. `offload.tiers.registry` knows the others.
+"""
+
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """One byte range `[start, stop)` of a named memory (`"kv"`, `"host"`, …) that a piece of work reads or writes."""
+    """A byte range `[start, stop)` of a named memory (`"kv"`, `"host"`, …) that work on a stream reads or writes."""
 
     memory: str
     start: int
@@ -27,21 +33,26 @@ class Access:
 
 
 Accesses = Callable[[], Sequence[Access]]
-"""Says what a piece of work touches, to a device that asks; building the list costs more than some work does."""
+"""Returns the accesses of a piece of work. A function, because building the list costs more than some of the work:
+a device without a tracer never calls it.
+"""
 
 
 @runtime_checkable
 class Fence(Protocol):
-    """Proof that everything enqueued on `stream` up to `tick` is done. Exists only once its record is enqueued."""
+    """A position on a stream: once it is done, so is all work enqueued on `stream` up to `tick`.
+
+    A fence exists only after its record was enqueued.
+    """
 
     @property
     def stream(self) -> str:
-        """Name of the stream that this fence was recorded on."""
+        """Name of the stream."""
         ...
 
     @property
     def tick(self) -> int:
-        """Position on that stream; fences of one stream complete in the order of their ticks."""
+        """Position on the stream; fences of one stream complete in the order of their ticks."""
         ...
 
     def poll(self) -> bool:
@@ -50,112 +61,109 @@ class Fence(Protocol):
 
     @property
     def failure(self) -> BaseException | None:
-        """What the fenced piece of work raised, once `poll()` is true; None when it went well."""
+        """The exception that the fenced work raised, valid once `poll()` is true; None after success."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingSpec:
-    """How one row's tokens are drawn; the device's share of `SamplingParams`, complete and validated."""
+    """Sampling parameters of one request: the device's share of `SamplingParams`, complete and validated.
 
-    temperature: float
-    top_k: int
-    top_p: float
-    min_p: float
-    repetition_penalty: float
-    presence_penalty: float
-    frequency_penalty: float
+
+    options     value of each sampling option, by its name in the table (`SAMPLING_OPTIONS` in config.py)
+    penalised   a draw depends on the tokens before it
+    """
+
+    options: Mapping[str, float]
+    penalised: bool
     logit_bias: Mapping[int, float]
     seed: int
     min_tokens: int
     forbidden_until_min: tuple[int, ...]
-    """Token ids that may not be drawn before `min_tokens` outputs: the end of sequence and the stop ids."""
+    """Stop ids and the end of sequence: not sampled before `min_tokens` outputs."""
     top_logprobs: int
     """-1: no logprobs; k >= 0: the drawn token's and the k most likely ones'."""
 
     @property
     def greedy(self) -> bool:
-        """Whether the likeliest token is drawn. `top_k` 1 leaves no choice either."""
-        return self.temperature == 0 or self.top_k == 1
-
-    @property
-    def penalised(self) -> bool:
-        """Whether a draw depends on the tokens before it."""
-        return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
+        """Whether sampling is an argmax: temperature 0, or `top_k` 1."""
+        return self.options["temperature"] == 0 or self.options["top_k"] == 1
 
 
 @dataclass(frozen=True, slots=True)
 class RowStart:
-    """What the device state of a row is set to before the row's first chunk of an epoch."""
+    """Initial device state of a request slot; comes with the request's first chunk of an epoch."""
 
     sampling: SamplingSpec
     prompt: tuple[int, ...]
-    """The request's prompt (repetition penalty counts it)."""
+    """The request's prompt; the repetition penalty counts its tokens."""
     outputs: tuple[int, ...]
-    """Tokens already emitted, for a request that was preempted and comes back."""
+    """Tokens already emitted: of a request that resumes after a preemption."""
 
 
 class RowPlan(NamedTuple):
-    """One request's share of a step: compute KV for positions `[start, stop)`.
+    """One request's share of a step: compute KV for positions `[min_start, stop)`.
 
-    tokens        ids for `[start, stop)`; None: the last one drawn for this row, taken from device state, and `drafts`
-                  drafted behind it
-    block_ids     block table that covers `[0, stop)`
-    samples       the chunk ends at the last known token, so its last position yields output number `output_index`;
-                  behind drafts, each does
-    begin         set with a row's first chunk of an epoch
-    drafts        0 with tokens. How many drafts of steps on their way are right only the device knows: then the `1 +
-                  drafts` tokens lie somewhere in `[start, stop)`, and `output_index` is the least that it may be
+    tokens            token ids of `[min_start, stop)` (prefill). None (decode): the request's last sampled token, read
+                      from device state, and `drafts` draft tokens after it
+    block_ids         block table that covers `[0, stop)`
+    samples           the chunk ends at the last known token, so its last position yields an output; with drafts, each
+                      position yields one
+    min_output_index  index of the row's first output
+    begin             set on the request's first chunk of an epoch
+    drafts            number of draft tokens; 0 in prefill
+
+    `min_start` and `min_output_index` are exact, unless drafts of an earlier step are in flight. Then only the device
+    knows how many of those are accepted: both are lower bounds, and the row's `1 + drafts` tokens lie somewhere in
+    `[min_start, stop)`.
     """
 
     request_id: RequestId
     row: int
     epoch: int
-    start: int
+    min_start: int
     stop: int
     tokens: tuple[int, ...] | None
     block_ids: tuple[BlockId, ...]
     samples: bool
-    output_index: int
+    min_output_index: int
     begin: RowStart | None = None
     drafts: int = 0
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that the step computes for it."""
-        return 1 + self.drafts if self.tokens is None else self.stop - self.start
+        """Tokens that the step computes for this request."""
+        return 1 + self.drafts if self.tokens is None else self.stop - self.min_start
 
     @property
     def is_certain(self) -> bool:
-        """Whether the host knows where it begins."""
-        return self.stop - self.start == self.num_tokens
+        """Whether the host knows the exact positions: no earlier step has drafts to verify."""
+        return self.stop - self.min_start == self.num_tokens
 
 
 class RowColumns(NamedTuple):
-    """The rows of a step by field, each of `RowPlan` under its name: what is asked of all rows in a step is asked of a
-    column.
-    """
+    """The rows of a step as columns, one for each field of `RowPlan`: faster where code needs one field of all rows."""
 
     request_id: tuple[RequestId, ...]
     row: tuple[int, ...]
     epoch: tuple[int, ...]
-    start: tuple[int, ...]
+    min_start: tuple[int, ...]
     stop: tuple[int, ...]
     tokens: tuple[tuple[int, ...] | None, ...]
     block_ids: tuple[tuple[BlockId, ...], ...]
     samples: tuple[bool, ...]
-    output_index: tuple[int, ...]
+    min_output_index: tuple[int, ...]
     begin: tuple[RowStart | None, ...]
     drafts: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class BatchPlan:
-    """One step: rows in the order they are packed. Those that decode come first, and of these those without drafts.
+    """The batch of one step, in packed order: decode rows without drafts, decode rows with drafts, then prefill.
 
-    speculates   some row has drafts, or begins where only the device knows because a step before it has drafts
+    speculates   a row has drafts, or its positions depend on an earlier step with drafts
     columns      the same rows by field
-    num_decodes  rows that decode
+    num_decodes  decode rows
     """
 
     rows: tuple[RowPlan, ...]
@@ -170,7 +178,7 @@ class BatchPlan:
 
     @property
     def begins(self) -> Sequence[tuple[int, RowStart]]:
-        """Rows whose device state is set first, and to what."""
+        """Request slots to initialise before the step, with their initial state."""
         columns = self.columns
         if not any(columns.begin):  # nearly always
             return ()
@@ -178,18 +186,18 @@ class BatchPlan:
 
     @property
     def num_prefill_tokens(self) -> int:
-        """Tokens that rows which do not decode compute."""
+        """Tokens of the prefill rows."""
         columns, decodes = self.columns, self.num_decodes
         if decodes == len(self.rows):  # nearly always
             return 0
-        return sum(columns.stop[decodes:]) - sum(columns.start[decodes:])
+        return sum(columns.stop[decodes:]) - sum(columns.min_start[decodes:])
 
     @property
     def num_tokens(self) -> int:
         """Tokens that the step computes."""
         if self.speculates:
             return sum(row.num_tokens for row in self.rows)
-        return sum(self.columns.stop) - sum(self.columns.start)
+        return sum(self.columns.stop) - sum(self.columns.min_start)
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,11 +211,11 @@ class TokenLogprob:
 
 @dataclass(slots=True)
 class RowResult:
-    """What one row of a step drew. Not frozen, though nobody changes one: it is made as often as a `Delta`.
+    """Sampled tokens of one row of a step. Immutable by convention; not frozen, for speed (see `Delta`).
 
-    token_ids   one, and one more for each draft that was accepted
-    logprobs    of each of them, if the request asked for any
-    finite      False: behind these tokens the logits held NaN or infinity, or every token was forbidden
+    token_ids   one, and one more for each accepted draft
+    logprobs    of each token, if the request wants them
+    finite      False: after these tokens, the logits held NaN or infinity, or every token was forbidden
     """
 
     token_ids: tuple[int, ...]
@@ -215,31 +223,57 @@ class RowResult:
     finite: bool = True
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, init=False)
 class CachedTokens:
-    """Prompt tokens that were not computed again, by the tier they came from."""
+    """Prompt tokens that were not computed again, by the tier that held them: `CachedTokens(device=16, disk=32)`.
 
-    device: int = 0
-    host: int = 0
-    disk: int = 0
+    by_tier   the tiers that held any, by name
+    """
+
+    by_tier: Mapping[str, int]
+
+    def __init__(self, **by_tier: int) -> None:
+        object.__setattr__(self, "by_tier", {tier: count for tier, count in by_tier.items() if count})
+
+    def __hash__(self) -> int:
+        return hash(frozenset(self.by_tier.items()))
+
+    def __repr__(self) -> str:
+        counts = {DEVICE: 0, HOST: 0, **self.by_tier}
+        return f"CachedTokens({', '.join(f'{tier}={count}' for tier, count in counts.items())})"
+
+    @property
+    def device(self) -> int:
+        """Tokens of blocks that the device still held."""
+        return self.by_tier.get(DEVICE, 0)
+
+    @property
+    def host(self) -> int:
+        """Tokens of blocks from host memory."""
+        return self.by_tier.get(HOST, 0)
+
+    @property
+    def disk(self) -> int:
+        """Tokens of blocks from disk."""
+        return self.by_tier.get("disk", 0)
 
     @property
     def total(self) -> int:
-        """All of them."""
-        return self.device + self.host + self.disk
+        """Tokens of all tiers."""
+        return sum(self.by_tier.values())
 
 
 @dataclass(slots=True)
 class Delta:
-    """News of one request at one commit: text and tokens since the last delta, and how it ended, if it did.
+    """Output of one request at one commit: tokens since the last delta, and the finish reason of the last one.
 
-    Not frozen, though nobody changes one: the engine thread makes one for each token, and a frozen one takes it four
-    times as long.
+    Immutable by convention. Not frozen: the engine thread makes one for each token, and a frozen dataclass takes four
+    times as long to make.
 
-    finish_reason   None while running; `"stop"`, `"length"`, `"abort"` or `"error"` once
-    index           which of the request's `n` samples this belongs to
-    text            empty from the engine, which knows tokens only; an `OutputProcessor` adds it. May lag behind the
-                    tokens while a stop string or a UTF-8 sequence is incomplete
+    finish_reason   None while running; then `"stop"`, `"length"`, `"abort"` or `"error"`
+    index           number of the sample, of the request's `n`
+    text            empty in the engine, which has tokens only; an `OutputProcessor` adds the text. It may lag behind
+                    the tokens while a stop string or a UTF-8 sequence is incomplete
     """
 
     index: int
@@ -254,10 +288,11 @@ class Delta:
 
 @dataclass(frozen=True, slots=True)
 class StorePlan:
-    """Copy complete device blocks to the host tier (and from there to disk), behind the step that filled them.
+    """Copy complete device blocks to the host tier (and from there to disk), after the step that filled them.
 
-    prefix   keys of the sequences that these blocks continue, up to and with them, each sequence from its start: a
-             block is of no use without those before it, so they count as used whenever one is added
+    after    fences of that step
+    prefix   all keys of the sequences that end with these blocks, each from its start. A block is useless without the
+             blocks before it, so the store marks the whole prefix as just used
     """
 
     keys: tuple[Key, ...]
@@ -268,9 +303,10 @@ class StorePlan:
 
 @dataclass(frozen=True, slots=True)
 class LoadPlan:
-    """Copy blocks from the host tier into fresh device blocks, behind the fences of those blocks' last uses.
+    """Copy blocks from the host tier into fresh device blocks.
 
-    prefetch   nobody waits for it yet: loads that somebody waits for go first
+    after      fences of the device blocks' earlier uses: the copy waits for them
+    prefetch   no step waits for this load yet; other loads go first
     """
 
     request_id: RequestId
@@ -283,8 +319,9 @@ class LoadPlan:
 
 @dataclass(frozen=True, slots=True)
 class PromotePlan:
-    """Read blocks from disk into the host tier for a request that waits for them; `keys` holds the whole run, host part
-    too.
+    """Read blocks from disk into the host tier, for a request that waits for them.
+
+    keys   the request's whole run of cached blocks, also those that are in the host tier already
     """
 
     request_id: RequestId
@@ -297,12 +334,12 @@ TransferPlan = StorePlan | LoadPlan | PromotePlan
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """What one step does: transfers to hand over, and a step to launch (no rows: none).
+    """Output of one scheduling turn: transfers to submit, and the batch of one step (without rows: no step).
 
-    after       fences that the compute stream waits for before the step: last uses of the blocks it writes
-    undrafted   how many rows that may have drafts have none, by why: the answer ends (end), there is no room (blocks),
-                drafts are not likely enough to be right for what they cost (chance), others would wait for them too
-                long (others), or the step goes without to measure what that takes (measuring)
+    after       fences that the compute stream waits for before the step: earlier uses of the blocks that it writes
+    undrafted   decode rows of speculative requests without drafts in this step, counted by reason: the answer ends
+                here (`end`), no free blocks (`blocks`), expected accept length too low for the cost (`chance`), drafts
+                would slow other requests too much (`others`), a step without drafts to measure its cost (`measuring`)
     """
 
     transfers: tuple[TransferPlan, ...]
@@ -313,7 +350,7 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class Health:
-    """Whether an engine serves: status `"ok"`, `"draining"` or `"failed"`, and why."""
+    """State of an engine: status `"ok"`, `"draining"` or `"failed"`, and a reason."""
 
     status: str
     detail: str
@@ -321,97 +358,96 @@ class Health:
 
 @dataclass(frozen=True, slots=True)
 class LayerGates:
-    """What the compute stream waits for before a step touches a layer's KV: fences of loads still on their way.
+    """Fences of unfinished loads, by layer: the compute stream waits for them before a step uses the layer's KV.
 
-    by_layer   fences by layer; empty: nothing is being loaded
+    by_layer   empty: the step waits for no load
     """
 
     by_layer: tuple[tuple[Fence, ...], ...] = ()
 
 
 class Tracer(Protocol):
-    """Is told of everything that ordering depends on, as it happens, by devices and by pools; judges, and never takes
-    part.
+    """Records all events that ordering depends on, for the order checker. It changes nothing.
 
-    From any thread. A device calls `submitted`, `waited`, `started`, `touched` and `finished` of one stream in the
-    order in which that stream goes through them. "The host" is whoever submits: all such threads together are one, but
-    for those that called `apart`.
+    Devices, channels and pools call it, from any thread. For each stream, a device calls `submitted`, `waited`,
+    `started`, `touched` and `finished` in the stream's own order. "The host" is one timeline that all submitting
+    threads share, except those that called `apart`: each of them is a timeline of its own.
     """
 
     def apart(self, name: str) -> None:
-        """The calling thread is a host of its own from now on, under this name: it knows nothing but what it is
-        sent.
-        """
+        """From now on the calling thread is a timeline of its own, `name`: it knows only what it receives."""
         ...
 
     def joined(self, name: str) -> None:
-        """That thread has ended, and the caller waited for its end: it knows what the thread knew."""
+        """Thread `name` has ended and the caller waited for its end: the caller knows all that the thread knew."""
         ...
 
     def sent(self, channel: str, number: int) -> None:
-        """The caller is about to put message `number` into a channel between threads of the host."""
+        """The calling thread is about to put message `number` into a channel."""
         ...
 
     def received(self, channel: str, number: int) -> None:
-        """The caller took message `number` out of the channel: it knows what its sender knew. Earlier ones that were
-        not taken never will be.
+        """The calling thread took message `number`: it knows what the sender knew. Earlier messages that it did not
+        take are lost.
         """
         ...
 
     def submitted(self, fence: Fence, accesses: Accesses, label: str) -> None:
-        """The host enqueued work on `fence.stream`; `fence` covers it. Called before the work can start."""
+        """The host enqueued work on `fence.stream`, covered by `fence`. Called before the work can start."""
         ...
 
     def waited(self, stream: str, fence: Fence) -> None:
-        """`stream` went past a wait for `fence`, between two pieces of work or inside one."""
+        """`stream` passed a wait for `fence`, between two pieces of work or inside one."""
         ...
 
     def started(self, fence: Fence) -> None:
-        """The work that `fence` covers began: what it declared at submission it touches from here on."""
+        """The work of `fence` began: from here on it makes the accesses that its submission declared."""
         ...
 
     def touched(self, stream: str, accesses: Accesses) -> None:
-        """The work that runs on `stream` declares, from inside, what it touches from here on."""
+        """The work that runs on `stream` declared these accesses, from here on."""
         ...
 
     def finished(self, fence: Fence) -> None:
-        """The work ended, well or with `fence.failure`. Called before anybody can see the fence done."""
+        """The work ended, successfully or with `fence.failure`. Called before any thread can see the fence done."""
         ...
 
     def observed(self, fence: Fence) -> None:
-        """The host saw that `fence` is done."""
+        """The calling thread saw that `fence` is done."""
         ...
 
     def host_touched(self, accesses: Accesses, label: str) -> None:
-        """The host itself reads or writes memory that streams touch, here and now."""
+        """The calling thread itself reads or writes memory that streams use, now."""
         ...
 
     def stalled(self, reason: str) -> None:
-        """The host was held up inside a call: `"step"` in the commit, or by what may hold it up nowhere."""
-        ...
-
-    def backed(self, pool: str, memory: str, item_bytes: int) -> None:
-        """Id `i` of the pool stands for bytes `[i * item_bytes, (i + 1) * item_bytes)` of `memory`. Before the pool's
-        first lease.
+        """A call blocked the calling thread. `reason` is `"step"` when the engine waits for its own step; any other
+        reason is a fault.
         """
         ...
 
-    def took(self, pool: str, ids: Sequence[int], after: Sequence[Fence]) -> None:
-        """A lease for writing was given out; what the ids held is gone. `after`: their unfinished last uses."""
+    def backed(self, pool: str, memory: str, block_bytes: int) -> None:
+        """Block `i` of the pool is bytes `[i * block_bytes, (i + 1) * block_bytes)` of `memory`. Called before the
+        pool's first lease.
+        """
         ...
 
-    def shared(self, pool: str, ids: Sequence[int]) -> None:
-        """A lease for reading was given out."""
+    def took(self, pool: str, block_ids: Sequence[int], after: Sequence[Fence]) -> None:
+        """A lease for writing began; the blocks' contents are gone. `after`: unfinished fences of earlier uses."""
         ...
 
-    def released(self, pool: str, ids: Sequence[int], after: Sequence[Fence]) -> None:
-        """A lease of these ids ended; `after` covers every use that was made under it and is not yet observed."""
+    def shared(self, pool: str, block_ids: Sequence[int]) -> None:
+        """A lease for reading began."""
         ...
 
-    def published(self, pool: str, item: int, key: Key) -> None:
-        """The id became findable under `key`: its bytes are complete and will not change until it is taken again."""
+    def released(self, pool: str, block_ids: Sequence[int], after: Sequence[Fence]) -> None:
+        """A lease ended; `after` covers all of its uses that were not observed yet."""
         ...
 
-    def forgot(self, pool: str, ids: Sequence[int]) -> None:
-        """The ids are not findable any more."""
+    def published(self, pool: str, block_id: int, key: Key) -> None:
+        """The block became findable under `key`: its bytes are complete, and stay until it is taken again."""
+        ...
+
+    def forgot(self, pool: str, block_ids: Sequence[int]) -> None:
+        """The blocks lost their keys."""
         ...

@@ -1,4 +1,4 @@
-"""The version of this package, for what is written to files and shown."""
+"""The version of this package."""
 
 from __future__ import annotations
 

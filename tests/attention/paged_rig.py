@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from sidestream.attention.triton import DeviceBatch, Partials, Straight, Tile, Tiles, paged_attention
+from sidestream.attention.triton import ContiguousKV, DeviceBatch, SplitKVWorkspace, Tile, Tiles, paged_attention
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 LAYERS = 2
@@ -112,8 +112,8 @@ def pool_for(rows: Sequence[Row], shape: Shape, options: Options) -> torch.Tenso
         first = 0 if options.sliding_window is None else max(0, row.start + 1 - options.sliding_window)
         seen = range(first, row.start)
         if len(seen):
-            slots = torch.tensor(row.slots(seen, shape.block_tokens), device=DEVICE)
-            block, offset = slots // shape.block_tokens, slots % shape.block_tokens
+            slot_mapping = torch.tensor(row.slots(seen, shape.block_tokens), device=DEVICE)
+            block, offset = slot_mapping // shape.block_tokens, slot_mapping % shape.block_tokens
             layer[block, 0, offset] = row.key[first : row.start]
             layer[block, 1, offset] = row.value[first : row.start]
     return pool
@@ -124,21 +124,21 @@ def make_batch(
     rows: Sequence[Row],
     shape: Shape,
     launch: Launch,
-    partials: Partials | None = None,
+    workspace: SplitKVWorkspace | None = None,
 ) -> DeviceBatch:
     width = max((len(row.blocks) for row in rows), default=1) + launch.wider
     tables = torch.zeros(len(rows) + launch.padded_rows, width, dtype=launch.index_dtype)
-    starts, slots = [0], []
+    starts, slot_mapping = [0], []
     for index, row in enumerate(rows):
         tables[index, : len(row.blocks)] = torch.tensor(row.blocks)
         starts.append(starts[-1] + len(row.query))
-        slots += row.slots(range(row.start, len(row.key)), shape.block_tokens)
+        slot_mapping += row.slots(range(row.start, len(row.key)), shape.block_tokens)
     starts += starts[-1:] * launch.padded_rows
-    slots += [-1] * launch.padded_tokens
+    slot_mapping += [-1] * launch.padded_tokens
     lens = [len(row.key) for row in rows] + [0] * launch.padded_rows
-    if launch.split_rows + launch.short_rows and partials is None:
-        partials = Partials.allocate(
-            query_tokens=len(slots),
+    if launch.split_rows + launch.short_rows and workspace is None:
+        workspace = SplitKVWorkspace.allocate(
+            query_tokens=len(slot_mapping),
             kv_tokens=width * shape.block_tokens,
             heads=shape.heads,
             head_dim=shape.head_dim,
@@ -146,11 +146,11 @@ def make_batch(
             tokens=launch.split_tokens,
             narrow=launch.narrow,
         )
-        for part in (partials.sums, partials.tops, partials.totals):
+        for part in (workspace.sums, workspace.tops, workspace.totals):
             part.fill_(math.nan)
     return DeviceBatch(
         pool,
-        torch.tensor(slots, dtype=torch.int64, device=DEVICE),
+        torch.tensor(slot_mapping, dtype=torch.int64, device=DEVICE),
         tables.to(DEVICE),
         torch.tensor(starts, dtype=launch.index_dtype, device=DEVICE),
         torch.tensor(lens, dtype=launch.index_dtype, device=DEVICE),
@@ -158,7 +158,7 @@ def make_batch(
         split_queries=launch.split_queries,
         short_rows=launch.short_rows,
         short_queries=launch.short_queries,
-        partials=partials,
+        workspace=workspace,
         tiles=launch.tiles,
     )
 
@@ -185,13 +185,13 @@ def attend(
     options: Options | None = None,
     launch: Launch | None = None,
     pool: torch.Tensor | None = None,
-    straight: Straight | None = None,
+    contiguous: ContiguousKV | None = None,
 ) -> tuple[torch.Tensor, ...]:
     """Each row's output of one step of `rows`, and that of the padding."""
     options, launch = options or Options(), launch or Launch()
     pool = pool_for(rows, shape, options) if pool is None else pool
     layers = tuple(pool[:, layer].clone() for layer in range(LAYERS)) if launch.separate else pool
-    batch = replace(make_batch(layers, rows, shape, launch), straight=straight)
+    batch = replace(make_batch(layers, rows, shape, launch), contiguous=contiguous)
     out = paged_attention(
         *packed(rows, launch.padded_tokens, shape),
         LAYER,

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from sidestream import LLM, OffloadConfig, RequestError, SamplingParams, SpeculativeConfig
-from sidestream.attention.triton import DeviceBatch, Partials
+from sidestream.attention.triton import DeviceBatch, SplitKVWorkspace, TritonAttention
 from sidestream.engine import build
-from sidestream.execute.executor import Executor
-from sidestream.execute.frame import SHORT_TOKENS, Shape
+from sidestream.runner.executor import Executor
+from sidestream.runner.frame import SHORT_TOKENS, GraphKey
 from sidestream.speculate import devices
 from sidestream.testing.tiny_models import save_head, tiny_model_dir
 
@@ -39,10 +39,10 @@ def batches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[DeviceBatch]]:
     class Interpreted(Executor):
         def __init__(self, **parts: Any) -> None:
             layout = parts["model"].layout
-            partials = Partials.allocate(
+            workspace = SplitKVWorkspace.allocate(
                 query_tokens=28, kv_tokens=256, heads=parts["model"].num_heads, head_dim=layout.head_dim, device="cpu"
             )
-            super().__init__(**{**parts, "partials": partials})
+            super().__init__(**{**parts, "attention": TritonAttention(workspace)})
 
         def _paged(self, *given: Any) -> Any:
             seen.append(super()._paged(*given))
@@ -113,10 +113,10 @@ def test_answers_by_captured_forward_passes_are_those_of_eager_ones(model: Path,
         expected = [output.token_ids for output in llm.generate(prompts, GREEDY)]
     with engine(model, **options) as llm:
         executor = llm.engine.parts.executor
-        llm.engine.call(lambda: executor.capture([Shape(4), Shape(0, 16), Shape(4, 16), Shape(4, 20)]))
+        llm.engine.call(lambda: executor.capture([GraphKey(4), GraphKey(0, 16), GraphKey(4, 16), GraphKey(4, 20)]))
         graphs = executor._graphs
         assert graphs is not None
-        replayed: list[Shape] = []
+        replayed: list[GraphKey] = []
         replay = graphs.replay
         graphs.replay = lambda captured, **how: replayed.append(captured.frame.shape) or replay(captured, **how)  # type: ignore[method-assign,func-returns-value]
         batches.clear()
@@ -124,7 +124,7 @@ def test_answers_by_captured_forward_passes_are_those_of_eager_ones(model: Path,
         assert [
             output.token_ids for output in llm.generate(prompts, GREEDY)
         ] == expected  # from the device's prefix cache
-        assert {Shape(4), Shape(0, 16), Shape(4, 16)} <= set(replayed)
+        assert {GraphKey(4), GraphKey(0, 16), GraphKey(4, 16)} <= set(replayed)
         assert batches == []  # nothing ran eagerly
 
 
@@ -136,7 +136,7 @@ def test_a_graph_that_could_not_be_filled_leaves_the_next_step_right(
         executor = llm.engine.parts.executor
         expected = llm.generate(PROMPTS[1:2], GREEDY)[0].token_ids
         llm.engine.call(llm.engine.parts.blocks.forget_all)
-        llm.engine.call(lambda: executor.capture([Shape(1), Shape(0, 16)]))
+        llm.engine.call(lambda: executor.capture([GraphKey(1), GraphKey(0, 16)]))
         state, left = executor._state, [1]
         works = getattr(state, what)
 
@@ -177,7 +177,7 @@ def test_warm_up_reaches_both_ways_of_attention_and_leaves_every_block_free(
         lease = parts.blocks.take(3)
         parts.executor.warm_up(lease.ids, chunk_tokens=40)
         lease.release()
-        ways = {(batch.split_rows, len(batch.kv_lens), len(batch.slots)) for batch in batches}
+        ways = {(batch.split_rows, len(batch.kv_lens), len(batch.slot_mapping)) for batch in batches}
         assert {(3, 3, 3), (1, 1, 1), (0, 1, 40)} <= ways
         batches.clear()
         lease = parts.blocks.take(
@@ -185,7 +185,7 @@ def test_warm_up_reaches_both_ways_of_attention_and_leaves_every_block_free(
         )  # a block for each row: more than the chunk has, which must not look longer than a row may be
         parts.executor.warm_up(lease.ids, chunk_tokens=40)
         lease.release()
-        assert [batch.block_tables.shape[1] for batch in batches if len(batch.slots) == 40] == [3]
+        assert [batch.block_tables.shape[1] for batch in batches if len(batch.slot_mapping) == 40] == [3]
         assert parts.device.host_waits().keys() <= {"step"}
         assert parts.executor._mailbox._pool.num_used == 0
         assert llm.generate(PROMPTS[2], GREEDY)[0].completions[0].finish_reason == "length"
@@ -234,7 +234,9 @@ def test_drafting_steps_of_a_gpu_give_the_same_tokens_eager_and_captured(
         assert max(batch.split_queries for batch in batches) == 3
         llm.engine.call(llm.engine.parts.blocks.forget_all)
         llm.engine.call(
-            lambda: executor.capture([Shape(2, 0, 2), Shape(2, 0, 2, 1), Shape(2), Shape(0, 16), Shape(2, 20, 2)])
+            lambda: executor.capture(
+                [GraphKey(2, 0, 2), GraphKey(2, 0, 2, 1), GraphKey(2), GraphKey(0, 16), GraphKey(2, 20, 2)]
+            )
         )
         graphs = executor._graphs
         assert graphs is not None

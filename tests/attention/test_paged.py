@@ -76,9 +76,15 @@ def make_batch(
     starts = [0]
     for row in rows:
         starts.append(starts[-1] + len(row.query))
-    slots = [slot for row in rows for slot in slots_of(row, range(row.start, len(row.key)))]
+    slot_mapping = [slot for row in rows for slot in slots_of(row, range(row.start, len(row.key)))]
     return PagedBatch(
-        pool, torch.tensor(slots), tables, tuple(starts), tuple(len(row.key) for row in rows), num_decode, before_layer
+        pool,
+        torch.tensor(slot_mapping),
+        tables,
+        tuple(starts),
+        tuple(len(row.key) for row in rows),
+        num_decode,
+        before_layer,
     )
 
 

@@ -29,11 +29,11 @@ from paged_rig import (
     random_step,
 )
 
-from sidestream.attention.paged import KVShape
+from sidestream.attention.interface import KVShape
 from sidestream.attention.triton import (
+    ContiguousKV,
     DeviceBatch,
-    Partials,
-    Straight,
+    SplitKVWorkspace,
     Tile,
     Tiles,
     Variant,
@@ -77,20 +77,20 @@ def test_a_smaller_models_kv_at_the_end_of_the_blocks_is_attended_to_by_its_own_
     there = other.at_the_end_of(pool)
     there[:, 0] = alone[:, LAYER]
     assert there.data_ptr() != pool.data_ptr()
-    partials = Partials.allocate(
+    workspace = SplitKVWorkspace.allocate(
         query_tokens=64, kv_tokens=160, heads=3, head_dim=32, device=DEVICE, tokens=64, also=other
     )
     whole = pool_for(rows, inner, Options())
     expected = make_batch(whole, rows, inner, IN_SPLITS)
-    batch = replace(expected, kv=pool, partials=partials, tiles=None).over(other)
+    batch = replace(expected, kv=pool, workspace=workspace, tiles=None).over(other)
     query, key, value = packed(rows, 0, inner)
     got = batch.attend(query, key, value, 0, scale=0.25)
     wanted = paged_attention(query, key, value, LAYER, replace(expected, tiles=None), scale=0.25)
     assert torch.equal(got, wanted)
     assert torch.equal(there[:, 0].nan_to_num(), whole[:, LAYER].nan_to_num())
     assert pool.view(len(pool), -1)[:, : -other.values(16)].isnan().all()
-    with pytest.raises(InvariantError, match="8 heads of 32: partials were made for 3 of 32"):
-        partials.over(KVShape(1, 1, 32, 8))
+    with pytest.raises(InvariantError, match="8 heads of 32: workspace were made for 3 of 32"):
+        workspace.over(KVShape(1, 1, 32, 8))
 
 
 @pytest.mark.parametrize(("kv_heads", "block_tokens"), [(2, 16), (1, 48), (2, 128)])
@@ -102,19 +102,19 @@ def test_a_long_chunk_is_computed_over_kv_laid_out_straight_to_the_same_bits(
     shape = Shape(6, kv_heads, 64, block_tokens, torch.bfloat16 if ON_GPU else torch.float16)
     rows, options = make_rows(lens, shape), Options()
     split = Launch(split_rows=1 if lens[0][0] < 9 else 0, split_queries=3, padded_tokens=2, tiles=None)
-    straight = Straight.allocate(
+    contiguous = ContiguousKV.allocate(
         kv_heads=kv_heads, head_dim=64, kv_tokens=256, dtype=shape.dtype, device=torch.device(DEVICE)
     )
-    assert straight is not None
-    for part in (straight.keys, straight.values):
+    assert contiguous is not None
+    for part in (contiguous.keys, contiguous.values):
         part.fill_(float("nan"))
 
-    got = attend(rows, shape, options, split, straight=straight)
+    got = attend(rows, shape, options, split, contiguous=contiguous)
 
     assert_right(rows, got, options)
     assert not got[-1].any()
     long = max(rows, key=lambda row: len(row.query))
-    for part, kv in ((straight.keys, long.key), (straight.values, long.value)):
+    for part, kv in ((contiguous.keys, long.key), (contiguous.values, long.value)):
         end = -(-len(kv) // 64) * 64
         assert torch.equal(part[:, : len(kv)], kv.transpose(0, 1))
         assert not part[:, len(kv) : end].any()
@@ -130,22 +130,26 @@ def test_chunks_of_which_none_has_more_than_half_of_the_tokens_are_read_from_the
     monkeypatch.setattr(launch, "LONG_TOKENS", 64)
     shape = Shape(head_dim=64, dtype=torch.float16)
     rows, options = make_rows([(40, 70), (40, 40)], shape), Options()
-    straight = Straight.allocate(kv_heads=2, head_dim=64, kv_tokens=128, dtype=shape.dtype, device=torch.device(DEVICE))
-    assert straight is not None
-    straight.keys.fill_(float("nan"))
+    contiguous = ContiguousKV.allocate(
+        kv_heads=2, head_dim=64, kv_tokens=128, dtype=shape.dtype, device=torch.device(DEVICE)
+    )
+    assert contiguous is not None
+    contiguous.keys.fill_(float("nan"))
 
-    assert_right(rows, attend(rows, shape, options, Launch(tiles=None), straight=straight), options)
-    assert straight.keys.isnan().all()
+    assert_right(rows, attend(rows, shape, options, Launch(tiles=None), contiguous=contiguous), options)
+    assert contiguous.keys.isnan().all()
 
 
 def test_rows_longer_than_what_is_there_to_lay_them_out_are_refused() -> None:
     shape = Shape(head_dim=64, dtype=torch.float16)
-    straight = Straight.allocate(kv_heads=2, head_dim=64, kv_tokens=60, dtype=shape.dtype, device=torch.device(DEVICE))
+    contiguous = ContiguousKV.allocate(
+        kv_heads=2, head_dim=64, kv_tokens=60, dtype=shape.dtype, device=torch.device(DEVICE)
+    )
     rows = make_rows([(9, 70)], shape)
-    with pytest.raises(InvariantError, match="rows of up to 80 tokens, laid out straight: there is room for 64"):
-        attend(rows, shape, straight=straight)
+    with pytest.raises(InvariantError, match="rows of up to 80 tokens, laid out contiguously: there is room for 64"):
+        attend(rows, shape, contiguous=contiguous)
     assert (
-        Straight.allocate(kv_heads=2, head_dim=96, kv_tokens=60, dtype=torch.float16, device=torch.device(DEVICE))
+        ContiguousKV.allocate(kv_heads=2, head_dim=96, kv_tokens=60, dtype=torch.float16, device=torch.device(DEVICE))
         is None
     )
 
@@ -408,14 +412,14 @@ def test_a_layer_is_not_touched_before_its_gate_opened_h5() -> None:
 def test_warm_up_launches_every_variant_and_leaves_the_pool_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     shape = Shape()
     pool = pool_for([], shape, Options())
-    partials = Partials.allocate(query_tokens=1, kv_tokens=16, heads=4, head_dim=16, device=DEVICE)
+    workspace = SplitKVWorkspace.allocate(query_tokens=1, kv_tokens=16, heads=4, head_dim=16, device=DEVICE)
     launched = []
     kernels = launch._kernels()
     for name in ("write", "attend", "combine"):
         monkeypatch.setattr(kernels, name, _Recorder(name, getattr(kernels, name), launched))
 
     variants = [Variant(), Variant(sliding_window=9), Variant(softcap=2.0), Variant(9, 2.0)]
-    warm_up(pool, heads=4, variants=variants, partials=partials, tiles=TILES)
+    warm_up(pool, heads=4, variants=variants, workspace=workspace, tiles=TILES)
 
     assert pool.isnan().all()
     attends = {
@@ -456,21 +460,21 @@ def test_without_triton_the_first_launch_says_so(monkeypatch: pytest.MonkeyPatch
     [
         ({"split_rows": 3}, "split_rows is 3, short_rows 0: the batch has 2 rows"),
         ({"split_rows": 2, "short_rows": 1}, "split_rows is 2, short_rows 1: the batch has 2 rows"),
-        ({"split_rows": 1, "partials": None}, "give partials"),
+        ({"split_rows": 1, "workspace": None}, "give workspace"),
         (
             {"split_rows": 2, "split_queries": 9},
-            r"7 query tokens over rows of up to 32 tokens: partials hold 2 over 64",
+            r"7 query tokens over rows of up to 32 tokens: workspace hold 2 over 64",
         ),
         ({"kv_lens": torch.zeros(3, dtype=torch.int32)}, "B, B \\+ 1 and B expected"),
         ({"kv_lens": torch.zeros(2)}, "kv_lens is torch.float32"),
     ],
-    ids=["rows", "short", "partials", "room", "lengths", "dtype"],
+    ids=["rows", "short", "workspace", "room", "lengths", "dtype"],
 )
 def test_a_batch_that_does_not_fit_together_is_a_bug(change: dict[str, Any], message: str) -> None:
     shape = Shape()
     rows = make_rows([(1, 30), (6, 21)], shape)
-    partials = Partials.allocate(query_tokens=2, kv_tokens=64, heads=4, head_dim=16, device=DEVICE, tokens=64)
-    batch = replace(make_batch(pool_for(rows, shape, Options()), rows, shape, Launch()), partials=partials)
+    workspace = SplitKVWorkspace.allocate(query_tokens=2, kv_tokens=64, heads=4, head_dim=16, device=DEVICE, tokens=64)
+    batch = replace(make_batch(pool_for(rows, shape, Options()), rows, shape, Launch()), workspace=workspace)
 
     with pytest.raises(InvariantError, match=message):
         replace(batch, **change)
@@ -488,7 +492,7 @@ def test_what_the_kernels_cannot_do_is_refused() -> None:
         attend(rows, shape)
 
     with pytest.raises(ConfigError, match="a split of 100 KV tokens"):
-        Partials.allocate(query_tokens=1, kv_tokens=100, heads=1, head_dim=16, device="cpu", tokens=100)
+        SplitKVWorkspace.allocate(query_tokens=1, kv_tokens=100, heads=1, head_dim=16, device="cpu", tokens=100)
 
 
 def test_numbers_that_do_not_fit_the_pool_are_a_bug() -> None:

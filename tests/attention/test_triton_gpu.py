@@ -24,7 +24,7 @@ from paged_rig import (
     random_step,
 )
 
-from sidestream.attention.triton import Partials, Straight, Variant, paged_attention, warm_up
+from sidestream.attention.triton import ContiguousKV, SplitKVWorkspace, Variant, paged_attention, warm_up
 
 pytestmark = [
     pytest.mark.gpu,
@@ -112,10 +112,10 @@ def test_a_row_gives_the_same_bits_whoever_is_beside_it_and_however_it_is_cut(
 @pytest.mark.parametrize("shape", [Shape(32, 8, 128), Shape(9, 3, 64), Shape(8, 1, 128, 64)], ids=str)
 def test_a_long_chunk_computed_over_kv_laid_out_straight_has_the_same_bits(shape: Shape, dtype: torch.dtype) -> None:
     shape = replace(shape, dtype=dtype)
-    straight = Straight.allocate(
+    contiguous = ContiguousKV.allocate(
         kv_heads=shape.kv_heads, head_dim=shape.head_dim, kv_tokens=6400, dtype=dtype, device=torch.device(DEVICE)
     )
-    assert straight is not None
+    assert contiguous is not None
     steps = {
         ((1, 900), (1000, 1000)): True,
         ((1, 40), (2, 70), (300, 310), (1500, 5207), (5, 9)): True,
@@ -123,8 +123,8 @@ def test_a_long_chunk_computed_over_kv_laid_out_straight_has_the_same_bits(shape
         ((500, 500), (500, 600)): False,
     }
     for lens, is_long in steps.items():
-        straight.keys.fill_(float("nan"))
-        straight.values.fill_(float("nan"))
+        contiguous.keys.fill_(float("nan"))
+        contiguous.values.fill_(float("nan"))
         rows = make_rows(lens, shape)
         launched = Launch(
             split_rows=sum(queries < 9 for queries, _ in lens[:2]),
@@ -134,9 +134,9 @@ def test_a_long_chunk_computed_over_kv_laid_out_straight_has_the_same_bits(shape
             split_tokens=256,
         )
 
-        laid_out = attend(rows, shape, launch=launched, straight=straight)
+        laid_out = attend(rows, shape, launch=launched, contiguous=contiguous)
 
-        assert straight.keys.isnan().all() != is_long
+        assert contiguous.keys.isnan().all() != is_long
         assert_right(rows, laid_out, Options())
         for ours, theirs in zip(laid_out, attend(rows, shape, launch=launched), strict=True):
             assert torch.equal(ours, theirs)
@@ -152,7 +152,7 @@ def test_a_captured_graph_serves_every_smaller_batch_with_the_same_bits(queries:
     launched = Launch(split_rows=bound, split_queries=queries, tiles=None, split_tokens=256)
     batch = make_batch(pool, rows, shape, launched)
     inputs = packed(rows, 0, shape)
-    warm_up(pool, heads=8, variants=[Variant()], partials=batch.partials)
+    warm_up(pool, heads=8, variants=[Variant()], workspace=batch.workspace)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         out = paged_attention(*inputs, LAYER, batch, scale=128**-0.5)
@@ -162,8 +162,8 @@ def test_a_captured_graph_serves_every_smaller_batch_with_the_same_bits(queries:
         padding = Launch(
             split_rows=bound, split_queries=queries, padded_rows=bound - count, padded_tokens=(bound - count) * queries
         )
-        now = make_batch(pool, here, shape, padding, batch.partials)
-        for name in ("slots", "cu_seqlens_q", "kv_lens"):
+        now = make_batch(pool, here, shape, padding, batch.workspace)
+        for name in ("slot_mapping", "cu_seqlens_q", "kv_lens"):
             getattr(batch, name).copy_(getattr(now, name))
         batch.block_tables.zero_()
         batch.block_tables[:, : now.block_tables.shape[1]].copy_(now.block_tables)
@@ -182,8 +182,8 @@ def test_nothing_is_compiled_after_warm_up_p3(monkeypatch: pytest.MonkeyPatch) -
     import triton
 
     shape = Shape(6, 3, 64, 16, torch.float16)
-    room = Partials.allocate(query_tokens=64, kv_tokens=1024, heads=6, head_dim=64, device=DEVICE)
-    warm_up(pool_for([], shape, Options()), heads=6, variants=[Variant(), Variant(sliding_window=9)], partials=room)
+    room = SplitKVWorkspace.allocate(query_tokens=64, kv_tokens=1024, heads=6, head_dim=64, device=DEVICE)
+    warm_up(pool_for([], shape, Options()), heads=6, variants=[Variant(), Variant(sliding_window=9)], workspace=room)
     compiled = []
     monkeypatch.setattr(triton.knobs.runtime, "jit_post_compile_hook", lambda **what: compiled.append(what["repr"]))
 

@@ -9,6 +9,7 @@ import pytest
 
 from sidestream.cli.options import engine_config, options_of, sampling_params
 from sidestream.cli.serve import serve
+from sidestream.cli.server_options import server_options
 from sidestream.config import EngineConfig, OffloadConfig, SamplingParams, SpeculativeConfig
 from sidestream.errors import ConfigError
 from sidestream.server import ServerOptions
@@ -20,35 +21,21 @@ def test_without_options_the_configs_are_the_defaults() -> None:
 
 
 def test_the_servers_defaults_are_those_of_its_options() -> None:
-    given = {name: parameter.default for name, parameter in inspect.signature(serve).parameters.items()}
-    own = ServerOptions()
-    assert (given["host"], given["port"], given["api_key"], given["served_model_name"]) == (
-        own.host,
-        own.port,
-        own.api_key,
-        own.served_model_name,
-    )
-    assert (given["body_timeout"], given["max_choices"], given["drain_seconds"]) == (
-        own.body_timeout_s,
-        own.max_choices,
-        own.drain_s,
-    )
-    for name in ("uds", "root_path", "ssl_certfile", "ssl_keyfile", "ssl_ca_certs"):
-        assert given[name] == getattr(own, name)
-    assert given["stall_timeout"] == own.stall_timeout_s
-    assert own.address == ("127.0.0.1", 8000)
-    assert (
-        given["head_timeout"],
-        given["max_connections"],
-        given["max_connections_per_address"],
-        given["cors_origin"],
-    ) == (
-        own.head_timeout_s,
-        own.max_connections,
-        own.max_connections_per_address,
-        None,
-    )
-    assert given["max_body"] == f"{own.max_body_bytes >> 20}MiB"
+    defaults = {name: one.default for name, one in inspect.signature(server_options).parameters.items()}
+    assert server_options(**defaults) == ServerOptions()
+    serves = inspect.signature(serve).parameters
+    assert {name: serves[name].default for name in defaults} == defaults
+    assert ServerOptions().address == ("127.0.0.1", 8000)
+    assert defaults["max_body"] == "8MiB"
+    assert defaults["cors_origin"] is None
+
+
+def test_every_server_option_reaches_its_field() -> None:
+    fields = {name.removesuffix("_s").removesuffix("_bytes") for name in ServerOptions.__dataclass_fields__}
+    names = {"cors_origin": "cors_origins", "drain_seconds": "drain"}
+    given = {names.get(name, name) for name in inspect.signature(server_options).parameters}
+    assert fields - given == {"ssl_keyfile_password", "retry_after"}
+    assert given <= fields
 
 
 def test_every_engine_option_reaches_its_field() -> None:

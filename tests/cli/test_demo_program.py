@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from sidestream.cli import demo
+from sidestream.cli.bench.prompt_runs import PromptRuns
 from sidestream.cli.demo import _program
 from sidestream.cli.progress import Steps
-from sidestream.cli.visits import Answers
 
 
 @pytest.fixture
@@ -59,29 +59,29 @@ def test_every_step_is_told_before_it_is_waited_for(tmp_path: Path, monkeypatch:
         def __exit__(self, *reason: object) -> None:
             happened.append("<engine closes>")
 
-        def ask(self, prompts: list[list[int]], *, max_tokens: int) -> Answers:
-            happened.append("<asked>")
-            return Answers(visits=(), steps=0, seconds=0, transfer_waits=0, stored_bytes=0)
+        def generate(self, prompts: list[list[int]], *, max_tokens: int) -> PromptRuns:
+            happened.append("<generates>")
+            return PromptRuns(runs=(), steps=0, seconds=0, transfer_waits=0, stored_bytes=0)
 
-    monkeypatch.setattr(demo, "Engine", Engine)
+    monkeypatch.setattr(demo, "ChildEngine", Engine)
     with Steps(say=happened.append) as steps:
-        demo._visits("a model", {}, [1, 2, 3], [[4], [5]], (tmp_path, tmp_path), steps)
+        demo._run_visits("a model", {}, [1, 2, 3], [[4], [5]], (tmp_path, tmp_path), steps)
     assert happened == [
         "first process: loading the model",
         "<engine starts>",
         "first visit, cold: asking about a text of 3 tokens",
-        "<asked>",
+        "<generates>",
         "others ask, and fill the pool: 0 of 2",
-        "<asked>",
-        "<asked>",
+        "<generates>",
+        "<generates>",
         "second visit, from host memory: asking about a text of 3 tokens",
-        "<asked>",
+        "<generates>",
         "first process: storing and closing",
         "<engine closes>",
         "second process: loading the model",
         "<engine starts>",
         "third visit, from disk: asking about a text of 3 tokens",
-        "<asked>",
+        "<generates>",
         "second process: closing",
         "<engine closes>",
     ]

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from sidestream.cli import probes
+from sidestream.cli.bench import machine
 from sidestream.cli.probes import Finding, Status
 from sidestream.models import precision
 
@@ -22,9 +23,10 @@ MIB = 1 << 20
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(probes, "_COPY_BYTES", MIB)
-    monkeypatch.setattr(probes, "_COPY_S", 0.001)
-    monkeypatch.setattr(probes, "_DISK_BYTES", 2 * MIB)
+    monkeypatch.setattr(machine, "_COPY_BYTES", MIB)
+    monkeypatch.setattr(machine, "_COPY_S", 0.001)
+    monkeypatch.setattr(machine, "DISK_BYTES", 2 * MIB)
+    monkeypatch.setattr(probes, "DISK_BYTES", 2 * MIB)
     monkeypatch.setattr(probes, "_SLOW_DISK", 1)
     monkeypatch.setenv("SIDESTREAM_CACHE", str(tmp_path / "cache"))
 

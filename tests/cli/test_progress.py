@@ -27,12 +27,12 @@ class Clock:
     def passes(self, seconds: float) -> None:
         for _ in range(int(seconds * 2)):
             self.now_s += 0.5
-            self.lines.look()
+            self.lines.poll()
 
 
 def test_a_step_has_a_line_after_two_seconds_and_every_ten_from_there() -> None:
     clock = Clock()
-    clock.lines.at("reading the weights", "")
+    clock.lines.set_step("reading the weights", "")
     clock.passes(24)
     assert clock.said == ["reading the weights (2 s)", "reading the weights (12 s)", "reading the weights (22 s)"]
 
@@ -40,7 +40,7 @@ def test_a_step_has_a_line_after_two_seconds_and_every_ten_from_there() -> None:
 def test_a_line_says_how_far_the_step_is_by_then() -> None:
     clock = Clock()
     for done in range(13):
-        clock.lines.at("others ask", f"{done} of 12")
+        clock.lines.set_step("others ask", f"{done} of 12")
         clock.passes(1)
     assert clock.said == ["others ask: 1 of 12 (2 s)", "others ask: 11 of 12 (12 s)"]
 
@@ -48,7 +48,7 @@ def test_a_line_says_how_far_the_step_is_by_then() -> None:
 def test_steps_that_end_within_two_seconds_leave_no_line() -> None:
     clock = Clock()
     for step in ("downloading", "unpacking", "converting", "checking"):
-        clock.lines.at(step, "")
+        clock.lines.set_step(step, "")
         clock.passes(1.5)
     assert clock.said == []
 
@@ -56,25 +56,25 @@ def test_steps_that_end_within_two_seconds_leave_no_line() -> None:
 def test_many_steps_of_some_seconds_have_one_line_every_ten_seconds() -> None:
     clock = Clock()
     for number in range(10):
-        clock.lines.at(f"round {number}", "")
+        clock.lines.set_step(f"round {number}", "")
         clock.passes(4)
     assert clock.said == ["round 0 (2 s)", "round 2 (4 s)", "round 5 (2 s)", "round 7 (4 s)"]
 
 
 def test_a_log_has_a_line_for_each_step_at_once_and_every_ten_seconds_of_it() -> None:
     clock = Clock(first_after_s=0)
-    clock.lines.at("reading the weights", "")
-    clock.lines.at("capturing", "0 of 12")
+    clock.lines.set_step("reading the weights", "")
+    clock.lines.set_step("capturing", "0 of 12")
     clock.passes(9)
-    clock.lines.at("capturing", "7 of 12")
+    clock.lines.set_step("capturing", "7 of 12")
     clock.passes(2)
-    clock.lines.at("warming up", "")
+    clock.lines.set_step("warming up", "")
     assert clock.said == ["reading the weights", "capturing: 0 of 12", "capturing: 7 of 12 (10 s)", "warming up"]
 
 
 def test_a_step_that_reports_nothing_is_shown_where_the_output_is_no_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(progress_module, "_FIRST_AFTER_S", 0.02)
-    monkeypatch.setattr(progress_module, "_LOOK_EVERY_S", 0.005)
+    monkeypatch.setattr(progress_module, "_POLL_S", 0.005)
     said = threading.Event()
 
     class Output(io.StringIO):
@@ -84,7 +84,7 @@ def test_a_step_that_reports_nothing_is_shown_where_the_output_is_no_terminal(mo
 
     output = Output()
     with Steps(Console(file=output)) as steps:
-        steps.tell("asking")
+        steps.update("asking")
         assert said.wait(20), "nothing is said"
     assert output.getvalue().startswith("asking")
 
@@ -107,7 +107,7 @@ def test_a_start_draws_one_line_with_what_it_is_at_and_a_bar_where_that_is_count
     with Steps(Console(file=output, force_terminal=True, width=140), title="loading a model: ") as steps:
         assert steps._bars is not None
         for step, done, total in (("reading the weights", 0, 0), ("capturing", 3, 12), ("something else", 0, 0)):
-            steps.tell(step, done, total)
+            steps.update(step, done, total)
             steps._bars.refresh()
             assert len(steps._bars.tasks) == 1
         assert steps._bars.tasks[0].total is None
@@ -120,7 +120,7 @@ def test_a_start_draws_one_line_with_what_it_is_at_and_a_bar_where_that_is_count
 def test_a_short_command_says_nothing_where_the_output_is_no_terminal() -> None:
     output = io.StringIO()
     with Steps(Console(file=output)) as steps:
-        steps.tell("capturing", 3, 12)
+        steps.update("capturing", 3, 12)
         steps.begin("downloading", 100)
         steps.reached(50)
     assert output.getvalue() == ""
@@ -130,7 +130,7 @@ def test_what_goes_to_a_log_is_not_drawn(caplog: pytest.LogCaptureFixture) -> No
     caplog.set_level(logging.INFO)
     output = io.StringIO()
     with Steps(Console(file=output, force_terminal=True), say=logging.getLogger("a start").info) as steps:
-        steps.tell("reading the weights", 0, 0)
-        steps.tell("capturing", 0, 12)
+        steps.update("reading the weights", 0, 0)
+        steps.update("capturing", 0, 12)
     assert [record.message for record in caplog.records] == ["reading the weights", "capturing: 0 of 12"]
     assert output.getvalue() == ""

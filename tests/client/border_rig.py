@@ -13,10 +13,10 @@ from typing import Any, TypeVar
 
 from engine_rig import PATIENCE_S, Rig
 
-from sidestream.client.base import Answer, EngineClient
-from sidestream.client.engine_server import Connection, EngineServer, facts_of
+from sidestream.client.base import EngineClient, OutputQueue
+from sidestream.client.engine_server import Connection, EngineServer, engine_info
 from sidestream.client.in_process import InProcessClient
-from sidestream.client.messages import Attach, Close, Packer, Reply, from_engine, from_front_end
+from sidestream.client.messages import Attach, Close, FrameEncoder, Reply, decoder_of_outputs, decoder_of_requests
 from sidestream.client.remote import RemoteClient
 from sidestream.config import SamplingParams
 from sidestream.types import Delta
@@ -29,7 +29,7 @@ def run(work: Coroutine[Any, Any, T]) -> T:
     return asyncio.run(asyncio.wait_for(work, PATIENCE_S))
 
 
-async def read_all(answer: Answer, samples: int = 1) -> list[Delta]:
+async def read_all(answer: OutputQueue, samples: int = 1) -> list[Delta]:
     """News until so many samples have ended."""
     news: list[Delta] = []
     while samples:
@@ -77,10 +77,10 @@ class Remote:
         self.clients: list[RemoteClient] = []
         self.failure: Any = None
         self._sockets: list[socket.socket] = []
-        self._packer = Packer()
+        self._encoder = FrameEncoder()
         self._owner, theirs = socket.socketpair()
-        self.facts = facts_of(rig.engine, model="toy", model_name="toy")
-        self.server = EngineServer(rig.engine, self.facts, theirs, packer=Packer(), unpacker=from_front_end())
+        self.info = engine_info(rig.engine, model="toy", model_name="toy")
+        self.server = EngineServer(rig.engine, self.info, theirs, encoder=FrameEncoder(), decoder=decoder_of_requests())
         self.thread = threading.Thread(target=self._run, name="server")
         self.thread.start()
 
@@ -91,7 +91,7 @@ class Remote:
             theirs.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
         ours.settimeout(PATIENCE_S)
         with theirs:
-            socket.send_fds(self._owner, [self._packer.pack(Attach())], [theirs.fileno()])
+            socket.send_fds(self._owner, [self._encoder.encode(Attach())], [theirs.fileno()])
         self._sockets.append(ours)
         return ours
 
@@ -109,14 +109,14 @@ class Remote:
         for number, client in enumerate(self.clients):
             kept |= {f"streams of client {number}": client._streams, f"calls of client {number}": client._calls}
         for number, front_end in enumerate(self.front_ends):
-            for name in ("_ids", "_told", "_streams", "_tokens", "_details", "_unsent"):
+            for name in ("_ids", "_known_streams", "_streams", "_tokens", "_details", "_unsent"):
                 kept[f"{name} of front end {number}"] = getattr(front_end, name)
         return {name: len(things) for name, things in kept.items()}
 
     def close(self) -> None:
         """As the owner does, and wait for the end."""
         with contextlib.suppress(OSError):
-            self._owner.sendall(self._packer.pack(Close(0.0)))
+            self._owner.sendall(self._encoder.encode(Close(0.0)))
         self.thread.join(PATIENCE_S)
         assert not self.thread.is_alive(), "the server does not end"
 
@@ -133,7 +133,7 @@ class Remote:
         data = b""
         while more := self._owner.recv(1 << 16):
             data += more
-        return list(from_engine().feed(data))
+        return list(decoder_of_outputs().feed(data))
 
     def _run(self) -> None:
         failure = self.server.run(lambda drain_s: self.rig.close(drain_s=drain_s))

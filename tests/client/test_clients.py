@@ -262,9 +262,9 @@ def test_a_sample_that_its_reader_stops_is_counted_as_stopped_and_the_others_go_
             seen = [await answer.read()]
             while {delta.index for delta in seen} != {0, 1, 2}:
                 seen.append(await answer.read())
-            client.end(answer, "stop", index=1)
-            client.end(answer, "stop", index=1)  # twice does no harm
-            waiting = len(answer._news)  # came before the end
+            client.abort(answer, "stop", index=1)
+            client.abort(answer, "stop", index=1)  # twice does no harm
+            waiting = len(answer._deltas)  # came before the end
             rest = await read_all(answer, 2)
             assert all(delta.index != 1 for delta in rest[waiting:])
             return seen + rest
@@ -286,7 +286,7 @@ def test_the_end_of_an_answer_aborts_all_its_samples(at: Make) -> None:
             hold = made.rig.hold("compute")
             answer = client.submit(PROMPT, SamplingParams(max_tokens=60, n=3))
             other = client.submit(OTHER, SamplingParams(max_tokens=3))
-            client.end(answer)
+            client.abort(answer)
             hold.release()
             assert tokens_of(await read_all(other)) == made.rig.model.expected(OTHER, 3)
 
@@ -306,11 +306,11 @@ def test_an_end_that_crosses_the_sample_s_own_is_harmless(at: Make) -> None:
             made.rig.turn_until(
                 lambda: made.rig.counted("requests_total", "length") >= 1
             )  # this loop reads nothing meanwhile
-            client.end(answer, "stop", index=0)
-            client.end(answer)
-            assert not answer._news
+            client.abort(answer, "stop", index=0)
+            client.abort(answer)
+            assert not answer._deltas
             news = await read_all(other)
-            assert not answer._news  # none came later
+            assert not answer._deltas  # none came later
             return news
 
         assert tokens_of(run(use())) == made.rig.model.expected(OTHER, 30)
@@ -327,8 +327,8 @@ def test_an_end_of_an_answer_that_was_read_to_its_end_does_nothing(at: Make) -> 
             answer = client.submit(PROMPT, SamplingParams(max_tokens=3, n=2))
             await read_all(answer, 2)
             assert not any(made.left()[name] for name in made.left() if "client" in name)  # before anybody ends it
-            client.end(answer)
-            client.end(answer, "stop", index=1)
+            client.abort(answer)
+            client.abort(answer, "stop", index=1)
 
         run(use())
         assert made.rig.counted("requests_total", "length") == 2
@@ -351,7 +351,7 @@ def test_two_front_ends_hear_of_their_own_requests_alone(at: Make) -> None:
 
 
 def test_a_reader_that_does_not_read_is_cut_off_and_others_go_on(at: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(base, "MOST_UNREAD", 4)
+    monkeypatch.setattr(base, "MAX_UNREAD", 4)
     with at() as made:
         client = made.connect()
 
@@ -571,7 +571,7 @@ def test_what_a_closed_event_loop_has_left_is_aborted_by_the_next_one_that_asks(
 
 
 @pytest.fixture
-def other_loop() -> Iterator[asyncio.AbstractEventLoop]:
+def other_loop_error() -> Iterator[asyncio.AbstractEventLoop]:
     """An event loop that runs on another thread."""
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever)
@@ -582,21 +582,21 @@ def other_loop() -> Iterator[asyncio.AbstractEventLoop]:
     loop.close()
 
 
-def test_two_event_loops_cannot_ask_at_a_time(at: Make, other_loop: asyncio.AbstractEventLoop) -> None:
+def test_two_event_loops_cannot_ask_at_a_time(at: Make, other_loop_error: asyncio.AbstractEventLoop) -> None:
     with at() as made:
         client, hold = made.connect(), made.rig.hold("compute")
 
         async def submit() -> Any:
             return client.submit(PROMPT, SamplingParams(max_tokens=5))
 
-        answer = asyncio.run_coroutine_threadsafe(submit(), other_loop).result(PATIENCE_S)
+        answer = asyncio.run_coroutine_threadsafe(submit(), other_loop_error).result(PATIENCE_S)
         with pytest.raises(
             RuntimeError,
             match="another event loop waits for answers of this engine: use one loop, or one AsyncLLM for each",
         ):
             run(submit())
         hold.release()
-        news = asyncio.run_coroutine_threadsafe(read_all(answer), other_loop).result(PATIENCE_S)
+        news = asyncio.run_coroutine_threadsafe(read_all(answer), other_loop_error).result(PATIENCE_S)
         assert tokens_of(news) == made.rig.model.expected(PROMPT, 5)
         assert tokens_of(run(ask(client, OTHER))) == made.rig.model.expected(
             OTHER, 8

@@ -18,19 +18,19 @@ from engine_rig import PATIENCE_S, Rig, prompts
 from sidestream.client import engine_server, messages
 from sidestream.client.engine_server import Connection
 from sidestream.client.messages import (
+    Abort,
     Attach,
     Call,
     Close,
     Count,
-    End,
-    News,
-    Packer,
-    Refused,
+    FrameEncoder,
+    Outputs,
+    Rejected,
     Reply,
     Status,
     Submit,
     Welcome,
-    from_engine,
+    decoder_of_outputs,
 )
 from sidestream.client.remote import RemoteClient
 from sidestream.config import SamplingParams
@@ -47,13 +47,13 @@ class Raw:
 
     def __init__(self, made: Remote, **options: Any) -> None:
         self.socket = made.attach(**options)
-        self._packer = Packer()
-        self._unpacker = from_engine()
+        self._encoder = FrameEncoder()
+        self._decoder = decoder_of_outputs()
         self._inbox: list[Any] = []
         assert isinstance(self.read(), Welcome)
 
     def send(self, message: Any) -> None:
-        self.socket.sendall(self._packer.pack(message))
+        self.socket.sendall(self._encoder.encode(message))
 
     def submit(self, prompt: list[int], max_tokens: int = 8, *, stream: int = 0, **params: Any) -> None:
         self.send(submission(prompt, max_tokens, stream=stream, **params))
@@ -64,7 +64,7 @@ class Raw:
             data = self.socket.recv(1 << 16)
             if not data:
                 return None
-            self._inbox.extend(self._unpacker.feed(data))
+            self._inbox.extend(self._decoder.feed(data))
         return self._inbox.pop(0)
 
     def tokens(self, samples: int = 1) -> dict[int, list[int]]:
@@ -72,7 +72,7 @@ class Raw:
         told: dict[int, list[int]] = {}
         while samples:
             news = self.read()
-            assert isinstance(news, News), news
+            assert isinstance(news, Outputs), news
             for entry, (stream, token) in enumerate(zip(news.streams, news.tokens, strict=True)):
                 detail = news.details.get(entry)
                 told.setdefault(stream, []).extend([token] if detail is None else detail.token_ids)
@@ -119,7 +119,7 @@ def test_all_news_of_a_commit_for_a_front_end_are_one_message(made_frames: list[
             await asyncio.gather(*asking)
 
         run(use())
-        news = [message for message in made_frames if isinstance(message, News)]
+        news = [message for message in made_frames if isinstance(message, Outputs)]
         assert sum(len(message.streams) for message in news) >= 40
         assert max(len(message.streams) for message in news) == 2  # both requests of a front end
         assert len(news) <= 2 * made.rig.engine.num_steps
@@ -129,7 +129,7 @@ def test_all_news_of_a_commit_for_a_front_end_are_one_message(made_frames: list[
 def test_a_token_costs_two_numbers_once_a_stream_is_known(made_frames: list[Any]) -> None:
     with border("remote") as made:
         run(ask(made.connect(), PROMPT, 10))
-        news = [message for message in made_frames if isinstance(message, News)]
+        news = [message for message in made_frames if isinstance(message, Outputs)]
         assert [len(message.details) for message in news] == [1, *[0] * (len(news) - 2), 1]
 
 
@@ -190,13 +190,13 @@ def test_a_client_that_is_closed_has_its_requests_aborted() -> None:
 def test_a_front_end_that_does_not_read_is_cut_off_at_the_bound_and_others_go_on(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(engine_server, "MOST_UNSENT_BYTES", 1000)
+    monkeypatch.setattr(engine_server, "MAX_UNSENT_BYTES", 1000)
     kept: list[int] = []
     with border("remote", model=ToyModel(max_model_len=2048), blocks=400, max_model_len=2048) as made:
         deaf, other = Raw(made, send_buffer=2048), made.connect()
         front_end = made.front_ends[0]
-        deliver = front_end.deliver
-        front_end.deliver = lambda: deliver() or kept.append(len(front_end._unsent))  # type: ignore[func-returns-value]
+        send = front_end.send_outputs
+        front_end.send_outputs = lambda: send() or kept.append(len(front_end._unsent))  # type: ignore[func-returns-value]
         deaf.submit(PROMPT, 1000, logprobs=5)
         news = run(ask(other, OTHER, 300))
         assert tokens_of(news) == made.rig.model.expected(OTHER, 300)
@@ -225,7 +225,7 @@ def test_last_words_are_sent_though_a_socket_does_not_take_them_at_once() -> Non
         slow.submit(PROMPT, 80, logprobs=5)
         made.rig.turn_until(lambda: made.rig.counted("requests_total", "length") == 1)
         made.rig.turn()
-        made._owner.sendall(made._packer.pack(Close(0.0)))
+        made._owner.sendall(made._encoder.encode(Close(0.0)))
         made.rig.turn_until(lambda: made.rig.engine.health().status != "ok")
         assert slow.tokens() == {0: made.rig.model.expected(PROMPT, 80)}
         made.close()
@@ -241,18 +241,18 @@ def test_last_words_are_sent_though_a_socket_does_not_take_them_at_once() -> Non
         (lambda: os.urandom(64).replace(b"\0", b"\1").join([b"\xff\xff\xff\xff", b""]), "a frame of"),
         (lambda: messages._HEAD.pack(3, 1) + b"\xc1\xc1\xc1", "a message cannot be read"),
         (lambda: messages._HEAD.pack(3, 2) + b"abc", "frame 2 came in place of frame 1"),
-        (lambda: Packer().pack(Status("ok", "")), "a message cannot be read"),
-        (lambda: Packer().pack(Close(0.0)), "a front end may not send Close"),
-        (lambda: Packer().pack(Attach()), "a front end may not send Attach"),
+        (lambda: FrameEncoder().encode(Status("ok", "")), "a message cannot be read"),
+        (lambda: FrameEncoder().encode(Close(0.0)), "a front end may not send Close"),
+        (lambda: FrameEncoder().encode(Attach()), "a front end may not send Attach"),
         (
-            lambda: Packer().pack(msgspec.structs.replace(submission(PROMPT), prompt=b"abc")),
+            lambda: FrameEncoder().encode(msgspec.structs.replace(submission(PROMPT), prompt=b"abc")),
             "a message cannot be carried out",
         ),
         (
-            lambda: Packer().pack(msgspec.structs.replace(submission(PROMPT), cache_salt=b"\xff")),
+            lambda: FrameEncoder().encode(msgspec.structs.replace(submission(PROMPT), cache_salt=b"\xff")),
             "a message cannot be carried out",
         ),
-        (lambda: Packer().pack(Count("no_such_total", 1.0, ())), "a message cannot be carried out"),
+        (lambda: FrameEncoder().encode(Count("no_such_total", 1.0, ())), "a message cannot be carried out"),
         (lambda: repeated(submission(PROMPT, 60)), "stream 0 came again before it had ended"),
     ],
     ids=[
@@ -283,8 +283,8 @@ def test_nonsense_of_a_front_end_cuts_off_that_front_end_alone(
 
 
 def repeated(message: Any) -> bytes:
-    packer = Packer()
-    return packer.pack(message) + packer.pack(message)
+    encoder = FrameEncoder()
+    return encoder.encode(message) + encoder.encode(message)
 
 
 def test_a_call_that_does_not_exist_is_answered_with_an_error() -> None:
@@ -298,10 +298,10 @@ def test_a_call_that_does_not_exist_is_answered_with_an_error() -> None:
 def test_ends_of_streams_that_nothing_is_known_of_do_nothing() -> None:
     with border("remote") as made:
         raw = Raw(made)
-        raw.send(End(5, 9, "abort"))
+        raw.send(Abort(5, 9, "abort"))
         raw.submit(PROMPT, 4, stream=9)
         assert raw.tokens() == {9: made.rig.model.expected(PROMPT, 4)}
-        raw.send(End(9, 10, "stop"))
+        raw.send(Abort(9, 10, "stop"))
         raw.submit(OTHER, 4, stream=10)
         assert raw.tokens() == {10: made.rig.model.expected(OTHER, 4)}
         assert made.rig.counted("requests_total", "length") == 2
@@ -313,22 +313,22 @@ def test_ends_of_streams_that_nothing_is_known_of_do_nothing() -> None:
 def engine_end(*sent: Any) -> socket.socket:
     """A connection on which an engine has said this; what it says in place of the last one, None, is its end."""
     ours, theirs = socket.socketpair()
-    packer = Packer()
+    encoder = FrameEncoder()
     with theirs:
-        theirs.sendall(b"".join(packer.pack(message) for message in sent))
+        theirs.sendall(b"".join(encoder.encode(message) for message in sent))
     return ours
 
 
-def facts() -> Any:
+def info() -> Any:
     rig = Rig()
     try:
-        return engine_server.facts_of(rig.engine, model="toy", model_name="toy")
+        return engine_server.engine_info(rig.engine, model="toy", model_name="toy")
     finally:
         rig.close()
 
 
 def test_an_engine_of_another_version_is_refused_by_both_names() -> None:
-    connection = engine_end(Welcome(msgspec.structs.replace(facts(), version="0.0.1")))
+    connection = engine_end(Welcome(msgspec.structs.replace(info(), version="0.0.1")))
     with pytest.raises(
         ConfigError,
         match=rf"^the engine runs Sidestream 0\.0\.1, this front end {VERSION}: restart both from one installation$",
@@ -350,14 +350,14 @@ def test_a_first_message_that_is_no_welcome_breaks_the_connection() -> None:
 
 
 def test_what_comes_right_behind_the_welcome_is_heard() -> None:
-    client = RemoteClient.connect(engine_end(Welcome(facts()), Status("failed", "DeviceLost: gone")))
+    client = RemoteClient.connect(engine_end(Welcome(info()), Status("failed", "DeviceLost: gone")))
     health = client.health()
     client.close()
     assert (health.status, health.detail) == ("failed", "DeviceLost: gone")
 
 
 def test_an_end_of_the_engine_s_process_is_told_with_how_it_ended() -> None:
-    client = RemoteClient.connect(engine_end(Welcome(facts())), why_gone=lambda: "it was killed by SIGKILL")
+    client = RemoteClient.connect(engine_end(Welcome(info())), why_gone=lambda: "it was killed by SIGKILL")
 
     async def use() -> None:
         with pytest.raises(
@@ -431,7 +431,7 @@ def test_a_refusal_names_the_stream_and_nothing_more_comes_of_it() -> None:
         raw.submit(PROMPT, 4, n=2)
         raw.submit(OTHER, 4, stream=2)
         refused = raw.read()
-        assert isinstance(refused, Refused)
+        assert isinstance(refused, Rejected)
         assert (refused.stream, refused.failure.kind) == (2, "QueueFull")
         hold.release()
         assert raw.tokens(2) == {stream: made.rig.model.expected(PROMPT, 4) for stream in range(2)}

@@ -13,18 +13,19 @@ import pytest
 from sidestream import errors
 from sidestream.client import messages
 from sidestream.client.messages import (
+    Abort,
     Attach,
     Call,
     Close,
     Count,
-    Detail,
-    End,
-    Facts,
+    EngineInfo,
     Failure,
-    News,
-    Packer,
+    FrameDecoder,
+    FrameEncoder,
+    OutputDetail,
+    Outputs,
     Progress,
-    Refused,
+    Rejected,
     Reply,
     Snapshot,
     Start,
@@ -33,10 +34,9 @@ from sidestream.client.messages import (
     Submit,
     ToClient,
     ToEngine,
-    Unpacker,
     Welcome,
-    from_engine,
-    from_front_end,
+    decoder_of_outputs,
+    decoder_of_requests,
 )
 from sidestream.config import SamplingDefaults, SamplingParams
 from sidestream.errors import EngineStopped, InvariantError, RequestError, SidestreamError
@@ -62,11 +62,24 @@ PARAMS = SamplingParams(
     n=3,
     max_drafts=1,
 )
-FACTS = Facts(
-    "1.2.3", "/models/whale", "whale", 2048, 4096, 16, 32000, 64, b"\0" * 16, 1, SamplingDefaults(temperature=0.5), 4321
+FACTS = EngineInfo(
+    "1.2.3",
+    "/models/whale",
+    "whale",
+    2048,
+    4096,
+    16,
+    32000,
+    64,
+    b"\0" * 16,
+    1,
+    SamplingDefaults({"temperature": 0.5, "top_k": 20}),
+    4321,
 )
 SNAPSHOT = Snapshot({"requests_total": [(("stop",), 2.0)]}, {"ttft_seconds": [((), ([0, 1], 0.25, 1))]})
-DETAIL = Detail((3, 4), ((3, -0.5, ((3, -0.5), (8, -1.5))), (4, 0.0, ())), "length", 12, (4, 8, 0), None)
+DETAIL = OutputDetail(
+    (3, 4), ((3, -0.5, ((3, -0.5), (8, -1.5))), (4, 0.0, ())), "length", 12, {"device": 4, "host": 8}, None
+)
 TO_ENGINE: list[Any] = [
     Start(
         "whale",
@@ -77,7 +90,7 @@ TO_ENGINE: list[Any] = [
         ("%(message)s", ""),
     ),
     Submit(3, b"\x01\0\0\0", b"k" * 16, 2, PARAMS, (1 << 63) - 1, 100, -(1 << 63), b"salt"),
-    End(3, 6, "stop"),
+    Abort(3, 6, "stop"),
     Call(1, "flush", 2.5),
     Count("http_requests_total", 1.0, ("/health", "200")),
     Attach(),
@@ -87,38 +100,39 @@ TO_CLIENT: list[Any] = [
     Progress("reading the weights", 1, 2, False),
     Started(FACTS),
     Welcome(FACTS),
-    News([1, 2, 1], [17, -1, 18], {1: DETAIL}),
-    Refused(3, 5, Failure("QueueFull", "try again later")),
+    Outputs([1, 2, 1], [17, -1, 18], {1: DETAIL}),
+    Rejected(3, 5, Failure("QueueFull", "try again later")),
     Status("failed", "DeviceLost: gone"),
     Reply(1, None, False, SNAPSHOT),
 ]
 
 
-def fed(unpacker: Unpacker, data: bytes) -> list[Any]:
-    return list(unpacker.feed(data))
+def fed(decoder: FrameDecoder, data: bytes) -> list[Any]:
+    return list(decoder.feed(data))
 
 
 def frames_of(sent: list[Any]) -> list[bytes]:
-    packer = Packer()
-    return [packer.pack(message) for message in sent]
+    encoder = FrameEncoder()
+    return [encoder.encode(message) for message in sent]
 
 
 # ------------------------------------------------------------------ messages
 
 
 @pytest.mark.parametrize(
-    ("sent", "unpacker", "kinds"), [(TO_ENGINE, from_front_end, ToEngine), (TO_CLIENT, from_engine, ToClient)]
+    ("sent", "decoder", "kinds"),
+    [(TO_ENGINE, decoder_of_requests, ToEngine), (TO_CLIENT, decoder_of_outputs, ToClient)],
 )
-def test_every_message_arrives_as_it_was_sent(sent: list[Any], unpacker: Any, kinds: Any) -> None:
+def test_every_message_arrives_as_it_was_sent(sent: list[Any], decoder: Any, kinds: Any) -> None:
     assert {type(message) for message in sent} == set(kinds.__args__)
-    assert fed(unpacker(), b"".join(frames_of(sent))) == sent
+    assert fed(decoder(), b"".join(frames_of(sent))) == sent
 
 
 def test_all_sampling_params_cross_the_border() -> None:
     default = SamplingParams()
     for name in inspect.signature(SamplingParams).parameters:
         assert getattr(PARAMS, name) != getattr(default, name), f"{name} is not tried"
-    (message,) = fed(from_front_end(), Packer().pack(Submit(0, b"", b"", 0, PARAMS, 0, 1, 0, b"")))
+    (message,) = fed(decoder_of_requests(), FrameEncoder().encode(Submit(0, b"", b"", 0, PARAMS, 0, 1, 0, b"")))
     assert message.params == PARAMS
     assert type(message.params.stop) is tuple
     assert message.params.spec(seed=1, eos_ids=(2,)) == PARAMS.spec(seed=1, eos_ids=(2,))
@@ -132,7 +146,7 @@ def test_every_error_is_raised_again_as_itself(kind: type[SidestreamError]) -> N
         kind("n is 9: ask for fewer", param="n") if issubclass(kind, RequestError) else kind("n is 9: ask for fewer")
     )
     failure = Failure.of(error)
-    (reply,) = fed(from_engine(), Packer().pack(Reply(1, failure)))
+    (reply,) = fed(decoder_of_outputs(), FrameEncoder().encode(Reply(1, failure)))
     again = reply.failure.error()
     assert (type(again), str(again)) == (kind, "n is 9: ask for fewer")
     assert getattr(again, "param", None) == ("n" if issubclass(kind, RequestError) else None)
@@ -154,22 +168,22 @@ def test_an_error_of_an_unknown_kind_keeps_its_message() -> None:
 def test_a_frame_may_be_cut_at_any_byte() -> None:
     data = b"".join(frames_of(TO_ENGINE))
     for cut in range(len(data) + 1):
-        unpacker = from_front_end()
-        assert fed(unpacker, data[:cut]) + fed(unpacker, data[cut:]) == TO_ENGINE, cut
-        assert not unpacker.buffer
+        decoder = decoder_of_requests()
+        assert fed(decoder, data[:cut]) + fed(decoder, data[cut:]) == TO_ENGINE, cut
+        assert not decoder.buffer
 
 
 def test_frames_may_come_byte_by_byte() -> None:
-    unpacker, got = from_engine(), []
+    decoder, got = decoder_of_outputs(), []
     for byte in b"".join(frames_of(TO_CLIENT)):
-        got += fed(unpacker, bytes([byte]))
+        got += fed(decoder, bytes([byte]))
     assert got == TO_CLIENT
 
 
 def test_messages_before_a_broken_frame_are_taken() -> None:
-    first, second = frames_of([End(1, 2, "abort"), End(2, 3, "abort")])
-    messages_of = from_front_end().feed(first + first + second)
-    assert next(messages_of) == End(1, 2, "abort")
+    first, second = frames_of([Abort(1, 2, "abort"), Abort(2, 3, "abort")])
+    messages_of = decoder_of_requests().feed(first + first + second)
+    assert next(messages_of) == Abort(1, 2, "abort")
     with pytest.raises(EngineStopped, match="frame 1 came in place of frame 2"):
         next(messages_of)
 
@@ -180,37 +194,37 @@ def test_messages_before_a_broken_frame_are_taken() -> None:
     ids=["doubled", "missing", "first missing", "last doubled", "swapped"],
 )
 def test_a_frame_out_of_its_place_ends_the_connection(order: list[int], number: int, place: int) -> None:
-    frames = frames_of([End(0, 1, "abort"), End(1, 2, "abort"), End(2, 3, "abort")])
-    unpacker = from_front_end()
+    frames = frames_of([Abort(0, 1, "abort"), Abort(1, 2, "abort"), Abort(2, 3, "abort")])
+    decoder = decoder_of_requests()
     with pytest.raises(
         EngineStopped, match=f"^frame {number} came in place of frame {place}: the connection is broken$"
     ):
         for place_of in order:
-            fed(unpacker, frames[place_of])
+            fed(decoder, frames[place_of])
 
 
 def test_numbers_of_frames_go_round() -> None:
-    packer, unpacker = Packer(), from_front_end()
-    packer._number = unpacker.number = 0xFFFFFFFE
+    encoder, decoder = FrameEncoder(), decoder_of_requests()
+    encoder._number = decoder.number = 0xFFFFFFFE
     for _ in range(4):
-        assert fed(unpacker, packer.pack(End(1, 2, "abort"))) == [End(1, 2, "abort")]
+        assert fed(decoder, encoder.encode(Abort(1, 2, "abort"))) == [Abort(1, 2, "abort")]
 
 
 def test_a_frame_that_is_too_long_is_refused_before_it_has_come(monkeypatch: pytest.MonkeyPatch) -> None:
-    frame = Packer().pack(End(1, 2, "abort"))
-    monkeypatch.setattr(messages, "MOST_FRAME_BYTES", len(frame) - 9)
+    frame = FrameEncoder().encode(Abort(1, 2, "abort"))
+    monkeypatch.setattr(messages, "MAX_FRAME_BYTES", len(frame) - 9)
     with pytest.raises(
         EngineStopped, match=f"a frame of {len(frame) - 8} bytes came, at most {len(frame) - 9} are sent"
     ):
-        fed(from_front_end(), frame[:8])
+        fed(decoder_of_requests(), frame[:8])
 
 
 def test_a_message_that_is_too_long_is_not_sent_and_takes_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
-    packer = Packer()
-    monkeypatch.setattr(messages, "MOST_FRAME_BYTES", 100)
+    encoder = FrameEncoder()
+    monkeypatch.setattr(messages, "MAX_FRAME_BYTES", 100)
     with pytest.raises(InvariantError, match=r"^a Status of \d+ bytes: a message has at most 100$"):
-        packer.pack(Status("failed", "x" * 101))
-    assert fed(from_engine(), packer.pack(Status("ok", ""))) == [Status("ok", "")]
+        encoder.encode(Status("failed", "x" * 101))
+    assert fed(decoder_of_outputs(), encoder.encode(Status("ok", ""))) == [Status("ok", "")]
 
 
 def broken_params() -> SamplingParams:
@@ -229,12 +243,12 @@ def frame_of(body: bytes) -> bytes:
         (frame_of(b"\xc1"), "malformed"),
         (frame_of(b""), "truncated"),
         (frame_of(msgspec.msgpack.encode(["Sink", 1])), "Invalid value 'Sink'"),
-        (frame_of(msgspec.msgpack.encode(["End", 1, "two", "abort"])), "Expected `int`, got `str`"),
-        (frame_of(msgspec.msgpack.encode(["End", 1])), "at least"),
-        (frame_of(b"\x94\xa3End\x01\x02\xa2\xff\xff"), "utf-8|UTF-8"),
+        (frame_of(msgspec.msgpack.encode(["Abort", 1, "two", "abort"])), "Expected `int`, got `str`"),
+        (frame_of(msgspec.msgpack.encode(["Abort", 1])), "at least"),
+        (frame_of(b"\x94\xa5Abort\x01\x02\xa2\xff\xff"), "utf-8|UTF-8"),
         (frame_of(b"\x91" * 100_000), "recursion|array|Expected"),
-        (Packer().pack(Status("ok", "")), "Invalid value 'Status'"),
-        (Packer().pack(Submit(0, b"", b"", 0, broken_params(), 0, 1, 0, b"")), "temperature is -5"),
+        (FrameEncoder().encode(Status("ok", "")), "Invalid value 'Status'"),
+        (FrameEncoder().encode(Submit(0, b"", b"", 0, broken_params(), 0, 1, 0, b"")), "temperature is -5"),
     ],
     ids=[
         "no msgpack",
@@ -252,4 +266,4 @@ def test_a_message_that_cannot_be_read_ends_the_connection(frame: bytes, words: 
     with pytest.raises(
         EngineStopped, match=rf"(?s)^a message cannot be read \(.*({words}).*\): both sides must run the same version$"
     ):
-        fed(from_front_end(), frame)
+        fed(decoder_of_requests(), frame)

@@ -18,7 +18,7 @@ def test_a_refusal_is_told_to_the_samples_that_are_left_when_the_first_one_was_e
             hold = made.rig.hold("compute")
             taken = client.submit([5, 6, 7], SamplingParams(max_tokens=5, n=3))
             refused = client.submit([6, 7, 8], SamplingParams(max_tokens=5, n=2))
-            client.end(refused, "stop", index=0)
+            client.abort(refused, "stop", index=0)
             with pytest.raises(QueueFull):
                 await refused.read()
             hold.release()

@@ -1,6 +1,4 @@
-"""A GPU made of lists: streams hold what they were given until told to go on, copies move bytes of the host. Stands in
-for `Driver`.
-"""
+"""A fake GPU made of lists, in place of `Driver`: streams keep their work until the test runs it."""
 
 from __future__ import annotations
 

@@ -475,3 +475,30 @@ def test_segments_are_copied_by_one_call_that_holds_the_interpreter_lock_once(
     for from_, to in zip(sources.tolist(), targets.tolist(), strict=True):
         assert torch.equal(target.data[to : to + 64], source.data[from_ : from_ + 64])
     assert int((target.data != 0).sum()) <= 6 * 64
+
+
+def test_a_cpu_has_no_events_for_graphs(device: CpuDevice) -> None:
+    with pytest.raises(InvariantError, match="a CPU has no events"):
+        device.event("gate 0")
+    with pytest.raises(InvariantError, match="cannot wait for an event: a CPU has none"):
+        device.stream("compute").wait_external(None)
+
+
+def test_a_failed_fence_drops_the_local_variables_of_the_error_and_of_its_cause(device: CpuDevice) -> None:
+    held: list[weakref.ref[torch.Tensor]] = []
+
+    def allocate() -> None:
+        tensor = torch.zeros(4)
+        held.append(weakref.ref(tensor))
+        raise ValueError("cause")
+
+    def work() -> None:
+        try:
+            allocate()
+        except ValueError as error:
+            raise RuntimeError("failed") from error
+
+    fence = device.stream("compute").submit(work)
+    assert device.wait_host(fence, reason="test")
+    assert str(fence.failure) == "failed"
+    assert held[0]() is None

@@ -128,7 +128,7 @@ def test_memory_is_used_while_its_pages_are_touched_and_keeps_what_is_written(mo
 
 def available(monkeypatch: pytest.MonkeyPatch, num_bytes: int) -> None:
     """What the system says, whatever is allocated: as if the kernel were behind with its own counting."""
-    monkeypatch.setattr("sidestream.device.cpu._available_bytes", lambda: num_bytes)
+    monkeypatch.setattr("sidestream.device.cpu.available_bytes", lambda: num_bytes)
 
 
 def test_memory_whose_pages_are_not_mapped_yet_is_not_given_out_twice(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,7 +186,7 @@ def test_allocation_that_is_refused_takes_nothing(monkeypatch: pytest.MonkeyPatc
 
 
 def test_system_that_does_not_say_what_is_available_gives_what_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sidestream.device.cpu._available_bytes", lambda: None)
+    monkeypatch.setattr("sidestream.device.cpu.available_bytes", lambda: None)
     device = CpuDevice(compute_threads=1)
     assert int(device.allocate("kv", 4096).data.sum()) == 0
     device.close()
@@ -205,7 +205,7 @@ def closing(device: CpuDevice) -> threading.Thread:
     return closer
 
 
-def test_close_does_not_wait_for_pages_that_nobody_will_use_but_for_the_thread_that_touches_them(
+def test_close_skips_the_remaining_pages_and_joins_the_touching_thread(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     kernel = Kernel(monkeypatch, chunks_let_through=2)

@@ -217,9 +217,11 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         for target, source, size in table.T.tolist():
             ctypes.memmove(target, source, size)
 
-    def deliver(target: int, source: int, num_bytes: int, *, behind: int = 0) -> None:
+    def deliver(target: int, source: int, num_bytes: int, *, offset_address: int = 0) -> None:
         launched.append(f"{num_bytes} bytes")
-        ctypes.memmove(target + (ctypes.c_int64.from_address(behind).value if behind else 0), source, num_bytes)
+        ctypes.memmove(
+            target + (ctypes.c_int64.from_address(offset_address).value if offset_address else 0), source, num_bytes
+        )
 
     fake = types.ModuleType("sidestream.device.cuda.kernels")
     fake.copy_segments, fake.deliver = copy_segments, deliver  # type: ignore[attr-defined]

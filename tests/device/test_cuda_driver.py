@@ -1,4 +1,4 @@
-"""The driver's calls, on a library made of functions: what they are given, and by what names their failures go."""
+"""The driver's calls on a fake library: arguments, and the errors that failures become."""
 
 from __future__ import annotations
 
@@ -235,7 +235,7 @@ def coded(code: int, text: str = "CUDA error: something") -> RuntimeError:
         (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"), OutOfDeviceMemory),
     ],
 )
-def test_what_torch_and_triton_raise_gets_our_names(error: RuntimeError, name: type[DeviceError]) -> None:
+def test_errors_of_torch_and_triton_become_device_errors(error: RuntimeError, name: type[DeviceError]) -> None:
     ours = named(error)
     assert type(ours) is name
     assert ours.__cause__ is error

@@ -1,4 +1,4 @@
-"""How a wait of the host knows when to look, and what it does when it is wrong."""
+"""The forecast of a step's end, and the wait that uses it, also when it is wrong."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from cuda_rig import FakeGpu
 
 from sidestream.device.channel import Bell
 from sidestream.device.cuda import CudaDevice
-from sidestream.device.cuda import device as device_module
+from sidestream.device.cuda import wait as wait_module
 from sidestream.device.cuda.forecast import Forecast
 from sidestream.device.cuda.stream import CudaFence, CudaStream
 
@@ -29,7 +29,7 @@ def test_work_is_expected_to_take_as_long_as_the_shortest_of_its_name_lately() -
     assert forecast.soonest_end_s("decode 2", now) == pytest.approx(now + 0.4)
 
 
-def test_work_begins_when_what_was_before_it_has_ended() -> None:
+def test_work_begins_when_the_work_before_it_ends() -> None:
     forecast = Forecast()
     forecast.ended("a", 1.0, 1.5)
     forecast.ended("b", 1.1, 1.7)  # was launched behind a
@@ -113,48 +113,48 @@ def test_a_wait_sleeps_until_the_end_is_near_and_looks_from_then_on(
     blocks: bool,
 ) -> None:
     clock = Clock(gpu, ends_s)
-    monkeypatch.setattr(device_module, "time", clock)
-    assert device._wait_for(fence, due_s, None)
+    monkeypatch.setattr(wait_module, "time", clock)
+    assert device._waiter.wait_until(fence, due_s, None)
     assert fence.poll()
     if blocks:
         assert clock.now_s < ends_s  # the driver let it go on
     else:
         assert ends_s <= clock.now_s <= ends_s + late_s + 2e-6
     if due_s is not None:
-        until_s = max(0.0, due_s - device_module._AHEAD_S)
+        until_s = max(0.0, due_s - wait_module._AHEAD_S)
         assert sum(clock.slept) <= until_s + 1e-9
-        assert max(clock.slept, default=0.0) <= device_module._NAP_S
+        assert max(clock.slept, default=0.0) <= wait_module._NAP_S
         assert ends_s < due_s or sum(clock.slept) >= 0.9 * until_s
 
 
-def test_who_rings_is_heard_while_the_wait_sleeps_and_not_when_the_end_is_near(
+def test_a_bell_interrupts_the_sleep_and_not_the_polling_near_the_end(
     device: CudaDevice, gpu: FakeGpu, fence: CudaFence, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock, bell = Clock(gpu, 0.0009), Bell()
-    monkeypatch.setattr(device_module, "time", clock)
+    monkeypatch.setattr(wait_module, "time", clock)
     bell.ring()
-    assert not device._wait_for(fence, 0.010, bell)
+    assert not device._waiter.wait_until(fence, 0.010, bell)
     assert (clock.slept, bell.rung, fence.poll()) == ([], False, False)
     bell.ring()
-    assert device._wait_for(fence, 0.0009, bell)  # so short a step has no time in which nobody looks
+    assert device._waiter.wait_until(fence, 0.0009, bell)  # so short a step has no time in which nobody looks
     assert (bell.rung, fence.poll()) == (True, True)
 
 
-def test_a_step_that_ends_while_what_rang_is_seen_to_teaches_the_forecast_too(
+def test_a_step_that_ends_after_an_interrupted_wait_updates_the_forecast(
     device: CudaDevice, gpu: FakeGpu, fence: CudaFence, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(device, "_wait_for", lambda *given: False)
+    monkeypatch.setattr(device._waiter, "wait_until", lambda *given: False)
     assert not device.wait_host(fence, reason="step", bell=Bell())
     gpu.run()
     assert device.wait_host(fence, reason="step", bell=Bell())
-    assert device._forecasts["compute"].soonest_end_s("decode 1", 0.0) is not None
+    assert device._waiter.forecasts["compute"].soonest_end_s("decode 1", 0.0) is not None
 
 
-def test_waits_teach_the_forecast_of_their_stream(device: CudaDevice, gpu: FakeGpu) -> None:
+def test_waits_update_the_forecast_of_their_stream(device: CudaDevice, gpu: FakeGpu) -> None:
     stream = device.stream("compute")
     assert isinstance(stream, CudaStream)
     for _ in range(2):
         fence = stream.submit(lambda: gpu.launch(stream.external, lambda: None), label="decode 7")
         assert device.wait_host(fence, reason="step")
-    assert device._forecasts["compute"].soonest_end_s("decode 7", 0.0) is not None
+    assert device._waiter.forecasts["compute"].soonest_end_s("decode 7", 0.0) is not None
     assert device.host_waits() == {"step": 2}

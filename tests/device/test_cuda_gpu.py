@@ -1,4 +1,4 @@
-"""The CUDA device on a GPU: what only hardware can show."""
+"""The CUDA device on a GPU: properties that only hardware shows."""
 
 from __future__ import annotations
 
@@ -280,7 +280,8 @@ def test_host_memory_is_used_while_more_of_it_is_pinned(device: CudaDevice) -> N
         rounds += 1
         assert time.perf_counter() - start < 60
     print(
-        f"given after {given_s:.2f} s with {first >> 20} MiB; all 4 GiB after {time.perf_counter() - start:.2f} s; {rounds} copies meanwhile"
+        f"given after {given_s:.2f} s with {first >> 20} MiB; all 4 GiB after {time.perf_counter() - start:.2f} s; "
+        f"{rounds} copies meanwhile"
     )
     assert rounds > 0
 
@@ -356,14 +357,14 @@ def test_a_branch_of_a_graph_sees_what_was_before_and_is_waited_for(device: Cuda
     given, beside, between, seen = (torch.zeros(1, dtype=torch.int64, device=device.torch_device) for _ in range(4))
     torch.cuda.default_stream().synchronize()
 
-    def aside() -> None:
+    def on_the_side() -> None:
         delay(5)
         beside.copy_(given * 10)
 
     def work() -> None:
         delay(5)
         given.add_(1)
-        compute.aside(aside)
+        compute.on_side_stream(on_the_side)
         between.copy_(given * 100)
         compute.join()
         seen.copy_(given + beside + between)
@@ -407,7 +408,8 @@ try:
     print("not noticed")
 except DeviceLost as error:
     print("lost:", "illegal memory access" in str(error))
-for call in (other.poll, lambda: store.submit(lambda: None), lambda: compute.wait(other), lambda: device.wait_host(other, reason="test")):
+submit, wait = lambda: store.submit(lambda: None), lambda: compute.wait(other)
+for call in (other.poll, submit, wait, lambda: device.wait_host(other, reason="test")):
     try:
         call()
         print("went on")

@@ -1,6 +1,4 @@
-"""What a tracer is told of a device that does not say when it does what: no more than the fences prove, in an order
-that they allow.
-"""
+"""Events of a GPU reach the tracer when fences prove them, in an order that the fences allow."""
 
 from __future__ import annotations
 
@@ -29,25 +27,25 @@ class Mark:
 
 
 class Listener:
-    """A tracer that writes down what it is told of."""
+    """A tracer that keeps its events."""
 
     def __init__(self) -> None:
-        self.told: list[str] = []
+        self.events: list[str] = []
 
     def submitted(self, fence: Fence, accesses: Accesses, label: str) -> None:
-        self.told.append(f"submitted {fence.stream}{fence.tick}")
+        self.events.append(f"submitted {fence.stream}{fence.tick}")
 
     def started(self, fence: Fence) -> None:
-        self.told.append(f"started {fence.stream}{fence.tick}")
+        self.events.append(f"started {fence.stream}{fence.tick}")
 
     def finished(self, fence: Fence) -> None:
-        self.told.append(f"finished {fence.stream}{fence.tick}")
+        self.events.append(f"finished {fence.stream}{fence.tick}")
 
     def waited(self, stream: str, fence: Fence) -> None:
-        self.told.append(f"{stream} waited for {fence.stream}{fence.tick}")
+        self.events.append(f"{stream} waited for {fence.stream}{fence.tick}")
 
     def touched(self, stream: str, accesses: Accesses) -> None:
-        self.told.append(f"{stream} touched {[access.start for access in accesses()]}")
+        self.events.append(f"{stream} touched {[access.start for access in accesses()]}")
 
 
 def no_accesses() -> Sequence[Access]:
@@ -63,28 +61,28 @@ def enqueue(history: History, stream: str, tick: int, *inside: Fence) -> Mark:
     return fence
 
 
-def test_submission_is_told_at_once_and_the_rest_when_the_fence_is_done() -> None:
+def test_a_submission_is_reported_at_once_and_the_rest_when_the_fence_is_done() -> None:
     tracer = Listener()
     history = History(tracer)  # type: ignore[arg-type]
     first, second = enqueue(history, "a", 1), enqueue(history, "a", 2)
-    assert tracer.told == ["submitted a1", "submitted a2"]
+    assert tracer.events == ["submitted a1", "submitted a2"]
     history.done(first)
-    assert tracer.told[2:] == ["started a1", "finished a1"]
+    assert tracer.events[2:] == ["started a1", "finished a1"]
     history.done(second)
-    assert tracer.told[4:] == ["started a2", "finished a2"]
+    assert tracer.events[4:] == ["started a2", "finished a2"]
 
 
-def test_a_done_fence_tells_all_that_was_before_it_and_once() -> None:
+def test_a_done_fence_reports_everything_before_it_once() -> None:
     tracer = Listener()
     history = History(tracer)  # type: ignore[arg-type]
     first, second = enqueue(history, "a", 1), enqueue(history, "a", 2)
     history.done(second)
     history.done(first)
     history.done(second)
-    assert tracer.told[2:] == ["started a1", "finished a1", "started a2", "finished a2"]
+    assert tracer.events[2:] == ["started a1", "finished a1", "started a2", "finished a2"]
 
 
-def test_what_was_waited_for_is_finished_before_the_wait_is_told() -> None:
+def test_the_awaited_work_is_reported_before_the_wait() -> None:
     tracer = Listener()
     history = History(tracer)  # type: ignore[arg-type]
     written = enqueue(history, "a", 1)
@@ -92,10 +90,10 @@ def test_what_was_waited_for_is_finished_before_the_wait_is_told() -> None:
     history.waited("b", written)
     stored = enqueue(history, "b", 1)
     history.done(stored)
-    assert tracer.told[3:] == ["started a1", "finished a1", "b waited for a1", "started b1", "finished b1"]
+    assert tracer.events[3:] == ["started a1", "finished a1", "b waited for a1", "started b1", "finished b1"]
 
 
-def test_a_wait_behind_a_done_fence_is_not_told_with_it() -> None:
+def test_a_wait_after_a_done_fence_is_not_reported_with_it() -> None:
     tracer = Listener()
     history = History(tracer)  # type: ignore[arg-type]
     other, first = enqueue(history, "b", 1), enqueue(history, "a", 1)
@@ -103,12 +101,12 @@ def test_a_wait_behind_a_done_fence_is_not_told_with_it() -> None:
     second = enqueue(history, "a", 2)
     for _ in range(2):
         history.done(first)
-    assert tracer.told[3:] == ["started a1", "finished a1"]
+    assert tracer.events[3:] == ["started a1", "finished a1"]
     history.done(second)
-    assert tracer.told[5:] == ["started b1", "finished b1", "a waited for b1", "started a2", "finished a2"]
+    assert tracer.events[5:] == ["started b1", "finished b1", "a waited for b1", "started a2", "finished a2"]
 
 
-def test_waits_inside_work_and_what_it_touches_keep_their_place() -> None:
+def test_waits_and_accesses_inside_work_keep_their_order() -> None:
     tracer = Listener()
     history = History(tracer)  # type: ignore[arg-type]
     loaded, fence = enqueue(history, "load", 1), Mark("a", 1)
@@ -120,7 +118,7 @@ def test_waits_inside_work_and_what_it_touches_keep_their_place() -> None:
     history.touched("a", lambda: [Access("kv", start, start + 1, False) for start in starts])
     history.enqueued(fence)
     history.done(fence)
-    assert tracer.told[2:] == [
+    assert tracer.events[2:] == [
         "started a1",
         "a touched [10]",
         "started load1",
@@ -131,7 +129,7 @@ def test_waits_inside_work_and_what_it_touches_keep_their_place() -> None:
     ]
 
 
-def test_streams_that_wait_for_one_another_in_turn_are_told_back_and_forth() -> None:
+def test_streams_that_wait_for_each_other_in_turn_are_reported_in_order() -> None:
     tracer = Listener()
     history = History(tracer)  # type: ignore[arg-type]
     last: Mark = enqueue(history, "a", 1)
@@ -139,7 +137,7 @@ def test_streams_that_wait_for_one_another_in_turn_are_told_back_and_forth() -> 
         last = enqueue(history, "b", tick, last)
         last = enqueue(history, "a", tick + 1, last)
     history.done(last)
-    finished = [told for told in tracer.told if told.startswith("finished")]
+    finished = [event for event in tracer.events if event.startswith("finished")]
     assert finished[:4] == ["finished a1", "finished b1", "finished a2", "finished b2"]
     assert len(finished) == 3999
 
@@ -149,7 +147,7 @@ def test_a_wait_for_work_of_the_host_needs_no_log_of_it() -> None:
     history = History(tracer)  # type: ignore[arg-type]
     history.waited("load", Mark("disk", 7))
     history.done(enqueue(history, "load", 1))
-    assert tracer.told[1:] == ["load waited for disk7", "started load1", "finished load1"]
+    assert tracer.events[1:] == ["load waited for disk7", "started load1", "finished load1"]
 
 
 # ---------------------------------------------------------------------- the checker, on a device

@@ -30,7 +30,7 @@ for count, shift in ((8, 0), (8, 3), (13, 0), (40_000, 0), (70_001, 1)):
     before[shift:shift + count] = source[shift:shift + count]
     assert torch.equal(target, before), ("deliver", count, shift)
     behind = torch.tensor([16])
-    kernels.deliver(target.data_ptr() + shift, source.data_ptr() + shift, count, behind=behind.data_ptr())
+    kernels.deliver(target.data_ptr() + shift, source.data_ptr() + shift, count, offset_address=behind.data_ptr())
     before[shift + 16:shift + 16 + count] = source[shift:shift + count]
     assert torch.equal(target, before), ("deliver behind", count, shift)
 
@@ -41,7 +41,8 @@ for wide, count in ((True, 1), (True, 5), (False, 6), (False, 2)):
     sizes = rng.integers(1, 5_000, count) * unit
     sizes[0] = 40_000 if wide else 9_001
     starts = np.concatenate(([0], np.cumsum(sizes)[:-1])) + unit * np.arange(count)
-    table = np.ascontiguousarray(np.stack((target.data_ptr() + starts, source.data_ptr() + starts[::-1] * 0 + starts, sizes)).astype(np.int64))
+    rows = (target.data_ptr() + starts, source.data_ptr() + starts[::-1] * 0 + starts, sizes)
+    table = np.ascontiguousarray(np.stack(rows).astype(np.int64))
     kernels.copy_segments(table.ctypes.data, count, wide=wide)
     for start, size in zip(starts.tolist(), sizes.tolist()):
         before[start:start + size] = source[start:start + size]

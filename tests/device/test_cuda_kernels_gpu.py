@@ -60,7 +60,7 @@ def test_results_up_to_the_last_byte_of_host_memory_are_delivered(size: int) -> 
         device.close()
 
 
-def test_kernels_read_what_the_host_wrote_into_mapped_memory_while_copies_keep_the_copy_engine_busy() -> None:  # P5
+def test_kernels_read_what_the_host_wrote_into_mapped_memory_while_copies_keep_the_copy_engine_busy() -> None:
     device = CudaDevice()
     try:
         size = 256 << 20
@@ -68,7 +68,7 @@ def test_kernels_read_what_the_host_wrote_into_mapped_memory_while_copies_keep_t
         small = device.allocate_host("small", 4096)
         mapped = device.mapped(small).view(torch.int64)
         fetched = torch.zeros(512, dtype=torch.int64, device=device.torch_device)
-        torch.add(mapped, 0, out=fetched)  # a first launch waits for whatever runs (P3)
+        torch.add(mapped, 0, out=fetched)  # a first launch waits for running work
         torch.cuda.default_stream().synchronize()
         starts = np.arange(256, dtype=np.int64) << 20
         batch, copies, compute = (

@@ -239,7 +239,7 @@ def test_close_lets_go_of_the_rest_when_a_chunk_cannot_be(small_chunks: None) ->
 
 def device_with(monkeypatch: pytest.MonkeyPatch, available: Callable[[], int | None]) -> CudaDevice:
     device = CudaDevice(driver=FakeGpu(memory_bytes=1 << 20))  # type: ignore[arg-type]
-    monkeypatch.setattr("sidestream.device.cuda.device._available_bytes", available)
+    monkeypatch.setattr("sidestream.device.cuda.device.available_bytes", available)
     return device
 
 

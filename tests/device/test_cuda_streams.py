@@ -1,6 +1,4 @@
-"""Streams and fences of the CUDA device, on a GPU made of lists: what is known of the device, and what happens when it
-is lost.
-"""
+"""Streams and fences of the CUDA device on the fake GPU, and the loss of the device."""
 
 from __future__ import annotations
 
@@ -168,7 +166,7 @@ def test_memory_that_runs_out_is_a_named_error_and_the_device_goes_on(gpu: FakeG
     assert device.lost is None
 
 
-def test_a_program_that_is_told_to_end_inside_work_ends_with_the_work_covered(gpu: FakeGpu, device: CudaDevice) -> None:
+def test_an_interrupt_inside_work_is_raised_after_the_work_has_its_fence(gpu: FakeGpu, device: CudaDevice) -> None:
     def interrupted() -> None:
         raise KeyboardInterrupt
 
@@ -319,7 +317,7 @@ def _takes_text() -> bool:
     return True
 
 
-def test_work_that_loses_the_device_is_told_to_who_submitted_it(gpu: FakeGpu, device: CudaDevice) -> None:
+def test_work_that_loses_the_device_raises_in_submit(gpu: FakeGpu, device: CudaDevice) -> None:
     def broken() -> None:
         raise RuntimeError("Triton Error [CUDA]: device-side assert triggered")
 
@@ -385,7 +383,7 @@ def test_a_thread_of_the_host_gets_a_turn_when_a_fence_is_done(gpu: FakeGpu, dev
             return Rest()
         return Rest(fences=(fence,))
 
-    thread = device.thread("mover", turn)
+    thread = device.thread("offload", turn)
     thread.wake()
     gpu.run()
     assert seen.wait(PATIENCE_S)
@@ -467,7 +465,7 @@ def test_a_graph_cannot_wait_for_an_event_that_was_never_recorded_h5(device: Cud
 
 
 def test_a_graph_is_enqueued_by_work_of_its_stream_only(device: CudaDevice) -> None:
-    with pytest.raises(InvariantError, match="was told to enqueue a graph, but not by its work"):
+    with pytest.raises(InvariantError, match="only its own work may enqueue a graph"):
         device.stream("compute").enqueue(CudaGraph(None, (), (), 0))
 
 
@@ -533,7 +531,7 @@ def refuse() -> None:
         (refuse, InvariantError, "no"),
     ],
 )
-@pytest.mark.parametrize("aside", [False, True])
+@pytest.mark.parametrize("side", [False, True])
 def test_a_capture_raises_what_failed_in_it_first_and_the_stream_goes_on(
     gpu: FakeGpu,
     device: CudaDevice,
@@ -541,7 +539,7 @@ def test_a_capture_raises_what_failed_in_it_first_and_the_stream_goes_on(
     work: Callable[[], None],
     named: type[Exception],
     said: str,
-    aside: bool,
+    side: bool,
 ) -> None:
     stream, seen = device.stream("compute"), list[list[object]]()
 
@@ -554,7 +552,7 @@ def test_a_capture_raises_what_failed_in_it_first_and_the_stream_goes_on(
 
     first = captured(nothing)
     with pytest.raises(named, match=re.escape(said)):
-        captured(lambda: stream.aside(fail) if aside else fail(), beside=first)
+        captured(lambda: stream.on_side_stream(fail) if side else fail(), beside=first)
     assert current == []
     second = captured(lambda: seen.append([*current]), beside=first)
     assert seen == [[stream.external] * 3]
@@ -582,10 +580,10 @@ def test_what_a_capture_that_failed_has_made_is_let_go_of_at_once(device: CudaDe
         gc.enable()
 
 
-# ---------------------------------------------------------------------- work beside a stream's own
+# ---------------------------------------------------------------------- the side stream
 
 
-def test_work_aside_is_behind_what_was_before_and_before_what_waits_for_it(gpu: FakeGpu) -> None:
+def test_side_stream_work_runs_after_earlier_work_and_before_the_join(gpu: FakeGpu) -> None:
     for seed in range(40):
         device = CudaDevice(driver=gpu)  # type: ignore[arg-type]
         stream, done = device.stream("compute"), list[str]()
@@ -596,9 +594,9 @@ def test_work_aside_is_behind_what_was_before_and_before_what_waits_for_it(gpu: 
                 gpu.launch(GpuStream(gpu, stream.side_handle), lambda: done.append(name))
 
             gpu.launch(stream, lambda: done.append("before"))
-            stream.aside(lambda: beside("aside"))
+            stream.on_side_stream(lambda: beside("side"))
             gpu.launch(stream, lambda: done.append("between"))
-            stream.aside(lambda: beside("aside, too"))
+            stream.on_side_stream(lambda: beside("side, too"))
             gpu.launch(stream, lambda: done.append("last"))
             stream.join()
             gpu.launch(stream, lambda: done.append("behind"))
@@ -608,16 +606,16 @@ def test_work_aside_is_behind_what_was_before_and_before_what_waits_for_it(gpu: 
         gpu.run(rng=random.Random(seed))
         assert [done[at] for at in (0, 5, 6, 11)] == ["before", "behind"] * 2
         for turn in (done[:6], done[6:]):
-            assert turn.index("aside") < turn.index("aside, too") > turn.index("between") < turn.index("last")
+            assert turn.index("side") < turn.index("side, too") > turn.index("between") < turn.index("last")
         device.close()
         assert len(gpu.kept) == len({handle for handle, _ in gpu.kept}) == 2
 
 
-def test_work_that_ends_without_what_is_aside_fails_and_its_fence_covers_it(gpu: FakeGpu, device: CudaDevice) -> None:
+def test_work_that_ends_without_a_join_fails_and_its_fence_covers_all_of_it(gpu: FakeGpu, device: CudaDevice) -> None:
     stream, done = device.stream("compute"), list[str]()
 
     def forgets() -> None:
-        stream.aside(lambda: gpu.launch(GpuStream(gpu, stream.side_handle or 0), lambda: done.append("aside")))
+        stream.on_side_stream(lambda: gpu.launch(GpuStream(gpu, stream.side_handle or 0), lambda: done.append("side")))
 
     def fails() -> None:
         forgets()
@@ -629,11 +627,11 @@ def test_work_that_ends_without_what_is_aside_fails_and_its_fence_covers_it(gpu:
         done.clear()
         while not fence.poll():
             gpu.step(stream.handle) or gpu.step(stream.side_handle or 0)
-        assert done == ["aside"]
-    stream.submit(stream.join)  # nothing is left aside
+        assert done == ["side"]
+    stream.submit(stream.join)  # nothing is left to join
     assert waits(gpu, stream) == 0
 
 
-def test_only_work_of_a_stream_has_something_aside(device: CudaDevice) -> None:
-    with pytest.raises(InvariantError, match="aside, but not by its work"):
-        device.stream("compute").aside(nothing)
+def test_only_work_of_a_stream_uses_its_side_stream(device: CudaDevice) -> None:
+    with pytest.raises(InvariantError, match="only its own work may use the side stream"):
+        device.stream("compute").on_side_stream(nothing)

@@ -1,6 +1,4 @@
-"""Threads of the host that take turns, and what they tell each other: no wake is lost, nothing is heard twice, nobody
-sleeps through a fence.
-"""
+"""Threads of the host that take turns, and their messages: no wake-up is lost, no message comes twice."""
 
 from __future__ import annotations
 
@@ -98,7 +96,7 @@ def test_many_wakes_are_never_lost(turns: Turns, taker: TurnTaker) -> None:
             assert time.monotonic() < until, "a wake was lost"
 
 
-def test_fence_that_is_passed_wakes_whoever_rests_for_one_and_nobody_else() -> None:
+def test_a_done_fence_wakes_the_threads_that_rest_for_one_and_no_other() -> None:
     device = CpuDevice(compute_threads=1)
     resting, idle = Turns(Rest((HandFence(),))), Turns()
     threads = [device.thread("resting", resting), device.thread("idle", idle)]

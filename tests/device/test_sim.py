@@ -1,6 +1,4 @@
-"""The simulated device: what may happen happens with some seed, what a fence forbids with none, and a seed repeats
-itself.
-"""
+"""The simulated device: each order that the fences allow happens with some seed, no other does, and a seed repeats."""
 
 from __future__ import annotations
 
@@ -17,7 +15,8 @@ import pytest
 from sidestream.device.base import CopyBatch
 from sidestream.device.channel import Bell
 from sidestream.device.sim import Deadlock, SimDevice, SimFence, make_policy
-from sidestream.device.sim.device import POISON, QUEUE_LIMIT, SimEvent, SimStream
+from sidestream.device.sim.device import POISON
+from sidestream.device.sim.stream import QUEUE_LIMIT, SimEvent, SimStream
 from sidestream.errors import ConfigError, InvariantError
 from sidestream.types import Accesses, Fence
 
@@ -136,7 +135,7 @@ def test_early_has_run_everything_that_could_run_before_the_host_goes_on(seed: i
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_a_starved_stream_moves_only_when_nobody_else_can(seed: int) -> None:
+def test_a_starved_stream_runs_only_when_no_other_actor_can(seed: int) -> None:
     ran: list[str] = []
     with simulated("starve:a", seed) as device:
         a, b = device.stream("a"), device.stream("b")
@@ -477,7 +476,7 @@ def test_a_host_wait_with_a_deadline_ends_at_the_deadline(policy: str) -> None:
         )  # a device may be slower still
 
 
-def test_whoever_sleeps_less_wakes_first() -> None:
+def test_the_shorter_sleep_ends_first() -> None:
     ran: list[str] = []
     with simulated("random") as device:
         for name, seconds in (("a", 3.0), ("b", 1.0), ("c", 2.0)):
@@ -492,7 +491,7 @@ def test_whoever_sleeps_less_wakes_first() -> None:
 
 
 @pytest.mark.parametrize("policy", ALL_POLICIES)
-def test_a_deadlock_is_an_error_that_says_who_waits_for_whom(policy: str) -> None:
+def test_a_deadlock_error_names_the_chain_of_waits(policy: str) -> None:
     with simulated(policy) as device:
         a, b = device.stream("a"), device.stream("b")
         box: list[SimFence] = []
@@ -589,7 +588,7 @@ class Held:
 
 
 @pytest.mark.parametrize("policy", ALL_POLICIES)
-def test_what_work_holds_is_gone_before_anybody_learns_that_it_is_done(policy: str) -> None:
+def test_references_of_work_are_dropped_before_its_fence_is_done(policy: str) -> None:
     with simulated(policy) as device:
         held = Held()
         alive = weakref.ref(held)
@@ -633,7 +632,7 @@ class Journal:
         self._note("stalled", reason)
 
 
-def test_a_tracer_is_told_of_everything_in_the_order_in_which_it_happens() -> None:
+def test_a_tracer_records_all_events_in_order() -> None:
     journal = Journal()
     with simulated("late", tracer=journal) as device:
         a, b = device.stream("a"), device.stream("b")
@@ -683,7 +682,7 @@ def test_what_a_tracer_raises_is_raised_on_the_host_or_kept_in_the_fence(policy:
 
 
 def test_touch_from_outside_the_streams_work_is_an_error() -> None:
-    with simulated() as device, pytest.raises(InvariantError, match="not by its work"):
+    with simulated() as device, pytest.raises(InvariantError, match="only its own work may declare"):
         device.stream("a").touch(lambda: ())
 
 

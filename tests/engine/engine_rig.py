@@ -18,12 +18,12 @@ from sidestream.config import EngineConfig, OffloadConfig, SamplingParams
 from sidestream.device.cpu import CpuDevice
 from sidestream.device.host import HostFence, HostStream
 from sidestream.engine import Engine, Handle, build_engine
+from sidestream.offload.pacing import TO_DEVICE, TO_HOST
+from sidestream.offload.tiers.disk import DiskTier, entry_bytes
 from sidestream.speculate import Proposer
 from sidestream.testing.faults import FaultyTier, Hold
 from sidestream.testing.tokenizer import ToyTokenizer
 from sidestream.testing.toy import ToyModel
-from sidestream.tiers.disk import DiskTier, entry_bytes
-from sidestream.transfer.pacing import TO_DEVICE, TO_HOST
 from sidestream.types import CachedTokens, Delta, TokenLogprob
 
 PATIENCE_S = 20.0
@@ -143,7 +143,11 @@ class Rig:
         }
         config = EngineConfig(kv_memory=blocks * layout.block_bytes, offload=offload, compute_threads=1, **sizes)
         self.engine: Engine = build_engine(
-            self.model, config, eos_ids=self.tokenizer.eos_ids, disk=self.disk, proposer=proposer
+            self.model,
+            config,
+            eos_ids=self.tokenizer.eos_ids,
+            tiers=None if self.disk is None else {"disk": self.disk},
+            proposer=proposer,
         )
         if always_load and self.engine.parts.costs is not None:
             self.engine.parts.costs.saw_prefill = lambda *_: None  # type: ignore[method-assign]  # no test hangs on measured speeds
@@ -201,7 +205,7 @@ class Rig:
         return self.engine.parts.device
 
     def _stream(self, name: str) -> HostStream:
-        """One that a test made before the mover asked for it, or a new one."""
+        """One that a test made before the offload worker asked for it, or a new one."""
         with self._making:
             return self.device._streams.get(name) or self._make_stream(name)
 
@@ -236,49 +240,26 @@ class Rig:
         self.engine.call(self.engine.parts.blocks.forget_all)
 
     def forget_host(self) -> None:
-        assert self.engine.parts.host is not None
-        self.engine.call(self.engine.parts.host.pool.forget_all)
+        assert self.engine.parts.tiers is not None
+        self.engine.call(self.engine.parts.tiers.host.pool.forget_all)
 
     def counted(self, name: str, *labels: str) -> int:
         return int(self.engine.parts.metrics.value(name, *labels))
 
     def sizes(self) -> dict[str, int]:
         """How many things the engine keeps by request, transfer or step."""
-        parts, scheduler = self.engine.parts, self.engine.parts.scheduler
-        kept: dict[str, Any] = {
-            "sessions": self.engine._sessions,
-            "requests": scheduler._requests,
-            "queue": scheduler._queue,
-            "running": scheduler._running,
-            "coming": scheduler._coming,
-        }
-        if (transfers := parts.transfers) is not None:
-            for name in ("_loads", "_orders", "_news"):
-                kept[name] = getattr(transfers, name)
-            for name in (
-                "_later",
-                "_storing",
-                "_stores",
-                "_arriving",
-                "_unsettled",
-                "_writes",
-                "_reads",
-                "_waiters",
-                "_to_host",
-                "_to_device",
-            ):
-                kept[name] = getattr(transfers._mover, name)
-            kept["landing"] = transfers._mover._loads
-        return {name: len(things) for name, things in kept.items()}
+        parts = self.engine.parts
+        kept = {"output streams": len(self.engine.streams), **parts.scheduler.sizes()}
+        return kept if parts.transfers is None else kept | parts.transfers.sizes()
 
     def check_idle(self) -> None:
         """Everything is back where it was at the start."""
         parts = self.engine.parts
         assert self.engine.unfinished == 0
         assert set(self.sizes().values()) == {0}, self.sizes()
-        pools = [parts.blocks, parts.scheduler._rows, parts.executor._mailbox._pool]
-        if parts.host is not None:
-            pools.append(parts.host.pool)
+        pools = [parts.blocks, parts.scheduler.slots, parts.executor._mailbox._pool]
+        if parts.tiers is not None:
+            pools.append(parts.tiers.host.pool)
         for pool in pools:
             pool.check()
             assert pool.num_used == 0, f"{pool.num_used} {pool.name} are still in use"

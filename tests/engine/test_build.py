@@ -25,7 +25,7 @@ def test_kernels_have_their_place_before_a_gpu_is_opened_which_compiles_the_firs
         raise OpensNoDevice
 
     monkeypatch.setattr(build, "torch_device", lambda kind: torch.device("cuda"))
-    monkeypatch.setattr(build, "keep_compiled", lambda: order.append("kept"))
+    monkeypatch.setattr(build, "use_compile_cache", lambda: order.append("kept"))
     monkeypatch.setattr(build, "_open_device", opened)
     with pytest.raises(OpensNoDevice):
         build.build_engine(ToyModel(), EngineConfig(device="cuda", kv_memory="1MiB", eager=eager))

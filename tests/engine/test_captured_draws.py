@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from engine_rig import Rig, prompts, serving
 
-from sidestream.execute.draws import Draws
-from sidestream.execute.frame import Shape
+from sidestream.runner.draws import SamplingMode
+from sidestream.runner.frame import GraphKey
 
-SHAPES = [Shape(1), Shape(4), Shape(0, 16), Shape(4, 24)]
+SHAPES = [GraphKey(1), GraphKey(4), GraphKey(0, 16), GraphKey(4, 24)]
 OUTPUTS = 6
 
 
@@ -22,17 +22,17 @@ class Watched:
 
     def __init__(self, rig: Rig) -> None:
         self.rig = rig
-        self.drawn: list[Draws] = []
+        self.drawn: list[SamplingMode] = []
         executor = rig.engine.parts.executor
         rig.engine.call(lambda: executor.capture(SHAPES))
         graphs: Any = executor._graphs
         replay, draw = graphs.replay, graphs.draw
 
         def replayed(captured: Any, **how: Any) -> Any:
-            self.drawn.append(Draws.BY_HOST)
+            self.drawn.append(SamplingMode.HOST)
             return replay(captured, **how)
 
-        def drawn(captured: Any, draws: Draws, **how: Any) -> None:
+        def drawn(captured: Any, draws: SamplingMode, **how: Any) -> None:
             self.drawn[-1] = draws
             draw(captured, draws, **how)
 
@@ -54,17 +54,17 @@ def alone(prompt: list[int], **params: Any) -> list[int]:
 @pytest.mark.parametrize(
     ("params", "expected"),
     [
-        ({"temperature": 0.0}, Draws.LIKELIEST),
-        ({"temperature": 20.0, "top_p": 0.9, "seed": 3}, Draws.RANDOM),
-        ({"temperature": 20.0, "top_k": 40, "min_p": 0.001, "seed": 4}, Draws.RANDOM),
-        ({"temperature": 20.0, "repetition_penalty": 1.5, "frequency_penalty": 2.0, "seed": 5}, Draws.PENALISED),
-        ({"temperature": 0.0, "presence_penalty": 1.0}, Draws.PENALISED),
-        ({"temperature": 20.0, "seed": 6, "logit_bias": {5: 50.0}}, Draws.BY_HOST),
-        ({"temperature": 20.0, "seed": 7, "logprobs": 1}, Draws.BY_HOST),
+        ({"temperature": 0.0}, SamplingMode.ARGMAX),
+        ({"temperature": 20.0, "top_p": 0.9, "seed": 3}, SamplingMode.RANDOM),
+        ({"temperature": 20.0, "top_k": 40, "min_p": 0.001, "seed": 4}, SamplingMode.RANDOM),
+        ({"temperature": 20.0, "repetition_penalty": 1.5, "frequency_penalty": 2.0, "seed": 5}, SamplingMode.PENALISED),
+        ({"temperature": 0.0, "presence_penalty": 1.0}, SamplingMode.PENALISED),
+        ({"temperature": 20.0, "seed": 6, "logit_bias": {5: 50.0}}, SamplingMode.HOST),
+        ({"temperature": 20.0, "seed": 7, "logprobs": 1}, SamplingMode.HOST),
     ],
 )
 def test_the_least_that_is_enough_draws_the_same_tokens(
-    params: dict[str, Any], expected: Draws, watched: Watched
+    params: dict[str, Any], expected: SamplingMode, watched: Watched
 ) -> None:
     (prompt,) = prompts(3, 1, longest=3)  # one chunk: one that draws nothing is content with whatever there is
     assert watched.rig.submit(prompt, OUTPUTS, **params).wait().token_ids() == alone(prompt, **params)
@@ -82,13 +82,13 @@ def test_a_step_takes_what_its_most_demanding_row_does_and_nobody_draws_otherwis
     replies = [watched.rig.submit(prompt, OUTPUTS, **params) for prompt, params in asked]
     hold.release()
     assert [reply.wait().token_ids() for reply in replies] == [alone(prompt, **params) for prompt, params in asked]
-    assert Draws.PENALISED in watched.drawn and Draws.BY_HOST not in watched.drawn
+    assert SamplingMode.PENALISED in watched.drawn and SamplingMode.HOST not in watched.drawn
 
 
 def test_a_ban_that_has_ended_is_the_hosts_no_more(watched: Watched) -> None:
     (prompt,) = prompts(5, 1, longest=3)
     params = {"temperature": 20.0, "seed": 1, "min_tokens": 3, "stop_token_ids": (0,)}
     assert watched.rig.submit(prompt, OUTPUTS, **params).wait().token_ids() == alone(prompt, **params)
-    first = watched.drawn.index(Draws.RANDOM)
-    assert set(watched.drawn[:first]) == {Draws.BY_HOST} and set(watched.drawn[first:]) == {Draws.RANDOM}
+    first = watched.drawn.index(SamplingMode.RANDOM)
+    assert set(watched.drawn[:first]) == {SamplingMode.HOST} and set(watched.drawn[first:]) == {SamplingMode.RANDOM}
     assert len(watched.drawn) - first == OUTPUTS - 3

@@ -8,9 +8,9 @@ import pytest
 from engine_rig import PATIENCE_S, Reply, Rig, passed, prompts
 
 from sidestream.errors import ConfigError, EngineStopped
+from sidestream.offload.tiers.disk import DiskTier, entry_bytes
 from sidestream.testing import faults
 from sidestream.testing.toy import ToyModel
-from sidestream.tiers.disk import DiskTier, entry_bytes
 
 
 def closed_in_time(rig: Rig, **options: float) -> bool:
@@ -25,10 +25,10 @@ def test_close_that_arrives_while_a_step_takes_its_messages_is_not_lost() -> Non
     until = time.monotonic() + PATIENCE_S
 
     def linger() -> None:  # on the engine thread: until close has left its message behind this one
-        while rig.engine._inbox.empty() and time.monotonic() < until:
+        while rig.engine.parts.inbox.is_empty and time.monotonic() < until:
             pass
 
-    rig.engine._inbox.put(linger)
+    rig.engine.parts.inbox.put(linger)
     assert closed_in_time(rig), "the engine sleeps on, though it was told to stop"
 
 
@@ -57,7 +57,7 @@ def test_close_aborts_what_is_left_when_the_time_to_drain_is_over() -> None:
 def test_close_with_requests_in_the_inbox_ends_them_too() -> None:
     rig = Rig()
     ready = threading.Event()
-    rig.engine._inbox.put(lambda: ready.wait(PATIENCE_S) and None)
+    rig.engine.parts.inbox.put(lambda: ready.wait(PATIENCE_S) and None)
     replies = [rig.submit(prompt, 60) for prompt in prompts(43, 3)]
     closing = threading.Thread(target=rig.close)
     closing.start()
@@ -76,7 +76,7 @@ def test_tokens_of_the_last_step_are_delivered_and_its_blocks_stored(tmp_path: P
 
     def launch_and_tell(*args: object, **options: object) -> object:
         step = launch(*args, **options)  # type: ignore[arg-type]
-        rig.engine._inbox.put(rig.engine._stop)  # the engine is told to stop while its step is on its way
+        rig.engine.parts.inbox.put(rig.engine.loop.stop)  # the engine is told to stop while its step is on its way
         launched.set()
         return step
 
@@ -179,7 +179,7 @@ def test_close_gives_up_on_writes_that_have_not_begun_when_the_time_to_flush_is_
     rig.turn_until(lambda: len(rig.disk.writes) == 1 if rig.disk else False)
     closing = threading.Thread(target=lambda: rig.close(flush_s=0.0))
     closing.start()
-    rig.turn_until(lambda: rig.engine.parts.transfers is not None and rig.engine.parts.transfers._mover.abandoned)
+    rig.turn_until(lambda: rig.engine.parts.transfers is not None and rig.engine.parts.transfers._switches.abandoned)
     model = rig.model
     with pytest.raises(ConfigError, match="in use"):  # a write still runs: the directory is not another's yet
         DiskTier.open(

@@ -21,9 +21,9 @@ import pytest
 import torch
 
 from sidestream import LLM, AsyncLLM, OffloadConfig, RequestError, RequestOutput, SamplingParams, SpeculativeConfig
-from sidestream.execute.frame import SHORT_TOKENS, Shape
 from sidestream.models import compiled, load_model
 from sidestream.models.catalog import prepared
+from sidestream.runner.frame import SHORT_TOKENS, GraphKey
 from sidestream.testing.tiny_models import FAMILIES, save_head, tiny_model_dir
 from sidestream.text import sample_text
 from sidestream.tokenizer import Tokenizer
@@ -196,7 +196,15 @@ def test_what_a_gpu_stored_a_cpu_goes_on_with(llama: Path, tmp_path: Path) -> No
 # ---------------------------------------------------------------------- captured forward passes
 
 CAPTURED = {"eager": False, "max_running": 6, "chunk_tokens": 64}
-FEW = [Shape(1), Shape(6), Shape(0, SHORT_TOKENS), Shape(0, 64), Shape(0, 96), Shape(6, SHORT_TOKENS), Shape(6, 96)]
+FEW = [
+    GraphKey(1),
+    GraphKey(6),
+    GraphKey(0, SHORT_TOKENS),
+    GraphKey(0, 64),
+    GraphKey(0, 96),
+    GraphKey(6, SHORT_TOKENS),
+    GraphKey(6, 96),
+]
 compiles = pytest.mark.filterwarnings(
     "ignore::DeprecationWarning", "ignore::UserWarning", "ignore::FutureWarning"
 )  # torch's own, of torch
@@ -206,9 +214,11 @@ compiles = pytest.mark.filterwarnings(
 def few_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Capturing all takes longer than what these tests ask for."""
     monkeypatch.setattr(
-        Shape,
+        GraphKey,
         "all_of",
-        classmethod(lambda cls, drafts=0, **bounds: [*FEW, *(Shape(6, count, drafts) for count in (0, 96) if drafts)]),
+        classmethod(
+            lambda cls, drafts=0, **bounds: [*FEW, *(GraphKey(6, count, drafts) for count in (0, 96) if drafts)]
+        ),
     )
 
 
@@ -387,12 +397,12 @@ def test_an_aborted_request_gives_everything_back(llama: Path) -> None:
 def test_a_server_streams_an_answer(llama: Path) -> None:
     httpx = pytest.importorskip("httpx")
     pytest.importorskip("uvicorn")
-    from sidestream.server import Running, ServerOptions, serve
+    from sidestream.server import RunningServer, ServerOptions, serve
 
     with engine(llama) as reference:
         expected = reference.generate("The whale", SamplingParams(temperature=0, max_tokens=12))[0].text
     llm = AsyncLLM(llama, device="cuda", dtype="float32", kv_memory="64MiB")
-    ready: queue.Queue[Running] = queue.Queue()
+    ready: queue.Queue[RunningServer] = queue.Queue()
     server = threading.Thread(target=lambda: serve(llm, ServerOptions(port=0), on_ready=ready.put), daemon=True)
     server.start()
     running = ready.get(timeout=PATIENCE_S)
@@ -415,8 +425,9 @@ from sidestream import AsyncLLM, SamplingParams
 
 async def main():
     async with AsyncLLM(sys.argv[1], device="cuda", dtype="float32", kv_memory="64MiB", eager=True) as llm:
-        news = llm.generate([5 + at % 240 for at in range(200)], SamplingParams(temperature=0, max_tokens=12, ignore_eos=True))
-        print("tokens", *[token async for delta in news for token in delta.token_ids])
+        params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+        deltas = llm.generate([5 + at % 240 for at in range(200)], params)
+        print("tokens", *[token async for delta in deltas for token in delta.token_ids])
         with open(f"/proc/{llm.engine_pid}/cmdline") as line:
             print("process", "sidestream.engine_process" in line.read())
 
@@ -537,7 +548,7 @@ def test_layers_are_compiled_once_for_any_number_of_tokens_and_never_once_it_ser
     kernels: list[Any] = []
     graphs = torch._dynamo.utils.counters["stats"]
     monkeypatch.setattr(
-        Shape, "all_of", classmethod(lambda cls, **bounds: [Shape(1), Shape(0, 64)])
+        GraphKey, "all_of", classmethod(lambda cls, **bounds: [GraphKey(1), GraphKey(0, 64)])
     )  # the rest is launched kernel by kernel
     torch._dynamo.reset()
     graphs.clear()
@@ -555,7 +566,8 @@ def test_layers_are_compiled_once_for_any_number_of_tokens_and_never_once_it_ser
 def test_a_second_start_finds_all_that_the_first_one_compiled(llama: Path, tmp_path: Path) -> None:
     serve = (
         "import sys; from sidestream import LLM, SamplingParams\n"
-        "with LLM(sys.argv[1], device='cuda', dtype='float32', kv_memory='64MiB', max_running=1, chunk_tokens=64) as llm:\n"
+        "with LLM(sys.argv[1], device='cuda', dtype='float32', kv_memory='64MiB', max_running=1, "
+        "chunk_tokens=64) as llm:\n"
         "    llm.generate([[3, 5, 7]], SamplingParams(max_tokens=4))"
     )
     places = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "TRITON_HOME")
@@ -649,7 +661,8 @@ print("tokens", *llm.generate([[5 + at for at in range(200)]], greedy)[0].token_
 print("flushed", llm.flush())
 value = torch.zeros(1, dtype=torch.int64, device="cuda")
 stream = llm.engine.parts.executor._stream
-llm.engine.call(lambda: stream.submit(lambda: kernels.deliver(64, value.data_ptr(), 8)) and None)  # nothing is mapped at address 64
+# Nothing is mapped at address 64.
+llm.engine.call(lambda: stream.submit(lambda: kernels.deliver(64, value.data_ptr(), 8)) and None)
 for error in (RequestError, EngineStopped):
     try:
         llm.generate([[9] * 40], greedy)

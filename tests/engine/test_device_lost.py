@@ -19,9 +19,9 @@ from sidestream.device.cpu import CpuDevice
 from sidestream.device.host import HostFence, HostStream
 from sidestream.engine import Engine, build_engine
 from sidestream.errors import DeviceLost, EngineStopped, OutOfDeviceMemory
+from sidestream.offload.tiers.disk import DiskTier, entry_bytes
+from sidestream.offload.worker import OffloadWorker
 from sidestream.testing.toy import ToyModel
-from sidestream.tiers.disk import DiskTier, entry_bytes
-from sidestream.transfer.mover import Mover
 from sidestream.types import Accesses, Fence
 
 FIRST = list(range(1, 30))
@@ -120,7 +120,7 @@ def start(device: CpuDevice, model: ToyModel, directory: Path) -> Engine:
     disk = DiskTier.open(
         directory, layout=layout, fingerprint=model.fingerprint, capacity_bytes=256 * entry_bytes(layout)
     )
-    engine = build_engine(model, config, device=device, disk=disk)
+    engine = build_engine(model, config, device=device, tiers={"disk": disk})
     assert engine.parts.costs is not None
     engine.parts.costs.saw_prefill = lambda *_: None  # type: ignore[method-assign]  # no test hangs on measured speeds
     return engine
@@ -193,21 +193,21 @@ def test_a_device_that_is_lost_while_the_engine_closes_does_not_keep_it_from_clo
     expect_on_disk(model, tmp_path)
 
 
-def test_a_mover_that_fails_ends_the_engine_and_every_client_is_told(
+def test_an_offload_worker_that_fails_ends_the_engine_and_every_client_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     device, model = MortalDevice(), Slow()
     engine = start(device, model, tmp_path)
     serve_first(engine, model)
-    carry_out = Mover._carry_out
+    submit = OffloadWorker._submit
     failures = [RuntimeError("injected: a bug")]
 
-    def fail_once(self: Mover, orders: Any) -> int:
+    def fail_once(self: OffloadWorker, command: Any) -> int:
         if failures:
             raise failures.pop()
-        return carry_out(self, orders)
+        return submit(self, command)
 
-    monkeypatch.setattr(Mover, "_carry_out", fail_once)
+    monkeypatch.setattr(OffloadWorker, "_submit", fail_once)
     model.gate.clear()  # nobody stores anything before all have asked
     replies = [ask(engine, prompt, 60) for prompt in OTHERS]
     model.gate.set()

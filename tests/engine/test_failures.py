@@ -107,7 +107,7 @@ def test_nothing_that_a_request_computed_is_found_after_its_logits_are_not_finit
     model = PoisonedModel(not_a_number)
     with serving(model=model, slots=32, blocks=40, disk=tmp_path) as rig:
         known, prompt = list(range(1, 21)), [*range(1, 60), POISON]
-        host = rig.engine.parts.host.pool
+        host = rig.engine.parts.tiers.host.pool
         rig.ask(known)
         assert rig.engine.flush(timeout_s=10)
         before = host.num_keys
@@ -160,7 +160,7 @@ def test_sink_that_raises_is_aborted_and_told_nothing_more(
         assert rig.counted("requests_total", "abort") == 1
         assert rig.engine.health().status == "ok"
         rig.ask(PROMPT)
-    assert "its client cannot be told" in caplog.text
+    assert "its sink raised: the request is aborted" in caplog.text
 
 
 def test_sink_that_raises_at_the_last_news_ends_as_it_would_have() -> None:
@@ -301,7 +301,7 @@ def test_request_that_was_submitted_but_not_begun_is_told_that_the_engine_failed
         assert ready.wait(10)
         raise RuntimeError("injected: a bug")
 
-    rig.engine._inbox.put(fail_once_ready)
+    rig.engine.parts.inbox.put(fail_once_ready)
     reply = rig.submit(PROMPT, n=2)
     rig.abort(rig.submit(PROMPT))
     ready.set()

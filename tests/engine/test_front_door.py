@@ -12,7 +12,7 @@ from engine_rig import PATIENCE_S, Reply, Rig, serving
 from sidestream.config import SamplingParams
 from sidestream.errors import EngineStopped, QueueFull
 from sidestream.kv.keys import BlockKeys
-from sidestream.schedule.admission import CheckedRequest
+from sidestream.schedule.validation import CheckedRequest
 from sidestream.types import Delta, Key
 
 PROMPT = list(range(1, 22))
@@ -47,7 +47,7 @@ def test_keys_of_another_version_are_made_again(version: int) -> None:
         rig.expect(told(rig, checked(rig, keys=wrong, keys_version=version)), PROMPT, 6)
         assert rig.ask(PROMPT, 6).cached.device == 20  # under the right keys
         rig.settle()
-        host = rig.engine.parts.host
+        host = rig.engine.parts.tiers.host
         assert host is not None
         right = rig.engine.checker.check(PROMPT, PARAMS).keys
         assert all(host.pool.get(key) is not None for key in right)
@@ -85,7 +85,7 @@ def test_a_closed_engine_takes_no_checked_request() -> None:
         rig.engine.enqueue(request, Reply())
 
 
-# ------------------------------------------------------------------ on_news
+# ------------------------------------------------------------------ on_outputs
 
 
 class Told:
@@ -95,7 +95,7 @@ class Told:
         self.groups: list[list[Delta]] = []
         self.threads: set[str] = set()
         self._now: list[Delta] = []
-        rig.engine.on_news(self.deliver)
+        rig.engine.on_outputs(self.deliver)
 
     def __call__(self, news: Delta) -> None:
         self._now.append(news)
@@ -139,7 +139,7 @@ def test_all_who_asked_are_called() -> None:
     with serving() as rig:
         called: set[int] = set()
         for number in range(3):
-            rig.engine.on_news(lambda number=number: called.add(number))
+            rig.engine.on_outputs(lambda number=number: called.add(number))
         rig.ask(PROMPT, 2)
         rig.turn()
         assert called == {0, 1, 2}

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from engine_rig import Rig, serving
 
-import sidestream.engine.loop as loop_module
+from sidestream.engine import loop, stats
 from sidestream.testing.faults import late
 
 PROMPT = list(range(1, 24))
@@ -26,16 +26,15 @@ def shown(rig: Rig) -> dict[str, int]:
 def actual(rig: Rig) -> dict[str, int]:
     """What the ledgers say. The engine is at rest: they may be read from here."""
     parts = rig.engine.parts
-    assert parts.host is not None
-    assert parts.disk is not None
+    assert parts.tiers is not None
     return {
         "requests_running": parts.scheduler.num_running,
         "requests_waiting": parts.scheduler.num_waiting,
         "blocks_used": parts.blocks.num_used,
         "blocks_cached": parts.blocks.num_cached,
         "blocks_free": parts.blocks.num_free,
-        "tier_blocks host": parts.host.pool.num_keys,
-        "tier_blocks disk": parts.disk.index.stats.entries,
+        "tier_blocks host": parts.tiers.host.pool.num_keys,
+        "tier_blocks disk": parts.tiers.persistent["disk"].index.stats.entries,
     }
 
 
@@ -53,19 +52,19 @@ def test_the_gauges_are_true_while_a_slow_disk_writes_and_after_it_has(tmp_path:
         rig.disk.on_write = late(disk_answers)
         rig.ask(PROMPT)
         wait_until_shown(rig, {"requests_running": 0, "requests_waiting": 0, "blocks_used": 0, "tier_blocks disk": 0})
-        disk_answers.set()  # from here on nothing happens but on the mover's thread
+        disk_answers.set()  # from here on nothing happens but on the offload worker's thread
         num_blocks = (len(PROMPT) + 7) // rig.model.layout.block_tokens
         wait_until_shown(rig, {"tier_blocks host": num_blocks, "tier_blocks disk": num_blocks})
         assert shown(rig) == actual(rig)
 
 
 def test_an_engine_at_rest_does_not_wake_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loop_module, "_GAUGE_PERIOD_S", 0.001)
-    monkeypatch.setattr(loop_module, "_REST_AFTER_S", 0.01)
+    monkeypatch.setattr(stats, "_GAUGE_PERIOD_S", 0.001)
+    monkeypatch.setattr(loop, "_REST_AFTER_S", 0.01)
     with serving(slots=24, disk=tmp_path) as rig:
         reply = rig.ask(PROMPT)
         rig.settle()
-        rig.turn_until(lambda: rig.engine._rested)
+        rig.turn_until(lambda: rig.engine.loop._rested)
         plan, plans = rig.engine.parts.scheduler.plan, list[None]()
         monkeypatch.setattr(rig.engine.parts.scheduler, "plan", lambda **how: plans.append(None) or plan(**how))
         reply.is_silent()  # a while in which it could wake up often

@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 from engine_rig import serving
 
-import sidestream.engine.loop as loop_module
 from sidestream.device.cpu import CpuDevice
+from sidestream.engine import loop
 
 
 @pytest.fixture
 def rests(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Grows by one with every rest."""
     taken: list[Any] = []
-    monkeypatch.setattr(loop_module, "_REST_AFTER_S", 0.01)
+    monkeypatch.setattr(loop, "_REST_AFTER_S", 0.01)
 
     def rest(device: CpuDevice) -> None:
         taken.append(device)

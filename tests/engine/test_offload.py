@@ -17,10 +17,11 @@ from sidestream.device.base import CopyBatch
 from sidestream.device.cpu import CpuDevice
 from sidestream.device.host import HostFence, HostStream
 from sidestream.errors import RequestRejected
-from sidestream.execute.executor import _VARIANTS, _row
+from sidestream.offload import tier_io
+from sidestream.offload.loads import Loads
+from sidestream.runner.executor import _VARIANTS, _row
 from sidestream.testing import faults
 from sidestream.testing.toy import ToyModel
-from sidestream.transfer import mover
 from sidestream.types import BatchPlan, CachedTokens, LayerGates, LoadPlan
 
 PROMPT = prompts(21, 1, longest=1)[0] + list(range(1, 30))  # 30 tokens: 7 blocks that a cache may supply
@@ -133,7 +134,7 @@ def test_blocks_that_found_no_slot_while_host_memory_was_pinned_are_stored_once_
     with serving(slots=slots) as rig:
         rig.ask(PROMPT)
         rig.turn_until(lambda: rig.counted("transfers_total", "store", "deferred") > 0)
-        assert rig.engine.parts.host is not None and rig.engine.parts.host.pool.size == 2
+        assert rig.engine.parts.tiers is not None and rig.engine.parts.tiers.host.pool.size == 2
         pinned[0] = slots
         rig.settle()
         rig.forget_device()
@@ -220,11 +221,11 @@ def test_load_does_not_write_blocks_that_a_step_still_uses() -> None:  # H3
             return step
 
         ready = threading.Event()
-        rig.engine._inbox.put(lambda: ready.wait(PATIENCE_S) and None)
+        rig.engine.parts.inbox.put(lambda: ready.wait(PATIENCE_S) and None)
         rig.engine.parts.executor.launch = abort_behind_it  # type: ignore[method-assign]
         doomed = rig.submit([9] * 30, 2)
         ready.set()
-        rig.turn_until(lambda: rig.sizes()["_loads"] == 1)
+        rig.turn_until(lambda: rig.sizes()["loads"] == 1)
         assert doomed.reason == "abort"
         assert replies[0].is_silent()
         hold.release()
@@ -283,15 +284,15 @@ def failing_loads(monkeypatch: pytest.MonkeyPatch) -> FailingLoads:
 def test_load_whose_blocks_left_host_memory_meanwhile_is_a_miss_and_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     with serving(slots=24) as rig:
         cold(rig)
-        host = rig.engine.parts.host
+        host = rig.engine.parts.tiers.host
         assert host is not None
-        load = mover.Mover._load
+        load = Loads.submit
 
-        def too_late(self: mover.Mover, number: int, plan: LoadPlan) -> None:
+        def too_late(self: Loads, job_id: int, plan: LoadPlan) -> None:
             host.pool.forget_all()
-            load(self, number, plan)
+            load(self, job_id, plan)
 
-        monkeypatch.setattr(mover.Mover, "_load", too_late)
+        monkeypatch.setattr(Loads, "submit", too_late)
         reply = rig.ask(PROMPT)
         assert reply.cached.total == 0
         assert (rig.counted("load_fallbacks_total", "gone"), rig.counted("load_fallbacks_total", "load_failed")) == (
@@ -362,7 +363,7 @@ def test_slow_disk_is_waited_for_until_the_deadline_and_then_recomputed(tmp_path
         reply = rig.ask(PROMPT)
         assert reply.cached.total == 0
         assert rig.counted("load_fallbacks_total", "deadline") == 1
-        assert rig.sizes()["_reads"] == REUSABLE // 4
+        assert rig.sizes()["disk reads"] == REUSABLE // 4
         for prompt in prompts(3, 4):  # everything changes hands before the late blocks land
             rig.ask(prompt)
         gate.set()
@@ -427,7 +428,7 @@ def test_disk_that_cannot_be_written_does_not_stop_serving(tmp_path: Path, fault
 
 
 def test_disk_that_comes_and_goes_never_changes_a_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mover, "_DISK_PAUSE_S", 0.0)
+    monkeypatch.setattr(tier_io, "PAUSE_S", 0.0)
     with serving(blocks=20, slots=16, disk=tmp_path, disk_blocks=40) as rig:
         assert rig.disk is not None
         rig.disk.on_read = faults.flapping(*[faults.healthy] * 5, faults.broken, faults.torn)
@@ -462,7 +463,7 @@ def test_request_that_waits_for_the_disk_can_be_aborted(tmp_path: Path) -> None:
         assert rig.disk is not None
         rig.disk.on_read = faults.slow(gate)
         reply = rig.submit(PROMPT)
-        rig.turn_until(lambda: rig.sizes()["_waiters"] == 1)
+        rig.turn_until(lambda: rig.sizes()["waiters"] == 1)
         rig.abort(reply)
         assert reply.reason == "abort"
         rig.ask([4] * 20)  # others do not wait for it
@@ -479,7 +480,7 @@ def test_requests_that_wait_for_the_same_blocks_on_disk_read_them_once(tmp_path:
         assert rig.disk is not None
         rig.disk.on_read = faults.slow(gate)
         replies = [rig.submit(PROMPT) for _ in range(3)]
-        rig.turn_until(lambda: rig.sizes()["_waiters"] == 3)
+        rig.turn_until(lambda: rig.sizes()["waiters"] == 3)
         gate.set()
         for reply in replies:
             rig.expect(reply, PROMPT)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from engine_rig import Reply, Rig, prompts, serving
 
-from sidestream.schedule.scheduler import Committed
+from sidestream.schedule.commit import Committed
 from sidestream.testing import faults
 from sidestream.testing.toy import ToyModel
 from sidestream.types import StorePlan
@@ -105,12 +105,12 @@ def test_nothing_is_left_after_three_hundred_requests(tmp_path: Path) -> None:
         assert set(rig.device._streams) - set(streams) <= {
             f"{kind}-{number}" for kind in ("store", "load") for number in range(8)
         }
-        assert rig.engine.parts.host is not None
-        assert rig.engine.parts.host.pool.num_keys <= 8
+        assert rig.engine.parts.tiers is not None
+        assert rig.engine.parts.tiers.host.pool.num_keys <= 8
         assert rig.disk is not None
         assert len(rig.disk.index) <= 16
         assert len(rig.engine.parts.executor._wanted_logprobs) <= 4
-        assert rig.engine._inbox.take() is None
+        assert rig.engine.parts.inbox.take() is None
 
 
 def test_engine_thread_waits_for_steps_and_for_nothing_else(tmp_path: Path) -> None:

@@ -301,7 +301,7 @@ def test_client_may_abort_and_submit_from_inside_its_own_sink() -> None:
                 submitted.set()
 
         ready = threading.Event()
-        rig.engine._inbox.put(lambda: ready.wait(10) and None)
+        rig.engine.parts.inbox.put(lambda: ready.wait(10) and None)
         first = rig.submit(PROMPT, 60, on_delta=on_delta)
         ready.set()
         assert submitted.wait(10)

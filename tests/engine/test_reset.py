@@ -47,5 +47,5 @@ def test_blocks_that_a_request_completes_after_a_reset_are_found_in_no_tier(tmp_
 
 def keys_by_tier(rig: Rig) -> tuple[int, int, int]:
     """On the device, in host memory, on disk."""
-    assert rig.engine.parts.host is not None and rig.disk is not None
-    return rig.engine.parts.blocks.num_keys, rig.engine.parts.host.pool.num_keys, len(rig.disk.index)
+    assert rig.engine.parts.tiers is not None and rig.disk is not None
+    return rig.engine.parts.blocks.num_keys, rig.engine.parts.tiers.host.pool.num_keys, len(rig.disk.index)

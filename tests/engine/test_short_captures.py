@@ -16,12 +16,12 @@ from engine_rig import Rig, prompts, serving
 
 from sidestream.device.base import Graph
 from sidestream.errors import OutOfDeviceMemory
-from sidestream.execute.frame import Frame, Shape
+from sidestream.runner.frame import GraphInputs, GraphKey
 
 ACTIVATIONS: list[weakref.ref[torch.Tensor]] = []
 """What a pass held when memory ended."""
 
-SHAPES = [Shape(1), Shape(0, 16), Shape(4), Shape(4, 24)]
+SHAPES = [GraphKey(1), GraphKey(0, 16), GraphKey(4), GraphKey(4, 24)]
 
 
 def runs_out_in_a_run(rig: Rig, at: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,14 +70,14 @@ def test_memory_that_runs_out_at_capture_shortens_the_list_of_shapes_and_changes
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     buffers: list[weakref.ref[torch.Tensor]] = []
-    allocate = Frame.allocate
+    allocate = GraphInputs.allocate
 
-    def allocated(*given: Any, **how: Any) -> Frame:
+    def allocated(*given: Any, **how: Any) -> GraphInputs:
         frame = allocate(*given, **how)
         buffers.append(weakref.ref(frame.buffer))
         return frame
 
-    monkeypatch.setattr(Frame, "allocate", allocated)
+    monkeypatch.setattr(GraphInputs, "allocate", allocated)
     with serving() as rig:
         executor = rig.engine.parts.executor
         run_out(rig, kept, monkeypatch)
@@ -91,9 +91,10 @@ def test_memory_that_runs_out_at_capture_shortens_the_list_of_shapes_and_changes
         finally:
             gc.enable()
         assert [record.getMessage() for record in caplog.records if record.levelname == "WARNING"] == [
-            f"the GPU's memory holds {kept} of 4 captured shapes (out of device memory: injected): larger batches run without a graph, slower"
+            f"the GPU's memory holds {kept} of 4 captured shapes (out of device memory: injected): larger batches run "
+            "without a graph, slower"
         ]
-        graphs, replayed = executor._graphs, set[Shape]()
+        graphs, replayed = executor._graphs, set[GraphKey]()
         assert graphs is not None
         assert graphs.shapes == SHAPES[:kept]
         replay = graphs.replay

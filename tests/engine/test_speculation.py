@@ -15,15 +15,12 @@ import pytest
 from engine_rig import Reply, Rig, prompts, serving
 
 from sidestream.config import EngineConfig, SamplingParams, SpeculativeConfig
-from sidestream.engine import loop, tally
-from sidestream.engine.loop import _took_s
+from sidestream.engine import spec_stats, stats
 from sidestream.errors import ConfigError, RequestRejected
-from sidestream.execute.executor import LaunchedStep
-from sidestream.execute.mailbox import Delivered
-from sidestream.metrics import Metrics
-from sidestream.schedule.drafting import Chosen, DraftPolicy
+from sidestream.runner.executor import LaunchedStep
+from sidestream.runner.mailbox import Delivered
+from sidestream.schedule.spec_policy import Chosen, SpecPolicy
 from sidestream.testing.toy import RecurrentToyModel, ToyDraftHead, ToyModel, ToyProposer
-from sidestream.types import RowResult
 
 ALWAYS = SpeculativeConfig(max_drafts=3, adaptive=False)
 
@@ -39,7 +36,7 @@ def accept_lengths(rig: Rig) -> dict[int, list[int]]:
     the last.
     """
     seen: dict[int, list[int]] = defaultdict(list)
-    count = rig.engine._drafts.count
+    count = rig.engine.loop.spec_stats.count
 
     def count_and_keep(step: LaunchedStep, delivered: Delivered) -> None:
         sampling = [row for row in step.batch.rows if row.samples]
@@ -48,7 +45,7 @@ def accept_lengths(rig: Rig) -> dict[int, list[int]]:
                 seen[row.request_id].append(len(result.token_ids) - 1)
         count(step, delivered)
 
-    rig.engine._drafts.count = count_and_keep  # type: ignore[method-assign]
+    rig.engine.loop.spec_stats.count = count_and_keep  # type: ignore[method-assign]
     return seen
 
 
@@ -230,8 +227,8 @@ def test_what_the_host_does_for_drafts_counts_for_the_step_that_has_them(monkeyp
             time.sleep(0.02 if any(batch.columns.drafts) else 0.01)
             return commit(batch, *given)
 
-        monkeypatch.setattr(scheduler._drafts, "again", lambda num_rows: None)
-        monkeypatch.setattr(scheduler._drafts, "choose", choose)
+        monkeypatch.setattr(scheduler._policy, "reuse", lambda num_rows: None)
+        monkeypatch.setattr(scheduler._policy, "choose", choose)
         monkeypatch.setattr(executor, "launch", slow_launch)
         monkeypatch.setattr(scheduler, "commit", slow_commit)
         monkeypatch.setattr(
@@ -243,43 +240,6 @@ def test_what_the_host_does_for_drafts_counts_for_the_step_that_has_them(monkeyp
     assert len(drafting) >= 3
     assert median(others) > 0.02
     assert median(drafting) - median(others) > 0.015
-
-
-def test_what_a_step_takes_is_the_devices_time_or_the_hosts_or_cannot_be_told() -> None:
-    assert _took_s(2.0, 1.0, before=True, awaited=True) == 2.0
-    assert _took_s(2.0, 1.0, before=False, awaited=True) is None  # it began nobody knows when
-    assert _took_s(2.0, 1.9, before=False, awaited=False) == 1.9
-    assert _took_s(2.0, 1.9, before=True, awaited=False) == 1.9
-    assert _took_s(2.0, 0.9, before=True, awaited=False) == 2.0  # by something else that the host does all the time
-
-
-def test_that_requests_go_without_drafts_is_told_once_a_minute_and_all_of_it(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level("INFO", logger="sidestream.engine.tally")
-    now_s = [100.0]
-    counted = tally.DraftTally(Metrics(), "toy", lambda: now_s[0])
-    for _ in range(59):
-        counted.count_undrafted({"chance": 2, "blocks": 1})
-        now_s[0] += 1.0
-    assert not caplog.records
-    now_s[0] += 1.0
-    counted.count_undrafted({"others": 5})
-    [record] = caplog.records
-    assert "in 60 s, requests went 182 steps without drafts: 118 because too few were right" in record.getMessage()
-    counted.count_undrafted({"others": 5})
-    assert len(caplog.records) == 1
-
-
-def test_a_row_whose_logits_were_not_finite_accepts_nothing_and_takes_nothing_from_the_others() -> None:
-    class ThreeRows:
-        drafts, gated = (2, 2, 0), False
-
-    metrics = Metrics()
-    rows = (RowResult((), (), False), RowResult((5, 6)), RowResult((7,)))
-    tally.DraftTally(metrics, "toy", lambda: 0.0).count(ThreeRows(), Delivered(rows, draft_s=0.25, verify_s=0.5))  # type: ignore[arg-type]
-    histograms = metrics.snapshot().histograms
-    assert [histograms[name]["toy",].total for name in ("draft_seconds", "verify_seconds")] == [0.25, 0.5]
-    assert metrics.value("draft_tokens_total", "toy") == 4
-    assert metrics.value("accepted_tokens_total", "toy") == 1
 
 
 def test_tokens_and_the_waits_for_them_are_counted_one_by_one() -> None:
@@ -299,17 +259,17 @@ def test_tokens_and_the_waits_for_them_are_counted_one_by_one() -> None:
 def test_steps_without_drafts_are_counted_by_why_and_told_now_and_then(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(tally, "_PERIOD_S", 0.0)
+    monkeypatch.setattr(spec_stats, "_PERIOD_S", 0.0)
     monkeypatch.setattr(
-        loop, "_took_s", lambda *times, **seen: 1.0
+        stats, "step_seconds", lambda *times, **seen: 1.0
     )  # of steps as short as these it cannot always be told
-    caplog.set_level("INFO", logger="sidestream.engine.tally")
-    saw = DraftPolicy.saw_step
+    caplog.set_level("INFO", logger="sidestream.engine.spec_stats")
+    saw = SpecPolicy.record_step
     for dear in (False, True):
         seconds = 10.0 if dear else 1.0
         monkeypatch.setattr(
-            DraftPolicy,
-            "saw_step",
+            SpecPolicy,
+            "record_step",
             lambda self, rows, drafts, _, context, seconds=seconds: saw(
                 self, rows, drafts, seconds if drafts else 1.0, context
             ),

@@ -67,8 +67,8 @@ def test_a_store_on_its_way_when_the_weights_change_publishes_nothing() -> None:
             rig.ask(PROMPT)
             assert rig.engine.update_weights(model.retrain, fingerprint="retrained").wait(PATIENCE_S)
         rig.settle()
-        assert rig.engine.parts.host is not None
-        assert rig.engine.parts.host.pool.num_keys == 0
+        assert rig.engine.parts.tiers is not None
+        assert rig.engine.parts.tiers.host.pool.num_keys == 0
 
 
 def test_keys_that_were_made_before_the_change_are_made_anew() -> None:

@@ -132,7 +132,7 @@ def test_a_prompt_that_comes_back_is_hashed_from_where_it_is_new(hashed: list[by
 def test_what_is_remembered_has_a_bound_and_what_was_asked_for_longest_ago_goes(
     hashed: list[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(keys_module, "_REMEMBERED_BYTES", 3 * 15_000)  # a piece has 4,096 bytes of tokens and 128 keys
+    monkeypatch.setattr(keys_module, "_CACHE_BYTES", 3 * 15_000)  # a piece has 4,096 bytes of tokens and 128 keys
     maker = BlockKeys(fingerprint="model", layout=LAYOUT)
     one, two, three, four = ([number] * 512 for number in range(4))
     for tokens, blocks in (

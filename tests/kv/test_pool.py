@@ -24,8 +24,8 @@ def pool() -> FencedPool:
 def cached(pool: FencedPool, *numbers: int) -> list[int]:
     """Leave one cached id for each key number, released as one sequence; returns the ids in its order."""
     lease = pool.take(len(numbers))
-    for item, number in zip(lease.ids, numbers, strict=True):
-        assert pool.publish(item, key(number))
+    for block_id, number in zip(lease.ids, numbers, strict=True):
+        assert pool.publish(block_id, key(number))
     lease.release()
     return lease.ids
 
@@ -44,10 +44,10 @@ def test_the_next_owner_waits_for_every_stream_that_used_the_id_and_for_the_last
     compute, store = FakeStream("compute"), FakeStream("store")
     writer = pool.take(1)
     pool.publish(writer.ids[0], key(1))
-    reader, mover = pool.share(writer.ids), pool.share(writer.ids)
+    reader, worker = pool.share(writer.ids), pool.share(writer.ids)
     early, late, stored = compute.record(), compute.record(), store.record()
     reader.release(after=(late,))
-    mover.release(after=(stored,))
+    worker.release(after=(stored,))
     writer.release(after=(early,))
     pool.forget_all()
     assert set(pool.take(4).after) == {late, stored}
@@ -61,14 +61,14 @@ def test_a_use_that_ended_without_a_fence_does_not_hide_the_one_before(pool: Fen
 
 
 def test_an_id_is_in_use_until_a_use_that_only_the_host_sees_is_done(pool: FencedPool) -> None:
-    """H2, H10: no stream can wait for it, so nobody may have the id."""
-    mover = FakeStream("mover")
-    pool.take(3).release(until=mover.record())
+    """H2, H10: no stream can wait for it, so the id stays in use."""
+    worker = FakeStream("worker")
+    pool.take(3).release(until=worker.record())
     assert (pool.num_used, pool.is_settling) == (3, True)
     pool.settle()
     with pytest.raises(PoolExhausted):
         pool.take(2)
-    mover.finish()
+    worker.finish()
     assert pool.num_used == 3  # the ledger has not looked
     pool.settle()
     assert (pool.num_used, pool.is_settling) == (0, False)
@@ -76,28 +76,28 @@ def test_an_id_is_in_use_until_a_use_that_only_the_host_sees_is_done(pool: Fence
 
 def test_an_id_that_comes_back_late_brings_its_fences(pool: FencedPool) -> None:
     """H3: the transfer has ended, and the last step still uses the block."""
-    mover, fence = FakeStream("mover"), FakeStream("compute").record()
-    pool.take(4).release(after=(fence,), until=mover.record())
-    mover.finish()
+    worker, fence = FakeStream("worker"), FakeStream("compute").record()
+    pool.take(4).release(after=(fence,), until=worker.record())
+    worker.finish()
     pool.settle()
     assert pool.take(4).after == (fence,)
 
 
 def test_a_use_that_is_done_keeps_nothing_back(pool: FencedPool) -> None:
-    mover = FakeStream("mover")
-    done = mover.record()
-    mover.finish()
+    worker = FakeStream("worker")
+    done = worker.record()
+    worker.finish()
     pool.take(4).release(until=done)
     assert (pool.num_free, pool.is_settling) == (4, False)
 
 
 def test_ids_come_back_in_the_order_in_which_their_uses_end(pool: FencedPool) -> None:
-    mover = FakeStream("mover")
+    worker = FakeStream("worker")
     leases = [pool.take(2), pool.take(1), pool.take(1)]
     for lease in leases:
-        lease.release(until=mover.record())
+        lease.release(until=worker.record())
     for done, free in ((1, 2), (2, 3), (3, 4)):
-        mover.finish(up_to=done)
+        worker.finish(up_to=done)
         pool.settle()
         assert pool.num_free == free
 
@@ -151,14 +151,6 @@ def test_a_joined_lease_waits_for_what_both_waited_for(pool: FencedPool) -> None
     assert (len(lease.ids), lease.open, more.open) == (4, True, False)
 
 
-def test_a_dropped_tail_brings_its_fence(pool: FencedPool) -> None:
-    fence = FakeStream("compute").record()
-    lease = pool.take(4)
-    lease.truncate(1, after=(fence,))
-    assert (len(lease.ids), lease.open, pool.num_free) == (1, True, 3)
-    assert pool.take(3).after == (fence,)
-
-
 def test_merged_fences_are_the_unfinished_ones_the_last_of_each_stream() -> None:
     compute, store, load = FakeStream("compute"), FakeStream("store"), FakeStream("load")
     fences = [compute.record(), compute.record(), store.record(), load.record(), load.record()]
@@ -196,7 +188,7 @@ def test_an_ended_lease_cannot_be_used_in_any_way(end: object, pool: FencedPool)
     pool.publish(owner.ids[0], key(1))
     ended = pool.share(owner.ids)
     end(ended, pool)  # type: ignore[operator]
-    for misuse in (ended.release, lambda: ended.truncate(0), lambda: owner.extend(ended), lambda: ended.extend(owner)):
+    for misuse in (ended.release, lambda: owner.extend(ended), lambda: ended.extend(owner)):
         with pytest.raises(InvariantError):
             misuse()
     owner.release()  # the misuse took nothing from the one who still holds the ids
@@ -227,8 +219,8 @@ def test_an_id_that_holds_nothing_cannot_be_shared_or_published(pool: FencedPool
 
 @pytest.mark.parametrize("asked", [("cached", "free"), ("free", "cached"), ("free",), ("cached", "cached", "free")])
 def test_a_cached_id_is_not_shared_with_one_that_holds_nothing(asked: tuple[str, ...], pool: FencedPool) -> None:
-    [item] = cached(pool, 1)
-    ids = {"cached": item, "free": (item + 1) % pool.size}
+    [block_id] = cached(pool, 1)
+    ids = {"cached": block_id, "free": (block_id + 1) % pool.size}
     with pytest.raises(InvariantError, match=f"blocks {ids['free']} holds nothing: it cannot be shared"):
         pool.share([ids[which] for which in asked])
     pool.check()
@@ -236,8 +228,8 @@ def test_a_cached_id_is_not_shared_with_one_that_holds_nothing(asked: tuple[str,
 
 
 def test_a_shared_id_is_used_until_its_last_user_is_gone(pool: FencedPool) -> None:
-    [item] = cached(pool, 1)
-    one, two = pool.share([item]), pool.share([item])
+    [block_id] = cached(pool, 1)
+    one, two = pool.share([block_id]), pool.share([block_id])
     assert (pool.num_used, pool.num_cached, pool.num_available) == (1, 0, 3)
     one.release()
     assert pool.num_used == 1
@@ -294,15 +286,15 @@ def test_the_least_recently_used_sequence_is_evicted_first_and_its_end_before_it
     assert [pool.take(1).ids[0] for _ in range(4)] == [recent[1], recent[0], old[1], old[0]]
 
 
-def test_what_is_touched_is_evicted_last_and_its_start_after_its_end(pool: FencedPool) -> None:
+def test_a_touched_sequence_is_evicted_last_and_its_start_after_its_end(pool: FencedPool) -> None:
     old, recent = cached(pool, 1, 2), cached(pool, 3, 4)
-    pool.touch([key(1), key(2), key(9)])  # a key that nobody holds is skipped
+    pool.touch([key(1), key(2), key(9)])  # an absent key is skipped
     assert [pool.take(1).ids[0] for _ in range(4)] == [recent[1], recent[0], old[1], old[0]]
 
 
-def test_touching_what_is_in_use_does_not_make_it_idle(pool: FencedPool) -> None:
-    [item] = cached(pool, 1)
-    pool.share([item])
+def test_touching_a_used_block_does_not_make_it_idle(pool: FencedPool) -> None:
+    [block_id] = cached(pool, 1)
+    pool.share([block_id])
     pool.touch([key(1)])
     assert (pool.num_cached, pool.num_used) == (0, 1)
     pool.check()
@@ -316,7 +308,7 @@ def test_a_used_id_is_never_evicted(pool: FencedPool) -> None:
         pool.take(1)
 
 
-def test_forgetting_frees_what_is_idle_and_leaves_what_is_used_to_its_users(pool: FencedPool) -> None:
+def test_forgetting_frees_idle_blocks_and_keeps_used_ones(pool: FencedPool) -> None:
     _, used = cached(pool, 1, 2)
     reader = pool.share([used])
     pool.forget_all()
@@ -360,7 +352,7 @@ def test_forget_all_makes_everything_unreachable_while_uses_go_on(pool: FencedPo
     "damage", ["freed twice", "free and used", "nowhere", "free and findable", "cached and not findable"]
 )
 def test_the_check_sees(damage: str, pool: FencedPool) -> None:
-    [item] = cached(pool, 1)
+    [block_id] = cached(pool, 1)
     pool.check()
     match damage:
         case "freed twice":
@@ -370,10 +362,10 @@ def test_the_check_sees(damage: str, pool: FencedPool) -> None:
         case "nowhere":
             pool._free.popleft()
         case "free and findable":
-            pool._cached.discard(item)
-            pool._free.append(item)
+            pool._cached.discard(block_id)
+            pool._free.append(block_id)
         case "cached and not findable":
-            pool._index.remove_all([item])
+            pool._index.remove_all([block_id])
     with pytest.raises(InvariantError):
         pool.check()
 
@@ -383,8 +375,8 @@ def test_the_check_sees(damage: str, pool: FencedPool) -> None:
 
 def test_lru_gives_the_least_recently_touched_first() -> None:
     lru = Lru()
-    for item in (1, 2, 3, 1):
-        lru.touch(item)
+    for block_id in (1, 2, 3, 1):
+        lru.touch(block_id)
     lru.discard(3)
     lru.discard(9)
     assert (len(lru), 1 in lru, 3 in lru) == (2, True, False)

@@ -22,16 +22,14 @@ PICK = st.integers(0, 1 << 16)
 
 @dataclass
 class Held:
-    """A lease that is open, and what it must hold."""
+    """An open lease, and the ids that it must hold."""
 
     lease: Lease
     ids: list[int]
 
 
 class PoolMachine(RuleBasedStateMachine):
-    """The model: which ids are free and cached, in order; who holds what; every fence that an id was ever released
-    behind.
-    """
+    """The model: free and cached ids in order, the ids of each lease, and the fences of all releases of each id."""
 
     @initialize(size=st.integers(1, 6))
     def create(self, size: int) -> None:
@@ -40,32 +38,34 @@ class PoolMachine(RuleBasedStateMachine):
         self.free = list(range(size))
         self.cached: list[int] = []
         self.key_of: dict[int, Key] = {}
-        self.history: dict[int, list[FakeFence]] = {item: [] for item in range(size)}
+        self.history: dict[int, list[FakeFence]] = {block_id: [] for block_id in range(size)}
         self.held: list[Held] = []
-        self.mover = FakeStream("mover")  # its fences only the host sees
+        self.offload = FakeStream("offload")  # only the host sees its fences
         self.postponed: list[tuple[FakeFence, list[int], list[FakeFence]]] = []
 
     def users(self) -> Counter[int]:
         return Counter(
-            item for ids in (*(held.ids for held in self.held), *(ids for _, ids, _ in self.postponed)) for item in ids
+            block_id
+            for ids in (*(held.ids for held in self.held), *(ids for _, ids, _ in self.postponed))
+            for block_id in ids
         )
 
     def pending(self, ids: list[int]) -> set[FakeFence]:
-        """The unfinished fences of all uses that these ids ever had, the last one on each stream."""
-        unfinished = [fence for item in ids for fence in self.history[item] if not fence.poll()]
+        """The last unfinished fence on each stream, of all uses that these ids ever had."""
+        unfinished = [fence for block_id in ids for fence in self.history[block_id] if not fence.poll()]
         return {
             max((f for f in unfinished if f.stream == name), key=lambda f: f.tick)
             for name in {f.stream for f in unfinished}
         }
 
     def give_back(self, ids: list[int], after: list[FakeFence]) -> None:
-        """What a release does, once the ids are out of `held`."""
+        """Release these ids in the model, once they are out of `held`."""
         left = self.users() + Counter(ids)  # a lease that was joined to another may hold an id twice
-        for item in reversed(ids):
-            self.history[item].extend(after)
-            left[item] -= 1
-            if left[item] == 0:
-                (self.cached if item in self.key_of else self.free).append(item)
+        for block_id in reversed(ids):
+            self.history[block_id].extend(after)
+            left[block_id] -= 1
+            if left[block_id] == 0:
+                (self.cached if block_id in self.key_of else self.free).append(block_id)
 
     # ------------------------------------------------------------------ rules
 
@@ -80,22 +80,22 @@ class PoolMachine(RuleBasedStateMachine):
         assert lease.ids == expected
         assert set(lease.after) == self.pending(expected)
         assert len(lease.after) == len({fence.stream for fence in lease.after})
-        for item in expected:
-            self.key_of.pop(item, None)
-        self.free = [item for item in self.free if item not in expected]
-        self.cached = [item for item in self.cached if item not in expected]
+        for block_id in expected:
+            self.key_of.pop(block_id, None)
+        self.free = [block_id for block_id in self.free if block_id not in expected]
+        self.cached = [block_id for block_id in self.cached if block_id not in expected]
         self.held.append(Held(lease, list(expected)))
 
-    @rule(items=st.lists(st.integers(0, 5), max_size=4))
-    def share(self, items: list[int]) -> None:
-        items = [item for item in items if item < self.pool.size]
-        if any(item in self.free for item in items):
+    @rule(block_ids=st.lists(st.integers(0, 5), max_size=4))
+    def share(self, block_ids: list[int]) -> None:
+        block_ids = [block_id for block_id in block_ids if block_id < self.pool.size]
+        if any(block_id in self.free for block_id in block_ids):
             with pytest.raises(InvariantError):
-                self.pool.share(items)
+                self.pool.share(block_ids)
             return
-        lease = self.pool.share(items)
-        self.cached = [item for item in self.cached if item not in items]
-        self.held.append(Held(lease, items))
+        lease = self.pool.share(block_ids)
+        self.cached = [block_id for block_id in self.cached if block_id not in block_ids]
+        self.held.append(Held(lease, block_ids))
 
     @precondition(lambda self: self.held)
     @rule(pick=PICK, streams=st.sets(st.sampled_from(STREAMS)))
@@ -111,29 +111,19 @@ class PoolMachine(RuleBasedStateMachine):
     @rule(pick=PICK, streams=st.sets(st.sampled_from(STREAMS)))
     def release_until(self, pick: int, streams: set[str]) -> None:
         held = self.held.pop(pick % len(self.held))
-        after, until = [self.streams[name].record() for name in sorted(streams)], self.mover.record()
+        after, until = [self.streams[name].record() for name in sorted(streams)], self.offload.record()
         held.lease.release(after=after, until=until)
         self.postponed.append((until, held.ids, after))
         assert not held.lease.open
 
     @rule(count=st.integers(0, 3))
     def settle(self, count: int) -> None:
-        self.mover.finish(up_to=min(self.mover.tick, self.mover.done_tick + count))
+        self.offload.finish(up_to=min(self.offload.tick, self.offload.done_tick + count))
         self.pool.settle()
         while self.postponed and self.postponed[0][0].poll():
             _, ids, after = self.postponed.pop(0)
             self.give_back(ids, after)
         assert self.pool.is_settling == bool(self.postponed)
-
-    @precondition(lambda self: self.held)
-    @rule(pick=PICK, keep=st.integers(0, 3), streams=st.sets(st.sampled_from(STREAMS)))
-    def truncate(self, pick: int, keep: int, streams: set[str]) -> None:
-        held = self.held[pick % len(self.held)]
-        after = [self.streams[name].record() for name in sorted(streams)]
-        held.lease.truncate(keep, after=after)
-        dropped = held.ids[keep:]
-        held.ids = held.ids[:keep]
-        self.give_back(dropped, after)
 
     @precondition(lambda self: len(self.held) > 1)
     @rule(pick=PICK)
@@ -144,53 +134,53 @@ class PoolMachine(RuleBasedStateMachine):
         held.ids = held.ids + other.ids
         assert not other.lease.open
 
-    @rule(item=st.integers(0, 5), key=st.sampled_from(KEYS))
-    def publish(self, item: int, key: Key) -> None:
-        if item >= self.pool.size:
+    @rule(block_id=st.integers(0, 5), key=st.sampled_from(KEYS))
+    def publish(self, block_id: int, key: Key) -> None:
+        if block_id >= self.pool.size:
             return
-        if self.users()[item] == 0:
+        if self.users()[block_id] == 0:
             with pytest.raises(InvariantError):
-                self.pool.publish(item, key)
+                self.pool.publish(block_id, key)
             return
-        possible = item not in self.key_of and key not in self.key_of.values()
-        assert self.pool.publish(item, key) == possible
+        possible = block_id not in self.key_of and key not in self.key_of.values()
+        assert self.pool.publish(block_id, key) == possible
         if possible:
-            self.key_of[item] = key
+            self.key_of[block_id] = key
 
-    @rule(items=st.lists(st.integers(0, 5), max_size=4, unique=True), keys=st.permutations(KEYS))
-    def publish_all(self, items: list[int], keys: list[Key]) -> None:
-        items = [item for item in items if item < self.pool.size]
-        keys = keys[: len(items)]
+    @rule(block_ids=st.lists(st.integers(0, 5), max_size=4, unique=True), keys=st.permutations(KEYS))
+    def publish_all(self, block_ids: list[int], keys: list[Key]) -> None:
+        block_ids = [block_id for block_id in block_ids if block_id < self.pool.size]
+        keys = keys[: len(block_ids)]
         users = self.users()
-        if any(users[item] == 0 for item in items):
+        if any(users[block_id] == 0 for block_id in block_ids):
             with pytest.raises(InvariantError):
-                self.pool.publish_all(items, keys)
+                self.pool.publish_all(block_ids, keys)
             return
-        self.pool.publish_all(items, keys)
-        for item, key in zip(items, keys, strict=True):
-            if item not in self.key_of and key not in self.key_of.values():
-                self.key_of[item] = key
+        self.pool.publish_all(block_ids, keys)
+        for block_id, key in zip(block_ids, keys, strict=True):
+            if block_id not in self.key_of and key not in self.key_of.values():
+                self.key_of[block_id] = key
 
     @rule(keys=st.lists(st.sampled_from(KEYS), max_size=3))
     def touch(self, keys: list[Key]) -> None:
         self.pool.touch(keys)
-        item_of = {key: item for item, key in self.key_of.items()}
-        for item in (item_of.get(key) for key in reversed(keys)):
-            if item in self.cached:
-                self.cached.remove(item)
-                self.cached.append(item)
+        item_of = {key: block_id for block_id, key in self.key_of.items()}
+        for block_id in (item_of.get(key) for key in reversed(keys)):
+            if block_id in self.cached:
+                self.cached.remove(block_id)
+                self.cached.append(block_id)
 
     @rule()
     def forget_all(self) -> None:
         self.pool.forget_all()
         self.forgotten(list(self.key_of))
 
-    def forgotten(self, items: list[int]) -> None:
-        for item in items:
-            self.key_of.pop(item, None)
-            if item in self.cached:
-                self.cached.remove(item)
-                self.free.append(item)
+    def forgotten(self, block_ids: list[int]) -> None:
+        for block_id in block_ids:
+            self.key_of.pop(block_id, None)
+            if block_id in self.cached:
+                self.cached.remove(block_id)
+                self.free.append(block_id)
 
     @rule(name=st.sampled_from(STREAMS), count=st.integers(1, 3))
     def complete(self, name: str, count: int) -> None:
@@ -209,8 +199,8 @@ class PoolMachine(RuleBasedStateMachine):
             len(self.cached),
             len(users),
         )
-        assert [self.pool.is_cached(item) for item in range(self.pool.size)] == [
-            item in self.cached for item in range(self.pool.size)
+        assert [self.pool.is_cached(block_id) for block_id in range(self.pool.size)] == [
+            block_id in self.cached for block_id in range(self.pool.size)
         ]
 
     @invariant()
@@ -221,7 +211,7 @@ class PoolMachine(RuleBasedStateMachine):
 
     @invariant()
     def keys_and_ids_are_one_to_one(self) -> None:
-        found = {item: key for key in KEYS if (item := self.pool.get(key)) is not None}
+        found = {block_id: key for key in KEYS if (block_id := self.pool.get(key)) is not None}
         assert found == self.key_of
         assert self.pool.num_keys == len(found)
 
@@ -231,7 +221,7 @@ class PoolMachine(RuleBasedStateMachine):
             held = self.held.pop()
             held.lease.release()
             self.give_back(held.ids, [])
-        self.settle(self.mover.tick)
+        self.settle(self.offload.tick)
         everything = self.pool.take(self.pool.size)
         assert sorted(everything.ids) == list(range(self.pool.size))
         assert set(everything.after) == self.pending(everything.ids)

@@ -19,13 +19,14 @@ from torch._dynamo.backends.common import aot_autograd
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from sidestream import LLM, SamplingParams
-from sidestream.attention.paged import PagedBatch, ungated
+from sidestream.attention.interface import ungated
+from sidestream.attention.paged import PagedBatch
 from sidestream.engine.build import _capture, _warm_up
 from sidestream.errors import ModelError
-from sidestream.execute.frame import Shape
 from sidestream.models import PagedModel, compiled, load_model
 from sidestream.models.compiled import _MergeProducts, compile_layers, compiling, decoder_layers, decompile
 from sidestream.models.mtp import attach_head
+from sidestream.runner.frame import GraphKey
 from sidestream.testing.tiny_models import save_head, tiny_model_dir
 
 pytestmark = pytest.mark.filterwarnings(
@@ -44,7 +45,7 @@ def logits(model: PagedModel, lengths: Sequence[int] = LENGTHS) -> list[torch.Te
         kv = torch.zeros(model.layout.shape(4))
         batch = PagedBatch(
             kv=kv,
-            slots=positions.clone(),
+            slot_mapping=positions.clone(),
             block_tables=torch.arange(4)[None],
             cu_seqlens_q=(0, length),
             kv_lens=(length,),
@@ -143,7 +144,7 @@ def test_what_a_batch_is_like_is_no_reason_to_compile_again_p3(tmp_path: Path) -
         told: list[torch.Tensor] = []
         model.forward_with_hidden(tokens, tokens.clone(), given, tokens[-1:], left=told.append)
         (hidden,) = told
-        head.keep_up(tokens, hidden, tokens.clone(), given)
+        head.write_kv(tokens, hidden, tokens.clone(), given)
         head.step(tokens, hidden, tokens.clone(), given)
 
     with compiling():
@@ -168,13 +169,13 @@ def test_nothing_that_a_compiled_head_was_given_is_kept_when_it_leaves_its_layer
     batch = PagedBatch(
         torch.zeros(model.layout.shape(4)), tokens.clone(), torch.arange(4)[None], (0, 5), (5,), 0, ungated
     )
-    head.keep_up(tokens, torch.zeros(5, head.hidden_size), tokens.clone(), batch)  # what is compiled is kept
+    head.write_kv(tokens, torch.zeros(5, head.hidden_size), tokens.clone(), batch)  # what is compiled is kept
     gc.collect()
     gc.disable()
     try:
         before = torch.zeros(5, head.hidden_size)
         kept = weakref.ref(before)
-        head.keep_up(tokens, before, tokens.clone(), batch)
+        head.write_kv(tokens, before, tokens.clone(), batch)
         del before
         assert kept() is None
     finally:
@@ -278,7 +279,7 @@ def test_a_head_that_cannot_be_compiled_keeps_up_and_predicts_as_it_is_written(
     def results() -> list[torch.Tensor]:
         kv = torch.zeros(model.layout.shape(4))
         batch = PagedBatch(kv, tokens.clone(), torch.arange(4)[None], (0, 5), (5,), 0, lambda layer: None)
-        head.keep_up(tokens, before, tokens.clone(), batch)
+        head.write_kv(tokens, before, tokens.clone(), batch)
         return [kv.clone(), *head.step(tokens, before, tokens.clone(), batch), *logits(model)]
 
     expected = results()
@@ -326,7 +327,7 @@ def test_layers_that_cannot_be_compiled_keep_no_engine_from_compiling_the_others
             executor.warm_up(lease.ids, chunk_tokens=16)
             lease.release()
 
-        shapes = [Shape(2), Shape(0, 32)]
+        shapes = [GraphKey(2), GraphKey(0, 32)]
         llm.engine.call(
             lambda: _capture(
                 executor, model, None, shapes, gate_layers=0, warm_up=warm_up, tell=lambda what, done, total: None
@@ -420,7 +421,9 @@ def test_an_engine_whose_layers_cannot_be_compiled_at_all_is_warmed_up_as_they_a
         )
         tell = lambda what, done, total: done or told.append(what)  # noqa: E731
         warm_up = partial(_warm_up, executor, parts.blocks, 2, 16, tell)
-        llm.engine.call(lambda: _capture(executor, model, None, [Shape(2)], gate_layers=0, warm_up=warm_up, tell=tell))
+        llm.engine.call(
+            lambda: _capture(executor, model, None, [GraphKey(2)], gate_layers=0, warm_up=warm_up, tell=tell)
+        )
         assert executor._graphs is not None
         assert parts.blocks.num_available == blocks
     began = ["compiling forward passes"] if stage == "the first step" else []

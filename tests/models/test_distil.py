@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from sidestream import LLM, SamplingParams, SpeculativeConfig
-from sidestream.attention.paged import PagedBatch, ungated
+from sidestream.attention.interface import ungated
+from sidestream.attention.paged import PagedBatch
 from sidestream.errors import ConfigError
-from sidestream.models.distil import Distillation, Divergence, Lesson, as_it_drafts, load_teacher
+from sidestream.models.distil import Distillation, Divergence, Lesson, load_teacher, unroll_drafts
 from sidestream.models.loader import load_model
 from sidestream.models.mtp import MtpHead, write_head
 from sidestream.testing.tiny_models import save_head, tiny_model_dir
@@ -100,7 +101,7 @@ def test_a_head_is_taught_on_what_it_will_draft_from(family: str, tmp_path: Path
             expected[number, length - 1] = predicts[0, -1]
             before = torch.cat([before, feeds[:, -1:]], dim=1)
     Distillation(teacher, head, tokens, Lesson(1, batch=1))
-    for number, predicts in enumerate(as_it_drafts(head, tokens, hidden, drafts)):
+    for number, predicts in enumerate(unroll_drafts(head, tokens, hidden, drafts)):
         torch.testing.assert_close(predicts[0, number:], expected[number, number:], atol=1e-5, rtol=1e-5)
 
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from sidestream.config import SamplingDefaults, SamplingParams
-from sidestream.errors import ModelError
+from sidestream.config import MODEL_OPTIONS, NEUTRAL, SamplingDefaults, SamplingParams
+from sidestream.errors import ModelError, RequestRejected
 from sidestream.models.generation import sampling_defaults
 
 FIELDS = {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "min_p": 0.01, "repetition_penalty": 1.05}
@@ -28,16 +28,18 @@ def test_all_five_fields_are_read_and_others_are_left_alone(tmp_path: Path) -> N
         "num_beams": 4,
         "transformers_version": "4.51.0",
     }
-    assert sampling_defaults(checkpoint(tmp_path, {**FIELDS, **others})) == SamplingDefaults(**FIELDS)
+    assert sampling_defaults(checkpoint(tmp_path, {**FIELDS, **others})) == SamplingDefaults(FIELDS)
 
 
 @pytest.mark.parametrize(
     "fields", [None, {}, dict.fromkeys(FIELDS), {"top_k": -1}], ids=["no file", "empty", "null", "top_k -1"]
 )
 def test_what_the_file_does_not_say_is_neutral(tmp_path: Path, fields: dict[str, Any] | None) -> None:
-    assert sampling_defaults(tmp_path if fields is None else checkpoint(tmp_path, fields)) == SamplingDefaults(
-        1.0, 0, 1.0, 0.0, 1.0
-    )
+    defaults = sampling_defaults(tmp_path if fields is None else checkpoint(tmp_path, fields))
+    assert defaults == NEUTRAL
+    assert {name: defaults[name] for name in FIELDS} == {
+        "temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0,
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -58,7 +60,10 @@ def test_what_the_file_does_not_say_is_neutral(tmp_path: Path, fields: dict[str,
 def test_a_bad_value_is_refused_with_file_field_bound_and_remedy(
     tmp_path: Path, field: str, value: Any, bound: str
 ) -> None:
-    words = rf"generation_config\.json: {field} is .+: it must be {bound}; correct the file, or .+ --generation-config none$"
+    words = (
+        rf"generation_config\.json: {field} is .+: it must be {bound}; "
+        "correct the file, or .+ --generation-config none$"
+    )
     with pytest.raises(ModelError, match=words):
         sampling_defaults(checkpoint(tmp_path, {field: value}))
 
@@ -71,14 +76,20 @@ def test_a_file_that_holds_no_json_object_is_refused(tmp_path: Path, text: str) 
 
 
 def test_a_request_overrides_each_default_with_a_neutral_value_too() -> None:
-    defaults, neutral = SamplingDefaults(**FIELDS), SamplingDefaults()
+    defaults = SamplingDefaults(FIELDS)
+    assert set(FIELDS) == set(MODEL_OPTIONS)
     untouched = SamplingParams().spec(seed=1, eos_ids=(), defaults=defaults)
-    assert {name: getattr(untouched, name) for name in FIELDS} == FIELDS
+    assert {name: untouched.options[name] for name in FIELDS} == FIELDS
     for name in FIELDS:
-        given = SamplingParams(**{name: getattr(neutral, name)}).spec(seed=1, eos_ids=(), defaults=defaults)
-        assert {other: getattr(given, other) for other in FIELDS} == {**FIELDS, name: getattr(neutral, name)}
+        given = SamplingParams(**{name: NEUTRAL[name]}).spec(seed=1, eos_ids=(), defaults=defaults)
+        assert {other: given.options[other] for other in FIELDS} == {**FIELDS, name: NEUTRAL[name]}
+
+
+def test_an_unknown_default_names_the_nearest_option() -> None:
+    with pytest.raises(RequestRejected, match=r"no option top_n; did you mean top_[kp]"):
+        SamplingDefaults({"top_n": 1})
 
 
 def test_defaults_say_which_of_them_are_not_neutral() -> None:
-    assert str(SamplingDefaults(temperature=0.6, top_k=20)) == "temperature 0.6, top_k 20"
+    assert str(SamplingDefaults({"temperature": 0.6, "top_k": 20})) == "temperature 0.6, top_k 20"
     assert str(SamplingDefaults()) == "temperature 1, no filters, no penalties"

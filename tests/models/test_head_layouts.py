@@ -24,7 +24,7 @@ from transformers import (
 
 from sidestream import LLM, SamplingParams, SpeculativeConfig
 from sidestream.errors import ModelError
-from sidestream.models.loader import quiet
+from sidestream.models.loader import quiet_transformers
 from sidestream.models.mtp import load_head
 from sidestream.testing.tiny_models import tiny_config, tiny_model_dir
 
@@ -143,7 +143,7 @@ def publish(kind: str, directory: Path, *, again: bool = False) -> dict[str, Ten
     if kind == "glm4_moe":
         tiny_model_dir(kind, directory, 3)
     else:
-        with quiet(), torch.random.fork_rng(devices=[]):
+        with quiet_transformers(), torch.random.fork_rng(devices=[]):
             torch.manual_seed(3)
             AutoModelForCausalLM.from_config(CONFIGS[kind]).save_pretrained(directory)
     weights = load_file(directory / "model.safetensors")
@@ -172,7 +172,7 @@ def publish(kind: str, directory: Path, *, again: bool = False) -> dict[str, Ten
 
 
 def loaded(directory: Path, dtype: torch.dtype = torch.float32) -> Any:
-    with quiet():
+    with quiet_transformers():
         return AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, attn_implementation="eager").eval()
 
 

@@ -65,7 +65,7 @@ from sidestream.attention import paged
 from sidestream.attention.paged import paged_attention
 from sidestream.errors import ModelError
 from sidestream.models import kv_token_bytes, load_model, loader
-from sidestream.models.facts import layout_of, max_positions, refuse_unservable
+from sidestream.models.config_checks import check_servable, layout_of, max_positions
 from sidestream.models.loader import weights_digest
 from sidestream.models.weights import fingerprint_of, pack_linears
 from sidestream.testing.tiny_models import tiny_model_dir
@@ -228,7 +228,7 @@ def test_no_family_that_transformers_knows_is_refused_by_its_config_without_a_re
         except Exception:  # it cannot be made without arguments
             continue
         try:
-            refuse_unservable(config)
+            check_servable(config)
             layout_of(config, dtype="float32", block_tokens=16)
             max_positions(config)
         except ModelError as error:
@@ -488,6 +488,6 @@ def test_kernels_have_their_place_before_the_check_on_a_gpu_compiles_the_first_o
     def kept() -> None:
         raise NotImplementedError("kept")
 
-    monkeypatch.setattr(loader, "keep_compiled", kept)
+    monkeypatch.setattr(loader, "use_compile_cache", kept)
     assert "NotImplementedError: kept" in refusal(llama, device=torch.device("cuda"))
     load_model(str(llama), block_tokens=4)

@@ -14,7 +14,7 @@ from sidestream import LLM, SamplingParams
 from sidestream.attention.paged import PagedBatch
 from sidestream.errors import ConfigError
 from sidestream.models import PagedModel, load_model
-from sidestream.models.facts import max_positions
+from sidestream.models.config_checks import max_positions
 from sidestream.testing.tiny_models import tiny_config, tiny_model_dir
 
 BLOCK_TOKENS = 4

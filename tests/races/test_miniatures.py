@@ -63,7 +63,7 @@ def test_a_deadlock_is_caught_as_an_order() -> None:
 
     caught = run_miniature(Miniature("stuck", "H1", "None.", play), "random", 0, protected=False)
     assert caught is not None and caught.oracle == "order"
-    assert "nobody can go on" in caught.detail
+    assert "no actor can run" in caught.detail
 
 
 def test_an_unknown_policy_is_an_error() -> None:

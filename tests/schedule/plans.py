@@ -8,8 +8,8 @@ from collections.abc import Iterable
 
 from scheduler_world import World
 
+from sidestream.schedule.limits import Limits
 from sidestream.schedule.request import Request, State
-from sidestream.schedule.scheduler import Limits
 from sidestream.types import RowPlan, StepPlan
 
 
@@ -23,7 +23,7 @@ def small_limits(**changes: int | bool) -> Limits:
 
 
 def spans(plan: StepPlan, request: Request) -> list[tuple[int, int]]:
-    return [(row.start, row.stop) for row in plan.batch.rows if row.request_id == request.id]
+    return [(row.min_start, row.stop) for row in plan.batch.rows if row.request_id == request.id]
 
 
 def row_of(plan: StepPlan, request: Request) -> RowPlan:

@@ -13,13 +13,16 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
+from sidestream.config import SamplingParams
 from sidestream.kv.keys import BlockKeys
 from sidestream.kv.layout import KVLayout
 from sidestream.kv.pool import FencedPool
-from sidestream.schedule.chunk import chunk_stop, reusable_tokens
-from sidestream.schedule.drafting import DraftPolicy
+from sidestream.schedule.chunking import chunk_stop, reusable_tokens
+from sidestream.schedule.limits import Limits
 from sidestream.schedule.request import Request, State
-from sidestream.schedule.scheduler import Limits, Scheduler, Source
+from sidestream.schedule.scheduler import Scheduler
+from sidestream.schedule.spec_policy import SpecPolicy
+from sidestream.schedule.tiers import Source
 from sidestream.types import (
     BatchPlan,
     Fence,
@@ -29,7 +32,6 @@ from sidestream.types import (
     RequestId,
     RowPlan,
     RowResult,
-    SamplingSpec,
     StepPlan,
     StorePlan,
     TransferPlan,
@@ -37,7 +39,7 @@ from sidestream.types import (
 
 VOCAB = 50
 NO_TOKEN = -1
-GREEDY = SamplingSpec(0.0, 0, 1.0, 0.0, 1.0, 0.0, 0.0, {}, 0, 0, (), -1)
+GREEDY = SamplingParams(temperature=0).spec(seed=0, eos_ids=())
 
 Cell = tuple[int, int]
 GARBAGE: Cell = (-7, -7)
@@ -228,18 +230,18 @@ class World:
         size = self.limits.block_tokens
         self.device = SimDevice(seed or 0)
         self.runs_ahead = seed is not None
-        self.blocks, self.rows = FencedPool("blocks", num_blocks), FencedPool("rows", num_rows)
+        self.blocks, self.slots = FencedPool("blocks", num_blocks), FencedPool("rows", num_rows)
         self.keys = BlockKeys(fingerprint="world", layout=KVLayout(1, 1, 1, size, "float32"))
         self.tiers = SimTiers()
         self.max_drafts = drafts
-        self.drafts = DraftPolicy(drafts, adaptive=False)
+        self.policy = SpecPolicy(drafts, adaptive=False)
         self.scheduler = Scheduler(
             limits=self.limits,
             blocks=self.blocks,
-            rows=self.rows,
+            slots=self.slots,
             keys=self.keys,
             tiers=self.tiers,
-            drafts=self.drafts,
+            policy=self.policy,
         )
         self.stories: dict[RequestId, Story] = {}
         self.contents: dict[Key, list[Cell]] = {}
@@ -348,8 +350,8 @@ class World:
         self.device.run_all()
         self._apply_events()
         self._check()
-        assert (self.scheduler.num_running, self.scheduler.num_waiting, len(self.scheduler._coming)) == (0, 0, 0)
-        assert (self.blocks.num_used, self.rows.num_used, len(self.drafts.records)) == (0, 0, 0)
+        assert set(self.scheduler.sizes().values()) == {0}
+        assert (self.blocks.num_used, self.slots.num_used, len(self.policy.records)) == (0, 0, 0)
         assert not self.scheduler.plan().batch.rows
 
     def end_transfers(self) -> None:
@@ -366,7 +368,7 @@ class World:
     def computed_positions(self, request: Request) -> list[int]:
         """Positions whose KV the request's steps computed, in order, over all epochs."""
         rows = [row for plan in self.plans for row in plan.batch.rows if row.request_id == request.id]
-        return [position for row in rows for position in range(row.start, row.stop)]
+        return [position for row in rows for position in range(row.min_start, row.stop)]
 
     def said(self, request: Request) -> list[int]:
         return self.stories[request.id].said
@@ -454,8 +456,8 @@ class World:
         assert (state.owner, state.epoch) == (row.request_id, row.epoch), (
             f"row {row.row} was of {state} when {row} flew"
         )
-        start = row.start if row.tokens is not None else state.length
-        assert start >= row.start
+        start = row.min_start if row.tokens is not None else state.length
+        assert start >= row.min_start
         assert start + row.num_tokens <= row.stop, f"{row} is at {start} and writes beyond what it was told"
         if (row.request_id, row.epoch) in self.doomed:
             self._write(row, start, [GARBAGE] * row.num_tokens)
@@ -497,7 +499,7 @@ class World:
         if (store := self.scheduler.publish(committed)) is not None:
             self._check_store(store, launched)
             self._store(store)
-        for request, result, count, stop_reason in committed.drawn:
+        for request, result, count, stop_reason in committed.outputs:
             self.said(request).extend(result.token_ids[:count])
             if stop_reason is not None:
                 self.scheduler.finish(request, stop_reason)
@@ -515,16 +517,19 @@ class World:
         for row in rows:
             request = self.stories[row.request_id].request
             assert request.state is State.RUNNING and request.epoch == row.epoch
-            assert request.committed_len <= row.start
+            assert request.committed_len <= row.min_start
             assert row.stop <= len(request.prompt) + request.max_outputs, "nothing is written past the limit"
             assert len(row.block_ids) == -(-row.stop // limits.block_tokens) or self.max_drafts
             assert len(row.block_ids) * limits.block_tokens >= row.stop
-            written.extend(row.block_ids[row.start // limits.block_tokens :])
-            assert (row.tokens is None) == (row.start >= request.prefill_end)
+            written.extend(row.block_ids[row.min_start // limits.block_tokens :])
+            assert (row.tokens is None) == (row.min_start >= request.prefill_end)
             if row.tokens is not None:
                 assert row.stop in canonical_cuts(request.prefill_end, limits)
                 assert row.stop == chunk_stop(
-                    row.start, request.prefill_end, chunk_tokens=limits.chunk_tokens, block_tokens=limits.block_tokens
+                    row.min_start,
+                    request.prefill_end,
+                    chunk_tokens=limits.chunk_tokens,
+                    block_tokens=limits.block_tokens,
                 )
                 assert row.samples == (row.stop == request.prefill_end)
         assert len(set(written)) == len(written), "two rows write one block"
@@ -538,7 +543,7 @@ class World:
 
     def _check(self) -> None:
         self.blocks.check()
-        self.rows.check()
+        self.slots.check()
         for key, content in self.contents.items():
             block = self.blocks.get(key)
             assert block is None or self.kv[block] == content, (
@@ -549,7 +554,7 @@ class World:
             assert story.said == story.expected[: len(story.said)]
             if request.finish_reason in ("stop", "length"):
                 assert story.said == story.expected
-            assert (request.state is State.RUNNING) == (request.row is not None) == (request.blocks is not None)
+            assert (request.state is State.RUNNING) == (request.slot is not None) == (request.blocks is not None)
 
 
 def canonical_cuts(known: int, limits: Limits) -> list[int]:

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 from scheduler_world import World
 
-from sidestream.schedule.scheduler import Limits, Source
+from sidestream.schedule.limits import Limits
+from sidestream.schedule.tiers import Source
 
 PICK = st.integers(0, 1 << 16)
 # Few beginnings, so that requests meet in the cache; few lengths, so that block and chunk borders are hit often.

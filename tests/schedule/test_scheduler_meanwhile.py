@@ -37,7 +37,7 @@ def test_a_load_is_ordered_while_a_step_is_awaited_and_its_request_joins_the_nex
     assert request.state is State.RUNNING
     plan = world.step()
     assert plan.transfers == ()
-    assert row_of(plan, request).start == 16
+    assert row_of(plan, request).min_start == 16
     world.run()
 
 
@@ -98,7 +98,7 @@ def test_who_waits_for_somebody_elses_blocks_holds_nobody_up() -> None:
 def test_nobody_new_is_let_in_meanwhile_when_nobody_new_may_begin() -> None:
     world, _ = busy_world()
     rests(world, world.submit(prompt(18)))
-    world.scheduler.admits_new = False
+    world.scheduler.pause_admission()
     assert world.scheduler.order_loads() == []
 
 

@@ -8,7 +8,8 @@ from scheduler_world import World
 
 from sidestream.errors import SidestreamError
 from sidestream.schedule.request import State
-from sidestream.schedule.scheduler import NoTiers, Scheduler
+from sidestream.schedule.scheduler import Scheduler
+from sidestream.schedule.tiers import NoTiers
 from sidestream.types import StepPlan
 
 
@@ -54,7 +55,7 @@ def test_a_request_that_starts_anew_after_a_reset_shares_its_blocks_again() -> N
     request = world.submit(prompt(18), outputs=4)
     steps_until(world, lambda: request.num_outputs == 1)
     world.scheduler.forget_all()
-    world.scheduler._preempt(request)
+    world.scheduler.preempt(request)
     world.device.run_all()
     world.tiers.where.clear()
     world.run()
@@ -63,7 +64,7 @@ def test_a_request_that_starts_anew_after_a_reset_shares_its_blocks_again() -> N
 
 def test_a_scheduler_without_tiers_finds_nothing_in_them() -> None:
     world = World()
-    scheduler = Scheduler(limits=world.limits, blocks=world.blocks, rows=world.rows, keys=world.keys)
+    scheduler = Scheduler(limits=world.limits, blocks=world.blocks, slots=world.slots, keys=world.keys)
     assert scheduler.plan() == StepPlan((), type(scheduler.plan().batch)(()), ())
     assert NoTiers().locate([b"key"]) == []
     assert not NoTiers().worth_loading(["host"])

@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 import openai
 
-from sidestream.server import Running, ServerOptions, serve
+from sidestream.server import RunningServer, ServerOptions, serve
 from sidestream.testing.fake_backend import FakeBackend, Script
 
 WAIT_S = 20.0
@@ -28,7 +28,7 @@ ASK_LONG = {"model": "fake", "prompt": "long", "max_tokens": 16 << 20, "stream":
 @dataclass(frozen=True)
 class Served:
     backend: FakeBackend
-    running: Running
+    running: RunningServer
     thread: threading.Thread
     drained: queue.Queue[bool]
     http: httpx.Client
@@ -72,7 +72,7 @@ def serving(
     """
     backend = backend or FakeBackend()
     chosen = ServerOptions(**({"drain_s": 5.0} | ({} if "uds" in options else {"port": 0}) | options))
-    ready: queue.Queue[Running | BaseException] = queue.Queue()
+    ready: queue.Queue[RunningServer | BaseException] = queue.Queue()
     drained: queue.Queue[bool] = queue.Queue()
 
     def run() -> None:

@@ -159,7 +159,7 @@ def test_what_was_not_logged_is_counted_in_a_line_at_the_end_of_its_period(
     monkeypatch.setattr(connections, "_LOG_PERIOD_S", 0.01)
 
     async def report() -> None:
-        guard = connections.Connections(ServerOptions(max_connections=64), Metrics().inc)
+        guard = connections.ConnectionLimits(ServerOptions(max_connections=64), Metrics().inc)
         for number in range(3):
             guard.report("malformed", f"peer {number}")
         guard.report("limit", "peer 3")

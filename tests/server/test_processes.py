@@ -23,7 +23,7 @@ import httpx
 import pytest
 
 from sidestream.errors import EngineStopped, ProcessFailed
-from sidestream.server import ServerOptions, Supervisor, bind, bind_alike
+from sidestream.server import ServerOptions, Supervisor, bind, bind_shared
 from sidestream.testing.tiny_models import tiny_model_dir
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")]
@@ -324,13 +324,13 @@ def test_when_the_engine_is_killed_clients_are_told_and_the_server_ends_with_sta
 FAILING_ENGINE = """
 import os, sys
 if any("engine_process" in argument for argument in sys.orig_argv):
-    from sidestream.engine import Engine
-    step = Engine.step
-    def failing(engine):
+    from sidestream.engine.loop import StepLoop
+    step = StepLoop.step
+    def failing(loop):
         if os.path.exists({flag!r}):
             raise RuntimeError("injected")
-        return step(engine)
-    Engine.step = failing
+        return step(loop)
+    StepLoop.step = failing
 """
 
 
@@ -434,7 +434,7 @@ class _Engine:
 def _supervisor(count: int) -> Iterator[Supervisor]:
     options = ServerOptions(port=0)
     with Supervisor(
-        bind_alike(bind(options), count), options, log_level=30, log_format=("%(message)s", "")
+        bind_shared(bind(options), count), options, log_level=30, log_format=("%(message)s", "")
     ) as supervisor:
         yield supervisor
 
@@ -464,7 +464,7 @@ def test_api_processes_that_cannot_start_end_the_server_after_three_tries(
 
 
 def test_an_engine_that_ends_before_api_processes_serve_ends_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sidestream.server.supervisor.LAST_WORDS_S", 0.1)
+    monkeypatch.setattr("sidestream.server.supervisor.GRACE_S", 0.1)
     with (
         _supervisor(2) as supervisor,
         pytest.raises(ProcessFailed, match="the engine's process has ended: it was killed by SIGKILL"),
@@ -478,7 +478,7 @@ def test_a_second_server_cannot_share_the_port_of_several_processes_that_do_not_
         first.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, reuse)
         first.bind(("127.0.0.1", 0))
         with contextlib.ExitStack() as sockets:
-            for one in bind_alike(first, 3):
+            for one in bind_shared(first, 3):
                 sockets.enter_context(one)
             with pytest.raises(Exception, match="another program listens there"):
                 bind(ServerOptions(port=first.getsockname()[1]))

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from sidestream.errors import ConfigError
-from sidestream.server import Running, ServerOptions, bind, serve
+from sidestream.server import RunningServer, ServerOptions, bind, serve
 from sidestream.testing.fake_backend import FakeBackend, Script
 
 from .serving import ASK_LONG, LONG, WAIT_S, Served, send, serving
@@ -117,7 +117,7 @@ def test_a_server_without_requests_stops_at_once() -> None:
 
 _CHILD = """
 import sys
-from sidestream.server import Running, ServerOptions, bind, serve
+from sidestream.server import RunningServer, ServerOptions, bind, serve
 from sidestream.testing.fake_backend import FakeBackend, Script
 backend = FakeBackend(Script(hold_after=2))
 drained = serve(backend, ServerOptions(port=0, drain_s=float(sys.argv[1])), on_ready=lambda running: print(running.url, flush=True))
@@ -168,7 +168,7 @@ def test_an_address_that_is_bound_refuses_connections_until_it_is_served_and_is_
 
         urls: list[str] = []
 
-        def stop(running: Running) -> None:
+        def stop(running: RunningServer) -> None:
             urls.append(running.url)
             running.stop()
 

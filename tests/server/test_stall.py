@@ -86,7 +86,7 @@ def test_a_reply_that_was_made_whole_is_cut_too() -> None:
 
 def test_a_complete_reply_is_cut_although_too_little_of_it_waits_for_a_pause(monkeypatch: pytest.MonkeyPatch) -> None:
     """Below its high-water mark a transport does not ask for a pause; here it never does."""
-    monkeypatch.setattr(connections._Guarded, "pause_writing", H11Protocol.pause_writing)
+    monkeypatch.setattr(connections._LimitedProtocol, "pause_writing", H11Protocol.pause_writing)
     with serving(FakeBackend(LONG), stall_timeout_s=0.3) as served, _ask(served, stream=False) as slow:
         assert slow.recv(12) == b"HTTP/1.1 200"
         _wait_for(served, 1)

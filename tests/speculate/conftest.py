@@ -1,4 +1,4 @@
-"""What tests of proposers share: a look at what an engine drafts."""
+"""A fixture for tests of proposers: records the drafts of engines."""
 
 from __future__ import annotations
 
@@ -11,17 +11,15 @@ import pytest
 from drafting_rig import Seen
 from torch import Tensor
 
-from sidestream.attention.paged import AttentionBatch
-from sidestream.execute.drafts import Drafts
-from sidestream.execute.state import DecodeState
+from sidestream.attention.interface import AttentionBatch
+from sidestream.runner.drafts import Drafts
+from sidestream.runner.state import DecodeState
 from sidestream.speculate import Context, Proposer
 
 
 @pytest.fixture
 def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
-    """What engines draft behind which tokens: of each row as many as it is to have, which near an answer's end are
-    fewer than others have.
-    """
+    """Drafts of engines by the tokens before them; each row has its own number of drafts."""
     seen: Seen = defaultdict(list)
     propose = Drafts.propose
 

@@ -1,4 +1,4 @@
-"""Accepted is what was drawn, up to the first draft that was not."""
+"""Drafts are accepted up to the first that differs from the sampled token."""
 
 from __future__ import annotations
 

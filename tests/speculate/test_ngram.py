@@ -47,7 +47,7 @@ def proposed(rows: list[list[int]], count: int, *, garbage: int = 9, **options: 
     longest=st.integers(1, 4),
     shortest=st.integers(1, 4),
 )
-def test_what_followed_the_longest_and_latest_run_is_drafted(
+def test_the_tokens_after_the_longest_and_latest_occurrence_are_drafted(
     rows: list[list[int]], count: int, longest: int, shortest: int
 ) -> None:
     shortest = min(shortest, longest)
@@ -56,7 +56,7 @@ def test_what_followed_the_longest_and_latest_run_is_drafted(
 
 
 @pytest.mark.parametrize("garbage", [0, 1, 2, 3])
-def test_what_lies_behind_a_row_is_not_looked_at(garbage: int) -> None:
+def test_tokens_after_the_end_of_a_row_are_ignored(garbage: int) -> None:
     rows = [[1, 2, 3, 1, 2], [0], [3, 3], [1, 0, 2, 0]]
     assert proposed(rows, 3, garbage=garbage) == proposed(rows, 3)
 

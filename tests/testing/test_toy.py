@@ -7,7 +7,7 @@ import torch
 
 from sidestream.attention.paged import PagedBatch
 from sidestream.attention.triton import DeviceBatch
-from sidestream.execute.inputs import Packer
+from sidestream.runner.inputs import Packer
 from sidestream.testing.toy import RecurrentToyModel, ToyDraftHead, ToyModel
 from sidestream.types import BatchPlan, RowPlan
 

@@ -1,94 +1,77 @@
-"""Causal attention of a packed batch over the block pool: what every way of doing it offers, and the torch reference.
+"""Causal attention of a packed batch over the block pool, in torch: the backend of CPUs, and a reference for others.
 
-The reference is fast enough to serve from a CPU.
-
-Knows nothing of models, requests or streams: whoever calls it is on the stream that owns the forward. Every row is
-attended to by itself, over exactly its own keys, so a row's numbers do not depend on the rows beside it.
+Runs on the thread of the caller, which owns the forward pass. Every row is computed by itself, over exactly its own
+keys, so a row's numbers do not depend on the rows beside it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from itertools import takewhile
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
+from sidestream.attention.interface import AttentionSpec, BatchRows, HostLengths, KVShape, ungated
+from sidestream.device.kinds import on_host
 from sidestream.errors import InvariantError
 
-# Up to so many queries of a row, the heads that share a KV head are computed as more queries of it: torch takes 0.88
-# times as long for 16 queries of 9 heads over 2,000 keys of 3, on two cores, and no less for a chunk of 256.
+# For up to this many queries of a row, the heads that share a KV head are computed as more queries of it. Measured on
+# two cores: 16 queries of 9 heads over 2,000 keys of 3 take 0.88 times as long, a chunk of 256 no less.
 _FEW_QUERIES = 16
 
-__all__ = ["AttentionBatch", "KVShape", "PagedBatch", "paged_attention", "ungated"]
-
-
-def ungated(layer: int) -> None:
-    """The gate of a batch that waits for no load."""
+__all__ = ["PagedBatch", "TorchAttention", "paged_attention"]
 
 
 @dataclass(frozen=True, slots=True)
-class KVShape:
-    """Layers of KV that differ from the pool's own, and the heads of the attention over them."""
+class TorchAttention:
+    """See `AttentionBackend`. Has no buffers; works with the lengths of the rows on the host."""
 
-    num_layers: int
-    kv_heads: int
-    head_dim: int
-    heads: int
+    @classmethod
+    def supports(cls, device: torch.device) -> bool:
+        """See `AttentionBackend.supports`."""
+        return on_host(device)
 
-    def values(self, block_tokens: int) -> int:
-        """Numbers that a block holds of them."""
-        return self.num_layers * 2 * block_tokens * self.kv_heads * self.head_dim
+    @classmethod
+    def token_bytes(cls, spec: AttentionSpec) -> int:
+        """See `AttentionBackend.token_bytes`."""
+        return 0
 
-    def at_the_end_of(self, kv: torch.Tensor) -> torch.Tensor:
-        """The last numbers of each block of a pool, as `[blocks, num_layers, 2, block_tokens, kv_heads, head_dim]`: a
-        view.
-        """
-        blocks, block_tokens = kv.shape[0], kv.shape[3]
-        shape = (self.num_layers, 2, block_tokens, self.kv_heads, self.head_dim)
-        return kv.view(blocks, -1)[:, -self.values(block_tokens) :].view(blocks, *shape)
-
-
-class Attended(Protocol):
-    """What one layer needs of a batch."""
+    @classmethod
+    def create(cls, spec: AttentionSpec, *, kv_tokens: int, chunk_tokens: int) -> TorchAttention:
+        """See `AttentionBackend.create`."""
+        return cls()
 
     @property
-    def slots(self) -> torch.Tensor:
-        """int64 [T]: where each packed token's keys and values go."""
-        ...
+    def table_dtype(self) -> torch.dtype:
+        """See `AttentionBackend.table_dtype`."""
+        return torch.int64
 
-    def layer(self, index: int) -> torch.Tensor:
-        """One layer's pool `[blocks, 2, block_tokens, kv_heads, head_dim]`."""
-        ...
+    @property
+    def max_kv_tokens(self) -> None:
+        """See `AttentionBackend.max_kv_tokens`."""
 
-    def attend(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        layer: int,
-        *,
-        scale: float,
-        sliding_window: int | None = None,
-        softcap: float | None = None,
-    ) -> torch.Tensor:
-        """Write keys and values into the pool, then attend; see `paged_attention`."""
-        ...
+    @property
+    def reads_lengths_on_host(self) -> bool:
+        """See `AttentionBackend.reads_lengths_on_host`."""
+        return True
 
-
-class AttentionBatch(Attended, Protocol):
-    """A packed batch as a model's layers see it: `PagedBatch`, or on a GPU
-    `sidestream.attention.triton.DeviceBatch`.
-    """
-
-    def over(self, shape: KVShape) -> AttentionBatch:
-        """The same rows in the KV of another model, at the end of the same blocks; it waits for nothing."""
-        ...
-
-    def write(self, key: torch.Tensor, value: torch.Tensor, layer: int) -> None:
-        """Write keys and values into the pool, as `attend` does first."""
-        ...
+    def batch(self, kv: torch.Tensor, rows: BatchRows, before_layer: Callable[[int], None]) -> PagedBatch:
+        """See `AttentionBackend.batch`."""
+        host = rows.host or HostLengths(tuple(rows.cu_seqlens_q.tolist()), tuple(rows.kv_lens.tolist()))
+        starts = host.cu_seqlens_q
+        return PagedBatch(
+            kv=kv,
+            slot_mapping=rows.slot_mapping,
+            block_tables=rows.block_tables.to(torch.int64),
+            cu_seqlens_q=starts,
+            kv_lens=host.kv_lens,
+            num_decode=sum(
+                1 for _ in takewhile(lambda row: starts[row + 1] - starts[row] == 1, range(rows.decode_rows))
+            ),
+            before_layer=before_layer,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,8 +79,8 @@ class PagedBatch:
     """How a packed batch maps onto the block pool. Complete at birth; made once a step.
 
     kv             the pool `[blocks, layers, 2, block_tokens, kv_heads, head_dim]`, each block contiguous; keys are 0,
-                   values 1. Blocks are as many numbers apart as some of its tokens have in a layer
-    slots          int64 [T]: block_id * block_tokens + offset of each packed token, no two equal
+                   values 1. The stride of blocks is a multiple of one token's keys in a layer
+    slot_mapping   int64 [T]: block_id * block_tokens + offset of each packed token, no two equal
     block_tables   int64 [B, max_blocks], padded with 0
     cu_seqlens_q   B + 1 offsets of the rows into the packed tokens
     kv_lens        B: length of each row's KV, this step's tokens included; a row's queries are the last of them
@@ -106,7 +89,7 @@ class PagedBatch:
     """
 
     kv: torch.Tensor
-    slots: torch.Tensor
+    slot_mapping: torch.Tensor
     block_tables: torch.Tensor
     cu_seqlens_q: tuple[int, ...]
     kv_lens: tuple[int, ...]
@@ -195,13 +178,12 @@ def paged_attention(
 
 @dataclass(frozen=True, slots=True)
 class _Seen:
-    """What every layer of one window reads.
+    """The KV that all layers with one window read.
 
-    index   first pool row of the keys of each block that a row sees something of, row after row; then those of the
-            values
-    spans   which of the tokens in these blocks each row sees: the first one, and the one behind the last
-    masks   additive `[queries, tokens seen]`, of the rows after the decode rows; of a few queries, once for each head
-            that shares a KV head
+    index   first pool row of the keys of each block that a row sees, row after row; then those of the values
+    spans   range of the tokens in these blocks that each row sees
+    masks   additive `[queries, tokens seen]`, of the rows after the decode rows; if a row has few queries, repeated for
+            each head that shares a KV head
     """
 
     index: torch.Tensor
@@ -210,7 +192,7 @@ class _Seen:
 
 
 class _Addresses:
-    """Where one batch's tokens lie, worked out by the first layer that asks and shared by all that follow.
+    """Where one batch's tokens lie in the pool; computed by the first layer and shared by the others.
 
     The pool is seen as rows of one token's keys or values in one layer. Counted from a layer's own first row, the row
     of a token depends on its block and offset only; so one index serves all layers.
@@ -226,8 +208,8 @@ class _Addresses:
             )
         rows = (blocks - 1) * self._block_rows + layers * 2 * self._block_tokens
         self._pool = batch.kv.as_strided((rows, kv_heads, head_dim), (width, head_dim, 1))
-        # From each row on, as many as a block has tokens: those that one begins with are the keys, or the values, of a
-        # block.
+        # Each entry is a run of `block_tokens` rows. The runs that begin at a block's first key or value are its keys
+        # or values.
         halves = (rows - self._block_tokens + 1, self._block_tokens, kv_heads, head_dim)
         self._halves = batch.kv.as_strided(halves, (width, width, head_dim, 1))
         self._block_tables = batch.block_tables
@@ -237,7 +219,9 @@ class _Addresses:
         self._kv_lens = batch.kv_lens
         self._num_decode = batch.num_decode
         self._by_window: dict[int | None, _Seen] = {}
-        self.written_keys = batch.slots // self._block_tokens * self._block_rows + batch.slots % self._block_tokens
+        self.written_keys = (
+            batch.slot_mapping // self._block_tokens * self._block_rows + batch.slot_mapping % self._block_tokens
+        )
         self.written_values = self.written_keys + self._block_tokens
 
     def pool_from(self, layer: int) -> torch.Tensor:
@@ -245,18 +229,18 @@ class _Addresses:
         return self._pool[layer * 2 * self._block_tokens :]
 
     def halves_from(self, layer: int) -> torch.Tensor:
-        """The pool's runs of a block's keys or values, by their first rows from the layer's first on: `[rows,
-        block_tokens, kv_heads, head_dim]`.
+        """Runs of a block's keys or values, by first row, counted from the layer's first row: `[rows, block_tokens,
+        kv_heads, head_dim]`.
         """
         return self._halves[layer * 2 * self._block_tokens :]
 
     def seen(self, window: int | None, dtype: torch.dtype, *, heads_per_kv_head: int) -> _Seen:
-        """What every row sees under `window`. All layers of a model share one dtype and one number of heads."""
+        """The KV that every row sees with `window`. All layers of a model share one dtype and one number of heads."""
         if window not in self._by_window:
-            self._by_window[window] = self._look(window, dtype, heads_per_kv_head)
+            self._by_window[window] = self._index(window, dtype, heads_per_kv_head)
         return self._by_window[window]
 
-    def _look(self, window: int | None, dtype: torch.dtype, heads_per_kv_head: int) -> _Seen:
+    def _index(self, window: int | None, dtype: torch.dtype, heads_per_kv_head: int) -> _Seen:
         size, gathered = self._block_tokens, 0
         indices, spans, masks = [], [], []
         for row, (query_len, kv_len) in enumerate(zip(self._query_lens, self._kv_lens, strict=True)):

@@ -1,4 +1,4 @@
-"""The command line. Importing it costs nothing: each command imports what it needs when it runs."""
+"""The command line. Each command imports its modules when it runs, so importing this package is cheap."""
 
 from __future__ import annotations
 

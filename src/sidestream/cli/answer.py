@@ -1,7 +1,8 @@
-"""One answer as it comes: shown, collected and measured. Used by `chat` and `generate`."""
+"""Streams one answer to the terminal, and collects and times it. Used by `chat` and `generate`."""
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
@@ -13,13 +14,12 @@ from sidestream.types import CachedTokens, Delta
 if TYPE_CHECKING:
     from sidestream.llm import LLM
 
-# What a terminal may be shown of a model's text: everything but control characters, which could move its cursor or
-# worse.
+# Control characters in a model's text could move the cursor or reprogram the terminal: they are not printed.
 _HIDDEN = {code: None for code in [*range(0x20), *range(0x7F, 0xA0)] if chr(code) not in "\n\t"}
 
 
 class Answer:
-    """What has come of one answer so far; complete once `finish_reason` is set. Single writer: `follow`."""
+    """One answer so far; complete when `finish_reason` is set. Single writer: `follow`."""
 
     def __init__(self) -> None:
         self.text = ""
@@ -31,18 +31,18 @@ class Answer:
         self.seconds = 0.0
 
     def follow(self, llm: LLM, prompt: Sequence[int], params: SamplingParams, show: Callable[[str], None]) -> None:
-        """Ask, and pass each piece of text to `show`; blocks until the end.
+        """Generate, and pass each piece of text to `show`; blocks until the end.
 
-        Whatever interrupts it (KeyboardInterrupt, or what `show` raises) aborts the request; what has come so far stays
-        here. Raises RequestError or EngineStopped.
+        An exception of `show`, or KeyboardInterrupt, aborts the request; the answer keeps the text so far. Raises
+        RequestError or EngineStopped.
         """
         started_s = time.monotonic()
         with closing(llm.stream(prompt, params)) as deltas:
             for delta in deltas:
-                self._take(delta, time.monotonic() - started_s)
+                self._add(delta, time.monotonic() - started_s)
                 show(delta.text)
 
-    def _take(self, delta: Delta, seconds: float) -> None:
+    def _add(self, delta: Delta, seconds: float) -> None:
         self.text += delta.text
         self.token_ids += delta.token_ids
         self.finish_reason = delta.finish_reason
@@ -52,7 +52,7 @@ class Answer:
             self.ttft_s = seconds
 
     def summary(self) -> str:
-        """One line: tokens, where the prompt's KV came from, time to the first token, speed."""
+        """One line: tokens, tiers of the prompt's KV, time to the first token, speed."""
         parts = [f"{len(self.token_ids)} tokens", f"prompt {self.prompt_tokens}, {_sources(self.cached)}"]
         if self.ttft_s is not None:
             parts.append(f"first token {self.ttft_s * 1000:.0f} ms")
@@ -65,12 +65,13 @@ _ENDINGS: dict[str | None, tuple[str]] = {None: ("interrupted",), "length": ("cu
 
 
 def _sources(cached: CachedTokens) -> str:
-    tiers = [
-        f"{count} {name}"
-        for name, count in (("device", cached.device), ("host", cached.host), ("disk", cached.disk))
-        if count
-    ]
+    tiers = [f"{count} {tier}" for tier, count in cached.by_tier.items()]
     return f"{cached.total} cached ({', '.join(tiers)})" if tiers else "0 cached"
+
+
+def show_text(piece: str) -> None:
+    """Print a piece of an answer at once; on a terminal only its printable characters."""
+    print(printable(piece) if sys.stdout.isatty() else piece, end="", flush=True)
 
 
 def printable(text: str) -> str:

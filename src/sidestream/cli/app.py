@@ -1,6 +1,4 @@
-"""The tree of commands. Nothing here, nor anything that it imports, imports torch: `sidestream --help` must come at
-once.
-"""
+"""The tree of commands. Neither this module nor its imports import torch: `sidestream --help` must be fast."""
 
 from __future__ import annotations
 
@@ -9,6 +7,7 @@ from typing import Annotated
 import typer
 
 from sidestream.cli.bench import app as bench_app
+from sidestream.cli.bench.torture import torture
 from sidestream.cli.chat import chat
 from sidestream.cli.declare import Command, flag
 from sidestream.cli.demo import demo
@@ -17,7 +16,6 @@ from sidestream.cli.errors import Commands
 from sidestream.cli.generate import generate
 from sidestream.cli.models import app as models_app
 from sidestream.cli.serve import serve
-from sidestream.cli.torture import torture
 from sidestream.cli.train import train_mtp
 
 app = typer.Typer(
@@ -46,7 +44,7 @@ def _global_options(
         bool, flag("--version", callback=_print_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
-    """Both have done their work: `debug` is read by `Commands`."""
+    """`Commands` reads `debug`; `version` has its callback."""
 
 
 app.command(cls=Command)(serve)

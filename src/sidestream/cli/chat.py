@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 from rich.console import Console
 from rich.text import Text
 
-from sidestream.cli.answer import Answer, printable
+from sidestream.cli.answer import Answer, show_text
 from sidestream.cli.declare import option
 from sidestream.cli.errors import show_error
 from sidestream.cli.loading import running, start_logging
@@ -82,15 +82,13 @@ class _Conversation:
         self._messages = list(self._opening)
 
     def ask(self, question: str) -> Answer:
-        """Answer, and print it as it comes. A Ctrl-C keeps what has come; a question without any answer is left out
-        (RequestError too).
-        """
+        """Print the answer as it comes. Ctrl-C keeps the answer so far; without any text, the question is dropped."""
         answer = Answer()
-        asked = [*self._messages, {"role": "user", "content": question}]
+        messages = [*self._messages, {"role": "user", "content": question}]
         with contextlib.suppress(KeyboardInterrupt):
-            answer.follow(self.llm, self.llm.tokenizer.chat(asked), self._params, _show)
+            answer.follow(self.llm, self.llm.tokenizer.chat(messages), self._params, show_text)
         if answer.text:
-            self._messages = [*asked, {"role": "assistant", "content": answer.text}]
+            self._messages = [*messages, {"role": "assistant", "content": answer.text}]
         return answer
 
 
@@ -134,7 +132,7 @@ def _answer(conversation: _Conversation, question: str, console: Console) -> Non
 
 
 def _questions(console: Console) -> Iterator[str]:
-    """Lines typed until Ctrl-D. Ctrl-C drops the line."""
+    """The typed lines, until Ctrl-D. Ctrl-C drops a line."""
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401 - gives `input` editing and history
     while True:
@@ -161,16 +159,14 @@ def _command(conversation: _Conversation, name: str, console: Console) -> None:
 
 
 def _stats(llm: LLM) -> str:
+    from sidestream.offload.tiers.registry import names
+
     value = llm.metrics.value
     lines = [f"prompt tokens {value('prompt_tokens_total'):.0f}, output tokens {value('output_tokens_total'):.0f}"]
-    cached = (f"{value('cached_tokens_total', tier):.0f} {tier}" for tier in ("device", "host", "disk"))
+    cached = (f"{value('cached_tokens_total', tier):.0f} {tier}" for tier in names())
     blocks = (f"{value(f'blocks_{state}'):.0f} {state}" for state in ("used", "cached", "free"))
     lines += [f"cached tokens: {', '.join(cached)}", f"device blocks: {', '.join(blocks)}"]
     if llm.config.offload is not None:
-        tiers = (f"{value('tier_blocks', tier):.0f} in {tier}" for tier in ("host", "disk"))
+        tiers = (f"{value('tier_blocks', tier):.0f} in {tier}" for tier in names()[1:])
         lines += [f"tier blocks: {', '.join(tiers)}"]
     return "\n".join(lines)
-
-
-def _show(piece: str) -> None:
-    print(printable(piece) if sys.stdout.isatty() else piece, end="", flush=True)

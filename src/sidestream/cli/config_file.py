@@ -1,6 +1,6 @@
-"""`--config FILE.yaml`: a command's options in a file. The command line and environment variables win over it.
+"""`--config FILE.yaml`: a command's options in a file; the command line and environment variables override it.
 
-Knows no option by name: what a key may be and what its value must look like comes from the command's own declarations.
+Knows no option by name: keys and the types of their values come from the command's declarations.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from sidestream.cli.declare import option
 from sidestream.config import unknown_name
 from sidestream.errors import ConfigError
 
-# Values of these are never shown.
+# Values that error messages never show.
 _SECRETS = ("api_key",)
 
 
 def _apply(context: typer.Context, path: Path | None) -> Path | None:
-    """Make the file's values the defaults of options that are not given otherwise. Raises ConfigError."""
+    """Make the file's values the options' defaults. Raises ConfigError."""
     if path is not None:
         command = context.command.callback
         assert command is not None
@@ -31,7 +31,7 @@ def _apply(context: typer.Context, path: Path | None) -> Path | None:
             name: one for name, one in inspect.signature(command, eval_str=True).parameters.items() if name != "config"
         }
         for name, (key, value) in _by_name(path, _read(path), list(known)).items():
-            expected = _fault(value, known[name].annotation)
+            expected = _type_error(value, known[name].annotation)
             if expected is not None:
                 raise ConfigError(f"{path} sets {key} to {_shown(name, value)}: {expected}")
             context.default_map = {**(context.default_map or {}), name: value}
@@ -52,13 +52,13 @@ ConfigFile = Annotated[
 
 
 def _read(path: Path) -> list[tuple[Any, Any]]:
-    """The keys and values of the file's one mapping, in order, repeated keys too."""
+    """The keys and values of the file's mapping, in order, repeated keys included."""
     try:
         import yaml
     except ModuleNotFoundError:
         raise ConfigError("--config needs the package PyYAML: pip install 'sidestream[server]'") from None
     try:
-        # As a stream: of a text, the parser would quote lines in its errors, with the key in them.
+        # From a stream: errors of a parsed text would quote lines, which may hold the API key.
         loader = yaml.SafeLoader(io.StringIO(path.read_bytes().decode("utf-8")))
         loader.name = "the file"
         try:
@@ -79,14 +79,12 @@ def _read(path: Path) -> list[tuple[Any, Any]]:
         ) from None
     except UnicodeDecodeError as failure:
         raise ConfigError(f"{path} is not UTF-8: invalid byte at position {failure.start}; save it as UTF-8") from None
-    except (yaml.YAMLError, ValueError, RecursionError) as failure:  # a date without a meaning is a ValueError
+    except (yaml.YAMLError, ValueError, RecursionError) as failure:  # an impossible date is a ValueError
         raise ConfigError(f"{path} is not valid YAML: {' '.join(str(failure).split())}") from None
 
 
 def _by_name(path: Path, pairs: list[tuple[Any, Any]], known: list[str]) -> dict[str, tuple[str, Any]]:
-    """Keys and values by the option's name. Raises ConfigError for an unknown key and for a second one of the same
-    name.
-    """
+    """Keys and values by the option's name. Raises ConfigError for unknown and repeated keys."""
     found: dict[str, tuple[str, Any]] = {}
     for key, value in pairs:
         name = key.replace("-", "_") if isinstance(key, str) else ""
@@ -101,10 +99,10 @@ def _by_name(path: Path, pairs: list[tuple[Any, Any]], known: list[str]) -> dict
     return found
 
 
-def _fault(value: Any, annotation: Any) -> str | None:
-    """What the value must be instead; None: the option can take it.
+def _type_error(value: Any, annotation: Any) -> str | None:
+    """The type that the option needs; None if the value has it.
 
-    YAML guesses types (`off` is false, 010 is 8), so a number or a boolean is never made a text.
+    YAML guesses types (`off` is false, 010 is 8), so numbers and booleans are not converted to texts.
     """
     kind, *_ = get_args(annotation)
     kinds = set(get_args(kind)) - {type(None)} or {kind}

@@ -1,7 +1,7 @@
-"""How an option is declared: its name in full, its value's name in help, and how its value is read.
+"""How the commands declare their options: the full name, the value's name in `--help`, and the value's parser.
 
-typer could derive all of these, but each of its versions does so in its own way: one took an option's metavar for its
-name, and the message for a bad number differs and may leave the value out.
+typer can derive all three, but its versions differ: one used an option's metavar as its name, and the messages for a
+bad number differ too.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ Number = TypeVar("Number", int, float)
 
 def option(
     name: str,
-    *short: str,
     metavar: str,
     help: str,  # noqa: A002 - typer's own word
     show_default: bool | str = True,
     parse: Callable[[Any], Any] | None = None,
-    envvar: str | None = None,
-    panel: str | None = None,
-    callback: Callable[..., Any] | None = None,
-    is_eager: bool = False,
+    *,
+    short: tuple[str, ...] = (),
+    **settings: Any,
 ) -> Any:
-    """An option that takes a value. `parse` is `whole` or `number` where the value is one.
+    """An option with a value.
 
-    `show_default` as a text is what `--help` says where the default is None.
+    show_default   a text: what an absent value (None) stands for, in `--help`
+    parse          `whole` or `number` for numeric values
+    settings       further arguments of typer.Option
     """
     return typer.Option(
         name,
@@ -38,50 +38,33 @@ def option(
         help=_with_default(help, show_default),
         show_default=show_default is True,
         parser=parse,
-        envvar=envvar,
-        rich_help_panel=panel,
-        callback=callback,
-        is_eager=is_eager,
+        rich_help_panel=settings.pop("panel", None),
+        **settings,
     )
 
 
 def flag(
     name: str,
-    *,
     help: str,  # noqa: A002 - typer's own word
     show_default: bool | str = True,
-    envvar: str | None = None,
-    panel: str | None = None,
-    callback: Callable[..., Any] | None = None,
-    is_eager: bool = False,
+    **settings: Any,
 ) -> Any:
-    """An option without a value: "--name", or "--name/--no-name" where it can be switched off."""
-    return typer.Option(
-        name,
-        metavar="",  # without it, help shows a flag's type
-        help=_with_default(help, show_default),
-        show_default=show_default is True,
-        envvar=envvar,
-        rich_help_panel=panel,
-        callback=callback,
-        is_eager=is_eager,
-    )
+    """An option without a value: "--name", or "--name/--no-name" if it can be switched off."""
+    return option(name, "", help, show_default, **settings)  # without a metavar, help would show the type
 
 
 def _with_default(text: str, default: bool | str) -> str:
-    """A sentence: typer would put a default that is a text into brackets twice."""
+    """Append the default as a sentence: typer would put a default that is a text into brackets twice."""
     return f"{text} Default: {default}." if isinstance(default, str) else text
 
 
 def whole(value: Any) -> int:
-    """The value of an option that takes a whole number. Raises typer.BadParameter, to which typer adds the option's
-    name.
-    """
+    """Parse a whole number. Raises typer.BadParameter; typer adds the option's name."""
     return _read(int, value, "a whole number")
 
 
 def number(value: Any) -> float:
-    """The value of an option that takes a number. Raises typer.BadParameter, to which typer adds the option's name."""
+    """Parse a number. Raises typer.BadParameter; typer adds the option's name."""
     return _read(float, value, "a number")
 
 
@@ -93,7 +76,7 @@ def _read(kind: Callable[[Any], Number], value: Any, expected: str) -> Number:
 
 
 class _FlagHelp:
-    """Adds `--help` as `flag` declares options: without a type."""
+    """Declares `--help` like `flag` does: without a type."""
 
     def get_help_option(self, ctx: Any) -> Any:
         option = super().get_help_option(ctx)  # type: ignore[misc]

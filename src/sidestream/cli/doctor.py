@@ -1,4 +1,4 @@
-"""`sidestream doctor`: what this machine has, what of it is used, and what to do about the rest."""
+"""`sidestream doctor`: checks the machine and suggests remedies."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ def doctor(
 
     The exit status is 1 if serving is impossible, else 0.
     """
-    found = []
+    found: list[Finding] = []
     with Steps() as steps:
-        steps.tell("measuring")
+        steps.update("measuring")
         for finding in findings(disk):
             found.append(finding)
-            steps.tell("measuring", note=f"{finding.name} is done")
+            steps.update("measuring", note=f"{finding.name} is done")
     serves = all(finding.status is not Status.FAIL for finding in found)
     if as_json:
         print(json.dumps({"serves": serves, "findings": [dataclasses.asdict(finding) for finding in found]}, indent=2))

@@ -1,11 +1,9 @@
-"""What a user sees when something goes wrong: one red line on standard error, and an exit status that says whose fault
-it was.
+"""Error messages of the commands, one red line on standard error, and their exit statuses.
 
-2    an option, a model, a prompt or a directory that cannot be used as asked (SidestreamError; typer's own usage errors
-     too)
-1    a bug: the traceback is shown; or a process of the command ended by itself: one line says how
+2    an option, model, prompt or directory that cannot be used (SidestreamError, and typer's usage errors)
+1    a bug, with its traceback; or a process of the command ended by itself, with one line
 130  interrupted
-141  whoever read the output has left
+141  the reader of the output has closed the pipe
 """
 
 from __future__ import annotations
@@ -28,20 +26,20 @@ _BUGS = (InvariantError, RaceError)
 
 
 class Commands(Group):
-    """A group whose commands end as this module's table says."""
+    """A group whose commands exit with this module's statuses."""
 
     def invoke(self, ctx: Any) -> Any:
-        """Run the command; `--debug` among the group's own options asks for tracebacks."""
+        """Run the command; the group's option `--debug` shows tracebacks."""
         with reported(debug=ctx.params.get("debug", False)):
             return super().invoke(ctx)
 
 
 @contextlib.contextmanager
 def reported(*, debug: bool = False) -> Iterator[None]:
-    """Turn what ends the block into a message and `typer.Exit`."""
+    """Turn exceptions of the block into a message and `typer.Exit`."""
     try:
         yield
-        sys.stdout.flush()  # here, not at the interpreter's end, where nobody could be quiet about a closed pipe
+        sys.stdout.flush()  # at the interpreter's end, a closed pipe would print a traceback
     except SidestreamError as error:
         if debug:
             traceback.print_exc()
@@ -67,6 +65,6 @@ def show_error(error: SidestreamError) -> None:
 
 
 def _discard_stdout() -> None:
-    """The interpreter flushes standard output once more when it ends; let that succeed."""
+    """Let the interpreter's last flush of standard output succeed."""
     with contextlib.suppress(OSError, ValueError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from sidestream.cli.answer import Answer, printable
+from sidestream.cli.answer import Answer, show_text
 from sidestream.cli.declare import flag, option
 from sidestream.cli.loading import running, start_logging
 from sidestream.cli.options import (
@@ -33,7 +33,8 @@ if TYPE_CHECKING:
 def generate(
     model: Model = DEMO_MODEL,
     prompt: Annotated[
-        str | None, option("--prompt", "-p", metavar="TEXT", help="What to continue.", show_default="read from stdin")
+        str | None,
+        option("--prompt", short=("-p",), metavar="TEXT", help="What to continue.", show_default="read from stdin"),
     ] = None,
     prompt_file: Annotated[
         Path | None, option("--prompt-file", metavar="FILE", help="A file that holds it, in UTF-8.", show_default=False)
@@ -51,8 +52,8 @@ def generate(
 ) -> None:
     """Continue a prompt (or, with --chat, answer it) and print the text as it comes.
 
-    --json prints what came of it instead: text, tokens, where the prompt was found, times, and how many tokens were
-    drafted and accepted. A single newline at the end of a file or of stdin is not part of the prompt.
+    --json prints one object instead: text, tokens, where the prompt was found, times, and how many tokens were drafted
+    and accepted. A single newline at the end of a file or of stdin is not part of the prompt.
     """
     if system is not None and not chat:
         raise ConfigError(
@@ -64,12 +65,12 @@ def generate(
     with running(model, config=config, watch=watch) as llm:
         answer = Answer()
         prompt_ids = llm.tokenizer.chat(_messages(text, system)) if chat else llm.tokenizer.encode(text)
-        answer.follow(llm, prompt_ids, params, _ignore if as_json else _show)
+        answer.follow(llm, prompt_ids, params, (lambda piece: None) if as_json else show_text)
         print(json.dumps(_as_json(llm, answer)) if as_json else "", flush=True)
 
 
 def _prompt(text: str | None, path: Path | None) -> str:
-    """The prompt from where it was given. Raises ConfigError when there is none, or two, or it is not UTF-8."""
+    """The prompt of the option, the file or standard input. Raises ConfigError for none, two, or invalid UTF-8."""
     if text is not None and path is not None:
         raise ConfigError(f"--prompt and --prompt-file {path} are both given: give one")
     if text is None:
@@ -103,15 +104,9 @@ def _messages(text: str, system: str | None) -> list[dict[str, str]]:
     return [*first, {"role": "user", "content": text}]
 
 
-def _show(piece: str) -> None:
-    print(printable(piece) if sys.stdout.isatty() else piece, end="", flush=True)
-
-
-def _ignore(piece: str) -> None:
-    pass
-
-
 def _as_json(llm: LLM, answer: Answer) -> dict[str, object]:
+    from sidestream.offload.tiers.registry import names
+
     cached, speculative = answer.cached, llm.config.speculative
     drafts = {}
     if speculative is not None:
@@ -123,7 +118,7 @@ def _as_json(llm: LLM, answer: Answer) -> dict[str, object]:
         "token_ids": answer.token_ids,
         "finish_reason": answer.finish_reason,
         "prompt_tokens": answer.prompt_tokens,
-        "cached": {"device": cached.device, "host": cached.host, "disk": cached.disk},
+        "cached": {tier: cached.by_tier.get(tier, 0) for tier in names()},
         "ttft_s": answer.ttft_s,
         "seconds": answer.seconds,
         **drafts,

@@ -1,6 +1,4 @@
-"""From a model's name to a running engine, with something to look at meanwhile. Used by every command that runs a
-model.
-"""
+"""Starts a model's engine for a command, with progress on standard error."""
 
 from __future__ import annotations
 
@@ -24,19 +22,17 @@ log = logging.getLogger("sidestream.cli")
 
 
 LOG_FORMAT = ("%(asctime)s %(levelname)-7s %(message)s", "%Y-%m-%d %H:%M:%S")
-"""Of lines, and of their dates."""
+"""Format of log lines, and of their dates."""
 
 
 def start_logging(level: LogLevel) -> None:
     """Log to standard error, one plain line per event."""
     logging.basicConfig(level=level.value.upper(), format=LOG_FORMAT[0], datefmt=LOG_FORMAT[1])
-    logging.getLogger("httpx").setLevel(logging.WARNING)  # hub look-ups are not events of ours
+    logging.getLogger("httpx").setLevel(logging.WARNING)  # it logs each look-up at the hub
 
 
 def prepare_model(model: str) -> None:
-    """Fetch and convert `model`, with a progress bar, if it is in the catalogue and not there yet. Raises
-    ModelError.
-    """
+    """Fetch and convert `model`, if it is in the catalogue and not prepared yet. Raises ModelError."""
     from sidestream.models.catalog import CATALOG, prepare, prepared
 
     if model not in CATALOG or prepared(model) is not None:
@@ -53,7 +49,7 @@ def start(kind: Callable[..., Served], model: str, *, config: EngineConfig, watc
     """Prepare and load `model` and start its engine; the caller closes it. Raises ConfigError."""
     prepare_model(model)
     log.info("loading %s", model)
-    logged = log.isEnabledFor(logging.INFO)  # either the log says it or the bar
+    logged = log.isEnabledFor(logging.INFO)  # then the log shows the progress, not a bar
     with Steps(say=log.info) if logged else Steps(title=f"loading {model}: ") as steps:
         return kind(
             model,
@@ -61,14 +57,14 @@ def start(kind: Callable[..., Served], model: str, *, config: EngineConfig, watc
             timeline=watch.timeline,
             check_order=watch.check_order,
             progress=steps,
-            tell=steps.tell,
+            on_stage=steps.update,
             **options,
         )
 
 
 @contextlib.contextmanager
 def running(model: str, *, config: EngineConfig, watch: Watching) -> Iterator[LLM]:
-    """A model for the length of a command; at its end, what is complete is stored. Raises ConfigError."""
+    """A model for one command; at the end, complete blocks are stored. Raises ConfigError."""
     from sidestream.llm import LLM
 
     llm = start(LLM, model, config=config, watch=watch)
@@ -76,5 +72,5 @@ def running(model: str, *, config: EngineConfig, watch: Watching) -> Iterator[LL
         yield llm
     finally:
         with Steps() as steps:
-            steps.tell("closing, and storing what is complete")
+            steps.update("closing, and storing what is complete")
             llm.close()

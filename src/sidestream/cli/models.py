@@ -21,9 +21,9 @@ app = typer.Typer(
 
 @app.callback()
 def list_models(ctx: typer.Context, as_json: AsJson = False) -> None:
-    """List the models that can be fetched by name, and where they rest.
+    """List the models that can be fetched by name, and where they are stored.
 
-    Any directory in transformers' format works in their place.
+    A directory in transformers' format works in place of a name.
     """
     if ctx.invoked_subcommand is not None:
         return
@@ -42,7 +42,7 @@ def prepare(
     """Fetch and convert a model now, so that later commands start at once."""
     from sidestream.models.catalog import prepared
 
-    already = prepared(name) is not None  # names an unknown model, too
+    already = prepared(name) is not None  # raises for an unknown name
     prepare_model(name)
     path = str(prepared(name))
     print(

@@ -20,11 +20,19 @@ from typing import Annotated, Any
 import typer
 
 from sidestream.cli.declare import flag, number, option, whole
-from sidestream.config import MOST_DRAFTS, EngineConfig, OffloadConfig, SamplingParams, SpeculativeConfig
+from sidestream.config import (
+    MOST_DRAFTS,
+    SAMPLING_OPTIONS,
+    EngineConfig,
+    OffloadConfig,
+    SamplingOption,
+    SamplingParams,
+    SpeculativeConfig,
+)
 from sidestream.errors import ConfigError
 
 DEMO_MODEL = "smollm2-135m-instruct"
-"""What the commands run when no model is named; in the catalogue."""
+"""The default model of all commands; in the catalogue."""
 
 _ENGINE, _OFFLOAD, _SAMPLING, _SPECULATIVE = EngineConfig(), OffloadConfig(), SamplingParams(), SpeculativeConfig()
 
@@ -59,7 +67,7 @@ def _option(
     default: str | bool = True,
     parse: Callable[[Any], Any] | None = None,
 ) -> Any:
-    """`default` is what `--help` says where None stands for something."""
+    """`default`: the meaning of an absent value (None) in `--help`."""
     return option(name, panel=panel, help=help_text, metavar=metavar, show_default=default, parse=parse)
 
 
@@ -69,157 +77,173 @@ _sampling = functools.partial(_option, "Sampling")
 _watching = functools.partial(_option, "Watching")
 
 
+_Dtype = Annotated[
+    str,
+    _engine(
+        "--dtype",
+        "auto (as the model is stored, or float32 where the CPU is much faster in that), float32, float16 or bfloat16.",
+        "TYPE",
+    ),
+]
+_Device = Annotated[str, _engine("--device", "cpu, cuda, or auto: cuda where a GPU can be used.", "DEVICE")]
+_KvMemory = Annotated[
+    str | None,
+    _engine(
+        "--kv-memory",
+        "Memory of the device's KV pool.",
+        "SIZE",
+        "1GiB on a CPU, nine tenths of what the weights leave free on a GPU",
+    ),
+]
+_BlockTokens = Annotated[int, _engine("--block-tokens", "Tokens that a KV block holds.", "N", parse=whole)]
+_ChunkTokens = Annotated[
+    int | None,
+    _engine("--chunk-tokens", "Prefill is cut at multiples of this.", "N", "256 on a CPU, 2048 on a GPU", parse=whole),
+]
+_TokenBudget = Annotated[
+    int | None,
+    _engine(
+        "--token-budget",
+        "Tokens that one step computes at most.",
+        "N",
+        "two chunks on a CPU, one on a GPU, and one token a request",
+        parse=whole,
+    ),
+]
+_MaxRunning = Annotated[
+    int | None,
+    _engine("--max-running", "Requests that run at once.", "N", "16 on a CPU, 256 on a GPU", parse=whole),
+]
+_MaxWaiting = Annotated[
+    int, _engine("--max-waiting", "Requests that may queue; one more is refused.", "N", parse=whole)
+]
+_MaxModelLen = Annotated[
+    int | None, _engine("--max-model-len", "Tokens of prompt and output together.", "N", "the model's", parse=whole)
+]
+_Threads = Annotated[int | None, _engine("--threads", "Threads of the forward pass.", "N", "all cores", parse=whole)]
+_TailApart = Annotated[
+    bool | None,
+    _engine(
+        "--tail-apart/--no-tail-apart",
+        "Compute a prompt's last tokens apart: equal tokens from every tier.",
+        "",
+        "on a CPU, not on a GPU",
+    ),
+]
+_Eager = Annotated[
+    bool,
+    _engine("--eager/--no-eager", "On a GPU, neither compile nor capture: starts sooner, runs slower.", "", False),
+]
+_Speculative = Annotated[
+    str | None,
+    _engine(
+        "--speculative",
+        "Draft tokens and verify several in a step: "
+        "ngram looks up what followed before, mtp asks a head, draft a smaller model.",
+        "PROPOSER",
+        "off",
+    ),
+]
+_DraftHead = Annotated[
+    Path | None,
+    _engine(
+        "--draft-head",
+        "The head's file, or a checkpoint that carries it.",
+        "PATH",
+        "the model's own, or the demo model's that is shipped",
+    ),
+]
+_DraftModel = Annotated[
+    str | None,
+    _engine(
+        "--draft-model",
+        "A smaller model with the same tokenizer, which drafts.",
+        "MODEL",
+        "none; needed with --speculative draft",
+    ),
+]
+_MaxDrafts = Annotated[
+    int | None,
+    _engine(
+        "--max-drafts",
+        "Tokens to draft for a request in a step at most.",
+        "N",
+        f"{_SPECULATIVE.max_drafts} with --speculative",
+        parse=whole,
+    ),
+]
+_MaxSlowdown = Annotated[
+    float | None,
+    _engine(
+        "--max-slowdown",
+        "Share by which drafts may slow any request down.",
+        "SHARE",
+        f"{_SPECULATIVE.max_slowdown} with --speculative",
+        parse=number,
+    ),
+]
+_GenerationConfig = Annotated[
+    str,
+    _engine(
+        "--generation-config",
+        "Sampling options left out: auto takes the model's generation_config.json, none neutral values.",
+        "auto|none",
+    ),
+]
+_Salt = Annotated[str, _engine("--salt", "Engines with different salts never share KV.", "TEXT", False)]
+_OffloadHost = Annotated[
+    str | None,
+    _offload(
+        "--offload-host",
+        "Keep KV in this much host memory too.",
+        "SIZE",
+        f"{_OFFLOAD.host} with --offload-disk, else off",
+    ),
+]
+_OffloadDisk = Annotated[
+    Path | None, _offload("--offload-disk", "Keep KV in this directory too, for later processes.", "DIR", "off")
+]
+_OffloadDiskCapacity = Annotated[
+    str | None,
+    _offload("--offload-disk-capacity", "What the directory may take.", "SIZE", str(_OFFLOAD.disk_capacity)),
+]
+_LoadDeadline = Annotated[
+    float | None,
+    _offload(
+        "--load-deadline",
+        "A request waits this long for a tier, then it recomputes.",
+        "SECONDS",
+        f"{_OFFLOAD.load_deadline_s:g}",
+        parse=number,
+    ),
+]
+
+
 def engine_config(
     *,
-    dtype: Annotated[
-        str,
-        _engine(
-            "--dtype",
-            "auto (as the model is stored, or float32 where the CPU is much faster in that), float32, float16 or bfloat16.",
-            "TYPE",
-        ),
-    ] = _ENGINE.dtype,
-    device: Annotated[
-        str, _engine("--device", "cpu, cuda, or auto: cuda where a GPU can be used.", "DEVICE")
-    ] = _ENGINE.device,
-    kv_memory: Annotated[
-        str | None,
-        _engine(
-            "--kv-memory",
-            "Memory of the device's KV pool.",
-            "SIZE",
-            "1GiB on a CPU, nine tenths of what the weights leave free on a GPU",
-        ),
-    ] = None,
-    block_tokens: Annotated[
-        int, _engine("--block-tokens", "Tokens that a KV block holds.", "N", parse=whole)
-    ] = _ENGINE.block_tokens,
-    chunk_tokens: Annotated[
-        int | None,
-        _engine(
-            "--chunk-tokens", "Prefill is cut at multiples of this.", "N", "256 on a CPU, 2048 on a GPU", parse=whole
-        ),
-    ] = _ENGINE.chunk_tokens,
-    token_budget: Annotated[
-        int | None,
-        _engine(
-            "--token-budget",
-            "Tokens that one step computes at most.",
-            "N",
-            "two chunks on a CPU, one on a GPU, and one token a request",
-            parse=whole,
-        ),
-    ] = _ENGINE.token_budget,
-    max_running: Annotated[
-        int | None,
-        _engine("--max-running", "Requests that run at once.", "N", "16 on a CPU, 256 on a GPU", parse=whole),
-    ] = _ENGINE.max_running,
-    max_waiting: Annotated[
-        int, _engine("--max-waiting", "Requests that may queue; one more is refused.", "N", parse=whole)
-    ] = _ENGINE.max_waiting,
-    max_model_len: Annotated[
-        int | None, _engine("--max-model-len", "Tokens of prompt and output together.", "N", "the model's", parse=whole)
-    ] = _ENGINE.max_model_len,
-    threads: Annotated[
-        int | None, _engine("--threads", "Threads of the forward pass.", "N", "all cores", parse=whole)
-    ] = _ENGINE.compute_threads,
-    tail_apart: Annotated[
-        bool | None,
-        _engine(
-            "--tail-apart/--no-tail-apart",
-            "Compute a prompt's last tokens apart: equal tokens from every tier.",
-            "",
-            "on a CPU, not on a GPU",
-        ),
-    ] = _ENGINE.tail_apart,
-    eager: Annotated[
-        bool,
-        _engine("--eager/--no-eager", "On a GPU, neither compile nor capture: starts sooner, runs slower.", "", False),
-    ] = _ENGINE.eager,
-    speculative: Annotated[
-        str | None,
-        _engine(
-            "--speculative",
-            "Draft tokens and verify several in a step: ngram looks up what followed before, mtp asks a head, draft a smaller model.",
-            "PROPOSER",
-            "off",
-        ),
-    ] = None,
-    draft_head: Annotated[
-        Path | None,
-        _engine(
-            "--draft-head",
-            "The head's file, or a checkpoint that carries it.",
-            "PATH",
-            "the model's own, or the demo model's that is shipped",
-        ),
-    ] = None,
-    draft_model: Annotated[
-        str | None,
-        _engine(
-            "--draft-model",
-            "A smaller model with the same tokenizer, which drafts.",
-            "MODEL",
-            "none; needed with --speculative draft",
-        ),
-    ] = None,
-    max_drafts: Annotated[
-        int | None,
-        _engine(
-            "--max-drafts",
-            "Tokens to draft for a request in a step at most.",
-            "N",
-            f"{_SPECULATIVE.max_drafts} with --speculative",
-            parse=whole,
-        ),
-    ] = None,
-    max_slowdown: Annotated[
-        float | None,
-        _engine(
-            "--max-slowdown",
-            "Share by which drafts may slow any request down.",
-            "SHARE",
-            f"{_SPECULATIVE.max_slowdown} with --speculative",
-            parse=number,
-        ),
-    ] = None,
-    generation_config: Annotated[
-        str,
-        _engine(
-            "--generation-config",
-            "Sampling options left out: auto takes the model's generation_config.json, none neutral values.",
-            "auto|none",
-        ),
-    ] = _ENGINE.generation_config,
-    salt: Annotated[
-        str, _engine("--salt", "Engines with different salts never share KV.", "TEXT", False)
-    ] = _ENGINE.salt,
-    offload_host: Annotated[
-        str | None,
-        _offload(
-            "--offload-host",
-            "Keep KV in this much host memory too.",
-            "SIZE",
-            f"{_OFFLOAD.host} with --offload-disk, else off",
-        ),
-    ] = None,
-    offload_disk: Annotated[
-        Path | None, _offload("--offload-disk", "Keep KV in this directory too, for later processes.", "DIR", "off")
-    ] = None,
-    offload_disk_capacity: Annotated[
-        str | None,
-        _offload("--offload-disk-capacity", "What the directory may take.", "SIZE", str(_OFFLOAD.disk_capacity)),
-    ] = None,
-    load_deadline: Annotated[
-        float | None,
-        _offload(
-            "--load-deadline",
-            "A request waits this long for a tier, then it recomputes.",
-            "SECONDS",
-            f"{_OFFLOAD.load_deadline_s:g}",
-            parse=number,
-        ),
-    ] = None,
+    dtype: _Dtype = _ENGINE.dtype,
+    device: _Device = _ENGINE.device,
+    kv_memory: _KvMemory = None,
+    block_tokens: _BlockTokens = _ENGINE.block_tokens,
+    chunk_tokens: _ChunkTokens = _ENGINE.chunk_tokens,
+    token_budget: _TokenBudget = _ENGINE.token_budget,
+    max_running: _MaxRunning = _ENGINE.max_running,
+    max_waiting: _MaxWaiting = _ENGINE.max_waiting,
+    max_model_len: _MaxModelLen = _ENGINE.max_model_len,
+    threads: _Threads = _ENGINE.compute_threads,
+    tail_apart: _TailApart = _ENGINE.tail_apart,
+    eager: _Eager = _ENGINE.eager,
+    speculative: _Speculative = None,
+    draft_head: _DraftHead = None,
+    draft_model: _DraftModel = None,
+    max_drafts: _MaxDrafts = None,
+    max_slowdown: _MaxSlowdown = None,
+    generation_config: _GenerationConfig = _ENGINE.generation_config,
+    salt: _Salt = _ENGINE.salt,
+    offload_host: _OffloadHost = None,
+    offload_disk: _OffloadDisk = None,
+    offload_disk_capacity: _OffloadDiskCapacity = None,
+    load_deadline: _LoadDeadline = None,
 ) -> EngineConfig:
     """The engine's config. Offload is on when `offload_host` or `offload_disk` is given. Raises ConfigError."""
     return EngineConfig(
@@ -281,7 +305,8 @@ def _offload_config(
     if host is None and disk is None:
         if load_deadline_s is not None:
             raise ConfigError(
-                f"--load-deadline is {load_deadline_s:g}, but offload is off: give --offload-host SIZE or --offload-disk DIR too"
+                f"--load-deadline is {load_deadline_s:g}, but offload is off: "
+                "give --offload-host SIZE or --offload-disk DIR too"
             )
         return None
     return OffloadConfig(
@@ -300,39 +325,6 @@ def sampling_params(
     min_tokens: Annotated[
         int, _sampling("--min-tokens", "No end before so many tokens.", "N", parse=whole)
     ] = _SAMPLING.min_tokens,
-    temperature: Annotated[
-        float | None,
-        _sampling("--temperature", "0 takes the likeliest token each time.", "T", "the model's, else 1", parse=number),
-    ] = _SAMPLING.temperature,
-    top_k: Annotated[
-        int | None, _sampling("--top-k", "Draw among the K likeliest; 0: all.", "K", "the model's, else 0", parse=whole)
-    ] = _SAMPLING.top_k,
-    top_p: Annotated[
-        float | None,
-        _sampling("--top-p", "Draw among the likeliest that make up P.", "P", "the model's, else 1", parse=number),
-    ] = _SAMPLING.top_p,
-    min_p: Annotated[
-        float | None,
-        _sampling(
-            "--min-p", "Drop what is less likely than P times the likeliest.", "P", "the model's, else 0", parse=number
-        ),
-    ] = _SAMPLING.min_p,
-    repetition_penalty: Annotated[
-        float | None,
-        _sampling(
-            "--repetition-penalty",
-            "Divides the logits of tokens seen; 1: off.",
-            "X",
-            "the model's, else 1",
-            parse=number,
-        ),
-    ] = _SAMPLING.repetition_penalty,
-    presence_penalty: Annotated[
-        float, _sampling("--presence-penalty", "Taken from the logits of tokens written.", "X", parse=number)
-    ] = _SAMPLING.presence_penalty,
-    frequency_penalty: Annotated[
-        float, _sampling("--frequency-penalty", "The same, for each time they were.", "X", parse=number)
-    ] = _SAMPLING.frequency_penalty,
     seed: Annotated[
         int | None, _sampling("--seed", "Same seed, same tokens.", "N", "random", parse=whole)
     ] = _SAMPLING.seed,
@@ -342,27 +334,50 @@ def sampling_params(
     ignore_eos: Annotated[
         bool, flag("--ignore-eos", panel="Sampling", help="Go on behind the end.")
     ] = _SAMPLING.ignore_eos,
+    **options: Any,
 ) -> SamplingParams:
-    """The sampling parameters. Raises RequestRejected."""
+    """The sampling parameters; `options` are those of the table in config.py. Raises RequestRejected."""
     return SamplingParams(
         max_tokens=max_tokens,
         min_tokens=min_tokens,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
-        repetition_penalty=repetition_penalty,
-        presence_penalty=presence_penalty,
-        frequency_penalty=frequency_penalty,
         seed=seed,
         stop=tuple(stop or ()),
         ignore_eos=ignore_eos,
+        **options,
     )
+
+
+def _parameters(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
+    return dict(inspect.signature(function, eval_str=True).parameters)
+
+
+def _table_parameter(name: str, row: SamplingOption) -> inspect.Parameter:
+    """The parameter of a command that a row of the table of sampling options stands for."""
+    unset = getattr(_SAMPLING, name)
+    declared = _sampling(
+        f"--{name.replace('_', '-')}",
+        row.help,
+        row.metavar,
+        f"the model's, else {row.neutral:g}" if unset is None else True,
+        parse=whole if row.kind is int else number,
+    )
+    kind: Any = row.kind | None if unset is None else row.kind
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=unset, annotation=Annotated[kind, declared])
+
+
+def _with_table(function: Callable[..., SamplingParams]) -> inspect.Signature:
+    """Its signature with the options of the table in the place of `**options`, after the limits on the length."""
+    own = [parameter for name, parameter in _parameters(function).items() if name != "options"]
+    table = [_table_parameter(name, row) for name, row in SAMPLING_OPTIONS.items()]
+    return inspect.Signature([*own[:2], *table, *own[2:]])
+
+
+sampling_params.__signature__ = _with_table(sampling_params)  # type: ignore[attr-defined]
 
 
 @dataclass(frozen=True, slots=True)
 class Watching:
-    """How a running engine is looked at; see `LLM`."""
+    """Timeline and ordering checker of an engine; see `LLM`."""
 
     timeline: Path | None
     check_order: bool
@@ -379,13 +394,12 @@ def watching(
         flag(
             "--check-order",
             panel="Watching",
-            help="Judge all copies and forward passes with vector clocks; slower, ends with an error if one came too early.",
+            help="Judge all copies and forward passes with vector clocks; "
+            "slower, ends with an error if one came too early.",
         ),
     ] = False,
 ) -> Watching:
-    """How the engine is watched. Raises ConfigError for a timeline that could not be written at the end, when all the
-    work would be done.
-    """
+    """Raises ConfigError for a timeline that cannot be written: better now than at the end of the work."""
     if timeline is not None:
         if timeline.is_dir():
             raise ConfigError(
@@ -393,7 +407,8 @@ def watching(
             )
         if not os.access(timeline.absolute().parent, os.W_OK | os.X_OK):
             raise ConfigError(
-                f"timeline {timeline}: {timeline.absolute().parent} is no directory that you may write to; give another path"
+                f"timeline {timeline}: {timeline.absolute().parent} is no directory that you may write to; "
+                "give another path"
             )
     return Watching(timeline, check_order)
 
@@ -418,16 +433,11 @@ def options_of(**makers: Callable[..., Any]) -> Callable[[Callable[..., None]], 
         everything = [*own, *(parameter for options in shared.values() for parameter in options.values())]
         names = [parameter.name for parameter in everything]
         if len(set(names)) < len(names):
-            raise TypeError(
-                f"{command.__name__} has options twice: {', '.join(sorted({name for name in names if names.count(name) > 1}))}"
-            )
+            twice = sorted({name for name in names if names.count(name) > 1})
+            raise TypeError(f"{command.__name__} has options twice: {', '.join(twice)}")
         by_name = [parameter.replace(kind=parameter.KEYWORD_ONLY) for parameter in everything]
         run.__signature__ = inspect.Signature(by_name)  # type: ignore[attr-defined]
         run.__annotations__ = {parameter.name: parameter.annotation for parameter in everything}
         return run
 
     return decorate
-
-
-def _parameters(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
-    return dict(inspect.signature(function, eval_str=True).parameters)

@@ -1,9 +1,4 @@
-"""What this machine has and can do, one probe a function; each says what it found, whether that is well, and what to do
-if not.
-
-Called by `doctor` on the main thread. The probes that measure take about a third of a second each; the disk's writes
-and reads `_DISK_BYTES` through the disk tier itself.
-"""
+"""The checks of `sidestream doctor`, one function each: the finding, its status, and a remedy."""
 
 from __future__ import annotations
 
@@ -16,34 +11,26 @@ import platform
 import re
 import resource
 import shutil
-import tempfile
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from sidestream.cli.bench.machine import DISK_BYTES, copy_speeds, disk_speeds
 from sidestream.cli.options import DEMO_MODEL
 from sidestream.config import EngineConfig, OffloadConfig
+from sidestream.device.kinds import CPU, CUDA
 from sidestream.device.machine import cpu_name, instruction_set, memory_bytes
 from sidestream.errors import ConfigError, TierError
 
-if TYPE_CHECKING:
-    from sidestream.device.base import CopyBatch, Device
-    from sidestream.tiers.disk import DiskTier
-
 _MIB, _GIB = 1 << 20, 1 << 30
-_COPY_BYTES = 64 * _MIB
-_COPY_S = 0.3
-_DISK_BYTES = 96 * _MIB
-_SLOW_DISK = 100 * _MIB  # bytes a second; below, recomputing a prefix with a small model is about as fast as reading it
-_STORED = "bfloat16"  # what the demo model and most others are stored in
-_MODEL_BYTES = _GIB  # the demo model with its working memory, and some for everybody else
+_SLOW_DISK = 100 * _MIB  # bytes a second; below it, a small model recomputes a prefix about as fast
+_STORED = "bfloat16"  # dtype of the demo model and most other checkpoints
+_MODEL_BYTES = _GIB  # the demo model with its working memory, and some for other processes
 
 
 class Status(StrEnum):
-    """How well something is; only a failure makes serving impossible."""
+    """A finding's status. Only FAIL makes serving impossible."""
 
     OK = "ok"
     WARN = "warn"
@@ -52,7 +39,7 @@ class Status(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What a probe found: `text` for people, `data` for programs. `remedy` says what to do when it is not well."""
+    """One result: `text` for people, `data` for programs, and a remedy if the status is not OK."""
 
     name: str
     status: Status
@@ -62,29 +49,29 @@ class Finding:
 
 
 def findings(disk: Path | None) -> Iterator[Finding]:
-    """All findings, each as soon as it is there. `disk` is where the disk tier would be; None: the cache directory."""
+    """All findings, each as soon as it is made. `disk`: directory for the disk tier; None: the cache directory."""
     packages = list(_packages())
     yield from packages
     yield from _extras()
     if any(finding.status is Status.FAIL for finding in packages):
-        return  # what follows uses them
+        return  # the other checks import them
     yield _cpu()
     dtype = _dtype()
     yield dtype
     yield from _memory()
     gpu = _gpus()
     yield gpu
-    on_gpu = gpu.data["device"] == "cuda"
-    yield _copy_speed("cpu")
+    on_gpu = gpu.data["device"] == CUDA
+    yield _copy_speed(CPU)
     if on_gpu:
-        yield _copy_speed("cuda")
+        yield _copy_speed(CUDA)
     yield _memory_lock(on_gpu)
     yield from _disk(disk, str(dtype.data["dtype"]))
     yield from _cache()
 
 
 def _packages() -> Iterator[Finding]:
-    """Sidestream itself, Python, and what the package's own requirements say of the versions of everything else."""
+    """Versions of Sidestream, Python and the required packages."""
     from sidestream import __version__
 
     python = platform.python_version()
@@ -93,18 +80,17 @@ def _packages() -> Iterator[Finding]:
     )
     try:
         requirements = importlib.metadata.requires("sidestream") or ()
-    except importlib.metadata.PackageNotFoundError:  # a source tree on the path: what it needs is written nowhere else
+    except importlib.metadata.PackageNotFoundError:  # a source tree on the path has no metadata
         requirements = ()
         yield Finding("packages", Status.WARN, "not checked, sidestream itself is not installed", "pip install -e .")
     for requirement in requirements:
-        if (
-            parts := re.fullmatch(r"([\w.-]+)>=([\d.]+)", requirement)
-        ) is not None:  # those of extras have a marker behind
+        parts = re.fullmatch(r"([\w.-]+)>=([\d.]+)", requirement)  # no match: an extra's, which ends in a marker
+        if parts is not None:
             yield from _package(parts[1], parts[2], remedy=f"pip install '{requirement}'")
 
 
 def _package(name: str, bound: str, *, remedy: str) -> Iterator[Finding]:
-    """Torch and transformers are always worth a line; the others only when they are missing or too old."""
+    """A finding for torch and transformers; for another package only if it is missing or too old."""
     try:
         version = importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
@@ -125,7 +111,7 @@ def _package(name: str, bound: str, *, remedy: str) -> Iterator[Finding]:
 
 
 def _import_fault(name: str) -> str:
-    """Why `name` cannot be imported, in one line; empty if it can. A package may be there and its libraries not."""
+    """The error of importing `name`, in one line; empty if it can be imported."""
     try:
         importlib.import_module(name)
     except Exception as fault:
@@ -154,7 +140,7 @@ def _extras() -> Iterator[Finding]:
 
 
 def _dtype() -> Finding:
-    """What `--dtype auto` means here for models as most are stored."""
+    """The meaning of `--dtype auto` on this machine."""
     from sidestream.models.precision import choose_precision, time_over_float32
 
     choice = choose_precision("auto", _STORED, weights_bytes=0, on_cpu=True)
@@ -173,11 +159,14 @@ def _cpu() -> Finding:
     usable = len(os.sched_getaffinity(0))
     quota = _cgroup_cores()
     limit = usable if quota is None else min(usable, quota)
-    threads = torch.get_num_threads()  # what --threads is by default
+    threads = torch.get_num_threads()  # the default of --threads
     text = f"{cpu_name()}, {limit:g} of {os.cpu_count()} cores usable, {threads} compute threads"
     data: dict[str, object] = {"model": cpu_name(), "cores": os.cpu_count(), "usable_cores": limit, "threads": threads}
     if threads > limit:
-        remedy = f"more threads than cores wait for one another: use --threads {max(1, int(limit))}, or unset OMP_NUM_THREADS"
+        remedy = (
+            f"more threads than cores wait for one another: use --threads {max(1, int(limit))}, "
+            "or unset OMP_NUM_THREADS"
+        )
         return Finding("cpu", Status.WARN, text, remedy, data)
     if threads < int(limit):
         return Finding(
@@ -199,7 +188,7 @@ def _memory() -> Iterator[Finding]:
     total, available = memory_bytes()
     if total is None or available is None:
         return
-    wanted = (EngineConfig().sizes("cpu").kv_bytes or 0) + _MODEL_BYTES
+    wanted = (EngineConfig().sizes(CPU).kv_bytes or 0) + _MODEL_BYTES
     text = f"{_size(available)} of {_size(total)} available"
     data: dict[str, object] = {"total_bytes": total, "available_bytes": available}
     if available < wanted:
@@ -220,7 +209,7 @@ def _gpus() -> Finding:
         else []
     )
     missing = why_no_gpu()
-    data: dict[str, object] = {"names": names, "device": "cpu" if missing else "cuda", "missing": missing}
+    data: dict[str, object] = {"names": names, "device": CPU if missing else CUDA, "missing": missing}
     if missing is None:
         free, total = torch.cuda.mem_get_info(0)
         text = f"{', '.join(names)}; --device cuda uses the first one, {_size(free)} of its {_size(total)} are free"
@@ -253,43 +242,11 @@ def _limit(num_bytes: int) -> str:
 
 
 def _copy_speed(kind: str) -> Finding:
-    """Both ways as loads and stores go: copies on a stream of their own, between host memory and memory of the
-    device.
-    """
-    import numpy as np
-
-    from sidestream.device.base import CopyBatch
-    from sidestream.device.cpu import CpuDevice
-    from sidestream.device.cuda import CudaDevice
-
-    device: Device = CpuDevice() if kind == "cpu" else CudaDevice()
-    try:
-        host, memory = device.allocate_host("host", _COPY_BYTES), device.allocate("kv", _COPY_BYTES)
-        host.data.fill_(1)
-        start = np.zeros(1, np.int64)
-        load, store = (
-            CopyBatch(host, memory, start, start, _COPY_BYTES),
-            CopyBatch(memory, host, start, start, _COPY_BYTES),
-        )
-        speed = _measure(device, load)
-        if kind == "cpu":
-            return Finding("host to device", Status.OK, f"{_speed(speed)}, by one thread", data={"bytes_per_s": speed})
-        back = _measure(device, store)
-        data: dict[str, object] = {"to_gpu_bytes_per_s": speed, "from_gpu_bytes_per_s": back}
-        return Finding("host to gpu", Status.OK, f"{_speed(speed)}, and back {_speed(back)}, pinned", data=data)
-    finally:
-        device.close()
-
-
-def _measure(device: Device, batch: CopyBatch) -> float:
-    """Bytes a second of the copy, again and again."""
-    stream = device.stream(f"{batch.source.name} to {batch.target.name}")
-    device.wait_host(stream.submit(lambda: stream.copy(batch)), reason="warm up")  # touches the pages
-    copies, started_s = 0, time.monotonic()
-    while time.monotonic() - started_s < _COPY_S:
-        device.wait_host(stream.submit(lambda: stream.copy(batch)), reason="measure")
-        copies += 1
-    return copies * batch.num_bytes / (time.monotonic() - started_s)
+    load, store = copy_speeds(kind)
+    if kind == CPU:
+        return Finding("host to device", Status.OK, f"{_speed(load)}, by one thread", data={"bytes_per_s": load})
+    data: dict[str, object] = {"to_gpu_bytes_per_s": load, "from_gpu_bytes_per_s": store}
+    return Finding("host to gpu", Status.OK, f"{_speed(load)}, and back {_speed(store)}, pinned", data=data)
 
 
 def _disk(chosen: Path | None, dtype: str) -> Iterator[Finding]:
@@ -303,7 +260,8 @@ def _disk(chosen: Path | None, dtype: str) -> Iterator[Finding]:
         remedy = (
             ""
             if enough
-            else f"the disk tier takes up to {_size(wanted)}: lower --offload-disk-capacity, free some, or choose another --disk"
+            else f"the disk tier takes up to {_size(wanted)}: "
+            "lower --offload-disk-capacity, free some, or choose another --disk"
         )
         yield Finding(
             "disk space",
@@ -312,11 +270,11 @@ def _disk(chosen: Path | None, dtype: str) -> Iterator[Finding]:
             remedy,
             {"directory": str(directory), "free_bytes": free},
         )
-        if free < 2 * _DISK_BYTES:
+        if free < 2 * DISK_BYTES:
             yield Finding(
                 "disk speed",
                 Status.WARN,
-                f"not measured: that takes {_size(2 * _DISK_BYTES)}",
+                f"not measured: that takes {_size(2 * DISK_BYTES)}",
                 "free some, or choose another --disk",
             )
         else:
@@ -331,7 +289,7 @@ def _disk(chosen: Path | None, dtype: str) -> Iterator[Finding]:
 
 
 def _existing(path: Path) -> Path:
-    """`path`, or the nearest directory above it that exists: doctor creates none."""
+    """`path`, or its nearest existing parent: doctor creates no directory."""
     path = path.expanduser().absolute()
     while not path.exists() and path != path.parent:
         path = path.parent
@@ -339,64 +297,16 @@ def _existing(path: Path) -> Path:
 
 
 def _disk_speed(directory: Path, dtype: str) -> Finding:
-    """Blocks as the tier writes them and reads them back, verified, without the help of the page cache."""
-    from sidestream.kv.layout import KVLayout
-    from sidestream.tiers.disk import DiskTier, entry_bytes
-
-    layout = KVLayout(
-        num_layers=30, num_kv_heads=3, head_dim=64, block_tokens=EngineConfig().block_tokens, dtype=dtype
-    )  # the demo model's
-    num_blocks = _DISK_BYTES // layout.block_bytes
-    with tempfile.TemporaryDirectory(prefix=".sidestream-doctor-", dir=directory) as scratch:
-        tier = DiskTier.open(
-            scratch, layout=layout, fingerprint="doctor", capacity_bytes=(num_blocks + 1) * entry_bytes(layout)
-        )
-        try:
-            write, sync, read = _time_blocks(tier, Path(scratch), num_blocks, layout.block_bytes)
-        finally:
-            tier.close()
-    moved = num_blocks * layout.block_bytes
-    speeds = {"write": moved / write, "write_synced": moved / (write + sync), "read": moved / read}
-    text = f"read {_speed(speeds['read'])}, write {_speed(speeds['write'])} ({_speed(speeds['write_synced'])} until it is on the medium)"
+    speeds = disk_speeds(directory, dtype)
+    read, write, synced = (_speed(speeds[name]) for name in ("read", "write", "write_synced"))
     slow = speeds["read"] < _SLOW_DISK
-    remedy = "recomputing a prefix may be as fast as reading it: choose a faster disk with --disk" if slow else ""
-    data: dict[str, object] = {f"{name}_bytes_per_s": value for name, value in speeds.items()}
-    return Finding("disk speed", Status.WARN if slow else Status.OK, text, remedy, data)
-
-
-def _time_blocks(tier: DiskTier, scratch: Path, num_blocks: int, block_bytes: int) -> tuple[float, float, float]:
-    """Seconds to write, to sync, and to read `num_blocks` blocks."""
-    keys = [index.to_bytes(16, "big") for index in range(num_blocks)]
-    payload = memoryview(os.urandom(block_bytes))  # a disk that compresses shall not look fast
-    out = memoryview(bytearray(block_bytes))
-    grants = [grant for key in keys if (grant := tier.index.reserve(key)) is not None]  # None: held already
-    started_s = time.monotonic()
-    for grant in grants:
-        tier.write(grant, payload)
-    written_s = time.monotonic()
-    _sync_and_forget(scratch)
-    synced_s = time.monotonic()
-    for grant in grants:
-        tier.index.publish(grant)
-    lease = tier.index.pin(keys)
-    reading_s = time.monotonic()
-    for entry in lease.entries:
-        tier.read(entry, out)
-    read_s = time.monotonic() - reading_s
-    lease.release()
-    return written_s - started_s, synced_s - written_s, read_s
-
-
-def _sync_and_forget(scratch: Path) -> None:
-    """Bring every file to the medium and out of the page cache, as a later process would find it."""
-    for path in scratch.rglob("*-*"):
-        if path.is_file():
-            descriptor = os.open(path, os.O_RDONLY)
-            try:
-                os.fsync(descriptor)
-                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-            finally:
-                os.close(descriptor)
+    return Finding(
+        "disk speed",
+        Status.WARN if slow else Status.OK,
+        f"read {read}, write {write} ({synced} until it is on the medium)",
+        "recomputing a prefix may be as fast as reading it: choose a faster disk with --disk" if slow else "",
+        {f"{name}_bytes_per_s": value for name, value in speeds.items()},
+    )
 
 
 def _cache() -> Iterator[Finding]:

@@ -1,4 +1,4 @@
-"""`sidestream train-mtp`: a head for a model, taught by the model itself on what it says and on texts."""
+"""`sidestream train-mtp`: distils a draft head (MTP) from a model, on the model's own answers and on texts."""
 
 from __future__ import annotations
 
@@ -20,26 +20,32 @@ from sidestream.cli.loading import prepare_model
 from sidestream.cli.options import DEMO_MODEL, Model
 from sidestream.cli.progress import Steps
 from sidestream.config import unknown_name
+from sidestream.device.kinds import CPU, CUDA
 from sidestream.errors import ConfigError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-# What a prompt may take of a sequence, requests that run at once while the model answers, and temperatures: the first
-# two answers to a task are its likeliest and a drawn one, those after that are drawn.
-_PROMPT_SHARE = 0.5
-_AT_ONCE = {"cpu": 8, "cuda": 256}
-_DRAWN_AT = (0.5, 1.0, 0.7)
-_SAVE_EVERY = 200
-# What answers depend on; a head depends on all that its record says.
-_OF_ANSWERS = ("model", "weights", "length", "answers", "seed", "texts")
+    from sidestream.models.distil import Lesson
+
+_PROMPT_SHARE = 0.5  # of a sequence, at most
+_MAX_RUNNING = {CPU: 8, CUDA: 256}  # requests while the model answers tasks
+_TEMPERATURES = (0.5, 1.0, 0.7)  # of the third and later answers to one task
+_SAVE_EVERY = 200  # steps
+# Options that the answers depend on. A head depends on all options of its record.
+_ANSWER_OPTIONS = ("model", "weights", "length", "answers", "seed", "texts")
 
 
 def train_mtp(
     model: Model = DEMO_MODEL,
     out: Annotated[
         Path,
-        option("--out", "-o", metavar="FILE", help="Where the head goes; beside it, what a later run goes on from."),
+        option(
+            "--out",
+            short=("-o",),
+            metavar="FILE",
+            help="Where the head goes; beside it, what a later run goes on from.",
+        ),
     ] = Path("head.safetensors"),
     steps: Annotated[int, option("--steps", metavar="N", help="Batches to learn from.", parse=whole)] = 3000,
     batch: Annotated[int, option("--batch", metavar="N", help="Sequences in a batch.", parse=whole)] = 16,
@@ -62,11 +68,11 @@ def train_mtp(
     ] = 0,
     device: Annotated[str, option("--device", metavar="DEVICE", help="cpu, cuda, or auto.")] = "auto",
 ) -> None:
-    """Train a head that drafts for a model (speculative decoding), by the model's own answers to tasks and by texts.
+    """Train a head that drafts for a model (speculative decoding), on the model's own answers to tasks and on texts.
 
-    The demo model takes some minutes on a GPU; on a CPU choose fewer steps and answers. Beside the head lie what it
-    learns from (.tokens, kept) and, until it is ready, what it has learnt (.training): a run that ended early goes on
-    from there when it is started again with the same options, and with others it is refused.
+    The demo model takes some minutes on a GPU; on a CPU choose fewer steps and answers. The training data (.tokens)
+    stay beside the head; so does the state of the training (.training) until the head is ready. An interrupted run goes
+    on from there with the same options; with other options it is refused.
     """
     from sidestream.device.choice import torch_device
     from sidestream.models.catalog import resolve
@@ -80,8 +86,8 @@ def train_mtp(
         raise ConfigError(f"--answers is {answers}: it must be 0 or more")
     texts = [_read(path) for path in text or ()]
     _check_out(out)
-    if device not in ("auto", *_AT_ONCE):
-        raise ConfigError(unknown_name("device", device, ("auto", *_AT_ONCE)))
+    if device not in ("auto", *_MAX_RUNNING):
+        raise ConfigError(unknown_name("device", device, ("auto", *_MAX_RUNNING)))
     kind = torch_device(device).type
     prepare_model(model)
     record = {
@@ -96,15 +102,30 @@ def train_mtp(
         "seed": seed,
         "texts": [hashlib.sha256(one.encode()).hexdigest()[:16] for one in texts],
     }
-    written, taught = (
-        _kept_answers(out.with_suffix(".tokens"), record),
-        _kept_training(out.with_suffix(".training"), record),
-    )
+    answered = _load_answers(out.with_suffix(".tokens"), record)
+    saved = _load_training(out.with_suffix(".training"), record)
     console = Console(stderr=True)
     with Steps(console, keep=True) as progress:
-        tokens = _tokens(written, out, record, texts, kind, progress, console)
-        _teach(taught, out, record, tokens, lesson, kind, progress, console)
+        run = _Run(out, record, texts, kind, progress, console)
+        _train(run, _training_data(run, answered), lesson, saved)
     console.print(f"{out} is ready: sidestream serve {model} --speculative mtp --draft-head {out}", highlight=False)
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """One run of the command.
+
+    out      the head's file
+    record   the options, as JSON values
+    kind     the device: "cpu" or "cuda"
+    """
+
+    out: Path
+    record: Mapping[str, Any]
+    texts: Sequence[str]
+    kind: str
+    progress: Steps
+    console: Console
 
 
 def _check_out(out: Path) -> None:
@@ -126,15 +147,16 @@ def _read(path: Path) -> str:
         raise ConfigError(f"--text {path} is no UTF-8: {error}") from error
 
 
-# ---------------------------------------------------------------------- what an earlier run left
+# ---------------------------------------------------------------------- files of an earlier run
 
 
 def _check_same(path: Path, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Raise ConfigError, with both values, if what `path` holds was made with other options."""
+    """Raise ConfigError, with both values, if the file `path` was made with other options."""
     for name, value in now.items():
         if before.get(name) != value:
             raise ConfigError(
-                f"{path} was made with {name} {before.get(name)}, now it is {value}: give the same to go on, another --out, or delete it"
+                f"{path} was made with {name} {before.get(name)}, now it is {value}: "
+                "give the same to go on, another --out, or delete it"
             )
 
 
@@ -145,34 +167,32 @@ def _unreadable(path: Path, error: Exception) -> ConfigError:
 
 
 @contextlib.contextmanager
-def _whole_or_not(path: Path) -> Iterator[Path]:
-    """What to write in place of `path`, which has it at the end of the block: whoever is killed meanwhile leaves what
-    was there.
-    """
+def _replaced(path: Path) -> Iterator[Path]:
+    """A temporary file that replaces `path` at the end of the block: a process killed meanwhile leaves the old file."""
     partial = path.with_name(path.name + ".partial")
     yield partial
     partial.replace(path)
 
 
-# ---------------------------------------------------------------------- what is learnt from
+# ---------------------------------------------------------------------- training data
 
 
 @dataclass(slots=True)
 class _Answers:
-    """What is learnt from, as far as it is there.
+    """The training data so far.
 
-    stream   the texts, and the model's answers to tasks with these, one after another
-    asked    tasks that it holds answers to
-    done     tokens of these answers
+    stream        token ids: the texts, then tasks with the model's answers
+    num_tasks     answered tasks
+    num_tokens    tokens of the answers
     """
 
     stream: list[int]
-    asked: int = 0
-    done: int = 0
+    num_tasks: int = 0
+    num_tokens: int = 0
 
 
-def _kept_answers(path: Path, record: Mapping[str, Any]) -> _Answers | None:
-    """What an earlier run wrote. Raises ConfigError if that was with other options."""
+def _load_answers(path: Path, record: Mapping[str, Any]) -> _Answers | None:
+    """The answers of an earlier run. Raises ConfigError if it had other options."""
     from safetensors import SafetensorError, safe_open
 
     if not path.exists():
@@ -180,85 +200,66 @@ def _kept_answers(path: Path, record: Mapping[str, Any]) -> _Answers | None:
     try:
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
-            described = json.loads(metadata["of"])
-            written = _Answers(file.get_tensor("stream").tolist(), int(metadata["asked"]), int(metadata["done"]))
+            options = json.loads(metadata["of"])
+            answers = _Answers(file.get_tensor("stream").tolist(), int(metadata["asked"]), int(metadata["done"]))
     except (OSError, SafetensorError, KeyError, ValueError) as error:
         raise _unreadable(path, error) from error
-    _check_same(path, described, {name: record[name] for name in _OF_ANSWERS})
-    return written
+    _check_same(path, options, {name: record[name] for name in _ANSWER_OPTIONS})
+    return answers
 
 
-def _tokens(
-    written: _Answers | None,
-    out: Path,
-    record: Mapping[str, Any],
-    texts: Sequence[str],
-    kind: str,
-    progress: Steps,
-    console: Console,
-) -> Tensor:
-    """Sequences of one length, int32 `[N, length]`: kept beside the head as they are made, because the model's answers
-    take a while.
-    """
+def _training_data(run: _Run, answers: _Answers | None) -> Tensor:
+    """Sequences of one length, int32 `[N, length]`. Answers take long: they are saved after each batch of tasks."""
     import torch
     from safetensors.torch import save_file
 
-    def keep(written: _Answers) -> None:
-        facts = {
-            "of": json.dumps({name: record[name] for name in _OF_ANSWERS}),
-            "asked": str(written.asked),
-            "done": str(written.done),
+    def save(answers: _Answers) -> None:
+        metadata = {
+            "of": json.dumps({name: run.record[name] for name in _ANSWER_OPTIONS}),
+            "asked": str(answers.num_tasks),
+            "done": str(answers.num_tokens),
         }
-        with _whole_or_not(out.with_suffix(".tokens")) as partial:
-            save_file({"stream": torch.tensor(written.stream, dtype=torch.int32)}, partial, facts)
+        with _replaced(run.out.with_suffix(".tokens")) as partial:
+            save_file({"stream": torch.tensor(answers.stream, dtype=torch.int32)}, partial, metadata)
 
-    if written is None or written.done < record["answers"]:
-        written = _answered(written, texts, record, kind, progress, console, keep)
-    length = record["length"]
-    count = len(written.stream) // length
-    return torch.tensor(written.stream[: count * length], dtype=torch.int32).view(count, length)
+    if answers is None or answers.num_tokens < run.record["answers"]:
+        answers = _answer_tasks(run, answers, save)
+    length = run.record["length"]
+    count = len(answers.stream) // length
+    return torch.tensor(answers.stream[: count * length], dtype=torch.int32).view(count, length)
 
 
-def _answered(
-    written: _Answers | None,
-    texts: Sequence[str],
-    record: Mapping[str, Any],
-    kind: str,
-    progress: Steps,
-    console: Console,
-    keep: Callable[[_Answers], None],
-) -> _Answers:
-    """The texts and the model's answers to tasks, behind what is there of them; to `keep` after each batch of tasks."""
+def _answer_tasks(run: _Run, answers: _Answers | None, save: Callable[[_Answers], None]) -> _Answers:
+    """Append the model's answers to tasks until there are enough; `save` them after each batch of tasks."""
     from sidestream.config import SamplingParams
     from sidestream.llm import LLM
     from sidestream.text import sample_tasks, sample_text
 
-    length, wanted, tasks = record["length"], record["answers"], sample_tasks()
-    memory = "4GiB" if kind == "cuda" else "512MiB"
+    record, tasks, max_running = run.record, sample_tasks(), _MAX_RUNNING[run.kind]
+    length, wanted = record["length"], record["answers"]
     with LLM(
         record["model"],
-        device=kind,
-        max_running=_AT_ONCE[kind],
-        kv_memory=memory,
+        device=run.kind,
+        max_running=max_running,
+        kv_memory="4GiB" if run.kind == CUDA else "512MiB",
         max_model_len=length,
-        generation_config="none",  # the model's own distribution, at the temperatures chosen here
-        tell=progress.tell,
+        generation_config="none",  # the model's own distribution, at the temperatures below
+        on_stage=run.progress.update,
     ) as llm:
-        if written is None:
-            written = _Answers([token for one in (sample_text(), *texts) for token in llm.tokenizer.encode(one)])
-            keep(written)
+        if answers is None:
+            texts = (sample_text(), *run.texts)
+            answers = _Answers([token for text in texts for token in llm.tokenizer.encode(text)])
+            save(answers)
         else:
-            console.print(f"goes on behind the {written.done:,} tokens that the model has written", highlight=False)
+            run.console.print(
+                f"goes on behind the {answers.num_tokens:,} tokens that the model has written", highlight=False
+            )
         end = llm.tokenizer.eos_ids[:1]
-        while written.done < wanted:
-            progress.tell("the model answers tasks, in tokens", min(written.done, wanted), wanted)
-            numbers = range(written.asked, written.asked + 4 * _AT_ONCE[kind])
-            prompts = [
-                llm.tokenizer.chat([{"role": "user", "content": tasks[number % len(tasks)]}])[
-                    : int(length * _PROMPT_SHARE)
-                ]
-                for number in numbers
-            ]
+        while answers.num_tokens < wanted:
+            run.progress.update("the model answers tasks, in tokens", min(answers.num_tokens, wanted), wanted)
+            numbers = range(answers.num_tasks, answers.num_tasks + 4 * max_running)
+            chats = [[{"role": "user", "content": tasks[number % len(tasks)]}] for number in numbers]
+            prompts = [llm.tokenizer.chat(chat)[: int(length * _PROMPT_SHARE)] for chat in chats]
             params = [
                 SamplingParams(
                     temperature=_temperature(*divmod(number, len(tasks))),
@@ -268,117 +269,106 @@ def _answered(
                 for number in numbers
             ]
             try:
-                answers = llm.generate(prompts, params)
+                outputs = llm.generate(prompts, params)
             except KeyboardInterrupt:
-                console.print(
-                    f"interrupted: {written.done:,} tokens are kept, the same command goes on from there",
+                run.console.print(
+                    f"interrupted: {answers.num_tokens:,} tokens are kept, the same command goes on from there",
                     highlight=False,
                 )
                 raise
-            for prompt, answer in zip(prompts, answers, strict=True):
-                written.stream += (*prompt, *answer.token_ids, *end)
-                written.done += len(answer.token_ids)
-            written.asked = numbers.stop
-            keep(written)
-    return written
+            for prompt, output in zip(prompts, outputs, strict=True):
+                answers.stream += (*prompt, *output.token_ids, *end)
+                answers.num_tokens += len(output.token_ids)
+            answers.num_tasks = numbers.stop
+            save(answers)
+    return answers
 
 
 def _temperature(time: int, task: int) -> float:
-    """At which a task is answered the first, second, … time: once by the likeliest tokens, which would be the same
-    again.
-    """
+    """Temperature of a task's answer number `time`. One of the first two is greedy: a second one would be equal."""
     if time < 2:
         return 0.0 if (time + task) % 2 == 0 else 1.0
-    return _DRAWN_AT[time % len(_DRAWN_AT)]
+    return _TEMPERATURES[time % len(_TEMPERATURES)]
 
 
-# ---------------------------------------------------------------------- learning
+# ---------------------------------------------------------------------- training
 
 
-def _kept_training(path: Path, record: Mapping[str, Any]) -> dict[str, Any] | None:
-    """What an earlier run learnt. Raises ConfigError if that was with other options."""
+def _load_training(path: Path, record: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The training state of an earlier run. Raises ConfigError if it had other options."""
     import torch
 
     if not path.exists():
         return None
     try:
-        taught: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
-        described = json.loads(taught["of"])
-    except Exception as error:  # torch raises anything of a file that is not whole
+        saved: dict[str, Any] = torch.load(path, map_location=CPU, weights_only=True)
+        options = json.loads(saved["of"])
+    except Exception as error:  # torch raises many types for a damaged file
         raise _unreadable(path, error) from error
-    _check_same(path, described, record)
-    return taught
+    _check_same(path, options, record)
+    return saved
 
 
-def _teach(
-    taught: dict[str, Any] | None,
-    out: Path,
-    record: Mapping[str, Any],
-    tokens: Tensor,
-    lesson: Any,
-    kind: str,
-    progress: Steps,
-    console: Console,
-) -> None:
+def _train(run: _Run, tokens: Tensor, lesson: Lesson, saved: dict[str, Any] | None) -> None:
+    """Train the head, from the saved state if there is one, and write it to `run.out`."""
     import torch
 
     from sidestream.models.catalog import resolve
     from sidestream.models.distil import Distillation, load_teacher
     from sidestream.models.mtp import MtpHead, write_head
 
-    progress.tell("reading the weights of the teacher")
-    teacher = load_teacher(resolve(record["model"]), device=torch.device(kind))
+    run.progress.update("reading the weights of the teacher")
+    teacher = load_teacher(resolve(run.record["model"]), device=torch.device(run.kind))
     torch.manual_seed(lesson.seed)
     head = MtpHead(teacher, feeds_normed=False).float()
-    school = Distillation(teacher, head, tokens, lesson)
-    saved, loss = out.with_suffix(".training"), 0.0
-    if taught is not None:
-        school.restore(taught)
-        loss = taught["loss"]
-        console.print(f"goes on after step {school.done} of {lesson.steps}", highlight=False)
+    training = Distillation(teacher, head, tokens, lesson)
+    state_file, loss = run.out.with_suffix(".training"), 0.0
+    if saved is not None:
+        training.restore(saved)
+        loss = saved["loss"]
+        run.console.print(f"goes on after step {training.done} of {lesson.steps}", highlight=False)
 
-    def told(what: str) -> None:
-        progress.tell("teaching", school.done, lesson.steps, note=f"step {school.done} of {lesson.steps}, {what}")
-
-    told("beginning")
+    def report(note: str) -> None:
+        done = f"step {training.done} of {lesson.steps}, {note}"
+        run.progress.update("teaching", training.done, lesson.steps, note=done)
 
     def save() -> None:
-        with _whole_or_not(saved) as partial:
-            torch.save({**school.state(), "loss": loss, "of": json.dumps(record)}, partial)
+        with _replaced(state_file) as partial:
+            torch.save({**training.state(), "loss": loss, "of": json.dumps(run.record)}, partial)
 
-    with _interrupts(lambda: told("interrupted, this step ends first")) as interrupted:
-        while school.done < lesson.steps and not interrupted.is_set():
-            loss = school.step()
-            told(f"{loss:.3f} nats a token")
-            if school.done % _SAVE_EVERY == 0:
+    report("beginning")
+    with _interrupts(lambda: report("interrupted, this step ends first")) as interrupted:
+        while training.done < lesson.steps and not interrupted.is_set():
+            loss = training.step()
+            report(f"{loss:.3f} nats a token")
+            if training.done % _SAVE_EVERY == 0:
                 save()
         if interrupted.is_set():
             save()
-            console.print(
-                f"interrupted after step {school.done} of {lesson.steps}: the same command goes on from there",
+            run.console.print(
+                f"interrupted after step {training.done} of {lesson.steps}: the same command goes on from there",
                 highlight=False,
             )
             raise KeyboardInterrupt
-        facts = {name: json.dumps(value) for name, value in record.items()} | {"weights": record["weights"]}
-        write_head(
-            head.to(torch.bfloat16),
-            out,
-            record={**facts, "loss": f"{loss:.4f}", "tokens": str(tokens.numel()), "trained_on": kind},
-        )
-        saved.unlink(missing_ok=True)
+        record = {name: json.dumps(value) for name, value in run.record.items()} | {
+            "weights": run.record["weights"],
+            "loss": f"{loss:.4f}",
+            "tokens": str(tokens.numel()),
+            "trained_on": run.kind,
+        }
+        write_head(head.to(torch.bfloat16), run.out, record=record)
+        state_file.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager
-def _interrupts(tell: Callable[[], object]) -> Iterator[threading.Event]:
-    """Set by Ctrl-C, which raises nothing at first: half a step could not be gone on from. A second one ends the block
-    at once.
-    """
+def _interrupts(on_first: Callable[[], object]) -> Iterator[threading.Event]:
+    """Ctrl-C sets the event and lets the current step end: half a step cannot be resumed. A second Ctrl-C raises."""
     interrupted, before = threading.Event(), signal.getsignal(signal.SIGINT)
 
     def note(*_: object) -> None:
         interrupted.set()
         signal.signal(signal.SIGINT, before)
-        tell()
+        on_first()
 
     signal.signal(signal.SIGINT, note)
     try:

@@ -1,3 +1,1 @@
-"""THE BORDER: what front ends ask of an engine, in this process or in one of its own. Messages carry token ids; text
-stays outside.
-"""
+"""The border between front ends and an engine, in this process or in its own. Messages carry token ids, not text."""

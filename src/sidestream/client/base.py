@@ -1,7 +1,7 @@
-"""The border between front ends and an engine: what one may ask of it, and the news of one request on an event loop.
+"""The protocol between front ends and an engine, and the queue of one request's outputs on an event loop.
 
-Two implementations, tested by the same tests: `InProcessClient` for an engine in this process, `RemoteClient` for one
-in its own.
+`InProcessClient` implements it for an engine in this process, `RemoteClient` for one in its own; the same tests run on
+both.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from sidestream.errors import EngineStopped, RequestError, SidestreamError
 from sidestream.metrics import MetricsSnapshot
 from sidestream.types import Delta, Health
 
-MOST_UNREAD = 8192
-"""News of one request that may wait for their reader. More: it does not read, and the request is aborted."""
+MAX_UNREAD = 8192
+"""Unread deltas of one request, at most; beyond that the request is aborted."""
 
 
 class EngineClient(Protocol):
-    """What a front end asks of an engine. Every member is used from one event loop's thread at a time; none blocks.
+    """An engine as a front end sees it. One event loop's thread uses it at a time; no method blocks.
 
-    A request on another event loop is fine once no requests are unfinished on a loop that runs; else it raises
-    RuntimeError. The first one after its loop was closed aborts what that loop has left unfinished.
+    While a running loop has unfinished requests, requests from another loop raise RuntimeError. After a loop was
+    closed, the next request from another loop aborts the closed loop's unfinished requests.
     """
 
     @property
@@ -34,23 +34,21 @@ class EngineClient(Protocol):
 
     @property
     def sampling_defaults(self) -> SamplingDefaults:
-        """Sampling options of requests that leave them out."""
+        """The model's sampling defaults."""
         ...
 
     def submit(
         self, prompt: Sequence[int], params: SamplingParams, *, priority: int = 0, cache_salt: str = ""
-    ) -> Answer:
-        """Queue a request of `params.n` samples; its news come through the answer, on the running event loop.
+    ) -> OutputQueue:
+        """Queue a request of `params.n` samples; its deltas come through the returned queue, on the running event loop.
 
-        Raises RequestRejected, ContextTooLong or EngineStopped. QueueFull, and EngineStopped too, may come from
-        `Answer.read`.
+        Raises RequestRejected, ContextTooLong or EngineStopped. `OutputQueue.read` may raise QueueFull or
+        EngineStopped.
         """
         ...
 
-    def end(self, answer: Answer, reason: str = "abort", *, index: int | None = None) -> None:
-        """End the samples that have not ended (`index`: one of them), for `reason`. Harmless for ended ones; no news of
-        them follow.
-        """
+    def abort(self, outputs: OutputQueue, reason: str = "abort", *, index: int | None = None) -> None:
+        """End the unfinished samples (`index`: one of them) for `reason`; no delta of them follows. Idempotent."""
         ...
 
     def health(self) -> Health:
@@ -66,7 +64,7 @@ class EngineClient(Protocol):
         ...
 
     async def flush(self, *, timeout_s: float) -> bool:
-        """Wait until what is complete rests in the tiers; False when `timeout_s` passed first. Raises EngineStopped."""
+        """Wait until all complete blocks are stored; False after `timeout_s`. Raises EngineStopped."""
         ...
 
     async def reset_cache(self) -> None:
@@ -74,39 +72,39 @@ class EngineClient(Protocol):
         ...
 
 
-class Answer:
-    """News of one request, for one reader on one event loop. Made by an EngineClient.
+class OutputQueue:
+    """The deltas of one request, for one reader on one event loop. Made by an EngineClient.
 
-    number   the client's name for the request
+    number   the client's id of the request
     """
 
-    __slots__ = ("_error", "_news", "_waiter", "num_samples", "number")
+    __slots__ = ("_deltas", "_error", "_waiter", "num_samples", "number")
 
     def __init__(self, number: int, num_samples: int) -> None:
         self.number = number
         self.num_samples = num_samples
-        self._news: deque[Delta] = deque()
+        self._deltas: deque[Delta] = deque()
         self._error: SidestreamError | None = None
         self._waiter: asyncio.Future[None] | None = None
 
     @property
     def is_full(self) -> bool:
-        """Whether `MOST_UNREAD` news wait for the reader: the client ends the request, and fails the answer."""
-        return len(self._news) >= MOST_UNREAD
+        """Whether `MAX_UNREAD` deltas are unread: the client then aborts the request and calls `fail`."""
+        return len(self._deltas) >= MAX_UNREAD
 
-    def put(self, news: Delta) -> None:
-        """Add news. On the reader's event loop."""
-        self._news.append(news)
+    def put(self, delta: Delta) -> None:
+        """Add a delta. On the reader's event loop."""
+        self._deltas.append(delta)
         self._wake()
 
     def fail(self, error: SidestreamError) -> None:
-        """Nothing more comes: `read` raises `error` once what came before is read. On the reader's event loop."""
+        """Make `read` raise `error` after the deltas so far. On the reader's event loop."""
         self._error = self._error or error
         self._wake()
 
     async def read(self) -> Delta:
-        """The next news. Raises what `fail` was given."""
-        while not self._news:
+        """Wait for the next delta. Raises the error of `fail`."""
+        while not self._deltas:
             if self._error is not None:
                 raise self._error
             self._waiter = asyncio.get_running_loop().create_future()
@@ -114,25 +112,25 @@ class Answer:
                 await self._waiter
             finally:
                 self._waiter = None
-        return self._news.popleft()
+        return self._deltas.popleft()
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
 
-def other_loop() -> RuntimeError:
-    """The error for a request on an event loop while requests of another one, which runs, are unfinished."""
+def other_loop_error() -> RuntimeError:
+    """The error for a request while another running event loop has unfinished requests."""
     return RuntimeError("another event loop waits for answers of this engine: use one loop, or one AsyncLLM for each")
 
 
-def fell_behind() -> RequestError:
-    """What a reader gets whose news were too many."""
+def unread_error() -> RequestError:
+    """The error of a reader with more than `MAX_UNREAD` unread deltas."""
     return RequestError(
-        f"the answer was not read: {MOST_UNREAD} pieces of it wait, which is the bound; read it as it comes"
+        f"the answer was not read: {MAX_UNREAD} pieces of it wait, which is the bound; read it as it comes"
     )
 
 
-def stopped(health: Health) -> EngineStopped:
-    """What a request gets that an engine does not take any more."""
+def stopped_error(health: Health) -> EngineStopped:
+    """The error for a request to an engine that does not serve."""
     return EngineStopped(f"the engine is {health.status}: {health.detail or 'send the request to another one'}")

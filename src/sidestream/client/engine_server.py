@@ -1,7 +1,7 @@
-"""The engine's end of its connections: requests in, news out. Runs in the engine's process; knows no text and no HTTP.
+"""The engine's end of its connections: requests in, outputs out. Runs in the engine's process; no text, no HTTP.
 
-One thread, the caller of `EngineServer.run`, reads what front ends say. The engine thread itself sends the news, all of
-one commit in one message for each front end: a handover to another thread would cost it the interpreter lock.
+The caller of `EngineServer.run` is the reading thread. The engine thread sends outputs itself, one message per commit
+and front end: handing them to another thread would cost it the interpreter lock.
 """
 
 from __future__ import annotations
@@ -20,99 +20,100 @@ from typing import Any
 import numpy as np
 
 from sidestream.client.messages import (
+    Abort,
     Attach,
     Call,
     Close,
     Count,
-    Detail,
-    End,
-    Facts,
+    EngineInfo,
     Failure,
-    News,
-    Packer,
-    Refused,
+    FrameDecoder,
+    FrameEncoder,
+    OutputDetail,
+    Outputs,
+    Rejected,
     Reply,
     Snapshot,
     Status,
     Submit,
     ToClient,
-    Unpacker,
     Welcome,
-    from_front_end,
+    decoder_of_requests,
 )
 from sidestream.engine import Engine, Handle
 from sidestream.errors import EngineStopped, InvariantError, SidestreamError
 from sidestream.kv.keys import KEY_BYTES
 from sidestream.metrics import MetricsSnapshot
-from sidestream.schedule.admission import CheckedRequest
+from sidestream.schedule.validation import CheckedRequest
 from sidestream.types import Delta, RequestId
 from sidestream.version import VERSION
 
 log = logging.getLogger(__name__)
 
 _READ_BYTES = 1 << 20
-MOST_UNSENT_BYTES = 64 << 20
-"""News that wait for a front end. More: it does not read, and is cut off like one that has died."""
-_WATCH_S = 0.1
-"""How soon a change of the engine's health is told."""
+MAX_UNSENT_BYTES = 64 << 20
+"""Unsent bytes for one front end, at most; beyond that its connection is closed as if it had died."""
+_POLL_S = 0.1
+"""Period of checks of the engine's health."""
 
 
 class Connection:
-    """The engine's end of the connection to one front end. `take` and `deliver` run on the engine thread, all else on
-    the reading thread.
+    """The engine's end of the connection to one front end.
+
+    `on_output` and `send_outputs` run on the engine thread, `send` on any, all other methods on the reading thread.
     """
 
     def __init__(
-        self, connection: socket.socket, engine: Engine, wake: Callable[[], None], packer: Packer | None = None
+        self, connection: socket.socket, engine: Engine, wake: Callable[[], None], encoder: FrameEncoder | None = None
     ) -> None:
         connection.setblocking(False)
         self.socket = connection
-        self.messages = from_front_end()
+        self.messages = decoder_of_requests()
         self.lost = False
         self._engine = engine
         self._wake = wake
-        self._packer = packer or Packer()
+        self._encoder = encoder or FrameEncoder()
         self._lock = threading.Lock()  # orders frames; guards _unsent, lost and _ids
         self._unsent = bytearray()
-        self._ids: dict[int, RequestId | None] = {}  # of streams that have not ended; None: about to be submitted
-        self._told: set[int] = set()  # streams whose front end knows what all news of a stream say
+        self._ids: dict[int, RequestId | None] = {}  # of unfinished streams; None: being submitted
+        self._known_streams: set[int] = set()  # streams whose front end has prompt_tokens and cached
         self._streams: list[int] = []
         self._tokens: list[int] = []
-        self._details: dict[int, Detail] = {}
+        self._details: dict[int, OutputDetail] = {}
 
     # ------------------------------------------------------------------ engine thread
 
-    def take(self, first: int, news: Delta) -> None:
-        """The engine's sink for the request whose streams begin at `first`."""
-        stream, tokens = first + news.index, news.token_ids
-        if len(tokens) == 1 and news.finish_reason is None and not news.logprobs and stream in self._told:
+    def on_output(self, first: int, delta: Delta) -> None:
+        """The engine's sink of the request whose first stream is `first`."""
+        stream, tokens = first + delta.index, delta.token_ids
+        if len(tokens) == 1 and delta.finish_reason is None and not delta.logprobs and stream in self._known_streams:
             self._tokens.append(tokens[0])
         else:
-            self._details[len(self._tokens)] = _detail(news)
+            self._details[len(self._tokens)] = _detail(delta)
             self._tokens.append(-1)
-            self._told.add(stream)
-            if news.finish_reason is not None:
-                self._told.discard(stream)
+            self._known_streams.add(stream)
+            if delta.finish_reason is not None:
+                self._known_streams.discard(stream)
                 with self._lock:
                     self._ids.pop(stream, None)
         self._streams.append(stream)
 
-    def deliver(self) -> None:
-        """Send what was taken since the last time, as one message."""
+    def send_outputs(self) -> None:
+        """Send the outputs since the last call, as one message."""
         if not self._streams:
             return
-        news = News(self._streams, self._tokens, self._details)
+        outputs = Outputs(self._streams, self._tokens, self._details)
         self._streams, self._tokens, self._details = [], [], {}
-        self.send(news)
+        self.send(outputs)
 
     # ------------------------------------------------------------------ any thread
 
     def send(self, message: ToClient) -> None:
-        """Send a message, or as much as the socket takes; the reading thread sends the rest. Never blocks."""
+        """Send as much of a message as the socket takes; the reading thread sends the rest. Never blocks."""
         with self._lock:
             if self.lost:
                 return
-            frame = self._packer.pack(message)
+            frame = self._encoder.encode(message)
             sent = 0
             if not self._unsent:
                 try:
@@ -124,9 +125,9 @@ class Connection:
             if sent == len(frame):
                 return
             self._unsent += memoryview(frame)[sent:]
-            if len(self._unsent) > MOST_UNSENT_BYTES:
+            if len(self._unsent) > MAX_UNSENT_BYTES:
                 log.error(
-                    "a front end does not read: %d bytes of news wait for it; its requests are aborted",
+                    "a front end does not read: %d bytes of outputs wait for it; its requests are aborted",
                     len(self._unsent),
                 )
                 self.lost = True
@@ -135,7 +136,7 @@ class Connection:
     # ------------------------------------------------------------------ reading thread
 
     def send_rest(self) -> None:
-        """Send what is left of earlier messages, as much as the socket takes."""
+        """Send the rest of earlier messages, as much as the socket takes."""
         with self._lock:
             try:
                 sent = self.socket.send(self._unsent)
@@ -148,33 +149,31 @@ class Connection:
 
     @property
     def has_rest(self) -> bool:
-        """Whether the socket did not take everything."""
+        """Whether bytes are unsent."""
         return bool(self._unsent)
 
     def submit(self, message: Submit) -> None:
-        """Hand a request to the engine, or say why it does not take it. Raises EngineStopped for streams that are in
-        use.
-        """
+        """Hand a request to the engine, or send its rejection. Raises EngineStopped for streams that are in use."""
         streams = range(message.stream, message.stream + message.params.n)
         with self._lock:
             if not self._ids.keys().isdisjoint(streams):
                 raise EngineStopped(f"stream {message.stream} came again before it had ended: the connection is broken")
-            self._ids.update(dict.fromkeys(streams))  # first: the engine may end it before `enqueue` returns
+            self._ids.update(dict.fromkeys(streams))  # first: the request may end before `enqueue` returns
         try:
-            handle = self._engine.enqueue(_request(message), functools.partial(self.take, message.stream))
+            handle = self._engine.enqueue(_request(message), functools.partial(self.on_output, message.stream))
         except SidestreamError as error:
             with self._lock:
                 for stream in streams:
                     self._ids.pop(stream, None)
-            self.send(Refused(message.stream, streams.stop, Failure.of(error)))
+            self.send(Rejected(message.stream, streams.stop, Failure.of(error)))
             return
         with self._lock:
             for stream, request_id in zip(streams, handle.request_ids, strict=True):
                 if stream in self._ids:
                     self._ids[stream] = request_id
 
-    def end(self, message: End) -> None:
-        """End streams for a front end that wants no more of them."""
+    def abort(self, message: Abort) -> None:
+        """Abort streams, as the front end asks."""
         with self._lock:
             ids = [self._ids.get(stream) for stream in range(message.stream, message.stop)]
         found = tuple(request_id for request_id in ids if request_id is not None)
@@ -182,7 +181,7 @@ class Connection:
             self._engine.abort(Handle(found), message.reason)
 
     def close(self) -> None:
-        """The front end is gone: abort what is left of its requests."""
+        """The front end has ended: abort its unfinished requests."""
         with self._lock:
             self.lost = True
             self._unsent.clear()
@@ -194,7 +193,7 @@ class Connection:
 
 
 def _request(message: Submit) -> CheckedRequest:
-    """The request as the front end has checked it."""
+    """The request, which the front end has checked."""
     keys = message.keys
     return CheckedRequest(
         prompt=tuple(np.frombuffer(message.prompt, "<i4").tolist()),
@@ -208,16 +207,15 @@ def _request(message: Submit) -> CheckedRequest:
     )
 
 
-def _detail(news: Delta) -> Detail:
-    cached = news.cached
-    logprobs = tuple((one.token_id, one.logprob, one.top) for one in news.logprobs)
-    return Detail(
-        news.token_ids,
+def _detail(delta: Delta) -> OutputDetail:
+    logprobs = tuple((one.token_id, one.logprob, one.top) for one in delta.logprobs)
+    return OutputDetail(
+        delta.token_ids,
         logprobs,
-        news.finish_reason,
-        news.prompt_tokens,
-        (cached.device, cached.host, cached.disk),
-        news.error,
+        delta.finish_reason,
+        delta.prompt_tokens,
+        dict(delta.cached.by_tier),
+        delta.error,
     )
 
 
@@ -231,10 +229,10 @@ def _snapshot(metrics: MetricsSnapshot) -> Snapshot:
     )
 
 
-def facts_of(engine: Engine, *, model: str, model_name: str) -> Facts:
-    """What front ends must know of an engine of this process."""
+def engine_info(engine: Engine, *, model: str, model_name: str) -> EngineInfo:
+    """The constants of an engine in this process, for its front ends."""
     bounds, scheduler = engine.parts.bounds, engine.parts.scheduler
-    return Facts(
+    return EngineInfo(
         version=VERSION,
         model=model,
         model_name=model_name,
@@ -251,54 +249,56 @@ def facts_of(engine: Engine, *, model: str, model_name: str) -> Facts:
 
 
 class EngineServer:
-    """Serves an engine to front ends until its owner says `Close`. `run` is the reading thread."""
+    """Serves an engine to front ends until its owner sends `Close`. The caller of `run` is the reading thread."""
 
     def __init__(
         self,
         engine: Engine,
-        facts: Facts,
+        info: EngineInfo,
         owner: socket.socket,
         *,
-        packer: Packer,
-        unpacker: Unpacker,
+        encoder: FrameEncoder,
+        decoder: FrameDecoder,
         selector: selectors.BaseSelector | None = None,
     ) -> None:
-        """`owner`: the connection to the process that started this one; it attaches front ends, and ends all.
-
-        packer, unpacker   of that connection, as far as the start has come with it
-        selector           waits for the connections; None: the system's own
+        """
+        owner              the connection to the process that started this one; it attaches front ends and sends `Close`
+        encoder, decoder   of that connection: the start has used them already
+        selector           None: the system's default
         """
         self._engine = engine
-        self._facts = facts
+        self._info = info
         self._selector = selector or selectors.DefaultSelector()
         self._woken, self._waker = socket.socketpair()
         for end in (self._woken, self._waker):
             end.setblocking(False)
         self._selector.register(self._woken, selectors.EVENT_READ)
-        self._owner = Connection(owner, engine, self._wake, packer)
-        self._owner.messages = unpacker
+        self._owner = Connection(owner, engine, self._wake, encoder)
+        self._owner.messages = decoder
         self._selector.register(owner, selectors.EVENT_READ, self._owner)
         self._front_ends: tuple[Connection, ...] = ()
-        self._descriptors: list[int] = []  # came from the owner, for the `Attach` that they belong to
+        self._descriptors: list[int] = []  # from the owner, for its `Attach` messages
         self._calls = ThreadPoolExecutor(4, thread_name_prefix="sidestream-call")
-        self._closer = ThreadPoolExecutor(1, thread_name_prefix="sidestream-close")  # closing never waits for calls
-        self._told = engine.health()
+        self._closer = ThreadPoolExecutor(
+            1, thread_name_prefix="sidestream-close"
+        )  # apart: closing never waits for calls
+        self._reported_health = engine.health()
         self._drain_s: float | None = None
-        engine.on_news(self._deliver)
+        engine.on_outputs(self._send_outputs)
 
     def run(self, close: Callable[[float], None]) -> Failure | None:
-        """Serve until the owner says `Close` or is gone, or the engine has failed; then `close(drain_s)`, and serve on
-        until that has returned.
+        """Serve until the owner sends `Close` or ends, or the engine fails; then run `close(drain_s)`, and serve until
+        it has returned.
 
-        Returns what `close` raised.
+        Returns the error of `close`.
         """
         closing: Future[None] | None = None
         while closing is None or not closing.done():
-            self.turn(_WATCH_S)
+            self.run_once(_POLL_S)
             health = self._engine.health()
-            if health != self._told:
-                self._told = health
-                self.tell(Status(health.status, health.detail))
+            if health != self._reported_health:
+                self._reported_health = health
+                self.broadcast(Status(health.status, health.detail))
             drain_s = 0.0 if health.status == "failed" or self._owner.lost else self._drain_s
             if closing is None and drain_s is not None:
                 closing = self._closer.submit(close, drain_s)
@@ -308,10 +308,8 @@ class EngineServer:
             raise error
         return None if error is None else Failure.of(error)
 
-    def turn(self, timeout_s: float) -> None:
-        """Read what has come, or comes within `timeout_s`, and send what can be sent. On the reading thread, from
-        `run`.
-        """
+    def run_once(self, timeout_s: float) -> None:
+        """Wait up to `timeout_s` for messages, handle them, and send unsent bytes. Called by `run`."""
         for key, _ in self._selector.select(timeout_s):
             if key.data is None:
                 with contextlib.suppress(BlockingIOError):
@@ -324,28 +322,26 @@ class EngineServer:
         """Serve one more front end. On the reading thread."""
         front_end = Connection(connection, self._engine, self._wake)
         self._selector.register(connection, selectors.EVENT_READ, front_end)
-        front_end.send(Welcome(self._facts))
+        front_end.send(Welcome(self._info))
         self._front_ends = (*self._front_ends, front_end)
 
-    def tell_owner(self, message: ToClient) -> None:
+    def send_to_owner(self, message: ToClient) -> None:
         """Send a message to the owner."""
         self._owner.send(message)
 
-    def tell(self, message: ToClient) -> None:
+    def broadcast(self, message: ToClient) -> None:
         """Send a message to every front end."""
         for front_end in self._front_ends:
             front_end.send(message)
 
-    def finish(self, reply: Reply, *, patience_s: float = 1.0) -> None:
-        """Send the last words to front ends and owner, and let go of all connections. After `run`; nothing moves any
-        more.
-        """
+    def finish(self, reply: Reply, *, timeout_s: float = 1.0) -> None:
+        """Send `reply` to the owner and all unsent bytes, and close the connections. Called after `run`."""
         for threads in (self._calls, self._closer):
             threads.shutdown(wait=False, cancel_futures=True)
         self._owner.send(reply)
         for front_end in (*self._front_ends, self._owner):
             if not front_end.lost:
-                front_end.socket.settimeout(patience_s)
+                front_end.socket.settimeout(timeout_s)
             while front_end.has_rest and not front_end.lost:
                 front_end.send_rest()
             front_end.socket.close()
@@ -353,17 +349,17 @@ class EngineServer:
         self._woken.close()
         self._waker.close()
 
-    def _deliver(self) -> None:
+    def _send_outputs(self) -> None:
         """On the engine thread, after each commit."""
         for front_end in self._front_ends:
-            front_end.deliver()
+            front_end.send_outputs()
 
     def _wake(self) -> None:
-        with contextlib.suppress(OSError):  # full: it is awake; closed: nothing is served any more
+        with contextlib.suppress(OSError):  # full: the thread is awake; closed: the server has ended
             self._waker.send(b"\0")
 
     def _write(self) -> None:
-        """Send what sockets did not take before, listen for room where there is some left, and let go of the lost."""
+        """Send unsent bytes, select sockets that have more for writing, and drop lost connections."""
         for front_end in (
             front_end for front_end in (*self._front_ends, self._owner) if front_end.socket.fileno() >= 0
         ):
@@ -397,20 +393,20 @@ class EngineServer:
             return
         try:
             for message in front_end.messages.feed(data):
-                self._take(front_end, message)
+                self._on_message(front_end, message)
         except EngineStopped as error:
             log.error("a front end is cut off: %s", error)
             front_end.lost = True
-        except Exception as error:  # a bug of that front end is not one of the others
+        except Exception as error:  # a bug of one front end must not affect the others
             log.error("a front end is cut off: a message cannot be carried out", exc_info=error)
             front_end.lost = True
 
-    def _take(self, front_end: Connection, message: Any) -> None:
+    def _on_message(self, front_end: Connection, message: Any) -> None:
         match message:
             case Submit():
                 front_end.submit(message)
-            case End():
-                front_end.end(message)
+            case Abort():
+                front_end.abort(message)
             case Call(number, "metrics"):
                 front_end.send(Reply(number, snapshot=_snapshot(self._engine.parts.metrics.snapshot())))
             case Call():
@@ -425,17 +421,17 @@ class EngineServer:
                 raise EngineStopped(f"a front end may not send {type(message).__name__}")
 
     def _answer(self, front_end: Connection, call: Call) -> None:
-        """Do what a call asks for, on a thread of its own: it may take a minute."""
+        """Run a call on a thread of its own: it may take a minute."""
         engine = self._engine
         reply = Reply(call.number)
         try:
-            match call.what:
+            match call.method:
                 case "flush":
                     reply = Reply(call.number, done=engine.flush(timeout_s=call.timeout_s))
                 case "reset_cache":
                     engine.reset_cache()
                 case _:
-                    raise InvariantError(f"no call {call.what!r}")
+                    raise InvariantError(f"no call {call.method!r}")
         except Exception as error:
             reply = Reply(call.number, Failure.of(error))
         front_end.send(reply)

@@ -1,5 +1,5 @@
-"""An engine in this process, for event loops. The engine thread and the loop share one interpreter, so answers come in
-lumps under load.
+"""The client of an engine in this process. Engine thread and event loop share the interpreter lock: under load, outputs
+come in bursts.
 """
 
 from __future__ import annotations
@@ -10,45 +10,45 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from sidestream.client.base import Answer, fell_behind, other_loop
+from sidestream.client.base import OutputQueue, other_loop_error, unread_error
 from sidestream.config import SamplingDefaults, SamplingParams
 from sidestream.engine import Engine, Handle
 from sidestream.metrics import MetricsSnapshot
 from sidestream.types import Delta, Health
 
 
-class _Post:
-    """Brings news from the engine thread to one event loop: all of a commit at once, because to wake a loop takes
-    longer than to make the news.
+class _LoopQueue:
+    """Hands deltas from the engine thread to one event loop, all deltas of a commit at once: waking the loop takes
+    longer than making a delta.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
-        self._waiting: deque[tuple[InProcessClient, Answer, Delta]] = deque()
+        self._waiting: deque[tuple[InProcessClient, OutputQueue, Delta]] = deque()
         self._called = False
 
-    def put(self, client: InProcessClient, answer: Answer, news: Delta) -> None:
-        """Have `news` given to an answer of the loop; on the engine thread. A loop that was closed hears nothing."""
+    def put(self, client: InProcessClient, outputs: OutputQueue, delta: Delta) -> None:
+        """Hand a delta to the loop. On the engine thread; does nothing for a closed loop."""
         if self.loop.is_closed():
             return
-        self._waiting.append((client, answer, news))
+        self._waiting.append((client, outputs, delta))
         if not self._called:
             self._called = True
             self.loop.call_soon_threadsafe(self._deliver)
 
     def _deliver(self) -> None:
-        self._called = False  # first: news that are added behind the last one that is taken here call again
+        self._called = False  # first: a delta put after the last one is taken schedules another call
         while self._waiting:
-            client, answer, news = self._waiting.popleft()
-            client.take(answer, news)
+            client, outputs, delta = self._waiting.popleft()
+            client.on_output(outputs, delta)
 
 
 @dataclass(slots=True)
 class _Request:
-    """A request with samples that have not ended: their numbers are `left`."""
+    """A request with the indices of its unfinished samples."""
 
     handle: Handle
-    left: set[int]
+    unfinished: set[int]
 
 
 class InProcessClient:
@@ -56,8 +56,8 @@ class InProcessClient:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._post: _Post | None = None
-        self._requests: dict[int, _Request] = {}  # by the number of their answer
+        self._queue: _LoopQueue | None = None
+        self._requests: dict[int, _Request] = {}  # by the number of their OutputQueue
         self._number = 0
 
     @property
@@ -67,64 +67,64 @@ class InProcessClient:
 
     @property
     def sampling_defaults(self) -> SamplingDefaults:
-        """Sampling options of requests that leave them out."""
+        """The model's sampling defaults."""
         return self._engine.parts.defaults
 
     def submit(
         self, prompt: Sequence[int], params: SamplingParams, *, priority: int = 0, cache_salt: str = ""
-    ) -> Answer:
+    ) -> OutputQueue:
         """See `EngineClient`; QueueFull is raised here."""
-        post = self._post_of(asyncio.get_running_loop())
-        answer = Answer(self._number + 1, params.n)
-        sink = functools.partial(post.put, self, answer)
+        queue = self._queue_of(asyncio.get_running_loop())
+        outputs = OutputQueue(self._number + 1, params.n)
+        sink = functools.partial(queue.put, self, outputs)
         handle = self._engine.submit(prompt, params, sink, priority=priority, cache_salt=cache_salt)
-        self._number = answer.number
-        self._requests[answer.number] = _Request(handle, set(range(params.n)))
-        return answer
+        self._number = outputs.number
+        self._requests[outputs.number] = _Request(handle, set(range(params.n)))
+        return outputs
 
-    def take(self, answer: Answer, news: Delta) -> None:
-        """Give news to an answer, unless their sample has ended. On the event loop."""
-        request = self._requests.get(answer.number)
-        if request is None or news.index not in request.left:
+    def on_output(self, outputs: OutputQueue, delta: Delta) -> None:
+        """Put a delta into its queue, unless its sample has ended. On the event loop."""
+        request = self._requests.get(outputs.number)
+        if request is None or delta.index not in request.unfinished:
             return
-        if answer.is_full:
-            self.end(answer)
-            answer.fail(fell_behind())
+        if outputs.is_full:
+            self.abort(outputs)
+            outputs.fail(unread_error())
             return
-        if news.finish_reason is not None:
-            self._forget(answer.number, {news.index})
-        answer.put(news)
+        if delta.finish_reason is not None:
+            self._forget(outputs.number, {delta.index})
+        outputs.put(delta)
 
-    def end(self, answer: Answer, reason: str = "abort", *, index: int | None = None) -> None:
+    def abort(self, outputs: OutputQueue, reason: str = "abort", *, index: int | None = None) -> None:
         """See `EngineClient`."""
-        request = self._requests.get(answer.number)
+        request = self._requests.get(outputs.number)
         if request is None:
             return
-        ended = request.left if index is None else request.left & {index}
+        ended = request.unfinished if index is None else request.unfinished & {index}
         if ended:
             self._engine.abort(Handle(tuple(request.handle.request_ids[one] for one in sorted(ended))), reason)
-        self._forget(answer.number, ended)
+        self._forget(outputs.number, ended)
 
     def _forget(self, number: int, ended: set[int]) -> None:
-        """Take no more news of these samples of a request."""
+        """Ignore further deltas of these samples."""
         request = self._requests[number]
-        request.left = request.left - ended
-        if not request.left:
+        request.unfinished = request.unfinished - ended
+        if not request.unfinished:
             del self._requests[number]
 
-    def _post_of(self, loop: asyncio.AbstractEventLoop) -> _Post:
-        """What brings news to this loop. Raises RuntimeError while another one waits for answers."""
-        post = self._post
-        if post is not None and post.loop is loop:
-            return post
-        if post is not None and post.loop.is_running() and self._requests:
-            raise other_loop()
-        if post is not None and post.loop.is_closed():
+    def _queue_of(self, loop: asyncio.AbstractEventLoop) -> _LoopQueue:
+        """The queue to this loop. Raises RuntimeError while another loop has unfinished requests."""
+        queue = self._queue
+        if queue is not None and queue.loop is loop:
+            return queue
+        if queue is not None and queue.loop.is_running() and self._requests:
+            raise other_loop_error()
+        if queue is not None and queue.loop.is_closed():
             for request in self._requests.values():
                 self._engine.abort(request.handle)
             self._requests.clear()
-        self._post = _Post(loop)
-        return self._post
+        self._queue = _LoopQueue(loop)
+        return self._queue
 
     def health(self) -> Health:
         """Whether the engine serves."""

@@ -1,8 +1,7 @@
-"""What front ends and the engine's process say to each other: typed values, packed with msgpack, numbered frames.
+"""The messages between front ends and the engine's process: msgpack in numbered frames over a Unix stream socket.
 
-A connection is a Unix stream socket, so the kernel neither loses nor reorders bytes. Each frame carries its number all
-the same: a frame that is missing, doubled or out of order is a bug of ours, and ends the connection instead of mixing
-up answers.
+The kernel neither loses nor reorders bytes. The number of each frame finds bugs of ours: a frame that is missing,
+doubled or out of order closes the connection before outputs are mixed up.
 """
 
 from __future__ import annotations
@@ -18,20 +17,20 @@ from sidestream.config import SamplingDefaults, SamplingParams
 from sidestream.errors import EngineStopped, InvariantError, RequestError, SidestreamError
 
 _HEAD = struct.Struct("<II")
-MOST_FRAME_BYTES = 256 << 20
-"""No message comes near: a longer frame is a broken stream."""
+MAX_FRAME_BYTES = 256 << 20
+"""Far above any message: a longer frame means a broken stream."""
 
 
-class Facts(msgspec.Struct, frozen=True):
-    """What a front end must know of an engine, the same for its whole life.
+class EngineInfo(msgspec.Struct, frozen=True):
+    """An engine's constants, for its front ends.
 
-    version       of the package that the engine runs
-    model         directory or hub id that its tokenizer is loaded from
-    model_name    what clients call the model
-    max_unfinished  samples that run or wait at a time
-    key_root      parent of the first block's key; empty: there is no prefix cache
-    sampling_defaults  of requests that leave options out
-    pid           of the engine's process
+    version            the engine's version of Sidestream
+    model              directory or hub id of the tokenizer
+    model_name         the model's name in requests
+    max_unfinished     samples that run or wait at a time
+    key_root           parent of the first block's key; empty without a prefix cache
+    sampling_defaults  the model's
+    pid                the engine's process
     """
 
     version: str
@@ -49,9 +48,7 @@ class Facts(msgspec.Struct, frozen=True):
 
 
 class Failure(msgspec.Struct, frozen=True):
-    """An error that crosses the border: the name of its class in `sidestream.errors`, its message, and the field at
-    fault.
-    """
+    """An error in a message: its class in `sidestream.errors`, its text, and the field at fault."""
 
     kind: str
     message: str
@@ -59,24 +56,25 @@ class Failure(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, error: BaseException) -> Failure:
-        """An error as the other side may raise it; one that is not Sidestream's own names its type in the message."""
+        """The message of an error. A foreign error becomes a SidestreamError that names its type."""
         if isinstance(error, SidestreamError):
             return cls(type(error).__name__, str(error), getattr(error, "param", None))
         return cls("SidestreamError", f"{type(error).__name__}: {error}")
 
     def error(self) -> SidestreamError:
-        """The error again."""
+        """The error to raise."""
         kind: type[SidestreamError] = getattr(errors, self.kind, SidestreamError)
         return kind(self.message, param=self.param) if issubclass(kind, RequestError) else kind(self.message)
 
 
 class Submit(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """A checked request. Its samples are streams `stream` to `stream + params.n - 1` of this connection.
+    """A checked request. Its samples are the streams `stream` to `stream + params.n - 1` of this connection.
 
-    prompt      token ids, 32-bit little-endian
-    keys        of the prompt's complete blocks, one after another, made under `keys_version`
-    params      without stop strings, which are the front end's
-    cache_salt  UTF-8, lone surrogates included
+    prompt        token ids, 32-bit little-endian
+    keys          block keys of the prompt's complete blocks, concatenated
+    keys_version  the version of the weights that the keys belong to
+    params        without stop strings: the front end looks for those
+    cache_salt    UTF-8, lone surrogates included
     """
 
     stream: int
@@ -90,9 +88,9 @@ class Submit(msgspec.Struct, frozen=True, tag=True, array_like=True):
     cache_salt: bytes
 
 
-class End(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """End streams `[stream, stop)` that have not ended, for `reason`: `"abort"`, `"stop"` when a stop string was found,
-    `"error"` when the text cannot be made.
+class Abort(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """End the unfinished streams of `[stream, stop)`. Reasons: `"abort"`, `"stop"` for a stop string, `"error"` for a
+    failure of the tokenizer.
     """
 
     stream: int
@@ -101,15 +99,15 @@ class End(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class Call(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Ask for `what`: `"metrics"`, `"flush"` or `"reset_cache"`; a `Reply` with this number answers."""
+    """Call a method: `"metrics"`, `"flush"` or `"reset_cache"`. The `Reply` has the same number."""
 
     number: int
-    what: str
+    method: str
     timeout_s: float = 0.0
 
 
 class Count(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Add to one of the engine's counters what a front end has seen."""
+    """Add to one of the engine's counters."""
 
     name: str
     value: float
@@ -117,17 +115,17 @@ class Count(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class Attach(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Serve one more front end, on the socket whose descriptor comes with this message. From the owner alone."""
+    """Serve one more front end, on the socket whose descriptor comes with this message. From the owner only."""
 
 
 class Close(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Let requests go on for `drain_s`, store what is complete, end the process. From the owner alone."""
+    """Let requests run for `drain_s`, store all complete blocks, end the process. From the owner only."""
 
     drain_s: float
 
 
 class Start(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """The first message to an engine's process: what to load. `config` is `EngineConfig` as plain values."""
+    """The first message to an engine's process. `config` is an EngineConfig as plain values."""
 
     model: str
     config: dict[str, Any]
@@ -138,55 +136,54 @@ class Start(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class Progress(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """How far the start is: `done` of `total`, 0 of 0 when unknown. `fetching`: it is a download."""
+    """Progress of a stage of the start; 0 of 0: unknown. `fetching`: the stage is a download."""
 
-    what: str
+    stage: str
     done: int
     total: int
     fetching: bool
 
 
 class Started(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """The engine serves."""
+    """To the owner: the engine serves."""
 
-    facts: Facts
+    info: EngineInfo
 
 
 class Welcome(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """The first frame to a front end."""
 
-    facts: Facts
+    info: EngineInfo
 
 
-class Detail(msgspec.Struct, frozen=True, array_like=True):
-    """News of a stream that are more than one token. `cached`: prompt tokens found on the device, in host memory, on
-    disk.
+class OutputDetail(msgspec.Struct, frozen=True, array_like=True):
+    """A delta that is more than one token.
 
-    logprobs   token id, log-probability, and the likeliest alternatives, for each token
+    logprobs   for each token: id, log-probability, and the likeliest alternatives
+    cached     prompt tokens that were not computed, by tier
     """
 
     token_ids: tuple[int, ...]
     logprobs: tuple[tuple[int, float, tuple[tuple[int, float], ...]], ...]
     finish_reason: str | None
     prompt_tokens: int
-    cached: tuple[int, int, int]
+    cached: dict[str, int]
     error: str | None
 
 
-class News(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """All news of one commit for one front end, in the order in which they came: entry i is token `tokens[i]` of stream
-    `streams[i]`.
+class Outputs(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """All deltas of one commit for one front end, in their order: entry i is token `tokens[i]` of stream `streams[i]`.
 
-    details   by entry: what there is to say beyond one token; then `tokens[i]` is -1
+    details   by entry, for deltas that are more than one token; then `tokens[i]` is -1
     """
 
     streams: list[int]
     tokens: list[int]
-    details: dict[int, Detail]
+    details: dict[int, OutputDetail]
 
 
-class Refused(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """The engine did not take the request of streams `[stream, stop)`; nothing more comes of it."""
+class Rejected(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """The engine rejected the request of streams `[stream, stop)`; no output follows."""
 
     stream: int
     stop: int
@@ -194,14 +191,14 @@ class Refused(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class Status(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """The engine's health, told when it changes."""
+    """The engine's health, sent when it changes."""
 
     status: str
     detail: str
 
 
 class Snapshot(msgspec.Struct, frozen=True, array_like=True):
-    """All metrics: by name, each series' labels and value; of histograms its counts, sum and number of observations."""
+    """All metrics by name: labels and value of each series; of histograms the counts, sum and count of observations."""
 
     values: dict[str, list[tuple[tuple[str, ...], float]]]
     histograms: dict[str, list[tuple[tuple[str, ...], tuple[list[int], float, int]]]]
@@ -216,49 +213,47 @@ class Reply(msgspec.Struct, frozen=True, tag=True, array_like=True):
     snapshot: Snapshot | None = None
 
 
-ToEngine = Start | Submit | End | Call | Count | Attach | Close
-ToClient = Progress | Started | Welcome | News | Refused | Status | Reply
+ToEngine = Start | Submit | Abort | Call | Count | Attach | Close
+ToClient = Progress | Started | Welcome | Outputs | Rejected | Status | Reply
 
 T = TypeVar("T")
 
 
-class Packer:
-    """Numbers messages and packs each into a frame. One thread at a time."""
+class FrameEncoder:
+    """Encodes messages as numbered frames. One thread at a time."""
 
     def __init__(self) -> None:
-        self._encode = msgspec.msgpack.Encoder().encode
+        self._msgpack = msgspec.msgpack.Encoder().encode
         self._number = 0
 
-    def pack(self, message: ToEngine | ToClient) -> bytes:
-        """The next frame. Raises InvariantError for a message that is too long to send."""
-        body = self._encode(message)
-        if len(body) > MOST_FRAME_BYTES:
+    def encode(self, message: ToEngine | ToClient) -> bytes:
+        """The next frame. Raises InvariantError for a message over `MAX_FRAME_BYTES`."""
+        body = self._msgpack(message)
+        if len(body) > MAX_FRAME_BYTES:
             raise InvariantError(
-                f"a {type(message).__name__} of {len(body)} bytes: a message has at most {MOST_FRAME_BYTES}"
+                f"a {type(message).__name__} of {len(body)} bytes: a message has at most {MAX_FRAME_BYTES}"
             )
         self._number += 1
         return _HEAD.pack(len(body), self._number & 0xFFFFFFFF) + body
 
 
-class Unpacker(msgspec.Struct):
-    """Messages of one type out of the bytes of one connection."""
+class FrameDecoder(msgspec.Struct):
+    """Decodes one connection's bytes to messages."""
 
     decoder: msgspec.msgpack.Decoder[Any]
     buffer: bytearray = msgspec.field(default_factory=bytearray)
     number: int = 0
 
     def feed(self, data: bytes) -> Iterator[Any]:
-        """The messages that `data` completes. Raises EngineStopped when the frames are not those that were sent, in
-        their order.
-        """
+        """The messages that `data` completes. Raises EngineStopped for a frame out of order or not decodable."""
         buffer, start = self.buffer, 0
         buffer += data
         try:
             while len(buffer) - start >= _HEAD.size:
                 length, number = _HEAD.unpack_from(buffer, start)
-                if length > MOST_FRAME_BYTES:
+                if length > MAX_FRAME_BYTES:
                     raise EngineStopped(
-                        f"a frame of {length} bytes came, at most {MOST_FRAME_BYTES} are sent: the connection is broken"
+                        f"a frame of {length} bytes came, at most {MAX_FRAME_BYTES} are sent: the connection is broken"
                     )
                 if len(buffer) - start - _HEAD.size < length:
                     return
@@ -271,9 +266,7 @@ class Unpacker(msgspec.Struct):
                 start += _HEAD.size + length
                 try:
                     message = self.decoder.decode(body)
-                except (
-                    Exception
-                ) as error:  # msgspec's own, and those of values that check themselves, such as SamplingParams
+                except Exception as error:  # msgspec's own, and those of checked values such as SamplingParams
                     raise EngineStopped(
                         f"a message cannot be read ({error}): both sides must run the same version"
                     ) from error
@@ -282,11 +275,11 @@ class Unpacker(msgspec.Struct):
             del buffer[:start]
 
 
-def from_front_end() -> Unpacker:
-    """For the engine's side."""
-    return Unpacker(msgspec.msgpack.Decoder(ToEngine))
+def decoder_of_requests() -> FrameDecoder:
+    """A decoder for the engine's side."""
+    return FrameDecoder(msgspec.msgpack.Decoder(ToEngine))
 
 
-def from_engine() -> Unpacker:
-    """For a front end's side."""
-    return Unpacker(msgspec.msgpack.Decoder(ToClient))
+def decoder_of_outputs() -> FrameDecoder:
+    """A decoder for a front end's side."""
+    return FrameDecoder(msgspec.msgpack.Decoder(ToClient))

@@ -1,6 +1,4 @@
-"""An engine's process as its owner sees it: started with a fresh interpreter, watched, attached to, closed. CUDA is
-never touched here.
-"""
+"""Starts, watches and closes an engine's process, from its owner's side. Never touches CUDA."""
 
 from __future__ import annotations
 
@@ -22,51 +20,49 @@ from typing import Any, Protocol
 from sidestream.client.messages import (
     Attach,
     Close,
-    Facts,
-    Packer,
+    EngineInfo,
+    FrameEncoder,
     Progress,
     Reply,
     Start,
     Started,
     Status,
-    from_engine,
+    decoder_of_outputs,
 )
 from sidestream.config import EngineConfig
 from sidestream.errors import EngineStopped, ProcessFailed
 
-Telling = Callable[[str, int, int], None]
+OnStage = Callable[[str, int, int], None]
 
 
 class Downloads(Protocol):
-    """Hears how far a download is: `sidestream.models.catalog.Progress`."""
+    """Progress of downloads: `sidestream.models.catalog.Progress`."""
 
     def begin(self, stage: str, total_bytes: int | None) -> None:
         """A stage starts."""
         ...
 
     def reached(self, done_bytes: int) -> None:
-        """The stage has come so far."""
+        """The current stage's progress."""
         ...
 
 
 _READ_BYTES = 1 << 16
 _CLOSE_S = 60.0
-"""How long a process may take to end beyond what it was given to drain: it stores what is complete."""
+"""Time for a process to exit after its drain: it stores all complete blocks."""
 _KILL_S = 10.0
-"""How long the end of a killed process is waited for: a driver may hold it up."""
+"""Wait for the exit of a killed process: a driver may delay it."""
 
 
 def child_environment() -> dict[str, str]:
-    """The environment of a process that shall import this same package, wherever it was imported from."""
+    """The environment of a child that imports this same package, wherever it was imported from."""
     home = str(Path(__file__).resolve().parents[2])
     paths = [home, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths))}
 
 
 def child_command(module: str, descriptor: int) -> list[str]:
-    """A fresh interpreter that runs `module.main` on an inherited descriptor. The caller's `__main__` is not imported
-    again.
-    """
+    """The command of a fresh interpreter for `module.main(descriptor)`; it does not import the caller's `__main__`."""
     return [
         sys.executable,
         "-P",
@@ -76,24 +72,21 @@ def child_command(module: str, descriptor: int) -> list[str]:
 
 
 def run_child(module: str, descriptor: int) -> None:
-    """In the child: import `module`, which may take seconds, and run its `main`. From here on, the owner alone ends
-    this process.
+    """In the child: ignore signals, import `module` (which may take seconds), and run its `main`.
 
-    A service manager that stops a server signals all its processes. Here that would abort the requests which the owner
-    drains.
+    Only the owner ends this process: a service manager signals all processes of a server, which would abort the
+    requests that the owner drains.
     """
     os.set_inheritable(descriptor, False)
     end_with_owner(descriptor)
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(
-            number, lambda number, frame: None
-        )  # unlike SIG_IGN, processes that this one starts do not inherit it
+        signal.signal(number, lambda number, frame: None)  # unlike SIG_IGN, children of this process do not inherit it
         signal.siginterrupt(number, False)
     importlib.import_module(module).main(descriptor)
 
 
 def how_it_ended(status: int) -> str:
-    """A process's exit status in words."""
+    """A process's exit status, in words."""
     if status >= 0:
         return f"it exited with status {status}"
     with contextlib.suppress(ValueError):
@@ -102,9 +95,9 @@ def how_it_ended(status: int) -> str:
 
 
 def end_with_owner(descriptor: int) -> None:
-    """From now on, end this process at once when the other end of that socket is closed, however its process ended.
+    """Exit this process as soon as the other end of the socket is closed, however the owner ended.
 
-    What rests on disk is complete at any moment, so nothing is lost but what was not stored yet.
+    The disk tier is complete at any moment: only blocks that were not stored yet are lost.
     """
 
     def watch() -> None:
@@ -118,9 +111,9 @@ def end_with_owner(descriptor: int) -> None:
 
 
 class EngineProcess:
-    """An engine in a process of its own. The process ends when its owner does, however that ends.
+    """An engine in a process of its own, which ends when its owner ends, in whatever way.
 
-    facts   what front ends must know of it
+    info   the engine's constants, for front ends
     """
 
     def __init__(
@@ -131,15 +124,15 @@ class EngineProcess:
         timeline: str | Path | None = None,
         check_order: bool = False,
         progress: Downloads | None = None,
-        tell: Telling = lambda what, done, total: None,
+        on_stage: OnStage = lambda stage, done, total: None,
     ) -> None:
-        """Start it, and wait until it serves. Raises what made it fail (ConfigError, ModelError, …); then no process is
-        left.
+        """Start the process and wait until the engine serves. Raises the error of the start (ConfigError, ModelError,
+        …); then the process has ended.
         """
-        self._lock = threading.Lock()  # orders what is sent
-        self._packer = Packer()
-        self._receiving = threading.Lock()  # guards the rest
-        self._unpacker = from_engine()
+        self._lock = threading.Lock()  # orders sent messages
+        self._encoder = FrameEncoder()
+        self._receiving = threading.Lock()  # guards the attributes below
+        self._decoder = decoder_of_outputs()
         self._inbox: list[Any] = []
         self._reply: Reply | None = None
         self._failed: Status | None = None
@@ -150,11 +143,11 @@ class EngineProcess:
                 stdin=subprocess.DEVNULL,
                 pass_fds=(theirs.fileno(),),
                 env=child_environment(),
-                process_group=0,  # an interrupt at the terminal is for its owner, who drains
+                process_group=0,  # Ctrl-C at the terminal reaches the owner only
             )
         try:
             self._send(_start(model, config, timeline, check_order))
-            self.facts = self._wait_for_start(progress, tell)
+            self.info = self._wait_for_start(progress, on_stage)
         except BaseException:
             self.kill()
             raise
@@ -177,42 +170,41 @@ class EngineProcess:
         return how_it_ended(status) if self._failed is None else f"the engine failed: {self._failed.detail}"
 
     def why_gone(self) -> str:
-        """How it ended, for whoever has lost the connection to it: a moment later its exit is known."""
+        """How the process ended, after a lost connection: the exit status may come half a second later."""
         return self.ended(timeout_s=0.5) or "it closed the connection"
 
     def attach(self) -> socket.socket:
-        """A new connection to it, for one front end. Raises EngineStopped when it has ended."""
+        """A new connection for one front end. Raises EngineStopped if the process has ended."""
         ours, theirs = socket.socketpair()
         with theirs, self._lock:
             try:
-                socket.send_fds(self._control, [self._packer.pack(Attach())], [theirs.fileno()])
+                socket.send_fds(self._control, [self._encoder.encode(Attach())], [theirs.fileno()])
             except OSError as error:
                 ours.close()
                 raise EngineStopped(f"the engine's process has ended: {self.why_gone()}") from error
         return ours
 
     def close(self, *, drain_s: float = 0.0) -> None:
-        """Let requests go on for `drain_s`, have it store what is complete, and wait for its end. Idempotent; harmless
-        when it has ended.
+        """Let requests run for `drain_s`, store all complete blocks, and wait for the exit. Idempotent.
 
-        Raises what closing the engine raised, such as RaceError, and ProcessFailed when the process ended, or hung,
-        before it was done.
+        Raises the error of closing the engine, such as RaceError, and ProcessFailed if the process ended or hung before
+        it was done.
         """
         if self._process.poll() is not None:
             self._control.close()
             return
-        patience_s = drain_s + _CLOSE_S
-        hung = f"it did not end within {patience_s:g} s and was killed"
+        timeout_s = drain_s + _CLOSE_S
+        hung = f"it did not end within {timeout_s:g} s and was killed"
         ended: str | None = None
         try:
             self._send(Close(drain_s))
-            self._control.settimeout(patience_s)
+            self._control.settimeout(timeout_s)
             while self._receive() is not None:
                 pass
             ended = self.ended(timeout_s=5.0)
         except TimeoutError:
             pass
-        except OSError:  # it does not read any more
+        except OSError:  # the process has closed its end
             ended = self.ended(timeout_s=5.0)
         finally:
             self.kill()
@@ -222,25 +214,25 @@ class EngineProcess:
             raise self._reply.failure.error()
 
     def kill(self) -> None:
-        """End it at once. Nothing is lost but what was not stored yet. Signal handlers may call it."""
+        """Kill the process. Signal handlers may call it. Only blocks that were not stored yet are lost."""
         self._process.kill()
-        # With a time limit, Popen holds no lock while it waits: a signal handler on this same thread may wait, too.
+        # With a timeout, Popen holds no lock while it waits: a signal handler on the same thread can wait, too.
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(_KILL_S)
         self._control.close()
 
     def _send(self, message: Start | Close) -> None:
         with self._lock:
-            self._control.sendall(self._packer.pack(message))
+            self._control.sendall(self._encoder.encode(message))
 
     def _receive(self) -> Any:
-        """The next message; None when the process has ended. Keeps what it says of its end."""
+        """The next message; None when the process has ended. Keeps its `Reply` and its failed `Status`."""
         with self._receiving:
             while not self._inbox:
                 data = self._control.recv(_READ_BYTES)
                 if not data:
                     return None
-                self._inbox.extend(self._unpacker.feed(data))
+                self._inbox.extend(self._decoder.feed(data))
             message = self._inbox.pop(0)
             match message:
                 case Reply():
@@ -249,20 +241,20 @@ class EngineProcess:
                     self._failed = message
             return message
 
-    def _wait_for_start(self, progress: Downloads | None, tell: Telling) -> Facts:
-        stage = None
+    def _wait_for_start(self, progress: Downloads | None, on_stage: OnStage) -> EngineInfo:
+        begun = None
         while True:
             match self._receive():
-                case Progress(what, done, total, True):
+                case Progress(stage, done, total, True):
                     if progress is not None:
-                        if what != stage:
-                            stage = what
-                            progress.begin(what, total or None)
+                        if stage != begun:
+                            begun = stage
+                            progress.begin(stage, total or None)
                         progress.reached(done)
-                case Progress(what, done, total, False):
-                    tell(what, done, total)
-                case Started(facts):
-                    return facts
+                case Progress(stage, done, total, False):
+                    on_stage(stage, done, total)
+                case Started(info):
+                    return info
                 case Reply(_, failure) if failure is not None:
                     raise failure.error()
                 case None:
@@ -278,14 +270,14 @@ def _start(model: str, config: EngineConfig, timeline: str | Path | None, check_
 
 
 def plain(value: Any) -> Any:
-    """A configuration as values that can be packed: mappings, texts and numbers."""
+    """A configuration as mappings, texts and numbers, which msgpack can encode."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
     return str(value) if isinstance(value, Path) else value
 
 
 def config_of(values: Mapping[str, Any]) -> EngineConfig:
-    """The configuration that `plain` made these of."""
+    """The inverse of `plain`."""
     from sidestream.config import OffloadConfig, SpeculativeConfig
 
     kinds = {"offload": OffloadConfig, "speculative": SpeculativeConfig}
@@ -298,7 +290,7 @@ def config_of(values: Mapping[str, Any]) -> EngineConfig:
 
 
 def _logging() -> tuple[int, tuple[str, str] | None]:
-    """The level at which Sidestream logs here, and the format, when one was set: the other process logs alike."""
+    """Sidestream's log level in this process, and the log format if one is set; the child uses the same."""
     root = logging.getLogger()
     for handler in root.handlers:
         formatter = handler.formatter

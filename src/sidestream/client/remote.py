@@ -1,6 +1,4 @@
-"""A front end's end of a connection to an engine's process. Lives on one event loop; the engine may be busy, this never
-waits for it.
-"""
+"""The client of an engine in another process. Lives on one event loop and never waits for the engine."""
 
 from __future__ import annotations
 
@@ -17,36 +15,36 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from sidestream.client.base import Answer, fell_behind, other_loop, stopped
+from sidestream.client.base import OutputQueue, other_loop_error, stopped_error, unread_error
 from sidestream.client.messages import (
+    Abort,
     Call,
     Count,
-    Detail,
-    End,
-    Facts,
-    News,
-    Packer,
-    Refused,
+    EngineInfo,
+    FrameEncoder,
+    OutputDetail,
+    Outputs,
+    Rejected,
     Reply,
     Snapshot,
     Status,
     Submit,
     ToEngine,
     Welcome,
-    from_engine,
+    decoder_of_outputs,
 )
 from sidestream.config import SamplingDefaults, SamplingParams
 from sidestream.errors import ConfigError, EngineStopped
 from sidestream.kv.keys import BlockKeys
 from sidestream.metrics import MetricsSnapshot
 from sidestream.metrics.counters import HistogramValue
-from sidestream.schedule.admission import Bounds, CheckedRequest, RequestChecker
+from sidestream.schedule.validation import Bounds, CheckedRequest, RequestChecker
 from sidestream.types import CachedTokens, Delta, Health, Key, TokenLogprob
 from sidestream.version import VERSION
 
 _READ_BYTES = 1 << 16
-"""At a time; then readers have their turn. So what comes at once after a standstill of this process is less news than
-MOST_UNREAD.
+"""Read at a time, then the readers run: after a standstill of this process, one read brings less than MAX_UNREAD
+deltas.
 """
 _GONE = "the engine's process has ended"
 
@@ -56,9 +54,9 @@ _NOTHING_CACHED = CachedTokens()
 
 @dataclass(slots=True)
 class _Stream:
-    """One sample whose news are expected, and what all its news say."""
+    """One unfinished sample, with the values that all its deltas share."""
 
-    answer: Answer
+    outputs: OutputQueue
     index: int
     prompt_tokens: int = 0
     cached: CachedTokens = _NOTHING_CACHED
@@ -67,23 +65,23 @@ class _Stream:
 class RemoteClient:
     """An `EngineClient` of an engine in another process, over a connected stream socket, which it owns.
 
-    on_lost    may be set: called when the connection has ended
-    why_gone   says how the engine's process ended, once the connection has ended; None: nobody here knows
+    on_lost    may be set: called when the connection ends
+    why_gone   describes how the engine's process ended; None: unknown here
     """
 
-    def __init__(self, connection: socket.socket, facts: Facts, *, why_gone: Callable[[], str] | None = None) -> None:
+    def __init__(
+        self, connection: socket.socket, info: EngineInfo, *, why_gone: Callable[[], str] | None = None
+    ) -> None:
         connection.setblocking(False)
-        self.facts = facts
+        self.info = info
         self._socket = connection
         self.on_lost: Callable[[], None] = lambda: None
         self._why_gone = why_gone
-        bounds = Bounds(
-            facts.max_model_len, facts.pool_tokens, facts.block_tokens, facts.vocab_size, facts.max_unfinished
-        )
-        self._keys = BlockKeys.from_root(facts.key_root, facts.block_tokens)
+        bounds = Bounds(info.max_model_len, info.pool_tokens, info.block_tokens, info.vocab_size, info.max_unfinished)
+        self._keys = BlockKeys.from_root(info.key_root, info.block_tokens)
         self._checker = RequestChecker(bounds, self._keys_of)
-        self._packer = Packer()
-        self._unpacker = from_engine()
+        self._encoder = FrameEncoder()
+        self._decoder = decoder_of_outputs()
         self._unsent = bytearray()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._streams: dict[int, _Stream] = {}
@@ -95,30 +93,29 @@ class RemoteClient:
 
     @classmethod
     def connect(cls, connection: socket.socket, *, why_gone: Callable[[], str] | None = None) -> RemoteClient:
-        """Wait for the engine's welcome, which comes once it serves. Raises ConfigError for an engine of another
-        version, else EngineStopped.
+        """Wait for the engine's Welcome, which it sends when it serves.
 
-        When it raises, the connection is closed.
+        Raises ConfigError for an engine of another version, else EngineStopped; then the connection is closed.
         """
         connection.setblocking(True)
-        unpacker = from_engine()
+        decoder = decoder_of_outputs()
         try:
             messages: list[Any] = []
             while not messages:
                 data = connection.recv(_READ_BYTES)
                 if not data:
                     raise EngineStopped(f"{_GONE} before it served")
-                messages.extend(unpacker.feed(data))
-            client = cls(connection, _facts(messages[0]), why_gone=why_gone)
+                messages.extend(decoder.feed(data))
+            client = cls(connection, _checked_info(messages[0]), why_gone=why_gone)
         except OSError as error:
             connection.close()
             raise EngineStopped(f"{_GONE} before it served") from error
         except BaseException:
             connection.close()
             raise
-        client._unpacker = unpacker
-        for message in messages[1:]:  # such as a change of health that came right behind
-            client._take(message)
+        client._decoder = decoder
+        for message in messages[1:]:  # such as a change of health right after it
+            client._on_message(message)
         return client
 
     @property
@@ -128,48 +125,48 @@ class RemoteClient:
 
     @property
     def sampling_defaults(self) -> SamplingDefaults:
-        """Sampling options of requests that leave them out."""
-        return self.facts.sampling_defaults
+        """The model's sampling defaults."""
+        return self.info.sampling_defaults
 
     # ------------------------------------------------------------------ requests
 
     def submit(
         self, prompt: Sequence[int], params: SamplingParams, *, priority: int = 0, cache_salt: str = ""
-    ) -> Answer:
-        """See `EngineClient`; QueueFull comes from `Answer.read`."""
+    ) -> OutputQueue:
+        """See `EngineClient`; QueueFull comes from `OutputQueue.read`."""
         checked = self._checker.check(
             prompt, params, seed=secrets.randbits(63), priority=priority, cache_salt=cache_salt
         )
         self.listen()
         if self._health.status != "ok":
-            raise stopped(self._health)
+            raise stopped_error(self._health)
         first = self._next_stream
-        frame = self._packer.pack(_submit(first, checked))  # may raise: nothing was taken yet
+        frame = self._encoder.encode(_submit(first, checked))  # may raise: nothing is reserved yet
         self._next_stream += params.n
-        answer = Answer(first, params.n)
+        outputs = OutputQueue(first, params.n)
         for index in range(params.n):
-            self._streams[first + index] = _Stream(answer, index)
+            self._streams[first + index] = _Stream(outputs, index)
         self._send_frame(frame)
-        return answer
+        return outputs
 
-    def end(self, answer: Answer, reason: str = "abort", *, index: int | None = None) -> None:
+    def abort(self, outputs: OutputQueue, reason: str = "abort", *, index: int | None = None) -> None:
         """See `EngineClient`."""
-        first = answer.number + (index or 0)
-        stop = answer.number + answer.num_samples if index is None else first + 1
+        first = outputs.number + (index or 0)
+        stop = outputs.number + outputs.num_samples if index is None else first + 1
         ended = [self._streams.pop(stream, None) for stream in range(first, stop)]
         if any(ended) and not self._closed:
-            self._send(End(first, stop, reason))
+            self._send(Abort(first, stop, reason))
 
     def _keys_of(self, tokens: npt.NDArray[np.int64], cache_salt: str) -> tuple[list[Key], int]:
         keys: list[Key] = []
-        if self.facts.key_root:
+        if self.info.key_root:
             self._keys.extend(keys, tokens, salt=cache_salt)
-        return keys, self.facts.keys_version
+        return keys, self.info.keys_version
 
     # ------------------------------------------------------------------ the engine
 
     def health(self) -> Health:
-        """Whether the engine serves. Reads what has come, when no event loop does it."""
+        """Whether the engine serves. Reads received messages if no event loop does."""
         if not self._closed and (self._loop is None or not self._loop.is_running()):
             self._read()
         return self._health
@@ -194,18 +191,18 @@ class RemoteClient:
         await self._call("reset_cache")
 
     def close(self) -> None:
-        """End the connection: the engine aborts what is left of this front end's requests. Idempotent."""
-        self._lost("this front end has closed the connection")
+        """Close the connection: the engine aborts this front end's unfinished requests. Idempotent."""
+        self._on_lost("this front end has closed the connection")
 
-    async def _call(self, what: str, timeout_s: float = 0.0) -> Reply:
+    async def _call(self, method: str, timeout_s: float = 0.0) -> Reply:
         self.listen()
         if self._closed:
-            raise stopped(self._health)
+            raise stopped_error(self._health)
         number = next(self._call_numbers)
         future: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
         self._calls[number] = future
         try:
-            self._send(Call(number, what, timeout_s))
+            self._send(Call(number, method, timeout_s))
             reply = await future
         finally:
             self._calls.pop(number, None)
@@ -216,14 +213,14 @@ class RemoteClient:
     # ------------------------------------------------------------------ the connection
 
     def listen(self) -> None:
-        """Listen on the running event loop. Raises RuntimeError while another loop waits for answers."""
+        """Listen on the running event loop. Raises RuntimeError while another loop has unfinished requests."""
         loop = asyncio.get_running_loop()
         if self._loop is loop or self._closed:
             return
         before, self._loop = self._loop, loop
         if before is not None and before.is_running() and (self._streams or self._calls):
             self._loop = before
-            raise other_loop()
+            raise other_loop_error()
         if before is not None and not before.is_closed():
             before.remove_reader(self._socket)
             before.remove_writer(self._socket)
@@ -232,15 +229,15 @@ class RemoteClient:
             loop.add_writer(self._socket, self._write)
         if before is not None and before.is_closed():
             self._calls.clear()
-            for answer in self._answers():
-                self.end(answer)
+            for outputs in self._queues():
+                self.abort(outputs)
 
-    def _answers(self) -> list[Answer]:
-        """The answers with samples that have not ended."""
-        return list({stream.answer.number: stream.answer for stream in self._streams.values()}.values())
+    def _queues(self) -> list[OutputQueue]:
+        """The queues of unfinished requests."""
+        return list({stream.outputs.number: stream.outputs for stream in self._streams.values()}.values())
 
     def _send(self, message: ToEngine) -> None:
-        self._send_frame(self._packer.pack(message))
+        self._send_frame(self._encoder.encode(message))
 
     def _send_frame(self, frame: bytes) -> None:
         waiting = bool(self._unsent)
@@ -256,7 +253,7 @@ class RemoteClient:
         except BlockingIOError:
             return
         except OSError:
-            self._lost(_GONE)
+            self._on_lost(_GONE)
             return
         del self._unsent[:sent]
         if not self._unsent and self._loop is not None and not self._loop.is_closed():
@@ -270,50 +267,50 @@ class RemoteClient:
         except OSError:
             data = b""
         if not data:
-            self._lost(_GONE)
+            self._on_lost(_GONE)
             return
         try:
-            for message in self._unpacker.feed(data):
-                self._take(message)
+            for message in self._decoder.feed(data):
+                self._on_message(message)
         except EngineStopped as error:
-            self._lost(str(error))
+            self._on_lost(str(error))
 
-    def _take(self, message: Any) -> None:
+    def _on_message(self, message: Any) -> None:
         match message:
-            case News():
-                self._take_news(message)
-            case Refused(stream, stop, failure):
-                for taken in (self._streams.pop(one, None) for one in range(stream, stop)):
-                    if taken is not None:  # else its reader has ended it
-                        taken.answer.fail(failure.error())
+            case Outputs():
+                self._on_outputs(message)
+            case Rejected(stream, stop, failure):
+                for sample in (self._streams.pop(one, None) for one in range(stream, stop)):
+                    if sample is not None:  # else its reader has aborted it
+                        sample.outputs.fail(failure.error())
             case Status(status, detail):
                 self._health = Health(status, detail)
             case Reply(number) if (future := self._calls.get(number)) is not None and not future.done():
                 future.set_result(message)
             case _:
-                pass  # a reply that nobody waits for any more
+                pass  # a reply whose caller was cancelled
 
-    def _take_news(self, news: News) -> None:
-        streams, details = self._streams, news.details
-        for entry, (stream, token) in enumerate(zip(news.streams, news.tokens, strict=True)):
-            taken = streams.get(stream)
-            if taken is None:
-                continue  # its reader has ended it; this crossed the message that says so
+    def _on_outputs(self, message: Outputs) -> None:
+        streams, details = self._streams, message.details
+        for entry, (stream, token) in enumerate(zip(message.streams, message.tokens, strict=True)):
+            sample = streams.get(stream)
+            if sample is None:
+                continue  # its reader has aborted it; this output crossed the Abort
             if token >= 0:
-                told = Delta(taken.index, "", (token,), (), None, taken.prompt_tokens, taken.cached)
+                delta = Delta(sample.index, "", (token,), (), None, sample.prompt_tokens, sample.cached)
             else:
-                told = _told(taken, details[entry])
-                if told.finish_reason is not None:
+                delta = _delta_of(sample, details[entry])
+                if delta.finish_reason is not None:
                     del streams[stream]
-            answer = taken.answer
-            if answer.is_full:
-                self.end(answer)
-                answer.fail(fell_behind())
+            outputs = sample.outputs
+            if outputs.is_full:
+                self.abort(outputs)
+                outputs.fail(unread_error())
             else:
-                answer.put(told)
+                outputs.put(delta)
 
-    def _lost(self, why: str) -> None:
-        """The connection has ended: everything that waits for the engine is told so."""
+    def _on_lost(self, why: str) -> None:
+        """The connection has ended: fail all unfinished requests and calls."""
         if self._closed:
             return
         self._closed = True
@@ -326,10 +323,10 @@ class RemoteClient:
             ended = self._why_gone() if self._why_gone is not None and why == _GONE else ""
             self._health = Health("failed", f"{why}{ended and ': '}{ended}")
         self._unsent.clear()
-        error, answers = stopped(self._health), self._answers()
+        error, queues = stopped_error(self._health), self._queues()
         self._streams.clear()
-        for answer in answers:
-            answer.fail(error)
+        for outputs in queues:
+            outputs.fail(error)
         for future in self._calls.values():
             if not future.done():
                 future.set_exception(error)
@@ -351,21 +348,21 @@ def _submit(first: int, checked: CheckedRequest) -> Submit:
     )
 
 
-def _facts(message: Any) -> Facts:
+def _checked_info(message: Any) -> EngineInfo:
     if not isinstance(message, Welcome):
         raise EngineStopped(
             f"the engine's first message is a {type(message).__name__}, not a Welcome: the connection is broken"
         )
-    facts = message.facts
-    if facts.version != VERSION:
+    info = message.info
+    if info.version != VERSION:
         raise ConfigError(
-            f"the engine runs Sidestream {facts.version}, this front end {VERSION}: restart both from one installation"
+            f"the engine runs Sidestream {info.version}, this front end {VERSION}: restart both from one installation"
         )
-    return facts
+    return info
 
 
-def _told(stream: _Stream, detail: Detail) -> Delta:
-    stream.prompt_tokens, stream.cached = detail.prompt_tokens, CachedTokens(*detail.cached)
+def _delta_of(stream: _Stream, detail: OutputDetail) -> Delta:
+    stream.prompt_tokens, stream.cached = detail.prompt_tokens, CachedTokens(**detail.cached)
     logprobs = tuple(TokenLogprob(token_id, logprob, top) for token_id, logprob, top in detail.logprobs)
     return Delta(
         stream.index,

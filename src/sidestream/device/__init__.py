@@ -1,1 +1,1 @@
-"""WHAT RUNS WHEN: streams, fences, memory. Only this room names a torch stream or event."""
+"""Devices: streams, fences, memory. Only this room uses torch's streams and events."""

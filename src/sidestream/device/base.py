@@ -1,8 +1,7 @@
-"""What a device offers: streams that run work in order, fences between them, memory, and threads of the host that drive
-them.
+"""The protocol of devices: streams that run work in order, fences between streams, memory, and host threads.
 
-`stream.submit(work, accesses)` is the only door to the device. Called from the engine thread and from the mover's
-thread; work runs wherever the device runs it.
+All work reaches a device through `Stream.submit` and `Stream.submit_copy`. Called by the engine thread and by the
+offload worker's thread.
 """
 
 from __future__ import annotations
@@ -22,20 +21,19 @@ Starts = npt.NDArray[np.int64]
 
 
 def no_accesses() -> Sequence[Access]:
-    """Of work that touches no shared memory."""
+    """The accesses of work that touches no shared memory."""
     return ()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Memory:
-    """Bytes that streams touch, under the name that accesses use.
+    """Bytes that streams use, under the name that accesses use.
 
-    parts      uint8 tensors of equal size, on one device. Offsets run through all of them: each `stripe` bytes in turn
-               lie in the next part, so that a block of layers that were allocated one by one has consecutive offsets,
-               like a block of one allocation
-    stripe     bytes; with one part it says nothing
-    pageable   host memory that the device cannot copy from or to by itself: such a copy stalls the thread that asks for
-               it (P1)
+    parts      uint8 tensors of equal size, on one device. Offsets are striped over them: consecutive runs of `stripe`
+               bytes lie in consecutive parts. A block has consecutive offsets even if each layer is an allocation of
+               its own
+    stripe     bytes; unused with one part
+    pageable   host memory that is not pinned: a copy from or to it would block the submitting thread
     """
 
     name: str
@@ -45,17 +43,17 @@ class Memory:
 
     @property
     def num_bytes(self) -> int:
-        """Its size."""
+        """Size of all parts."""
         return sum(part.numel() for part in self.parts)
 
     @property
     def data(self) -> torch.Tensor:
-        """All of it, uint8 `[num_bytes]`. Of memory in one part only."""
+        """All bytes, uint8 `[num_bytes]`. Only for memory with one part."""
         (part,) = self.parts
         return part
 
     def locate(self, starts: Starts) -> tuple[Starts, Starts]:
-        """Part and offset inside it of each start."""
+        """The part of each start, and the offset inside that part."""
         if len(self.parts) == 1:
             return np.zeros_like(starts), starts
         stripes, inside = np.divmod(starts, self.stripe)
@@ -65,11 +63,11 @@ class Memory:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CopyBatch:
-    """Segments of one size, copied from one memory to another in one call: pair by pair, in no particular order.
+    """Segments of equal size to copy from one memory to another, in any order.
 
-    source_starts, target_starts   int64 byte offsets, as many of one as of the other
+    source_starts, target_starts   int64 byte offsets, of equal length
     size                           bytes of each segment
-    prepared                       what the device made of it (`Device.prepare`)
+    prepared                       result of `Device.prepare`
     """
 
     source: Memory
@@ -81,17 +79,17 @@ class CopyBatch:
 
     @property
     def num_bytes(self) -> int:
-        """Of all segments together."""
+        """Bytes of all segments."""
         return len(self.source_starts) * self.size
 
     def part(self, first: int, stop: int) -> CopyBatch:
-        """Some of the segments."""
+        """Segments `[first, stop)`."""
         return CopyBatch(
             self.source, self.target, self.source_starts[first:stop], self.target_starts[first:stop], self.size
         )
 
     def accesses(self) -> Sequence[Access]:
-        """What the copy reads and writes."""
+        """The reads and writes of the copy."""
         reads = [Access(self.source.name, start, start + self.size, False) for start in self.source_starts.tolist()]
         return [
             *reads,
@@ -99,7 +97,7 @@ class CopyBatch:
         ]
 
     def contiguous(self) -> CopyBatch:
-        """The same bytes in segments that lie in one piece each: cut at the stripes of both memories."""
+        """The same bytes as contiguous segments: cut at the stripes of both memories."""
         stripes = [
             memory.stripe
             for memory in (self.source, self.target)
@@ -113,7 +111,7 @@ class CopyBatch:
         return CopyBatch(self.source, self.target, source, target, piece)
 
     def segments(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """The segments as pairs `(source, target)` of uint8, each in one piece."""
+        """Contiguous segments as pairs `(source, target)` of uint8 tensors."""
         batch = self.contiguous()
         for (from_part, from_), (to_part, to) in zip(
             *(
@@ -128,9 +126,7 @@ class CopyBatch:
             )
 
     def runs(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """The bytes as pairs `(source, target)` of uint8 `[n, size]`, one for each run of segments with equal steps in
-        both.
-        """
+        """Pairs `(source, target)` of uint8 `[n, size]`, for each run of segments with equal strides on both sides."""
         batch = self.contiguous()
         (source_parts, source_starts), (target_parts, target_starts) = (
             memory.locate(starts)
@@ -161,9 +157,7 @@ class CopyBatch:
 def _steps(
     source_parts: Starts, source_starts: Starts, target_parts: Starts, target_starts: Starts, size: int
 ) -> list[int]:
-    """Bytes from each segment to the next, if it is the same forward step inside one part of both memories; else 0, as
-    behind the last one.
-    """
+    """Bytes from each segment to the next, if both sides advance equally inside one part; else 0, also for the last."""
     step = np.diff(source_starts)
     alike = (
         (np.diff(source_parts) == 0) & (np.diff(target_parts) == 0) & (np.diff(target_starts) == step) & (step >= size)
@@ -173,10 +167,10 @@ def _steps(
 
 @dataclass(frozen=True, slots=True)
 class Rest:
-    """What a thread of the host waits for between two turns, besides being woken.
+    """When a host thread takes its next turn, unless it is woken before.
 
-    fences   when one of them is done, the next turn comes
-    until_s  on the device's clock: then it comes at the latest
+    fences    after one of these is done
+    until_s   at this time on the device's clock
     """
 
     fences: Sequence[Fence] = ()
@@ -184,113 +178,118 @@ class Rest:
 
 
 class HostThread(Protocol):
-    """A thread of the host besides the engine's, that takes turns whenever there may be something to do."""
+    """A thread of the host that takes turns: it calls a function whenever there may be something to do."""
 
     @property
     def failure(self) -> BaseException | None:
-        """What a turn raised; then there are no more turns."""
+        """The exception of a turn; after it, there are no more turns."""
         ...
 
     def wake(self) -> None:
-        """Have another turn soon. Never blocks; any thread."""
+        """Take another turn soon. Never blocks; any thread."""
         ...
 
     def close(self) -> None:
-        """End behind the turn that runs now, if any; what one more turn would do is left to the caller. Blocks.
-        Idempotent.
-        """
+        """End after the current turn, without another one. Blocks. Idempotent."""
         ...
 
 
 class Graph(Protocol):
-    """Work that was captured on a stream: it runs again on the same memory, as often as it is enqueued."""
+    """Captured work of a stream. Each time it is enqueued, it runs again on the same memory."""
+
+
+class GraphEvent(Protocol):
+    """An event that replays of graphs wait for. It stands for its last record, and for nothing before the first one."""
+
+    def record(self, stream: Any) -> Fence:
+        """Record everything that `stream` was given so far."""
+        ...
 
 
 class Stream(Protocol):
-    """A FIFO of work. Order holds inside one stream; between streams only fences order anything."""
+    """A queue of work that runs in order. Work of two streams is ordered by fences only."""
 
     @property
     def name(self) -> str:
-        """Unique on its device; the timeline's track."""
+        """Unique on its device; also the name of its track in the timeline."""
         ...
 
     def submit(self, work: Callable[[], None], accesses: Accesses = no_accesses, *, label: str = "") -> Fence:
-        """Enqueue `work` and return the fence that covers it and everything before it. Never blocks.
+        """Enqueue `work`; the fence covers it and everything before it. Never blocks.
 
-        `accesses` says which byte ranges the work reads and writes, to a device that has a tracer. What the work raises
-        is kept in the fence; later work on the stream still runs.
+        `accesses` returns the byte ranges that the work reads and writes; only a device with a tracer calls it. An
+        exception of the work is kept in the fence, and later work still runs.
         """
         ...
 
     def wait(self, fence: Fence) -> None:
-        """Order everything submitted after this call behind `fence`, on the device; the caller does not wait.
+        """Make all work submitted after this call wait for `fence`, on the device. The caller does not wait.
 
-        Called from inside work that runs on this very stream, it takes effect at that point of the work.
+        Inside work of this stream, the wait applies at that point of the work.
         """
         ...
 
     def touch(self, accesses: Accesses) -> None:
-        """Declare what the work touches from here on, when not all of it may be touched from the start. Inside work of
-        this stream.
-        """
+        """Declare further accesses, from here on in the work. Inside work of this stream only."""
         ...
 
     def copy(self, batch: CopyBatch) -> None:
-        """Copy the segments. Inside work of this stream; the work declares `batch.accesses`."""
+        """Copy the segments. Inside work of this stream only; the work declares `batch.accesses`."""
         ...
 
     def submit_copy(self, batch: CopyBatch, first: int, stop: int, *, label: str = "") -> Fence:
-        """Enqueue a copy of segments `[first, stop)` and nothing else: `submit` of `copy`, for less of the caller's
-        time.
-        """
+        """Submit a copy of segments `[first, stop)`; faster than `submit` of `copy`."""
         ...
 
     def capture(self, build: Callable[[], None], *, beside: Any = None) -> Graph:
-        """What `build` submits to this stream, as a graph; nothing runs. Blocks until the device is idle: before
-        serving only.
+        """Capture everything that `build` submits to this stream, without running it. Blocks until the device is idle:
+        call it before serving.
 
-        `beside` is a graph of this stream's with which it shares memory for what is only needed while it runs: the two
-        never run at once.
+        `beside` is a graph of this stream. Both share the memory of temporary tensors, so they must not run at once.
         """
         ...
 
     def enqueue(self, graph: Any) -> None:
-        """Run everything in the graph, which this stream captured, behind what its work enqueued so far. Inside work of
-        this stream.
+        """Run a graph of this stream after everything the work has enqueued. Inside work of this stream only."""
+        ...
+
+    def wait_external(self, event: Any) -> None:
+        """Make the rest of a graph wait, at each replay, for the last record of `event`. Inside `capture` only.
+
+        Raises InvariantError on a device without events (`Device.event`).
         """
         ...
 
-    def aside(self, work: Callable[[], None]) -> None:
-        """Enqueue `work` behind what was enqueued so far, what is aside included, and beside what comes next, until
-        `join`. Inside work of this stream.
+    def on_side_stream(self, work: Callable[[], None]) -> None:
+        """Enqueue `work` on a side stream: after everything enqueued so far, concurrently with what follows, until
+        `join`. Inside work of this stream only.
 
-        Until then what it reads stays as it is, and what it writes is left alone: it may have run at once, or not
-        begun. A device may have no second stream for it.
+        Until `join`, nothing may write what it reads, or use what it writes. A device may run it at once instead.
         """
         ...
 
     def join(self) -> None:
-        """Have what comes next wait for all that is aside. Inside the same work, which must not end before."""
+        """Make later work wait for the side stream. The work that used the side stream must call it before it ends."""
         ...
 
     def stamp(self, times: torch.Tensor) -> None:
-        """Write the device's clock, in ns, into the first of `times`, int64 on the device, when the work gets here.
-        Inside work of this stream.
+        """Write the device's clock in ns, when the work gets here, to the first element of `times`, int64 on the
+        device. Inside work of this stream only.
         """
         ...
 
     def deliver(self, values: torch.Tensor, memory: Memory, start: int | torch.Tensor, *, further: int = 0) -> None:
-        """Write the bytes of `values`, contiguous and on the device, to host memory, past the queue of bulk copies
-        (P5): `further` bytes behind `start`, which is a number or, for work that is captured, int64 `[1]` on the
-        device, a multiple of 8.
+        """Write `values`, contiguous on the device, to host memory at byte `start + further`, without queueing behind
+        bulk copies. Inside work of this stream only; the work declares the write.
 
-        Inside work of this stream; the work declares the write. The host reads them behind the work's fence.
+        For captured work, `start` is an int64 `[1]` on the device, a multiple of 8. The host reads the bytes after the
+        work's fence.
         """
         ...
 
 
 class Device(Protocol):
-    """Owns streams and memory; counts what the host waits for."""
+    """Owns streams, memory and host threads, and counts how often the host waits."""
 
     @property
     def kind(self) -> str:
@@ -299,17 +298,17 @@ class Device(Protocol):
 
     @property
     def segment_bytes(self) -> int:
-        """Segments of fewer bytes waste its copies. A fact of the hardware: where it could cut finer, nobody should."""
+        """Smallest segment that copies at full speed."""
         ...
 
     @property
     def torch_device(self) -> torch.device:
-        """Where tensors of its streams' work live."""
+        """The device of tensors that work uses."""
         ...
 
     @property
     def tracer(self) -> Tracer | None:
-        """Who is told of everything that ordering depends on; pools of this device's memory tell it, too."""
+        """Records all events that ordering depends on; pools of this device's memory use it, too."""
         ...
 
     def stream(self, name: str) -> Stream:
@@ -317,19 +316,21 @@ class Device(Protocol):
         ...
 
     def worker(self, name: str) -> Stream:
-        """A new stream for work of the host, such as files: a thread that may block. It must be seen done, not waited
-        for, by other streams.
+        """A new stream for work of the host that may block, such as file I/O. Other streams cannot wait for its fences;
+        the host polls them.
         """
         ...
 
     def thread(self, name: str, turn: Callable[[], Rest]) -> HostThread:
-        """Start a thread that calls `turn` whenever it was woken, or what the last turn rests for has happened."""
+        """Start a thread that calls `turn` when it is woken, and as the `Rest` of the last turn says."""
+        ...
+
+    def event(self, name: str) -> GraphEvent:
+        """A new event, never recorded. Raises InvariantError on a device whose graphs cannot wait: a CPU."""
         ...
 
     def prepare(self, batch: CopyBatch) -> CopyBatch:
-        """The same batch, of which parts can be copied at little cost: whatever can be worked out for all of it at once
-        is.
-        """
+        """The same batch, with addresses resolved once, so that submitting parts of it costs less."""
         ...
 
     def allocate(self, name: str, num_bytes: int) -> Memory:
@@ -337,55 +338,50 @@ class Device(Protocol):
         ...
 
     def allocate_host(self, name: str, num_bytes: int, *, item_bytes: int = 1) -> Memory:
-        """Host memory that the device can copy from and to asynchronously, its beginning at first, all of it in time
-        (P7): see `ready_bytes`.
+        """Host memory for asynchronous copies. Its first bytes are ready at once, the rest later: see `ready_bytes`.
 
-        No multiple of `item_bytes` is cut by a border between what is ready and what is not, nor by one inside what is
-        ready.
+        Items of `item_bytes` are never split: not by the border of the ready bytes, and not between two pinned chunks.
         """
         ...
 
     def mapped(self, memory: Memory) -> torch.Tensor:
-        """Host memory as kernels of the device see it: uint8 `[num_bytes]`, what is ready of it, the same bytes.
+        """The ready bytes of host memory as a tensor for kernels of the device: uint8, the same bytes.
 
-        For kernels only, which read it when they run: a copy between the two goes through the copy engine. Whoever
-        writes it on the host meanwhile changes what they read.
+        Kernels read it when they run, so they see later writes of the host. For kernels only, not for copies.
         """
         ...
 
     def ready_bytes(self, memory: Memory) -> int:
-        """How many bytes of host memory, from its start on, can be copied asynchronously by now. Never falls."""
+        """Number of bytes, from the start of host memory on, that can be copied asynchronously now. Never falls."""
         ...
 
     def grows(self, memory: Memory) -> bool:
-        """Whether `ready_bytes` will rise. Ask before reading `ready_bytes`: after False, that is final."""
+        """Whether `ready_bytes` will still rise. Call it before `ready_bytes`: after False, that number is final."""
         ...
 
     def wait_host(self, fence: Fence, *, reason: str, timeout_s: float | None = None, bell: Bell | None = None) -> bool:
-        """Block this thread until `fence` is done; False when `timeout_s` passed first, or somebody rang `bell`.
-        Counted under `reason`.
+        """Block this thread until `fence` is done; False after `timeout_s`, or when `bell` rings. Counted by `reason`.
 
-        The fence's end is noticed no later for a bell, but for what is done when it rings: where that takes the
-        thread's whole attention, nobody listens.
+        A device may ignore the bell when the end is near, so that a bell never delays the caller.
         """
         ...
 
     def host_waits(self) -> dict[str, int]:
-        """How often a thread waited for a fence that was not done yet, by reason."""
+        """How often a thread waited for an unfinished fence, by reason."""
         ...
 
     def now(self) -> float:
-        """Seconds on the device's clock, which never goes back."""
+        """Seconds on the device's monotonic clock."""
         ...
 
     def sleep(self, seconds: float) -> None:
-        """Hold this thread up for so long, by the device's clock."""
+        """Block the calling thread for this time on the device's clock."""
         ...
 
     def rest(self) -> None:
-        """Nothing is on its way, nor was a moment ago: give memory that is free back to the system."""
+        """Return free memory to the system. The engine calls it when it becomes idle."""
         ...
 
     def close(self) -> None:
-        """Run what was submitted, then end the streams. Idempotent."""
+        """Run all submitted work, then end all streams and threads. Idempotent."""
         ...

@@ -1,5 +1,6 @@
-"""Messages from one thread of the host to another, and what such a thread sleeps on. The tracer is told of messages,
-because they order what the two threads do.
+"""Messages between threads of the host, and the bell that a thread sleeps on.
+
+A tracer records messages, because they order the two threads.
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ T = TypeVar("T")
 
 
 class Channel(Generic[T]):
-    """A queue with one thread at each end; neither ever blocks.
+    """A queue with one sending and one receiving thread; neither ever blocks.
 
-    wake   called after each message was put, by the thread that put it; None: nobody need be woken
+    wake   called by the sender after each message; None: the receiver polls
     """
 
     def __init__(self, name: str, *, tracer: Tracer | None = None, wake: Callable[[], None] | None = None) -> None:
@@ -28,11 +29,11 @@ class Channel(Generic[T]):
         self._put = 0
 
     def __len__(self) -> int:
-        """Messages that were put and not taken."""
+        """Messages in the queue."""
         return len(self._messages)
 
     def put(self, message: T) -> None:
-        """Hand a message over, for good: the sender must not change it any more."""
+        """Send a message. The sender must not change it any more."""
         self._put += 1
         if self._tracer is not None:
             self._tracer.sent(self.name, self._put)
@@ -43,7 +44,7 @@ class Channel(Generic[T]):
     def take(self) -> T | None:
         """The oldest message; None when there is none."""
         if not self._messages:
-            return None  # nobody else takes any
+            return None  # safe without a lock: only this thread takes messages
         number, message = self._messages.popleft()
         if self._tracer is not None:
             self._tracer.received(self.name, number)
@@ -51,51 +52,45 @@ class Channel(Generic[T]):
 
 
 class Bell:
-    """What one thread sleeps on until another rings. Any thread rings, one listens; rung twice before it is heard is
-    rung once.
-    """
+    """One thread sleeps on it until any thread rings. Several rings before the sleeper wakes up count as one."""
 
     __slots__ = ("_quiet",)
 
     def __init__(self) -> None:
-        # Locked while nobody has rung. Not a SimpleQueue: whose `get` with a timeout of microseconds now and then
-        # blocks for ever.
+        # Locked while no ring is pending. Not a SimpleQueue: its `get` with a timeout of microseconds sometimes blocks
+        # for ever.
         self._quiet = threading.Lock()
         self._quiet.acquire()
 
     def ring(self) -> None:
-        """Wake who listens, or have it not fall asleep the next time. Never blocks."""
-        try:  # noqa: SIM105 - contextlib.suppress takes longer, and this is the engine thread's time
+        """Wake the sleeping thread, or end its next sleep at once. Never blocks."""
+        try:  # noqa: SIM105 - contextlib.suppress is slower, and the engine thread calls this
             self._quiet.release()
         except RuntimeError:
-            pass  # somebody else has just done so
+            pass  # a ring is pending already
 
     @property
     def rung(self) -> bool:
-        """Whether somebody has rung and nobody has heard it."""
+        """Whether a ring is pending."""
         return not self._quiet.locked()
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Block until somebody has rung since it was last heard, and hear it; False when `timeout_s`, not negative,
-        passed first.
-        """
+        """Block until a ring is pending, and take it; False after `timeout_s` (not negative)."""
         return self._quiet.acquire(timeout=-1 if timeout_s is None else timeout_s)
 
 
 class Mark:
-    """A number that only grows, written by one thread and read by another: of many messages that say "so far" only the
-    last matters.
-    """
+    """A growing number, written by one thread and read by another: progress messages of which only the last matters."""
 
     def __init__(self, name: str, *, tracer: Tracer | None = None, wake: Callable[[], None] = lambda: None) -> None:
-        """`wake` is called after the number was raised, by the thread that raised it."""
+        """`wake` is called by the writer after each increase."""
         self.name = name
         self._tracer = tracer
         self._wake = wake
         self._raised = self._read = 0
 
     def raise_to(self, number: int) -> None:
-        """Say that it is so far."""
+        """Set the number, if it is higher."""
         if number > self._raised:
             if self._tracer is not None:
                 self._tracer.sent(self.name, number)
@@ -103,7 +98,7 @@ class Mark:
             self._wake()
 
     def read(self) -> int:
-        """How far it is."""
+        """The number."""
         number = self._raised
         if number != self._read:
             self._read = number

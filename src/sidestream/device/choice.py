@@ -1,6 +1,4 @@
-"""Which device this machine has for a name that a user gave. Called before anything large is loaded, so that a hopeless
-wish ends at once.
-"""
+"""Resolves a device name from the user. Called before a model is loaded, so that a wrong name fails at once."""
 
 from __future__ import annotations
 
@@ -15,9 +13,9 @@ log = logging.getLogger(__name__)
 
 
 def torch_device(name: str) -> torch.device:
-    """Where tensors of the device `"cpu"`, `"cuda"` or `"auto"` live; `"auto"` is cuda where a GPU can be used.
+    """The torch device for `"cpu"`, `"cuda"` or `"auto"`, which is cuda where a GPU is usable.
 
-    Raises ConfigError with what is missing when the device that was named cannot be used.
+    Raises ConfigError that names the missing part if `"cuda"` is unusable.
     """
     if name == "cpu":
         return torch.device("cpu")
@@ -32,7 +30,7 @@ def torch_device(name: str) -> torch.device:
 
 
 def why_no_gpu() -> str | None:
-    """What keeps a GPU from being used, and what to do about it; None if nothing does."""
+    """Why a GPU is unusable, and the remedy; None if it is usable."""
     from sidestream.device.cuda.device import open_driver
 
     try:

@@ -1,8 +1,4 @@
-"""The CPU as a device: a stream is a thread with a FIFO, a fence is a position in it, and asynchrony is real.
-
-Copies on one stream really run beside a forward pass on another, because torch and numpy release the interpreter lock
-inside their kernels.
-"""
+"""The CPU as a device: each stream is a thread (see `host`), memory is anonymous pages."""
 
 from __future__ import annotations
 
@@ -13,13 +9,13 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 
-from sidestream.device.base import CopyBatch, Memory, Rest
+from sidestream.device.base import CopyBatch, GraphEvent, Memory, Rest
 from sidestream.device.channel import Bell
 from sidestream.device.host import HostFence, HostStream, TurnTaker
+from sidestream.device.machine import available_bytes
 from sidestream.errors import ConfigError, InvariantError
 from sidestream.metrics import Metrics, Timeline
 from sidestream.types import Fence, Tracer
@@ -58,7 +54,7 @@ class CpuDevice:
         self._closing = False
 
     def stream(self, name: str) -> HostStream:
-        """A new stream. `"compute"` runs its kernels on all compute threads, every other one on a single thread."""
+        """A new stream. `"compute"` runs its kernels on all compute threads, every other stream on one thread."""
         if name in self._streams:
             raise InvariantError(f"stream {name} exists already")
         threads = self._compute_threads if name == "compute" else 1
@@ -70,11 +66,11 @@ class CpuDevice:
         return stream
 
     def worker(self, name: str) -> HostStream:
-        """On a CPU, every stream is a thread of the host."""
+        """A stream: on a CPU, every stream is a thread of the host."""
         return self.stream(name)
 
     def thread(self, name: str, turn: Callable[[], Rest]) -> TurnTaker:
-        """A thread that takes turns; whatever passes a fence wakes it. See `Device.thread`."""
+        """See `Device.thread`. A completed fence wakes the thread."""
         thread = TurnTaker(name, turn, clock=self.now, tracer=self.tracer)
         self._threads.append(thread)
         return thread
@@ -83,22 +79,27 @@ class CpuDevice:
         for thread in self._threads:
             thread.wake_for_fences()
 
+    def event(self, name: str) -> GraphEvent:
+        """Raises InvariantError: a CPU has no events. See `Device.event`."""
+        raise InvariantError(f"event {name} cannot be made: a CPU has no events")
+
     def prepare(self, batch: CopyBatch) -> CopyBatch:
-        """As it is."""
+        """The batch unchanged."""
         return batch
 
     def allocate(self, name: str, num_bytes: int) -> Memory:
-        """Zeroed memory, page-aligned; its pages are touched in the background while the engine serves (P7)."""
-        available = _available_bytes()
+        """Zeroed, page-aligned memory. A background thread touches its pages, so that allocation returns at once."""
+        available = available_bytes()
         if available is not None:
             available -= self._untouched  # of earlier allocations, whose pages may not be mapped yet
         if available is not None and num_bytes > available:
             raise ConfigError(
-                f"{name} memory of {num_bytes / 2**30:.2f} GiB does not fit: this machine has {available / 2**30:.2f} GiB available; ask for less"
+                f"{name} memory of {num_bytes / 2**30:.2f} GiB does not fit: "
+                f"this machine has {available / 2**30:.2f} GiB available; ask for less"
             )
         try:
-            # Private, because Linux gives huge pages to shared memory only where the administrator says so: a load
-            # takes 0.8 times as long in them.
+            # Private: Linux gives huge pages to shared mappings only if the administrator enables them. With huge
+            # pages, a load takes 0.8 times as long.
             pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except (OSError, ValueError, OverflowError) as error:
             raise ConfigError(
@@ -114,7 +115,7 @@ class CpuDevice:
         return Memory(name, (torch.frombuffer(pages, dtype=torch.uint8),))
 
     def allocate_host(self, name: str, num_bytes: int, *, item_bytes: int = 1) -> Memory:
-        """On a CPU, host memory is what `allocate` gives."""
+        """See `allocate`: on a CPU, all memory is host memory."""
         return self.allocate(name, num_bytes)
 
     def mapped(self, memory: Memory) -> torch.Tensor:
@@ -122,17 +123,15 @@ class CpuDevice:
         return memory.data
 
     def ready_bytes(self, memory: Memory) -> int:
-        """All of it: a page that was not touched yet costs time, and nothing else."""
+        """All bytes: a page that was not touched yet is only slower."""
         return memory.num_bytes
 
     def grows(self, memory: Memory) -> bool:
-        """Never: all of it is ready."""
+        """False: all bytes are ready."""
         return False
 
     def _touch(self, pages: mmap.mmap, num_bytes: int) -> None:
-        """Have the kernel map the pages, huge ones where it may, so that no copy pays for a page fault. Changes no
-        byte.
-        """
+        """Map the pages, as huge pages if possible, so that no copy has page faults. Changes no byte."""
         try:
             pages.madvise(mmap.MADV_HUGEPAGE)
             for start in range(0, num_bytes, _TOUCH_BYTES):
@@ -146,9 +145,7 @@ class CpuDevice:
             return  # another system, or an older kernel: pages are mapped when first written
 
     def wait_host(self, fence: Fence, *, reason: str, timeout_s: float | None = None, bell: Bell | None = None) -> bool:
-        """Block this thread until `fence` is done, or somebody rang; counted under `reason` unless it was done
-        already.
-        """
+        """See `Device.wait_host`."""
         if fence.poll():
             return True
         if not isinstance(fence, HostFence):
@@ -162,7 +159,7 @@ class CpuDevice:
         return fence.poll()
 
     def host_waits(self) -> dict[str, int]:
-        """How often a thread waited for a fence that was not done yet, by reason."""
+        """See `Device.host_waits`."""
         return dict(self._waits)
 
     def now(self) -> float:
@@ -170,18 +167,16 @@ class CpuDevice:
         return time.monotonic()
 
     def sleep(self, seconds: float) -> None:
-        """Hold this thread up."""
+        """Block the calling thread."""
         time.sleep(seconds)
 
     def rest(self) -> None:
-        """Have the allocator return what a large step left behind: tens of MiB that it keeps otherwise. Takes
-        milliseconds.
-        """
-        with contextlib.suppress(OSError, AttributeError):  # only the GNU library has it, and only it needs it
+        """Return the C allocator's free memory to the system: tens of MiB after a large step. Takes milliseconds."""
+        with contextlib.suppress(OSError, AttributeError):  # only glibc has it, and only glibc needs it
             ctypes.CDLL("libc.so.6").malloc_trim(0)
 
     def close(self) -> None:
-        """Run what was submitted, then end all streams and threads. Idempotent."""
+        """See `Device.close`."""
         self._closing = True
         for thread in self._threads:
             thread.close()
@@ -191,23 +186,12 @@ class CpuDevice:
             toucher.join()
 
 
-def _available_bytes() -> int | None:
-    """Memory that may be taken without swapping; None where the system does not say."""
-    try:
-        for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    except OSError:
-        pass
-    return None
-
-
 def _end_own_openmp_team() -> None:
-    """Let go of the OpenMP threads that belong to the calling thread, which has loaded a model with them.
+    """End the OpenMP threads of the calling thread, which has loaded a model with them.
 
-    While a process has more of them than cores, libgomp's threads stop spinning between two kernels and sleep, and each
-    of the hundreds of small kernels of a decode step pays for waking them: a step of SmolLM2-135M took 50 ms instead of
-    30 ms on two cores. A thread that needs its team again gets a new one.
+    If a process has more OpenMP threads than cores, libgomp's threads sleep between kernels instead of spinning, and
+    each small kernel of a decode step pays for waking them: a step of SmolLM2-135M took 50 ms instead of 30 ms on two
+    cores. A thread that needs its OpenMP threads again gets new ones.
     """
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL("libgomp.so.1").omp_pause_resource_all(_OMP_PAUSE_HARD)

@@ -1,15 +1,14 @@
-"""Threads of the host as streams: a FIFO of work on a thread of its own; and threads that take turns.
+"""Streams that are threads of the host, and threads that take turns.
 
-A stream is a thread, a fence is a position in it, and asynchrony is real: torch and numpy release the interpreter lock
-inside their kernels. Submission is a queue append: it never blocks, however much is pending. All streams of the CPU
-device are of this kind, and on every device those that read and write files.
+Each stream runs its work in order on a thread of its own; torch and numpy release the interpreter lock inside their
+kernels, so streams run concurrently. `submit` appends to a queue and never blocks. All streams of the CPU device are of
+this kind; on every device, so are the streams that read and write files.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from queue import SimpleQueue
@@ -18,62 +17,25 @@ import torch
 
 from sidestream.device.base import CopyBatch, Memory, Rest, no_accesses
 from sidestream.device.channel import Bell
+from sidestream.device.fence import StreamFence
 from sidestream.errors import DeviceLost, InvariantError
 from sidestream.metrics import Timeline
 from sidestream.types import Accesses, Fence, Tracer
 
-# A thread that looks again within so long is not woken.
-_SOON_S = 100e-6
-# A wait shorter than this is not worth a span of its own on the timeline.
+# `wake` does not ring for a thread that sleeps no longer than this: ringing takes the caller about 5 us.
+_SHORT_SLEEP_S = 100e-6
+# Shorter waits are left out of the timeline.
 _VISIBLE_WAIT_NS = 50_000
 
 
-class HostFence:
-    """A position on one stream; done once the stream's thread has passed it."""
+class HostFence(StreamFence["HostStream"]):
+    """A position on one host stream; done once the stream's thread has passed it."""
 
-    __slots__ = ("_failure", "_stream", "_tick")
-
-    def __init__(self, stream: HostStream, tick: int) -> None:
-        self._stream = stream
-        self._tick = tick
-        self._failure: BaseException | None = None
-
-    @property
-    def stream(self) -> str:
-        """Name of the stream."""
-        return self._stream.name
-
-    @property
-    def tick(self) -> int:
-        """Position on the stream."""
-        return self._tick
-
-    def poll(self) -> bool:
-        """Whether the stream has passed this position. Never blocks."""
-        return self._stream.has_passed(self)
-
-    @property
-    def failure(self) -> BaseException | None:
-        """What the work raised, once done."""
-        return self._failure
-
-    def fail(self, error: BaseException) -> None:
-        """Keep what the work raised, without its frames' variables. Called by the stream's thread before the fence
-        completes.
-        """
-        traceback.clear_frames(error.__traceback__)
-        self._failure = error
-
-    def is_of(self, stream: HostStream) -> bool:
-        """Whether it was recorded on `stream`; two devices may use the same name."""
-        return self._stream is stream
+    __slots__ = ()
 
     def block(self, timeout_s: float | None, bell: Bell | None = None) -> bool:
-        """Block the calling thread until done; False when `timeout_s` passed first, or somebody rang."""
-        return self._stream.block_until(self._tick, timeout_s, bell)
-
-    def __repr__(self) -> str:
-        return f"fence({self.stream}:{self.tick}{' done' if self.poll() else ''})"
+        """Block the calling thread until done; False after `timeout_s`, or when `bell` rings."""
+        return self.owner.block_until(self.tick, timeout_s, bell)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,13 +52,16 @@ class _Wait:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HostGraph:
-    """Work that was captured, to run again as it is."""
+    """Captured work, in order."""
 
     nodes: tuple[Callable[[], None], ...]
 
 
 class HostStream:
-    """One thread that runs what is submitted, in order."""
+    """A thread that runs submitted work in order.
+
+    done_tick   position of the last work that is done
+    """
 
     def __init__(
         self,
@@ -107,7 +72,11 @@ class HostStream:
         tracer: Tracer | None,
         on_pass: Callable[[], None] = lambda: None,
     ) -> None:
-        """`threads` of torch for its kernels; `on_pass` is called by its thread after each piece of work."""
+        """Start the thread.
+
+        threads   torch threads for its kernels
+        on_pass   called on the thread after each piece of work
+        """
         self.name = name
         self._on_pass = on_pass
         self.done_tick = 0
@@ -120,7 +89,7 @@ class HostStream:
         self._closed = False
         self._capture: list[Callable[[], None]] | None = None
         self._passed = threading.Condition()
-        self._bell: Bell | None = None  # of the thread that waits for this stream and listens meanwhile
+        self._bell: Bell | None = None  # of the thread in `block_until`; rung after each piece of work
         self._ready = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"sidestream-{name}", daemon=True)
         self._start()
@@ -141,11 +110,11 @@ class HostStream:
         return fence
 
     def wait(self, fence: Fence) -> None:
-        """Order later work behind `fence`. See `Stream.wait`."""
+        """Make later work wait for `fence`. See `Stream.wait`."""
         if not isinstance(fence, HostFence):
             raise InvariantError(f"stream {self.name} cannot wait for {fence!r}: it is of another kind of stream")
-        if fence.is_of(self):
-            return  # a FIFO is behind its own past already
+        if fence.owner is self:
+            return  # a stream runs in order
         if threading.current_thread() is self._thread:
             self._wait_here(fence)
         elif not fence.poll():
@@ -153,15 +122,14 @@ class HostStream:
                 self._queue.put(_Wait(fence))
 
     def touch(self, accesses: Accesses) -> None:
-        """Declare from inside work what it touches from here on. See `Stream.touch`."""
+        """See `Stream.touch`."""
         if self._tracer is not None:
             self._tracer.touched(self.name, accesses)
 
     def copy(self, batch: CopyBatch) -> None:
         """Copy the segments, on the calling thread. See `Stream.copy`."""
         pairs = list(batch.runs())
-        # one call: each copy by itself would compete for the interpreter lock with a forward pass that needs it for
-        # each kernel
+        # One call for all: separate copies would compete for the interpreter lock with the kernels of a forward pass.
         if pairs:
             sources, targets = zip(*pairs, strict=True)
             torch._foreach_copy_(targets, sources)
@@ -172,7 +140,7 @@ class HostStream:
         return self.submit(lambda: self.copy(part), part.accesses, label=label)
 
     def capture(self, build: Callable[[], None], *, beside: HostGraph | None = None) -> HostGraph:
-        """What `build` submits to this stream, to run again; nothing runs. See `Stream.capture`."""
+        """See `Stream.capture`."""
         self._capture = []
         try:
             build()
@@ -181,16 +149,20 @@ class HostStream:
             self._capture = None
 
     def enqueue(self, graph: HostGraph) -> None:
-        """Run it, on the calling thread. See `Stream.enqueue`."""
+        """Run the graph's work on the calling thread. See `Stream.enqueue`."""
         for node in graph.nodes:
             node()
 
-    def aside(self, work: Callable[[], None]) -> None:
-        """Run it at once, on the calling thread. See `Stream.aside`."""
+    def wait_external(self, event: object) -> None:
+        """Raises InvariantError: a CPU has no events. See `Device.event`."""
+        raise InvariantError(f"stream {self.name} cannot wait for an event: a CPU has none")
+
+    def on_side_stream(self, work: Callable[[], None]) -> None:
+        """Run the work at once, on the calling thread. See `Stream.on_side_stream`."""
         work()
 
     def join(self) -> None:
-        """Nothing is aside."""
+        """Nothing to do: there is no side stream."""
 
     def stamp(self, times: torch.Tensor) -> None:
         """Write the system's monotonic clock. See `Stream.stamp`."""
@@ -203,7 +175,7 @@ class HostStream:
         memory.data[first : first + flat.numel()].copy_(flat)
 
     def has_passed(self, fence: HostFence) -> bool:
-        """Whether `fence`, of this stream, is done: then whoever asks has seen it."""
+        """Whether `fence`, of this stream, is done; if so, the calling thread has observed it."""
         if self.done_tick < fence.tick:
             return False
         if self._tracer is not None:
@@ -211,13 +183,14 @@ class HostStream:
         return True
 
     def block_until(self, tick: int, timeout_s: float | None, bell: Bell | None = None) -> bool:
-        """Block the calling thread until `tick` has been passed; False when `timeout_s` passed first, or somebody rang:
-        one thread may listen.
+        """Block the calling thread until `tick` is done; False after `timeout_s`, or when `bell` rings.
+
+        Only one thread at a time may pass a bell.
         """
         if self.done_tick >= tick:
             return True
         if bell is not None:
-            self._bell = bell  # before it looks: the stream rings from here on
+            self._bell = bell  # before the check below, so that no completion is missed
             if self.done_tick < tick:
                 bell.wait(timeout_s)
             self._bell = None
@@ -226,7 +199,7 @@ class HostStream:
             return self._passed.wait_for(lambda: self.done_tick >= tick, timeout_s)
 
     def close(self) -> None:
-        """Run what was submitted, then end the thread. Idempotent."""
+        """Run all submitted work, then end the thread. Idempotent."""
         with self._submit_lock:
             if not self._closed:
                 self._closed = True
@@ -234,11 +207,10 @@ class HostStream:
         self._thread.join()
 
     def _start(self) -> None:
-        """Start the thread with its own number of torch threads: copies stay on one core, the forward pass gets them
-        all.
+        """Start the thread with its own number of torch threads: one core for copies, all cores for a forward pass.
 
-        Torch keeps the number by thread, but a thread that never asked takes the last one set by any thread: so the
-        stream's thread asks before it sets, and the caller's number is set again afterwards, for threads still to come.
+        Torch keeps this number for each thread. A thread that never read it gets the number that any thread set last.
+        So the new thread reads it before it sets its own, and the caller sets its number again for later threads.
         """
         caller_threads = torch.get_num_threads()
         self._thread.start()
@@ -265,7 +237,7 @@ class HostStream:
             if self._tracer is not None:
                 self._tracer.finished(item.fence)
             tick = item.fence.tick
-            del item  # what the work held (tensors, leases) is gone before anybody learns that it is done (H24)
+            del item  # drops the work's tensors and leases before any thread can see the fence done (H24)
             with self._passed:
                 self.done_tick = tick
                 self._passed.notify_all()
@@ -284,9 +256,9 @@ class HostStream:
 
 
 class TurnTaker:
-    """A thread that calls `turn` again and again, and sleeps in between until there may be something to do.
+    """A thread that calls `turn` repeatedly and sleeps in between. See `HostThread`.
 
-    poll_s   how soon it looks at fences again that nobody announces; None: whoever passes one calls `wake_for_fences`
+    poll_s   polling interval of the fences that a turn rests for; None: their device calls `wake_for_fences`
     """
 
     def __init__(
@@ -299,7 +271,7 @@ class TurnTaker:
         prepare: Callable[[], None] = lambda: None,
         tracer: Tracer | None = None,
     ) -> None:
-        """`prepare` is called first, on the thread."""
+        """Start the thread; it calls `prepare` first."""
         self.name = name
         self.failure: BaseException | None = None
         self._turn = turn
@@ -317,19 +289,19 @@ class TurnTaker:
         self._thread.start()
 
     def wake(self) -> None:
-        """Have another turn soon. See `HostThread.wake`."""
+        """See `HostThread.wake`."""
         if not self._woken:
             self._woken = True
-            if self._asleep:  # else it looks before it falls asleep
+            if self._asleep:  # else it checks `_woken` before it sleeps
                 self._bell.ring()
 
     def wake_for_fences(self) -> None:
-        """A fence was passed, whichever: have another turn if the last one waits for any."""
+        """Take another turn if the last one rests for fences. Called after any fence is done."""
         if self._resting_for_fences:
             self.wake()
 
     def close(self) -> None:
-        """End behind the turn that runs now. See `HostThread.close`."""
+        """See `HostThread.close`."""
         self._closing = True
         self._bell.ring()
         if threading.current_thread() is not self._thread:
@@ -346,9 +318,8 @@ class TurnTaker:
             self._sleep(None)
             while not self._closing:
                 self._woken = False
-                self._resting_for_fences = (
-                    True  # before the turn looks at them: one that is passed behind its back wakes it again
-                )
+                # Before the turn polls any fence: one that completes during the turn then causes another turn.
+                self._resting_for_fences = True
                 rest = self._turn()
                 self._resting_for_fences = bool(rest.fences)
                 self._sleep(rest.until_s, rest.fences)
@@ -356,8 +327,9 @@ class TurnTaker:
             self.failure = error
 
     def _sleep(self, until_s: float | None, fences: Sequence[Fence] = ()) -> None:
-        """Until woken, or until that time, or until one of the fences is done: looking at them takes a few
-        microseconds, a turn takes fifty.
+        """Sleep until `wake`, `until_s`, or the completion of a fence.
+
+        Polls the fences here, because that takes a few microseconds and a turn takes fifty.
         """
         timeout_s: float | None = None
         while True:
@@ -368,11 +340,9 @@ class TurnTaker:
                 if left_s <= 0:
                     break
                 timeout_s = left_s if timeout_s is None else min(timeout_s, left_s)
-            # Who looks again so soon need not be woken, which takes some 5 us of the engine thread's.
-            self._asleep = timeout_s is None or timeout_s > _SOON_S
-            if (
-                self._woken or self._closing
-            ):  # behind the line above: whoever wakes it from here on sees that it is asleep
+            self._asleep = timeout_s is None or timeout_s > _SHORT_SLEEP_S
+            # After setting `_asleep`: a `wake` before it is seen here, a later one rings.
+            if self._woken or self._closing:
                 break
             self._bell.wait(timeout_s)
             if self._poll_s is not None and _any_done(fences):
@@ -384,4 +354,4 @@ def _any_done(fences: Sequence[Fence]) -> bool:
     try:
         return any(fence.poll() for fence in fences)
     except DeviceLost:
-        return True  # the next turn finds out
+        return True  # the next turn handles it

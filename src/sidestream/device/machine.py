@@ -1,4 +1,4 @@
-"""Facts about the machine that do not depend on what runs on it: its processor and its memory."""
+"""Processor and memory of this machine."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def cpu_name() -> str:
-    """The processor's name, as its maker calls it where the system tells."""
+    """The processor's model name, or its architecture where the system does not tell the name."""
     with contextlib.suppress(OSError):
         found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(encoding="utf-8"), re.MULTILINE)
         if found:
@@ -18,16 +18,14 @@ def cpu_name() -> str:
 
 
 def instruction_set() -> str:
-    """The vector instructions that torch's own kernels use here, such as `AVX2` or `AVX512`; the environment may ask
-    for fewer than there are.
-    """
+    """Vector instructions of torch's kernels, such as `AVX2` or `AVX512`; an environment variable may limit them."""
     import torch
 
     return torch.backends.cpu.get_cpu_capability()
 
 
 def memory_bytes() -> tuple[int | None, int | None]:
-    """Total and available bytes, of the machine or of the container where that is less."""
+    """Total and available bytes: the smaller of the machine's and the container's."""
     with contextlib.suppress(OSError, KeyError):
         lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text(encoding="utf-8").splitlines())
         total, available = (int(lines[name].split()[0]) * 1024 for name in ("MemTotal", "MemAvailable"))
@@ -37,3 +35,14 @@ def memory_bytes() -> tuple[int | None, int | None]:
             total, available = min(total, limit), min(available, max(0, limit - used))
         return total, available
     return None, None
+
+
+def available_bytes() -> int | None:
+    """Bytes that the system can give without swapping; None where it does not say."""
+    try:
+        for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return None

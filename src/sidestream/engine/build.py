@@ -1,7 +1,7 @@
-"""From a model and a config to a running engine; every check that can fail comes before the thread that serves.
+"""From a model and a config to a running engine. Every check that can fail comes before the engine thread starts.
 
-On a GPU the kernels are warmed up here, too: their first launch waits for the device, and must not do so while requests
-run (P3).
+On a GPU the kernels are warmed up here, too: their first launch waits for the device, which must not happen while
+requests run.
 """
 
 from __future__ import annotations
@@ -10,42 +10,48 @@ import contextlib
 import functools
 import logging
 import time
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from sidestream.attention.triton import LONG_TOKENS, Partials, Straight
+from sidestream.attention.interface import AttentionBackend, AttentionSpec
+from sidestream.attention.registry import select_backend
 from sidestream.config import NEUTRAL, EngineConfig, EngineSizes, SamplingDefaults
-from sidestream.device.base import Device
+from sidestream.device.base import Device, Memory
 from sidestream.device.choice import torch_device
 from sidestream.device.cpu import CpuDevice
+from sidestream.device.kinds import CPU, CUDA
 from sidestream.engine.capacity import MAX_BLOCKS, pool_bytes
+from sidestream.engine.engine import Engine
 from sidestream.engine.inbox import Inbox
-from sidestream.engine.loop import Engine, Parts
+from sidestream.engine.parts import Parts
 from sidestream.errors import ConfigError, DeviceLost
-from sidestream.execute.executor import Executor
-from sidestream.execute.frame import SHORT_TOKENS, Shape
-from sidestream.execute.model import ForwardModel
 from sidestream.kv.keys import BlockKeys
 from sidestream.kv.layout import KVLayout
 from sidestream.kv.pool import FencedPool
 from sidestream.metrics import Metrics, Timeline
-from sidestream.models.kept import keep_compiled
-from sidestream.schedule.admission import Bounds
-from sidestream.schedule.drafting import DraftPolicy
-from sidestream.schedule.scheduler import Limits, Scheduler
+from sidestream.models.compile_cache import use_compile_cache
+from sidestream.offload.connector import OffloadConnector
+from sidestream.offload.copy import BlockMemory
+from sidestream.offload.costs import CostModel
+from sidestream.offload.loads import layers_per_group
+from sidestream.offload.tiers.base import PersistentTier, TierContext
+from sidestream.offload.tiers.host import HostTier
+from sidestream.offload.tiers.registry import open_tiers
+from sidestream.offload.tiers.stack import TierStack
+from sidestream.runner.executor import Executor
+from sidestream.runner.frame import SHORT_TOKENS, GraphKey
+from sidestream.runner.model import ForwardModel
+from sidestream.schedule.limits import Limits
+from sidestream.schedule.scheduler import Scheduler
+from sidestream.schedule.spec_policy import SpecPolicy
+from sidestream.schedule.validation import Bounds
 from sidestream.speculate import NgramProposer, Proposer
-from sidestream.tiers.base import PersistentTier
-from sidestream.tiers.disk import DiskTier
-from sidestream.tiers.host import HostTier
-from sidestream.transfer import CostModel, TransferEngine
-from sidestream.transfer.copy import BlockMemory
-from sidestream.transfer.mover import layers_per_group
-from sidestream.types import Tracer
+from sidestream.types import HOST, Tracer
 
-if TYPE_CHECKING:  # transformers is imported by who loads a model
+if TYPE_CHECKING:  # importing transformers takes seconds
     from sidestream.models.adapter import PagedModel
     from sidestream.models.mtp import MtpHead
 
@@ -55,11 +61,11 @@ _WARMING_UP = "warming up the GPU's kernels"
 
 
 class ServableModel(ForwardModel, Protocol):
-    """What an engine needs of a model: `sidestream.models.PagedModel`, or a toy."""
+    """A model that an engine can serve: `sidestream.models.PagedModel`, or a toy."""
 
     @property
     def fingerprint(self) -> str:
-        """Names everything that its KV depends on besides tokens and layout."""
+        """Names everything that KV depends on besides tokens and layout."""
         ...
 
     @property
@@ -69,7 +75,7 @@ class ServableModel(ForwardModel, Protocol):
 
     @property
     def max_model_len(self) -> int:
-        """Tokens of prompt and output together that it was made for."""
+        """Longest sequence that the model was made for."""
         ...
 
     @property
@@ -84,7 +90,7 @@ def build_engine(
     *,
     eos_ids: Sequence[int] = (),
     timeline: Timeline | None = None,
-    disk: PersistentTier | None = None,
+    tiers: Mapping[str, PersistentTier] | None = None,
     device: Device | None = None,
     tracer: Tracer | None = None,
     proposer: Proposer | None = None,
@@ -95,169 +101,246 @@ def build_engine(
     """Allocate the pools, open the tiers, warm the device up, start the engine. Raises ConfigError; then nothing is
     left open.
 
-    The model's weights are where `torch_device(config.device)` says, or where `device` is.
+    The model's weights are on `torch_device(config.device)`, or on `device`.
 
     eos_ids   ids that end an answer, besides the model's own: the tokenizer's
-    disk      an open tier in place of the one that `config.offload.disk` names; closed with the engine, or by the
-              caller if this raises
+    tiers     open persistent tiers by name, fastest first, in place of those that `config.offload` asks for; closed
+              with the engine, or by the caller if this raises
     device    a device in place of the one that `config.device` names; closed with the engine
-    tracer   told of everything that ordering depends on, if `device` is not given
+    tracer    traces everything that ordering depends on, if `device` is not given
     proposer  drafts in place of the one that `config.speculative` names
     defaults  sampling options of requests that leave them out
-    tell      is told what is being done, in words, and how much of it is done, of how much; 0 of 0: nobody knows
-    threaded  False: whoever calls `Engine.step` is the engine thread, and must be the only one to use the engine
+    threaded  False: the engine has no thread, see `Engine`
+    tell      called with the current activity, how much of it is done, and of how much; 0 of 0: unknown
     """
-    layout = model.layout
-    on_gpu = (torch_device(config.device) if device is None else device.torch_device).type == "cuda"
-    sizes = config.sizes("cuda" if on_gpu else "cpu")
-    if sizes.kv_bytes is not None:
-        _check_pool(sizes.kv_bytes, layout)
-    if config.max_model_len is not None and config.max_model_len > model.max_model_len:
-        raise ConfigError(
-            f"max_model_len is {config.max_model_len}, the model was made for {model.max_model_len}: lower it"
-        )
+    on_gpu = (torch_device(config.device) if device is None else device.torch_device).type == CUDA
+    sizes = config.sizes(CUDA if on_gpu else CPU)
+    _check_sizes(model, config, sizes)
     if on_gpu:
-        keep_compiled()
+        use_compile_cache()
     with contextlib.ExitStack() as undo:
         metrics = Metrics()
         if device is None:
             device = _open_device(config, timeline, metrics, tracer)
             undo.callback(device.close)
-        if config.speculative is None:
-            proposer = None
-        elif proposer is None:
-            if config.speculative.proposer != "ngram":
-                raise ConfigError(
-                    f"the proposer {config.speculative.proposer} needs weights: give build_engine a proposer"
-                )
-            proposer = NgramProposer()
-        kv_bytes = sizes.kv_bytes
-        max_drafts = 0 if config.speculative is None else config.speculative.max_drafts
-        if kv_bytes is None:
-            kv_bytes = _free_pool_bytes(model, config, sizes.max_running * (1 + max_drafts), device.torch_device)
-            _check_pool(kv_bytes, layout)
-        num_blocks = kv_bytes // layout.block_bytes
-        logger.info(
-            "KV memory: %.2f GiB on %s, %d tokens (%s); up to %d requests run at once",
-            num_blocks * layout.block_bytes / 2**30,
-            device.kind,
-            num_blocks * layout.block_tokens,
-            "as asked"
-            if config.kv_memory is not None
-            else "what the weights leave free; --kv-memory changes it"
-            if on_gpu
-            else "the default",
-            sizes.max_running,
-        )
-        spare = proposer is not None and proposer.hidden_size > 0
-        memory = device.allocate("kv", (num_blocks + spare) * layout.block_bytes)
-        given, (host, disk) = disk, _open_tiers(model, config, device, disk)
-        if disk is not None and disk is not given:
-            undo.callback(disk.close)
-        blocks = FencedPool("device blocks", num_blocks, tracer=device.tracer)
-        if device.tracer is not None:
-            device.tracer.backed(blocks.name, memory.name, layout.block_bytes)
+        plan = _plan_build(model, config, sizes, _proposer(config, proposer), device, on_gpu=on_gpu)
+        stack = _open_tiers(model, config, device, tiers)
+        if stack is not None and tiers is None:
+            undo.callback(stack.close)
+        memory, blocks = _allocate_pool(plan)
         inbox = Inbox()
-        costs = CostModel(layout, clock=device.now)
+        costs = CostModel(model.layout, clock=device.now)
         transfers = None
-        if host is not None and config.offload is not None:
-            transfers = TransferEngine(
-                device=device,
-                blocks=blocks,
-                memory=BlockMemory(memory, layout),
-                host=host,
-                disk=disk,
-                costs=costs,
-                metrics=metrics,
-                load_deadline_s=config.offload.load_deadline_s,
-                notify=inbox.bell.ring,
-            )
-        chunk_tokens = sizes.chunk_tokens
-        limits = Limits(
-            layout.block_tokens,
-            chunk_tokens,
-            sizes.token_budget,
-            prefix_cache=config.prefix_cache,
-            tail_apart=device.kind != "cuda" if config.tail_apart is None else config.tail_apart,
-        )
-        keys = BlockKeys(fingerprint=model.fingerprint, layout=layout, salt=config.salt)
-        speculative = config.speculative
-        if speculative is not None and speculative.max_drafts + 2 > num_blocks * layout.block_tokens:
-            raise ConfigError(
-                f"max_drafts is {speculative.max_drafts}, the pool holds {num_blocks * layout.block_tokens} tokens: at most "
-                f"{num_blocks * layout.block_tokens - 2} drafts fit behind a prompt; lower it or raise kv_memory"
-            )
-        rows = FencedPool("rows", sizes.max_running, tracer=device.tracer)
-        bounds = Bounds(
-            max_model_len=config.max_model_len or model.max_model_len,
-            pool_tokens=num_blocks * layout.block_tokens,
-            block_tokens=layout.block_tokens,
-            vocab_size=model.vocab_size,
-            max_unfinished=config.max_waiting + sizes.max_running,
-        )
-        partials, straight = _buffers(model, sizes, bounds, proposer, max_drafts, device) if on_gpu else (None, None)
-        executor = Executor(
-            device=device,
-            model=model,
-            memory=memory,
-            num_rows=sizes.max_running,
-            partials=partials,
-            straight=straight,
-            proposer=proposer,
-            max_drafts=max_drafts,
-            max_len=min(bounds.max_model_len, bounds.pool_tokens),
-        )
-        warm_blocks = max(sizes.max_running, -(-chunk_tokens // layout.block_tokens))
-        warm_up = functools.partial(
-            _warm_up, executor, blocks, warm_blocks, min(chunk_tokens, bounds.max_model_len), tell
-        )
-        if on_gpu and config.eager:
-            warm_up(_WARMING_UP)
-        elif on_gpu:
-            gate_layers = 0 if transfers is None else layers_per_group(layout, device.segment_bytes)
-            shapes = Shape.all_of(
-                max_rows=sizes.max_running,
-                chunk_tokens=chunk_tokens,
-                max_tokens=min(sizes.token_budget, bounds.pool_tokens),
-                drafts=max_drafts,
-            )
-            _capture(executor, model, proposer, shapes, gate_layers=gate_layers, warm_up=warm_up, tell=tell)
+        if stack is not None:
+            kv = BlockMemory(memory, model.layout)
+            transfers = _build_transfers(plan, kv, blocks, stack, costs, metrics, inbox)
+        keys = BlockKeys(fingerprint=model.fingerprint, layout=model.layout, salt=config.salt)
+        scheduler = _build_scheduler(plan, blocks, keys, transfers)
+        executor = _build_executor(plan, memory)
+        if on_gpu:
+            _make_ready(plan, executor, blocks, transfers is not None, tell)
         parts = Parts(
             device=device,
-            scheduler=Scheduler(
-                limits=limits,
-                blocks=blocks,
-                rows=rows,
-                keys=keys,
-                tiers=transfers,
-                drafts=None
-                if speculative is None
-                else DraftPolicy(max_drafts, adaptive=speculative.adaptive, max_slowdown=speculative.max_slowdown),
-            ),
+            scheduler=scheduler,
             executor=executor,
             blocks=blocks,
-            layout=layout,
+            layout=model.layout,
             eos_ids=tuple(sorted({*model.eos_token_ids, *eos_ids})),
             defaults=defaults,
             metrics=metrics,
-            bounds=bounds,
+            bounds=plan.bounds,
             inbox=inbox,
             asynchronous=config.asynchronous,
             salt=config.salt,
             transfers=transfers,
-            host=host,
-            disk=disk,
+            tiers=stack,
             costs=costs,
-            proposer="" if proposer is None else proposer.name,
-            max_drafts=max_drafts,
+            proposer="" if plan.proposer is None else plan.proposer.name,
+            max_drafts=plan.max_drafts,
             timeline=timeline,
         )
         undo.pop_all()
     return Engine(parts, threaded=threaded)
 
 
+@dataclass(frozen=True, slots=True)
+class _BuildPlan:
+    """The choices that everything is built by. `num_blocks`: of the device pool."""
+
+    model: ServableModel
+    config: EngineConfig
+    sizes: EngineSizes
+    device: Device
+    on_gpu: bool
+    proposer: Proposer | None
+    max_drafts: int
+    num_blocks: int
+    bounds: Bounds
+
+    @property
+    def max_len(self) -> int:
+        """Tokens of the longest request."""
+        return min(self.bounds.max_model_len, self.bounds.pool_tokens)
+
+
+def _check_sizes(model: ServableModel, config: EngineConfig, sizes: EngineSizes) -> None:
+    if sizes.kv_bytes is not None:
+        _check_pool(sizes.kv_bytes, model.layout)
+    if config.max_model_len is not None and config.max_model_len > model.max_model_len:
+        raise ConfigError(
+            f"max_model_len is {config.max_model_len}, the model was made for {model.max_model_len}: lower it"
+        )
+
+
+def _proposer(config: EngineConfig, given: Proposer | None) -> Proposer | None:
+    """The given proposer, or the one that the config names; None: nothing is drafted."""
+    if config.speculative is None:
+        return None
+    if given is None and config.speculative.proposer != "ngram":
+        raise ConfigError(f"the proposer {config.speculative.proposer} needs weights: give build_engine a proposer")
+    return NgramProposer() if given is None else given
+
+
+def _plan_build(
+    model: ServableModel,
+    config: EngineConfig,
+    sizes: EngineSizes,
+    proposer: Proposer | None,
+    device: Device,
+    *,
+    on_gpu: bool,
+) -> _BuildPlan:
+    """Size the block pool, and derive the bounds of requests from it."""
+    layout, kv_bytes = model.layout, sizes.kv_bytes
+    max_drafts = 0 if config.speculative is None else config.speculative.max_drafts
+    if kv_bytes is None:
+        kv_bytes = _free_pool_bytes(model, config, sizes, max_drafts, device.torch_device)
+        _check_pool(kv_bytes, layout)
+        origin = "what the weights leave free; --kv-memory changes it"
+    else:
+        origin = "the default" if config.kv_memory is None else "as asked"
+    num_blocks = kv_bytes // layout.block_bytes
+    pool_tokens = num_blocks * layout.block_tokens
+    logger.info(
+        "KV memory: %.2f GiB on %s, %d tokens (%s); up to %d requests run at once",
+        num_blocks * layout.block_bytes / 2**30,
+        device.kind,
+        pool_tokens,
+        origin,
+        sizes.max_running,
+    )
+    if config.speculative is not None and max_drafts + 2 > pool_tokens:
+        raise ConfigError(
+            f"max_drafts is {max_drafts}, the pool holds {pool_tokens} tokens: at most {pool_tokens - 2} drafts fit "
+            "behind a prompt; lower it or raise kv_memory"
+        )
+    bounds = Bounds(
+        max_model_len=config.max_model_len or model.max_model_len,
+        pool_tokens=pool_tokens,
+        block_tokens=layout.block_tokens,
+        vocab_size=model.vocab_size,
+        max_unfinished=config.max_waiting + sizes.max_running,
+    )
+    return _BuildPlan(model, config, sizes, device, on_gpu, proposer, max_drafts, num_blocks, bounds)
+
+
+def _allocate_pool(plan: _BuildPlan) -> tuple[Memory, FencedPool]:
+    """Device memory of the blocks, and its ledger. With a proposer of hidden states, the memory has one block more than
+    the ledger: states that belong to no block are written there.
+    """
+    device, block_bytes = plan.device, plan.model.layout.block_bytes
+    scratch = plan.proposer is not None and plan.proposer.hidden_size > 0
+    memory = device.allocate("kv", (plan.num_blocks + scratch) * block_bytes)
+    blocks = FencedPool("device blocks", plan.num_blocks, tracer=device.tracer)
+    if device.tracer is not None:
+        device.tracer.backed(blocks.name, memory.name, block_bytes)
+    return memory, blocks
+
+
+def _build_transfers(
+    plan: _BuildPlan,
+    kv: BlockMemory,
+    blocks: FencedPool,
+    tiers: TierStack,
+    costs: CostModel,
+    metrics: Metrics,
+    inbox: Inbox,
+) -> OffloadConnector:
+    assert plan.config.offload is not None
+    return OffloadConnector(
+        device=plan.device,
+        blocks=blocks,
+        memory=kv,
+        tiers=tiers,
+        costs=costs,
+        metrics=metrics,
+        load_deadline_s=plan.config.offload.load_deadline_s,
+        notify=inbox.bell.ring,
+    )
+
+
+def _build_scheduler(
+    plan: _BuildPlan, blocks: FencedPool, keys: BlockKeys, transfers: OffloadConnector | None
+) -> Scheduler:
+    config, sizes, device, speculative = plan.config, plan.sizes, plan.device, plan.config.speculative
+    return Scheduler(
+        limits=Limits(
+            plan.model.layout.block_tokens,
+            sizes.chunk_tokens,
+            sizes.token_budget,
+            prefix_cache=config.prefix_cache,
+            tail_apart=not plan.on_gpu if config.tail_apart is None else config.tail_apart,
+        ),
+        blocks=blocks,
+        slots=FencedPool("rows", sizes.max_running, tracer=device.tracer),
+        keys=keys,
+        tiers=transfers,
+        policy=None
+        if speculative is None
+        else SpecPolicy(plan.max_drafts, adaptive=speculative.adaptive, max_slowdown=speculative.max_slowdown),
+    )
+
+
+def _build_executor(plan: _BuildPlan, memory: Memory) -> Executor:
+    return Executor(
+        device=plan.device,
+        model=plan.model,
+        memory=memory,
+        num_slots=plan.sizes.max_running,
+        attention=_attention(plan.model, plan.sizes, plan.bounds, plan.proposer, plan.max_drafts, plan.device),
+        proposer=plan.proposer,
+        max_drafts=plan.max_drafts,
+        max_len=plan.max_len,
+    )
+
+
+def _make_ready(
+    plan: _BuildPlan,
+    executor: Executor,
+    blocks: FencedPool,
+    gated: bool,
+    tell: Callable[[str, int, int], None],
+) -> None:
+    """Warm a GPU's kernels up, and capture forward passes unless `config.eager`. `gated`: steps may wait for loads."""
+    sizes, layout = plan.sizes, plan.model.layout
+    num_blocks = max(sizes.max_running, layout.num_blocks_for(sizes.chunk_tokens))
+    chunk_tokens = min(sizes.chunk_tokens, plan.bounds.max_model_len)
+    warm_up = functools.partial(_warm_up, executor, blocks, num_blocks, chunk_tokens, tell)
+    if plan.config.eager:
+        warm_up(_WARMING_UP)
+        return
+    shapes = GraphKey.all_of(
+        max_rows=sizes.max_running,
+        chunk_tokens=sizes.chunk_tokens,
+        max_tokens=min(sizes.token_budget, plan.bounds.pool_tokens),
+        drafts=plan.max_drafts,
+    )
+    gate_layers = layers_per_group(layout, plan.device.segment_bytes) if gated else 0
+    _capture(executor, plan.model, plan.proposer, shapes, gate_layers=gate_layers, warm_up=warm_up, tell=tell)
+
+
 def _open_device(config: EngineConfig, timeline: Timeline | None, metrics: Metrics, tracer: Tracer | None) -> Device:
-    if torch_device(config.device).type == "cpu":
+    if torch_device(config.device).type == CPU:
         return CpuDevice(compute_threads=config.compute_threads, timeline=timeline, metrics=metrics, tracer=tracer)
     from sidestream.device.cuda import CudaDevice
 
@@ -272,65 +355,65 @@ def _open_device(config: EngineConfig, timeline: Timeline | None, metrics: Metri
 def _check_pool(kv_bytes: int, layout: KVLayout) -> None:
     if kv_bytes < 2 * layout.block_bytes:
         raise ConfigError(
-            f"kv_memory is {kv_bytes} bytes, a block of {layout.block_tokens} tokens takes {layout.block_bytes}: give at least "
-            f"{2 * layout.block_bytes} bytes"
+            f"kv_memory is {kv_bytes} bytes, a block of {layout.block_tokens} tokens takes {layout.block_bytes}: "
+            f"give at least {2 * layout.block_bytes} bytes"
         )
 
 
-def _free_pool_bytes(model: ServableModel, config: EngineConfig, query_tokens: int, device: torch.device) -> int:
-    """Bytes of the block pool that fit the GPU beside the weights and attention's buffers for `query_tokens` and a long
-    chunk.
-    """
+def _free_pool_bytes(
+    model: ServableModel, config: EngineConfig, sizes: EngineSizes, max_drafts: int, device: torch.device
+) -> int:
+    """Bytes of the block pool that fit the GPU beside the weights and attention's buffers."""
     layout = model.layout
-    torch.cuda.empty_cache()  # what the check of the loaded model left in torch's cache is free, too
+    torch.cuda.empty_cache()  # torch's cache still holds what the check of the loaded model left
+    spec = _attention_spec(model, sizes, max_drafts, device)
     fits = pool_bytes(
         torch.cuda.mem_get_info(device)[0],
         token_bytes=layout.token_bytes,
-        scratch_token_bytes=Partials.token_bytes(
-            query_tokens + SHORT_TOKENS, heads=model.num_heads, head_dim=layout.head_dim
-        )
-        + layout.layer_bytes // layout.block_tokens,
+        scratch_token_bytes=select_backend(device).token_bytes(spec),
         max_model_len=config.max_model_len or model.max_model_len,
     )
     return min(fits, MAX_BLOCKS * layout.block_bytes)
 
 
-def _buffers(
-    model: ServableModel, sizes: EngineSizes, bounds: Bounds, proposer: Proposer | None, max_drafts: int, device: Device
-) -> tuple[Partials, Straight | None]:
-    """What rows that decode are summed up in: as many as run at once, as long as the longest; by the model and by one
-    that drafts. And where a long chunk's KV is laid out.
-    """
+def _attention_spec(
+    model: ServableModel, sizes: EngineSizes, max_drafts: int, device: torch.device, proposer: Proposer | None = None
+) -> AttentionSpec:
+    """What the model, and a draft model, need of their attention: as many decode rows as run at once, and short rows."""
     from sidestream.speculate.draft_model import DraftModelProposer
 
+    layout = model.layout
+    return AttentionSpec(
+        heads=model.num_heads,
+        kv_heads=layout.num_kv_heads,
+        head_dim=layout.head_dim,
+        dtype=getattr(torch, layout.dtype),
+        device=device,
+        query_tokens=sizes.max_running * (1 + max_drafts) + SHORT_TOKENS,
+        draft=proposer.shape if isinstance(proposer, DraftModelProposer) else None,
+    )
+
+
+def _attention(
+    model: ServableModel, sizes: EngineSizes, bounds: Bounds, proposer: Proposer | None, max_drafts: int, device: Device
+) -> AttentionBackend:
+    """The engine's attention, with buffers for rows of any length that the engine takes."""
     tokens, layout = min(bounds.max_model_len, bounds.pool_tokens), model.layout
     try:
-        partials = Partials.allocate(
-            query_tokens=sizes.max_running * (1 + max_drafts) + SHORT_TOKENS,
+        return select_backend(device.torch_device).create(
+            _attention_spec(model, sizes, max_drafts, device.torch_device, proposer),
             kv_tokens=(layout.num_blocks_for(tokens) + 1) * layout.block_tokens,
-            heads=model.num_heads,
-            head_dim=layout.head_dim,
-            device=device.torch_device,
-            also=proposer.shape if isinstance(proposer, DraftModelProposer) else None,
-        )
-        if min(sizes.chunk_tokens, tokens) < LONG_TOKENS:  # what is not warmed up by a chunk is not launched by one
-            return partials, None
-        return partials, Straight.allocate(
-            kv_heads=layout.num_kv_heads,
-            head_dim=layout.head_dim,
-            kv_tokens=partials.kv_tokens,  # what block tables are cut to when graphs are captured
-            dtype=getattr(torch, layout.dtype),
-            device=device.torch_device,
+            chunk_tokens=min(sizes.chunk_tokens, tokens),
         )
     except torch.OutOfMemoryError as error:
         raise ConfigError(
-            f"the GPU has no room for attention's buffers of {sizes.max_running} rows of up to {tokens} tokens: lower max_running, max_model_len or "
-            "kv_memory"
+            f"the GPU has no room for attention's buffers of {sizes.max_running} rows of up to {tokens} tokens: "
+            "lower max_running, max_model_len or kv_memory"
         ) from error
 
 
 def _drafting(proposer: Proposer | None) -> Sequence[PagedModel | MtpHead]:
-    """What a proposer computes with."""
+    """Modules that a proposer runs."""
     from sidestream.speculate.draft_model import DraftModelProposer
     from sidestream.speculate.mtp import MtpProposer
 
@@ -343,15 +426,17 @@ def _capture(
     executor: Executor,
     model: ServableModel,
     proposer: Proposer | None,
-    shapes: Sequence[Shape],
+    shapes: Sequence[GraphKey],
     *,
     gate_layers: int,
     warm_up: Callable[[str], None],
     tell: Callable[[str, int, int], None],
 ) -> None:
-    """Compile the layers, warm up, and capture graphs. Kinds of layers that cannot be compiled run as they are written,
-    what cannot be captured is launched kernel by kernel: so steps that are not captured are warmed up once it is known
-    how their layers run (P3). Raises what steps raise of layers as they are written.
+    """Compile the layers, warm up, and capture graphs.
+
+    If layers cannot be compiled, they are captured as written; if they cannot be captured, steps launch kernel by
+    kernel. Warm-up follows that choice, because it must launch the kernels that steps will launch. Raises errors of
+    layers as written.
     """
     from sidestream.models.adapter import PagedModel
     from sidestream.models.compiled import compile_layers, compiling, decompile, reason_of
@@ -374,7 +459,7 @@ def _capture(
                 )
         except DeviceLost:
             raise
-        except Exception as error:  # transformers and the model's own code raise anything here
+        except Exception as error:  # transformers and model code raise errors of any type
             logger.warning("forward passes cannot be %scaptured (%s): they run slower", way, reason_of(error))
         else:
             logger.info("forward passes are %scaptured after %.1f s", way, time.monotonic() - start_s)
@@ -389,27 +474,29 @@ def _warm_up(
     tell: Callable[[str, int, int], None],
     what: str,
 ) -> None:
-    """See `Executor.warm_up`. `what` it is for, is told."""
+    """Run `Executor.warm_up` on blocks of the pool, and report it as `what`."""
     tell(what, 0, 0)
     start_s = time.monotonic()
     lease = blocks.take(min(blocks.num_available, num_blocks))
     try:
         executor.warm_up(lease.ids, chunk_tokens=chunk_tokens)
     finally:
-        lease.release()  # each step was waited for
+        lease.release()  # each step has ended
     logger.info("the GPU's kernels are warm after %.1f s", time.monotonic() - start_s)
 
 
 def _open_tiers(
-    model: ServableModel, config: EngineConfig, device: Device, given: PersistentTier | None
-) -> tuple[HostTier | None, PersistentTier | None]:
+    model: ServableModel, config: EngineConfig, device: Device, given: Mapping[str, PersistentTier] | None
+) -> TierStack | None:
+    """The host tier, and `given` or the persistent tiers that the config asks for; None: offload is off."""
     offload, layout = config.offload, model.layout
     if offload is None or offload.host_bytes == 0:
-        if given is not None:
+        if given:
             raise ConfigError(
-                "a disk tier was given, but offload is off: blocks go to disk through host memory; give offload a host size"
+                f"tiers were given ({', '.join(given)}), but offload is off: blocks reach them through host memory; "
+                f"give offload a host size"
             )
-        return None, None
+        return None
     if offload.host_bytes < layout.block_bytes:
         raise ConfigError(
             f"offload host is {offload.host_bytes} bytes, a block takes {layout.block_bytes}: give more, or 0 for none"
@@ -417,14 +504,8 @@ def _open_tiers(
     if not config.prefix_cache:
         raise ConfigError("offload needs the prefix cache: leave prefix_cache on, or switch offload off")
     slots = offload.host_bytes // layout.block_bytes
-    memory = device.allocate_host("host", slots * layout.block_bytes, item_bytes=layout.block_bytes)
+    memory = device.allocate_host(HOST, slots * layout.block_bytes, item_bytes=layout.block_bytes)
     host = HostTier(memory, layout, ready_bytes=device.ready_bytes(memory), tracer=device.tracer)
-    if given is not None or offload.disk is None:
-        return host, given
-    return host, DiskTier.open(
-        Path(offload.disk).expanduser(),
-        layout=layout,
-        fingerprint=model.fingerprint,
-        capacity_bytes=offload.disk_bytes,
-        tracer=device.tracer,
-    )
+    if given is None:
+        given = open_tiers(offload, TierContext(layout, model.fingerprint, device.tracer))
+    return TierStack(host, given)

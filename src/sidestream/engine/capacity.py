@@ -1,15 +1,13 @@
-"""How much of a GPU's free memory the block pool gets when no size was given. Pure arithmetic; called while an engine
-is built.
-"""
+"""The default size of the block pool on a GPU. Pure arithmetic; called while an engine is built."""
 
 from __future__ import annotations
 
-# The ledger of blocks is made of Python's objects: a tiny model's blocks would fill a large GPU by the ten million.
+# The pool keeps Python objects for each block: a tiny model's blocks would fill a large GPU by the ten million.
 MAX_BLOCKS = 1 << 20
 
 _SHARE = 0.9
-# For activations, logits, captured graphs and kernels: Qwen3-8B with 256 requests took 6 GiB on an H200. Of a small
-# GPU, at most two fifths of the memory that is free.
+# Left for activations, logits, captured graphs and kernels: Qwen3-8B with 256 requests took 6 GiB on an H200. On a
+# small GPU, at most two fifths of the free memory.
 _ROOM_BYTES = 6 << 30
 _MOST_ROOM = 0.4
 
@@ -23,6 +21,6 @@ def pool_bytes(free_bytes: int, *, token_bytes: int, scratch_token_bytes: int, m
                          the whole pool if that is less
     """
     budget = free_bytes - max((1 - _SHARE) * free_bytes, min(_ROOM_BYTES, _MOST_ROOM * free_bytes))
-    beside_longest = budget - scratch_token_bytes * max_model_len  # the pool holds more than the longest request
-    beside_itself = budget * token_bytes / (token_bytes + scratch_token_bytes)  # it does not
+    beside_longest = budget - scratch_token_bytes * max_model_len  # if the pool holds more than the longest request
+    beside_itself = budget * token_bytes / (token_bytes + scratch_token_bytes)  # if it holds less
     return max(0, int(max(beside_longest, beside_itself)))

@@ -1,4 +1,4 @@
-"""What the world tells the engine thread, in the order in which it was said."""
+"""Messages of other threads to the engine thread, in order of arrival."""
 
 from __future__ import annotations
 
@@ -11,11 +11,10 @@ Message = Callable[[], None]
 
 
 class Inbox:
-    """Messages, to be run by the engine thread. Any thread puts; the engine thread takes, and listens to `bell` when it
-    has nothing to do.
+    """A queue of calls. Any thread puts; only the engine thread takes, and sleeps on `bell` when it has nothing to do.
 
-    anytime   of a message: it may run while a step is awaited and another one is behind that. All may run between two
-              steps, and nothing overtakes one that must
+    A message marked `anytime` may run while the engine thread waits for a step, with another step in flight. Other
+    messages run between two steps only. No message overtakes an earlier one.
     """
 
     def __init__(self) -> None:
@@ -23,13 +22,18 @@ class Inbox:
         self._messages: deque[tuple[Message, bool]] = deque()
 
     def put(self, message: Message, *, anytime: bool = False) -> None:
-        """Have the engine thread run it, soon if it sleeps. Never blocks."""
+        """Have the engine thread run the message, and wake it if it sleeps. Never blocks."""
         self._messages.append((message, anytime))
         self.bell.ring()
 
     def take(self, *, anytime: bool = False) -> Message | None:
-        """The oldest message; None when there is none, or, asked for one for `anytime`, when that is none."""
+        """The oldest message; None if there is none, or if `anytime` is asked for and the oldest is not marked so."""
         messages = self._messages
         if not messages or (anytime and not messages[0][1]):
-            return None  # nobody else takes any
+            return None  # no other thread takes one between this look and the pop below
         return messages.popleft()[0]
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no message waits."""
+        return not self._messages

@@ -1,1 +1,1 @@
-"""THE LEDGER: which block holds what, who uses it, and since which fence. Ids and fences, never a tensor."""
+"""The ledger of blocks: content, users and fences of each block. Ids and fences, never a tensor."""

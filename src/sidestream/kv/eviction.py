@@ -1,4 +1,4 @@
-"""Which idle item goes first: the least recently used. Knows ids only; called from the engine thread."""
+"""The order in which idle blocks are evicted: least recently used first. Called by the thread that owns the pool."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 
 class Lru:
-    """Ids in the order of their last use."""
+    """Block ids in the order of their last use."""
 
     def __init__(self) -> None:
         self._order: OrderedDict[int, None] = OrderedDict()
@@ -15,31 +15,31 @@ class Lru:
     def __len__(self) -> int:
         return len(self._order)
 
-    def __contains__(self, item: int) -> bool:
-        return item in self._order
+    def __contains__(self, block_id: int) -> bool:
+        return block_id in self._order
 
-    def touch(self, item: int) -> None:
-        """Add `item`, or make it the most recently used."""
-        self._order[item] = None
-        self._order.move_to_end(item)
+    def touch(self, block_id: int) -> None:
+        """Add the block, or make it the most recently used one."""
+        self._order[block_id] = None
+        self._order.move_to_end(block_id)
 
-    def add_all(self, items: Sequence[int]) -> None:
-        """Add those, which are not present, in this order: the last one is the most recently used."""
-        self._order.update(dict.fromkeys(items))
+    def add_all(self, block_ids: Sequence[int]) -> None:
+        """Add blocks that are not present; the last becomes the most recently used one."""
+        self._order.update(dict.fromkeys(block_ids))
 
-    def holds_all(self, items: Sequence[int]) -> bool:
-        """Whether each of them is present."""
-        return self._order.keys() >= {*items}
+    def holds_all(self, block_ids: Sequence[int]) -> bool:
+        """Whether all of them are present."""
+        return self._order.keys() >= {*block_ids}
 
-    def discard_all(self, items: Sequence[int]) -> None:
-        """`discard` each."""
+    def discard_all(self, block_ids: Sequence[int]) -> None:
+        """Remove the blocks that are present."""
         pop = self._order.pop
-        for item in items:
-            pop(item, None)
+        for block_id in block_ids:
+            pop(block_id, None)
 
-    def discard(self, item: int) -> None:
-        """Forget `item`, if present."""
-        self._order.pop(item, None)
+    def discard(self, block_id: int) -> None:
+        """Remove the block, if it is present."""
+        self._order.pop(block_id, None)
 
     def pop_oldest(self, count: int) -> list[int]:
         """Remove and return the `count` least recently used, the oldest first. Raises KeyError when there are fewer."""

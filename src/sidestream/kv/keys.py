@@ -1,7 +1,7 @@
 """Content keys: 16 bytes that name a block by everything its KV depends on (H14), the same in every process.
 
 A block's KV depends on the model (config, weights, dtype), the layout, and all tokens from the start of the sequence to
-the block's end; the key of each block hashes its parent's key, so equal keys mean equal prefixes. BLAKE2b, not a faster
+the block's end. Each key hashes the key of the block before, so equal keys mean equal prefixes. BLAKE2b, not a faster
 non-cryptographic hash: a forged collision would serve one user's KV to another.
 """
 
@@ -20,45 +20,46 @@ from sidestream.types import Key
 
 KEY_BYTES = 16
 
-# Hashing 32,768 tokens takes 1.4 to 2.4 ms, before their request can even be looked at, and nobody else gets the
-# interpreter meanwhile. What comes back was mostly asked for before: pieces of prompts are remembered with their keys,
-# the same tokens behind the same key, as many as so many bytes hold.
+# Hashing 32,768 tokens takes 1.4 to 2.4 ms, with the interpreter lock held and before the request can be scheduled.
+# Most prompts repeat earlier ones, so the keys of whole pieces are cached by parent key and tokens, in a bounded LRU
+# cache of about this many bytes.
 _PIECE_TOKENS = 512
-_REMEMBERED_BYTES = 32 << 20
-# In memory, beside its bytes: a key and its place in a list; what is looked up for a piece.
-_BYTES_A_KEY = 64
-_BYTES_A_PIECE = 512
+_CACHE_BYTES = 32 << 20
+# Python's overhead in that cache: of a key (object and list entry) and of a cached piece.
+_KEY_OVERHEAD_BYTES = 64
+_PIECE_OVERHEAD_BYTES = 512
 
 
 class BlockKeys:
-    """Makes the keys of one model in one layout under one salt."""
+    """The keys of one model in one layout under one engine salt."""
 
     def __init__(self, *, fingerprint: str, layout: KVLayout, salt: str = "") -> None:
         identity = json.dumps({"fingerprint": fingerprint, "layout": layout.describe(), "salt": salt}, sort_keys=True)
-        self._begin(
+        self._set_root(
             hashlib.blake2b(identity.encode(), digest_size=KEY_BYTES, person=b"sidestream-kv-1").digest(),
             layout.block_tokens,
         )
 
     @classmethod
     def from_root(cls, root: Key, block_tokens: int) -> BlockKeys:
-        """Makes the same keys as those whose root it was, in another process."""
-        made = cls.__new__(cls)
-        made._begin(root, block_tokens)
-        return made
+        """The same keys in another process, from the `root` of the original."""
+        keys = cls.__new__(cls)
+        keys._set_root(root, block_tokens)
+        return keys
 
-    def _begin(self, root: Key, block_tokens: int) -> None:
+    def _set_root(self, root: Key, block_tokens: int) -> None:
         self.root = root
         """The parent of the first block of requests without a salt."""
         self._block_tokens = block_tokens
         self._piece_blocks = -(-_PIECE_TOKENS // block_tokens)
-        piece_bytes = _BYTES_A_PIECE + self._piece_blocks * (block_tokens * np.dtype(np.int64).itemsize + _BYTES_A_KEY)
-        self._remembered = functools.lru_cache(maxsize=_REMEMBERED_BYTES // piece_bytes)(_chain)
+        block_bytes = block_tokens * np.dtype(np.int64).itemsize + _KEY_OVERHEAD_BYTES
+        piece_bytes = _PIECE_OVERHEAD_BYTES + self._piece_blocks * block_bytes
+        self._cached_chain = functools.lru_cache(maxsize=_CACHE_BYTES // piece_bytes)(_chain)
 
     def extend(self, keys: list[Key], tokens: Sequence[int] | npt.NDArray[np.int64], *, salt: str = "") -> None:
-        """Append to `keys` (the keys of the first blocks of `tokens`) those of all further complete blocks. Any thread.
+        """Append the missing keys of complete blocks to `keys`, the keys of the first blocks of `tokens`. Any thread.
 
-        `salt` is the request's own: requests with different ones never have a key in common. `keys` were made with it.
+        `salt` is the request's own, the same in every call: requests with different salts never share a key.
         """
         size, first, parent = self._block_tokens, len(keys), keys[-1] if keys else self._root_of(salt)
         count = len(tokens) // size - first
@@ -68,21 +69,21 @@ class BlockKeys:
         width = len(data) // count
         piece = width * self._piece_blocks
         for start in range(0, len(data), piece):
-            tokens_of = data[start : start + piece]
-            keys.extend((self._remembered if len(tokens_of) == piece else _chain)(parent, tokens_of, width))
+            part = data[start : start + piece]
+            keys.extend((self._cached_chain if len(part) == piece else _chain)(parent, part, width))
             parent = keys[-1]
 
     def _root_of(self, salt: str) -> Key:
         """The parent of a sequence's first block."""
         if not salt:
             return self.root
-        # Keyed and with a person string of its own, so that no salt can be chosen to make the key of a block.
+        # Keyed, with its own person string: no user can choose a salt that yields the key of a block.
         data = salt.encode("utf-8", "surrogatepass")
         return hashlib.blake2b(data, digest_size=KEY_BYTES, key=self.root, person=b"sidestream-slt-1").digest()
 
 
 def _chain(parent: Key, data: bytes, width: int) -> tuple[Key, ...]:
-    """Keys of blocks that follow one another behind `parent`, `width` bytes of tokens each."""
+    """Keys of consecutive blocks after `parent`; each block has `width` bytes of tokens."""
     keys, blake2b = list[Key](), hashlib.blake2b
     for start in range(0, len(data), width):
         parent = blake2b(parent + data[start : start + width], digest_size=KEY_BYTES).digest()

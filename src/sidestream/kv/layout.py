@@ -1,7 +1,6 @@
-"""Where each byte of a block lies: `[blocks, layers, 2, block_tokens, kv_heads, head_dim]`, one contiguous span a
-block.
+"""Byte layout of KV blocks: `[blocks, layers, 2, block_tokens, kv_heads, head_dim]`, one span for each block.
 
-Knows sizes only, never a tensor. Used by everything that moves or addresses KV.
+Knows sizes only, never a tensor.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 class KVLayout:
     """Shape of one model's KV blocks.
 
-    block_tokens   tokens a block holds
+    block_tokens   tokens in a block
     dtype          `"float32"`, `"float16"` or `"bfloat16"`
     """
 
@@ -37,7 +36,7 @@ class KVLayout:
 
     @property
     def layer_bytes(self) -> int:
-        """Bytes of one layer's keys and values inside one block; layers lie one after another."""
+        """Bytes of one layer's keys and values inside one block; layers are contiguous."""
         return self.block_bytes // self.num_layers
 
     def shape(self, num_blocks: int) -> tuple[int, int, int, int, int, int]:
@@ -52,13 +51,13 @@ class KVLayout:
         """Blocks that hold `num_tokens` tokens."""
         return -(-num_tokens // self.block_tokens)
 
-    def span(self, index: int) -> tuple[int, int]:
-        """Byte range of block `index` in its pool (device pool and host slab alike)."""
-        return index * self.block_bytes, (index + 1) * self.block_bytes
+    def span(self, block_id: int) -> tuple[int, int]:
+        """Byte range of a block in its memory, on the device and on the host alike."""
+        return block_id * self.block_bytes, (block_id + 1) * self.block_bytes
 
-    def layer_span(self, index: int, first_layer: int, stop_layer: int) -> tuple[int, int]:
-        """Byte range of layers `[first_layer, stop_layer)` inside block `index`."""
-        base = index * self.block_bytes
+    def layer_span(self, block_id: int, first_layer: int, stop_layer: int) -> tuple[int, int]:
+        """Byte range of layers `[first_layer, stop_layer)` of a block."""
+        base = block_id * self.block_bytes
         return base + first_layer * self.layer_bytes, base + stop_layer * self.layer_bytes
 
     def describe(self) -> dict[str, int | str]:

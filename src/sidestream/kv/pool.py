@@ -1,13 +1,15 @@
-"""The ledger of reusable things: device blocks, host slots, rows. Knows ids, references, fences and keys; never a
-tensor.
+"""The ledger of blocks: ids, references, fences and keys; never a tensor.
 
-The law lives here: nothing is reused before the fence of its last use. A release is immediate and never waits; the id
-keeps the fences of its last uses, and whoever takes it next makes its own stream wait for them. Called from the engine
-thread only.
+A block is one unit of a pool: a KV block on the device, a slot of host memory, a request slot, an entry of the mailbox.
+Nothing is reused before the fence of its last use. A release is immediate and never waits: the block keeps the fences
+of its last uses, and the next owner makes its own stream wait for them.
 
     free      no reference, no key: holds nothing
     cached    no reference, but findable under its key until evicted (least recently used first)
     used      one reference or more; several requests may share a block that is only read
+
+One thread owns a pool and makes all changes: the offload worker's thread for host slots, the engine thread for all
+others. Other threads may call `get` and `match` and read the counters; the answer may be out of date.
 """
 
 from __future__ import annotations
@@ -22,30 +24,30 @@ from sidestream.types import Fence, Key, Tracer
 
 
 class PoolExhausted(SidestreamError):
-    """Fewer ids are free or cached than were asked for; nothing was taken."""
+    """Fewer blocks are free or cached than the caller wants; nothing was taken."""
 
 
 class Lease:
-    """The right to use some ids of a pool, until `release`. Grows by `extend`; owned by one request or ticket.
+    """The right to use some blocks of a pool, until `release`. Grows by `extend`; owned by one request or ticket.
 
-    after   unfinished fences of the ids' last uses at the time they were taken: the next writer's stream waits for them
+    after   unfinished fences of the blocks' earlier uses: the new owner's stream waits for them before it writes
     """
 
     __slots__ = ("_open", "after", "ids", "pool")
 
-    def __init__(self, pool: FencedPool, ids: list[int], after: tuple[Fence, ...]) -> None:
+    def __init__(self, pool: FencedPool, block_ids: list[int], after: tuple[Fence, ...]) -> None:
         self.pool = pool
-        self.ids = ids
+        self.ids = block_ids
         self.after = after
         self._open = True
 
     @property
     def open(self) -> bool:
-        """Whether the ids are still held."""
+        """Whether the lease still holds its blocks."""
         return self._open
 
     def extend(self, other: Lease) -> None:
-        """Take over what `other` holds; `other` ends without a release."""
+        """Take over the blocks of `other`, which ends without a release."""
         if other.pool is not self.pool or not other._open or not self._open:
             raise InvariantError(f"leases of {self.pool.name} and {other.pool.name} cannot be joined, or one has ended")
         other._open = False
@@ -53,19 +55,11 @@ class Lease:
         if other.after:
             self.after = merge_fences((*self.after, *other.after))
 
-    def truncate(self, count: int, *, after: Iterable[Fence] = ()) -> None:
-        """Release all but the first `count` ids. The lease must still be open."""
-        if not self._open:
-            raise InvariantError(f"lease of {self.pool.name} {self.ids} was released before: it cannot be cut")
-        dropped = self.ids[count:]
-        del self.ids[count:]
-        self.pool._release(dropped, tuple(after))
-
     def release(self, *, after: Iterable[Fence] = (), until: Fence | None = None) -> None:
-        """Give the ids back at once; they may be reused behind the fences `after`. A second release is an error.
+        """Give the blocks back at once; the next owner waits for the fences `after`. A second release is an error.
 
-        until   a use that no stream can wait for, because only the host will see its end: the ids stay in use until
-                `FencedPool.settle` finds it done
+        until   fence of a use whose end only the host sees, so that no stream can wait for it: the blocks stay in use
+                until `FencedPool.settle` finds it done
         """
         if not self._open:
             raise InvariantError(f"lease of {self.pool.name} {self.ids} was released twice")
@@ -77,7 +71,7 @@ class Lease:
 
 
 class FencedPool:
-    """`size` ids with references, fences and keys. `tracer`: told of every lease and every key."""
+    """`size` blocks with references, fences and keys. `tracer` records every lease and every key."""
 
     def __init__(self, name: str, size: int, *, tracer: Tracer | None = None) -> None:
         self.name = name
@@ -86,14 +80,13 @@ class FencedPool:
         self._references = [0] * size
         self._fences: list[tuple[Fence, ...]] = [()] * size
         self._free: deque[int] = deque(range(size))
-        self._postponed: deque[tuple[Fence, list[int], tuple[Fence, ...]]] = (
-            deque()
-        )  # in the order of the fences' ticks
+        # Releases with `until`, in the order of its ticks.
+        self._postponed: deque[tuple[Fence, list[int], tuple[Fence, ...]]] = deque()
         self._cached = Lru()
         self._index = PrefixIndex()
 
     def grow(self, size: int) -> None:
-        """Add free ids up to `size`; never fewer than before."""
+        """Add free blocks until there are `size`; never removes one."""
         self._references.extend(0 for _ in range(self.size, size))
         self._fences.extend(() for _ in range(self.size, size))
         self._free.extend(range(self.size, size))
@@ -101,188 +94,188 @@ class FencedPool:
 
     @property
     def num_free(self) -> int:
-        """Ids that hold nothing."""
+        """Blocks that hold nothing."""
         return len(self._free)
 
     @property
     def num_cached(self) -> int:
-        """Ids that are findable and unused."""
+        """Blocks that are findable and unused."""
         return len(self._cached)
 
     @property
     def num_available(self) -> int:
-        """Ids that `take` can give out: free or cached."""
+        """Blocks that `take` can give out: free or cached."""
         return len(self._free) + len(self._cached)
 
     @property
     def num_used(self) -> int:
-        """Ids with a reference."""
+        """Blocks with a reference."""
         return self.size - self.num_available
 
     @property
     def num_keys(self) -> int:
-        """Keys that are findable."""
+        """Findable keys."""
         return len(self._index)
 
     @property
     def is_settling(self) -> bool:
-        """Whether leases have ended whose ids come back as soon as a transfer ends."""
+        """Whether releases are postponed until a transfer ends."""
         return bool(self._postponed)
 
     def settle(self) -> None:
-        """Carry out the releases whose last uses are done by now."""
+        """Carry out the postponed releases whose `until` is done by now."""
         while self._postponed and self._postponed[0][0].poll():
-            _, ids, after = self._postponed.popleft()
-            self._release(ids, after)
+            _, block_ids, after = self._postponed.popleft()
+            self._release(block_ids, after)
 
     def take(self, count: int) -> Lease:
-        """Lease `count` ids for writing, evicting the least recently used cached ones. All or nothing: raises
-        PoolExhausted.
+        """Lease `count` blocks for writing: free ones first, then the least recently used cached ones, which it evicts.
+
+        Raises PoolExhausted, with nothing taken, when fewer are available.
         """
         free, fences = self._free, self._fences
         evicted = max(0, count - len(free))
         if evicted > len(self._cached):
             raise PoolExhausted(f"{self.name}: {count} asked for, {self.num_available} of {self.size} available")
-        ids = [free.popleft() for _ in range(count - evicted)]
+        block_ids = [free.popleft() for _ in range(count - evicted)]
         if evicted:
-            ids.extend(self._evict(evicted))
+            block_ids.extend(self._evict(evicted))
         pending: tuple[Fence, ...] = ()
-        if any(map(fences.__getitem__, ids)):
-            pending = merge_fences(fence for item in ids for fence in fences[item])
-            for item in ids:
-                fences[item] = tuple(fence for fence in fences[item] if not fence.poll())
-        for item in ids:
-            self._references[item] = 1
+        if any(map(fences.__getitem__, block_ids)):
+            pending = merge_fences(fence for block_id in block_ids for fence in fences[block_id])
+            for block_id in block_ids:
+                fences[block_id] = tuple(fence for fence in fences[block_id] if not fence.poll())
+        for block_id in block_ids:
+            self._references[block_id] = 1
         if self._tracer is not None:
-            self._tracer.took(self.name, ids, pending)
-        return Lease(self, ids, pending)
+            self._tracer.took(self.name, block_ids, pending)
+        return Lease(self, block_ids, pending)
 
-    def share(self, ids: Sequence[int]) -> Lease:
-        """Lease ids for reading that are used or cached already. An id that holds nothing raises InvariantError."""
+    def share(self, block_ids: Sequence[int]) -> Lease:
+        """Lease used or cached blocks for reading. Raises InvariantError for a free block."""
         references = self._references
-        if idle := [item for item in ids if not references[item]]:
+        if idle := [block_id for block_id in block_ids if not references[block_id]]:
             if not self._cached.holds_all(idle):
-                nothing = next(item for item in idle if item not in self._cached)
+                nothing = next(block_id for block_id in idle if block_id not in self._cached)
                 raise InvariantError(f"{self.name} {nothing} holds nothing: it cannot be shared")
             self._cached.discard_all(idle)
-        for item in ids:
-            references[item] += 1
+        for block_id in block_ids:
+            references[block_id] += 1
         if self._tracer is not None:
-            self._tracer.shared(self.name, ids)
-        return Lease(self, list(ids), ())
+            self._tracer.shared(self.name, block_ids)
+        return Lease(self, list(block_ids), ())
 
-    def publish(self, item: int, key: Key) -> bool:
-        """Make a used id findable under `key`, once its bytes are complete (H7); False when either is taken by another
-        already.
+    def publish(self, block_id: int, key: Key) -> bool:
+        """Make a used block findable under `key`. Call it when the block's bytes are complete (H7).
+
+        Returns False, and changes nothing, when the block has another key or another block has this key.
         """
-        if self._references[item] == 0:
-            raise InvariantError(f"{self.name} {item} is not in use: it cannot be published")
-        added = self._index.add(key, item)
+        if self._references[block_id] == 0:
+            raise InvariantError(f"{self.name} {block_id} is not in use: it cannot be published")
+        added = self._index.add(key, block_id)
         if added and self._tracer is not None:
-            self._tracer.published(self.name, item, key)
+            self._tracer.published(self.name, block_id, key)
         return added
 
-    def publish_all(self, ids: Sequence[int], keys: Sequence[Key]) -> None:
-        """`publish` each id under its key, at a cost that hardly grows with their number."""
-        if 0 in map(self._references.__getitem__, ids):
-            raise InvariantError(f"of {self.name} {list(ids)}, not all are in use: they cannot be published")
-        if self._tracer is not None or not self._index.add_all(keys, ids):
-            for item, key in zip(ids, keys, strict=True):
-                self.publish(item, key)
+    def publish_all(self, block_ids: Sequence[int], keys: Sequence[Key]) -> None:
+        """`publish` each block under its key; faster than one call each."""
+        if 0 in map(self._references.__getitem__, block_ids):
+            raise InvariantError(f"of {self.name} {list(block_ids)}, not all are in use: they cannot be published")
+        if self._tracer is not None or not self._index.add_all(keys, block_ids):
+            for block_id, key in zip(block_ids, keys, strict=True):
+                self.publish(block_id, key)
 
     def match(self, keys: Sequence[Key]) -> list[int]:
-        """Ids of the longest run of leading `keys` that are findable. Read-only."""
+        """Blocks of the longest run of leading `keys` that are all findable. Read-only; any thread."""
         return self._index.match(keys)
 
     def get(self, key: Key) -> int | None:
-        """The id findable under `key`. Read-only."""
+        """The block that is findable under `key`. Read-only; any thread."""
         return self._index.get(key)
 
-    def is_cached(self, item: int) -> bool:
-        """Whether the id is findable and unused, so that `take` might evict it."""
-        return item in self._cached
+    def is_cached(self, block_id: int) -> bool:
+        """Whether the block is findable and unused, so that `take` may evict it."""
+        return block_id in self._cached
 
     def touch(self, keys: Sequence[Key]) -> None:
-        """Count `keys`, a run from the start of a sequence, as just used: the first one is evicted last. Absent and
-        used ones are skipped.
+        """Mark the blocks of `keys`, a run from a sequence's start, as just used; the first becomes the last to evict.
+
+        Skips absent keys and blocks that are in use.
         """
         for key in reversed(keys):
-            item = self._index.get(key)
-            if item is not None and item in self._cached:
-                self._cached.touch(item)
+            block_id = self._index.get(key)
+            if block_id is not None and block_id in self._cached:
+                self._cached.touch(block_id)
 
     def forget_all(self) -> None:
-        """Make every id unfindable at once (H8: reset, new weights). Uses go on."""
+        """Remove every key at once: the cache was reset, or the weights changed (H8). Leases stay valid."""
         self._not_findable(self._index.clear())
 
-    def forget(self, ids: Sequence[int]) -> None:
-        """Make these unfindable, those of them that are findable. Uses go on."""
-        findable = [item for item in ids if self._index.holds_key(item)]
+    def forget(self, block_ids: Sequence[int]) -> None:
+        """Remove the keys of these blocks, where they have one. Leases stay valid."""
+        findable = [block_id for block_id in block_ids if self._index.holds_key(block_id)]
         self._index.remove_all(findable)
         self._not_findable(findable)
 
-    def _not_findable(self, ids: Sequence[int]) -> None:
+    def _not_findable(self, block_ids: Sequence[int]) -> None:
         if self._tracer is not None:
-            self._tracer.forgot(self.name, ids)
-        for item in ids:
-            if item in self._cached:
-                self._cached.discard(item)
-                self._free.append(item)
+            self._tracer.forgot(self.name, block_ids)
+        for block_id in block_ids:
+            if block_id in self._cached:
+                self._cached.discard(block_id)
+                self._free.append(block_id)
 
     def check(self) -> None:
-        """Raise InvariantError unless every id is in exactly one place, as this module's table says. For tests and the
-        checker.
-        """
+        """Raise InvariantError unless every block is in exactly one state of the module's table. For tests."""
         free = set(self._free)
         if len(free) != len(self._free):
-            raise InvariantError(f"{self.name}: an id is free twice")
-        for item in range(self.size):
-            places = (item in free) + (item in self._cached) + (self._references[item] > 0)
-            if places != 1 or self._references[item] < 0:
+            raise InvariantError(f"{self.name}: a block is free twice")
+        for block_id in range(self.size):
+            num_states = (block_id in free) + (block_id in self._cached) + (self._references[block_id] > 0)
+            if num_states != 1 or self._references[block_id] < 0:
                 raise InvariantError(
-                    f"{self.name} {item} is in {places} places with {self._references[item]} references"
+                    f"{self.name} {block_id} is in {num_states} states with {self._references[block_id]} references"
                 )
-            findable = self._index.holds_key(item)
-            if (findable and item in free) or (not findable and item in self._cached):
+            findable = self._index.holds_key(block_id)
+            if (findable and block_id in free) or (not findable and block_id in self._cached):
                 raise InvariantError(
-                    f"{self.name} {item} is {'free' if findable else 'cached'}, and findable: {findable}"
+                    f"{self.name} {block_id} is {'free' if findable else 'cached'}, and findable: {findable}"
                 )
 
-    def _postpone(self, until: Fence, ids: list[int], after: tuple[Fence, ...]) -> None:
-        self._postponed.append((until, ids, after))
+    def _postpone(self, until: Fence, block_ids: list[int], after: tuple[Fence, ...]) -> None:
+        self._postponed.append((until, block_ids, after))
 
     def _evict(self, count: int) -> list[int]:
-        items = self._cached.pop_oldest(count)
-        self._index.remove_all(items)
-        return items
+        block_ids = self._cached.pop_oldest(count)
+        self._index.remove_all(block_ids)
+        return block_ids
 
-    def _release(self, ids: Sequence[int], after: tuple[Fence, ...]) -> None:
+    def _release(self, block_ids: Sequence[int], after: tuple[Fence, ...]) -> None:
         references, fences = self._references, self._fences
-        if ids and min(map(references.__getitem__, ids)) <= 0:
-            raise InvariantError(f"{self.name} {ids} were released more often than taken")
+        if block_ids and min(map(references.__getitem__, block_ids)) <= 0:
+            raise InvariantError(f"{self.name} {block_ids} were released more often than taken")
         if self._tracer is not None:
-            self._tracer.released(self.name, ids, after)
-        after, merged = (
-            merge_fences(after),
-            dict[tuple[Fence, ...], tuple[Fence, ...]](),
-        )  # most ids of a lease have the same fences
+            self._tracer.released(self.name, block_ids, after)
+        after = merge_fences(after)
+        merged: dict[tuple[Fence, ...], tuple[Fence, ...]] = {}  # most blocks of a lease have the same earlier fences
         idle: list[int] = []
-        for item in reversed(ids):  # the end of a sequence is evicted before its start, which more sequences share
-            references[item] -= 1
-            if after or fences[item]:
-                before = fences[item]
+        # Reversed: a sequence's end is evicted before its start, which more sequences share.
+        for block_id in reversed(block_ids):
+            references[block_id] -= 1
+            if after or fences[block_id]:
+                before = fences[block_id]
                 if before not in merged:
                     merged[before] = merge_fences((*before, *after))
-                fences[item] = merged[before]
-            if not references[item]:
-                idle.append(item)
+                fences[block_id] = merged[before]
+            if not references[block_id]:
+                idle.append(block_id)
         findable, others = self._index.split(idle)
         self._cached.add_all(findable)
         self._free.extend(others)
 
 
 def merge_fences(fences: Iterable[Fence]) -> tuple[Fence, ...]:
-    """The unfinished ones among `fences`, the last of each stream."""
+    """The last unfinished one of `fences` on each stream."""
     last: dict[str, Fence] = {}
     for fence in fences:
         if not fence.poll() and (fence.stream not in last or last[fence.stream].tick < fence.tick):

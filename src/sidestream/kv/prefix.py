@@ -1,5 +1,6 @@
-"""Which id holds which key. A chain of keys is its own tree: equal keys mean equal prefixes. Called from the engine
-thread.
+"""Keys of a pool's blocks. A key names a whole prefix, so a flat map replaces a prefix tree.
+
+Changed by the thread that owns the pool; `get` and `match` may be called from any thread.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from sidestream.types import Key
 
 
 class PrefixIndex:
-    """A one-to-one map between published keys and ids."""
+    """A one-to-one map between published keys and block ids."""
 
     def __init__(self) -> None:
         self._id_of: dict[Key, int] = {}
@@ -20,59 +21,59 @@ class PrefixIndex:
         return len(self._id_of)
 
     def get(self, key: Key) -> int | None:
-        """The id that holds `key`."""
+        """The block that holds `key`."""
         return self._id_of.get(key)
 
-    def holds_key(self, item: int) -> bool:
-        """Whether `item` is findable under a key."""
-        return item in self._key_of
+    def holds_key(self, block_id: int) -> bool:
+        """Whether the block has a key."""
+        return block_id in self._key_of
 
-    def split(self, items: Sequence[int]) -> tuple[list[int], list[int]]:
-        """Those that are findable under a key, and the others; both in their order."""
+    def split(self, block_ids: Sequence[int]) -> tuple[list[int], list[int]]:
+        """The blocks with a key, and those without; both in the given order."""
         key_of = self._key_of
-        return [item for item in items if item in key_of], [item for item in items if item not in key_of]
+        return [block_id for block_id in block_ids if block_id in key_of], [
+            block_id for block_id in block_ids if block_id not in key_of
+        ]
 
     def match(self, keys: Sequence[Key]) -> list[int]:
-        """Ids of the longest run of leading `keys` that are all held. Read-only."""
-        ids: list[int] = []
+        """Blocks of the longest run of leading `keys` that are all held."""
+        block_ids: list[int] = []
         for key in keys:
-            item = self._id_of.get(key)
-            if item is None:
+            block_id = self._id_of.get(key)
+            if block_id is None:
                 break
-            ids.append(item)
-        return ids
+            block_ids.append(block_id)
+        return block_ids
 
-    def add(self, key: Key, item: int) -> bool:
-        """Make `item` findable under `key`; False, and no change, when another id holds the key or the id
-        another key.
-        """
-        if key in self._id_of or item in self._key_of:
+    def add(self, key: Key, block_id: int) -> bool:
+        """Give the block this key. False, and no change, when the block or the key is taken."""
+        if key in self._id_of or block_id in self._key_of:
             return False
-        self._id_of[key] = item
-        self._key_of[item] = key
+        self._id_of[key] = block_id
+        self._key_of[block_id] = key
         return True
 
-    def add_all(self, keys: Sequence[Key], ids: Sequence[int]) -> bool:
-        """`add` for each pair, if all can be; else False, and no change."""
+    def add_all(self, keys: Sequence[Key], block_ids: Sequence[int]) -> bool:
+        """Add all pairs. False, and no change, when one of them cannot be added."""
         if (
             len({*keys}) < len(keys)
             or not self._id_of.keys().isdisjoint(keys)
-            or not self._key_of.keys().isdisjoint(ids)
+            or not self._key_of.keys().isdisjoint(block_ids)
         ):
             return False
-        self._id_of.update(zip(keys, ids, strict=True))
-        self._key_of.update(zip(ids, keys, strict=True))
+        self._id_of.update(zip(keys, block_ids, strict=True))
+        self._key_of.update(zip(block_ids, keys, strict=True))
         return True
 
-    def remove_all(self, items: Sequence[int]) -> None:
-        """Forget the keys of `items`, which have one each."""
+    def remove_all(self, block_ids: Sequence[int]) -> None:
+        """Remove the keys of these blocks; each must have one."""
         key_of, id_of = self._key_of.pop, self._id_of
-        for item in items:
-            del id_of[key_of(item)]
+        for block_id in block_ids:
+            del id_of[key_of(block_id)]
 
     def clear(self) -> list[int]:
-        """Forget all; returns the ids that were findable."""
-        ids = list(self._key_of)
+        """Remove all keys; returns the blocks that had one."""
+        block_ids = list(self._key_of)
         self._id_of.clear()
         self._key_of.clear()
-        return ids
+        return block_ids

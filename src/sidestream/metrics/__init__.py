@@ -1,4 +1,4 @@
-"""Counters of everything that happens, and a timeline of what each stream did when. Knows no other room."""
+"""Metrics of an engine, and a timeline of the work on each stream. Imports no other room."""
 
 from sidestream.metrics.counters import METRICS, Metrics, MetricsSnapshot
 from sidestream.metrics.timeline import Timeline

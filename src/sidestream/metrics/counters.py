@@ -1,6 +1,6 @@
-"""Named counters, gauges and histograms, declared in one table. Any thread may write; reading takes a snapshot.
+"""Counters, gauges and histograms, declared in one table (`METRICS`). Any thread may write; readers take a snapshot.
 
-Knows nothing of Prometheus: `server` renders the snapshot.
+Knows nothing of Prometheus: `server/metrics.py` renders the snapshot.
 """
 
 from __future__ import annotations
@@ -11,13 +11,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+# Bounds of a histogram's buckets, in seconds; the second tuple is for parts of a step.
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
-_PARTS = (0.0001, 0.00025, 0.0005, *_SECONDS)
+_STEP_PARTS = (0.0001, 0.00025, 0.0005, *_SECONDS)
 
 
 @dataclass(frozen=True, slots=True)
 class Declared:
-    """One metric's declaration: kind, help text, label names, and bucket bounds for a histogram."""
+    """A row of the table: a metric's kind, help text, label names, and, for a histogram, the bounds of its buckets."""
 
     kind: Literal["counter", "gauge", "histogram"]
     help: str
@@ -26,7 +27,7 @@ class Declared:
 
 
 METRICS: Mapping[str, Declared] = {
-    "requests_total": Declared("counter", "requests that ended, by how", ("finish_reason",)),
+    "requests_total": Declared("counter", "requests that ended, by finish reason", ("finish_reason",)),
     "prompt_tokens_total": Declared("counter", "tokens of submitted prompts"),
     "output_tokens_total": Declared("counter", "tokens emitted"),
     "cached_tokens_total": Declared(
@@ -37,41 +38,39 @@ METRICS: Mapping[str, Declared] = {
     "step_seconds": Declared("histogram", "time of a step on the device", (), _SECONDS),
     "ttft_seconds": Declared("histogram", "arrival to first token", (), _SECONDS),
     "itl_seconds": Declared("histogram", "between a request's tokens", (), _SECONDS),
-    "draft_tokens_total": Declared("counter", "tokens drafted, by how", ("proposer",)),
-    "accepted_tokens_total": Declared(
-        "counter", "drafts that were what the model drew, by how they were made", ("proposer",)
-    ),
+    "draft_tokens_total": Declared("counter", "tokens drafted, by proposer", ("proposer",)),
+    "accepted_tokens_total": Declared("counter", "drafts that the model accepted, by proposer", ("proposer",)),
     "accept_length": Declared(
         "histogram",
-        "tokens that a row with drafts goes on by in a step",
+        "tokens that a request with drafts gains in a step",
         ("proposer",),
         tuple(float(count) for count in range(1, 18)),
     ),
     "draft_seconds": Declared(
-        "histogram", "of a step with drafts, the device's time for drafting", ("proposer",), _PARTS
+        "histogram", "device time of drafting, of each step with drafts", ("proposer",), _STEP_PARTS
     ),
     "verify_seconds": Declared(
-        "histogram", "of a step with drafts, the device's time for the forward pass", ("proposer",), _PARTS
+        "histogram", "device time of the forward pass, of each step with drafts", ("proposer",), _STEP_PARTS
     ),
-    "draft_fallbacks_total": Declared("counter", "steps of requests that went without drafts, by why", ("reason",)),
+    "draft_fallbacks_total": Declared("counter", "steps of requests that went without drafts, by reason", ("reason",)),
     "transfers_total": Declared("counter", "transfers that ended, by kind and outcome", ("kind", "outcome")),
-    "transfer_bytes_total": Declared("counter", "bytes of transfers that went well, by kind", ("kind",)),
+    "transfer_bytes_total": Declared("counter", "bytes of transfers that succeeded, by kind", ("kind",)),
     "transfer_seconds": Declared("histogram", "submission to completion of a transfer, by kind", ("kind",), _SECONDS),
     "load_fallbacks_total": Declared(
-        "counter", "requests that recomputed instead of waiting for a load, by why", ("reason",)
+        "counter", "requests that recomputed instead of waiting for a load, by reason", ("reason",)
     ),
     "host_waits_total": Declared(
         "counter", "times a thread waited for a fence that was not done, by reason", ("reason",)
     ),
-    "connections_refused_total": Declared("counter", "connections that the server cut, by why", ("reason",)),
-    "requests_running": Declared("gauge", "requests in rows"),
+    "connections_refused_total": Declared("counter", "connections that the server cut, by reason", ("reason",)),
+    "requests_running": Declared("gauge", "requests that run"),
     "requests_waiting": Declared("gauge", "requests queued or loading"),
     "blocks_free": Declared("gauge", "device blocks that hold nothing"),
-    "blocks_cached": Declared("gauge", "device blocks that hold a reusable prefix and no request uses"),
+    "blocks_cached": Declared("gauge", "device blocks that hold a reusable prefix and are used by no request"),
     "blocks_used": Declared("gauge", "device blocks in use"),
     "tier_bytes": Declared("gauge", "bytes held by a tier", ("tier",)),
     "tier_ready_bytes": Declared(
-        "gauge", "bytes of a tier's memory that can be used by now; the rest is being pinned", ("tier",)
+        "gauge", "bytes of a tier's memory that are ready; the rest is still being pinned", ("tier",)
     ),
     "tier_blocks": Declared("gauge", "blocks held by a tier", ("tier",)),
 }
@@ -81,7 +80,7 @@ Labels = tuple[str, ...]
 
 @dataclass(slots=True)
 class HistogramValue:
-    """Counts per bucket (cumulative by the renderer), the sum and the number of observations."""
+    """Observations per bucket (the renderer accumulates them), their sum and their number."""
 
     counts: list[int]
     total: float = 0.0
@@ -90,15 +89,16 @@ class HistogramValue:
 
 @dataclass(frozen=True, slots=True)
 class MetricsSnapshot:
-    """Copies of all values at one moment: counters and gauges, then histograms, by name and labels."""
+    """Copies of all values at one moment, by name and labels: `values` of counters and gauges, and histograms."""
 
     values: Mapping[str, Mapping[Labels, float]]
     histograms: Mapping[str, Mapping[Labels, HistogramValue]]
 
 
 class Metrics:
-    """One engine's values for the declared metrics. An undeclared name or a wrong label count raises KeyError or
-    ValueError.
+    """One engine's values of the declared metrics.
+
+    Raises KeyError for an undeclared name, ValueError for a wrong kind or number of labels.
     """
 
     def __init__(self) -> None:
@@ -114,7 +114,7 @@ class Metrics:
             series[labels] = series.get(labels, 0) + value
 
     def raise_to(self, name: str, value: float, *labels: str) -> None:
-        """Bring a counter that is kept elsewhere up to `value`; never down."""
+        """Raise a counter to `value`, which is counted elsewhere; never lower it."""
         self._check(name, "counter", labels)
         with self._lock:
             series = self._values.setdefault(name, {})
@@ -131,7 +131,7 @@ class Metrics:
         self.observe_all(name, {value: 1}, *labels)
 
     def observe_all(self, name: str, values: Mapping[float, int], *labels: str) -> None:
-        """Add observations to a histogram, by how often each value was seen: cheaper than one by one."""
+        """Add observations to a histogram, given as the count of each value; cheaper than one by one."""
         declared = self._check(name, "histogram", labels)
         if not values:
             return

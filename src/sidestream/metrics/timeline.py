@@ -1,4 +1,4 @@
-"""What each stream did when, as a Chrome/Perfetto trace: one track per stream. Any thread may record.
+"""The work on each stream over time, as a Chrome/Perfetto trace with one track per stream. Any thread may record.
 
 Open the file at ui.perfetto.dev or chrome://tracing.
 """
@@ -37,12 +37,12 @@ class Timeline:
             self._spans.append(Span(track, name, start_ns, stop_ns, args))
 
     def spans(self) -> list[Span]:
-        """A copy of what is recorded, in the order of recording."""
+        """A copy of all spans, in the order of recording."""
         with self._lock:
             return list(self._spans)
 
     def write(self, path: str | Path) -> Path:
-        """Write the trace as JSON, whole or not at all; returns the path."""
+        """Write the trace as JSON and return its path. The file appears only when it is complete."""
         target = Path(path)
         spans = self.spans()
         tracks = {name: index + 1 for index, name in enumerate(dict.fromkeys(span.track for span in spans))}

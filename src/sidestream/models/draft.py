@@ -1,6 +1,4 @@
-"""A smaller model that drafts for the one that is served: its KV lies at the end of the same blocks, and moves with
-them (H15).
-"""
+"""The KV of a draft model: it lies at the end of the served model's blocks and moves with them (hazard H15)."""
 
 from __future__ import annotations
 
@@ -8,39 +6,41 @@ from dataclasses import replace
 
 import xxhash
 
-from sidestream.attention.paged import KVShape
+from sidestream.attention.interface import KVShape
 from sidestream.errors import ModelError
 from sidestream.kv.layout import DTYPE_BYTES
 from sidestream.models.adapter import PagedModel
 
 
 def attach_draft(model: PagedModel, draft: PagedModel, *, max_model_len: int, num_tokens: int) -> int:
-    """Give each of the model's blocks room for the draft's KV, and its fingerprint the draft's; returns how many layers
-    of the pool that takes.
+    """Extend the model's blocks by the draft's KV and its fingerprint by the draft's; returns the added layers.
 
-    Both were loaded with the same block_tokens and dtype. `max_model_len`: tokens of a request at most; `num_tokens`:
-    that their tokenizer has. Raises ModelError, with both values, for a draft that does not fit.
+    max_model_len   tokens of the longest request
+    num_tokens      size of the tokenizer's vocabulary
+
+    Raises ModelError, with both values, for a draft that does not fit: block_tokens and dtype must be equal.
     """
     layout, own = model.layout, draft.layout
     if own.dtype != layout.dtype or own.block_tokens != layout.block_tokens:
         raise ModelError(
-            f"the draft model {draft.name} has KV in {own.dtype} and blocks of {own.block_tokens} tokens, {model.name} in {layout.dtype} and of "
-            f"{layout.block_tokens}: load both alike"
+            f"the draft model {draft.name} has KV in {own.dtype} and blocks of {own.block_tokens} tokens, "
+            f"{model.name} in {layout.dtype} and of {layout.block_tokens}: load both alike"
         )
     if draft.max_model_len < max_model_len:
         raise ModelError(
-            f"the draft model {draft.name} was made for {draft.max_model_len} tokens, a request may have {max_model_len}: lower max_model_len, "
-            "or take another draft"
+            f"the draft model {draft.name} was made for {draft.max_model_len} tokens, a request may have "
+            f"{max_model_len}: lower max_model_len, or take another draft"
         )
     if draft.vocab_size < num_tokens:
         raise ModelError(
-            f"the draft model {draft.name} knows {draft.vocab_size} tokens, the tokenizer has {num_tokens}: take one that knows them all"
+            f"the draft model {draft.name} knows {draft.vocab_size} tokens, the tokenizer has {num_tokens}: "
+            "take one that knows them all"
         )
     shape = shape_of(draft)
     layer = layout.layer_bytes // DTYPE_BYTES[layout.dtype]
     width = own.num_kv_heads * own.head_dim
     extra = -(-shape.values(own.block_tokens) // layer)
-    while (layout.num_layers + extra) * layer % width:  # attention finds a token a whole number of rows behind another
+    while (layout.num_layers + extra) * layer % width:  # attention steps from token to token by whole rows
         extra += 1
     model.layout = replace(layout, num_layers=layout.num_layers + extra)
     model.fingerprint = xxhash.xxh3_128(f"{model.fingerprint} drafted by {draft.fingerprint}".encode()).hexdigest()
@@ -48,5 +48,5 @@ def attach_draft(model: PagedModel, draft: PagedModel, *, max_model_len: int, nu
 
 
 def shape_of(draft: PagedModel) -> KVShape:
-    """What a block holds for it."""
+    """Shape of the draft's KV in a block."""
     return KVShape(draft.layout.num_layers, draft.layout.num_kv_heads, draft.layout.head_dim, draft.num_heads)

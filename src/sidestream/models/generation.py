@@ -5,10 +5,9 @@ Reads one JSON file; runs no code of the checkpoint. Called while a model loads,
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 
-from sidestream.config import SamplingDefaults
+from sidestream.config import MODEL_OPTIONS, SamplingDefaults
 from sidestream.errors import ModelError, RequestRejected
 from sidestream.models.directory import read_json
 
@@ -24,12 +23,11 @@ def sampling_defaults(directory: Path) -> SamplingDefaults:
     """
     path = directory / FILE
     found = read_json(path) if path.exists() else {}
-    names = [option.name for option in dataclasses.fields(SamplingDefaults)]
-    given = {name: found[name] for name in names if found.get(name) is not None}
+    given = {name: found[name] for name in MODEL_OPTIONS if found.get(name) is not None}
     if given.get("top_k") == -1:  # vLLM's spelling of "off"
         given["top_k"] = 0
     try:
-        return SamplingDefaults(**given)
+        return SamplingDefaults(given)
     except RequestRejected as error:
         remedy = "correct the file, or ignore its sampling defaults with --generation-config none"
         raise ModelError(f"{path}: {error}; {remedy}") from error

@@ -1,4 +1,4 @@
-"""From a directory or a hub id to a model that is known to be served right.
+"""Load a model from a directory or a hub id, and check that it is served correctly.
 
 Cheap refusals come first: config, then weight files, then the weights, then the self-check.
 """
@@ -17,24 +17,25 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 from transformers.utils import logging as transformers_logging
 
 from sidestream.config import unknown_name
+from sidestream.device.kinds import CPU, on_gpu, on_host
 from sidestream.errors import ConfigError, ModelError
 from sidestream.kv.layout import DTYPE_BYTES
 from sidestream.models.adapter import PagedModel
-from sidestream.models.check import check_paged, reference
+from sidestream.models.checkpoint_tensors import StoredTensor, unused_names
+from sidestream.models.compile_cache import use_compile_cache
+from sidestream.models.config_checks import check_servable, layout_of, max_positions, takes_long_rope
 from sidestream.models.directory import check_config, read_json
-from sidestream.models.facts import layout_of, max_positions, refuse_unservable, takes_long_rope
-from sidestream.models.kept import keep_compiled
 from sidestream.models.precision import Precision, choose_precision
 from sidestream.models.rope import fix_longrope
-from sidestream.models.stored import StoredTensor, known_unused
-from sidestream.models.weights import check_files, digest_of_files, fingerprint_of, pack_linears, stored_facts
+from sidestream.models.self_check import check_paged, reference
+from sidestream.models.weights import check_files, digest_of_files, fingerprint_of, pack_linears, stored_dtype_and_bytes
 
 logger = logging.getLogger(__name__)
 
 # Weights as safetensors only: the other formats run code while they are read.
 _FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
 _CONFIGS = ["*.json", "*.jinja", "*.model", "*.txt"]
-_CPU = torch.device("cpu")
+_CPU = torch.device(CPU)
 
 
 def load_model(
@@ -48,20 +49,22 @@ def load_model(
     """Load, check and fingerprint a model in transformers' format; a hub id is downloaded first, a directory needs no
     network.
 
-    dtype `"auto"` keeps that of the checkpoint, or is float32 on a CPU that multiplies that much faster
-    (`models/precision.py`). max_model_len: tokens that requests will have at most, None: as many as the model can be
-    served with; of a model with LongRoPE it chooses the factors, and so its KV and its fingerprint. The weights are
-    read on the host and then moved to `device`, where the check runs too; at the end there is one copy of them (on a
-    CPU, an embedding that is the output matrix too may be there in two orders). Raises ModelError with the reason when
-    the model cannot be read, does not fit, or cannot be served right.
+    dtype           `"auto"`: the checkpoint's, or float32 on a CPU that computes much faster in it
+                    (`models/precision.py`)
+    max_model_len   tokens of the longest request, None: the model's limit; with LongRoPE it chooses the factors, and so
+                    the KV and the fingerprint
+
+    Weights are read on the host and moved to `device`, where the self-check runs. One copy of them remains; on a CPU, a
+    tied embedding may also exist in oneDNN's order. Raises ModelError with the reason when the model cannot be read,
+    does not fit, or cannot be served correctly.
     """
     _check_dtype(dtype)
     name = Path(path_or_hub_id).name
-    with about(name):
+    with naming_model(name):
         directory = local_directory(path_or_hub_id)
         check_config(directory)
         config = read_config(directory)
-        refuse_unservable(config)
+        check_servable(config)
         layout_of(config, dtype="float32", block_tokens=block_tokens)
         stored = check_files(directory)
         precision = _precision(directory, config, dtype, device)
@@ -70,10 +73,10 @@ def load_model(
         layout = layout_of(module.config, dtype=str(module.dtype).removeprefix("torch."), block_tokens=block_tokens)
         long_rope = takes_long_rope(config, max_model_len=max_model_len)
         fix_longrope(module, long=long_rope)
-        # On the host: the name of a model does not say where it runs.
+        # On the host, so that the fingerprint is the same on every device.
         fingerprint = fingerprint_of(module, variant="long rope" if long_rope else "")
-        if device.type == "cuda":
-            keep_compiled()  # the check launches the first kernels
+        if on_gpu(device):
+            use_compile_cache()  # the check launches the first kernels
         module.to(device)
         model = PagedModel(
             module,
@@ -90,35 +93,31 @@ def load_model(
 
 
 def precision_of(path_or_hub_id: str, *, dtype: str = "auto", device: torch.device = _CPU) -> Precision:
-    """What `load_model` would load the model in, and why; reads no weights. Raises ModelError."""
+    """The dtype that `load_model` would choose, and why; reads no weights. Raises ModelError."""
     _check_dtype(dtype)
-    with about(Path(path_or_hub_id).name):
+    with naming_model(Path(path_or_hub_id).name):
         directory = _directory(path_or_hub_id, _CONFIGS)
         check_config(directory)
         return _precision(directory, read_config(directory), dtype, device)
 
 
 def kv_token_bytes(path_or_hub_id: str, *, dtype: str = "auto", device: torch.device = _CPU) -> int:
-    """Bytes that one token's KV takes, all layers, if the model is loaded by `load_model`; reads no weights. Raises
-    ModelError.
-    """
+    """KV bytes of one token in all layers, in the dtype of `load_model`; reads no weights. Raises ModelError."""
     _check_dtype(dtype)
-    with about(Path(path_or_hub_id).name):
+    with naming_model(Path(path_or_hub_id).name):
         directory = _directory(path_or_hub_id, _CONFIGS)
         check_config(directory)
         config = read_config(directory)
-        refuse_unservable(config)
+        check_servable(config)
         return layout_of(config, dtype=_precision(directory, config, dtype, device).dtype, block_tokens=1).token_bytes
 
 
 def weights_digest(path_or_hub_id: str) -> str:
-    """`digest_of_files` of a model that could be served; one of a hub is downloaded first. Raises ModelError, as
-    `load_model` would.
-    """
-    with about(Path(path_or_hub_id).name):
+    """`digest_of_files` of a model that can be served, downloaded first if it is a hub id. Raises ModelError."""
+    with naming_model(Path(path_or_hub_id).name):
         directory = local_directory(path_or_hub_id)
         check_config(directory)
-        refuse_unservable(read_config(directory))
+        check_servable(read_config(directory))
         check_files(directory)
         return digest_of_files(directory)
 
@@ -129,17 +128,17 @@ def _check_dtype(dtype: str) -> None:
 
 
 def _precision(directory: Path, config: PreTrainedConfig, dtype: str, device: torch.device) -> Precision:
-    stored, weights_bytes = stored_facts(directory)
+    stored, weights_bytes = stored_dtype_and_bytes(directory)
     if config.dtype is not None:
         stored = str(config.dtype).removeprefix("torch.")
-    return choose_precision(dtype, stored, weights_bytes=weights_bytes, on_cpu=device.type == "cpu")
+    return choose_precision(dtype, stored, weights_bytes=weights_bytes, on_cpu=on_host(device))
 
 
 @contextlib.contextmanager
-def about(name: str) -> Iterator[None]:
-    """Name the model in every reason; what transformers raises is a reason too."""
+def naming_model(name: str) -> Iterator[None]:
+    """Turn every exception inside, also of transformers, into a ModelError that names the model."""
     try:
-        with quiet():
+        with quiet_transformers():
             yield
     except ConfigError as error:
         raise ModelError(f"model {name}: {error}") from error
@@ -155,8 +154,8 @@ def about(name: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def quiet() -> Iterator[None]:
-    """No progress bars and no warnings of transformers meanwhile; what matters in them becomes a ModelError."""
+def quiet_transformers() -> Iterator[None]:
+    """Silence transformers' progress bars and warnings inside the context."""
     verbosity, bars = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
@@ -169,13 +168,13 @@ def quiet() -> Iterator[None]:
 
 
 def local_directory(path_or_hub_id: str) -> Path:
-    """Where a model's files are, fetched first if they must be. Raises ModelError."""
+    """The directory of a model's files, downloaded first for a hub id. Raises ModelError."""
     return _directory(path_or_hub_id, _FILES)
 
 
 def config_directory(path_or_hub_id: str) -> Path:
-    """Where a model's configs are, fetched first if they must be; without its weights. Raises ModelError."""
-    with about(Path(path_or_hub_id).name):
+    """The directory of a model's configs, downloaded first for a hub id, without weights. Raises ModelError."""
+    with naming_model(Path(path_or_hub_id).name):
         return _directory(path_or_hub_id, _CONFIGS)
 
 
@@ -225,7 +224,8 @@ def read_module(
             # transformers fills these with random numbers and goes on.
             first = sorted(str(name) for name in names)[0]
             raise ModelError(
-                f"its weight files {problem} {len(names)} of the model's tensors, such as {first}: fetch weights that fit config.json"
+                f"its weight files {problem} {len(names)} of the model's tensors, such as {first}: "
+                "fetch weights that fit config.json"
             )
     _refuse_surplus(module, stored, set(loaded["unexpected_keys"]))
     _refuse_contradicted_tie(module)
@@ -241,7 +241,7 @@ def _refuse_surplus(module: Any, stored: Mapping[str, StoredTensor], unexpected:
     prefix = f"{module.base_model_prefix}."
     # transformers accepts a name with and without the prefix; given both, it uses one tensor and drops the other.
     twice = {name for name in stored if name.startswith(prefix) and name.removeprefix(prefix) in stored}
-    surplus = sorted((unexpected - known_unused(stored, unexpected)) | twice)
+    surplus = sorted((unexpected - unused_names(stored, unexpected)) | twice)
     if surplus:
         raise ModelError(
             f"its weight files hold {len(surplus)} tensors that a model of this config.json does not use, such as "
@@ -257,8 +257,9 @@ def _refuse_contradicted_tie(module: Any) -> None:
     for name, source in module.get_expanded_tied_weights_keys(all_submodels=True).items():
         if module.get_parameter(name) is not module.get_parameter(source):
             raise ModelError(
-                f"its config.json ties {name} to {source} (tie_word_embeddings), but its weight files hold a {name} that "
-                f"differs: set tie_word_embeddings to false if the model was trained so, or remove {name} from the files"
+                f"its config.json ties {name} to {source} (tie_word_embeddings), but its weight files hold a {name} "
+                "that differs: set tie_word_embeddings to false if the model was trained so, "
+                f"or remove {name} from the files"
             )
 
 

@@ -1,9 +1,9 @@
-"""A head that predicts further tokens (multi-token prediction): one decoder layer of the model's own kind over [the
-token's embedding, the hidden state before it], with the model's embedding and output matrix.
+"""A head for multi-token prediction (MTP): one decoder layer of the model's own class over [embedding of a token,
+hidden state of the position before], with the model's embedding and output matrix.
 
-At position p it sees token p and the hidden state of position p - 1, so that its KV at p depends on nothing behind p: a
-block's share of it belongs to the block (H15). That is the usual head, one position later; positions are relative to
-it. Several tokens are predicted by feeding it its own hidden state.
+At position p it reads token p and the hidden state of position p - 1, so its KV at p depends on no later token and can
+be stored with the block (hazard H15). Published heads count the same input as position p - 1; only relative positions
+matter. To draft several tokens, the head is fed its own hidden state.
 """
 
 from __future__ import annotations
@@ -26,15 +26,16 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from sidestream.attention.paged import AttentionBatch
+from sidestream.attention.interface import AttentionBatch
+from sidestream.device.kinds import CPU, on_host
 from sidestream.errors import ModelError
-from sidestream.models.adapter import PagedModel, Unseen, padded_length
+from sidestream.models.adapter import OpaqueBatch, PagedModel, padded_length
 from sidestream.models.loader import local_directory
 from sidestream.models.weights import digest_of_files, pack_linears
 
 log = logging.getLogger(__name__)
 
-# Names of checkpoints that carry a head, and ours for the same thing; what is not named is the decoder layer's.
+# Tensor names in checkpoints, and our names. All other tensors belong to the decoder layer.
 _QWEN = {
     "mtp.fc.": "join.",
     "mtp.pre_fc_norm_embedding.": "norm_embedding.",
@@ -51,18 +52,17 @@ _DEEPSEEK = {
 }
 _SHARED = ("shared_head.head.weight", "embed_tokens.weight")
 _OWN_FORMAT = "sidestream-mtp"
-# Of the model's config: what a head depends on, in a file of ours, and in a checkpoint, whose tensors' names depend on
-# its layers besides.
+# Config fields that must equal the model's: in our own files, and in checkpoints, whose tensor names depend on the
+# number of layers.
 _FACTS = ("model_type", "hidden_size", "vocab_size")
 _CHECKPOINT_FACTS = ("hidden_size", "vocab_size", "num_hidden_layers")
 _EXPERT = re.compile(r"^(?P<path>layer\..*\.experts)\.(?P<number>\d+)\.(?P<part>gate_proj|up_proj|down_proj)\.weight$")
 
 
 class MtpHead(nn.Module):
-    """The head of one model, which it shares embedding and output matrix with.
+    """The head of one model. It shares the model's embedding and output matrix.
 
-    feeds_normed   the hidden state that it feeds itself is that after its norm, as in Qwen's; else that before, as in
-                   DeepSeek's and GLM's
+    feeds_normed   it is fed its hidden state after its norm (Qwen), else before it (DeepSeek, GLM)
     """
 
     def __init__(self, model: Any, *, feeds_normed: bool) -> None:
@@ -88,7 +88,7 @@ class MtpHead(nn.Module):
         self.feeds_normed = feeds_normed
         self.norm_embedding, self.norm_hidden, self.norm = (copy.deepcopy(base.norm) for _ in range(3))
         reference = base.norm.weight
-        with torch.device("cpu"):
+        with torch.device(CPU):
             self.join = nn.Linear(2 * self.hidden_size, self.hidden_size, bias=False)
             self.layer = type(base.layers[-1])(config, layer_idx=self.layer_index)
         for part in (self.join, self.layer):
@@ -133,26 +133,26 @@ class MtpHead(nn.Module):
         `layer_index`.
         """
         count = len(tokens)
-        predicts, feeds = self(*_padded(tokens, before, positions), attention_mask=None, paged_batch=Unseen(batch))
+        predicts, feeds = self(*_padded(tokens, before, positions), attention_mask=None, paged_batch=OpaqueBatch(batch))
         return predicts[0, :count], feeds[0, :count]
 
     @torch.inference_mode()
-    def keep_up(self, tokens: Tensor, before: Tensor, positions: Tensor, batch: AttentionBatch) -> None:
-        """`step` as far as to keys and values: they are in the pool afterwards, and nothing is predicted."""
+    def write_kv(self, tokens: Tensor, before: Tensor, positions: Tensor, batch: AttentionBatch) -> None:
+        """Write the KV that `step` would write, without predicting."""
         with contextlib.suppress(_Written):
             self._through(
-                *_padded(tokens, before, positions), attention_mask=None, paged_batch=Unseen(_KeysAndValues(batch))
+                *_padded(tokens, before, positions), attention_mask=None, paged_batch=OpaqueBatch(_KeysAndValues(batch))
             )
 
     def logits(self, predicts: Tensor) -> Tensor:
-        """Of the tokens that `predicts`, `[..., hidden_size]`, predicts: `[..., vocab_size]`."""
+        """Logits `[..., vocab_size]` of the head's output `[..., hidden_size]`."""
         found: Tensor = self._model[0].get_output_embeddings()(predicts)
         return found
 
 
 def _padded(tokens: Tensor, before: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """A packed batch as one sequence; on a CPU, of one of few lengths, as `PagedModel.forward` has it."""
-    if tokens.device.type == "cpu":
+    if on_host(tokens.device):
         missing = padded_length(len(tokens)) - len(tokens)
         tokens, positions, before = (
             pad(tokens, (0, missing)),
@@ -163,28 +163,26 @@ def _padded(tokens: Tensor, before: Tensor, positions: Tensor) -> tuple[Tensor, 
 
 
 class _Written(Exception):
-    """A layer has written keys and values, and need go no further."""
+    """Leaves a layer after its keys and values are written."""
 
 
 @dataclass(frozen=True, slots=True)
 class _KeysAndValues:
-    """A batch that is not attended to: it leaves the layer once keys and values are written, however the layer came to
-    them.
-    """
+    """A batch whose attention writes keys and values to the pool and then leaves the layer by `_Written`."""
 
     batch: AttentionBatch
 
     @property
-    def slots(self) -> Tensor:
+    def slot_mapping(self) -> Tensor:
         """See `AttentionBatch`."""
-        return self.batch.slots
+        return self.batch.slot_mapping
 
     def layer(self, index: int) -> Tensor:
         """See `AttentionBatch`."""
         return self.batch.layer(index)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, layer: int, **how: Any) -> Tensor:
-        """Write, and leave."""
+        """Write keys and values, and raise `_Written`."""
         self.batch.write(key, value, layer)
         raise _Written
 
@@ -206,7 +204,7 @@ def attach_head(model: PagedModel, source: str | Path) -> MtpHead:
         digest.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy())
     model.fingerprint = digest.hexdigest()
     pack_linears(head)
-    model.leave_hidden()
+    model.expose_hidden_states()
     return head
 
 
@@ -221,13 +219,14 @@ def load_head(model: Any, source: str | Path) -> MtpHead:
     lacking, strange = sorted(own.keys() - given.keys()), sorted(given.keys() - own.keys())
     if lacking or strange:
         raise ModelError(
-            f"the head in {source} {'lacks' if lacking else 'has'} {(lacking or strange)[0]}: it is not one for {model.config.model_type}"
+            f"the head in {source} {'lacks' if lacking else 'has'} {(lacking or strange)[0]}: "
+            f"it is not one for {model.config.model_type}"
         )
     for name, tensor in given.items():
         if tensor.shape != own[name].shape:
             raise ModelError(
-                f"the head in {source} has {name} of shape {list(tensor.shape)}, the model's is {list(own[name].shape)} (hidden size "
-                f"{head.hidden_size}): it belongs to another model"
+                f"the head in {source} has {name} of shape {list(tensor.shape)}, the model's is "
+                f"{list(own[name].shape)} (hidden size {head.hidden_size}): it belongs to another model"
             )
     head.load_state_dict(given)
     return head.eval()
@@ -253,7 +252,8 @@ def _read(source: Path, config: Any) -> tuple[dict[str, Tensor], bool]:
             metadata = file.metadata() or {}
             if metadata.get("format") != _OWN_FORMAT:
                 raise ModelError(
-                    f"{source} holds no head of ours (its format is {metadata.get('format')}): give one, or a checkpoint's directory"
+                    f"{source} holds no head of ours (its format is {metadata.get('format')}): "
+                    "give one, or a checkpoint's directory"
                 )
             _check_facts(source, {name: metadata.get(name) for name in _FACTS}, config)
             _compare_weights(source, metadata.get("weights"), config.name_or_path)
@@ -276,7 +276,8 @@ def _read(source: Path, config: Any) -> tuple[dict[str, Tensor], bool]:
                     tensors[_renamed(name.removeprefix(prefix), _DEEPSEEK)] = file.get_tensor(name)
     if not tensors:
         raise ModelError(
-            f"{directory} carries no head: it has no tensors named mtp.* or {prefix}*; give a file of one (--draft-head), `sidestream train-mtp` makes one"
+            f"{directory} carries no head: it has no tensors named mtp.* or {prefix}*; "
+            "give a file of one (--draft-head), `sidestream train-mtp` makes one"
         )
     return tensors, qwen
 
@@ -296,7 +297,8 @@ def _check_facts(source: Path, facts: Mapping[str, Any], config: Any) -> None:
     for name, value in facts.items():
         if str(value) != str(getattr(config, name)):
             raise ModelError(
-                f"that in {source} was made for {name} {value}, the model has {getattr(config, name)}: take the model's own"
+                f"that in {source} was made for {name} {value}, the model has {getattr(config, name)}: "
+                "take the model's own"
             )
 
 

@@ -17,12 +17,11 @@ from torch.nn import functional
 from sidestream.device.machine import memory_bytes
 from sidestream.kv.layout import DTYPE_BYTES
 
-# Native instructions make bfloat16 about twice as fast as float32, without them it is 2.5 to 5 times as slow: nothing
-# was seen between.
+# bfloat16 is about twice as fast as float32 with native instructions, and 2.5 to 5 times as slow without: no measured
+# CPU lay between.
 _TOO_SLOW = 1.5
-# Of the machine's memory, what weights in float32 may take instead of the half of it. Not of what is free, which is
-# another number at every start: the dtype is part of the KV's identity, and a disk tier written in one is no use in the
-# other.
+# Share of the machine's memory that float32 weights may take. Total memory, because free memory changes from start to
+# start, and a disk tier that was written in one dtype cannot be read in another.
 _SHARE = 0.5
 # A chunk of a prompt through a small model's layer.
 _ROWS, _IN, _OUT = 64, 512, 1024
@@ -46,9 +45,7 @@ class Precision:
 
 
 def choose_precision(asked: str, stored: str, *, weights_bytes: int, on_cpu: bool) -> Precision:
-    """What a checkpoint that is `stored` in some dtype, `weights_bytes` large, is served in if `asked` is the option
-    `dtype`.
-    """
+    """The dtype to serve a checkpoint in. asked: the option `dtype` · stored: the checkpoint's dtype."""
     if asked != "auto":
         return Precision(asked, "as asked")
     if stored == "float32" or stored not in DTYPE_BYTES or not on_cpu:
@@ -69,11 +66,9 @@ def choose_precision(asked: str, stored: str, *, weights_bytes: int, on_cpu: boo
 
 @functools.cache
 def time_over_float32(dtype: str) -> float:
-    """How long this CPU takes for a product of matrices in `dtype`, over the same in float32. Takes some milliseconds,
-    once per process.
+    """Time of a matrix product in `dtype` over that in float32, on this CPU. Takes some milliseconds, once per process.
 
-    Measured and not asked for: that oneDNN can multiply in a dtype does not say that the processor has instructions for
-    it.
+    Measured, because oneDNN also reports dtypes as supported for which the processor has no instructions.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # how well threads share a small product is another question

@@ -1,4 +1,4 @@
-"""Weights as files, as an identity, and as the processor likes them.
+"""Weight files and their checks, fingerprints of weights, and the order of weights that oneDNN multiplies by.
 
 Called while a model loads, on the loading thread.
 """
@@ -17,14 +17,15 @@ import xxhash
 from safetensors import safe_open
 from torch import nn
 
+from sidestream.device.kinds import on_host
 from sidestream.errors import ModelError
+from sidestream.models.checkpoint_tensors import StoredTensor, check_tensors, joined, tensors_of
 from sidestream.models.directory import INDEX, WEIGHTS, check_weights_exist, read_json
-from sidestream.models.stored import StoredTensor, check_stored, joined, tensors_of
 
 _SHARD = re.compile(r"-of-(\d+)\.safetensors$")
 
 _STORED = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-# Facts of a config that leave every number of a forward as it is, or that the hash holds otherwise.
+# Config fields that change no result of a forward, or that the hash covers elsewhere.
 _NOT_IDENTITY = {"_name_or_path", "architectures", "dtype", "torch_dtype", "id2label", "label2id", "use_cache"}
 
 
@@ -32,17 +33,17 @@ def check_files(directory: Path) -> dict[str, StoredTensor]:
     """The tensors of a model's weight files, by name. Reads headers, and a page of each matrix.
 
     Raises ModelError that names the file when one is missing, cut off or not a safetensors file, and that names the
-    tensor when one cannot be served (`check_stored`).
+    tensor when one cannot be served (`check_tensors`).
     """
     check_weights_exist(directory)
     files = _weight_files(directory)
     stored = joined(tensor for path in files for tensor in _check_file(path))
     _refuse_unlisted_shards(directory, {path.name for path in files})
-    check_stored(stored)
+    check_tensors(stored)
     return stored
 
 
-def stored_facts(directory: Path) -> tuple[str, int]:
+def stored_dtype_and_bytes(directory: Path) -> tuple[str, int]:
     """Of the weight files in `directory`: the first one's first floating dtype, and how many bytes all have. Reads
     headers only.
 
@@ -104,7 +105,7 @@ def fingerprint_of(module: Any, *, variant: str = "") -> str:
     """128 bits, in hex, of everything that the module's KV depends on: definition, config, dtypes and every loaded
     weight.
 
-    variant: what was changed in the module that none of these tells.
+    variant: names a change of the module that config and weights do not show.
 
     Hashes what was loaded, not the files: names, dates and the way that weights are split over files do not matter.
     xxh3 reads memory about as fast as it can be read; it finds differences, not forgeries.
@@ -186,9 +187,5 @@ def pack_linears(module: nn.Module) -> None:
     with torch.no_grad():
         for parent in list(module.modules()):
             for name, child in list(parent.named_children()):
-                if (
-                    type(child) is nn.Linear
-                    and child.weight.dtype == torch.bfloat16
-                    and child.weight.device.type == "cpu"
-                ):
+                if type(child) is nn.Linear and child.weight.dtype == torch.bfloat16 and on_host(child.weight.device):
                     setattr(parent, name, _PackedLinear(child))

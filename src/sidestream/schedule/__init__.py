@@ -1,1 +1,1 @@
-"""WHO RUNS NEXT: requests, admission, chunking, preemption. Pure: no tensors, no clocks."""
+"""WHICH REQUESTS RUN NEXT: admission, preemption, chunked prefill, drafts, commit. Pure: no tensors, no clock."""

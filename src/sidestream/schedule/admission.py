@@ -1,169 +1,94 @@
-"""What a request is checked against before it takes anything, wherever it is asked: on the caller's thread, or in a
-front end's process.
-"""
+"""Admission: waiting requests get a slot and blocks, reuse the blocks that the device or a tier holds, and start."""
 
 from __future__ import annotations
 
-import operator
-import reprlib
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Sequence
 
-import numpy as np
-import numpy.typing as npt
-
-from sidestream.config import MOST_SALT_CHARS, SamplingParams
-from sidestream.errors import ContextTooLong, RequestRejected
-from sidestream.types import Key
-
-_PRIORITY_BOUND = 1 << 63
-
-KeysOf = Callable[[npt.NDArray[np.int64], str], tuple[list[Key], int]]
-"""Keys of the complete blocks of a prompt, for a request with this cache salt, and the version of the keys that they
-belong to.
-"""
+from sidestream.schedule.allocation import Allocator
+from sidestream.schedule.limits import Limits
+from sidestream.schedule.prefill import PrefillPlanner
+from sidestream.schedule.prefix_cache import PrefixCache
+from sidestream.schedule.queues import RequestQueues
+from sidestream.schedule.request import Request, State
+from sidestream.schedule.step_builder import StepBuilder
+from sidestream.schedule.tiers import TierLoads
+from sidestream.types import BlockId, LoadPlan
 
 
-@dataclass(frozen=True, slots=True)
-class Bounds:
-    """The largest request that an engine takes.
+class Admission:
+    """Starts waiting requests in order of rank.
 
-    max_model_len   tokens of prompt and output together
-    pool_tokens     tokens that the block pool holds
-    max_unfinished  requests running and waiting
+    Invariants:
+    - No request overtakes a request of higher rank that lacks room (H26). It may overtake a request that waits for
+      the disk, or for blocks that a running request is about to complete.
+    - Reused blocks are leased before new blocks are allocated, so the request cannot evict its own prefix (H11).
+    - While admission of new requests is paused, only requests that have begun before are admitted (H8).
     """
 
-    max_model_len: int
-    pool_tokens: int
-    block_tokens: int
-    vocab_size: int
-    max_unfinished: int
+    def __init__(
+        self,
+        limits: Limits,
+        *,
+        queues: RequestQueues,
+        prefix_cache: PrefixCache,
+        allocator: Allocator,
+        tiers: TierLoads,
+        prefill: PrefillPlanner,
+    ) -> None:
+        self.paused = False
+        """True: requests that have not begun stay in the queue."""
+        self._limits = limits
+        self._queues = queues
+        self._prefix_cache = prefix_cache
+        self._allocator = allocator
+        self._tiers = tiers
+        self._prefill = prefill
 
-    @property
-    def longest(self) -> int:
-        """Tokens of prompt and output together that fit both the model and the pool."""
-        return min(self.max_model_len, self.pool_tokens)
+    def admit(self, step: StepBuilder) -> None:
+        """Start requests until the first in rank lacks room, and add their loads and first chunks to the step."""
+        if not self._queues.waiting or not self._allocator.has_free_slot:
+            return
+        for request in self._queues.by_rank(self.candidates())[: self._limits.max_probes]:
+            if not self._allocator.has_free_slot or not self._try_admit(request, step):
+                return
 
+    def candidates(self) -> list[Request]:
+        """Waiting requests that may start now, if there is room."""
+        return [request for request in self._queues.waiting.values() if self._may_start(request)]
 
-@dataclass(frozen=True, slots=True)
-class CheckedRequest:
-    """A request that can be served, with all that takes time to find out of its prompt.
+    def has_room(self, request: Request, hits: Sequence[BlockId], *, preempted: Sequence[Request] = ()) -> bool:
+        """Whether blocks for the request are available, or would be if these running requests were preempted."""
+        return self._allocator.fits(request, hits, num_running=len(self._queues.running), preempted=preempted)
 
-    keys          of the prompt's complete blocks, as they were under `keys_version`
-    seed          of the first sample; those behind it count up from there
-    max_outputs   tokens that each sample may emit
-    """
+    def _may_start(self, request: Request) -> bool:
+        return request.state is State.WAITING and (not self.paused or request.has_begun)
 
-    prompt: tuple[int, ...]
-    params: SamplingParams
-    keys: list[Key]
-    keys_version: int
-    seed: int
-    max_outputs: int
-    priority: int
-    cache_salt: str
-
-
-class RequestChecker:
-    """Checks requests for one engine. Any thread."""
-
-    def __init__(self, bounds: Bounds, keys_of: KeysOf) -> None:
-        self.bounds = bounds
-        self._keys_of = keys_of
-
-    def check(
-        self, prompt: Sequence[int], params: SamplingParams, *, seed: int = 0, priority: int = 0, cache_salt: str = ""
-    ) -> CheckedRequest:
-        """The request, if it can be served. `seed` counts when the params name none. Raises RequestRejected or
-        ContextTooLong.
+    def _try_admit(self, request: Request, step: StepBuilder) -> bool:
+        """Start the request, or leave it waiting for the disk or for blocks of a running request; False: there is no
+        room, or it needs a step to compute in.
         """
-        tokens = _whole_numbers(prompt, "prompt")
-        (priority,) = _whole_numbers((priority,), "priority")
-        if not -_PRIORITY_BOUND <= priority < _PRIORITY_BOUND:
-            raise RequestRejected(f"priority is {priority}: give a number of 64 bits", param="priority")
-        # An array, because tens of thousands of numbers that are looked at one by one take milliseconds of a first
-        # token's time.
-        max_outputs, numbers = self._check(tokens, params, cache_salt)
-        keys, version = self._keys_of(numbers, cache_salt)
-        chosen = seed if params.seed is None else params.seed
-        return CheckedRequest(tokens, params, keys, version, chosen, max_outputs, priority, cache_salt)
-
-    def _check(
-        self, prompt: tuple[int, ...], params: SamplingParams, cache_salt: str
-    ) -> tuple[int, npt.NDArray[np.int64]]:
-        """Refuse what cannot be served; else the number of tokens that may be emitted, and the prompt as an array."""
-        bounds = self.bounds
-        if not prompt:
-            raise RequestRejected("the prompt is empty: give at least one token", param="prompt")
-        if not isinstance(cache_salt, str) or len(cache_salt) > MOST_SALT_CHARS:
-            given = (
-                f"{len(cache_salt)} characters long"
-                if isinstance(cache_salt, str)
-                else f"a {type(cache_salt).__name__}"
-            )
-            raise RequestRejected(
-                f"cache_salt is {given}: give a text of at most {MOST_SALT_CHARS} characters", param="cache_salt"
-            )
-        try:
-            numbers = np.fromiter(prompt, np.int64, len(prompt))
-            lowest, highest = int(numbers.min()), int(numbers.max())
-        except OverflowError:  # refused below
-            lowest, highest = min(prompt), max(prompt)
-        if lowest < 0 or highest >= bounds.vocab_size:
-            bad = lowest if lowest < 0 else highest
-            raise RequestRejected(
-                f"the prompt has token id {bad}: the model knows 0 to {bounds.vocab_size - 1}", param="prompt"
-            )
-        for name, ids in (("logit_bias", params.logit_bias), ("stop_token_ids", params.stop_token_ids)):
-            for token_id in ids:
-                if token_id >= bounds.vocab_size:
-                    raise RequestRejected(
-                        f"{name} has token id {token_id}: the model knows 0 to {bounds.vocab_size - 1}", param=name
-                    )
-        if params.n > bounds.max_unfinished:
-            raise RequestRejected(
-                f"n is {params.n}: the engine takes {bounds.max_unfinished} samples at a time; ask for fewer", param="n"
-            )
-        self._check_length(len(prompt))
-        room = bounds.longest - len(prompt)
-        if params.min_tokens > room:
-            raise RequestRejected(
-                f"min_tokens is {params.min_tokens}: behind this prompt there is room for {room}", param="min_tokens"
-            )
-        return room if params.max_tokens is None else min(params.max_tokens, room), numbers
-
-    def _check_length(self, length: int) -> None:
-        bounds = self.bounds
-        if length >= bounds.max_model_len:
-            raise ContextTooLong(
-                f"prompt has {length} tokens, the model takes {bounds.max_model_len} with at least one of output: shorten it",
-                param="prompt",
-            )
-        if length >= bounds.pool_tokens:
-            blocks = bounds.pool_tokens // bounds.block_tokens
-            raise ContextTooLong(
-                f"prompt has {length} tokens, the pool holds {bounds.pool_tokens} ({blocks} blocks x {bounds.block_tokens}) "
-                "with at least one of output: raise kv_memory or shorten it",
-                param="prompt",
-            )
-
-
-def _whole_numbers(values: Iterable[object], param: str) -> tuple[int, ...]:
-    """A copy that nothing else changes, of plain ints. Raises RequestRejected for anything else, a bool included."""
-    try:
-        given = tuple(values)
-    except TypeError:
-        raise RequestRejected(f"{param} is {reprlib.repr(values)}: give a list of whole numbers", param=param) from None
-    if list(map(type, given)).count(int) == len(given):
-        return given  # type: ignore[return-value]
-    return tuple(_whole_number(value, param) for value in given)
-
-
-def _whole_number(value: Any, param: str) -> int:
-    try:
-        if isinstance(value, bool | np.bool_):  # ints to Python, and to numpy before 2.1; a mistake here
-            raise TypeError
-        return operator.index(value)
-    except TypeError:
-        raise RequestRejected(f"{param} has {reprlib.repr(value)}, which is not a whole number", param=param) from None
+        wanted = self._prefix_cache.wanted_keys(request)
+        hits = self._prefix_cache.find(wanted)
+        sources = self._tiers.locate(request, wanted[len(hits) :])
+        if self._tiers.promote(request, wanted[len(hits) :], sources, step):
+            return True
+        num_loads = self._tiers.num_loads(sources)
+        num_found = len(hits) + num_loads
+        if self._prefix_cache.is_pending(wanted[len(hits) : num_found + 1]):
+            return True
+        if step.loads_only and not num_loads:
+            return False
+        if not self.has_room(request, hits):
+            return False
+        fresh, after = self._allocator.start(request, hits)
+        step.after.extend(after)
+        loaded = tuple(wanted[len(hits) : num_found])
+        if loaded:
+            step.transfers.append(LoadPlan(request.id, request.epoch, loaded, tuple(fresh[:num_loads]), after))
+        request.start(num_hits=len(hits), num_found=num_found, block_tokens=self._limits.block_tokens)
+        self._queues.start(request)
+        request.loading = request.arriving = num_loads > 0
+        if request.cached is None:
+            request.cached = self._tiers.cached_tokens(request, num_hits=len(hits), loaded=loaded)
+        self._prefill.plan(request, step)
+        return True

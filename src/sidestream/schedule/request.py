@@ -1,20 +1,20 @@
 """One sample of one request, as the scheduler sees it: a state machine over token counts. Single writer: the scheduler.
 
-    WAITING ──admit──▶ RUNNING ──finish──▶ FINISHED
+    WAITING ──start──▶ RUNNING ──finish──▶ FINISHED
      ▲  │ ▲               │
-     │  └─promote─▶ LOADING   (blocks come from disk to the host tier)
+     │  └─promote─▶ LOADING   (blocks are read from disk into the host tier)
      │         ◀──done────┘
      └────────preempt─────┘   epoch + 1: results of steps launched before are dropped
 
 A finish (stop, length, abort, error) is possible from every state.
 
 Positions of one running request:
-    [0, committed_len)             KV computed, its step's fence observed
-    [committed_len, launched_len)  computed by a step, or copied by a load, that is still on its way
-    [launched_len, len(blocks) * block_tokens)   reserved
+    [0, committed_len)             KV computed, fence of its step observed
+    [committed_len, launched_len)  computed by a step in flight, or copied by a load in flight
+    [launched_len, len(blocks) * block_tokens)   allocated
 
-With drafts on their way `launched_len` and `launched_outputs` are upper bounds, as if all were right; they come down to
-what is true when their step is committed. The lower bound is `drafts_on_way` less.
+With drafts in flight `launched_len` and `launched_outputs` are upper bounds: they count every draft as accepted. The
+lower bounds are `drafts_in_flight` less. Commit brings the upper bounds down to the accepted tokens.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from sidestream.types import BlockId, CachedTokens, Fence, Key, RequestId, Sampl
 
 
 class State(Enum):
-    """Where a request is; see the module's picture."""
+    """State of a request; see the picture in the module's docstring."""
 
     WAITING = "waiting"
     LOADING = "loading"
@@ -38,25 +38,25 @@ class State(Enum):
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """Complete at birth; what changes later is below the line."""
+    """Complete at birth; fields below the line change later."""
 
     id: RequestId
     prompt: tuple[int, ...]
     sampling: SamplingSpec
     max_outputs: int
-    """Tokens to emit at most: the user's limit, the model's and the pool's, whichever is least."""
+    """Upper bound of emitted tokens: the least of the limits of user, model and pool."""
     stop_ids: frozenset[int]
     min_tokens: int
     priority: int = 0
     """Lower runs earlier."""
     max_drafts: int = 0
-    """Tokens to draft in a step at most."""
+    """Upper bound of drafts in a step."""
     keys: list[Key] = field(default_factory=list)
-    """Of the first complete blocks of `tokens`; may be given for the prompt's, and grows as blocks complete."""
+    """Keys of the first complete blocks of `tokens`. May be given for the prompt; grows as blocks complete."""
     cache_salt: str = ""
-    """Part of every key: the request finds KV of requests with the same salt only, and they alone find its KV."""
+    """Part of every key: KV is shared only between requests with the same salt."""
     keys_version: int = 0
-    """Which of the scheduler's keys `keys` were made with."""
+    """Version of the scheduler's keys that `keys` were made with."""
 
     # written by the scheduler only
     tokens: list[int] = field(init=False)
@@ -64,47 +64,46 @@ class Request:
     state: State = field(init=False, default=State.WAITING)
     finish_reason: str | None = field(init=False, default=None)
     epoch: int = field(init=False, default=0)
-    row: Lease | None = field(init=False, default=None)
+    slot: Lease | None = field(init=False, default=None)
+    """Its request slot in device state, while it runs."""
     blocks: Lease | None = field(init=False, default=None)
     table: tuple[BlockId, ...] = field(init=False, default=())
-    """What its last step was told of `blocks`: the same object as long as it is the same blocks."""
+    """Block table of its last row: a prefix of `blocks`, and the same object as long as it is long enough."""
     launched_len: int = field(init=False, default=0)
     launched_outputs: int = field(init=False, default=0)
-    drafts_on_way: int = field(init=False, default=0)
-    """Drafts of steps that were not committed."""
-    drafting: int = field(init=False, default=-1)
-    """Its number among the records of what became of drafts."""
+    drafts_in_flight: int = field(init=False, default=0)
+    """Drafts of steps that were launched and not committed."""
+    spec_record: int = field(init=False, default=-1)
+    """Number of its record in `SpecPolicy`."""
     committed_len: int = field(init=False, default=0)
     published_blocks: int = field(init=False, default=0)
     found_blocks: int = field(init=False, default=0)
-    """On the device or in a tier, when the row was taken."""
+    """Blocks that its last admission found on the device or in a tier."""
     own_blocks: int | None = field(init=False, default=None)
-    """How many blocks it found at the least when it began or came back: those behind it has computed itself. None: it
-    never began.
+    """Index of the first block that it computed itself: the fewest blocks that any of its admissions found. None: it
+    was never admitted.
     """
     prefill_end: int = field(init=False, default=0)
-    """Tokens that were known when the row was taken: below this, chunks; from here on, one token a step."""
+    """Tokens known at admission: computed in chunks up to here, one token a step from here on."""
     shares: bool = field(init=False, default=True)
-    """Its blocks may be found by others; False once the cache was reset under it, until it starts anew."""
+    """Its blocks may be published. False from a reset of the cache until its next admission."""
     loading: bool = field(init=False, default=False)
-    """Blocks of it come from the host tier, and no step may be gated by that load yet."""
+    """A load into its blocks was ordered and has no fences yet: no step can wait for it."""
     arriving: bool = field(init=False, default=False)
-    """Blocks of it come from the host tier, and no step of it was planned yet: the first one may have to wait for them.
-    """
+    """A load into its blocks was ordered, and no row was planned since: its first step may have to wait."""
     begun: bool = field(init=False, default=False)
-    """The row's state was set in this epoch."""
+    """Its slot's device state was set in this epoch."""
     stepped: bool = field(init=False, default=False)
-    """A step of this epoch was committed; until then the request may not be preempted for a younger one's sake (H26).
-    """
+    """A step of this epoch was committed. Until then only the first in rank may preempt it (H26)."""
     waited_steps: int = field(init=False, default=0)
-    """Steps that left without it while it had work."""
+    """Steps without it while it had work."""
     last_fence: Fence | None = field(init=False, default=None)
-    """Fence of the last step that this request was in."""
+    """Fence of the last step that computed a row of it."""
     cached: CachedTokens | None = field(init=False, default=None)
-    """What the first admission found; None before."""
+    """Tokens that its first admission found; None before."""
     promotions: int = field(init=False, default=0)
-    promoted_keys: set[Key] = field(init=False, default_factory=set)
-    """Blocks that were on disk when it set out to wait for them."""
+    promoted_from: dict[Key, str] = field(init=False, default_factory=dict)
+    """Keys of blocks that were on disk when their promotion was ordered."""
     avoid_disk: bool = field(init=False, default=False)
     avoid_tiers: bool = field(init=False, default=False)
 
@@ -117,27 +116,45 @@ class Request:
         return len(self.tokens) - len(self.prompt)
 
     @property
+    def has_begun(self) -> bool:
+        """Whether it was admitted once."""
+        return self.cached is not None or self.epoch > 0
+
+    @property
     def in_prefill(self) -> bool:
         """Whether known tokens are still to be computed."""
         return self.launched_len < self.prefill_end
 
     @property
     def can_decode(self) -> bool:
-        """Whether one more token may be drawn, counting those on their way."""
+        """Whether one more token may be drawn, counting those in flight."""
         return self.prefill_end <= self.launched_len and self.launched_outputs < self.max_outputs
 
     def level(self, aging_steps: int) -> int:
-        """Priority, improved by one for every `aging_steps` steps that left without it: nobody waits for ever."""
+        """Priority, improved by one for every `aging_steps` steps without it, so that no request starves."""
         return self.priority - self.waited_steps // aging_steps
 
+    def start(self, *, num_hits: int, num_found: int, block_tokens: int) -> None:
+        """Reset the counts at admission, with `num_found` reused blocks, `num_hits` of them on the device."""
+        self.launched_len = self.committed_len = num_found * block_tokens
+        self.published_blocks, self.found_blocks = num_hits, num_found
+        self.own_blocks = num_found if self.own_blocks is None else min(self.own_blocks, num_found)
+        self.launched_outputs = self.num_outputs
+        self.drafts_in_flight = 0
+        self.prefill_end = len(self.tokens)
+        self.begun = self.stepped = False
+        self.shares = True
+
+    def settle_drafts(self, drafts: int, drawn: int) -> None:
+        """Bring the upper bounds down to the `drawn` tokens of a row with `drafts`."""
+        self.drafts_in_flight -= drafts
+        self.launched_len -= 1 + drafts - drawn
+        self.launched_outputs -= 1 + drafts - drawn
+
     def append_outputs(self, token_ids: Sequence[int]) -> tuple[int, str | None]:
-        """Append committed tokens, up to the first that ends the request: how many that are, and why it ends, if it
-        does.
-        """
+        """Append tokens up to the first that ends the request. Returns their number and the finish reason, if any."""
         tokens, count, outputs = self.tokens, len(token_ids), len(self.tokens) - len(self.prompt)
-        if outputs + count < self.max_outputs and self.stop_ids.isdisjoint(
-            token_ids
-        ):  # nearly always: none of them ends it
+        if outputs + count < self.max_outputs and self.stop_ids.isdisjoint(token_ids):  # nearly always
             tokens.extend(token_ids)
             return count, None
         count = 0

@@ -1,10 +1,36 @@
-"""The OpenAI-compatible HTTP server. Knows an engine only as a `Backend`; needs the extra `server`."""
+"""The OpenAI-compatible HTTP server. Knows an engine only as a `Backend`; needs the extra `server`.
 
-from sidestream.server.app import create_app
-from sidestream.server.backend import Backend
-from sidestream.server.listen import bind, bind_alike
-from sidestream.server.options import ServerOptions
-from sidestream.server.run import Running, serve
-from sidestream.server.supervisor import Supervisor
+Names are imported on first use: the command line reads `ServerOptions` without the extra's packages.
+"""
 
-__all__ = ["Backend", "Running", "ServerOptions", "Supervisor", "bind", "bind_alike", "create_app", "serve"]
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from sidestream.server.app import create_app
+    from sidestream.server.backend import Backend
+    from sidestream.server.listen import bind, bind_shared
+    from sidestream.server.options import ServerOptions
+    from sidestream.server.run import RunningServer, serve
+    from sidestream.server.supervisor import Supervisor
+
+__all__ = ["Backend", "RunningServer", "ServerOptions", "Supervisor", "bind", "bind_shared", "create_app", "serve"]
+
+_MODULES = {
+    "Backend": "backend",
+    "RunningServer": "run",
+    "ServerOptions": "options",
+    "Supervisor": "supervisor",
+    "bind": "listen",
+    "bind_shared": "listen",
+    "create_app": "app",
+    "serve": "run",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)

@@ -1,4 +1,4 @@
-"""A request's body: read with a bound, then strict JSON. Nothing here knows a field by name."""
+"""A request's body: read up to a bound, then parsed as strict JSON. Knows no field."""
 
 from __future__ import annotations
 
@@ -13,13 +13,12 @@ from sidestream.server.options import ServerOptions
 
 
 async def read_body(request: Request, options: ServerOptions) -> bytes:
-    """The whole body. Refuses a wrong content type (415), one byte too many (413) and a body that does not arrive
-    (408).
+    """The whole body. Raises ApiError for a wrong content type (415), a body over the limit (413) or a late one (408).
 
-    The limit holds while reading, so a chunked body cannot exceed it either. Raises ClientGone when the client leaves.
+    The limit holds while reading, also for a chunked body. Raises ClientGone when the client disconnects.
     """
     kind = request.headers.get("content-type", "")
-    # A web page may post any other type to a server on this machine without asking first (CORS); this one it may not.
+    # A web page may post other types to a server on this machine without a CORS preflight; JSON needs one.
     if kind.partition(";")[0].strip().lower() != "application/json":
         raise ApiError(415, f"content-type is {kind[:100]!r}: send application/json")
     if int(request.headers.get("content-length", 0)) > options.max_body_bytes:
@@ -47,9 +46,7 @@ def _too_long(options: ServerOptions) -> ApiError:
 
 
 def parse_object(body: bytes) -> dict[str, Any]:
-    """The JSON object in `body`; anything else is a 400: other encodings, NaN, infinities, duplicate names, lone
-    surrogates.
-    """
+    """The JSON object in `body`. A 400 for other encodings, NaN, infinities, duplicate names and lone surrogates."""
     try:
         text = body.decode("utf-8")
     except UnicodeDecodeError as failure:
@@ -61,11 +58,11 @@ def parse_object(body: bytes) -> dict[str, Any]:
 
 
 def parse_json(text: str, param: str | None) -> Any:
-    """The value of a JSON text. A 400 that names `param`, or the body, for what is no strict JSON."""
+    """The value of a JSON text. A 400 that names `param`, or the body, if it is not strict JSON."""
     where = param or "the body"
     try:
         value = json.loads(text, parse_constant=_no_constant, parse_float=_finite, object_pairs_hook=_unique)
-        if "\\u" in text:  # an escape may spell half a surrogate pair, which no tokenizer can take
+        if "\\u" in text:  # an escape may spell a lone surrogate, which no tokenizer accepts
             json.dumps(value, ensure_ascii=False).encode("utf-8")
     except UnicodeEncodeError:
         raise bad_request(

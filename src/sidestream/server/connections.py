@@ -1,8 +1,7 @@
-"""Bounds on connections: how many there are, how long a TLS handshake, a request head and an untaken reply may take.
+"""Limits of connections: their number, and the time of a TLS handshake, a request head and an unread reply.
 
-Each one that is cut is counted, and logged at a bounded rate.
-
-Sits between the sockets and the ASGI application; knows uvicorn's HTTP/1.1 protocol and no route. Event loop only.
+A connection over a limit is closed, counted, and logged at a bounded rate. Sits between the sockets and the ASGI
+application; knows uvicorn's HTTP/1.1 protocol and no route. Event loop only.
 """
 
 from __future__ import annotations
@@ -26,56 +25,57 @@ from starlette.types import Scope
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from sidestream.errors import ConfigError
-from sidestream.server.encode import to_json
+from sidestream.server.cancellation import CallbackEvent, set_disconnect_event
 from sidestream.server.errors import ApiError
-from sidestream.server.interruption import Signal, say_who_leaves
+from sidestream.server.json_response import to_json
 from sidestream.server.options import ServerOptions
 
 log = logging.getLogger("sidestream.server")
 
-# uvicorn warns of each bad request without its peer, and advises to install a WebSocket library when a client asks for
-# one. `Connections` reports bad requests itself; errors of the application still get through.
+# uvicorn's warnings of bad requests name no peer; `ConnectionLimits.report` replaces them. Errors of the application
+# are still logged.
 _uvicorn_log = logging.getLogger("sidestream.server.uvicorn")
 _uvicorn_log.setLevel(logging.ERROR)
 
 Reason = Literal["head_timeout", "malformed", "limit", "address_limit", "tls_handshake", "stall_timeout"]
 
 _DEFAULT_CONNECTIONS = 2048
-# Open files that are not connections: weights, the disk tier, the log, what Python imports.
+# Open files that are not connections: weights, the disk tier, the log, imported modules.
 _OTHER_FILES = 256
 _FEWEST_CONNECTIONS = 16
-# A refused connection stays open this long for its client to send its request and read the refusal: closed with unread
-# bytes, the kernel would reset it and the refusal would be lost.
+# A rejected connection stays open this long, so that its client can send its request and read the rejection: if it
+# were closed with unread bytes, the kernel would reset it and drop the rejection.
 _LINGER_S = 1.0
 _MOST_LINGERING = 64
-# At most one line in this time for each reason.
+# At most one log line in this period for each reason.
 _LOG_PERIOD_S = 10.0
-# How often in a stall timeout the bytes are counted that a client has not taken.
+# Checks of a client's progress within one stall timeout.
 _STALL_CHECKS = 8
 
 
 def connection_limit(options: ServerOptions) -> int:
-    """Connections that the server holds at a time. Raises ConfigError when the process may not open so many files."""
+    """Connections at a time. Raises ConfigError when the process may not open so many files."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     bound = None if soft == resource.RLIM_INFINITY else max(_FEWEST_CONNECTIONS, soft - _OTHER_FILES)
     if options.max_connections is None:
         return _DEFAULT_CONNECTIONS if bound is None else min(_DEFAULT_CONNECTIONS, bound)
     if bound is not None and options.max_connections > bound:
         raise ConfigError(
-            f"max_connections is {options.max_connections}, but this process may open {soft} files and needs {_OTHER_FILES} of them "
-            f"for other things: give {bound} or less, or raise the limit (ulimit -n {options.max_connections + _OTHER_FILES})"
+            f"max_connections is {options.max_connections}, but this process may open {soft} files "
+            f"and needs {_OTHER_FILES} of them for other things: "
+            f"give {bound} or less, or raise the limit (ulimit -n {options.max_connections + _OTHER_FILES})"
         )
     return options.max_connections
 
 
-class Connections:
-    """The connections of one server: counts them, admits them, and reports those that are cut."""
+class ConnectionLimits:
+    """Admits the connections of one server, and reports those that it closes for a limit."""
 
     def __init__(self, options: ServerOptions, count: Callable[..., None], tls: ssl.SSLContext | None = None) -> None:
-        """Raises ConfigError when the options ask for too many open files.
+        """Raises ConfigError when the options need too many open files.
 
         count   `count(name, value, *labels)` adds to a counter
-        tls     connections begin with a handshake
+        tls     None: plain HTTP
         """
         self.tls = tls
         self.head_timeout_s = options.head_timeout_s
@@ -86,43 +86,44 @@ class Connections:
         self._count = count
         self._open: Counter[str] = Counter()
         self._num_open = 0
-        self._unlogged: dict[
-            Reason, int
-        ] = {}  # since a reason's last line; absent: its next one may be written at once
+        self._unlogged: dict[Reason, int] = {}  # since the reason's last line; absent: log the next one at once
 
     def protocol(self) -> type[asyncio.Protocol]:
-        """What uvicorn calls for each new connection."""
+        """The factory of protocols that uvicorn calls for each connection."""
 
         def make(**arguments: Any) -> asyncio.Protocol:
-            guarded = _Guarded(self, **arguments)
-            return guarded if self.tls is None else _Handshake(self, self.tls, guarded)
+            http = _LimitedProtocol(self, **arguments)
+            return http if self.tls is None else _TlsHandshakeProtocol(self, self.tls, http)
 
         return cast("type[asyncio.Protocol]", make)
 
     def admit(self, address: str, peer: str) -> ApiError | None:
-        """Count a new connection, or give the reply that refuses it."""
+        """Count a new connection; over a limit, return the rejection instead."""
         if self._num_open >= self._limit:
             self.report("limit", peer)
-            return _refusal(f"this server holds {self._limit} connections already: close idle ones, or try again later")
+            return _rejection(
+                f"this server holds {self._limit} connections already: close idle ones, or try again later"
+            )
         limit = self._limit_per_address
         if limit is not None and self._open[address] >= limit:
             self.report("address_limit", peer)
-            return _refusal(
-                f"{address} holds {limit} connections already, as many as one address may: reuse them, or close idle ones"
+            return _rejection(
+                f"{address} holds {limit} connections already, as many as one address may: "
+                "reuse them, or close idle ones"
             )
         self._open[address] += 1
         self._num_open += 1
         return None
 
     def release(self, address: str) -> None:
-        """An admitted connection is gone."""
+        """Stop counting an admitted connection, which has ended."""
         self._num_open -= 1
         self._open[address] -= 1
         if not self._open[address]:
             del self._open[address]
 
     def report(self, reason: Reason, peer: str) -> None:
-        """Count a connection that is cut, and log it: one line at once, then one per period that counts the others."""
+        """Count and log a connection that is closed: the first one at once, then one line per period for the others."""
         self._count("connections_refused_total", 1, reason)
         if reason in self._unlogged:
             self._unlogged[reason] += 1
@@ -152,41 +153,41 @@ class Connections:
                 return f"{self._limit_per_address} connections of its address are open (max_connections_per_address)"
 
 
-def _refusal(message: str) -> ApiError:
+def _rejection(message: str) -> ApiError:
     return ApiError(503, message, kind="server_error", code="too_many_connections", headers={"Retry-After": "1"})
 
 
-class _Handshake(asyncio.Protocol):
-    """A connection until its TLS handshake has ended; then it is `guarded`'s.
+class _TlsHandshakeProtocol(asyncio.Protocol):
+    """A connection during its TLS handshake; afterwards the connection belongs to `http`.
 
-    asyncio's own server would accept any number of unfinished handshakes for a minute each, and tell the protocol of
-    none. uvicorn ends this one with its connections, by `shutdown` and `transport`.
+    asyncio's own server would accept any number of unfinished handshakes, for a minute each, before any protocol sees
+    them. uvicorn closes this object like a connection, through `shutdown` and `transport`.
     """
 
-    def __init__(self, connections: Connections, context: ssl.SSLContext, guarded: _Guarded) -> None:
-        self._guard = connections
+    def __init__(self, connections: ConnectionLimits, context: ssl.SSLContext, http: _LimitedProtocol) -> None:
+        self._limits = connections
         self._context = context
-        self._guarded = guarded
-        self._early: list[bytes] = []  # requests may come with the handshake's end
+        self._http = http
+        self._early: list[bytes] = []  # requests may arrive with the end of the handshake
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         self.transport = transport
         self._peer = _peer(transport)
-        if self._guard.admit(*self._peer) is not None:
-            transport.abort()  # its refusal would cost a handshake
+        if self._limits.admit(*self._peer) is not None:
+            transport.abort()  # sending the rejection would need a handshake
             return
-        self._guarded.server_state.connections.add(cast("Any", self))
+        self._http.server_state.connections.add(cast("Any", self))
         self._task = asyncio.get_running_loop().create_task(self._shake_hands())
 
     def data_received(self, data: bytes) -> None:
         self._early.append(data)
 
     def shutdown(self) -> None:
-        """Called when the server stops: there is no request to finish."""
+        """Called by uvicorn when the server stops: there is no request to finish."""
         self.transport.abort()
 
     async def _shake_hands(self) -> None:
-        loop, guarded = asyncio.get_running_loop(), self._guarded
+        loop, http = asyncio.get_running_loop(), self._http
         failed = False
         secure: asyncio.Transport | None = None
         try:
@@ -195,56 +196,54 @@ class _Handshake(asyncio.Protocol):
                 self,
                 self._context,
                 server_side=True,
-                ssl_handshake_timeout=self._guard.head_timeout_s,
-                ssl_shutdown_timeout=self._guard.stall_timeout_s,  # it bounds the sending of a reply's end too
+                ssl_handshake_timeout=self._limits.head_timeout_s,
+                ssl_shutdown_timeout=self._limits.stall_timeout_s,  # it bounds sending the rest of a reply too
             )
         except (ConnectionResetError, BrokenPipeError):
-            pass  # the client left
+            pass  # the client disconnected
         except OSError:  # an SSLError or a timeout
             failed = True
         finally:
-            guarded.server_state.connections.discard(cast("Any", self))
+            http.server_state.connections.discard(cast("Any", self))
         if secure is None or self.transport.is_closing():
             if failed:
-                self._guard.report("tls_handshake", self._peer[1])
+                self._limits.report("tls_handshake", self._peer[1])
             self.transport.abort()
-            self._guard.release(self._peer[0])
+            self._limits.release(self._peer[0])
             return
-        secure.set_protocol(guarded)
-        guarded.begin(secure, self.transport, self._peer)
+        secure.set_protocol(http)
+        http.begin(secure, self.transport, self._peer)
         for data in self._early:
-            guarded.data_received(data)
+            http.data_received(data)
 
 
-class _Guarded(H11Protocol):
-    """uvicorn's protocol with bounds: on how many connections there are, on a request head's time, on an untaken
-    reply's time.
-    """
+class _LimitedProtocol(H11Protocol):
+    """uvicorn's HTTP/1.1 protocol with the limits of `ConnectionLimits`."""
 
-    def __init__(self, connections: Connections, **arguments: Any) -> None:
+    def __init__(self, connections: ConnectionLimits, **arguments: Any) -> None:
         super().__init__(**arguments)
         self.logger = _uvicorn_log
-        self._guard = connections
+        self._limits = connections
         self._head_timer: asyncio.TimerHandle | None = None
         self._stall_timer: asyncio.TimerHandle | None = None
-        self._gone = Signal()
+        self._disconnected = CallbackEvent()
 
     def handle_events(self) -> None:
-        """What uvicorn calls for bytes that have come; a request's task begins later."""
+        """Called by uvicorn for received bytes; a request's task starts later."""
         super().handle_events()
         if self.scope is not None:
-            say_who_leaves(cast("Scope", self.scope), self._gone)
+            set_disconnect_event(cast("Scope", self.scope), self._disconnected)
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         address, peer = _peer(transport)
-        refusal = self._guard.admit(address, peer)
-        if refusal is not None:
-            transport.set_protocol(_Refused(self._guard, transport, refusal))
+        rejection = self._limits.admit(address, peer)
+        if rejection is not None:
+            transport.set_protocol(_RejectedProtocol(self._limits, transport, rejection))
             return
         self.begin(transport, transport, (address, peer))
 
     def begin(self, transport: asyncio.Transport, raw: asyncio.Transport, peer: tuple[str, str]) -> None:
-        """Serve an admitted connection. `raw`: what carries `transport`'s bytes, the same one without TLS."""
+        """Serve an admitted connection. `raw`: the transport below TLS; without TLS the same as `transport`."""
         self._raw = raw
         self._address, self._peer_name = peer
         super().connection_made(transport)
@@ -253,45 +252,45 @@ class _Guarded(H11Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_head_timer()
         self._stop_stall_timer()
-        self._guard.release(self._address)
+        self._limits.release(self._address)
         super().connection_lost(exc)
-        self._gone.set()
+        self._disconnected.set()
 
     def pause_writing(self) -> None:
-        """Called when the client takes a reply slower than it is made."""
+        """Called when the client reads a reply slower than it is written."""
         super().pause_writing()
         self._start_stall_timer()
 
     def on_response_complete(self) -> None:
-        """Called when the last byte of a reply was written, which does not mean that it was sent."""
+        """Called when the last byte of a reply is written; it may still wait to be sent."""
         super().on_response_complete()
-        if self._buffered():
+        if self._unsent_bytes():
             self._start_stall_timer()
         if self.transport.is_closing():
-            self._bound_goodbye()
+            self._limit_tls_close()
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
-        # No reply is due: the bytes are a part of the next request's head, or of a body that was answered before its
-        # end. They have ended uvicorn's keep-alive timer, which bounds how long a connection is idle.
+        # No reply is pending: the bytes belong to the next request's head, or to a body that was answered early. They
+        # have stopped uvicorn's keep-alive timer, so the head timer must run.
         if self.conn.our_state in (h11.IDLE, h11.DONE):
             self._start_head_timer()
         else:
             self._stop_head_timer()
 
     def send_400_response(self, msg: str) -> None:
-        """What uvicorn calls for bytes that are no HTTP request."""
-        self._guard.report("malformed", self._peer_name)
-        self._cut(
+        """Called by uvicorn for bytes that are no HTTP request."""
+        self._limits.report("malformed", self._peer_name)
+        self._close_with(
             ApiError(
                 400, "this is no valid HTTP/1.1 request, or its head is too long: send plain HTTP, and shorter headers"
             )
         )
 
     def _start_head_timer(self) -> None:
-        """Once for each head: bytes that trickle in do not extend its time."""
+        """Start it once for each head: bytes that trickle in do not extend the time."""
         if self._head_timer is None:
-            self._head_timer = self.loop.call_later(self._guard.head_timeout_s, self._head_is_late)
+            self._head_timer = self.loop.call_later(self._limits.head_timeout_s, self._head_is_late)
 
     def _stop_head_timer(self) -> None:
         if self._head_timer is not None:
@@ -301,120 +300,114 @@ class _Guarded(H11Protocol):
     def _head_is_late(self) -> None:
         if self.transport.is_closing():
             return
-        half = self.conn.our_state is h11.IDLE and bool(self.conn.trailing_data[0])
-        if half or self.conn.our_state is h11.DONE:  # browsers and pools open connections that they never use: no news
-            self._guard.report("head_timeout", self._peer_name)
-        message = f"the request head did not arrive within {self._guard.head_timeout_s:g} s: send it faster"
-        self._cut(ApiError(408, message) if half else None)
+        incomplete = self.conn.our_state is h11.IDLE and bool(self.conn.trailing_data[0])
+        if incomplete or self.conn.our_state is h11.DONE:  # not reported: unused connections of browsers and pools
+            self._limits.report("head_timeout", self._peer_name)
+        message = f"the request head did not arrive within {self._limits.head_timeout_s:g} s: send it faster"
+        self._close_with(ApiError(408, message) if incomplete else None)
 
-    def _cut(self, error: ApiError | None) -> None:
+    def _close_with(self, error: ApiError | None) -> None:
         self._stop_head_timer()
         if error is not None:
-            self.transport.write(_raw(error))
+            self.transport.write(_http_reply(error))
         self.transport.close()
-        self._bound_goodbye()
+        self._limit_tls_close()
 
     def shutdown(self) -> None:
-        """Called when the server stops: closes the connection, or lets its reply be the last one."""
+        """Called when the server stops: close the connection, now or after its reply."""
         super().shutdown()
         if self.transport.is_closing():
-            self._bound_goodbye()
+            self._limit_tls_close()
 
     def timeout_keep_alive_handler(self) -> None:
-        """Called when no next request has come on a connection for a while."""
+        """Called when a connection was idle for too long."""
         super().timeout_keep_alive_handler()
-        self._bound_goodbye()
+        self._limit_tls_close()
 
-    def _bound_goodbye(self) -> None:
-        """Closing TLS waits for the peer's own goodbye, and without this as long as for bytes that are not sent yet."""
+    def _limit_tls_close(self) -> None:
+        """Bound the wait for the peer's TLS close; asyncio would wait as long as for unsent bytes."""
         if self._raw is not self.transport:
-            self.loop.call_later(_LINGER_S, self._hang_up)
+            self.loop.call_later(_LINGER_S, self._abort_if_sent)
 
-    def _hang_up(self) -> None:
-        if self._buffered():
+    def _abort_if_sent(self) -> None:
+        if self._unsent_bytes():
             self._start_stall_timer()
         else:
             self._raw.abort()
 
     def _start_stall_timer(self) -> None:
         if self._stall_timer is None:
-            self._await_progress(self._untaken(), self.loop.time())
+            self._check_later(self._unread_bytes(), self.loop.time())
 
     def _stop_stall_timer(self) -> None:
         if self._stall_timer is not None:
             self._stall_timer.cancel()
             self._stall_timer = None
 
-    def _await_progress(self, untaken: int, since: float) -> None:
-        period = self._guard.stall_timeout_s / _STALL_CHECKS
-        self._stall_timer = self.loop.call_later(period, self._check_progress, untaken, since)
+    def _check_later(self, unread: int, since: float) -> None:
+        period = self._limits.stall_timeout_s / _STALL_CHECKS
+        self._stall_timer = self.loop.call_later(period, self._check_progress, unread, since)
 
-    def _check_progress(self, untaken: int, since: float) -> None:
-        """Compare with what was untaken at `since`. Nothing is written meanwhile: the reply is complete, or its writer
-        waits.
+    def _check_progress(self, unread: int, since: float) -> None:
+        """Compare with the unread bytes at time `since`. Nothing was written in between: the reply is complete, or its
+        writer waits.
         """
         self._stall_timer = None
-        waits = self.flow.write_paused or self.cycle is None or self.cycle.response_complete
-        if not waits or not self._buffered():
+        idle = self.flow.write_paused or self.cycle is None or self.cycle.response_complete
+        if not idle or not self._unsent_bytes():
             return
-        now, left = self.loop.time(), self._untaken()
-        if left != untaken:
-            self._await_progress(left, now)
-        elif now - since < self._guard.stall_timeout_s:
-            self._await_progress(untaken, since)
+        now, left = self.loop.time(), self._unread_bytes()
+        if left != unread:
+            self._check_later(left, now)
+        elif now - since < self._limits.stall_timeout_s:
+            self._check_later(unread, since)
         else:
-            self._guard.report("stall_timeout", self._peer_name)
+            self._limits.report("stall_timeout", self._peer_name)
             self._raw.abort()
 
-    def _buffered(self) -> int:
-        """Bytes that the kernel has not taken."""
+    def _unsent_bytes(self) -> int:
+        """Bytes that wait in this process, not in the kernel."""
         size = self._raw.get_write_buffer_size()
         return size if self._raw is self.transport else size + self.transport.get_write_buffer_size()
 
-    def _untaken(self) -> int:
-        """Bytes that the client has not taken: the kernel asks for more only after it has sent much of what it
-        holds.
-        """
-        return self._buffered() + _queued_in_kernel(self._raw)
+    def _unread_bytes(self) -> int:
+        """Bytes that the client has not acknowledged: those in this process and those in the kernel's send queue."""
+        return self._unsent_bytes() + _queued_in_kernel(self._raw)
 
 
-class _Refused(asyncio.Protocol):
-    """A connection over a limit: gets its refusal, and goes when its client has sent something, left, or taken too
-    long.
-    """
+class _RejectedProtocol(asyncio.Protocol):
+    """A connection over a limit: sends the rejection; closes when the client sends bytes, disconnects or is late."""
 
-    def __init__(self, connections: Connections, transport: asyncio.Transport, error: ApiError) -> None:
-        self._guard = connections
+    def __init__(self, connections: ConnectionLimits, transport: asyncio.Transport, error: ApiError) -> None:
+        self._limits = connections
         self._transport = transport
         self._timer = asyncio.get_running_loop().call_later(_LINGER_S, transport.abort)
         connections.num_lingering += 1
         if connections.num_lingering > _MOST_LINGERING:
             transport.abort()
         else:
-            transport.write(_raw(error))
+            transport.write(_http_reply(error))
 
     def data_received(self, data: bytes) -> None:
         self._transport.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._timer.cancel()
-        self._guard.num_lingering -= 1
+        self._limits.num_lingering -= 1
 
 
 def _queued_in_kernel(transport: asyncio.Transport) -> int:
-    """Bytes in the socket's send queue; 0 where the system does not tell."""
-    held = array("i", [0])
+    """Bytes in the socket's send queue; 0 if the system does not report them."""
+    queued = array("i", [0])
     try:
-        fcntl.ioctl(transport.get_extra_info("socket").fileno(), termios.TIOCOUTQ, held)
+        fcntl.ioctl(transport.get_extra_info("socket").fileno(), termios.TIOCOUTQ, queued)
     except OSError:
         return 0
-    return held[0]
+    return queued[0]
 
 
 def _peer(transport: asyncio.Transport) -> tuple[str, str]:
-    """The other end's address, and its name for the log: the address with the port; on a Unix socket the user, and the
-    process.
-    """
+    """The peer's address (on a Unix socket: its user), and its name in the log (with the port, or the process)."""
     sock = transport.get_extra_info("socket")
     if sock.family == socket.AF_UNIX:
         if not hasattr(socket, "SO_PEERCRED"):
@@ -427,8 +420,8 @@ def _peer(transport: asyncio.Transport) -> tuple[str, str]:
     return address, f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
 
 
-def _raw(error: ApiError) -> bytes:
-    """A whole HTTP/1.1 reply that ends its connection; for peers that the application never hears of."""
+def _http_reply(error: ApiError) -> bytes:
+    """A complete HTTP/1.1 reply that closes the connection; for requests that never reach the application."""
     body = to_json(error.body())
     head = [f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}"]
     headers = {

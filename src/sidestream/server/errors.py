@@ -1,4 +1,4 @@
-"""Every failure as the OpenAI error body: `{"error": {"message", "type", "param", "code"}}`. Knows no route."""
+"""Failures as OpenAI error bodies: `{"error": {"message", "type", "param", "code"}}`. Knows no route."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _MAX_MESSAGE_CHARS = 600  # messages quote the client's values, which may be meg
 
 
 class ApiError(Exception):
-    """A reply that is not a success: HTTP status, OpenAI error fields, extra headers."""
+    """An error reply: HTTP status, OpenAI error fields, extra headers."""
 
     def __init__(
         self,
@@ -42,7 +42,7 @@ class ApiError(Exception):
 
 
 class ClientGone(Exception):
-    """The client left before its reply was complete; nobody is there to read an error."""
+    """The client disconnected before its reply was complete; no error is sent."""
 
 
 def bad_request(message: str, param: str | None) -> ApiError:
@@ -51,7 +51,7 @@ def bad_request(message: str, param: str | None) -> ApiError:
 
 
 def as_api_error(failure: Exception, *, request_id: str, retry_after_s: int) -> ApiError:
-    """The reply to any failure. What nobody expected becomes a 500 that says no more than where to look."""
+    """The reply to a failure. An unexpected one becomes a 500 that names the request's id in the log."""
     match failure:
         case ApiError():
             return failure
@@ -81,7 +81,7 @@ def as_api_error(failure: Exception, *, request_id: str, retry_after_s: int) -> 
 
 
 def _http(failure: HTTPException) -> ApiError:
-    """Starlette's own refusals: no such path, method not allowed."""
+    """Starlette's own errors: 404 and 405."""
     if failure.status_code == HTTPStatus.NOT_FOUND:
         known = (
             "POST /v1/chat/completions, POST /v1/completions, GET /v1/models, POST /tokenize, POST /detokenize, "

@@ -1,7 +1,6 @@
-"""The fields of all requests: what is honoured, what is accepted because it asks for nothing, and everything else
-refused by name.
+"""The fields of all requests. A field is honoured, accepted because its value has no effect, or rejected by name.
 
-Runs on a worker thread: validating and encoding a long prompt takes milliseconds that the event loop does not have.
+Runs on a worker thread: validating and encoding a long prompt takes milliseconds and would block the event loop.
 """
 
 from __future__ import annotations
@@ -12,32 +11,32 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar, get_args
 
-from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError, create_model
 
-from sidestream.config import MOST_SALT_CHARS, SamplingParams, unknown_name
+from sidestream.config import MOST_SALT_CHARS, SAMPLING_OPTIONS, SamplingParams, unknown_name
 from sidestream.errors import RequestRejected
-from sidestream.server.backend import Tokenizer
 from sidestream.server.body import parse_json, parse_object
 from sidestream.server.errors import ApiError, bad_request
+from sidestream.text import TokenizerLike
 
 Api = Literal["chat", "text"]
 _ApiFields = TypeVar("_ApiFields", bound="_Fields")
 _Checked = TypeVar("_Checked", bound=BaseModel)
 
-_COMPLETION_TOKENS = 16  # what OpenAI's /v1/completions generates when nobody says how much
+_COMPLETION_TOKENS = 16  # OpenAI's default for /v1/completions
 _TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,9}")
 _MAX_TOKEN_ID = (1 << 31) - 1
-_REQUEST_ID = re.compile(r"[!-~]{1,128}")  # it becomes a header and a word of the log
+_REQUEST_ID = re.compile(r"[!-~]{1,128}")  # it becomes a header, and a word in the log
 
 Place = Literal["chat", "text", "message", "part"]
 
 
 @dataclass(frozen=True, slots=True)
 class Extra:
-    """A field that clients send and that this server does not implement.
+    """A field that clients send and this server does not implement.
 
-    places  requests of which API have it, or messages of a chat, or parts of a message's content
-    values  those that ask for nothing, null besides them; None: any, because the field cannot change an answer
+    places  where it occurs: requests of either API, messages of a chat, or parts of a message's content
+    values  accepted values besides null, which have no effect; None: any, because the field cannot change an answer
     """
 
     name: str
@@ -58,11 +57,11 @@ EXTRAS: tuple[Extra, ...] = (
     Extra("user", _BOTH),
     Extra("prediction", ("chat",)),
     Extra("cache_control", ("part",)),
-    # Without effect, because of what is not done.
+    # Without effect, because the feature it modifies does not exist.
     Extra("parallel_tool_calls", ("chat",)),
     Extra("spaces_between_special_tokens", _BOTH),
     Extra("annotations", ("message",)),
-    # What is done anyway.
+    # The default behaviour.
     Extra("add_special_tokens", ("chat",), (False,)),
     Extra("add_special_tokens", ("text",), (True,)),
     Extra("best_of", ("text",), (1,)),
@@ -78,7 +77,7 @@ EXTRAS: tuple[Extra, ...] = (
     Extra("suffix", ("text",), ("",)),
     Extra("use_beam_search", _BOTH, (False,)),
     Extra("verbosity", ("chat",), ("medium",)),
-    # Not done.
+    # Not implemented.
     Extra("allowed_token_ids", _BOTH, ()),
     Extra("audio", ("chat", "message"), ()),
     Extra("bad_words", _BOTH, ([],)),
@@ -108,7 +107,7 @@ _IDLE: Mapping[Place, Mapping[str, tuple[Any, ...] | None]] = {
 }
 
 _MESSAGE_FIELDS = ("role", "content", "name", "reasoning_content", "reasoning", "tool_calls", "tool_call_id")
-# Names of a template's options that the request has fields of its own for.
+# Options of a template that have request fields of their own.
 _OWN_OPTIONS = ("self", "messages", "tools", "add_generation_prompt", "continue_final_message")
 
 
@@ -116,9 +115,9 @@ _OWN_OPTIONS = ("self", "messages", "tools", "add_generation_prompt", "continue_
 class Call:
     """One valid request of either API, its prompts encoded.
 
-    include_usage     end the stream with a chunk that tells the usage
-    continuous_usage  tell it in every chunk
-    request_id        the client's name for it
+    include_usage     end the stream with a chunk of the usage
+    continuous_usage  add the usage to every chunk
+    request_id        from the client
     """
 
     api: Api
@@ -146,29 +145,19 @@ class _StreamOptions(BaseModel):
 
 
 class _Fields(BaseModel):
-    """What both APIs share, by type; null is taken out before.
-
-    `SamplingParams` checks ranges. None stands for the model's sampling default, which the engine fills in.
-    """
+    """The fields that both APIs share, by type; null is taken out before. `SamplingParams` checks ranges."""
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
     model: str
     max_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
     n: int = 1
     stream: bool = False
     stream_options: _StreamOptions | None = None
     stop: Annotated[list[str], FailFast()] = []
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
     logit_bias: dict[str, float] = Field(default={}, max_length=1024)
     seed: int | None = None
     # beyond OpenAI's
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
     min_tokens: int = 0
     ignore_eos: bool = False
     stop_token_ids: Annotated[list[int], FailFast()] = Field(default=[], max_length=1024)
@@ -201,6 +190,19 @@ class _Chat(_Fields, _Conversation):
 class _Text(_Fields):
     prompt: Any
     logprobs: int | None = None
+
+
+def _with_sampling_options(fields: type[_ApiFields]) -> type[_ApiFields]:
+    """The same model with a field for each sampling option; None stands for the model's default."""
+    unset = SamplingParams()
+    options: dict[str, Any] = {}
+    for name, row in SAMPLING_OPTIONS.items():
+        default = getattr(unset, name)
+        options[name] = (row.kind if default is not None else row.kind | None, default)
+    return create_model(fields.__name__, __base__=fields, **options)
+
+
+_CHAT, _TEXT = _with_sampling_options(_Chat), _with_sampling_options(_Text)
 
 
 class _TokenizeText(BaseModel):
@@ -245,9 +247,9 @@ class Tokenized:
     with_strings: bool
 
 
-def parse_chat(body: bytes, *, tokenizer: Tokenizer, served_name: str, max_choices: int) -> Call:
+def parse_chat(body: bytes, *, tokenizer: TokenizerLike, served_name: str, max_choices: int) -> Call:
     """A chat request. Raises ApiError or RequestError, naming the field at fault."""
-    asked = _validate(_Chat, "chat", parse_object(body), served_name)
+    asked = _validate(_CHAT, "chat", parse_object(body), served_name)
     if asked.top_logprobs and not asked.logprobs:
         raise bad_request(
             f"top_logprobs is {asked.top_logprobs} without logprobs: set logprobs to true", "top_logprobs"
@@ -264,14 +266,17 @@ def parse_chat(body: bytes, *, tokenizer: Tokenizer, served_name: str, max_choic
     return _call("chat", asked, params, [lambda: _lay_out(tokenizer, messages, layout)], "messages", max_choices)
 
 
-def _layout(asked: _Conversation, tokenizer: Tokenizer) -> dict[str, Any]:
+def _layout(asked: _Conversation, tokenizer: TokenizerLike) -> dict[str, Any]:
     """How the conversation becomes a prompt: the chat template's options, and how it ends."""
     for name in asked.chat_template_kwargs:
         if name in _OWN_OPTIONS:
             where = f"chat_template_kwargs.{name}"
             raise bad_request(f"{where} is a field of the request itself: send it there, or leave it out", where)
     if asked.continue_final_message and asked.add_generation_prompt:
-        message = "continue_final_message and add_generation_prompt are both true: an answer continues a message or begins one"
+        message = (
+            "continue_final_message and add_generation_prompt are both true: "
+            "an answer continues a message or begins one"
+        )
         raise bad_request(message, "continue_final_message")
     options = dict(asked.chat_template_kwargs)
     if asked.reasoning_effort is not None and tokenizer.template_knows("reasoning_effort"):
@@ -280,23 +285,23 @@ def _layout(asked: _Conversation, tokenizer: Tokenizer) -> dict[str, Any]:
     return {**options, "add_generation_prompt": begins, "continue_final_message": asked.continue_final_message}
 
 
-def _lay_out(tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], layout: Mapping[str, Any]) -> list[int]:
+def _lay_out(tokenizer: TokenizerLike, messages: Sequence[Mapping[str, Any]], layout: Mapping[str, Any]) -> list[int]:
     try:
         return tokenizer.chat(messages, **layout)
-    except RequestRejected as refusal:  # speaks of the option; the client knows the field
+    except RequestRejected as refusal:  # names the option; the client knows the field
         if refusal.param in layout:
             raise RequestRejected(str(refusal), param=f"chat_template_kwargs.{refusal.param}") from None
         raise
 
 
-def parse_text(body: bytes, *, tokenizer: Tokenizer, served_name: str, max_choices: int) -> Call:
+def parse_text(body: bytes, *, tokenizer: TokenizerLike, served_name: str, max_choices: int) -> Call:
     """A plain completion request. Raises ApiError or RequestError, naming the field at fault."""
-    asked = _validate(_Text, "text", parse_object(body), served_name)
+    asked = _validate(_TEXT, "text", parse_object(body), served_name)
     params = _sampling(asked, _COMPLETION_TOKENS if asked.max_tokens is None else asked.max_tokens, asked.logprobs, {})
     return _call("text", asked, params, _prompts(asked.prompt, tokenizer), "prompt", max_choices)
 
 
-def parse_tokenize(body: bytes, *, tokenizer: Tokenizer, served_name: str) -> Tokenized:
+def parse_tokenize(body: bytes, *, tokenizer: TokenizerLike, served_name: str) -> Tokenized:
     """A request to `/tokenize`, encoded. Raises ApiError or RequestError, naming the field at fault."""
     fields = parse_object(body)
     chosen = [name for name in ("prompt", "messages") if fields.get(name) is not None]
@@ -317,7 +322,7 @@ def parse_tokenize(body: bytes, *, tokenizer: Tokenizer, served_name: str) -> To
     return Tokenized(ids, chat.return_token_strs)
 
 
-def parse_detokenize(body: bytes, *, tokenizer: Tokenizer, served_name: str) -> list[int]:
+def parse_detokenize(body: bytes, *, tokenizer: TokenizerLike, served_name: str) -> list[int]:
     """The token ids of a request to `/detokenize`. Raises ApiError, naming the field at fault."""
     asked = _model_of(_Detokenize, _without_idle(parse_object(body), {}, known=_Detokenize.model_fields, where=""))
     _check_model(asked.model, served_name)
@@ -340,7 +345,7 @@ def _call(
     where: str,
     max_choices: int,
 ) -> Call:
-    """Encodes last, when nothing else can be refused: it is the dear part."""
+    """Encodes last, after all checks: it takes the most time."""
     if asked.request_id is not None and not _REQUEST_ID.fullmatch(asked.request_id):
         message = f"request_id is {_short(asked.request_id)}: give 1 to 128 printable ASCII characters without spaces"
         raise bad_request(message, "request_id")
@@ -374,7 +379,7 @@ def _validate(kind: type[_ApiFields], api: Api, body: dict[str, Any], served_nam
     fields = _without_idle(body, _IDLE[api], known=kind.model_fields, where="")
     if isinstance(fields.get("stop"), str):
         fields["stop"] = [fields["stop"]]
-    if fields.get("top_k") == -1:  # vLLM's way to say that it is off
+    if fields.get("top_k") == -1:  # vLLM's value for off
         fields["top_k"] = 0
     asked = _model_of(kind, fields)
     _check_model(asked.model, served_name)
@@ -397,9 +402,7 @@ def _check_model(name: str | None, served_name: str) -> None:
 def _without_idle(
     body: Mapping[str, Any], idle: Mapping[str, tuple[Any, ...] | None], *, known: Collection[str], where: str
 ) -> dict[str, Any]:
-    """`body` without nulls and without idle fields that ask for nothing. One that asks for something, or is unknown, is
-    a 400.
-    """
+    """`body` without nulls and without fields whose value has no effect. A 400 for unknown and unsupported fields."""
     fields = {}
     for name, value in body.items():
         path = f"{where}{name[:64]}"
@@ -416,7 +419,7 @@ def _without_idle(
 def _asks_nothing(value: Any, idle: tuple[Any, ...] | None) -> bool:
     if value is None or idle is None:
         return True
-    return any(type(value) is type(nothing) and value == nothing for nothing in idle)  # by type too: True == 1
+    return any(type(value) is type(nothing) and value == nothing for nothing in idle)  # and the type: True == 1
 
 
 def _first_fault(failure: ValidationError) -> ApiError:
@@ -437,13 +440,7 @@ def _sampling(
 ) -> SamplingParams:
     try:
         return SamplingParams(
-            temperature=asked.temperature,
-            top_k=asked.top_k,
-            top_p=asked.top_p,
-            min_p=asked.min_p,
-            repetition_penalty=asked.repetition_penalty,
-            presence_penalty=asked.presence_penalty,
-            frequency_penalty=asked.frequency_penalty,
+            **{name: getattr(asked, name) for name in SAMPLING_OPTIONS},
             logit_bias={_token_id(name): bias for name, bias in asked.logit_bias.items()},
             seed=asked.seed,
             stop=tuple(asked.stop),
@@ -456,7 +453,7 @@ def _sampling(
             n=asked.n,
             max_drafts=asked.max_drafts,
         )
-    except RequestRejected as failure:  # speaks of the parameter; the client knows the field
+    except RequestRejected as failure:  # names the parameter; the client knows the field
         param = failure.param or ""
         field = renamed.get(param, param)
         raise RequestRejected(str(failure).replace(param, field), param=field) from None
@@ -477,7 +474,7 @@ def _messages(messages: Any) -> list[dict[str, Any]]:
 
 
 def _message(message: Any, where: str) -> dict[str, Any]:
-    """A message for the chat template; beside role and content, what templates may read and others ignore."""
+    """A message for the chat template: role, content, and fields that some templates read."""
     if not isinstance(message, dict):
         raise bad_request(f"{where} is {_short(message)}: it must be an object with role and content", where)
     fields = _without_idle(message, _IDLE["message"], known=_MESSAGE_FIELDS, where=f"{where}.")
@@ -503,9 +500,7 @@ def _message(message: Any, where: str) -> dict[str, Any]:
 
 
 def _tool_calls(calls: Any, where: str) -> list[dict[str, Any]]:
-    """Calls that an earlier answer made. Chat templates expect the arguments as an object, OpenAI sends them as its
-    JSON.
-    """
+    """Tool calls of an earlier answer. OpenAI's arguments are JSON text; chat templates expect an object."""
     if not isinstance(calls, list):
         raise bad_request(f"{where} is {_short(calls)}: it must be a list", where)
     return [_tool_call(call, f"{where}[{number}]") for number, call in enumerate(calls)]
@@ -549,10 +544,8 @@ def _part(part: Any, where: str) -> str:
     return text
 
 
-def _prompts(prompt: Any, tokenizer: Tokenizer) -> list[Callable[[], list[int]]]:
-    """One encoder per prompt of a string, a list of strings, a list of token ids or a list of those; the first item
-    decides.
-    """
+def _prompts(prompt: Any, tokenizer: TokenizerLike) -> list[Callable[[], list[int]]]:
+    """One encoder per prompt: of a string, strings, token ids or lists of token ids; the first item decides."""
     if isinstance(prompt, str):
         return [lambda: tokenizer.encode(prompt)]
     if not isinstance(prompt, list) or not prompt:
@@ -568,7 +561,7 @@ def _prompts(prompt: Any, tokenizer: Tokenizer) -> list[Callable[[], list[int]]]
             return [_ids(prompt, "prompt")]
 
 
-def _string(item: Any, where: str, tokenizer: Tokenizer) -> Callable[[], list[int]]:
+def _string(item: Any, where: str, tokenizer: TokenizerLike) -> Callable[[], list[int]]:
     if not isinstance(item, str):
         raise bad_request(f"{where} is {_short(item)}: the first prompt is a string, so all must be", where)
     return lambda: tokenizer.encode(item)

@@ -1,4 +1,4 @@
-"""Runs one call on the backend: all its prompts at once."""
+"""Runs one call's prompts on the backend, all at once."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ Emit = Callable[[int, Delta], Awaitable[None]]
 
 
 class GenerationFailed(Exception):
-    """The engine gave up on this request; the message is for the log."""
+    """The engine failed this request; the message is for the log."""
 
 
 async def generate_all(backend: Backend, call: Call, name: str, emit: Emit) -> None:
-    """Await `emit(choice, delta)` for every delta of every prompt until all samples have finished.
+    """Await `emit(choice, delta)` for each delta of all prompts, until all samples have finished.
 
-    Cancelling it, or a failure of one prompt or of `emit`, aborts all of them. Raises the first failure.
+    A cancellation, or a failure of one prompt or of `emit`, aborts all prompts. Raises the first failure.
     """
 
-    async def one(number: int, prompt: tuple[int, ...], request_name: str) -> None:
+    async def run(number: int, prompt: tuple[int, ...], request_name: str) -> None:
         running = set(range(call.params.n))
         running_deltas = backend.generate(
             prompt, call.params, priority=call.priority, request_name=request_name, cache_salt=call.cache_salt
@@ -38,13 +38,13 @@ async def generate_all(backend: Backend, call: Call, name: str, emit: Emit) -> N
         if running:
             raise InvariantError(f"{request_name} ended before its samples {sorted(running)} did")
 
-    if len(call.prompts) == 1:  # nearly always: the request's own task reads the answer
-        await one(0, call.prompts[0], name)
+    if len(call.prompts) == 1:  # the usual case: no task besides the request's own
+        await run(0, call.prompts[0], name)
         return
     try:
         async with asyncio.TaskGroup() as group:
             for number, prompt in enumerate(call.prompts):
-                group.create_task(one(number, prompt, f"{name}.{number}"))
+                group.create_task(run(number, prompt, f"{name}.{number}"))
     except BaseExceptionGroup as failures:
         raise failures.exceptions[0] from None
 

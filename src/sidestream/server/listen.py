@@ -1,7 +1,4 @@
-"""Takes the address that the server listens on, a port or a Unix socket, and refuses one that cannot be had.
-
-Called before a model is loaded. A socket from here does not listen yet.
-"""
+"""Binds the sockets that the server listens on: a port or a Unix socket. They do not listen yet."""
 
 from __future__ import annotations
 
@@ -19,15 +16,15 @@ from sidestream.server.connections import connection_limit
 from sidestream.server.options import ServerOptions
 from sidestream.server.tls import tls_context
 
-_SOCKET_MODE = 0o660  # the owner's and the group's programs may connect, such as a reverse proxy's
+_SOCKET_MODE = 0o660  # programs of the group may connect, such as a reverse proxy
 
 
 def bind(options: ServerOptions) -> socket.socket:
-    """Take the address, so that a server that cannot have it fails before its model is loaded.
+    """Bind the address; called before the model is loaded, so that an address in use fails early.
 
-    The socket does not listen yet: until `serve` does, connections are refused, which tells health checks and load
-    balancers that the server is not ready. Raises ConfigError, also when fewer files may be opened than the options
-    need, or when the TLS certificate cannot be used. Closing a Unix socket removes its file.
+    Until `serve` listens on the socket, the kernel refuses connections: to load balancers the server is not ready.
+    Closing a Unix socket removes its file. Raises ConfigError, also for a limit of open files that is too low and for a
+    TLS certificate that cannot be used.
     """
     connection_limit(options)
     tls_context(options)
@@ -40,35 +37,33 @@ def bind(options: ServerOptions) -> socket.socket:
     except OSError as failure:
         if failure.errno != errno.EADDRINUSE:
             raise _cannot_listen(host, port, failure) from failure
-    # Connections of a server that ended a moment ago hold the port, which does no harm. Only now: two sockets that both
-    # reuse the address may be bound at a time, and the second server would fail after its model was loaded.
+    # Old connections in TIME_WAIT may hold the port: reuse it. Not at the first try: two sockets that both reuse the
+    # address can be bound at a time, and the second server would fail only after its model was loaded.
     try:
         return _bound(family, host, port, reuse=True)
     except OSError as failure:
         raise _cannot_listen(host, port, failure) from failure
 
 
-def bind_alike(listener: socket.socket, count: int) -> list[socket.socket]:
-    """`listener` and others at the same address, `count` in all: the kernel spreads connections over those that listen.
+def bind_shared(listener: socket.socket, count: int) -> list[socket.socket]:
+    """`count` listeners at the address of `listener`, which is the first; the kernel spreads connections over them.
 
-    A Unix socket is the same one for all. The caller closes each once.
+    Of a Unix socket, all are the same object. The caller closes each once.
     """
     if count == 1:
-        return [listener]  # alone, it keeps the address for itself
+        return [listener]  # no other process can bind its address
     if listener.family == socket.AF_UNIX:
         return [listener] * count
-    # Only now, when the address is ours alone: a second server would else share it without a word.
+    # Not before the first bind: a second server would share the address silently.
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-    others = [bind_beside(listener) for _ in range(count - 1)]
-    for bound in (listener, *others):
-        bound.setsockopt(
-            socket.SOL_SOCKET, socket.SO_REUSEADDR, 0
-        )  # else a second server that starts now could bind, too
+    others = [bind_same_address(listener) for _ in range(count - 1)]
+    for bound in (listener, *others):  # from now on, no second server can bind the address
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
     return [listener, *others]
 
 
-def bind_beside(listener: socket.socket) -> socket.socket:
-    """One more socket at the address that several share."""
+def bind_same_address(listener: socket.socket) -> socket.socket:
+    """One more socket at the listener's address."""
     other = socket.socket(listener.family, socket.SOCK_STREAM)
     if listener.family == socket.AF_INET6:
         other.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
@@ -102,15 +97,15 @@ def _cannot_listen(host: str, port: int, failure: OSError) -> ConfigError:
 
 
 class _UnixSocket(socket.socket):
-    """A socket that is bound to a path; closing it removes the file, unless another server has replaced it."""
+    """A Unix socket bound to a path. `close` removes the file, unless another server has replaced it."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(socket.AF_UNIX, socket.SOCK_STREAM)
         self._path = path.absolute()  # the process may change its directory
         self._inode: int | None = None
 
-    def take(self) -> None:
-        """Bind to the path, with the file's mode set: nothing can connect before the socket listens."""
+    def bind_path(self) -> None:
+        """Bind and set the file's mode. No client can connect before the socket listens."""
         self.bind(str(self._path))
         self._inode = self._path.lstat().st_ino
         self._path.chmod(_SOCKET_MODE)
@@ -130,7 +125,7 @@ def _bound_path(path: Path) -> socket.socket:
             _remove_stale(path)
             bound = _UnixSocket(path)
             try:
-                bound.take()
+                bound.bind_path()
             except BaseException:
                 bound.close()
                 raise
@@ -152,9 +147,7 @@ def _bound_path(path: Path) -> socket.socket:
 
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """One server at a time looks at the sockets of a directory: two that both find a stale file would remove each
-    other's.
-    """
+    """Lock the directory: two servers that both find a stale file would remove each other's new socket."""
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX)
@@ -171,10 +164,11 @@ def _remove_stale(path: Path) -> None:
         return
     if not stat.S_ISSOCK(mode):
         raise ConfigError(
-            f"cannot listen on the Unix socket {path}: a file that is not a socket is there: remove it, or give another path"
+            f"cannot listen on the Unix socket {path}: a file that is not a socket is there: "
+            "remove it, or give another path"
         )
-    # A datagram socket cannot connect to a stream socket, and is told so even if that does not listen yet, which is so
-    # while its server loads the model. Only a path that no process has bound refuses the connection.
+    # A datagram socket cannot connect to a stream socket. The error is ECONNREFUSED only if no process has bound the
+    # path; a bound socket that does not listen yet (its server loads the model) gives another error.
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as probe:
         if probe.connect_ex(str(path)) != errno.ECONNREFUSED:
             raise ConfigError(

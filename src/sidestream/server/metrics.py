@@ -1,4 +1,4 @@
-"""`/metrics`: a snapshot of an engine's metrics in the Prometheus text format."""
+"""`/metrics`: an engine's metrics in the Prometheus text format."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def render(metrics: MetricsSnapshot) -> bytes:
 
 
 class _Snapshot(Collector):
-    """One scrape's copy of the values, so that the families of one reply belong together."""
+    """One scrape's copy of all values, taken at one moment."""
 
     def __init__(self, metrics: MetricsSnapshot) -> None:
         self._metrics = metrics
@@ -43,7 +43,7 @@ def _single(name: str, declared: Declared, series: Mapping[Labels, float]) -> Me
         )
     else:
         family = GaugeMetricFamily(f"sidestream_{name}", declared.help, labels=declared.labels)
-    # A metric without labels has exactly one series, zero before the first write; absent ones would break rate().
+    # A metric without labels has one series, zero before the first write: an absent one would break rate().
     for labels, value in (series or ({} if declared.labels else {(): 0.0})).items():
         family.add_metric(labels, value)
     return family

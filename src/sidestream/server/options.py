@@ -1,4 +1,4 @@
-"""The server's options, checked at birth."""
+"""The server's options, checked when they are made."""
 
 from __future__ import annotations
 
@@ -18,19 +18,18 @@ _ROOT_PATH = re.compile(r"(/[A-Za-z0-9._~-]+)+")
 
 @dataclass(frozen=True, slots=True)
 class ServerOptions:
-    """Where and how the server listens, and what it lets one request ask for.
+    """Address, TLS, limits and timeouts of the server.
 
     host               None: 127.0.0.1
     port               0: any free one; None: 8000
     uds                a path: listen on a Unix socket there, and on no port
-    root_path          the prefix below which a proxy serves the API, such as `/llm`; paths with and without it are
-                       answered
+    root_path          the prefix below which a proxy serves the API, such as `/llm`; paths may have it or not
     ssl_certfile       speak TLS with the certificate in this PEM file; None: plain HTTP
     ssl_keyfile        its key; None: in the certificate's file
-    ssl_keyfile_password  what an encrypted key is opened with
+    ssl_keyfile_password  of an encrypted key
     ssl_ca_certs       clients must show a certificate that one of these signed; None: no client certificates
     api_key            clients must send `Authorization: Bearer <api_key>`, except to /health and /ping; None: no check
-    served_model_name  the name that clients ask for; None: the backend's
+    served_model_name  the model's name in requests; None: the backend's
     max_body_bytes     a longer request body is refused with 413 while it is read
     head_timeout_s     a request head that takes longer to arrive is refused with 408, counted from the accept, on a
                        connection that was used before from the head's first byte
@@ -43,7 +42,7 @@ class ServerOptions:
                        all
     max_choices        prompts times n that one request may ask for
     drain_s            at shutdown, running requests may take this long to finish; then they are aborted
-    retry_after_s      what a refused client is told to wait when the queue is full
+    retry_after_s      the `Retry-After` of a refusal when the queue is full
     """
 
     host: str | None = None
@@ -120,7 +119,8 @@ class ServerOptions:
         for name in ("host", "port"):
             if getattr(self, name) is not None:
                 raise ConfigError(
-                    f"uds is {self.uds!r} and {name} is {getattr(self, name)!r}: give a Unix socket or an address, not both"
+                    f"uds is {self.uds!r} and {name} is {getattr(self, name)!r}: "
+                    "give a Unix socket or an address, not both"
                 )
         if not self.uds or "\0" in self.uds:
             raise ConfigError(f"uds is {self.uds!r}: give the path of a Unix socket, such as /tmp/sidestream.sock")
@@ -138,24 +138,27 @@ class ServerOptions:
                 raise ConfigError(f"{name} is empty: give a file in PEM form, or leave it out")
             if path is not None and self.ssl_certfile is None:
                 raise ConfigError(
-                    f"{name} is {path} without ssl_certfile: give the server's certificate too, or leave it out for plain HTTP"
+                    f"{name} is {path} without ssl_certfile: give the server's certificate too, "
+                    "or leave it out for plain HTTP"
                 )
 
 
 def _check_root_path(path: str) -> None:
-    """Refuse a prefix that no proxy sends so, and one with which a path could be meant in two ways."""
+    """Raise ConfigError for a malformed prefix, and for one that would make paths ambiguous."""
     if path and not _ROOT_PATH.fullmatch(path):
         raise ConfigError(
-            f"root_path is {path!r}: it must begin with a slash, end without one, and have letters, digits and ._~- in between, such as /llm"
+            f"root_path is {path!r}: it must begin with a slash, end without one, "
+            "and have letters, digits and ._~- in between, such as /llm"
         )
     if path == "/v1" or path.startswith("/v1/"):
         raise ConfigError(
-            f"root_path is {path!r}: the API's own paths begin with /v1; give what the proxy puts in front of that, or leave it out"
+            f"root_path is {path!r}: the API's own paths begin with /v1; "
+            "give what the proxy puts in front of that, or leave it out"
         )
 
 
 def _check_origin(origin: str) -> None:
-    """Browsers compare origins letter by letter: anything but the form that they send would never match."""
+    """Raise ConfigError for an origin in another form than browsers send: it would never match."""
     parts = urlsplit(origin)
     if origin != "*" and (
         parts.scheme not in ("http", "https")
@@ -163,6 +166,6 @@ def _check_origin(origin: str) -> None:
         or origin != f"{parts.scheme}://{parts.netloc}".lower()
     ):
         raise ConfigError(
-            f"cors_origins has {origin!r}: give what a browser sends as its origin, such as https://chat.example.com or "
-            "http://localhost:3000, in lower case and without a path or a slash at the end; or * for all origins"
+            f"cors_origins has {origin!r}: give what a browser sends as its origin, such as https://chat.example.com "
+            "or http://localhost:3000, in lower case and without a path or a slash at the end; or * for all origins"
         )

@@ -1,4 +1,4 @@
-"""Runs the server until it is told to stop, then drains. The only module that knows uvicorn and signals."""
+"""Runs uvicorn until a signal or `RunningServer.stop`, then drains."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ import uvicorn
 
 from sidestream.server.app import create_app
 from sidestream.server.backend import Backend
-from sidestream.server.connections import Connections
-from sidestream.server.interruption import Signal
+from sidestream.server.cancellation import CallbackEvent
+from sidestream.server.connections import ConnectionLimits
 from sidestream.server.listen import bind
 from sidestream.server.options import ServerOptions
 from sidestream.server.tls import tls_context
@@ -27,15 +27,15 @@ from sidestream.server.tls import tls_context
 log = logging.getLogger("sidestream.server")
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
-_ABORT_S = 5  # aborted requests may take this long to send their last words; then the connections are cut
+_ABORT_S = 5  # aborted requests have this long to send their last event; then their connections are closed
 _BACKLOG = 2048
 
 
-class Running:
+class RunningServer:
     """A server that accepts requests. Any thread may use it.
 
-    url  what its paths are appended to
-    uds  the Unix socket to connect to in place of the url's host; None: there is none
+    url  the base URL
+    uds  the Unix socket to connect to in place of the URL's host; None: TCP
     """
 
     def __init__(self, url: str, uds: str | None, interrupt: Callable[[], None]) -> None:
@@ -44,7 +44,7 @@ class Running:
         self._interrupt = interrupt
 
     def stop(self) -> None:
-        """What a signal does: the first call drains, the second quits at once. Returns at once."""
+        """Like a signal: the first call drains, the second quits. Returns at once."""
         self._interrupt()
 
 
@@ -53,23 +53,25 @@ def serve(
     options: ServerOptions,
     *,
     listener: socket.socket | None = None,
-    on_ready: Callable[[Running], None] | None = None,
+    on_ready: Callable[[RunningServer], None] | None = None,
 ) -> bool:
-    """Serve until SIGINT, SIGTERM or `Running.stop`; blocks. Returns whether every request could finish.
+    """Serve until SIGINT, SIGTERM or `RunningServer.stop`; blocks. True when every request finished.
 
-    The first signal stops accepting and lets running requests finish for `options.drain_s`, then aborts them; a second
-    one aborts at once. Signals are handled on the main thread only. The backend stays open: its owner closes it
-    afterwards. `listener` is what `bind(options)` gave, for a caller that loads a model in between; None: bind now. It
-    is closed at the end. Raises ConfigError when the address cannot be listened on.
+    The first signal stops accepting, lets running requests finish for `options.drain_s` and then aborts them; the
+    second aborts at once. Signals are handled on the main thread only. The caller closes the backend afterwards.
+
+    listener   from `bind(options)`; None: bind now. Closed at the end
+
+    Raises ConfigError when the address cannot be bound.
     """
     with listener or bind(options) as bound:
-        # Not before: accepted connections inherit it, and while they linger (TIME_WAIT) the next server could not bind.
+        # Accepted connections inherit it: otherwise theirs in TIME_WAIT would keep the next server from binding.
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         app = create_app(backend, options=options)
         _warn_if_open(bound, options)
         config = uvicorn.Config(
             app,
-            http=Connections(options, backend.count, tls_context(options)).protocol(),
+            http=ConnectionLimits(options, backend.count, tls_context(options)).protocol(),
             loop="asyncio",
             ws="none",
             lifespan="off",
@@ -95,14 +97,15 @@ def _warn_if_open(listener: socket.socket, options: ServerOptions) -> None:
         )
     if options.api_key is None and "*" in options.cors_origins:
         log.warning(
-            "any web page in a browser that reaches this server can use the model: set api_key, or name origins instead of *"
+            "any web page in a browser that reaches this server can use the model: "
+            "set api_key, or name origins instead of *"
         )
 
 
-def running_at(listener: socket.socket, options: ServerOptions, interrupt: Callable[[], None]) -> Running:
-    """A server that accepts requests on a listener."""
+def running_server(listener: socket.socket, options: ServerOptions, interrupt: Callable[[], None]) -> RunningServer:
+    """The handle of a server that listens on `listener`."""
     url = _url(listener, tls=options.ssl_certfile is not None)
-    return Running(url, listener.getsockname() if listener.family == socket.AF_UNIX else None, interrupt)
+    return RunningServer(url, listener.getsockname() if listener.family == socket.AF_UNIX else None, interrupt)
 
 
 def _url(listener: socket.socket, *, tls: bool) -> str:
@@ -114,16 +117,14 @@ def _url(listener: socket.socket, *, tls: bool) -> str:
 
 
 class _Server(uvicorn.Server):
-    """uvicorn's server with our own end: it returns to its caller, who has an engine to close, instead of dying by the
-    signal.
-    """
+    """uvicorn's server, but a signal makes it return to its caller, who then closes the engine."""
 
     def __init__(
         self,
         config: uvicorn.Config,
-        stopping: Signal,
+        stopping: CallbackEvent,
         options: ServerOptions,
-        on_ready: Callable[[Running], None] | None,
+        on_ready: Callable[[RunningServer], None] | None,
     ) -> None:
         super().__init__(config)
         self._stopping = stopping
@@ -136,7 +137,7 @@ class _Server(uvicorn.Server):
         await super().startup(sockets)
         self._loop = asyncio.get_running_loop()
         assert sockets is not None
-        running = running_at(sockets[0], self._options, self.interrupt)
+        running = running_server(sockets[0], self._options, self.interrupt)
         log.info("serving on %s", running.url if running.uds is None else f"{running.url}, Unix socket {running.uds}")
         if self._on_ready is not None:
             self._on_ready(running)
@@ -148,15 +149,15 @@ class _Server(uvicorn.Server):
             self._drain_s,
         )
         deadline = asyncio.get_running_loop().call_later(self._drain_s, self._stopping.set)
-        cutter = asyncio.create_task(self._cut())
+        aborter = asyncio.create_task(self._abort_connections())
         try:
             await super().shutdown(sockets)
         finally:
-            cutter.cancel()
+            aborter.cancel()
             deadline.cancel()
 
     def interrupt(self) -> None:
-        """Drain; the second time, quit. Any thread, signal handlers too."""
+        """Drain; the second call quits. From any thread or signal handler."""
         if not self.should_exit:
             self.should_exit = True
         elif self._loop is not None and not self._loop.is_closed():
@@ -166,9 +167,9 @@ class _Server(uvicorn.Server):
         self.force_exit = True
         self._stopping.set()
 
-    async def _cut(self) -> None:
-        """Once quitting, cut every connection, also one that was accepted just before: since Python 3.12 a closed
-        listener waits for all.
+    async def _abort_connections(self) -> None:
+        """After `_quit`, abort all connections, also those accepted just before: since Python 3.12, closing a listener
+        waits for them.
         """
         while True:
             if self.force_exit:
@@ -181,7 +182,7 @@ class _Server(uvicorn.Server):
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Like uvicorn's, but the signals are not raised again at the end."""
+        """Like uvicorn's, but does not raise the signals again at the end."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return

@@ -1,4 +1,4 @@
-"""The certificate of a server that speaks TLS: read, checked, and every fault named with its file and remedy."""
+"""Loads and checks the server's TLS certificate; each error names the file and a remedy."""
 
 from __future__ import annotations
 
@@ -12,13 +12,11 @@ _PASSWORD_VARIABLE = "SIDESTREAM_SSL_KEYFILE_PASSWORD"
 
 
 class _NoPassword(Exception):
-    """The key is encrypted, and there is no password."""
+    """The key is encrypted, and no password was given."""
 
 
 def tls_context(options: ServerOptions) -> ssl.SSLContext | None:
-    """TLS as the options ask for it; None: plain HTTP. Raises ConfigError when a file is missing, unreadable or does
-    not fit.
-    """
+    """The TLS context of the options; None for plain HTTP. Raises ConfigError for a file that cannot be used."""
     if options.ssl_certfile is None:
         return None
     files = {

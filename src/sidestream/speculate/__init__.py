@@ -1,10 +1,11 @@
-"""What may come next, guessed cheaply on the device, and how much of it was right. Knows nothing of requests, blocks or
-the host.
+"""Speculative decoding: proposers that draft tokens on the device, and verification of drafts.
+
+Knows nothing of requests, blocks or the host.
 """
 
 from sidestream.speculate.accept import accept_lengths
-from sidestream.speculate.likeliest import likeliest
+from sidestream.speculate.argmax import argmax
 from sidestream.speculate.ngram import NgramProposer
-from sidestream.speculate.proposer import Context, Proposer, Shown
+from sidestream.speculate.proposer import Context, Proposer, StepTokens
 
-__all__ = ["Context", "NgramProposer", "Proposer", "Shown", "accept_lengths", "likeliest"]
+__all__ = ["Context", "NgramProposer", "Proposer", "StepTokens", "accept_lengths", "argmax"]

@@ -1,10 +1,9 @@
-"""How far drafts were right: a draft is accepted if it is the very token that the model draws in its place.
+"""Verification: a draft is accepted if it equals the token that the model samples at its position.
 
-Every draw takes the random number that belongs to its place among the row's outputs, whether or not anything was
-drafted there (`execute/sample.py`). So drafts decide how soon a token comes, never which one: greedy or sampled, a
-row's tokens are those that it would have without drafts. A draft that is certain is accepted as often as rejection
-sampling would (Leviathan et al. 2023), with the probability that the model gives it; docs/decisions/0019 says what is
-given up for drafts that are drawn themselves.
+Each sample takes the random number of its output position, with or without a draft there. So drafts change when a token
+comes, never which: greedy or sampled, a request's tokens are the same without drafts. A deterministic draft is accepted
+with the probability that the model gives it, as in rejection sampling (Leviathan et al. 2023); decision 19 in
+docs/decisions says what sampled drafts lose.
 """
 
 from __future__ import annotations
@@ -13,13 +12,12 @@ import torch
 from torch import Tensor
 
 
-def accept_lengths(drafts: Tensor, drawn: Tensor, num_drafts: Tensor) -> Tensor:
-    """Tokens that each row goes on by: its leading drafts that were drawn, and the token drawn behind them. int64
-    `[R]`, 1 to K + 1.
+def accept_lengths(drafts: Tensor, sampled: Tensor, num_drafts: Tensor) -> Tensor:
+    """Accept length of each row: its leading accepted drafts, and one token after them. int64 `[R]`, 1 to K + 1.
 
-    drafts int64 `[R, K]`, of which row r has the first `num_drafts[r]` · drawn int64 `[R, K + 1]`: what was drawn
-    behind the row's own last token and behind each draft. Reads nothing back.
+    drafts int64 `[R, K]`, row r has the first `num_drafts[r]` · sampled int64 `[R, K + 1]`: the model's samples after
+    the row's last token and after each draft. No host sync.
     """
-    place = torch.arange(drafts.shape[1], device=drafts.device)
-    right = (drafts == drawn[:, :-1]) & (place < num_drafts[:, None])
-    return 1 + right.to(torch.int64).cumprod(1).sum(1)
+    index = torch.arange(drafts.shape[1], device=drafts.device)
+    accepted = (drafts == sampled[:, :-1]) & (index < num_drafts[:, None])
+    return 1 + accepted.to(torch.int64).cumprod(1).sum(1)

@@ -1,4 +1,4 @@
-"""Which tensors kernels of ours can take."""
+"""Chooses between Triton kernels and torch."""
 
 from __future__ import annotations
 
@@ -6,7 +6,5 @@ from torch import Tensor
 
 
 def has_kernels(tensor: Tensor) -> bool:
-    """Whether they run where the tensor is: on a GPU. Elsewhere torch computes the same, and triton need not be
-    installed.
-    """
+    """Whether the Triton kernels can take the tensor: it is on a GPU. Elsewhere torch computes the same."""
     return tensor.is_cuda

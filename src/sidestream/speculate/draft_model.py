@@ -1,4 +1,4 @@
-"""A smaller model drafts, token by token, and keeps up with every token that is computed."""
+"""A smaller model drafts, token by token. It computes KV for every token that the served model computes."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from torch import Tensor
 
 from sidestream.models.adapter import PagedModel
 from sidestream.models.draft import shape_of
-from sidestream.speculate.likeliest import likeliest
-from sidestream.speculate.proposer import Context, Shown
+from sidestream.speculate.argmax import argmax
+from sidestream.speculate.proposer import Context, StepTokens
 
 
 class DraftModelProposer:
-    """Drafts the tokens that `model` holds for likeliest.
+    """Drafts the tokens with the largest logits of `model`.
 
-    num_layers   what `attach_draft` returned: layers of the pool that hold its KV
-    vocab_size   of the model that is served: no token is drafted that it does not have
-    shape        of its KV
+    num_layers   layers of the block pool that hold the draft model's KV, from `attach_draft`
+    vocab_size   of the served model: no draft is outside its vocabulary
+    shape        of the draft model's KV
     """
 
     name = "draft"
@@ -26,28 +26,28 @@ class DraftModelProposer:
         self.model = model
         self.num_layers = num_layers
         self.shape = shape_of(model)
-        self._common = min(vocab_size, model.vocab_size)
+        self._common_vocab = min(vocab_size, model.vocab_size)
 
     def propose(self, context: Context, count: int) -> Tensor:
         """See `Proposer.propose`."""
         positions = context.lengths - 1
         tokens = context.tokens
-        every = torch.arange(len(tokens), device=tokens.device)
+        every_row = torch.arange(len(tokens), device=tokens.device)
         drafts = []
         for _ in range(count):
             batch = context.attend(positions).over(self.shape)
-            # A row may have fewer drafts than another, and its end be that of what the model has positions for.
-            reached = positions.clamp(max=self.model.max_model_len - 1)
-            logits = self.model.forward(self._known(tokens), reached, batch, every)
-            (tokens, _), positions = likeliest(logits[:, : self._common]), positions + 1
+            # All rows get `count` drafts, so a row near the maximum length would exceed the model's positions.
+            clamped = positions.clamp(max=self.model.max_model_len - 1)
+            logits = self.model.forward(self._in_vocab(tokens), clamped, batch, every_row)
+            (tokens, _), positions = argmax(logits[:, : self._common_vocab]), positions + 1
             drafts.append(tokens)
         return torch.stack(drafts, dim=1)
 
-    def follow(self, shown: Shown) -> None:
+    def follow(self, step: StepTokens) -> None:
         """See `Proposer.follow`."""
-        nowhere = torch.empty(0, dtype=torch.int64, device=shown.tokens.device)
-        self.model.forward(self._known(shown.tokens), shown.positions, shown.batch.over(self.shape), nowhere)
+        no_logits = torch.empty(0, dtype=torch.int64, device=step.tokens.device)
+        self.model.forward(self._in_vocab(step.tokens), step.positions, step.batch.over(self.shape), no_logits)
 
-    def _known(self, tokens: Tensor) -> Tensor:
-        """Ids that it can look up: a prompt may hold some that only the other model's wider vocabulary has."""
+    def _in_vocab(self, tokens: Tensor) -> Tensor:
+        """Clamp ids to the draft model's vocabulary; the served model's may be larger."""
         return tokens.clamp(max=self.model.vocab_size - 1)

@@ -1,6 +1,4 @@
-"""From tensors to launches of `kernels`. Enqueues on the current stream and reads nothing back, so it may be captured.
-Needs triton.
-"""
+"""Launches of `kernels`. Enqueues on the current stream without a host sync, so it can be captured. Needs Triton."""
 
 from __future__ import annotations
 
@@ -12,18 +10,18 @@ from torch import Tensor
 from sidestream.speculate import kernels
 
 
-def likeliest(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """See `sidestream.speculate.likeliest.likeliest`."""
+def argmax(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """See `sidestream.speculate.argmax.argmax`."""
     rows, width = logits.shape
     parts = -(-width // kernels.LANES.value)
-    tops = torch.empty(rows, parts, dtype=torch.float32, device=logits.device)
-    places = torch.empty(rows, parts, dtype=torch.int32, device=logits.device)
+    maxima = torch.empty(rows, parts, dtype=torch.float32, device=logits.device)
+    indices = torch.empty(rows, parts, dtype=torch.int32, device=logits.device)
     tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
     finite = torch.empty(rows, dtype=torch.bool, device=logits.device)
-    first: Any = kernels.largest_of_parts[(rows, parts)]
-    first(logits, tops, places, width, logits.stride(0), parts, num_warps=8)
-    second: Any = kernels.largest[(rows,)]
-    second(tops, places, tokens, finite.view(torch.uint8), parts, num_warps=1)
+    first: Any = kernels.argmax_of_parts[(rows, parts)]
+    first(logits, maxima, indices, width, logits.stride(0), parts, num_warps=8)
+    second: Any = kernels.argmax_of_maxima[(rows,)]
+    second(maxima, indices, tokens, finite.view(torch.uint8), parts, num_warps=1)
     return tokens, finite
 
 

@@ -1,4 +1,4 @@
-"""A head of the model drafts, feeding itself: token by token, a layer each."""
+"""A multi-token-prediction head of the model drafts, token by token, fed with its own predictions."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import torch
 from torch import Tensor
 
 from sidestream.models.mtp import MtpHead
-from sidestream.speculate.likeliest import likeliest
-from sidestream.speculate.proposer import Context, Shown
+from sidestream.speculate.argmax import argmax
+from sidestream.speculate.proposer import Context, StepTokens
 
 
 class MtpProposer:
-    """Drafts the likeliest tokens by a head that was attached to the model."""
+    """Drafts the tokens with the largest logits of a head that is attached to the model."""
 
     name = "mtp"
     num_layers = 1
@@ -26,12 +26,12 @@ class MtpProposer:
         tokens, before = context.tokens, context.hidden
         drafts = []
         for _ in range(count):
-            predicts, before = self.head.step(tokens, before, positions, context.attend(positions))
-            (tokens, _), positions = likeliest(self.head.logits(predicts)), positions + 1
+            hidden, before = self.head.step(tokens, before, positions, context.attend(positions))
+            (tokens, _), positions = argmax(self.head.logits(hidden)), positions + 1
             drafts.append(tokens)
         return torch.stack(drafts, dim=1)
 
-    def follow(self, shown: Shown) -> None:
+    def follow(self, step: StepTokens) -> None:
         """See `Proposer.follow`."""
-        assert shown.before is not None, "a head is shown hidden states"
-        self.head.keep_up(shown.tokens, shown.before, shown.positions, shown.batch)
+        assert step.before is not None, "a head needs the model's hidden states"
+        self.head.write_kv(step.tokens, step.before, step.positions, step.batch)

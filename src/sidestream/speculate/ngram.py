@@ -1,5 +1,6 @@
-"""Prompt lookup: what followed the last few tokens when they came before. Costs no model, and much is repeated in code,
-edits and quotes.
+"""Prompt lookup (n-gram drafts): proposes the tokens that followed an earlier occurrence of the last few tokens.
+
+Needs no model. Works where output repeats input: code, edits, quotes.
 """
 
 from __future__ import annotations
@@ -10,15 +11,16 @@ import torch
 from torch import Tensor
 
 from sidestream.speculate import devices
-from sidestream.speculate.proposer import Context, Shown
+from sidestream.speculate.proposer import Context, StepTokens
 
 
 @dataclass(frozen=True, slots=True)
 class NgramProposer:
-    """Looks for the longest run of the last `longest` to `shortest` tokens that came before, the latest of equals
+    """Finds the longest suffix of `longest` to `shortest` tokens that occurred before, the latest of equals
     (Saxena 2023).
 
-    Drafts what followed it, and goes round where that ends. Where nothing came before, the last token is drafted again.
+    Drafts the tokens after that occurrence, and repeats them when they end. Without an occurrence, repeats the last
+    token.
     """
 
     longest: int = 4
@@ -28,7 +30,7 @@ class NgramProposer:
     num_layers: int = 0
 
     def propose(self, context: Context, count: int) -> Tensor:
-        """See `Proposer.propose`. Reads `[R, width]` numbers once for each length of a run."""
+        """See `Proposer.propose`. Reads `[R, width]` numbers once for each suffix length."""
         if devices.has_kernels(context.history):
             from sidestream.speculate import launch  # Triton, which a CPU does not need
 
@@ -37,21 +39,21 @@ class NgramProposer:
             )
         history, lengths = context.history[context.rows], context.lengths[:, None]
         width = history.shape[1]
-        place = torch.arange(width, device=history.device)
+        position = torch.arange(width, device=history.device)
         last = (lengths - 1).clamp(min=0)
-        # After step n, `run` says of each place how many tokens up to it are those that the row ends with, n at most.
-        run = torch.zeros_like(history)
-        going_on = place < last
+        # After n iterations, matched[r, p] is the length, up to n, of the row's suffix that also ends at position p.
+        matched = torch.zeros_like(history)
+        matches = position < last
         for back in range(self.longest):
             wanted = history.gather(1, (last - back).clamp(min=0))
-            going_on = going_on & (history.roll(back, 1) == wanted) & (place >= back)
-            run += going_on
-        # The longest run, then the latest: one number says both.
-        rank = torch.where(run >= self.shortest, run.to(torch.int64) * width + place, -1)
+            matches = matches & (history.roll(back, 1) == wanted) & (position >= back)
+            matched += matches
+        # One rank for both orders: the longest match first, then the latest.
+        rank = torch.where(matched >= self.shortest, matched.to(torch.int64) * width + position, -1)
         best, _ = rank.max(1, keepdim=True)
         found = torch.where(best >= 0, best % width, last - 1)
-        places = found + 1 + torch.arange(count, device=history.device) % (last - found)
-        return history.gather(1, places).to(torch.int64)
+        positions = found + 1 + torch.arange(count, device=history.device) % (last - found)
+        return history.gather(1, positions).to(torch.int64)
 
-    def follow(self, shown: Shown) -> None:
-        """It keeps nothing."""
+    def follow(self, step: StepTokens) -> None:
+        """Nothing to do: it keeps no state."""

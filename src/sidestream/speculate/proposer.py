@@ -1,8 +1,8 @@
-"""What every way of drafting offers, and what it is given. Called on the compute stream, inside a step's work.
+"""The protocol of proposers, and their inputs. Called on the compute stream, inside a step's work.
 
-A proposer may keep KV of its own in layers of the block pool behind the model's, and read the model's hidden states for
-it. Then it is shown every token that the model computes, in the same step: so what it keeps is as far as the model's KV
-is, and travels with the blocks (H15).
+A proposer may keep KV of its own in further layers of the block pool, and read the model's hidden states. Then each
+step also passes it all tokens that the model computes, so its KV covers the same positions as the model's and moves
+with the same blocks (H15).
 """
 
 from __future__ import annotations
@@ -13,20 +13,21 @@ from typing import Protocol
 
 from torch import Tensor
 
-from sidestream.attention.paged import AttentionBatch
+from sidestream.attention.interface import AttentionBatch
 
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """Where the rows stand that are to be drafted for, all of it on the device.
+    """State of the rows to draft for, all of it on the device.
 
-    history   int32 `[rows of the device, width]`: all tokens of each, its last one included; behind that, whatever was
-              there
-    rows      int64 `[R]`: which of them these are
-    lengths   int64 `[R]`: how many tokens each has, at least 1 · of a row that never began, whatever it says
-    tokens    int64 `[R]`: the last one of each
-    hidden    `[R, hidden_size]`: what the model's last layer left at the token before the last one; for who reads it
-    attend    the batch in which each row has one token, at the given positions, int64 `[R]`
+    history   int32 `[request slots, width]`: all tokens of each request slot, the last one included; garbage after
+              that
+    rows      int64 `[R]`: request slot of each row
+    lengths   int64 `[R]`: number of tokens of each row, at least 1; garbage for an unused request slot
+    tokens    int64 `[R]`: last token of each row
+    hidden    `[R, hidden_size]`: output of the model's last layer at the token before the last one; only for proposers
+              with a `hidden_size`
+    attend    makes the attention batch in which each row has one token at the given positions, int64 `[R]`
     """
 
     history: Tensor
@@ -38,12 +39,12 @@ class Context:
 
 
 @dataclass(frozen=True, slots=True)
-class Shown:
-    """What a step computes, packed, for a proposer that keeps up with it.
+class StepTokens:
+    """The packed tokens that the model computes in a step.
 
     tokens, positions   int64 `[T]`
-    before              `[T, hidden_size]`: what the model's last layer left at the position before each token; zeros
-                        before the first. None for who reads no hidden states
+    before              `[T, hidden_size]`: output of the model's last layer at the position before each token; zeros at
+                        position 0. None for a proposer without a `hidden_size`
     """
 
     tokens: Tensor
@@ -53,36 +54,37 @@ class Shown:
 
 
 class Proposer(Protocol):
-    """Drafts. A draft may be any token of the vocabulary: a wrong one costs time, never an answer."""
+    """Proposes drafts. Any token of the vocabulary is a valid draft: a wrong one costs time and changes no output."""
 
     @property
     def name(self) -> str:
-        """As in the configuration and the metrics."""
+        """Name in the configuration and the metrics."""
         ...
 
     @property
     def hidden_size(self) -> int:
-        """Of the hidden states that it reads; 0: it reads none."""
+        """Width of the hidden states that it reads; 0: none."""
         ...
 
     @property
     def num_layers(self) -> int:
-        """Layers of the pool behind the model's that it keeps KV in; 0: none, and it is shown nothing."""
+        """Layers of the block pool for its own KV; 0: none, and `follow` gets no steps."""
         ...
 
     def propose(self, context: Context, count: int) -> Tensor:
-        """The `count` tokens that each row is likely to go on with: int64 `[R, count]`.
+        """Propose the next `count` tokens of each row: int64 `[R, count]`.
 
-        A function of the row's own tokens alone, so that neither the rows beside it nor what became of earlier drafts
-        change it. May write KV of its own at the row's last position and behind it: all of that is computed again when
-        it is shown. Enqueues on the current stream and reads nothing back.
+        The result depends on the row's own tokens only, not on other rows or earlier drafts. May write its own KV at
+        the row's last position and after it; `follow` computes those positions again. Enqueues on the current stream
+        without a host sync.
         """
         ...
 
-    def follow(self, shown: Shown) -> None:
-        """Keep up with a step: drafts that are verified in it are shown, too, and shown again where they were wrong.
+    def follow(self, step: StepTokens) -> None:
+        """Compute its own KV for a step's tokens, the drafts that the step verifies included; rejected positions come
+        again.
 
-        Where it reads hidden states, it attends to nothing, and so shares no memory with the model: it runs beside the
-        model's pass.
+        With hidden states, it attends to nothing and shares no memory with the model, so it may run beside the model's
+        forward pass.
         """
         ...

@@ -50,8 +50,6 @@ Poison = Callable[[str, int, int, Sequence[Fence]], None]
 # How many submissions are looked through at once for what nobody needs any more.
 _PRUNE_EVERY = 256
 _SWEEP_FROM = 4096
-# Memories that are not the device's: there is nothing to overwrite.
-_ELSEWHERE = frozenset({"disk"})
 
 
 class _Stream:
@@ -577,8 +575,7 @@ def simulated(policy: str, seed: int) -> tuple[SimDevice, Checker]:
     """
 
     def poison(memory: str, start: int, stop: int, after: Sequence[Fence]) -> None:
-        if memory not in _ELSEWHERE:
-            device.poison(memory, start, stop, after)
+        device.poison(memory, start, stop, after)
 
     checker = Checker(poison=poison)
     device = SimDevice(make_policy(policy, random.Random(seed)), tracer=checker)

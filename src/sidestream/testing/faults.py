@@ -15,7 +15,7 @@ import numpy as np
 
 from sidestream.device.base import Stream
 from sidestream.errors import TierCorrupt, TierError, TierFull
-from sidestream.tiers.base import Block, Entry, PersistentTier, TierIndex, WriteGrant
+from sidestream.offload.tiers.base import Block, Entry, PersistentTier, TierIndex, WriteGrant
 from sidestream.types import Key
 
 # A gate that a test forgot to open fails the operation instead of hanging the process.

@@ -15,9 +15,10 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 from transformers.utils import logging as transformers_logging
 
 from sidestream.config import unknown_name
+from sidestream.device.kinds import on_gpu
 from sidestream.errors import ConfigError
 from sidestream.models.adapter import PagedModel
-from sidestream.models.facts import layout_of
+from sidestream.models.config_checks import layout_of
 from sidestream.tokenizer import Tokenizer
 
 _QWEN3 = {"vocab_size": 151936, "head_dim": 128, "num_key_value_heads": 8, "max_position_embeddings": 40960}
@@ -103,7 +104,7 @@ def random_module(shape: str, *, device: torch.device, attention: str = "sdpa", 
         raise ConfigError(unknown_name("shape", shape, tuple(SHAPES)))
     kind, fields = SHAPES[shape]
     config = kind(**{"tie_word_embeddings": False, **fields})
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), device:
+    with torch.random.fork_rng(devices=[device] if on_gpu(device) else []), device:
         torch.manual_seed(seed)
         return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation=attention).eval()
 

@@ -15,13 +15,16 @@ from threading import Event
 import torch
 
 from sidestream.device.base import Device, Memory
+from sidestream.device.kinds import CUDA
 from sidestream.errors import DeviceError
 from sidestream.kv.layout import KVLayout
 from sidestream.kv.pool import FencedPool, Lease
 from sidestream.metrics import Metrics
-from sidestream.tiers.host import HostTier
-from sidestream.transfer import CostModel, LoadFailed, TransferEngine
-from sidestream.transfer.copy import BlockMemory
+from sidestream.offload.connector import LoadFailed, OffloadConnector
+from sidestream.offload.copy import BlockMemory
+from sidestream.offload.costs import CostModel
+from sidestream.offload.tiers.host import HostTier
+from sidestream.offload.tiers.stack import TierStack
 from sidestream.types import Fence, Key, LoadPlan, StorePlan
 
 # How often it looks whether transfers have ended though nobody told it.
@@ -69,24 +72,24 @@ class Rig:
         while device.ready_bytes(slab) < slab.num_bytes:
             time.sleep(0.01)
         self.host = HostTier(slab, layout, tracer=device.tracer)
+        self.host_memory = BlockMemory(slab, layout)
         if device.tracer is not None:
             device.tracer.backed(self.blocks.name, name, layout.block_bytes)
         rng = random.Random(seed)
         for pool in (self.blocks, self.host.pool):
             _shuffle(pool, rng)
         self.metrics = Metrics()
-        self._news = Event()
+        self._notified = Event()
         self.failures: list[LoadFailed] = []
-        self.transfers = TransferEngine(
+        self.transfers = OffloadConnector(
             device=device,
             blocks=self.blocks,
             memory=self.memory,
-            host=self.host,
-            disk=None,
+            tiers=TierStack(self.host),
             costs=CostModel(layout),
             metrics=self.metrics,
             load_deadline_s=_PATIENCE_S,
-            notify=self._news.set,
+            notify=self._notified.set,
         )
         self._numbers = count()
 
@@ -110,8 +113,8 @@ class Rig:
         return fence
 
     def poll(self) -> None:
-        """Take in the mover's news."""
-        self._news.clear()
+        """Take in the offload worker's events."""
+        self._notified.clear()
         self.failures.extend(event for event in self.transfers.poll() if isinstance(event, LoadFailed))
 
     def until(self, done: Callable[[], bool], *, patience_s: float = _PATIENCE_S) -> None:
@@ -122,7 +125,7 @@ class Rig:
                 raise DeviceError(f"transfers did not end within {patience_s:.0f} s")
             self.poll()
             if not done():
-                self._news.wait(_LOOK_AGAIN_S)  # as the engine thread does when it has nothing to compute
+                self._notified.wait(_LOOK_AGAIN_S)  # as the engine thread does when it has nothing to compute
 
     def settle(self) -> None:
         """Poll until nothing is on its way."""
@@ -140,7 +143,7 @@ def busy(device: Device, seconds: float) -> None:
     """Keep the current stream busy for about so long; not at all for 0. Inside work of it."""
     if not seconds:
         return
-    if device.kind == "cuda":
+    if device.kind == CUDA:
         torch.cuda._sleep(int(seconds * _CYCLES_A_SECOND))  # type: ignore[no-untyped-call]
     else:
         time.sleep(seconds)

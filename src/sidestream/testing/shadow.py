@@ -31,7 +31,7 @@ Site = tuple[CodeType, int]
 _ROOM = Path(sidestream.device.__file__).parent
 _PASSED_OVER = (
     str(_ROOM),
-    *(str(_ROOM.parent / name) for name in ("testing/checker.py", "kv/pool.py", "tiers/index.py")),
+    *(str(_ROOM.parent / name) for name in ("testing/checker.py", "kv/pool.py", "offload/tiers/index.py")),
 )
 _inner: dict[str, bool] = {}
 

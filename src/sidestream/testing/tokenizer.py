@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from sidestream.errors import RequestRejected
 
@@ -27,6 +28,7 @@ class ToyTokenizer:
     """
 
     eos_ids = (EOS_ID,)
+    vocab_size = 0x110000 - 0x100  # ids that have a character
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """One id a character. Raises RequestRejected for a character that has none."""
@@ -38,7 +40,7 @@ class ToyTokenizer:
                 )
         return [_token(character) for character in text]
 
-    def decode(self, token_ids: Sequence[int]) -> str:
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """One character an id."""
         return "".join(_text(token_id) for token_id in token_ids)
 
@@ -46,7 +48,15 @@ class ToyTokenizer:
         """A fresh incremental `decode`."""
         return ToyDetokenizer()
 
-    def chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+    def token_strings(self, token_ids: Sequence[int]) -> list[str]:
+        """The character of each id."""
+        return [_text(token_id) for token_id in token_ids]
+
+    def template_knows(self, option: str) -> bool:
+        """The template has no options."""
+        return False
+
+    def chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]:
         """One line a message, then the assistant's turn."""
         lines = [f"{message['role']}: {message['content']}\n" for message in messages]
         return self.encode("".join(lines) + "assistant: ")

@@ -21,12 +21,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from sidestream.attention.paged import AttentionBatch, PagedBatch
+from sidestream.attention.interface import AttentionBatch
+from sidestream.attention.paged import PagedBatch
 from sidestream.attention.triton import DeviceBatch
 from sidestream.errors import InvariantError
-from sidestream.execute.model import Left
 from sidestream.kv.layout import KVLayout
-from sidestream.speculate import Context, Shown
+from sidestream.runner.model import Left
+from sidestream.speculate import Context, StepTokens
 
 _PRIME = (1 << 31) - 1
 
@@ -106,7 +107,7 @@ class ToyModel:
             )
         pool = batch.kv
         size = self.layout.block_tokens
-        blocks, offsets = batch.slots // size, batch.slots % size
+        blocks, offsets = batch.slot_mapping // size, batch.slot_mapping % size
         for layer in range(self._num_attended):
             batch.before_layer(layer)
             written = _written(tokens.numpy(), positions.numpy(), layer)
@@ -131,9 +132,9 @@ class ToyModel:
         if not isinstance(pool, torch.Tensor) or layers != self.layout.num_layers:
             raise InvariantError("on a GPU there is only the toy without a recurrent state, over one pool")
         # Padding writes what the first token does, to the same place, or what is there already.
-        real = batch.slots >= 0
+        real = batch.slot_mapping >= 0
         first = real.to(torch.int64).argmax(keepdim=True)
-        slots = torch.where(real, batch.slots, batch.slots[first].clamp(min=0))
+        slots = torch.where(real, batch.slot_mapping, batch.slot_mapping[first].clamp(min=0))
         blocks, offsets = slots // size, slots % size
         part = torch.arange(4, device=tokens.device)
         for layer in range(layers):
@@ -377,16 +378,18 @@ class ToyProposer:
             [value] * 4 for value in expected[:-1]
         ]
 
-    def follow(self, shown: Shown) -> None:
+    def follow(self, step: StepTokens) -> None:
         """See `Proposer.follow`: keeps what was before each token, in the layer before the last."""
-        assert isinstance(shown.batch, PagedBatch)
-        assert shown.before is not None
-        shown.batch.before_layer(shown.batch.kv.shape[1] - 2)
-        self._keep(shown.batch, shown.before[:, :1])
+        assert isinstance(step.batch, PagedBatch)
+        assert step.before is not None
+        step.batch.before_layer(step.batch.kv.shape[1] - 2)
+        self._keep(step.batch, step.before[:, :1])
 
     def _keep(self, batch: PagedBatch, values: torch.Tensor) -> None:
         layer, size = batch.kv.shape[1] - 2, batch.kv.shape[3]
-        batch.kv[batch.slots // size, layer, :, batch.slots % size, 0] = values[:, :, None].expand(-1, 2, 2)
+        batch.kv[batch.slot_mapping // size, layer, :, batch.slot_mapping % size, 0] = values[:, :, None].expand(
+            -1, 2, 2
+        )
 
 
 class ToyItself:
@@ -417,7 +420,7 @@ class ToyItself:
             drafts.append(tokens)
         return torch.stack(drafts, dim=1)
 
-    def follow(self, shown: Shown) -> None:
+    def follow(self, step: StepTokens) -> None:
         """It keeps nothing of its own."""
 
 

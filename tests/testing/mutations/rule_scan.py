@@ -16,7 +16,7 @@ import sidestream
 from sidestream.testing.mutations import EQUIVALENT, EXEMPT, MUTATIONS, Edit, Exempt, source_of
 
 PACKAGE = Path(sidestream.__file__).parent
-ROOMS = ("kv", "schedule", "transfer", "tiers", "execute", "engine", "client")
+ROOMS = ("kv", "schedule", "offload", "runner", "engine", "client")
 LEFT_OUT = ("client/process.py",)
 """Starts and ends a process: nothing there orders messages, and no schedule runs it."""
 
@@ -24,14 +24,14 @@ CALLS = re.compile(
     # waits, what they wait for, and what comes before what
     "wait|wait_host|poll|done|join|launched|gates|commit|_commit|callback|"
     # leases and owners
-    "_deliver|send_rest|_drop|take|share|extend|truncate|release|_release|pin|reserve|begin|drop|flock|rename|replace|"
-    "is_ready|retire|failed|publish|add|abandon|forget|forget_all|clear|remove|rekey|_retire|_unpin|_end|_forget|_ended|_is_wanted|_is_current"
+    "_deliver|send_rest|_drop|take|share|extend|release|_release|pin|reserve|begin|drop|flock|rename|replace|"
+    "is_ready|retire|failed|publish|add|abandon|forget|forget_all|clear|remove|rekey|_retire|_unpin|_end|_forget|_?ended|_is_current|deliver_outputs|end_sample|_close"
 )
 """Functions whose call is a wait, a lease or its end, or makes something findable or not."""
 
 FLAGS = re.compile(
     "failure|epoch|_?generation|finite|void|written|pins|retired|last_fence|shares|keys_version|state|begun|stepped|admits_new|"
-    "avoid_tiers|avoid_disk|is_cached|_open|_references|_fences|abandoned|loading|told|submitted"
+    "avoid_tiers|avoid_disk|is_cached|_open|_references|_fences|abandoned|loading|told|reported|taken_in|submitted"
 )
 """Attributes that say what may be believed and who may go on: where they are set, and where a decision depends on them.
 """

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from rule_scan import ROOMS, all_sites, mutated_spans, sites_of, span_of, uncovered
+from rule_scan import PACKAGE, ROOMS, all_sites, mutated_spans, sites_of, span_of, uncovered
 
 from sidestream.testing.mutations import EXEMPT
 
@@ -16,7 +16,7 @@ def test_every_wait_lease_check_and_publication_has_a_mutation_or_a_reason() -> 
 
 
 def test_every_room_has_sites() -> None:
-    assert {site.path.parent.name for site in all_sites()} == set(ROOMS)
+    assert {site.path.relative_to(PACKAGE).parts[0] for site in all_sites()} == set(ROOMS)
 
 
 def test_every_exempt_row_is_needed() -> None:
@@ -60,4 +60,4 @@ def test_a_new_wait_without_a_row_is_told_with_its_place() -> None:
     (path,) = {site.path for site in all_sites() if site.path.name == "executor.py"}
     text = path.read_text(encoding="utf-8") + "\n\ndef new(stream, fence):\n    stream.wait(fence)\n"
     (missing,) = uncovered(sites_of(path, text))
-    assert str(missing) == f"execute/executor.py:{len(text.splitlines())}: `wait` in `stream.wait(fence)`"
+    assert str(missing) == f"runner/executor.py:{len(text.splitlines())}: `wait` in `stream.wait(fence)`"

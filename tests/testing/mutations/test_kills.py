@@ -22,7 +22,7 @@ QUICK = {
     "drawn-token-stays-on-the-device": "tokens",
     "request-ends-before-its-client-is-told": "answered",
     "requests-end-with-the-engine": "balance",
-    "streams-are-not-used-again": "answered",
+    "streams-are-not-used-again": "tokens",
     "end-is-said-to-the-engine": "answered",
     "finished-stream-is-forgotten-by-the-engine-s-side": "balance",
 }

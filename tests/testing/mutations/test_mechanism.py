@@ -63,7 +63,7 @@ def test_a_mutation_of_which_one_edit_does_not_fit_changes_nothing() -> None:
 @pytest.mark.parametrize(
     ("target", "old", "message"),
     [
-        (f"{POOL}.take", "item", "occurs 8 times"),
+        (f"{POOL}.take", "block_id", "occurs 15 times"),
         (f"{POOL}.fetch", "x", "no fetch in"),
         ("sidestream.kv.pool:PoolExhausted", "x", "is no function"),
     ],
@@ -76,9 +76,9 @@ def test_what_does_not_fit_the_code_says_so(target: str, old: str, message: str)
 def test_overlapping_edits_are_refused() -> None:
     twice = mutation(
         f"{POOL}._evict",
-        "    self._index.remove_all(items)\n",
+        "    self._index.remove_all(block_ids)\n",
         "",
-        Edit(f"{POOL}._evict", "self._index.remove_all(items)", ""),
+        Edit(f"{POOL}._evict", "self._index.remove_all(block_ids)", ""),
     )
     with pytest.raises(InvariantError, match="the edits overlap"), applied(twice):
         pass
@@ -89,12 +89,12 @@ def test_an_error_in_changed_code_points_at_the_line_of_the_original() -> None:
     at = next(number for number, line in enumerate(lines) if "return Lease(" in line)
     longer = mutation(
         f"{POOL}.take",
-        "return Lease(self, ids, pending)",
+        "return Lease(self, block_ids, pending)",
         "raise ZeroDivisionError",
         Edit(
             f"{POOL}.take",
-            "        self._references[item] = 1\n",
-            "        self._references[item] = 1\n        pass\n        pass\n",
+            "        self._references[block_id] = 1\n",
+            "        self._references[block_id] = 1\n        pass\n        pass\n",
         ),
     )
     with applied(longer), pytest.raises(ZeroDivisionError) as caught:
@@ -104,5 +104,7 @@ def test_an_error_in_changed_code_points_at_the_line_of_the_original() -> None:
 
 def test_a_property_a_static_method_and_a_function_can_be_changed() -> None:
     assert source_of(f"{POOL}.num_free").function is FencedPool.num_free.fget
-    assert source_of("sidestream.tiers.index:TierIndex._tell_found").text.startswith("@staticmethod\ndef _tell_found")
+    assert source_of("sidestream.offload.worker:OffloadWorker._wants_more").text.startswith(
+        "@staticmethod\ndef _wants_more"
+    )
     assert source_of("sidestream.kv.pool:merge_fences").function.__name__ == "merge_fences"

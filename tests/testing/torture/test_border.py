@@ -7,7 +7,7 @@ import random
 import pytest
 
 from sidestream.client.messages import Failure as Said
-from sidestream.client.messages import Packer, Refused, from_engine
+from sidestream.client.messages import FrameEncoder, Rejected, decoder_of_outputs
 from sidestream.testing.mutations import applied, find
 from sidestream.testing.torture import POLICIES, Workload, draw_workload, run_one
 from sidestream.testing.torture.shrink import simpler_workloads
@@ -51,17 +51,17 @@ def test_a_request_that_goes_on_without_its_client_is_found_though_every_answer_
 @pytest.mark.parametrize("capacity", [1, 7, 1 << 20])
 def test_bytes_of_a_wire_arrive_as_they_were_sent_however_they_are_cut(capacity: int) -> None:
     here, there = wire_pair(random.Random(capacity), capacity=capacity)
-    packer, unpacker = Packer(), from_engine()
-    sent = [Refused(number, number + 1, Said("QueueFull", "try again " * number)) for number in range(20)]
-    data, heard = b"".join(map(packer.pack, sent)), list[object]()
+    encoder, decoder = FrameEncoder(), decoder_of_outputs()
+    sent = [Rejected(number, number + 1, Said("QueueFull", "try again " * number)) for number in range(20)]
+    data, heard = b"".join(map(encoder.encode, sent)), list[object]()
     while data:
         if here.writable:
             data = data[here.send(data) :]
         if there.readable:
-            heard.extend(unpacker.feed(there.recv(1 << 16)))
+            heard.extend(decoder.feed(there.recv(1 << 16)))
     here.close()
     while more := there.recv(1 << 16):
-        heard.extend(unpacker.feed(more))
+        heard.extend(decoder.feed(more))
     assert heard == sent
 
 

@@ -38,14 +38,14 @@ def doctored(target: str, old: str, new: str) -> Mutation:
 
 
 LOST_FENCE = doctored(
-    "sidestream.device.sim.device:SimStream._do",
+    "sidestream.device.sim.stream:SimStream._do",
     "fence.done, self.busy = True, False",
     "fence.done, self.busy = not label.startswith('decode'), False",
 )
 NOT_EVER_FINISHED = doctored(
     "sidestream.testing.torture.run:_Schedule._busy",
-    "return engine._previous is not None",
-    "return True or engine._previous is not None",
+    "return engine.loop.in_flight is not None",
+    "return True or engine.loop.in_flight is not None",
 )
 
 OBJECTIONS: dict[str, tuple[Mutation, int, str, int]] = {
@@ -161,15 +161,15 @@ def spoiling(deed: str) -> Mutation:
             "1 of its 192 bytes are wrong",
         ),
         (
-            "life.device.memory('host').data[next(iter(parts.host.pool._index._id_of.values())) * 192 + 7] ^= 1",
+            "life.device.memory('host').data[next(iter(parts.tiers.host.pool._index._id_of.values())) * 192 + 7] ^= 1",
             "content",
             "the first at 7",
         ),
         ("self._reference.blocks.popitem()", "content", "which no request has"),
         ("parts.blocks.take(1)", "balance", "still in use"),
-        ("parts.host.pool.take(1)", "balance", "host slots are still in use"),
-        ("engine._sessions[9] = None", "balance", "1 sessions are kept"),
-        ("engine._unfinished += 1", "balance", "1 requests are counted as unfinished"),
+        ("parts.tiers.host.pool.take(1)", "balance", "host slots are still in use"),
+        ("engine.streams._by_id[9] = None", "balance", "1 output streams are kept"),
+        ("engine.serving._unfinished += 1", "balance", "1 requests are counted as unfinished"),
         ("parts.device.stall('queue full')", "balance", "the engine's thread was held up: queue full"),
         ("parts.device.stall('queue full')", "checker", "the host was held up"),
     ],

@@ -8,8 +8,8 @@ from sidestream.testing.torture import TraceLine, explain, render
 RACE = Finding(
     kind="race",
     message="",
-    first="transfer/engine.py:169 _store, `store 1 blocks`",
-    second="execute/executor.py:104 launch, `decode 1`",
+    first="offload/connector.py:169 _store, `store 1 blocks`",
+    second="runner/executor.py:104 launch, `decode 1`",
     streams=("store", "compute"),
     works=("store:1", "compute:9"),
     does=("reads", "writes"),
@@ -41,8 +41,8 @@ def test_a_race_is_told_by_two_letters_and_the_missing_edge() -> None:
         " B                                                                    ends compute:9: it failed",
     ]
     assert explain(RACE).splitlines() == [
-        "  A  store:1    reads  kv[192:384], given at transfer/engine.py:169 _store, `store 1 blocks`",
-        "  B  compute:9  writes kv[192:384], given at execute/executor.py:104 launch, `decode 1`",
+        "  A  store:1    reads  kv[192:384], given at offload/connector.py:169 _store, `store 1 blocks`",
+        "  B  compute:9  writes kv[192:384], given at runner/executor.py:104 launch, `decode 1`",
         "  missing: store:1 ──▶ compute:9; compute never waited for it, so B may as well come first",
     ]
 

@@ -5,16 +5,18 @@ values and attends, with the meaning of `sidestream.attention.paged`; `warm_up` 
 without triton; a launch then raises.
 """
 
-from sidestream.attention.triton.batch import LONG_TOKENS, DeviceBatch, Partials, Straight, Tile, Tiles
+from sidestream.attention.triton.backend import TritonAttention
+from sidestream.attention.triton.batch import LONG_TOKENS, ContiguousKV, DeviceBatch, SplitKVWorkspace, Tile, Tiles
 from sidestream.attention.triton.launch import Variant, paged_attention, warm_up
 
 __all__ = [
     "LONG_TOKENS",
+    "ContiguousKV",
     "DeviceBatch",
-    "Partials",
-    "Straight",
+    "SplitKVWorkspace",
     "Tile",
     "Tiles",
+    "TritonAttention",
     "Variant",
     "paged_attention",
     "warm_up",

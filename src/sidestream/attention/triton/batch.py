@@ -1,7 +1,6 @@
-"""What a launch is given: where a batch lies in the pool, the buffers of its splits, the shapes of its tiles. Holds
-tensors, launches nothing.
+"""The input of a kernel launch: how a batch lies in the pool, the workspace of its splits, the shapes of its tiles.
 
-Made on the engine thread; read on the stream that owns the forward.
+Holds tensors and launches nothing. Made on the engine thread; read on the stream that owns the forward pass.
 """
 
 from __future__ import annotations
@@ -12,15 +11,16 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from sidestream.attention.paged import KVShape, ungated
+from sidestream.attention.interface import KVShape, ungated
+from sidestream.device.kinds import on_host
 from sidestream.errors import ConfigError, InvariantError
 
-__all__ = ["LONG_TOKENS", "DeviceBatch", "Partials", "Straight", "Tile", "Tiles"]
+__all__ = ["LONG_TOKENS", "ContiguousKV", "DeviceBatch", "SplitKVWorkspace", "Tile", "Tiles"]
 
 _MULTIPLE = 16  # a KV tile is made of blocks of at least so many tokens
 
 LONG_TOKENS = 512
-"""In a step of so many tokens, the KV of the row that has more than half of them is laid out straight first."""
+"""From this many tokens of a step on, a row that has more than half of them is computed over contiguous KV."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +41,8 @@ class Tile:
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """Tiles of rows in one pass, of rows in splits, and of short chunks in splits. Part of what a row's bits depend on:
-    one choice per engine.
+    """Tiles of rows in one pass, of rows in splits, and of short chunks in splits. A row's bits depend on them, so an
+    engine makes one choice.
     """
 
     whole: Tile
@@ -51,9 +51,7 @@ class Tiles:
 
     @classmethod
     def default(cls, head_dim: int, dtype: torch.dtype) -> Tiles:
-        """What suits an H100 by shared memory and registers; float32 multiplies without tensor cores, in small
-        tiles.
-        """
+        """Tiles that suit an H100's shared memory and registers; small ones for float32, which has no tensor cores."""
         if dtype == torch.float32:
             side, warps = (32, 4) if head_dim <= 64 else (32, 8) if head_dim <= 128 else (16, 8)
             return cls(Tile(side, side, warps, 1), Tile(16, side, warps, 1), Tile(side, side, warps, 1))
@@ -63,9 +61,9 @@ class Tiles:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Partials:
-    """Where rows that are reduced in splits leave what each split sums up to. Allocated once, shared by all layers and
-    steps of a stream.
+class SplitKVWorkspace:
+    """Split-KV workspace: the partial results of rows whose KV is reduced in splits. Allocated once, shared by all
+    layers and steps of a stream.
 
     tokens        KV tokens a split has: splits begin at multiples of it
     narrow, wide  of a short chunk all splits behind the first `narrow` have `wide` KV tokens: each of its queries
@@ -94,7 +92,7 @@ class Partials:
         tokens: int = 256,
         narrow: int = 16,
         also: KVShape | None = None,
-    ) -> Partials:
+    ) -> SplitKVWorkspace:
         """Buffers for `query_tokens` packed tokens over rows of at most `kv_tokens`; 4 * (head_dim + 2) bytes a token,
         head and split.
 
@@ -119,7 +117,7 @@ class Partials:
         """KV tokens that the longest row may have."""
         return self.tops.shape[1] * self.tokens
 
-    def over(self, shape: KVShape) -> Partials:
+    def over(self, shape: KVShape) -> SplitKVWorkspace:
         """The same memory for other heads, of which it has room for as many tokens and splits. Raises InvariantError if
         it has not.
         """
@@ -128,19 +126,20 @@ class Partials:
         places = rows * splits * shape.heads
         if places * shape.head_dim > room[0].numel() or places > room[1].numel():
             raise InvariantError(
-                f"{shape.heads} heads of {shape.head_dim}: partials were made for {heads} of {self.sums.shape[-1]}"
+                f"{shape.heads} heads of {shape.head_dim}: workspace were made for {heads} of {self.sums.shape[-1]}"
             )
-        return Partials(self.tokens, self.narrow, self.wide, *_cut(room, (rows, splits, shape.heads), shape.head_dim))
+        return SplitKVWorkspace(
+            self.tokens, self.narrow, self.wide, *_cut(room, (rows, splits, shape.heads), shape.head_dim)
+        )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Straight:
-    """Where the KV of one row at a time lies without its blocks, for a long chunk to be computed over: the hardware
-    copies whole tiles of it, and thread by thread that takes a third longer. Allocated once, shared by all layers and
-    steps of a stream.
+class ContiguousKV:
+    """A copy of one row's KV without blocks, for a long chunk: the hardware copies whole tiles of it. Copies
+    thread by thread take a third longer. Allocated once, shared by all layers and steps of a stream.
 
     keys, values   [kv_heads, room, head_dim]
-    tile           its keys are those of `Tiles.whole`: which way a row goes does not change a bit
+    tile           with as many keys as `Tiles.whole`, so that the copy changes no bit of the result
     """
 
     keys: torch.Tensor
@@ -150,11 +149,11 @@ class Straight:
     @classmethod
     def allocate(
         cls, *, kv_heads: int, head_dim: int, kv_tokens: int, dtype: torch.dtype, device: torch.device
-    ) -> Straight | None:
-        """Room for a row of `kv_tokens`; None where these kernels have no tiles for such heads, and on anything but
-        Hopper: what came before has no such copies, and that what comes after gives the same bits has not been seen.
+    ) -> ContiguousKV | None:
+        """Memory for a row of `kv_tokens`; None for heads that the kernels have no tiles for, and on GPUs other than
+        Hopper: older ones lack such copies, and on newer ones equal bits have not been shown.
         """
-        on = device.type == "cpu" or torch.cuda.get_device_capability(device)[0] == 9  # on a CPU: Triton's interpreter
+        on = on_host(device) or torch.cuda.get_device_capability(device)[0] == 9  # on a CPU: Triton's interpreter
         if not on or dtype == torch.float32 or head_dim not in (64, 128):
             return None
         tile = Tile(64, Tiles.default(head_dim, dtype).whole.keys, 4, 3)
@@ -166,7 +165,7 @@ class Straight:
 def _cut(
     room: Iterable[torch.Tensor], shape: tuple[int, int, int], head_dim: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Sums, tops and totals of that shape, each from where its room begins."""
+    """Views of `sums`, `tops` and `totals` of that shape, at the start of each buffer."""
     sums, tops, totals = room
     count = math.prod(shape)
     return sums[: count * head_dim].view(*shape, head_dim), tops[:count].view(shape), totals[:count].view(shape)
@@ -174,35 +173,34 @@ def _cut(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DeviceBatch:
-    """How a packed batch of T tokens in B rows lies in the pool. Everything that changes from step to step is read on
-    the device.
+    """How a packed batch of T tokens in B rows lies in the pool. Numbers that change from step to step are on the
+    device.
 
     kv              the pool `[blocks, layers, 2, block_tokens, kv_heads, head_dim]`, or a tensor `[blocks, 2,
                     block_tokens, kv_heads, head_dim]` for each layer; keys are 0, values 1; block_tokens is a multiple
                     of 16, the last dimension is dense
-    slots           int64 [T]: block_id * block_tokens + offset of each packed token, no two equal; negative: nothing is
-                    written
+    slot_mapping    int64 [T]: block_id * block_tokens + offset of each packed token, no two equal; a negative one
+                    writes nothing
     block_tables    integers [B, max_blocks]; entries beyond a row's KV are never read
     cu_seqlens_q    integers [B + 1]: where each row's queries begin in the packed tokens, and where the last row's end;
                     a row may be empty. Tokens from there to T are padding
-    kv_lens         integers [B]: length of each row's KV, this step's tokens included; a row's queries are the last of
-                    them
+    kv_lens         integers [B]: length of each row's KV, this step's tokens included; a row's queries are the last
     split_rows      the first split_rows rows are reduced in splits (decode, verification)
-    split_queries   the most query tokens that one of them may have
-    short_rows      as many rows behind them are too, more queries at a time (short chunks); the others in one pass
-                    (prefill)
-    short_queries   the most query tokens that one of them may have
-    partials        buffers of the splits; needed if there are such rows
-    straight        room for a long chunk's KV; None: every row is read from its blocks
+    split_queries   query tokens of one of these rows, at most
+    short_rows      this many rows after them are reduced in splits, too, with more queries at a time (short chunks);
+                    the others in one pass (prefill)
+    short_queries   query tokens of one of the short rows, at most
+    workspace       partial results of the splits; needed if there are such rows
+    contiguous      memory for a long chunk's KV; None: every row is read from its blocks
     tiles           shapes of the programs' work; None: Tiles.default
     before_layer    called with i before layer i of the pool is written or read
 
-    T, B, max_blocks and the numbers of rows and queries in splits are launch bounds: a captured graph bakes them in,
-    with the tensors' addresses.
+    T, B, max_blocks and the numbers of rows and queries in splits bound the launch: a captured graph keeps them and
+    the tensors' addresses.
     """
 
     kv: torch.Tensor | tuple[torch.Tensor, ...]
-    slots: torch.Tensor
+    slot_mapping: torch.Tensor
     block_tables: torch.Tensor
     cu_seqlens_q: torch.Tensor
     kv_lens: torch.Tensor
@@ -210,8 +208,8 @@ class DeviceBatch:
     split_queries: int = 1
     short_rows: int = 0
     short_queries: int = 1
-    partials: Partials | None = None
-    straight: Straight | None = None
+    workspace: SplitKVWorkspace | None = None
+    contiguous: ContiguousKV | None = None
     tiles: Tiles | None = None
     before_layer: Callable[[int], None] = ungated
 
@@ -219,9 +217,10 @@ class DeviceBatch:
         rows, max_blocks = self.block_tables.shape
         if len(self.cu_seqlens_q) != rows + 1 or len(self.kv_lens) != rows:
             raise InvariantError(
-                f"{rows} block tables, {len(self.cu_seqlens_q)} query starts, {len(self.kv_lens)} lengths: B, B + 1 and B expected"
+                f"{rows} block tables, {len(self.cu_seqlens_q)} query starts, {len(self.kv_lens)} lengths: "
+                "B, B + 1 and B expected"
             )
-        for name in ("slots", "block_tables", "cu_seqlens_q", "kv_lens"):
+        for name in ("slot_mapping", "block_tables", "cu_seqlens_q", "kv_lens"):
             part: torch.Tensor = getattr(self, name)
             if part.dtype not in (torch.int32, torch.int64) or part.stride(-1) != 1:
                 raise InvariantError(
@@ -237,18 +236,19 @@ class DeviceBatch:
                 f"split_rows is {self.split_rows}, short_rows {self.short_rows}: the batch has {rows} rows"
             )
         kv_tokens = max_blocks * int(layer.shape[2])
-        if self.straight is not None and kv_tokens > self.straight.keys.shape[1]:
+        if self.contiguous is not None and kv_tokens > self.contiguous.keys.shape[1]:
             raise InvariantError(
-                f"rows of up to {kv_tokens} tokens, laid out straight: there is room for {self.straight.keys.shape[1]}"
+                f"rows of up to {kv_tokens} tokens, laid out contiguously: "
+                f"there is room for {self.contiguous.keys.shape[1]}"
             )
         if self.rows_in_splits:
-            if self.partials is None:
-                raise InvariantError(f"{self.rows_in_splits} rows in splits, and no buffers for them: give partials")
+            if self.workspace is None:
+                raise InvariantError(f"{self.rows_in_splits} rows in splits, and no buffers for them: give workspace")
             tokens = self.tokens_in_splits
-            held, most = self.partials.tops.shape[0], self.partials.kv_tokens
+            held, most = self.workspace.tops.shape[0], self.workspace.kv_tokens
             if tokens > held or kv_tokens > most:
                 raise InvariantError(
-                    f"{tokens} query tokens over rows of up to {kv_tokens} tokens: partials hold {held} over {most}"
+                    f"{tokens} query tokens over rows of up to {kv_tokens} tokens: workspace hold {held} over {most}"
                 )
 
     @property
@@ -259,7 +259,7 @@ class DeviceBatch:
     @property
     def tokens_in_splits(self) -> int:
         """The most query tokens that these rows have."""
-        return min(len(self.slots), self.split_rows * self.split_queries + self.short_rows * self.short_queries)
+        return min(len(self.slot_mapping), self.split_rows * self.split_queries + self.short_rows * self.short_queries)
 
     def layer(self, index: int) -> torch.Tensor:
         """One layer's pool `[blocks, 2, block_tokens, kv_heads, head_dim]`."""
@@ -269,9 +269,14 @@ class DeviceBatch:
         """See `AttentionBatch.over`. Of a pool that is one tensor."""
         if not isinstance(self.kv, torch.Tensor):
             raise InvariantError("layers of separate tensors have no end of a block in common")
-        partials = None if self.partials is None else self.partials.over(shape)
+        workspace = None if self.workspace is None else self.workspace.over(shape)
         return replace(
-            self, kv=shape.at_the_end_of(self.kv), partials=partials, straight=None, tiles=None, before_layer=ungated
+            self,
+            kv=shape.at_the_end_of(self.kv),
+            workspace=workspace,
+            contiguous=None,
+            tiles=None,
+            before_layer=ungated,
         )
 
     def write(self, key: torch.Tensor, value: torch.Tensor, layer: int) -> None:

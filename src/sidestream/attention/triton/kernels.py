@@ -1,7 +1,7 @@
-"""The kernels: write keys and values, attend (in one pass or in splits), combine the splits; and for a long chunk, lay
-its KV out straight and attend over that. Launched by `launch` only; needs triton.
+"""The kernels: write keys and values, attend (in one pass or in splits), combine the splits; for a long chunk, copy its
+KV without blocks and attend over the copy. Launched by `launch` only; needs triton.
 
-Nothing here is planned by the host. A program finds its row and its query tokens from the batch's metadata on the
+The host plans nothing of this. A program finds its row and its query tokens from the batch's metadata on the
 device, so a captured graph serves every batch that its launch bounds cover. Query heads that share a kv head share a
 program: with `t = BLOCK_M // GROUP` tokens a tile, line m of a tile is query token `m // GROUP`, head `m % GROUP` of
 the group; what is left over of BLOCK_M is masked.
@@ -27,13 +27,13 @@ _CHUNK = tl.constexpr(16)
 
 @triton.jit(
     do_not_specialize=["num_rows"],
-    do_not_specialize_on_alignment=["slots", "cu_seqlens_q"],
+    do_not_specialize_on_alignment=["slot_mapping", "cu_seqlens_q"],
 )
 def write(
     key,
     value,
     pool,
-    slots,
+    slot_mapping,
     out,
     cu_seqlens_q,
     num_rows,
@@ -58,7 +58,7 @@ def write(
     if OVERLAP:
         gdc_launch_dependents()
     token = tl.program_id(0).to(tl.int64)
-    slot = tl.load(slots + token).to(tl.int64)
+    slot = tl.load(slot_mapping + token).to(tl.int64)
     lane = tl.arange(0, WIDTH)
     if slot >= 0:
         head, dim = lane // HEAD_DIM, lane % HEAD_DIM
@@ -143,7 +143,7 @@ def _share(
     """Which splits of tiles this program reduces, counted over rows [first_row, num_rows): from, to, the row of the
     first of them, and how many the rows before it have.
 
-    Shares differ by one at most, whatever the rows are like: a long row among short ones is everybody's.
+    Shares differ by one at most, whatever the lengths of the rows: all programs share a long row among short ones.
     """
     count = 0
     for begin in range(first_row, num_rows, 128):
@@ -288,6 +288,41 @@ def _reduce(
 
 
 @triton.jit
+def _lengths(cu_seqlens_q, kv_lens, row):
+    """Of a row: where its queries begin among the packed tokens, how many it has, and the length of its KV."""
+    query_start = tl.load(cu_seqlens_q + row).to(tl.int64)
+    query_len = (tl.load(cu_seqlens_q + row + 1) - query_start).to(tl.int32)
+    return query_start, query_len, tl.load(kv_lens + row).to(tl.int32)
+
+
+@triton.jit
+def _queries(
+    query, query_start, query_len, kv_len, begin, line, heads, dims, window, token_stride, head_stride,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, TILE_TOKENS: tl.constexpr, WINDOW: tl.constexpr,
+):  # fmt: skip
+    """A tile of queries of one row, from its query `begin` on: their values, their packed tokens, the lines that are
+    real, and the positions; then the KV range of the tile: the first query sees [low, first], the last one up to high.
+    """
+    tokens = begin + line // GROUP
+    real = (line < TILE_TOKENS * GROUP) & (tokens < query_len)
+    at = (query_start + tokens) * token_stride + heads * head_stride
+    q = tl.load(query + at[:, None] + dims[None, :], mask=real[:, None] & (dims[None, :] < HEAD_DIM), other=0.0)
+    first = kv_len - query_len + begin
+    low = 0
+    if WINDOW:
+        low = tl.maximum(0, first - window + 1)
+    return (
+        q,
+        query_start + tokens,
+        real,
+        kv_len - query_len + tokens,
+        low,
+        first,
+        tl.minimum(first + TILE_TOKENS, kv_len),
+    )
+
+
+@triton.jit
 def _long_row(cu_seqlens_q, first_row, num_rows, long_above):
     """The row of more than `long_above` tokens, half of all; -1: there is none."""
     row = -1
@@ -303,7 +338,7 @@ def _long_row(cu_seqlens_q, first_row, num_rows, long_above):
     do_not_specialize=["first_row", "num_rows", "long_above", "room", "table_stride"],
     do_not_specialize_on_alignment=["block_tables", "cu_seqlens_q", "kv_lens"],
 )
-def straighten(
+def gather_contiguous(
     pool,
     keys,
     values,
@@ -323,8 +358,8 @@ def straighten(
     BLOCK_TOKENS: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """The KV of the row that has more than half of all tokens, one token behind another; zeros behind it, to the end of
-    a tile, where there is room.
+    """Copy the KV of the row that has more than half of all tokens, one token after another; then zeros, to the end of
+    the last tile.
 
     Each program has some of the tiles of one head. Grid (kv_heads, programs).
     """
@@ -350,7 +385,7 @@ def straighten(
     do_not_specialize=["first_row", "num_rows", "long_above", "room"],
     do_not_specialize_on_alignment=["cu_seqlens_q", "kv_lens"],
 )
-def attend_straight(
+def attend_contiguous(
     query,
     keys,
     values,
@@ -370,29 +405,26 @@ def attend_straight(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """A tile of queries of the row that has more than half of all tokens, in one pass over its KV that `straighten`
-    left: whole tiles of it, by the hardware's own copies. The sums are those of `attend`, in their order. Grid
+    """A tile of queries of the row that has more than half of all tokens, in one pass over the KV that
+    `gather_contiguous` copied: whole tiles of it, by the hardware's own copies. The sums are those of `attend`,
+    in their order. Grid
     (kv_heads, tiles).
     """
     TILE_TOKENS: tl.constexpr = BLOCK_M // GROUP
     row = _long_row(cu_seqlens_q, first_row, num_rows, long_above)
     if row < 0:
         return
-    query_start = tl.load(cu_seqlens_q + row).to(tl.int64)
-    query_len = (tl.load(cu_seqlens_q + row + 1) - query_start).to(tl.int32)
-    kv_len = tl.load(kv_lens + row).to(tl.int32)
+    query_start, query_len, kv_len = _lengths(cu_seqlens_q, kv_lens, row)
     begin = (tl.num_programs(1) - 1 - tl.program_id(1)) * TILE_TOKENS  # the last tiles see the most keys: see `attend`
     if begin >= query_len:
         return
     kv_head = tl.program_id(0)
     line, dims, offsets = tl.arange(0, BLOCK_M), tl.arange(0, HEAD_DIM), tl.arange(0, BLOCK_N)
     heads = kv_head * GROUP + line % GROUP
-    tokens = begin + line // GROUP
-    real = (line < TILE_TOKENS * GROUP) & (tokens < query_len)
-    at = (query_start + tokens) * query_token_stride + heads * query_head_stride
-    q = tl.load(query + at[:, None] + dims[None, :], mask=real[:, None], other=0.0)
-    positions = kv_len - query_len + tokens
-    first = kv_len - query_len + begin
+    q, packed, real, positions, _, first, high = _queries(
+        query, query_start, query_len, kv_len, begin, line, heads, dims, 0, query_token_stride, query_head_stride,
+        GROUP, HEAD_DIM, TILE_TOKENS, False,
+    )  # fmt: skip
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, HEAD_DIM], tl.float32)
@@ -402,13 +434,13 @@ def attend_straight(
         scores = tl.dot(q, keys.load([base + tile, 0]).T)
         top, total, acc, weights = _weigh(scores, top, total, acc, exponent)
         acc = tl.dot(weights.to(q.dtype), values.load([base + tile, 0]), acc)
-    for tile in range(diagonal, tl.minimum(first + TILE_TOKENS, kv_len), BLOCK_N):
+    for tile in range(diagonal, high, BLOCK_N):
         scores = tl.dot(q, keys.load([base + tile, 0]).T)
         scores = tl.where((tile + offsets)[None, :] <= positions[:, None], scores, float("-inf"))
         top, total, acc, weights = _weigh(scores, top, total, acc, exponent)
         acc = tl.dot(weights.to(q.dtype), values.load([base + tile, 0]), acc)
     acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
-    to = (query_start + tokens) * (KV_HEADS * GROUP * HEAD_DIM) + heads * HEAD_DIM
+    to = packed * (KV_HEADS * GROUP * HEAD_DIM) + heads * HEAD_DIM
     tl.store(out + to[:, None] + dims[None, :], acc.to(out.dtype.element_ty), mask=real[:, None])
 
 
@@ -476,28 +508,18 @@ def attend(
         row, row_tile = _row_of_tile(
             tl.num_programs(1) - 1 - tl.program_id(1), cu_seqlens_q, first_row, num_rows, TILE_TOKENS
         )
-        query_start = tl.load(cu_seqlens_q + row).to(tl.int64)
-        query_len = (tl.load(cu_seqlens_q + row + 1) - query_start).to(tl.int32)
-        kv_len = tl.load(kv_lens + row).to(tl.int32)
+        query_start, query_len, kv_len = _lengths(cu_seqlens_q, kv_lens, row)
         begin = row_tile * TILE_TOKENS
         if OVERLAP:
             gdc_wait()
         if (begin >= query_len) | (query_len > long_above):
             return
-        tokens = begin + line // GROUP
-        real = (line < TILE_TOKENS * GROUP) & (tokens < query_len)
-        there = real[:, None] & (dims[None, :] < HEAD_DIM)
-        at = (query_start + tokens) * query_token_stride + heads * query_head_stride
-        q = tl.load(query + at[:, None] + dims[None, :], mask=there, other=0.0)
+        q, packed, real, positions, low, first, high = _queries(
+            query, query_start, query_len, kv_len, begin, line, heads, dims, window, query_token_stride,
+            query_head_stride,
+            GROUP, HEAD_DIM, TILE_TOKENS, WINDOW,
+        )  # fmt: skip
         table = block_tables + row.to(tl.int64) * table_stride
-        # Of this tile: its first query sees [low, first], its last one up to high.
-        positions = kv_len - query_len + tokens
-        first = kv_len - query_len + begin
-        high = tl.minimum(first + TILE_TOKENS, kv_len)
-        low = 0
-        if WINDOW:
-            low = tl.maximum(0, first - window + 1)
-
         top = tl.full([BLOCK_M], float("-inf"), tl.float32)
         total = tl.zeros([BLOCK_M], tl.float32)
         acc = tl.zeros([BLOCK_M, PADDED_DIM], tl.float32)
@@ -509,19 +531,23 @@ def attend(
         if WINDOW:
             full = tl.cdiv(tl.maximum(high - window, 0), BLOCK_N) * BLOCK_N
             top, total, acc = _reduce(
-                q, top, total, acc, keys, values, table, edge, full, low, high, positions, window, cap_scale, exponent, block_stride,
+                q, top, total, acc, keys, values, table, edge, full, low, high, positions, window, cap_scale,
+                exponent, block_stride,
                 offset_stride, True, WINDOW, CAPPED, BLOCK_N, BLOCK_TOKENS, HEAD_DIM, PADDED_DIM,
             )  # fmt: skip
         top, total, acc = _reduce(
-            q, top, total, acc, keys, values, table, full, diagonal, low, high, positions, window, cap_scale, exponent, block_stride,
+            q, top, total, acc, keys, values, table, full, diagonal, low, high, positions, window, cap_scale,
+            exponent, block_stride,
             offset_stride, False, WINDOW, CAPPED, BLOCK_N, BLOCK_TOKENS, HEAD_DIM, PADDED_DIM,
         )  # fmt: skip
         top, total, acc = _reduce(
-            q, top, total, acc, keys, values, table, tl.maximum(full, diagonal), high, low, high, positions, window, cap_scale, exponent,
+            q, top, total, acc, keys, values, table, tl.maximum(full, diagonal), high, low, high, positions, window,
+            cap_scale, exponent,
             block_stride, offset_stride, True, WINDOW, CAPPED, BLOCK_N, BLOCK_TOKENS, HEAD_DIM, PADDED_DIM,
         )  # fmt: skip
         acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
-        to = (query_start + tokens) * (KV_HEADS * GROUP * HEAD_DIM) + heads * HEAD_DIM
+        to = packed * (KV_HEADS * GROUP * HEAD_DIM) + heads * HEAD_DIM
+        there = real[:, None] & (dims[None, :] < HEAD_DIM)
         tl.store(out + to[:, None] + dims[None, :], acc.to(out.dtype.element_ty), mask=there)
     else:
         item, stop, row, before = _share(
@@ -530,18 +556,14 @@ def attend(
         if OVERLAP:
             gdc_wait()
         for number in range(item, stop):
-            query_start = tl.load(cu_seqlens_q + row).to(tl.int64)
-            query_len = (tl.load(cu_seqlens_q + row + 1) - query_start).to(tl.int32)
-            kv_len = tl.load(kv_lens + row).to(tl.int32)
+            query_start, query_len, kv_len = _lengths(cu_seqlens_q, kv_lens, row)
             row_tiles, first_split, splits = _splits(
                 query_len, kv_len, window, SPLIT, NARROW, WIDE, WINDOW, TILE_TOKENS
             )
             while number >= before + row_tiles * splits:
                 before += row_tiles * splits
                 row += 1
-                query_start = tl.load(cu_seqlens_q + row).to(tl.int64)
-                query_len = (tl.load(cu_seqlens_q + row + 1) - query_start).to(tl.int32)
-                kv_len = tl.load(kv_lens + row).to(tl.int32)
+                query_start, query_len, kv_len = _lengths(cu_seqlens_q, kv_lens, row)
                 row_tiles, first_split, splits = _splits(
                     query_len, kv_len, window, SPLIT, NARROW, WIDE, WINDOW, TILE_TOKENS
                 )
@@ -549,30 +571,26 @@ def attend(
             split = first_split + (number - before) // row_tiles
             begin = (number - before) % row_tiles * TILE_TOKENS
 
-            tokens = begin + line // GROUP
-            real = (line < TILE_TOKENS * GROUP) & (tokens < query_len)
-            there = real[:, None] & (dims[None, :] < HEAD_DIM)
-            at = (query_start + tokens) * query_token_stride + heads * query_head_stride
-            q = tl.load(query + at[:, None] + dims[None, :], mask=there, other=0.0)
+            q, packed, real, positions, low, _, high = _queries(
+                query, query_start, query_len, kv_len, begin, line, heads, dims, window, query_token_stride,
+                query_head_stride,
+                GROUP, HEAD_DIM, TILE_TOKENS, WINDOW,
+            )  # fmt: skip
             table = block_tables + row.to(tl.int64) * table_stride
-            positions = kv_len - query_len + tokens
-            first = kv_len - query_len + begin
-            high = tl.minimum(first + TILE_TOKENS, kv_len)
-            low = 0
-            if WINDOW:
-                low = tl.maximum(0, first - window + 1)
-
             top = tl.full([BLOCK_M], float("-inf"), tl.float32)
             total = tl.zeros([BLOCK_M], tl.float32)
             acc = tl.zeros([BLOCK_M, PADDED_DIM], tl.float32)
             # All tiles masked: they wait for memory anyway, and one loop keeps more of it in flight than three short
             # ones.
             top, total, acc = _reduce(
-                q, top, total, acc, keys, values, table, tl.maximum(_start_of(split, WIDE, SPLIT, NARROW), low // BLOCK_N * BLOCK_N),
-                tl.minimum(_start_of(split + 1, WIDE, SPLIT, NARROW), high), low, high, positions, window, cap_scale, exponent, block_stride, offset_stride,
+                q, top, total, acc, keys, values, table, tl.maximum(_start_of(split, WIDE, SPLIT, NARROW),
+                low // BLOCK_N * BLOCK_N),
+                tl.minimum(_start_of(split + 1, WIDE, SPLIT, NARROW), high), low, high, positions, window, cap_scale,
+                exponent, block_stride, offset_stride,
                 True, WINDOW, CAPPED, BLOCK_N, BLOCK_TOKENS, HEAD_DIM, PADDED_DIM,
             )  # fmt: skip
-            part = ((query_start + tokens) * max_splits + split) * (KV_HEADS * GROUP) + heads
+            part = (packed * max_splits + split) * (KV_HEADS * GROUP) + heads
+            there = real[:, None] & (dims[None, :] < HEAD_DIM)
             tl.store(tops + part, top * exponent, mask=real)
             tl.store(totals + part, total, mask=real)
             tl.store(sums + part[:, None] * HEAD_DIM + dims[None, :], acc, mask=there)
@@ -603,7 +621,7 @@ def combine(
     OVERLAP: tl.constexpr,
 ):
     """One head of one token: its splits, first to last; rows from `split_rows` on have wide ones. Grid (tokens, heads);
-    tokens of rows from `num_rows` on are somebody else's.
+    tokens of rows from `num_rows` on are reduced in one pass.
     """
     packed = tl.program_id(0)
     head = tl.program_id(1)
@@ -616,10 +634,9 @@ def combine(
         gdc_wait()
     if row >= num_rows:
         return
-    query_start = tl.load(cu_seqlens_q + row).to(tl.int64)
-    query_len = (tl.load(cu_seqlens_q + row + 1) - query_start).to(tl.int32)
+    query_start, query_len, kv_len = _lengths(cu_seqlens_q, kv_lens, row)
     token = (packed - query_start).to(tl.int32)
-    position = tl.load(kv_lens + row).to(tl.int32) - query_len + token
+    position = kv_len - query_len + token
     wide = tl.where(row < split_rows, SPLIT, WIDE)
     first, last = 0, _split_of(position, wide, SPLIT, NARROW)
     if WINDOW:

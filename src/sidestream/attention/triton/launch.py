@@ -1,7 +1,5 @@
-"""From a batch to kernel launches. Called on the thread, and enqueues on the stream, that owns the forward; waits for
-nothing.
-
-Of a device it knows that Triton can launch there; tests run the same launches in Triton's interpreter, on a CPU.
+"""Launches the attention kernels for a batch, on the current stream; waits for nothing. Called on the thread that owns
+the forward pass. Tests run the same launches on a CPU, in Triton's interpreter.
 """
 
 from __future__ import annotations
@@ -15,7 +13,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from sidestream.attention.triton.batch import LONG_TOKENS, DeviceBatch, Partials, Straight, Tile, Tiles
+from sidestream.attention.triton.batch import LONG_TOKENS, ContiguousKV, DeviceBatch, SplitKVWorkspace, Tile, Tiles
+from sidestream.device.kinds import on_gpu
 from sidestream.errors import ConfigError, InvariantError
 
 __all__ = ["Variant", "paged_attention", "warm_up"]
@@ -23,15 +22,15 @@ __all__ = ["Variant", "paged_attention", "warm_up"]
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _MAX_HEAD_DIM = 256
 
-# Programs that share the splits: four for each of an H100's 132 multiprocessors, as many as fit there at once. How many
-# never changes a result.
+# Programs that share the splits: four for each of an H100's 132 multiprocessors, as many as fit at once. The number
+# changes no result.
 _PROGRAMS = 528
 
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """What layers of a model may differ in: each combination that occurs is a kernel of its own, whatever the
-    numbers.
+    """Options by which a model's layers differ. Each combination of set options compiles a kernel of its own; their
+    values do not.
     """
 
     sliding_window: int | None = None
@@ -58,9 +57,9 @@ def paged_attention(
     to seven kernels on the current stream and reads nothing back, so it may be captured; sums are float32 (float32
     inputs are multiplied as such, never as TF32).
 
-    What a query token gets is, to the bit, a function of the query, its position, its row's KV, the options and tiles,
-    and of whether its row is reduced in splits (then also of how many tokens a split of `Partials` has, and of whether
-    it counts as short). It does not depend on the row's other queries, the rows beside it, their order, B, T, the width
+    The result of a query token is, to the bit, a function of the query, its position, its row's KV, the options and
+    tiles, and of whether its row is reduced in splits (then also of a split's tokens, and of whether the row counts as
+    short). It does not depend on the row's other queries, the rows beside it, their order, B, T, the width
     of the block tables, where blocks lie, or on eager or captured launch. It does differ, within rounding, between a
     row in splits and the same row in one pass, and between tiles of different shape.
 
@@ -81,33 +80,38 @@ def paged_attention(
     window = sliding_window or 0
     cap_scale, exponent = _factors(scale, softcap)
     overlap = _overlap(query.device)
-    straight = batch.straight if tokens >= LONG_TOKENS and sliding_window is None and softcap is None else None
-    long_above = tokens if straight is None else tokens // 2
+    contiguous = batch.contiguous if tokens >= LONG_TOKENS and sliding_window is None and softcap is None else None
+    long_above = tokens if contiguous is None else tokens // 2
 
-    def attend(tile: Tile, grid: tuple[int, ...], rows: range, partials: Partials | None, wide: int) -> None:
+    def attend(tile: Tile, grid: tuple[int, ...], rows: range, workspace: SplitKVWorkspace | None, wide: int) -> None:
         parts = (
-            (partials.sums, partials.tops, partials.totals, partials.tops.shape[1]) if partials else (out, out, out, 0)
+            (workspace.sums, workspace.tops, workspace.totals, workspace.tops.shape[1])
+            if workspace
+            else (out, out, out, 0)
         )
         kernels.attend[grid](
             query, pool, out, *parts[:3], batch.block_tables, batch.cu_seqlens_q, batch.kv_lens,
             rows.start, rows.stop, long_above, parts[3], window, cap_scale, exponent, batch.block_tables.stride(0),
             query.stride(0), query.stride(1), block_stride, half_stride, offset_stride, head_stride,
-            SPLIT=partials.tokens if partials else 0, NARROW=partials.narrow if partials else 0, WIDE=wide, WINDOW=sliding_window is not None, CAPPED=softcap is not None,
-            KV_HEADS=kv_heads, GROUP=group, HEAD_DIM=head_dim, PADDED_DIM=_power_of_two(head_dim), BLOCK_TOKENS=block_tokens,
-            BLOCK_M=_lines(tile, group), BLOCK_N=tile.keys, num_warps=_warps(tile, group), num_stages=tile.stages, **overlap.behind,
+            SPLIT=workspace.tokens if workspace else 0, NARROW=workspace.narrow if workspace else 0, WIDE=wide,
+            WINDOW=sliding_window is not None, CAPPED=softcap is not None,
+            KV_HEADS=kv_heads, GROUP=group, HEAD_DIM=head_dim, PADDED_DIM=_power_of_two(head_dim),
+            BLOCK_TOKENS=block_tokens,
+            BLOCK_M=_lines(tile, group), BLOCK_N=tile.keys, num_warps=_warps(tile, group), num_stages=tile.stages,
+            **overlap.behind,
         )  # fmt: skip
 
     if batch.rows_in_splits < rows:
         whole = range(batch.rows_in_splits, rows)
-        if straight is not None:
-            _attend_straight(query, out, pool, whole, batch, straight, long_above, exponent)
+        if contiguous is not None:
+            _attend_contiguous(query, out, pool, whole, batch, contiguous, long_above, exponent)
         attend(tiles.whole, (kv_heads, tokens // (_lines(tiles.whole, group) // group) + len(whole)), whole, None, 0)
-    if batch.rows_in_splits and (partials := batch.partials):
-        splits = -(-batch.block_tables.shape[1] * block_tokens // partials.tokens)
+    if batch.rows_in_splits and (workspace := batch.workspace):
+        splits = -(-batch.block_tables.shape[1] * block_tokens // workspace.tokens)
         split, short = range(batch.split_rows), range(batch.split_rows, batch.rows_in_splits)
         for tile, part, queries, wide in (
-            (tiles.split, split, batch.split_queries, partials.tokens),
-            (tiles.short, short, batch.short_queries, partials.wide),
+            (tiles.split, split, batch.split_queries, workspace.tokens),
+            (tiles.short, short, batch.short_queries, workspace.wide),
         ):
             if part:
                 row_tiles = -(-queries // (_lines(tile, group) // group))
@@ -115,47 +119,49 @@ def paged_attention(
                     tile,
                     (kv_heads, min(-(-_PROGRAMS // kv_heads), len(part) * row_tiles * splits)),
                     part,
-                    partials,
+                    workspace,
                     wide,
                 )
         kernels.combine[(batch.tokens_in_splits, heads)](
-            partials.sums, partials.tops, partials.totals, out, batch.cu_seqlens_q, batch.kv_lens,
-            batch.rows_in_splits, batch.split_rows, partials.tops.shape[1], window,
-            SPLIT=partials.tokens, NARROW=partials.narrow, WIDE=partials.wide, WINDOW=sliding_window is not None, HEADS=heads, HEAD_DIM=head_dim, PADDED_DIM=_power_of_two(head_dim),
+            workspace.sums, workspace.tops, workspace.totals, out, batch.cu_seqlens_q, batch.kv_lens,
+            batch.rows_in_splits, batch.split_rows, workspace.tops.shape[1], window,
+            SPLIT=workspace.tokens, NARROW=workspace.narrow, WIDE=workspace.wide, WINDOW=sliding_window is not None,
+            HEADS=heads, HEAD_DIM=head_dim, PADDED_DIM=_power_of_two(head_dim),
             num_warps=1, **overlap.behind,
         )  # fmt: skip
     return out
 
 
-def _attend_straight(
+def _attend_contiguous(
     query: torch.Tensor,
     out: torch.Tensor,
     pool: torch.Tensor,
     rows: range,
     batch: DeviceBatch,
-    straight: Straight,
+    contiguous: ContiguousKV,
     long_above: int,
     exponent: float,
 ) -> None:
-    """Of these rows the one of more than `long_above` tokens, half of the step's, if there is one."""
+    """Compute the row with more than `long_above` tokens, half of the step's, if one of `rows` has as many."""
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     tokens, heads, head_dim = query.shape
-    kv_heads, room, _ = straight.keys.shape
-    group, tile, tables = heads // kv_heads, straight.tile, batch.block_tables
+    kv_heads, room, _ = contiguous.keys.shape
+    group, tile, tables = heads // kv_heads, contiguous.tile, batch.block_tables
     which = (batch.cu_seqlens_q, batch.kv_lens, rows.start, rows.stop, long_above, room)
-    _kernels().straighten[(kv_heads, -(-_PROGRAMS // kv_heads))](
-        pool, straight.keys, straight.values, tables, *which, tables.stride(0), *pool.stride()[:4],
+    _kernels().gather_contiguous[(kv_heads, -(-_PROGRAMS // kv_heads))](
+        pool, contiguous.keys, contiguous.values, tables, *which, tables.stride(0), *pool.stride()[:4],
         HEAD_DIM=head_dim, BLOCK_TOKENS=pool.shape[2], BLOCK_N=tile.keys, num_warps=4,
     )  # fmt: skip
     keys, values = (
         TensorDescriptor.from_tensor(part.view(-1, head_dim), [tile.keys, head_dim])
-        for part in (straight.keys, straight.values)
+        for part in (contiguous.keys, contiguous.values)
     )
     lines = _lines(tile, group)
-    _kernels().attend_straight[(kv_heads, tokens // (lines // group) + 1)](
+    _kernels().attend_contiguous[(kv_heads, tokens // (lines // group) + 1)](
         query, keys, values, out, *which, exponent, query.stride(0), query.stride(1),
-        KV_HEADS=kv_heads, GROUP=group, HEAD_DIM=head_dim, BLOCK_M=lines, BLOCK_N=tile.keys, num_warps=_warps(tile, group),
+        KV_HEADS=kv_heads, GROUP=group, HEAD_DIM=head_dim, BLOCK_M=lines, BLOCK_N=tile.keys, num_warps=_warps(tile,
+        group),
         num_stages=tile.stages,
     )  # fmt: skip
 
@@ -169,8 +175,9 @@ def write(key: torch.Tensor, value: torch.Tensor, layer: int, batch: DeviceBatch
     block_stride, half_stride, offset_stride, head_stride, _ = pool.stride()
     batch.before_layer(layer)
     _kernels().write[(tokens,)](
-        key, value, pool, batch.slots, out, batch.cu_seqlens_q, len(batch.kv_lens),
-        key.stride(0), key.stride(1), value.stride(0), value.stride(1), block_stride, half_stride, offset_stride, head_stride,
+        key, value, pool, batch.slot_mapping, out, batch.cu_seqlens_q, len(batch.kv_lens),
+        key.stride(0), key.stride(1), value.stride(0), value.stride(1), block_stride, half_stride, offset_stride,
+        head_stride,
         KV_HEADS=kv_heads, OUT_WIDTH=out[0].numel(), HEAD_DIM=head_dim, BLOCK_TOKENS=block_tokens,
         WIDTH=_power_of_two(kv_heads * head_dim), OVERLAP=_overlap(out.device).on,
     )  # fmt: skip
@@ -181,32 +188,32 @@ def warm_up(
     *,
     heads: int,
     variants: Sequence[Variant],
-    partials: Partials | None,
+    workspace: SplitKVWorkspace | None,
     tiles: Tiles | None = None,
     index_dtype: torch.dtype = torch.int32,
 ) -> None:
-    """Compile and launch every kernel that batches over `kv` will use, so that none is loaded while work is pending
-    (P3).
+    """Compile and launch every kernel that batches over `kv` will use: the first launch of a kernel waits for pending
+    work.
 
-    Rows in splits are covered if `partials` is given. `index_dtype` is that of block_tables, cu_seqlens_q and kv_lens.
+    Rows in splits are covered if `workspace` is given. `index_dtype` is that of block_tables, cu_seqlens_q and kv_lens.
     Blocks the calling thread for the compilation; neither reads nor writes the pool. Layers of separate tensors must
     have equal strides: those of the first are launched.
     """
     device = kv.device if isinstance(kv, torch.Tensor) else kv[0].device
     nothing = DeviceBatch(  # a token of padding and an empty row
         kv,
-        slots=torch.full((1,), -1, dtype=torch.int64, device=device),
+        slot_mapping=torch.full((1,), -1, dtype=torch.int64, device=device),
         block_tables=torch.zeros(1, 1, dtype=index_dtype, device=device),
         cu_seqlens_q=torch.zeros(2, dtype=index_dtype, device=device),
         kv_lens=torch.zeros(1, dtype=index_dtype, device=device),
-        partials=partials,
+        workspace=workspace,
         tiles=tiles,
     )
     pool = nothing.layer(0)
     query, key = (
         torch.zeros(1, count, pool.shape[4], dtype=pool.dtype, device=device) for count in (heads, pool.shape[3])
     )
-    for batch in (nothing, replace(nothing, split_rows=1), replace(nothing, short_rows=1)) if partials else (nothing,):
+    for batch in (nothing, replace(nothing, split_rows=1), replace(nothing, short_rows=1)) if workspace else (nothing,):
         for variant in variants:
             paged_attention(
                 query, key, key, 0, batch, scale=1.0, sliding_window=variant.sliding_window, softcap=variant.softcap
@@ -214,7 +221,7 @@ def warm_up(
 
 
 class _Overlap(NamedTuple):
-    """Whether kernels start before the one in front of them has ended, and what such a launch says."""
+    """Whether a kernel starts before the kernel ahead of it has ended, and the launch options for that."""
 
     on: bool
     behind: dict[str, bool]
@@ -222,14 +229,14 @@ class _Overlap(NamedTuple):
 
 @functools.cache
 def _overlap(device: torch.device) -> _Overlap:
-    """Of Hopper and what came after it; not in Triton's interpreter."""
-    on = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+    """True of Hopper and later GPUs; not in Triton's interpreter."""
+    on = on_gpu(device) and torch.cuda.get_device_capability(device) >= (9, 0)
     return _Overlap(on, {"OVERLAP": on, "launch_pdl": True} if on else {"OVERLAP": False})
 
 
 def _factors(scale: float, softcap: float | None) -> tuple[float, float]:
-    """What a raw product is multiplied by inside tanh (as `1 - 2 / (1 + exp2(x))` has it), and in the exponent
-    of two.
+    """The factor of a raw score inside tanh (computed as `1 - 2 / (1 + exp2(x))`), and the factor in the exponent of
+    two.
     """
     if softcap is None:
         return 0.0, scale * math.log2(math.e)
@@ -242,12 +249,12 @@ def _lines(tile: Tile, group: int) -> int:
 
 
 def _warps(tile: Tile, group: int) -> int:
-    """More for more lines than the tile was made for, or the sums of one thread would not fit its registers."""
+    """More warps for more lines than the tile was made for: the sums of a thread must fit its registers."""
     return max(tile.warps, min(8, tile.warps * _lines(tile, group) // tile.queries))
 
 
 def _power_of_two(count: int) -> int:
-    """The least one that is `count` or more, and 16: the least that a dot takes."""
+    """The least power of two that is at least `count` and 16, the least that `tl.dot` takes."""
     return max(16, 1 << (count - 1).bit_length())
 
 
@@ -265,13 +272,15 @@ def _check(
         or heads % kv_heads
     ):
         raise InvariantError(
-            f"query {tuple(query.shape)}, key {tuple(key.shape)}, value {tuple(value.shape)} do not fit a pool of {kv_heads} heads of {pool.shape[-1]}"
+            f"query {tuple(query.shape)}, key {tuple(key.shape)}, value {tuple(value.shape)} do not fit a pool of "
+            f"{kv_heads} heads of {pool.shape[-1]}"
         )
-    if len(batch.slots) != tokens:
-        raise InvariantError(f"{tokens} query tokens, {len(batch.slots)} slots: one each expected")
+    if len(batch.slot_mapping) != tokens:
+        raise InvariantError(f"{tokens} query tokens, {len(batch.slot_mapping)} slots: one each expected")
     if query.dtype not in _DTYPES or not query.dtype == key.dtype == value.dtype == pool.dtype:
         raise InvariantError(
-            f"query {query.dtype}, key {key.dtype}, value {value.dtype}, pool {pool.dtype}: one dtype of {_DTYPES} expected"
+            f"query {query.dtype}, key {key.dtype}, value {value.dtype}, pool {pool.dtype}: "
+            f"one dtype of {_DTYPES} expected"
         )
     if not query.stride(2) == key.stride(2) == value.stride(2) == 1:
         raise InvariantError("the last dimension of query, key and value must be dense")

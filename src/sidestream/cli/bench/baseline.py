@@ -6,37 +6,39 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from sidestream.cli.child import Child, answer_lines
+from sidestream.cli.bench.child_process import ChildProcess, answer_requests
 
 
 class Generate:
     """`generate` for one prompt after another. A context manager."""
 
     def __init__(self, path: str, dtype: str) -> None:
-        self._child = Child(__name__, {"path": path, "dtype": dtype})
+        self._child = ChildProcess(__name__, {"path": path, "dtype": dtype})
 
     def __enter__(self) -> Generate:
         return self
 
-    def __exit__(self, *reason: object) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         self._child.close()
 
     def seconds(self, prompts: Sequence[Sequence[int]], output_tokens: int) -> float:
         """Wall time of answering the prompts greedily, one after another, with exactly `output_tokens` each."""
-        return float(self._child.ask({"prompts": [list(prompt) for prompt in prompts], "output_tokens": output_tokens}))
+        return float(
+            self._child.request({"prompts": [list(prompt) for prompt in prompts], "output_tokens": output_tokens})
+        )
 
 
-def _ready(order: dict[str, Any]) -> tuple[Callable[[dict[str, Any]], float], Callable[[], None]]:
+def _set_up(setup: dict[str, Any]) -> tuple[Callable[[dict[str, Any]], float], Callable[[], None]]:
     import torch
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(
-        order["path"], dtype=getattr(torch, order["dtype"]), use_safetensors=True, trust_remote_code=False
+        setup["path"], dtype=getattr(torch, setup["dtype"]), use_safetensors=True, trust_remote_code=False
     ).eval()
 
-    def answer(question: dict[str, Any]) -> float:
-        count, start = question["output_tokens"], time.perf_counter()
-        for prompt in question["prompts"]:
+    def answer(request: dict[str, Any]) -> float:
+        count, start = request["output_tokens"], time.perf_counter()
+        for prompt in request["prompts"]:
             ids = torch.tensor([prompt])
             with torch.inference_mode():
                 out = model.generate(
@@ -55,4 +57,4 @@ def _ready(order: dict[str, Any]) -> tuple[Callable[[dict[str, Any]], float], Ca
 
 
 if __name__ == "__main__":
-    answer_lines(_ready)
+    answer_requests(_set_up)

@@ -9,29 +9,29 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from sidestream.cli.bench.options import (
+    EitherDevice,
+    GpuDevice,
+    OutputTokens,
+    PromptTokens,
+    Requests,
+    Shape,
+    check_at_least,
+    label,
+    was_given,
+)
 from sidestream.cli.bench.report import Figure, publish
-from sidestream.cli.declare import Command, flag, option, whole
-from sidestream.cli.options import DEMO_MODEL
+from sidestream.cli.declare import Command, option, whole
+from sidestream.cli.options import DEMO_MODEL, AsJson, Model
 from sidestream.cli.progress import Steps
 from sidestream.config import unknown_name
+from sidestream.device.kinds import CPU, CUDA
 from sidestream.errors import ConfigError
 
-Model = Annotated[str, typer.Argument(help="Directory, hub id, or a name of `sidestream models`.")]
-Json = Annotated[bool, flag("--json", help="Print one JSON object.")]
-
-Device = Annotated[str, option("--device", metavar="DEVICE", help="`cuda`, or `cpu` to try the benchmark itself.")]
-Shape = Annotated[
-    str,
-    option(
-        "--shape",
-        metavar="SHAPE",
-        help="qwen3-8b, llama-3.2-1b, qwen3-0.6b or tiny: the model's shape; its weights are random.",
-    ),
-]
 _PARTS = {
-    "prefill": "Time of a prompt's prefill on a GPU, over what its multiplications take.",
-    "ttft": "First token of prompts that nobody knows, and of prompts whose KV is in host memory, over what the link takes.",
-    "resume": "What requests that decode feel while a long one's KV comes back.",
+    "prefill": "Time of a prompt's prefill on a GPU, over the time of its matrix products alone.",
+    "ttft": "TTFT of prompts without cached KV, and of prompts with KV in host memory, over the link's time for it.",
+    "resume": "Slowdown of requests that decode while the KV of a long request is loaded.",
     "async": "Asynchronous over synchronous execution: tokens a second, and whether the tokens are equal.",
 }
 _BLOCKS = "blocks of Qwen3-8B"
@@ -59,14 +59,12 @@ def register(app: typer.Typer) -> None:
 
 def prefix(
     model: Model = DEMO_MODEL,
-    prompt_tokens: Annotated[
-        int, option("--prompt-tokens", metavar="N", help="Length of the prompts.", parse=whole)
-    ] = 2000,
+    prompt_tokens: PromptTokens = 2000,
     rounds: Annotated[
         int,
         option("--rounds", metavar="N", help="Prompts, each asked cold, from host memory and from disk.", parse=whole),
     ] = 5,
-    as_json: Json = False,
+    as_json: AsJson = False,
 ) -> None:
     """TTFT of a long prompt from host memory, and from disk in a fresh process, over cold."""
     from sidestream.cli.bench.prefix import measure
@@ -75,17 +73,15 @@ def prefix(
         "prefix",
         model,
         as_json,
-        lambda tell: measure(model, prompt_tokens=prompt_tokens, rounds=rounds, tell=tell),
-        served=(model, "auto", "cpu"),
+        lambda on_progress: measure(model, prompt_tokens=prompt_tokens, rounds=rounds, on_progress=on_progress),
+        served=(model, "auto", CPU),
     )
 
 
 def decode(
     context: typer.Context,
     model: Model = DEMO_MODEL,
-    output_tokens: Annotated[
-        int, option("--output-tokens", metavar="N", help="Tokens drawn for each request.", parse=whole)
-    ] = 96,
+    output_tokens: OutputTokens = 96,
     rounds: Annotated[
         int, option("--rounds", metavar="N", help="Repetitions, ours and generate in turn.", parse=whole)
     ] = 5,
@@ -97,28 +93,27 @@ def decode(
             metavar="DEVICE",
             help="`cpu`; or `cuda`: steps of a model of some shape with random weights, over what its bytes take.",
         ),
-    ] = "cpu",
+    ] = CPU,
     shape: Annotated[
         str,
         option("--shape", metavar="SHAPE", help="On `cuda`, which shape: qwen3-8b, llama-3.2-1b, qwen3-0.6b or tiny."),
     ] = "qwen3-8b",
-    as_json: Json = False,
+    as_json: AsJson = False,
 ) -> None:
     """Tokens a second, alone and with eight at once, over transformers' generate."""
-    if device not in ("cpu", "cuda"):
-        raise ConfigError(unknown_name("device", device, ("cpu", "cuda")))
-    on_gpu = device == "cuda"
-    given = {
-        name for name in context.params if getattr(context.get_parameter_source(name), "name", "") == "COMMANDLINE"
-    }
-    for name in sorted(given & ({"model", "output_tokens", "rounds", "dtype"} if on_gpu else {"shape"})):
-        what = "the model" if name == "model" else f"--{name.replace('_', '-')}"
+    if device not in (CPU, CUDA):
+        raise ConfigError(unknown_name("device", device, (CPU, CUDA)))
+    on_gpu = device == CUDA
+    unused = {"model", "output_tokens", "rounds", "dtype"} if on_gpu else {"shape"}
+    for name in sorted(name for name in unused if was_given(context, name)):
         instead = (
             "steps of a shape are measured there: name --shape alone"
             if on_gpu
             else "a model is measured there: name the model"
         )
-        raise ConfigError(f"{what} is {context.params[name]!r}, which --device {device} has no use for; {instead}")
+        raise ConfigError(
+            f"{label(name)} is {context.params[name]!r}, which --device {device} has no use for; {instead}"
+        )
     if on_gpu:
         _engine(["decode"], device, shape, as_json)
         return
@@ -128,8 +123,10 @@ def decode(
         "decode",
         model,
         as_json,
-        lambda tell: measure(model, output_tokens=output_tokens, rounds=rounds, dtype=dtype, tell=tell),
-        served=(model, dtype, "cpu"),
+        lambda on_progress: measure(
+            model, output_tokens=output_tokens, rounds=rounds, dtype=dtype, on_progress=on_progress
+        ),
+        served=(model, dtype, CPU),
     )
 
 
@@ -138,13 +135,17 @@ def overhead(
     rounds: Annotated[
         int, option("--rounds", metavar="N", help="Repetitions, offload on and off in turn.", parse=whole)
     ] = 9,
-    as_json: Json = False,
+    as_json: AsJson = False,
 ) -> None:
     """Step time with offload idle and storing over offload off, and host waits for transfers."""
     from sidestream.cli.bench.overhead import measure
 
     _report(
-        "overhead", model, as_json, lambda tell: measure(model, rounds=rounds, tell=tell), served=(model, "auto", "cpu")
+        "overhead",
+        model,
+        as_json,
+        lambda on_progress: measure(model, rounds=rounds, on_progress=on_progress),
+        served=(model, "auto", CPU),
     )
 
 
@@ -154,7 +155,7 @@ def soak(
         int,
         option("--requests", metavar="N", help="Requests in all; memory is compared from number 200 on.", parse=whole),
     ] = 2000,
-    as_json: Json = False,
+    as_json: AsJson = False,
 ) -> None:
     """Memory growth of the process over many requests."""
     from sidestream.cli.bench.soak import measure
@@ -163,20 +164,20 @@ def soak(
         "soak",
         model,
         as_json,
-        lambda tell: measure(model, num_requests=requests, tell=tell),
-        served=(model, "auto", "cpu"),
+        lambda on_progress: measure(model, num_requests=requests, on_progress=on_progress),
+        served=(model, "auto", CPU),
     )
 
 
 def transfer(
-    device: Device = "cuda",
+    device: GpuDevice = CUDA,
     mib: Annotated[
         int, option("--mib", metavar="N", help="MiB that are stored and loaded in each round.", parse=whole)
     ] = 1024,
     rounds: Annotated[
         int, option("--rounds", metavar="N", help="Repetitions, the link and all else in turn.", parse=whole)
     ] = 7,
-    as_json: Json = False,
+    as_json: AsJson = False,
 ) -> None:
     """Stores and loads of scattered blocks, over one large pinned copy."""
     from sidestream.cli.bench.transfer import measure
@@ -185,17 +186,17 @@ def transfer(
         "transfer",
         _BLOCKS,
         as_json,
-        lambda tell: measure(device=device, mib=mib, rounds=rounds, tell=tell),
-        bounded=device == "cuda",
+        lambda on_progress: measure(device=device, mib=mib, rounds=rounds, on_progress=on_progress),
+        bounded=device == CUDA,
     )
 
 
 def interference(
-    device: Device = "cuda",
+    device: GpuDevice = CUDA,
     rounds: Annotated[
         int, option("--rounds", metavar="N", help="Repetitions, with and without transfers in turn.", parse=whole)
     ] = 7,
-    as_json: Json = False,
+    as_json: AsJson = False,
 ) -> None:
     """A decode step and a large matrix product while transfers run at full rate, over the same alone."""
     from sidestream.cli.bench.interference import measure
@@ -204,13 +205,13 @@ def interference(
         "interference",
         _BLOCKS,
         as_json,
-        lambda tell: measure(device=device, rounds=rounds, tell=tell),
-        bounded=device == "cuda",
+        lambda on_progress: measure(device=device, rounds=rounds, on_progress=on_progress),
+        bounded=device == CUDA,
     )
 
 
 def forward_thread(
-    device: Device = "cuda",
+    device: GpuDevice = CUDA,
     requests: Annotated[
         int, option("--requests", metavar="N", help="Requests that store and load.", parse=whole)
     ] = 1000,
@@ -219,7 +220,7 @@ def forward_thread(
         int,
         option("--pending", metavar="N", help="Transfers that are pending at once, in the second part.", parse=whole),
     ] = 100_000,
-    as_json: Json = False,
+    as_json: AsJson = False,
 ) -> None:
     """What transfers cost the engine thread in each step, and whether it ever blocks."""
     from sidestream.cli.bench.forward_thread import measure
@@ -228,76 +229,75 @@ def forward_thread(
         "forward-thread",
         _BLOCKS,
         as_json,
-        lambda tell: measure(device=device, requests=requests, steps=steps, pending=pending, tell=tell),
-        bounded=device == "cuda",
+        lambda on_progress: measure(
+            device=device, requests=requests, steps=steps, pending=pending, on_progress=on_progress
+        ),
+        bounded=device == CUDA,
     )
 
 
 def host_time(
-    device: Device = "cuda",
+    device: GpuDevice = CUDA,
     shape: Shape = "qwen3-0.6b",
-    requests: Annotated[
-        int, option("--requests", metavar="N", help="Requests that decode at once.", parse=whole)
-    ] = 256,
-    output_tokens: Annotated[
-        int, option("--output-tokens", metavar="N", help="Tokens drawn for each.", parse=whole)
-    ] = 128,
+    requests: Requests = 256,
+    output_tokens: OutputTokens = 128,
     rounds: Annotated[int, option("--rounds", metavar="N", help="Repetitions.", parse=whole)] = 3,
-    as_json: Json = False,
+    as_json: AsJson = False,
 ) -> None:
     """What a step of many running requests costs the engine thread, with offload on, besides waiting for steps."""
     from sidestream.cli.bench.host_time import measure
 
-    _check_counts(requests=requests, output_tokens=output_tokens, rounds=rounds)
+    _check_positive(requests=requests, output_tokens=output_tokens, rounds=rounds)
     _report(
         "host-time",
         f"{shape}, random weights",
         as_json,
-        lambda tell: measure(
-            device=device, shape=shape, requests=requests, output_tokens=output_tokens, rounds=rounds, tell=tell
+        lambda on_progress: measure(
+            device=device,
+            shape=shape,
+            requests=requests,
+            output_tokens=output_tokens,
+            rounds=rounds,
+            on_progress=on_progress,
         ),
-        bounded=device == "cuda",
+        bounded=device == CUDA,
     )
 
 
 def identity(
-    device: Device = "cuda",
+    device: GpuDevice = CUDA,
     shape: Shape = "qwen3-0.6b",
-    requests: Annotated[int, option("--requests", metavar="N", help="Requests at once.", parse=whole)] = 8,
-    prompt_tokens: Annotated[
-        int, option("--prompt-tokens", metavar="N", help="Tokens of each prompt.", parse=whole)
-    ] = 512,
-    output_tokens: Annotated[
-        int, option("--output-tokens", metavar="N", help="Tokens drawn for each.", parse=whole)
-    ] = 128,
-    as_json: Json = False,
+    requests: Requests = 8,
+    prompt_tokens: PromptTokens = 512,
+    output_tokens: OutputTokens = 128,
+    as_json: AsJson = False,
 ) -> None:
     """Whether greedy tokens are equal with offload and without, asynchronous and not, captured and kernel by kernel;
     and how far logits differ.
     """
     from sidestream.cli.bench.identity import measure
 
-    _check_counts(requests=requests, prompt_tokens=prompt_tokens, output_tokens=output_tokens)
+    _check_positive(requests=requests, prompt_tokens=prompt_tokens, output_tokens=output_tokens)
     _report(
         "identity",
         f"{shape}, random weights",
         as_json,
-        lambda tell: measure(
+        lambda on_progress: measure(
             device=device,
             shape=shape,
             requests=requests,
             prompt_tokens=prompt_tokens,
             output_tokens=output_tokens,
-            tell=tell,
+            on_progress=on_progress,
         ),
     )
 
 
 def mailbox(
-    device: Device = "cuda",
+    device: GpuDevice = CUDA,
     mib: Annotated[int, option("--mib", metavar="N", help="MiB that are being stored meanwhile.", parse=whole)] = 1024,
     tokens: Annotated[int, option("--tokens", metavar="N", help="Deliveries that are timed.", parse=whole)] = 2000,
-    as_json: Json = False,
+    as_json: AsJson = False,
 ) -> None:
     """Time until the host sees a drawn token while blocks are being stored."""
     from sidestream.cli.bench.mailbox import measure
@@ -306,8 +306,8 @@ def mailbox(
         "mailbox",
         _BLOCKS,
         as_json,
-        lambda tell: measure(device=device, mib=mib, tokens=tokens, tell=tell),
-        bounded=device == "cuda",
+        lambda on_progress: measure(device=device, mib=mib, tokens=tokens, on_progress=on_progress),
+        bounded=device == CUDA,
     )
 
 
@@ -315,9 +315,9 @@ def engine(
     parts: Annotated[
         list[str] | None, typer.Argument(help="decode, prefill, ttft, resume, async; all of them by default.")
     ] = None,
-    device: Device = "cuda",
+    device: GpuDevice = CUDA,
     shape: Shape = "qwen3-8b",
-    as_json: Json = False,
+    as_json: AsJson = False,
 ) -> None:
     """A whole engine on a GPU: steps, prefill and first tokens, over what the hardware allows."""
     _engine(parts or [], device, shape, as_json)
@@ -326,7 +326,7 @@ def engine(
 def _part(name: str) -> Callable[..., None]:
     """One part of `engine`, as a command."""
 
-    def run(device: Device = "cuda", shape: Shape = "qwen3-8b", as_json: Json = False) -> None:
+    def run(device: GpuDevice = CUDA, shape: Shape = "qwen3-8b", as_json: AsJson = False) -> None:
         _engine([name], device, shape, as_json)
 
     return run
@@ -339,15 +339,15 @@ def _engine(parts: list[str], device: str, shape: str, as_json: bool) -> None:
         "engine",
         f"{shape}, random weights",
         as_json,
-        lambda tell: measure(device=device, shape=shape, parts=parts or PARTS, tell=tell),
-        bounded=device == "cuda" and shape == "qwen3-8b",
+        lambda on_progress: measure(device=device, shape=shape, parts=parts or PARTS, on_progress=on_progress),
+        bounded=device == CUDA and shape == "qwen3-8b",
     )
 
 
 def throughput(
-    device: Device = "cuda",
+    device: GpuDevice = CUDA,
     shape: Shape = "qwen3-8b",
-    as_json: Json = False,
+    as_json: AsJson = False,
 ) -> None:
     """Tokens a second with offload over offload off: without any reuse, and of conversations four times the device's
     pool.
@@ -358,19 +358,19 @@ def throughput(
         "throughput",
         f"{shape}, random weights",
         as_json,
-        lambda tell: measure(device=device, shape=shape, tell=tell),
-        bounded=device == "cuda" and shape == "qwen3-8b",
+        lambda on_progress: measure(device=device, shape=shape, on_progress=on_progress),
+        bounded=device == CUDA and shape == "qwen3-8b",
     )
 
 
 def host_tier(
-    device: Device = "cuda",
+    device: GpuDevice = CUDA,
     shape: Shape = "qwen3-8b",
     host: Annotated[str, option("--host", metavar="SIZE", help="Memory of the host tier.")] = "40GiB",
     rounds: Annotated[
         int, option("--rounds", metavar="N", help="Times that as much memory is pinned.", parse=whole)
     ] = 5,
-    as_json: Json = False,
+    as_json: AsJson = False,
 ) -> None:
     """How soon host memory can be used after a start, and what the first conversations after it find there."""
     from sidestream.cli.bench.host_tier import measure
@@ -379,8 +379,8 @@ def host_tier(
         "host-tier",
         f"{shape}, random weights",
         as_json,
-        lambda tell: measure(device=device, shape=shape, host=host, rounds=rounds, tell=tell),
-        bounded=device == "cuda" and shape == "qwen3-8b",
+        lambda on_progress: measure(device=device, shape=shape, host=host, rounds=rounds, on_progress=on_progress),
+        bounded=device == CUDA and shape == "qwen3-8b",
     )
 
 
@@ -399,7 +399,7 @@ def speculative(
         str | None,
         option("--draft-model", metavar="MODEL", help="A smaller model with the same tokenizer, which drafts too."),
     ] = None,
-    device: Annotated[str, option("--device", metavar="DEVICE", help="`cpu` or `cuda`.")] = "cpu",
+    device: EitherDevice = CPU,
     batch: Annotated[
         list[int] | None,
         option(
@@ -410,13 +410,11 @@ def speculative(
             parse=whole,
         ),
     ] = None,
-    output_tokens: Annotated[
-        int, option("--output-tokens", metavar="N", help="Tokens drawn for each request.", parse=whole)
-    ] = 96,
+    output_tokens: OutputTokens = 96,
     rounds: Annotated[
         int, option("--rounds", metavar="N", help="Repetitions, with drafts and without in turn.", parse=whole)
     ] = 3,
-    as_json: Json = False,
+    as_json: AsJson = False,
 ) -> None:
     """Tokens a second with drafts over without, tokens that a step goes on by, and that in float32 no token depends on
     drafts.
@@ -429,7 +427,7 @@ def speculative(
         "speculative",
         model,
         as_json,
-        lambda tell: measure(
+        lambda on_progress: measure(
             model,
             head=head,
             draft_model=draft_model,
@@ -437,16 +435,14 @@ def speculative(
             batches=batch or (1, 8),
             output_tokens=output_tokens,
             rounds=rounds,
-            tell=tell,
+            on_progress=on_progress,
         ),
         served=(model, "auto", device),
     )
 
 
-def _check_counts(**counts: int) -> None:
-    for name, count in counts.items():
-        if count < 1:
-            raise ConfigError(f"--{name.replace('_', '-')} is {count}: it must be 1 or more")
+def _check_positive(**counts: int) -> None:
+    check_at_least({name: (count, 1) for name, count in counts.items()})
 
 
 def _report(
@@ -464,8 +460,8 @@ def _report(
     served    the model that is loaded, with which options `dtype` and `device`; None: none is
     """
     with Steps() as steps:
-        steps.tell(f"bench {name}", note="preparing")
-        figures = measure(lambda text: steps.tell(f"bench {name}", note=text))
+        steps.update(f"bench {name}", note="preparing")
+        figures = measure(lambda text: steps.update(f"bench {name}", note=text))
     if not bounded:
         figures = [Figure(figure.name, figure.value, figure.unit) for figure in figures]
     dtype = None if served is None else _dtype(*served)

@@ -6,14 +6,17 @@ from collections.abc import Callable
 from statistics import median
 
 from sidestream.cli.bench.baseline import Generate
+from sidestream.cli.bench.prompt_runs import ChildEngine
 from sidestream.cli.bench.report import Figure, at_least
-from sidestream.cli.visits import Engine
+from sidestream.device.kinds import CPU
 
 _BATCH = 8
 _PROMPT_TOKENS = 32
 
 
-def measure(model: str, *, output_tokens: int, rounds: int, dtype: str, tell: Callable[[str], None]) -> list[Figure]:
+def measure(
+    model: str, *, output_tokens: int, rounds: int, dtype: str, on_progress: Callable[[str], None]
+) -> list[Figure]:
     """Take turns: ours alone, generate alone, ours with eight at once, generate for the eight one after another."""
     from sidestream.models import precision_of
     from sidestream.models.catalog import resolve
@@ -26,15 +29,17 @@ def measure(model: str, *, output_tokens: int, rounds: int, dtype: str, tell: Ca
     prompts = [ids[at * _PROMPT_TOKENS : (at + 1) * _PROMPT_TOKENS] for at in range(_BATCH)]
     ours1, theirs1, ours8, theirs8 = [], [], [], []
     with (
-        Engine(path, {"device": "cpu", "dtype": dtype, "kv_memory": "256MiB", "prefix_cache": False}) as engine,
+        ChildEngine(path, {"device": CPU, "dtype": dtype, "kv_memory": "256MiB", "prefix_cache": False}) as engine,
         Generate(path, dtype) as generate,
     ):
         for number in range(1, rounds + 1):
-            tell(f"round {number} of {rounds}, alone")
-            ours1.append(output_tokens / engine.ask(prompts[:1], max_tokens=output_tokens).seconds)
+            on_progress(f"round {number} of {rounds}, alone")
+            ours1.append(output_tokens / engine.generate(prompts[:1], max_tokens=output_tokens).seconds)
             theirs1.append(output_tokens / generate.seconds(prompts[:1], output_tokens))
-            tell(f"round {number} of {rounds}, eight")
-            ours8.append(_BATCH * output_tokens / engine.ask(prompts, max_tokens=output_tokens, at_once=True).seconds)
+            on_progress(f"round {number} of {rounds}, eight")
+            ours8.append(
+                _BATCH * output_tokens / engine.generate(prompts, max_tokens=output_tokens, at_once=True).seconds
+            )
             theirs8.append(_BATCH * output_tokens / generate.seconds(prompts, output_tokens))
     return [
         Figure(

@@ -3,9 +3,9 @@ hardware allows.
 
 decode    time of a step over the time that reading its weights and KV takes; how long the device idles between steps
 prefill   time of a prompt's prefill over the time that its multiplications take
-ttft      first token of prompts that nobody knows, and of prompts whose KV is in host memory
-resume    what others feel while a long request's KV comes back
-async     the same engine with every step committed before the next one is launched
+ttft      TTFT of prompts without cached KV, and of prompts whose KV is in host memory
+resume    ITL of decoding requests while the KV of a long request is loaded
+async     the same engine, with each step committed before the next one is launched
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from sidestream.cli.bench.requests import Answer, ask, ask_at_once
 from sidestream.cli.bench.steps import StepClock
 from sidestream.config import EngineConfig, OffloadConfig, unknown_name
 from sidestream.device.choice import torch_device
-from sidestream.engine.build import build_engine
-from sidestream.engine.loop import Engine
+from sidestream.device.kinds import CUDA, on_gpu
+from sidestream.engine import Engine, build_engine
 from sidestream.errors import ConfigError, SidestreamError
 from sidestream.garbage import settle_garbage
 from sidestream.models.adapter import PagedModel
@@ -78,9 +78,9 @@ _TINY = Sizes("16MiB", "16MiB", 512, 4, ((1, 32, 1.30), (4, 16, 1.30)), ((32, 9.
 class _Rig:
     """The engine, the clock of the device at both ends of each step, and what the hardware does."""
 
-    def __init__(self, device: str, shape: str, sizes: Sizes, tell: Callable[[str], None]) -> None:
+    def __init__(self, device: str, shape: str, sizes: Sizes, on_progress: Callable[[str], None]) -> None:
         self.torch_device = torch_device(device)
-        tell("making the model")
+        on_progress("making the model")
         self.model: PagedModel = random_model(shape, device=self.torch_device)
         embedding = self.model.module.get_input_embeddings().weight
         tied = self.model.module.get_output_embeddings().weight is embedding
@@ -90,7 +90,7 @@ class _Rig:
         def starting(what: str, done: int, total: int) -> None:
             if what not in phases:
                 phases[what] = time.perf_counter()
-                tell(f"starting the engine: {what}")
+                on_progress(f"starting the engine: {what}")
 
         starting("making its parts", 0, 0)
         self.engine: Engine = build_engine(
@@ -114,8 +114,8 @@ class _Rig:
         self._random = np.random.default_rng(0)
         self.clock = StepClock(self.parts.device, self.parts.executor)
         self._stamps = self.parts.device.allocate_host("busy stamps", 16)
-        tell("measuring the hardware")
-        self.link = Link(self.parts.device, 64 << 20 if device == "cuda" else 1 << 20, in_a_row=8)
+        on_progress("measuring the hardware")
+        self.link = Link(self.parts.device, 64 << 20 if device == CUDA else 1 << 20, in_a_row=8)
         self.link.seconds()
 
     def close(self) -> None:
@@ -123,18 +123,18 @@ class _Rig:
         self._unsettle_garbage()
 
     def prompt(self, num_tokens: int) -> list[int]:
-        """One that nobody has asked."""
+        """A new random prompt, in no cache."""
         return [int(token) for token in self._random.integers(1, self.model.vocab_size, num_tokens)]
 
     def moment(self, most_s: float) -> float:
-        """Some time or other."""
+        """A random time up to `most_s`."""
         return float(self._random.uniform(0, most_s))
 
     def ask(self, prompt: Sequence[int], outputs: int) -> Answer:
         return ask(self.engine, prompt, outputs)
 
     def forget_device(self) -> None:
-        """What was asked rests in host memory only."""
+        """Wait for all stores, then drop the device's prefix cache: KV remains in host memory only."""
         if not self.engine.flush(timeout_s=60.0):
             raise SidestreamError("stores did not end within 60 s")
         self.engine.call(self.parts.blocks.forget_all)
@@ -170,7 +170,7 @@ class _Rig:
     def bandwidth(self) -> float:
         """Bytes a second that the device reads from its memory."""
         data = torch.zeros(
-            (2 << 30 if self.torch_device.type == "cuda" else 32 << 20) // 8,
+            (2 << 30 if on_gpu(self.torch_device) else 32 << 20) // 8,
             dtype=torch.int64,
             device=self.torch_device,
         )
@@ -178,25 +178,25 @@ class _Rig:
 
     def flops(self) -> float:
         """Of a large product, a second."""
-        size = 8192 if self.torch_device.type == "cuda" else 256
+        size = 8192 if on_gpu(self.torch_device) else 256
         left, right = (torch.randn(size, size, dtype=torch.bfloat16, device=self.torch_device) for _ in range(2))
         return 2 * size**3 / self.busy_s(lambda: left @ right)
 
     def bytes_a_second_to_device(self) -> float:
         return (
             8
-            * (64 << 20 if self.torch_device.type == "cuda" else 1 << 20)
+            * (64 << 20 if on_gpu(self.torch_device) else 1 << 20)
             / median(self.link.seconds()["to_device"] for _ in range(5))
         )
 
 
-def measure(*, device: str, shape: str, parts: Sequence[str], tell: Callable[[str], None]) -> list[Figure]:
+def measure(*, device: str, shape: str, parts: Sequence[str], on_progress: Callable[[str], None]) -> list[Figure]:
     """Figures of the parts that are asked for, of one engine. Raises ConfigError for an unknown part."""
     for part in parts:
         if part not in PARTS:
             raise ConfigError(unknown_name("part", part, PARTS))
-    sizes = _FULL if device == "cuda" else _TINY
-    rig = _Rig(device, shape, sizes, tell)
+    sizes = _FULL if device == CUDA else _TINY
+    rig = _Rig(device, shape, sizes, on_progress)
     try:
         rig.ask(rig.prompt(40), 4).wait()
         figures = [Figure("engine_ready_s", rig.start_s, "s", at_most(60.0))]
@@ -207,7 +207,7 @@ def measure(*, device: str, shape: str, parts: Sequence[str], tell: Callable[[st
         step_s = median(rig.steps(1, sizes.others_context, sizes.outputs)[0])
         ways = {"decode": _decode, "prefill": _prefill, "ttft": _ttft, "resume": _resume, "async": _async}
         for part in parts:
-            figures += ways[part](rig, sizes, step_s, tell)
+            figures += ways[part](rig, sizes, step_s, on_progress)
         waits = {
             reason: count
             for reason, count in rig.parts.device.host_waits().items()
@@ -219,18 +219,18 @@ def measure(*, device: str, shape: str, parts: Sequence[str], tell: Callable[[st
     return figures
 
 
-def _decode(rig: _Rig, sizes: Sizes, step_s: float, tell: Callable[[str], None]) -> list[Figure]:
+def _decode(rig: _Rig, sizes: Sizes, step_s: float, on_progress: Callable[[str], None]) -> list[Figure]:
     bandwidth = rig.bandwidth()
     figures, idle_shares = [Figure("memory_read_gb_s", bandwidth / 1e9, "GB/s")], []
     for rows, context, bound in sizes.decode:
-        tell(f"decode, {rows} rows")
+        on_progress(f"decode, {rows} rows")
         lengths, idle = rig.steps(rows, context, sizes.outputs)
         floor = (2 * rig.weights + rows * context * rig.model.layout.token_bytes) / bandwidth
         figures.append(Figure(f"decode_b{rows}_over_floor", median(lengths) / floor, "ratio", at_most(bound)))
         figures.append(Figure(f"decode_b{rows}_ms", 1e3 * median(lengths), "ms"))
         figures.append(Figure(f"decode_b{rows}_floor_ms", 1e3 * floor, "ms"))
         idle_shares.append(sum(idle) / sum(lengths))
-    tell("transformers' generate")
+    on_progress("transformers' generate")
     figures += _generate(
         rig, sizes, {rows: figure.value for (rows, _, _), figure in zip(sizes.decode, figures[2::3], strict=True)}
     )
@@ -263,11 +263,11 @@ def _generate(rig: _Rig, sizes: Sizes, ours_ms: Mapping[int, float]) -> list[Fig
     return figures
 
 
-def _prefill(rig: _Rig, sizes: Sizes, step_s: float, tell: Callable[[str], None]) -> list[Figure]:
+def _prefill(rig: _Rig, sizes: Sizes, step_s: float, on_progress: Callable[[str], None]) -> list[Figure]:
     flops, figures = rig.flops(), []
     layout = rig.model.layout
     for length, _ in sizes.cold:
-        tell(f"prefill, {length} tokens")
+        on_progress(f"prefill, {length} tokens")
         taken = []
         for _ in range(5):
             first = len(rig.clock.launched_steps)
@@ -280,15 +280,15 @@ def _prefill(rig: _Rig, sizes: Sizes, step_s: float, tell: Callable[[str], None]
     return [*figures, Figure("matmul_tflops", flops / 1e12, "TFLOP/s")]
 
 
-def _ttft(rig: _Rig, sizes: Sizes, step_s: float, tell: Callable[[str], None]) -> list[Figure]:
+def _ttft(rig: _Rig, sizes: Sizes, step_s: float, on_progress: Callable[[str], None]) -> list[Figure]:
     figures = []
     for length, bound in sizes.cold:
-        tell(f"first token, {length} tokens cold")
+        on_progress(f"first token, {length} tokens cold")
         taken = [rig.ask(rig.prompt(length), 1).wait().ttft_s for _ in range(7)]
         figures.append(Figure(f"ttft_cold_ms_{length}", 1e3 * median(taken), "ms", at_most(bound)))
     rate = rig.bytes_a_second_to_device()
     for number, (length, bound, gain) in enumerate(sizes.from_host):
-        tell(f"first token, {length} tokens from host memory")
+        on_progress(f"first token, {length} tokens from host memory")
         suffix = "" if not number else f"_{length}"
         cold, warm = [], []
         for _ in range(5):
@@ -298,7 +298,8 @@ def _ttft(rig: _Rig, sizes: Sizes, step_s: float, tell: Callable[[str], None]) -
             answer = rig.ask(prompt, 1).wait()
             if answer.cached.host != length:
                 raise SidestreamError(
-                    f"{answer.cached.host} of {length} tokens came from host memory: the benchmark measures something else"
+                    f"{answer.cached.host} of {length} tokens came from host memory: "
+                    "the benchmark measures something else"
                 )
             warm.append(answer.ttft_s)
         floor = length * rig.model.layout.token_bytes / rate + step_s
@@ -308,8 +309,8 @@ def _ttft(rig: _Rig, sizes: Sizes, step_s: float, tell: Callable[[str], None]) -
     return [*figures, Figure("link_to_device_gb_s", rate / 1e9, "GB/s"), Figure("one_step_ms", 1e3 * step_s, "ms")]
 
 
-def _resume(rig: _Rig, sizes: Sizes, step_s: float, tell: Callable[[str], None]) -> list[Figure]:
-    tell("others decode while a long request comes back")
+def _resume(rig: _Rig, sizes: Sizes, step_s: float, on_progress: Callable[[str], None]) -> list[Figure]:
+    on_progress("others decode while a long request comes back")
     count = min(_OTHERS, sizes.max_running - 1)
     long = rig.prompt(sizes.resumed)
     rig.ask(long, 1).wait()
@@ -326,7 +327,8 @@ def _resume(rig: _Rig, sizes: Sizes, step_s: float, tell: Callable[[str], None])
         answer = rig.ask(long, _GOES_ON).wait()
         if answer.cached.host < sizes.resumed - rig.model.layout.block_tokens:
             raise SidestreamError(
-                f"{answer.cached.host} of {sizes.resumed} tokens came back from host memory: the benchmark measures something else"
+                f"{answer.cached.host} of {sizes.resumed} tokens came back from host memory: "
+                "the benchmark measures something else"
             )
         ended = answer.times[0]
         taken.append(answer.ttft_s)
@@ -352,7 +354,7 @@ def _resume(rig: _Rig, sizes: Sizes, step_s: float, tell: Callable[[str], None])
     ]
 
 
-def _async(rig: _Rig, sizes: Sizes, step_s: float, tell: Callable[[str], None]) -> list[Figure]:
+def _async(rig: _Rig, sizes: Sizes, step_s: float, on_progress: Callable[[str], None]) -> list[Figure]:
     figures, equal = [], True
     for rows, context, _ in sizes.decode:
         rates: dict[bool, list[float]] = {True: [], False: []}
@@ -360,7 +362,7 @@ def _async(rig: _Rig, sizes: Sizes, step_s: float, tell: Callable[[str], None]) 
         tokens: dict[bool, list[list[int]]] = {}
         for _ in range(3):
             for asynchronous in (True, False):
-                tell(f"{rows} rows, {'asynchronous' if asynchronous else 'each step committed before the next'}")
+                on_progress(f"{rows} rows, {'asynchronous' if asynchronous else 'each step committed before the next'}")
                 rig.engine.reset_cache()
                 rig.engine.call(lambda on=asynchronous: _switch(rig.engine, on))  # type: ignore[misc]
                 answers = ask_at_once(rig.engine, prompts, sizes.outputs)

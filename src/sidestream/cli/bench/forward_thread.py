@@ -26,7 +26,9 @@ _SMALL = KVLayout(num_layers=4, num_kv_heads=1, head_dim=16, block_tokens=16, dt
 _LOOP = range(20_000)
 
 
-def measure(*, device: str, requests: int, steps: int, pending: int, tell: Callable[[str], None]) -> list[Figure]:
+def measure(
+    *, device: str, requests: int, steps: int, pending: int, on_progress: Callable[[str], None]
+) -> list[Figure]:
     """Figures; every step orders what its requests' blocks need and takes in what has ended, as the engine's
     loop does.
     """
@@ -34,12 +36,12 @@ def measure(*, device: str, requests: int, steps: int, pending: int, tell: Calla
     rig = Rig(used, QWEN3_8B_BLOCK, num_blocks=6 * requests, num_slots=4 * requests)
     _freeze()
     try:
-        tell("alone")
+        on_progress("alone")
         alone = _python_s(rig, used.stream("alone"), steps // 4, orders=lambda: None)
         run = _Steps(rig, used.stream("compute"), requests)
         for number in range(steps + run.warm_up):
             if number % 50 == 0:
-                tell(f"step {number} of {steps + run.warm_up}")
+                on_progress(f"step {number} of {steps + run.warm_up}")
             run.step()
         rig.settle()
         costs, beside = run.costs_us[run.warm_up :], run.python_s[run.warm_up :]
@@ -47,7 +49,7 @@ def measure(*, device: str, requests: int, steps: int, pending: int, tell: Calla
         bytes_stored, bytes_loaded = (rig.metrics.value("transfer_bytes_total", kind) for kind in ("store", "load"))
     finally:
         rig.close()
-    tell(f"{pending} transfers pending")
+    on_progress(f"{pending} transfers pending")
     worst_us, blocked_us, drained_s, collected_ms = _pending(device, pending)
     return [
         Figure("engine_thread_us_median", median(costs), "us/step", at_most(30)),
@@ -126,7 +128,7 @@ class _Steps:
                 lease = rig.blocks.take(len(some))
                 self._next_request += 1
                 plans.append(LoadPlan(self._next_request, 0, tuple(some), tuple(lease.ids), lease.after))
-                self._loading.append((rig.transfers._number + len(plans), lease))
+                self._loading.append((rig.transfers._last_job + len(plans), lease))
         plans.append(StorePlan(tuple(keys), tuple(full), after))
         return plans
 

@@ -8,6 +8,7 @@ import torch
 
 from sidestream.config import unknown_name
 from sidestream.device.base import Device, Memory
+from sidestream.device.kinds import CPU, CUDA
 from sidestream.errors import ConfigError
 from sidestream.kv.layout import KVLayout
 
@@ -17,12 +18,12 @@ QWEN3_8B_BLOCK = KVLayout(num_layers=36, num_kv_heads=8, head_dim=128, block_tok
 
 def open_device(kind: str) -> Device:
     """A device of that kind, warmed up. Raises ConfigError when there is none."""
-    if kind == "cpu":
+    if kind == CPU:
         from sidestream.device.cpu import CpuDevice
 
         return CpuDevice(compute_threads=1)
-    if kind != "cuda":
-        raise ConfigError(unknown_name("device", kind, ("cpu", "cuda")))
+    if kind != CUDA:
+        raise ConfigError(unknown_name("device", kind, (CPU, CUDA)))
     from sidestream.device.cuda import CudaDevice
 
     device = CudaDevice()
@@ -36,7 +37,7 @@ class Link:
     def __init__(self, device: Device, num_bytes: int, *, in_a_row: int = 1) -> None:
         """`in_a_row`: so many copies of `num_bytes` each way, one after another."""
         self._in_a_row = in_a_row
-        on_gpu = device.kind == "cuda"
+        on_gpu = device.kind == CUDA
         self._device = device
         self._host = [torch.ones(num_bytes, dtype=torch.uint8, pin_memory=on_gpu) for _ in range(2)]
         self._there = [torch.ones(num_bytes, dtype=torch.uint8, device=device.torch_device) for _ in range(2)]
@@ -64,7 +65,7 @@ class Link:
 
 def stamp(device: Device, memory: Memory, start: int) -> None:
     """Write the clock of the current stream's device, in ns, to host memory. Inside work of it."""
-    if device.kind == "cuda":
+    if device.kind == CUDA:
         from sidestream.device.cuda.kernels import stamp as stamp_there
 
         stamp_there(memory.data.data_ptr() + start)

@@ -19,7 +19,8 @@ from sidestream.config import EngineConfig, OffloadConfig, parse_bytes
 from sidestream.device.base import Device
 from sidestream.device.choice import torch_device
 from sidestream.device.cpu import CpuDevice
-from sidestream.engine.build import build_engine
+from sidestream.device.kinds import CPU, CUDA
+from sidestream.engine import build_engine
 from sidestream.errors import SidestreamError
 from sidestream.testing.random_models import random_model
 
@@ -42,7 +43,7 @@ _FULL = Sizes(16, 8200, 32, 3)
 _TINY = Sizes(4, 200, 4, 2)
 
 
-def measure(*, device: str, shape: str, host: str, rounds: int, tell: Callable[[str], None]) -> list[Figure]:
+def measure(*, device: str, shape: str, host: str, rounds: int, on_progress: Callable[[str], None]) -> list[Figure]:
     """Pin `host` bytes `rounds` times, then start an engine with as much. Raises SidestreamError if pinning does not
     end.
     """
@@ -50,7 +51,7 @@ def measure(*, device: str, shape: str, host: str, rounds: int, tell: Callable[[
     kind = torch_device(device).type
     seconds = []
     for number in range(rounds):
-        tell(f"pinning {host}, {number + 1} of {rounds}")
+        on_progress(f"pinning {host}, {number + 1} of {rounds}")
         opened = _open(kind)
         try:
             seconds.append(_ready_s(opened, num_bytes))
@@ -61,12 +62,12 @@ def measure(*, device: str, shape: str, host: str, rounds: int, tell: Callable[[
         Figure("host_tier_ready_s_per_gib", median(seconds) / gib, "s/GiB", at_most(0.1)),
         Figure("host_tier_ready_s_per_gib_first", seconds[0] / gib, "s/GiB"),
         Figure("host_tier_gib", gib, "GiB"),
-        *_start(device, shape, host, _FULL if kind == "cuda" else _TINY, tell),
+        *_start(device, shape, host, _FULL if kind == CUDA else _TINY, on_progress),
     ]
 
 
 def _open(kind: str) -> Device:
-    if kind == "cpu":
+    if kind == CPU:
         return CpuDevice()
     from sidestream.device.cuda import CudaDevice
 
@@ -84,23 +85,24 @@ def _ready_s(device: Device, num_bytes: int) -> float:
     seconds = time.perf_counter() - start
     if (ready := device.ready_bytes(memory)) < num_bytes:
         raise SidestreamError(
-            f"only {ready / 2**30:.2f} GiB could be pinned: raise the limit of locked memory (ulimit -l), or give --host less"
+            f"only {ready / 2**30:.2f} GiB could be pinned: "
+            "raise the limit of locked memory (ulimit -l), or give --host less"
         )
     return seconds
 
 
-def _start(device: str, shape: str, host: str, sizes: Sizes, tell: Callable[[str], None]) -> list[Figure]:
+def _start(device: str, shape: str, host: str, sizes: Sizes, on_progress: Callable[[str], None]) -> list[Figure]:
     """Ask all conversations at once, round after round, as soon as the engine serves: shares of the prompts' tokens
     found, and seconds.
     """
-    tell("making the model")
+    on_progress("making the model")
     model = random_model(shape, device=torch_device(device))
     layout, random = model.layout, np.random.default_rng(0)
     prompts = [
         [int(token) for token in random.integers(1, model.vocab_size, sizes.tokens)] for _ in range(sizes.conversations)
     ]
     blocks = layout.num_blocks_for(sizes.tokens + sizes.outputs) * sizes.conversations
-    tell("starting the engine")
+    on_progress("starting the engine")
     config = EngineConfig(
         device=device,
         kv_memory=(blocks // 4 + 1) * layout.block_bytes,
@@ -112,14 +114,14 @@ def _start(device: str, shape: str, host: str, sizes: Sizes, tell: Callable[[str
     start = time.perf_counter()
     engine = build_engine(model, config)
     try:
-        tier = engine.parts.host
+        tier = engine.parts.tiers.host if engine.parts.tiers is not None else None
         assert tier is not None
         figures = [
             Figure("engine_ready_s", time.perf_counter() - start, "s"),
             Figure("host_tier_ready_share_at_start", tier.ready_bytes / tier.memory.num_bytes, "share"),
         ]
         for number in range(1, sizes.rounds + 1):
-            tell(f"round {number} of {sizes.rounds}")
+            on_progress(f"round {number} of {sizes.rounds}")
             begin = time.perf_counter()
             answers = [answer.wait() for answer in ask_at_once(engine, prompts, sizes.outputs)]
             seconds = time.perf_counter() - begin

@@ -13,11 +13,10 @@ from typing import Any
 from sidestream.cli.bench.report import Figure, at_most
 from sidestream.config import EngineConfig, OffloadConfig, SamplingParams
 from sidestream.device.choice import torch_device
-from sidestream.engine.build import build_engine
-from sidestream.engine.loop import Engine
+from sidestream.engine import Engine, build_engine
 from sidestream.errors import SidestreamError
-from sidestream.execute.executor import LaunchedStep
 from sidestream.garbage import settle_garbage
+from sidestream.runner.executor import LaunchedStep
 from sidestream.testing.random_models import random_model
 from sidestream.types import BatchPlan, Delta
 
@@ -32,12 +31,12 @@ _ASKED: dict[str, dict[str, Any]] = {
 
 
 def measure(
-    *, device: str, shape: str, requests: int, output_tokens: int, rounds: int, tell: Callable[[str], None]
+    *, device: str, shape: str, requests: int, output_tokens: int, rounds: int, on_progress: Callable[[str], None]
 ) -> list[Figure]:
     """So many requests at once, with offload on: of each step in which all of them decode, the engine thread's time
     without what it waited for steps; and what of it the processor worked for that thread.
     """
-    tell("starting the engine")
+    on_progress("starting the engine")
     model = random_model(shape, device=torch_device(device))
     memory = requests * model.layout.num_blocks_for(_PROMPT_TOKENS + output_tokens) * model.layout.block_bytes
     config = EngineConfig(
@@ -55,7 +54,7 @@ def measure(
         steps: dict[str, list[tuple[int, float, float]]] = {name: [] for name in _ASKED}
         for number in range(rounds + 1):  # each way in each of them: the machine is busier at one time than at another
             for name, asked in _ASKED.items():
-                tell(f"round {number} of {rounds}, {name}")
+                on_progress(f"round {number} of {rounds}, {name}")
                 clock.steps.clear()
                 engine.reset_cache()
                 _serve(engine, prompts, SamplingParams(max_tokens=output_tokens, ignore_eos=True, **asked))
@@ -120,7 +119,7 @@ class _StepClock:
 
     def __init__(self, engine: Engine) -> None:
         self.steps: list[tuple[int, float, float]] = []
-        step, launch, wait = engine.step, engine.parts.executor.launch, engine.parts.device.wait_host
+        step, launch, wait = engine.loop.step, engine.parts.executor.launch, engine.parts.device.wait_host
         rows = [0]
         waited = [0.0, 0.0]
 
@@ -145,7 +144,7 @@ class _StepClock:
             return done
 
         def begin() -> None:
-            engine.step = timed  # type: ignore[method-assign]
+            engine.loop.step = timed  # type: ignore[method-assign]
             engine.parts.executor.launch = counted  # type: ignore[method-assign]
             engine.parts.device.wait_host = awaited  # type: ignore[method-assign]
 

@@ -17,7 +17,8 @@ from sidestream.cli.bench.report import Bound, Figure, at_least
 from sidestream.cli.bench.requests import Answer, ask_at_once
 from sidestream.config import EngineConfig, OffloadConfig
 from sidestream.device.choice import torch_device
-from sidestream.engine.build import build_engine
+from sidestream.device.kinds import CUDA
+from sidestream.engine import build_engine
 from sidestream.testing.random_models import random_model
 
 # Against an engine as it is served.
@@ -33,7 +34,13 @@ _Answers = tuple[list[Answer], list[Answer]]
 
 
 def measure(
-    *, device: str, shape: str, requests: int, prompt_tokens: int, output_tokens: int, tell: Callable[[str], None]
+    *,
+    device: str,
+    shape: str,
+    requests: int,
+    prompt_tokens: int,
+    output_tokens: int,
+    on_progress: Callable[[str], None],
 ) -> list[Figure]:
     """The same prompts, all at once and greedily, of engines that differ in one thing: the share of requests whose
     tokens are all equal, and, asked a second time for them, how far the log-probability of a token behind equal ones is
@@ -44,15 +51,15 @@ def measure(
     """
     base = EngineConfig(
         device=device,
-        kv_memory="4GiB" if device == "cuda" else "16MiB",
+        kv_memory="4GiB" if device == CUDA else "16MiB",
         max_running=requests,
         max_model_len=prompt_tokens + output_tokens,
-        offload=OffloadConfig(host="4GiB" if device == "cuda" else "16MiB"),
+        offload=OffloadConfig(host="4GiB" if device == CUDA else "16MiB"),
     )
-    on_gpu = {_AS_WRITTEN: {}, _EAGER: {"eager": True}} if device == "cuda" else {}  # a CPU knows nothing else
+    on_gpu = {_AS_WRITTEN: {}, _EAGER: {"eager": True}} if device == CUDA else {}  # a CPU knows nothing else
     answered: dict[str, _Answers] = {}
     for name, changes in {"base": {}, "again": {}, **_WAYS, **on_gpu}.items():
-        tell(name.replace("_", " "))
+        on_progress(name.replace("_", " "))
         with torch.compiler.set_stance("force_eager" if name == _AS_WRITTEN else "default"):
             answered[name] = _answers(replace(base, **changes), shape, requests, prompt_tokens, output_tokens)
     pairs = {name: ("base", name) for name in ("again", *_WAYS)}

@@ -16,8 +16,9 @@ import torch
 from sidestream.cli.bench.gpu import QWEN3_8B_BLOCK, open_device
 from sidestream.cli.bench.report import Figure, at_most
 from sidestream.device.base import Device, Stream
+from sidestream.device.kinds import CUDA
+from sidestream.offload.copy import layers_batch
 from sidestream.testing.rig import Rig
-from sidestream.transfer.copy import layers_batch
 from sidestream.types import Fence
 
 _LAYERS, _ROWS = 36, 32
@@ -26,12 +27,12 @@ _PROJECTIONS = ((4096, 6144), (4096, 4096), (4096, 24576), (12288, 4096))
 _MATMUL = 8192
 
 
-def measure(*, device: str, rounds: int, tell: Callable[[str], None]) -> list[Figure]:
+def measure(*, device: str, rounds: int, on_progress: Callable[[str], None]) -> list[Figure]:
     """Figures; in each round everything is measured in turn, beside nothing first."""
     used = open_device(device)
-    blocks = 512 if device == "cuda" else 16
+    blocks = 512 if device == CUDA else 16
     rig = Rig(used, QWEN3_8B_BLOCK, num_blocks=3 * blocks, num_slots=3 * blocks)
-    small = device != "cuda"
+    small = device != CUDA
     try:
         stream, ratios, steps_ms = used.stream("compute"), dict[str, list[float]](), dict[str, list[float]]()
         rates: list[float] = []
@@ -46,7 +47,7 @@ def measure(*, device: str, rounds: int, tell: Callable[[str], None]) -> list[Fi
                 }
                 base = 0.0
                 for how, make in beside.items():
-                    tell(f"{name} beside {how}, round {number + 1} of {rounds}")
+                    on_progress(f"{name} beside {how}, round {number + 1} of {rounds}")
                     with make() as load:
                         seconds = _seconds(used, work, load, repeats)
                         if how == "transfer":
@@ -186,7 +187,7 @@ class _Kernel:
         ids = (
             np.random.default_rng(0).permutation(count).tolist()
         )  # neighbours would be copied as one piece, by one program
-        host = rig.transfers._mover._host_memory
+        host = rig.host_memory
         self._batch = layers_batch(rig.memory, ids, host, ids, range(rig.layout.num_layers))
         self._stream = rig.device.stream(f"kernel {time.perf_counter_ns()}")
         self._last: list[Fence] = []

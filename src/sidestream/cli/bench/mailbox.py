@@ -13,15 +13,15 @@ import torch
 from sidestream.cli.bench.gpu import QWEN3_8B_BLOCK, open_device, stamp
 from sidestream.cli.bench.report import Figure, at_most
 from sidestream.device.base import Device
+from sidestream.offload.copy import layers_batch
 from sidestream.testing.rig import Rig, busy
-from sidestream.transfer.copy import layers_batch
 from sidestream.types import Fence
 
 _ROWS = 128
 _STEP_S = 0.001
 
 
-def measure(*, device: str, mib: int, tokens: int, tell: Callable[[str], None]) -> list[Figure]:
+def measure(*, device: str, mib: int, tokens: int, on_progress: Callable[[str], None]) -> list[Figure]:
     """Latencies of the tokens of 128 rows, from the moment at which the device has drawn them until the host has seen
     them.
     """
@@ -30,10 +30,10 @@ def measure(*, device: str, mib: int, tokens: int, tell: Callable[[str], None]) 
     rig = Rig(used, QWEN3_8B_BLOCK, num_blocks=2 * count, num_slots=3 * count)
     try:
         box = _Box(used)
-        tell("alone")
+        on_progress("alone")
         alone = [box.latency_ms(box.deliver) for _ in range(tokens)]
         idle = [box.round_trip_ms(box.copy) for _ in range(tokens // 4)]
-        tell("while storing")
+        on_progress("while storing")
         stored = _Stores(rig, count)
         under, paced, foreign = list[float](), list[float](), list[float]()
         start, before = time.perf_counter(), rig.metrics.value("transfer_bytes_total", "store")
@@ -44,13 +44,13 @@ def measure(*, device: str, mib: int, tokens: int, tell: Callable[[str], None]) 
         stored_gb_s = (
             (rig.metrics.value("transfer_bytes_total", "store") - before) / (time.perf_counter() - start) / 1e9
         )
-        tell("the copy engine's queue, paced")
+        on_progress("the copy engine's queue, paced")
         while len(paced) < tokens // 4:
             stored.top_up()
             paced.append(box.latency_ms(box.copy))
             foreign.append(box.round_trip_ms(box.copy))
         stored.end()
-        tell("the copy engine's queue, unpaced")
+        on_progress("the copy engine's queue, unpaced")
         unpaced = [_behind_everything(rig, box, count) for _ in range(5)]
     finally:
         rig.close()
@@ -72,7 +72,7 @@ def measure(*, device: str, mib: int, tokens: int, tell: Callable[[str], None]) 
 
 
 class _Stores:
-    """Keeps the mover busy: there is always at least half of `count` blocks to store."""
+    """Keeps the offload worker busy: there is always at least half of `count` blocks to store."""
 
     def __init__(self, rig: Rig, count: int) -> None:
         self._rig = rig
@@ -161,7 +161,7 @@ class _Box:
 def _behind_everything(rig: Rig, box: _Box, count: int) -> float:
     """Latency of a small copy when all blocks were given to the device at once, as a store without pacing does."""
     ids = np.random.default_rng(0).permutation(count).tolist()
-    batch = layers_batch(rig.memory, ids, rig.transfers._mover._host_memory, ids, range(rig.layout.num_layers))
+    batch = layers_batch(rig.memory, ids, rig.host_memory, ids, range(rig.layout.num_layers))
     bulk = rig.device.stream(f"unpaced {time.perf_counter_ns()}")
     fence = bulk.submit(lambda: bulk.copy(batch))
     taken = box.latency_ms(box.copy)

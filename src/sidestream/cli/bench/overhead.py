@@ -10,8 +10,9 @@ from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 
+from sidestream.cli.bench.prompt_runs import ChildEngine
 from sidestream.cli.bench.report import Figure, at_most
-from sidestream.cli.visits import Engine
+from sidestream.device.kinds import CPU
 
 _REQUESTS = 4
 _STORING = {"prompt_tokens": 192, "output_tokens": 48, "repeats": 1}
@@ -19,7 +20,7 @@ _STORING = {"prompt_tokens": 192, "output_tokens": 48, "repeats": 1}
 _IDLE = {"prompt_tokens": 8, "output_tokens": 7, "repeats": 6}
 
 
-def measure(model: str, *, rounds: int, tell: Callable[[str], None]) -> list[Figure]:
+def measure(model: str, *, rounds: int, on_progress: Callable[[str], None]) -> list[Figure]:
     """The same requests through three engines in turn: offload off, on, and on with the checker; with every block
     stored, and with none.
     """
@@ -34,21 +35,21 @@ def measure(model: str, *, rounds: int, tell: Callable[[str], None]) -> list[Fig
         offload = {"host": "256MiB", "disk": str(Path(scratch) / "kv"), "disk_capacity": "1GiB"}
         watched = {**offload, "disk": str(Path(scratch) / "kv-checked")}
         with (
-            Engine(path, {"device": "cpu", "kv_memory": "128MiB"}) as off,
-            Engine(path, {"device": "cpu", "kv_memory": "128MiB", "offload": offload}) as on,
-            Engine(path, {"device": "cpu", "kv_memory": "128MiB", "offload": watched}, check_order=True) as checking,
+            ChildEngine(path, {"device": CPU, "kv_memory": "128MiB"}) as off,
+            ChildEngine(path, {"device": CPU, "kv_memory": "128MiB", "offload": offload}) as on,
+            ChildEngine(path, {"device": CPU, "kv_memory": "128MiB", "offload": watched}, check_order=True) as checking,
         ):
             engines = {"off": off, "on": on, "checking": checking}
             for number in range(rounds):
                 for name, shape, ratios in (("storing", _STORING, storing), ("idle", _IDLE, idle)):
-                    tell(f"round {number + 1} of {rounds}, {name}")
+                    on_progress(f"round {number + 1} of {rounds}, {name}")
                     prompts = [
                         [rng.randrange(300, 20_000) for _ in range(shape["prompt_tokens"])] for _ in range(_REQUESTS)
                     ]
                     seconds = {}
                     for which in ("checking", "on", "off") if number % 2 else ("off", "on", "checking"):
                         answers = [
-                            engines[which].ask(prompts, max_tokens=shape["output_tokens"], at_once=True)
+                            engines[which].generate(prompts, max_tokens=shape["output_tokens"], at_once=True)
                             for _ in range(shape["repeats"])
                         ]
                         seconds[which] = sum(a.seconds for a in answers) / sum(a.steps for a in answers)

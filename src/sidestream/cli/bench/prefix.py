@@ -7,14 +7,15 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
 
+from sidestream.cli.bench.prompt_runs import ChildEngine, PromptRun
 from sidestream.cli.bench.report import Figure, at_least, at_most
-from sidestream.cli.visits import Engine, Visit
+from sidestream.device.kinds import CPU
 from sidestream.errors import SidestreamError
 
 _OUTPUT_TOKENS = 8
 
 
-def measure(model: str, *, prompt_tokens: int, rounds: int, tell: Callable[[str], None]) -> list[Figure]:
+def measure(model: str, *, prompt_tokens: int, rounds: int, on_progress: Callable[[str], None]) -> list[Figure]:
     """Ask `rounds` different prompts cold, again when the pool has lost them, and again in a fresh process."""
     from sidestream.models import kv_token_bytes
     from sidestream.models.catalog import resolve
@@ -30,20 +31,22 @@ def measure(model: str, *, prompt_tokens: int, rounds: int, tell: Callable[[str]
     kv_memory = prompt_tokens * 3 // 2 * kv_token_bytes(path)
     with tempfile.TemporaryDirectory(prefix="sidestream-bench-") as scratch:
         options = {
-            "device": "cpu",
+            "device": CPU,
             "kv_memory": kv_memory,
             "offload": {"host": "2GiB", "disk": str(Path(scratch) / "kv"), "disk_capacity": "2GiB"},
         }
-        with Engine(path, options) as engine:
-            cold = _ask_each(engine, prompts, lambda number: tell(f"cold {number} of {rounds}"))
-            host = _ask_each(engine, prompts, lambda number: tell(f"from host memory {number} of {rounds}"))
-        with Engine(path, options) as engine:
-            disk = _ask_each(engine, prompts, lambda number: tell(f"from disk, fresh process, {number} of {rounds}"))
-    _check("cold", cold, lambda seen: seen.reused == 0)
-    _check("host memory", host, lambda seen: seen.host > 0.95 * prompt_tokens)
-    _check("disk", disk, lambda seen: seen.disk > 0.95 * prompt_tokens)
+        with ChildEngine(path, options) as engine:
+            cold = _run_each(engine, prompts, lambda number: on_progress(f"cold {number} of {rounds}"))
+            host = _run_each(engine, prompts, lambda number: on_progress(f"from host memory {number} of {rounds}"))
+        with ChildEngine(path, options) as engine:
+            disk = _run_each(
+                engine, prompts, lambda number: on_progress(f"from disk, fresh process, {number} of {rounds}")
+            )
+    _check("cold", cold, lambda run: run.reused == 0)
+    _check("host memory", host, lambda run: run.host > 0.95 * prompt_tokens)
+    _check("disk", disk, lambda run: run.disk > 0.95 * prompt_tokens)
     identical = sum(a.tokens == b.tokens == c.tokens for a, b, c in zip(cold, host, disk, strict=True))
-    cold_s, host_s, disk_s = (median(seen.ttft_s for seen in visits) for visits in (cold, host, disk))
+    cold_s, host_s, disk_s = (median(run.ttft_s for run in runs) for runs in (cold, host, disk))
     return [
         Figure("ttft_disk_over_cold", disk_s / cold_s, "ratio", at_most(1 / 30)),
         Figure("ttft_host_over_cold", host_s / cold_s, "ratio", at_most(1 / 40)),
@@ -55,17 +58,20 @@ def measure(model: str, *, prompt_tokens: int, rounds: int, tell: Callable[[str]
     ]
 
 
-def _ask_each(engine: Engine, prompts: Sequence[Sequence[int]], tell: Callable[[int], None]) -> list[Visit]:
-    visits: list[Visit] = []
+def _run_each(
+    engine: ChildEngine, prompts: Sequence[Sequence[int]], on_progress: Callable[[int], None]
+) -> list[PromptRun]:
+    runs: list[PromptRun] = []
     for number, prompt in enumerate(prompts, start=1):
-        tell(number)
-        visits.extend(engine.ask([prompt], max_tokens=_OUTPUT_TOKENS).visits)
-    return visits
+        on_progress(number)
+        runs.extend(engine.generate([prompt], max_tokens=_OUTPUT_TOKENS).runs)
+    return runs
 
 
-def _check(name: str, visits: list[Visit], expected: Callable[[Visit], bool]) -> None:
-    for seen in visits:
-        if not expected(seen):
+def _check(name: str, runs: list[PromptRun], expected: Callable[[PromptRun], bool]) -> None:
+    for run in runs:
+        if not expected(run):
             raise SidestreamError(
-                f"a {name} answer came from elsewhere ({seen.source}, {seen.reused} tokens): the figures would mean nothing"
+                f"a {name} answer came from elsewhere ({run.source}, {run.reused} tokens): "
+                "the figures would mean nothing"
             )

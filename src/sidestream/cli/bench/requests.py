@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from sidestream.config import SamplingParams
-from sidestream.engine.loop import Engine
+from sidestream.engine import Engine
 from sidestream.errors import SidestreamError
 from sidestream.types import CachedTokens, Delta
 

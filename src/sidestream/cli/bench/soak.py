@@ -9,13 +9,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 from sidestream.cli.bench.report import Figure, at_most
+from sidestream.device.kinds import CPU
 
 _SETTLED = 200
 _REST_S = 3.0
 _WAVE = 20
 
 
-def measure(model: str, *, num_requests: int, tell: Callable[[str], None]) -> list[Figure]:
+def measure(model: str, *, num_requests: int, on_progress: Callable[[str], None]) -> list[Figure]:
     """Resident memory after `num_requests`, less that after the first 200, when every pool has been used all over."""
     from sidestream.config import OffloadConfig, SamplingParams
     from sidestream.llm import LLM
@@ -23,10 +24,10 @@ def measure(model: str, *, num_requests: int, tell: Callable[[str], None]) -> li
     rng = random.Random(0)
     with tempfile.TemporaryDirectory(prefix="sidestream-bench-") as scratch:
         offload = OffloadConfig(host="64MiB", disk=Path(scratch) / "kv", disk_capacity="128MiB")
-        with LLM(model, device="cpu", kv_memory="32MiB", offload=offload) as llm:
+        with LLM(model, device=CPU, kv_memory="32MiB", offload=offload) as llm:
             settled = 0
             for done in range(0, num_requests, _WAVE):
-                tell(f"request {done} of {num_requests}")
+                on_progress(f"request {done} of {num_requests}")
                 prompts = [[rng.randrange(300, 20_000) for _ in range(rng.randrange(8, 64))] for _ in range(_WAVE)]
                 params = [
                     SamplingParams(temperature=0.8, seed=done, max_tokens=rng.randrange(1, 9), ignore_eos=True)

@@ -12,15 +12,16 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from sidestream.cli.bench.prompt_runs import ChildEngine
 from sidestream.cli.bench.report import Figure, at_least, at_most
 from sidestream.cli.bench.steps import StepClock
-from sidestream.cli.visits import Engine
 from sidestream.config import SamplingParams, SpeculativeConfig
+from sidestream.device.kinds import CUDA
 from sidestream.errors import SidestreamError
-from sidestream.execute.executor import Executor, LaunchedStep, Work
-from sidestream.execute.forward import Computed
-from sidestream.execute.mailbox import Delivered
 from sidestream.llm import LLM
+from sidestream.runner.executor import Executor, LaunchedStep, Work
+from sidestream.runner.forward import Computed
+from sidestream.runner.mailbox import Delivered
 from sidestream.types import BatchPlan, Fence, LayerGates
 
 _DRAFTS = 4
@@ -39,23 +40,17 @@ def measure(
     batches: Sequence[int],
     output_tokens: int,
     rounds: int,
-    tell: Callable[[str], None],
+    on_progress: Callable[[str], None],
 ) -> list[Figure]:
-    """The same prompts by engines that differ in their drafts alone, taking turns. Bounds but those of equality are for
-    a GPU.
+    """The same prompts through engines that differ only in their proposer. Only equality is bounded on a CPU.
 
-    Prompts are tasks about topics that no head was taught on.
+    The prompts are tasks about topics that the shipped head was not trained on.
     """
     from sidestream.models.catalog import resolve, shipped_head
 
-    path, on_gpu = resolve(model), device == "cuda"
-    head = head or shipped_head(path)
+    path, on_gpu = resolve(model), device == CUDA
     prompts = _held_out(path, max(*batches, _SEVERAL))
-    proposers: dict[str, dict[str, Any]] = {"ngram": {"proposer": "ngram", "max_drafts": _DRAFTS}}
-    if head is not None:
-        proposers["mtp"] = {"proposer": "mtp", "max_drafts": _DRAFTS, "head": str(head.resolve())}
-    if draft_model is not None:
-        proposers["draft"] = {"proposer": "draft", "max_drafts": _DRAFTS, "model": str(resolve(draft_model))}
+    proposers = _proposers(head or shipped_head(path), None if draft_model is None else resolve(draft_model))
     options: dict[str, Any] = {
         "device": device,
         "kv_memory": "1GiB",
@@ -63,45 +58,82 @@ def measure(
         "max_running": max(*batches, _SEVERAL),
         "generation_config": "none",
     }
-
-    asked = [prompts[:batch] for batch in batches]
-    tell("steps without drafts")
-    figures = _steps(str(path), options, "plain", None, asked, output_tokens, on_gpu=on_gpu)
+    groups = [prompts[:batch] for batch in batches]
+    on_progress("steps without drafts")
+    figures = _steps(str(path), options, "plain", None, groups, output_tokens, on_gpu=on_gpu)
     for name, config in proposers.items():
-        tell(f"accept lengths of {name}")
+        on_progress(f"accept lengths of {name}")
         figures += _equalities(str(path), options, name, config, prompts[:_SEVERAL], output_tokens)
-        tell(f"steps of {name}")
-        figures += _steps(str(path), options, name, config, asked, output_tokens, on_gpu=on_gpu)
-    figures.append(
-        Figure(
-            "speculative_idle_share_max",
-            max(
-                figure.value
-                for figure in figures
-                if figure.name.startswith("idle_share_") and not figure.name.endswith("_plain")
-            ),
-            "share",
-            at_most(0.03) if on_gpu else None,
-        )
+        on_progress(f"steps of {name}")
+        figures += _steps(str(path), options, name, config, groups, output_tokens, on_gpu=on_gpu)
+    idle_shares = [
+        figure.value
+        for figure in figures
+        if figure.name.startswith("idle_share_") and not figure.name.endswith("_plain")
+    ]
+    figures.append(Figure("speculative_idle_share_max", max(idle_shares), "share", at_most(0.03) if on_gpu else None))
+    speeds = _speeds(
+        str(path),
+        options,
+        proposers,
+        prompts,
+        batches,
+        output_tokens,
+        rounds=rounds,
+        on_gpu=on_gpu,
+        on_progress=on_progress,
     )
+    return figures + _speedups(speeds, list(proposers), batches, on_gpu=on_gpu)
+
+
+def _proposers(head: Path | None, draft_model: str | None) -> dict[str, dict[str, Any]]:
+    """Options of SpeculativeConfig, by the name that figures have."""
+    proposers: dict[str, dict[str, Any]] = {"ngram": {"proposer": "ngram", "max_drafts": _DRAFTS}}
+    if head is not None:
+        proposers["mtp"] = {"proposer": "mtp", "max_drafts": _DRAFTS, "head": str(head.resolve())}
+    if draft_model is not None:
+        proposers["draft"] = {"proposer": "draft", "max_drafts": _DRAFTS, "model": draft_model}
+    return proposers
+
+
+def _speeds(
+    path: str,
+    options: dict[str, Any],
+    proposers: dict[str, dict[str, Any]],
+    prompts: list[list[int]],
+    batches: Sequence[int],
+    output_tokens: int,
+    *,
+    rounds: int,
+    on_gpu: bool,
+    on_progress: Callable[[str], None],
+) -> dict[tuple[str, int], list[float]]:
+    """Tokens a second of each turn, by proposer ("plain": none) and batch. Engines take turns."""
     speeds: dict[tuple[str, int], list[float]] = defaultdict(list)
     with contextlib.ExitStack() as ends:
-        # Each in a process of its own, or the threads of one would be in another's way.
-        engines = {"plain": ends.enter_context(Engine(str(path), dict(options)))}
+        # One process for each engine: the compute threads of two engines in one process slow each other down.
+        engines = {"plain": ends.enter_context(ChildEngine(path, dict(options)))}
         engines |= {
-            name: ends.enter_context(Engine(str(path), {**options, "speculative": config}))
+            name: ends.enter_context(ChildEngine(path, {**options, "speculative": config}))
             for name, config in proposers.items()
         }
         for number in range(1, rounds + 1):
             for batch in batches:
-                tell(f"round {number} of {rounds}, {batch} at once")
+                on_progress(f"round {number} of {rounds}, {batch} at once")
                 groups = [prompts[at : at + batch] for at in range(0, max(batch, _SEVERAL - batch + 1), batch)]
                 for _ in range(_TURNS if on_gpu and len(groups) == 1 else 1):
                     for name, engine in engines.items():
                         seconds = sum(
-                            engine.ask(group, max_tokens=output_tokens, at_once=True).seconds for group in groups
+                            engine.generate(group, max_tokens=output_tokens, at_once=True).seconds for group in groups
                         )
                         speeds[name, batch].append(batch * len(groups) * output_tokens / seconds)
+    return speeds
+
+
+def _speedups(
+    speeds: dict[tuple[str, int], list[float]], proposers: Sequence[str], batches: Sequence[int], *, on_gpu: bool
+) -> list[Figure]:
+    figures: list[Figure] = []
     for name in proposers:
         ratios = {
             batch: median(a / b for a, b in zip(speeds[name, batch], speeds["plain", batch], strict=True))
@@ -240,7 +272,7 @@ def _accept_lengths(llm: LLM) -> dict[int, dict[int, int]]:
     on.
     """
     seen: dict[int, dict[int, int]] = defaultdict(dict)
-    count = llm.engine._drafts.count
+    count = llm.engine.loop.spec_stats.count
 
     def count_and_keep(step: LaunchedStep, delivered: Delivered) -> None:
         sampling = (row for row in step.batch.rows if row.samples)
@@ -250,7 +282,7 @@ def _accept_lengths(llm: LLM) -> dict[int, dict[int, int]]:
                 seen[row.request_id][len(request.tokens) - len(result.token_ids)] = len(result.token_ids)
         count(step, delivered)
 
-    llm.engine._drafts.count = count_and_keep  # type: ignore[method-assign]
+    llm.engine.loop.spec_stats.count = count_and_keep  # type: ignore[method-assign]
     return seen
 
 

@@ -8,9 +8,10 @@ from itertools import chain
 from typing import Any, NamedTuple, Protocol
 
 from sidestream.device.base import Device
-from sidestream.execute.executor import Executor, Work
-from sidestream.execute.frame import TableChanges
-from sidestream.execute.mailbox import Letter
+from sidestream.device.kinds import CUDA
+from sidestream.runner.executor import Executor, Work
+from sidestream.runner.frame import TableChanges
+from sidestream.runner.mailbox import MailboxEntry
 from sidestream.types import BatchPlan
 
 # Steps for which events are there before the first.
@@ -80,7 +81,7 @@ class StepClock:
         device.wait_host(recorded, reason="benchmark")
         run = executor._run
 
-        def marked(batch: BatchPlan, changes: TableChanges, work: Work, letter: Letter) -> None:
+        def marked(batch: BatchPlan, changes: TableChanges, work: Work, entry: MailboxEntry) -> None:
             columns, rows = batch.columns, len(batch.rows)
             begin, end = at_hand.pop() if at_hand else (new(), new())
             self.launched_steps.append(
@@ -88,7 +89,7 @@ class StepClock:
             )
             self._marks.append((begin, end))
             begin.record()
-            run(batch, changes, work, letter)
+            run(batch, changes, work, entry)
             end.record()
 
         executor._run = marked  # type: ignore[method-assign]
@@ -111,7 +112,7 @@ class StepClock:
 
 
 def _maker(device: Device) -> Callable[[], _Mark]:
-    if device.kind != "cuda":
+    if device.kind != CUDA:
         return _HostMark
     from sidestream.device.cuda.driver import timed_event
 

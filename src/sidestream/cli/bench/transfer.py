@@ -14,8 +14,9 @@ import numpy as np
 from sidestream.cli.bench.gpu import QWEN3_8B_BLOCK, Link, open_device
 from sidestream.cli.bench.report import Figure, at_least
 from sidestream.device.base import CopyBatch
+from sidestream.device.kinds import CUDA
+from sidestream.offload.copy import layers_batch
 from sidestream.testing.rig import Rig
-from sidestream.transfer.copy import layers_batch
 from sidestream.types import Key
 
 # So many orders, each of all blocks, are given at once: what a lone order spends on its way to the device and back is
@@ -39,7 +40,7 @@ class _Rates:
         return median(a / b for a, b in zip(self.values[name], self.values[base], strict=True))
 
 
-def measure(*, device: str, mib: int, rounds: int, tell: Callable[[str], None]) -> list[Figure]:
+def measure(*, device: str, mib: int, rounds: int, on_progress: Callable[[str], None]) -> list[Figure]:
     """Figures. Each round measures the link and everything else in turn."""
     rates = _Rates({})
     for layered in (False, True):
@@ -51,10 +52,10 @@ def measure(*, device: str, mib: int, rounds: int, tell: Callable[[str], None]) 
             link = Link(used, count * layout.block_bytes, in_a_row=_IN_A_ROW)
             suffix = "_64k" if layered else ""
             for number in range(rounds + 1):
-                tell(f"{'a tensor for each layer' if layered else 'one tensor'}, round {number} of {rounds}")
+                on_progress(f"{'a tensor for each layer' if layered else 'one tensor'}, round {number} of {rounds}")
                 kept = rates if number else _Rates({})  # the first one warms up
                 _round(rig, link, kept, count, suffix)
-                if number and device == "cuda":
+                if number and device == CUDA:
                     _baselines(rig, kept, count, suffix)
         finally:
             rig.close()
@@ -116,7 +117,7 @@ def _baselines(rig: Rig, rates: _Rates, count: int, suffix: str) -> None:
     from sidestream.device.cuda import CudaStream
 
     ids = np.random.default_rng(0).permutation(2 * count)[:count].tolist()
-    host = rig.transfers._mover._host_memory
+    host = rig.host_memory
     stream = rig.device.stream(f"baseline{suffix} {time.perf_counter_ns()}")
     assert isinstance(stream, CudaStream)
     for name, source, target in (("store", rig.memory, host), ("load", host, rig.memory)):

@@ -1,6 +1,4 @@
-"""How a batch of segments becomes calls: addresses, what lies side by side, and which kind of call is fastest. Pure;
-calls nothing.
-"""
+"""Plans the driver calls for a batch of segments: addresses, merged neighbours, the fastest kind of call. Pure."""
 
 from __future__ import annotations
 
@@ -13,21 +11,22 @@ import numpy.typing as npt
 from sidestream.device.base import CopyBatch, Memory, Starts
 from sidestream.device.cuda.driver import Table
 
-# Smaller segments, on average, are copied by a kernel: one call of the driver for each costs more than its bytes. On an
-# H100 a batch moves 29 of 55 GB/s at 32 KiB each way, and at 16 KiB 19 to the host and 6 to the device.
+# Below this average segment size, a kernel copies: the copy engine needs more time for each segment than for its bytes.
+# On an H100 a batch moves 29 of 55 GB/s at 32 KiB each way, and at 16 KiB 19 GB/s to the host and 6 to the device.
 KERNEL_BELOW = 32 << 10
-# Smaller pieces of striped memory go by one two-dimensional copy a block: at 64 KiB 0.93 of the link, a batch 0.895.
+# Below this stripe size, striped memory goes by one two-dimensional copy for each block: at 64 KiB 0.93 of the link's
+# rate, where a batch reaches 0.895.
 GRID_BELOW = 256 << 10
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a memory's bytes are.
+    """Addresses of a memory.
 
     bases       int64 address of each part
-    borders     offsets at which pinned pages end and others, pinned by another call, begin: no segment may lie across
-    pitch       bytes from each part to the next, if they are parts of one allocation and equally far apart; else 0
-    on_device   or on the host
+    borders     offsets between chunks that were pinned by separate calls: no segment may cross one
+    pitch       bytes from each part to the next, if the parts are equally spaced in one allocation; else 0
+    on_device   False: on the host
     """
 
     bases: Starts
@@ -38,7 +37,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Segments:
-    """Pieces that go by one call. `by_kernel`: a kernel's, else the copy engine's."""
+    """Segments for one call: of a kernel (`by_kernel`), or of the copy engine."""
 
     table: Table
     by_kernel: bool
@@ -46,7 +45,7 @@ class Segments:
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """Blocks that go by one two-dimensional copy each: `height` rows of `width` bytes, with a pitch on either side."""
+    """Blocks for one two-dimensional copy each: `height` rows of `width` bytes, with a pitch on either side."""
 
     targets: list[int]
     sources: list[int]
@@ -59,7 +58,7 @@ class Grid:
 
 
 def locate(memory: Memory, borders: Sequence[int] = ()) -> Place:
-    """Where `memory` is; `borders` as in `Place`."""
+    """The addresses of `memory`; `borders` as in `Place`."""
     parts = memory.parts
     bases = np.array([part.data_ptr() for part in parts], dtype=np.int64)
     gaps = set(np.diff(bases).tolist())
@@ -69,9 +68,10 @@ def locate(memory: Memory, borders: Sequence[int] = ()) -> Place:
 
 
 def plan(batch: CopyBatch, source: Place, target: Place, *, max_pitch: int, merged: bool = True) -> Segments | Grid:
-    """The calls that copy `batch`, whose memories are at `source` and `target`; `max_pitch` is the driver's.
+    """The calls that copy `batch` between memories at `source` and `target`. `max_pitch` is the driver's limit.
 
-    merged   pieces that follow one another on both sides are made one; else each segment has equally many, in its place
+    merged   merge segments that are neighbours on both sides. False: each segment keeps its own columns of the table,
+             equally many each
     """
     grid = _grid(batch, source, target, max_pitch)
     if grid is not None:
@@ -83,13 +83,13 @@ def plan(batch: CopyBatch, source: Place, target: Place, *, max_pitch: int, merg
 
 
 def segments(batch: CopyBatch, source: Place, target: Place, *, merged: bool = True) -> Table:
-    """The batch as pieces that lie in one piece each; `merged` as in `plan`."""
+    """The batch as a table of contiguous pieces; `merged` as in `plan`."""
     return _table(batch.contiguous(), source, target, merged=merged)
 
 
 def _grid(batch: CopyBatch, source: Place, target: Place, max_pitch: int) -> Grid | None:
-    """The batch as two-dimensional copies, if one side is striped evenly, the other lies in one piece, and the pieces
-    are small but not tiny.
+    """The batch as two-dimensional copies. None unless one side is evenly striped, the other has one part, and stripes
+    are between `KERNEL_BELOW` and `GRID_BELOW`.
     """
     if (striped := _striped_side(batch, source, target)) is None:
         return None
@@ -105,7 +105,7 @@ def _grid(batch: CopyBatch, source: Place, target: Place, max_pitch: int) -> Gri
         return None
     stripes, inside = np.divmod(starts, width)
     if inside.any() or (stripes % len(memory.parts) + height > len(memory.parts)).any():
-        return None  # a segment begins inside a stripe, or goes on in the next row of stripes
+        return None  # a segment begins inside a stripe, or continues in the next row of stripes
     sources = _addresses(batch.source, source, batch.source_starts).tolist()
     targets = _addresses(batch.target, target, batch.target_starts).tolist()
     source_pitch, target_pitch = (place.pitch, width) if striped_source else (width, place.pitch)
@@ -113,9 +113,7 @@ def _grid(batch: CopyBatch, source: Place, target: Place, max_pitch: int) -> Gri
 
 
 def _striped_side(batch: CopyBatch, source: Place, target: Place) -> tuple[bool, Memory, Place, Starts] | None:
-    """Whether it is the source, its memory, place and starts, if one side is striped and the other lies in one
-    piece.
-    """
+    """The striped side, if exactly one is: whether it is the source, its memory, place and starts."""
     striped_source = len(source.bases) > 1
     if striped_source == (len(target.bases) > 1):
         return None
@@ -127,8 +125,9 @@ def _striped_side(batch: CopyBatch, source: Place, target: Place) -> tuple[bool,
 
 
 def _rows(batch: CopyBatch, source: Place, target: Place) -> Table | None:
-    """The table of whole stripes between striped memory and one piece, if it is that: worked out by segment instead of
-    by stripe.
+    """The table of a batch of whole stripes between striped memory and memory with one part; None for other batches.
+
+    A fast path: computes addresses for each segment instead of each stripe.
     """
     if (striped := _striped_side(batch, source, target)) is None:
         return None
@@ -147,14 +146,14 @@ def _rows(batch: CopyBatch, source: Place, target: Place) -> Table | None:
 
 
 def _table(pieces: CopyBatch, source: Place, target: Place, *, merged: bool) -> Table:
-    """The segments by address."""
+    """The table of contiguous segments."""
     size, count = pieces.size, len(pieces.source_starts)
     sources = _addresses(pieces.source, source, pieces.source_starts)
     targets = _addresses(pieces.target, target, pieces.target_starts)
     follows = (_steps(targets) == size) & merged
     if follows.any():
         follows &= _steps(sources) == size
-    if follows.any():  # rarely: this takes as long again
+    if follows.any():  # rare; doubles the time
         follows &= _stays(pieces.source, source, pieces.source_starts) & _stays(
             pieces.target, target, pieces.target_starts
         )
@@ -168,7 +167,7 @@ def _table(pieces: CopyBatch, source: Place, target: Place, *, merged: bool) -> 
 
 
 def _addresses(memory: Memory, place: Place, starts: Starts) -> Starts:
-    """Address of each start."""
+    """The address of each start."""
     if len(place.bases) == 1:
         return starts + place.bases
     parts, offsets = memory.locate(starts)
@@ -176,9 +175,7 @@ def _addresses(memory: Memory, place: Place, starts: Starts) -> Starts:
 
 
 def _stays(memory: Memory, place: Place, starts: Starts) -> npt.NDArray[np.bool_]:
-    """Whether each segment lies in the same allocation as the one before it: what touches may still have been made by
-    two calls.
-    """
+    """Whether each segment is in the same allocation as the one before: neighbours may be separate allocations."""
     parts, _ = memory.locate(starts)
     same: npt.NDArray[np.bool_] = _steps(parts) == 0
     if len(place.borders):
@@ -187,5 +184,5 @@ def _stays(memory: Memory, place: Place, starts: Starts) -> npt.NDArray[np.bool_
 
 
 def _steps(values: Starts) -> Starts:
-    """From each to the next: `np.diff` without its overhead, which is several times as much."""
+    """Differences of neighbours: several times faster than `np.diff`."""
     return values[1:] - values[:-1]

@@ -1,6 +1,4 @@
-"""The GPU as a device: owned streams, pooled events, pinned host memory. One per engine; used from the engine's thread
-and from the mover's.
-"""
+"""One NVIDIA GPU as a device: streams, pooled events, pinned host memory. Called by the engine and offload threads."""
 
 from __future__ import annotations
 
@@ -16,33 +14,26 @@ import torch
 
 from sidestream.device.base import CopyBatch, Memory, Rest
 from sidestream.device.channel import Bell
-from sidestream.device.cpu import _available_bytes
 from sidestream.device.cuda.copies import Grid, Place, locate, plan
 from sidestream.device.cuda.driver import Driver, Event, Table, load_library, named
-from sidestream.device.cuda.forecast import Forecast
+from sidestream.device.cuda.fences import CudaFence
 from sidestream.device.cuda.graphs import CudaEvent
 from sidestream.device.cuda.history import History
 from sidestream.device.cuda.pinned import Slab
-from sidestream.device.cuda.stream import CudaFence, CudaStream
+from sidestream.device.cuda.stream import CudaStream
+from sidestream.device.cuda.wait import FenceWaiter
 from sidestream.device.host import HostFence, HostStream, TurnTaker
+from sidestream.device.machine import available_bytes
 from sidestream.errors import ConfigError, DeviceError, DeviceLost, InvariantError
 from sidestream.metrics import Metrics, Timeline
 from sidestream.types import Fence, Tracer
 
 log = logging.getLogger(__name__)
 
-# Nobody announces a fence of a GPU: a thread that rests for some looks this often. Not by blocking in the driver: while
-# one thread spins there, another one's wait ends up to milliseconds late.
+# Polling interval of a thread that rests for GPU fences. It does not block in the driver: the driver spins there, and
+# another thread's wait would then end up to milliseconds late.
 _POLL_S = 50e-6
-# A wait of the host asks again and again for so long from when the end may be there, which is how much later it often
-# is.
-_SPIN_S = 1e-3
-# So long before that it begins: sleep ends late, and the interpreter lock must be had by then.
-_AHEAD_S = 1e-3
-# It looks so often all the same: what waited for a load may take far less time when it need not.
-_NAP_S = 500e-6
-# Segments that a kernel's copy takes in one launch, and how many launches may be on their way before the copy engine
-# takes over.
+# Segments of one kernel copy, and the number of such copies that may be unfinished; the copy engine takes the rest.
 _TABLE_SEGMENTS = 4096
 _TABLES = 16
 
@@ -50,12 +41,12 @@ _TABLES = 16
 class CudaDevice:
     """One GPU.
 
-    lost   what ended it; None while it works. Then every fence that is not done raises DeviceLost, and so does every
-           submission
+    lost   message of the error that ended the device; None while it works. On a lost device, polling an unfinished
+           fence and submitting work raise DeviceLost
     """
 
     kind = "cuda"
-    # What a load's last piece is cut into: a step that waits for it ends so many layers behind it, and copies of less
+    # The last piece of a load is cut into copies of this size: a step's gates then open layer by layer. Smaller copies
     # are slower than the link.
     segment_bytes = 9 << 16
 
@@ -68,7 +59,7 @@ class CudaDevice:
         tracer: Tracer | None = None,
         driver: Driver | None = None,
     ) -> None:
-        """Raises ConfigError when there is no GPU that can be used. `driver`: instead of the machine's own."""
+        """Raises ConfigError without a usable GPU. `driver` replaces the machine's own, for tests."""
         self.tracer = tracer
         self.history = None if tracer is None else History(tracer)
         self.timeline = timeline
@@ -84,10 +75,7 @@ class CudaDevice:
         self._places: dict[Memory, Place] = {}
         self._slabs: dict[Memory, Slab] = {}
         self._waits: Counter[str] = Counter()
-        self._forecasts: dict[str, Forecast] = {}  # by stream; of the thread that waits for its work
-        self._rung: tuple[CudaFence, tuple[str, float]] | None = (
-            None  # what that thread waited for when a bell was rung
-        )
+        self._waiter = FenceWaiter()
         self._lock = threading.Lock()
         self._closed = False
         tables = self.allocate_host("segments of copies by kernels", _TABLES * _TABLE_SEGMENTS * 3 * 8)
@@ -96,7 +84,7 @@ class CudaDevice:
     # ------------------------------------------------------------------ streams and threads
 
     def stream(self, name: str) -> CudaStream:
-        """A new stream. Kernels of `"compute"` go before those of all others."""
+        """A new stream. Kernels of `"compute"` have a higher priority than those of other streams."""
         self._claim(name)
         self._check_alive()
         high = name == "compute"
@@ -113,27 +101,27 @@ class CudaDevice:
         return stream
 
     def worker(self, name: str) -> HostStream:
-        """A thread for work of the host. See `Device.worker`."""
+        """See `Device.worker`."""
         self._claim(name)
         worker = HostStream(name, threads=1, timeline=self.timeline, tracer=self.tracer, on_pass=self._passed)
         self._workers.append(worker)
         return worker
 
     def thread(self, name: str, turn: Callable[[], Rest]) -> TurnTaker:
-        """A thread that takes turns. While it rests for fences it looks at them every 50 us. See `Device.thread`."""
+        """See `Device.thread`. While the thread rests for fences, it polls them every 50 us."""
         prepare = self.driver.prepare_thread
         thread = TurnTaker(name, turn, clock=self.now, poll_s=_POLL_S, prepare=prepare, tracer=self.tracer)
         self._threads.append(thread)
         return thread
 
     def event(self, name: str) -> CudaEvent:
-        """A new event for graphs, never recorded."""
+        """See `Device.event`."""
         return CudaEvent(name, self.driver.event(external=True))
 
     # ------------------------------------------------------------------ memory
 
     def prepare(self, batch: CopyBatch) -> CopyBatch:
-        """With all its addresses, if it goes by the copy engine. See `Device.prepare`."""
+        """See `Device.prepare`. Resolves all addresses of a batch for the copy engine."""
         if batch.source.pageable or batch.target.pageable or not len(batch.source_starts):
             return batch
         source, target = self.place(batch.source), self.place(batch.target)
@@ -147,67 +135,60 @@ class CudaDevice:
         return replace(batch, prepared=rows)
 
     def allocate(self, name: str, num_bytes: int) -> Memory:
-        """Device memory, not set to anything. Raises ConfigError when it does not fit, OutOfDeviceMemory when the
-        driver thinks so later.
-        """
+        """Uninitialised memory. Raises ConfigError if too little is free, OutOfDeviceMemory if the driver fails."""
         self._check_alive()
         free, total = self.free_memory()
         if num_bytes > free:
             raise ConfigError(
-                f"{name} memory of {num_bytes / 2**30:.2f} GiB does not fit: {free / 2**30:.2f} of the GPU's {total / 2**30:.2f} GiB are free; "
+                f"{name} memory of {num_bytes / 2**30:.2f} GiB does not fit: "
+                f"{free / 2**30:.2f} of the GPU's {total / 2**30:.2f} GiB are free; "
                 "ask for less, or end what else uses the GPU"
             )
         return Memory(name, (self.driver.allocate(num_bytes),))
 
     def allocate_host(self, name: str, num_bytes: int, *, item_bytes: int = 1) -> Memory:
-        """Zeroed host memory, its first 256 MiB pinned, the rest to come. See `Device.allocate_host`.
+        """See `Device.allocate_host`. Zeroed; the first 256 MiB are pinned at once, the rest in the background.
 
-        Raises ConfigError when the machine has not so much left, or lets none of it be pinned.
+        Raises ConfigError if the machine has too little memory, or if none of it can be pinned.
         """
-        available = _available_bytes()
-        if available is not None:
-            available -= sum(
-                slab.memory.num_bytes - slab.mapped_bytes for slab in self._slabs.values()
-            )  # given out, and not taken yet
+        available = available_bytes()
+        if available is not None:  # earlier slabs will take the pages that they have not touched yet
+            available -= sum(slab.memory.num_bytes - slab.mapped_bytes for slab in self._slabs.values())
         if available is not None and num_bytes > available:
             raise ConfigError(
-                f"{name} memory of {num_bytes / 2**30:.2f} GiB does not fit: this machine has {available / 2**30:.2f} GiB available; ask for less"
+                f"{name} memory of {num_bytes / 2**30:.2f} GiB does not fit: "
+                f"this machine has {available / 2**30:.2f} GiB available; ask for less"
             )
         slab = Slab(name, num_bytes, item_bytes=item_bytes, pins=self.driver, prepare=self.driver.prepare_thread)
         self._slabs[slab.memory] = slab
         return slab.memory
 
     def mapped(self, memory: Memory) -> torch.Tensor:
-        """Host memory, as a tensor on the GPU. See `Device.mapped`."""
+        """See `Device.mapped`."""
         return self.driver.mapped(memory.data[: self.ready_bytes(memory)])
 
     def ready_bytes(self, memory: Memory) -> int:
-        """How much of it is pinned. Device memory, and what others made, is ready."""
+        """Pinned bytes. Device memory, and memory that was not allocated here, is always ready."""
         slab = self._slabs.get(memory)
         return memory.num_bytes if slab is None else slab.ready_bytes
 
     def grows(self, memory: Memory) -> bool:
-        """Whether more of it will be pinned."""
+        """Whether more bytes will be pinned."""
         slab = self._slabs.get(memory)
         return slab is not None and slab.growing
 
     def free_memory(self) -> tuple[int, int]:
-        """Bytes of device memory that are free, and all there are."""
+        """Free and total bytes of device memory."""
         return self.driver.free_memory()
 
     # ------------------------------------------------------------------ waits
 
     def wait_host(self, fence: Fence, *, reason: str, timeout_s: float | None = None, bell: Bell | None = None) -> bool:
-        """Block this thread until `fence` is done; counted under `reason` unless it was done already. Raises
-        DeviceLost.
+        """See `Device.wait_host`. Raises DeviceLost.
 
-        A bell is heard while the thread would sleep: until shortly before work of that label can have ended. A short
-        step, and a `timeout_s`, have no such time.
+        The thread hears a bell only while it sleeps, not when the end is near, nor with a `timeout_s`.
         """
-        rung, self._rung = self._rung, None
-        if fence.poll():
-            if rung is not None and rung[0] is fence:  # it ended while what rang was seen to
-                self._forecasts[fence.stream].ended(*rung[1], time.perf_counter())
+        if self._waiter.is_done(fence):
             return True
         if not isinstance(fence, CudaFence | HostFence):
             raise InvariantError(f"cannot wait for {fence!r}: it is not of this device")
@@ -216,40 +197,13 @@ class CudaDevice:
             self._metrics.inc("host_waits_total", 1, reason)
         if self.tracer is not None:
             self.tracer.stalled(reason)
-        if isinstance(fence, CudaFence) and timeout_s is None and (launched := fence.owner.launched(fence)) is not None:
-            forecast = self._forecasts.setdefault(fence.stream, Forecast())
-            if not self._wait_for(fence, forecast.soonest_end_s(*launched), bell):
-                self._rung = fence, launched
-                return False
-            forecast.ended(*launched, time.perf_counter())
-        else:
-            fence.block(timeout_s)
+        if isinstance(fence, CudaFence) and timeout_s is None:
+            return self._waiter.wait(fence, bell)
+        fence.block(timeout_s)
         return fence.poll()
 
-    def _wait_for(self, fence: CudaFence, soonest_s: float | None, bell: Bell | None) -> bool:
-        """Sleep until shortly before it may end, then ask again and again, then block; False when somebody rang while
-        it slept.
-
-        Who asks has the interpreter lock. Who blocks gets it back when those who took it meanwhile let it go: up to
-        some 0.2 ms too late.
-        """
-        now_s = time.perf_counter()
-        due_s = now_s if soonest_s is None else max(now_s, soonest_s)
-        while not fence.poll():
-            if now_s > due_s + _SPIN_S:
-                fence.block(None)
-                return True
-            left_s = min(due_s - _AHEAD_S - now_s, _NAP_S)  # it may be wrong
-            if left_s > 0:
-                if bell is None:
-                    time.sleep(left_s)
-                elif bell.wait(left_s):
-                    return False
-            now_s = time.perf_counter()
-        return True
-
     def host_waits(self) -> dict[str, int]:
-        """How often a thread waited for a fence that was not done yet, by reason."""
+        """See `Device.host_waits`."""
         return dict(self._waits)
 
     def now(self) -> float:
@@ -257,15 +211,13 @@ class CudaDevice:
         return time.monotonic()
 
     def sleep(self, seconds: float) -> None:
-        """Hold this thread up."""
+        """Block the calling thread."""
         time.sleep(seconds)
 
     # ------------------------------------------------------------------ life
 
     def warm_up(self) -> None:
-        """Launch each kernel of the device once, in each of its variants: a first launch stalls while anything runs
-        (P3). Blocks.
-        """
+        """Launch each variant of the device's kernels once: a first launch waits for all running work. Blocks."""
         from sidestream.device.cuda import kernels
 
         stream = self.stream("warm-up")
@@ -279,12 +231,12 @@ class CudaDevice:
                 assert table is not None, "nothing else uses tables while the device warms up"
                 table[:3] = there, here, size
                 kernels.copy_segments(table.ctypes.data, 1, wide=wide)
-                given.append(table)
+                used.append(table)
 
-        given: list[Table] = []
+        used: list[Table] = []
         fence = stream.submit(launch, label="warm up")
         fence.block(None)
-        for table in given:
+        for table in used:
             self.give_table(table)
         stream.close()
         self._slabs.pop(target).close()
@@ -292,14 +244,10 @@ class CudaDevice:
             raise fence.failure
 
     def rest(self) -> None:
-        """Nothing: what torch keeps for the next step is not the system's to use, and giving it back would hold up the
-        device.
-        """
+        """Nothing to do: torch's cached memory is device memory, and freeing it would stall the device."""
 
     def close(self) -> None:
-        """Run what was submitted, then end streams and threads and let go of pinned memory. Idempotent. Of a lost
-        device only what still can.
-        """
+        """See `Device.close`. Also unpins host memory. On a lost device, ends the parts that still can."""
         if self._closed:
             return
         self._closed = True
@@ -309,38 +257,38 @@ class CudaDevice:
             worker.close()
         with contextlib.suppress(DeviceLost):
             for stream in self._streams:
-                stream.drain()
+                stream.fences.drain()
         for stream in self._streams:
             stream.close()
         for slab in self._slabs.values():
             slab.close()
 
-    # ------------------------------------------------------------------ what streams need
+    # ------------------------------------------------------------------ for streams
 
     def take_event(self) -> Event:
-        """An event that nobody uses."""
+        """An unused event."""
         try:
             return self._events.pop()
         except IndexError:
             return self.driver.event()
 
     def give_event(self, event: Event) -> None:
-        """It was passed, and nobody uses it any more."""
+        """Return an event to the pool."""
         self._events.append(event)
 
     def take_table(self) -> Table | None:
-        """Mapped memory for the segments of a kernel's copy; None when all is in use."""
+        """Mapped host memory for the segments of a kernel's copy; None when all of it is in use."""
         try:
             return self._tables.pop()
         except IndexError:
             return None
 
     def give_table(self, table: Table) -> None:
-        """The kernel has read it."""
+        """Return a segment table to the pool."""
         self._tables.append(table)
 
     def place(self, memory: Memory) -> Place:
-        """Where the memory is; remembered, and the memory with it."""
+        """Addresses of the memory; cached, which keeps the memory alive."""
         place = self._places.get(memory)
         if place is None:
             slab = self._slabs.get(memory)
@@ -348,7 +296,7 @@ class CudaDevice:
         return place
 
     def lose(self, error: BaseException) -> None:
-        """Nothing on the device can be believed any more. The first error says why."""
+        """Mark the device as lost; the first error gives the message."""
         with self._lock:
             if self.lost is not None:
                 return
@@ -357,7 +305,7 @@ class CudaDevice:
         log.error("%s", self.lost)
 
     def _claim(self, name: str) -> None:
-        """Names are never used again: a tracer tells streams apart by them."""
+        """Reserve a stream's name. Names are never reused: a tracer identifies streams by them."""
         with self._lock:
             if self._closed:
                 raise InvariantError(f"the device is closed: stream {name} cannot be made")
@@ -375,7 +323,7 @@ class CudaDevice:
 
 
 def open_driver(index: int = 0) -> Driver:
-    """The machine's driver. Raises ConfigError with what is missing."""
+    """The machine's driver. Raises ConfigError that names the missing part."""
     library = load_library()
     if torch.version.cuda is None:
         raise ConfigError(
@@ -384,7 +332,8 @@ def open_driver(index: int = 0) -> Driver:
     try:
         if not torch.cuda.is_available():
             raise ConfigError(
-                f"torch {torch.__version__} (CUDA {torch.version.cuda}) finds no GPU it can use: look at nvidia-smi and the driver's version"
+                f"torch {torch.__version__} (CUDA {torch.version.cuda}) finds no GPU it can use: "
+                "look at nvidia-smi and the driver's version"
             )
         torch.cuda.init()  # type: ignore[no-untyped-call]
         return Driver(library, index=index)

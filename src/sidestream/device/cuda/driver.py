@@ -1,9 +1,8 @@
-"""The calls that reach the GPU: the CUDA driver's through ctypes, torch's where torch has them. Knows no order and
-keeps no state of streams.
+"""Calls to the GPU: torch's functions where they exist, else the CUDA driver's through ctypes. No stream state.
 
-ctypes drops the interpreter lock during a call: a long one holds up no other thread. It is kept while an event is
-recorded or asked for and while a graph is launched, which take less time than handing the lock over: who drops it gets
-it back when others let go of it, and a thread that reads answers has it for 100 us at a time. From any thread.
+ctypes releases the interpreter lock during a call, so that a long call blocks no other thread. Recording and polling an
+event and launching a graph keep the lock: they take less time than getting it back from another thread, which may hold
+it for 100 us. Any thread.
 """
 
 from __future__ import annotations
@@ -22,13 +21,14 @@ import torch
 from sidestream.errors import ConfigError, DeviceError, DeviceLost, InvariantError, OutOfDeviceMemory, SidestreamError
 
 _OUT_OF_MEMORY = 2
-# 214 ECC, 220 NVLink, 700 address, 702 timeout, 709 context, 710 assert, 714 to 719 faults of a kernel, 999 unknown. No
-# call works any more.
+# After these errors no call works: 214 ECC, 220 NVLink, 700 address, 702 timeout, 709 context, 710 assert, 714 to 719
+# faults of a kernel, 999 unknown.
 _LOST = frozenset({214, 220, 700, 702, 709, 710, 714, 715, 716, 717, 718, 719, 999})
-# The same where only the driver's text is left, as in what Triton raises.
+# The same errors by the driver's text: Triton's exceptions have no code.
 _LOST_TEXT = re.compile(
-    r"illegal memory access|device-side assert|illegal instruction|misaligned address|unspecified launch failure|launch timed out"
-    r"|uncorrectable (ECC|NVLink) error|hardware stack error|invalid program counter|operation not supported on global/shared address space"
+    r"illegal memory access|device-side assert|illegal instruction|misaligned address|unspecified launch failure"
+    r"|launch timed out|uncorrectable (ECC|NVLink) error|hardware stack error|invalid program counter"
+    r"|operation not supported on global/shared address space"
 )
 _OUT_OF_MEMORY_TEXT = re.compile(r"CUDA.*out of memory")
 
@@ -46,29 +46,27 @@ Table = npt.NDArray[np.int64]
 
 
 class Event(Protocol):
-    """A mark in a stream, as torch has it."""
+    """torch's event."""
 
     def record(self, stream: Any) -> None:
-        """Mark what the stream was given so far."""
+        """Record everything that the stream was given so far."""
         ...
 
     def wait(self, stream: Any) -> None:
-        """Order what the stream is given from now on behind the mark."""
+        """Make later work of the stream wait for the record."""
         ...
 
     def query(self) -> bool:
-        """Whether the mark has been passed."""
+        """Whether the recorded work is done."""
         ...
 
     def synchronize(self) -> None:
-        """Block the calling thread until it has been, without the interpreter lock."""
+        """Block the calling thread until the recorded work is done. Releases the interpreter lock."""
         ...
 
 
 def timed_event() -> torch.cuda.Event:
-    """A new event that keeps when it was passed, for measurements. To record it takes the host some two microseconds, a
-    fraction of what a kernel takes it that writes the clock.
-    """
+    """A new event with a timestamp, for measurements. A record takes the host about 2 us; a `stamp` takes longer."""
     return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
 
@@ -97,7 +95,7 @@ class _Copy2D(ctypes.Structure):
 
 
 def load_library() -> Any:
-    """The driver's library. Raises ConfigError where there is none."""
+    """The driver's library. Raises ConfigError if it is not installed."""
     try:
         return ctypes.CDLL("libcuda.so.1")
     except OSError as error:
@@ -107,7 +105,7 @@ def load_library() -> Any:
 
 
 def named(error: BaseException) -> BaseException:
-    """The same error by our name for it, if torch, Triton or the driver raised it; else the error itself."""
+    """The DeviceError for an exception of torch, Triton or the driver; any other exception unchanged."""
     if isinstance(error, SidestreamError):
         return error
     if isinstance(error, torch.OutOfMemoryError):
@@ -116,10 +114,8 @@ def named(error: BaseException) -> BaseException:
         )
     if not isinstance(error, RuntimeError):
         return error
-    code, text = (
-        getattr(error, "error_code", None),
-        _first_line(error),
-    )  # torch adds a hint about device-side assertions to every error
+    # Only the first line: torch appends a hint about device-side assertions to every error.
+    code, text = getattr(error, "error_code", None), _first_line(error)
     if code in _LOST or _LOST_TEXT.search(text):
         return _caused(DeviceLost(f"the GPU is lost: {_first_line(error)}; restart the process"), error)
     if code == _OUT_OF_MEMORY or _OUT_OF_MEMORY_TEXT.search(text):
@@ -133,7 +129,7 @@ def named(error: BaseException) -> BaseException:
 
 @contextmanager
 def naming() -> Iterator[None]:
-    """What torch raises in here gets our names."""
+    """Translate torch's exceptions by `named`."""
     try:
         yield
     except RuntimeError as error:
@@ -154,10 +150,12 @@ def _caused(named_error: BaseException, by: BaseException) -> BaseException:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rows:
-    """A table of segments with what a call needs of it: address of its first row, bytes of a row, address of the
-    attributes.
+    """A table of segments with the arguments of `cuMemcpyBatchAsync`, computed once.
 
-    pieces   columns of the table for each segment of the batch
+    address      of the table's first row
+    row_bytes    bytes of a row
+    attributes   address of the copy attributes
+    pieces       columns of the table for each segment of the batch
     """
 
     table: Table
@@ -167,16 +165,13 @@ class Rows:
     pieces: int
 
 
-# Handles of streams that are not in use, by GPU and priority. They are never destroyed: torch remembers on which
-# streams a pinned tensor was used, and when it is freed, whenever that is, records an event on each of them; on a
-# stream that is gone that ends the process.
+# Unused stream handles, by GPU and priority. Never destroyed: when a pinned tensor is freed, torch records an event on
+# each stream that used it, and a record on a destroyed stream ends the process.
 _spare_streams: dict[tuple[int, bool], list[int]] = {}
 
 
 class _Mapped:
-    """Memory of the host by the protocol in which libraries hand device memory to each other; torch keeps it as long as
-    its tensor.
-    """
+    """Host memory with the CUDA array interface; torch keeps it alive as long as its tensor."""
 
     def __init__(self, data: torch.Tensor) -> None:
         self._data = data
@@ -189,18 +184,15 @@ class _Mapped:
 
 
 class Driver:
-    """One GPU's driver. What fails raises OutOfDeviceMemory, DeviceLost or DeviceError with the driver's name and text
-    for it.
+    """The driver of one GPU. Failed calls raise OutOfDeviceMemory, DeviceLost or DeviceError with the driver's text.
 
-    library        libcuda, or what stands in for it
-    has_batch      whether many segments can be copied by one call
-    max_pitch      bytes between two rows of a two-dimensional copy at most
+    library        libcuda, or a fake of it
+    has_batch      whether one call can copy many segments (CUDA 12.8)
+    max_pitch      largest pitch of a two-dimensional copy in bytes
     """
 
     def __init__(self, library: Any, *, index: int = 0) -> None:
-        """`index` of the GPU. The calling thread can use it from here on; others call `bind`, or a first call does it
-        for them.
-        """
+        """`index` of the GPU. Binds the calling thread; other threads call `bind`, or their first call does."""
         self.torch_device = torch.device("cuda", index)
         self._library = library
         self._call("cuInit", 0)
@@ -208,7 +200,8 @@ class Driver:
         self._call("cuDeviceGetCount", ctypes.byref(count))
         if index >= count.value:
             raise ConfigError(
-                f"there is no GPU {index}: the driver sees {count.value}; look at CUDA_VISIBLE_DEVICES, or use the cpu device"
+                f"there is no GPU {index}: the driver sees {count.value}; "
+                "look at CUDA_VISIBLE_DEVICES, or use the cpu device"
             )
         self._call("cuDeviceGet", ctypes.byref(device), index)
         self._call("cuDevicePrimaryCtxRetain", ctypes.byref(context), device)
@@ -221,7 +214,7 @@ class Driver:
             "cuMemcpyAsync", ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p
         )
         self._copy_2d = self._function("cuMemcpy2DAsync_v2", ctypes.c_void_p, ctypes.c_void_p)
-        # The second version has no place for the index of the copy that failed.
+        # The second version lacks the argument for the index of the failed copy.
         self._second_batch = hasattr(library, "cuMemcpyBatchAsync_v2")
         self.has_batch = self._second_batch or hasattr(library, "cuMemcpyBatchAsync")
         if self.has_batch:
@@ -229,7 +222,7 @@ class Driver:
             between = () if self._second_batch else (void,)
             name = "cuMemcpyBatchAsync_v2" if self._second_batch else "cuMemcpyBatchAsync"
             self._copy_batch = self._function(name, void, void, void, size, void, void, size, *between, void)
-        # Made once: a call only names them.
+        # Made once: calls pass their addresses.
         self._first = (ctypes.c_size_t * 1)(0)
         self._failed = (ctypes.c_size_t * 1)(0)
         places = {True: _Location(_ON_DEVICE, index), False: _Location(_ON_HOST, 0)}
@@ -242,9 +235,7 @@ class Driver:
     # ------------------------------------------------------------------ threads, streams, events
 
     def _bound_only_now(self) -> bool:
-        """Whether the calling thread did not use the GPU before, but does now. Calls fail then, some of them with an
-        error that says otherwise.
-        """
+        """Bind the calling thread if it is not bound; False if it was. Without a binding, calls fail with any error."""
         current = ctypes.c_void_p()
         if (
             self._context.value is None
@@ -255,22 +246,20 @@ class Driver:
         return not self._library.cuCtxSetCurrent(self._context)
 
     def bind(self) -> None:
-        """Make the GPU the calling thread's own."""
+        """Make the GPU's context current in the calling thread."""
         self._call("cuCtxSetCurrent", self._context)
 
     def prepare_thread(self) -> None:
-        """Have the calling thread use this GPU, and sleep as short as it asks for: the system adds 50 us else."""
+        """Bind the calling thread, and make its short sleeps exact: Linux adds 50 us by default."""
         torch.cuda.set_device(self.torch_device)
         self.bind()
-        with suppress(OSError, AttributeError):  # another system: short sleeps are less short
+        with suppress(OSError, AttributeError):  # another system: short sleeps take longer
             ctypes.CDLL(None).prctl(
                 _TIMER_SLACK, ctypes.c_ulong(_SLACK_NS), ctypes.c_ulong(0), ctypes.c_ulong(0), ctypes.c_ulong(0)
             )
 
     def make_stream(self, *, high: bool) -> int:
-        """A handle of a stream that the default stream does not synchronise with. `high`: its kernels go before those
-        of others.
-        """
+        """A handle of a stream that does not synchronise with the default stream. `high`: kernels of high priority."""
         spare = _spare_streams.setdefault((self.torch_device.index, high), [])
         with suppress(IndexError):
             return spare.pop()
@@ -284,58 +273,54 @@ class Driver:
         return handle.value
 
     def keep_stream(self, handle: int, *, high: bool) -> None:
-        """Take back a handle, for whoever makes the next stream of that priority."""
+        """Keep an unused handle for the next stream of that priority."""
         _spare_streams.setdefault((self.torch_device.index, high), []).append(handle)
 
     def external(self, handle: int) -> Any:
-        """The stream as torch knows it."""
+        """torch's object for the stream."""
         return torch.cuda.ExternalStream(handle, device=self.torch_device)  # type: ignore[no-untyped-call]
 
     def current(self, external: Any) -> AbstractContextManager[Any]:
-        """Makes the stream the calling thread's current one, for kernels. May be entered again and again, by one thread
-        at a time.
-        """
+        """A context in which the stream is current, for kernels. Reusable, by one thread at a time."""
         return torch.cuda.stream(external)
 
     def event(self, *, external: bool = False) -> Event:
-        """A new event without timing. `external`: inside a graph, a wait for it is a node that waits at each replay."""
+        """A new event without timing. `external`: during a capture, a wait for it becomes a node of the graph."""
         return torch.cuda.Event(external=external)  # type: ignore[no-untyped-call]
 
     # ------------------------------------------------------------------ memory
 
     def free_memory(self) -> tuple[int, int]:
-        """Bytes of device memory that are free, and all there are."""
+        """Free and total bytes of device memory."""
         with naming():
             free, total = torch.cuda.mem_get_info(self.torch_device)
         return int(free), int(total)
 
     def allocate(self, num_bytes: int) -> torch.Tensor:
-        """Device memory, uint8 `[num_bytes]`, not set to anything."""
+        """Uninitialised device memory, uint8 `[num_bytes]`."""
         with naming():
             return torch.empty(num_bytes, dtype=torch.uint8, device=self.torch_device)
 
     def mapped(self, data: torch.Tensor) -> torch.Tensor:
-        """Registered memory of the host, uint8 `[num_bytes]`, as a tensor on the GPU; it keeps `data`."""
+        """Registered host memory, uint8 `[num_bytes]`, as a tensor on the GPU; it keeps `data` alive."""
         with naming():
             mapped = torch.as_tensor(_Mapped(data), device=self.torch_device)
         if mapped.data_ptr() != data.data_ptr():
-            raise InvariantError("torch copied memory that the GPU is to read where it is")
+            raise InvariantError("torch copied host memory that the GPU must read in place")
         return mapped
 
     def register(self, address: int, num_bytes: int) -> None:
-        """Pin pages of the host, for copies and for kernels, which see them at the same address. Takes 0.035 s per GiB
-        (P7).
-        """
+        """Pin host pages, for copies and for kernels, at the same address. Takes 0.035 s per GiB."""
         self._call("cuMemHostRegister_v2", ctypes.c_void_p(address), ctypes.c_size_t(num_bytes), _PORTABLE_AND_MAPPED)
 
     def unregister(self, address: int) -> None:
-        """Let go of what `register` pinned at `address`."""
+        """Unpin the pages that `register` pinned at `address`."""
         self._call("cuMemHostUnregister", ctypes.c_void_p(address))
 
     # ------------------------------------------------------------------ copies
 
     def copy_batch(self, table: Table, stream: int, *, from_device: bool, to_device: bool) -> None:
-        """Enqueue all segments by one call, in no particular order."""
+        """Enqueue all segments by one call, in any order."""
         self.copy_rows(self.rows(table, from_device=from_device, to_device=to_device), 0, table.shape[1], stream)
 
     def copy_each(self, table: Table, stream: int) -> None:
@@ -357,9 +342,7 @@ class Driver:
         width: int,
         height: int,
     ) -> None:
-        """Enqueue one two-dimensional copy for each pair of addresses: `height` rows of `width` bytes, `pitch` bytes
-        from one row to the next.
-        """
+        """Enqueue a two-dimensional copy for each pair of addresses: `height` rows of `width` bytes, `pitch` apart."""
         copy = _Copy2D(_side(from_device, source_pitch), _side(to_device, target_pitch), width, height)
         there, here, address = copy.target, copy.source, ctypes.addressof(copy)
         for target, source in zip(targets, sources, strict=True):
@@ -368,7 +351,7 @@ class Driver:
             self._checked("cuMemcpy2DAsync", self._copy_2d, address, stream)
 
     def rows(self, table: Table, *, from_device: bool, to_device: bool, pieces: int = 1) -> Rows:
-        """The table in the form that `copy_rows` takes parts of."""
+        """The table with its call arguments, for `copy_rows`."""
         return Rows(
             table,
             table.ctypes.data,
@@ -378,9 +361,7 @@ class Driver:
         )
 
     def copy_rows(self, rows: Rows, first: int, count: int, stream: int) -> None:
-        """Enqueue some segments of a batch by one call, in no particular order; by one call for each piece for drivers
-        before 12.8.
-        """
+        """Enqueue `count` segments by one call, in any order; before CUDA 12.8, by one call for each piece."""
         first, count = first * rows.pieces, count * rows.pieces
         if not self.has_batch:
             self.copy_each(rows.table[:, first : first + count], stream)
@@ -432,14 +413,15 @@ class Driver:
             self._fail(name, rc)
 
     def _fail(self, call: str, rc: int) -> None:
-        what = f"{call.removesuffix('_v2')} failed: {self._say('cuGetErrorName', rc)} ({rc}), {self._say('cuGetErrorString', rc)}"
+        name, text = self._error_text("cuGetErrorName", rc), self._error_text("cuGetErrorString", rc)
+        message = f"{call.removesuffix('_v2')} failed: {name} ({rc}), {text}"
         if rc == _OUT_OF_MEMORY:
-            raise OutOfDeviceMemory(f"{what}; lower the memory asked for")
+            raise OutOfDeviceMemory(f"{message}; lower the memory asked for")
         if rc in _LOST:
-            raise DeviceLost(f"the GPU is lost: {what}; restart the process")
-        raise DeviceError(what)
+            raise DeviceLost(f"the GPU is lost: {message}; restart the process")
+        raise DeviceError(message)
 
-    def _say(self, function: str, rc: int) -> str:
+    def _error_text(self, function: str, rc: int) -> str:
         text = ctypes.c_char_p()
         getattr(self._library, function)(rc, ctypes.byref(text))
         return (text.value or b"unknown").decode()

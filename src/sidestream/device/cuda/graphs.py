@@ -1,4 +1,4 @@
-"""Captured graphs, and events that their replays wait for: the same names as on the simulated device."""
+"""Captured graphs, and the events that their replays wait for."""
 
 from __future__ import annotations
 
@@ -10,22 +10,21 @@ from sidestream.device.cuda.driver import Event
 from sidestream.types import Accesses
 
 if TYPE_CHECKING:
-    from sidestream.device.cuda.stream import CudaFence, CudaStream
+    from sidestream.device.cuda.fences import CudaFence
+    from sidestream.device.cuda.stream import CudaStream
 
 
 class CudaEvent:
-    """It stands for the last position at which it was recorded, and for nothing before the first."""
+    """See `GraphEvent`."""
 
     def __init__(self, name: str, event: Event) -> None:
-        """`event` was made to be external: a wait for it inside a graph is a node."""
+        """`event` is external: inside a capture, a wait for it becomes a node of the graph."""
         self.name = name
         self.event = event
         self.fence: CudaFence | None = None
 
     def record(self, stream: CudaStream) -> CudaFence:
-        """From now on, whoever waits for this event waits for what `stream` was given so far. Replays that were
-        enqueued wait, too.
-        """
+        """See `GraphEvent.record`. Replays that are enqueued already wait for this record, too."""
         fence = stream.submit(lambda: self.event.record(stream.external), label=f"record {self.name}")
         self.fence = fence
         return fence
@@ -33,13 +32,13 @@ class CudaEvent:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CudaGraph:
-    """Work that was captured, to be replayed as it was: the same memory, and no wait of the host's.
+    """Captured work.
 
-    graph           torch's
-    accesses        what the captured work declared
-    waits           events that a replay waits for
-    ignored_waits   waits for fences while it was captured, which are no part of it
-    executable      the driver's; None: of a torch that does not tell it
+    graph           torch's graph
+    accesses        declared by the captured work
+    waits           events that each replay waits for
+    ignored_waits   number of waits for fences during the capture: they are not in the graph
+    executable      the driver's handle; None: this torch does not expose it
     """
 
     graph: Any
@@ -51,7 +50,7 @@ class CudaGraph:
 
 @dataclass(slots=True, eq=False)
 class Capture:
-    """What is being captured on a stream. Written by the thread that captures."""
+    """State of a capture in progress. Written by the capturing thread."""
 
     accesses: list[Accesses]
     waits: list[CudaEvent]

@@ -1,9 +1,8 @@
-"""What a tracer is told of a device that does not say when it does what: each stream's past, once a fence shows that it
-is past.
+"""Reports a GPU's events to a tracer, once fences prove that they have happened.
 
-A GPU reports neither when work starts nor when a wait is over. But when a fence is done, so is all before it on its
-stream, and so is everything that was waited for in there; told in that order, as if it happened just then, a tracer
-learns exactly what the fences prove.
+A GPU reports neither the start of work nor the end of a wait. But when a fence is done, so is everything before it on
+its stream, and everything that the stream waited for there. So each stream keeps a log, and `done` reports it up to the
+fence.
 """
 
 from __future__ import annotations
@@ -41,55 +40,53 @@ _Entry = _Started | _Waited | _Touched | _Finished
 
 
 class History:
-    """Logs of all streams of one device, told to the tracer as far as their fences are done. From any thread."""
+    """The logs of all streams of one device. Any thread."""
 
     def __init__(self, tracer: Tracer) -> None:
         self._tracer = tracer
-        self._logs: defaultdict[str, deque[_Entry]] = defaultdict(
-            deque
-        )  # the stream's submitters add, whoever tells takes away
-        self._told: Counter[str] = Counter()  # up to which tick, by stream
-        self._telling = threading.Lock()
+        # The thread that submits to a stream appends; the thread that reports pops.
+        self._logs: defaultdict[str, deque[_Entry]] = defaultdict(deque)
+        self._reported_ticks: Counter[str] = Counter()  # by stream
+        self._reporting = threading.Lock()
 
     def submitted(self, fence: Fence, accesses: Accesses, label: str) -> None:
-        """The host is about to enqueue work on `fence.stream`: told at once."""
+        """The host is about to enqueue work on `fence.stream`. Reported at once."""
         self._tracer.submitted(fence, accesses, label)
         self._logs[fence.stream].append(_Started(fence))
 
     def waited(self, stream: str, fence: Fence) -> None:
-        """What `stream` is given from now on comes behind `fence`."""
+        """Work that `stream` gets from now on waits for `fence`."""
         self._logs[stream].append(_Waited(fence))
 
     def touched(self, stream: str, accesses: Accesses) -> None:
-        """The work that `stream` is being given touches this from here on."""
+        """The work that is being enqueued on `stream` declared further accesses."""
         self._logs[stream].append(_Touched(accesses()))
 
     def enqueued(self, fence: Fence) -> None:
-        """All of the fence's work was enqueued, and its mark behind it."""
+        """All of the fence's work was enqueued, and an event after it."""
         self._logs[fence.stream].append(_Finished(fence))
 
     def done(self, fence: Fence) -> None:
-        """`fence` was seen done: tell what led to it. Before anybody else learns that it is."""
-        with self._telling:
-            self._tell(fence)
+        """`fence` is done: report all that led to it. Call it before any other thread can see the fence done."""
+        with self._reporting:
+            self._report(fence)
 
-    def _tell(self, fence: Fence) -> None:
+    def _report(self, fence: Fence) -> None:
         stream, tracer = fence.stream, self._tracer
-        # A fence that was waited for was made earlier, so what it waited for was, too: the logs lead back, never round
-        # in a circle.
-        while self._told[stream] < fence.tick and self._logs[stream]:
+        # The recursion ends: a wait is for a fence that is older than the wait.
+        while self._reported_ticks[stream] < fence.tick and self._logs[stream]:
             match self._logs[stream].popleft():
                 case _Started(own):
                     tracer.started(own)
                 case _Waited(other):
-                    self._tell(other)
+                    self._report(other)
                     tracer.waited(stream, other)
                 case _Touched(accesses):
-                    tracer.touched(stream, partial(_said, accesses))
+                    tracer.touched(stream, partial(_declared, accesses))
                 case _Finished(own):
                     tracer.finished(own)
-                    self._told[stream] = own.tick
+                    self._reported_ticks[stream] = own.tick
 
 
-def _said(accesses: Sequence[Access]) -> Sequence[Access]:
+def _declared(accesses: Sequence[Access]) -> Sequence[Access]:
     return accesses

@@ -1,8 +1,8 @@
-"""Kernels that write where the copy engine should not be asked: small segments, and small results past its queue (P5).
-Need Triton.
+"""Triton kernels in place of the copy engine: for small segments, and for small results that must not queue behind bulk
+copies.
 
-Addresses come as plain integers, so that neither a value nor its alignment makes Triton compile another variant behind
-the first (P3): there is one for lanes of eight bytes and one for lanes of one byte.
+Addresses are plain integers that Triton does not specialise on: it compiles one variant for lanes of eight bytes and
+one for lanes of one byte. A further variant would be loaded during serving, which stalls until the GPU is idle.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 import triton
 import triton.language as tl
 
-# P6: eight programs that copy halve the speed of decode.
+# Few: eight programs that copy halve the speed of decode.
 PROGRAMS = 2
 _LANES = 4096
 _DELIVERY_LANES = 1024
@@ -20,14 +20,14 @@ _DELIVERY_LANES = 1024
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _span(target, source, num_bytes, WIDE: tl.constexpr, LANES: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
-    """Copy `num_bytes` from one address to another: with WIDE, all three are multiples of eight."""
+    """Copy `num_bytes` from one address to another. WIDE: all three are multiples of eight."""
     if WIDE:
         lane = tl.pointer_type(tl.int64)
         count = num_bytes // 8
     else:
         lane = tl.pointer_type(tl.uint8)
         count = num_bytes
-    to = target.to(tl.int64).to(lane)  # a small number comes as 32 bits
+    to = target.to(tl.int64).to(lane)  # Triton passes small integers as 32 bits
     from_ = source.to(tl.int64).to(lane)
     offset = count * 0
     while offset < count:
@@ -36,19 +36,17 @@ def _span(target, source, num_bytes, WIDE: tl.constexpr, LANES: tl.constexpr):  
         offset += LANES
 
 
-@triton.jit(do_not_specialize=["target", "source", "num_bytes", "behind"])  # type: ignore[untyped-decorator]
-def _deliver(target, source, num_bytes, behind, BEHIND: tl.constexpr, WIDE: tl.constexpr, LANES: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+@triton.jit(do_not_specialize=["target", "source", "num_bytes", "offset"])  # type: ignore[untyped-decorator]
+def _deliver(target, source, num_bytes, offset, OFFSET: tl.constexpr, WIDE: tl.constexpr, LANES: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
     start = target.to(tl.int64)
-    if BEHIND:
-        start += tl.load(behind.to(tl.int64).to(tl.pointer_type(tl.int64)))
+    if OFFSET:
+        start += tl.load(offset.to(tl.int64).to(tl.pointer_type(tl.int64)))
     _span(start, source, num_bytes, WIDE, LANES)
 
 
 @triton.jit(do_not_specialize=["table", "count"])  # type: ignore[untyped-decorator]
 def _copy_segments(table, count, WIDE: tl.constexpr, LANES: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
-    """Segment `i` by program `i % programs`. What it needs to know of the next one it asks for before it copies: the
-    table is on the host.
-    """
+    """Program `i % programs` copies segment `i`. The table is on the host, so each program prefetches its next row."""
     targets = table.to(tl.int64).to(tl.pointer_type(tl.int64))
     sources = targets + count
     sizes = sources + count
@@ -73,29 +71,25 @@ def _stamp(target):  # type: ignore[no-untyped-def]
 
 
 def stamp(target: int) -> None:
-    """Write the GPU's clock, in ns, to `target`, an address on the device or a mapped one of the host's, on the current
-    stream.
-    """
+    """Write the GPU's clock in ns to `target`, a device or mapped host address, on the current stream."""
     grid: Any = _stamp[(1,)]
     grid(target, num_warps=1)
 
 
-def deliver(target: int, source: int, num_bytes: int, *, behind: int = 0) -> None:
-    """Write `num_bytes` at device address `source` to mapped host address `target`, on the current stream, by one
-    program.
+def deliver(target: int, source: int, num_bytes: int, *, offset_address: int = 0) -> None:
+    """Copy `num_bytes` from a device address to a mapped host address, on the current stream, by one program.
 
-    `behind`: a device address, at which an int64, a multiple of eight, says how many bytes further on; 0: there is
-    none.
+    offset_address   device address of an int64, a multiple of eight, to add to `target`; 0: none
     """
     wide = not (target | source | num_bytes) % 8
     grid: Any = _deliver[(1,)]
-    grid(target, source, num_bytes, behind, behind != 0, wide, _DELIVERY_LANES, num_warps=4)
+    grid(target, source, num_bytes, offset_address, offset_address != 0, wide, _DELIVERY_LANES, num_warps=4)
 
 
 def copy_segments(table_address: int, count: int, *, wide: bool, programs: int = PROGRAMS) -> None:
-    """Copy the `count` segments of a table (see `driver.Table`) in mapped memory, on the current stream.
+    """Copy the `count` segments of a `driver.Table` in mapped host memory, on the current stream.
 
-    `wide`: all its addresses and sizes are multiples of eight.
+    wide   all addresses and sizes are multiples of eight
     """
     grid: Any = _copy_segments[(programs,)]
     grid(table_address, count, wide, _LANES, num_warps=8)

@@ -1,7 +1,7 @@
-"""Host memory that the GPU copies from and to by itself: anonymous pages, touched and pinned in the background (P7).
+"""Pinned host memory: anonymous pages, touched and pinned in the background, because pinning takes 0.035 s per GiB.
 
-The first chunk is pinned before the constructor returns. After that, several threads touch the pages, front to back,
-while one thread pins the chunks whose pages exist.
+The constructor pins the first chunk. After that, several threads touch the pages from front to back, and one thread
+pins each chunk when its pages exist.
 """
 
 from __future__ import annotations
@@ -30,13 +30,11 @@ READY_AT_ONCE_BYTES = 64 << 20
 FIRST_CHUNK_BYTES = 256 << 20
 CHUNK_BYTES = 1 << 30
 _PAGE_BYTES = 4096
-# What one thread touches at a time: large enough that the call costs nothing, small enough that `close` need not wait
-# long.
+# Bytes that a thread touches in one call: large enough to hide the call's cost, small enough for a fast `close`.
 _TOUCH_BYTES = 32 << 20
-# Clearing pages is bound by a core, then by the memory: 16 threads were no faster than 8
-# (bench/results/host-tier-h200.json).
+# 16 threads clear pages no faster than 8: memory is the limit (bench/results/host-tier-h200.json).
 _MAX_TOUCHERS = 8
-# Touching yields the cores to the engine's threads, which start up at the same time.
+# Niceness of touching threads: the engine's threads, which start at the same time, go first.
 _TOUCH_NICE = 10
 # Linux 5.14; Python has no name for it yet.
 _MADV_POPULATE_WRITE = 23
@@ -45,21 +43,19 @@ _MADV_DONTFORK = 10
 
 
 class Pins(Protocol):
-    """Who pins pages: the driver."""
+    """Pins pages: the driver."""
 
     def register(self, address: int, num_bytes: int) -> None:
         """Pin. Raises DeviceError."""
         ...
 
     def unregister(self, address: int) -> None:
-        """Let go. Raises DeviceError."""
+        """Unpin. Raises DeviceError."""
         ...
 
 
 def chunk_borders(num_bytes: int, item_bytes: int) -> list[int]:
-    """Where one pinned chunk ends and the next begins, and the end: whole items and whole pages, but for the end
-    itself.
-    """
+    """End offset of each pinned chunk: a multiple of items and pages, except the last."""
     if num_bytes <= READY_AT_ONCE_BYTES:
         return [num_bytes]
     unit, borders, start, chunk = math.lcm(item_bytes, _PAGE_BYTES), [], 0, FIRST_CHUNK_BYTES
@@ -71,9 +67,7 @@ def chunk_borders(num_bytes: int, item_bytes: int) -> list[int]:
 
 
 def advise(address: int, num_bytes: int, advice: int) -> bool:
-    """Tell the kernel about pages; False when it does not want to know. Without the interpreter lock, which
-    `mmap.madvise` keeps.
-    """
+    """Call `madvise`; False if the kernel refuses. Releases the interpreter lock, unlike `mmap.madvise`."""
     return bool(_libc().madvise(ctypes.c_void_p(address), ctypes.c_size_t(num_bytes), advice) == 0)
 
 
@@ -82,13 +76,13 @@ def _libc() -> Any:
 
 
 class Slab:
-    """Pages of the host that get pinned from front to back.
+    """Host memory that is pinned from front to back.
 
-    memory        all of it, zeroed
-    borders       offsets at which one pinned chunk ends and another begins
-    ready_bytes   pinned bytes, from the start on; the bytes behind must not be used yet. Never falls
+    memory        all bytes, zeroed
+    borders       end offset of each pinned chunk
+    ready_bytes   pinned bytes, from the start on; later bytes must not be used yet. Never falls
     mapped_bytes  bytes whose pages exist
-    growing       more of the memory will become ready. Read it before `ready_bytes`: once it is False, that is final
+    growing       `ready_bytes` will rise. Read it first: once it is False, `ready_bytes` is final
 
     Written by the slab's threads only; read by any thread.
     """
@@ -98,7 +92,7 @@ class Slab:
     ) -> None:
         """Blocks until the first chunk is pinned. `prepare` is called first on the slab's thread.
 
-        Raises ConfigError when the machine has less memory than `num_bytes`, or lets none of it be pinned.
+        Raises ConfigError if the machine has less than `num_bytes` of memory, or if the first chunk cannot be pinned.
         """
         try:
             # Private: most systems have no huge pages for shared mappings.
@@ -119,14 +113,14 @@ class Slab:
         self._pinned: list[int] = []
         self._closing = False
         self._thread: threading.Thread | None = None
-        advise(self._address, num_bytes, _MADV_HUGEPAGE)  # refused: smaller pages, and pinning and copies take longer
-        advise(self._address, num_bytes, _MADV_DONTFORK)  # else a fork moves each page that is written to afterwards
+        advise(self._address, num_bytes, _MADV_HUGEPAGE)  # if refused, pinning and copies are slower
+        advise(self._address, num_bytes, _MADV_DONTFORK)  # after a fork, the first write to a page would move it
         try:
             self._pin(self.borders[:1])
         except DeviceError as error:
             raise ConfigError(
-                f"{name} memory: not even the first {self.borders[0] / 2**20:.0f} MiB of {num_bytes / 2**30:.2f} GiB can be pinned ({error}): "
-                "raise the limit of locked memory (ulimit -l), or ask for less"
+                f"{name} memory: not even the first {self.borders[0] / 2**20:.0f} MiB of {num_bytes / 2**30:.2f} GiB "
+                f"can be pinned ({error}): raise the limit of locked memory (ulimit -l), or ask for less"
             ) from error
         if len(self.borders) == 1:
             self.growing = False
@@ -152,8 +146,8 @@ class Slab:
             self._pin(self.borders[1:])
         except Exception as error:
             log.warning(
-                "%s memory: %.2f of %.2f GiB are pinned, the rest stays unused (%s): raise the limit of locked memory (ulimit -l), "
-                "or make the tier smaller",
+                "%s memory: %.2f of %.2f GiB are pinned, the rest stays unused (%s): "
+                "raise the limit of locked memory (ulimit -l), or make the tier smaller",
                 name,
                 self.ready_bytes / 2**30,
                 self.memory.num_bytes / 2**30,
@@ -169,7 +163,7 @@ class Slab:
             self.growing = False
 
     def _pin(self, borders: list[int]) -> None:
-        """Touch the pages up to the last border with several threads, and pin each chunk as soon as its pages exist."""
+        """Touch the pages up to the last border with several threads, and pin each chunk when its pages exist."""
         start = self.ready_bytes
         pieces = range(start, borders[-1], _TOUCH_BYTES)
         threads = min(len(pieces), _MAX_TOUCHERS, len(os.sched_getaffinity(0)))
@@ -189,9 +183,9 @@ class Slab:
             touchers.shutdown(cancel_futures=True)
 
     def _touch(self, start: int, stop: int) -> int:
-        """Have the kernel map these pages, and return `stop`. The call drops the interpreter lock."""
+        """Map these pages, and return `stop`. Releases the interpreter lock."""
         if not self._closing and not advise(self._address + start, stop - start, _MADV_POPULATE_WRITE):
-            # An older kernel. The memory holds only zeros as long as it is not ready.
+            # An older kernel. Zeroing is safe: bytes that are not ready hold zeros.
             ctypes.memset(self._address + start, 0, stop - start)
         with self._mapping:
             self.mapped_bytes += stop - start
@@ -199,6 +193,6 @@ class Slab:
 
 
 def _yield_cores() -> None:
-    """Let every other thread of the machine run before this one. Linux gives each thread a niceness of its own."""
+    """Lower the priority of the calling thread; on Linux, niceness is per thread."""
     with contextlib.suppress(OSError):
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _TOUCH_NICE)

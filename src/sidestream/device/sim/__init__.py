@@ -1,7 +1,9 @@
-"""A device on which a seed decides what runs when, among everything that the fences allow."""
+"""A simulated device: a seed decides the order of work, among all orders that the fences allow."""
 
-from sidestream.device.sim.device import SimDevice, SimEvent, SimFence, SimGraph, SimStream, SimThread
+from sidestream.device.sim.device import SimDevice
 from sidestream.device.sim.policies import POLICIES, Choice, Policy, make_policy
+from sidestream.device.sim.stream import SimEvent, SimFence, SimGraph, SimStream
+from sidestream.device.sim.thread import SimThread
 from sidestream.device.sim.turns import Deadlock
 
 __all__ = [

@@ -1,14 +1,13 @@
-"""Who goes next, when several could. Deterministic: a policy sees names and a seeded generator, nothing else.
+"""Choose the next actor when several can run. Deterministic: a policy sees names and a seeded generator only.
 
-random        any of them, equally likely
-late          the host runs ahead as far as it can; a stream moves only when the host waits for it
-early         every stream runs as soon as it may; the host goes on when none can
-starve:NAME   random, but NAME moves only when nobody else can
+random        all with equal probability
+late          the host runs ahead as far as it can; a stream runs only when the host waits for it
+early         every stream runs as soon as it can; the host runs when no stream can
+starve:NAME   random, but NAME runs only when no other actor can
 pct:D         probabilistic concurrency testing with D - 1 preemptions (Burckhardt et al., ASPLOS 2010): random
-              priorities, the first in rank runs, and at D - 1 random points whoever runs falls to the end of the ranks.
-              A bug of depth D is found with probability at least 1 / (n * k ** (D - 1)) by each run of n actors and k
-              points
-pct:D:K       the same for programs of about K points; without it 150, which a schedule of the torture test has
+              priorities, the highest runs, and at D - 1 random points the running actor gets the lowest. Each run of n
+              actors and k points finds a bug of depth D with probability at least 1 / (n * k ** (D - 1))
+pct:D:K       the same for programs of about K points; the default, 150, fits a schedule of the torture test
 """
 
 from __future__ import annotations
@@ -24,18 +23,18 @@ from sidestream.errors import ConfigError
 HOST = "host"
 POLICIES = ("random", "late", "early", "starve", "pct")
 
-# How often a sleeping host looks again before a stream that is held back may move.
+# How often a sleeping host may wake up before a held-back stream runs.
 _NAPS = 4
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A decision to be made.
+    """One decision.
 
-    able         names of the actors that can go on, the host first if it is one of them
-    current      who has just given the turn away
-    may_nap      the host sleeps: choosing `HOST` lets time pass until it wakes
-    needed       says which actor the host cannot go on without, if it waits for one
+    able         names of the actors that can run, the host first if it can
+    current      the actor that has just given its turn away
+    may_nap      the host sleeps: choosing `HOST` lets time pass until it wakes up
+    needed       returns the actor that the host waits for, if there is one
     """
 
     able: Sequence[str]
@@ -45,7 +44,7 @@ class Choice:
 
 
 class Policy(Protocol):
-    """Decides who goes next; one object for each run."""
+    """Chooses the next actor; one object for each run."""
 
     def choose(self, choice: Choice) -> str:
         """One of `choice.able`, or HOST if `choice.may_nap`."""
@@ -53,7 +52,7 @@ class Policy(Protocol):
 
 
 class Random:
-    """Any of those that can, equally likely."""
+    """All with equal probability."""
 
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng
@@ -64,7 +63,7 @@ class Random:
 
 
 class Late:
-    """The host first; else the one stream that it waits for."""
+    """The host first, else the stream that it waits for."""
 
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng
@@ -82,7 +81,7 @@ class Late:
 
 
 class Early:
-    """Streams first, each as far as it can."""
+    """Streams first."""
 
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng
@@ -94,7 +93,7 @@ class Early:
 
 
 class Starve:
-    """Random without one actor, as long as there is another."""
+    """Random without one actor, as long as another can run."""
 
     def __init__(self, rng: random.Random, victim: str) -> None:
         self._rng = rng
@@ -114,10 +113,10 @@ class Starve:
 
 
 class Pct:
-    """Ranks, and a few points at which the one that runs falls behind all others."""
+    """Random priorities, with a few points at which the running actor gets the lowest."""
 
     def __init__(self, rng: random.Random, depth: int, length: int = 150) -> None:
-        """`length`: about how many decisions a run takes; the points lie among the first so many."""
+        """`length`: approximate number of decisions of a run; the points are among these."""
         self._rng = rng
         self._ranks: dict[str, float] = {}
         self._falls = {rng.randrange(length) for _ in range(depth - 1)}
@@ -139,9 +138,9 @@ class Pct:
 
 
 class Steered:
-    """Goes on with whoever runs, but for the decisions that it was told: what a failure is shrunk to.
+    """Keeps the running actor, except at given decisions: the result of shrinking a failure.
 
-    turns   decision number → name; a name that cannot go at that point is passed over
+    turns   decision number → name; ignored if that actor cannot run then
     """
 
     def __init__(self, turns: dict[int, str]) -> None:
@@ -150,16 +149,16 @@ class Steered:
 
     def choose(self, choice: Choice) -> str:
         """See `Policy.choose`."""
-        told = self._turns.get(self._count)
+        chosen = self._turns.get(self._count)
         self._count += 1
-        if told in choice.able or (told == HOST and choice.may_nap):
-            assert told is not None
-            return told
+        if chosen in choice.able or (chosen == HOST and choice.may_nap):
+            assert chosen is not None
+            return chosen
         return choice.current if choice.current in choice.able else choice.able[0]
 
 
 def make_policy(spec: str, rng: random.Random) -> Policy:
-    """The policy that `spec` names: see the module's list. Raises ConfigError, naming the known ones."""
+    """The policy of this name: see the module's list. Raises ConfigError with the known names."""
     name, _, argument = spec.partition(":")
     match name:
         case "random" if not argument:

@@ -1,8 +1,8 @@
-"""Taking turns: threads of which exactly one runs at any moment, and a policy that says which one is next.
+"""Cooperative scheduling: exactly one thread runs at any moment, and a policy chooses the next.
 
-Knows actors, never streams or work. An actor gives its turn away at *points*: there it may go on at once, or when what
-it waits for has happened, or when the virtual clock has reached a time. Same policy, same choices: the run is the same
-on any machine, because nothing else decides anything, neither the system's scheduler nor a clock.
+Knows actors, never streams or work. An actor gives its turn away at *points*. It can run again at once, or when a
+condition holds, or at a virtual time. The same policy with the same seed gives the same run on any machine: neither the
+system's scheduler nor a real clock has an influence.
 """
 
 from __future__ import annotations
@@ -15,24 +15,22 @@ from dataclasses import dataclass, field
 from sidestream.device.sim.policies import HOST, Choice, Policy
 from sidestream.errors import SidestreamError
 
-# What a point takes of virtual time; whoever sleeps sleeps much longer.
+# Virtual time of a point; sleeps are much longer.
 _POINT_S = 1e-6
-# Turns in a row after which a host that nobody else interrupts is taken to spin: a full queue stops it long before.
+# Consecutive turns after which the host counts as spinning: a full queue would have stopped it long before.
 _SPIN_LIMIT = 100_000
 
 
 class Deadlock(SidestreamError):
-    """Nobody can go on: everybody waits for somebody else."""
+    """No actor can run: each waits for another."""
 
 
 class _Ended(BaseException):
-    """Unwinds an actor whose device was closed in the middle of its work."""
+    """Unwinds an actor when its device is closed in the middle of its work."""
 
 
 def _held() -> threading.Lock:
-    """A lock to be passed from thread to thread. `threading.Semaphore` is written in Python, and passed 200 times a
-    schedule.
-    """
+    """A locked lock. Not a `threading.Semaphore`: that is slow Python code, and a schedule uses it 200 times."""
     lock = threading.Lock()
     lock.acquire()
     return lock
@@ -40,13 +38,13 @@ def _held() -> threading.Lock:
 
 @dataclass(slots=True, eq=False)
 class Actor:
-    """One thread that takes turns.
+    """A thread that takes turns.
 
-    ready     whether it can go on; asked again at every point
-    awaits    name of the actor that it cannot go on without, for messages and for policies
-    is_host   a thread of the host: what it sees done, the host knows
-    wake_s    virtual time at which it goes on whatever `ready` says
-    baton     free exactly while the turn is on its way to it
+    ready     whether it can run; evaluated at every point
+    awaits    name of the actor that it waits for, for messages and policies
+    is_host   a thread of the host: the host knows what this thread observed
+    wake_s    virtual time from which it can run in any case
+    baton     lock that is free only while the turn is being passed to it
     """
 
     name: str
@@ -70,16 +68,16 @@ def _never() -> bool:
     return False
 
 
-def _nobody() -> None:
+def _no_actor() -> None:
     return None
 
 
 class Turns:
-    """The one place where it is decided who runs. The first actor is the host: the thread that made this object.
+    """Decides which actor runs. The first actor is the host: the thread that made this object.
 
     now_s   virtual time
-    points  how often it was decided
-    log     who got the turn, at each point at which more than one could
+    points  number of decisions
+    log     the chosen actor at each point where several could run
     """
 
     def __init__(self, policy: Policy) -> None:
@@ -87,7 +85,7 @@ class Turns:
         self.points = 0
         self.log: list[str] = []
         self._policy = policy
-        self._host = Actor(HOST, _always, _nobody, is_host=True)
+        self._host = Actor(HOST, _always, _no_actor, is_host=True)
         self._actors = [self._host]
         self._running = self._host
         self._failure: BaseException | None = None
@@ -103,9 +101,7 @@ class Turns:
         *,
         is_host: bool = False,
     ) -> Actor:
-        """Start an actor on a thread of its own; `run` begins with its first turn and must go through `block` for every
-        other one.
-        """
+        """Start an actor on a new thread. `run` begins with the first turn; it calls `block` for each later one."""
         actor = Actor(name, ready, awaits, is_host)
         self._actors.append(actor)
 
@@ -115,7 +111,7 @@ class Turns:
                 run()
             except _Ended:
                 pass
-            except BaseException as error:  # not the work's, which its fence keeps: a tracer's or a policy's
+            except BaseException as error:  # of a tracer or a policy; a fence keeps its work's error
                 self._fail(actor, error)
 
         actor.thread = threading.Thread(target=body, name=f"sidestream-sim-{name}", daemon=True)
@@ -124,7 +120,7 @@ class Turns:
 
     @property
     def current(self) -> Actor:
-        """Whose turn it is: the caller."""
+        """The actor whose turn it is: the caller."""
         return self._running
 
     @property
@@ -133,20 +129,19 @@ class Turns:
         return self._running.is_host
 
     def point(self) -> None:
-        """Let others go first, or not, as the policy says; the caller could go on at once."""
-        self.block(_always, _nobody)
+        """Let the policy choose; the caller itself can run at once."""
+        self.block(_always, _no_actor)
 
     def sleep(self, seconds: float) -> None:
-        """Give the turn away until virtual time has moved on by `seconds`."""
-        self.block(_never, _nobody, wake_s=self.now_s + seconds)
+        """Give the turn away for this virtual time."""
+        self.block(_never, _no_actor, wake_s=self.now_s + seconds)
 
     def block(
         self, ready: Callable[[], bool], awaits: Callable[[], str | None], *, wake_s: float | None = None
     ) -> None:
-        """Give the turn away until `ready`, or until `wake_s`. Raises Deadlock (on the host) when nobody can ever go
-        on.
+        """Give the turn away until `ready`, or until `wake_s`.
 
-        What an actor raised outside its work is raised on the host, too.
+        Raises, on the host, Deadlock when no actor can run, and any error of an actor outside its work.
         """
         caller = self._running
         if self._ended and caller is not self._host:
@@ -163,23 +158,20 @@ class Turns:
             raise failure
 
     def end(self) -> None:
-        """End all actors but the host, wherever they are, one after another; their threads are gone afterwards.
-        Idempotent.
-        """
+        """End all actors except the host, and join their threads. Idempotent."""
         self._ended = True
         actors, self._actors = self._actors[1:], [self._host]
         for actor in actors:
-            self._running = actor  # what it unwinds is its turn
-            with contextlib.suppress(
-                RuntimeError
-            ):  # when the host was interrupted, the turn may be on its way to it already
+            self._running = actor  # it unwinds during its turn
+            # Suppressed: if the host was interrupted, the turn may already be on its way to this actor.
+            with contextlib.suppress(RuntimeError):
                 actor.baton.release()
             if actor.thread is not None:
                 actor.thread.join()
         self._running = self._host
 
     def needed(self) -> str | None:
-        """Who has to run so that the host can go on, if the host waits for somebody: the end of the chain of waits."""
+        """The actor at the end of the chain of waits that begins at the host; None without such a chain."""
         names = {actor.name: actor for actor in self._actors}
         actor, seen = self._host, set[str]()
         while not actor.can_go(self.now_s):
@@ -196,7 +188,7 @@ class Turns:
             raise _Ended
 
     def _fail(self, actor: Actor, error: BaseException) -> None:
-        """Let `actor` end with `error`, and the host raise it at once."""
+        """End `actor`; the host raises `error` at once."""
         if not self._ended:
             self._failure = error
             self._actors.remove(actor)
@@ -230,12 +222,12 @@ class Turns:
         name = self._policy.choose(choice)
         self.log.append(name)
         chosen = next((actor for actor in able if actor.name == name), None)
-        if chosen is None:  # the host sleeps, and the policy would rather let time pass
+        if chosen is None:  # the policy chose the sleeping host: let time pass
             self.now_s = self._host.wake_s or self.now_s
             return self._host
         return chosen
 
     def _give_up(self) -> Actor:
         waits = ", ".join(f"{actor.name} for {actor.awaits() or 'work'}" for actor in self._actors)
-        self._failure = Deadlock(f"nobody can go on: {waits}")
+        self._failure = Deadlock(f"no actor can run: {waits}")
         return self._host

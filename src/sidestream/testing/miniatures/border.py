@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
-from sidestream.client.messages import News, Packer, Unpacker, from_engine
+from sidestream.client.messages import FrameDecoder, FrameEncoder, Outputs, decoder_of_outputs
 from sidestream.device.sim import SimDevice
 from sidestream.errors import EngineStopped
 from sidestream.testing.miniatures.stage import Miniature, Outcome, finish
@@ -24,24 +24,24 @@ class _Channel:
     """What a front end hears on one connection. `numbered`: as in earnest; else each frame is read as it comes."""
 
     def __init__(self, *, numbered: bool) -> None:
-        self._packer = Packer()
-        self._unpacker = from_engine()
+        self._encoder = FrameEncoder()
+        self._decoder = decoder_of_outputs()
         self._numbered = numbered
         self.broken = False
 
     def pack(self, stream: int, token: int) -> bytes:
         """A frame that says one token of one stream."""
-        return self._packer.pack(News([stream], [token], {}))
+        return self._encoder.encode(Outputs([stream], [token], {}))
 
     def read(self, frame: bytes) -> Iterator[tuple[int, int]]:
         """Stream and token of a frame that has come; nothing more once the connection has ended."""
         if self.broken:
             return
-        unpacker: Unpacker = (
-            self._unpacker if self._numbered else Unpacker(self._unpacker.decoder, number=_number_of(frame) - 1)
+        decoder: FrameDecoder = (
+            self._decoder if self._numbered else FrameDecoder(self._decoder.decoder, number=_number_of(frame) - 1)
         )
         try:
-            for news in unpacker.feed(frame):
+            for news in decoder.feed(frame):
                 yield news.streams[0], news.tokens[0]
         except EngineStopped:
             self.broken = True

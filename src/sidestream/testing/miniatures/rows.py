@@ -75,7 +75,7 @@ def padded_row_of_a_graph(device: SimDevice, protected: bool) -> Outcome:
     """
     kv, table = Blocks(device, "kv", 3), Blocks(device, "table", 1)
     compute, found = device.stream("compute"), list[int]()
-    nowhere, entries, blocks = kv.pool.take(1), table.pool.take(1), kv.pool.take(2)
+    nowhere, entries, kept, left = kv.pool.take(1), table.pool.take(1), kv.pool.take(1), kv.pool.take(1)
 
     def decode() -> None:
         for block in table.numbers[0].tolist():
@@ -91,16 +91,16 @@ def padded_row_of_a_graph(device: SimDevice, protected: bool) -> Outcome:
         compute.submit(decode, table.reads(entries.ids), label="decode")
 
     graph = compute.capture(build)
-    compute.submit(partial(fill, [*blocks.ids]), table.writes(entries.ids), label="fill two rows")
+    compute.submit(partial(fill, [*kept.ids, *left.ids]), table.writes(entries.ids), label="fill two rows")
     launched = compute.replay(graph)
-    blocks.truncate(1, after=(launched,))
+    left.release(after=(launched,))
     fresh = kv.pool.take(1)
     kv.write(compute, fresh.ids, 9, "prefill of the new owner")
-    compute.submit(partial(fill, [*blocks.ids]), table.writes(entries.ids), label="fill one row")
+    compute.submit(partial(fill, [*kept.ids]), table.writes(entries.ids), label="fill one row")
     compute.replay(graph)
     launched = kv.read(compute, fresh.ids, found, "step of the new owner")
     finish(device, launched)
-    for lease in (nowhere, entries, blocks, fresh):
+    for lease in (nowhere, entries, kept, fresh):
         lease.release()
     return Outcome(tuple(found), (9, 9))
 

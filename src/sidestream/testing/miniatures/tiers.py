@@ -6,8 +6,8 @@ from sidestream.device.sim import SimDevice
 from sidestream.errors import TierFull
 from sidestream.kv.keys import BlockKeys
 from sidestream.kv.pool import PoolExhausted
+from sidestream.offload.tiers.index import TierIndex
 from sidestream.testing.miniatures.stage import KEY, LAYOUT, Blocks, Miniature, Outcome, copy, finish
-from sidestream.tiers.index import MEDIUM, TierIndex
 from sidestream.types import Key
 
 
@@ -100,9 +100,9 @@ def failed_write_that_stays_visible(device: SimDevice, protected: bool) -> Outco
     """The write of an entry fails; its key is published all the same, and every later hit reads what was never
     written.
     """
-    medium = device.allocate_host(MEDIUM, 1)
+    medium = device.allocate_host("disk", 1)
     index, disk, found = (
-        TierIndex(max_entries=1, entry_bytes=1, tracer=device.tracer),
+        TierIndex(name="disk", max_entries=1, entry_bytes=1, tracer=device.tracer),
         device.stream("disk"),
         list[int](),
     )
@@ -112,7 +112,7 @@ def failed_write_that_stays_visible(device: SimDevice, protected: bool) -> Outco
     def write() -> None:
         raise TierFull("no space left on device: free some, or choose another directory")
 
-    written = disk.submit(write, grant.accesses, label="write")
+    written = disk.submit(write, lambda: index.accesses(grant), label="write")
     finish(device, written)
     if protected and written.failure is not None:
         index.abandon(grant)
@@ -123,7 +123,9 @@ def failed_write_that_stays_visible(device: SimDevice, protected: bool) -> Outco
         pin = index.pin([KEY])
         (entry,) = pin.entries
         read = disk.submit(
-            lambda: found.append(int(medium.data[entry.serial])), lambda: [entry.access(write=False)], label="read"
+            lambda: found.append(int(medium.data[entry.serial])),
+            lambda: [index.access(entry, write=False)],
+            label="read",
         )
         finish(device, read)
         pin.release()

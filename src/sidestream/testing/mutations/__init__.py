@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from sidestream.config import unknown_name
 from sidestream.errors import ConfigError
-from sidestream.testing.mutations import client, engine, execute, kv, schedule, tiers, transfer
+from sidestream.testing.mutations import client, engine, kv, runner, schedule, tiers, transfer
 from sidestream.testing.mutations.hazards import HAZARDS
 from sidestream.testing.mutations.mechanism import (
     Edit,
@@ -50,7 +50,7 @@ __all__ = [
     "source_of",
 ]
 
-_ROOMS = (kv, schedule, transfer, tiers, execute, engine, client)
+_ROOMS = (kv, schedule, transfer, tiers, runner, engine, client)
 
 MUTATIONS: tuple[Mutation, ...] = tuple(mutation for room in _ROOMS for mutation in room.MUTATIONS)
 EQUIVALENT: tuple[Equivalent, ...] = tuple(equivalent for room in _ROOMS for equivalent in room.EQUIVALENT)
@@ -58,7 +58,7 @@ EXEMPT: tuple[Exempt, ...] = tuple(exempt for room in _ROOMS for exempt in room.
 
 ELSEWHERE: dict[str, str] = {
     "H13": "there is one rank",
-    "H20": "what threads share besides messages is read once where it decides: the mover's `generation`, and `abandoned`, which stays set",
+    "H20": "what threads share besides messages is read once where it decides: the offload worker's `generation`, and `abandoned`, which stays set",
     "H35": "clients of schedules read what is there; unit tests miss the bounds when they are taken out (`reader-that-falls-behind-is-aborted`, "
     "`front-end-that-falls-behind-is-cut-off`)",
 }

@@ -9,7 +9,7 @@ from sidestream.testing.mutations.mechanism import Edit, Equivalent, Exempt, Fea
 _FRONT_END = "sidestream.client.engine_server:Connection"
 _SERVER = "sidestream.client.engine_server:EngineServer"
 _CLIENT = "sidestream.client.remote:RemoteClient"
-_LOOP = "sidestream.engine.loop:Engine"
+_LOOP = "sidestream.engine.loop:StepLoop"
 _BORDER: frozenset[Feature] = frozenset({"border"})
 
 MUTATIONS = (
@@ -99,18 +99,18 @@ MUTATIONS = (
     Mutation(
         name="news-belong-to-their-stream",
         hazard="H32",
-        target=f"{_FRONT_END}.take",
-        old="self._details[len(self._tokens)] = _detail(news)",
-        new="self._details[len(self._details)] = _detail(news)",
+        target=f"{_FRONT_END}.on_output",
+        old="self._details[len(self._tokens)] = _detail(delta)",
+        new="self._details[len(self._details)] = _detail(delta)",
         removes="what is said of one stream is read as if it was said of another",
         needs=_BORDER,
     ),
     Mutation(
         name="first-news-of-a-stream-say-what-all-share",
         hazard="H32",
-        target=f"{_FRONT_END}.take",
-        old="stream in self._told:",
-        new="self._told:",
+        target=f"{_FRONT_END}.on_output",
+        old="stream in self._known_streams:",
+        new="self._known_streams:",
         removes="a stream's first token comes without its prompt's length, because another stream's was told",
         needs=_BORDER,
     ),
@@ -118,8 +118,8 @@ MUTATIONS = (
         name="news-go-to-the-connection-that-asked",
         hazard="H34",
         target=f"{_FRONT_END}.submit",
-        old="functools.partial(self.take, message.stream)",
-        new="lambda news: self.take(message.stream, news)",
+        old="functools.partial(self.on_output, message.stream)",
+        new="lambda delta: self.on_output(message.stream, news)",
         removes="the front end that takes the place of a dead one hears of the dead one's requests, whose streams have the same numbers",
         needs=frozenset({"border", "hang_up"}),
         also=(
@@ -127,7 +127,7 @@ MUTATIONS = (
                 f"{_SERVER}.attach",
                 "    front_end = Connection(connection, self._engine, self._wake)\n",
                 "    front_end = Connection(connection, self._engine, self._wake)\n"
-                "    for before in self._front_ends:\n        before.take = front_end.take\n",
+                "    for before in self._front_ends:\n        before.on_output = front_end.on_output\n",
             ),
         ),
     ),
@@ -161,7 +161,7 @@ MUTATIONS = (
     Mutation(
         name="finished-stream-is-forgotten-by-the-engine-s-side",
         hazard="H22",
-        target=f"{_FRONT_END}.take",
+        target=f"{_FRONT_END}.on_output",
         old="                self._ids.pop(stream, None)\n",
         new="                pass\n",
         removes="the engine's side keeps every stream for as long as the connection lasts",
@@ -170,8 +170,8 @@ MUTATIONS = (
     Mutation(
         name="finished-stream-says-nothing-more",
         hazard="H22",
-        target=f"{_FRONT_END}.take",
-        old="            self._told.discard(stream)\n",
+        target=f"{_FRONT_END}.on_output",
+        old="            self._known_streams.discard(stream)\n",
         new="            pass\n",
         removes="the engine's side remembers of every stream that it was told of",
         needs=_BORDER,
@@ -179,7 +179,7 @@ MUTATIONS = (
     Mutation(
         name="finished-stream-is-forgotten-by-its-front-end",
         hazard="H22",
-        target=f"{_CLIENT}._take_news",
+        target=f"{_CLIENT}._on_outputs",
         old="                del streams[stream]\n",
         new="                pass\n",
         removes="a front end keeps every stream for as long as the connection lasts",
@@ -216,7 +216,7 @@ MUTATIONS = (
         name="refusal-is-told",
         hazard="H26",
         target=f"{_FRONT_END}.submit",
-        old="        self.send(Refused(message.stream, streams.stop, Failure.of(error)))\n",
+        old="        self.send(Rejected(message.stream, streams.stop, Failure.of(error)))\n",
         new="",
         removes="a client waits for ever for a request that was not taken",
         needs=frozenset({"border", "full_queue"}),
@@ -224,17 +224,17 @@ MUTATIONS = (
     Mutation(
         name="refused-streams-are-forgotten-by-their-front-end",
         hazard="H22",
-        target=f"{_CLIENT}._take",
-        old="for taken in (self._streams.pop(one, None) for one in range(stream, stop))",
-        new="for taken in (self._streams.get(one) for one in range(stream, stop))",
+        target=f"{_CLIENT}._on_message",
+        old="for sample in (self._streams.pop(one, None) for one in range(stream, stop))",
+        new="for sample in (self._streams.get(one) for one in range(stream, stop))",
         removes="a front end keeps the streams of requests that were refused",
         needs=frozenset({"border", "full_queue"}),
     ),
     Mutation(
         name="end-is-said-to-the-engine",
         hazard="H32",
-        target=f"{_CLIENT}.end",
-        old="        self._send(End(first, stop, reason))\n",
+        target=f"{_CLIENT}.abort",
+        old="        self._send(Abort(first, stop, reason))\n",
         new="        pass\n",
         removes="a request whose client has gone goes on; its finish crosses an end that was never said",
         needs=frozenset({"border", "abort"}),
@@ -242,7 +242,7 @@ MUTATIONS = (
     Mutation(
         name="ended-stream-hears-nothing-more",
         hazard="H32",
-        target=f"{_CLIENT}.end",
+        target=f"{_CLIENT}.abort",
         old="self._streams.pop(stream, None)",
         new="self._streams.get(stream)",
         removes="a client that has ended its request is told more of it",
@@ -251,8 +251,8 @@ MUTATIONS = (
     Mutation(
         name="end-that-crosses-the-finish-is-harmless",
         hazard="H32",
-        target=f"{_CLIENT}._take_news",
-        old="            continue  # its reader has ended it; this crossed the message that says so\n",
+        target=f"{_CLIENT}._on_outputs",
+        old="            continue  # its reader has aborted it; this output crossed the Abort\n",
         new="            raise EngineStopped(f'no stream {stream}')\n",
         removes="news that cross the end of their stream break the connection of all",
         needs=frozenset({"border", "abort"}),
@@ -261,16 +261,16 @@ MUTATIONS = (
         name="news-are-delivered-after-each-step",
         hazard="H26",
         target=f"{_LOOP}.step",
-        old="    self._deliver()\n",
-        new="    if worked:\n        self._deliver()\n",
+        old="    self._streams.deliver_outputs()\n",
+        new="    if worked:\n        self._streams.deliver_outputs()\n",
         removes="an end that is told when there is nothing to compute is heard with the next token of somebody else",
         needs=frozenset({"border"}),
     ),
     Mutation(
         name="last-news-are-delivered-when-the-engine-ends",
         hazard="H26",
-        target=f"{_LOOP}._drain",
-        old="    self._deliver()\n",
+        target=f"{_LOOP}.drain",
+        old="    self._streams.deliver_outputs()\n",
         new="",
         removes="clients whose requests the close aborts wait for ever",
         needs=frozenset({"border", "close"}),
@@ -284,7 +284,7 @@ EQUIVALENT = (
         Mutation(
             name="number-of-a-frame-is-checked",
             hazard="H32",
-            target="sidestream.client.messages:Unpacker.feed",
+            target="sidestream.client.messages:FrameDecoder.feed",
             old="            if number != self.number:\n",
             new="            if number < 0:\n",
             removes="a frame that was lost, doubled or came out of order is believed",
@@ -296,9 +296,9 @@ EQUIVALENT = (
         Mutation(
             name="reader-that-falls-behind-is-aborted",
             hazard="H35",
-            target=f"{_CLIENT}._take_news",
-            old="        if answer.is_full:\n            self.end(answer)\n            answer.fail(fell_behind())\n        else:\n            answer.put(told)\n",
-            new="        answer.put(told)\n",
+            target=f"{_CLIENT}._on_outputs",
+            old="        if outputs.is_full:\n            self.abort(outputs)\n            outputs.fail(unread_error())\n        else:\n            outputs.put(delta)\n",
+            new="        outputs.put(delta)\n",
             removes="news of an answer that is not read fill the memory of a front end",
         ),
         _FALLS_BEHIND,
@@ -309,7 +309,7 @@ EQUIVALENT = (
             name="front-end-that-falls-behind-is-cut-off",
             hazard="H35",
             target=f"{_FRONT_END}.send",
-            old="        if len(self._unsent) > MOST_UNSENT_BYTES:\n",
+            old="        if len(self._unsent) > MAX_UNSENT_BYTES:\n",
             new="        if len(self._unsent) < 0:\n",
             removes="news for a front end that does not read fill the memory of the engine's process",
         ),
@@ -320,8 +320,8 @@ EQUIVALENT = (
         Mutation(
             name="failure-of-the-engine-is-delivered",
             hazard="H26",
-            target=f"{_LOOP}._fail",
-            old="    self._deliver()\n",
+            target="sidestream.engine.failures:Failures.end_engine",
+            old="    self._streams.deliver_outputs()\n",
             new="",
             removes="clients of an engine that fails wait for ever",
         ),
@@ -349,9 +349,15 @@ _CALLS = "schedules ask for no metrics and no flush through the border; tests/cl
 
 EXEMPT = (
     Exempt(
-        "sidestream.client.base:Answer._wake", "not self._waiter.done()", "a reader that was cancelled is not woken"
+        "sidestream.client.base:OutputQueue._wake",
+        "not self._waiter.done()",
+        "a reader that was cancelled is not woken",
     ),
-    Exempt(f"{_FRONT_END}.take", "self._told.add(stream)", "without it each token costs more bytes and says the same"),
+    Exempt(
+        f"{_FRONT_END}.on_output",
+        "self._known_streams.add(stream)",
+        "without it each token costs more bytes and says the same",
+    ),
     Exempt(f"{_FRONT_END}.close", "self._unsent.clear()", _AFTER_THE_END),
     Exempt(
         "sidestream.client.engine_server:_request",
@@ -359,7 +365,7 @@ EXEMPT = (
         "see request-keeps-the-version-of-its-keys",
     ),
     Exempt(
-        "sidestream.client.engine_server:facts_of",
+        "sidestream.client.engine_server:engine_info",
         "keys_version=scheduler.keys_version",
         "see request-keeps-the-version-of-its-keys",
     ),
@@ -367,19 +373,20 @@ EXEMPT = (
     Exempt(
         f"{_SERVER}.finish", "front_end.send_rest()", "the last words; tests/client/test_engine_server.py reads them"
     ),
-    Exempt("sidestream.client.in_process:_Post._deliver", "client.take(answer, news)", _BOTH_CLIENTS),
     Exempt(
-        "sidestream.client.in_process:InProcessClient.take", "self._forget(answer.number, {news.index})", _BOTH_CLIENTS
+        "sidestream.client.in_process:InProcessClient.on_output",
+        "self._forget(outputs.number, {delta.index})",
+        _BOTH_CLIENTS,
     ),
-    Exempt("sidestream.client.in_process:InProcessClient.end", "self._forget(answer.number, ended)", _BOTH_CLIENTS),
-    Exempt("sidestream.client.in_process:InProcessClient._post_of", "self._requests.clear()", _OTHER_LOOP),
-    Exempt(f"{_CLIENT}.connect", "messages.extend(unpacker.feed(data))", "a list of messages"),
+    Exempt("sidestream.client.in_process:InProcessClient.abort", "self._forget(outputs.number, ended)", _BOTH_CLIENTS),
+    Exempt("sidestream.client.in_process:InProcessClient._queue_of", "self._requests.clear()", _OTHER_LOOP),
+    Exempt(f"{_CLIENT}.connect", "messages.extend(decoder.feed(data))", "a list of messages"),
     Exempt(
         f"{_CLIENT}._keys_of",
         "self._keys.extend(keys, tokens, salt=cache_salt)",
         "see keys-are-made-with-the-requests-salt",
     ),
-    Exempt(f"{_CLIENT}._keys_of", "keys, self.facts.keys_version", "see request-keeps-the-version-of-its-keys"),
+    Exempt(f"{_CLIENT}._keys_of", "keys, self.info.keys_version", "see request-keeps-the-version-of-its-keys"),
     Exempt(
         "sidestream.client.remote:_submit",
         "        checked.keys_version,\n",
@@ -387,8 +394,8 @@ EXEMPT = (
     ),
     Exempt("sidestream.client.remote:_submit", "dataclasses.replace(params, stop=())", "the engine knows no text"),
     Exempt(f"{_CLIENT}.listen", "self._calls.clear()", _OTHER_LOOP),
-    Exempt(f"{_CLIENT}._take", "not future.done()", _CALLS),
-    Exempt(f"{_CLIENT}._lost", "self._unsent.clear()", _AFTER_THE_END),
-    Exempt(f"{_CLIENT}._lost", "self._streams.clear()", _AFTER_THE_END),
-    Exempt(f"{_CLIENT}._lost", "not future.done()", _CALLS),
+    Exempt(f"{_CLIENT}._on_message", "not future.done()", _CALLS),
+    Exempt(f"{_CLIENT}._on_lost", "self._unsent.clear()", _AFTER_THE_END),
+    Exempt(f"{_CLIENT}._on_lost", "self._streams.clear()", _AFTER_THE_END),
+    Exempt(f"{_CLIENT}._on_lost", "not future.done()", _CALLS),
 )

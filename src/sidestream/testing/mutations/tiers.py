@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from sidestream.testing.mutations.mechanism import Edit, Equivalent, Exempt, Mutation
 
-_INDEX = "sidestream.tiers.index:TierIndex"
-_LEASE = "sidestream.tiers.index:ReadLease"
-_DISK = "sidestream.tiers.disk"
+_INDEX = "sidestream.offload.tiers.index:TierIndex"
+_LEASE = "sidestream.offload.tiers.index:ReadLease"
+_TIERS = "sidestream.offload.tiers"
+_DISK = "sidestream.offload.tiers.disk"
 
 MUTATIONS = (
     Mutation(
@@ -135,8 +136,8 @@ EQUIVALENT = (
             removes="writes on their way do not learn of a reset",
             needs=frozenset({"disk", "reset"}),
         ),
-        "the mover asks by generation, too: see disk-write-from-before-a-reset-publishes-nothing",
-        noticed_by="tiers/test_disk_index.py::test_clear_makes_every_key_unreachable_even_those_being_written_H8",
+        "the offload worker asks by generation, too: see disk-write-from-before-a-reset-publishes-nothing",
+        noticed_by="offload/test_disk_index.py::test_clear_makes_every_key_unreachable_even_those_being_written_H8",
     ),
     Equivalent(
         Mutation(
@@ -148,8 +149,8 @@ EQUIVALENT = (
             removes="a write that was on its way brings back what a reset forgot",
             needs=frozenset({"disk", "reset"}),
         ),
-        "the mover asks by generation, too: see disk-write-from-before-a-reset-publishes-nothing",
-        noticed_by="tiers/test_disk_index.py::test_clear_makes_every_key_unreachable_even_those_being_written_H8",
+        "the offload worker asks by generation, too: see disk-write-from-before-a-reset-publishes-nothing",
+        noticed_by="offload/test_disk_index.py::test_clear_makes_every_key_unreachable_even_those_being_written_H8",
     ),
     Equivalent(
         Mutation(
@@ -162,7 +163,7 @@ EQUIVALENT = (
             needs=frozenset({"disk"}),
         ),
         "the checksum covers what is missing",
-        noticed_by="tiers/test_disk_failures.py::test_a_truncated_file_is_a_miss_even_when_the_buffer_holds_the_missing_bytes",
+        noticed_by="offload/test_disk_failures.py::test_a_truncated_file_is_a_miss_even_when_the_buffer_holds_the_missing_bytes",
     ),
     Equivalent(
         Mutation(
@@ -175,7 +176,7 @@ EQUIVALENT = (
             needs=frozenset({"disk"}),
         ),
         "the checksum covers the header that belongs there",
-        noticed_by="tiers/test_disk_failures.py::test_a_damaged_file_is_a_miss_is_deleted_and_counted",
+        noticed_by="offload/test_disk_failures.py::test_a_damaged_file_is_a_miss_is_deleted_and_counted",
     ),
     Equivalent(
         Mutation(
@@ -188,7 +189,7 @@ EQUIVALENT = (
             needs=frozenset({"disk", "restart"}),
         ),
         "the next open deletes files of the wrong length, and " + _VERIFIED,
-        noticed_by="tiers/test_disk_failures.py::test_a_file_has_its_entry_name_only_once_it_is_complete_H7",
+        noticed_by="offload/test_disk_failures.py::test_a_file_has_its_entry_name_only_once_it_is_complete_H7",
     ),
     Equivalent(
         Mutation(
@@ -208,7 +209,7 @@ EQUIVALENT = (
             ),
         ),
         "a write that fails raises, so its fence says so, too",
-        noticed_by="tiers/test_disk_failures.py::test_a_failed_write_leaves_no_entry_and_no_file_H9",
+        noticed_by="offload/test_disk_failures.py::test_a_failed_write_leaves_no_entry_and_no_file_H9",
     ),
     Equivalent(
         Mutation(
@@ -221,7 +222,7 @@ EQUIVALENT = (
             needs=frozenset({"disk", "restart"}),
         ),
         "a read looks for the entry under its own name and does not find it: a miss",
-        noticed_by="tiers/test_disk.py::test_the_temporary_file_of_a_killed_process_is_removed",
+        noticed_by="offload/test_disk.py::test_the_temporary_file_of_a_killed_process_is_removed",
     ),
     Equivalent(
         Mutation(
@@ -234,7 +235,7 @@ EQUIVALENT = (
             needs=frozenset({"disk", "restart"}),
         ),
         _VERIFIED,
-        noticed_by="tiers/test_disk.py::test_a_file_of_the_wrong_size_or_place_is_removed_and_counted_at_open",
+        noticed_by="offload/test_disk.py::test_a_file_of_the_wrong_size_or_place_is_removed_and_counted_at_open",
     ),
     Equivalent(
         Mutation(
@@ -247,7 +248,7 @@ EQUIVALENT = (
             needs=frozenset({"disk", "restart"}),
         ),
         "equal keys mean equal bytes: either will do",
-        noticed_by="tiers/test_disk.py::test_of_two_files_of_one_key_the_later_one_is_served",
+        noticed_by="offload/test_disk.py::test_of_two_files_of_one_key_the_later_one_is_served",
     ),
     Equivalent(
         Mutation(
@@ -260,7 +261,7 @@ EQUIVALENT = (
             needs=frozenset({"disk", "restart"}),
         ),
         "its keys are other ones, and so are its headers: nothing is found",
-        noticed_by="tiers/test_disk_refusals.py::test_another_layout_is_refused",
+        noticed_by="offload/test_disk_refusals.py::test_another_layout_is_refused",
     ),
     Equivalent(
         Mutation(
@@ -271,8 +272,8 @@ EQUIVALENT = (
             new="",
             removes="two engines write one directory and delete each other's entries",
         ),
-        "a schedule has one engine at a time; tests/tiers/test_disk_processes.py has two",
-        noticed_by="tiers/test_disk_refusals.py::test_a_second_engine_on_the_directory_is_refused_and_the_first_goes_on",
+        "a schedule has one engine at a time; tests/offload/test_disk_processes.py has two",
+        noticed_by="offload/test_disk_refusals.py::test_a_second_engine_on_the_directory_is_refused_and_the_first_goes_on",
     ),
     Equivalent(
         Mutation(
@@ -285,7 +286,7 @@ EQUIVALENT = (
             needs=frozenset({"disk", "failing_tier", "reset"}),
         ),
         "a good entry is lost: a miss",
-        noticed_by="tiers/test_disk_index.py::test_a_late_forget_does_not_drop_a_newer_write_of_the_key",
+        noticed_by="offload/test_disk_index.py::test_a_late_forget_does_not_drop_a_newer_write_of_the_key",
     ),
     Equivalent(
         Mutation(
@@ -312,7 +313,7 @@ EQUIVALENT = (
             removes="files that nobody knows of take room until the next open",
             needs=frozenset({"disk", "failing_tier"}),
         ),
-        "they hold what their names say, so the next open may serve them; tests/tiers/test_disk_machine.py counts the files",
+        "they hold what their names say, so the next open may serve them; tests/offload/test_disk_machine.py counts the files",
     ),
     Equivalent(
         Mutation(
@@ -324,13 +325,22 @@ EQUIVALENT = (
             removes="what was forgotten takes room until the tier is closed",
             needs=frozenset({"disk", "reset"}),
         ),
-        "they hold what their names say; tests/tiers/test_disk_machine.py counts the files",
+        "they hold what their names say; tests/offload/test_disk_machine.py counts the files",
     ),
 )
 
 _GUARD = "raises when the index's user broke a rule; the rule itself has its mutation"
 
 EXEMPT = (
+    Exempt(f"{_TIERS}.registry:open_tiers", "undo.callback(tier.close)", "of an engine that was never built"),
+    Exempt(
+        f"{_TIERS}.stack:TierStack.close", "ends.callback(tier.close)", "the process may end without it: see kill -9"
+    ),
+    Exempt(
+        f"{_DISK}:_open",
+        "fingerprint=context.fingerprint,",
+        "a schedule opens its disk itself; see disk-of-other-weights-is-refused",
+    ),
     Exempt(f"{_INDEX}.clear", "self.drop([*self._slots, *self._writing])", "see reset-forgets-entries"),
     Exempt(f"{_INDEX}.publish", "    self._end(grant)\n    self._slots", "see grant-ends"),
     Exempt(f"{_INDEX}.abandon", "self._end(grant)", "see grant-ends"),

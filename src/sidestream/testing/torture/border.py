@@ -14,14 +14,14 @@ from typing import Any
 
 import msgspec
 
-from sidestream.client.base import Answer
-from sidestream.client.engine_server import EngineServer, facts_of
-from sidestream.client.messages import Packer, Reply, from_front_end
+from sidestream.client.base import OutputQueue
+from sidestream.client.engine_server import EngineServer, engine_info
+from sidestream.client.messages import FrameEncoder, Reply, decoder_of_requests
 from sidestream.client.remote import RemoteClient
 from sidestream.config import SamplingParams
 from sidestream.engine import Engine, Handle
 from sidestream.errors import SidestreamError
-from sidestream.schedule.admission import CheckedRequest
+from sidestream.schedule.validation import CheckedRequest
 from sidestream.testing.wire import Wire, WireLoop, WireSelector, wire_pair
 from sidestream.types import Delta
 
@@ -39,7 +39,7 @@ class _Reader:
     """A client that reads its answer until no sample is left: `reading` goes on once `until` is done."""
 
     number: int
-    answer: Answer
+    answer: OutputQueue
     left: set[int]
     reading: Coroutine[Any, Any, Delta] | None = None
     until: asyncio.Future[None] | None = None
@@ -111,9 +111,14 @@ class Border:
         self._selector = WireSelector(rng)
         owner, self._owner = wire_pair(rng, capacity=_UNBOUNDED)
         # No number that another process would write with more or fewer bytes: the same seed is to cut the same frames.
-        facts = msgspec.structs.replace(facts_of(engine, model="toy", model_name="toy"), pid=0)
+        info = msgspec.structs.replace(engine_info(engine, model="toy", model_name="toy"), pid=0)
         self._server = EngineServer(
-            engine, facts, owner.as_socket, packer=Packer(), unpacker=from_front_end(), selector=self._selector
+            engine,
+            info,
+            owner.as_socket,
+            encoder=FrameEncoder(),
+            decoder=decoder_of_requests(),
+            selector=self._selector,
         )
         self._runs_ahead = False
         self._turning = False
@@ -140,7 +145,7 @@ class Border:
             return set()
         index = self._rng.choice((None, *range(reader.answer.num_samples))) if reader.answer.num_samples > 1 else None
         with seat.loop.running():
-            seat.client.end(reader.answer, self._rng.choice(("abort", "stop")), index=index)
+            seat.client.abort(reader.answer, self._rng.choice(("abort", "stop")), index=index)
         ended = set(reader.left) if index is None else reader.left & {index}
         reader.left -= ended
         return ended
@@ -163,7 +168,7 @@ class Border:
     def _sit(self) -> _Seat:
         theirs, ours = wire_pair(self._rng, capacity=self._capacity)
         self._server.attach(theirs.as_socket)
-        ours.wait = lambda: self._server.turn(0.0)
+        ours.wait = lambda: self._server.run_once(0.0)
         return _Seat(ours)
 
     # ------------------------------------------------------------------ time
@@ -196,7 +201,7 @@ class Border:
         self._server.finish(Reply(0))
 
     def _look(self, share: float) -> None:
-        actors = [lambda: self._server.turn(0.0), *(seat.loop.turn for seat in self._seats)]
+        actors = [lambda: self._server.run_once(0.0), *(seat.loop.turn for seat in self._seats)]
         actors += [lambda seat=seat: seat.read(self._tell, self._fail) for seat in self._seats]  # type: ignore[misc]
         self._rng.shuffle(actors)
         for actor in actors:
@@ -221,7 +226,9 @@ class Border:
             not any(wire.incoming and not wire.closed for wire in wires)
             and not any(seat.client._unsent for seat in self._seats)
             and not any(
-                reader.answer._news or reader.answer._error for seat in self._seats for reader in seat.readers.values()
+                reader.answer._deltas or reader.answer._error
+                for seat in self._seats
+                for reader in seat.readers.values()
             )
             and not any(front_end.has_rest or front_end._streams for front_end in self._server._front_ends)
             and len(self._server._front_ends) == sum(not seat.wire.closed for seat in self._seats)
@@ -233,6 +240,6 @@ class Border:
         for place, seat in enumerate(self._seats):
             kept[f"streams of front end {place}"] = seat.client._streams
         for place, front_end in enumerate(self._server._front_ends):
-            for name in ("ids", "told", "streams", "tokens", "details", "unsent"):
+            for name in ("ids", "known_streams", "streams", "tokens", "details", "unsent"):
                 kept[f"{name} of connection {place}"] = getattr(front_end, f"_{name}")
         return {name: len(things) for name, things in kept.items() if things}

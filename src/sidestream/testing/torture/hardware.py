@@ -22,6 +22,7 @@ import torch
 from sidestream.config import unknown_name
 from sidestream.device.cpu import CpuDevice
 from sidestream.device.cuda import CudaDevice
+from sidestream.device.kinds import CPU, CUDA
 from sidestream.errors import ConfigError, InvariantError
 from sidestream.kv.layout import KVLayout
 from sidestream.testing.checker import Checker
@@ -30,7 +31,7 @@ from sidestream.testing.rig import Rig
 from sidestream.testing.torture.narrow import narrow_lanes
 from sidestream.testing.torture.traffic import Habits, Meddler, Tally, Traffic
 
-DEVICES = ("cpu", "cuda")
+DEVICES = (CPU, CUDA)
 
 NOT_ON_HARDWARE: dict[str, str] = {
     "disk-": "there is no disk: its reads and writes are threads of the host on every device",
@@ -46,7 +47,7 @@ NOT_ON_HARDWARE: dict[str, str] = {
 }
 """Beginnings of the names of mutations of the transfer engine that are left to the simulated device, and why.
 
-The rooms `schedule`, `execute`, `engine` and `tiers` have no part in this traffic.
+The rooms `schedule`, `runner`, `engine` and `tiers` have no part in this traffic.
 """
 
 # Of the pools' rules those that make a stream wait; the others are a ledger's, the same on every device.
@@ -104,7 +105,7 @@ _LARGE = KVLayout(
 #            64 KiB    stores by the batch call, loads by kernels
 #            striped   two-dimensional copies both ways
 #            apart     the batch call both ways, piece by piece
-#            narrow    by kernels both ways, two blocks in a piece, and the mover always has something else to do
+#            narrow    by kernels both ways, two blocks in a piece, and the offload worker always has something else to do
 WORLDS = (
     World("4 KiB blocks", _SMALL, 1, 1536, 3072, Habits(longest=700, delay=_USUAL)),
     World("64 KiB blocks", _MIDDLE, 1, 384, 768, Habits(longest=128, delay=_USUAL)),
@@ -271,7 +272,7 @@ def _run_late(
 def _traffic(kind: str, world: World, *, seed: int, tally: Tally, checker: Checker | None = None) -> Iterator[Traffic]:
     """A device and everything around it, for one world."""
     device = open_device(kind, checker)
-    layout = world.layout if kind == "cuda" else replace(world.layout, block_tokens=1)  # a CPU copies every byte itself
+    layout = world.layout if kind == CUDA else replace(world.layout, block_tokens=1)  # a CPU copies every byte itself
     device.segment_bytes = world.group_layers * layout.layer_bytes
     meddler = Meddler(device, world.habits, seed=seed)
     rig, traffic = None, None
@@ -299,7 +300,7 @@ def _traffic(kind: str, world: World, *, seed: int, tally: Tally, checker: Check
         if rig is not None:
             rig.transfers.close()
         tally.failed_slices += meddler.failed
-        if kind == "cuda":
+        if kind == CUDA:
             gc.collect()
             torch.cuda.empty_cache()  # what steps of streams that are gone left behind
         logging.getLogger("sidestream").setLevel(level)
@@ -308,7 +309,7 @@ def _traffic(kind: str, world: World, *, seed: int, tally: Tally, checker: Check
 def open_device(kind: str, checker: Checker | None = None) -> CpuDevice | CudaDevice:
     """A real device, ready. Raises ConfigError when there is no such one."""
     _check_kind(kind)
-    if kind == "cpu":
+    if kind == CPU:
         return CpuDevice(compute_threads=1, tracer=checker)
     device = CudaDevice(tracer=checker)
     device.warm_up()
@@ -321,4 +322,4 @@ def _check_kind(kind: str) -> None:
 
 
 def _round_blocks(kind: str) -> int:
-    return 20_000 if kind == "cuda" else 2_000
+    return 20_000 if kind == CUDA else 2_000

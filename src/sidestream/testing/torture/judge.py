@@ -8,7 +8,7 @@ the engine.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence, Sized
+from collections.abc import Iterator, Sequence
 
 from sidestream.engine import Engine
 from sidestream.errors import InvariantError
@@ -34,9 +34,9 @@ def unbalanced(engine: Engine, disk: ScriptedTier | None) -> Iterator[str]:
             yield f"{things} {name} are kept"
     pools = [
         parts.blocks,
-        parts.scheduler._rows,
+        parts.scheduler.slots,
         parts.executor._mailbox._pool,
-        *([parts.host.pool] if parts.host is not None else []),
+        *([parts.tiers.host.pool] if parts.tiers is not None else []),
     ]
     for pool in pools:
         try:
@@ -84,7 +84,7 @@ def still_findable(engine: Engine, disk: ScriptedTier | None) -> Iterator[str]:
     parts = engine.parts
     counts = {
         "device": parts.blocks.num_keys,
-        "host": parts.host.pool.num_keys if parts.host else 0,
+        "host": parts.tiers.host.pool.num_keys if parts.tiers else 0,
         "disk": len(disk.index) if disk else 0,
     }
     for tier, count in counts.items():
@@ -95,7 +95,7 @@ def still_findable(engine: Engine, disk: ScriptedTier | None) -> Iterator[str]:
 def wrong_blocks(engine: Engine, device: ScriptedDevice, reference: Reference) -> Iterator[str]:
     """Blocks of device and host tier that are findable under a key, but do not hold what it stands for."""
     parts = engine.parts
-    tiers = [("kv", parts.blocks), *([("host", parts.host.pool)] if parts.host is not None else [])]
+    tiers = [("kv", parts.blocks), *([("host", parts.tiers.host.pool)] if parts.tiers is not None else [])]
     for memory, pool in tiers:
         data, size = device.memory(memory).data.numpy(), parts.layout.block_bytes
         for key, item in _findable(pool):
@@ -174,20 +174,5 @@ def _findable(pool: FencedPool) -> list[tuple[Key, int]]:
 
 def _kept(engine: Engine) -> dict[str, int]:
     """How many things are kept by request, transfer or step."""
-    scheduler, transfers = engine.parts.scheduler, engine.parts.transfers
-    kept: dict[str, Sized] = {
-        "sessions": engine._sessions,
-        "requests": scheduler._requests,
-        "queued requests": scheduler._queue,
-        "running requests": scheduler._running,
-        "awaited keys": scheduler._coming,
-    }
-    if transfers is not None:
-        mover = transfers._mover
-        kept["orders"], kept["news"] = transfers._orders, transfers._news
-        kept["unsettled orders"], kept["loads of requests"] = mover._unsettled, transfers._loads
-        kept["later stores"] = mover._later
-        kept["copies to the host"], kept["copies to the device"] = mover._to_host, mover._to_device
-        for name in ("ended_copies", "arriving", "storing", "stores", "loads", "writes", "reads", "waiters"):
-            kept[name] = getattr(mover, f"_{name}")
-    return {name: len(things) for name, things in kept.items()}
+    kept = {"output streams": len(engine.streams), **engine.parts.scheduler.sizes()}
+    return kept if engine.parts.transfers is None else kept | engine.parts.transfers.sizes()

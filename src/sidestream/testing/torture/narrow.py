@@ -6,10 +6,10 @@ import contextlib
 from collections.abc import Iterator
 from dataclasses import replace
 
-from sidestream.transfer import mover, pacing
-from sidestream.transfer.pacing import Pace
+from sidestream.offload import pacing
+from sidestream.offload.pacing import Pace
 
-_PIECES = {"_BLOCKS_A_TURN": 2, "_LOAD_BYTES": 0, "_LAST_BYTES": 0}
+_PIECES = {"BLOCKS_PER_TURN": 2, "LOAD_PIECE_BYTES": 0, "LAST_PIECE_BYTES": 0}
 
 
 @contextlib.contextmanager
@@ -19,14 +19,14 @@ def narrow_lanes(*, in_flight: int = 3) -> Iterator[None]:
 
     Three, so that an earlier layer may fail when all was given to the device.
     """
-    lanes, kept = (pacing.TO_HOST, pacing.TO_DEVICE), {name: getattr(mover, name) for name in _PIECES}
+    lanes, kept = (pacing.TO_HOST, pacing.TO_DEVICE), {name: getattr(pacing, name) for name in _PIECES}
     pacing.TO_HOST, pacing.TO_DEVICE = (_narrow(pace, in_flight) for pace in lanes)
-    vars(mover).update(_PIECES)
+    vars(pacing).update(_PIECES)
     try:
         yield
     finally:
         pacing.TO_HOST, pacing.TO_DEVICE = lanes
-        vars(mover).update(kept)
+        vars(pacing).update(kept)
 
 
 def _narrow(pace: Pace, in_flight: int) -> Pace:

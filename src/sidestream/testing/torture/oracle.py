@@ -148,7 +148,7 @@ def _blocks_of(model: ScriptedModel, tokens: Sequence[int], *, hidden: bool) -> 
     everything = torch.arange(computed)
     batch = PagedBatch(
         kv=kv,
-        slots=everything,
+        slot_mapping=everything,
         block_tables=torch.arange(count)[None],
         cu_seqlens_q=(0, computed),
         kv_lens=(computed,),

@@ -19,9 +19,9 @@ from sidestream.device.base import Device, Memory, Stream, no_accesses
 from sidestream.errors import ConfigError
 from sidestream.kv.layout import KVLayout
 from sidestream.kv.pool import merge_fences
+from sidestream.offload.copy import BlockMemory
+from sidestream.offload.tiers.host import HostTier
 from sidestream.testing.rig import busy
-from sidestream.tiers.host import HostTier
-from sidestream.transfer.copy import BlockMemory
 from sidestream.types import Access, Fence, Key
 
 Words = npt.NDArray[np.int64]

@@ -20,9 +20,11 @@ from sidestream.device.sim import Deadlock, Policy
 from sidestream.device.sim.policies import HOST, Choice
 from sidestream.engine import Engine, Handle, build_engine
 from sidestream.errors import SidestreamError
-from sidestream.execute.executor import LaunchedStep
-from sidestream.execute.frame import Shape
-from sidestream.schedule.scheduler import Committed
+from sidestream.offload import tier_io
+from sidestream.offload.loads import layers_per_group
+from sidestream.runner.executor import LaunchedStep
+from sidestream.runner.frame import GraphKey
+from sidestream.schedule.commit import Committed
 from sidestream.testing.checker import Checker
 from sidestream.testing.findings import Finding as Objection
 from sidestream.testing.tokenizer import ToyTokenizer
@@ -41,8 +43,6 @@ from sidestream.testing.torture.script import Scratch, Script, ScriptedDevice, S
 from sidestream.testing.torture.trace import Recorder, TraceLine
 from sidestream.testing.torture.workload import LOAD_DEADLINE_S, Event, Workload
 from sidestream.testing.toy import ToyDraftHead, ToyProposer
-from sidestream.tiers.index import MEDIUM
-from sidestream.transfer import mover
 from sidestream.types import BatchPlan, Delta, Fence, LayerGates, RowResult
 
 ORACLES = ("checker", "tokens", "accept lengths", "content", "balance", "answered", "deadlock", "no progress", "error")
@@ -151,15 +151,15 @@ def _stage(workload: Workload) -> Iterator[None]:
         logging.getLogger("sidestream").level,
         torch.get_num_threads(),
     )
-    disk_pause_s = mover._DISK_PAUSE_S
+    pause_s = tier_io.PAUSE_S
     logger.setLevel(logging.CRITICAL + 1)
     torch.set_num_threads(1)
-    mover._DISK_PAUSE_S = LOAD_DEADLINE_S
+    tier_io.PAUSE_S = LOAD_DEADLINE_S
     try:
         with narrow_lanes() if workload.layer_groups else contextlib.nullcontext():
             yield
     finally:
-        mover._DISK_PAUSE_S = disk_pause_s
+        tier_io.PAUSE_S = pause_s
         torch.set_num_threads(threads)
         logger.setLevel(level)
 
@@ -206,13 +206,13 @@ class _Life:
                 _config(workload, self.model),
                 device=self.device,
                 threaded=False,
-                disk=self.disk,
+                tiers=None if self.disk is None else {"disk": self.disk},
                 proposer=ToyProposer(self.head, model=self.model if workload.leaves_hidden else None),
             )
             if (
                 workload.layer_groups
             ):  # steps join loads that are far from their end: what that costs is nobody's concern here
-                self.engine._lead_s = lambda: math.inf  # type: ignore[method-assign]
+                self.engine.loop.times.lead_s = lambda: math.inf  # type: ignore[method-assign]
             if workload.captured:
                 self._capture(workload)
         except BaseException:
@@ -225,13 +225,13 @@ class _Life:
         """
         parts, layout = self.engine.parts, self.model.layout
         few = (
-            [Shape(workload.max_running, 0, workload.drafts, together=1), Shape(workload.max_running, 0)]
+            [GraphKey(workload.max_running, 0, workload.drafts, together=1), GraphKey(workload.max_running, 0)]
             if workload.drafts
             else []
         )
         parts.executor.capture(
-            [Shape(workload.max_running, workload.chunk_tokens, workload.drafts), *few],
-            gate_layers=0 if parts.transfers is None else mover.layers_per_group(layout, self.device.segment_bytes),
+            [GraphKey(workload.max_running, workload.chunk_tokens, workload.drafts), *few],
+            gate_layers=0 if parts.transfers is None else layers_per_group(layout, self.device.segment_bytes),
         )
 
     def crash(self) -> None:
@@ -244,8 +244,7 @@ class _Life:
             self.disk.crash()
 
     def _poison(self, memory: str, start: int, stop: int, after: Sequence[Fence]) -> None:
-        if memory != MEDIUM:
-            self.device.poison(memory, start, stop, after)
+        self.device.poison(memory, start, stop, after)
 
     def _actor(self) -> str:
         return self.device.turns.current.name if hasattr(self, "device") else HOST
@@ -528,7 +527,7 @@ class _Schedule:
     def _busy(self) -> bool:
         engine = self._life.engine
         transfers = engine.parts.transfers
-        return engine._previous is not None or (transfers is not None and transfers.busy)
+        return engine.loop.in_flight is not None or (transfers is not None and transfers.busy)
 
     # ------------------------------------------------------------------ judging
 

@@ -19,16 +19,17 @@ from typing import Any
 import numpy as np
 import torch
 
-from sidestream.attention.paged import AttentionBatch, PagedBatch
+from sidestream.attention.interface import AttentionBatch
+from sidestream.attention.paged import PagedBatch
 from sidestream.device.base import CopyBatch, Memory
 from sidestream.device.sim import SimDevice, SimStream
 from sidestream.errors import InvariantError, TierCorrupt, TierError, TierFull
-from sidestream.execute.model import Left
 from sidestream.kv.layout import KVLayout
+from sidestream.offload.tiers.base import Block
+from sidestream.offload.tiers.disk import DiskTier, entry_bytes
+from sidestream.offload.tiers.index import Entry, TierIndex, WriteGrant
+from sidestream.runner.model import Left
 from sidestream.testing.torture.workload import Fault, Operation, Workload
-from sidestream.tiers.base import Block
-from sidestream.tiers.disk import DiskTier, entry_bytes
-from sidestream.tiers.index import Entry, TierIndex, WriteGrant
 from sidestream.types import Tracer
 
 
@@ -179,7 +180,7 @@ class ScriptedModel:
             given[0].fill_(torch.nan)
             for last in logit_rows.tolist():  # only rows with logits: of the others, nobody could know
                 row = bisect_left(batch.cu_seqlens_q, last + 1) - 1
-                slots = batch.slots[batch.cu_seqlens_q[row] : last + 1]
+                slots = batch.slot_mapping[batch.cu_seqlens_q[row] : last + 1]
                 batch.kv[slots // self.layout.block_tokens, :, :, slots % self.layout.block_tokens] = -1.0
         return given[0]
 

@@ -23,9 +23,9 @@ from sidestream.device.cpu import CpuDevice
 from sidestream.device.cuda import CudaDevice
 from sidestream.engine import Engine, Handle, build_engine
 from sidestream.errors import ConfigError
-from sidestream.execute.executor import Work
-from sidestream.execute.frame import TableChanges
-from sidestream.execute.mailbox import Letter
+from sidestream.runner.executor import Work
+from sidestream.runner.frame import TableChanges
+from sidestream.runner.mailbox import MailboxEntry
 from sidestream.testing.rig import busy
 from sidestream.testing.torture.hardware import open_device
 from sidestream.testing.torture.traffic import Habits, Meddler, draw_delay
@@ -108,7 +108,7 @@ def torture_service(
         if not engine.flush(timeout_s=_PATIENCE_S):
             report.find("transfers did not end")
         report.preemptions = engine.parts.scheduler.num_preemptions
-        for pool in (engine.parts.blocks, engine.parts.host.pool if engine.parts.host else engine.parts.blocks):
+        for pool in (engine.parts.blocks, engine.parts.tiers.host.pool if engine.parts.tiers else engine.parts.blocks):
             pool.check()
             if pool.num_used:
                 report.find(f"{pool.num_used} of {pool.name} are still in use though all has ended")
@@ -237,9 +237,9 @@ def _hold_up_steps(engine: Engine, device: CpuDevice | CudaDevice, seed: int) ->
     executor, rng = engine.parts.executor, random.Random(seed + 1)
     run = executor._run
 
-    def late(batch: BatchPlan, changes: TableChanges, work: Work, letter: Letter) -> None:
+    def late(batch: BatchPlan, changes: TableChanges, work: Work, entry: MailboxEntry) -> None:
         busy(device, draw_delay(rng, _HABITS))
-        run(batch, changes, work, letter)
+        run(batch, changes, work, entry)
 
     executor._run = late  # type: ignore[method-assign]
 

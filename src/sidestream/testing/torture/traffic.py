@@ -30,9 +30,9 @@ from sidestream.device.cpu import CpuDevice
 from sidestream.device.cuda import CudaDevice
 from sidestream.errors import DeviceError
 from sidestream.kv.pool import Lease, PoolExhausted
+from sidestream.offload.connector import LoadFailed, LoadReady, TransferEvent
 from sidestream.testing.rig import Rig, busy
 from sidestream.testing.torture.patterns import Found, Patterns, Words, describe, stamp_of, wrong_slots
-from sidestream.transfer.engine import LoadFailed, LoadReady, TransferEvent
 from sidestream.types import BatchPlan, Fence, Key, LoadPlan, RequestId, RowPlan, StorePlan
 
 _LOOKS = 4096

@@ -22,8 +22,7 @@ from sidestream.cli.bench.serving.workload import NEARLY, Loads, Workload
 from sidestream.cli.declare import Command
 from sidestream.cli.options import engine_config, options_of
 from sidestream.config import EngineConfig, SamplingParams
-from sidestream.engine.loop import Engine
-from sidestream.engine.session import Sink
+from sidestream.engine import Engine, Sink
 from sidestream.errors import SidestreamError
 from sidestream.types import Delta
 
@@ -125,7 +124,7 @@ class _Asked:
     client: int
     round: int
     sent_ns: int
-    tell: Callable[[_Asked], None]
+    on_end: Callable[[_Asked], None]
     times: list[int] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
     error: str | None = None
@@ -139,7 +138,7 @@ class _Asked:
         if delta.finish_reason is not None:
             self.ended_ns = time.perf_counter_ns()
             self.error = delta.error
-            self.tell(self)
+            self.on_end(self)
 
     def answer(self, detokenizer: Callable[[], object] | None) -> Answer:
         """What a client of a server would have had."""

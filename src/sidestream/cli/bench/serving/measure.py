@@ -22,6 +22,7 @@ from sidestream.cli.bench.serving.baseline import EngineAlone
 from sidestream.cli.bench.serving.clients import Clients, Target
 from sidestream.cli.bench.serving.server import Server, ended_by_sigterm, fetch, metric
 from sidestream.cli.bench.serving.workload import Loads
+from sidestream.device.kinds import CPU, CUDA
 from sidestream.errors import SidestreamError
 
 SERVED = "served"
@@ -44,9 +45,9 @@ class Limits:
 
 _GPU_SIZES = frozenset({1, 32, 128, 256})
 LIMITS = {
-    ("qwen3-8b", "cuda"): Limits(0.97, _GPU_SIZES, on_gpu=True),
-    ("llama-3.2-1b", "cuda"): Limits(0.90, _GPU_SIZES, on_gpu=True),
-    ("smollm2-135m-instruct", "cpu"): Limits(0.95, frozenset({8}), on_gpu=False),
+    ("qwen3-8b", CUDA): Limits(0.97, _GPU_SIZES, on_gpu=True),
+    ("llama-3.2-1b", CUDA): Limits(0.90, _GPU_SIZES, on_gpu=True),
+    ("smollm2-135m-instruct", CPU): Limits(0.95, frozenset({8}), on_gpu=False),
 }
 """By the model's or shape's name and the device. Others have no bounds."""
 _NO_LIMITS = Limits(0.0, frozenset(), on_gpu=False)
@@ -60,7 +61,7 @@ def measure(
     repetitions: Sequence[Sequence[Loads]],
     engine_arguments: Sequence[str],
     serve_arguments: Sequence[str],
-    tell: Callable[[str], None],
+    on_progress: Callable[[str], None],
 ) -> list[Figure]:
     """Ask the engine in process, and a server in front of the same engine, the same; never both at once. Figures are
     medians.
@@ -76,20 +77,20 @@ def measure(
     limits = LIMITS.get((name, device), _NO_LIMITS)
     measured: list[list[Figure]] = []
     with ended_by_sigterm(), EngineAlone(path, engine_arguments, text_of=1) as alone:
-        tell("the engine in process")
-        if device != "cpu":
+        on_progress("the engine in process")
+        if device != CPU:
             engines = [[alone.measure(load) for load in loads] for loads in repetitions]
             alone.close()
-        tell("starting the server")
+        on_progress("starting the server")
         with Server(path, arguments) as server:
             for number, loads in enumerate(repetitions):
                 engine, served = list[Measured](), list[Measured]()
                 for load in loads:
-                    tell(f"{load.loop.clients} clients, {number + 1} of {len(repetitions)}")
-                    engine.append(alone.measure(load) if device == "cpu" else engines[number][len(engine)])
+                    on_progress(f"{load.loop.clients} clients, {number + 1} of {len(repetitions)}")
+                    engine.append(alone.measure(load) if device == CPU else engines[number][len(engine)])
                     served += measure_url(server.url, _MODEL, [load], lambda text: None, steps=True)
                 measured.append(
-                    _figures(served, engine, [load.loop.clients for load in loads], limits, exact=device == "cpu")
+                    _figures(served, engine, [load.loop.clients for load in loads], limits, exact=device == CPU)
                 )
     return medians(measured)
 
@@ -123,13 +124,13 @@ def _figures(
 
 
 def measure_url(
-    url: str, model: str, loads: Sequence[Loads], tell: Callable[[str], None], *, steps: bool
+    url: str, model: str, loads: Sequence[Loads], on_progress: Callable[[str], None], *, steps: bool
 ) -> list[Measured]:
     """Ask a server that runs. `steps`: read the engine's step times from the /metrics of a Sidestream server."""
     measured = []
     with Clients(Target.at(url, model), most=max(load.loop.clients for load in loads)) as clients:
         for load in loads:
-            tell(f"{load.loop.clients} clients")
+            on_progress(f"{load.loop.clients} clients")
             clients.run(load.warm)
             loop = clients.run(load.loop)
             marks: dict[str, StepsSoFar] = {}
@@ -209,12 +210,14 @@ def _texts(measured: Measured) -> list[str]:
     return [answer.text for answer in sorted(measured.loop, key=lambda answer: (answer.client, answer.round))]
 
 
-def measure_against(url: str, *, label: str, loads: Sequence[Loads], tell: Callable[[str], None]) -> list[Figure]:
+def measure_against(
+    url: str, *, label: str, loads: Sequence[Loads], on_progress: Callable[[str], None]
+) -> list[Figure]:
     """Ask a server that runs already, of any make. Raises SidestreamError when it serves no model."""
     url = url.rstrip("/")
     Target.at(url, "")  # refuses what is no http URL before anything is fetched
     model = served_model(url)
-    measured = measure_url(url, model, loads, tell, steps=False)
+    measured = measure_url(url, model, loads, on_progress, steps=False)
     return [figure for load, one in zip(loads, measured, strict=True) for figure in row(label, load.loop.clients, one)]
 
 

@@ -33,7 +33,7 @@ def measure_slow_readers(
     connections: int,
     load: Loads,
     arguments: Sequence[str],
-    tell: Callable[[str], None],
+    on_progress: Callable[[str], None],
 ) -> list[Figure]:
     """Tokens a second of `load`'s clients while `slow` others read a byte a second, over the mean of before and after.
 
@@ -46,7 +46,7 @@ def measure_slow_readers(
         raise ConfigError(
             f"--connections is {connections}, fewer than {slow} slow readers and {load.loop.clients} clients: give more"
         )
-    tell("starting the server")
+    on_progress("starting the server")
     with ended_by_sigterm(), Server(path, [*arguments, "--served-model-name", _MODEL]) as server:
         target = Target.at(server.url, _MODEL)
         with Clients(target, most=load.loop.clients) as clients, _Crowd(target) as crowd:
@@ -55,13 +55,13 @@ def measure_slow_readers(
             rates = []
             for number, readers in enumerate((0, slow, 0)):
                 if readers:
-                    tell(f"{slow} slow readers ask")
+                    on_progress(f"{slow} slow readers ask")
                     ended = _num_ended(server.url)
                     crowd.ask(
                         Workload("slow", slow, 1, load.loop.prompt_tokens, load.loop.output_tokens, load.loop.ids)
                     )
                     _wait_until_drawn(server.url, ended + slow)
-                tell(f"{load.loop.clients} clients, {readers} slow readers")
+                on_progress(f"{load.loop.clients} clients, {readers} slow readers")
                 run = _with_seed(load.loop, f"others {number}")
                 answers = clients.run(run)
                 rates.append(tokens_per_second(answers, full_window(answers)))

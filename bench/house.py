@@ -1,0 +1,253 @@
+"""Figures of the source itself: sizes, import circles, prose, and the files that one request's tokens go through.
+
+`make figures` prints them; `tests/test_house.py` holds them to their bounds. Reads the source as text and syntax trees;
+only `files_of_a_request` runs it.
+"""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import io
+import json
+import queue
+import re
+import sys
+import tempfile
+import threading
+import tokenize
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = ROOT / "src" / "sidestream"
+
+# What ships for tests and measurements, and not for serving.
+BESIDE_PRODUCT = ("testing", "cli/bench")
+# Words that stand for a noun which the sentence does not name.
+VAGUE = ("what", "nobody", "whoever")
+
+
+def sources(*, product_only: bool = False) -> dict[Path, str]:
+    """Text of the package's modules, by path relative to the package."""
+    found = {path.relative_to(PACKAGE): path.read_text(encoding="utf-8") for path in sorted(PACKAGE.rglob("*.py"))}
+    if not product_only:
+        return found
+    return {path: text for path, text in found.items() if not path.as_posix().startswith(BESIDE_PRODUCT)}
+
+
+def product_lines() -> int:
+    """Lines of the product: all but the proof kit and the benchmarks."""
+    return sum(text.count("\n") for text in sources(product_only=True).values())
+
+
+def longest_functions(count: int = 5) -> list[tuple[int, str]]:
+    """Lines and names of the longest functions; GPU kernels, which Triton wants in one piece, do not count."""
+    return _longest((ast.FunctionDef, ast.AsyncFunctionDef), count)
+
+
+def longest_classes(count: int = 5) -> list[tuple[int, str]]:
+    """Lines and names of the longest classes."""
+    return _longest((ast.ClassDef,), count)
+
+
+def _longest(kinds: tuple[type[ast.AST], ...], count: int) -> list[tuple[int, str]]:
+    found = []
+    for path, text in sources().items():
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, kinds) and not _is_kernel(node):
+                found.append((node.end_lineno - node.lineno + 1, f"{path.as_posix()}:{node.name}"))  # type: ignore[attr-defined]
+    return sorted(found, reverse=True)[:count]
+
+
+def _is_kernel(node: ast.AST) -> bool:
+    return any("jit" in ast.unparse(decorator) for decorator in getattr(node, "decorator_list", ()))
+
+
+def import_circles() -> list[tuple[str, ...]]:
+    """Groups of modules that import each other, directly or not, inside functions as well."""
+    graph = {_module_of(path): _imports(text) for path, text in sources().items()}
+    return sorted(group for group in _strong_components({name: found & graph.keys() for name, found in graph.items()}))
+
+
+def _module_of(path: Path) -> str:
+    parts = ["sidestream", *path.with_suffix("").parts]
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def _imports(text: str) -> set[str]:
+    found: set[str] = set()
+    for node in _outside_type_checking(ast.parse(text)):
+        if isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            # A name may be a module of the package, or something that the package's own module holds.
+            found.update({node.module, *(f"{node.module}.{alias.name}" for alias in node.names)})
+    return found
+
+
+def _outside_type_checking(node: ast.AST) -> Iterator[ast.AST]:
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
+            continue
+        yield child
+        yield from _outside_type_checking(child)
+
+
+def _strong_components(graph: Mapping[str, set[str]]) -> Iterator[tuple[str, ...]]:
+    """Tarjan's strongly connected components with more than one node."""
+    order: dict[str, int] = {}
+    low: dict[str, int] = {}
+    stack: list[str] = []
+    done: set[str] = set()
+
+    def visit(name: str) -> Iterator[tuple[str, ...]]:
+        order[name] = low[name] = len(order)
+        stack.append(name)
+        for target in sorted(graph[name] - {name}):
+            if target not in order:
+                yield from visit(target)
+                low[name] = min(low[name], low[target])
+            elif target not in done:
+                low[name] = min(low[name], order[target])
+        if low[name] == order[name]:
+            group = stack[stack.index(name) :]
+            del stack[stack.index(name) :]
+            done.update(group)
+            if len(group) > 1:
+                yield tuple(sorted(group))
+
+    for name in graph:
+        if name not in order:
+            yield from visit(name)
+
+
+def vague_words_per_thousand() -> float:
+    """How many words of comments and docstrings are `VAGUE`, in a thousand."""
+    words: Counter[str] = Counter()
+    for text in sources().values():
+        words.update(re.findall(r"[a-z]+(?:'[a-z]+)?", " ".join(prose(text)).lower()))
+    return 1000 * sum(words[word] for word in VAGUE) / words.total()
+
+
+def prose(text: str) -> Iterator[str]:
+    """Comments and docstrings of a module."""
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type == tokenize.COMMENT:
+            yield token.string.lstrip("# ")
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            yield ast.get_docstring(node) or ""
+
+
+class FilesRun:
+    """Files of the product in which functions were called while it recorded, on threads that began after it did."""
+
+    def __init__(self) -> None:
+        self._seen: set[str] = set()
+        self._records = False
+        threading.setprofile(self._note)
+        sys.setprofile(self._note)
+
+    def _note(self, frame: FrameType, event: str, argument: Any) -> None:
+        if self._records and event == "call":
+            self._seen.add(frame.f_code.co_filename)
+
+    def record(self, *, on: bool) -> None:
+        """Begin to record, or stop."""
+        self._records = on
+
+    def end(self) -> list[str]:
+        """Take the profile function off, and return the files, relative to the package."""
+        sys.setprofile(None)
+        threading.setprofile(None)  # type: ignore[arg-type]
+        inside = (
+            Path(name).relative_to(PACKAGE).as_posix() for name in self._seen if Path(name).is_relative_to(PACKAGE)
+        )
+        return sorted(name for name in inside if not name.startswith(BESIDE_PRODUCT))
+
+
+def files_of_a_request(directory: Path) -> list[str]:
+    """Files that a prompt's tokens go through: over HTTP to the engine, through the model, to host and disk, back from
+    there when they are asked again, and out as a stream. A tiny model in one process; the start is not counted.
+    """
+    import httpx
+
+    from sidestream import AsyncLLM, OffloadConfig
+    from sidestream.server import RunningServer, ServerOptions, serve
+    from sidestream.testing.tiny_models import tiny_model_dir
+
+    files = FilesRun()
+    try:
+        model = tiny_model_dir("llama", directory / "model", 1)
+        tiers = OffloadConfig(host="64KiB", disk=directory / "kv", disk_capacity="64MiB")
+        llm = AsyncLLM(model, engine_process=False, kv_memory="256KiB", max_model_len=256, offload=tiers)
+        ready: queue.Queue[RunningServer] = queue.Queue()
+        server = threading.Thread(target=serve, args=(llm, ServerOptions(port=0)), kwargs={"on_ready": ready.put})
+        server.start()
+        running = ready.get(timeout=30)
+        try:
+            with httpx.Client(base_url=running.url, timeout=30) as client:
+                _ask(client, "a" * 100)
+                files.record(on=True)
+                _ask(client, "b" * 100)
+                for text in "cdefghijklmnop":
+                    asyncio.run(llm.flush())
+                    _ask(client, text * 100)
+                asyncio.run(llm.flush())
+                cached = _ask(client, "b" * 100)
+                files.record(on=False)
+        finally:
+            running.stop()
+            server.join(30)
+            asyncio.run(llm.close())
+    finally:
+        found = files.end()
+    if not cached:
+        raise AssertionError("the first prompt did not come back from a tier")
+    return found
+
+
+def _ask(client: Any, prompt: str) -> int:
+    """Stream a short answer; how many of the prompt's tokens came from a cache."""
+    asked = {
+        "model": "model",
+        "prompt": prompt,
+        "max_tokens": 4,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    with client.stream("POST", "/v1/completions", json=asked) as reply:
+        reply.raise_for_status()
+        lines = [line.removeprefix("data: ") for line in reply.iter_lines() if line.startswith("data: {")]
+    usage = next(found["usage"] for found in map(json.loads, reversed(lines)) if found.get("usage"))
+    return int((usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0)
+
+
+def main() -> None:
+    """Print the figures as JSON."""
+    runner = [path for path in sources() if path.parts[0] in ("runner", "execute")]
+    with tempfile.TemporaryDirectory() as directory:
+        hops = files_of_a_request(Path(directory))
+    json.dump(
+        {
+            "product_lines": product_lines(),
+            "runner_modules": len([path for path in runner if path.name != "__init__.py"]),
+            "import_circles": import_circles(),
+            "longest_functions": longest_functions(),
+            "longest_classes": longest_classes(),
+            "vague_words_per_thousand": round(vague_words_per_thousand(), 1),
+            "files_of_a_request": len(hops),
+            "which_files": hops,
+        },
+        sys.stdout,
+        indent=2,
+    )
+    print()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,176 @@
+"""The interface of attention backends: what a backend is made from, what it makes of each step, what a layer calls.
+
+Knows nothing of requests or streams. A batch is used by the thread, and on the stream, that owns the forward pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+
+def ungated(layer: int) -> None:
+    """The gate of a batch that waits for no load."""
+
+
+@dataclass(frozen=True, slots=True)
+class KVShape:
+    """The KV of a draft model, whose layers differ from the pool's own, and the heads of its attention."""
+
+    num_layers: int
+    kv_heads: int
+    head_dim: int
+    heads: int
+
+    def values(self, block_tokens: int) -> int:
+        """Numbers that a block holds for these layers."""
+        return self.num_layers * 2 * block_tokens * self.kv_heads * self.head_dim
+
+    def at_the_end_of(self, kv: torch.Tensor) -> torch.Tensor:
+        """A view of the last numbers of each block of a pool: `[blocks, num_layers, 2, block_tokens, kv_heads,
+        head_dim]`.
+        """
+        blocks, block_tokens = kv.shape[0], kv.shape[3]
+        shape = (self.num_layers, 2, block_tokens, self.kv_heads, self.head_dim)
+        return kv.view(blocks, -1)[:, -self.values(block_tokens) :].view(blocks, *shape)
+
+
+class Attended(Protocol):
+    """The part of a batch that one layer uses."""
+
+    @property
+    def slot_mapping(self) -> torch.Tensor:
+        """int64 [T]: where each packed token's keys and values go."""
+        ...
+
+    def layer(self, index: int) -> torch.Tensor:
+        """One layer's pool `[blocks, 2, block_tokens, kv_heads, head_dim]`."""
+        ...
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        layer: int,
+        *,
+        scale: float,
+        sliding_window: int | None = None,
+        softcap: float | None = None,
+    ) -> torch.Tensor:
+        """Write the batch's keys and values into the pool, then attend; returns `[T, heads, head_dim]`.
+
+        query [T, heads, head_dim] · key, value [T, kv_heads, head_dim], in the pool's dtype. heads is a multiple of
+        kv_heads; query head h reads kv head h // (heads / kv_heads). A query at position p sees positions
+        `(p - sliding_window, p]`. `softcap` bounds the scores: softcap * tanh(score / softcap).
+        """
+        ...
+
+
+class AttentionBatch(Attended, Protocol):
+    """A packed batch as a model's layers see it."""
+
+    def over(self, shape: KVShape) -> AttentionBatch:
+        """The same rows in the KV of another model, at the end of the same blocks. It waits for no load."""
+        ...
+
+    def write(self, key: torch.Tensor, value: torch.Tensor, layer: int) -> None:
+        """Write keys and values into the pool, as `attend` does first."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HostLengths:
+    """Lengths of a batch's rows that the host knows: `cu_seqlens_q` and `kv_lens` of `BatchRows`."""
+
+    cu_seqlens_q: tuple[int, ...]
+    kv_lens: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BatchRows:
+    """How a packed batch of T tokens in B rows lies in the pool.
+
+    slot_mapping     int64 [T]: block_id * block_tokens + offset of each packed token; negative: padding
+    block_tables     integers [B, max_blocks]
+    cu_seqlens_q     integers [B + 1]: where each row's queries begin in the packed tokens, and where the last row's end
+    kv_lens          integers [B]: length of each row's KV, this step's tokens included; a row's queries are the last
+    decode_rows      the first rows decode, with at most `decode_queries` tokens each
+    short_rows       the rows after these have at most `short_queries` tokens each
+    host             lengths of the rows, if the host knows them; else a backend that needs them reads the tensors
+    """
+
+    slot_mapping: torch.Tensor
+    block_tables: torch.Tensor
+    cu_seqlens_q: torch.Tensor
+    kv_lens: torch.Tensor
+    decode_rows: int
+    decode_queries: int = 1
+    short_rows: int = 0
+    short_queries: int = 1
+    host: HostLengths | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionSpec:
+    """What an engine needs of its attention.
+
+    heads, kv_heads, head_dim, dtype   of the model
+    query_tokens   tokens of decode rows and short rows in one step, at most
+    draft          heads of a draft model that shares the backend; None: there is none
+    """
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+    device: torch.device
+    query_tokens: int
+    draft: KVShape | None = None
+
+
+class AttentionBackend(Protocol):
+    """One implementation of attention on one device, with the buffers that all steps share. Made once per engine."""
+
+    @classmethod
+    def supports(cls, device: torch.device) -> bool:
+        """Whether the backend runs on the device."""
+        ...
+
+    @classmethod
+    def token_bytes(cls, spec: AttentionSpec) -> int:
+        """Bytes of device memory that `create` takes for each token of the longest row."""
+        ...
+
+    @classmethod
+    def create(cls, spec: AttentionSpec, *, kv_tokens: int, chunk_tokens: int) -> AttentionBackend:
+        """Allocate the buffers for rows of up to `kv_tokens` and chunks of up to `chunk_tokens` tokens.
+
+        Raises torch.OutOfMemoryError.
+        """
+        ...
+
+    @property
+    def table_dtype(self) -> torch.dtype:
+        """Integers of the block tables. A kernel is compiled for one type."""
+        ...
+
+    @property
+    def max_kv_tokens(self) -> int | None:
+        """Tokens that the longest row may have; None: any number."""
+        ...
+
+    @property
+    def reads_lengths_on_host(self) -> bool:
+        """Whether `batch` needs the lengths of the rows on the host. Then a batch has no padding."""
+        ...
+
+    def batch(self, kv: torch.Tensor, rows: BatchRows, before_layer: Callable[[int], None]) -> AttentionBatch:
+        """The batch of one step over the pool `[blocks, layers, 2, block_tokens, kv_heads, head_dim]`.
+
+        before_layer   is called with i before layer i of the pool is written or read
+        """
+        ...

@@ -1,0 +1,90 @@
+"""The attention backend of GPUs: Triton kernels, and the buffers that their steps share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from sidestream.attention.interface import AttentionSpec, BatchRows
+from sidestream.attention.triton.batch import LONG_TOKENS, ContiguousKV, DeviceBatch, SplitKVWorkspace
+from sidestream.device.kinds import on_gpu
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TritonAttention:
+    """See `AttentionBackend`. Rows that decode and short rows are reduced in splits, the others in one pass: which way
+    a row goes is part of what its bits depend on.
+
+    workspace    partial results of rows in splits
+    contiguous   memory for a long chunk's KV; None: every row is read from its blocks
+    """
+
+    workspace: SplitKVWorkspace
+    contiguous: ContiguousKV | None = None
+
+    @classmethod
+    def supports(cls, device: torch.device) -> bool:
+        """See `AttentionBackend.supports`."""
+        return on_gpu(device)
+
+    @classmethod
+    def token_bytes(cls, spec: AttentionSpec) -> int:
+        """See `AttentionBackend.token_bytes`."""
+        splits = SplitKVWorkspace.token_bytes(spec.query_tokens, heads=spec.heads, head_dim=spec.head_dim)
+        return splits + 2 * spec.kv_heads * spec.head_dim * spec.dtype.itemsize
+
+    @classmethod
+    def create(cls, spec: AttentionSpec, *, kv_tokens: int, chunk_tokens: int) -> TritonAttention:
+        """See `AttentionBackend.create`."""
+        workspace = SplitKVWorkspace.allocate(
+            query_tokens=spec.query_tokens,
+            kv_tokens=kv_tokens,
+            heads=spec.heads,
+            head_dim=spec.head_dim,
+            device=spec.device,
+            also=spec.draft,
+        )
+        if chunk_tokens < LONG_TOKENS:  # a warm-up chunk would not compile the kernels for long chunks
+            return cls(workspace)
+        contiguous = ContiguousKV.allocate(
+            kv_heads=spec.kv_heads,
+            head_dim=spec.head_dim,
+            kv_tokens=workspace.kv_tokens,  # captured block tables are as long
+            dtype=spec.dtype,
+            device=spec.device,
+        )
+        return cls(workspace, contiguous)
+
+    @property
+    def table_dtype(self) -> torch.dtype:
+        """See `AttentionBackend.table_dtype`."""
+        return torch.int32
+
+    @property
+    def max_kv_tokens(self) -> int:
+        """See `AttentionBackend.max_kv_tokens`."""
+        return self.workspace.kv_tokens
+
+    @property
+    def reads_lengths_on_host(self) -> bool:
+        """See `AttentionBackend.reads_lengths_on_host`."""
+        return False
+
+    def batch(self, kv: torch.Tensor, rows: BatchRows, before_layer: Callable[[int], None]) -> DeviceBatch:
+        """See `AttentionBackend.batch`."""
+        return DeviceBatch(
+            kv=kv,
+            slot_mapping=rows.slot_mapping,
+            block_tables=rows.block_tables,
+            cu_seqlens_q=rows.cu_seqlens_q,
+            kv_lens=rows.kv_lens,
+            split_rows=rows.decode_rows,
+            split_queries=rows.decode_queries,
+            short_rows=rows.short_rows,
+            short_queries=rows.short_queries,
+            workspace=self.workspace,
+            contiguous=self.contiguous,
+            before_layer=before_layer,
+        )

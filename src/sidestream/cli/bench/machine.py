@@ -1,0 +1,109 @@
+"""Measures this machine's copies and disk for `sidestream doctor`: about a third of a second for each copy.
+
+The disk is measured through the disk tier itself, with blocks of the demo model.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from sidestream.config import EngineConfig
+
+if TYPE_CHECKING:
+    from sidestream.device.base import CopyBatch, Device
+    from sidestream.offload.tiers.disk import DiskTier
+
+_MIB = 1 << 20
+_COPY_BYTES = 64 * _MIB
+_COPY_S = 0.3
+DISK_BYTES = 96 * _MIB
+
+
+def copy_speeds(kind: str) -> tuple[float, float]:
+    """Bytes a second from host memory to the device `kind` and back, on streams of their own, like loads and stores."""
+    import numpy as np
+
+    from sidestream.device.base import CopyBatch
+    from sidestream.device.cpu import CpuDevice
+    from sidestream.device.cuda import CudaDevice
+    from sidestream.device.kinds import CPU
+
+    device: Device = CpuDevice() if kind == CPU else CudaDevice()
+    try:
+        host, memory = device.allocate_host("host", _COPY_BYTES), device.allocate("kv", _COPY_BYTES)
+        host.data.fill_(1)
+        start = np.zeros(1, np.int64)
+        load = _copy_speed(device, CopyBatch(host, memory, start, start, _COPY_BYTES))
+        return load, _copy_speed(device, CopyBatch(memory, host, start, start, _COPY_BYTES))
+    finally:
+        device.close()
+
+
+def _copy_speed(device: Device, batch: CopyBatch) -> float:
+    stream = device.stream(f"{batch.source.name} to {batch.target.name}")
+    device.wait_host(stream.submit(lambda: stream.copy(batch)), reason="warm up")  # touches the pages
+    copies, started_s = 0, time.monotonic()
+    while time.monotonic() - started_s < _COPY_S:
+        device.wait_host(stream.submit(lambda: stream.copy(batch)), reason="measure")
+        copies += 1
+    return copies * batch.num_bytes / (time.monotonic() - started_s)
+
+
+def disk_speeds(directory: Path, dtype: str) -> dict[str, float]:
+    """Bytes a second of the disk tier: `write`, `write_synced` (to the medium), `read` (without the page cache)."""
+    from sidestream.kv.layout import KVLayout
+    from sidestream.offload.tiers.disk import DiskTier, entry_bytes
+
+    layout = KVLayout(
+        num_layers=30, num_kv_heads=3, head_dim=64, block_tokens=EngineConfig().block_tokens, dtype=dtype
+    )  # the demo model's
+    num_blocks = DISK_BYTES // layout.block_bytes
+    with tempfile.TemporaryDirectory(prefix=".sidestream-doctor-", dir=directory) as scratch:
+        tier = DiskTier.open(
+            scratch, layout=layout, fingerprint="doctor", capacity_bytes=(num_blocks + 1) * entry_bytes(layout)
+        )
+        try:
+            write_s, sync_s, read_s = _time_blocks(tier, Path(scratch), num_blocks, layout.block_bytes)
+        finally:
+            tier.close()
+    moved = num_blocks * layout.block_bytes
+    return {"write": moved / write_s, "write_synced": moved / (write_s + sync_s), "read": moved / read_s}
+
+
+def _time_blocks(tier: DiskTier, scratch: Path, num_blocks: int, block_bytes: int) -> tuple[float, float, float]:
+    """Seconds to write, to sync and to read the blocks."""
+    keys = [index.to_bytes(16, "big") for index in range(num_blocks)]
+    payload = memoryview(os.urandom(block_bytes))  # random: a disk that compresses must not look fast
+    out = memoryview(bytearray(block_bytes))
+    grants = [grant for key in keys if (grant := tier.index.reserve(key)) is not None]
+    started_s = time.monotonic()
+    for grant in grants:
+        tier.write(grant, payload)
+    written_s = time.monotonic()
+    _sync_and_drop_cache(scratch)
+    synced_s = time.monotonic()
+    for grant in grants:
+        tier.index.publish(grant)
+    lease = tier.index.pin(keys)
+    reading_s = time.monotonic()
+    for entry in lease.entries:
+        tier.read(entry, out)
+    read_s = time.monotonic() - reading_s
+    lease.release()
+    return written_s - started_s, synced_s - written_s, read_s
+
+
+def _sync_and_drop_cache(scratch: Path) -> None:
+    """Write every file to the medium and drop it from the page cache, as a later process would find it."""
+    for path in scratch.rglob("*-*"):
+        if path.is_file():
+            descriptor = os.open(path, os.O_RDONLY)
+            try:
+                os.fsync(descriptor)
+                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+            finally:
+                os.close(descriptor)

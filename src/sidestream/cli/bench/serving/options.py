@@ -1,0 +1,232 @@
+"""The options of `sidestream bench serve`, and the numbers of clients, tokens and repetitions that they ask for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from sidestream.cli.bench.options import check_at_least, label, was_given
+from sidestream.cli.bench.serving.workload import Loads, loads_of
+from sidestream.cli.declare import option, whole
+from sidestream.device.kinds import CPU, CUDA
+from sidestream.errors import ConfigError
+
+_MAX_CLIENTS = 4096
+_DEFAULT_CLIENTS = {CPU: "1,8", CUDA: "1,32,128,256"}
+_DEFAULT_PROMPT_TOKENS = {CPU: 64, CUDA: 512}
+_DEFAULT_OUTPUT_TOKENS = {CPU: 64, CUDA: 128}
+_DEFAULT_REPETITIONS = {CPU: 5, CUDA: 1}
+# Parameters that each mode would ignore.
+_UNUSED = {
+    "--against": {
+        "model",
+        "device",
+        "shape",
+        "tokenizer",
+        "checkpoint",
+        "engine_option",
+        "serve_option",
+        "slow_readers",
+        "connections",
+        "repetitions",
+    },
+    "--slow-readers": {"label", "beside", "repetitions"},
+    "neither --against nor --slow-readers": {"connections", "label", "beside"},
+}
+
+RandomShape = Annotated[
+    str | None,
+    option(
+        "--shape",
+        metavar="SHAPE",
+        help="Serve random weights in place of MODEL: qwen3-8b, llama-3.2-1b, qwen3-0.6b or tiny.",
+        show_default=False,
+    ),
+]
+TokenizerDir = Annotated[
+    Path | None,
+    option(
+        "--tokenizer",
+        metavar="DIR",
+        help="Model whose tokenizer random weights get.",
+        show_default="the demo model",
+    ),
+]
+CheckpointDir = Annotated[
+    Path | None,
+    option(
+        "--checkpoint",
+        metavar="DIR",
+        help="Keep random weights here for further runs.",
+        show_default="a temporary directory",
+    ),
+]
+ClientCounts = Annotated[
+    str | None,
+    option(
+        "--clients", metavar="N,N", help="Numbers of clients to measure.", show_default="1,8; on a GPU 1,32,128,256"
+    ),
+]
+PromptTokens = Annotated[
+    int | None,
+    option("--prompt-tokens", metavar="N", help="Tokens of each prompt.", show_default="64; on a GPU 512", parse=whole),
+]
+OutputTokens = Annotated[
+    int | None,
+    option("--output-tokens", metavar="N", help="Tokens of each answer.", show_default="64; on a GPU 128", parse=whole),
+]
+Rounds = Annotated[
+    int,
+    option(
+        "--rounds", metavar="N", help="Requests that each client sends in turn; one client: 17 or more.", parse=whole
+    ),
+]
+Repetitions = Annotated[
+    int | None,
+    option(
+        "--repetitions",
+        metavar="N",
+        help="Times that engine and server are measured in turn; figures are medians.",
+        show_default="5; on a GPU 1",
+        parse=whole,
+    ),
+]
+EngineOptions = Annotated[
+    list[str] | None,
+    option(
+        "--engine-option",
+        metavar="NAME=VALUE",
+        help="Engine option of `sidestream serve`, such as max-running=64; may be given several times.",
+        show_default=False,
+    ),
+]
+ServeOptions = Annotated[
+    list[str] | None,
+    option(
+        "--serve-option",
+        metavar="NAME=VALUE",
+        help="Other option of `sidestream serve`; may be given several times.",
+        show_default=False,
+    ),
+]
+SlowReaders = Annotated[
+    int,
+    option(
+        "--slow-readers",
+        metavar="N",
+        help="Measure instead what N clients that read a byte a second cost the others.",
+        parse=whole,
+    ),
+]
+Connections = Annotated[
+    int,
+    option(
+        "--connections",
+        metavar="N",
+        help="With --slow-readers, open connections in all; the rest is idle.",
+        parse=whole,
+    ),
+]
+Against = Annotated[
+    str | None,
+    option("--against", metavar="URL", help="Measure a server that runs already, of any make.", show_default=False),
+]
+Label = Annotated[str, option("--label", metavar="NAME", help="With --against, start of its figures' names.")]
+Beside = Annotated[
+    list[Path] | None,
+    option(
+        "--beside",
+        metavar="FILE",
+        help="With --against, earlier result of this command to compare with; may be given several times.",
+        show_default=False,
+    ),
+]
+
+
+@dataclass(frozen=True, slots=True)
+class LoadSizes:
+    """The numbers that describe the load.
+
+    clients       numbers of clients, each measured by itself
+    rounds        requests that each client sends in turn
+    repetitions   times that engine and server are measured in turn
+    """
+
+    clients: tuple[int, ...]
+    prompt_tokens: int
+    output_tokens: int
+    rounds: int
+    repetitions: int
+
+    @classmethod
+    def of_options(
+        cls,
+        device: str,
+        *,
+        clients: str | None,
+        prompt_tokens: int | None,
+        output_tokens: int | None,
+        rounds: int,
+        repetitions: int | None,
+    ) -> LoadSizes:
+        """The options' values, or the device's defaults where an option is None. Raises ConfigError."""
+        sizes = cls(
+            _client_counts(clients or _DEFAULT_CLIENTS[device]),
+            _DEFAULT_PROMPT_TOKENS[device] if prompt_tokens is None else prompt_tokens,
+            _DEFAULT_OUTPUT_TOKENS[device] if output_tokens is None else output_tokens,
+            rounds,
+            _DEFAULT_REPETITIONS[device] if repetitions is None else repetitions,
+        )
+        check_at_least(
+            {
+                "prompt_tokens": (sizes.prompt_tokens, 1),
+                "output_tokens": (sizes.output_tokens, 2),
+                "rounds": (sizes.rounds, 2),
+                "repetitions": (sizes.repetitions, 1),
+            }
+        )
+        return sizes
+
+    def loads(self, ids: int, repetition: int = 0) -> list[Loads]:
+        """One load for each number of clients; prompts are drawn from token ids below `ids`."""
+        return [
+            loads_of(
+                clients=clients,
+                rounds=self.rounds,
+                ids=ids,
+                repetition=repetition,
+                prompt_tokens=self.prompt_tokens,
+                output_tokens=self.output_tokens,
+            )
+            for clients in self.clients
+        ]
+
+
+def refuse_unused(context: typer.Context, mode: str) -> None:
+    """Raise ConfigError for an option on the command line that `mode` would ignore."""
+    for name in sorted(_UNUSED[mode]):
+        if was_given(context, name):
+            raise ConfigError(f"{label(name)} is {context.params[name]!r}, which is not used with {mode}: leave it out")
+
+
+def serve_arguments(options: list[str] | None) -> list[str]:
+    """`NAME=VALUE`, or `NAME` of an option without a value, as arguments of `sidestream serve`."""
+    return [f"--{name.removeprefix('--')}" for name in options or ()]
+
+
+def _client_counts(clients: str) -> tuple[int, ...]:
+    try:
+        counts = tuple(int(part) for part in clients.split(","))
+    except ValueError:
+        raise ConfigError(
+            f"--clients is {clients!r}: give whole numbers with commas between them, such as 1,32,128"
+        ) from None
+    for count in counts:
+        if not 1 <= count <= _MAX_CLIENTS:
+            raise ConfigError(f"--clients has {count}: each must be in [1, {_MAX_CLIENTS}]")
+    if len(set(counts)) < len(counts):
+        raise ConfigError(f"--clients is {clients!r}: give each number once")
+    return counts

@@ -1,0 +1,371 @@
+"""`sidestream torture`: runs seeded schedules on a simulated device, hunts mutations, and replays failed schedules."""
+
+from __future__ import annotations
+
+import contextlib
+import shlex
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from sidestream.cli.bench.options import was_given
+from sidestream.cli.bench.report import Figure, at_least, at_most, publish
+from sidestream.cli.bench.torture_device import show_campaign, show_hunt, show_service
+from sidestream.cli.declare import flag, number, option, whole
+from sidestream.cli.options import AsJson
+from sidestream.cli.progress import Steps
+from sidestream.errors import ConfigError
+
+if TYPE_CHECKING:
+    from sidestream.testing.torture import Failure, Hunt, Outcome, Report, Row
+
+_SCHEDULES = 2000
+_INTERRUPTED = 130
+_MAX_FAILURES = 3  # shrunk and shown for each campaign; there is rarely more than one cause
+_MAX_FINDINGS = 3  # shown for each failure; one missing edge often breaks several rules
+
+ShowProgress = Callable[[float, str], None]
+"""Moves the progress bar to a value, with a text beside it."""
+
+Names = Annotated[
+    list[str] | None, typer.Argument(metavar="NAME", help="With --mutations: only these.", show_default=False)
+]
+Schedules = Annotated[
+    int | None, option("--schedules", "N", "Schedules to run.", f"{_SCHEDULES}, or none with --mutations", whole)
+]
+Minutes = Annotated[float | None, option("--minutes", "M", "Run for so long instead.", False, number)]
+Seed = Annotated[int, option("--seed", "S", "Where drawing starts; same seed, same schedules.", parse=whole)]
+Policies = Annotated[
+    list[str] | None,
+    option(
+        "--policy",
+        "P",
+        "random, late, early, starve:STREAM or pct:DEPTH[:POINTS]; may be given several times.",
+        "all",
+    ),
+]
+Mutations = Annotated[bool, flag("--mutations", "Take rules out of the code, one by one: each must be missed.")]
+ReplayFile = Annotated[Path | None, option("--replay", "FILE", "Run a schedule that failed before.", False)]
+Workers = Annotated[int, option("--workers", "N", "Processes.", parse=whole)]
+Save = Annotated[Path, option("--save", "DIR", "Where failing schedules are written.")]
+OnDevice = Annotated[
+    str | None,
+    option(
+        "--device",
+        "D",
+        "Torture a real device: cuda, or cpu; the transfers alone, unless --requests.",
+        "a simulated one",
+    ),
+]
+Blocks = Annotated[
+    int | None,
+    option(
+        "--blocks",
+        "N",
+        "With --device: block transfers, at most so many for each of --mutations.",
+        "1,000,000 on cuda, 20,000 on cpu",
+        whole,
+    ),
+]
+Requests = Annotated[
+    int | None,
+    option("--requests", "N", "With --device: torture a whole engine on it, with so many requests.", False, whole),
+]
+CheckOrder = Annotated[
+    bool, flag("--check-order", "With --device: have the checker look on, at a tenth of the blocks.")
+]
+
+
+def torture(
+    context: typer.Context,
+    names: Names = None,
+    schedules: Schedules = None,
+    minutes: Minutes = None,
+    seed: Seed = 0,
+    policy: Policies = None,
+    mutations: Mutations = False,
+    replay: ReplayFile = None,
+    workers: Workers = 1,
+    save: Save = Path("runs/torture"),
+    device: OnDevice = None,
+    blocks: Blocks = None,
+    requests: Requests = None,
+    check_order: CheckOrder = False,
+    as_json: AsJson = False,
+) -> None:
+    """Run the engine on a simulated device, in orders that are allowed and unlikely, and judge all that comes of it."""
+    _check_options(context, names or [])
+    if device is not None:
+        with _bar("mutations" if mutations else "torture", None) as show:
+            if mutations:
+                good = show_hunt(device, names or [], seed=seed, blocks=blocks, as_json=as_json, show=show)
+            elif requests is not None:
+                good = show_service(device, seed=seed, requests=requests, as_json=as_json, show=show)
+            else:
+                good = show_campaign(
+                    device, seed=seed, blocks=blocks, check_order=check_order, as_json=as_json, show=show
+                )
+        if not good:
+            raise typer.Exit(1)
+        return
+    if replay is not None:
+        _replay(replay, as_json=as_json)
+        return
+    _make_directory(save)
+    figures: list[Figure] = []
+    details: dict[str, object] = {}
+    good, interrupted = True, False
+    if not mutations or schedules is not None or minutes is not None:
+        report = _campaign(_SCHEDULES if schedules is None else schedules, minutes, seed, policy, workers)
+        figures += _campaign_figures(report)
+        good, interrupted = not report.num_failures, report.interrupted
+        _show_failures(report, save)
+    if mutations and not interrupted:
+        found = _hunt(names or [], seed, workers)
+        figures += _hunt_figures(found)
+        details["mutations"] = [_as_json(row) for row in found.rows]
+        good, interrupted = good and not found.survivors, found.interrupted
+        _show_rows(found, save)
+    publish("torture", "toy", figures, as_json=as_json, console=Console(), details=details)
+    if not good:
+        raise typer.Exit(1)
+    if interrupted:
+        raise typer.Exit(_INTERRUPTED)
+
+
+def _check_options(context: typer.Context, names: Sequence[str]) -> None:
+    """Raise ConfigError for an option that would be ignored."""
+    of_device = {"device": "--device", "blocks": "--blocks", "requests": "--requests", "check_order": "--check-order"}
+    flags = {
+        name: f"--{name}" for name in ("schedules", "minutes", "seed", "policy", "mutations", "workers", "save")
+    } | of_device
+    given = [flag for name, flag in flags.items() if was_given(context, name)]
+    if was_given(context, "device"):
+        _check_device_options(context, given, names)
+    elif others := [flag for flag in of_device.values() if flag in given]:
+        raise ConfigError(f"{others[0]} is given without --device: give both, or leave it out")
+    elif was_given(context, "replay"):
+        if given or names:
+            raise ConfigError(f"--replay says all about its schedule: leave {(given or names)[0]} out")
+    elif names and "--mutations" not in given:
+        raise ConfigError(f"{names[0]} is given without --mutations: give both, or leave it out")
+    elif "--schedules" in given and "--minutes" in given:
+        raise ConfigError("--schedules and --minutes are both given: give how many, or how long")
+    elif "--policy" in given and "--mutations" in given and "--schedules" not in given and "--minutes" not in given:
+        raise ConfigError(
+            "--policy is given, and --mutations uses all policies: leave one of them out, or give --schedules too"
+        )
+
+
+def _check_device_options(context: typer.Context, given: Sequence[str], names: Sequence[str]) -> None:
+    """Raise ConfigError for an option that does not go with `--device`."""
+    without = [
+        flag
+        for flag in given
+        if flag not in ("--device", "--blocks", "--requests", "--check-order", "--seed", "--mutations")
+    ]
+    if was_given(context, "replay"):
+        without.append("--replay")
+    if without:
+        raise ConfigError(f"{without[0]} is for schedules of the simulated device: leave it or --device out")
+    if names and "--mutations" not in given:
+        raise ConfigError(f"{names[0]} is given without --mutations: give both, or leave it out")
+    if "--requests" in given and (
+        others := [flag for flag in ("--blocks", "--check-order", "--mutations") if flag in given]
+    ):
+        raise ConfigError(
+            f"--requests tortures a whole engine, {others[0]} is for transfers alone: leave one of them out"
+        )
+    if "--check-order" in given and "--mutations" in given:
+        raise ConfigError("--check-order is given, and --mutations is judged by bytes: leave one of them out")
+
+
+def _campaign(schedules: int, minutes: float | None, seed: int, policies: list[str] | None, workers: int) -> Report:
+    from sidestream.testing.torture import POLICIES, torture
+
+    with _bar("torture", schedules if minutes is None else minutes * 60) as show:
+
+        def on_progress(report: Report) -> None:
+            findings = f"{report.num_failures} findings, " if report.num_failures else ""
+            done = report.schedules if minutes is None else report.seconds
+            show(
+                done,
+                f"{report.schedules} schedules, {findings}{report.schedules_per_minute * report.workers:,.0f} a minute",
+            )
+
+        return torture(
+            schedules=schedules,
+            minutes=minutes,
+            seed=seed,
+            policies=policies or POLICIES,
+            workers=workers,
+            on_progress=on_progress,
+        )
+
+
+def _hunt(names: list[str], seed: int, workers: int) -> Hunt:
+    from sidestream.testing.torture import hunt
+
+    with _bar("mutations", None) as show:
+
+        def on_progress(found: Hunt) -> None:
+            show(len(found.rows) / found.total, f"{len(found.rows)} of {found.total}, {len(found.survivors)} survived")
+
+        return hunt(names, seed=seed, workers=workers, on_progress=on_progress)
+
+
+def _replay(path: Path, *, as_json: bool) -> None:
+    from sidestream.testing.mutations import find
+    from sidestream.testing.torture import load_replay, rerun
+
+    schedule = load_replay(path)
+    outcome = rerun(
+        schedule.workload, schedule.turns, mutation=None if schedule.mutation is None else find(schedule.mutation)
+    )
+    console = Console(stderr=as_json)
+    without = f", without {schedule.mutation}" if schedule.mutation else ""
+    _print(
+        console,
+        f"{path}: workload {schedule.workload.seed}{without}, {len(schedule.turns)} turns that are not whoever's runs",
+    )
+    _show_outcome(console, outcome, schedule.oracle)
+    if not outcome.findings:
+        _print(console, f"nothing is wrong any more; it was: {schedule.oracle}: {schedule.said}")
+    if as_json:
+        publish(
+            "torture",
+            "toy",
+            [Figure("schedules", 1, "schedules"), _findings(len(outcome.findings))],
+            as_json=True,
+            console=console,
+        )
+    if outcome.findings:
+        raise typer.Exit(1)
+
+
+# ------------------------------------------------------------------ output
+
+
+def _campaign_figures(report: Report) -> list[Figure]:
+    return [
+        Figure("schedules", report.schedules, "schedules"),
+        Figure("schedules_per_minute", report.schedules_per_minute, "schedules/min/core", at_least(1000)),
+        _findings(report.num_failures),
+        Figure("steps_per_schedule", report.steps / max(report.schedules, 1), "steps"),
+        Figure("decisions_per_schedule", report.decisions / max(report.schedules, 1), "decisions"),
+    ]
+
+
+def _findings(count: int) -> Figure:
+    return Figure("findings", count, "schedules", at_most(0))
+
+
+def _hunt_figures(found: Hunt) -> list[Figure]:
+    killed = [row.killed for row in found.rows if row.killed is not None]
+    return [
+        Figure("mutations_total", len(found.rows), "mutations"),
+        Figure("mutations_killed", len(killed), "mutations", at_least(len(found.rows))),
+        Figure("schedules_to_kill_max", max((one.after for one in killed), default=0), "schedules", at_most(500)),
+    ]
+
+
+def _as_json(row: Row) -> dict[str, object]:
+    """One row of the table as JSON values; `killed_after` is None for a survivor."""
+    killed = row.killed
+    after, oracle = (killed.after, killed.oracle) if killed is not None else (None, None)
+    return {"name": row.name, "hazard": row.hazard, "miniature": row.miniature, "killed_after": after, "oracle": oracle}
+
+
+def _show_rows(found: Hunt, save: Path) -> None:
+    """Print the table on standard error. A hunt for one mutation also saves the schedule that killed it."""
+    table = Table(title="mutations")
+    for heading in ("mutation", "hazard", "killed after", "by"):
+        table.add_column(heading, justify="right" if heading == "killed after" else "left")
+    for row in found.rows:
+        name = f"{row.name} (miniature)" if row.miniature else row.name
+        after, by = (str(row.killed.after), row.killed.oracle) if row.killed is not None else ("[red]survived[/]", "")
+        table.add_row(name, row.hazard, after, by)
+    console = Console(stderr=True)
+    console.print(table)
+    if len(found.rows) == 1 and (killed := found.rows[0].killed) is not None and killed.failure is not None:
+        _show_failure(console, killed.failure, save, found.rows[0].name)
+
+
+def _show_failures(report: Report, save: Path) -> None:
+    """Shrink and print the first failure of each oracle, with the command that replays it."""
+    console = Console(stderr=True)
+    first = {failure.outcome.oracles[0]: failure for failure in reversed(report.failures)}
+    shown = list(first.values())[:_MAX_FAILURES]
+    for failure in shown:
+        _show_failure(console, failure, save, None)
+    if report.num_failures > len(shown):
+        _print(
+            console,
+            f"\n{report.num_failures} schedules failed; shown is the first for each oracle that objected first, "
+            f"at most {_MAX_FAILURES}",
+        )
+
+
+def _show_failure(console: Console, failure: Failure, save: Path, mutation: str | None) -> None:
+    from sidestream.testing.mutations import find
+    from sidestream.testing.torture import Replay, shrink
+
+    with Steps() as steps:
+        steps.update("making the failure short")
+        short = shrink(failure, mutation=None if mutation is None else find(mutation))
+    oracle = failure.outcome.oracles[0]
+    name = mutation or f"{failure.workload.seed}-{failure.policy.replace(':', '-')}-{failure.seed}"
+    path = save / f"{name}.json"
+    said = next(finding.text for finding in short.outcome.findings if finding.oracle == oracle)
+    Replay(short.workload, short.turns, mutation, oracle, said).save(path)
+    _print(
+        console,
+        f"\nworkload {failure.workload.seed}, policy {failure.policy}, seed {failure.seed}: "
+        f"made short in {short.runs} runs",
+    )
+    _show_outcome(console, short.outcome, oracle)
+    _print(console, f"run it again: {shlex.join(['sidestream', 'torture', '--replay', str(path)])}")
+
+
+def _show_outcome(console: Console, outcome: Outcome, oracle: str) -> None:
+    """Print the interleaving and the findings of `oracle`; without any, those of the other oracles."""
+    from sidestream.testing.torture import explain, render
+
+    found = [finding for finding in outcome.findings if finding.oracle == oracle] or list(outcome.findings)
+    objection = outcome.objections[0] if outcome.objections and found[0].oracle == "checker" else None
+    console.print(
+        render(outcome.lines, objection, width=console.width), markup=False, highlight=False, no_wrap=True, crop=False
+    )
+    console.print()
+    for finding in found[:_MAX_FINDINGS]:
+        _print(console, f"{finding.oracle}: {finding.text}")
+    if len(found) > _MAX_FINDINGS:
+        _print(console, f"… and {len(found) - _MAX_FINDINGS} more like it")
+    if objection is not None and (story := explain(objection)):
+        _print(console, story)
+
+
+def _print(console: Console, text: str) -> None:
+    console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+def _make_directory(directory: Path) -> None:
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"--save {directory} cannot be made: {error.strerror or error}: give another directory"
+        ) from error
+
+
+@contextlib.contextmanager
+def _bar(step: str, total: float | None) -> Iterator[ShowProgress]:
+    """Progress on standard error. `total` None: the caller reports fractions of one."""
+    whole = 1.0 if total is None else total
+    with Steps() as steps:
+        steps.update(step, 0, whole, note="beginning")
+        yield lambda done, text: steps.update(step, done, whole, note=text)

@@ -1,0 +1,138 @@
+"""`sidestream torture --device`: block transfers on a real device, the hunt for mutations there, and a whole engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.table import Table
+
+from sidestream.cli.bench.report import Figure, at_least, at_most, publish
+from sidestream.device.kinds import CPU, CUDA
+
+if TYPE_CHECKING:
+    from sidestream.testing.torture import DeviceReport, Missed
+
+_BLOCKS = {CUDA: 1_000_000, CPU: 20_000}
+_WITH_CHECKER = 10
+_MAX_FINDINGS = 5
+_MAX_CHARS = 120
+
+ShowProgress = Callable[[float, str], None]
+
+
+def show_campaign(
+    device: str, *, seed: int, blocks: int | None, check_order: bool, as_json: bool, show: ShowProgress
+) -> bool:
+    """Run the campaign; print figures, and findings on standard error. True when there are none."""
+    from sidestream.testing.torture import torture_device
+
+    if blocks is None:
+        blocks = _BLOCKS.get(device, 1) // (_WITH_CHECKER if check_order else 1)
+    total = blocks
+    report = torture_device(
+        device,
+        blocks=blocks,
+        seed=seed,
+        check_order=check_order,
+        tell=lambda done, text: show(min(done / total, 1.0), f"{done:,} blocks, {text}"),
+    )
+    console = Console(stderr=True)
+    for text in (*report.tally.findings, *report.objections)[:_MAX_FINDINGS]:
+        console.print(text, markup=False, highlight=False, soft_wrap=True)
+    figures = _figures(report, least=blocks, checked=check_order)
+    return publish("torture", f"transfers on {device}", figures, as_json=as_json, console=Console())
+
+
+def show_hunt(
+    device: str, names: Sequence[str], *, seed: int, blocks: int | None, as_json: bool, show: ShowProgress
+) -> bool:
+    """Hunt the mutations; print figures, and the table on standard error. True when all were killed."""
+    from sidestream.testing.torture import HUNT_BLOCKS, ON_HARDWARE, hunt_device
+
+    total = len(names) or len(ON_HARDWARE)
+    rows = hunt_device(
+        device,
+        names,
+        blocks=HUNT_BLOCKS if blocks is None else blocks,
+        seed=seed,
+        tell=lambda done, name: show(done / total, f"{done} of {total}, {name}"),
+    )
+    killed = [row.after for row in rows if row.after is not None]
+    figures = [
+        Figure("mutations_total", len(rows), "mutations"),
+        Figure("mutations_killed", len(killed), "mutations", at_least(len(rows))),
+        Figure("blocks_to_kill_max", max(killed, default=0), "blocks"),
+    ]
+    _show_rows(rows)
+    details = {
+        "mutations": [
+            {"name": row.name, "hazard": row.hazard, "killed_after": row.after, "said": row.said} for row in rows
+        ]
+    }
+    return publish("torture", f"transfers on {device}", figures, as_json=as_json, console=Console(), details=details)
+
+
+def show_service(device: str, *, seed: int, requests: int, as_json: bool, show: ShowProgress) -> bool:
+    """Run an engine; print figures, and findings on standard error. True when there are none."""
+    from sidestream.testing.torture import torture_service
+
+    report = torture_service(
+        device,
+        requests=requests,
+        seed=seed,
+        tell=lambda done, text: show(done / requests, f"{done:,} of {requests:,} requests, {text}"),
+    )
+    console = Console(stderr=True)
+    for text in report.findings[:_MAX_FINDINGS]:
+        console.print(text, markup=False, highlight=False, soft_wrap=True)
+    figures = [
+        Figure("torture_requests", report.requests, "requests", at_least(requests)),
+        Figure("torture_wrong_answers", report.wrong, "findings", at_most(0)),
+        Figure("tokens", report.tokens, "tokens"),
+        Figure("tokens_found_on_device", report.from_device, "tokens"),
+        Figure("tokens_found_on_host", report.from_host, "tokens"),
+        Figure("requests_aborted", report.aborted, "requests"),
+        Figure("drafts_accepted", report.accepted, "tokens"),
+        Figure("preemptions", report.preemptions, "preemptions"),
+        Figure("resets", report.resets, "resets"),
+        Figure("failed_slices", report.failed_slices, "slices"),
+        Figure("seconds", report.seconds, "s"),
+    ]
+    return publish("torture", f"toy on {device}", figures, as_json=as_json, console=Console())
+
+
+def _figures(report: DeviceReport, *, least: int, checked: bool) -> list[Figure]:
+    tally = report.tally
+    figures = [
+        Figure("torture_blocks", tally.blocks, "blocks", at_least(least)),
+        Figure("torture_wrong", tally.wrong, "blocks", at_most(0)),
+        Figure("blocks_per_second", tally.blocks / max(report.seconds, 1e-9), "blocks/s"),
+        Figure("blocks_stored", tally.stored, "blocks"),
+        Figure("blocks_loaded", tally.loaded, "blocks"),
+        Figure("blocks_missed", tally.missed, "blocks"),
+        Figure("blocks_found_on_device", tally.hits, "blocks"),
+        Figure("blocks_aborted", tally.aborted, "blocks"),
+        Figure("blocks_reused_in_use", tally.reused, "blocks"),
+        Figure("resets", tally.resets, "resets"),
+        Figure("failed_slices", tally.failed_slices, "slices"),
+        Figure("seconds", report.seconds, "s"),
+    ]
+    if checked:
+        figures.append(Figure("findings", len(report.objections), "findings", at_most(0)))
+    return figures
+
+
+def _show_rows(rows: Sequence[Missed]) -> None:
+    table = Table(title="mutations")
+    for heading in ("mutation", "hazard", "blocks", "seen by"):
+        table.add_column(heading, justify="right" if heading == "blocks" else "left")
+    for row in rows:
+        table.add_row(
+            row.name,
+            row.hazard,
+            f"{row.after:,}" if row.after is not None else "[red]survived[/]",
+            row.said[:_MAX_CHARS],
+        )
+    Console(stderr=True).print(table)

@@ -1,0 +1,46 @@
+"""The side stream of a CUDA stream: runs a part of its work concurrently; in a captured graph, a branch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+from sidestream.device.cuda.driver import Driver
+
+
+class SideStream:
+    """Made with its first work. Its kernels have the lowest priority. `external` is torch's object for the main stream.
+
+    handle   the driver's handle; None: it has had no work
+    active   it has work that the main stream has not joined
+    """
+
+    def __init__(self, driver: Driver, external: Any) -> None:
+        self.handle: int | None = None
+        self.active = False
+        self._driver = driver
+        self._main = external
+        self._external: Any = None
+        self._current: AbstractContextManager[Any] | None = None
+
+    def enqueue(self, work: Callable[[], None]) -> None:
+        """Enqueue `work` after everything that the main stream has so far."""
+        if self._current is None:
+            self.handle = self._driver.make_stream(high=False)
+            self._external = self._driver.external(self.handle)
+            self._current = self._driver.current(self._external)
+        fork = self._driver.event()
+        fork.record(self._main)
+        fork.wait(self._external)
+        self.active = True
+        with self._current:
+            work()
+
+    def join(self) -> None:
+        """Make the main stream wait for the side stream's work."""
+        if self.active:
+            event = self._driver.event()
+            event.record(self._external)
+            event.wait(self._main)
+            self.active = False

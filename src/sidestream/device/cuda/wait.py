@@ -1,0 +1,67 @@
+"""Blocks the engine thread until work on the GPU ends: sleeps, then polls, then blocks in the driver."""
+
+from __future__ import annotations
+
+import time
+
+from sidestream.device.channel import Bell
+from sidestream.device.cuda.fences import CudaFence
+from sidestream.device.cuda.forecast import Forecast
+from sidestream.types import Fence
+
+# Polling starts this long before the forecast end: a sleep ends late, and the thread needs the interpreter lock then.
+_AHEAD_S = 1e-3
+# Polling lasts this long after the forecast end, a usual error of the forecast; then the thread blocks in the driver.
+_POLLING_S = 1e-3
+# Longest sleep: the forecast may be wrong, as when an earlier step waited for a load and this one does not.
+_NAP_S = 500e-6
+
+
+class FenceWaiter:
+    """Waits of one thread, with a forecast of the end for each stream."""
+
+    def __init__(self) -> None:
+        self.forecasts: dict[str, Forecast] = {}
+        self._interrupted: tuple[CudaFence, tuple[str, float]] | None = None  # a wait that a bell ended, and its work
+
+    def is_done(self, fence: Fence) -> bool:
+        """Poll `fence`. If it ended after a bell interrupted the wait for it, its forecast is updated."""
+        interrupted, self._interrupted = self._interrupted, None
+        if not fence.poll():
+            return False
+        if interrupted is not None and interrupted[0] is fence:
+            self.forecasts[fence.stream].ended(*interrupted[1], time.perf_counter())
+        return True
+
+    def wait(self, fence: CudaFence, bell: Bell | None) -> bool:
+        """Block until `fence` is done; False when `bell` rings while the thread sleeps. Raises DeviceLost."""
+        launched = fence.owner.launched(fence)
+        if launched is None:
+            return fence.poll()
+        forecast = self.forecasts.setdefault(fence.stream, Forecast())
+        if not self.wait_until(fence, forecast.soonest_end_s(*launched), bell):
+            self._interrupted = fence, launched
+            return False
+        forecast.ended(*launched, time.perf_counter())
+        return fence.poll()
+
+    def wait_until(self, fence: CudaFence, soonest_s: float | None, bell: Bell | None) -> bool:
+        """Sleep until shortly before `soonest_s`, then poll, then block; False when `bell` rings during the sleep.
+
+        A polling thread holds the interpreter lock when the fence is done. A thread that blocked in the driver must
+        first get the lock back from other threads, which takes up to about 0.2 ms.
+        """
+        now_s = time.perf_counter()
+        due_s = now_s if soonest_s is None else max(now_s, soonest_s)
+        while not fence.poll():
+            if now_s > due_s + _POLLING_S:
+                fence.block(None)
+                return True
+            left_s = min(due_s - _AHEAD_S - now_s, _NAP_S)
+            if left_s > 0:
+                if bell is None:
+                    time.sleep(left_s)
+                elif bell.wait(left_s):
+                    return False
+            now_s = time.perf_counter()
+        return True

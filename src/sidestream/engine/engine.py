@@ -1,0 +1,279 @@
+"""The engine as other threads see it: requests in, deltas to sinks, and control calls.
+
+One thread, the engine thread, runs the loop (loop.py) and owns scheduler, executor and transfers. Other threads reach
+it through the inbox.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import secrets
+import threading
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from sidestream.config import SamplingParams
+from sidestream.engine.failures import Failures
+from sidestream.engine.loop import StepLoop
+from sidestream.engine.output_stream import Handle, OutputStream, OutputStreams, Sink
+from sidestream.engine.parts import Parts
+from sidestream.engine.serving_state import ServingState
+from sidestream.errors import EngineStopped
+from sidestream.schedule.request import Request
+from sidestream.schedule.validation import CheckedRequest, RequestChecker
+from sidestream.types import Health, Key
+
+# Polling interval of reset_cache().
+_FORGETTING_POLL_S = 0.0005
+
+
+class Engine:
+    """Serves one model. All methods but `step` are safe from any thread other than the engine's own.
+
+    threaded  False: there is no engine thread. One caller makes all calls, and work is done only in `step` and in
+              methods that wait
+    """
+
+    def __init__(self, parts: Parts, *, threaded: bool = True) -> None:
+        self.parts = parts
+        self.checker = RequestChecker(parts.bounds, self._keys_of)
+        self.serving = ServingState(parts.bounds.max_unfinished)
+        self.streams = OutputStreams(
+            scheduler=parts.scheduler, metrics=parts.metrics, serving=self.serving, clock=parts.device.now
+        )
+        self._failures = Failures(
+            serving=self.serving, inbox=parts.inbox, streams=self.streams, scheduler=parts.scheduler
+        )
+        self.loop = StepLoop(parts, streams=self.streams, failures=self._failures)
+        self._ids = itertools.count()
+        self._closing = threading.Lock()  # one close at a time; guards _closed
+        self._closed = False
+        self._thread: threading.Thread | None = None
+        if threaded:
+            self._thread = threading.Thread(target=self.loop.run, name="sidestream-engine", daemon=True)
+            self._thread.start()
+
+    # ------------------------------------------------------------------ requests
+
+    def submit(
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        sink: Sink,
+        *,
+        priority: int = 0,
+        cache_salt: str = "",
+    ) -> Handle:
+        """Queue one request of `params.n` samples; their deltas go to `sink`, on the engine thread.
+
+        The engine knows tokens only: deltas have no text, and `params.stop` is not applied
+        (`sidestream.client.output.OutputProcessor`).
+
+        cache_salt  KV is shared, in all tiers, only between requests of the same salt; empty: between those without one
+
+        Raises RequestRejected, ContextTooLong, QueueFull or EngineStopped before anything is taken.
+        """
+        checked = self.checker.check(
+            prompt, params, seed=secrets.randbits(63), priority=priority, cache_salt=cache_salt
+        )
+        return self.enqueue(checked, sink)
+
+    def enqueue(self, request: CheckedRequest, sink: Sink) -> Handle:
+        """Queue a request that was checked, by this engine's checker or by a front end's. Raises QueueFull or
+        EngineStopped.
+        """
+        num_samples, arrival_s = request.params.n, self.parts.device.now()
+        with self.serving.lock:  # ids grow with arrival
+            self.serving.check_room(num_samples)
+            streams = [
+                OutputStream(self._sample(index, request), index=index, sink=sink, arrival_s=arrival_s)
+                for index in range(num_samples)
+            ]
+            self.serving.accept(num_samples)
+            self.parts.inbox.put(lambda: self.streams.start(streams), anytime=True)
+        return Handle(tuple(stream.request.id for stream in streams))
+
+    def check(self, prompt: Sequence[int], params: SamplingParams, *, cache_salt: str = "") -> None:
+        """Raise the error that `submit` would raise for this prompt and these params, without submitting."""
+        self.checker.check(prompt, params, cache_salt=cache_salt)
+
+    def abort(self, handle: Handle, reason: str = "abort") -> None:
+        """End the samples that have not finished. Returns at once; harmless for finished ones.
+
+        `reason` labels them in metrics, and is the finish reason of their last delta: `"stop"` if a front end found a
+        stop string in the text.
+        """
+        self.parts.inbox.put(lambda: self.streams.abort(handle, reason), anytime=True)
+
+    def on_outputs(self, deliver: Callable[[], None]) -> None:
+        """Have `deliver` called on the engine thread after sinks got deltas: after each commit, and when requests were
+        ended.
+        """
+        self.streams.on_outputs(deliver)
+
+    def _keys_of(self, tokens: npt.NDArray[np.int64], cache_salt: str) -> tuple[list[Key], int]:
+        """Keys of a prompt's complete blocks, and their version. On the submitting thread: a long prompt takes
+        milliseconds.
+        """
+        # The version is read first: old keys under a new version would be wrong for ever.
+        version = self.parts.scheduler.keys_version
+        return self.parts.scheduler.keys_of(tokens, salt=cache_salt), version
+
+    def _sample(self, index: int, checked: CheckedRequest) -> Request:
+        """One sample of a request."""
+        parts, params = self.parts, checked.params
+        return Request(
+            id=next(self._ids),
+            prompt=checked.prompt,
+            keys=list(checked.keys),
+            keys_version=checked.keys_version,
+            cache_salt=checked.cache_salt,
+            sampling=params.spec(seed=checked.seed + index, eos_ids=parts.eos_ids, defaults=parts.defaults),
+            max_outputs=checked.max_outputs,
+            stop_ids=frozenset(
+                params.stop_token_ids if params.ignore_eos else (*params.stop_token_ids, *parts.eos_ids)
+            ),
+            min_tokens=params.min_tokens,
+            priority=checked.priority,
+            max_drafts=parts.max_drafts if params.max_drafts is None else min(params.max_drafts, parts.max_drafts),
+        )
+
+    # ------------------------------------------------------------------ state
+
+    def health(self) -> Health:
+        """Whether the engine serves. Never blocks."""
+        return self.serving.health
+
+    @property
+    def unfinished(self) -> int:
+        """Samples submitted and not yet ended."""
+        return self.serving.unfinished
+
+    @property
+    def num_steps(self) -> int:
+        """Steps launched so far."""
+        return self.loop.num_steps
+
+    # ------------------------------------------------------------------ control
+
+    def call(self, work: Callable[[], None]) -> None:
+        """Run `work` on the engine thread between two steps, and wait for it; not from a sink. Raises EngineStopped if
+        the engine is gone.
+        """
+        if self._thread is None:
+            work()
+            return
+        done = threading.Event()
+        failures: list[BaseException] = []
+
+        def run() -> None:
+            try:
+                work()
+            except BaseException as error:
+                failures.append(error)
+            finally:
+                done.set()
+
+        self.parts.inbox.put(run)
+        while not done.wait(0.05):
+            if not self._alive and not done.is_set():
+                raise EngineStopped("the engine has stopped")
+        if failures:
+            raise failures[0]
+
+    def flush(self, *, timeout_s: float) -> bool:
+        """Block until no transfer is in flight: complete blocks are in the tiers. False: `timeout_s` passed first."""
+        transfers = self.parts.transfers
+        if transfers is None:
+            return True
+        deadline_s = self.parts.device.now() + timeout_s
+        busy = [True]
+
+        def look() -> None:
+            busy[0] = transfers.busy
+
+        while busy[0] and self.parts.device.now() < deadline_s:
+            self.call(look)
+            self._wait_a_turn(0.002)
+        return not busy[0]
+
+    def reset_cache(self) -> None:
+        """Make every block of every tier unreachable at once (H8). Running requests go on; transfers in flight end by
+        their fences.
+
+        Blocks until the tiers' ledgers are empty, too.
+        """
+        transfers = self.parts.transfers
+
+        def forget() -> None:
+            self.parts.scheduler.forget_all()
+            if transfers is not None:
+                transfers.forget_all()
+
+        self.call(forget)
+        while transfers is not None and not transfers.has_forgotten and self._alive:
+            self.parts.device.sleep(_FORGETTING_POLL_S)
+
+    def update_weights(self, apply: Callable[[], None], *, fingerprint: str) -> threading.Event:
+        """Have `apply` replace the model's weights as soon as no request uses them. Returns an event at once; it is
+        set when the weights were replaced.
+
+        Requests that have begun end on the old weights; the others wait and begin on the new ones. `fingerprint` names
+        the new weights, as `PagedModel.fingerprint` does: no old block is reachable in any tier afterwards, and
+        transfers in flight end by their fences and publish nothing (H8, H14). `apply` runs on the engine thread,
+        between two steps; if it raises, the engine fails.
+        """
+        done = threading.Event()
+        self.parts.inbox.put(lambda: self.loop.weights.announce(apply, fingerprint, done), anytime=True)
+        return done
+
+    def step(self) -> bool:
+        """One turn of the loop, for the caller of an engine without thread; False: there was nothing to do."""
+        return self.loop.step()
+
+    # ------------------------------------------------------------------ the end
+
+    def close(self, *, drain_s: float = 0.0, flush_s: float = 30.0) -> None:
+        """Refuse new requests, let running ones go on for `drain_s`, abort the rest, store complete blocks, end all
+        threads.
+
+        Writes to disk get `flush_s`; writes that have not begun by then are dropped. Idempotent. Blocks, but not for
+        ever on a medium that is only slow.
+        """
+        parts = self.parts
+        self.serving.drain()
+        deadline_s = parts.device.now() + drain_s
+        while self.unfinished and self._alive and parts.device.now() < deadline_s:
+            self._wait_a_turn(0.005)
+        with self._closing, self._failures.surviving_device_loss(), contextlib.ExitStack() as ends:
+            if self._closed:
+                return
+            self._closed = True
+            # The stack runs from the last to the first, each even if another one raises: the engine thread ends,
+            # complete blocks are stored, the streams end; then none writes to the disk, which is closed.
+            transfers = parts.transfers
+            if transfers is not None:
+                ends.callback(transfers.close)
+            ends.callback(parts.device.close)
+            if transfers is not None:
+                ends.callback(transfers.flush, timeout_s=flush_s)
+            ends.callback(self._end_loop)
+
+    def _end_loop(self) -> None:
+        if self._thread is None:
+            self.loop.drain()
+            return
+        self.parts.inbox.put(self.loop.stop, anytime=True)
+        self._thread.join()
+
+    @property
+    def _alive(self) -> bool:
+        return self._thread is None or self._thread.is_alive()
+
+    def _wait_a_turn(self, seconds: float) -> None:
+        """Let the engine go on while the caller waits for something."""
+        if self._thread is not None or not self.step():
+            self.parts.device.sleep(seconds)

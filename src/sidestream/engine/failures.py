@@ -1,0 +1,59 @@
+"""Failures: a step that raised ends its requests, an error of the loop or a lost device ends the engine."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator
+
+from sidestream.engine.inbox import Inbox
+from sidestream.engine.output_stream import OutputStreams
+from sidestream.engine.serving_state import ServingState
+from sidestream.errors import DeviceLost
+from sidestream.runner.executor import LaunchedStep
+from sidestream.schedule.scheduler import Scheduler
+from sidestream.types import RowPlan
+
+logger = logging.getLogger(__name__)
+
+
+class Failures:
+    """Ends samples that cannot go on, so that every client gets a last delta (H22)."""
+
+    def __init__(self, *, serving: ServingState, inbox: Inbox, streams: OutputStreams, scheduler: Scheduler) -> None:
+        self._serving = serving
+        self._inbox = inbox
+        self._streams = streams
+        self._scheduler = scheduler
+
+    def end_step(self, step: LaunchedStep) -> None:
+        """End the requests of a step that failed. Requests that were preempted since are computed again."""
+        failure = step.fence.failure
+        logger.error("a step of %d rows failed: its requests end with an error", len(step.batch.rows), exc_info=failure)
+        step.drop()
+        for row in step.batch.rows:
+            if self._is_current(row):
+                self._streams.end_sample(row.request_id, "error", f"the forward pass failed: {failure}")
+
+    def _is_current(self, row: RowPlan) -> bool:
+        request = self._scheduler.get(row.request_id)
+        return request is not None and request.epoch == row.epoch
+
+    def end_engine(self, error: BaseException) -> None:
+        """Refuse new requests, and end all samples with an error, those in the inbox included."""
+        self._serving.fail(error)
+        while (message := self._inbox.take()) is not None:
+            with contextlib.suppress(Exception):  # only new requests matter now, and their messages do not raise
+                message()
+        self._streams.fail_all(error)
+        self._streams.deliver_outputs()
+
+    @contextlib.contextmanager
+    def surviving_device_loss(self) -> Iterator[None]:
+        """Turn the loss of the device in the body into a failed engine, once. The body ends everything else first."""
+        try:
+            yield
+        except DeviceLost as error:
+            if self._serving.health.status != "failed":
+                logger.critical("the device was lost while the engine closed", exc_info=error)
+                self.end_engine(error)

@@ -1,0 +1,107 @@
+"""The engine thread's ears: messages of other threads and events of transfers, also while it waits for a step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from sidestream.device.base import Device
+from sidestream.engine.inbox import Inbox
+from sidestream.metrics import Metrics
+from sidestream.offload.connector import LoadFailed, LoadReady, OffloadConnector, TransferEvent
+from sidestream.offload.messages import Promoted, StoreAgain
+from sidestream.schedule.scheduler import Scheduler
+from sidestream.types import Fence, Key
+
+
+class Listener:
+    """Runs messages and applies events. Engine thread only.
+
+    Invariant: the engine thread waits in `wait_for` for steps and, when it has nothing to do, in the loop for the bell;
+    it never waits for a transfer.
+    """
+
+    def __init__(
+        self,
+        *,
+        device: Device,
+        inbox: Inbox,
+        scheduler: Scheduler,
+        transfers: OffloadConnector | None,
+        metrics: Metrics,
+    ) -> None:
+        self._device = device
+        self._inbox = inbox
+        self._scheduler = scheduler
+        self._transfers = transfers
+        self._metrics = metrics
+
+    # ------------------------------------------------------------------ between two steps
+
+    def apply_messages(self, *, anytime: bool = False) -> bool:
+        """Run the messages in the inbox; with `anytime` those that may run during a step. Whether there was one."""
+        heard = False
+        while (message := self._inbox.take(anytime=anytime)) is not None:
+            message()
+            heard = True
+        return heard
+
+    def apply_events(self) -> None:
+        """Apply the events of transfers since the last call."""
+        if self._transfers is not None:
+            self._apply(self._transfers.poll())
+
+    def apply_failed_loads(self) -> None:
+        """Apply failures of loads that a finished step waited for, before its results are believed."""
+        if self._transfers is not None:
+            self._apply(self._transfers.failed_loads())
+
+    # ------------------------------------------------------------------ during a step
+
+    def wait_for(self, fence: Fence) -> None:
+        """Block until a step has ended. With transfers, listen meanwhile, so that new requests' loads begin at once."""
+        wait_host = self._device.wait_host
+        if self._transfers is None:
+            wait_host(fence, reason="step")
+            return
+        self._listen(self._transfers)
+        while not wait_host(fence, reason="step", bell=self._inbox.bell):
+            self._listen(self._transfers)
+
+    def _listen(self, transfers: OffloadConnector) -> None:
+        """Run messages and apply events while steps are in flight, and order loads of requests that may start.
+
+        New requests, aborts and events of transfers change nothing that a step in flight depends on: a request that
+        ends or is preempted releases its blocks and slot after its last launched step, and commit drops its row. New
+        weights are only announced. All other messages (`Engine.call`, resets) run between two steps.
+        """
+        heard = self.apply_messages(anytime=True)
+        events = transfers.poll()
+        self._apply(events)
+        if heard or events:  # otherwise the last plan has considered every waiting request
+            transfers.submit(self._scheduler.order_loads())
+
+    # ------------------------------------------------------------------ events
+
+    def _apply(self, events: Iterable[TransferEvent]) -> None:
+        scheduler = self._scheduler
+        for event in events:
+            match event:
+                case Promoted(request_id, epoch, complete, reason):
+                    if not complete:
+                        self._metrics.inc("load_fallbacks_total", 1, reason)
+                    scheduler.promoted(request_id, epoch, again=complete or reason == "no_room")
+                case LoadReady(request_id, epoch):
+                    scheduler.load_ready(request_id, epoch)
+                case LoadFailed(request_id, epoch, gone):
+                    self._metrics.inc("load_fallbacks_total", 1, "gone" if gone else "load_failed")
+                    scheduler.load_failed(request_id, epoch)
+                case StoreAgain(keys):
+                    self._store_again(keys)
+
+    def _store_again(self, keys: Sequence[Key]) -> None:
+        """Store blocks for which the host tier had no room before, if the device still has them."""
+        transfers, again = self._transfers, self._scheduler.store_again(keys)
+        if transfers is not None and again is not None:
+            plan, lease = again
+            transfers.submit([plan])
+            lease.release(until=transfers.uses())

@@ -1,0 +1,207 @@
+"""Output streams: the deltas of each unfinished sample to its client, and how a sample ends. Engine thread only.
+
+Knows nothing of blocks, steps or text.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from sidestream.engine.serving_state import ServingState
+from sidestream.metrics import Metrics
+from sidestream.schedule.commit import RowOutput
+from sidestream.schedule.request import Request
+from sidestream.schedule.scheduler import Scheduler
+from sidestream.types import CachedTokens, Delta, RequestId, RowResult
+
+logger = logging.getLogger(__name__)
+
+Sink = Callable[[Delta], None]
+"""Takes a request's deltas, on the engine thread; must not block. If it raises, it gets no more deltas, and its sample
+is aborted.
+"""
+
+_NOT_CACHED = CachedTokens()
+
+
+@dataclass(frozen=True, slots=True)
+class Handle:
+    """The samples of one submitted request, for aborting them."""
+
+    request_ids: tuple[RequestId, ...]
+
+    def sample(self, index: int) -> Handle:
+        """The sample with this `Delta.index`."""
+        return Handle((self.request_ids[index],))
+
+
+class OutputStream:
+    """The deltas of one sample.
+
+    is_new   no token was sent yet
+    last_s   time of the last tokens; before them, time of arrival
+    """
+
+    def __init__(self, request: Request, *, index: int, sink: Sink, arrival_s: float) -> None:
+        self.request = request
+        self.is_new = True
+        self.last_s = arrival_s
+        self._index = index
+        self._prompt_tokens = len(request.prompt)
+        self._sink = sink
+
+    def delta_of(self, result: RowResult, count: int, finish_reason: str | None) -> Delta:
+        """The delta with the first `count` tokens of a result."""
+        token_ids, logprobs = result.token_ids, result.logprobs
+        if count < len(token_ids):
+            token_ids, logprobs = token_ids[:count], logprobs[:count]
+        cached = self.request.cached or _NOT_CACHED
+        return Delta(self._index, "", token_ids, logprobs, finish_reason, self._prompt_tokens, cached)
+
+    def send(self, delta: Delta) -> bool:
+        """Give the delta to the client; False: its sink raised."""
+        try:
+            self._sink(delta)
+        except BaseException:  # a client's error of any kind must not end the engine
+            logger.exception("request %d: its sink raised: the request is aborted", self.request.id)
+            return False
+        return True
+
+    def end(self, reason: str, error: str | None = None) -> None:
+        """Send the last delta of a sample that was not ended by a token."""
+        cached = self.request.cached or _NOT_CACHED
+        self.send(Delta(self._index, "", (), (), reason, self._prompt_tokens, cached, error))
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """A sample that ends with a commit: by its `last` delta, by an error, or because its sink raised (not `sent`)."""
+
+    stream: OutputStream
+    last: Delta | None
+    sent: bool
+
+
+class OutputStreams:
+    """The output streams of all unfinished samples.
+
+    Invariants:
+    - A sample has a stream exactly while the scheduler holds its request and it is counted in the serving state.
+    - The scheduler has released a request before its client gets the last delta: a client that sees the end finds no
+      resource in use (H24).
+    """
+
+    def __init__(
+        self, *, scheduler: Scheduler, metrics: Metrics, serving: ServingState, clock: Callable[[], float]
+    ) -> None:
+        self._scheduler = scheduler
+        self._metrics = metrics
+        self._serving = serving
+        self._clock = clock
+        self._by_id: dict[RequestId, OutputStream] = {}
+        self._deliveries: tuple[Callable[[], None], ...] = ()
+
+    def __len__(self) -> int:
+        """Unfinished samples."""
+        return len(self._by_id)
+
+    def on_outputs(self, deliver: Callable[[], None]) -> None:
+        """Have `deliver` called by `deliver_outputs`, after sinks got deltas. For sinks that collect them."""
+        self._deliveries = (*self._deliveries, deliver)
+
+    def deliver_outputs(self) -> None:
+        """Have sinks that collect deltas deliver them."""
+        for deliver in self._deliveries:
+            deliver()
+
+    def start(self, streams: Iterable[OutputStream]) -> None:
+        """Hand new requests to the scheduler."""
+        for stream in streams:
+            self._by_id[stream.request.id] = stream
+            self._scheduler.submit(stream.request)
+            self._metrics.inc("prompt_tokens_total", len(stream.request.prompt))
+
+    # ------------------------------------------------------------------ tokens of a commit
+
+    def send(self, outputs: Sequence[RowOutput]) -> list[Ending]:
+        """Send tokens to the clients of samples that go on. Returns the samples that end, for `finish`."""
+        self._count_waits(outputs)
+        endings: list[Ending] = []
+        streams = self._by_id
+        for request, result, count, finish_reason in outputs:
+            stream = streams[request.id]
+            delta = stream.delta_of(result, count, finish_reason) if count else None
+            ends = delta is not None and delta.finish_reason is not None
+            sent = ends or delta is None or stream.send(delta)
+            if ends or not sent or not result.finite:
+                endings.append(Ending(stream, delta if ends else None, sent))
+        return endings
+
+    def finish(self, endings: Iterable[Ending]) -> None:
+        """End these samples, and send their last deltas."""
+        for ending in endings:
+            stream, last = ending.stream, ending.last
+            if last is not None and last.finish_reason is not None:
+                self._close(stream.request, last.finish_reason)
+                stream.send(last)
+            elif ending.sent:
+                self.end_sample(
+                    stream.request.id, "error", "the model's logits are not finite, or every token was forbidden"
+                )
+            else:
+                self._close(stream.request, "abort")
+
+    def _count_waits(self, outputs: Sequence[RowOutput]) -> None:
+        """Count committed tokens, and how long their clients waited for each."""
+        streams, now_s = self._by_id, self._clock()
+        firsts: dict[float, int] = {}
+        others: dict[float, int] = {}  # nearly all have waited since the same commit, so there are few keys
+        for request, _, count, _ in outputs:
+            if count:
+                stream, waits = streams[request.id], others
+                if stream.is_new:
+                    stream.is_new, waits = False, firsts
+                wait_s, stream.last_s = (now_s - stream.last_s) / count, now_s
+                waits[wait_s] = waits.get(wait_s, 0) + count
+        metrics = self._metrics
+        metrics.inc("output_tokens_total", sum(firsts.values()) + sum(others.values()))
+        metrics.observe_all("ttft_seconds", firsts)
+        metrics.observe_all("itl_seconds", others)
+
+    # ------------------------------------------------------------------ other ends
+
+    def end_sample(self, request_id: RequestId, reason: str, error: str | None = None) -> None:
+        """End a sample that was not ended by a token, if it has not ended."""
+        stream = self._by_id.get(request_id)
+        if stream is not None:
+            self._close(stream.request, reason)
+            stream.end(reason, error)
+
+    def abort(self, handle: Handle, reason: str) -> None:
+        """End the samples of a handle that have not ended."""
+        for request_id in handle.request_ids:
+            self.end_sample(request_id, reason)
+
+    def abort_all(self) -> None:
+        """End every sample."""
+        for request_id in list(self._by_id):
+            self.end_sample(request_id, "abort")
+
+    def fail_all(self, error: BaseException) -> None:
+        """End every sample with the engine's error. The scheduler may be broken and is left alone."""
+        for stream in self._by_id.values():
+            stream.end("error", f"the engine failed: {error}")
+            self._metrics.inc("requests_total", 1, "error")
+        self._by_id.clear()
+        self._serving.release_all()
+
+    def _close(self, request: Request, reason: str) -> None:
+        self._scheduler.finish(request, reason)
+        del self._by_id[request.id]
+        self._serving.release()
+        self._metrics.inc("requests_total", 1, reason)
+        if request.cached is not None:
+            for tier, count in request.cached.by_tier.items():
+                self._metrics.inc("cached_tokens_total", count, tier)

@@ -1,0 +1,50 @@
+"""The parts of an engine: built by `build_engine`, owned by the engine from then on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from sidestream.config import SamplingDefaults
+from sidestream.device.base import Device
+from sidestream.engine.inbox import Inbox
+from sidestream.kv.layout import KVLayout
+from sidestream.kv.pool import FencedPool
+from sidestream.metrics import Metrics, Timeline
+from sidestream.offload.connector import OffloadConnector
+from sidestream.offload.costs import CostModel
+from sidestream.offload.tiers.stack import TierStack
+from sidestream.runner.executor import Executor
+from sidestream.schedule.scheduler import Scheduler
+from sidestream.schedule.validation import Bounds
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """Everything that an engine needs.
+
+    eos_ids       ids that end an answer
+    defaults      sampling options of requests that leave them out
+    bounds        upper bounds of requests
+    asynchronous  whether a step is launched before the step before it is committed
+    salt          of block keys
+    proposer      its name in metrics; empty: nothing is drafted
+    """
+
+    device: Device
+    scheduler: Scheduler
+    executor: Executor
+    blocks: FencedPool
+    layout: KVLayout
+    eos_ids: tuple[int, ...]
+    defaults: SamplingDefaults
+    metrics: Metrics
+    bounds: Bounds
+    inbox: Inbox
+    asynchronous: bool
+    salt: str = ""
+    transfers: OffloadConnector | None = None
+    tiers: TierStack | None = None
+    costs: CostModel | None = None
+    proposer: str = ""
+    max_drafts: int = 0
+    timeline: Timeline | None = None

@@ -1,0 +1,71 @@
+"""Health of the engine and the number of its unfinished samples. Any thread."""
+
+from __future__ import annotations
+
+import threading
+
+from sidestream.errors import EngineStopped, QueueFull
+from sidestream.types import Health
+
+
+class ServingState:
+    """The state that threads other than the engine's read and change.
+
+    Invariants:
+    - Health goes from ok to draining or failed, and from draining to failed, never back.
+    - A sample is counted from `accept` until `release`, so a closing engine sees every sample that was accepted.
+
+    lock  orders submissions against each other and against a change of health
+    """
+
+    def __init__(self, max_unfinished: int) -> None:
+        self.lock = threading.Lock()
+        self._max_unfinished = max_unfinished
+        self._health = Health("ok", "")
+        self._unfinished = 0
+
+    @property
+    def health(self) -> Health:
+        """Whether the engine serves. Never blocks."""
+        return self._health
+
+    @property
+    def unfinished(self) -> int:
+        """Samples submitted and not yet ended."""
+        return self._unfinished
+
+    def check_room(self, num_samples: int) -> None:
+        """Raise QueueFull or EngineStopped if so many samples cannot be accepted. The caller holds `lock`."""
+        health, bound = self._health, self._max_unfinished
+        if health.status != "ok":
+            raise EngineStopped(f"the engine is {health.status}: {health.detail or 'send the request to another one'}")
+        if self._unfinished + num_samples > bound:
+            raise QueueFull(
+                f"{self._unfinished} requests are running or waiting, the bound is {bound}: "
+                "try again later, or raise max_waiting"
+            )
+
+    def accept(self, num_samples: int) -> None:
+        """Count new samples. The caller holds `lock` since `check_room`."""
+        self._unfinished += num_samples
+
+    def release(self) -> None:
+        """A sample has ended."""
+        with self.lock:
+            self._unfinished -= 1
+
+    def drain(self) -> None:
+        """Accept no more requests, unless the engine has failed already."""
+        with self.lock:
+            if self._health.status == "ok":
+                self._health = Health("draining", "")
+
+    def fail(self, error: BaseException) -> None:
+        """The engine has failed."""
+        with self.lock:
+            self._health = Health("failed", f"{type(error).__name__}: {error}")
+
+    def release_all(self) -> None:
+        """Every sample has ended with the engine's failure."""
+        with self.lock:
+            self._unfinished = 0

@@ -1,0 +1,125 @@
+"""Measurements of the loop: how long steps take, for planning and metrics, and gauges. Engine thread only."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+
+from sidestream.engine.parts import Parts
+from sidestream.runner.executor import LaunchedStep
+
+# Fewer prompt tokens in a step do not measure the rate of prefill.
+_MEASURED_PREFILL = 64
+# If the host's work for a step takes at least this share of the time between two commits, the step takes as long as
+# that work: the rest of the interval may be work for another step.
+_HOST_BOUND = 0.5
+# Gauges are read by people.
+_GAUGE_PERIOD_S = 0.2
+
+
+def step_seconds(interval_s: float, host_s: float, *, before: bool, awaited: bool) -> float | None:
+    """Time that one more step of this kind takes; None: this step does not tell.
+
+    interval_s  from the end of the step before to the end of this one, as seen by the host: the device's time, if the
+                host waited for both
+    host_s      host's work for this step: plan, launch and commit
+    before      the host waited for the step before
+    awaited     the host waited for this step
+    """
+    if awaited:
+        return interval_s if before else None
+    return host_s if host_s >= _HOST_BOUND * interval_s else interval_s
+
+
+class StepTimes:
+    """Times of steps. Calls in order: `launched` for each launch; `begin_commit`, `end_wait`, `count` and `end_commit`
+    for each commit, one step at a time, in order of launch.
+    """
+
+    def __init__(self, parts: Parts) -> None:
+        self.last_s = 0.0
+        """Duration of the last committed step."""
+        self._device = parts.device
+        self._metrics = parts.metrics
+        self._costs = parts.costs
+        self._timeline = parts.timeline
+        self._last_done_s = 0.0
+        self._prepare_s = deque[float]()  # of steps in flight: time to plan and launch
+        # of the step that is being committed:
+        self._prepared_s = self._done_s = self._interval_s = 0.0
+        self._waits = 0
+        self._was_awaited = self._awaited = False  # the host waited for the step before, and for this one
+
+    def lead_s(self) -> float:
+        """Seconds until the step in flight is expected to end: it takes as long as the step before."""
+        return max(0.0, self._last_done_s + self.last_s - self._device.now())
+
+    def launched(self, begin_s: float) -> None:
+        """A step was launched; planning it began at `begin_s`."""
+        self._prepare_s.append(self._device.now() - begin_s)
+
+    def begin_commit(self) -> None:
+        """The host is about to wait for the oldest step in flight."""
+        self._prepared_s = self._prepare_s.popleft()
+        self._waits = self._device.host_waits().get("step", 0)
+
+    def end_wait(self) -> None:
+        """The host saw the step's end."""
+        self._done_s, self._was_awaited = self._device.now(), self._awaited
+        self._awaited = self._device.host_waits().get("step", 0) > self._waits
+
+    def count(self, step: LaunchedStep) -> None:
+        """Count a step that ended well. It began at its launch or at the end of the step before, the later of both."""
+        now_s = self._device.now()
+        seconds = self.last_s = self._interval_s = now_s - max(step.launched_s, self._last_done_s)
+        self._last_done_s = now_s
+        self._metrics.observe("step_seconds", seconds)
+        prefill = step.batch.num_prefill_tokens
+        # Short tails and steps that waited for a load say little about the time to compute a long prompt.
+        if (
+            self._costs is not None
+            and prefill >= _MEASURED_PREFILL
+            and not step.gated
+            and prefill >= 0.5 * step.batch.num_tokens
+        ):
+            self._costs.saw_prefill(prefill, seconds)
+        if self._timeline is not None:
+            stop_ns = time.perf_counter_ns()
+            self._timeline.record("engine", "commit", stop_ns, stop_ns, tokens=step.batch.num_tokens)
+
+    def end_commit(self, step: LaunchedStep) -> float | None:
+        """The commit is done. Returns the time of one more such step; None: unknown, or not only decode rows."""
+        if step.gated or step.batch.num_prefill_tokens:
+            return None
+        host_s = self._prepared_s + self._device.now() - self._done_s
+        return step_seconds(self._interval_s, host_s, before=self._was_awaited, awaited=self._awaited)
+
+
+class Gauges:
+    """Sizes of queues, pools and tiers, as metrics. Updated now and then."""
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+        self._next_s = 0.0
+
+    def due_in_s(self) -> float:
+        """Seconds until the next update is due."""
+        return max(0.0, self._next_s - self._parts.device.now())
+
+    def update(self, *, force: bool = False) -> None:
+        """Set the gauges, if they are due or `force`."""
+        parts, metrics, now_s = self._parts, self._parts.metrics, self._parts.device.now()
+        if now_s < self._next_s and not force:
+            return
+        self._next_s = now_s + _GAUGE_PERIOD_S
+        metrics.set("requests_running", parts.scheduler.num_running)
+        metrics.set("requests_waiting", parts.scheduler.num_waiting)
+        metrics.set("blocks_free", parts.blocks.num_free)
+        metrics.set("blocks_cached", parts.blocks.num_cached)
+        metrics.set("blocks_used", parts.blocks.num_used)
+        metrics.raise_to("preemptions_total", parts.scheduler.num_preemptions)
+        for gauge in parts.tiers.gauges() if parts.tiers is not None else ():
+            metrics.set("tier_blocks", gauge.num_blocks, gauge.name)
+            metrics.set("tier_bytes", gauge.num_bytes, gauge.name)
+            if gauge.ready_bytes is not None:
+                metrics.set("tier_ready_bytes", gauge.ready_bytes, gauge.name)

@@ -1,0 +1,47 @@
+"""New weights while the engine serves: announced at any time, applied when no request uses the old ones."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+from sidestream.kv.keys import BlockKeys
+from sidestream.kv.layout import KVLayout
+from sidestream.offload.connector import OffloadConnector
+from sidestream.schedule.scheduler import Scheduler
+
+
+class WeightUpdates:
+    """Updates that were announced and not applied. Engine thread only.
+
+    Invariants:
+    - From an announcement on, no request begins on the old weights (H26); begun requests end on them (H8).
+    - After an update no block of the old weights is reachable in any tier, and new blocks have other keys (H8, H14).
+    """
+
+    def __init__(
+        self, *, scheduler: Scheduler, transfers: OffloadConnector | None, layout: KVLayout, salt: str
+    ) -> None:
+        self._scheduler = scheduler
+        self._transfers = transfers
+        self._layout = layout
+        self._salt = salt
+        self._announced: list[tuple[Callable[[], None], str, threading.Event]] = []
+
+    def announce(self, apply: Callable[[], None], fingerprint: str, done: threading.Event) -> None:
+        """Have `apply` called, then `done` set, as soon as no request uses the weights."""
+        self._announced.append((apply, fingerprint, done))
+        self._scheduler.pause_admission()
+
+    def apply(self) -> None:
+        """Apply announced updates, unless begun requests use the weights. Only while no step is in flight."""
+        if not self._announced or self._scheduler.num_begun:
+            return
+        for apply, fingerprint, done in self._announced:
+            apply()
+            self._scheduler.rekey(BlockKeys(fingerprint=fingerprint, layout=self._layout, salt=self._salt))
+            if self._transfers is not None:
+                self._transfers.forget_all()
+            done.set()
+        self._announced.clear()
+        self._scheduler.resume_admission()

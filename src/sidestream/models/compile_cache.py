@@ -1,0 +1,64 @@
+"""The cache of compiled code between starts: decoder layers by Inductor, and our own kernels by Triton."""
+
+from __future__ import annotations
+
+import logging
+import os
+import tempfile
+from pathlib import Path
+
+from sidestream.models.catalog import cache_root
+
+logger = logging.getLogger(__name__)
+
+# Environment variables of Inductor and Triton. Triton's default cache lies below TRITON_HOME.
+_INDUCTOR_DIR = "TORCHINDUCTOR_CACHE_DIR"
+_TRITON_DIR = "TRITON_CACHE_DIR"
+_TRITON_HOME = "TRITON_HOME"
+
+
+def use_compile_cache() -> None:
+    """Have this process cache compiled layers in `compiled` below `cache_root()`, and kernels in `triton` below that.
+
+    A directory that the user chose (`TORCHINDUCTOR_CACHE_DIR`; `TRITON_CACHE_DIR`, `TRITON_HOME`) stays. If ours cannot
+    be written, the defaults of torch and Triton stay, which a container loses at its end. Idempotent.
+
+    Call before the first kernel is launched: Inductor changes Triton's directory only when it compiles, so a start that
+    finds all layers compiled would look for kernels in another directory than the start that compiled them.
+    """
+    if not _is_chosen(_INDUCTOR_DIR):
+        try:
+            _set_directory(_INDUCTOR_DIR, cache_root() / "compiled")
+        except RuntimeError as error:  # no home
+            logger.info("what is compiled is not kept: %s", error)
+    if not _is_chosen(_TRITON_DIR):
+        if home := os.environ.get(_TRITON_HOME):
+            _set_directory(_TRITON_DIR, Path(home) / ".triton" / "cache")
+        elif layers := os.environ.get(_INDUCTOR_DIR):
+            _set_directory(_TRITON_DIR, Path(layers) / "triton")
+
+
+def _is_chosen(name: str) -> bool:
+    """Whether the user chose this directory. torch sets the variable too, to its default below the temporary
+    directory.
+    """
+    directory = os.environ.get(name)
+    if not directory or not Path(directory).is_relative_to(tempfile.gettempdir()):
+        return bool(directory)
+    # Imported here: Inductor takes three seconds to import.
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
+    return not Path(directory).is_relative_to(default_cache_dir())
+
+
+def _set_directory(name: str, directory: Path) -> None:
+    directory = directory.expanduser().absolute()
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        logger.info("what is compiled is not kept in %s: %s", directory, error.strerror or error)
+        return
+    if os.access(directory, os.W_OK | os.X_OK):
+        os.environ[name] = str(directory)
+    else:
+        logger.info("what is compiled is not kept in %s: it cannot be written", directory)

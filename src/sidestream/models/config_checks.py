@@ -1,0 +1,190 @@
+"""Checks of a model's config: its KV layout, its longest position, and the reasons why it cannot be served.
+
+Reads configs and transformers' definition of the model, never weights, so refusals come before any large read.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from transformers import PreTrainedConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+from sidestream.errors import ModelError
+from sidestream.kv.layout import DTYPE_BYTES, KVLayout
+
+_SERVED_LAYERS = {"full_attention", "sliding_attention"}
+# Rotary frequencies that depend on the longest context of a batch: KV would depend on the other rows.
+_SWITCHING_ROPE = {"dynamic", "longrope"}
+# Nested configs that describe parts of one model; other nested configs describe further models.
+_PARTS = {"attn_config", "ffn_config"}
+# The decoder half of an encoder-decoder has these sizes in its config, even where is_encoder_decoder is false.
+_DECODER_SIZES = ("decoder_attention_heads", "num_decoder_attention_heads")
+# Models that attend through transformers' interface, but in a way that their config does not show.
+_OWN_ATTENTION: Mapping[str, str] = {
+    "diffllama": (
+        "attends twice in each layer and subtracts (differential attention): only one attention a layer is served"
+    ),
+    "doge": "masks its attention by values that it computes (dynamic masks): only causal and sliding masks are served",
+    "hrm_text": "runs the same layers several times for each token: only models that run each layer once are served",
+}
+
+
+def check_servable(config: PreTrainedConfig) -> None:
+    """Raise ModelError with the reason when the config alone shows that the model cannot be served correctly."""
+    if reason := _refusal_by_type(config) or _refusal_by_fields(config) or _refusal_by_definition(config):
+        raise ModelError(reason)
+
+
+def layout_of(config: PreTrainedConfig, *, dtype: str, block_tokens: int) -> KVLayout:
+    """Shape of the model's KV blocks. Raises ModelError when layers differ or a size is missing."""
+    if dtype not in DTYPE_BYTES:
+        raise ModelError(f"its weights are {dtype}: choose one of {', '.join(DTYPE_BYTES)}")
+    heads = _size(config, "num_attention_heads")
+    kv_heads = _size(config, "num_key_value_heads", heads)
+    if config.model_type == "jetmoe":  # its attention copies keys and values for each expert of a token
+        kv_heads *= _size(config, "num_experts_per_tok")
+    head_dim = _size(config, "head_dim", _size(config, "hidden_size") // heads)
+    return KVLayout(_size(config, "num_hidden_layers"), kv_heads, head_dim, block_tokens, dtype)
+
+
+def max_positions(config: PreTrainedConfig, *, max_model_len: int | None = None) -> int:
+    """Positions that the model can be served at, for requests of up to `max_model_len` tokens (None: no limit).
+
+    YaRN       scales all positions alike: the original bound times the factor, or the config's bound if that is more
+    LongRoPE   has two sets of frequencies, and one is chosen for all requests (`takes_long_rope`); the short one ends
+               at `original_max_position_embeddings`
+    dynamic    (NTK scaling) changes the frequencies with the length: the bound is the length where scaling begins
+
+    Raises ModelError when the config gives no bound.
+    """
+    declared = bound = _size(config, "max_position_embeddings")
+    for rope in _ropes(config):
+        before = rope.get("original_max_position_embeddings") or declared
+        if rope["rope_type"] == "yarn":
+            bound = max(bound, int(before * (rope.get("factor") or 1)))
+        elif rope["rope_type"] in _SWITCHING_ROPE and not takes_long_rope(config, max_model_len=max_model_len):
+            bound = min(bound, before)
+    return bound
+
+
+def takes_long_rope(config: PreTrainedConfig, *, max_model_len: int | None) -> bool:
+    """Whether requests of up to `max_model_len` tokens (None: no limit) need LongRoPE's long factors."""
+    longest = _size(config, "max_position_embeddings")
+    wanted = longest if max_model_len is None else min(max_model_len, longest)
+    ropes = [rope for rope in _ropes(config) if rope["rope_type"] == "longrope"]
+    # PhiMoE's definition never takes the long factors, only their scale.
+    if not ropes or any("short_mscale" in rope for rope in ropes):
+        return False
+    return wanted > min(rope.get("original_max_position_embeddings") or longest for rope in ropes)
+
+
+def _refusal_by_type(config: PreTrainedConfig) -> str | None:
+    """The reason why the model is not a text decoder, or None."""
+    kind = config.model_type
+    if config.is_encoder_decoder or any(hasattr(config, size) for size in _DECODER_SIZES):
+        return f"{kind} is an encoder-decoder, or half of one: only decoder-only models are served"
+    if config.get_text_config() is not config:
+        return f"{kind} takes more than text: only text models are served"
+    if parts := [part for part in config.sub_configs if part not in _PARTS]:
+        return f"{kind} consists of several models ({', '.join(parts)}): only models that take text alone are served"
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return f"{kind} is no causal language model: only those are served"
+    return None
+
+
+def _refusal_by_fields(config: PreTrainedConfig) -> str | None:
+    """The reason that a field of the config gives, or None."""
+    kind = config.model_type
+    if rank := _of_any_layer(config, "kv_lora_rank"):
+        return f"{kind} has latent attention (kv_lora_rank {rank}): its keys and values differ in shape"
+    if getattr(config, "quantization_config", None):
+        return "its weights are quantised: load the model in bfloat16, float16 or float32"
+    if chunk := _of_any_layer(config, "attention_chunk_size"):
+        return f"{kind} attends in chunks of {chunk} tokens: only full and sliding attention are served"
+    types = set(getattr(config, "layer_types", None) or ())
+    if others := sorted(types - _SERVED_LAYERS):
+        return f"{kind} has layers of type {', '.join(others)}: only full and sliding attention are served"
+    # A config with `layer_types` has only attention layers at this point.
+    if not types and any(getattr(model_class, "_is_stateful", False) for model_class in _classes(config)):
+        return f"{kind} keeps recurrent state besides its KV: only attention layers are served"
+    if shared := getattr(config, "num_kv_shared_layers", None):
+        return (
+            f"{kind} has {shared} layers that read the KV of others (num_kv_shared_layers): "
+            "each layer needs KV of its own"
+        )
+    if (
+        kind == "bloom"
+        or getattr(config, "alibi", False)
+        or getattr(getattr(config, "attn_config", None), "alibi", False)
+    ):
+        return f"{kind} biases attention by distance (ALiBi): only rotary and learned positions are served"
+    return f"{kind} {_OWN_ATTENTION[kind]}" if kind in _OWN_ATTENTION else None
+
+
+def _refusal_by_definition(config: PreTrainedConfig) -> str | None:
+    """The reason that transformers' modelling code gives, or None."""
+    kind = config.model_type
+    for model_class in _classes(config):
+        definition = vars(sys.modules[model_class.__module__])
+        if "ALL_ATTENTION_FUNCTIONS" not in definition:
+            return (
+                f"{kind} has attention code of its own in transformers, which cannot be replaced by paged attention: "
+                "only models that attend through transformers' AttentionInterface are served"
+            )
+        if any(
+            hasattr(part, "create_position_ids_from_input_ids")
+            for part in definition.values()
+            if isinstance(part, type)
+        ):
+            return (
+                f"{kind} counts positions from its padding token's id on: "
+                "only models whose first position is 0 are served"
+            )
+    return None
+
+
+def _of_layers(config: PreTrainedConfig, name: str) -> list[Any]:
+    """A field's value, or its value for each layer where layers differ."""
+    layers = config.per_layer_config if getattr(config, "is_heterogeneous", False) else (config,)
+    return [getattr(layer, name, None) for layer in layers]
+
+
+def _of_any_layer(config: PreTrainedConfig, name: str) -> Any:
+    return next(filter(None, _of_layers(config, name)), None)
+
+
+def _size(config: PreTrainedConfig, name: str, default: int | None = None) -> int:
+    sizes = _of_layers(config, name)
+    if any(size != sizes[0] for size in sizes):
+        found = ", ".join(map(str, sorted(set(sizes), key=str)))
+        raise ModelError(
+            f"{config.model_type} has layers whose {name} differs ({found}): all layers must be alike in size"
+        )
+    size = default if sizes[0] is None else sizes[0]
+    if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+        raise ModelError(
+            f"config.json gives {name} as {size!r}: one whole number of 1 or more, the same for all layers, is needed"
+        )
+    return size
+
+
+def _ropes(config: PreTrainedConfig) -> Iterator[dict[str, Any]]:
+    """The config's sets of rotary parameters; some models have one set for each type of layer."""
+
+    def within(parameters: Any) -> Iterator[dict[str, Any]]:
+        if isinstance(parameters, dict):
+            if "rope_type" in parameters:
+                yield parameters
+            else:
+                for nested in parameters.values():
+                    yield from within(nested)
+
+    yield from within(getattr(config, "rope_parameters", None))
+
+
+def _classes(config: PreTrainedConfig) -> tuple[type, ...]:
+    found = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    return tuple(found) if isinstance(found, (tuple, list)) else (found,)

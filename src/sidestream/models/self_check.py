@@ -1,0 +1,276 @@
+"""The self-check of a model while it loads: paged attention against transformers' own attention.
+
+A model that the block pool cannot serve correctly fails here and is refused. Comparing logits alone would not work:
+layers amplify rounding, and a token that rounding sends to another expert changes all later tokens as much as a real
+error does. So there are two passes:
+
+reference   the whole text at once. Both attentions get the same queries, keys and values in each layer and must agree
+            up to rounding; the next layer gets transformers' output.
+replay      chunk by chunk through the block pool. The next layer gets the reference's attention output, so a token that
+            rounding sends to another expert changes no other token. The bound is for the median token.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import eager_mask
+
+from sidestream.attention.interface import AttentionBackend, AttentionBatch, AttentionSpec, BatchRows, ungated
+from sidestream.attention.registry import select_backend
+from sidestream.errors import ModelError
+from sidestream.models.adapter import PAGED, OpaqueBatch, PagedModel, paged_attention_hook
+from sidestream.models.config_checks import max_positions
+
+# Bound of a layer's attention: root mean square of the difference, over that of the attention output.
+# For SmolLM2-135M and tiny models of 80 families: 3e-7, 2.4e-4 and 1.9e-3, whatever their depth.
+ATTENTION_BOUNDS = {"float32": 1e-4, "float16": 1e-3, "bfloat16": 8e-3}
+# Added per unit of the soft cap: on a CPU, scores are rounded to the dtype before they are capped. A quarter of the
+# dtype's half step, because x * sech(x)**2 is below 0.45 and rounding's root mean square is about 0.4 of its maximum.
+_CAP_ROUNDING = {"float32": 2**-26, "float16": 2**-13, "bfloat16": 2**-10}
+# Bound of the median token of each stage: root mean square of the difference, over that of all tokens.
+# For SmolLM2-135M: 4e-6, 3e-4 and 3e-3; more where matrix products of few and of many rows round differently.
+REPLAY_BOUNDS = {"float32": 1e-3, "float16": 0.04, "bfloat16": 0.25}
+
+# Three stages: a prefill without context, a prefill after a context, and decodes. Each has an odd number of tokens.
+_STAGES = ((0, 13), (13, 20), (20, 25))
+_CHUNKS = (*_STAGES[:2], *pairwise(range(20, 26)))
+_NUM_TOKENS = 25
+_BLOCK_TOKENS = 16  # the minimum of attention on a GPU
+_BLOCK_TABLE = (2, 0)
+_WINDOW = 5  # shorter than the check's context, whatever the model's window is
+_COMPARED = "sidestream_compared"
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """Results of transformers' own attention for the check's tokens.
+
+    attended   attention output of each layer, `[25, heads, head_dim]`, in the model's dtype
+    logits     float32 `[25, vocab]`
+    """
+
+    attended: list[torch.Tensor]
+    logits: torch.Tensor
+
+
+@torch.inference_mode()
+def reference(model: PagedModel) -> Reference:
+    """The reference pass. Raises ModelError when paged attention differs in any layer."""
+    tokens = _tokens(model.vocab_size).to(model.module.device)
+    pool, attention = _pool(model), _attention(model)
+    compared = _Compared([_batch(attention, pool, start, end, ungated) for start, end in _CHUNKS])
+    model.module.config._attn_implementation = _COMPARED
+    try:
+        with _narrow_windows(model.module):
+            # Without positions, so that a model that does not count 0, 1, 2, ... by itself fails the check.
+            logits: torch.Tensor = model.module(input_ids=tokens[None], use_cache=False, paged_batch=compared).logits
+    finally:
+        model.module.config._attn_implementation = PAGED
+    _check_reached(compared.layers, model.layout.num_layers)
+    return Reference(compared.attended, logits[0].float())
+
+
+@torch.inference_mode()
+def check_paged(model: PagedModel, expected: Reference) -> None:
+    """The replay. Raises ModelError when the paged path differs, or does not reach every layer once."""
+    with _narrow_windows(model.module):
+        attended, logits = _replay(model, expected)
+    for layer, (paged, own) in enumerate(zip(attended, expected.attended, strict=True)):
+        _judge(model, f"the attention of layer {layer}", paged.float() - own, own)
+    _judge(model, "the logits", logits - expected.logits, expected.logits - expected.logits.mean(-1, keepdim=True))
+
+
+def _judge(model: PagedModel, what: str, difference: torch.Tensor, spread: torch.Tensor) -> None:
+    """Raise ModelError when `difference`, over the `spread` of all tokens, exceeds rounding in any stage."""
+    errors = difference.flatten(1).square().mean(-1).sqrt() / spread.float().square().mean().sqrt()
+    # The median: rounding sends single tokens to other experts; a real error shows in most tokens of a stage.
+    error = torch.stack([errors[start:end].median() for start, end in _STAGES]).max()
+    bound = REPLAY_BOUNDS[model.layout.dtype]
+    if not error <= bound:
+        raise ModelError(
+            f"the paged path computes {what} otherwise than transformers: most tokens differ by {error:.2g} of their "
+            f"spread or more, at most {bound} is rounding. This kind of model cannot be served right"
+        )
+
+
+class _Compared(OpaqueBatch):
+    """The batch of the reference pass: its chunks for the paged path, and the attention output of each layer so far."""
+
+    def __init__(self, chunks: list[AttentionBatch]) -> None:
+        super().__init__(chunks[0])
+        self.chunks = chunks
+        self.layers: list[int] = []
+        self.attended: list[torch.Tensor] = []
+
+
+def _compared_attention_hook(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    paged_batch: _Compared | None = None,
+    **named: Any,
+) -> tuple[torch.Tensor, None]:
+    """Transformers' own attention, in float32. Raises ModelError when the paged path differs by more than rounding."""
+    if paged_batch is None:
+        return paged_attention_hook(module, query, key, value, None, **named)  # raises with the reason
+    paged = []
+    for chunk, (start, end) in zip(paged_batch.chunks, _CHUNKS, strict=True):
+        q, k, v = (states[:, :, start:end] for states in (query, key, value))
+        paged.append(paged_attention_hook(module, q, k, v, None, paged_batch=OpaqueBatch(chunk), **named)[0])
+    _check_mask(module, attention_mask, named.get("sliding_window"))
+    eager = sys.modules[type(module).__module__].eager_attention_forward
+    mask = attention_mask if attention_mask is None or attention_mask.dtype == torch.bool else attention_mask.float()
+    expected: torch.Tensor = eager(module, query.float(), key.float(), value.float(), mask, **named)[0]
+    error = (torch.cat(paged, dim=1).float() - expected).square().mean().sqrt() / expected.square().mean().sqrt()
+    dtype = str(query.dtype).removeprefix("torch.")
+    bound = ATTENTION_BOUNDS[dtype] + _CAP_ROUNDING[dtype] * (named.get("softcap") or 0)
+    if not error <= bound:
+        raise ModelError(
+            f"in layer {module.layer_idx}, paged attention gives other values than transformers' own: they differ by "
+            f"{error:.2g} of their size, at most {bound:.2g} is rounding. This kind of model cannot be served right"
+        )
+    paged_batch.layers.append(module.layer_idx)
+    paged_batch.attended.append(expected[0].to(query.dtype))
+    return expected.to(query.dtype), None
+
+
+AttentionInterface.register(_COMPARED, _compared_attention_hook)
+AttentionMaskInterface.register(_COMPARED, eager_mask)
+
+
+def _check_mask(module: Any, mask: torch.Tensor | None, window: int | None) -> None:
+    """Raise ModelError when the model's mask differs from the causal mask with the window that attention is given."""
+    if mask is None:
+        return
+    seen = mask if mask.dtype == torch.bool else mask == 0
+    positions = torch.arange(_NUM_TOKENS, device=mask.device)
+    behind = positions[:, None] - positions
+    expected = (behind >= 0) & (behind < (window or _NUM_TOKENS))
+    if not bool((seen == expected).all()):
+        window_text = f"a sliding window of {window} tokens" if window else "no sliding window"
+        raise ModelError(
+            f"layer {module.layer_idx} masks other tokens than causal attention with {window_text}, "
+            "which is what it tells its attention: only such masks are served"
+        )
+
+
+def _replay(model: PagedModel, expected: Reference) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """Attention output of each layer, and the logits, of all tokens."""
+    device, num_layers = model.module.device, model.layout.num_layers
+    pool, attention = _pool(model), _attention(model)
+    tokens = _tokens(model.vocab_size).to(device)
+    attended: list[list[torch.Tensor]] = [[] for _ in range(num_layers)]
+    logits = []
+    for start, end in _CHUNKS:
+        reached: list[int] = []
+        batch = _Replayed(
+            _batch(attention, pool, start, end, reached.append), attended, [own[start:end] for own in expected.attended]
+        )
+        rows = torch.arange(end - start, device=device)
+        logits.append(model.forward(tokens[start:end], rows + start, batch, rows))
+        _check_reached(reached, num_layers)
+    return [torch.cat(layer) for layer in attended], torch.cat(logits).float()
+
+
+def _check_reached(layers: list[int], num_layers: int) -> None:
+    if layers != list(range(num_layers)):
+        raise ModelError(
+            f"its attention asked for layers {layers} of {num_layers}: only models are served whose layers attend "
+            "once each, in order, with keys and values of their own"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Replayed:
+    """A batch whose attention appends the paged output to `attended` and returns the reference's output."""
+
+    batch: AttentionBatch
+    attended: list[list[torch.Tensor]]
+    expected: list[torch.Tensor]
+
+    @property
+    def slot_mapping(self) -> torch.Tensor:
+        return self.batch.slot_mapping
+
+    def layer(self, index: int) -> torch.Tensor:
+        return self.batch.layer(index)
+
+    def attend(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer: int, **how: Any
+    ) -> torch.Tensor:
+        self.attended[layer].append(self.batch.attend(query, key, value, layer, **how))
+        return self.expected[layer]
+
+
+def _pool(model: PagedModel) -> torch.Tensor:
+    """Blocks full of NaN, so that reading a token that was not written shows."""
+    layout = model.layout
+    shape = (max(_BLOCK_TABLE) + 1, layout.num_layers, 2, _BLOCK_TOKENS, layout.num_kv_heads, layout.head_dim)
+    return torch.full(shape, float("nan"), dtype=getattr(torch, layout.dtype), device=model.module.device)
+
+
+def _attention(model: PagedModel) -> AttentionBackend:
+    """The backend that the model will be served with on its device."""
+    layout, device = model.layout, model.module.device
+    spec = AttentionSpec(
+        heads=model.num_heads,
+        kv_heads=layout.num_kv_heads,
+        head_dim=layout.head_dim,
+        dtype=getattr(torch, layout.dtype),
+        device=device,
+        query_tokens=1,
+    )
+    kv_tokens = len(_BLOCK_TABLE) * _BLOCK_TOKENS
+    return select_backend(device).create(spec, kv_tokens=kv_tokens, chunk_tokens=_NUM_TOKENS)
+
+
+def _batch(
+    attention: AttentionBackend, pool: torch.Tensor, start: int, end: int, before_layer: Callable[[int], None]
+) -> AttentionBatch:
+    """A batch of one row."""
+    device = pool.device
+    table = torch.tensor([_BLOCK_TABLE], device=device)
+    positions = torch.arange(start, end, device=device)
+    rows = BatchRows(
+        slot_mapping=table[0, positions // _BLOCK_TOKENS] * _BLOCK_TOKENS + positions % _BLOCK_TOKENS,
+        block_tables=table,
+        cu_seqlens_q=torch.tensor((0, end - start), device=device),
+        kv_lens=torch.tensor((end,), device=device),
+        decode_rows=int(end - start == 1),
+    )
+    return attention.batch(pool, rows, before_layer)
+
+
+def _tokens(vocab_size: int) -> torch.Tensor:
+    return torch.randint(vocab_size, (_NUM_TOKENS,), generator=torch.Generator().manual_seed(0))
+
+
+@contextlib.contextmanager
+def _narrow_windows(module: Any) -> Iterator[None]:
+    """Shorten the model's sliding window inside the context, so that a few tokens show a mask that ignores it.
+
+    A window of at least the model's length stays: some models declare one and do not pass it to their attention.
+    """
+    window = getattr(module.config, "sliding_window", None) or 0
+    binds = 0 < window < max_positions(module.config)
+    holders = [
+        part for part in (module.config, *module.modules()) if binds and getattr(part, "sliding_window", None) == window
+    ]
+    for part in holders:
+        part.sliding_window = _WINDOW
+    try:
+        yield
+    finally:
+        for part in holders:
+            part.sliding_window = window

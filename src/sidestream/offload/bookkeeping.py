@@ -1,0 +1,75 @@
+"""State that the parts of the offload worker share: the engine's switches, unsettled jobs, and counts of outcomes."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from sidestream.metrics import Metrics
+
+logger = logging.getLogger(__name__)
+
+# A broken tier fails often. The log shows at most one failure in this time; transfers_total counts all of them.
+_WARNING_PERIOD_S = 1.0
+
+
+@dataclass(slots=True)
+class Switches:
+    """Written by the engine thread, or by the thread that closes the engine; read by the worker.
+
+    generation   number of resets so far; transfers of an earlier generation publish nothing (H8)
+    abandoned    the engine closes: no transfer begins any more. Never reset
+    """
+
+    generation: int = 0
+    abandoned: bool = False
+
+
+class UnsettledJobs:
+    """Ids of stores and loads that still use device blocks, in the order of their commands. Worker thread only."""
+
+    def __init__(self) -> None:
+        self._unsettled: dict[int, None] = {}
+        self._last = 0  # id of the last job that was taken
+
+    def __len__(self) -> int:
+        return len(self._unsettled)
+
+    def opened(self, job_ids: Iterable[int], *, last: int) -> None:
+        """Add jobs of one command, of which `last` is the highest id."""
+        self._unsettled.update(dict.fromkeys(job_ids))
+        self._last = last
+
+    def settle(self, job_id: int) -> None:
+        """Remove a job that uses no device block any more. Raises KeyError if it is not there."""
+        del self._unsettled[job_id]
+
+    def settled_through(self) -> int:
+        """The id up to which every job has settled."""
+        return next(iter(self._unsettled), self._last + 1) - 1
+
+
+class TransferLog:
+    """Counts how transfers end, and logs failures. Worker thread only."""
+
+    def __init__(self, metrics: Metrics, *, block_bytes: int, clock: Callable[[], float]) -> None:
+        self._metrics = metrics
+        self._block_bytes = block_bytes
+        self._clock = clock
+        self._next_warning_s = 0.0
+
+    def ended(self, kind: str, error: BaseException | None, num_blocks: int, since_s: float) -> bool:
+        """Count the end of a transfer that was ordered at `since_s`. Returns whether it succeeded."""
+        self._metrics.inc("transfers_total", 1, kind, "done" if error is None else "failed")
+        if error is None:
+            self._metrics.inc("transfer_bytes_total", num_blocks * self._block_bytes, kind)
+            self._metrics.observe("transfer_seconds", self._clock() - since_s, kind)
+        elif self._clock() >= self._next_warning_s:
+            self._next_warning_s = self._clock() + _WARNING_PERIOD_S
+            logger.warning("%s failed and is a miss: %s: %s", kind, type(error).__name__, error)
+        return error is None
+
+    def left_out(self, kind: str, outcome: str) -> None:
+        """Count a transfer that does not begin: `"skipped"`, `"deferred"` or `"full"`."""
+        self._metrics.inc("transfers_total", 1, kind, outcome)

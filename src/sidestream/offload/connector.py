@@ -1,0 +1,353 @@
+"""The engine thread's end of the offload worker: submits plans, polls events, and knows how long blocks are in use.
+
+All other work happens on the worker's thread. `submit` and `poll` cost the engine thread a few microseconds a plan,
+however many blocks the plan has; neither ever waits.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from sidestream.device.base import Device
+from sidestream.device.channel import Channel, Mark
+from sidestream.kv.pool import FencedPool, merge_fences
+from sidestream.metrics import Metrics
+from sidestream.offload.copy import BlockMemory
+from sidestream.offload.costs import CostModel
+from sidestream.offload.loads import layers_per_group
+from sidestream.offload.messages import (
+    Command,
+    Forget,
+    LoadMissed,
+    LoadSubmitted,
+    Promoted,
+    StoreAgain,
+    SubmitPlans,
+    WorkerEvent,
+)
+from sidestream.offload.tiers.stack import TierStack
+from sidestream.offload.worker import OffloadWorker
+from sidestream.types import BatchPlan, Fence, Key, LayerGates, LoadPlan, PromotePlan, RequestId, TransferPlan
+
+# Polling interval of `flush`.
+_FLUSH_POLL_S = 0.001
+
+
+@dataclass(frozen=True, slots=True)
+class LoadReady:
+    """The device was given all of a load, so a step may be gated by its fences."""
+
+    request_id: RequestId
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class LoadFailed:
+    """A load failed, or its source blocks were `gone` before it began: its device blocks must not be used."""
+
+    request_id: RequestId
+    epoch: int
+    gone: bool = False
+
+
+TransferEvent = Promoted | LoadReady | LoadFailed | StoreAgain
+
+
+@dataclass(slots=True, eq=False)
+class _Load:
+    """A load that has not settled. Single writer: the engine thread.
+
+    submitted   its fences, once all of them exist
+    reported    its failure was returned as an event
+    """
+
+    plan: LoadPlan
+    submitted: LoadSubmitted | None = None
+    reported: bool = False
+
+    def gates(self, group: int) -> tuple[Fence, ...]:
+        """Fences that a layer of the group waits for."""
+        assert self.submitted is not None
+        return (*(piece.fences[-1] for piece in self.submitted.before), self.submitted.groups[group].fences[-1])
+
+    def share_left(self) -> float:
+        """Share of its bytes that has not arrived, from 0 to 1."""
+        if self.submitted is None:
+            return 1.0
+        parts = (*self.submitted.before, *self.submitted.groups)
+        return sum(part.bytes_left() for part in parts) / self.submitted.num_bytes
+
+    def seconds_left(self, load_s: float, step_s: float) -> float:
+        """Seconds until a step of `step_s` may begin without ever waiting for the load: each group of layers has
+        arrived when the step comes to it.
+
+        `load_s`: duration of the load on an idle link. Infinite while fences are missing, and if the load failed.
+        """
+        if self.submitted is None:
+            return math.inf
+        if any(fence.failure is not None for fence in self.submitted.fences):
+            return math.inf
+        groups, byte_s = self.submitted.groups, load_s / self.submitted.num_bytes
+        left = sum(piece.bytes_left() for piece in self.submitted.before)
+        soonest = 0.0
+        for index, group in enumerate(groups):
+            left += group.bytes_left()
+            if left:
+                soonest = max(soonest, byte_s * left - step_s * index / len(groups))
+        return soonest
+
+    def has_failed(self) -> bool:
+        """Whether a part of it has failed, and the failure was not reported."""
+        if self.reported or self.submitted is None:
+            return False
+        return any(fence.poll() and fence.failure is not None for fence in self.submitted.fences)
+
+
+@dataclass(frozen=True, slots=True)
+class SettledFence:
+    """Done when every store and load up to job `tick` has settled. For the host only: no stream can wait for it."""
+
+    tick: int
+    settled: Mark
+    stream: str = "offload"
+    failure: BaseException | None = None
+
+    def poll(self) -> bool:
+        """Whether it is done. Never blocks."""
+        return self.settled.read() >= self.tick
+
+
+class OffloadConnector:
+    """The scheduler's view of the tiers, and the engine thread's handle of all transfers in flight.
+
+    notify   called by the worker's thread when there is an event to `poll`
+    """
+
+    def __init__(
+        self,
+        *,
+        device: Device,
+        blocks: FencedPool,
+        memory: BlockMemory,
+        tiers: TierStack,
+        costs: CostModel,
+        metrics: Metrics,
+        load_deadline_s: float,
+        notify: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.tiers = tiers
+        self._blocks = blocks
+        self._costs = costs
+        self._deadline_s = load_deadline_s
+        self._clock = device.now
+        self._sleep = device.sleep
+        self._layout = memory.layout
+        self._segment_bytes = device.segment_bytes
+        self._loads: dict[int, _Load] = {}  # by job id
+        self._settled = Mark("settled", tracer=device.tracer, wake=notify)
+        self._num_promotions = 0
+        self._last_job = self._num_sent = 0
+        self._failed = False
+        self._commands: Channel[Command] = Channel("commands", tracer=device.tracer)
+        self._events: Channel[WorkerEvent] = Channel("events", tracer=device.tracer, wake=notify)
+        self._worker = OffloadWorker(
+            device=device,
+            memory=memory,
+            tiers=tiers,
+            costs=costs,
+            metrics=metrics,
+            load_deadline_s=load_deadline_s,
+            commands=self._commands,
+            events=self._events,
+            settled=self._settled,
+        )
+        self._switches = self._worker.switches
+        self._thread = device.thread("offload", self._worker.turn)
+        self._thread.wake()
+
+    def sizes(self) -> dict[str, int]:
+        """Number of objects that are kept for transfers, by kind; all 0 when nothing is in flight."""
+        kept = {"commands": len(self._commands), "events": len(self._events), "loads": len(self._loads)}
+        return kept | self._worker.sizes()
+
+    # ------------------------------------------------------------------ questions of the scheduler
+
+    def locate(self, keys: Sequence[Key]) -> list[str]:
+        """See `TierStack.locate`."""
+        return self.tiers.locate(keys)
+
+    def worth_loading(self, sources: Sequence[str]) -> bool:
+        """Whether loading is expected to take less time than computing, and less than the deadline."""
+        blocks = Counter(sources)
+        blocks.update(self._worker.num_reads)
+        seconds = self._costs.load_seconds(blocks, num_loaded=len(sources))
+        return seconds < min(self._costs.compute_seconds(len(sources)), self._deadline_s)
+
+    # ------------------------------------------------------------------ submission: never blocks
+
+    def submit(self, plans: Sequence[TransferPlan]) -> None:
+        """Submit plans. Their device blocks must stay in use until `uses()` is done (H2, H10)."""
+        if not plans:
+            return
+        jobs = []
+        for plan in plans:
+            self._last_job += 1
+            if isinstance(plan, LoadPlan):
+                self._loads[self._last_job] = _Load(plan)
+            elif isinstance(plan, PromotePlan):
+                self._num_promotions += 1
+            jobs.append((self._last_job, plan))
+        self._send(SubmitPlans(tuple(jobs), self._switches.generation))
+
+    def uses(self) -> Fence | None:
+        """Done when every submitted transfer has let go of its device blocks; None if that is so already."""
+        return SettledFence(self._last_job, self._settled) if self._settled.read() < self._last_job else None
+
+    def gates(self, batch: BatchPlan) -> LayerGates:
+        """Fences that a step of `batch` waits for, layer by layer: those of loads of its own requests only (H5)."""
+        if not self._loads:
+            return LayerGates()
+        members: set[tuple[RequestId, int]] = set()
+        for row in reversed(batch.rows):
+            if row.tokens is None:
+                break  # a decode row's first step has waited for the loads already
+            members.add((row.request_id, row.epoch))
+        loads = [
+            load
+            for load in self._loads.values()
+            if load.submitted and (load.plan.request_id, load.plan.epoch) in members
+        ]
+        if not loads:
+            return LayerGates()
+        group = layers_per_group(self._layout, self._segment_bytes)
+        by_group = [
+            merge_fences(fence for load in loads for fence in load.gates(index))
+            for index in range(-(-self._layout.num_layers // group))
+        ]
+        return LayerGates(tuple(by_group[layer // group] for layer in range(self._layout.num_layers)))
+
+    def seconds_left(self, request_id: RequestId, epoch: int, *, step_s: float) -> float:
+        """Seconds until a step of `step_s` may begin without waiting for the request's loads; infinite if unknown.
+
+        Never blocks.
+        """
+        ahead_s = soonest_s = 0.0
+        for load in self._loads.values():  # the device gets them in this order, but prefetches last
+            load_s = self._costs.seconds_from_host(len(load.plan.keys))
+            if (load.plan.request_id, load.plan.epoch) == (request_id, epoch):
+                left_s = load.seconds_left(load_s, step_s)
+                soonest_s = max(soonest_s, left_s and ahead_s + left_s)
+            elif not load.plan.prefetch:
+                ahead_s += load_s * load.share_left()
+        return soonest_s
+
+    # ------------------------------------------------------------------ completion: never blocks
+
+    @property
+    def busy(self) -> bool:
+        """Whether any transfer is in flight, writes to tiers included, or an event waits to be polled."""
+        idle = self._worker.idle_after == self._num_sent
+        return not idle or len(self._events) > 0 or self._blocks.is_settling or bool(self._loads)
+
+    @property
+    def awaited(self) -> bool:
+        """Whether a request waits for a transfer."""
+        return bool(self._num_promotions or self._loads)
+
+    def poll(self) -> list[TransferEvent]:
+        """Take in the worker's events and free settled blocks. Returns which requests' waits are over.
+
+        Raises the exception that ended the worker.
+        """
+        events: list[TransferEvent] = []
+        settled = self._settled.read()  # before the events: every event of a job that has settled by now is there
+        while (event := self._events.take()) is not None:
+            if isinstance(event, LoadSubmitted):  # a `match` takes twice as long, in every step
+                load = self._loads[event.job_id]
+                load.submitted = event
+                events.append(LoadReady(load.plan.request_id, load.plan.epoch))
+            elif isinstance(event, LoadMissed):
+                load = self._loads[event.job_id]
+                if not load.reported:
+                    load.reported = True
+                    events.append(LoadFailed(load.plan.request_id, load.plan.epoch, event.gone))
+            elif isinstance(event, Promoted):
+                self._num_promotions -= 1
+                events.append(event)
+            elif isinstance(event, StoreAgain):
+                events.append(event)
+            else:
+                self._failed = True
+                raise event.error
+        while self._loads and (job_id := next(iter(self._loads))) <= settled:
+            del self._loads[job_id]
+        self._blocks.settle()
+        return events
+
+    def failed_loads(self) -> list[TransferEvent]:
+        """Loads whose fences have failed before the worker reported it; each is returned once.
+
+        Called when a step that was gated by them has ended: the results of that step must not be used.
+        """
+        events: list[TransferEvent] = []
+        for load in self._loads.values():
+            if load.has_failed():
+                load.reported = True
+                events.append(LoadFailed(load.plan.request_id, load.plan.epoch))
+        return events
+
+    # ------------------------------------------------------------------ resets and the end
+
+    @property
+    def has_forgotten(self) -> bool:
+        """Whether every `forget_all` has reached the tiers' ledgers."""
+        return self._thread.failure is not None or self._worker.forgotten == self._switches.generation
+
+    def forget_all(self) -> None:
+        """Make every block in the tiers unreachable (H8): plans that are submitted after this find none of them.
+
+        Transfers in flight end by their fences, and publish nothing.
+        """
+        self._switches.generation += 1
+        self._send(Forget())
+
+    def forget(self, keys: Iterable[Key]) -> None:
+        """Make these blocks unreachable in the tiers, for later requests. They may be stored anew."""
+        self._send(Forget(frozenset(keys)))
+
+    def flush(self, *, timeout_s: float) -> bool:
+        """Wait until every transfer has ended, writes to tiers included. Blocks; any thread, after the engine thread.
+
+        Returns False if `timeout_s` passed first: transfers that have not begun are dropped, which loses only cache.
+        """
+        deadline = self._clock() + timeout_s
+        while self.busy:
+            if self._clock() >= deadline or self._failed:
+                self._switches.abandoned = True
+                self._thread.wake()
+                return False
+            self.poll()
+            self._sleep(_FLUSH_POLL_S)
+        return True
+
+    def close(self) -> None:
+        """Take in transfers that ended since the last poll, and close the tiers. After streams and threads have ended;
+        idempotent.
+        """
+        try:
+            self._switches.abandoned = True  # no transfer begins: there is no stream for it
+            if self._thread.failure is None:
+                self._worker.turn()
+                while len(self._commands):
+                    self._worker.turn()
+            self.poll()
+        finally:
+            self.tiers.close()
+
+    def _send(self, command: Command) -> None:
+        self._num_sent += 1
+        self._commands.put(command)
+        self._thread.wake()

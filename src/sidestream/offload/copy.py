@@ -1,0 +1,39 @@
+"""Copies of blocks between two memories of one layout: their segments and accesses. Moves nothing itself."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from sidestream.device.base import CopyBatch, Memory
+from sidestream.kv.layout import KVLayout
+from sidestream.types import Access
+
+
+@dataclass(frozen=True, slots=True)
+class BlockMemory:
+    """A memory of blocks: the device's pool or the host's slab. One allocation, or one for each layer (striped)."""
+
+    memory: Memory
+    layout: KVLayout
+
+    def accesses(self, block_ids: Sequence[int], *, write: bool) -> list[Access]:
+        """The byte ranges of whole blocks."""
+        return [Access(self.memory.name, *self.layout.span(block_id), write) for block_id in block_ids]
+
+
+def layers_batch(
+    source: BlockMemory, source_ids: Sequence[int], target: BlockMemory, target_ids: Sequence[int], layers: range
+) -> CopyBatch:
+    """Copies some layers of each block of `source_ids` to the same layers of its partner in `target_ids`."""
+    layout = source.layout
+    skipped = layers.start * layout.layer_bytes
+    return CopyBatch(
+        source.memory,
+        target.memory,
+        np.array(source_ids, np.int64) * layout.block_bytes + skipped,
+        np.array(target_ids, np.int64) * layout.block_bytes + skipped,
+        len(layers) * layout.layer_bytes,
+    )

@@ -1,0 +1,78 @@
+"""Whether loading is faster than computing: bytes over measured bandwidth against tokens over measured prefill rate.
+
+Pure arithmetic on moving averages. The offload worker writes the transfer rates, the engine thread reads them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+
+from sidestream.kv.layout import KVLayout
+from sidestream.types import HOST
+
+_WEIGHT = 0.2
+# Rates of a healthy host tier and of any other healthy tier. They are assumed until a transfer was measured: with lower
+# ones, a fast GPU would rather compute, so that no block is ever loaded and no rate ever measured.
+_HEALTHY_HOST = 5e10
+_HEALTHY_TIER = 2e9
+# A slow rate is forgotten if no transfer was measured for this long.
+_STALE_S = 30.0
+
+
+class CostModel:
+    """Moving averages of the cost of loading and of computing.
+
+    prefill_rate   tokens a second; None until a prefill was measured: until then, loading always pays
+    """
+
+    def __init__(self, layout: KVLayout, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._layout = layout
+        self._clock = clock
+        self._bytes_per_s: dict[str, float] = {}  # by tier, of those that were measured
+        self._measured_s: dict[str, float] = {}
+        self.prefill_rate: float | None = None
+
+    def saw_transfer(self, tier: str, num_bytes: int, seconds: float) -> None:
+        """A transfer from `tier` moved `num_bytes` in `seconds` of its stream's time."""
+        if seconds > 0:
+            self._measured_s[tier] = self._clock()
+            rate = num_bytes / seconds
+            before = self._bytes_per_s.get(tier, rate)
+            self._bytes_per_s[tier] = before + _WEIGHT * (rate - before)
+
+    def saw_prefill(self, num_tokens: int, seconds: float) -> None:
+        """A step computed `num_tokens` prompt tokens in `seconds`."""
+        if seconds > 0:
+            rate = num_tokens / seconds
+            self.prefill_rate = (
+                rate if self.prefill_rate is None else self.prefill_rate + _WEIGHT * (rate - self.prefill_rate)
+            )
+
+    def load_seconds(self, blocks: Mapping[str, int], *, num_loaded: int) -> float:
+        """Expected time until `num_loaded` blocks are on the device.
+
+        `blocks`: number of blocks to read from each tier, including reads that are queued already. Blocks of every tier
+        pass through the host.
+        """
+        size = self._layout.block_bytes
+        promoted_s = sum(count * size / self._rate(tier) for tier, count in blocks.items() if tier != HOST)
+        return promoted_s + self.seconds_from_host(num_loaded)
+
+    def seconds_from_host(self, num_blocks: int) -> float:
+        """Expected time to load that many blocks from the host tier."""
+        return num_blocks * self._layout.block_bytes / self._rate(HOST)
+
+    def _rate(self, tier: str) -> float:
+        """Bytes a second. Without a recent measurement, at least a healthy tier's: else a tier that stalled once would
+        stay unused.
+        """
+        healthy = _HEALTHY_HOST if tier == HOST else _HEALTHY_TIER
+        if tier not in self._bytes_per_s:
+            return healthy
+        rate, age_s = self._bytes_per_s[tier], self._clock() - self._measured_s[tier]
+        return max(rate, healthy) if age_s > _STALE_S else rate
+
+    def compute_seconds(self, num_blocks: int) -> float:
+        """Expected time to compute that many blocks; infinite until a prefill was measured."""
+        return num_blocks * self._layout.block_tokens / self.prefill_rate if self.prefill_rate else float("inf")

@@ -1,0 +1,161 @@
+"""Loads: host slots to device blocks, after the last use of the blocks (H3). Worker thread only.
+
+A load job is carried out in pieces. Every piece but the last copies whole blocks. The last one is cut by groups of
+layers, so that a step can follow it layer by layer. When the device was given all pieces, their fences are reported.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+from sidestream.device.base import Device
+from sidestream.kv.layout import KVLayout
+from sidestream.offload import pacing
+from sidestream.offload.bookkeeping import Switches, TransferLog, UnsettledJobs
+from sidestream.offload.copy import BlockMemory, layers_batch
+from sidestream.offload.costs import CostModel
+from sidestream.offload.messages import LoadMissed, LoadSubmitted, Part
+from sidestream.offload.pacing import Copy, Lane, Urgency
+from sidestream.offload.tickets import LoadJob
+from sidestream.offload.tiers.stack import TierStack
+from sidestream.types import HOST, LoadPlan
+
+
+class Loads:
+    """Load jobs from their command to their end. `report` sends an event to the engine thread."""
+
+    def __init__(
+        self,
+        *,
+        device: Device,
+        memory: BlockMemory,
+        tiers: TierStack,
+        lane: Lane,
+        unsettled: UnsettledJobs,
+        switches: Switches,
+        log: TransferLog,
+        costs: CostModel,
+        report: Callable[[LoadSubmitted | LoadMissed], None],
+    ) -> None:
+        self._device = device
+        self._memory = memory
+        self._tiers = tiers
+        self._host = tiers.host
+        self._host_memory = BlockMemory(tiers.host.memory, tiers.host.layout)
+        self._lane = lane
+        self._unsettled = unsettled
+        self._switches = switches
+        self._log = log
+        self._costs = costs
+        self._report = report
+        self._waiting: deque[LoadJob] = deque()  # jobs with blocks that have not begun
+        self._jobs: dict[Copy, LoadJob] = {}
+
+    @property
+    def waiting(self) -> bool:
+        """Whether a job has blocks that have not begun."""
+        return bool(self._waiting)
+
+    @property
+    def busy(self) -> bool:
+        """Whether any block is in flight or waiting."""
+        return bool(self._waiting or self._jobs)
+
+    def sizes(self) -> dict[str, int]:
+        """Number of objects that are kept, by kind."""
+        return {"waiting loads": len(self._waiting), "load copies": len(self._jobs)}
+
+    def submit(self, job_id: int, plan: LoadPlan) -> None:
+        """Lease the source slots and queue the job. If a source block is gone, the load is a miss."""
+        source_ids = self._host.pool.match(plan.keys)
+        if len(source_ids) < len(plan.keys) or self._switches.abandoned:
+            self._report(LoadMissed(job_id, gone=not self._switches.abandoned))
+            self._unsettled.settle(job_id)
+            return
+        self._tiers.touch_persistent(plan.keys)  # a hit in host memory is a use of the entries in slower tiers, too
+        slots = self._host.pool.share(source_ids)
+        self._waiting.append(LoadJob(job_id, plan, slots, self._device.now()))
+
+    def begin_piece(self) -> None:
+        """Begin the next piece of the first job; a job that has failed begins none."""
+        job = self._waiting[0]
+        if job.failure is None:
+            self._begin_piece(job)
+        if job.all_begun or job.failure is not None:
+            del self._waiting[0]
+
+    def _begin_piece(self, job: LoadJob) -> None:
+        """Queue the copy of the job's next blocks.
+
+        Only the last piece is cut by layers, which costs speed: the others have arrived when a step can be gated.
+        """
+        plan, layout, first = job.plan, self._memory.layout, job.begun
+        piece = max(pacing.BLOCKS_PER_TURN, pacing.LOAD_PIECE_BYTES // layout.block_bytes)
+        last = max(pacing.BLOCKS_PER_TURN, pacing.LAST_PIECE_BYTES // layout.block_bytes)
+        left = len(plan.keys) - first
+        stop = job.begun = first + (left if left <= last else min(piece, left - last))
+        step = layers_per_group(layout, self._device.segment_bytes) if job.all_begun else layout.num_layers
+        slots, block_ids, groups = job.slots.ids[first:stop], plan.block_ids[first:stop], []
+        for layer in range(0, layout.num_layers, step):
+            layers = range(layer, min(layer + step, layout.num_layers))
+            batch = layers_batch(self._host_memory, slots, self._memory, block_ids, layers)
+            groups.append(self._device.prepare(batch))
+        urgency = Urgency.PREFETCH if plan.prefetch else Urgency.DEMAND
+        copy = Copy(groups, after=plan.after, urgency=urgency, label=f"load {stop - first} blocks")
+        job.copies.append(copy)
+        self._jobs[copy] = job
+        self._lane.add(copy)
+
+    def submitted(self, copy: Copy) -> None:
+        """Record that the device was given all of a piece; report the job's fences if this completes them.
+
+        A piece may be submitted before an earlier one: both wait for the same fences, and these may end between two
+        polls of the lane.
+        """
+        job = self._jobs[copy]
+        job.submitted += 1
+        # A copy may have failed without its end having been taken in.
+        failed = job.failure is not None or any(copy.failure is not None for copy in job.copies)
+        if job.all_begun and job.submitted == len(job.copies) and not failed:
+            *others, last = [
+                [Part(tuple(fences), group.num_bytes) for fences, group in zip(copy.fences, copy.groups, strict=True)]
+                for copy in job.copies
+            ]
+            self._report(LoadSubmitted(job.job_id, tuple(part for parts in others for part in parts), tuple(last)))
+
+    def end(self, copy: Copy) -> None:
+        """Take in a piece that has ended."""
+        job = self._jobs.pop(copy)
+        job.ended += 1
+        if copy.failure is None:
+            self._costs.saw_transfer(HOST, sum(group.num_bytes for group in copy.groups), copy.seconds)
+        elif job.failure is None:
+            job.failure = copy.failure
+        self._settle(job)
+
+    def _settle(self, job: LoadJob) -> None:
+        """Release the job's slots and let go of its device blocks, once no piece is left."""
+        if not job.settled:
+            return
+        if not self._log.ended("load", job.failure, len(job.plan.keys), job.ordered_s):
+            self._report(LoadMissed(job.job_id))
+        job.slots.release()
+        self._unsettled.settle(job.job_id)
+
+    def drop(self, reason: BaseException) -> None:
+        """Fail everything that has not begun: the engine closes."""
+        while self._waiting:
+            job = self._waiting.popleft()
+            if job.failure is None:  # a failed job has settled, or will with its last piece in flight
+                job.failure = reason
+                self._settle(job)
+
+
+def layers_per_group(layout: KVLayout, segment_bytes: int) -> int:
+    """Number of a block's layers that a load copies as one segment: as few as `segment_bytes` allows.
+
+    With few layers in a group, the first layers of a step can start early; small segments copy slowly.
+    """
+    num_groups = min(layout.num_layers, max(1, layout.block_bytes // segment_bytes))
+    return -(-layout.num_layers // num_groups)

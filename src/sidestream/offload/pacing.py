@@ -1,0 +1,288 @@
+"""How much of each transfer the device is given, and when: one lane for each direction of the link.
+
+The device carries out copies in the order of their submission; an urgent copy cannot overtake. So a lane submits a copy
+in slices, keeps few of them in flight, and queues the rest by urgency. Knows copies and streams, not blocks, keys or
+tiers. Worker thread only.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from itertools import islice
+from typing import NamedTuple
+
+from sidestream.device.base import CopyBatch, Stream
+from sidestream.types import Fence
+
+# Blocks that one turn of the worker begins, and blocks of one piece of a store: each takes some 3 us, with the
+# interpreter lock held.
+BLOCKS_PER_TURN = 16
+# Bytes of a load's pieces, and at most of its last one, which goes layer by layer: about as many as the link moves
+# during the forward pass that follows it.
+LOAD_PIECE_BYTES = 64 << 20
+LAST_PIECE_BYTES = 384 << 20
+# Copies at the head of a queue that are checked for one that can begin: the queue may hold a hundred thousand.
+_LOOK_AHEAD = 16
+
+
+class Urgency(IntEnum):
+    """The lane submits copies of a lower number first."""
+
+    DEMAND = 0
+    PREFETCH = 1
+    STORE = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """Limits of one direction of the link.
+
+    slice_bytes, slice_segments           of one call: a batch of 8,192 segments costs the calling thread 8 ms
+    bytes_in_flight, segments_in_flight   submitted and not seen done: while they last, the worker can do other work
+    streams                               number of streams that take slices in turn, each after the slice before
+    """
+
+    slice_bytes: int
+    slice_segments: int
+    bytes_in_flight: int
+    segments_in_flight: int
+    streams: int
+
+
+# To the host, two streams take slices in turn. When a slice ends, its successor's stream still waits for that, so the
+# copy engine serves other streams first: a copy of another library waits for one slice, however many are in flight
+# (docs/decisions/0014). With one stream it would wait for all of them.
+TO_HOST = Pace(slice_bytes=18 << 20, slice_segments=512, bytes_in_flight=126 << 20, segments_in_flight=4096, streams=2)
+# To the device there are no other copies: kernels fetch the inputs of a step (docs/decisions/0018). The earlier a load
+# is submitted completely, the earlier a step can be launched behind it: more than a step before the load's end.
+TO_DEVICE = Pace(slice_bytes=32 << 20, slice_segments=512, bytes_in_flight=1 << 30, segments_in_flight=4096, streams=1)
+
+
+class Copy:
+    """One piece of a transfer: groups of segments, each group with its own fences. Single writer: its lane.
+
+    after    fences that must be done before the first slice is submitted
+    groups   copied one after another
+    fences   of the submitted slices, by group
+    failure  of the first slice that failed; no slice is submitted after that
+    seconds  time that the link spent on it, once it is done; copies that ended together share the time by bytes
+    """
+
+    def __init__(self, groups: Sequence[CopyBatch], *, after: Sequence[Fence], urgency: Urgency, label: str) -> None:
+        self.urgency = urgency
+        self.label = label
+        self.fences: list[list[Fence]] = [[] for _ in groups]
+        self.failure: BaseException | None = None
+        self.seconds = 0.0
+        self.groups = groups
+        self._after = list(after)
+        self._group = self._segment = 0
+        self._left = sum(group.num_bytes for group in groups)  # bytes that were not submitted yet
+        self._segments_left = sum(len(group.source_starts) for group in groups)
+        self._in_flight = 0  # slices
+        self._began_s = 0.0
+
+    @property
+    def submitted(self) -> bool:
+        """Whether every slice was submitted, or the copy has failed."""
+        return self._group == len(self.groups) or self.failure is not None
+
+    @property
+    def done(self) -> bool:
+        """Whether it is submitted, and every submitted slice was seen done."""
+        return self.submitted and not self._in_flight
+
+    def is_ready(self) -> bool:
+        """Whether the fences `after` are done. Never blocks."""
+        while self._after and self._after[0].poll():
+            del self._after[0]
+        return not self._after
+
+
+class _Slice(NamedTuple):
+    """A slice that was submitted and not seen done."""
+
+    fence: Fence
+    copy: Copy
+    num_bytes: int
+    num_segments: int
+
+
+class Lane:
+    """One direction of the link: slices in flight, in the device's order, and a queue of copies for each urgency.
+
+    streams   makes the stream of a number below `pace.streams`
+    """
+
+    def __init__(self, pace: Pace, streams: Callable[[int], Stream], *, clock: Callable[[], float]) -> None:
+        self._pace = pace
+        self._streams = deque(streams(number) for number in range(pace.streams))  # first: for the next slice
+        self._clock = clock
+        # Only the first copy of a queue may have begun.
+        self._queues: tuple[deque[Copy], ...] = tuple(deque() for _ in Urgency)
+        self._in_flight: deque[_Slice] = deque()  # in the device's order
+        self._bytes = self._segments = 0  # in flight
+        self._left = self._segments_left = 0  # queued and not submitted
+        self._num_copies = 0
+        self._last_end_s = 0.0
+
+    def __len__(self) -> int:
+        """Copies that are not done."""
+        return self._num_copies
+
+    def add(self, copy: Copy) -> None:
+        """Queue a copy after those of its urgency."""
+        self._queues[copy.urgency].append(copy)
+        self._num_copies += 1
+        self._left += copy._left
+        self._segments_left += copy._segments_left
+
+    def retire(self) -> list[Copy]:
+        """Poll the slices in flight. Removes and returns the copies that have ended. Never blocks."""
+        ended = []
+        while self._in_flight and self._in_flight[0].fence.poll():
+            slice_ = self._in_flight.popleft()
+            copy = slice_.copy
+            self._bytes -= slice_.num_bytes
+            self._segments -= slice_.num_segments
+            copy._in_flight -= 1
+            if slice_.fence.failure is not None and not copy.submitted:
+                self._queues[copy.urgency].popleft()  # no slice of it is submitted any more
+                self._left -= copy._left
+                self._segments_left -= copy._segments_left
+            copy.failure = copy.failure or slice_.fence.failure
+            if copy.done:
+                ended.append(copy)
+        if ended:  # copies that were seen done at once share the time by bytes
+            now_s, sizes = self._clock(), [sum(group.num_bytes for group in copy.groups) for copy in ended]
+            seconds = now_s - max(min(copy._began_s for copy in ended), self._last_end_s)
+            for copy, size in zip(ended, sizes, strict=True):
+                copy.seconds = seconds * size / sum(sizes)
+            self._last_end_s = now_s
+        self._num_copies -= len(ended)
+        return ended
+
+    def fill(self) -> list[Copy]:
+        """Submit as many slices as the pace allows. Returns the copies whose last slice was submitted. Never blocks."""
+        submitted = []
+        while self._has_room and (copy := self._next_copy()) is not None:
+            self._submit_slice(copy)
+            if copy.submitted:
+                self._queues[copy.urgency].popleft()
+                submitted.append(copy)
+        return submitted
+
+    def cancel(self, reason: BaseException) -> list[Copy]:
+        """Submit no further slice of any queued copy. Removes and returns the copies without a slice in flight; the
+        others end by their fences.
+        """
+        queued = [copy for queue in self._queues for copy in queue]
+        for queue in self._queues:
+            queue.clear()
+        self._left = self._segments_left = 0
+        for copy in queued:
+            copy.failure = reason
+        dropped = [copy for copy in queued if copy.done]
+        self._num_copies -= len(dropped)
+        return dropped
+
+    def awaited(self) -> Iterator[Fence]:
+        """Fences that the worker should wake up for. Call it after `fill`, so that none of them is known to be done.
+
+        While copies are queued: the slice in flight whose end makes enough room (`_wake_index`). Otherwise: the last
+        slice of the oldest copy. In addition, if there is room: the first fence that each queued copy waits for.
+        """
+        if self._in_flight:
+            yield self._in_flight[self._wake_index() if self.has_more else self._last_of_first()].fence
+        if self._has_room:
+            for queue in self._queues:
+                for copy in islice(queue, _LOOK_AHEAD):
+                    if copy._after:
+                        yield copy._after[0]
+
+    @property
+    def has_more(self) -> bool:
+        """Whether any copy has slices that were not submitted."""
+        return any(self._queues)
+
+    @property
+    def runs_low(self) -> bool:
+        """Whether less than half of the allowed bytes and segments are in flight."""
+        return 2 * self._bytes < self._pace.bytes_in_flight and 2 * self._segments < self._pace.segments_in_flight
+
+    def _wake_index(self) -> int:
+        """Index of the slice in flight whose end makes enough room to wake up for: half of the slices, or fewer if all
+        queued bytes fit then.
+
+        Fewer, because a step can follow a load only when all of it was submitted.
+        """
+        half, pace = len(self._in_flight) // 2, self._pace
+        over, segments_over = (
+            self._bytes + self._left - pace.bytes_in_flight,
+            self._segments + self._segments_left - pace.segments_in_flight,
+        )
+        if over <= 0 and segments_over <= 0:
+            return half  # there is room for all of it: the queued copies wait for fences
+        for index, slice_ in enumerate(islice(self._in_flight, half)):
+            over, segments_over = over - slice_.num_bytes, segments_over - slice_.num_segments
+            if over <= 0 and segments_over <= 0:
+                return index
+        return half
+
+    def _last_of_first(self) -> int:
+        """Index of the last slice of the oldest copy in flight."""
+        return self._in_flight[0].copy._in_flight - 1
+
+    @property
+    def _has_room(self) -> bool:
+        """Whether a slice of full size fits; always, if none is in flight."""
+        pace = self._pace
+        return not self._bytes or (
+            self._bytes + pace.slice_bytes <= pace.bytes_in_flight
+            and self._segments + pace.slice_segments <= pace.segments_in_flight
+        )
+
+    def _next_copy(self) -> Copy | None:
+        """The most urgent copy that is ready, the oldest among equals. It is moved to the head of its queue.
+
+        A copy that is not ready is not submitted (H1, H3): on the device it would hold up every copy after it.
+        """
+        for queue in self._queues:
+            for index, copy in enumerate(islice(queue, _LOOK_AHEAD)):
+                if copy.is_ready():
+                    if index:
+                        del queue[index]
+                        queue.appendleft(copy)
+                    return copy
+        return None
+
+    def _submit_slice(self, copy: Copy) -> None:
+        """Submit the next slice of a copy, after the slice before it, of whichever copy that was."""
+        stream, group = self._streams[0], copy.groups[copy._group]
+        self._streams.rotate(-1)
+        if not copy._group and not copy._segment:
+            copy._began_s = self._clock()
+        if self._in_flight and len(self._streams) > 1:
+            stream.wait(self._in_flight[-1].fence)
+        first, count = copy._segment, len(group.source_starts)
+        most = max(1, min(self._pace.slice_segments, self._pace.slice_bytes // group.size))
+        slices = -(-(count - first) // most)
+        # Slices of equal size: a small one at the end would cost as much time to submit.
+        stop = first + -(-(count - first) // slices)
+        fence = stream.submit_copy(group, first, stop, label=copy.label)
+        copy.fences[copy._group].append(fence)
+        copy._in_flight += 1
+        num_bytes, num_segments = (stop - first) * group.size, stop - first
+        self._in_flight.append(_Slice(fence, copy, num_bytes, num_segments))
+        self._bytes += num_bytes
+        self._left -= num_bytes
+        self._segments_left -= num_segments
+        copy._left -= num_bytes
+        copy._segments_left -= num_segments
+        self._segments += num_segments
+        copy._segment = stop
+        if stop == count:
+            copy._group, copy._segment = copy._group + 1, 0

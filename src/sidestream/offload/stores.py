@@ -1,0 +1,197 @@
+"""Stores: device blocks to host slots, after the step that filled the blocks (H1). Worker thread only.
+
+A store job is carried out in pieces. While host memory is still being pinned, the host tier grows and nothing is
+evicted: blocks without a slot are deferred, and reported when the tier has grown.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from itertools import islice
+
+from sidestream.device.base import Device
+from sidestream.kv.pool import Lease
+from sidestream.offload import pacing
+from sidestream.offload.bookkeeping import Switches, TransferLog, UnsettledJobs
+from sidestream.offload.copy import BlockMemory, layers_batch
+from sidestream.offload.pacing import Copy, Lane, Urgency
+from sidestream.offload.tickets import StoreJob, StoreTicket
+from sidestream.offload.tiers.stack import TierStack
+from sidestream.types import Key, StorePlan
+
+WriteThrough = Callable[[Key, int, StoreTicket], None]
+"""Called with key, slot and ticket of each block that a store has published in the host tier."""
+
+
+class Stores:
+    """Store jobs from their command to their end. `write_through` gets every stored block."""
+
+    def __init__(
+        self,
+        *,
+        device: Device,
+        memory: BlockMemory,
+        tiers: TierStack,
+        lane: Lane,
+        unsettled: UnsettledJobs,
+        switches: Switches,
+        log: TransferLog,
+        write_through: WriteThrough,
+    ) -> None:
+        self._device = device
+        self._memory = memory
+        self._tiers = tiers
+        self._host = tiers.host
+        self._host_memory = BlockMemory(tiers.host.memory, tiers.host.layout)
+        self._lane = lane
+        self._unsettled = unsettled
+        self._switches = switches
+        self._log = log
+        self._write_through = write_through
+        self._clock = device.now
+        self._waiting: deque[StoreJob] = deque()  # jobs with blocks that have not begun
+        self._storing: dict[Key, StoreTicket] = {}
+        self._tickets: dict[Copy, StoreTicket] = {}
+        self._deferred: dict[Key, None] = {}  # oldest first; at most as many as the tier will have slots
+        self.growing = True
+        """More host memory is being pinned."""
+
+    @property
+    def waiting(self) -> bool:
+        """Whether a job has blocks that have not begun."""
+        return bool(self._waiting)
+
+    @property
+    def busy(self) -> bool:
+        """Whether any block is in flight, waiting or deferred."""
+        return bool(self._waiting or self._tickets or self._deferred)
+
+    def sizes(self) -> dict[str, int]:
+        """Number of objects that are kept, by kind."""
+        return {
+            "waiting stores": len(self._waiting),
+            "storing keys": len(self._storing),
+            "store tickets": len(self._tickets),
+        }
+
+    def grow(self) -> Sequence[Key]:
+        """Use the host memory that was pinned since the last call. Returns deferred blocks that have a slot now."""
+        self.growing = self._device.grows(self._host.memory)  # read first: if it is False, all memory is ready below
+        self._host.grow(self._device.ready_bytes(self._host.memory))
+        room = self._host.pool.num_free if self.growing else len(self._deferred)
+        again = tuple(islice(self._deferred, room))
+        for key in again:
+            del self._deferred[key]
+        return again
+
+    def submit(self, job_id: int, plan: StorePlan, generation: int) -> None:
+        """Queue a job; its pieces begin later."""
+        self._waiting.append(StoreJob(job_id, plan, generation))
+
+    def begin_pieces(self) -> None:
+        """Begin pieces of at most one turn's blocks: several small jobs, or a part of a large one."""
+        blocks = 0
+        while self._waiting and blocks < pacing.BLOCKS_PER_TURN:
+            job = self._waiting[0]
+            blocks -= job.begun
+            self._begin_piece(job)
+            blocks += job.begun
+            if job.begun == len(job.plan.keys):
+                del self._waiting[0]
+
+    def _begin_piece(self, job: StoreJob) -> None:
+        """Copy the job's next blocks: those that the host tier lacks, as far as there are free or evictable slots.
+
+        Blocks without a slot are counted as skipped, or deferred while the tier grows.
+        """
+        plan, first = job.plan, job.begun
+        stop = job.begun = min(first + pacing.BLOCKS_PER_TURN, len(plan.keys))
+        wanted = zip(plan.keys[first:stop], plan.block_ids[first:stop], strict=True)
+        pairs = [(k, b) for k, b in wanted if k not in self._storing and self._host.pool.get(k) is None]
+        pool = self._host.pool
+        room = 0 if self._switches.abandoned else pool.num_free if self.growing else pool.num_available
+        if len(pairs) > room:
+            self._leave_out(job, [key for key, _ in pairs[room:]])
+            del pairs[room:]
+        last = stop == len(plan.keys)
+        if not pairs:
+            if last:
+                self._tiers.touch(plan.prefix)
+            self._settle(job)
+            return
+        slots = pool.take(len(pairs))
+        keys, block_ids = tuple(key for key, _ in pairs), [block for _, block in pairs]
+        copy = self._copy_of(plan, block_ids, slots)
+        ticket = StoreTicket(job, keys, plan.prefix if last else (), slots, copy, self._clock())
+        self._tickets[copy] = ticket
+        job.pieces += 1
+        self._storing.update(dict.fromkeys(keys, ticket))
+        self._lane.add(copy)
+
+    def _copy_of(self, plan: StorePlan, block_ids: Sequence[int], slots: Lease) -> Copy:
+        layout = self._memory.layout
+        batch = layers_batch(self._memory, block_ids, self._host_memory, slots.ids, range(layout.num_layers))
+        return Copy(
+            [self._device.prepare(batch)],
+            after=(*plan.after, *slots.after),
+            urgency=Urgency.STORE,
+            label=f"store {len(block_ids)} blocks",
+        )
+
+    def _leave_out(self, job: StoreJob, keys: Sequence[Key]) -> None:
+        """Count blocks that find no slot, once a job. While the tier grows, defer them.
+
+        The device blocks are not held: a deferred block is stored later if the device still has it.
+        """
+        if not job.cut:
+            self._log.left_out("store", "deferred" if self.growing else "skipped")
+        job.cut = True
+        if self.growing:
+            self._deferred.update(dict.fromkeys(keys))
+            for key in tuple(islice(self._deferred, max(0, len(self._deferred) - self._host.num_slots))):
+                del self._deferred[key]
+
+    def owns(self, copy: Copy) -> bool:
+        """Whether the copy is a piece of a store."""
+        return copy in self._tickets
+
+    def end(self, copy: Copy) -> None:
+        """Take in a piece that has ended: publish its blocks (H7), write them to the persistent tiers, free slots."""
+        ticket = self._tickets.pop(copy)
+        for key in ticket.keys:
+            del self._storing[key]
+        job, pool = ticket.job, self._host.pool
+        good = self._log.ended("store", ticket.copy.failure, len(ticket.keys), ticket.ordered_s)
+        if good and job.generation == self._switches.generation:
+            pairs = zip(ticket.keys, ticket.slots.ids, strict=True)
+            stored = [(key, slot) for key, slot in pairs if key not in job.invalidated]
+            pool.publish_all([slot for _, slot in stored], [key for key, _ in stored])
+            for key, slot in stored:
+                self._write_through(key, slot, ticket)
+        ticket.slots.release()
+        self._tiers.touch(ticket.prefix)
+        job.pieces -= 1
+        self._settle(job)
+
+    def _settle(self, job: StoreJob) -> None:
+        """Record that a job uses no device block any more, if that is so."""
+        if job.settled:
+            self._unsettled.settle(job.job_id)
+
+    def invalidate(self, keys: frozenset[Key]) -> None:
+        """Publish none of these blocks when their copies end."""
+        for job in (*self._waiting, *(ticket.job for ticket in self._tickets.values())):
+            job.invalidated |= keys.intersection(job.plan.keys)
+
+    def forget_deferred(self) -> None:
+        """Forget the deferred blocks."""
+        self._deferred.clear()
+
+    def drop(self) -> None:
+        """End everything that has not begun: the engine closes."""
+        self._deferred.clear()
+        while self._waiting:
+            job = self._waiting.popleft()
+            job.begun = len(job.plan.keys)
+            self._settle(job)

@@ -1,0 +1,151 @@
+"""Jobs and tickets: transfers in flight, the leases that each one holds, and when each one ends. Worker thread only.
+
+A job is one plan of the engine thread. A ticket's leases end with its fences and never by time (H6, H10): when a
+request stops waiting, its ticket stays, and the bytes still arrive in slots that no other owner has.
+
+job_id       the engine thread's id of the job; device blocks stay in use until the job has settled
+generation   number of resets when the job was submitted; a ticket of an earlier generation publishes nothing (H8).
+             A load has none: the engine thread publishes its blocks
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from sidestream.kv.pool import Lease
+from sidestream.offload.pacing import Copy
+from sidestream.offload.tiers.index import ReadLease, WriteGrant
+from sidestream.types import Fence, Key, LoadPlan, RequestId, StorePlan
+
+
+@dataclass(slots=True, eq=False)
+class Stopwatch:
+    """Seconds of stream time that a ticket took; written by the stream, read after the ticket's fence."""
+
+    seconds: float = 0.0
+
+
+@dataclass(slots=True, eq=False)
+class StoreJob:
+    """A store plan. Carried out in pieces, so that each turn of the worker is short.
+
+    begun        number of blocks that have been looked at
+    pieces       number of tickets in flight
+    cut          some of its blocks found no slot
+    invalidated  keys of blocks that a failed step computed; no ticket publishes them
+    """
+
+    job_id: int
+    plan: StorePlan
+    generation: int
+    invalidated: set[Key] = field(default_factory=set)
+    begun: int = 0
+    pieces: int = 0
+    cut: bool = False
+
+    @property
+    def settled(self) -> bool:
+        """Whether no piece is left to begin and none is in flight."""
+        return self.begun == len(self.plan.keys) and not self.pieces
+
+
+@dataclass(slots=True, eq=False)
+class StoreTicket:
+    """One piece of a store, device to host. Holds its target slots. `prefix`: see StorePlan; of the last piece."""
+
+    job: StoreJob
+    keys: tuple[Key, ...]
+    prefix: tuple[Key, ...]
+    slots: Lease
+    copy: Copy
+    ordered_s: float
+
+
+@dataclass(slots=True, eq=False)
+class LoadJob:
+    """A load plan, host to device. Holds its source slots. Every piece but the last is copied by whole blocks, the last
+    one by layer groups.
+
+    begun      number of blocks that have copies
+    copies     pieces in order, in flight or ended
+    submitted  number of copies that the device was given completely
+    ended      number of copies that have ended
+    failure    of the first piece that failed; no piece begins after it
+    """
+
+    job_id: int
+    plan: LoadPlan
+    slots: Lease
+    ordered_s: float
+    begun: int = 0
+    copies: list[Copy] = field(default_factory=list)
+    submitted: int = 0
+    ended: int = 0
+    failure: BaseException | None = None
+
+    @property
+    def all_begun(self) -> bool:
+        """Whether every block has its copy."""
+        return self.begun == len(self.plan.keys)
+
+    @property
+    def settled(self) -> bool:
+        """Whether no piece is left to begin and none is in flight."""
+        return self.ended == len(self.copies) and (self.all_begun or self.failure is not None)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class WriteTicket:
+    """One block, host to a persistent tier. Holds its source slot.
+
+    prefix   of the store that brought the block to the host; the same object for all blocks of that store
+    """
+
+    key: Key
+    prefix: tuple[Key, ...]
+    slot: Lease
+    grant: WriteGrant
+    fence: Fence
+    ordered_s: float
+    work: Stopwatch
+    generation: int
+
+
+@dataclass(slots=True, eq=False)
+class ReadTicket:
+    """One block, a persistent tier to the host. Holds its target slot, and a pin on the tier's entry.
+
+    invalidated   a failed step computed the block: the ticket publishes nothing
+    taken_in      the worker has seen its end
+    """
+
+    key: Key
+    tier: str
+    slot: Lease
+    pin: ReadLease
+    fence: Fence
+    ordered_s: float
+    work: Stopwatch
+    generation: int
+    invalidated: bool = False
+    taken_in: bool = False
+
+    def failure(self) -> BaseException | None:
+        """The read's exception, after its fence."""
+        return self.fence.failure
+
+
+@dataclass(slots=True, eq=False)
+class Waiter:
+    """A request that waits for promotions, some of them begun for other requests; until `deadline_s` at most.
+
+    kept       host slots of its run, held so that no promotion evicts them
+    complete   every block that is not in the host tier is being read
+    """
+
+    request_id: RequestId
+    epoch: int
+    reads: dict[Key, ReadTicket]
+    kept: Lease
+    complete: bool
+    deadline_s: float

@@ -1,0 +1,172 @@
+"""Reads and writes of one persistent tier, on streams of its own. Worker thread only.
+
+A failed write leaves no entry, a failed read is a miss; the tier's index is owned here (docs/tiers.md).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import islice
+
+from sidestream.device.base import Device
+from sidestream.errors import TierFull, TierTimeout
+from sidestream.offload.bookkeeping import Switches, TransferLog
+from sidestream.offload.copy import BlockMemory
+from sidestream.offload.costs import CostModel
+from sidestream.offload.tickets import ReadTicket, Stopwatch, StoreTicket, WriteTicket
+from sidestream.offload.tiers.base import PersistentTier
+from sidestream.offload.tiers.stack import TierStack
+from sidestream.types import Fence, Key
+
+# Read streams of a tier.
+_NUM_READERS = 2
+# After a tier refused a write, it gets no other one for this time.
+PAUSE_S = 5.0
+
+
+class TierIO:
+    """The streams `NAME-write`, `NAME-read-0` and `NAME-read-1` of the tier `name` of `tiers`."""
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        device: Device,
+        tiers: TierStack,
+        costs: CostModel,
+        switches: Switches,
+        log: TransferLog,
+    ) -> None:
+        self.name = name
+        self._tier: PersistentTier = tiers.persistent[name]
+        self._tiers = tiers
+        self._host = tiers.host
+        self._host_memory = BlockMemory(tiers.host.memory, tiers.host.layout)
+        self._costs = costs
+        self._switches = switches
+        self._log = log
+        self._clock = device.now
+        self._write_stream = device.worker(f"{name}-write")
+        self._read_streams = [device.worker(f"{name}-read-{index}") for index in range(_NUM_READERS)]
+        self._writes: list[WriteTicket] = []
+        self._resumes_s = 0.0
+        self.reads: dict[Key, ReadTicket] = {}
+        """Reads in flight; its length may be read by any thread."""
+
+    @property
+    def busy(self) -> bool:
+        """Whether any read or write is in flight."""
+        return bool(self._writes or self.reads)
+
+    def sizes(self) -> dict[str, int]:
+        """Number of objects that are kept, by kind."""
+        return {f"{self.name} writes": len(self._writes), f"{self.name} reads": len(self.reads)}
+
+    def awaited(self) -> Iterator[Fence]:
+        """Fences whose end gives the worker something to do."""
+        yield from (read.fence for read in islice(self.reads.values(), _NUM_READERS))
+        yield from (write.fence for write in self._writes[:1])
+
+    # ------------------------------------------------------------------ writes
+
+    def write(self, key: Key, index: int, stored: StoreTicket) -> None:
+        """Write a slot that was just published, unless the tier holds the key or has just refused a write."""
+        if key in self._tier.index:
+            return
+        # Each write pins a slot: a slow tier must leave some of them to others.
+        crowded = len(self._writes) >= self._host.pool.size // 2
+        if crowded or self._switches.abandoned or self._clock() < self._resumes_s:
+            self._log.left_out(f"{self.name}-write", "skipped")
+            return
+        try:
+            grant = self._tier.index.reserve(key)
+        except TierFull:
+            self._log.left_out(f"{self.name}-write", "full")
+            return
+        if grant is None:
+            return
+        tier, slot, watch = self._tier, self._host.pool.share([index]), Stopwatch()
+        fence = self._write_stream.submit(
+            self._timed(watch, lambda: tier.write(grant, self._host.slot(index))),
+            lambda: [*tier.index.accesses(grant), *self._host_memory.accesses([index], write=False)],
+            label="write block",
+        )
+        self._writes.append(
+            WriteTicket(key, stored.prefix, slot, grant, fence, self._clock(), watch, stored.job.generation)
+        )
+
+    def finish_writes(self) -> None:
+        """Take in writes that have ended: publish or abandon their grants, release their slots."""
+        while self._writes and self._writes[0].fence.poll():
+            ticket = self._writes.pop(0)
+            good = self._log.ended(f"{self.name}-write", ticket.fence.failure, 1, ticket.ordered_s)
+            good = good and ticket.grant.written
+            if good and self._is_current(ticket):
+                self._tier.index.publish(ticket.grant)
+            else:
+                self._tier.index.abandon(ticket.grant)
+            if not good:
+                self._resumes_s = self._clock() + PAUSE_S
+            ticket.slot.release()
+            # After the last write of a store, again: entries that were being written could not be touched before.
+            if not self._writes or self._writes[0].prefix is not ticket.prefix:
+                self._tiers.touch(ticket.prefix)
+
+    # ------------------------------------------------------------------ reads
+
+    def read(self, key: Key, generation: int) -> ReadTicket:
+        """Read an entry into a host slot. There must be a slot to take, and the tier must hold `key`."""
+        tier, slot, pin = self._tier, self._host.pool.take(1), self._tier.index.pin([key])
+        stream = self._read_streams[len(self.reads) % len(self._read_streams)]
+        for fence in slot.after:
+            stream.wait(fence)
+        watch, index, entry = Stopwatch(), slot.ids[0], pin.entries[0]
+        fence = stream.submit(
+            self._timed(watch, lambda: tier.read(entry, self._host.slot(index))),
+            lambda: [tier.index.access(entry, write=False), *self._host_memory.accesses([index], write=True)],
+            label="read block",
+        )
+        ticket = ReadTicket(key, self.name, slot, pin, fence, self._clock(), watch, generation)
+        self.reads[key] = ticket
+        return ticket
+
+    def finish_reads(self, published: Callable[[ReadTicket], None]) -> None:
+        """Take in reads that have ended: publish their blocks in the host tier, release slots and pins.
+
+        `published` is called for each published block, before its slot is released.
+        """
+        for ticket in [t for t in self.reads.values() if t.fence.poll()]:
+            del self.reads[ticket.key]
+            ticket.taken_in = True
+            if self._log.ended(f"{self.name}-read", ticket.failure(), 1, ticket.ordered_s):
+                self._costs.saw_transfer(self.name, self._host.layout.block_bytes, ticket.work.seconds)
+                if self._is_current(ticket) and not ticket.invalidated:
+                    self._host.pool.publish(ticket.slot.ids[0], ticket.key)
+                    published(ticket)
+            elif not isinstance(ticket.failure(), TierTimeout):
+                self._tier.index.forget(ticket.pin.entries[0])  # damaged or unreadable: it is computed and written anew
+            ticket.pin.release()
+            ticket.slot.release()
+
+    def invalidate(self, keys: frozenset[Key]) -> None:
+        """Publish none of these blocks when their reads end."""
+        for key in keys & self.reads.keys():
+            self.reads[key].invalidated = True
+
+    # ------------------------------------------------------------------ both
+
+    def _is_current(self, ticket: ReadTicket | WriteTicket) -> bool:
+        """Whether no reset came after the ticket's command (H8)."""
+        return ticket.generation == self._switches.generation
+
+    def _timed(self, watch: Stopwatch, work: Callable[[], None]) -> Callable[[], None]:
+        """The stream's work: `work`, timed, unless the engine closes before it begins."""
+
+        def run() -> None:
+            if self._switches.abandoned:
+                raise TierTimeout("the engine closed before this could begin")
+            start = self._clock()
+            work()
+            watch.seconds += self._clock() - start
+
+        return run

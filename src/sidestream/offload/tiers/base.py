@@ -1,0 +1,98 @@
+"""The contract of a persistent tier. docs/tiers.md explains it to authors; `testing.tier_conformance` tests it.
+
+Threads. The offload worker owns the index; the engine thread only looks keys up in it. `write` and `read` run on stream
+threads.
+
+    offload worker   grant = tier.index.reserve(key)          lease = tier.index.pin([key])
+    stream thread    tier.write(grant, block)                 tier.read(lease.entries[0], slot)
+    offload worker   after the fence:                         after the fence:
+                     tier.index.publish(grant), or            lease.release(), and before it, if `read` raised,
+                     tier.index.abandon(grant) after a raise  tier.index.forget(entry)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from sidestream.config import OffloadConfig
+from sidestream.kv.layout import KVLayout
+from sidestream.offload.tiers.index import Entry, ReadLease, TierIndex, TierStats, WriteGrant
+from sidestream.types import Tracer
+
+__all__ = [
+    "Block",
+    "Entry",
+    "PersistentTier",
+    "ReadLease",
+    "TierContext",
+    "TierIndex",
+    "TierKind",
+    "TierStats",
+    "WriteGrant",
+]
+
+Block = memoryview | npt.NDArray[np.uint8]
+"""One block's bytes: `layout.block_bytes`, contiguous, in host memory. Page-aligned blocks may be moved faster."""
+
+
+class PersistentTier(Protocol):
+    """KV blocks by content key, on a medium that is slower than host memory.
+
+    The index never does I/O. `read` and `write` may block on I/O. They are called on stream threads, several at a time,
+    and never touch the index: they work on the grant or the pinned entry that they are given. To every reader, in this
+    process and in the next one, an entry is complete or absent.
+    """
+
+    @property
+    def index(self) -> TierIndex:
+        """The keys that the tier holds. Written by the offload worker only; lookups from the engine thread."""
+        ...
+
+    def write(self, grant: WriteGrant, payload: Block) -> None:
+        """Delete `grant.victim`, if there is one, and store `payload` as `grant.entry`; then set `grant.written`.
+
+        Raises TierFull (the medium has no room) or TierError; no part of the entry is left then.
+        """
+        ...
+
+    def read(self, entry: Entry, out: Block) -> None:
+        """Fill `out` with a pinned entry's block, verified.
+
+        Raises TierCorrupt (missing or damaged; the tier deletes the entry) or TierError; `out` is undefined then.
+        """
+        ...
+
+    def close(self) -> None:
+        """Delete `index.take_doomed()` and release the medium. Called after the last read and write; idempotent."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class TierContext:
+    """The model whose KV a tier will hold.
+
+    fingerprint   identifies weights and config: a tier must not serve blocks of another model
+    tracer        for the tier's index
+    """
+
+    layout: KVLayout
+    fingerprint: str
+    tracer: Tracer | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TierKind:
+    """A row of the registry.
+
+    name   in metrics (`tier="NAME"`, `kind="NAME-write"`), streams, `CachedTokens.by_tier` and `OffloadConfig.tiers`;
+           the name of the tier's index
+    open   makes the tier, or returns None if the config does not ask for it. Raises ConfigError
+    """
+
+    name: str
+    open: Callable[[OffloadConfig, TierContext], PersistentTier | None]

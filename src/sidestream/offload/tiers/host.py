@@ -1,0 +1,52 @@
+"""The host tier: slots of host memory that the device can copy from and to, with a ledger like the device's.
+
+Knows slots and bytes, not the copies. The offload worker's thread owns the ledger (`pool`); the engine thread only
+looks keys up in it. Bytes of a slot are written by the holder of a lease.
+"""
+
+from __future__ import annotations
+
+from sidestream.device.base import Memory
+from sidestream.kv.layout import KVLayout
+from sidestream.kv.pool import FencedPool
+from sidestream.types import Tracer
+
+
+class HostTier:
+    """`num_slots` blocks in one slab of host memory.
+
+    memory        `num_slots * layout.block_bytes` bytes, from `Device.allocate_host`
+    ready_bytes   size of its start that can be used already (see `grow`); None: all
+    """
+
+    def __init__(
+        self, memory: Memory, layout: KVLayout, *, ready_bytes: int | None = None, tracer: Tracer | None = None
+    ) -> None:
+        self.layout = layout
+        self.memory = memory
+        self.num_slots = memory.num_bytes // layout.block_bytes
+        self.pool = FencedPool(
+            "host slots",
+            (memory.num_bytes if ready_bytes is None else ready_bytes) // layout.block_bytes,
+            tracer=tracer,
+        )
+        if tracer is not None:
+            tracer.backed(self.pool.name, memory.name, layout.block_bytes)
+
+    def grow(self, ready_bytes: int) -> bool:
+        """Use the first `ready_bytes` of the memory. Returns whether that adds slots."""
+        ready = ready_bytes // self.layout.block_bytes
+        if ready <= self.pool.size:
+            return False
+        self.pool.grow(ready)
+        return True
+
+    @property
+    def ready_bytes(self) -> int:
+        """Bytes of the slots that can be used already. Any thread."""
+        return self.pool.size * self.layout.block_bytes
+
+    def slot(self, index: int) -> memoryview:
+        """The bytes of one slot, writable; valid while the caller's lease holds it."""
+        start, stop = self.layout.span(index)
+        return self.memory.data[start:stop].numpy().data

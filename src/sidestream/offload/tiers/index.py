@@ -1,0 +1,332 @@
+"""The ledger of a persistent tier: which blocks it holds, which are being read or written, and which goes next.
+
+Knows keys, serials, pins and order; never a file or a socket. Nothing here does I/O or blocks. Written by the offload
+worker's thread only; the engine thread calls `in` and `stats`, which read one attribute each. All entries have one
+size, so the capacity is a number of entries.
+
+    absent ── reserve ──> writing ── publish ──> published ── evicted by reserve · forget · clear ──> doomed ──> absent
+                             └───── abandon (a finished write leaves its entry doomed) ───────────────────┘
+
+A published entry that is pinned is never evicted; one that is forgotten or cleared while pinned becomes doomed at its
+last release. Doomed entries are unreachable, but still lie on the medium until the write of a later grant deletes them:
+each grant carries at most one victim, deleted before the grant's own bytes are written. So the medium never holds more
+than
+
+    published + writing + leaving (pinned, unreachable) + doomed  <=  max_entries
+
+and no thread waits for a deletion.
+
+A deletion cannot hit the wrong bytes: it names an Entry, which is one *write* of a key (key and serial), never the key
+alone. A second write of the key makes another entry, so late deletions, reads in flight and new writes never meet.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from sidestream.errors import InvariantError, TierFull
+from sidestream.types import Access, Key, Tracer
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One write of one key. `serial` grows with every write and is never used twice while the tier is open."""
+
+    key: Key
+    serial: int
+
+
+@dataclass(slots=True, eq=False)
+class WriteGrant:
+    """The right to write `entry`; from `TierIndex.reserve` until `publish` or `abandon`, exactly one of them.
+
+    Until the write's fence, the tier's `write` owns `victim` and `written`; after it, the offload worker reads them.
+
+    victim   deleted by `write` before it writes; None when there was room, or once deleted
+    written  the entry lies complete on the medium
+    void     the tier was cleared meanwhile: publishing abandons (offload worker)
+    """
+
+    entry: Entry
+    victim: Entry | None
+    written: bool = False
+    void: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class TierStats:
+    """What a tier holds, and what happened to it since it was opened.
+
+    entries, bytes   published entries, and what they take on the medium
+    evictions        entries removed to make room
+    corrupt          entries dropped because they were damaged or unreadable
+    """
+
+    entries: int
+    bytes: int
+    evictions: int
+    corrupt: int
+
+
+@dataclass(slots=True, eq=False)
+class _Slot:
+    entry: Entry
+    pins: int = 0
+    retired: bool = False
+
+
+class ReadLease:
+    """Keeps `entries`, in the order of the pinned keys, on the medium until `release`; never ends by time (H6)."""
+
+    __slots__ = ("_index", "_slots", "entries")
+
+    def __init__(self, index: TierIndex, slots: tuple[_Slot, ...]) -> None:
+        self._index = index
+        self._slots = slots
+        self.entries: tuple[Entry, ...] = tuple(slot.entry for slot in slots)
+
+    def release(self) -> None:
+        """End the lease, after the fence of its last read. Raises InvariantError the second time."""
+        slots, self._slots = self._slots, ()
+        if not slots and self.entries:
+            raise InvariantError("a read lease was released twice")
+        self._index._unpin(slots)
+
+
+class TierIndex:
+    """Entries by key, least recently used first. `name`: the tier's, and its memory's for a tracer."""
+
+    def __init__(
+        self,
+        published: Iterable[Entry] = (),
+        *,
+        name: str,
+        max_entries: int,
+        entry_bytes: int,
+        next_serial: int = 0,
+        evictions: int = 0,
+        corrupt: int = 0,
+        tracer: Tracer | None = None,
+    ) -> None:
+        """`published`: entries that are on the medium already, least recently used first, at most `max_entries`.
+
+        next_serial          exceeds every serial on the medium
+        evictions, corrupt   counts that the statistics start from
+        tracer               told of every grant, pin and key
+        """
+        self.name = name
+        self._tracer = tracer
+        self._max_entries = max_entries
+        self._entry_bytes = entry_bytes
+        self._next_serial = next_serial
+        self._slots: dict[Key, _Slot] = {entry.key: _Slot(entry) for entry in published}
+        self._idle: OrderedDict[Key, _Slot] = OrderedDict(self._slots)  # published and not pinned, next victim first
+        self._writing: dict[Key, WriteGrant] = {}
+        self._victims: dict[Key, Entry] = {}  # of the grants in _writing that have one
+        self._leaving = 0  # retired, but still pinned
+        self._doomed: deque[Entry] = deque()
+        self._evictions = evictions
+        self._corrupt = corrupt
+        if tracer is not None:
+            tracer.backed(name, name, 1)
+            for slot in self._slots.values():
+                self._trace_found(tracer, slot.entry)
+
+    def __len__(self) -> int:
+        return len(self._slots)
+
+    def __contains__(self, key: Key) -> bool:
+        return key in self._slots
+
+    def __iter__(self) -> Iterator[Key]:
+        """Published keys, in no particular order."""
+        return iter(self._slots)
+
+    def access(self, entry: Entry, *, write: bool) -> Access:
+        """The bytes of an entry, for a tracer: the entry stands for one byte of the memory that the tier is."""
+        return Access(self.name, entry.serial, entry.serial + 1, write)
+
+    def accesses(self, grant: WriteGrant) -> list[Access]:
+        """The entries that a write touches: it deletes the grant's victim and makes its entry."""
+        touched = [grant.entry] if grant.victim is None else [grant.entry, grant.victim]
+        return [self.access(entry, write=True) for entry in touched]
+
+    @property
+    def stats(self) -> TierStats:
+        """Counts as of now."""
+        return TierStats(len(self._slots), len(self._slots) * self._entry_bytes, self._evictions, self._corrupt)
+
+    def lookup(self, keys: Sequence[Key]) -> int:
+        """How many leading `keys` are published, without a gap. Read-only: no pin, no recency (H26)."""
+        for count, key in enumerate(keys):
+            if key not in self._slots:
+                return count
+        return len(keys)
+
+    def touch(self, keys: Sequence[Key]) -> None:
+        """Mark `keys` (absent ones are skipped) as just used, the first one last.
+
+        The keys are a run from the start of a prefix. A block is of no use without its predecessors, so eviction shall
+        take a run from its end.
+        """
+        for key in reversed(keys):
+            if key in self._idle:
+                self._idle.move_to_end(key)
+
+    def pin(self, keys: Sequence[Key]) -> ReadLease:
+        """Keep published `keys` from being evicted until the lease is released; only a pinned entry may be read.
+
+        Raises InvariantError when a key is not published (nothing was pinned): `lookup` says how many are.
+        """
+        if self.lookup(keys) < len(keys):
+            raise InvariantError(
+                f"pin of {len(keys)} keys of the {self.name} tier, of which only {self.lookup(keys)} lead: "
+                f"look up first"
+            )
+        slots = tuple(self._slots[key] for key in keys)
+        for slot in slots:
+            slot.pins += 1
+            self._idle.pop(slot.entry.key, None)
+        if self._tracer is not None:
+            self._tracer.shared(self.name, [slot.entry.serial for slot in slots])
+        return ReadLease(self, slots)
+
+    def reserve(self, key: Key) -> WriteGrant | None:
+        """The right to write `key`, with room for it; None when it is published or being written already.
+
+        Room is made at once by evicting the least recently used entry that is not pinned; the grant's write deletes it.
+        Raises TierFull when every entry is being read or written (nothing was evicted).
+        """
+        if key in self._slots or key in self._writing:
+            return None
+        grant = WriteGrant(Entry(key, self._next_serial), self._make_room())
+        self._next_serial += 1
+        self._writing[key] = grant
+        if grant.victim is not None:
+            self._victims[key] = grant.victim
+        if self._tracer is not None:
+            self._tracer.took(self.name, [grant.entry.serial], ())
+            if grant.victim is not None:
+                self._tracer.shared(self.name, [grant.victim.serial])
+        return grant
+
+    def publish(self, grant: WriteGrant) -> None:
+        """Make a written entry visible, as the most recently used; behind the fence of its write (H7).
+
+        After a `clear` it is dropped instead (H8). Raises InvariantError when the write did not succeed.
+        """
+        if not grant.written:
+            raise InvariantError(
+                f"publish of {grant.entry.key.hex()} to the {self.name} tier before its write succeeded"
+            )
+        if grant.void:
+            self.abandon(grant)
+            return
+        if self._tracer is not None:
+            self._tracer.published(self.name, grant.entry.serial, grant.entry.key)
+        self._end(grant)
+        self._slots[grant.entry.key] = self._idle[grant.entry.key] = _Slot(grant.entry)
+
+    def abandon(self, grant: WriteGrant) -> None:
+        """Give a grant back without an entry (H9): its write failed, never ran, or is not wanted any more.
+
+        Never while the write may still run: behind its fence, or when it was never submitted.
+        """
+        self._end(grant)
+        if grant.written:
+            self._doomed.append(grant.entry)
+        if grant.victim is not None:
+            self._doomed.append(grant.victim)
+
+    def forget(self, entry: Entry) -> None:
+        """Drop an entry whose read failed, and count it as corrupt. Does nothing when it is gone or was written
+        anew.
+        """
+        slot = self._slots.get(entry.key)
+        if slot is not None and slot.entry == entry:
+            self._corrupt += 1
+            self._retire(slot)
+
+    def clear(self) -> None:
+        """Drop every entry; no key is reachable afterwards, not even those being written now (H8).
+
+        The deletions happen with later writes and at the tier's close; entries not deleted by then (kill -9) come back
+        with the next open. They hold what their keys say, so that is harmless.
+        """
+        self.drop([*self._slots, *self._writing])
+
+    def drop(self, keys: Iterable[Key]) -> None:
+        """Drop these entries; none of the keys is reachable afterwards, not even those being written now. The
+        deletions: see `clear`.
+        """
+        for key in keys:
+            if (slot := self._slots.get(key)) is not None:
+                self._retire(slot)
+            if (grant := self._writing.get(key)) is not None:
+                grant.void = True
+
+    def take_doomed(self) -> list[Entry]:
+        """Hand over all doomed entries, for the owner to delete when it closes the tier."""
+        doomed = list(self._doomed)
+        self._doomed.clear()
+        return doomed
+
+    def _make_room(self) -> Entry | None:
+        """The victim of one more entry, or None when there is room without one."""
+        if self._doomed:
+            return self._doomed.popleft()
+        if len(self._slots) + len(self._writing) + self._leaving < self._max_entries:
+            return None
+        if not self._idle:
+            raise TierFull(
+                f"all {self._max_entries} entries of the {self.name} tier ({self._max_entries * self._entry_bytes} "
+                f"bytes) are being read or written: raise its capacity"
+            )
+        self._evictions += 1
+        key, slot = self._idle.popitem(last=False)
+        del self._slots[key]
+        if self._tracer is not None:
+            self._tracer.forgot(self.name, [slot.entry.serial])
+        return slot.entry
+
+    def _end(self, grant: WriteGrant) -> None:
+        if self._writing.get(grant.entry.key) is not grant:
+            raise InvariantError(f"grant of {grant.entry.key.hex()} in the {self.name} tier ended twice")
+        del self._writing[grant.entry.key]
+        victim = self._victims.pop(grant.entry.key, None)
+        if self._tracer is not None:
+            ended = [grant.entry] if victim is None else [grant.entry, victim]
+            self._tracer.released(self.name, [entry.serial for entry in ended], ())
+
+    def _retire(self, slot: _Slot) -> None:
+        del self._slots[slot.entry.key]
+        slot.retired = True
+        if self._tracer is not None:
+            self._tracer.forgot(self.name, [slot.entry.serial])
+        if slot.pins:
+            self._leaving += 1
+        else:
+            del self._idle[slot.entry.key]
+            self._doomed.append(slot.entry)
+
+    def _trace_found(self, tracer: Tracer, entry: Entry) -> None:
+        """Trace an entry of an earlier process: its bytes are on the medium."""
+        tracer.took(self.name, [entry.serial], ())
+        tracer.host_touched(lambda: [self.access(entry, write=True)], f"found on {self.name}")
+        tracer.published(self.name, entry.serial, entry.key)
+        tracer.released(self.name, [entry.serial], ())
+
+    def _unpin(self, slots: tuple[_Slot, ...]) -> None:
+        if self._tracer is not None:
+            self._tracer.released(self.name, [slot.entry.serial for slot in slots], ())
+        for slot in reversed(slots):  # the first key ends up as the most recently used: see touch
+            slot.pins -= 1
+            if slot.pins:
+                continue
+            if slot.retired:
+                self._leaving -= 1
+                self._doomed.append(slot.entry)
+            else:
+                self._idle[slot.entry.key] = slot

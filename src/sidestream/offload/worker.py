@@ -1,0 +1,284 @@
+"""The offload worker: carries out transfers on a thread of its own. It owns the ledgers of all tiers but the device.
+
+It takes commands from one channel and puts events into another one; neither side ever waits for the other:
+
+    store        device blocks → host slots     after the step that filled the blocks (H1)
+    load         host slots → device blocks     after the last use of the blocks (H3); fences for each layer group
+    TIER-write   host slots → persistent tier   after the store was seen done
+    TIER-read    persistent tier → host slots   for requests that wait
+
+Every failure is a miss: nothing is published (H9), the leases end, the request recomputes.
+The thread shares the interpreter lock with the engine thread, so a turn is short: it takes few commands and submits few
+slices at a time.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from typing import Protocol
+
+from sidestream.device.base import Device, Rest
+from sidestream.device.channel import Channel, Mark
+from sidestream.errors import TierTimeout
+from sidestream.metrics import Metrics
+from sidestream.offload import pacing
+from sidestream.offload.bookkeeping import Switches, TransferLog, UnsettledJobs
+from sidestream.offload.copy import BlockMemory
+from sidestream.offload.costs import CostModel
+from sidestream.offload.loads import Loads
+from sidestream.offload.messages import Command, Forget, StoreAgain, SubmitPlans, WorkerEvent, WorkerFailed
+from sidestream.offload.pacing import Copy, Lane
+from sidestream.offload.promotions import Promotions
+from sidestream.offload.stores import Stores
+from sidestream.offload.tickets import StoreTicket
+from sidestream.offload.tier_io import TierIO
+from sidestream.offload.tiers.stack import TierStack
+from sidestream.types import Fence, Key, LoadPlan, PromotePlan, StorePlan
+
+# Pause between two turns when there is more to do: a thread that waits for the interpreter lock needs some 50 us to
+# wake up, and must not find it taken again. While the link runs low, the pause is the system's shortest sleep.
+_PAUSE_S = 100e-6
+_SHORT_PAUSE_S = 20e-6
+# While this many copies wait in a lane, no further piece begins ahead of need: a plan takes far less memory than a
+# ticket, and with hundreds of thousands of objects the garbage collector stops the engine thread for hundreds of
+# milliseconds.
+_CROWDED_LANE = 64
+# Polling interval for host memory that is being pinned.
+_GROWTH_POLL_S = 0.05
+
+
+class _Part(Protocol):
+    @property
+    def busy(self) -> bool: ...
+
+    def sizes(self) -> dict[str, int]: ...
+
+
+class OffloadWorker:
+    """Carries out commands. `turn` is called by the worker's thread only; other public names may be read by any."""
+
+    def __init__(
+        self,
+        *,
+        device: Device,
+        memory: BlockMemory,
+        tiers: TierStack,
+        costs: CostModel,
+        metrics: Metrics,
+        load_deadline_s: float,
+        commands: Channel[Command],
+        events: Channel[WorkerEvent],
+        settled: Mark,
+    ) -> None:
+        """`settled` is raised to the id up to which every job has let go of the device's blocks."""
+        self.switches = Switches()
+        self.forgotten = 0
+        """Number of resets that have reached the tiers."""
+        self.idle_after = 0
+        """Number of commands that had been taken when nothing was in flight; -1 while a transfer is."""
+        self._tiers = tiers
+        self._commands = commands
+        self._events = events
+        self._settled = settled
+        self._clock = device.now
+        self._num_taken = 0  # commands
+        self._ended_copies: deque[Copy] = deque()  # seen done, but not taken in: that costs some 5 us a block
+        self._unsettled = UnsettledJobs()
+        self._to_host = Lane(pacing.TO_HOST, lambda number: device.stream(f"store-{number}"), clock=device.now)
+        self._to_device = Lane(pacing.TO_DEVICE, lambda number: device.stream(f"load-{number}"), clock=device.now)
+        log = TransferLog(metrics, block_bytes=memory.layout.block_bytes, clock=device.now)
+        self._io = {
+            name: TierIO(name, device=device, tiers=tiers, costs=costs, switches=self.switches, log=log)
+            for name in tiers.persistent
+        }
+        self._stores = Stores(
+            device=device,
+            memory=memory,
+            tiers=tiers,
+            lane=self._to_host,
+            unsettled=self._unsettled,
+            switches=self.switches,
+            log=log,
+            write_through=self._write_through,
+        )
+        self._loads = Loads(
+            device=device,
+            memory=memory,
+            tiers=tiers,
+            lane=self._to_device,
+            unsettled=self._unsettled,
+            switches=self.switches,
+            log=log,
+            costs=costs,
+            report=events.put,
+        )
+        self._promotions = Promotions(
+            tiers=tiers,
+            io=self._io,
+            switches=self.switches,
+            clock=device.now,
+            deadline_s=load_deadline_s,
+            report=events.put,
+        )
+
+        self._parts: tuple[_Part, ...] = (self._stores, self._loads, self._promotions, *self._io.values())
+
+    @property
+    def num_reads(self) -> dict[str, int]:
+        """Reads in flight, by tier."""
+        return {name: len(io.reads) for name, io in self._io.items()}
+
+    def sizes(self) -> dict[str, int]:
+        """Number of objects that the worker keeps, by kind; all 0 when it is idle."""
+        sizes = {
+            "unsettled jobs": len(self._unsettled),
+            "copies to the host": len(self._to_host),
+            "copies to the device": len(self._to_device),
+            "ended copies": len(self._ended_copies),
+        }
+        for part in self._parts:
+            sizes |= part.sizes()
+        return sizes
+
+    # ------------------------------------------------------------------ the turn: never blocks
+
+    def turn(self) -> Rest:
+        """Take in ended work, take commands, give the device as much as it may have. Returns what the next turn waits
+        for.
+
+        An exception is reported before it is raised: it ends the thread.
+        """
+        try:
+            return self._turn()
+        except BaseException as error:
+            self._events.put(WorkerFailed(error))
+            raise
+
+    def _turn(self) -> Rest:
+        if self._stores.growing and (again := tuple(self._stores.grow())):
+            self._events.put(StoreAgain(again))
+        self._ended_copies.extend((*self._to_host.retire(), *self._to_device.retire()))
+        if not self.switches.abandoned:
+            self._fill_lanes()  # first: the link must not run dry during the work below
+        for io in self._io.values():
+            io.finish_writes()
+        self._promotions.finish_reads()
+        self._take_commands()
+        if self.switches.abandoned:
+            self._drop()
+            self._take_in_copies()
+        # One slow thing a turn: pieces that the link needs next, then ended copies, then pieces that it needs later.
+        # With blocks so small that the link always lacks some, ended copies are taken in all the same.
+        elif not (
+            (len(self._ended_copies) <= _CROWDED_LANE and self._begin_pieces(ahead=False)) or self._take_in_copies()
+        ):
+            self._begin_pieces(ahead=True)
+        self._fill_lanes()
+        self._promotions.finish_waits()
+        self._settled.raise_to(self._unsettled.settled_through())
+        return self._next_rest()
+
+    def _fill_lanes(self) -> None:
+        self._to_host.fill()
+        for copy in self._to_device.fill():
+            self._loads.submitted(copy)
+
+    def _take_commands(self) -> None:
+        """Take some commands. Their jobs are queued, and begun piece by piece."""
+        blocks = 0
+        while blocks < pacing.BLOCKS_PER_TURN and (command := self._commands.take()) is not None:
+            self._num_taken += 1
+            if isinstance(command, SubmitPlans):
+                blocks += 1 + self._submit(command)
+            else:
+                self._forget(command)
+
+    def _submit(self, command: SubmitPlans) -> int:
+        """Queue the plans; the number of blocks to load and promote. Loads come first: they lease slots that the others
+        might evict.
+        """
+        plans = command.plans
+        stores_and_loads = (job_id for job_id, plan in plans if not isinstance(plan, PromotePlan))
+        self._unsettled.opened(stores_and_loads, last=plans[-1][0])
+        for job_id, plan in plans:
+            if isinstance(plan, LoadPlan):
+                self._loads.submit(job_id, plan)
+        self._promotions.submit([plan for _, plan in plans if isinstance(plan, PromotePlan)], command.generation)
+        for job_id, plan in plans:
+            if isinstance(plan, StorePlan):
+                self._stores.submit(job_id, plan, command.generation)
+        return sum(len(plan.keys) for _, plan in plans if not isinstance(plan, StorePlan))
+
+    def _forget(self, command: Forget) -> None:
+        """Make blocks unreachable in all tiers (H8). Transfers in flight end by their fences, and publish none."""
+        if command.keys is None:
+            self._tiers.forget_all()
+            self._stores.forget_deferred()
+            self.forgotten += 1
+        else:
+            self._tiers.forget(command.keys)
+            self._stores.invalidate(command.keys)
+            for io in self._io.values():
+                io.invalidate(command.keys)
+
+    def _begin_pieces(self, *, ahead: bool) -> bool:
+        """Begin pieces for each lane that has nothing more to submit, or, `ahead`, for each one that is not crowded.
+        Returns whether any began.
+        """
+        begun = False
+        if self._loads.waiting and self._wants_more(self._to_device, ahead):
+            begun = True
+            self._loads.begin_piece()
+        if self._stores.waiting and self._wants_more(self._to_host, ahead):
+            begun = True
+            self._stores.begin_pieces()
+        return begun
+
+    @staticmethod
+    def _wants_more(lane: Lane, ahead: bool) -> bool:
+        return not lane.has_more or (ahead and len(lane) < _CROWDED_LANE)
+
+    def _take_in_copies(self) -> bool:
+        """Take in ended copies, some in each turn. Returns whether there were any."""
+        blocks = 0
+        while self._ended_copies and (blocks < pacing.BLOCKS_PER_TURN or self.switches.abandoned):
+            copy = self._ended_copies.popleft()
+            blocks += len(copy.groups[0].source_starts)
+            self._end_copy(copy)
+        return blocks > 0
+
+    def _end_copy(self, copy: Copy) -> None:
+        self._stores.end(copy) if self._stores.owns(copy) else self._loads.end(copy)
+
+    def _write_through(self, key: Key, index: int, stored: StoreTicket) -> None:
+        for io in self._io.values():
+            io.write(key, index, stored)
+
+    def _drop(self) -> None:
+        """End everything that has not begun: the engine closes."""
+        reason = TierTimeout("the engine closed before this could begin")
+        self._loads.drop(reason)
+        self._stores.drop()
+        for copy in (*self._to_host.cancel(reason), *self._to_device.cancel(reason)):
+            self._end_copy(copy)
+
+    # ------------------------------------------------------------------ the rest between two turns
+
+    def _next_rest(self) -> Rest:
+        lanes = ((self._loads, self._to_device), (self._stores, self._to_host))
+        hungry = [lane for part, lane in lanes if part.waiting and len(lane) < _CROWDED_LANE]
+        more = bool(self._commands or self._ended_copies or hungry)
+        until_s = self._promotions.deadlines()
+        if more:
+            until_s.append(self._clock() + (_SHORT_PAUSE_S if any(lane.runs_low for lane in hungry) else _PAUSE_S))
+        if self._stores.growing:
+            until_s.append(self._clock() + _GROWTH_POLL_S)
+        self.idle_after = -1 if more or any(part.busy for part in self._parts) else self._num_taken
+        return Rest(tuple(dict.fromkeys(self._awaited())), min(until_s, default=None))
+
+    def _awaited(self) -> Iterator[Fence]:
+        yield from self._to_host.awaited()
+        yield from self._to_device.awaited()
+        for io in self._io.values():
+            yield from io.awaited()

@@ -1,0 +1,139 @@
+"""The sampler: penalties, filters and one random token for each row of logits. Triton kernels on a GPU, which a CUDA
+graph may capture; torch elsewhere.
+
+**Same seed, same tokens, whatever else runs.** Probabilities are whole numbers (weights), so their sums are exact in
+any order and with any tiling. A filter is a lower bound of the weight, found without sorting. No token depends on the
+number, the position or the options of the other rows of the batch.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from sidestream.runner.rules import uniforms
+from sidestream.runner.state import DecodeState
+from sidestream.speculate import argmax, devices
+
+# Weight of the likeliest token. A token that is 2**-40 times as likely has weight 0; the sum over any vocabulary stays
+# below 2**63.
+UNIT = 2.0**40
+# Bounds of divisors: beyond them, a quotient would overflow or vanish in float32. Powers of two are exact in every
+# type.
+SMALLEST, LARGEST = 2.0**-100, 2.0**100
+
+
+def draw(logits: Tensor, slots: Tensor, output_indices: Tensor, state: DecodeState) -> tuple[Tensor, Tensor]:
+    """Tokens, int64 `[N]`, and whether each row of logits is finite, bool `[N]`; the token of a row that is not is 0.
+
+    logits `[N, vocab_size]`, float32, bfloat16 or float16 · slots int64 `[N]`: request slot of each row ·
+    output_indices int64 `[N]`: number of tokens that the request has output before. Enqueues on the current stream; on
+    a GPU it reads nothing back.
+    """
+    tokens, finite = argmax(logits)
+    if devices.has_kernels(logits):
+        from sidestream.runner import launch  # Triton, which a CPU does not need
+
+        launch.draw(logits, slots, output_indices, finite, state.rules, tokens)
+        return tokens, finite
+    random = (finite & (state.rules["temperature"][slots] > 0)).nonzero().squeeze(1)
+    if len(random):
+        everything = len(random) == len(tokens)
+        drawn = _draw_random(logits if everything else logits[random], slots[random], output_indices[random], state)
+        tokens = tokens.index_copy(0, random, drawn)
+    return tokens, finite
+
+
+def penalise(logits: Tensor, slots: Tensor, state: DecodeState, *, drafted: Tensor | None = None) -> Tensor:
+    """The logits as float32 with the penalties of their requests applied, `[N, vocab_size]`. Overwrites float32 logits.
+
+    slots int64 `[N]`: request slot of each row · drafted int64 `[N, K]`: drafts between the request's last token and
+    the row, which count as output; -1 where there is none
+    """
+    if devices.has_kernels(logits):
+        from sidestream.runner import launch  # Triton, which a CPU does not need
+
+        return launch.penalise(logits, slots, state, drafted)
+    logits, rules = logits.float(), state.rules
+    which = rules.penalised[slots].nonzero().squeeze(1)
+    if not len(which):
+        return logits
+    penalised, slots = logits[which], slots[which]
+    counts, in_prompt = state.seen(slots)
+    if drafted is not None:
+        before = drafted[which]
+        counts.scatter_add_(1, before.clamp(min=0), (before >= 0).to(counts.dtype))
+    output = counts > 0
+    # Dividing by 1 and subtracting 0 are exact: a penalty with its neutral value changes no bit.
+    repetition = _column(rules["repetition_penalty"][slots].clamp(min=SMALLEST))
+    repeated = torch.where(penalised > 0, penalised / repetition, penalised * repetition)
+    penalised = torch.where(in_prompt | output, repeated, penalised)
+    penalised = penalised - counts * _column(rules["frequency_penalty"][slots])
+    penalised = penalised - output * _column(rules["presence_penalty"][slots])
+    return logits.index_copy_(0, which, penalised)
+
+
+def probability_floor(powers: Tensor, measure: Tensor, limit: Tensor) -> Tensor:
+    """Of each row, the smallest power whose larger ones have a total measure below `limit`, else 0: float32 `[R, 1]`.
+
+    powers float32 in [0, 1] · measure int64, not negative · limit `[R, 1]`, positive. A radix select: three histograms
+    over the bits of the powers, each inside the bucket that the one before found. No sort; exact in any order of
+    summing.
+    """
+    bits = powers.view(torch.int32)  # floats that are not negative have the order of their bits
+    base = bits.new_zeros(bits.shape[0], 1)
+    for shift in (20, 10, 0):
+        # bucket 0: below base · 1 .. 1024: base + [0, 1024) << shift · 1025: above all of them
+        bucket = (bits - base).bitwise_right_shift_(shift).clamp_(-1, 1024).add_(1)
+        held = measure.new_zeros(bits.shape[0], 1026).scatter_add_(1, bucket.to(torch.int64), measure)
+        above = held.sum(-1, keepdim=True) - held.cumsum(-1)
+        found = (above >= limit).sum(-1, keepdim=True).clamp_(min=1)  # 0: the total is below the limit
+        base += (found - 1).to(torch.int32) << shift
+    return base.view(torch.float32)
+
+
+def _draw_random(logits: Tensor, slots: Tensor, output_indices: Tensor, state: DecodeState) -> Tensor:
+    """Ids drawn by inverse CDF, `[R]`, for finite rows whose temperature is not 0."""
+    rules = state.rules
+    # The maximum is subtracted first, so that no temperature makes a power overflow.
+    powers = logits.float()
+    powers = (
+        (powers - powers.amax(-1, keepdim=True))
+        .mul_(_column(1 / rules["temperature"][slots].clamp(SMALLEST, LARGEST)))
+        .exp_()
+    )
+    weights = (powers * UNIT).to(torch.int64)
+    _filter(weights, powers, rules["top_k"][slots], rules["top_p"][slots], rules["min_p"][slots])
+    # The first id whose cumulative weight exceeds `target`. It exists, because `target` is below the row's sum, and its
+    # own weight is not 0.
+    cumulative = weights.cumsum(-1)
+    total, number = cumulative[:, -1], uniforms(rules.seed[slots], output_indices)
+    target = torch.minimum((total * number).to(torch.int64), total - 1)
+    return torch.searchsorted(cumulative, target.unsqueeze(-1), right=True).squeeze(-1)
+
+
+def _filter(weights: Tensor, powers: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> None:
+    """Set the weights of tokens that top-k, top-p or min-p drops to 0, in place. Each filter sees what the one before
+    left.
+    """
+    candidates, measure = powers, weights
+    top_k = torch.where(top_k < weights.shape[-1], top_k, 0)
+    if (most := int(top_k.amax())) > 0:
+        highest = powers.topk(most).values
+        kth = highest.gather(-1, (top_k - 1).clamp(min=0).unsqueeze(-1))
+        _drop_below(torch.where(top_k.unsqueeze(-1) > 0, kth, 0), weights, powers)
+        if bool(((top_k > 0) | (top_p == 1)).all()):
+            candidates, measure = highest, (highest * UNIT).to(torch.int64)  # the same floor of top-p, found sooner
+    if bool((top_p < 1).any()):
+        limit = (weights.sum(-1) * top_p).unsqueeze(-1)
+        _drop_below(probability_floor(candidates, measure, limit), weights, powers)
+    if bool((min_p > 0).any()):
+        _drop_below(_column(min_p), weights, powers)
+
+
+def _drop_below(floor: Tensor, weights: Tensor, powers: Tensor) -> None:
+    weights.masked_fill_(powers < floor, 0)
+
+
+def _column(values: Tensor) -> Tensor:
+    return values.to(torch.float32).unsqueeze(-1)

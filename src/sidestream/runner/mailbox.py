@@ -1,0 +1,196 @@
+"""Where a step leaves what it drew, for the host to read after the step's fence. Leased by the step, fenced like all
+else.
+
+The compute stream writes, the engine thread reads behind the fence; nothing is copied through a queue that bulk
+transfers use (P5).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
+
+from sidestream.device.base import Device, Memory, Stream
+from sidestream.errors import InvariantError
+from sidestream.kv.pool import FencedPool, Lease
+from sidestream.runner.sample import TOP_LOGPROBS, SamplerOutput
+from sidestream.types import Access, Fence, RowResult, TokenLogprob, Tracer
+
+MEMORY = "mailbox"
+_ALIGNMENT = 64
+
+
+@dataclass(frozen=True, slots=True)
+class _Field:
+    """One array of a slot, `start` bytes into it: `count` times `width` values. One for each place where a token is
+    drawn, or each row that samples.
+    """
+
+    start: int
+    dtype: type[np.generic]
+    width: int
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class MailboxEntry:
+    """One step's slot; `lease` ends when the step was read."""
+
+    lease: Lease
+    num_bytes: int
+
+    @property
+    def start(self) -> int:
+        """First byte of the slot."""
+        return self.lease.ids[0] * self.num_bytes
+
+    def access(self, *, write: bool) -> Access:
+        """The whole slot."""
+        return Access(MEMORY, self.start, self.start + self.num_bytes, write)
+
+
+class Delivered(NamedTuple):
+    """What the host hears of a step.
+
+    rows       one result for each row that samples, in order
+    draft_s    seconds that drafting took; None: nothing was drafted
+    verify_s   seconds of the forward pass that verified it; None likewise
+    """
+
+    rows: tuple[RowResult, ...]
+    draft_s: float | None = None
+    verify_s: float | None = None
+
+
+class Mailbox:
+    """A few slots, in host memory that the device writes, for the steps that are on their way."""
+
+    def __init__(
+        self, num_entries: int, num_slots: int, vocab_size: int, device: Device, *, max_drafts: int = 0
+    ) -> None:
+        """For steps of up to `num_slots` rows with up to `max_drafts` drafts each."""
+        self._tracer: Tracer | None = device.tracer
+        self._pool = FencedPool("mailbox", num_entries, tracer=device.tracer)
+        width = min(TOP_LOGPROBS, vocab_size)
+        num_places = num_slots * (1 + max_drafts)
+        layout: dict[str, tuple[type[np.generic], int, int]] = {
+            "times": (np.int64, 1, 3),
+            "counts": (np.int64, 1, num_slots),
+            "tokens": (np.int64, 1, num_places),
+            "top_ids": (np.int64, width, num_places),
+            "drawn": (np.float32, 1, num_places),
+            "top": (np.float32, width, num_places),
+            "finite": (np.bool_, 1, num_places),
+        }
+        self._fields: dict[str, _Field] = {}
+        start = 0
+        for name, (dtype, width, count) in layout.items():  # the 8-byte ones first, so that all are aligned
+            self._fields[name] = _Field(start, dtype, width, count)
+            start += np.dtype(dtype).itemsize * width * count
+        self._entry_bytes = -(-start // _ALIGNMENT) * _ALIGNMENT
+        self._memory: Memory = device.allocate_host(MEMORY, num_entries * self._entry_bytes)
+        self._bytes: npt.NDArray[np.uint8] = self._memory.data.numpy()
+        if device.tracer is not None:
+            device.tracer.backed(self._pool.name, MEMORY, self._entry_bytes)
+
+    def address(self) -> MailboxEntry:
+        """A free slot for a step about to be launched. Raises PoolExhausted when too many steps are unread."""
+        return MailboxEntry(self._pool.take(1), self._entry_bytes)
+
+    def write(
+        self,
+        start: int | Tensor,
+        drawn: SamplerOutput,
+        stream: Stream,
+        *,
+        counts: Tensor | None = None,
+        times: Tensor | None = None,
+    ) -> None:
+        """Deliver a step's draws, and of one with drafts how many of them each row that samples goes on by, and
+        `Proposed.times`. Inside work of `stream`, the compute stream. `start`: that of the step's entry, or int64
+        `[1]` on the device, for work that is captured. What is behind all that a step may draw is padding, and stays.
+        """
+        values = {"tokens": drawn.tokens, "finite": drawn.finite}
+        if counts is not None:
+            values["counts"] = counts
+        if times is not None:
+            values["times"] = times
+        if drawn.logprobs is not None:
+            values |= {"drawn": drawn.logprobs.drawn, "top_ids": drawn.logprobs.top_ids, "top": drawn.logprobs.top}
+        for name, tensor in values.items():
+            field = self._fields[name]
+            stream.deliver(tensor[: field.count], self._memory, start, further=field.start)
+
+    def read(self, entry: MailboxEntry, drafts: Sequence[int], top_logprobs: Sequence[int], fence: Fence) -> Delivered:
+        """What a step delivered. On the engine thread, behind the step's fence; ends the lease.
+
+        By row that samples: `drafts` is how many it has, and how many tokens one with drafts goes on by was written
+        with them; `top_logprobs` -1 if it asked for none; empty: nobody did.
+        """
+        if not fence.poll():
+            raise InvariantError(f"the mailbox was read before {fence!r}")
+        if self._tracer is not None:
+            self._tracer.host_touched(lambda: [entry.access(write=False)], "read mailbox")
+        count, places = len(drafts), len(drafts) + sum(drafts)
+        tokens, finite = (
+            self._values(entry, "tokens", places)[:, 0].tolist(),
+            self._values(entry, "finite", places)[:, 0],
+        )
+        lengths = self._values(entry, "counts", count)[:, 0].tolist() if places > count else [1] * count
+        if top_logprobs or not finite.all():
+            results = list(self._results(entry, drafts, lengths, top_logprobs or [-1] * count, tokens, finite.tolist()))
+        elif places == count:
+            results = [RowResult(drawn) for drawn in zip(tokens, strict=True)]
+        else:
+            drawn, results, at = tuple(tokens), [], 0
+            for row_drafts, length in zip(drafts, lengths, strict=True):
+                results.append(RowResult(drawn[at : at + length]))
+                at += 1 + row_drafts
+        draft_s = verify_s = None
+        if places > count:
+            begun, drafted, verified = self._values(entry, "times", 3)[:, 0].tolist()
+            draft_s, verify_s = 1e-9 * (drafted - begun), 1e-9 * (verified - drafted)
+        entry.lease.release(after=(fence,))
+        return Delivered(tuple(results), draft_s, verify_s)
+
+    def _results(
+        self,
+        entry: MailboxEntry,
+        drafts: Sequence[int],
+        lengths: Sequence[int],
+        top_logprobs: Sequence[int],
+        tokens: Sequence[int],
+        finite: Sequence[bool],
+    ) -> Iterator[RowResult]:
+        """Of each row up to its first draw from logits that are not finite, with the log-probabilities that it asked
+        for.
+        """
+        at, places = 0, len(tokens)
+        for row_drafts, length, wanted in zip(drafts, lengths, top_logprobs, strict=True):
+            whole = all(finite[at : at + length])
+            drawn = range(at, at + (length if whole else finite[at : at + length].index(False)))
+            logprobs = (
+                ()
+                if wanted < 0
+                else tuple(self._logprob(entry, place, tokens[place], wanted, places) for place in drawn)
+            )
+            yield RowResult(tuple(tokens[drawn.start : drawn.stop]), logprobs, whole)
+            at += 1 + row_drafts
+
+    def _logprob(self, entry: MailboxEntry, place: int, token: int, wanted: int, num_places: int) -> TokenLogprob:
+        drawn, top_ids, top = (self._values(entry, name, num_places)[place] for name in ("drawn", "top_ids", "top"))
+        return TokenLogprob(
+            token, float(drawn[0]), tuple(zip(top_ids[:wanted].tolist(), top[:wanted].tolist(), strict=True))
+        )
+
+    def _values(self, entry: MailboxEntry, name: str, count: int) -> npt.NDArray[np.generic]:
+        """A field's first `count` values, `[count, width]`."""
+        field = self._fields[name]
+        start = entry.start + field.start
+        size = np.dtype(field.dtype).itemsize * field.width * count
+        return self._bytes[start : start + size].view(field.dtype).reshape(count, field.width)

@@ -1,0 +1,100 @@
+"""Request slots and device blocks of running requests: allocated at admission, grown by decoding, then released."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from sidestream.kv.pool import FencedPool
+from sidestream.schedule.limits import Limits
+from sidestream.schedule.prefix_cache import PrefixCache
+from sidestream.schedule.request import Request
+from sidestream.schedule.tiers import TierView
+from sidestream.types import BlockId, Fence
+
+
+class Allocator:
+    """The only part of the scheduler that takes and releases leases of requests.
+
+    Invariants:
+    - A request has a slot and blocks exactly while it runs.
+    - A request is admitted with blocks for all its tokens or with none (H26).
+    - Release never waits: slot and blocks are reused after the fence of the request's last step, blocks also after the
+      transfers in flight (H3, H10, H16).
+    """
+
+    def __init__(
+        self, limits: Limits, *, blocks: FencedPool, slots: FencedPool, prefix_cache: PrefixCache, tiers: TierView
+    ) -> None:
+        self._limits = limits
+        self._blocks = blocks
+        self._slots = slots
+        self._prefix_cache = prefix_cache
+        self._tiers = tiers
+
+    @property
+    def has_free_slot(self) -> bool:
+        """Whether one more request may run."""
+        return self._slots.num_available > 0
+
+    @property
+    def is_settling(self) -> bool:
+        """Whether released blocks come back as soon as a transfer in flight ends."""
+        return self._blocks.is_settling
+
+    def has_blocks(self, count: int) -> bool:
+        """Whether so many blocks are free or may be evicted."""
+        return self._blocks.num_available >= count
+
+    def fits(
+        self, request: Request, hits: Sequence[BlockId], *, num_running: int, preempted: Sequence[Request] = ()
+    ) -> bool:
+        """Whether a waiting request's tokens and one more fit beside `hits`, with a block to grow for each of the
+        requests that run.
+
+        preempted  count these running requests as preempted; an upper bound, because others may share their blocks
+        """
+        needed = self._limits.num_blocks(len(request.tokens) + 1) - len(hits)
+        available = self._blocks.num_available - sum(self._blocks.is_cached(block) for block in hits)
+        available += sum(len(other.blocks.ids) for other in preempted if other.blocks is not None)
+        return needed + num_running - len(preempted) <= available
+
+    def start(self, request: Request, hits: Sequence[BlockId]) -> tuple[Sequence[BlockId], tuple[Fence, ...]]:
+        """Give the request a slot, the blocks `hits`, and new blocks for the rest of its tokens.
+
+        Returns the new blocks and the fences of their last uses, which their first writer waits for.
+        """
+        blocks = self._blocks.share(hits)
+        fresh = self._blocks.take(self._limits.num_blocks(len(request.tokens)) - len(hits))
+        blocks.extend(fresh)
+        request.slot, request.blocks = self._slots.take(1), blocks
+        self._prefix_cache.add_pending(request, request.keys[len(hits) :])
+        return fresh.ids, fresh.after
+
+    def missing_blocks(self, request: Request, length: int) -> int:
+        """Blocks that the request lacks to hold `length` tokens; 0 or less: none."""
+        assert request.blocks is not None
+        return self._limits.num_blocks(length) - len(request.blocks.ids)
+
+    def grow(self, request: Request, count: int) -> Sequence[Fence]:
+        """Add `count` blocks to a running request. Returns their last uses, which the next step waits for."""
+        assert request.blocks is not None
+        fresh = self._blocks.take(count)
+        request.blocks.extend(fresh)
+        return fresh.after
+
+    def extend_table(self, request: Request, length: int) -> None:
+        """Make the block table of the request's rows cover `length` tokens; the same object if it does already."""
+        assert request.blocks is not None
+        if len(request.table) < (count := self._limits.num_blocks(length)):
+            request.table = tuple(request.blocks.ids[:count])
+
+    def release(self, request: Request) -> None:
+        """Take slot and blocks back at once; none, if the request does not run. Published blocks stay findable."""
+        if request.slot is None or request.blocks is None:
+            return
+        after = () if request.last_fence is None else (request.last_fence,)
+        request.slot.release(after=after)
+        request.blocks.release(after=after, until=self._tiers.uses())
+        request.slot = request.blocks = None
+        request.table = ()
+        self._prefix_cache.drop_pending(request, request.keys)

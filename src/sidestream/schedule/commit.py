@@ -1,0 +1,111 @@
+"""Commit: what a finished step adds to its requests, and which of their blocks become findable."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from sidestream.schedule.limits import Limits
+from sidestream.schedule.prefix_cache import PrefixCache
+from sidestream.schedule.queues import RequestQueues
+from sidestream.schedule.request import Request, State
+from sidestream.schedule.spec_policy import SpecPolicy
+from sidestream.types import BatchPlan, BlockId, Fence, Key, RowResult, StorePlan
+
+RowOutput = tuple[Request, RowResult, int, str | None]
+"""A request, its result, how many leading tokens of it were committed, and why the request ends (None: it goes on)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Committed:
+    """The effects of one commit.
+
+    outputs      one for each row that sampled and was not dropped, in the order of the batch
+    completed    requests that completed blocks, and how many complete blocks they have now
+    fence        the step's fence
+    invalidated  keys to remove from all tiers: their KV may be broken, because logits after it were not finite
+    """
+
+    outputs: tuple[RowOutput, ...]
+    completed: tuple[tuple[Request, int], ...]
+    fence: Fence
+    invalidated: tuple[Key, ...]
+
+
+class Committer:
+    """Takes in the results of steps whose fences were observed. `commit` runs for every row of every step.
+
+    Invariants:
+    - Rows of finished or preempted requests are dropped (H10).
+    - `committed_len` grows by accepted tokens only, never by rejected drafts (H12).
+    - Blocks computed before logits that were not finite are not published (H9).
+    """
+
+    def __init__(self, limits: Limits, *, queues: RequestQueues, prefix_cache: PrefixCache, policy: SpecPolicy) -> None:
+        self._limits = limits
+        self._queues = queues
+        self._prefix_cache = prefix_cache
+        self._policy = policy
+
+    def commit(self, batch: BatchPlan, results: Sequence[RowResult], fence: Fence) -> Committed:
+        """Append the step's tokens to its requests. `results`: one for each row that samples, in order."""
+        outputs: list[RowOutput] = []
+        completed: list[tuple[Request, int]] = []
+        drafted: list[tuple[int, int, int]] = []
+        invalidated: list[Key] = []
+        results_left, requests, size = iter(results), self._queues.unfinished, self._limits.block_tokens
+        columns, running = batch.columns, State.RUNNING
+        rows = zip(
+            columns.request_id,
+            columns.epoch,
+            columns.stop,
+            columns.tokens,
+            columns.samples,
+            columns.drafts,
+            strict=True,
+        )
+        for request_id, epoch, stop, tokens, samples, drafts in rows:
+            result = next(results_left) if samples else None
+            request = requests.get(request_id)
+            if request is None or request.epoch != epoch or request.state is not running:
+                continue
+            request.stepped = True
+            if result is None:
+                request.committed_len = stop
+            else:
+                count, stop_reason = request.append_outputs(result.token_ids)
+                outputs.append((request, result, count, stop_reason))
+                if tokens is not None:
+                    request.committed_len = stop
+                else:
+                    if drafts:
+                        request.settle_drafts(drafts, len(result.token_ids))
+                        if result.token_ids:  # none: its logits are not finite, which says nothing of its drafts
+                            drafted.append((request.spec_record, drafts, len(result.token_ids) - 1))
+                    request.committed_len += count
+                if not result.finite:
+                    invalidated += self._prefix_cache.invalidate(request)
+                    continue
+            complete = request.committed_len // size
+            if complete > request.published_blocks:
+                completed.append((request, complete))
+        if drafted:
+            self._policy.record_accepted(*zip(*drafted, strict=True))
+        return Committed(tuple(outputs), tuple(completed), fence, tuple(invalidated))
+
+    def publish(self, committed: Committed) -> StorePlan | None:
+        """Make completed blocks findable, and plan to store those that came from no tier.
+
+        Before any request of the commit is finished. Apart from `commit`, because publishing a thousand loaded blocks
+        takes half a millisecond, and clients of running requests get their tokens first.
+        """
+        stored: list[tuple[Key, BlockId]] = []
+        prefix: list[Key] = []
+        for request, complete in committed.completed:
+            if fresh := self._prefix_cache.publish(request, complete):
+                stored.extend(fresh)
+                prefix.extend(request.keys[:complete])
+        if not stored:
+            return None
+        keys, block_ids = zip(*stored, strict=True)
+        return StorePlan(keys, block_ids, (committed.fence,), tuple(prefix))

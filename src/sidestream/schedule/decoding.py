@@ -1,0 +1,108 @@
+"""Decode rows: one token for each running request behind its prompt, and drafts behind the token."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from sidestream.schedule.allocation import Allocator
+from sidestream.schedule.limits import Limits
+from sidestream.schedule.preemption import Preemption
+from sidestream.schedule.request import Request, State
+from sidestream.schedule.spec_policy import SpecPolicy
+from sidestream.schedule.step_builder import StepBuilder
+from sidestream.types import RowPlan
+
+
+class DecodePlanner:
+    """Adds the decode rows of a step. `plan` runs for every running request in every step.
+
+    Invariants:
+    - A row is planned only if the request's blocks cover every token that it may write (H11).
+    - A missing block for the token may preempt a request of lower rank; blocks for drafts never do.
+    - With drafts in flight, `launched_len` and `launched_outputs` are upper bounds, so a row's lower bounds are
+      `drafts_in_flight` less (H19).
+    """
+
+    def __init__(self, limits: Limits, *, policy: SpecPolicy, allocator: Allocator, preemption: Preemption) -> None:
+        self._limits = limits
+        self._policy = policy
+        self._allocator = allocator
+        self._preemption = preemption
+
+    def plan(self, requests: Sequence[Request], step: StepBuilder) -> None:
+        """Add a row for each request that has room. Nearly always it is one token, in a block of the last table."""
+        size, running, new = self._limits.block_tokens, State.RUNNING, tuple.__new__
+        plain, drafting = step.plain, step.drafting
+        for request, wanted in zip(requests, self._choose_drafts(requests, step), strict=True):
+            if request.state is not running:  # preempted for an earlier row of this step
+                continue
+            length, in_flight, table = request.launched_len, request.drafts_in_flight, request.table
+            drafts = wanted
+            if length + 1 + drafts > len(table) * size:
+                room = self._make_room(request, wanted, step)
+                if room is None:
+                    continue
+                drafts, table = room, request.table
+            assert request.slot is not None
+            outputs, slot, stop = request.launched_outputs, request.slot.ids[0], length + 1 + drafts
+            # RowPlan(...) without the call of its __new__: half the time.
+            row = new(
+                RowPlan,
+                (
+                    request.id,
+                    slot,
+                    request.epoch,
+                    length - in_flight,
+                    stop,
+                    None,
+                    table,
+                    True,
+                    outputs - in_flight,
+                    None,
+                    drafts,
+                ),
+            )
+            request.launched_len = stop
+            request.launched_outputs = outputs + 1 + drafts
+            if drafts or in_flight:
+                request.drafts_in_flight = in_flight + drafts
+                step.speculates = True
+            (drafting if drafts else plain).append(row)
+
+    def _choose_drafts(self, requests: Sequence[Request], step: StepBuilder) -> Sequence[int]:
+        """Number of drafts for each request."""
+        if not (self._policy.max_drafts and requests):
+            return [0] * len(requests)
+        chosen = self._policy.reuse(len(requests))
+        if chosen is None:
+            room = [request.max_outputs - request.launched_outputs - 1 for request in requests]
+            chosen = self._policy.choose([request.spec_record for request in requests], room)
+        step.undrafted.update(chosen.undrafted)
+        return chosen.counts
+
+    def _make_room(self, request: Request, wanted: int, step: StepBuilder) -> int | None:
+        """Extend the block table by one token and `wanted` drafts; without the drafts if there are no blocks for all of
+        them. Returns the number of drafts; None: there is no block for the token either.
+        """
+        drafts = wanted
+        if drafts and not self._reserve(request, request.launched_len + 1 + drafts, step, preempting=False):
+            drafts = 0
+        stop = request.launched_len + 1 + drafts
+        if not (drafts or self._reserve(request, stop, step, preempting=not request.drafts_in_flight)):
+            return None
+        self._allocator.extend_table(request, stop)
+        if drafts < wanted:
+            step.undrafted["blocks"] += 1
+        return drafts
+
+    def _reserve(self, request: Request, length: int, step: StepBuilder, *, preempting: bool) -> bool:
+        """Make the request's blocks cover `length` tokens; False: not in this step."""
+        missing = self._allocator.missing_blocks(request, length)
+        if missing <= 0:
+            return True
+        if not self._allocator.has_blocks(missing) and not (
+            preempting and self._preemption.make_room(request, missing)
+        ):
+            return False
+        step.after.extend(self._allocator.grow(request, missing))
+        return True

@@ -1,0 +1,101 @@
+"""Preemption: a running request gives its slot and blocks to a request of higher rank, and waits again."""
+
+from __future__ import annotations
+
+from sidestream.schedule.admission import Admission
+from sidestream.schedule.allocation import Allocator
+from sidestream.schedule.prefix_cache import PrefixCache
+from sidestream.schedule.queues import RequestQueues
+from sidestream.schedule.request import Request
+from sidestream.schedule.tiers import TierLoads
+
+
+class Preemption:
+    """Chooses victims and preempts them.
+
+    Invariants (H26):
+    - A victim ranks below the request that takes its room, so the first in rank is never preempted and ends.
+    - A request that has not run a step since its admission is preempted only for the first in rank, so every admission
+      makes progress.
+    - Aging alone improves the rank of a waiting request and never takes room: otherwise two requests of one priority
+      would preempt each other in turn.
+    """
+
+    def __init__(
+        self,
+        aging_steps: int,
+        *,
+        queues: RequestQueues,
+        prefix_cache: PrefixCache,
+        allocator: Allocator,
+        tiers: TierLoads,
+        admission: Admission,
+    ) -> None:
+        self.count = 0
+        """Requests preempted to make room for others."""
+        self._aging_steps = aging_steps
+        self._queues = queues
+        self._prefix_cache = prefix_cache
+        self._allocator = allocator
+        self._tiers = tiers
+        self._admission = admission
+
+    def preempt(self, request: Request) -> None:
+        """Take slot and blocks back at once. Published blocks stay findable; tokens in flight are drawn again later."""
+        self._allocator.release(request)
+        self._queues.requeue(request)
+
+    def make_room(self, request: Request, num_blocks: int) -> bool:
+        """Preempt requests below `request` until so many blocks are available; False: not in this step."""
+        while not self._allocator.has_blocks(num_blocks):
+            if self._allocator.is_settling:
+                return False  # released blocks come back when a transfer ends: no victim is needed
+            victim = self.victim_for(request)
+            if victim is None:
+                return False
+            self._take_room_of(victim)
+        return True
+
+    def make_room_for_priority(self) -> None:
+        """Make room for the first waiting request by preempting requests of lower priority that rank below it; none if
+        that would not be enough.
+        """
+        if (
+            not self._queues.waiting
+            or len({request.priority for request in self._queues.unfinished.values()}) == 1
+            or not (waiting := self._admission.candidates())
+        ):
+            return
+        first = self._queues.by_rank(waiting)[0]
+        victims = self._queues.by_rank(self._lower_priority(first))
+        wanted = self._prefix_cache.wanted_keys(first)
+        hits = self._prefix_cache.find(wanted)
+        if self._tiers.may_promote(first, self._tiers.locate(first, wanted[len(hits) :])):
+            return  # it will wait for the disk and needs no room yet
+        if self._prefix_cache.is_pending(wanted[len(hits) : len(hits) + 1]):
+            return
+        if not self._admission.has_room(first, hits, preempted=victims):
+            return
+        while victims and not (self._allocator.has_free_slot and self._admission.has_room(first, hits)):
+            self._take_room_of(victims.pop())
+
+    def _lower_priority(self, first: Request) -> list[Request]:
+        aging = self._aging_steps
+        return [
+            request
+            for request in self._queues.running.values()
+            if request.stepped and request.priority > first.priority and request.level(aging) > first.level(aging)
+        ]
+
+    def victim_for(self, request: Request) -> Request | None:
+        """The last in rank below `request` that has run a step since its admission."""
+        ranked = self._queues.running_by_rank()
+        below = ranked[ranked.index(request) + 1 :]
+        stepped = [other for other in below if other.stepped]
+        if stepped:
+            return stepped[-1]
+        return below[-1] if below and ranked[0] is request else None
+
+    def _take_room_of(self, victim: Request) -> None:
+        self.preempt(victim)
+        self.count += 1

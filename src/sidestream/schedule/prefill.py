@@ -1,0 +1,72 @@
+"""Prefill rows: the next chunk of each running request whose prompt is not computed yet."""
+
+from __future__ import annotations
+
+from sidestream.schedule.allocation import Allocator
+from sidestream.schedule.chunking import chunk_stop
+from sidestream.schedule.limits import Limits
+from sidestream.schedule.request import Request, State
+from sidestream.schedule.step_builder import StepBuilder
+from sidestream.schedule.tiers import TierView
+from sidestream.types import RowPlan, RowStart
+
+
+class PrefillPlanner:
+    """Adds a request's next chunk to a step.
+
+    Invariants:
+    - A chunk is never cut to fit the budget: its shape is part of the result. If it does not fit, it waits.
+    - No chunk is planned before the request's load has fences that the step can wait for (H5).
+    - Only the chunk that ends at the last known token samples (H25).
+    """
+
+    def __init__(self, limits: Limits, *, tiers: TierView, allocator: Allocator) -> None:
+        self._limits = limits
+        self._tiers = tiers
+        self._allocator = allocator
+
+    def plan(self, request: Request, step: StepBuilder) -> None:
+        """Add the request's next chunk, if it has one and the step has room for it."""
+        if not request.in_prefill or request.state is not State.RUNNING or request.loading:
+            return
+        if request.arriving:
+            if self._tiers.seconds_left(request.id, request.epoch, step_s=step.step_s) > step.lead_s:
+                step.arriving.append(request)  # all other rows of the step would wait for its load
+                return
+            request.arriving = False
+        self._add_chunk(request, step)
+
+    def plan_arriving(self, step: StepBuilder) -> None:
+        """If the step is empty because all loads take long, plan the first of their requests: no other row waits."""
+        if step.arriving and step.is_empty:
+            request = step.arriving[0]
+            request.arriving = False
+            self.plan(request, step)
+
+    def _add_chunk(self, request: Request, step: StepBuilder) -> None:
+        start, known, limits = request.launched_len, request.prefill_end, self._limits
+        stop = chunk_stop(
+            start,
+            known,
+            chunk_tokens=limits.chunk_tokens,
+            block_tokens=limits.block_tokens,
+            tail_apart=limits.tail_apart,
+        )
+        if stop - start > step.prefill_budget:
+            return
+        step.prefill_budget -= stop - start
+        step.prefills.append(self._row(request, start, stop, samples=stop == known))
+
+    def _row(self, request: Request, start: int, stop: int, *, samples: bool) -> RowPlan:
+        assert request.slot is not None
+        begin, tokens, outputs = None, tuple(request.tokens[start:stop]), request.launched_outputs
+        if not request.begun:
+            begin = RowStart(request.sampling, request.prompt, tuple(request.tokens[len(request.prompt) :]))
+            request.begun = True
+        self._allocator.extend_table(request, stop)
+        row = RowPlan(
+            request.id, request.slot.ids[0], request.epoch, start, stop, tokens, request.table, samples, outputs, begin
+        )
+        request.launched_len = stop
+        request.launched_outputs += samples
+        return row

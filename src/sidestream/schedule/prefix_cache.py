@@ -1,0 +1,139 @@
+"""The prefix cache on the device: keys of requests, which blocks are found by them, and which are about to be."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from sidestream.kv.keys import BlockKeys
+from sidestream.kv.pool import FencedPool, Lease
+from sidestream.schedule.chunking import reusable_tokens
+from sidestream.schedule.limits import Limits
+from sidestream.schedule.request import Request
+from sidestream.types import BlockId, Key, RequestId, StorePlan
+
+
+class PrefixCache:
+    """Makes complete blocks findable under their keys, and finds them.
+
+    Invariants:
+    - Only blocks of committed tokens are published, never those of a step in flight (H12).
+    - A key is pending from the start of the running request that will load or compute its block until the block is
+      published or the request gives its blocks up. Other requests wait for a pending block instead of computing it too.
+    """
+
+    def __init__(self, limits: Limits, blocks: FencedPool, keys: BlockKeys) -> None:
+        self.keys_version = 0
+        """Grows when the model changes, and its keys with it."""
+        self._limits = limits
+        self._blocks = blocks
+        self._keys = keys
+        self._pending: dict[Key, RequestId] = {}
+
+    # ------------------------------------------------------------------ keys
+
+    @property
+    def key_root(self) -> Key:
+        """Root from which another process derives the same keys (`BlockKeys.from_root`); empty without prefix cache."""
+        return self._keys.root if self._limits.prefix_cache else b""
+
+    def keys_of(self, tokens: Sequence[int] | npt.NDArray[np.int64], *, salt: str = "") -> list[Key]:
+        """Keys of the complete blocks of `tokens` in a request with this cache salt. Pure: any thread."""
+        keys: list[Key] = []
+        if self._limits.prefix_cache:
+            self._keys.extend(keys, tokens, salt=salt)
+        return keys
+
+    def drop_stale_keys(self, request: Request) -> None:
+        """Drop keys that were made before the last change of the model."""
+        if request.keys_version != self.keys_version:
+            request.keys.clear()
+            request.keys_version = self.keys_version
+
+    def rekey(self, keys: BlockKeys) -> None:
+        """Name blocks by other keys from now on. Blocks published before stay in the pool until `forget_all`."""
+        self._keys = keys
+        self.keys_version += 1
+
+    # ------------------------------------------------------------------ finding
+
+    def wanted_keys(self, request: Request) -> list[Key]:
+        """Keys of the blocks that the request may reuse instead of computing them."""
+        if not self._limits.prefix_cache:
+            return []
+        self._keys.extend(request.keys, request.tokens, salt=request.cache_salt)
+        size = self._limits.block_tokens
+        return request.keys[: reusable_tokens(len(request.tokens), size) // size]
+
+    def find(self, keys: Sequence[Key]) -> list[BlockId]:
+        """Blocks of the longest run of leading `keys` that are on the device."""
+        return self._blocks.match(keys)
+
+    @property
+    def num_pending(self) -> int:
+        """Keys whose blocks running requests load or compute."""
+        return len(self._pending)
+
+    def is_pending(self, keys: Sequence[Key]) -> bool:
+        """Whether a running request loads or computes one of these blocks now."""
+        return not self._pending.keys().isdisjoint(keys)
+
+    def add_pending(self, request: Request, keys: Iterable[Key]) -> None:
+        """The request has started and will load or compute these blocks, unless another one does."""
+        for key in keys:
+            self._pending.setdefault(key, request.id)
+
+    def drop_pending(self, request: Request, keys: Iterable[Key]) -> None:
+        """The request has published these blocks, or will not complete them."""
+        pending, own = self._pending, request.id
+        for key in keys:
+            if pending.get(key) == own:
+                del pending[key]
+
+    # ------------------------------------------------------------------ publishing and forgetting
+
+    def publish(self, request: Request, complete: int) -> Sequence[tuple[Key, BlockId]]:
+        """Make the first `complete` blocks findable, more than before. Returns the blocks that came from no tier."""
+        assert request.blocks is not None
+        if not self._limits.prefix_cache or not request.shares:
+            return ()
+        self._keys.extend(request.keys, request.tokens, salt=request.cache_salt)
+        first = request.published_blocks
+        keys, ids = request.keys[first:complete], request.blocks.ids[first:complete]
+        self.drop_pending(request, keys)
+        request.published_blocks = complete
+        if (found := min(complete, request.found_blocks) - first) > 0:
+            self._blocks.publish_all(ids[:found], keys[:found])
+            keys, ids = keys[found:], ids[found:]
+        return [(key, block) for key, block in zip(keys, ids, strict=True) if self._blocks.publish(block, key)]
+
+    def invalidate(self, request: Request) -> Sequence[Key]:
+        """Make all blocks that the request computed itself unfindable, because its logits are not finite: KV of earlier
+        chunks may be broken as well. Returns their keys.
+        """
+        assert request.own_blocks is not None and request.blocks is not None
+        own = slice(request.own_blocks, max(request.published_blocks, request.found_blocks))
+        keys = request.keys[own]
+        self._blocks.forget(
+            [block for key, block in zip(keys, request.blocks.ids[own], strict=False) if self._blocks.get(key) == block]
+        )
+        return keys
+
+    def forget_all(self, running: Iterable[Request]) -> None:
+        """Make every block unfindable at once, including those that the running requests will complete (H8)."""
+        self._blocks.forget_all()
+        self._pending.clear()
+        for request in running:
+            request.shares = False
+
+    def store_again(self, keys: Iterable[Key]) -> tuple[StorePlan, Lease] | None:
+        """Plan to store those of these blocks that are still on the device. The caller submits the plan, then releases
+        the lease.
+        """
+        found = {key: block for key in keys if (block := self._blocks.get(key)) is not None}
+        if not found:
+            return None
+        # No fence to wait for: a block is findable only after the host saw the end of the step that filled it.
+        return StorePlan(tuple(found), tuple(found.values()), (), tuple(found)), self._blocks.share([*found.values()])

@@ -1,0 +1,391 @@
+"""How many tokens to draft for each row: as many as gain more time than they cost. Pure: no clock; engine thread only.
+
+The time of a step with drafts depends mostly on its depth, the largest number of drafts of any row: a captured forward
+pass computes that many positions for every row, and drafting runs one pass after another. So a depth is chosen for the
+step: the one with the most tokens a second, or 0, from the measured time of steps of each depth and the measured accept
+rate of each row. Within it, each row gets drafts while they are likely enough to be accepted.
+
+A row whose own drafts fail waits for the drafts of other rows. Once that has cost it more than `max_slowdown` allows,
+no depth is chosen at which it loses more.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
+
+# Weights of the newest observation in moving averages: of a row's accept rate; of the ratio of two step times, and of
+# that ratio if it was not measured for _LONG_STEPS; of the step time without drafts; of the accept rate of all rows.
+_ACCEPT_WEIGHT = 0.1
+_RATIO_WEIGHT, _STALE_RATIO_WEIGHT, _PLAIN_WEIGHT = 0.2, 0.5, 0.5
+_USUAL_WEIGHT = 0.02
+# Accept rate assumed before anything was measured: optimistic, so that short answers get drafts too. One of so many new
+# requests starts with it whatever the usual rate is; otherwise a rate that improves would never be noticed.
+_OPTIMISTIC_RATE = 0.8
+_OPTIMISTIC_EVERY = 16
+# Assumed cost of one more draft for each row, as a share of a step without drafts, until it was measured. A row gets a
+# draft if its chance is above half of the measured cost, within bounds: not all of the cost is that row's.
+_FIRST_COST = 0.05
+_SHARE = 0.5
+_LEAST_CHANCE, _MOST_CHANCE = 0.05, 0.5
+# Tokens that a row may always be in debt: outcomes of steps are known a step or two later.
+_PATIENCE = 1.0
+# A row without drafts tries one after so many steps with drafts.
+_PROBE_STEPS = 32
+# After so many steps with drafts, the next _MEASURING steps run without, to be timed; up to _MEASURING_AT_MOST, if too
+# few of them could be timed. The median of _SAMPLES successive steps counts: when the host is late, one step seems long
+# and the next one short.
+_MEASURE_STEPS = 320
+_MEASURING, _MEASURING_AT_MOST = 5, 16
+_SAMPLES = 3
+# Bounds of one change of a measured ratio, as factors of its old value.
+_LEAST_CHANGE, _MOST_CHANGE = 0.5, 2.0
+# A choice of depth 0 holds for so many steps: choosing takes a tenth of the host's time for a step of many rows, and
+# steps without drafts leave the host the least time.
+_REUSE_STEPS = 4
+# Steps below the largest depth after which one step has it, times the ratio of that depth, so that trying costs less
+# than a hundredth; fewer if that depth was never measured with so many rows.
+_RETRY_STEPS = 128
+_FIRST_TRY_STEPS = 32
+# Steps after which the time of a depth counts as stale; tokens in a row, absolute and relative, by which two compared
+# steps may differ.
+_LONG_STEPS = 64
+_NEAR_TOKENS, _NEAR = 16, 0.05
+# Records allocated at first.
+_NUM_RECORDS = 64
+
+
+class Chosen(NamedTuple):
+    """Number of drafts for each row of a step.
+
+    counts     in the order of the rows
+    undrafted  rows without drafts whose requests want some, by reason: `"end"` (the answer ends), `"measuring"` (steps
+               without drafts are timed), `"others"` (rows in debt would lose more), `"chance"` (too few would be
+               accepted)
+    """
+
+    counts: list[int]
+    undrafted: Mapping[str, int]
+
+
+class DraftRecords:
+    """Outcome of the drafts of each request, in columns; a request has a number.
+
+    wanted   upper bound of drafts in a step
+    chance   accept rate: of drafts that follow accepted ones, the share that is accepted
+    idle     steps with drafts since the request had one, including steps that had none because of `"others"`
+    debt     tokens that the request would have more if no request had drafts, less the slowdown that each step allows;
+             below 0 it may lose some
+    """
+
+    def __init__(self) -> None:
+        self.wanted: Ints = np.zeros(_NUM_RECORDS, np.int64)
+        self.chance: Floats = np.zeros(_NUM_RECORDS)
+        self.idle: Ints = np.zeros(_NUM_RECORDS, np.int64)
+        self.debt: Floats = np.zeros(_NUM_RECORDS)
+        self._free = deque(range(_NUM_RECORDS))
+
+    def assign(self, wanted: int, chance: float) -> int:
+        """Number for a new request."""
+        if not self._free:
+            size = len(self.wanted)
+            self._free += range(size, 2 * size)
+            self.wanted, self.chance = np.resize(self.wanted, 2 * size), np.resize(self.chance, 2 * size)
+            self.idle, self.debt = np.resize(self.idle, 2 * size), np.resize(self.debt, 2 * size)
+        number = self._free.popleft()
+        self.wanted[number], self.chance[number], self.idle[number], self.debt[number] = wanted, chance, 0, 0.0
+        return number
+
+    def __len__(self) -> int:
+        """Requests with a record."""
+        return len(self.wanted) - len(self._free)
+
+    def free(self, number: int) -> None:
+        """The request has ended: its number may be given to another one."""
+        self._free.append(number)
+
+
+@dataclass(slots=True)
+class _StepTimes:
+    """Measured times of steps with about one number of rows.
+
+    Steps take longer as answers grow, so a step with drafts is compared with one without drafts over about as much KV,
+    not with one at the end of the last answers.
+
+    measured   by depth: time of a step divided by the time without drafts; None: never measured
+    ratios     the same, with depths between measured ones interpolated
+    last       by depth: number of the last step of it, of `count` steps seen
+    samples    times of the last successive steps without drafts
+    plain_s    time of a step without drafts over `context` tokens a row: measured if `was_plain`, else implied by a
+               step with drafts; None: unknown
+    drafted    steps with drafts since the last measurement of steps without
+    measuring  number of the next step among the measured ones; 0: none is being measured
+    shallow    steps planned since the last one of the largest depth
+    """
+
+    measured: list[float | None]
+    ratios: list[float | None]
+    last: list[int]
+    samples: tuple[float, ...] = ()
+    plain_s: float | None = None
+    context: float = 0.0
+    was_plain: bool = False
+    count: int = 0
+    drafted: int = 0
+    measuring: int = 0
+    shallow: int = 0
+
+    def record(self, depth: int, seconds: float, context: float) -> None:
+        """A step of this depth took this long."""
+        self.count += 1
+        self.drafted += depth > 0
+        is_stale = self.count - self.last[depth] > _LONG_STEPS
+        self.last[depth] = self.count
+        if depth:
+            self.samples = ()
+        else:
+            self.samples = (*self.samples, seconds)[-_SAMPLES:]
+            if len(self.samples) < _SAMPLES:
+                return
+            seconds = sorted(self.samples)[_SAMPLES // 2]
+        ratio, plain_s = self.measured[depth], self.plain_s
+        near = abs(context - self.context) <= _NEAR_TOKENS + _NEAR * self.context
+        if depth and plain_s and near and (self.was_plain or is_stale or ratio is None):  # 0: a clock that did not move
+            seen, weight = seconds / plain_s, _STALE_RATIO_WEIGHT if is_stale else _RATIO_WEIGHT
+            if ratio is not None:
+                seen = ratio + weight * (min(max(seen, _LEAST_CHANGE * ratio), _MOST_CHANGE * ratio) - ratio)
+            self.measured[depth] = max(1.0, seen)
+            self._fill_in()
+        elif ratio is not None:
+            implied_s = seconds / ratio
+            follows = depth and near and not self.was_plain and plain_s is not None
+            self.plain_s = (
+                plain_s + _PLAIN_WEIGHT * (implied_s - plain_s) if follows and plain_s is not None else implied_s
+            )
+            self.context, self.was_plain = context, depth == 0
+
+    def _fill_in(self) -> None:
+        seen = [(at, ratio) for at, ratio in enumerate(self.measured) if ratio is not None]
+        self.ratios = [None] * len(self.measured)
+        self.ratios[0] = 1.0
+        for (low, left), (high, right) in pairwise(seen):
+            for depth in range(low + 1, high + 1):
+                self.ratios[depth] = left + (right - left) * (depth - low) / (high - low)
+
+
+def _least_rates(chances: Sequence[float]) -> list[float]:
+    """Accept rates that a row must exceed to get its first, second, … draft, if that draft itself must be accepted with
+    more than these chances.
+    """
+    return [chance ** (1 / count) for count, chance in enumerate(chances, 1)]
+
+
+def _num_drafts(chance: float, most: int, least: Sequence[float]) -> int:
+    """Drafts for a row of this accept rate, `most` at most. `least`: see `_least_rates`."""
+    while most and chance <= least[most - 1]:
+        most -= 1
+    return most
+
+
+def _num_drafts_each(chances: Floats, most: Ints, least: Sequence[float]) -> Ints:
+    """`_num_drafts` for each row."""
+    counts = most.copy()
+    for count in range(int(most.max(initial=0)), 0, -1):
+        counts[(counts == count) & (chances <= least[count - 1])] = count - 1
+    return counts
+
+
+class SpecPolicy:
+    """Chooses how many drafts each row gets, between 0 and `max_drafts`.
+
+    adaptive      False: always as many drafts as a row may have
+    max_slowdown  with `adaptive`: share by which drafts may slow down any row over its life
+    records       outcome of the drafts of each request
+    """
+
+    def __init__(self, max_drafts: int, *, adaptive: bool = True, max_slowdown: float = 0.005) -> None:
+        self.max_drafts = max_drafts
+        self.adaptive = adaptive
+        self.max_slowdown = max_slowdown
+        self.records = DraftRecords()
+        self._usual = _OPTIMISTIC_RATE
+        self._num_added = 0
+        self._steps: dict[int, _StepTimes] = {}
+        self._none: Chosen | None = None
+        self._reused = 0
+        self._loss = 0.0  # tokens that a row without drafts loses by the last choice
+
+    def add_request(self, wanted: int) -> int:
+        """Number of a new request until `remove_request`. Its accept rate starts from the usual one."""
+        if not wanted:
+            return self.records.assign(0, 0.0)
+        self._num_added += 1
+        self._none = None
+        return self.records.assign(
+            wanted, max(self._usual, _OPTIMISTIC_RATE) if self._num_added % _OPTIMISTIC_EVERY == 1 else self._usual
+        )
+
+    def remove_request(self, number: int) -> None:
+        """The request has ended."""
+        self._none = None
+        self.records.free(number)
+
+    def charge(self, numbers: Sequence[int]) -> None:
+        """Prompts of these requests are computed in the step of the last choice: its drafts delay their first token."""
+        self.records.debt[np.array(numbers, np.int64)] += self._loss
+
+    def record_accepted(self, numbers: Sequence[int], drafted: Sequence[int], accepted: Sequence[int]) -> None:
+        """For each of these requests, `accepted` of `drafted` drafts were accepted in a step."""
+        records, rows, right = self.records, np.array(numbers, np.int64), np.array(accepted, np.int64)
+        failed = right < np.array(drafted, np.int64)
+        chances = 1 - (1 - records.chance[rows]) * (1 - _ACCEPT_WEIGHT) ** right
+        chances[failed] *= 1 - _ACCEPT_WEIGHT
+        records.chance[rows] = chances
+        records.debt[rows] -= right
+        num_accepted = int(right.sum())
+        tries = num_accepted + int(failed.sum())
+        if tries:
+            self._usual += (1 - (1 - _USUAL_WEIGHT) ** tries) * (num_accepted / tries - self._usual)
+
+    def reuse(self, num_rows: int) -> Chosen | None:
+        """The last choice, if it was depth 0 for the same rows and is recent; None: call `choose`."""
+        none = self._none
+        if none is None or self._reused == _REUSE_STEPS - 1 or len(none.counts) != num_rows:
+            return None
+        self._reused += 1
+        return none
+
+    def choose(self, numbers: Sequence[int], room: Sequence[int]) -> Chosen:
+        """Choose for all decode rows of a step, after `reuse` returned None.
+
+        room  upper bound of drafts after the next token of each row; 0 or less at the end of its answer
+        """
+        rows, left = np.array(numbers, np.int64), np.array(room, np.int64)
+        wanted = self.records.wanted[rows]
+        most = np.maximum(np.minimum(np.minimum(wanted, left), self.max_drafts), 0)
+        if not self.adaptive:
+            return self._chosen(most, most, wanted, "chance")
+        steps, ratios = self._times(len(rows)), self._ratios(len(rows))
+        if self._none is not None and "others" in self._none.undrafted:
+            self.records.idle[rows] += self._reused * (most > 0)
+        passed, self._reused, self._none = 1 + self._reused, 0, None
+        if not steps.measuring and (steps.plain_s is None or steps.drafted >= _MEASURE_STEPS):
+            steps.drafted, steps.measuring, steps.samples = 0, 1, ()
+        reason: str | None
+        if steps.measuring:
+            enough = steps.measuring >= _MEASURING and len(steps.samples) == _SAMPLES
+            steps.measuring = 0 if enough or steps.measuring == _MEASURING_AT_MOST else steps.measuring + 1
+            counts, reason = np.zeros(len(most), np.int64), "measuring"
+        else:
+            counts, reason = self._counts(rows, most, steps, ratios, passed)
+        self._loss = ratios[int(counts.max(initial=0))] - 1
+        self.records.debt[rows] += self._loss - passed * self.max_slowdown
+        chosen = self._chosen(counts, most, wanted, reason or "chance")
+        if reason and reason != "measuring":
+            self._none = chosen
+        return chosen
+
+    def _chosen(self, counts: Ints, most: Ints, wanted: Ints, reason: str) -> Chosen:
+        undrafted: dict[str, int] = {}
+        if without := int(np.count_nonzero(wanted)) - int(np.count_nonzero(counts)):
+            ends = int(np.count_nonzero(wanted[most == 0]))
+            undrafted = {why: count for why, count in (("end", ends), (reason, without - ends)) if count}
+        return Chosen(counts.tolist(), undrafted)
+
+    def _counts(
+        self, rows: Ints, most: Ints, steps: _StepTimes, ratios: Sequence[float], passed: int
+    ) -> tuple[Ints, str | None]:
+        """Drafts for each row at the best depth, and the reason if that is 0.
+
+        passed  steps since the last choice, this one included
+        """
+        records = self.records
+        chances = records.chance[rows]
+        least = _least_rates(
+            [min(max(_SHARE * (more - less), _LEAST_CHANCE), _MOST_CHANCE) for less, more in pairwise(ratios)]
+        )
+        depth, reason = self._depth(chances, ratios, most, records.debt[rows] > _PATIENCE, least)
+        patience = _FIRST_TRY_STEPS if steps.measured[-1] is None else _RETRY_STEPS
+        if steps.shallow >= patience * ratios[-1]:
+            depth, least = self.max_drafts, _least_rates([_LEAST_CHANCE] * self.max_drafts)
+        steps.shallow = 0 if depth == self.max_drafts else steps.shallow + passed
+        if not depth:
+            if reason == "others":
+                records.idle[rows] += most > 0
+            return np.zeros(len(most), np.int64), reason
+        counts = _num_drafts_each(chances, np.minimum(most, depth), least)
+        idle = np.where(counts > 0, 0, records.idle[rows] + (most > 0))
+        probing = (idle > _PROBE_STEPS) & (most > 0)
+        counts[probing], idle[probing] = 1, 0
+        records.idle[rows] = idle
+        return counts, None
+
+    def _depth(
+        self,
+        chances: Floats,
+        ratios: Sequence[float],
+        most: Ints,
+        in_debt: npt.NDArray[np.bool_],
+        least: Sequence[float],
+    ) -> tuple[int, str]:
+        """The depth with the most tokens a second at which no row `in_debt` loses more, and the reason if that is 0."""
+        accepted, powers = [float(chances.sum())], chances  # expected accepted first, second, … drafts over all rows
+        while len(accepted) < self.max_drafts:
+            powers = powers * chances
+            accepted.append(float(powers.sum()))
+        bounds = set(most[in_debt].tolist()) if in_debt.any() else ()
+        lowest = {bound: float(chances[in_debt & (most == bound)].min()) for bound in bounds}  # by upper bound
+
+        def speed(depth: int) -> float:
+            return (len(chances) + sum(accepted[:depth])) / ratios[depth]
+
+        def is_fair(depth: int) -> bool:
+            counts = ((chance, _num_drafts(chance, min(depth, bound), least)) for bound, chance in lowest.items())
+            gains = (sum(chance**power for power in range(1, count + 1)) for chance, count in counts)
+            return not depth or all(1 + gain >= ratios[depth] for gain in gains)
+
+        depths = range(self.max_drafts + 1)
+        best = max(filter(is_fair, depths), key=speed)
+        return best, "others" if lowest and not best and max(depths, key=speed) else "chance"
+
+    def record_step(self, num_rows: int, depth: int, seconds: float, context: float) -> None:
+        """A step of decode rows only took this long.
+
+        depth    largest number of drafts of any row
+        context  mean tokens of a row
+        """
+        self._times(num_rows).record(depth, seconds, context)
+
+    def _ratios(self, num_rows: int) -> list[float]:
+        """Step time of each depth, relative to depth 0: measured with about so many rows, else with the nearest number
+        of rows, else assumed to grow by `_FIRST_COST` a draft.
+        """
+        own = num_rows.bit_length()
+        ratios: list[float | None] = [None] * (self.max_drafts + 1)
+        for size in sorted(self._steps, key=lambda size: abs(size - own)):
+            ratios = [
+                ours if theirs is None else theirs
+                for theirs, ours in zip(ratios, self._steps[size].ratios, strict=True)
+            ]
+            if None not in ratios:
+                break
+        return [
+            *accumulate(ratios[1:], lambda less, ratio: less + _FIRST_COST if ratio is None else ratio, initial=1.0)
+        ]
+
+    def _times(self, num_rows: int) -> _StepTimes:
+        size, count = num_rows.bit_length(), self.max_drafts + 1
+        if size not in self._steps:
+            self._steps[size] = _StepTimes(
+                [1.0, *[None] * self.max_drafts], [1.0, *[None] * self.max_drafts], [0] * count
+            )
+        return self._steps[size]

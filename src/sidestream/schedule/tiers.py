@@ -1,0 +1,149 @@
+"""Blocks that rest in tiers besides the device: whether a request loads them, waits for a slower tier, or computes them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Protocol
+
+from sidestream.schedule.limits import Limits
+from sidestream.schedule.queues import RequestQueues
+from sidestream.schedule.request import Request, State
+from sidestream.schedule.step_builder import StepBuilder
+from sidestream.types import DEVICE, HOST, CachedTokens, Fence, Key, PromotePlan, RequestId
+
+Source = str
+"""Name of the tier that holds a block."""
+
+
+class TierView(Protocol):
+    """The questions that the scheduler asks about tiers and transfers. Read-only, never blocks."""
+
+    def locate(self, keys: Sequence[Key]) -> list[Source]:
+        """Tier of each block of the longest run of leading `keys` that some tier holds."""
+        ...
+
+    def worth_loading(self, sources: Sequence[Source]) -> bool:
+        """Whether loading these blocks is expected to be faster than computing them."""
+        ...
+
+    def seconds_left(self, request_id: RequestId, epoch: int, *, step_s: float) -> float:
+        """Seconds until a step of `step_s` may begin without waiting for the request's loads; 0: at once."""
+        ...
+
+    def uses(self) -> Fence | None:
+        """Done when no transfer ordered so far uses device blocks; None: none does now."""
+        ...
+
+
+class NoTiers:
+    """No tier besides the device."""
+
+    def locate(self, keys: Sequence[Key]) -> list[Source]:
+        """No block is in a tier."""
+        return []
+
+    def worth_loading(self, sources: Sequence[Source]) -> bool:
+        """There is nothing to load."""
+        return False
+
+    def seconds_left(self, request_id: RequestId, epoch: int, *, step_s: float) -> float:
+        """There are no loads."""
+        return 0.0
+
+    def uses(self) -> Fence | None:
+        """There are no transfers."""
+        return None
+
+
+class TierLoads:
+    """Decides between loading, promoting from disk and computing, and takes in how loads and promotions ended.
+
+    Invariants:
+    - Only blocks in the host tier are loaded into the device. A run that continues in a slower tier is promoted first, while its
+      request is LOADING; it is admitted when the promotion ends.
+    - A promotion or load that ended badly is a miss. The request does not try that tier again, so it gets on (H9, H26).
+    - At most as many requests are LOADING as may run, so that their blocks do not crowd the host tier.
+    """
+
+    def __init__(self, limits: Limits, *, view: TierView, queues: RequestQueues, max_running: int) -> None:
+        self._limits = limits
+        self._view = view
+        self._queues = queues
+        self._max_running = max_running
+
+    # ------------------------------------------------------------------ decisions
+
+    def locate(self, request: Request, keys: Sequence[Key]) -> list[Source]:
+        """Tier of each block of the longest run of `keys` that the request may load."""
+        return [] if request.avoid_tiers else self._view.locate(keys)
+
+    def may_promote(self, request: Request, sources: Sequence[Source]) -> bool:
+        """Whether the request should wait for blocks of slower tiers than host memory."""
+        loading = sum(other.state is State.LOADING for other in self._queues.waiting.values())
+        return (
+            _num_in_host(sources) < len(sources)
+            and not request.avoid_disk
+            and request.promotions < self._limits.max_promotions
+            and loading < self._max_running
+            and self._view.worth_loading(sources)
+        )
+
+    def promote(self, request: Request, keys: Sequence[Key], sources: Sequence[Source], step: StepBuilder) -> bool:
+        """Order a promotion of the run `sources` of `keys`, and have the request wait for it; False: not worth it, or
+        tried too often.
+        """
+        if not self.may_promote(request, sources):
+            return False
+        step.transfers.append(PromotePlan(request.id, request.epoch, tuple(keys[: len(sources)])))
+        request.promotions += 1
+        request.promoted_from.update(
+            (key, source) for key, source in zip(keys, sources, strict=False) if source != HOST
+        )
+        request.state = State.LOADING
+        return True
+
+    def num_loads(self, sources: Sequence[Source]) -> int:
+        """Leading blocks of `sources` to load into the device now: those in the host tier, if it is worth it."""
+        count = _num_in_host(sources)
+        return count if count and self._view.worth_loading(sources[:count]) else 0
+
+    def cached_tokens(self, request: Request, *, num_hits: int, loaded: Sequence[Key]) -> CachedTokens:
+        """Tokens that an admission found: in blocks on the device, and in `loaded` ones by the tier they came from."""
+        tiers = Counter({DEVICE: num_hits, HOST: 0})
+        tiers.update(request.promoted_from.get(key, HOST) for key in loaded)
+        return CachedTokens(**{tier: count * self._limits.block_tokens for tier, count in tiers.items()})
+
+    # ------------------------------------------------------------------ events
+
+    def end_promotion(self, request_id: RequestId, epoch: int, *, again: bool) -> None:
+        """A promotion ended or ran out of time. The request waits for admission, and avoids the disk unless `again`."""
+        request = self._queues.unfinished.get(request_id)
+        if request is None or request.state is not State.LOADING or request.epoch != epoch:
+            return
+        request.state = State.WAITING
+        if not again:
+            request.avoid_disk = True
+
+    def mark_load_ready(self, request_id: RequestId, epoch: int) -> None:
+        """A load has fences for all its layers: steps of its request may be launched, gated by those fences."""
+        request = self._queues.unfinished.get(request_id)
+        if request is not None and request.epoch == epoch:
+            request.loading = False
+
+    def mark_load_failed(self, request_id: RequestId, epoch: int) -> Request | None:
+        """A load failed. Returns its request, which must be preempted and will compute the blocks; None: it runs no
+        longer.
+        """
+        request = self._queues.unfinished.get(request_id)
+        if request is None or request.epoch != epoch or request.state is not State.RUNNING:
+            return None
+        request.avoid_tiers = True
+        if request.num_outputs == 0:
+            request.cached = None
+        return request
+
+
+def _num_in_host(sources: Sequence[Source]) -> int:
+    """Number of leading blocks in host memory, which can be loaded at once; the others must be promoted first."""
+    return next((index for index, source in enumerate(sources) if source != HOST), len(sources))

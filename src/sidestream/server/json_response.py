@@ -1,0 +1,28 @@
+"""JSON of replies, events and errors: compact UTF-8. Knows no field; parsing is in `body.py`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from starlette.responses import Response
+
+_ENCODER = msgspec.json.Encoder()
+
+
+def to_json(value: Any) -> bytes:
+    """The JSON text of `value`, which must hold no NaN and no infinity: the encoder would write null for them.
+
+    Raises UnicodeEncodeError for a lone surrogate.
+    """
+    return _ENCODER.encode(value)
+
+
+class JsonResponse(Response):
+    """A response whose content is encoded with `to_json`."""
+
+    media_type = "application/json"
+
+    def render(self, content: Any) -> bytes:
+        """The body."""
+        return to_json(content)

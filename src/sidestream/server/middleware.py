@@ -1,0 +1,155 @@
+"""ASGI middleware around every request: its id, the API key, error replies, and one log line at its end."""
+
+from __future__ import annotations
+
+import hmac
+import logging
+import time
+import uuid
+from dataclasses import dataclass, field
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from sidestream.server.errors import ApiError, ClientGone, as_api_error
+from sidestream.server.json_response import JsonResponse, to_json
+from sidestream.server.options import ServerOptions
+from sidestream.server.responses import Usage
+
+log = logging.getLogger("sidestream.server")
+
+# Health checks of load balancers have no key. /version needs one: strangers could look up the flaws of a version.
+_OPEN_PATHS = ("/health", "/ping")
+_QUIET_PATHS = ("/health", "/ping", "/metrics")  # polled every few seconds: logged at DEBUG
+_GONE = 499  # nginx logs this status for a client that disconnected; it is never sent
+
+
+@dataclass(slots=True)
+class RequestRecord:
+    """One request's values for its log line. Written by the request's task only."""
+
+    request_id: str
+    started: float = field(default_factory=time.monotonic)
+    first_token: float | None = None
+    usage: Usage = field(default_factory=Usage)
+    status: int = 0
+    outcome: str = "ok"
+
+    def on_token(self) -> None:
+        """Record the time of the first token."""
+        if self.first_token is None:
+            self.first_token = time.monotonic()
+
+
+def request_record(scope: Scope) -> RequestRecord:
+    """The record that RequestMiddleware put into the request's scope."""
+    record: RequestRecord = scope["sidestream.record"]
+    return record
+
+
+class RootPathMiddleware:
+    """Sets ASGI's `root_path`, for a proxy that serves the API below a prefix.
+
+    Some proxies strip the prefix from the path and others do not; the application sees the full path in both cases.
+    """
+
+    def __init__(self, app: ASGIApp, *, prefix: str) -> None:
+        self._app = app
+        self._prefix = prefix
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Call the application with the full path."""
+        if self._prefix and scope["type"] == "http":
+            path = scope["path"]
+            full = path if path == self._prefix or path.startswith(self._prefix + "/") else self._prefix + path
+            scope = {**scope, "path": full, "root_path": self._prefix}
+        await self._app(scope, receive, send)
+
+
+def _route(scope: Scope) -> str:
+    """The path without the proxy's prefix."""
+    path: str = scope["path"]
+    return path.removeprefix(scope.get("root_path", ""))
+
+
+class RequestMiddleware:
+    """Gives the request its id and record, checks the API key, and replies to every failure."""
+
+    def __init__(self, app: ASGIApp, *, options: ServerOptions) -> None:
+        self._app = app
+        self._options = options
+        self._credential = None if options.api_key is None else options.api_key.encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request. Raises nothing but CancelledError."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        record = scope["sidestream.record"] = RequestRecord(f"req-{uuid.uuid4().hex}")
+
+        async def send_tracked(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                record.status = message["status"]
+                MutableHeaders(scope=message)["x-request-id"] = record.request_id
+            await send(message)
+
+        try:
+            self._authorise(scope)
+            await self._app(scope, receive, send_tracked)
+        except ClientGone:
+            record.outcome, record.status = "client gone", record.status or _GONE
+        except Exception as failure:
+            await self._fail(failure, record, scope, receive, send_tracked)
+        except BaseException:
+            record.outcome = "cancelled"
+            raise
+        finally:
+            _log_request(record, scope)
+
+    def _authorise(self, scope: Scope) -> None:
+        if self._credential is None or _route(scope) in _OPEN_PATHS:
+            return
+        scheme, _, credential = Headers(scope=scope).get("authorization", "").partition(" ")
+        # in constant time: the duration tells nothing about the key
+        if scheme.lower() != "bearer" or not hmac.compare_digest(credential.strip().encode(), self._credential):
+            message = "missing or wrong API key: send the header Authorization: Bearer <key>"
+            raise ApiError(
+                401,
+                message,
+                kind="authentication_error",
+                code="invalid_api_key",
+                headers={"WWW-Authenticate": "Bearer"},
+            )
+
+    async def _fail(
+        self, failure: Exception, record: RequestRecord, scope: Scope, receive: Receive, send: Send
+    ) -> None:
+        """Reply with the failure: an HTTP error, or the last event of a stream that has begun."""
+        error = as_api_error(failure, request_id=record.request_id, retry_after_s=self._options.retry_after_s)
+        record.outcome = error.code or error.kind
+        if error.status == 500:
+            log.error("%s failed: %s", record.request_id, failure, exc_info=failure)
+        if not record.status:
+            await JsonResponse(error.body(), error.status, error.headers)(scope, receive, send)
+        else:
+            event = b"data: " + to_json(error.body()) + b"\n\n"
+            await send({"type": "http.response.body", "body": event, "more_body": False})
+
+
+def _log_request(record: RequestRecord, scope: Scope) -> None:
+    now = time.monotonic()
+    ttft = "-" if record.first_token is None else f"{record.first_token - record.started:.3f}s"
+    log.log(
+        logging.DEBUG if _route(scope) in _QUIET_PATHS else logging.INFO,
+        "%s %s %s status=%d outcome=%s prompt_tokens=%d output_tokens=%d cached_tokens=%d ttft=%s duration=%.3fs",
+        record.request_id,
+        scope["method"],
+        scope.get("raw_path", b"")[:200].decode("latin-1"),  # still percent-encoded: a path cannot forge a line
+        record.status,
+        record.outcome.replace(" ", "_"),
+        record.usage.prompt_tokens,
+        record.usage.output_tokens,
+        record.usage.cached_tokens,
+        ttft,
+        now - record.started,
+    )

@@ -1,1 +1,0 @@
-"""WHERE KV RESTS besides the device: host memory and disk."""

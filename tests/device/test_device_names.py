@@ -1,0 +1,38 @@
+"""Names of device kinds are spelled in device/ and config.py only; elsewhere code uses `sidestream.device.kinds`."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import sidestream
+from sidestream.device.kinds import CPU, CUDA
+
+PACKAGE = Path(sidestream.__file__).parent
+# Constants that name something else: a finding of `doctor`, and the processor's name in a report.
+_OTHER_MEANINGS = {"cli/probes.py": 3, "cli/bench/report.py": 1}
+
+
+def _spelled(source: str) -> list[int]:
+    """Lines with a string that is the name of a device kind, or that begins with one and an index."""
+    strings = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Constant)]
+    return sorted(
+        node.lineno
+        for node in strings
+        if isinstance(node.value, str) and node.value.partition(":")[0] in (CPU, CUDA) and " " not in node.value
+    )
+
+
+def test_only_device_and_config_spell_the_kinds_of_devices() -> None:
+    found = {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        name = path.relative_to(PACKAGE).as_posix()
+        if name != "config.py" and not name.startswith("device/"):
+            lines = _spelled(path.read_text(encoding="utf-8"))
+            if len(lines) > _OTHER_MEANINGS.get(name, 0):
+                found[name] = lines
+    assert not found, f"use CPU, CUDA, on_host or on_gpu of sidestream.device.kinds: {found}"
+
+
+def test_a_name_with_an_index_and_a_comparison_are_found() -> None:
+    assert _spelled('torch.device("cuda:0")\nx.device.type == "cpu"\n"cpu time"\n') == [1, 2]

@@ -1,0 +1,39 @@
+"""Statistics of drafts, in metrics and in the log."""
+
+from __future__ import annotations
+
+import pytest
+
+from sidestream.engine import spec_stats
+from sidestream.metrics import Metrics
+from sidestream.runner.mailbox import Delivered
+from sidestream.types import RowResult
+
+
+def test_that_requests_go_without_drafts_is_told_once_a_minute_and_all_of_it(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", logger="sidestream.engine.spec_stats")
+    now_s = [100.0]
+    counted = spec_stats.SpecStats(Metrics(), "toy", lambda: now_s[0])
+    for _ in range(59):
+        counted.count_undrafted({"chance": 2, "blocks": 1})
+        now_s[0] += 1.0
+    assert not caplog.records
+    now_s[0] += 1.0
+    counted.count_undrafted({"others": 5})
+    [record] = caplog.records
+    assert "in 60 s, requests went 182 steps without drafts: 118 because too few were right" in record.getMessage()
+    counted.count_undrafted({"others": 5})
+    assert len(caplog.records) == 1
+
+
+def test_a_row_whose_logits_were_not_finite_accepts_nothing_and_takes_nothing_from_the_others() -> None:
+    class ThreeRows:
+        drafts, gated = (2, 2, 0), False
+
+    metrics = Metrics()
+    rows = (RowResult((), (), False), RowResult((5, 6)), RowResult((7,)))
+    spec_stats.SpecStats(metrics, "toy", lambda: 0.0).count(ThreeRows(), Delivered(rows, draft_s=0.25, verify_s=0.5))  # type: ignore[arg-type]
+    histograms = metrics.snapshot().histograms
+    assert [histograms[name]["toy",].total for name in ("draft_seconds", "verify_seconds")] == [0.25, 0.5]
+    assert metrics.value("draft_tokens_total", "toy") == 4
+    assert metrics.value("accepted_tokens_total", "toy") == 1

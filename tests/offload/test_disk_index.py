@@ -1,0 +1,249 @@
+"""The ledger alone: recency, pins, grants, and the promise that the medium never holds more than max_entries."""
+
+from __future__ import annotations
+
+import pytest
+from disk_fixtures import key, keys
+
+from sidestream.errors import InvariantError, TierFull
+from sidestream.offload.tiers.index import Entry, TierIndex, WriteGrant
+
+
+def index_of(*numbers: int, max_entries: int = 3) -> TierIndex:
+    index = TierIndex(name="disk", max_entries=max_entries, entry_bytes=10)
+    for number in numbers:
+        put(index, number)
+    return index
+
+
+def reserve(index: TierIndex, number: int) -> WriteGrant:
+    grant = index.reserve(key(number))
+    assert grant is not None
+    return grant
+
+
+def put(index: TierIndex, number: int) -> WriteGrant:
+    grant = reserve(index, number)
+    wrote(grant)
+    index.publish(grant)
+    return grant
+
+
+def wrote(grant: WriteGrant) -> None:
+    """What a tier's write does to its grant."""
+    grant.victim = None
+    grant.written = True
+
+
+def test_lookup_counts_the_leading_keys_without_a_gap() -> None:
+    index = index_of(1, 2, 4, max_entries=5)
+    assert index.lookup(keys(1, 2, 3, 4)) == 2
+    assert index.lookup(keys(3, 1)) == 0
+    assert index.lookup([]) == 0
+    assert index.lookup(keys(4, 2, 1)) == 3
+
+
+def test_lookup_is_read_only() -> None:
+    index = index_of(1, 2, 3)
+    index.lookup(keys(1))
+    assert victim_key(reserve(index, 4)) == key(1)
+
+
+def test_a_key_is_visible_only_after_publish_H7() -> None:
+    index = index_of()
+    grant = reserve(index, 1)
+    assert key(1) not in index
+    wrote(grant)
+    assert key(1) not in index
+    index.publish(grant)
+    assert key(1) in index
+
+
+def test_publish_before_the_write_succeeded_is_a_bug_H7() -> None:
+    index = index_of()
+    grant = reserve(index, 1)
+    with pytest.raises(InvariantError, match="before its write succeeded"):
+        index.publish(grant)
+    index.abandon(grant)
+
+
+def test_a_grant_ends_once() -> None:
+    index = index_of()
+    grant = reserve(index, 1)
+    index.abandon(grant)
+    with pytest.raises(InvariantError, match="ended twice"):
+        index.abandon(grant)
+
+
+def test_a_key_that_is_there_or_being_written_is_not_granted() -> None:
+    index = index_of(1)
+    assert index.reserve(key(1)) is None
+    reserve(index, 2)
+    assert index.reserve(key(2)) is None
+
+
+def test_the_least_recently_used_entry_goes_first() -> None:
+    index = index_of(1, 2, 3)
+    index.pin(keys(1)).release()
+    assert [victim_key(put_and_keep_victim(index, number)) for number in (4, 5, 6)] == keys(2, 3, 1)
+    assert index.stats.evictions == 3
+
+
+def test_a_run_is_evicted_from_its_end() -> None:
+    index = index_of(1, 2, 3)
+    index.pin(keys(1, 2, 3)).release()
+    assert [victim_key(put_and_keep_victim(index, number)) for number in (4, 5)] == keys(3, 2)
+
+
+def test_touch_makes_a_run_recent_and_skips_absent_and_pinned_keys() -> None:
+    index = index_of(1, 2, 3)
+    lease = index.pin(keys(3))
+    index.touch(keys(1, 9, 3))
+    assert victim_key(put_and_keep_victim(index, 4)) == key(2)
+    lease.release()
+    index.touch(keys(1, 3, 4))
+    assert [victim_key(put_and_keep_victim(index, number)) for number in (5, 6, 7)] == keys(4, 3, 1)
+
+
+def test_pinned_entries_are_not_evicted_until_the_last_release_H6() -> None:
+    index = index_of(1, 2, max_entries=2)
+    first, second = index.pin(keys(1)), index.pin(keys(1, 2))
+    first.release()
+    with pytest.raises(TierFull, match=r"all 2 entries .*\(20 bytes\).*raise its capacity"):
+        index.reserve(key(3))
+    second.release()
+    assert victim_key(reserve(index, 3)) == key(2)
+
+
+def test_entries_being_written_are_not_evicted() -> None:
+    index = index_of(max_entries=2)
+    reserve(index, 1)
+    reserve(index, 2)
+    with pytest.raises(TierFull):
+        index.reserve(key(3))
+    assert index.stats.evictions == 0
+
+
+def test_a_lease_is_released_once() -> None:
+    lease = index_of(1).pin(keys(1))
+    lease.release()
+    with pytest.raises(InvariantError, match="released twice"):
+        lease.release()
+
+
+def test_pinning_an_absent_key_pins_nothing() -> None:
+    index = index_of(1, max_entries=1)
+    with pytest.raises(InvariantError, match="look up first"):
+        index.pin(keys(1, 2))
+    assert victim_key(reserve(index, 3)) == key(1)
+
+
+def test_an_abandoned_grant_leaves_no_entry_and_gives_its_room_back_H9() -> None:
+    index = index_of(max_entries=1)
+    index.abandon(reserve(index, 1))
+    assert key(1) not in index
+    assert reserve(index, 2).victim is None
+
+
+def test_the_victim_of_an_abandoned_grant_passes_to_the_next_one() -> None:
+    index = index_of(1, max_entries=1)
+    grant = reserve(index, 2)
+    victim = grant.victim
+    index.abandon(grant)
+    assert reserve(index, 3).victim == victim
+    assert index.stats.evictions == 1
+
+
+def test_the_written_entry_of_an_abandoned_grant_is_deleted_by_the_next_one() -> None:
+    index = index_of()
+    grant = reserve(index, 1)
+    wrote(grant)
+    index.abandon(grant)
+    assert reserve(index, 1).victim == grant.entry
+
+
+def test_each_write_of_a_key_is_another_entry() -> None:
+    index = index_of(1, max_entries=1)
+    evicted = reserve(index, 2)
+    old = evicted.victim
+    index.abandon(evicted)
+    new = reserve(index, 1)
+    assert new.victim == old
+    assert new.entry != old
+
+
+def test_forget_drops_the_entry_and_counts_it() -> None:
+    index = index_of(1)
+    entry = index.pin(keys(1)).entries[0]
+    index.forget(entry)
+    index.forget(entry)
+    assert key(1) not in index
+    assert index.stats.corrupt == 1
+
+
+def test_a_late_forget_does_not_drop_a_newer_write_of_the_key() -> None:
+    index = index_of(1)
+    lease = index.pin(keys(1))
+    index.forget(lease.entries[0])
+    lease.release()
+    put(index, 1)
+    index.forget(lease.entries[0])
+    assert key(1) in index
+
+
+def test_a_pinned_entry_that_was_forgotten_is_deleted_after_its_release() -> None:
+    index = index_of(1, max_entries=2)
+    lease = index.pin(keys(1))
+    index.forget(lease.entries[0])
+    assert reserve(index, 2).victim is None
+    with pytest.raises(TierFull):
+        index.reserve(key(3))
+    lease.release()
+    assert reserve(index, 3).victim == lease.entries[0]
+
+
+def test_clear_makes_every_key_unreachable_even_those_being_written_H8() -> None:
+    index = index_of(1)
+    lease, grant = index.pin(keys(1)), reserve(index, 2)
+    index.clear()
+    wrote(grant)
+    index.publish(grant)
+    lease.release()
+    assert len(index) == 0
+    assert set(index.take_doomed()) == {lease.entries[0], grant.entry}
+
+
+def test_a_key_can_be_written_again_after_clear() -> None:
+    index = index_of(1, 2, 3)
+    index.clear()
+    victims = {victim_key(put_and_keep_victim(index, number)) for number in (1, 2, 3)}
+    assert victims == set(keys(1, 2, 3))
+    assert index.stats.entries == 3
+    assert index.stats.evictions == 0
+
+
+def test_stats_count_published_entries() -> None:
+    index = index_of(1, 2)
+    reserve(index, 3)
+    assert (index.stats.entries, index.stats.bytes) == (2, 20)
+    assert sorted(index) == sorted(keys(1, 2))
+
+
+def test_entries_of_an_earlier_run_are_served_oldest_first_out() -> None:
+    index = TierIndex([Entry(key(1), 4), Entry(key(2), 9)], name="disk", max_entries=2, entry_bytes=10, next_serial=10)
+    grant = reserve(index, 3)
+    assert grant.victim == Entry(key(1), 4)
+    assert grant.entry.serial == 10
+
+
+def victim_key(grant: WriteGrant) -> bytes:
+    assert grant.victim is not None
+    return grant.victim.key
+
+
+def put_and_keep_victim(index: TierIndex, number: int) -> WriteGrant:
+    """Publish an entry; the grant still shows its victim."""
+    grant = reserve(index, number)
+    grant.written = True
+    index.publish(grant)
+    return grant

@@ -1,0 +1,114 @@
+"""Compile all kernels but those of copies for an H100, and print their names; no GPU is needed. Run by
+test_kernels_compile.py.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from sidestream.attention.triton import kernels as attention
+from sidestream.runner import kernels as runner
+from sidestream.speculate import kernels as speculate
+
+TARGET = GPUTarget("cuda", 90, 32)
+LONG, INT, BF16, FLOAT = "*i64", "*i32", "*bf16", "*fp32"
+
+
+def compiled(
+    kernel: Any, *types: str, warps: int = 4, stages: int = 3, overlap: bool = False, **constants: bool | int
+) -> None:
+    names = kernel.arg_names
+    signature = dict(zip(names, [*types, *["constexpr"] * len(constants)], strict=True))
+    values = {(names.index(name),): value for name, value in constants.items()}
+    options = {"num_warps": warps, "num_stages": stages, "launch_pdl": overlap}
+    ptx = triton.compile(
+        ASTSource(fn=kernel, signature=signature, constexprs=values), target=TARGET, options=options
+    ).asm["ptx"]
+    if overlap:  # no way out, and nothing written, before the kernel in front of it has ended
+        wait = ptx.find("griddepcontrol.wait")
+        assert 0 < wait < min(ptx.find("st.global"), ptx.find("ret;")), f"{kernel.fn.__name__} does not wait first"
+    print(kernel.fn.__name__)
+
+
+compiled(runner.change_tables, LONG, LONG, INT, "i32")
+compiled(runner.standing, *[LONG] * 6, INT, BF16, *[LONG] * 3, "*u8", INT, BF16, *["i32"] * 3)
+for drafts in (True, False):
+    compiled(runner.inputs, *[LONG] * 7, INT, *[LONG] * 5, INT, *["i32"] * 5, DRAFTS=drafts)
+for padded in (True, False):
+    compiled(runner.one_token_each, INT, LONG, LONG, "*u8", LONG, LONG, "i32", "i32", PADDED=padded)
+for keeps, hidden in ((True, True), (True, False), (False, False)):
+    for counted in (True, False):
+        compiled(
+            runner.advance, *[LONG] * 7, BF16, LONG, LONG, INT, BF16, LONG, "*fp64", INT, *["i32"] * 5,
+            KEEPS=keeps, HIDDEN=hidden, COUNTED=counted,
+        )  # fmt: skip
+for logits, spare in ((BF16, 16), ("*fp16", 13), (FLOAT, 0)):
+    asked = (LONG, "*u8", LONG, "*fp64", LONG)
+    for which in (True, False):
+        compiled(runner.search, logits, *asked, *[LONG] * 3, *["i32"] * 6, warps=8, COUNTED=which, SPARE=spare)
+        compiled(runner.weigh, logits, *asked, *[LONG] * 6, FLOAT, *["i32"] * 5, warps=8, FINAL=which, SPARE=spare)
+    compiled(runner.pick, logits, LONG, LONG, *asked[1:], LONG, FLOAT, *["i32"] * 3, warps=8)
+    compiled(runner.penalise, logits, LONG, "*fp64", INT, "*u8", LONG, FLOAT, *["i32"] * 3, warps=8)
+compiled(runner.before, BF16, LONG, LONG, LONG, BF16, BF16, BF16, *["i32"] * 4)
+compiled(runner.keep, BF16, *[LONG] * 4, BF16, BF16, *["i32"] * 5)
+compiled(speculate.argmax_of_parts, BF16, "*fp32", INT, *["i32"] * 3)
+compiled(speculate.argmax_of_maxima, "*fp32", INT, LONG, "*u8", "i32")
+compiled(speculate.look_up, INT, LONG, LONG, LONG, *["i32"] * 5)
+
+heads = {"KV_HEADS": 8, "HEAD_DIM": 128}
+compiled(
+    attention.write,
+    *[BF16] * 3,
+    LONG,
+    BF16,
+    LONG,
+    *["i32"] * 9,
+    **heads,
+    OUT_WIDTH=4096,
+    BLOCK_TOKENS=16,
+    WIDTH=1024,
+    OVERLAP=True,
+)
+for split, wide, lines, keys, warps in ((0, 0, 128, 64, 8), (256, 256, 16, 32, 2), (256, 512, 64, 32, 4)):
+    compiled(
+        attention.attend, *[BF16] * 3, *[FLOAT] * 3, INT, LONG, LONG, *["i32"] * 5, "fp32", "fp32", *["i32"] * 7, warps=warps, overlap=True,
+        SPLIT=split, NARROW=16, WIDE=wide, WINDOW=True, CAPPED=True, GROUP=4, PADDED_DIM=128, BLOCK_TOKENS=16, BLOCK_M=lines, BLOCK_N=keys, OVERLAP=True, **heads,
+    )  # fmt: skip
+compiled(
+    attention.combine, *[FLOAT] * 3, BF16, LONG, LONG, *["i32"] * 4, warps=1, overlap=True,
+    SPLIT=256, NARROW=16, WIDE=512, WINDOW=False, HEADS=32, HEAD_DIM=128, PADDED_DIM=128, OVERLAP=True,
+)  # fmt: skip
+for size in (16, 48):
+    compiled(
+        attention.gather_contiguous,
+        *[BF16] * 3,
+        INT,
+        LONG,
+        LONG,
+        *["i32"] * 9,
+        HEAD_DIM=128,
+        BLOCK_TOKENS=size,
+        BLOCK_N=64,
+    )
+tile = "tensordesc<bf16[64, 128]>"
+compiled(
+    attention.attend_contiguous,
+    BF16,
+    tile,
+    tile,
+    BF16,
+    LONG,
+    LONG,
+    *["i32"] * 4,
+    "fp32",
+    "i32",
+    "i32",
+    GROUP=4,
+    BLOCK_M=64,
+    BLOCK_N=64,
+    **heads,
+)

@@ -1,0 +1,188 @@
+"""Draws and penalties by kernels of ours are what torch computes. On a GPU if there is one, else in Triton's
+interpreter.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from sidestream.runner.draw import LARGEST, SMALLEST, UNIT, _filter, draw, penalise
+from sidestream.runner.state import DecodeState
+from sidestream.speculate import argmax
+from sidestream.types import RowStart
+
+pytest.importorskip(
+    "triton", reason="triton is not installed: it comes with torch on Linux x86-64, or with the dev extra"
+)
+
+from sidestream.config import SAMPLING_OPTIONS, SamplingParams
+from sidestream.runner import launch
+
+HERE = "cuda" if torch.cuda.is_available() else "cpu"
+pytestmark = [pytest.mark.gpu] if HERE == "cuda" else []
+SEEDS = range(4 if HERE == "cuda" else 1)
+GREEDY = SamplingParams(temperature=0).spec(seed=0, eos_ids=())
+ASKED: list[dict[str, object]] = [
+    {"temperature": 1.0},
+    {"temperature": 0.8, "top_p": 0.95},
+    {},
+    {"temperature": 1.0, "top_k": 20},
+    {"temperature": 3.0, "top_k": 300, "top_p": 0.7, "min_p": 0.01},
+    {"temperature": 0.6, "min_p": 0.1},
+    {"temperature": 1e-30, "top_p": 0.5},
+    {"temperature": 1e30, "top_k": 2},
+    {"temperature": 1.5, "top_p": 1e-9},
+    {"temperature": 1.0, "top_k": 1 << 40, "top_p": 0.999},
+]
+PENALTIES: list[dict[str, object]] = [
+    {},
+    {"repetition_penalty": 1.7},
+    {"presence_penalty": 0.5},
+    {"frequency_penalty": -0.25},
+    {"repetition_penalty": 0.5, "presence_penalty": -1.0, "frequency_penalty": 2.0},
+]
+
+
+def states(asked: list[dict[str, object]], width: int, seed: int) -> tuple[DecodeState, DecodeState]:
+    """The same rows on a CPU and where kernels run."""
+    rng = random.Random(seed)
+    here, there = DecodeState(len(asked), width), DecodeState(len(asked), width, device=HERE)
+    for row, each in enumerate(asked):
+        # Directly, not by SamplingParams: some values are beyond what a request may ask for.
+        spec = replace(
+            GREEDY,
+            options={**GREEDY.options, **each},
+            penalised=any(SAMPLING_OPTIONS[name].penalty for name in each),
+            seed=rng.randrange(-(1 << 63), 1 << 63),
+        )
+        prompt, outputs = ([rng.randrange(width) for _ in range(count)] for count in (5, 9))
+        here.begin([(row, RowStart(spec, tuple(prompt), tuple(outputs)))])
+    there.rules.numbers.copy_(here.rules.numbers)
+    for mine, given in zip(there.seen_tables(), here.seen_tables(), strict=True):
+        mine.copy_(given)
+    return here, there
+
+
+def between(logits: Tensor, place: int, row: int, state: DecodeState, ends: list[int]) -> float:
+    """Which share of what a row keeps lies between two tokens; 1 if it does not keep both."""
+    rules = state.rules
+    powers = (
+        (logits[place].float() - logits[place].float().amax())
+        .div(rules["temperature"][row].clamp(SMALLEST, LARGEST).float())
+        .exp()[None]
+    )
+    weights = (powers * UNIT).to(torch.int64)
+    _filter(weights, powers, *(rules[name][[row]] for name in ("top_k", "top_p", "min_p")))
+    first, last = sorted(ends)
+    if not (weights[0, first] and weights[0, last]):
+        return 1.0
+    return float(weights[0, first + 1 : last].sum() / weights.sum())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("width", "programs"), [(3, 512), (4096, 512), (7000, 512), (7000, 1), (7000, 50)])
+@pytest.mark.parametrize("seed", SEEDS)
+def test_rows_draw_what_their_rules_say(
+    seed: int, width: int, programs: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch, "_PROGRAMS", programs)  # into how many parts a row is cut
+    generator, count = torch.Generator().manual_seed(seed), len(ASKED)
+    here, there = states(ASKED, width, seed)
+    logits = (torch.randn(2 * count + 4, width, generator=generator) * 3).to(dtype)
+    logits[: count // 2] = logits[: count // 2].mul(2).round().div(2)  # many equals
+    for place, odd in enumerate((torch.nan, torch.inf, -torch.inf)):
+        logits[place, seed % width] = odd
+    rows = torch.tensor([*range(count), *reversed(range(count)), *[here.padding_slot] * 4])
+    indices = torch.randint(0, 1000, (len(rows),), generator=generator)
+
+    wanted, wanted_finite = draw(logits, rows, indices, here)
+    moved = logits.to(HERE)
+    tokens, finite = launch_argmax(moved)
+    launch.draw(moved, rows.to(HERE), indices.to(HERE), finite, there.rules, tokens)
+
+    assert finite.tolist() == wanted_finite.tolist() and not finite[0] and not finite[1]
+    drawn, different = tokens.tolist(), 0
+    for place, (row, expected) in enumerate(zip(rows.tolist(), wanted.tolist(), strict=True)):
+        if drawn[place] != expected:  # the exponential is not the same to the last bit
+            different += 1
+            assert between(logits, place, row, here, [drawn[place], expected]) < 1e-5, (place, row)
+    assert different <= 1
+    assert tokens[-4:].tolist() == argmax(logits)[0][-4:].tolist()  # nobody's
+
+
+@pytest.mark.parametrize(
+    ("asked", "kept", "dtype"),
+    [
+        ({"top_k": 2}, 2, torch.bfloat16),
+        ({"top_k": 3}, 3, torch.float32),
+        ({"top_p": 0.001}, 1, torch.bfloat16),
+        (
+            {"top_p": 0.26},
+            3,
+            torch.bfloat16,
+        ),  # of 12 that are hardly less likely than each other, three have a little more than a quarter
+        ({"top_k": 4, "top_p": 0.26}, 2, torch.bfloat16),
+        ({"min_p": 0.975}, 3, torch.bfloat16),  # exp(-0.02) is a little more
+        ({"top_k": 3, "min_p": 0.985}, 2, torch.float32),
+    ],
+    ids=str,
+)
+def test_filters_keep_so_many_and_no_other(asked: dict[str, object], kept: int, dtype: torch.dtype) -> None:
+    order, draws = torch.randperm(12, generator=torch.Generator().manual_seed(9)), 30
+    logits = (order - 6).to(dtype)[None].repeat(draws, 1)  # the temperature brings them together
+    here, there = states([{"temperature": 100.0, **asked}], 12, 1)
+    rows, indices = torch.zeros(draws, dtype=torch.int64), torch.arange(draws)
+
+    moved = logits.to(HERE)
+    tokens, finite = launch_argmax(moved)
+    launch.draw(moved, rows.to(HERE), indices.to(HERE), finite, there.rules, tokens)
+
+    likeliest_first = order.sort(descending=True).indices.tolist()
+    assert set(tokens.tolist()) == set(likeliest_first[:kept])
+    assert tokens.tolist() == draw(logits, rows, indices, here)[0].tolist()
+
+
+def test_a_vocabulary_of_more_tiles_than_a_row_has_parts() -> None:
+    width = 200_001
+    logits = torch.randn(2, width, generator=torch.Generator().manual_seed(2)).mul(3).to(torch.bfloat16)
+    here, there = states([{"temperature": 1.0, "top_k": 5000, "top_p": 0.9}, {"temperature": 1.0}], width, 4)
+    rows, indices = torch.arange(2), torch.tensor([3, 4])
+
+    moved = logits.to(HERE)
+    tokens, finite = launch_argmax(moved)
+    launch.draw(moved, rows.to(HERE), indices.to(HERE), finite, there.rules, tokens)
+
+    for row, expected in enumerate(draw(logits, rows, indices, here)[0].tolist()):
+        assert tokens[row] == expected or between(logits, row, row, here, [int(tokens[row]), expected]) < 1e-5
+
+
+def launch_argmax(logits: Tensor) -> tuple[Tensor, Tensor]:
+    from sidestream.speculate import launch as drafting
+
+    return drafting.argmax(logits)
+
+
+@pytest.mark.parametrize("drafted", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("width", "stride"), [(60, 60), (9000, 9000), (9000, 9010)])
+@pytest.mark.parametrize("seed", SEEDS)
+def test_penalties(seed: int, width: int, stride: int, dtype: torch.dtype, drafted: bool) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    here, there = states(PENALTIES, width, seed)
+    logits = torch.randn(9, stride, generator=generator).mul(3).to(dtype)[:, :width]
+    rows = torch.tensor([0, 1, 2, 3, 4, here.padding_slot, 4, 3, 0])
+    before = torch.randint(-1, width, (9, 3), generator=generator) if drafted else None
+
+    moved = torch.empty_strided(logits.shape, logits.stride(), dtype=dtype, device=HERE).copy_(logits)
+    got = launch.penalise(moved, rows.to(HERE), there, None if before is None else before.to(HERE))
+    wanted = penalise(logits.clone(), rows, here, drafted=before)
+
+    assert wanted.dtype == got.dtype == torch.float32
+    torch.testing.assert_close(got.cpu(), wanted, rtol=1e-6, atol=1e-6)
+    assert torch.equal(got[[0, 5, 8]].cpu(), logits[[0, 5, 8]].float())
+    assert not torch.equal(wanted[1:5], logits[1:5].float())

@@ -1,0 +1,27 @@
+"""Kernels compile for a GPU on a machine that has none: the interpreter runs much that the compiler refuses."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip(
+    "triton", reason="triton is not installed: it comes with torch on Linux x86-64, or with the dev extra"
+)
+
+
+def test_every_kernel_compiles_for_hopper() -> None:
+    """In a process of its own: in this one kernels are interpreted."""
+    done = subprocess.run(
+        [sys.executable, Path(__file__).with_name("compile_kernels.py")], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.split() == [
+        "change_tables", "standing", "inputs", "inputs", "one_token_each", "one_token_each", *["advance"] * 6, *[*["search", "weigh"] * 2, "pick", "penalise"] * 3,
+        "before", "keep",
+        "argmax_of_parts", "argmax_of_maxima", "look_up", "write", "attend", "attend", "attend", "combine", "gather_contiguous", "gather_contiguous",
+        "attend_contiguous",
+    ]  # fmt: skip

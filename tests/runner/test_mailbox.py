@@ -1,0 +1,54 @@
+"""A entry holds what its own step drew, whatever padding is drawn behind it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from sidestream.device.cpu import CpuDevice
+from sidestream.runner.mailbox import Mailbox, MailboxEntry
+from sidestream.runner.sample import SamplerOutput
+from sidestream.types import Fence, RowPlan
+
+ROWS, DRAFTS, PADDED = 3, 2, 40
+
+
+def row(number: int, drafts: int) -> RowPlan:
+    return RowPlan(number, number, 0, 5, 6 + drafts, None, (1,), True, 1)._replace(drafts=drafts)
+
+
+@pytest.mark.parametrize("by_device", [False, True])
+def test_padding_that_is_drawn_changes_no_field_and_no_other_letter(by_device: bool) -> None:
+    device = CpuDevice()
+    try:
+        box, stream = Mailbox(2, ROWS, 50, device, max_drafts=DRAFTS), device.stream("compute")
+        places = ROWS * (1 + DRAFTS)
+
+        def write(entry: MailboxEntry, first: int) -> Fence:
+            tokens = torch.full((PADDED,), 999)
+            tokens[:places] = torch.arange(first, first + places)
+            counts = torch.full((PADDED,), 99)
+            counts[:ROWS] = torch.tensor([1, 2, 3])
+            finite = torch.zeros(PADDED, dtype=torch.bool)
+            finite[:places] = True
+            start = torch.tensor([entry.start]) if by_device else entry.start
+            times = torch.tensor([1, 2, 4])
+            return stream.submit(
+                lambda: box.write(start, SamplerOutput(tokens, finite, None), stream, counts=counts, times=times)
+            )
+
+        entries = [box.address(), box.address()]
+        fences = [write(entries[1], 100), write(entries[0], 0)]
+        for fence in fences:
+            device.wait_host(fence, reason="test")
+        for entry, first in zip(entries, (0, 100), strict=True):
+            delivered = box.read(entry, (DRAFTS,) * ROWS, (), fences[1])
+            assert [result.token_ids for result in delivered.rows] == [
+                (first,),
+                (first + 3, first + 4),
+                (first + 6, first + 7, first + 8),
+            ]
+            assert all(result.finite for result in delivered.rows)
+            assert delivered.verify_s == pytest.approx(2e-9)
+    finally:
+        device.close()

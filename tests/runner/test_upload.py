@@ -1,0 +1,110 @@
+"""Numbers on their way to the device: by memory that its kernels read, here the same memory under another name."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from sidestream.attention.paged import TorchAttention
+from sidestream.config import SamplingParams
+from sidestream.device.cpu import CpuDevice
+from sidestream.runner.executor import Executor
+from sidestream.runner.upload import Uploads
+from sidestream.testing.toy import ToyModel
+from sidestream.types import BatchPlan, LayerGates, RowPlan, RowStart
+
+SLOT = 256
+
+
+@pytest.fixture
+def staging() -> torch.Tensor:
+    return torch.zeros(2, SLOT, dtype=torch.uint8)
+
+
+@pytest.fixture
+def uploads(staging: torch.Tensor) -> Uploads:
+    return Uploads(staging=staging, mapped=staging.view(torch.uint8))
+
+
+def test_numbers_of_one_step_lie_one_after_another_aligned(uploads: Uploads, staging: torch.Tensor) -> None:
+    uploads.open(1)
+    first = uploads.numbers([1.5], torch.float32)
+    second = uploads.numbers([7, 8])
+    assert (first.tolist(), first.dtype, second.tolist(), second.dtype) == ([1.5], torch.float32, [7, 8], torch.int64)
+    assert staging[1, 16:32].view(torch.int64).tolist() == [7, 8]
+    assert not staging[0].any()  # another step's
+
+
+def test_what_was_fetched_outlives_its_slot(uploads: Uploads) -> None:  # H17
+    uploads.open(0)
+    kept = uploads.numbers([1, 2, 3])
+    parts = uploads.together([torch.tensor([[4, 5]]), torch.tensor([6])])
+    uploads.open(0)
+    uploads.numbers([9] * 20)
+    assert kept.tolist() == [1, 2, 3]
+    assert [part.tolist() for part in parts] == [[[4, 5]], [6]]
+
+
+def test_a_buffer_is_overwritten_whole(uploads: Uploads) -> None:
+    target = torch.full((4,), -1)
+    uploads.into(target, np.arange(4))
+    assert target.tolist() == [0, 1, 2, 3]
+
+
+def test_a_frame_is_fetched_from_the_steps_own_slot_beside_its_other_numbers(staging: torch.Tensor) -> None:  # H17
+    uploads, target = Uploads(staging=staging, mapped=staging.view(torch.uint8), frame_bytes=64), torch.full((4,), -1)
+    fetches = uploads.fetches(target)
+    for slot, first in ((1, 10), (0, 20)):
+        uploads.open(slot)
+        assert uploads.write(np.arange(first, first + 4)) == slot
+        assert uploads.numbers([7, 8, 9]).tolist() == [7, 8, 9]
+    for slot, first in ((0, 20), (1, 10)):
+        fetches[slot]()
+        assert target.tolist() == [*range(first, first + 4)]
+    assert uploads.fetches(torch.zeros(9, dtype=torch.int64)) == []  # 72 bytes
+
+
+def test_what_no_slot_has_room_for_comes_all_the_same(uploads: Uploads, staging: torch.Tensor) -> None:
+    uploads.open(0)
+    assert uploads.numbers([1] * 30).tolist() == [1] * 30  # 240 bytes
+    before = staging.clone()
+    many, target = uploads.numbers(range(33)), torch.zeros(40, dtype=torch.int64)
+    uploads.into(target, np.arange(40))
+    assert (many.tolist(), target.tolist()) == ([*range(33)], [*range(40)])
+    assert uploads.numbers([5, 6]).tolist() == [5, 6]  # 16 bytes: they just fit
+    assert torch.equal(staging[0, :240], before[0, :240])
+    assert staging[0, 240:].view(torch.int64).tolist() == [5, 6]
+
+
+def test_on_a_cpu_numbers_are_there_already() -> None:
+    uploads = Uploads.of(CpuDevice(compute_threads=1), num_slots=3)
+    uploads.open(2)
+    tensor, target = torch.arange(3), torch.zeros(3, dtype=torch.int64)
+    uploads.into(target, np.arange(3))
+    assert uploads.together([tensor])[0] is tensor
+    assert (uploads.numbers([1]).tolist(), uploads.numbers([]).tolist(), target.tolist()) == ([1], [], [0, 1, 2])
+
+
+def test_steps_on_their_way_have_slots_of_their_own_as_long_as_their_letters(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # H17
+    device, model, opened = CpuDevice(compute_threads=1), ToyModel(), list[int]()
+    memory = device.allocate("kv", 4 * model.layout.block_bytes)
+    executor = Executor(device=device, model=model, memory=memory, num_slots=2, attention=TorchAttention())
+    monkeypatch.setattr(Uploads, "open", lambda self, slot: opened.append(slot))
+    begin = RowStart(SamplingParams(temperature=0).spec(seed=0, eos_ids=()), (5,), ())
+    batch = BatchPlan((RowPlan(1, 0, 0, 0, 1, (5,), (0,), True, 0, begin),))
+    try:
+        steps = [executor.launch(batch, after=(), gates=LayerGates()) for _ in range(3)]
+        assert opened == [step.entry.lease.ids[0] for step in steps]
+        assert len(set(opened)) == 3
+        device.wait_host(steps[1].fence, reason="test")
+        steps[1].results()
+        again = executor.launch(batch, after=(), gates=LayerGates())
+        assert opened[3:] == [steps[1].entry.lease.ids[0]]  # the only one that was read
+        for step in (steps[0], steps[2], again):
+            device.wait_host(step.fence, reason="test")
+            step.results()
+    finally:
+        device.close()

@@ -1,0 +1,95 @@
+"""Slots and blocks: released at once, and reused after the last step and the transfers that use them."""
+
+from __future__ import annotations
+
+from plans import crowded_world, prompt, row_epochs, steps_until
+from scheduler_world import World
+
+from sidestream.schedule.request import State
+from sidestream.types import LoadPlan
+
+
+def test_blocks_and_row_of_an_aborted_request_wait_for_its_step() -> None:
+    """H2, H16: given back at once, while the step still reads and writes."""
+    world = World()
+    request = world.submit(prompt(18))
+    world.step()
+    assert world.previous is not None
+    fence = world.previous.fence
+    world.abort(request)
+    assert (world.blocks.num_used, world.slots.num_used) == (0, 0)
+    blocks, rows = world.blocks.take(16), world.slots.take(4)
+    assert (blocks.after, rows.after) == ((fence,), (fence,))
+    blocks.release()
+    rows.release()
+    world.settle()
+
+
+def test_blocks_of_a_request_that_ends_are_nobodys_until_what_was_ordered_before_has_ended() -> None:
+    """H2, H10: no stream can wait for a transfer that the device has not been given yet, so the ledger does."""
+    world = World()
+    request = world.submit(prompt(18))
+    world.tiers.where = dict.fromkeys(world.keys_of(request)[:2], "host")
+    world.step()
+    (ticket,) = world.tickets
+    assert request.blocks is not None
+    used = len(request.blocks.ids)
+    world.abort(request)
+    assert (world.blocks.num_used, world.slots.num_used) == (used, 0)
+    assert world.blocks.is_settling
+    assert not set(ticket.plan.block_ids) & set(world.blocks.take(world.blocks.num_available).ids)
+    world.end_transfers()
+    assert (world.blocks.num_available, world.blocks.is_settling) == (used, False)
+
+
+def test_a_request_that_finished_by_itself_is_fenced_by_its_overrun_step() -> None:
+    """The token that ends it is seen one step late: another step of it is in the air by then."""
+    world = World()
+    reference = world.submit(prompt(6), outputs=8)
+    world.run()
+    world.blocks.forget_all()
+    stop = next(token for token in world.said(reference) if world.said(reference).index(token) > 0)
+    request = world.submit(prompt(6), outputs=8, stop_ids=[stop])
+    steps_until(world, lambda: request.state is State.FINISHED)
+    overrun = world.previous
+    assert overrun is not None and row_epochs(overrun.batch.rows, request) == [0]
+    world.end_transfers()
+    lease = world.blocks.take(world.blocks.num_available)
+    assert overrun.fence in lease.after
+    lease.release()
+    world.settle()
+
+
+def test_a_step_waits_for_the_last_use_of_the_blocks_it_writes() -> None:
+    world = World(num_blocks=5)
+    request = world.submit(prompt(18))
+    world.step()
+    assert world.previous is not None
+    fence = world.previous.fence
+    world.abort(request)
+    world.submit(prompt(18, beginning=11))
+    assert fence in world.step().after
+    world.run()
+
+
+def test_a_decode_row_that_grows_waits_for_the_last_use_of_its_new_block() -> None:
+    world, _, young = crowded_world()
+    steps_until(world, lambda: young.epoch == 1)
+    assert young.last_fence in world.plans[-1].after
+    world.run()
+
+
+def test_a_load_waits_for_the_last_use_of_the_blocks_it_writes() -> None:
+    """H3: the old owner's step is still writing them."""
+    world = World(num_blocks=5)
+    request = world.submit(prompt(18))
+    world.step()
+    assert world.previous is not None
+    fence = world.previous.fence
+    world.abort(request)
+    loader = world.submit(prompt(18, beginning=11))
+    world.tiers.where = dict.fromkeys(world.keys_of(loader)[:4], "host")
+    [load] = world.step().transfers
+    assert isinstance(load, LoadPlan)
+    assert load.after == (fence,)
+    world.run()

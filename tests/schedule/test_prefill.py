@@ -1,0 +1,61 @@
+"""Prefill rows: whole chunks within the budget that decode rows leave."""
+
+from __future__ import annotations
+
+from plans import prompt, small_limits, spans
+from scheduler_world import World
+
+from sidestream.schedule.request import State
+
+
+def test_a_prompt_is_computed_in_chunks_and_then_one_token_a_step() -> None:
+    world = World()
+    request = world.submit(prompt(18), outputs=3)
+    assert [spans(world.step(), request) for _ in range(6)] == [
+        [(0, 8)],
+        [(8, 16)],
+        [(16, 18)],
+        [(18, 19)],
+        [(19, 20)],
+        [],
+    ]
+    rows = [row for plan in world.plans for row in plan.batch.rows]
+    assert [row.samples for row in rows] == [False, False, True, True, True]
+    assert [row.min_output_index for row in rows if row.samples] == [0, 1, 2]
+    assert [row.tokens is None for row in rows] == [False, False, False, True, True]
+    assert [row.begin is not None for row in rows] == [True, False, False, False, False]
+    assert request.finish_reason == "length"
+    world.settle()
+
+
+def test_decode_goes_first_and_prefill_takes_whole_chunks_from_what_is_left() -> None:
+    world = World(num_blocks=32)
+    talkers = [world.submit(prompt(2, beginning=10 * index), outputs=12) for index in (1, 2)]
+    world.step()
+    long, other = world.submit(prompt(30, beginning=51)), world.submit(prompt(30, beginning=61))
+    plan = world.step()
+    assert [row.tokens is None for row in plan.batch.rows] == [True, True, False]
+    assert [spans(plan, request) for request in (*talkers, long, other)] == [[(2, 3)], [(2, 3)], [(0, 8)], []]
+    assert (
+        other.state is State.RUNNING
+    )  # it has its room; of the budget, 2 tokens were left, and no chunk is cut to fit
+    assert plan.batch.num_tokens == 10
+    world.run()
+
+
+def test_a_short_tail_goes_along_where_a_chunk_does_not_fit() -> None:
+    world = World(limits=small_limits(token_budget=12))
+    long, short = world.submit(prompt(30)), world.submit(prompt(3, beginning=11))
+    plan = world.step()
+    assert (spans(plan, long), spans(plan, short)) == ([(0, 8)], [(0, 3)])
+    world.run()
+
+
+def test_the_oldest_prefill_gets_a_chunk_every_step_however_many_decode() -> None:
+    world = World(num_blocks=32, num_rows=4)
+    for index in range(3):
+        world.submit(prompt(2, beginning=10 * index), outputs=20)
+    world.step()
+    long = world.submit(prompt(30, beginning=41))
+    assert [spans(world.step(), long) for _ in range(5)] == [[(0, 8)], [(8, 16)], [(16, 24)], [(24, 28)], [(28, 30)]]
+    world.run()

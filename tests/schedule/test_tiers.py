@@ -1,0 +1,289 @@
+"""Blocks that come from host memory and disk."""
+
+from __future__ import annotations
+
+from plans import loading, promoting, prompt, row_of, spans, states, steps_until
+from scheduler_world import World
+
+from sidestream.schedule.request import Request, State
+from sidestream.types import CachedTokens, LoadPlan, PromotePlan
+
+
+def test_blocks_in_the_host_tier_are_loaded_and_the_rest_is_computed() -> None:
+    world = World()
+    request = world.submit(prompt(22))
+    world.tiers.where = dict.fromkeys(world.keys_of(request)[:4], "host")
+    plan = world.step()
+    [load] = plan.transfers
+    assert isinstance(load, LoadPlan)
+    assert load.keys == tuple(world.keys_of(request)[:4])
+    assert plan.batch.rows == ()  # no step could be gated by it yet
+    assert request.cached == CachedTokens(host=16)
+    plan = world.step()
+    assert load.block_ids == row_of(plan, request).block_ids[:4]
+    assert spans(plan, request) == [(16, 20)]
+    world.run()
+
+
+def test_a_request_joins_no_step_before_its_load_is_ready_and_others_do() -> None:  # H5
+    world = World()
+    request, other = world.submit(prompt(22)), world.submit(prompt(6, beginning=11))
+    world.tiers.where = dict.fromkeys(world.keys_of(request)[:4], "host")
+    plan = world.scheduler.plan()
+    assert {row.request_id for row in plan.batch.rows} == {other.id}
+    assert request.state is State.RUNNING
+    assert request.id not in {row.request_id for row in world.scheduler.plan().batch.rows}
+    world.scheduler.load_ready(request.id, epoch=0)
+    assert request.id in {row.request_id for row in world.scheduler.plan().batch.rows}
+
+
+def test_those_that_decode_do_not_wait_for_a_load_of_somebody_else() -> None:
+    world = World()
+    other = world.submit(prompt(6, beginning=11), outputs=20)
+    steps_until(world, lambda: other.begun and other.can_decode)
+    request = world.submit(prompt(22))
+    world.tiers.where = dict.fromkeys(world.keys_of(request)[:4], "host")
+    world.tiers.left_s = 0.003
+    assert world.scheduler.plan().transfers
+    world.scheduler.load_ready(request.id, epoch=0)
+    assert [row.request_id for row in world.scheduler.plan(lead_s=0.002).batch.rows] == [other.id]
+    world.tiers.left_s = 0.002  # the device is busy until it is there
+    assert [row.request_id for row in world.scheduler.plan(lead_s=0.002).batch.rows] == [other.id, request.id]
+    world.tiers.left_s = 1.0  # of the first step only: the others run behind it
+    assert request.id in {row.request_id for row in world.scheduler.plan().batch.rows}
+
+
+def arriving(world: World, count: int) -> list[Request]:
+    """Requests whose blocks come from host memory, with fences for them, and a second to go."""
+    requests = [world.submit(prompt(22, beginning=1 + 100 * number)) for number in range(count)]
+    world.tiers.where = dict.fromkeys((key for request in requests for key in world.keys_of(request)[:4]), "host")
+    world.tiers.left_s = 1.0
+    assert len(world.scheduler.plan().transfers) == count
+    for request in requests:
+        world.scheduler.load_ready(request.id, epoch=0)
+    return requests
+
+
+def test_a_prompt_that_needs_no_load_does_not_wait_for_that_of_somebody_else() -> None:
+    world = World()
+    [request] = arriving(world, 1)
+    cold = world.submit(prompt(6, beginning=11))
+    assert [row.request_id for row in world.scheduler.plan().batch.rows] == [cold.id]
+    world.scheduler.finish(cold, "abort")
+    assert [row.request_id for row in world.scheduler.plan().batch.rows] == [request.id]  # nobody else waits now
+
+
+def test_of_two_whose_loads_are_on_their_way_the_first_does_not_wait_for_the_other() -> None:
+    world = World()
+    first, _ = arriving(world, 2)
+    assert [row.request_id for row in world.scheduler.plan().batch.rows] == [first.id]
+
+
+def test_alone_a_request_begins_while_its_load_is_on_its_way() -> None:
+    world = World()
+    [request] = arriving(world, 1)
+    assert [row.request_id for row in world.scheduler.plan().batch.rows] == [request.id]
+
+
+def test_news_of_a_load_that_was_given_up_lets_nobody_into_a_step() -> None:  # H5
+    world = World()
+    request = world.submit(prompt(22))
+    world.tiers.where = dict.fromkeys(world.keys_of(request)[:4], "host")
+    world.scheduler.plan()
+    world.scheduler.preempt(request)
+    [load] = world.scheduler.plan().transfers
+    assert (load.epoch, request.loading) == (1, True)
+    world.scheduler.load_ready(request.id, epoch=0)
+    world.scheduler.load_ready(99, epoch=0)
+    assert world.scheduler.plan().batch.rows == ()
+    world.scheduler.load_ready(request.id, epoch=1)
+    assert len(world.scheduler.plan().batch.rows) == 1
+
+
+def test_what_is_on_the_device_is_not_loaded() -> None:
+    world = World()
+    world.submit(prompt(9))
+    world.run()
+    request = world.submit(prompt(22))
+    world.tiers.where = dict.fromkeys(world.keys_of(request)[:4], "host")
+    [load] = world.step().transfers
+    assert isinstance(load, LoadPlan)
+    assert load.keys == tuple(world.keys_of(request)[2:4])
+    assert request.cached == CachedTokens(device=8, host=8)
+    world.run()
+
+
+def test_a_load_that_is_not_worth_it_is_computed() -> None:
+    world = World()
+    request = world.submit(prompt(22))
+    world.tiers.where = dict.fromkeys(world.keys_of(request)[:4], "host")
+    world.tiers.worth = False
+    assert world.step().transfers == ()
+    world.run()
+    assert request.cached == CachedTokens()
+
+
+def test_a_request_waits_for_the_disk_without_holding_anything_or_anyone() -> None:
+    world = World()
+    request = world.submit(prompt(18))
+    keys = world.keys_of(request)
+    world.tiers.where = {**dict.fromkeys(keys[:2], "host"), **dict.fromkeys(keys[2:4], "disk")}
+    other = world.submit(prompt(3, beginning=11))
+    [promotion] = world.step().transfers
+    assert promotion == PromotePlan(request.id, 0, tuple(keys[:4]))
+    assert states([request, other]) == [State.LOADING, State.RUNNING]
+    assert (request.slot, request.blocks) == (None, None)
+    assert world.step().transfers == ()
+    world.end_promotion(world.promotions[0], complete=True)
+    assert request.state is State.WAITING
+    world.run()
+    assert request.cached == CachedTokens(host=8, disk=8)
+
+
+def test_no_more_requests_wait_for_the_disk_than_there_are_rows_to_come_to() -> None:
+    world = World(num_rows=2, num_blocks=32)
+    requests = [world.submit(prompt(18, beginning=20 * index)) for index in range(3)]
+    for request in requests:
+        world.tiers.where.update(dict.fromkeys(world.keys_of(request)[:4], "disk"))
+    world.step()
+    assert states(requests) == [
+        State.LOADING,
+        State.LOADING,
+        State.RUNNING,
+    ]  # the third computes what it could have waited for
+    world.run()
+
+
+def test_nobody_is_preempted_for_one_that_will_wait_for_the_disk() -> None:
+    world = World(num_rows=2, num_blocks=8)
+    lower = world.submit(prompt(17), outputs=8, priority=1)
+    steps_until(world, lambda: lower.num_outputs > 0)
+    urgent = world.submit(prompt(18, beginning=21))
+    world.tiers.where = dict.fromkeys(world.keys_of(urgent)[:4], "disk")
+    world.step()
+    assert states([lower, urgent]) == [State.RUNNING, State.LOADING]
+    assert lower.epoch == 0
+    world.run()
+
+
+def test_after_an_incomplete_promotion_the_disk_is_left_alone() -> None:
+    world = World()
+    request = world.submit(prompt(18))
+    keys = world.keys_of(request)
+    world.tiers.where = {**dict.fromkeys(keys[:2], "host"), **dict.fromkeys(keys[2:4], "disk")}
+    world.step()
+    world.end_promotion(world.promotions[0], complete=False)
+    [load] = world.step().transfers
+    assert isinstance(load, LoadPlan)
+    assert load.keys == tuple(keys[:2])
+    world.run()
+    assert request.cached == CachedTokens(host=8)
+
+
+def test_a_request_gives_up_on_a_disk_whose_blocks_are_always_gone_again() -> None:
+    """Another request's promotion evicts them from the host tier each time: bounded, not for ever."""
+    world = World()
+    request = world.submit(prompt(18))
+    on_disk = dict.fromkeys(world.keys_of(request)[:4], "disk")
+    promotions = 0
+    for _ in range(10):
+        world.tiers.where = dict(on_disk)
+        world.step()
+        for plan in list(world.promotions):
+            promotions += 1
+            world.end_promotion(plan, complete=True)
+    assert promotions == world.limits.max_promotions
+    world.run()
+    assert request.cached == CachedTokens()
+
+
+def test_a_preempted_request_may_wait_for_the_disk_again() -> None:
+    world = World()
+    request = promoting(world)
+    world.end_promotion(world.promotions[0], complete=True)
+    for _ in range(3):
+        world.step()
+    world.scheduler.preempt(request)
+    world.device.run_all()
+    world.evict_everything()
+    for _ in range(world.limits.max_promotions):
+        world.tiers.where = dict.fromkeys(world.keys_of(request)[:4], "disk")
+        world.step()
+        world.end_promotion(world.promotions[0], complete=True)
+    world.run()
+    assert world.said(request) == world.expected(request)
+
+
+def test_news_of_a_promotion_or_load_that_nobody_waits_for_are_ignored() -> None:
+    world = World()
+    request = promoting(world)
+    world.scheduler.promoted(request.id, epoch=7, again=True)
+    world.scheduler.promoted(99, epoch=0, again=True)
+    world.scheduler.load_failed(request.id, epoch=0)
+    assert (request.state, request.epoch, request.avoid_disk, request.avoid_tiers) == (State.LOADING, 0, False, False)
+    world.end_promotion(world.promotions[0], complete=True)
+    world.step()
+    world.scheduler.promoted(request.id, epoch=0, again=False)
+    world.scheduler.load_failed(request.id, epoch=7)
+    assert (request.state, request.epoch, request.avoid_disk, request.avoid_tiers) == (State.RUNNING, 0, False, False)
+    world.run()
+
+
+def test_a_failed_load_is_a_miss() -> None:
+    """H9, H10: computed again, without the tiers, in blocks that the load may still write to behind a fence."""
+    world = World()
+    request = loading(world)
+    world.scheduler.load_failed(request.id, epoch=0)
+    assert (request.state, request.epoch) == (State.WAITING, 1)
+    assert world.scheduler.num_preemptions == 0  # the pool was not full
+    late = set(world.tickets[0].plan.block_ids)
+    plan = world.step()
+    assert plan.transfers == ()
+    assert spans(plan, request) == [(0, 8)]
+    assert not late & set(row_of(plan, request).block_ids)
+    assert request.cached == CachedTokens()
+    world.run()
+    assert world.said(request) == world.expected(request)
+
+
+def test_a_load_that_fails_after_the_first_token_does_not_change_what_was_reported_as_cached() -> None:
+    world = World()
+    request = loading(world)
+    steps_until(world, lambda: request.num_outputs == 1)
+    world.scheduler.preempt(request)
+    world.device.run_all()
+    world.evict_everything()
+    world.fail_loads = True
+    world.run()
+    assert request.epoch == 2
+    assert request.cached == CachedTokens(host=16)
+
+
+def test_a_failed_load_voids_the_step_that_read_it() -> None:
+    world = World()
+    world.fail_loads = True
+    request = world.submit(prompt(18), outputs=3)
+    world.tiers.where = dict.fromkeys(world.keys_of(request)[:4], "host")
+    world.step()
+    world.step()
+    world.step()  # the step lands, its load had failed: neither token nor block of it is believed
+    assert (request.num_outputs, request.epoch, world.blocks.num_keys) == (0, 1, 0)
+    world.run()
+    assert world.said(request) == world.expected(request)
+
+
+def test_a_preempted_request_comes_back_from_the_host_tier() -> None:
+    """Its complete blocks were stored as they were committed; by the time it runs again, the device has lost them."""
+    world = World()
+    request = world.submit(prompt(18), outputs=6)
+    steps_until(world, lambda: request.num_outputs == 3)
+    world.scheduler.preempt(request)
+    world.device.run_all()
+    world.evict_everything()
+    plan = world.step()
+    [load] = plan.transfers
+    assert isinstance(load, LoadPlan)
+    assert load.keys == tuple(world.keys_of(request)[:5])
+    assert spans(world.step(), request) == [(20, 21)]
+    world.run()
+    assert world.said(request) == world.expected(request)

@@ -1,0 +1,66 @@
+"""The JSON that leaves the server: equal to Python's own, valid, never with NaN."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sidestream.errors import InvariantError
+from sidestream.server.json_response import to_json
+from sidestream.server.responses import ChatFormat, CompletionFormat, TextOffsets
+from sidestream.testing.fake_backend import FakeBackend, FakeTokenizer, Script
+from sidestream.types import TokenLogprob
+
+from .serving import serving
+
+_VALUES = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**70), 2**70)
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+)
+
+
+@given(_VALUES)
+def test_clients_read_what_was_written(value: object) -> None:
+    assert json.loads(to_json(value)) == value
+
+
+def test_it_is_compact_and_letters_are_not_escaped() -> None:
+    assert (
+        to_json({"text": "né\n\u2028", "logprobs": [-0.5, None]})
+        == '{"text":"né\\n\u2028","logprobs":[-0.5,null]}'.encode()
+    )
+
+
+def test_half_of_a_surrogate_pair_is_refused_and_not_sent() -> None:
+    with pytest.raises(UnicodeEncodeError):
+        to_json("\ud800")
+
+
+@pytest.mark.parametrize("logprob", [math.nan, math.inf])
+@pytest.mark.parametrize("response_format", [ChatFormat(), CompletionFormat()], ids=["chat", "text"])
+def test_a_logprob_that_json_cannot_hold_is_an_error_of_ours(
+    response_format: ChatFormat | CompletionFormat, logprob: float
+) -> None:
+    tokenizer = FakeTokenizer()
+    with pytest.raises(InvariantError, match=r"log-probability is (nan|inf)"):
+        response_format.logprobs([TokenLogprob(65, logprob, ())], tokenizer, TextOffsets(tokenizer.detokenizer()))
+    with pytest.raises(InvariantError):
+        response_format.logprobs(
+            [TokenLogprob(65, -0.5, ((66, logprob),))], tokenizer, TextOffsets(tokenizer.detokenizer())
+        )
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_replies_and_events_keep_letters_as_they_are(stream: bool) -> None:
+    with serving(FakeBackend(Script("né"))) as served:
+        reply = served.text(stream=stream)
+    assert "é".encode() in reply.content
+    assert reply.headers["content-type"].startswith("text/event-stream" if stream else "application/json")
