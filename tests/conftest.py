@@ -8,6 +8,7 @@ import importlib.util
 import os
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,8 +27,8 @@ def _interpret() -> None:
         from triton.runtime import interpreter
 
         import sidestream.attention.triton.kernels
-        import sidestream.runner.kernels
-        import sidestream.speculate.kernels  # noqa: F401
+        import sidestream.ops.draft_kernels
+        import sidestream.ops.step_kernels  # noqa: F401
         from sidestream.attention.triton import launch
     finally:
         del os.environ["TRITON_INTERPRET"]  # what was imported stays interpreted; child processes are not meant
@@ -82,8 +83,33 @@ def garbage_stays(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
 
 
+# The files that take longest, the longest first.
+LONGEST = (
+    "testing/torture/test_many_schedules.py",
+    "models/test_compiled.py",
+    "ops/test_draw.py",
+    "server/test_processes.py",
+    "cli/test_train.py",
+    "attention/test_triton.py",
+    "cli/test_bench_serve.py",
+    "cli/test_serve.py",
+    "attention/test_engine_in_interpreter.py",
+    "test_async_llm.py",
+    "main_job/test_recorded_tokens.py",
+    "cli/test_torture.py",
+    "main_job/test_demo_model.py",
+    "test_examples.py",
+    "contributing/test_worked_pages.py",
+    "testing/torture/test_same_seed.py",
+    "speculate/test_mtp.py",
+    "models/test_distil.py",
+    "testing/torture/test_hardware.py",
+)
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files with a slow test come first, so that processes that share the files out do not wait for the last one."""
-    slow = {item.path for item in items if item.get_closest_marker("slow")}
-    items.sort(key=lambda item: item.path not in slow)
+    """Begin with the files that take longest: processes that share the files out then end at about the same time."""
+    tests = Path(__file__).parent
+    order = {tests / name: number for number, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: order.get(item.path, len(order)))

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -90,3 +91,33 @@ def test_prose_has_lines_of_120_columns_at_most(page: Path) -> None:
 @each_page([page for page in PAGES if page.parent.name == "decisions"])
 def test_no_decision_is_longer_than_a_page(page: Path) -> None:
     assert len(page.read_text(encoding="utf-8").splitlines()) <= 60
+
+
+def test_the_order_of_rooms_is_the_one_that_is_checked() -> None:
+    contract = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["importlinter"]
+    layers = [re.split(r" [|:] ", layer) for layer in contract["contracts"][0]["layers"]]
+    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    block = page.partition("## Who may import whom")[2].split("```")[1]
+    assert [re.split(r"\s+[|·]\s+", line) for line in block.strip().splitlines()] == layers
+
+
+@pytest.mark.parametrize(("page", "heading"), [("docs/architecture.md", "## Rooms"), ("README.md", "## The map")])
+def test_a_map_names_every_room_and_no_other(page: str, heading: str) -> None:
+    package = ROOT / "src" / "sidestream"
+    rooms = {path.stem for path in package.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()}
+    table = (ROOT / page).read_text(encoding="utf-8").partition(heading)[2].partition("\n## ")[0]
+    first_cells = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
+    named = {code.removesuffix("/").removesuffix(".py") for cell in first_cells for code in _CODE.findall(cell)}
+    assert named == rooms - {"__init__", "__main__"}
+
+
+@pytest.mark.parametrize(
+    ("heading", "module"), [("## Processes", "client"), ("## Threads that are not streams", "offload")]
+)
+def test_a_table_of_messages_names_messages(heading: str, module: str) -> None:
+    source = (ROOT / "src" / "sidestream" / module / "messages.py").read_text(encoding="utf-8")
+    section = (ROOT / "docs" / "streams.md").read_text(encoding="utf-8").partition(heading)[2].partition("\n## ")[0]
+    table = section.partition("| message |")[2].partition("\n\n")[0]
+    named = {code for line in table.splitlines()[2:] for code in _CODE.findall(line.split("|")[1])}
+    assert len(named) > 3
+    assert named <= set(re.findall(r"^class (\w+)", source, re.MULTILINE))

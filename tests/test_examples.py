@@ -79,7 +79,6 @@ def test_a_file_of_prompts_is_answered_in_order(
     assert answers[1]["reused"] == 16
 
 
-@pytest.mark.slow
 def test_a_server_answers_over_http_and_reuses_the_prompt(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tiny: str
 ) -> None:
@@ -115,7 +114,7 @@ def test_the_checker_finds_the_race_of_the_ordering_page(capsys: pytest.CaptureF
     script = tmp_path / "race.py"
     script.write_text(python_of("docs/ordering.md"), encoding="utf-8")
     runpy.run_path(str(script))
-    assert "nothing orders `store` behind compute:1" in capsys.readouterr().out
+    assert "nothing orders `store` after compute:1" in capsys.readouterr().out
 
 
 class _PrivateConfig(LlamaConfig):

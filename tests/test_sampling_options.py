@@ -10,7 +10,7 @@ import pytest
 from sidestream.cli.options import sampling_params
 from sidestream.config import MODEL_OPTIONS, SAMPLING_OPTIONS, SamplingParams
 from sidestream.errors import RequestRejected
-from sidestream.runner.rules import COLUMNS, SamplingTensors, sampling_row
+from sidestream.ops.rules import COLUMNS, SamplingTensors, sampling_row
 from sidestream.server.fields import _CHAT, _TEXT
 
 _every_option = pytest.mark.parametrize("name", SAMPLING_OPTIONS)

@@ -329,7 +329,8 @@ def test_chat_lays_messages_out_by_the_template(model_dir: Path) -> None:
 TOOL_TEMPLATE = (
     "{% for m in messages %}<s>{{ m['role'] }}{% if m.name %}({{ m.name }}){% endif %}: {{ m.content }}"
     "{% if m.role == 'tool' %} for {{ m.tool_call_id }}{% endif %}"
-    "{% for call in m.tool_calls or [] %}{{ call.function.name }}{{ call.function.arguments | tojson }}{% endfor %}</s>{% endfor %}"
+    "{% for call in m.tool_calls or [] %}{{ call.function.name }}{{ call.function.arguments | tojson }}"
+    "{% endfor %}</s>{% endfor %}"
     "{% if reasoning_effort %}{{ reasoning_effort }}{% endif %}"
 )
 CALLING = [{"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": {"x": 1}}}]}]

@@ -8,7 +8,7 @@ import contextlib
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sidestream.config import NEUTRAL, EngineConfig, SamplingDefaults
 from sidestream.device.choice import torch_device
@@ -25,8 +25,10 @@ from sidestream.models.mtp import attach_head
 from sidestream.speculate import Proposer
 from sidestream.speculate.draft_model import DraftModelProposer
 from sidestream.speculate.mtp import MtpProposer
-from sidestream.testing.checker import Checker
 from sidestream.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from sidestream.testing.checker import Checker
 
 log = logging.getLogger(__name__)
 
@@ -85,7 +87,11 @@ class LoadedEngine:
             max_model_len=config.max_model_len,
         )
         proposer = self._proposer(loaded, draft_path, on_stage)
-        self._checker = Checker() if check_order else None
+        self._checker: Checker | None = None
+        if check_order:
+            from sidestream.testing.checker import Checker  # the proof kit is loaded only when it is asked for
+
+            self._checker = Checker()
         self.engine: Engine = build_engine(
             loaded,
             config,

@@ -31,7 +31,7 @@ def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 
 
 def params_of_each(params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int) -> list[SamplingParams]:
-    """The parameters of each prompt: the same for all, or one from a list for each. Raises RequestRejected."""
+    """The parameters of each prompt: one object for all, or a list with one for each. Raises RequestRejected."""
     if not isinstance(params, Sequence) or isinstance(params, str | bytes):
         return [checked_params(params)] * num_prompts
     if len(params) != num_prompts:
@@ -58,7 +58,7 @@ def checked_params(params: SamplingParams | None, where: str = "params") -> Samp
 
 
 def _items(value: object, where: str, expected: str) -> list[Any]:
-    """The items of a sequence, as a list. Raises RequestRejected for anything else, bytes included."""
+    """The items of a sequence as a list. Raises RequestRejected for anything else, including bytes."""
     if isinstance(value, bytes | bytearray | Mapping | Set) or not isinstance(value, Iterable):
         hint = "; a conversation is for chat()" if isinstance(value, Mapping) else ""
         raise RequestRejected(f"{where} is {reprlib.repr(value)}: give {expected}{hint}", param=where)

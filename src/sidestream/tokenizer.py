@@ -30,7 +30,7 @@ class Tokenizer:
 
     eos_ids      ids that end an answer: of the generation config (else the model's config) and of the tokenizer
     special_ids  ids without text, such as the end of sequence; `decode` skips them
-    byte_ids     byte tokens of a sentencepiece model: <0xE2><0x82><0xAC> spells an unknown character
+    byte_ids     byte tokens of a SentencePiece model, which spell characters without a token: <0xE2><0x82><0xAC> is €
     vocab_size   one more than the largest id; the model's logits may be wider
     """
 
@@ -119,7 +119,7 @@ class Tokenizer:
 
         messages                each has a role (system, developer, user, assistant, tool) and a content: a string or a
                                 list of parts `{"type": "text", "text": …}`; an assistant's message with tool_calls
-                                needs none
+                                may omit the content
         add_generation_prompt   end with the start of an answer
         continue_final_message  leave the last message open: the model continues it
         options                 variables of the template, such as enable_thinking
@@ -243,7 +243,7 @@ def _eos_ids(model: str, backend: PreTrainedTokenizerBase) -> list[int]:
 
 
 def _generation_config(model: str) -> dict[str, Any]:
-    """The fields of generation_config.json; empty without a readable file, which loading the model refuses.
+    """The fields of generation_config.json; empty if it is missing or unreadable. Loading the model reports the latter.
 
     Not read through transformers' class: it warns that it may ignore sampling options, which Sidestream honours.
     """
@@ -305,9 +305,11 @@ def _file_of(model: str, name: str) -> Path | None:
 
 
 def _sentencepiece_file(model: str) -> Path | None:
-    """The SentencePiece model of a tokenizer without tokenizer.json. Raises ModelError without the packages for it.
+    """The SentencePiece model of a tokenizer without tokenizer.json. Raises ModelError if `sentencepiece` or `protobuf`
+    is not installed.
 
-    Checked before transformers loads it: without them transformers takes the file for tiktoken's, and asks for that.
+    Call it before transformers loads the tokenizer: without these packages, transformers takes the file for a tiktoken
+    file and asks the user to install tiktoken.
     """
     if _file_of(model, "tokenizer.json") is not None:
         return None
@@ -340,7 +342,9 @@ _PROBES = (
 
 
 def _check_conversion(backend: PreTrainedTokenizerBase, path: Path) -> None:
-    """Raise ModelError if transformers converted the SentencePiece model wrongly: its class may not fit the model."""
+    """Raise ModelError if the converted tokenizer gives other ids than SentencePiece: transformers may have chosen a
+    class that does not suit the model.
+    """
     from sentencepiece import SentencePieceProcessor
 
     original = SentencePieceProcessor(model_file=str(path))

@@ -1,7 +1,8 @@
-"""Ids, accesses, the fence protocol, and the plans that travel between rooms. No tensors, no behaviour.
+"""Ids, accesses, the fence protocol, and the plans that packages exchange. No tensors, no behaviour.
 
 Plans are frozen values, complete at birth. The scheduler makes them; the model runner and the offload engine carry them
-out. None of these three rooms imports another.
+out. None of these three packages imports another. Each preemption of a request begins a new `epoch` of it: messages of
+an older epoch are dropped. H1 to H35 are the hazards in docs/ordering.md.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ class Access:
 
 
 Accesses = Callable[[], Sequence[Access]]
-"""Returns the accesses of a piece of work. A function, because building the list costs more than some of the work:
-a device without a tracer never calls it.
+"""Returns the accesses of a piece of work. A function, so that the list is built only if a tracer asks:
+building it can take longer than the work itself.
 """
 
 
@@ -68,7 +69,6 @@ class Fence(Protocol):
 @dataclass(frozen=True, slots=True)
 class SamplingSpec:
     """Sampling parameters of one request: the device's share of `SamplingParams`, complete and validated.
-
 
     options     value of each sampling option, by its name in the table (`SAMPLING_OPTIONS` in config.py)
     penalised   a draw depends on the tokens before it
@@ -265,13 +265,13 @@ class CachedTokens:
 
 @dataclass(slots=True)
 class Delta:
-    """Output of one request at one commit: tokens since the last delta, and the finish reason of the last one.
+    """Output of one request at one commit: tokens since the previous delta; the final one has the finish reason.
 
     Immutable by convention. Not frozen: the engine thread makes one for each token, and a frozen dataclass takes four
     times as long to make.
 
     finish_reason   None while running; then `"stop"`, `"length"`, `"abort"` or `"error"`
-    index           number of the sample, of the request's `n`
+    index           number of the sample among the request's `n`, from 0
     text            empty in the engine, which has tokens only; an `OutputProcessor` adds the text. It may lag behind
                     the tokens while a stop string or a UTF-8 sequence is incomplete
     """
@@ -291,8 +291,8 @@ class StorePlan:
     """Copy complete device blocks to the host tier (and from there to disk), after the step that filled them.
 
     after    fences of that step
-    prefix   all keys of the sequences that end with these blocks, each from its start. A block is useless without the
-             blocks before it, so the store marks the whole prefix as just used
+    prefix   keys of all blocks of these sequences, from a sequence's first block to its last one stored here. A block
+             is useless without the blocks before it, so the store marks the whole prefix as just used
     """
 
     keys: tuple[Key, ...]
@@ -405,7 +405,7 @@ class Tracer(Protocol):
         ...
 
     def touched(self, stream: str, accesses: Accesses) -> None:
-        """The work that runs on `stream` declared these accesses, from here on."""
+        """From here on, the work that runs on `stream` also makes these accesses."""
         ...
 
     def finished(self, fence: Fence) -> None:

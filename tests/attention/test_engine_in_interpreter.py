@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from sidestream import LLM, OffloadConfig, RequestError, SamplingParams, SpeculativeConfig
+from sidestream.attention.interface import BatchRows, ungated
 from sidestream.attention.triton import DeviceBatch, SplitKVWorkspace, TritonAttention
 from sidestream.engine import build
+from sidestream.ops import Ops, TorchOps
+from sidestream.ops.registry import select_ops
 from sidestream.runner.executor import Executor
-from sidestream.runner.frame import SHORT_TOKENS, GraphKey
-from sidestream.speculate import devices
+from sidestream.runner.step_inputs import SHORT_TOKENS, GraphKey
 from sidestream.testing.tiny_models import save_head, tiny_model_dir
 
 pytest.importorskip(
@@ -31,10 +34,15 @@ GREEDY = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
 PROMPTS = [[10 + position * step % 200 for position in range(length)] for step, length in ((3, 37), (7, 18), (11, 5))]
 
 
+OPS: dict[int, Ops] = {0: TorchOps()}
+"""The operations of engines that are built."""
+
+
 @pytest.fixture
 def batches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[DeviceBatch]]:
-    """Every engine that is built meanwhile attends, and is warmed up, as one on a GPU; these are its steps."""
+    """Every engine that is built meanwhile attends, and is warmed up, as one on a GPU; these are its eager steps."""
     seen: list[DeviceBatch] = []
+    eager: list[bool] = []
 
     class Interpreted(Executor):
         def __init__(self, **parts: Any) -> None:
@@ -42,12 +50,24 @@ def batches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[DeviceBatch]]:
             workspace = SplitKVWorkspace.allocate(
                 query_tokens=28, kv_tokens=256, heads=parts["model"].num_heads, head_dim=layout.head_dim, device="cpu"
             )
-            super().__init__(**{**parts, "attention": TritonAttention(workspace)})
+            super().__init__(**{**parts, "attention": TritonAttention(workspace), "ops": OPS[0]})
 
-        def _paged(self, *given: Any) -> Any:
-            seen.append(super()._paged(*given))
-            return seen[-1]
+        def _run_eagerly(self, *given: Any) -> Any:
+            eager.append(True)
+            try:
+                return super()._run_eagerly(*given)
+            finally:
+                eager.clear()
 
+    make_batch = TritonAttention.batch
+
+    def record(self: TritonAttention, kv: Tensor, rows: BatchRows, before_layer: Callable[[int], None]) -> DeviceBatch:
+        batch = make_batch(self, kv, rows, before_layer)
+        if eager and before_layer is not ungated:  # drafting is ungated
+            seen.append(batch)
+        return batch
+
+    monkeypatch.setattr(TritonAttention, "batch", record)
     monkeypatch.setattr(build, "Executor", Interpreted)
     yield seen
     assert all(isinstance(batch, DeviceBatch) for batch in seen)
@@ -57,8 +77,8 @@ def batches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[DeviceBatch]]:
 
 
 def kernels_run_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    """From now on, what a GPU does by kernels beside the model is done by them here, in the interpreter."""
-    monkeypatch.setattr(devices, "has_kernels", lambda tensor: True)
+    """From now on, engines have the operations of a GPU, in the interpreter."""
+    monkeypatch.setitem(OPS, 0, select_ops(has_kernels=True))
 
 
 @pytest.fixture(scope="module", params=["qwen3", "gemma2"])
@@ -118,7 +138,7 @@ def test_answers_by_captured_forward_passes_are_those_of_eager_ones(model: Path,
         assert graphs is not None
         replayed: list[GraphKey] = []
         replay = graphs.replay
-        graphs.replay = lambda captured, **how: replayed.append(captured.frame.shape) or replay(captured, **how)  # type: ignore[method-assign,func-returns-value]
+        graphs.replay = lambda captured, **how: replayed.append(captured.key) or replay(captured, **how)  # type: ignore[method-assign,func-returns-value]
         batches.clear()
         assert [output.token_ids for output in llm.generate(prompts, GREEDY)] == expected
         assert [
@@ -128,7 +148,7 @@ def test_answers_by_captured_forward_passes_are_those_of_eager_ones(model: Path,
         assert batches == []  # nothing ran eagerly
 
 
-@pytest.mark.parametrize(("model", "what"), [("qwen3", "place"), ("qwen3", "begin")], indirect=["model"])
+@pytest.mark.parametrize(("model", "what"), [("qwen3", "update_block_tables"), ("qwen3", "begin")], indirect=["model"])
 def test_a_graph_that_could_not_be_filled_leaves_the_next_step_right(
     model: Path, batches: list[DeviceBatch], monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
@@ -137,8 +157,8 @@ def test_a_graph_that_could_not_be_filled_leaves_the_next_step_right(
         expected = llm.generate(PROMPTS[1:2], GREEDY)[0].token_ids
         llm.engine.call(llm.engine.parts.blocks.forget_all)
         llm.engine.call(lambda: executor.capture([GraphKey(1), GraphKey(0, 16)]))
-        state, left = executor._state, [1]
-        works = getattr(state, what)
+        owner, left = executor._state if what == "begin" else executor._ops, [1]
+        works = getattr(owner, what)
 
         def fail_once(*given: Any) -> None:
             if left:
@@ -155,7 +175,7 @@ def test_a_graph_that_could_not_be_filled_leaves_the_next_step_right(
                 any(tables._held)
             )  # at once: the step behind the failed one, if it is packed by then, holds blocks again
 
-        monkeypatch.setattr(state, what, fail_once)
+        monkeypatch.setattr(owner, what, fail_once)
         monkeypatch.setattr(tables, "forget", forget_and_tell)
         with pytest.raises(RequestError, match="no room for the blocks"):
             llm.generate(PROMPTS[1:2], GREEDY)

@@ -89,7 +89,7 @@ def test_a_smaller_models_kv_at_the_end_of_the_blocks_is_attended_to_by_its_own_
     assert torch.equal(got, wanted)
     assert torch.equal(there[:, 0].nan_to_num(), whole[:, LAYER].nan_to_num())
     assert pool.view(len(pool), -1)[:, : -other.values(16)].isnan().all()
-    with pytest.raises(InvariantError, match="8 heads of 32: workspace were made for 3 of 32"):
+    with pytest.raises(InvariantError, match="8 heads of 32: the workspace was made for 3 of 32"):
         workspace.over(KVShape(1, 1, 32, 8))
 
 
@@ -463,7 +463,7 @@ def test_without_triton_the_first_launch_says_so(monkeypatch: pytest.MonkeyPatch
         ({"split_rows": 1, "workspace": None}, "give workspace"),
         (
             {"split_rows": 2, "split_queries": 9},
-            r"7 query tokens over rows of up to 32 tokens: workspace hold 2 over 64",
+            r"7 query tokens over rows of up to 32 tokens: the workspace has room for 2 over 64",
         ),
         ({"kv_lens": torch.zeros(3, dtype=torch.int32)}, "B, B \\+ 1 and B expected"),
         ({"kv_lens": torch.zeros(2)}, "kv_lens is torch.float32"),

@@ -143,8 +143,8 @@ def test_an_answer_has_a_time_for_each_piece_with_text() -> None:
         ([piece("a"), usage(2)], r"ended without \[DONE\]"),
         ([], r"ended without \[DONE\]"),
         ([piece("a"), b'data: {"error": {"message": "lost"}}\n\n', DONE], "ended with an error.*lost"),
-        ([piece("a"), usage(1), DONE], "an answer has 1 tokens by its usage, 2 were asked for"),
-        ([piece("a"), DONE], "an answer has None tokens by its usage"),
+        ([piece("a"), usage(1), DONE], "the usage of an answer is 1 tokens instead of 2"),
+        ([piece("a"), DONE], "the usage of an answer is None tokens"),
         ([piece(""), usage(2), DONE], "has no text"),
     ],
 )
@@ -182,7 +182,7 @@ def test_tokens_without_text_of_their_own_count_with_the_pieces_of_their_answer(
 
 
 def test_clients_that_are_never_busy_together_are_not_measured() -> None:
-    with pytest.raises(SidestreamError, match="ask for more rounds or fewer clients"):
+    with pytest.raises(SidestreamError, match="use more rounds or fewer clients"):
         full_window([answer(0, 0, 0, 1, 2), answer(1, 0, 0, 3, 4)])
 
 
@@ -391,7 +391,7 @@ def test_earlier_results_keep_their_servers_and_no_name_stands_twice(tmp_path: P
     earlier = read_result(path, label="b")
     assert [figure.name for figure in earlier.figures] == ["burst_share_b1", "a_tok_s_b1"]
     assert compared("b", [Figure("b_tok_s_b1", 2.0, "x")], [earlier])[-1] == Figure("a_over_b_tok_s_b1", 2.0, "ratio")
-    with pytest.raises(ConfigError, match="a_tok_s_b1, as this run will have: give another --label"):
+    with pytest.raises(ConfigError, match="a_tok_s_b1, which this run will also have: give another --label"):
         read_result(path, label="a")
     path.write_text(json.dumps({"bench": "serve", "command": "c", "environment": {}, "figures": []}), encoding="utf-8")
     with pytest.raises(ConfigError, match="has no server's figures"):
@@ -506,9 +506,9 @@ def test_random_weights_are_written_once_and_never_over_something_else(tiny: Pat
     written = (directory / "model.safetensors").stat().st_mtime_ns
     random_checkpoint("tiny", directory, tokenizer=tiny, device=torch.device("cpu"))
     assert (directory / "model.safetensors").stat().st_mtime_ns == written
-    with pytest.raises(ConfigError, match=r"holds something else than random weights of qwen3-0\.6b"):
+    with pytest.raises(ConfigError, match=r"does not hold random weights of qwen3-0\.6b"):
         random_checkpoint("qwen3-0.6b", directory, tokenizer=tiny, device=torch.device("cpu"))
-    with pytest.raises(ConfigError, match="holds something else"):
+    with pytest.raises(ConfigError, match="does not hold random weights"):
         random_checkpoint("tiny", tiny, tokenizer=tiny, device=torch.device("cpu"))
 
 

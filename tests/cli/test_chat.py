@@ -93,7 +93,7 @@ def test_an_answer_is_followed_by_its_figures_and_reset_forgets(tiny: Path) -> N
         terminal.type("And then?\n")
         second = terminal.read_until(r"24 tokens · prompt (\d+), \d+ cached \(\d+ device\)")
         terminal.type("/reset\n")
-        terminal.read_until("the conversation is forgotten")
+        terminal.read_until("the conversation is cleared")
         terminal.type("And then?\n")
         third = terminal.read_until(r"24 tokens · prompt (\d+),")
         lengths = [int(re.findall(r"prompt (\d+)", text)[-1]) for text in (first, second, third)]
@@ -106,7 +106,7 @@ def test_a_question_that_is_refused_does_not_end_the_conversation(tiny: Path) ->
     with _chatting(tiny, "--max-tokens", "4", "--kv-memory", "96KiB") as terminal:
         terminal.read_until("> ")
         terminal.type("x" * 150 + "\n")
-        assert "the pool holds 128" in terminal.read_until("the question was left out")
+        assert "the pool holds 128" in terminal.read_until("the question was dropped")
         terminal.type("Hi\n")
         terminal.read_until("4 tokens")
         terminal.read_until("\n> ")

@@ -76,7 +76,7 @@ def test_a_model_that_is_not_there_is_named(run: Run, model: str, said: str) -> 
 def test_a_timeline_that_could_not_be_written_is_refused_before_the_work(run: Run, tmp_path: Path) -> None:
     into_nothing = run("generate", "no-such-model", "--prompt", "x", "--timeline", tmp_path / "none" / "t.json")
     onto_a_directory = run("generate", "no-such-model", "--prompt", "x", "--timeline", tmp_path)
-    assert "is no directory that you may write to" in into_nothing.output
+    assert "is not a writable directory" in into_nothing.output
     assert "is a directory: give the path of a file" in onto_a_directory.output
 
 

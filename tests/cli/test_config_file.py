@@ -117,7 +117,8 @@ def test_an_empty_file_changes_nothing(run: Run, write: Write, seen: _Seen) -> N
         ("- port", "holds no options: write lines such as kv-memory: 2GiB"),
         (
             "port: [",
-            "is not valid YAML: while parsing a flow node expected the node content, but found '<stream end>' in \"the file\", line 1",
+            "is not valid YAML: while parsing a flow node expected the node content, "
+            "but found '<stream end>' in \"the file\", line 1",
         ),
         ("timeline: 2026-13-45", "is not valid YAML: month must be in 1..12"),
         ("port: !!python/object:os.system 1", "is not valid YAML: could not determine a constructor"),
@@ -155,4 +156,4 @@ def test_a_fault_in_the_file_quotes_no_line_of_it(run: Run, write: Write) -> Non
 
 def test_help_explains_the_file(run: Run) -> None:
     shown = " ".join(run("serve", "--help").output.split())
-    assert "Options may stand in a file, too (--config)" in shown
+    assert "--config reads options from a file" in shown

@@ -128,7 +128,7 @@ def test_a_missing_extra_is_a_warning_that_names_it(monkeypatch: pytest.MonkeyPa
     assert (finding.status, finding.remedy) == (Status.WARN, "pip install 'sidestream[server]'")
 
 
-@pytest.mark.parametrize(("cores", "said"), [(0.5, "use --threads 1"), (64.0, "cores lie idle")])
+@pytest.mark.parametrize(("cores", "said"), [(0.5, "use --threads 1"), (64.0, "some cores are idle")])
 def test_threads_that_do_not_match_the_cores_are_a_warning(
     monkeypatch: pytest.MonkeyPatch, cores: float, said: str
 ) -> None:

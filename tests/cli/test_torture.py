@@ -36,7 +36,7 @@ def figures(stdout: str) -> dict[str, float]:
         (("--minutes", "nan"), "minutes is nan: give a positive number"),
         (
             ("--minutes", "1", "--schedules", "5"),
-            "--schedules and --minutes are both given: give how many, or how long",
+            "--schedules and --minutes are both given: give only one of them",
         ),
         (("--workers", "0"), "workers is 0: give a whole number from 1"),
         (("--policy", "lat"), "policy is 'lat': give random, late, early, starve:STREAM or pct:DEPTH"),
@@ -45,7 +45,7 @@ def figures(stdout: str) -> dict[str, float]:
         (("--mutations", "finish-release"), "finish-releases"),
         (("--mutations", "--policy", "late"), "--policy is given, and --mutations uses all policies"),
         (("--replay", "none.json"), "none.json cannot be read: No such file or directory"),
-        (("--replay", "none.json", "--seed", "0"), "--replay says all about its schedule: leave --seed out"),
+        (("--replay", "none.json", "--seed", "0"), "--replay takes everything from its file: leave --seed out"),
         (("--replay", "none.json", "--workers", "2", "--policy", "late"), "leave --policy out"),
         (("--replay", "none.json", "finish-releases"), "leave finish-releases out"),
     ],
@@ -124,7 +124,7 @@ def test_a_finding_ends_with_1_and_is_shown_saved_and_replayed(run: Run, tmp_pat
     assert missing[0] in replayed.stdout
     fixed = run("torture", "--replay", saved)
     assert fixed.exit_code == 0
-    assert "nothing is wrong any more; it was: checker: race: " in fixed.stdout
+    assert "the schedule no longer fails; it failed with: checker: race: " in fixed.stdout
 
 
 def test_a_mutation_that_is_asked_for_by_name_is_shown_and_its_replay_takes_the_rule_out_itself(

@@ -18,24 +18,24 @@ from .conftest import Run
         (("--device", "cpu", "--blocks", "0"), "blocks is 0: give a whole number from 1"),
         (
             ("--device", "cpu", "--workers", "2"),
-            "--workers is for schedules of the simulated device: leave it or --device out",
+            "--workers applies only to the simulated device: leave it or --device out",
         ),
         (
             ("--device", "cpu", "--replay", "none.json"),
-            "--replay is for schedules of the simulated device: leave it or --device out",
+            "--replay applies only to the simulated device: leave it or --device out",
         ),
         (("--device", "cpu", "store-waits-for-step"), "store-waits-for-step is given without --mutations"),
         (("--device", "cpu", "--mutations", "finish-releases"), "no mutation for a device finish-releases"),
         (
             ("--device", "cpu", "--mutations", "--check-order"),
-            "--check-order is given, and --mutations is judged by bytes",
+            "--check-order does not work with --mutations",
         ),
         (("--blocks", "5"), "--blocks is given without --device"),
         (("--check-order",), "--check-order is given without --device"),
         (("--requests", "5"), "--requests is given without --device"),
         (
             ("--device", "cpu", "--requests", "5", "--blocks", "5"),
-            "--requests tortures a whole engine, --blocks is for transfers alone",
+            "--requests tortures a whole engine, --blocks only transfers",
         ),
     ],
 )

@@ -163,7 +163,7 @@ def test_a_text_is_learnt_from_too(run: Run, tiny: Path, whole: Path, tmp_path: 
         (["--text", "no-such-text"], "--text no-such-text cannot be read: No such file or directory"),
         (
             ["--out", "no-such-directory/head.safetensors"],
-            "no-such-directory is no directory that you may write to; give another path",
+            "no-such-directory is not a writable directory; give another path",
         ),
         (["--out", "head.bin"], "--out is head.bin: give a file with the ending .safetensors"),
         (["--device", "tpu"], "no device tpu; did you mean cpu?"),
@@ -182,7 +182,7 @@ def test_a_directory_that_may_not_be_written_to_is_refused(
 ) -> None:
     monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != tmp_path)
     result = run("train-mtp", "no-such-model", "--out", tmp_path / "head.safetensors")
-    assert f"{tmp_path} is no directory that you may write to" in result.output
+    assert f"{tmp_path} is not a writable directory" in result.output
 
 
 def test_a_text_that_is_no_utf_8_is_refused(run: Run, tmp_path: Path) -> None:
@@ -197,7 +197,7 @@ def test_a_head_that_is_there_is_not_overwritten(run: Run, tiny: Path, whole: Pa
     before = whole.read_bytes()
     result = run("train-mtp", tiny, "--out", whole, *LESSON)
     assert result.exit_code == 2
-    assert f"--out {whole} is there already: give another name, or delete it" in result.output
+    assert f"--out {whole} exists already: give another name, or delete it" in result.output
     assert whole.read_bytes() == before
 
 
@@ -222,7 +222,7 @@ def test_an_interrupt_keeps_the_answers_that_are_there(
     work.in_batch = 2
     first = run(*command)
     assert first.exit_code == 130
-    assert "the same command goes on from there" in first.output
+    assert "the same command resumes from there" in first.output
     work.batches = work.in_batch = 0
     second = run(*command)
     assert second.exit_code == 0
@@ -240,12 +240,12 @@ def test_an_interrupt_within_a_step_changes_nothing(
     work.in_step, work.times = 3, times
     first = run(*command)
     assert first.exit_code == 130
-    assert ("interrupted after step 3 of 8: the same command goes on from there" in first.output) == bool(kept)
+    assert ("interrupted after step 3 of 8: the same command resumes from there" in first.output) == bool(kept)
     assert not (tmp_path / "head.safetensors").exists()
     work.batches = work.steps = work.in_step = 0
     second = run(*command)
     assert second.exit_code == 0
-    assert ("goes on after step 3" in second.output) == bool(kept)
+    assert ("resuming after step 3" in second.output) == bool(kept)
     assert (work.batches, work.steps) == (0, STEPS - kept)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["head.safetensors", "head.tokens"]
     assert same(tmp_path / "head.safetensors", whole)
@@ -302,11 +302,11 @@ def test_a_process_that_dies_leaves_what_was_saved(
 @pytest.mark.parametrize(
     ("option", "value", "said"),
     [
-        ("--answers", "900", "head.tokens was made with answers 1400, now it is 900"),
-        ("--length", "40", "head.tokens was made with length 32, now it is 40"),
-        ("--seed", "5", "head.tokens was made with seed 0, now it is 5"),
-        ("--steps", "9", "head.training was made with steps 8, now it is 9"),
-        ("--learning-rate", "0.1", "head.training was made with learning_rate 0.001, now it is 0.1"),
+        ("--answers", "900", "head.tokens was made with answers 1400, but now it is 900"),
+        ("--length", "40", "head.tokens was made with length 32, but now it is 40"),
+        ("--seed", "5", "head.tokens was made with seed 0, but now it is 5"),
+        ("--steps", "9", "head.training was made with steps 8, but now it is 9"),
+        ("--learning-rate", "0.1", "head.training was made with learning_rate 0.001, but now it is 0.1"),
     ],
 )
 def test_what_was_made_with_other_options_is_neither_used_nor_lost(
@@ -316,7 +316,7 @@ def test_what_was_made_with_other_options_is_neither_used_nor_lost(
     result = run("train-mtp", tiny, "--out", interrupted / "head.safetensors", *LESSON, option, value)
     assert result.exit_code == 2
     assert said in result.output
-    assert "give the same to go on, another --out, or delete it" in result.output
+    assert "give the same value to resume, give another --out, or delete the file" in result.output
     assert (work.batches, work.steps) == (0, 0)
     assert {path: path.read_bytes() for path in interrupted.iterdir()} == before
 
@@ -373,5 +373,5 @@ def test_a_torn_file_is_named_with_what_to_do(
         result = run("train-mtp", tiny, "--out", tmp_path / "head.safetensors", *LESSON)
         assert result.exit_code == 2
         assert f"{tmp_path / name} cannot be read" in result.output
-        assert "delete it, what it held is then made anew" in result.output
+        assert "delete it, and its content is computed again" in result.output
         assert (tmp_path / name).read_bytes() == data

@@ -142,6 +142,7 @@ def test_sample_that_ended_badly_keeps_its_reason_though_the_rest_of_its_text_ca
 
 
 def test_importing_what_an_api_process_needs_loads_neither_torch_nor_an_engine() -> None:
-    program = "import sys, sidestream.client.output; print([name for name in ('torch', 'transformers', 'sidestream.engine') if name in sys.modules])"
+    imported = "[name for name in ('torch', 'transformers', 'sidestream.engine') if name in sys.modules]"
+    program = f"import sys, sidestream.client.output; print({imported})"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout == "[]\n"

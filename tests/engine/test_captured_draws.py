@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from engine_rig import Rig, prompts, serving
 
-from sidestream.runner.draws import SamplingMode
-from sidestream.runner.frame import GraphKey
+from sidestream.runner.sampler import SamplingMode
+from sidestream.runner.step_inputs import GraphKey
 
 SHAPES = [GraphKey(1), GraphKey(4), GraphKey(0, 16), GraphKey(4, 24)]
 OUTPUTS = 6

@@ -23,7 +23,7 @@ import torch
 from sidestream import LLM, AsyncLLM, OffloadConfig, RequestError, RequestOutput, SamplingParams, SpeculativeConfig
 from sidestream.models import compiled, load_model
 from sidestream.models.catalog import prepared
-from sidestream.runner.frame import SHORT_TOKENS, GraphKey
+from sidestream.runner.step_inputs import SHORT_TOKENS, GraphKey
 from sidestream.testing.tiny_models import FAMILIES, save_head, tiny_model_dir
 from sidestream.text import sample_text
 from sidestream.tokenizer import Tokenizer
@@ -301,7 +301,7 @@ def test_drafts_change_no_token_and_are_accepted_alike_asynchronous_and_not(
             counts.append(llm.metrics.value("accepted_tokens_total", proposer))
             assert llm.engine.parts.device.host_waits().keys() <= {"step"}
             graphs = llm.engine.parts.executor._graphs
-            assert eager or (graphs is not None and any(shape.drafts for shape in graphs.shapes))
+            assert eager or (graphs is not None and any(key.drafts for key in graphs.keys))
     assert proposer != "ngram" or min(counts) > 0
 
 
@@ -335,7 +335,7 @@ def test_memory_that_runs_out_at_capture_leaves_what_was_captured_by_then(
     forward, kept = PagedModel.forward, FEW[:3]
 
     def greedy_for_memory(self: PagedModel, ids: torch.Tensor, *given: Any) -> torch.Tensor:
-        if torch.cuda.is_current_stream_capturing() and len(ids) > max(shape.num_tokens for shape in kept):
+        if torch.cuda.is_current_stream_capturing() and len(ids) > max(key.sizes.num_tokens for key in kept):
             torch.empty(1 << 50, dtype=torch.uint8, device="cuda")
         return forward(self, ids, *given)
 
@@ -347,7 +347,7 @@ def test_memory_that_runs_out_at_capture_leaves_what_was_captured_by_then(
         assert "cannot be" not in caplog.text
         graphs = llm.engine.parts.executor._graphs
         assert graphs is not None
-        assert graphs.shapes == kept
+        assert graphs.keys == kept
         assert tokens(llm.generate([*PROMPTS, *PROMPTS], GREEDY)) == expected
         llm.engine.call(lambda: llm.engine.parts.executor.capture(kept))  # it still can be captured
         assert tokens(llm.generate(PROMPTS, GREEDY)) == expected[: len(PROMPTS)]
@@ -528,7 +528,7 @@ def test_no_step_that_drafts_makes_the_host_wait_and_nothing_is_compiled_for_it_
         llama, **options, offload=OffloadConfig(host="16MiB"), speculative=drafting(proposer, llama, tmp_path)
     ) as llm:
         graphs = llm.engine.parts.executor._graphs
-        assert eager or (graphs is not None and any(shape.drafts for shape in graphs.shapes))
+        assert eager or (graphs is not None and any(key.drafts for key in graphs.keys))
         monkeypatch.setattr(triton.knobs.runtime, "jit_post_compile_hook", lambda **what: compiled.append(what["repr"]))
         request.getfixturevalue("no_host_wait")
         for _ in range(3):

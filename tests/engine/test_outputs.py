@@ -109,7 +109,7 @@ def test_nothing_is_left_after_three_hundred_requests(tmp_path: Path) -> None:
         assert rig.engine.parts.tiers.host.pool.num_keys <= 8
         assert rig.disk is not None
         assert len(rig.disk.index) <= 16
-        assert len(rig.engine.parts.executor._wanted_logprobs) <= 4
+        assert len(rig.engine.parts.executor._sampler._top_logprobs) <= 4
         assert rig.engine.parts.inbox.take() is None
 
 

@@ -16,7 +16,7 @@ from engine_rig import Rig, prompts, serving
 
 from sidestream.device.base import Graph
 from sidestream.errors import OutOfDeviceMemory
-from sidestream.runner.frame import GraphInputs, GraphKey
+from sidestream.runner.step_inputs import GraphKey, StepInputs
 
 ACTIVATIONS: list[weakref.ref[torch.Tensor]] = []
 """What a pass held when memory ended."""
@@ -70,14 +70,14 @@ def test_memory_that_runs_out_at_capture_shortens_the_list_of_shapes_and_changes
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     buffers: list[weakref.ref[torch.Tensor]] = []
-    allocate = GraphInputs.allocate
+    allocate = StepInputs.allocate
 
-    def allocated(*given: Any, **how: Any) -> GraphInputs:
-        frame = allocate(*given, **how)
-        buffers.append(weakref.ref(frame.buffer))
-        return frame
+    def allocated(*given: Any, **how: Any) -> StepInputs:
+        inputs = allocate(*given, **how)
+        buffers.append(weakref.ref(inputs.buffer))
+        return inputs
 
-    monkeypatch.setattr(GraphInputs, "allocate", allocated)
+    monkeypatch.setattr(StepInputs, "allocate", allocated)
     with serving() as rig:
         executor = rig.engine.parts.executor
         run_out(rig, kept, monkeypatch)
@@ -96,11 +96,11 @@ def test_memory_that_runs_out_at_capture_shortens_the_list_of_shapes_and_changes
         ]
         graphs, replayed = executor._graphs, set[GraphKey]()
         assert graphs is not None
-        assert graphs.shapes == SHAPES[:kept]
+        assert graphs.keys == SHAPES[:kept]
         replay = graphs.replay
 
         def seen(captured: Any, **how: Any) -> Any:
-            replayed.add(captured.frame.shape)
+            replayed.add(captured.key)
             return replay(captured, **how)
 
         graphs.replay = seen

@@ -232,7 +232,7 @@ def test_too_little_space_is_said_before_anything_is_fetched(model: CatalogModel
 
 def test_a_cache_that_cannot_be_written_is_an_error_with_a_remedy(model: CatalogModel, tmp_path: Path) -> None:
     (tmp_path / "occupied").write_text("a file, where a directory is wanted")
-    with pytest.raises(ModelError, match="set SIDESTREAM_CACHE to another place"):
+    with pytest.raises(ModelError, match="set SIDESTREAM_CACHE to another directory"):
         install(model, tmp_path / "occupied", fetch=must_not_fetch, convert=upper_case)
 
 

@@ -86,7 +86,7 @@ def test_where_nothing_can_be_kept_all_stays_where_it_was(ours: Path, caplog: py
     use_compile_cache()
     assert LAYERS not in os.environ
     assert KERNELS not in os.environ
-    assert caplog.messages == [f"what is compiled is not kept in {ours}: Not a directory"]
+    assert caplog.messages == [f"compiled code is not cached in {ours}: Not a directory"]
 
 
 @pytest.mark.parametrize("chosen", [True, False])
@@ -106,7 +106,7 @@ def test_without_a_home_layers_stay_where_they_were_and_kernels_go_with_them(
         use_compile_cache()
     expected = (str(tmp_path), str(tmp_path / "triton")) if chosen else (None, None)
     assert (os.environ.get(LAYERS), os.environ.get(KERNELS)) == expected
-    assert caplog.messages == ([] if chosen else ["what is compiled is not kept: Could not determine home directory."])
+    assert caplog.messages == ([] if chosen else ["compiled code is not cached: Could not determine home directory."])
 
 
 @pytest.mark.parametrize("chosen", [True, False])
@@ -124,5 +124,5 @@ def test_a_place_that_can_only_be_read_is_not_written_to(
     assert os.environ.get(LAYERS) == (str(place) if chosen else None)
     assert KERNELS not in os.environ
     assert caplog.messages == [
-        f"what is compiled is not kept in {place / 'triton' if chosen else place}: it cannot be written"
+        f"compiled code is not cached in {place / 'triton' if chosen else place}: it cannot be written"
     ]

@@ -26,7 +26,7 @@ from sidestream.errors import ModelError
 from sidestream.models import PagedModel, compiled, load_model
 from sidestream.models.compiled import _MergeProducts, compile_layers, compiling, decoder_layers, decompile
 from sidestream.models.mtp import attach_head
-from sidestream.runner.frame import GraphKey
+from sidestream.runner.step_inputs import GraphKey
 from sidestream.testing.tiny_models import save_head, tiny_model_dir
 
 pytestmark = pytest.mark.filterwarnings(
@@ -261,7 +261,7 @@ def test_only_a_kind_of_layers_that_cannot_be_compiled_runs_as_it_is_written(
         assert as_written(model) == odd
     assert sum(ran) == len(LENGTHS) * 7 * 2  # of two layers of four
     assert said(caplog) == [
-        f"{name} cannot be compiled (RuntimeError: injected: no such kernel): it runs as it is written, slower"
+        f"{name} cannot be compiled (RuntimeError: injected: no such kernel): it runs uncompiled, slower"
     ]
     decompile(model)
     assert as_written(model) == [True] * 4
@@ -290,9 +290,7 @@ def test_a_head_that_cannot_be_compiled_keeps_up_and_predicts_as_it_is_written(
             torch.testing.assert_close(got, wanted, atol=1e-5, rtol=1e-5)
     assert as_written(model) == [False] * 3
     assert [
-        told.removesuffix(
-            " cannot be compiled (RuntimeError: injected: no such kernel): it runs as it is written, slower"
-        )
+        told.removesuffix(" cannot be compiled (RuntimeError: injected: no such kernel): it runs uncompiled, slower")
         for told in said(caplog)
     ] == [
         "MtpHead",
@@ -334,7 +332,7 @@ def test_layers_that_cannot_be_compiled_keep_no_engine_from_compiling_the_others
             )
         )
         assert executor._graphs is not None
-        assert executor._graphs.shapes == shapes
+        assert executor._graphs.keys == shapes
         assert warmed_up == ["compiling forward passes"]  # once, as steps will run
         ran.clear()
         assert [output.token_ids for output in llm.generate(prompts, params)] == expected

@@ -66,7 +66,7 @@ def adapter_only(directory: Path) -> None:
         (pickle_only, "pytorch_model.bin is a pickle", "safetensors format"),
         (
             original_only,
-            "consolidated.safetensors is in its maker's own layout",
+            "consolidated.safetensors is in its publisher's own layout",
             "fetch the model in transformers' layout",
         ),
         (

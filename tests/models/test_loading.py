@@ -284,7 +284,7 @@ def test_the_self_check_refuses_a_model_whose_paged_attention_differs(
 
     monkeypatch.setattr(paged, "paged_attention", sharper)
 
-    assert "in layer 0, paged attention gives other values than transformers' own" in refusal(llama)
+    assert "in layer 0, paged attention and transformers' own give different values" in refusal(llama)
 
 
 def test_the_self_check_sees_a_window_that_is_longer_than_its_context(
@@ -299,7 +299,7 @@ def test_the_self_check_sees_a_window_that_is_longer_than_its_context(
 
     monkeypatch.setattr(paged, "paged_attention", windowless)
 
-    assert "in layer 0, paged attention gives other values than transformers' own" in refusal(directory)
+    assert "in layer 0, paged attention and transformers' own give different values" in refusal(directory)
 
 
 def test_the_self_check_refuses_a_model_that_skips_a_layer(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -335,11 +335,11 @@ def test_a_loaded_model_tells_its_facts(llama: Path) -> None:
     [
         (
             PermissionError(errno.EACCES, "Permission denied"),
-            "may not be read by this user: give the right to read it (chmod +r)",
+            "is not readable for this user: make it readable (chmod +r)",
         ),
         (
             OSError(errno.EIO, "Input/output error"),
-            "cannot be read (Input/output error): see that it is a file on a medium that works",
+            "cannot be read (Input/output error): check the file and its disk",
         ),
     ],
     ids=["no right", "broken medium"],

@@ -65,7 +65,7 @@ def test_attention_with_an_error_is_refused(
     error: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(paged, "paged_attention", ERRORS[error])
-    with pytest.raises(ModelError, match="paged attention gives other values than transformers' own"):
+    with pytest.raises(ModelError, match="paged attention and transformers' own give different values"):
         loaded("gemma2", tmp_path, dtype)
 
 
@@ -79,7 +79,7 @@ def test_positions_that_start_anew_in_each_chunk_are_refused(
         return own(self, tokens, positions - positions[0], *args)
 
     monkeypatch.setattr(PagedModel, "forward", anew)
-    with pytest.raises(ModelError, match="the paged path computes the attention of layer 0 otherwise"):
+    with pytest.raises(ModelError, match="the paged path computes the attention of layer 0 differently"):
         loaded("llama", tmp_path, dtype)
 
 
@@ -94,7 +94,7 @@ def test_a_state_outside_of_attention_is_refused(dtype: str, tmp_path: Path, mon
         return out
 
     monkeypatch.setattr(LlamaModel, "forward", mixing)
-    with pytest.raises(ModelError, match="the paged path computes the logits otherwise"):
+    with pytest.raises(ModelError, match="the paged path computes the logits differently"):
         loaded("llama", tmp_path, dtype)
 
 
@@ -115,5 +115,5 @@ def test_a_window_that_attention_is_not_told_of_is_refused_if_texts_reach_it(tmp
     context.
     """
     assert loaded("phimoe", tmp_path / "wide", "float32", sliding_window=1024).max_model_len == 1024
-    with pytest.raises(ModelError, match="layer 0 masks other tokens than causal attention with no sliding window"):
+    with pytest.raises(ModelError, match="layer 0 does not have the mask of causal attention with no sliding window"):
         loaded("phimoe", tmp_path / "narrow", "float32", sliding_window=12)

@@ -38,7 +38,8 @@ def made(tmp_path: Path) -> Path:
         ({"block_tokens": 32}, r"block_tokens 16 \(here 32\): give another directory, or delete it"),
         (
             {"dtype": "float16"},
-            r"dtype 'bfloat16' \(here 'float16'\): give another directory, or delete it, or load the model with dtype bfloat16",
+            r"dtype 'bfloat16' \(here 'float16'\): give another directory, or delete it, "
+            r"or load the model with dtype bfloat16",
         ),
         ({"num_layers": 4, "head_dim": 8}, r"num_layers 2 \(here 4\), head_dim 16 \(here 8\)"),
         ({"num_kv_heads": 1}, r"num_kv_heads 2 \(here 1\)"),

@@ -1,8 +1,8 @@
 """A transfer engine over real streams, pools and tiers, without an engine around it: the test is the scheduler and the
 compute stream.
 
-The clock stands still unless a test moves it. The offload worker has no thread: it takes its turns inside `wake`, `settle` and
-what calls them, until there is nothing more to do. `finish` brings named streams to their end and polls once.
+The clock stands still unless a test moves it. The offload worker has no thread: it takes its turns inside `wake`,
+`settle` and their callers, until there is nothing more to do. `finish` completes named streams and polls once.
 """
 
 from __future__ import annotations
@@ -187,7 +187,7 @@ class Rig:
         assert fence.block(_PATIENCE_S), f"stream {name} is stuck"
 
     def poll(self) -> list[TransferEvent]:
-        """What the engine thread hears, once the offload worker has done what it can; loads that are ready go to `ready`."""
+        """Messages to the engine thread once the offload worker has done all it can; ready loads go to `ready`."""
         self.settle()
         events = self.transfers.poll()
         self.ready += [(event.request_id, event.epoch) for event in events if isinstance(event, LoadReady)]

@@ -9,14 +9,16 @@ import math
 import numpy as np
 import pytest
 import torch
+from sampler_rig import sample
 from torch import Tensor
 
 from sidestream.config import SamplingParams
-from sidestream.runner.drafts import Drafts
-from sidestream.runner.forward import Computed, Proposed
-from sidestream.runner.sample import sample
+from sidestream.ops import TorchOps
+from sidestream.runner.forward import ForwardOutput, Proposed
+from sidestream.runner.sampler import Sampler, SamplingMode
 from sidestream.runner.state import DecodeState
-from sidestream.types import RowStart
+from sidestream.runner.step_inputs import InputSizes, StepInputs, pack
+from sidestream.types import BatchPlan, RowPlan, RowStart
 
 ROWS, LENGTH, MOST = 3_000, 3, 2
 # A token depends on the one before it, and 0 comes first.
@@ -41,19 +43,22 @@ def plain(first_seed: int) -> Tensor:
 
 def drafted(first_seed: int, *, guess: torch.Generator) -> tuple[Tensor, float]:
     """The same by steps that draft, and the share of drafts that was right."""
-    state, drafts = (
-        rows(first_seed),
-        Drafts(tuple(range(ROWS)), tuple(range(ROWS)), (-1,) * ROWS, (MOST,) * ROWS, penalised=False),
-    )
+    state = rows(first_seed)
+    sampler = Sampler(state, TorchOps())
+    plan = (RowPlan(row, row, 0, 0, LENGTH + 2 * MOST, None, (0,), True, 0, drafts=MOST) for row in range(ROWS))
+    batch = BatchPlan(tuple(plan), speculates=True)
+    sizes = InputSizes.of(batch)
+    numbers = pack(batch, sizes, padding_slot=ROWS, block_tokens=LENGTH + 3 * MOST)
+    inputs = StepInputs.of(torch.from_numpy(numbers), sizes, table_width=1)
     right = steps = 0.0
     while int(state.lengths[:ROWS].min()) < LENGTH:
         guesses = torch.randint(VOCAB, (ROWS, MOST), generator=guess)
-        before = torch.cat([state.last[:ROWS, None], guesses], dim=1)
+        before = torch.cat([state.last_tokens[:ROWS, None], guesses], dim=1)
         positions = state.lengths[:ROWS, None].clamp(max=LENGTH) + torch.arange(1 + MOST)
         proposed = Proposed(guesses, torch.zeros(3, dtype=torch.int64))
-        _, counts = drafts.draw(
-            Computed(NEXT[before].log().flatten(0, 1), positions.flatten(), proposed=proposed), state
-        )
+        output = ForwardOutput(NEXT[before].log().flatten(0, 1), positions.flatten(), proposed=proposed)
+        _, counts = sampler.sample(inputs, output, SamplingMode.RANDOM)
+        assert counts is not None
         right, steps = right + float((counts - 1).sum()), steps + 1
     return state.history[:ROWS, 1 : 1 + LENGTH].to(torch.int64), right / (steps * ROWS * MOST)
 

@@ -15,8 +15,8 @@ from sidestream.attention.paged import TorchAttention
 from sidestream.device.base import Stream
 from sidestream.device.sim import SimDevice, make_policy
 from sidestream.runner.executor import _GREEDY, Executor
-from sidestream.runner.frame import GraphKey
-from sidestream.runner.model import Left
+from sidestream.runner.forward import Left
+from sidestream.runner.step_inputs import GraphKey
 from sidestream.speculate import StepTokens
 from sidestream.testing.toy import ToyDraftHead, ToyModel, ToyProposer
 from sidestream.types import BatchPlan, LayerGates, RowPlan, RowStart

@@ -1,4 +1,4 @@
-"""What captured passes compute by kernels of ours is what torch computes. On a GPU if there is one, else in Triton's
+"""The operations of a step by Triton kernels are those by torch. On a GPU if there is one, else in Triton's
 interpreter.
 """
 
@@ -9,30 +9,38 @@ from dataclasses import replace
 
 import pytest
 import torch
-from test_draws import HIDDEN, MAX_LEN, begun, computed, random_batch
-from test_frame import BLOCK_TOKENS, ROWS, WIDTH
-from test_frame import random_batch as batch_within_bounds
+from test_sampler import HIDDEN, MAX_LEN, begun, forward_output
+from test_sampler import random_batch as certain_batch
+from test_step_inputs import BLOCK_TOKENS, SLOTS, WIDTH, random_batch
 
 from sidestream.kv.layout import KVLayout
-from sidestream.runner.draws import SamplingMode, _advance
-from sidestream.runner.frame import GraphInputs, GraphKey, TableChanges, pack
-from sidestream.runner.hidden_states import FROM_ROW, NOTHING, HiddenStates, PackedRows
+from sidestream.ops import Ops, TorchOps
+from sidestream.ops.interface import FROM_SLOT, ZEROS, DraftRows, PackedRows, ResolvedInputs
+from sidestream.runner.hidden_states import HiddenStates
+from sidestream.runner.sampler import SamplingMode
 from sidestream.runner.state import DecodeState
+from sidestream.runner.step_inputs import GraphKey, InputSizes, StepInputs, pack
+from sidestream.types import BatchPlan
 
 pytest.importorskip(
     "triton", reason="triton is not installed: it comes with torch on Linux x86-64, or with the dev extra"
 )
 
-from sidestream.runner import launch
+from sidestream.ops.triton_ops import TritonOps
 
 HERE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = [pytest.mark.gpu] if HERE == "cuda" else []
 SEEDS = range(80 if HERE == "cuda" else 6)
 
 
-def framed(numbers: object, shape: GraphKey, device: str) -> GraphInputs:
-    buffer = torch.as_tensor(numbers).to(device)
-    return GraphInputs(shape, buffer, *torch.split(buffer, shape.sizes))
+def inputs_of(batch: BatchPlan, sizes: InputSizes, device: str) -> StepInputs:
+    numbers = pack(batch, sizes, padding_slot=SLOTS, block_tokens=BLOCK_TOKENS)
+    return StepInputs.of(torch.from_numpy(numbers).to(device), sizes, table_width=WIDTH, padded=True)
+
+
+def sizes_of(batch: BatchPlan, key: GraphKey, seed: int) -> InputSizes:
+    """Of an eager or of a captured step."""
+    return InputSizes.of(batch) if seed % 3 == 0 else key.sizes
 
 
 def over_there(state: DecodeState) -> DecodeState:
@@ -41,11 +49,11 @@ def over_there(state: DecodeState) -> DecodeState:
         state.num_slots,
         state.vocab_size,
         device=HERE,
+        table_width=state.block_tables.shape[1],
         max_len=max(0, state.history.shape[1] - 1),
         hidden_size=state.hidden.shape[1],
     )
-    copy.hold_tables(state.tables.shape[1])
-    for name in ("last", "lengths", "tables", "history", "hidden"):
+    for name in ("last_tokens", "lengths", "block_tables", "history", "hidden"):
         getattr(copy, name).copy_(getattr(state, name))
     copy.rules.numbers.copy_(state.rules.numbers)
     for mine, given in zip(copy.seen_tables(), state.seen_tables(), strict=True):
@@ -57,76 +65,104 @@ def equal(got: torch.Tensor, wanted: torch.Tensor) -> None:
     torch.testing.assert_close(got.cpu(), wanted, rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.mark.parametrize("drafts", [0, 3])
-@pytest.mark.parametrize("seed", SEEDS)
-def test_inputs_of_a_frame(seed: int, drafts: int) -> None:
-    rng, draws = random.Random(seed), torch.Generator().manual_seed(seed)
-    state, shape = DecodeState(ROWS, 300), GraphKey(9, rng.choice([0, 60, 300]), drafts)
-    state.hold_tables(rng.choice([WIDTH, 200]))
-    state.last.copy_(torch.arange(ROWS + 1) + 50)
-    state.tables.copy_(torch.randint(500, state.tables.shape, generator=draws))
-    batch = batch_within_bounds(rng, drafts)
-    if not shape.tokens:
-        batch = replace(batch, rows=tuple(row for row in batch.rows if row.tokens is None))
+def decode_state(rng: random.Random, draws: torch.Generator, batch: BatchPlan, hidden_size: int = 0) -> DecodeState:
+    """A state in which the rows of a batch lie somewhere in their bounds."""
+    state = DecodeState(SLOTS, 300, table_width=rng.choice([WIDTH, 200]), hidden_size=hidden_size)
+    state.last_tokens.copy_(torch.arange(SLOTS + 1) + 50)
+    state.block_tables.copy_(torch.randint(500, state.block_tables.shape, generator=draws))
+    state.hidden.copy_(torch.randn(state.hidden.shape, generator=draws))
     for row in batch.rows:
         state.lengths[row.row] = 27 if row.is_certain else rng.randint(row.min_start, row.stop - row.num_tokens)
-    numbers = pack(batch, shape, padding_slot=state.padding_slot, block_tokens=BLOCK_TOKENS)
-    proposed = torch.randint(300, (ROWS + 1, drafts), generator=draws) if drafts else None
+    return state
 
-    wanted = framed(numbers, shape, "cpu").inputs(state, BLOCK_TOKENS, proposed)
-    given = None if proposed is None else proposed.to(HERE)
-    for got, expected in zip(
-        launch.inputs(framed(numbers, shape, HERE), over_there(state), BLOCK_TOKENS, given), wanted, strict=True
+
+@pytest.mark.parametrize("drafts", [0, 3])
+@pytest.mark.parametrize("seed", SEEDS)
+def test_inputs_are_resolved(seed: int, drafts: int) -> None:
+    rng, draws = random.Random(seed), torch.Generator().manual_seed(seed)
+    key, batch = GraphKey(9, rng.choice([0, 60, 300]), drafts), random_batch(rng, drafts)
+    if not key.tokens:
+        batch = replace(batch, rows=tuple(row for row in batch.rows if row.tokens is None))
+    state, sizes = decode_state(rng, draws, batch), sizes_of(batch, key, seed)
+    width = rng.choice([3, state.block_tables.shape[1]])
+    proposed = torch.randint(300, (SLOTS + 1, drafts), generator=draws) if drafts else None
+
+    def resolve(ops: Ops, state: DecodeState, device: str) -> ResolvedInputs:
+        inputs = inputs_of(batch, sizes, device)
+        return ops.resolve_inputs(
+            inputs.tokens,
+            inputs.positions,
+            inputs.token_slots,
+            inputs.kv_lens,
+            inputs.slots,
+            last_tokens=state.last_tokens,
+            lengths=state.lengths,
+            block_tables=state.block_tables,
+            drafts=None if proposed is None else proposed.to(device),
+            block_tokens=BLOCK_TOKENS,
+            width=width,
+        )
+
+    for got, wanted in zip(
+        resolve(TritonOps(), over_there(state), HERE), resolve(TorchOps(), state, "cpu"), strict=True
     ):
-        equal(got, expected)
+        equal(got, wanted)
 
 
 @pytest.mark.parametrize("count", [0, 3, 200])
-def test_changes_of_tables(count: int) -> None:
-    state = DecodeState(ROWS, 10)
-    state.hold_tables(WIDTH)
+def test_block_tables_are_updated(count: int) -> None:
+    state = DecodeState(SLOTS, 10, table_width=WIDTH)
     there = over_there(state)
-    places = torch.full((200,), -1)
-    places[torch.randperm(200)[:count]] = torch.randperm(ROWS * WIDTH)[:count] if count < ROWS * WIDTH else -1
-    blocks = torch.arange(200) + 7
+    indices = torch.full((200,), -1)
+    indices[torch.randperm(200)[:count]] = torch.randperm(SLOTS * WIDTH)[:count] if count < SLOTS * WIDTH else -1
+    block_ids = torch.arange(200) + 7
 
-    state.place(places, blocks)
-    launch.place(places.to(HERE), blocks.to(HERE), there.tables)
+    TorchOps().update_block_tables(indices, block_ids, state.block_tables)
+    TritonOps().update_block_tables(indices.to(HERE), block_ids.to(HERE), there.block_tables)
 
-    equal(there.tables, state.tables)
+    equal(there.block_tables, state.block_tables)
 
 
-@pytest.mark.parametrize(("drafts", "counted"), [(0, False), (3, False), (0, True)])
+@pytest.mark.parametrize(("drafts", "counted"), [(0, False), (3, False), (0, True), (3, True)])
 @pytest.mark.parametrize("seed", SEEDS)
-def test_rows_go_on_by_what_was_drawn_h19_h18(seed: int, drafts: int, counted: bool) -> None:
+def test_slots_advance_by_what_was_drawn_h19_h18(seed: int, drafts: int, counted: bool) -> None:
     rng = random.Random(seed)
-    hidden, shape = drafts > 0 and seed % 2 == 0, GraphKey(9, 60, drafts)
+    hidden, key = drafts > 0 and seed % 2 == 0, GraphKey(9, 60, drafts)
     state = begun(MAX_LEN if drafts else 0, HIDDEN if hidden else 0, SamplingMode.PENALISED)
-    for row in range(ROWS):
-        state.lengths[row] = 3
-    batch = random_batch(rng, drafts)
-    left = computed(shape, batch, seed, hidden=hidden, padded=True)
-    tokens = left.logits.nan_to_num().argmax(-1)
-    numbers = pack(batch, shape, padding_slot=state.padding_slot, block_tokens=BLOCK_TOKENS)
+    for slot in range(SLOTS):
+        state.lengths[slot] = 3
+    batch = certain_batch(rng, drafts)
+    sizes = sizes_of(batch, key, seed)
+    if not sizes.logits:
+        return
+    output = forward_output(sizes, batch, seed, hidden=hidden)
+    tokens = output.logits.nan_to_num().argmax(-1)
     there = over_there(state)
-    before = there.last[state.padding_slot].item()
-    moved = left._replace(
-        positions=left.positions.to(HERE),
-        hidden=None if left.hidden is None else left.hidden.to(HERE),
-        proposed=None if left.proposed is None else left.proposed._replace(tokens=left.proposed.tokens.to(HERE)),
-    )
+    before = there.last_tokens[state.padding_slot].item()
 
-    wanted = _advance(framed(numbers, shape, "cpu"), left, tokens, state, counted=counted)
-    got = launch.advance(framed(numbers, shape, HERE), moved, tokens.to(HERE), there, counted=counted)
+    def advance(ops: Ops, state: DecodeState, device: str) -> torch.Tensor:
+        inputs = inputs_of(batch, sizes, device)
+        return ops.advance(
+            tokens.to(device),
+            output.positions.to(device),
+            None if output.proposed is None else output.proposed.tokens.to(device),
+            None if output.hidden is None else output.hidden.to(device),
+            state.slot_tensors(counted=counted),
+            sampling_rows=inputs.sampling_rows,
+            first_logits=inputs.first_logits,
+            slots=inputs.slots,
+            cu_seqlens_q=inputs.cu_seqlens_q,
+            decodes=sizes.decodes,
+        )
 
-    equal(got, wanted)
-    for name in ("last", "lengths", "history", "hidden"):
-        mine, theirs = getattr(there, name)[:ROWS], getattr(state, name)[:ROWS]
+    equal(advance(TritonOps(), there, HERE), advance(TorchOps(), state, "cpu"))
+    for name in ("last_tokens", "lengths", "history", "hidden"):
+        mine, theirs = getattr(there, name)[:SLOTS], getattr(state, name)[:SLOTS]
         if name == "history" and drafts:
-            mine, theirs = mine[:, :-1], theirs[:, :-1]  # the last column takes what is thrown away
+            mine, theirs = mine[:, :-1], theirs[:, :-1]  # the last column takes writes that count for nothing
         equal(mine, theirs)
-    equal(there.seen_tables()[0][:ROWS], state.seen_tables()[0][:ROWS])
-    assert there.last[state.padding_slot].item() == before  # padding does not even write to nobody
+    equal(there.seen_tables()[0][:SLOTS], state.seen_tables()[0][:SLOTS])
+    assert there.last_tokens[state.padding_slot].item() == before  # padding does not even write to its own slot
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -138,16 +174,16 @@ def test_hidden_states_before_each_token_and_what_is_kept_of_them_h15(seed: int)
     )
     assert layout.layers_for(hidden_size) < layout.num_layers
     kv = torch.randn(layout.shape(blocks + 1), generator=draws)
-    state = DecodeState(ROWS, 10, hidden_size=hidden_size)
+    state = DecodeState(SLOTS, 10, hidden_size=hidden_size)
     state.hidden.copy_(torch.randn(state.hidden.shape, generator=draws))
-    lengths = [rng.choice([0, 1, 1, 2, 7]) for _ in range(rng.choice([3, ROWS]))]
+    lengths = [rng.choice([0, 1, 1, 2, 7]) for _ in range(rng.choice([3, SLOTS]))]
     padding = rng.choice([0, 5])
     count = sum(lengths) + padding
     bounds = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()])
     numbers = torch.tensor(
-        [row if length else ROWS for row, length in zip(rng.sample(range(ROWS), len(lengths)), lengths, strict=True)]
+        [row if length else SLOTS for row, length in zip(rng.sample(range(SLOTS), len(lengths)), lengths, strict=True)]
     )
-    origins = torch.tensor([rng.choice([FROM_ROW, NOTHING, rng.randrange(blocks)]) for _ in lengths])
+    origins = torch.tensor([rng.choice([FROM_SLOT, ZEROS, rng.randrange(blocks)]) for _ in lengths])
     positions = torch.randint(40, (count,), generator=draws)
     slots = torch.tensor([*(rng.sample(range(blocks), min(blocks, count)) * 10)[:count]]) * size + positions % size
     slots[torch.rand(count, generator=draws) < 0.3] = -1
@@ -158,70 +194,60 @@ def test_hidden_states_before_each_token_and_what_is_kept_of_them_h15(seed: int)
         PackedRows(bounds, numbers, origins),
         PackedRows(bounds.to(HERE), numbers.to(HERE), origins.to(HERE)),
     )
-    ours, theirs = HiddenStates(kv, layout, state), HiddenStates(there_kv, layout, there)
+    ours, theirs = (
+        HiddenStates(kv, layout, state, TorchOps()),
+        HiddenStates(there_kv, layout, there, TritonOps()),
+    )
     if not count:
         return
 
-    got = launch.before(hidden.to(HERE), rows_there, there.hidden, theirs._by_block)
-    equal(got[: sum(lengths)], ours.before(hidden, rows)[: sum(lengths)])
+    got = theirs.previous(hidden.to(HERE), rows_there)
+    equal(got[: sum(lengths)], ours.previous(hidden, rows)[: sum(lengths)])
 
-    ours.keep(hidden, rows, positions=positions, slots=slots)
-    launch.keep(
-        hidden.to(HERE),
-        rows_there,
-        there.hidden,
-        theirs._by_block,
-        positions=positions.to(HERE),
-        slots=slots.to(HERE),
-        block_tokens=size,
-    )
-    equal(there.hidden[:ROWS], state.hidden[:ROWS])
+    ours.keep(hidden, rows, positions=positions, slot_mapping=slots)
+    theirs.keep(hidden.to(HERE), rows_there, positions=positions.to(HERE), slot_mapping=slots.to(HERE))
+    equal(there.hidden[:SLOTS], state.hidden[:SLOTS])
     equal(there_kv[:blocks], kv[:blocks])
 
 
-@pytest.mark.parametrize("padded", [True, False])
-def test_one_token_of_each_row_goes_where_its_table_says_and_no_further_than_it_has_room_h11(padded: bool) -> None:
+def test_a_draft_goes_where_its_block_table_says_and_no_further_than_its_row_has_room_h11() -> None:
     draws = torch.Generator().manual_seed(5)
     tables = torch.randint(500, (9, WIDTH), generator=draws, dtype=torch.int32)
-    positions, last = (torch.randint(WIDTH * BLOCK_TOKENS, (9,), generator=draws) for _ in range(2))
-    nobody = torch.arange(9) % 3 == 0
-    there = (part.to(HERE) for part in (tables, positions, last))
+    positions, bounds = (torch.randint(WIDTH * BLOCK_TOKENS, (9,), generator=draws) for _ in range(2))
+    padding = torch.arange(9) % 3 == 0
+    there = [part.to(HERE) for part in (tables, positions, bounds, padding)]
 
-    slots, lengths = launch.one_token_each(*there, nobody.to(HERE) if padded else None, block_tokens=BLOCK_TOKENS)
-
-    for row in range(9):
-        at = min(int(positions[row]), int(last[row]))
-        slot = int(tables[row, at // BLOCK_TOKENS]) * BLOCK_TOKENS + at % BLOCK_TOKENS
-        assert (slots[row], lengths[row]) == ((-1, 0) if padded and nobody[row] else (slot, at + 1))
-
-
-def test_a_frames_changes_are_part_of_its_numbers() -> None:
-    numbers = pack(
-        random_batch(random.Random(1), 0),
-        GraphKey(9, 60),
-        padding_slot=ROWS,
-        block_tokens=4,
-        changes=TableChanges([5, 9], [70, 71]),
-    )
-    frame = framed(numbers, GraphKey(9, 60), "cpu")
-    assert frame.places.tolist() == [5, 9] + [-1] * (GraphKey(9, 60).rows - 2)
-    assert frame.blocks[:2].tolist() == [70, 71]
+    for ops, given in ((TritonOps(), there), (TorchOps(), [tables, positions, bounds, padding])):
+        slot_mapping, kv_lens = ops.draft_slots(*given, block_tokens=BLOCK_TOKENS)
+        for row in range(9):
+            at = min(int(positions[row]), int(bounds[row]))
+            slot = int(tables[row, at // BLOCK_TOKENS]) * BLOCK_TOKENS + at % BLOCK_TOKENS
+            assert (slot_mapping[row], kv_lens[row]) == ((-1, 0) if padding[row] else (slot, at + 1))
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_where_rows_stand_that_are_to_be_drafted_for(seed: int) -> None:
+def test_rows_that_drafts_are_made_for(seed: int) -> None:
     rng, draws = random.Random(seed), torch.Generator().manual_seed(seed)
-    state, shape = DecodeState(ROWS, 300, hidden_size=rng.choice([0, 5, 200])), GraphKey(9, 0, 3)
-    state.hold_tables(rng.choice([WIDTH, 200]))
-    state.tables.copy_(torch.randint(500, state.tables.shape, generator=draws))
-    state.hidden.copy_(torch.randn(state.hidden.shape, generator=draws))
-    state.last.copy_(torch.arange(ROWS + 1) + 50)
-    batch = batch_within_bounds(rng, 3)
+    batch = random_batch(rng, 3)
     batch = replace(batch, rows=tuple(row for row in batch.rows if row.tokens is None))
-    for row in batch.rows:
-        state.lengths[row.row] = 27 if row.is_certain else rng.randint(row.min_start, row.stop - row.num_tokens)
-    numbers = pack(batch, shape, padding_slot=state.padding_slot, block_tokens=BLOCK_TOKENS)
+    state, sizes = decode_state(rng, draws, batch, rng.choice([0, 5, 200])), sizes_of(batch, GraphKey(9, 0, 3), seed)
+    drafting = slice(sizes.first_drafting, sizes.decodes)
+    if drafting.start == drafting.stop:
+        return
 
-    wanted = framed(numbers, shape, "cpu").standing(state, shape.decodes)
-    for got, expected in zip(launch.standing(framed(numbers, shape, HERE), over_there(state)), wanted, strict=True):
-        equal(got, expected)
+    def rows(ops: Ops, state: DecodeState, device: str) -> DraftRows:
+        inputs = inputs_of(batch, sizes, device)
+        return ops.draft_rows(
+            inputs.positions,
+            inputs.cu_seqlens_q[drafting],
+            inputs.kv_lens[drafting],
+            inputs.slots[drafting],
+            last_tokens=state.last_tokens,
+            lengths=state.lengths,
+            block_tables=state.block_tables,
+            hidden=state.hidden,
+            width=WIDTH,
+        )
+
+    for got, wanted in zip(rows(TritonOps(), over_there(state), HERE), rows(TorchOps(), state, "cpu"), strict=True):
+        equal(got, wanted)

@@ -7,7 +7,7 @@ import torch
 
 from sidestream.device.cpu import CpuDevice
 from sidestream.runner.mailbox import Mailbox, MailboxEntry
-from sidestream.runner.sample import SamplerOutput
+from sidestream.runner.sampler import SamplerOutput
 from sidestream.types import Fence, RowPlan
 
 ROWS, DRAFTS, PADDED = 3, 2, 40

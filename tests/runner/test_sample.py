@@ -6,12 +6,13 @@ import math
 
 import pytest
 import torch
+from sampler_rig import commit, sample
 from torch import Tensor
 
 from sidestream.config import SamplingParams
 from sidestream.errors import InvariantError
-from sidestream.runner.draw import probability_floor
-from sidestream.runner.sample import SamplerOutput, sample
+from sidestream.ops.torch_sampling import probability_floor
+from sidestream.runner.sampler import SamplerOutput
 from sidestream.runner.state import DecodeState
 from sidestream.types import RowStart
 
@@ -188,7 +189,7 @@ def test_tokens_of_probability_zero_are_never_drawn():
 @pytest.mark.parametrize("random", [0.0, 1 - 2.0**-53])
 def test_the_ends_of_the_unit_interval_draw_the_first_and_the_last_kept_token(monkeypatch, random):
     monkeypatch.setattr(
-        "sidestream.runner.draw.uniforms",
+        "sidestream.ops.torch_sampling.uniforms",
         lambda seeds, indices: torch.full((len(seeds),), random, dtype=torch.float64),
     )
     torch.manual_seed(3)
@@ -332,7 +333,7 @@ def run(state: DecodeState, row: int, begun: RowStart, indices: range) -> list[i
     for index in indices:
         logits = torch.randn(1, 500, generator=torch.Generator().manual_seed(index))
         drawn = sample(logits, [row], [index], state)
-        state.commit([row], drawn.tokens)
+        commit(state, [row], drawn.tokens)
         tokens.append(int(drawn.tokens.item()))
     return tokens
 

@@ -8,11 +8,11 @@ import math
 import numpy as np
 import pytest
 import torch
+from sampler_rig import sample
 from splitmix import uniform
 
 from sidestream.config import SamplingParams
-from sidestream.runner.rules import COLUMNS, sampling_row, uniforms
-from sidestream.runner.sample import sample
+from sidestream.ops.rules import COLUMNS, sampling_row, uniforms
 from sidestream.runner.state import DecodeState
 from sidestream.types import RowStart
 

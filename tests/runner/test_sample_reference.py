@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from sampler_rig import sample
 from splitmix import uniform
 from transformers import (
     LogitsProcessorList,
@@ -23,7 +24,6 @@ from transformers import (
 )
 
 from sidestream.config import SamplingParams
-from sidestream.runner.sample import sample
 from sidestream.runner.state import DecodeState
 from sidestream.types import RowStart, SamplingSpec
 

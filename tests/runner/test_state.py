@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from sampler_rig import commit as advance
+from sampler_rig import sample
 
 from sidestream.config import SamplingParams
 from sidestream.errors import InvariantError
-from sidestream.runner.sample import sample
 from sidestream.runner.state import DecodeState
 from sidestream.types import RowStart
 
@@ -22,7 +23,13 @@ PENALISED = {"temperature": 0.0, "repetition_penalty": 2.0, "presence_penalty": 
 
 
 def commit(state: DecodeState, rows: list[int], tokens: list[int]) -> None:
-    state.commit(rows, torch.tensor(tokens, dtype=torch.int64))
+    advance(state, rows, torch.tensor(tokens, dtype=torch.int64))
+
+
+def seen(state: DecodeState, slots: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Copies of the tables of penalties."""
+    counts, in_prompt = state.seen_tables()
+    return counts[slots], in_prompt[slots]
 
 
 def test_committed_tokens_are_the_next_inputs_of_their_rows_in_any_order():
@@ -30,7 +37,7 @@ def test_committed_tokens_are_the_next_inputs_of_their_rows_in_any_order():
     for row in range(4):
         state.begin([(row, start())])
     commit(state, [2, 0, 3], [7, 8, 9])
-    assert state.last_tokens([0, 3, 2]).tolist() == [8, 9, 7]
+    assert state.last_tokens[[0, 3, 2]].tolist() == [8, 9, 7]
 
 
 def test_a_row_begins_with_its_last_known_token():
@@ -38,15 +45,7 @@ def test_a_row_begins_with_its_last_known_token():
     state.begin([(0, start(prompt=(3, 4)))])
     state.begin([(1, start(prompt=(3, 4), outputs=(5, 6)))])
     state.begin([(2, start())])
-    assert state.last_tokens([0, 1, 2]).tolist() == [4, 6, 0]
-
-
-def test_last_tokens_are_a_copy_that_a_later_commit_does_not_change():
-    state = DecodeState(1, VOCAB)
-    state.begin([(0, start(prompt=(3,)))])
-    before = state.last_tokens([0])
-    commit(state, [0], [9])
-    assert before.tolist() == [3]
+    assert state.last_tokens[[0, 1, 2]].tolist() == [4, 6, 0]
 
 
 def test_a_new_owner_finds_no_token_of_the_old_one_h16():
@@ -54,7 +53,7 @@ def test_a_new_owner_finds_no_token_of_the_old_one_h16():
     state.begin([(0, start(prompt=(3,)))])
     commit(state, [0], [9])
     state.begin([(0, start(prompt=(4,)))])
-    assert state.last_tokens([0]).tolist() == [4]
+    assert state.last_tokens[[0]].tolist() == [4]
 
 
 def test_a_new_owner_finds_no_counts_and_no_prompt_of_the_old_one_h18():
@@ -62,7 +61,7 @@ def test_a_new_owner_finds_no_counts_and_no_prompt_of_the_old_one_h18():
     state.begin([(0, start(prompt=(1, 2, 3), outputs=(4,), **PENALISED))])
     commit(state, [0], [5])
     state.begin([(0, start(prompt=(8,), **PENALISED))])
-    counts, in_prompt = state.seen(torch.tensor([0]))
+    counts, in_prompt = seen(state, [0])
     assert counts.sum() == 0
     assert in_prompt[0].nonzero().flatten().tolist() == [8]
 
@@ -73,7 +72,7 @@ def test_counts_are_clean_even_after_an_owner_that_needed_none_h18():
     state.begin([(0, start(prompt=(2,)))])
     commit(state, [0], [5])
     state.begin([(0, start(prompt=(3,), **PENALISED))])
-    counts, in_prompt = state.seen(torch.tensor([0]))
+    counts, in_prompt = seen(state, [0])
     assert counts.sum() == 0
     assert in_prompt[0].nonzero().flatten().tolist() == [3]
 
@@ -98,8 +97,8 @@ def test_a_late_commit_for_the_old_owner_before_the_reset_leaves_no_trace_h16():
     commit(state, [0], [6])
     state.begin([(0, start(prompt=(2,), **PENALISED))])
     commit(state, [0], [7])
-    counts, _ = state.seen(torch.tensor([0]))
-    assert counts[0].nonzero().flatten().tolist() == [7] and state.last_tokens([0]).tolist() == [7]
+    counts, _ = seen(state, [0])
+    assert counts[0].nonzero().flatten().tolist() == [7] and state.last_tokens[[0]].tolist() == [7]
 
 
 def test_beginning_one_row_leaves_the_others_alone():
@@ -107,10 +106,10 @@ def test_beginning_one_row_leaves_the_others_alone():
     for row in range(3):
         state.begin([(row, start(prompt=(row,), outputs=(row + 5,), **PENALISED))])
     state.begin([(1, start(prompt=(9,), **PENALISED))])
-    counts, in_prompt = state.seen(torch.tensor([0, 2]))
+    counts, in_prompt = seen(state, [0, 2])
     assert counts.nonzero().tolist() == [[0, 5], [1, 7]]
     assert in_prompt.nonzero().tolist() == [[0, 0], [1, 2]]
-    assert state.last_tokens([0, 2]).tolist() == [5, 7]
+    assert state.last_tokens[[0, 2]].tolist() == [5, 7]
 
 
 def test_commits_count_each_output_of_penalised_rows():
@@ -120,7 +119,7 @@ def test_commits_count_each_output_of_penalised_rows():
     state.begin([(2, start(**PENALISED))])
     commit(state, [2, 1, 0], [5, 6, 4])
     commit(state, [0, 2], [7, 5])
-    counts, _ = state.seen(torch.tensor([0, 2]))
+    counts, _ = seen(state, [0, 2])
     assert counts[0, [4, 7]].tolist() == [3, 1] and counts[1, 5] == 2
     assert counts.sum() == 6
 
@@ -131,7 +130,7 @@ def test_a_preempted_request_finds_its_outputs_counted_again_in_another_row():
     commit(state, [0], [5])
     commit(state, [0], [5])
     state.begin([(1, start(prompt=(1,), outputs=(5, 5), **PENALISED))])
-    counts, in_prompt = state.seen(torch.tensor([0, 1]))
+    counts, in_prompt = seen(state, [0, 1])
     assert counts[0].equal(counts[1]) and in_prompt[0].equal(in_prompt[1])
 
 
@@ -139,27 +138,27 @@ def test_tables_of_penalties_cost_nothing_until_a_row_needs_them():
     huge = DecodeState(1 << 20, 1 << 20)  # 5 TiB of tables
     huge.begin([(0, start(temperature=0.7, top_p=0.9, logit_bias={3: 1.0}, min_tokens=3))])
     commit(huge, [0], [5])
-    assert huge.last_tokens([0]).tolist() == [5]
+    assert huge.last_tokens[[0]].tolist() == [5]
 
 
 @pytest.mark.parametrize("stray", [-1, VOCAB, 1 << 31])
 def test_ids_outside_the_vocabulary_are_ignored(stray):
     state = DecodeState(2, VOCAB)
     state.begin([(1, start(prompt=(stray, 3), outputs=(stray, 4), **PENALISED))])
-    counts, in_prompt = state.seen(torch.tensor([0, 1]))
+    counts, in_prompt = seen(state, [0, 1])
     assert counts.nonzero().tolist() == [[1, 4]] and in_prompt.nonzero().tolist() == [[1, 3]]
 
 
 def test_a_row_that_never_began_cannot_draw():
-    with pytest.raises(InvariantError, match="row 1 draws, but it never began"):
-        DecodeState(2, VOCAB).row(1)
+    with pytest.raises(InvariantError, match="slot 1 draws, but it never began"):
+        DecodeState(2, VOCAB).sampling_of(1)
 
 
 def test_an_empty_batch_changes_nothing():
     state = DecodeState(1, VOCAB)
     state.begin([(0, start(prompt=(3,)))])
     commit(state, [], [])
-    assert state.last_tokens([]).shape == (0,) and state.last_tokens([0]).tolist() == [3]
+    assert state.last_tokens[[]].shape == (0,) and state.last_tokens[[0]].tolist() == [3]
 
 
 def test_rows_of_a_step_begin_together_each_with_its_own_tokens():
@@ -173,7 +172,7 @@ def test_rows_of_a_step_begin_together_each_with_its_own_tokens():
     }
     before = state.history.clone()
     state.begin([*starts.items()])
-    assert state.last_tokens([3, 0, 4, 1]).tolist() == [4, 0, 5, 1]
+    assert state.last_tokens[[3, 0, 4, 1]].tolist() == [4, 0, 5, 1]
     for row in range(6):
         known = [*starts[row].prompt, *starts[row].outputs] if row in starts else []
         assert state.history[row, : len(known)].tolist() == known

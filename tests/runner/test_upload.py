@@ -53,7 +53,7 @@ def test_a_buffer_is_overwritten_whole(uploads: Uploads) -> None:
 
 
 def test_a_frame_is_fetched_from_the_steps_own_slot_beside_its_other_numbers(staging: torch.Tensor) -> None:  # H17
-    uploads, target = Uploads(staging=staging, mapped=staging.view(torch.uint8), frame_bytes=64), torch.full((4,), -1)
+    uploads, target = Uploads(staging=staging, mapped=staging.view(torch.uint8), input_bytes=64), torch.full((4,), -1)
     fetches = uploads.fetches(target)
     for slot, first in ((1, 10), (0, 20)):
         uploads.open(slot)
@@ -78,7 +78,7 @@ def test_what_no_slot_has_room_for_comes_all_the_same(uploads: Uploads, staging:
 
 
 def test_on_a_cpu_numbers_are_there_already() -> None:
-    uploads = Uploads.of(CpuDevice(compute_threads=1), num_slots=3)
+    uploads = Uploads.of(CpuDevice(compute_threads=1), num_regions=3)
     uploads.open(2)
     tensor, target = torch.arange(3), torch.zeros(3, dtype=torch.int64)
     uploads.into(target, np.arange(3))
@@ -92,7 +92,7 @@ def test_steps_on_their_way_have_slots_of_their_own_as_long_as_their_letters(
     device, model, opened = CpuDevice(compute_threads=1), ToyModel(), list[int]()
     memory = device.allocate("kv", 4 * model.layout.block_bytes)
     executor = Executor(device=device, model=model, memory=memory, num_slots=2, attention=TorchAttention())
-    monkeypatch.setattr(Uploads, "open", lambda self, slot: opened.append(slot))
+    monkeypatch.setattr(Uploads, "open", lambda self, region: opened.append(region))
     begin = RowStart(SamplingParams(temperature=0).spec(seed=0, eos_ids=()), (5,), ())
     batch = BatchPlan((RowPlan(1, 0, 0, 0, 1, (5,), (0,), True, 0, begin),))
     try:

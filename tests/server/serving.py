@@ -111,6 +111,9 @@ def send(served: Served, fields: dict[str, object], path: str = "/v1/chat/comple
     """Send a request on a raw connection, and read nothing."""
     body = json.dumps(fields).encode()
     connection = served.connect()
-    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n"
+    head = (
+        f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        f"Content-Length: {len(body)}\r\nConnection: close\r\n\r\n"
+    )
     connection.sendall(head.encode() + body)
     return connection

@@ -291,8 +291,9 @@ _JSON = st.recursive(
     max_leaves=8,
 )
 _NAMES = (
-    "temperature", "top_p", "n", "stream", "stream_options", "stop", "logit_bias", "logprobs", "top_logprobs", "seed", "max_tokens",
-    "min_tokens", "stop_token_ids", "tools", "response_format", "messages", "prompt", "model", "priority", "echo", "metadata",
+    "temperature", "top_p", "n", "stream", "stream_options", "stop", "logit_bias", "logprobs", "top_logprobs", "seed",
+    "max_tokens", "min_tokens", "stop_token_ids", "tools", "response_format", "messages", "prompt", "model", "priority",
+    "echo", "metadata",
 )  # fmt: skip
 
 

@@ -131,9 +131,11 @@ def test_a_connection_that_is_never_used_is_closed_without_a_word(warnings: queu
 
 
 def test_a_request_that_takes_longer_than_a_head_may_is_answered() -> None:
-    with serving(FakeBackend(Script(hold_after=1)), head_timeout_s=0.1) as served, served.connect() as idle:
+    with serving(FakeBackend(Script(hold_after=1)), head_timeout_s=0.1) as served:
         stream = served.openai.completions.create(model="fake", prompt="hi", stream=True)
-        assert read_to_end(idle) == b""  # the head timeout has passed
+        with served.connect() as idle:
+            assert read_to_end(idle) == b""  # the head timeout of a later connection has passed
+        served.backend.wait_until(lambda backend: bool(backend.held))
         served.backend.release()
         assert "".join(chunk.choices[0].text for chunk in stream) == "Hello, world"
 

@@ -261,7 +261,8 @@ def test_a_body_that_says_it_is_too_long_need_not_even_come() -> None:
     with serving(max_body_bytes=1000) as served:
         announcing = served.connect()
         announcing.sendall(
-            b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 1001\r\n\r\n"
+            b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+            b"Content-Length: 1001\r\n\r\n"
         )
         assert announcing.recv(12) == b"HTTP/1.1 413"
         announcing.close()
@@ -271,7 +272,8 @@ def test_a_chunked_body_that_is_too_long_is_refused_while_it_is_read() -> None:
     with serving(max_body_bytes=1000) as served:
         endless = served.connect()
         endless.sendall(
-            b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n"
+            b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+            b"Transfer-Encoding: chunked\r\n\r\n"
         )
         endless.sendall(b"3e9\r\n" + b"x" * 1001 + b"\r\n")  # and the last chunk never comes
         assert endless.recv(12) == b"HTTP/1.1 413"

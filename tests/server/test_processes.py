@@ -26,7 +26,7 @@ from sidestream.errors import EngineStopped, ProcessFailed
 from sidestream.server import ServerOptions, Supervisor, bind, bind_shared
 from sidestream.testing.tiny_models import tiny_model_dir
 
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")]
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 
 WAIT_S = 240.0
 ENDLESS = 30_000
@@ -296,8 +296,8 @@ def test_a_killed_api_process_takes_its_own_clients_along_and_another_one_starts
     until(lambda: is_idle(shared.connect()))
     (said,) = [line for line in shared.log if "has ended" in line]
     assert (
-        f"API process {killed} has ended: it was killed by SIGKILL; its clients have lost their connections; another one starts"
-        in said
+        f"API process {killed} has ended: it was killed by SIGKILL; "
+        "its clients have lost their connections; another one starts" in said
     )
 
 
@@ -482,3 +482,11 @@ def test_a_second_server_cannot_share_the_port_of_several_processes_that_do_not_
                 sockets.enter_context(one)
             with pytest.raises(Exception, match="another program listens there"):
                 bind(ServerOptions(port=first.getsockname()[1]))
+
+
+def test_an_api_process_does_without_torch(shared: Server) -> None:
+    def has_torch(pid: int) -> bool:
+        return "libtorch" in Path(f"/proc/{pid}/maps").read_text()
+
+    assert has_torch(shared.engine)
+    assert not any(map(has_torch, shared.apis))

@@ -101,7 +101,8 @@ def test_the_second_stop_quits_at_once() -> None:
     with serving(FakeBackend(Script(hold_after=2)), drain_s=3600) as served:
         with _begin_stream(served), served.connect() as half:
             half.sendall(
-                b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 9\r\n\r\n{"
+                b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+                b"Content-Length: 9\r\n\r\n{"
             )
             served.running.stop()
             served.running.stop()
@@ -120,7 +121,8 @@ import sys
 from sidestream.server import RunningServer, ServerOptions, bind, serve
 from sidestream.testing.fake_backend import FakeBackend, Script
 backend = FakeBackend(Script(hold_after=2))
-drained = serve(backend, ServerOptions(port=0, drain_s=float(sys.argv[1])), on_ready=lambda running: print(running.url, flush=True))
+options = ServerOptions(port=0, drain_s=float(sys.argv[1]))
+drained = serve(backend, options, on_ready=lambda running: print(running.url, flush=True))
 print(drained, backend.aborted == backend.names, flush=True)
 """
 
@@ -136,7 +138,10 @@ def test_signals_abort_what_cannot_finish_and_return_to_the_caller(
             assert child.stdout is not None
             host, port = child.stdout.readline().strip().removeprefix("http://").split(":")
             body = json.dumps({"model": "fake", "messages": HI, "stream": True}).encode()
-            head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+            head = (
+                "POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+                f"Content-Length: {len(body)}\r\n\r\n"
+            )
             with socket.create_connection((host, int(port)), timeout=WAIT_S) as connection:
                 connection.sendall(head.encode() + body)
                 assert connection.recv(12) == b"HTTP/1.1 200"

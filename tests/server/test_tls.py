@@ -277,5 +277,8 @@ def test_a_stop_does_not_wait_for_unfinished_handshakes() -> None:
 
 def _ask_long(connection: socket.socket) -> None:
     body = json.dumps(ASK_LONG).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n"
+    head = (
+        "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        f"Content-Length: {len(body)}\r\nConnection: close\r\n\r\n"
+    )
     connection.sendall(head.encode() + body)

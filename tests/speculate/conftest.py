@@ -3,44 +3,51 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from drafting_rig import Seen
-from torch import Tensor
 
-from sidestream.attention.interface import AttentionBatch
-from sidestream.runner.drafts import Drafts
-from sidestream.runner.state import DecodeState
-from sidestream.speculate import Context, Proposer
+from sidestream.runner.forward import Forward, Proposed
+from sidestream.runner.step_inputs import StepInputs
+from sidestream.speculate import Context
 
 
 @pytest.fixture
 def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
-    """Drafts of engines by the tokens before them; each row has its own number of drafts."""
+    """Drafts of eager steps by the tokens before them; each row has its own number of drafts."""
     seen: Seen = defaultdict(list)
-    propose = Drafts.propose
+    propose = Forward._propose
 
-    def keep(
-        self: Drafts, proposer: Proposer, state: DecodeState, attend: Callable[[Tensor, Tensor, Tensor], AttentionBatch]
-    ) -> Tensor:
+    def keep(self: Forward, inputs: StepInputs) -> Proposed | None:
         contexts: list[Context] = []
+        proposer: Any = self._proposer
 
-        def propose_for_all(context: Context, count: int) -> Tensor:
+        def propose_for_all(context: Context, count: int) -> Any:
             contexts.append(context)
             return proposer.propose(context, count)
 
-        watched: Any = SimpleNamespace(propose=propose_for_all)
-        drafts = propose(self, watched, state, attend)
-        drafting = [(row, count) for row, count in zip(drafts.tolist(), self.num_drafts, strict=True) if count]
+        self._proposer = SimpleNamespace(propose=propose_for_all)  # type: ignore[assignment]
+        try:
+            proposed = propose(self, inputs)
+        finally:
+            self._proposer = proposer
+        if proposed is None:
+            return None
+        first, stop = inputs.sizes.first_drafting, inputs.sizes.decodes
+        counts = (inputs.cu_seqlens_q[1:] - inputs.cu_seqlens_q[:-1] - 1)[first:stop].tolist()
         (context,) = contexts
-        for history, length, (row, count) in zip(
-            context.history[context.rows].tolist(), context.lengths.tolist(), drafting, strict=True
+        for history, length, drafts, count in zip(
+            context.history[context.rows].tolist(),
+            context.lengths.tolist(),
+            proposed.tokens[first:].tolist(),
+            counts,
+            strict=True,
         ):
-            seen[tuple(history[:length])].append(row[:count])
-        return drafts
+            assert count > 0
+            seen[tuple(history[:length])].append(drafts[:count])
+        return proposed
 
-    monkeypatch.setattr(Drafts, "propose", keep)
+    monkeypatch.setattr(Forward, "_propose", keep)
     return seen

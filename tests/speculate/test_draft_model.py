@@ -111,11 +111,11 @@ def test_blocks_of_a_model_with_another_draft_model_or_none_are_no_hits(
 
 
 def test_a_draft_model_that_does_not_fit_is_refused_with_both_values(model: Path, tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match=r"was made for 64 tokens, a request may have \d+: lower max_model_len"):
+    with pytest.raises(ModelError, match=r"supports 64 tokens, a request may have \d+: lower max_model_len"):
         engine(model, tiny_model_dir("llama", tmp_path / "short", 4, max_position_embeddings=64))
     with pytest.raises(
         ModelError,
-        match=r"the draft model narrow knows 100 tokens, the tokenizer has \d+: take one that knows them all",
+        match=r"the draft model narrow has a vocabulary of 100 tokens, the tokenizer \d+: choose one with all of them",
     ):
         engine(model, tiny_model_dir("llama", tmp_path / "narrow", 4, vocab_size=100))
     with pytest.raises(ModelError, match=r"the draft model: model .*nowhere: there is no such directory"):

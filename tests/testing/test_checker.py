@@ -29,7 +29,7 @@ def test_bytes_that_nobody_ever_wrote_are_not_read() -> None:
         ("compute",),
         "",
     )
-    assert finding.message.endswith("reads kv[40:64], which nobody ever wrote")
+    assert finding.message.endswith("reads kv[40:64], which no work ever wrote")
 
 
 def test_what_an_id_held_is_gone_once_it_is_taken_again() -> None:
@@ -45,7 +45,7 @@ def test_what_an_id_held_is_gone_once_it_is_taken_again() -> None:
     assert kinds(lambda rig: program(rig, rewritten=True)) == set()
     (finding,) = judged(lambda rig: program(rig, rewritten=False))
     assert finding.kind == "unwritten"
-    assert "nobody wrote since its id was taken: the last to write it was `write` (compute:1, " in finding.message
+    assert "no work wrote since its id was taken: the last to write it was `write` (compute:1, " in finding.message
 
 
 def test_work_that_was_submitted_before_the_id_was_taken_still_reads_what_it_held() -> None:

@@ -28,7 +28,7 @@ def test_work_on_an_id_that_nobody_leases_is_found_at_its_submission() -> None:
     assert kinds(never) == kinds(no_longer) == {"unleased"}
     assert kinds(in_time) == set()
     (finding,) = judged(no_longer)
-    assert "touches blocks 0 (kv[0:64]), of which no lease was open when it was submitted" in finding.message
+    assert "touches blocks 0 (kv[0:64]), which had no open lease when it was submitted" in finding.message
 
 
 def test_a_cached_id_may_be_used_again_under_a_lease_for_reading_only() -> None:
@@ -120,7 +120,7 @@ def test_an_id_that_is_released_more_often_than_leased_is_found() -> None:
         rig.release(5)
 
     assert kinds(program) == {"unleased"}
-    assert "gave up blocks 0 (kv[0:64]), of which no lease was open" in judged(program)[0].message
+    assert "released blocks 0 (kv[0:64]), which had no open lease" in judged(program)[0].message
 
 
 def test_an_id_that_is_taken_under_an_open_lease_is_found_and_both_leases_count() -> None:
@@ -158,7 +158,7 @@ def test_an_id_is_given_up_behind_the_work_that_uses_it() -> None:
     (finding,) = judged(lambda rig: program(rig, how="before"))
     assert finding.first.endswith("`use`") and finding.second.endswith("`release of blocks`")
     assert (
-        "the host had not seen compute:2 done, and no fence given with a release is behind it (given: compute:1)"
+        "the host had not seen compute:2 done, and no fence given with a release comes after it (given: compute:1)"
         in finding.message
     )
 

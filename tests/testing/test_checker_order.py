@@ -34,7 +34,7 @@ def test_the_race_is_told_in_the_order_of_submission_with_the_edge_that_is_missi
     assert race.first.endswith(" write, `step`") and "checker_rig.py:" in race.first
     assert race.second.endswith(" read, `store`")
     assert "`store` (copy:1, " in race.message and ") reads kv[0:64], which `step` (compute:1, " in race.message
-    assert ") writes: nothing orders `store` behind compute:1" in race.message
+    assert ") writes: nothing orders `store` after compute:1" in race.message
     assert str(race) == f"race: {race.message}"
 
 
@@ -46,7 +46,7 @@ def test_a_later_work_that_is_ordered_behind_another_one_says_what_it_knows() ->
         made.read(made.copy, 0, 64, "store")
         made.device.close()
         (race,) = made.checker.findings
-    assert race.message.endswith("nothing orders `store` behind compute:2 (it knows of compute up to 1)")
+    assert race.message.endswith("nothing orders `store` after compute:2 (it knows of compute up to 1)")
 
 
 def test_a_wait_on_the_device_orders() -> None:

@@ -393,7 +393,7 @@ def entries(
 
 
 def remembered(checker: Checker) -> set[int]:
-    return set(checker._pools["disk"].items)
+    return set(checker._leases.pools["disk"].items)
 
 
 def test_a_pool_that_never_gives_out_a_number_twice_does_not_grow() -> None:

@@ -51,7 +51,7 @@ def test_an_id_with_bytes_that_nobody_wrote_is_not_published(written: tuple[int,
     first_missing = 0 if written[0] else written[1]
     assert (
         finding.kind == "early_publish"
-        and f"but nobody wrote kv[{first_missing}] since it was taken" in finding.message
+        and f"but no work wrote kv[{first_missing}] since it was taken" in finding.message
     )
 
 
@@ -181,7 +181,7 @@ def test_the_host_may_be_held_up_by_a_step_and_by_nothing_else() -> None:
         and finding.first.endswith("`queue full`")
         and "test_checker_publishing.py:" in finding.first
     )
-    assert finding.message.endswith("it may be held up by: step")
+    assert finding.message.endswith("it may be blocked by: step")
 
 
 def test_what_may_hold_the_host_up_can_be_chosen() -> None:
@@ -190,7 +190,7 @@ def test_what_may_hold_the_host_up_can_be_chosen() -> None:
         checker.stalled("flush")
         checker.stalled("step")
     assert [len(strict.findings), len(lax.findings)] == [2, 1]
-    assert strict.findings[0].message.endswith("held up by: nothing")
+    assert strict.findings[0].message.endswith("blocked by: nothing")
 
 
 def test_ids_that_are_still_leased_at_the_end_are_a_leak() -> None:
@@ -201,7 +201,7 @@ def test_ids_that_are_still_leased_at_the_end_are_a_leak() -> None:
         blocks, rows = made.checker.check_idle()
         assert (blocks.kind, blocks.memory, blocks.start, blocks.stop) == ("leak", "kv", 0, BLOCK)
         assert blocks.message.startswith(
-            "2 of blocks still leased when all is done: 0, 2; the first since `lease of blocks` (host, "
+            "2 of blocks still leased at the end: 0, 2; the first since `lease of blocks` (host, "
         )
         assert rows.message.startswith("1 of rows still leased")
         assert made.checker.check_idle() == made.checker.findings == [blocks, rows]
@@ -214,7 +214,7 @@ def test_many_leaks_are_not_all_listed() -> None:
     checker = Checker()
     checker.took("rows", range(11), ())
     (finding,) = checker.check_idle()
-    assert "11 of rows still leased when all is done: 0, 1, 2, 3, 4, 5, 6, 7 and 3 more" in finding.message
+    assert "11 of rows still leased at the end: 0, 1, 2, 3, 4, 5, 6, 7 and 3 more" in finding.message
 
 
 def test_a_cached_id_is_no_leak() -> None:

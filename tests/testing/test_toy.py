@@ -7,9 +7,7 @@ import torch
 
 from sidestream.attention.paged import PagedBatch
 from sidestream.attention.triton import DeviceBatch
-from sidestream.runner.inputs import Packer
 from sidestream.testing.toy import RecurrentToyModel, ToyDraftHead, ToyModel
-from sidestream.types import BatchPlan, RowPlan
 
 PROMPT = (3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5)
 NUM_BLOCKS = 8
@@ -30,12 +28,12 @@ class Rig:
 
     def compute(self, tokens: tuple[int, ...], start: int, stop: int, blocks: tuple[int, ...]) -> int:
         """The token drawn after positions `[start, stop)` were computed on top of what the pool holds."""
-        row = RowPlan(0, 0, 0, start, stop, tokens[start:stop], blocks, True, 0)
-        inputs = Packer(row.row + 1, self.model.layout).pack(BatchPlan((row,)))
-        batch = PagedBatch(
-            self.pool, inputs.slots, inputs.block_tables, inputs.cu_seqlens_q, inputs.kv_lens, 0, self.gates.append
-        )
-        return int(self.model.forward(inputs.tokens, inputs.positions, batch, inputs.logit_rows).argmax())
+        positions, size = torch.arange(start, stop), self.model.layout.block_tokens
+        table, count = torch.tensor([blocks]), stop - start
+        slot_mapping = table[0][positions // size] * size + positions % size
+        batch = PagedBatch(self.pool, slot_mapping, table, (0, count), (stop,), 0, self.gates.append)
+        ids, last = torch.tensor(tokens[start:stop]), torch.tensor([count - 1])
+        return int(self.model.forward(ids, positions, batch, last).argmax())
 
 
 @pytest.mark.parametrize("model", MODELS, ids=named)

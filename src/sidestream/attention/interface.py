@@ -1,4 +1,4 @@
-"""The interface of attention backends: what a backend is made from, what it makes of each step, what a layer calls.
+"""The interface of attention backends: their construction, their batch for each step, and the calls of a layer.
 
 Knows nothing of requests or streams. A batch is used by the thread, and on the stream, that owns the forward pass.
 """
@@ -18,7 +18,7 @@ def ungated(layer: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class KVShape:
-    """The KV of a draft model, whose layers differ from the pool's own, and the heads of its attention."""
+    """Shape of a draft model's KV, whose layers differ from the pool's own, and the number of its attention heads."""
 
     num_layers: int
     kv_heads: int
@@ -26,11 +26,11 @@ class KVShape:
     heads: int
 
     def values(self, block_tokens: int) -> int:
-        """Numbers that a block holds for these layers."""
+        """Number of elements that these layers take in a block."""
         return self.num_layers * 2 * block_tokens * self.kv_heads * self.head_dim
 
     def at_the_end_of(self, kv: torch.Tensor) -> torch.Tensor:
-        """A view of the last numbers of each block of a pool: `[blocks, num_layers, 2, block_tokens, kv_heads,
+        """A view of the last elements of each block of a pool: `[blocks, num_layers, 2, block_tokens, kv_heads,
         head_dim]`.
         """
         blocks, block_tokens = kv.shape[0], kv.shape[3]
@@ -43,7 +43,7 @@ class Attended(Protocol):
 
     @property
     def slot_mapping(self) -> torch.Tensor:
-        """int64 [T]: where each packed token's keys and values go."""
+        """int64 [T]: destination slot of each packed token's keys and values."""
         ...
 
     def layer(self, index: int) -> torch.Tensor:
@@ -74,33 +74,24 @@ class AttentionBatch(Attended, Protocol):
     """A packed batch as a model's layers see it."""
 
     def over(self, shape: KVShape) -> AttentionBatch:
-        """The same rows in the KV of another model, at the end of the same blocks. It waits for no load."""
+        """The same rows over the KV of another model, at the end of the same blocks. It waits for no load."""
         ...
 
     def write(self, key: torch.Tensor, value: torch.Tensor, layer: int) -> None:
-        """Write keys and values into the pool, as `attend` does first."""
+        """Write keys and values into the pool; the first part of `attend`."""
         ...
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class HostLengths:
-    """Lengths of a batch's rows that the host knows: `cu_seqlens_q` and `kv_lens` of `BatchRows`."""
-
-    cu_seqlens_q: tuple[int, ...]
-    kv_lens: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BatchRows:
-    """How a packed batch of T tokens in B rows lies in the pool.
+    """Location of a packed batch of T tokens in B rows in the pool.
 
     slot_mapping     int64 [T]: block_id * block_tokens + offset of each packed token; negative: padding
     block_tables     integers [B, max_blocks]
-    cu_seqlens_q     integers [B + 1]: where each row's queries begin in the packed tokens, and where the last row's end
-    kv_lens          integers [B]: length of each row's KV, this step's tokens included; a row's queries are the last
-    decode_rows      the first rows decode, with at most `decode_queries` tokens each
-    short_rows       the rows after these have at most `short_queries` tokens each
-    host             lengths of the rows, if the host knows them; else a backend that needs them reads the tensors
+    cu_seqlens_q     integers [B + 1]: start of each row's queries in the packed tokens, and the end of the last row
+    kv_lens          integers [B]: length of each row's KV, including this step's tokens; a row's queries are the last
+    decode_rows      number of decode rows, which come first, with at most `decode_queries` tokens each
+    short_rows       number of rows after these with at most `short_queries` tokens each
     """
 
     slot_mapping: torch.Tensor
@@ -111,16 +102,15 @@ class BatchRows:
     decode_queries: int = 1
     short_rows: int = 0
     short_queries: int = 1
-    host: HostLengths | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionSpec:
-    """What an engine needs of its attention.
+    """The requirements of an engine for its attention.
 
     heads, kv_heads, head_dim, dtype   of the model
-    query_tokens   tokens of decode rows and short rows in one step, at most
-    draft          heads of a draft model that shares the backend; None: there is none
+    query_tokens   most tokens of decode rows and short rows in one step
+    draft          heads of a draft model that shares the backend; None: no draft model
     """
 
     heads: int
@@ -155,7 +145,7 @@ class AttentionBackend(Protocol):
 
     @property
     def table_dtype(self) -> torch.dtype:
-        """Integers of the block tables. A kernel is compiled for one type."""
+        """Integer type of the block tables. Kernels are compiled for one type."""
         ...
 
     @property

@@ -1,7 +1,7 @@
-"""Causal attention of a packed batch over the block pool, in torch: the backend of CPUs, and a reference for others.
+"""Causal attention of a packed batch over the block pool, in torch: the backend for CPUs, and a reference for others.
 
-Runs on the thread of the caller, which owns the forward pass. Every row is computed by itself, over exactly its own
-keys, so a row's numbers do not depend on the rows beside it.
+Runs on the caller's thread, which owns the forward pass. Every row is computed separately over exactly its own keys, so
+a row's result does not depend on the other rows.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from itertools import takewhile
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from sidestream.attention.interface import AttentionSpec, BatchRows, HostLengths, KVShape, ungated
+from sidestream.attention.interface import AttentionSpec, BatchRows, KVShape, ungated
 from sidestream.device.kinds import on_host
 from sidestream.errors import InvariantError
 
-# For up to this many queries of a row, the heads that share a KV head are computed as more queries of it. Measured on
-# two cores: 16 queries of 9 heads over 2,000 keys of 3 take 0.88 times as long, a chunk of 256 no less.
+# For up to this many queries of a row, heads that share a KV head are computed as additional queries. Measured on two
+# cores: 16 queries of 9 heads over 2,000 keys of 3 KV heads take 0.88 times as long; a chunk of 256 gains nothing.
 _FEW_QUERIES = 16
 
 __all__ = ["PagedBatch", "TorchAttention", "paged_attention"]
@@ -26,7 +26,7 @@ __all__ = ["PagedBatch", "TorchAttention", "paged_attention"]
 
 @dataclass(frozen=True, slots=True)
 class TorchAttention:
-    """See `AttentionBackend`. Has no buffers; works with the lengths of the rows on the host."""
+    """See `AttentionBackend`. Has no buffers; needs the lengths of the rows on the host."""
 
     @classmethod
     def supports(cls, device: torch.device) -> bool:
@@ -59,14 +59,13 @@ class TorchAttention:
 
     def batch(self, kv: torch.Tensor, rows: BatchRows, before_layer: Callable[[int], None]) -> PagedBatch:
         """See `AttentionBackend.batch`."""
-        host = rows.host or HostLengths(tuple(rows.cu_seqlens_q.tolist()), tuple(rows.kv_lens.tolist()))
-        starts = host.cu_seqlens_q
+        starts = tuple(rows.cu_seqlens_q.tolist())
         return PagedBatch(
             kv=kv,
             slot_mapping=rows.slot_mapping,
             block_tables=rows.block_tables.to(torch.int64),
             cu_seqlens_q=starts,
-            kv_lens=host.kv_lens,
+            kv_lens=tuple(rows.kv_lens.tolist()),
             num_decode=sum(
                 1 for _ in takewhile(lambda row: starts[row + 1] - starts[row] == 1, range(rows.decode_rows))
             ),
@@ -76,14 +75,14 @@ class TorchAttention:
 
 @dataclass(frozen=True, slots=True)
 class PagedBatch:
-    """How a packed batch maps onto the block pool. Complete at birth; made once a step.
+    """Location of a packed batch in the block pool. Immutable; made once per step.
 
     kv             the pool `[blocks, layers, 2, block_tokens, kv_heads, head_dim]`, each block contiguous; keys are 0,
                    values 1. The stride of blocks is a multiple of one token's keys in a layer
-    slot_mapping   int64 [T]: block_id * block_tokens + offset of each packed token, no two equal
+    slot_mapping   int64 [T]: block_id * block_tokens + offset of each packed token, all different
     block_tables   int64 [B, max_blocks], padded with 0
     cu_seqlens_q   B + 1 offsets of the rows into the packed tokens
-    kv_lens        B: length of each row's KV, this step's tokens included; a row's queries are the last of them
+    kv_lens        B: length of each row's KV, including this step's tokens; a row's queries are the last of them
     num_decode     the first num_decode rows have exactly one query token
     before_layer   called with i before layer i of the pool is written or read
     """
@@ -161,7 +160,7 @@ def paged_attention(
     row_keys, row_values = ([half[:, :, start:stop] for start, stop in seen.spans] for half in gathered.unbind())
     out = []
     if batch.num_decode:
-        # The heads of a group stand in as the queries of their kv head: no key is repeated, and no mask is needed.
+        # The heads of a group become the queries of their KV head: no key is repeated, and no mask is needed.
         grouped = query[: batch.num_decode].reshape(batch.num_decode, 1, key.shape[1], -1, query.shape[-1]).unbind()
         decoded = [
             _attend(q, k, v, None, scale, softcap) for q, k, v in zip(grouped, row_keys, row_values, strict=False)
@@ -182,7 +181,7 @@ class _Seen:
 
     index   first pool row of the keys of each block that a row sees, row after row; then those of the values
     spans   range of the tokens in these blocks that each row sees
-    masks   additive `[queries, tokens seen]`, of the rows after the decode rows; if a row has few queries, repeated for
+    masks   additive `[queries, tokens seen]` of the rows after the decode rows; if a row has few queries, repeated for
             each head that shares a KV head
     """
 
@@ -192,10 +191,10 @@ class _Seen:
 
 
 class _Addresses:
-    """Where one batch's tokens lie in the pool; computed by the first layer and shared by the others.
+    """Location of one batch's tokens in the pool; computed by the first layer and shared by the others.
 
-    The pool is seen as rows of one token's keys or values in one layer. Counted from a layer's own first row, the row
-    of a token depends on its block and offset only; so one index serves all layers.
+    The pool is viewed as rows, each with one token's keys or values in one layer. Relative to a layer's first row, the
+    row of a token depends only on its block and offset; so one index serves all layers.
     """
 
     def __init__(self, batch: PagedBatch) -> None:
@@ -208,8 +207,8 @@ class _Addresses:
             )
         rows = (blocks - 1) * self._block_rows + layers * 2 * self._block_tokens
         self._pool = batch.kv.as_strided((rows, kv_heads, head_dim), (width, head_dim, 1))
-        # Each entry is a run of `block_tokens` rows. The runs that begin at a block's first key or value are its keys
-        # or values.
+        # Each entry is a run of `block_tokens` rows. A run that begins at a block's first key holds the block's keys,
+        # and one that begins at its first value holds its values.
         halves = (rows - self._block_tokens + 1, self._block_tokens, kv_heads, head_dim)
         self._halves = batch.kv.as_strided(halves, (width, width, head_dim, 1))
         self._block_tables = batch.block_tables
@@ -225,17 +224,17 @@ class _Addresses:
         self.written_values = self.written_keys + self._block_tokens
 
     def pool_from(self, layer: int) -> torch.Tensor:
-        """The pool's rows from the layer's first on: `[rows, kv_heads, head_dim]`."""
+        """The pool's rows from the layer's first row on: `[rows, kv_heads, head_dim]`."""
         return self._pool[layer * 2 * self._block_tokens :]
 
     def halves_from(self, layer: int) -> torch.Tensor:
-        """Runs of a block's keys or values, by first row, counted from the layer's first row: `[rows, block_tokens,
+        """Runs of a block's keys or values by first row, relative to the layer's first row: `[rows, block_tokens,
         kv_heads, head_dim]`.
         """
         return self._halves[layer * 2 * self._block_tokens :]
 
     def seen(self, window: int | None, dtype: torch.dtype, *, heads_per_kv_head: int) -> _Seen:
-        """The KV that every row sees with `window`. All layers of a model share one dtype and one number of heads."""
+        """The KV that every row sees with `window`. All layers of a model have the same dtype and number of heads."""
         if window not in self._by_window:
             self._by_window[window] = self._index(window, dtype, heads_per_kv_head)
         return self._by_window[window]
@@ -246,7 +245,7 @@ class _Addresses:
         for row, (query_len, kv_len) in enumerate(zip(self._query_lens, self._kv_lens, strict=True)):
             first_query = kv_len - query_len
             first_seen = 0 if window is None else max(0, first_query + 1 - window)
-            # Whole blocks: a copy of few long pieces takes less time than one of many short ones.
+            # Whole blocks: a copy of few long segments is faster than a copy of many short ones.
             blocks = self._block_tables[row, first_seen // size : -(-kv_len // size)]
             start = gathered + first_seen % size
             gathered += len(blocks) * size
@@ -265,7 +264,7 @@ def _causal_mask(positions: torch.Tensor, query_len: int, window: int | None, dt
     hidden = positions > queries
     if window is not None:
         hidden |= positions <= queries - window
-    # Additive, not boolean: scaled_dot_product_attention would convert a boolean mask anew in every layer.
+    # Additive, not boolean: scaled_dot_product_attention would convert a boolean mask again in every layer.
     return torch.zeros(hidden.shape, dtype=dtype, device=positions.device).masked_fill_(hidden, float("-inf"))
 
 

@@ -1,4 +1,4 @@
-"""The attention backends of this package. A new one takes its own file and one line here."""
+"""The attention backends of this package. A new backend adds its own file and one line here."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ BACKENDS: tuple[type[AttentionBackend], ...] = (
     TritonAttention,
     TorchAttention,
 )
-"""In the order of preference: an engine takes the first one that supports its device."""
+"""In order of preference: an engine uses the first backend that supports its device."""
 
 
 def select_backend(device: torch.device) -> type[AttentionBackend]:

@@ -44,7 +44,7 @@ def _global_options(
         bool, flag("--version", callback=_print_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
-    """`Commands` reads `debug`; `version` has its callback."""
+    """`Commands` reads `debug`; `version` is handled by its callback."""
 
 
 app.command(cls=Command)(serve)

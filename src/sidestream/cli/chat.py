@@ -1,4 +1,4 @@
-"""`sidestream chat`: a conversation in the terminal, or one question a line from a pipe."""
+"""`sidestream chat`: a conversation in the terminal, or one question per line from a pipe."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 
 _COMMANDS = {
     "/help": "list these",
-    "/reset": "forget the conversation",
-    "/stats": "count what the engine did",
+    "/reset": "clear the conversation",
+    "/stats": "show the engine's counters",
     "/quit": "end",
 }
 
@@ -51,7 +51,7 @@ def chat(
     watch: Watching,
     params: SamplingParams,
 ) -> None:
-    """Talk with MODEL. Piped in, each line is a question and only the answers are printed.
+    """Talk with MODEL. From a pipe, each line is a question, and only the answers are printed.
 
     Ctrl-C interrupts an answer, Ctrl-D ends the conversation; /help lists commands.
     """
@@ -82,7 +82,7 @@ class _Conversation:
         self._messages = list(self._opening)
 
     def ask(self, question: str) -> Answer:
-        """Print the answer as it comes. Ctrl-C keeps the answer so far; without any text, the question is dropped."""
+        """Print the answer as it arrives. Ctrl-C keeps the partial answer; without text, it removes the question."""
         answer = Answer()
         messages = [*self._messages, {"role": "user", "content": question}]
         with contextlib.suppress(KeyboardInterrupt):
@@ -128,13 +128,13 @@ def _answer(conversation: _Conversation, question: str, console: Console) -> Non
         console.print(f"\n{answer.summary()}\n", style="dim", soft_wrap=True)
     except RequestError as error:
         show_error(error)
-        console.print("the question was left out; /reset forgets the conversation\n", style="dim")
+        console.print("the question was dropped; /reset clears the conversation\n", style="dim")
 
 
 def _questions(console: Console) -> Iterator[str]:
     """The typed lines, until Ctrl-D. Ctrl-C drops a line."""
     with contextlib.suppress(ImportError):
-        import readline  # noqa: F401 - gives `input` editing and history
+        import readline  # noqa: F401 - gives `input` line editing and history
     while True:
         try:
             yield input("> ").strip()
@@ -149,7 +149,7 @@ def _command(conversation: _Conversation, name: str, console: Console) -> None:
     match name:
         case "/reset":
             conversation.reset()
-            console.print("the conversation is forgotten", style="dim")
+            console.print("the conversation is cleared", style="dim")
         case "/stats":
             console.print(_stats(conversation.llm), style="dim", highlight=False)
         case "/help":

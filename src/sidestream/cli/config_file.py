@@ -1,6 +1,6 @@
 """`--config FILE.yaml`: a command's options in a file; the command line and environment variables override it.
 
-Knows no option by name: keys and the types of their values come from the command's declarations.
+Contains no option names: keys and the types of their values come from the command's declarations.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ ConfigFile = Annotated[
     option(
         "--config",
         metavar="FILE.yaml",
-        help="Read options from this file; those given here win.",
+        help="Read options from this file; the command line overrides them.",
         show_default=False,
         callback=_apply,
         is_eager=True,
@@ -58,7 +58,7 @@ def _read(path: Path) -> list[tuple[Any, Any]]:
     except ModuleNotFoundError:
         raise ConfigError("--config needs the package PyYAML: pip install 'sidestream[server]'") from None
     try:
-        # From a stream: errors of a parsed text would quote lines, which may hold the API key.
+        # Parsed from a stream: errors of a parsed string would quote lines, which may contain the API key.
         loader = yaml.SafeLoader(io.StringIO(path.read_bytes().decode("utf-8")))
         loader.name = "the file"
         try:
@@ -100,9 +100,9 @@ def _by_name(path: Path, pairs: list[tuple[Any, Any]], known: list[str]) -> dict
 
 
 def _type_error(value: Any, annotation: Any) -> str | None:
-    """The type that the option needs; None if the value has it.
+    """A message with the type that the option needs; None if the value has that type.
 
-    YAML guesses types (`off` is false, 010 is 8), so numbers and booleans are not converted to texts.
+    YAML guesses types (`off` is false, 010 is 8), so numbers and booleans are not converted to strings.
     """
     kind, *_ = get_args(annotation)
     kinds = set(get_args(kind)) - {type(None)} or {kind}

@@ -1,7 +1,8 @@
-"""How the commands declare their options: the full name, the value's name in `--help`, and the value's parser.
+"""Declarations of command options: the full name, the placeholder of the value in `--help`, and the parser of the
+value.
 
-typer can derive all three, but its versions differ: one used an option's metavar as its name, and the messages for a
-bad number differ too.
+typer can derive all three, but differently in each version: one version used an option's metavar as its name, and the
+messages for an invalid number differ, too.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ Number = TypeVar("Number", int, float)
 def option(
     name: str,
     metavar: str,
-    help: str,  # noqa: A002 - typer's own word
+    help: str,  # noqa: A002 - typer's own name
     show_default: bool | str = True,
     parse: Callable[[Any], Any] | None = None,
     *,
@@ -27,7 +28,7 @@ def option(
 ) -> Any:
     """An option with a value.
 
-    show_default   a text: what an absent value (None) stands for, in `--help`
+    show_default   a string: the meaning of an absent value (None), shown in `--help`
     parse          `whole` or `number` for numeric values
     settings       further arguments of typer.Option
     """
@@ -45,7 +46,7 @@ def option(
 
 def flag(
     name: str,
-    help: str,  # noqa: A002 - typer's own word
+    help: str,  # noqa: A002 - typer's own name
     show_default: bool | str = True,
     **settings: Any,
 ) -> Any:
@@ -54,7 +55,7 @@ def flag(
 
 
 def _with_default(text: str, default: bool | str) -> str:
-    """Append the default as a sentence: typer would put a default that is a text into brackets twice."""
+    """Append the default as a sentence, since typer would put a string default into brackets twice."""
     return f"{text} Default: {default}." if isinstance(default, str) else text
 
 
@@ -76,7 +77,7 @@ def _read(kind: Callable[[Any], Number], value: Any, expected: str) -> Number:
 
 
 class _FlagHelp:
-    """Declares `--help` like `flag` does: without a type."""
+    """Declares `--help` as `flag` does: without a type."""
 
     def get_help_option(self, ctx: Any) -> Any:
         option = super().get_help_option(ctx)  # type: ignore[misc]

@@ -1,4 +1,6 @@
-"""`sidestream demo`: one question, three times: cold, from host memory, and from disk after a restart."""
+"""`sidestream demo`: asks one question three times: cold, with KV from host memory, and with KV from disk after a
+restart.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,7 @@ def demo(
         Path, option("--out", metavar="DIR", help="Directory for the timelines and the stored KV; emptied first.")
     ] = Path("runs/demo"),
 ) -> None:
-    """Ask about a long text, again from host memory, and from disk after a restart: equal tokens, shorter waits."""
+    """Ask about a text cold, again from host memory, and from disk after a restart: equal tokens, shorter waits."""
     from sidestream.models import kv_token_bytes
     from sidestream.models.catalog import resolve
 
@@ -46,7 +48,7 @@ def demo(
     out.mkdir(parents=True, exist_ok=True)
     timelines = out / "timeline-first.json", out / "timeline-second.json"
     prompt, others = _prompts(path)
-    # The pool holds little more than one conversation: the other conversations evict it.
+    # The pool holds little more than one conversation, so the other conversations evict it.
     kv_memory = len(prompt) * 5 // 4 * kv_token_bytes(path)
     options = {"kv_memory": kv_memory, "offload": {"host": "1GiB", "disk": str(disk), "disk_capacity": "2GiB"}}
     with Steps() as steps:
@@ -54,15 +56,15 @@ def demo(
     _show(runs, console)
     console.print(f"\n[dim]{_QUESTION}[/]\n{runs[0].text.strip()} …\n")
     console.print(
-        f"What each stream did when: [bold]{timelines[0]}[/] and [bold]{timelines[1]}[/] (open them at ui.perfetto.dev)"
+        f"Timelines of all streams: [bold]{timelines[0]}[/] and [bold]{timelines[1]}[/] (open them at ui.perfetto.dev)"
     )
     console.print(f"Serve it yourself: [bold]{_program()} serve --offload-host 1GiB --offload-disk {disk}[/]")
     if len({run.tokens for run in runs}) > 1:
         console.print("[red]the answers differ: this is a bug[/]")
         raise typer.Exit(1)
-    # The first blocks may still be on the device: every prompt begins with the template's own text.
+    # The first blocks may still be on the device, because every prompt begins with the text of the chat template.
     if runs[1].host < 0.9 * runs[1].reused or runs[2].disk < 0.9 * runs[2].reused or not runs[2].reused:
-        console.print("[red]the KV did not come from where it should have: this is a bug[/]")
+        console.print("[red]the KV came from the wrong tier: this is a bug[/]")
         raise typer.Exit(1)
 
 
@@ -125,7 +127,7 @@ def _show(runs: list[PromptRun], console: Console) -> None:
 
 
 def _program() -> str:
-    """The command that starts this program: its name if the shell finds it, else the path that was typed."""
+    """The command that starts this program: its name if the shell finds it, else its path from the command line."""
     typed = sys.argv[0]
     if Path(typed).name != "sidestream":
         return "python -m sidestream"

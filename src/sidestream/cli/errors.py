@@ -1,7 +1,7 @@
 """Error messages of the commands, one red line on standard error, and their exit statuses.
 
-2    an option, model, prompt or directory that cannot be used (SidestreamError, and typer's usage errors)
-1    a bug, with its traceback; or a process of the command ended by itself, with one line
+2    an invalid option, model, prompt or directory (SidestreamError, and typer's usage errors)
+1    a bug, with its traceback; or, with one line, the unexpected end of one of the command's processes
 130  interrupted
 141  the reader of the output has closed the pipe
 """
@@ -36,10 +36,10 @@ class Commands(Group):
 
 @contextlib.contextmanager
 def reported(*, debug: bool = False) -> Iterator[None]:
-    """Turn exceptions of the block into a message and `typer.Exit`."""
+    """Turn exceptions in the block into a message and `typer.Exit`."""
     try:
         yield
-        sys.stdout.flush()  # at the interpreter's end, a closed pipe would print a traceback
+        sys.stdout.flush()  # otherwise a closed pipe would print a traceback at the interpreter's exit
     except SidestreamError as error:
         if debug:
             traceback.print_exc()
@@ -54,7 +54,7 @@ def reported(*, debug: bool = False) -> Iterator[None]:
 
 
 def show_error(error: SidestreamError) -> None:
-    """Print the one red line."""
+    """Print the error as one red line."""
     remedy = (
         "; this is a bug in Sidestream: run it again with --debug and report what it prints"
         if isinstance(error, _BUGS)
@@ -65,6 +65,6 @@ def show_error(error: SidestreamError) -> None:
 
 
 def _discard_stdout() -> None:
-    """Let the interpreter's last flush of standard output succeed."""
+    """Redirect standard output, so that the interpreter's last flush succeeds."""
     with contextlib.suppress(OSError, ValueError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -34,12 +34,12 @@ def generate(
     model: Model = DEMO_MODEL,
     prompt: Annotated[
         str | None,
-        option("--prompt", short=("-p",), metavar="TEXT", help="What to continue.", show_default="read from stdin"),
+        option("--prompt", short=("-p",), metavar="TEXT", help="Prompt to continue.", show_default="read from stdin"),
     ] = None,
     prompt_file: Annotated[
-        Path | None, option("--prompt-file", metavar="FILE", help="A file that holds it, in UTF-8.", show_default=False)
+        Path | None, option("--prompt-file", metavar="FILE", help="File with the prompt, in UTF-8.", show_default=False)
     ] = None,
-    chat: Annotated[bool, flag("--chat", help="The prompt is a question: lay it out by the chat template.")] = False,
+    chat: Annotated[bool, flag("--chat", help="Format the prompt as a question with the chat template.")] = False,
     system: Annotated[
         str | None, option("--system", metavar="TEXT", help="System message, with --chat.", show_default=False)
     ] = None,
@@ -50,10 +50,10 @@ def generate(
     watch: Watching,
     params: SamplingParams,
 ) -> None:
-    """Continue a prompt (or, with --chat, answer it) and print the text as it comes.
+    """Continue a prompt (or, with --chat, answer it) and print the text as it arrives.
 
-    --json prints one object instead: text, tokens, where the prompt was found, times, and how many tokens were drafted
-    and accepted. A single newline at the end of a file or of stdin is not part of the prompt.
+    --json prints one object instead: text, tokens, the tiers that held the prompt, times, and the numbers of drafted
+    and accepted tokens. A single newline at the end of a file or of stdin is not part of the prompt.
     """
     if system is not None and not chat:
         raise ConfigError(
@@ -70,7 +70,9 @@ def generate(
 
 
 def _prompt(text: str | None, path: Path | None) -> str:
-    """The prompt of the option, the file or standard input. Raises ConfigError for none, two, or invalid UTF-8."""
+    """The prompt from the option, the file or standard input. Raises ConfigError for no prompt, for two, or for invalid
+    UTF-8.
+    """
     if text is not None and path is not None:
         raise ConfigError(f"--prompt and --prompt-file {path} are both given: give one")
     if text is None:

@@ -1,4 +1,4 @@
-"""Starts a model's engine for a command, with progress on standard error."""
+"""Starts the engine of a model for a command, with progress on standard error."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ log = logging.getLogger("sidestream.cli")
 
 
 LOG_FORMAT = ("%(asctime)s %(levelname)-7s %(message)s", "%Y-%m-%d %H:%M:%S")
-"""Format of log lines, and of their dates."""
+"""Format of log lines and of their dates."""
 
 
 def start_logging(level: LogLevel) -> None:
     """Log to standard error, one plain line per event."""
     logging.basicConfig(level=level.value.upper(), format=LOG_FORMAT[0], datefmt=LOG_FORMAT[1])
-    logging.getLogger("httpx").setLevel(logging.WARNING)  # it logs each look-up at the hub
+    logging.getLogger("httpx").setLevel(logging.WARNING)  # httpx logs each request to the hub
 
 
 def prepare_model(model: str) -> None:
@@ -49,7 +49,7 @@ def start(kind: Callable[..., Served], model: str, *, config: EngineConfig, watc
     """Prepare and load `model` and start its engine; the caller closes it. Raises ConfigError."""
     prepare_model(model)
     log.info("loading %s", model)
-    logged = log.isEnabledFor(logging.INFO)  # then the log shows the progress, not a bar
+    logged = log.isEnabledFor(logging.INFO)  # then the log reports the progress instead of a bar
     with Steps(say=log.info) if logged else Steps(title=f"loading {model}: ") as steps:
         return kind(
             model,
@@ -64,7 +64,7 @@ def start(kind: Callable[..., Served], model: str, *, config: EngineConfig, watc
 
 @contextlib.contextmanager
 def running(model: str, *, config: EngineConfig, watch: Watching) -> Iterator[LLM]:
-    """A model for one command; at the end, complete blocks are stored. Raises ConfigError."""
+    """An LLM for one command; on exit, complete blocks are stored. Raises ConfigError."""
     from sidestream.llm import LLM
 
     llm = start(LLM, model, config=config, watch=watch)
@@ -72,5 +72,5 @@ def running(model: str, *, config: EngineConfig, watch: Watching) -> Iterator[LL
         yield llm
     finally:
         with Steps() as steps:
-            steps.update("closing, and storing what is complete")
+            steps.update("closing, and storing complete blocks")
             llm.close()

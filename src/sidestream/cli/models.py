@@ -39,7 +39,7 @@ def prepare(
     name: Annotated[str, typer.Argument(metavar="NAME", help="A name that `sidestream models` lists.")] = DEMO_MODEL,
     as_json: AsJson = False,
 ) -> None:
-    """Fetch and convert a model now, so that later commands start at once."""
+    """Fetch and convert a model now, so that later commands start without delay."""
     from sidestream.models.catalog import prepared
 
     already = prepared(name) is not None  # raises for an unknown name

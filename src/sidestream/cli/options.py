@@ -1,6 +1,6 @@
-"""The options that several commands share, each declared once. Defaults are those of the frozen configs.
+"""Options shared by several commands, each declared once. Defaults are those of the frozen configs.
 
-A command asks for a whole config and gets its options:
+A command declares a whole config as a parameter and gets the config's options:
 
     @options_of(config=engine_config, params=sampling_params)
     def generate(model: Model = DEMO_MODEL, *, config: EngineConfig, params: SamplingParams) -> None: ...
@@ -32,7 +32,7 @@ from sidestream.config import (
 from sidestream.errors import ConfigError
 
 DEMO_MODEL = "smollm2-135m-instruct"
-"""The default model of all commands; in the catalogue."""
+"""The default model of all commands, from the catalogue."""
 
 _ENGINE, _OFFLOAD, _SAMPLING, _SPECULATIVE = EngineConfig(), OffloadConfig(), SamplingParams(), SpeculativeConfig()
 
@@ -46,7 +46,7 @@ AsJson = Annotated[bool, flag("--json", help="Print one JSON object.")]
 
 
 class LogLevel(StrEnum):
-    """How much is logged on standard error."""
+    """Log level of standard error."""
 
     DEBUG = "debug"
     INFO = "info"
@@ -54,9 +54,7 @@ class LogLevel(StrEnum):
     ERROR = "error"
 
 
-Logging = Annotated[
-    LogLevel, option("--log-level", metavar="|".join(LogLevel), help="How much is logged on standard error.")
-]
+Logging = Annotated[LogLevel, option("--log-level", metavar="|".join(LogLevel), help="Log level on standard error.")]
 
 
 def _option(
@@ -67,7 +65,7 @@ def _option(
     default: str | bool = True,
     parse: Callable[[Any], Any] | None = None,
 ) -> Any:
-    """`default`: the meaning of an absent value (None) in `--help`."""
+    """`default`: the meaning of an absent value (None), shown in `--help`."""
     return option(name, panel=panel, help=help_text, metavar=metavar, show_default=default, parse=parse)
 
 
@@ -81,65 +79,67 @@ _Dtype = Annotated[
     str,
     _engine(
         "--dtype",
-        "auto (as the model is stored, or float32 where the CPU is much faster in that), float32, float16 or bfloat16.",
+        "auto (the checkpoint's, or float32 if the CPU is much faster with it), float32, float16 or bfloat16.",
         "TYPE",
     ),
 ]
-_Device = Annotated[str, _engine("--device", "cpu, cuda, or auto: cuda where a GPU can be used.", "DEVICE")]
+_Device = Annotated[str, _engine("--device", "cpu, cuda, or auto: cuda if a GPU is usable.", "DEVICE")]
 _KvMemory = Annotated[
     str | None,
     _engine(
         "--kv-memory",
         "Memory of the device's KV pool.",
         "SIZE",
-        "1GiB on a CPU, nine tenths of what the weights leave free on a GPU",
+        "1GiB on a CPU, 90% of the memory left by the weights on a GPU",
     ),
 ]
-_BlockTokens = Annotated[int, _engine("--block-tokens", "Tokens that a KV block holds.", "N", parse=whole)]
+_BlockTokens = Annotated[int, _engine("--block-tokens", "Tokens per KV block.", "N", parse=whole)]
 _ChunkTokens = Annotated[
     int | None,
-    _engine("--chunk-tokens", "Prefill is cut at multiples of this.", "N", "256 on a CPU, 2048 on a GPU", parse=whole),
+    _engine(
+        "--chunk-tokens", "Prefill is split at multiples of this.", "N", "256 on a CPU, 2048 on a GPU", parse=whole
+    ),
 ]
 _TokenBudget = Annotated[
     int | None,
     _engine(
         "--token-budget",
-        "Tokens that one step computes at most.",
+        "Most tokens that one step computes.",
         "N",
-        "two chunks on a CPU, one on a GPU, and one token a request",
+        "two chunks on a CPU, one on a GPU, plus one token per request",
         parse=whole,
     ),
 ]
 _MaxRunning = Annotated[
     int | None,
-    _engine("--max-running", "Requests that run at once.", "N", "16 on a CPU, 256 on a GPU", parse=whole),
+    _engine("--max-running", "Most requests that run at once.", "N", "16 on a CPU, 256 on a GPU", parse=whole),
 ]
 _MaxWaiting = Annotated[
-    int, _engine("--max-waiting", "Requests that may queue; one more is refused.", "N", parse=whole)
+    int, _engine("--max-waiting", "Most requests in the queue; further ones are rejected.", "N", parse=whole)
 ]
 _MaxModelLen = Annotated[
-    int | None, _engine("--max-model-len", "Tokens of prompt and output together.", "N", "the model's", parse=whole)
+    int | None, _engine("--max-model-len", "Most tokens of prompt plus output.", "N", "the model's", parse=whole)
 ]
 _Threads = Annotated[int | None, _engine("--threads", "Threads of the forward pass.", "N", "all cores", parse=whole)]
 _TailApart = Annotated[
     bool | None,
     _engine(
         "--tail-apart/--no-tail-apart",
-        "Compute a prompt's last tokens apart: equal tokens from every tier.",
+        "Compute a prompt's last tokens separately, so that outputs are equal with KV from every tier.",
         "",
         "on a CPU, not on a GPU",
     ),
 ]
 _Eager = Annotated[
     bool,
-    _engine("--eager/--no-eager", "On a GPU, neither compile nor capture: starts sooner, runs slower.", "", False),
+    _engine("--eager/--no-eager", "On a GPU, do not compile or capture graphs: faster start, slower steps.", "", False),
 ]
 _Speculative = Annotated[
     str | None,
     _engine(
         "--speculative",
-        "Draft tokens and verify several in a step: "
-        "ngram looks up what followed before, mtp asks a head, draft a smaller model.",
+        "Draft tokens and verify several per step: "
+        "ngram matches earlier text, mtp uses an MTP head, draft a smaller model.",
         "PROPOSER",
         "off",
     ),
@@ -148,16 +148,16 @@ _DraftHead = Annotated[
     Path | None,
     _engine(
         "--draft-head",
-        "The head's file, or a checkpoint that carries it.",
+        "File of the head, or a checkpoint that contains it.",
         "PATH",
-        "the model's own, or the demo model's that is shipped",
+        "the model's own, or the shipped one of the demo model",
     ),
 ]
 _DraftModel = Annotated[
     str | None,
     _engine(
         "--draft-model",
-        "A smaller model with the same tokenizer, which drafts.",
+        "Smaller draft model with the same tokenizer.",
         "MODEL",
         "none; needed with --speculative draft",
     ),
@@ -166,7 +166,7 @@ _MaxDrafts = Annotated[
     int | None,
     _engine(
         "--max-drafts",
-        "Tokens to draft for a request in a step at most.",
+        "Most draft tokens per request and step.",
         "N",
         f"{_SPECULATIVE.max_drafts} with --speculative",
         parse=whole,
@@ -176,7 +176,7 @@ _MaxSlowdown = Annotated[
     float | None,
     _engine(
         "--max-slowdown",
-        "Share by which drafts may slow any request down.",
+        "Largest share by which drafts may slow a request down.",
         "SHARE",
         f"{_SPECULATIVE.max_slowdown} with --speculative",
         parse=number,
@@ -186,7 +186,7 @@ _GenerationConfig = Annotated[
     str,
     _engine(
         "--generation-config",
-        "Sampling options left out: auto takes the model's generation_config.json, none neutral values.",
+        "Defaults of sampling options: auto uses the model's generation_config.json, none neutral values.",
         "auto|none",
     ),
 ]
@@ -195,23 +195,23 @@ _OffloadHost = Annotated[
     str | None,
     _offload(
         "--offload-host",
-        "Keep KV in this much host memory too.",
+        "Host memory for offloaded KV.",
         "SIZE",
         f"{_OFFLOAD.host} with --offload-disk, else off",
     ),
 ]
 _OffloadDisk = Annotated[
-    Path | None, _offload("--offload-disk", "Keep KV in this directory too, for later processes.", "DIR", "off")
+    Path | None, _offload("--offload-disk", "Directory for offloaded KV, which later processes can use.", "DIR", "off")
 ]
 _OffloadDiskCapacity = Annotated[
     str | None,
-    _offload("--offload-disk-capacity", "What the directory may take.", "SIZE", str(_OFFLOAD.disk_capacity)),
+    _offload("--offload-disk-capacity", "Capacity of the directory.", "SIZE", str(_OFFLOAD.disk_capacity)),
 ]
 _LoadDeadline = Annotated[
     float | None,
     _offload(
         "--load-deadline",
-        "A request waits this long for a tier, then it recomputes.",
+        "Longest wait of a request for a tier, in seconds; then it recomputes.",
         "SECONDS",
         f"{_OFFLOAD.load_deadline_s:g}",
         parse=number,
@@ -320,23 +320,23 @@ def _offload_config(
 def sampling_params(
     *,
     max_tokens: Annotated[
-        int | None, _sampling("--max-tokens", "Tokens to generate at most.", "N", "as many as fit", parse=whole)
+        int | None, _sampling("--max-tokens", "Most tokens to generate.", "N", "as many as fit", parse=whole)
     ] = _SAMPLING.max_tokens,
     min_tokens: Annotated[
-        int, _sampling("--min-tokens", "No end before so many tokens.", "N", parse=whole)
+        int, _sampling("--min-tokens", "Fewest tokens before the end of the text.", "N", parse=whole)
     ] = _SAMPLING.min_tokens,
     seed: Annotated[
         int | None, _sampling("--seed", "Same seed, same tokens.", "N", "random", parse=whole)
     ] = _SAMPLING.seed,
     stop: Annotated[
-        list[str] | None, _sampling("--stop", "End before this text; may be given several times.", "TEXT", False)
+        list[str] | None, _sampling("--stop", "Stop before this text; may be given several times.", "TEXT", False)
     ] = None,
     ignore_eos: Annotated[
-        bool, flag("--ignore-eos", panel="Sampling", help="Go on behind the end.")
+        bool, flag("--ignore-eos", panel="Sampling", help="Continue after end-of-sequence tokens.")
     ] = _SAMPLING.ignore_eos,
     **options: Any,
 ) -> SamplingParams:
-    """The sampling parameters; `options` are those of the table in config.py. Raises RequestRejected."""
+    """The sampling parameters; `options` are the rows of the table in config.py. Raises RequestRejected."""
     return SamplingParams(
         max_tokens=max_tokens,
         min_tokens=min_tokens,
@@ -352,7 +352,7 @@ def _parameters(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
 
 
 def _table_parameter(name: str, row: SamplingOption) -> inspect.Parameter:
-    """The parameter of a command that a row of the table of sampling options stands for."""
+    """The command parameter for one row of the table of sampling options."""
     unset = getattr(_SAMPLING, name)
     declared = _sampling(
         f"--{name.replace('_', '-')}",
@@ -366,7 +366,7 @@ def _table_parameter(name: str, row: SamplingOption) -> inspect.Parameter:
 
 
 def _with_table(function: Callable[..., SamplingParams]) -> inspect.Signature:
-    """Its signature with the options of the table in the place of `**options`, after the limits on the length."""
+    """The signature with the options of the table in place of `**options`, after the limits on the length."""
     own = [parameter for name, parameter in _parameters(function).items() if name != "options"]
     table = [_table_parameter(name, row) for name, row in SAMPLING_OPTIONS.items()]
     return inspect.Signature([*own[:2], *table, *own[2:]])
@@ -387,19 +387,19 @@ def watching(
     *,
     timeline: Annotated[
         Path | None,
-        _watching("--timeline", "Write what each stream did when to this file, for ui.perfetto.dev.", "FILE", False),
+        _watching("--timeline", "Write a timeline of all streams to this file, for ui.perfetto.dev.", "FILE", False),
     ] = None,
     check_order: Annotated[
         bool,
         flag(
             "--check-order",
             panel="Watching",
-            help="Judge all copies and forward passes with vector clocks; "
-            "slower, ends with an error if one came too early.",
+            help="Check the order of all copies and forward passes with vector clocks; "
+            "slower, ends with an error on a race.",
         ),
     ] = False,
 ) -> Watching:
-    """Raises ConfigError for a timeline that cannot be written: better now than at the end of the work."""
+    """Raises ConfigError for a timeline file that cannot be written, before the command does any work."""
     if timeline is not None:
         if timeline.is_dir():
             raise ConfigError(
@@ -407,16 +407,16 @@ def watching(
             )
         if not os.access(timeline.absolute().parent, os.W_OK | os.X_OK):
             raise ConfigError(
-                f"timeline {timeline}: {timeline.absolute().parent} is no directory that you may write to; "
-                "give another path"
+                f"timeline {timeline}: {timeline.absolute().parent} is not a writable directory; give another path"
             )
     return Watching(timeline, check_order)
 
 
 def options_of(**makers: Callable[..., Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Replace a command's parameters named in `makers` by the options of each maker, which then makes the value.
+    """Replace each parameter of a command that is named in `makers` by the options of its maker, which builds the
+    parameter's value.
 
-    Option names must not repeat among the command and its makers: TypeError at definition.
+    An option name that repeats among the command and its makers raises TypeError at definition.
     """
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:

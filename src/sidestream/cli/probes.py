@@ -1,4 +1,4 @@
-"""The checks of `sidestream doctor`, one function each: the finding, its status, and a remedy."""
+"""The checks of `sidestream doctor`, one function each. A finding has a status and a remedy."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from sidestream.device.machine import cpu_name, instruction_set, memory_bytes
 from sidestream.errors import ConfigError, TierError
 
 _MIB, _GIB = 1 << 20, 1 << 30
-_SLOW_DISK = 100 * _MIB  # bytes a second; below it, a small model recomputes a prefix about as fast
-_STORED = "bfloat16"  # dtype of the demo model and most other checkpoints
-_MODEL_BYTES = _GIB  # the demo model with its working memory, and some for other processes
+_SLOW_DISK = 100 * _MIB  # bytes per second; a slower disk reads a prefix no faster than a small model recomputes it
+_STORED = "bfloat16"  # dtype of the demo model and of most checkpoints
+_MODEL_BYTES = _GIB  # memory of the demo model while it runs, plus some for other processes
 
 
 class Status(StrEnum):
@@ -39,7 +39,7 @@ class Status(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One result: `text` for people, `data` for programs, and a remedy if the status is not OK."""
+    """One result: `text` for people, `data` for programs; a remedy if the status is not OK."""
 
     name: str
     status: Status
@@ -49,12 +49,14 @@ class Finding:
 
 
 def findings(disk: Path | None) -> Iterator[Finding]:
-    """All findings, each as soon as it is made. `disk`: directory for the disk tier; None: the cache directory."""
+    """All findings; yields each one as soon as it is known. `disk`: directory of the disk tier; None: the cache
+    directory.
+    """
     packages = list(_packages())
     yield from packages
     yield from _extras()
     if any(finding.status is Status.FAIL for finding in packages):
-        return  # the other checks import them
+        return  # the other checks import these packages
     yield _cpu()
     dtype = _dtype()
     yield dtype
@@ -80,17 +82,17 @@ def _packages() -> Iterator[Finding]:
     )
     try:
         requirements = importlib.metadata.requires("sidestream") or ()
-    except importlib.metadata.PackageNotFoundError:  # a source tree on the path has no metadata
+    except importlib.metadata.PackageNotFoundError:  # sources on the path without an installation have no metadata
         requirements = ()
         yield Finding("packages", Status.WARN, "not checked, sidestream itself is not installed", "pip install -e .")
     for requirement in requirements:
-        parts = re.fullmatch(r"([\w.-]+)>=([\d.]+)", requirement)  # no match: an extra's, which ends in a marker
+        parts = re.fullmatch(r"([\w.-]+)>=([\d.]+)", requirement)  # extras end in a marker: no match
         if parts is not None:
             yield from _package(parts[1], parts[2], remedy=f"pip install '{requirement}'")
 
 
 def _package(name: str, bound: str, *, remedy: str) -> Iterator[Finding]:
-    """A finding for torch and transformers; for another package only if it is missing or too old."""
+    """A finding for torch and for transformers; for any other package, only if it is missing or too old."""
     try:
         version = importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
@@ -111,7 +113,7 @@ def _package(name: str, bound: str, *, remedy: str) -> Iterator[Finding]:
 
 
 def _import_fault(name: str) -> str:
-    """The error of importing `name`, in one line; empty if it can be imported."""
+    """The error of importing `name` in one line; empty if the import succeeds."""
     try:
         importlib.import_module(name)
     except Exception as fault:
@@ -164,19 +166,18 @@ def _cpu() -> Finding:
     data: dict[str, object] = {"model": cpu_name(), "cores": os.cpu_count(), "usable_cores": limit, "threads": threads}
     if threads > limit:
         remedy = (
-            f"more threads than cores wait for one another: use --threads {max(1, int(limit))}, "
-            "or unset OMP_NUM_THREADS"
+            f"more threads than cores block each other: use --threads {max(1, int(limit))}, or unset OMP_NUM_THREADS"
         )
         return Finding("cpu", Status.WARN, text, remedy, data)
     if threads < int(limit):
         return Finding(
-            "cpu", Status.WARN, text, f"cores lie idle: use --threads {int(limit)}, or unset OMP_NUM_THREADS", data
+            "cpu", Status.WARN, text, f"some cores are idle: use --threads {int(limit)}, or unset OMP_NUM_THREADS", data
         )
     return Finding("cpu", Status.OK, text, data=data)
 
 
 def _cgroup_cores() -> float | None:
-    """Cores that the container may use on average; None: no such limit."""
+    """Cores that the container may use on average; None: no limit."""
     with contextlib.suppress(OSError, ValueError):
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text(encoding="utf-8").split()
         if quota != "max":
@@ -216,7 +217,7 @@ def _gpus() -> Finding:
         return Finding("gpus", Status.OK, text, data={**data, "free_bytes": free, "total_bytes": total})
     if names:
         return Finding("gpus", Status.WARN, f"{', '.join(names)}: cannot be used, --device auto is cpu", missing, data)
-    return Finding("gpus", Status.OK, f"none that can be used, --device auto is cpu ({missing})", data=data)
+    return Finding("gpus", Status.OK, f"none usable, --device auto is cpu ({missing})", data=data)
 
 
 def _memory_lock(on_gpu: bool) -> Finding:
@@ -284,12 +285,12 @@ def _disk(chosen: Path | None, dtype: str) -> Iterator[Finding]:
             "disk",
             Status.WARN,
             f"{directory} cannot be used: {fault}",
-            "choose a directory that you may write to with --disk, or set SIDESTREAM_CACHE",
+            "choose a writable directory with --disk, or set SIDESTREAM_CACHE",
         )
 
 
 def _existing(path: Path) -> Path:
-    """`path`, or its nearest existing parent: doctor creates no directory."""
+    """`path`, or its nearest existing parent, because doctor creates no directory."""
     path = path.expanduser().absolute()
     while not path.exists() and path != path.parent:
         path = path.parent
@@ -322,12 +323,12 @@ def _cache() -> Iterator[Finding]:
             "cache",
             Status.WARN,
             f"{root} is not writable",
-            "set SIDESTREAM_CACHE to a directory that you may write to",
+            "set SIDESTREAM_CACHE to a writable directory",
             data,
         )
     path = prepared(DEMO_MODEL)
     text = f"{DEMO_MODEL} is prepared" if path is not None else f"{DEMO_MODEL} is not prepared"
-    remedy = "" if path is not None else f"sidestream models prepare {DEMO_MODEL} (or it is done when it is first used)"
+    remedy = "" if path is not None else f"sidestream models prepare {DEMO_MODEL} (or it happens at the first use)"
     yield Finding(
         "demo model", Status.OK if path is not None else Status.WARN, text, remedy, {"prepared": path is not None}
     )

@@ -1,7 +1,7 @@
-"""Progress of long commands: bars in a terminal, elsewhere a line every ten seconds.
+"""Progress of long commands: bars in a terminal; a line every ten seconds elsewhere.
 
-Steps shorter than two seconds print no line. The working thread reports; a second thread prints by the clock, because
-some steps (a forward pass, a child process) report nothing until they end.
+Steps shorter than two seconds print no line. The working thread reports its progress. A second thread prints at regular
+times, because some steps (a forward pass, a child process) report nothing until they end.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from typing import Self
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 
-_FIRST_AFTER_S = 2.0  # a step's first line, after its begin
+_FIRST_AFTER_S = 2.0  # age of a step at its first line
 _EVERY_S = 10.0  # between lines
 _POLL_S = 0.5
 
 
 class Lines:
-    """Prints a line when it is time to. The caller calls `poll` every half second.
+    """Prints a line when it is due. The caller calls `poll` every half second.
 
-    first_after_s   age of a step at its first line; 0: print each step when it begins
+    first_after_s   age of a step at its first line; 0: print each step at its start
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class Lines:
         self._print_line = print_line
         self._clock = clock
         self._first_after_s = first_after_s
-        self._lock = threading.RLock()  # a signal handler may report, too
+        self._lock = threading.RLock()  # reentrant, because a signal handler may report as well
         self._step: str | None = None
         self._amount = ""
         self._began_s = 0.0
@@ -52,7 +52,7 @@ class Lines:
                 self._print(self._began_s)
 
     def poll(self) -> None:
-        """Print the step if it is time to."""
+        """Print the step if a line is due."""
         with self._lock:
             now_s = self._clock()
             if self._step is not None and now_s >= max(self._began_s + self._first_after_s, self._next_s):
@@ -67,11 +67,11 @@ class Lines:
 
 
 class Steps:
-    """The progress of one command's steps. A context manager, used by one thread.
+    """The progress of the steps of one command. A context manager, used by one thread.
 
-    console   draws bars if it is a terminal, else prints lines; standard error by default
-    say       prints lines in place of the console, such as a logger; also one line at the begin of each step
-    keep      keep the bars of finished steps; else one bar, removed at the end
+    console   draws bars if it is a terminal, else prints lines; default: standard error
+    say       prints lines instead of the console, for example a logger; also one line at the start of each step
+    keep      keep the bars of finished steps; else show one bar and remove it at the end
     title     prefix of each step's name
     """
 
@@ -125,12 +125,12 @@ class Steps:
             self._thread.join()
 
     def begin(self, stage: str, total_bytes: int | None) -> None:
-        """Begin a step that is counted in bytes; see `sidestream.models.catalog.Progress`."""
+        """Begin a step that is measured in bytes; see `sidestream.models.catalog.Progress`."""
         self._total_bytes = total_bytes
         self._show(stage, 0, total_bytes or 0, _megabytes(0, total_bytes))
 
     def reached(self, done_bytes: int) -> None:
-        """Set the progress of the step that `begin` began."""
+        """Set the progress of the step started by `begin`."""
         self._show(self._step, done_bytes, self._total_bytes or 0, _megabytes(done_bytes, self._total_bytes))
 
     def update(self, step: str, done: float = 0, total: float = 0, note: str | None = None) -> None:

@@ -1,4 +1,4 @@
-"""`sidestream serve`: an OpenAI-compatible server. Owns the process's log, signals and exit."""
+"""`sidestream serve`: an OpenAI-compatible server. Owns the log, the signal handlers and the exit of the process."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ def serve(
         option(
             "--api-processes",
             "N",
-            "Processes that speak HTTP; the engine has one of its own besides.",
-            "one for four cores, 8 at most",
+            "HTTP processes, in addition to the engine's process.",
+            "one per four cores, at most 8",
             whole,
         ),
     ] = None,
     single_process: Annotated[
-        bool, flag("--single-process", "Engine and HTTP in one process: less memory, and answers that come in lumps.")
+        bool, flag("--single-process", "Engine and HTTP in one process: less memory, but bursts of tokens in streams.")
     ] = False,
     log_level: Logging = LogLevel.INFO,
     *,
@@ -59,11 +59,11 @@ def serve(
 ) -> None:
     """Serve MODEL over HTTP, with OpenAI's API.
 
-    Options may stand in a file, too (--config): a line "name: value" for each, without the dashes, and "model: MODEL".
-    Lists are for options that may be given several times, true and false for those without a value.
+    --config reads options from a file: one line "name: value" for each, without the dashes, and "model: MODEL". Options
+    that may be given several times take a list there, options without a value true or false.
 
-    The first interrupt (or SIGTERM) takes no more requests, lets running ones finish, stores the KV and exits; each
-    further one skips the current wait.
+    The first interrupt (or SIGTERM) stops the intake of requests, lets running ones finish, stores the KV and exits;
+    each further interrupt skips the current wait.
     """
     _check_processes(api_processes, single_process=single_process)
     _check_packages()
@@ -84,7 +84,7 @@ def _check_processes(api_processes: int | None, *, single_process: bool) -> None
 def _check_packages() -> None:
     """Raise ConfigError if a package of the extra `server` is missing."""
     try:
-        import sidestream.server.supervisor  # noqa: F401 - imports the others
+        import sidestream.server.supervisor  # noqa: F401 - imports all the other modules
     except ModuleNotFoundError as missing:
         if (missing.name or "").startswith("sidestream"):
             raise
@@ -98,7 +98,7 @@ def _serve(model: str, options: ServerOptions, config: EngineConfig, watch: Watc
     from sidestream.server import Supervisor, bind, bind_shared
 
     _allow_open_files()
-    listeners = bind_shared(bind(options), api_processes)  # first: fails before the model is loaded
+    listeners = bind_shared(bind(options), api_processes)  # first, so that an error comes before the model is loaded
     level = log.getEffectiveLevel()
     with _sigterm_exits(), Supervisor(listeners, options, log_level=level, log_format=LOG_FORMAT) as supervisor:
         engine = start(EngineProcess, model, config=config, watch=watch)
@@ -145,13 +145,13 @@ def _close(close: Callable[[], None], config: EngineConfig) -> None:
 
 
 def _default_api_processes() -> int:
-    """One for four cores, eight at most: the engine and other processes of the machine need the rest."""
+    """One per four cores, at most eight: the engine and other processes of the machine need the rest."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, min(8, cores // 4))
 
 
 def _allow_open_files() -> None:
-    """Raise the limit of open files: each connection is one, and shells often allow 1,024."""
+    """Raise the limit of open files: each connection needs one, and shells often allow only 1,024."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _OPEN_FILES)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -173,7 +173,7 @@ def _print_ready(running: RunningServer, name: str, *, keyed: bool) -> None:
 
 @contextlib.contextmanager
 def _sigterm_exits() -> Iterator[None]:
-    """SIGTERM raises SystemExit, so that the stack unwinds and ends the started processes."""
+    """SIGTERM raises SystemExit, so that the stack unwinds and the started processes end."""
     previous = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
         yield
@@ -183,7 +183,9 @@ def _sigterm_exits() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _signals_quit_at_once(clean_up: Callable[[], None]) -> Iterator[None]:
-    """Exit at once on a signal. The disk tier is complete at any moment: only blocks not stored yet are lost."""
+    """Exit at once on a signal. The disk tier is consistent at any moment: only blocks that are not stored yet are
+    lost.
+    """
 
     def leave(number: int, frame: FrameType | None) -> None:
         clean_up()

@@ -1,4 +1,4 @@
-"""The options of `sidestream serve` that are fields of ServerOptions, one row each; types and defaults are theirs."""
+"""The options of `sidestream serve` that are fields of ServerOptions, one row each; their types and defaults apply."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class _Row:
     """One option.
 
     absent   the meaning of an absent value in `--help`; False: show none, True: show the default
-    name     the parameter's name, where the field's has a unit or a plural
+    name     the parameter's name, if it differs from the field's, which has a unit or a plural
     """
 
     field: str
@@ -32,42 +32,44 @@ _ROWS = (
     _Row("host", "ADDRESS", "Address to listen on; 0.0.0.0 for all.", "127.0.0.1"),
     _Row("port", "N", "Port to listen on; 0 for any free one.", "8000"),
     _Row("uds", "PATH", "Listen on a Unix socket at this path, in place of an address.", False),
-    _Row("root_path", "PATH", "Prefix below which a proxy serves the API, such as /llm.", False),
-    _Row("ssl_certfile", "FILE", "Speak TLS with this certificate (PEM, with its chain).", False),
+    _Row("root_path", "PATH", "Path prefix of the API behind a proxy, such as /llm.", False),
+    _Row("ssl_certfile", "FILE", "Use TLS with this certificate (PEM, with its chain).", False),
     _Row(
         "ssl_keyfile",
         "FILE",
         "The certificate's key (PEM); $SIDESTREAM_SSL_KEYFILE_PASSWORD opens an encrypted one.",
         "the certificate's file",
     ),
-    _Row("ssl_ca_certs", "FILE", "Ask clients for a certificate that one of these (PEM) signed.", False),
-    _Row("api_key", "KEY", "Clients must send it; better given by the variable.", False, envvar="SIDESTREAM_API_KEY"),
-    _Row("served_model_name", "NAME", "What clients call the model.", "its own"),
-    _Row("max_body_bytes", "SIZE", "A longer request body is refused.", name="max_body"),
-    _Row("head_timeout_s", "SECONDS", "A slower request head is refused.", name="head_timeout"),
-    _Row("body_timeout_s", "SECONDS", "A slower request body is refused.", name="body_timeout"),
+    _Row("ssl_ca_certs", "FILE", "Require client certificates signed by one of these (PEM).", False),
+    _Row(
+        "api_key", "KEY", "Key that clients must send; better set by the variable.", False, envvar="SIDESTREAM_API_KEY"
+    ),
+    _Row("served_model_name", "NAME", "Model name in the API.", "its own"),
+    _Row("max_body_bytes", "SIZE", "Longer request bodies are rejected.", name="max_body"),
+    _Row("head_timeout_s", "SECONDS", "Slower request heads are rejected.", name="head_timeout"),
+    _Row("body_timeout_s", "SECONDS", "Slower request bodies are rejected.", name="body_timeout"),
     _Row(
         "stall_timeout_s",
         "SECONDS",
-        "A client that takes none of its reply for so long is cut off.",
+        "A client that reads nothing of its reply for this long is disconnected.",
         name="stall_timeout",
     ),
-    _Row("max_connections", "N", "Connections at a time.", "2048, or as many as open files allow"),
-    _Row("max_connections_per_address", "N", "The same, of one client address.", "no limit"),
+    _Row("max_connections", "N", "Most connections at once.", "2048, or as many as the limit of open files allows"),
+    _Row("max_connections_per_address", "N", "Most connections at once from one client address.", "no limit"),
     _Row(
         "cors_origins",
         "ORIGIN",
-        "Web pages of this origin may use the API from a browser; * for all; may be given several times.",
+        "Allow browser pages of this origin (CORS); * for all; may be given several times.",
         False,
         name="cors_origin",
     ),
-    _Row("max_choices", "N", "Prompts times n of one request, at most."),
-    _Row("drain_s", "SECONDS", "How long running requests may go on at the end.", name="drain_seconds"),
+    _Row("max_choices", "N", "Most choices of one request: prompts times n."),
+    _Row("drain_s", "SECONDS", "Time for running requests to finish at shutdown.", name="drain_seconds"),
 )
 
 
 def server_options(**values: Any) -> ServerOptions:
-    """Make ServerOptions of the options' values. Raises ConfigError."""
+    """Make ServerOptions from the options' values. Raises ConfigError."""
     known = {row.field: values[row.name or row.field] for row in _ROWS}
     known["max_body_bytes"] = parse_bytes(known["max_body_bytes"], option="max_body")
     known["cors_origins"] = tuple(known["cors_origins"] or ())

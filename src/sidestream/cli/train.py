@@ -1,4 +1,4 @@
-"""`sidestream train-mtp`: distils a draft head (MTP) from a model, on the model's own answers and on texts."""
+"""`sidestream train-mtp`: distils a draft head (MTP) from a model, with the model's own answers and with texts."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ if TYPE_CHECKING:
 
     from sidestream.models.distil import Lesson
 
-_PROMPT_SHARE = 0.5  # of a sequence, at most
+_PROMPT_SHARE = 0.5  # largest share of a sequence
 _MAX_RUNNING = {CPU: 8, CUDA: 256}  # requests while the model answers tasks
 _TEMPERATURES = (0.5, 1.0, 0.7)  # of the third and later answers to one task
 _SAVE_EVERY = 200  # steps
-# Options that the answers depend on. A head depends on all options of its record.
+# Options that the answers depend on. A head depends on all options in its record.
 _ANSWER_OPTIONS = ("model", "weights", "length", "answers", "seed", "texts")
 
 
@@ -44,35 +44,35 @@ def train_mtp(
             "--out",
             short=("-o",),
             metavar="FILE",
-            help="Where the head goes; beside it, what a later run goes on from.",
+            help="File of the head; files to resume the run are stored in its directory.",
         ),
     ] = Path("head.safetensors"),
-    steps: Annotated[int, option("--steps", metavar="N", help="Batches to learn from.", parse=whole)] = 3000,
-    batch: Annotated[int, option("--batch", metavar="N", help="Sequences in a batch.", parse=whole)] = 16,
-    length: Annotated[int, option("--length", metavar="N", help="Tokens of a sequence.", parse=whole)] = 512,
+    steps: Annotated[int, option("--steps", metavar="N", help="Training steps.", parse=whole)] = 3000,
+    batch: Annotated[int, option("--batch", metavar="N", help="Sequences per batch.", parse=whole)] = 16,
+    length: Annotated[int, option("--length", metavar="N", help="Tokens per sequence.", parse=whole)] = 512,
     drafts: Annotated[
-        int, option("--drafts", metavar="N", help="Tokens that it learns to draft one after another.", parse=whole)
+        int, option("--drafts", metavar="N", help="Consecutive tokens that the head learns to draft.", parse=whole)
     ] = 4,
     answers: Annotated[
-        int, option("--answers", metavar="N", help="Tokens that the model writes itself, to learn from.", parse=whole)
+        int, option("--answers", metavar="N", help="Tokens of the model's own answers to train on.", parse=whole)
     ] = 3_000_000,
     text: Annotated[
         list[Path] | None,
-        option("--text", metavar="FILE", help="A text to learn from too, in UTF-8; may be given several times."),
+        option("--text", metavar="FILE", help="Text file for the training data, in UTF-8; may be given several times."),
     ] = None,
     learning_rate: Annotated[
-        float, option("--learning-rate", metavar="R", help="At its highest.", parse=number)
+        float, option("--learning-rate", metavar="R", help="Peak learning rate.", parse=number)
     ] = 1e-3,
     seed: Annotated[
-        int, option("--seed", metavar="N", help="Same seed, same head, on the same machine.", parse=whole)
+        int, option("--seed", metavar="N", help="Random seed; equal heads only on the same machine.", parse=whole)
     ] = 0,
     device: Annotated[str, option("--device", metavar="DEVICE", help="cpu, cuda, or auto.")] = "auto",
 ) -> None:
-    """Train a head that drafts for a model (speculative decoding), on the model's own answers to tasks and on texts.
+    """Train a draft head for a model (speculative decoding), with the model's own answers to tasks and with texts.
 
     The demo model takes some minutes on a GPU; on a CPU choose fewer steps and answers. The training data (.tokens)
-    stay beside the head; so does the state of the training (.training) until the head is ready. An interrupted run goes
-    on from there with the same options; with other options it is refused.
+    stay in the head's directory; the state of the training (.training) stays there until the head is ready. An
+    interrupted run resumes from them with the same options, and refuses other options.
     """
     from sidestream.device.choice import torch_device
     from sidestream.models.catalog import resolve
@@ -133,9 +133,9 @@ def _check_out(out: Path) -> None:
         raise ConfigError(f"--out is {out}: give a file with the ending .safetensors")
     directory = out.absolute().parent
     if not directory.is_dir() or not os.access(directory, os.W_OK | os.X_OK):
-        raise ConfigError(f"--out is {out}: {directory} is no directory that you may write to; give another path")
+        raise ConfigError(f"--out is {out}: {directory} is not a writable directory; give another path")
     if out.exists():
-        raise ConfigError(f"--out {out} is there already: give another name, or delete it")
+        raise ConfigError(f"--out {out} exists already: give another name, or delete it")
 
 
 def _read(path: Path) -> str:
@@ -155,20 +155,20 @@ def _check_same(path: Path, before: Mapping[str, Any], now: Mapping[str, Any]) -
     for name, value in now.items():
         if before.get(name) != value:
             raise ConfigError(
-                f"{path} was made with {name} {before.get(name)}, now it is {value}: "
-                "give the same to go on, another --out, or delete it"
+                f"{path} was made with {name} {before.get(name)}, but now it is {value}: "
+                "give the same value to resume, give another --out, or delete the file"
             )
 
 
 def _unreadable(path: Path, error: Exception) -> ConfigError:
     return ConfigError(
-        f"{path} cannot be read ({error or type(error).__name__}): delete it, what it held is then made anew"
+        f"{path} cannot be read ({error or type(error).__name__}): delete it, and its content is computed again"
     )
 
 
 @contextlib.contextmanager
 def _replaced(path: Path) -> Iterator[Path]:
-    """A temporary file that replaces `path` at the end of the block: a process killed meanwhile leaves the old file."""
+    """A temporary file that replaces `path` at the end of the block. A process killed earlier leaves the old file."""
     partial = path.with_name(path.name + ".partial")
     yield partial
     partial.replace(path)
@@ -192,7 +192,7 @@ class _Answers:
 
 
 def _load_answers(path: Path, record: Mapping[str, Any]) -> _Answers | None:
-    """The answers of an earlier run. Raises ConfigError if it had other options."""
+    """The answers of an earlier run. Raises ConfigError if that run had other options."""
     from safetensors import SafetensorError, safe_open
 
     if not path.exists():
@@ -209,7 +209,7 @@ def _load_answers(path: Path, record: Mapping[str, Any]) -> _Answers | None:
 
 
 def _training_data(run: _Run, answers: _Answers | None) -> Tensor:
-    """Sequences of one length, int32 `[N, length]`. Answers take long: they are saved after each batch of tasks."""
+    """Sequences of equal length, int32 `[N, length]`. Answers are slow, so they are saved after each batch of tasks."""
     import torch
     from safetensors.torch import save_file
 
@@ -243,7 +243,7 @@ def _answer_tasks(run: _Run, answers: _Answers | None, save: Callable[[_Answers]
         max_running=max_running,
         kv_memory="4GiB" if run.kind == CUDA else "512MiB",
         max_model_len=length,
-        generation_config="none",  # the model's own distribution, at the temperatures below
+        generation_config="none",  # sample from the model's own distribution, at the temperatures below
         on_stage=run.progress.update,
     ) as llm:
         if answers is None:
@@ -251,12 +251,10 @@ def _answer_tasks(run: _Run, answers: _Answers | None, save: Callable[[_Answers]
             answers = _Answers([token for text in texts for token in llm.tokenizer.encode(text)])
             save(answers)
         else:
-            run.console.print(
-                f"goes on behind the {answers.num_tokens:,} tokens that the model has written", highlight=False
-            )
+            run.console.print(f"resuming after {answers.num_tokens:,} tokens of the model's answers", highlight=False)
         end = llm.tokenizer.eos_ids[:1]
         while answers.num_tokens < wanted:
-            run.progress.update("the model answers tasks, in tokens", min(answers.num_tokens, wanted), wanted)
+            run.progress.update("tokens of the model's answers to tasks", min(answers.num_tokens, wanted), wanted)
             numbers = range(answers.num_tasks, answers.num_tasks + 4 * max_running)
             chats = [[{"role": "user", "content": tasks[number % len(tasks)]}] for number in numbers]
             prompts = [llm.tokenizer.chat(chat)[: int(length * _PROMPT_SHARE)] for chat in chats]
@@ -272,7 +270,7 @@ def _answer_tasks(run: _Run, answers: _Answers | None, save: Callable[[_Answers]
                 outputs = llm.generate(prompts, params)
             except KeyboardInterrupt:
                 run.console.print(
-                    f"interrupted: {answers.num_tokens:,} tokens are kept, the same command goes on from there",
+                    f"interrupted: {answers.num_tokens:,} tokens are saved, the same command resumes from there",
                     highlight=False,
                 )
                 raise
@@ -285,7 +283,9 @@ def _answer_tasks(run: _Run, answers: _Answers | None, save: Callable[[_Answers]
 
 
 def _temperature(time: int, task: int) -> float:
-    """Temperature of a task's answer number `time`. One of the first two is greedy: a second one would be equal."""
+    """Temperature of a task's answer number `time`. Only one of the first two answers is greedy: a second greedy one
+    would be equal.
+    """
     if time < 2:
         return 0.0 if (time + task) % 2 == 0 else 1.0
     return _TEMPERATURES[time % len(_TEMPERATURES)]
@@ -295,7 +295,7 @@ def _temperature(time: int, task: int) -> float:
 
 
 def _load_training(path: Path, record: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The training state of an earlier run. Raises ConfigError if it had other options."""
+    """The training state of an earlier run. Raises ConfigError if that run had other options."""
     import torch
 
     if not path.exists():
@@ -326,7 +326,7 @@ def _train(run: _Run, tokens: Tensor, lesson: Lesson, saved: dict[str, Any] | No
     if saved is not None:
         training.restore(saved)
         loss = saved["loss"]
-        run.console.print(f"goes on after step {training.done} of {lesson.steps}", highlight=False)
+        run.console.print(f"resuming after step {training.done} of {lesson.steps}", highlight=False)
 
     def report(note: str) -> None:
         done = f"step {training.done} of {lesson.steps}, {note}"
@@ -337,7 +337,7 @@ def _train(run: _Run, tokens: Tensor, lesson: Lesson, saved: dict[str, Any] | No
             torch.save({**training.state(), "loss": loss, "of": json.dumps(run.record)}, partial)
 
     report("beginning")
-    with _interrupts(lambda: report("interrupted, this step ends first")) as interrupted:
+    with _interrupts(lambda: report("interrupted, finishing this step")) as interrupted:
         while training.done < lesson.steps and not interrupted.is_set():
             loss = training.step()
             report(f"{loss:.3f} nats a token")
@@ -346,7 +346,7 @@ def _train(run: _Run, tokens: Tensor, lesson: Lesson, saved: dict[str, Any] | No
         if interrupted.is_set():
             save()
             run.console.print(
-                f"interrupted after step {training.done} of {lesson.steps}: the same command goes on from there",
+                f"interrupted after step {training.done} of {lesson.steps}: the same command resumes from there",
                 highlight=False,
             )
             raise KeyboardInterrupt
@@ -362,7 +362,9 @@ def _train(run: _Run, tokens: Tensor, lesson: Lesson, saved: dict[str, Any] | No
 
 @contextlib.contextmanager
 def _interrupts(on_first: Callable[[], object]) -> Iterator[threading.Event]:
-    """Ctrl-C sets the event and lets the current step end: half a step cannot be resumed. A second Ctrl-C raises."""
+    """Ctrl-C sets the event and lets the current step end, because half a step cannot be resumed. A second Ctrl-C
+    raises.
+    """
     interrupted, before = threading.Event(), signal.getsignal(signal.SIGINT)
 
     def note(*_: object) -> None:

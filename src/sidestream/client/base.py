@@ -126,9 +126,7 @@ def other_loop_error() -> RuntimeError:
 
 def unread_error() -> RequestError:
     """The error of a reader with more than `MAX_UNREAD` unread deltas."""
-    return RequestError(
-        f"the answer was not read: {MAX_UNREAD} pieces of it wait, which is the bound; read it as it comes"
-    )
+    return RequestError(f"the answer was not read: {MAX_UNREAD} unread deltas are the bound; read them as they arrive")
 
 
 def stopped_error(health: Health) -> EngineStopped:

@@ -86,16 +86,17 @@ class Connection:
     def on_output(self, first: int, delta: Delta) -> None:
         """The engine's sink of the request whose first stream is `first`."""
         stream, tokens = first + delta.index, delta.token_ids
+        # rule: first-news-of-a-stream-say-what-all-share
         if len(tokens) == 1 and delta.finish_reason is None and not delta.logprobs and stream in self._known_streams:
             self._tokens.append(tokens[0])
         else:
-            self._details[len(self._tokens)] = _detail(delta)
+            self._details[len(self._tokens)] = _detail(delta)  # rule: news-belong-to-their-stream
             self._tokens.append(-1)
             self._known_streams.add(stream)
             if delta.finish_reason is not None:
-                self._known_streams.discard(stream)
+                self._known_streams.discard(stream)  # rule: finished-stream-says-nothing-more
                 with self._lock:
-                    self._ids.pop(stream, None)
+                    self._ids.pop(stream, None)  # rule: finished-stream-is-forgotten-by-the-engine-s-side
         self._streams.append(stream)
 
     def send_outputs(self) -> None:
@@ -115,7 +116,7 @@ class Connection:
                 return
             frame = self._encoder.encode(message)
             sent = 0
-            if not self._unsent:
+            if not self._unsent:  # rule: frames-of-the-engine-keep-their-order
                 try:
                     sent = self.socket.send(frame)
                 except BlockingIOError:
@@ -124,8 +125,8 @@ class Connection:
                     self.lost = True
             if sent == len(frame):
                 return
-            self._unsent += memoryview(frame)[sent:]
-            if len(self._unsent) > MAX_UNSENT_BYTES:
+            self._unsent += memoryview(frame)[sent:]  # rule: rest-of-a-frame-is-sent
+            if len(self._unsent) > MAX_UNSENT_BYTES:  # rule: front-end-that-falls-behind-is-cut-off
                 log.error(
                     "a front end does not read: %d bytes of outputs wait for it; its requests are aborted",
                     len(self._unsent),
@@ -145,7 +146,7 @@ class Connection:
             except OSError:
                 self.lost = True
                 return
-            del self._unsent[:sent]
+            del self._unsent[:sent]  # rule: frame-is-sent-once
 
     @property
     def has_rest(self) -> bool:
@@ -156,21 +157,22 @@ class Connection:
         """Hand a request to the engine, or send its rejection. Raises EngineStopped for streams that are in use."""
         streams = range(message.stream, message.stream + message.params.n)
         with self._lock:
-            if not self._ids.keys().isdisjoint(streams):
+            if not self._ids.keys().isdisjoint(streams):  # rule: stream-in-use-is-refused
                 raise EngineStopped(f"stream {message.stream} came again before it had ended: the connection is broken")
             self._ids.update(dict.fromkeys(streams))  # first: the request may end before `enqueue` returns
         try:
+            # rule: request-is-given-to-the-engine
             handle = self._engine.enqueue(_request(message), functools.partial(self.on_output, message.stream))
         except SidestreamError as error:
             with self._lock:
                 for stream in streams:
-                    self._ids.pop(stream, None)
-            self.send(Rejected(message.stream, streams.stop, Failure.of(error)))
+                    self._ids.pop(stream, None)  # rule: refused-request-leaves-no-stream
+            self.send(Rejected(message.stream, streams.stop, Failure.of(error)))  # rule: refusal-is-told
             return
         with self._lock:
             for stream, request_id in zip(streams, handle.request_ids, strict=True):
-                if stream in self._ids:
-                    self._ids[stream] = request_id
+                if stream in self._ids:  # rule: finish-that-comes-before-the-handle-counts
+                    self._ids[stream] = request_id  # rule: handle-is-kept-for-the-end
 
     def abort(self, message: Abort) -> None:
         """Abort streams, as the front end asks."""
@@ -188,8 +190,8 @@ class Connection:
             ids = tuple(request_id for request_id in self._ids.values() if request_id is not None)
         self.socket.close()
         if ids:
-            log.warning("a front end is gone: its %d unfinished requests are aborted", len(ids))
-            self._engine.abort(Handle(ids))
+            log.warning("a front end has died: its %d unfinished requests are aborted", len(ids))
+            self._engine.abort(Handle(ids))  # rule: front-end-that-goes-takes-its-requests-along
 
 
 def _request(message: Submit) -> CheckedRequest:
@@ -320,7 +322,7 @@ class EngineServer:
 
     def attach(self, connection: socket.socket) -> None:
         """Serve one more front end. On the reading thread."""
-        front_end = Connection(connection, self._engine, self._wake)
+        front_end = Connection(connection, self._engine, self._wake)  # rule: front-end-is-attached
         self._selector.register(connection, selectors.EVENT_READ, front_end)
         front_end.send(Welcome(self._info))
         self._front_ends = (*self._front_ends, front_end)
@@ -364,9 +366,9 @@ class EngineServer:
             front_end for front_end in (*self._front_ends, self._owner) if front_end.socket.fileno() >= 0
         ):
             if front_end.has_rest and not front_end.lost:
-                front_end.send_rest()
+                front_end.send_rest()  # rule: rest-of-a-frame-is-sent-later
             if front_end.lost:
-                self._drop(front_end)
+                self._drop(front_end)  # rule: lost-front-end-is-let-go
             else:
                 wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if front_end.has_rest else 0)
                 if self._selector.get_key(front_end.socket).events != wanted:
@@ -389,7 +391,7 @@ class EngineServer:
         except OSError:
             data = b""
         if not data:
-            front_end.lost = True
+            front_end.lost = True  # rule: end-of-a-connection-is-noticed
             return
         try:
             for message in front_end.messages.feed(data):
@@ -421,7 +423,7 @@ class EngineServer:
                 raise EngineStopped(f"a front end may not send {type(message).__name__}")
 
     def _answer(self, front_end: Connection, call: Call) -> None:
-        """Run a call on a thread of its own: it may take a minute."""
+        """Run a call on a separate thread: it may take a minute."""
         engine = self._engine
         reply = Reply(call.number)
         try:

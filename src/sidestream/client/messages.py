@@ -258,7 +258,7 @@ class FrameDecoder(msgspec.Struct):
                 if len(buffer) - start - _HEAD.size < length:
                     return
                 self.number = (self.number + 1) & 0xFFFFFFFF
-                if number != self.number:
+                if number != self.number:  # rule: number-of-a-frame-is-checked
                     raise EngineStopped(
                         f"frame {number} came in place of frame {self.number}: the connection is broken"
                     )

@@ -33,7 +33,7 @@ class OutputProcessor:
         """The delta with its text; None if its sample has ended already.
 
         A complete stop string makes the delta the sample's last (`"stop"`), up to the token that completed the string.
-        A failure of the tokenizer makes it the last, too (`"error"`); other samples go on.
+        A failure of the tokenizer makes it the last, too (`"error"`); other samples continue.
         """
         sample = self._samples[delta.index]
         if sample.ended:

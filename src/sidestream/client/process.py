@@ -61,18 +61,24 @@ def child_environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths))}
 
 
-def child_command(module: str, descriptor: int) -> list[str]:
-    """The command of a fresh interpreter for `module.main(descriptor)`; it does not import the caller's `__main__`."""
+def child_command(module: str, descriptor: int, *, torch: bool = True) -> list[str]:
+    """The command of a fresh interpreter for `module.main(descriptor)`; it does not import the caller's `__main__`.
+
+    torch   False: in the child, torch counts as not installed
+    """
     return [
         sys.executable,
         "-P",
         "-c",
-        f"from sidestream.client.process import run_child; run_child({module!r}, {descriptor})",
+        f"from sidestream.client.process import run_child; run_child({module!r}, {descriptor}, torch={torch})",
     ]
 
 
-def run_child(module: str, descriptor: int) -> None:
+def run_child(module: str, descriptor: int, *, torch: bool) -> None:
     """In the child: ignore signals, import `module` (which may take seconds), and run its `main`.
+
+    torch   False: torch counts as not installed. transformers imports it where it can, also for a tokenizer alone,
+            which takes no tensors: that costs 3 s and 0.3 GB
 
     Only the owner ends this process: a service manager signals all processes of a server, which would abort the
     requests that the owner drains.
@@ -82,6 +88,9 @@ def run_child(module: str, descriptor: int) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda number, frame: None)  # unlike SIG_IGN, children of this process do not inherit it
         signal.siginterrupt(number, False)
+    if not torch:
+        sys.modules["torch"] = None  # type: ignore[assignment]
+        os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # "PyTorch was not found"
     importlib.import_module(module).main(descriptor)
 
 
@@ -111,7 +120,7 @@ def end_with_owner(descriptor: int) -> None:
 
 
 class EngineProcess:
-    """An engine in a process of its own, which ends when its owner ends, in whatever way.
+    """An engine in a separate process, which ends when its owner ends, for any reason.
 
     info   the engine's constants, for front ends
     """
@@ -209,7 +218,7 @@ class EngineProcess:
         finally:
             self.kill()
         if self._reply is None:
-            raise ProcessFailed(f"the engine's process was to store what is complete: {ended or hung}")
+            raise ProcessFailed(f"the engine's process ended before it stored all complete blocks: {ended or hung}")
         if self._reply.failure is not None:
             raise self._reply.failure.error()
 

@@ -140,7 +140,7 @@ class RemoteClient:
         self.listen()
         if self._health.status != "ok":
             raise stopped_error(self._health)
-        first = self._next_stream
+        first = self._next_stream  # rule: streams-are-not-used-again
         frame = self._encoder.encode(_submit(first, checked))  # may raise: nothing is reserved yet
         self._next_stream += params.n
         outputs = OutputQueue(first, params.n)
@@ -153,9 +153,10 @@ class RemoteClient:
         """See `EngineClient`."""
         first = outputs.number + (index or 0)
         stop = outputs.number + outputs.num_samples if index is None else first + 1
+        # rule: ended-stream-hears-nothing-more
         ended = [self._streams.pop(stream, None) for stream in range(first, stop)]
         if any(ended) and not self._closed:
-            self._send(Abort(first, stop, reason))
+            self._send(Abort(first, stop, reason))  # rule: end-is-said-to-the-engine
 
     def _keys_of(self, tokens: npt.NDArray[np.int64], cache_salt: str) -> tuple[list[Key], int]:
         keys: list[Key] = []
@@ -241,7 +242,7 @@ class RemoteClient:
 
     def _send_frame(self, frame: bytes) -> None:
         waiting = bool(self._unsent)
-        self._unsent += frame
+        self._unsent += frame  # rule: frames-of-a-front-end-keep-their-order
         if not waiting:
             self._write()
             if self._unsent and not self._closed and self._loop is not None and not self._loop.is_closed():
@@ -255,7 +256,7 @@ class RemoteClient:
         except OSError:
             self._on_lost(_GONE)
             return
-        del self._unsent[:sent]
+        del self._unsent[:sent]  # rule: request-is-sent-once
         if not self._unsent and self._loop is not None and not self._loop.is_closed():
             self._loop.remove_writer(self._socket)
 
@@ -280,6 +281,7 @@ class RemoteClient:
             case Outputs():
                 self._on_outputs(message)
             case Rejected(stream, stop, failure):
+                # rule: refused-streams-are-forgotten-by-their-front-end
                 for sample in (self._streams.pop(one, None) for one in range(stream, stop)):
                     if sample is not None:  # else its reader has aborted it
                         sample.outputs.fail(failure.error())
@@ -295,15 +297,16 @@ class RemoteClient:
         for entry, (stream, token) in enumerate(zip(message.streams, message.tokens, strict=True)):
             sample = streams.get(stream)
             if sample is None:
+                # rule: end-that-crosses-the-finish-is-harmless
                 continue  # its reader has aborted it; this output crossed the Abort
             if token >= 0:
                 delta = Delta(sample.index, "", (token,), (), None, sample.prompt_tokens, sample.cached)
             else:
                 delta = _delta_of(sample, details[entry])
                 if delta.finish_reason is not None:
-                    del streams[stream]
+                    del streams[stream]  # rule: finished-stream-is-forgotten-by-its-front-end
             outputs = sample.outputs
-            if outputs.is_full:
+            if outputs.is_full:  # rule: reader-that-falls-behind-is-aborted
                 self.abort(outputs)
                 outputs.fail(unread_error())
             else:

@@ -58,7 +58,7 @@ class Bell:
 
     def __init__(self) -> None:
         # Locked while no ring is pending. Not a SimpleQueue: its `get` with a timeout of microseconds sometimes blocks
-        # for ever.
+        # forever.
         self._quiet = threading.Lock()
         self._quiet.acquire()
 

@@ -15,7 +15,7 @@ import torch
 from sidestream.device.base import CopyBatch, GraphEvent, Memory, Rest
 from sidestream.device.channel import Bell
 from sidestream.device.host import HostFence, HostStream, TurnTaker
-from sidestream.device.machine import available_bytes
+from sidestream.device.machine import available_bytes, private_pages
 from sidestream.errors import ConfigError, InvariantError
 from sidestream.metrics import Metrics, Timeline
 from sidestream.types import Fence, Tracer
@@ -97,14 +97,7 @@ class CpuDevice:
                 f"{name} memory of {num_bytes / 2**30:.2f} GiB does not fit: "
                 f"this machine has {available / 2**30:.2f} GiB available; ask for less"
             )
-        try:
-            # Private: Linux gives huge pages to shared mappings only if the administrator enables them. With huge
-            # pages, a load takes 0.8 times as long.
-            pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        except (OSError, ValueError, OverflowError) as error:
-            raise ConfigError(
-                f"{name} memory of {num_bytes / 2**30:.2f} GiB cannot be allocated on this machine: ask for less"
-            ) from error
+        pages = private_pages(name, num_bytes)
         with self._touching:
             self._untouched += num_bytes
         toucher = threading.Thread(

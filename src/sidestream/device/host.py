@@ -1,4 +1,4 @@
-"""Streams that are threads of the host, and threads that take turns.
+"""Streams that run on host threads, and worker threads that call one function over and over and sleep in between.
 
 Each stream runs its work in order on a thread of its own; torch and numpy release the interpreter lock inside their
 kernels, so streams run concurrently. `submit` appends to a queue and never blocks. All streams of the CPU device are of
@@ -185,7 +185,7 @@ class HostStream:
     def block_until(self, tick: int, timeout_s: float | None, bell: Bell | None = None) -> bool:
         """Block the calling thread until `tick` is done; False after `timeout_s`, or when `bell` rings.
 
-        Only one thread at a time may pass a bell.
+        Only one thread at a time may call this with a `bell`.
         """
         if self.done_tick >= tick:
             return True
@@ -258,7 +258,8 @@ class HostStream:
 class TurnTaker:
     """A thread that calls `turn` repeatedly and sleeps in between. See `HostThread`.
 
-    poll_s   polling interval of the fences that a turn rests for; None: their device calls `wake_for_fences`
+    poll_s   polling interval of the fences that end a rest (`Rest.fences`); None: the device calls `wake_for_fences`
+             when any fence is done
     """
 
     def __init__(
@@ -296,7 +297,7 @@ class TurnTaker:
                 self._bell.ring()
 
     def wake_for_fences(self) -> None:
-        """Take another turn if the last one rests for fences. Called after any fence is done."""
+        """Take another turn if the last one asked to be woken by fences. Called after any fence is done."""
         if self._resting_for_fences:
             self.wake()
 
@@ -318,7 +319,7 @@ class TurnTaker:
             self._sleep(None)
             while not self._closing:
                 self._woken = False
-                # Before the turn polls any fence: one that completes during the turn then causes another turn.
+                # Set before the turn polls fences: a fence that completes during the turn then causes another turn.
                 self._resting_for_fences = True
                 rest = self._turn()
                 self._resting_for_fences = bool(rest.fences)
@@ -341,7 +342,7 @@ class TurnTaker:
                     break
                 timeout_s = left_s if timeout_s is None else min(timeout_s, left_s)
             self._asleep = timeout_s is None or timeout_s > _SHORT_SLEEP_S
-            # After setting `_asleep`: a `wake` before it is seen here, a later one rings.
+            # Checked after `_asleep` is set: an earlier `wake` has set `_woken`, a later one sees `_asleep` and rings.
             if self._woken or self._closing:
                 break
             self._bell.wait(timeout_s)

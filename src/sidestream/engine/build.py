@@ -41,9 +41,10 @@ from sidestream.offload.tiers.base import PersistentTier, TierContext
 from sidestream.offload.tiers.host import HostTier
 from sidestream.offload.tiers.registry import open_tiers
 from sidestream.offload.tiers.stack import TierStack
+from sidestream.ops.registry import select_ops
 from sidestream.runner.executor import Executor
-from sidestream.runner.frame import SHORT_TOKENS, GraphKey
-from sidestream.runner.model import ForwardModel
+from sidestream.runner.forward import ForwardModel
+from sidestream.runner.step_inputs import SHORT_TOKENS, GraphKey
 from sidestream.schedule.limits import Limits
 from sidestream.schedule.scheduler import Scheduler
 from sidestream.schedule.spec_policy import SpecPolicy
@@ -107,7 +108,7 @@ def build_engine(
     tiers     open persistent tiers by name, fastest first, in place of those that `config.offload` asks for; closed
               with the engine, or by the caller if this raises
     device    a device in place of the one that `config.device` names; closed with the engine
-    tracer    traces everything that ordering depends on, if `device` is not given
+    tracer    hears of the events that ordering depends on; a given `device` has its own tracer
     proposer  drafts in place of the one that `config.speculative` names
     defaults  sampling options of requests that leave them out
     threaded  False: the engine has no thread, see `Engine`
@@ -134,6 +135,7 @@ def build_engine(
         if stack is not None:
             kv = BlockMemory(memory, model.layout)
             transfers = _build_transfers(plan, kv, blocks, stack, costs, metrics, inbox)
+        # rule: keys-of-the-served-model
         keys = BlockKeys(fingerprint=model.fingerprint, layout=model.layout, salt=config.salt)
         scheduler = _build_scheduler(plan, blocks, keys, transfers)
         executor = _build_executor(plan, memory)
@@ -245,8 +247,8 @@ def _plan_build(
 
 
 def _allocate_pool(plan: _BuildPlan) -> tuple[Memory, FencedPool]:
-    """Device memory of the blocks, and its ledger. With a proposer of hidden states, the memory has one block more than
-    the ledger: states that belong to no block are written there.
+    """Device memory of the blocks, and the pool that leases them. If the proposer reads hidden states, the memory has
+    one block more than the pool: a scratch block for states that belong to no block.
     """
     device, block_bytes = plan.device, plan.model.layout.block_bytes
     scratch = plan.proposer is not None and plan.proposer.hidden_size > 0
@@ -308,6 +310,7 @@ def _build_executor(plan: _BuildPlan, memory: Memory) -> Executor:
         memory=memory,
         num_slots=plan.sizes.max_running,
         attention=_attention(plan.model, plan.sizes, plan.bounds, plan.proposer, plan.max_drafts, plan.device),
+        ops=select_ops(has_kernels=plan.on_gpu),
         proposer=plan.proposer,
         max_drafts=plan.max_drafts,
         max_len=plan.max_len,
@@ -379,7 +382,9 @@ def _free_pool_bytes(
 def _attention_spec(
     model: ServableModel, sizes: EngineSizes, max_drafts: int, device: torch.device, proposer: Proposer | None = None
 ) -> AttentionSpec:
-    """What the model, and a draft model, need of their attention: as many decode rows as run at once, and short rows."""
+    """The sizes that attention must support: those of the model and of a draft model, the query tokens of all decode
+    rows (one for each running request), and those of short prefill rows.
+    """
     from sidestream.speculate.draft_model import DraftModelProposer
 
     layout = model.layout
@@ -436,7 +441,7 @@ def _capture(
 
     If layers cannot be compiled, they are captured as written; if they cannot be captured, steps launch kernel by
     kernel. Warm-up follows that choice, because it must launch the kernels that steps will launch. Raises errors of
-    layers as written.
+    layers that are not compiled.
     """
     from sidestream.models.adapter import PagedModel
     from sidestream.models.compiled import compile_layers, compiling, decompile, reason_of

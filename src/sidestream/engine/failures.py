@@ -32,12 +32,12 @@ class Failures:
         logger.error("a step of %d rows failed: its requests end with an error", len(step.batch.rows), exc_info=failure)
         step.drop()
         for row in step.batch.rows:
-            if self._is_current(row):
+            if self._is_current(row):  # rule: failed-step-ends-its-requests
                 self._streams.end_sample(row.request_id, "error", f"the forward pass failed: {failure}")
 
     def _is_current(self, row: RowPlan) -> bool:
         request = self._scheduler.get(row.request_id)
-        return request is not None and request.epoch == row.epoch
+        return request is not None and request.epoch == row.epoch  # rule: failed-step-ends-its-own-requests
 
     def end_engine(self, error: BaseException) -> None:
         """Refuse new requests, and end all samples with an error, those in the inbox included."""
@@ -46,7 +46,7 @@ class Failures:
             with contextlib.suppress(Exception):  # only new requests matter now, and their messages do not raise
                 message()
         self._streams.fail_all(error)
-        self._streams.deliver_outputs()
+        self._streams.deliver_outputs()  # rule: failure-of-the-engine-is-delivered
 
     @contextlib.contextmanager
     def surviving_device_loss(self) -> Iterator[None]:

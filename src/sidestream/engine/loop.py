@@ -25,11 +25,11 @@ _REST_AFTER_S = 1.0
 
 
 class StepLoop:
-    """Runs steps. Engine thread only, but for `stop`, which is put into the inbox.
+    """Runs steps. Engine thread only; other threads stop the loop by a message to the inbox that calls `stop`.
 
     Invariants:
     - At most one step is in flight when `step` returns.
-    - Only commit sends tokens, publishes blocks, and ends requests by their tokens; only after the step's fence (H12).
+    - Tokens are sent, blocks published, and requests ended by a token in `_commit` alone, after the step's fence (H12).
     - Blocks are published, and their stores submitted, before the requests that completed them end (H23).
 
     in_flight  the step that was launched and not committed
@@ -77,23 +77,23 @@ class StepLoop:
     def drain(self) -> None:
         """Commit the step in flight, and abort the samples that are left."""
         self._listener.apply_messages()
-        self._commit(self.in_flight)
+        self._commit(self.in_flight)  # rule: last-step-lands-before-the-end
         self.in_flight = None
         self._streams.abort_all()
-        self._streams.deliver_outputs()
+        self._streams.deliver_outputs()  # rule: last-news-are-delivered-when-the-engine-ends
         self._gauges.update(force=True)
 
     def step(self) -> bool:
         """One turn of the loop, and the delivery of its outputs; False: there was nothing to compute or commit."""
         worked = self._turn()
-        self._streams.deliver_outputs()
+        self._streams.deliver_outputs()  # rule: news-are-delivered-after-each-step
         return worked
 
     def _turn(self) -> bool:
         parts, previous = self._parts, self.in_flight
         self._listener.apply_messages()
         self._listener.apply_events()
-        if previous is None:
+        if previous is None:  # rule: new-weights-wait-for-the-step-in-flight
             self.weights.apply()
         begin_s = parts.device.now()
         lead_s = 0.0 if previous is None else self.times.lead_s()
@@ -101,7 +101,7 @@ class StepLoop:
         step = self._launch(plan, begin_s)
         if plan.undrafted:
             self.spec_stats.count_undrafted(plan.undrafted)
-        # A failure to launch is known at once. No further step is planned on state that this one did not leave.
+        # A step that failed to launch is committed now: the next plan must not rely on results that it never produced.
         failed = step is not None and step.fence.failure is not None
         if not parts.asynchronous or failed:
             self._commit(previous)
@@ -116,12 +116,12 @@ class StepLoop:
         """Submit the plan's transfers, then launch its step; None: it has no rows."""
         parts, gates = self._parts, LayerGates()
         if parts.transfers is not None:
-            parts.transfers.submit(plan.transfers)
+            parts.transfers.submit(plan.transfers)  # rule: loads-are-submitted-before-their-step-is-gated
             gates = parts.transfers.gates(plan.batch)
         if not plan.batch.rows:
             return None
         step = parts.executor.launch(plan.batch, after=plan.after, gates=gates)
-        parts.scheduler.launched(plan.batch, step.fence)
+        parts.scheduler.launched(plan.batch, step.fence)  # rule: launched-step-is-noted
         self.times.launched(begin_s)
         self.num_steps += 1
         parts.metrics.inc("steps_total")
@@ -133,12 +133,12 @@ class StepLoop:
             return
         parts, times = self._parts, self.times
         times.begin_commit()
-        self._listener.wait_for(step.fence)
+        self._listener.wait_for(step.fence)  # rule: commit-waits-for-its-step
         times.end_wait()
-        self._listener.apply_events()
+        self._listener.apply_events()  # rule: failed-load-is-known-before-its-step-is-believed
         if step.gated:
-            self._listener.apply_failed_loads()  # they preempt its requests before its rows are believed
-        if step.fence.failure is not None:
+            self._listener.apply_failed_loads()  # preempts their requests, so that the rows of these are discarded
+        if step.fence.failure is not None:  # rule: failed-step-is-not-believed
             self._failures.end_step(step)
             return
         times.count(step)
@@ -148,11 +148,11 @@ class StepLoop:
             self.spec_stats.count(step, results)
         endings = self._streams.send(committed.outputs)
         if parts.transfers is not None and committed.invalidated:
-            parts.transfers.forget(committed.invalidated)
-        store = parts.scheduler.publish(committed)
-        if parts.transfers is not None and store is not None:
+            parts.transfers.forget(committed.invalidated)  # rule: tiers-learn-what-is-invalidated
+        store = parts.scheduler.publish(committed)  # rule: what-was-completed-is-published-before-its-requests-end
+        if parts.transfers is not None and store is not None:  # rule: store-is-ordered-before-its-blocks-are-released
             parts.transfers.submit([store])
-        self._streams.finish(endings)
+        self._streams.finish(endings)  # rule: ended-requests-end
         seconds = times.end_commit(step)
         if seconds is not None:
             parts.scheduler.measured(step.batch, seconds)
@@ -160,8 +160,8 @@ class StepLoop:
     def _idle(self) -> None:
         """Sleep until a message or an event of transfers comes.
 
-        A write to disk that ends rings no bell. So while anything is in flight, wake up as often as gauges are due;
-        then update them a last time and sleep without a bound.
+        The end of a disk write does not ring the bell. So while requests or transfers are unfinished, wake up each time
+        the gauges are due. Otherwise update them, sleep, let the device rest, and sleep until the bell rings.
         """
         parts = self._parts
         busy = bool(self._streams) or (parts.transfers is not None and parts.transfers.busy)

@@ -77,7 +77,11 @@ class OutputStream:
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """A sample that ends with a commit: by its `last` delta, by an error, or because its sink raised (not `sent`)."""
+    """A sample that a commit ends.
+
+    last   its final delta, if a token ended it
+    sent   False: its sink raised
+    """
 
     stream: OutputStream
     last: Delta | None
@@ -88,7 +92,7 @@ class OutputStreams:
     """The output streams of all unfinished samples.
 
     Invariants:
-    - A sample has a stream exactly while the scheduler holds its request and it is counted in the serving state.
+    - These begin and end together: a sample's stream, its request in the scheduler, its count in the serving state.
     - The scheduler has released a request before its client gets the last delta: a client that sees the end finds no
       resource in use (H24).
     """
@@ -108,7 +112,7 @@ class OutputStreams:
         return len(self._by_id)
 
     def on_outputs(self, deliver: Callable[[], None]) -> None:
-        """Have `deliver` called by `deliver_outputs`, after sinks got deltas. For sinks that collect them."""
+        """Register `deliver`, which `deliver_outputs` calls after each step: sinks that batch deltas send them then."""
         self._deliveries = (*self._deliveries, deliver)
 
     def deliver_outputs(self) -> None:
@@ -135,7 +139,7 @@ class OutputStreams:
             delta = stream.delta_of(result, count, finish_reason) if count else None
             ends = delta is not None and delta.finish_reason is not None
             sent = ends or delta is None or stream.send(delta)
-            if ends or not sent or not result.finite:
+            if ends or not sent or not result.finite:  # rule: broken-logits-end-their-request
                 endings.append(Ending(stream, delta if ends else None, sent))
         return endings
 
@@ -144,7 +148,7 @@ class OutputStreams:
         for ending in endings:
             stream, last = ending.stream, ending.last
             if last is not None and last.finish_reason is not None:
-                self._close(stream.request, last.finish_reason)
+                self._close(stream.request, last.finish_reason)  # rule: request-ends-before-its-client-is-told
                 stream.send(last)
             elif ending.sent:
                 self.end_sample(
@@ -173,21 +177,21 @@ class OutputStreams:
     # ------------------------------------------------------------------ other ends
 
     def end_sample(self, request_id: RequestId, reason: str, error: str | None = None) -> None:
-        """End a sample that was not ended by a token, if it has not ended."""
+        """End a sample for another reason than its tokens. Does nothing if it has ended already."""
         stream = self._by_id.get(request_id)
         if stream is not None:
-            self._close(stream.request, reason)
+            self._close(stream.request, reason)  # rule: aborted-request-ends-before-its-client-is-told
             stream.end(reason, error)
 
     def abort(self, handle: Handle, reason: str) -> None:
         """End the samples of a handle that have not ended."""
         for request_id in handle.request_ids:
-            self.end_sample(request_id, reason)
+            self.end_sample(request_id, reason)  # rule: aborted-request-ends
 
     def abort_all(self) -> None:
         """End every sample."""
         for request_id in list(self._by_id):
-            self.end_sample(request_id, "abort")
+            self.end_sample(request_id, "abort")  # rule: requests-end-with-the-engine
 
     def fail_all(self, error: BaseException) -> None:
         """End every sample with the engine's error. The scheduler may be broken and is left alone."""

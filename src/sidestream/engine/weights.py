@@ -31,17 +31,18 @@ class WeightUpdates:
     def announce(self, apply: Callable[[], None], fingerprint: str, done: threading.Event) -> None:
         """Have `apply` called, then `done` set, as soon as no request uses the weights."""
         self._announced.append((apply, fingerprint, done))
-        self._scheduler.pause_admission()
+        self._scheduler.pause_admission()  # rule: new-weights-go-before-new-requests
 
     def apply(self) -> None:
         """Apply announced updates, unless begun requests use the weights. Only while no step is in flight."""
-        if not self._announced or self._scheduler.num_begun:
+        if not self._announced or self._scheduler.num_begun:  # rule: new-weights-wait-for-running-requests
             return
         for apply, fingerprint, done in self._announced:
             apply()
+            # rule: new-weights-take-the-keys-over
             self._scheduler.rekey(BlockKeys(fingerprint=fingerprint, layout=self._layout, salt=self._salt))
             if self._transfers is not None:
-                self._transfers.forget_all()
+                self._transfers.forget_all()  # rule: new-weights-forget-the-tiers
             done.set()
-        self._announced.clear()
-        self._scheduler.resume_admission()
+        self._announced.clear()  # rule: new-weights-are-taken-once
+        self._scheduler.resume_admission()  # rule: new-weights-let-new-requests-in

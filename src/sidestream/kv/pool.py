@@ -53,7 +53,7 @@ class Lease:
         other._open = False
         self.ids.extend(other.ids)
         if other.after:
-            self.after = merge_fences((*self.after, *other.after))
+            self.after = merge_fences((*self.after, *other.after))  # rule: extended-lease-keeps-fences
 
     def release(self, *, after: Iterable[Fence] = (), until: Fence | None = None) -> None:
         """Give the blocks back at once; the next owner waits for the fences `after`. A second release is an error.
@@ -64,10 +64,10 @@ class Lease:
         if not self._open:
             raise InvariantError(f"lease of {self.pool.name} {self.ids} was released twice")
         self._open = False
-        if until is None or until.poll():
-            self.pool._release(self.ids, tuple(after))
+        if until is None or until.poll():  # rule: release-waits-for-uses-that-only-the-host-sees
+            self.pool._release(self.ids, tuple(after))  # rule: release-keeps-its-fences
         else:
-            self.pool._postpone(until, self.ids, tuple(after))
+            self.pool._postpone(until, self.ids, tuple(after))  # rule: postponed-release-keeps-its-fences
 
 
 class FencedPool:
@@ -124,9 +124,9 @@ class FencedPool:
 
     def settle(self) -> None:
         """Carry out the postponed releases whose `until` is done by now."""
-        while self._postponed and self._postponed[0][0].poll():
+        while self._postponed and self._postponed[0][0].poll():  # rule: postponed-release-waits-for-its-use
             _, block_ids, after = self._postponed.popleft()
-            self._release(block_ids, after)
+            self._release(block_ids, after)  # rule: postponed-release-is-carried-out
 
     def take(self, count: int) -> Lease:
         """Lease `count` blocks for writing: free ones first, then the least recently used cached ones, which it evicts.
@@ -142,8 +142,10 @@ class FencedPool:
             block_ids.extend(self._evict(evicted))
         pending: tuple[Fence, ...] = ()
         if any(map(fences.__getitem__, block_ids)):
+            # rule: take-hands-on-fences
             pending = merge_fences(fence for block_id in block_ids for fence in fences[block_id])
             for block_id in block_ids:
+                # rule: unused-lease-keeps-fences
                 fences[block_id] = tuple(fence for fence in fences[block_id] if not fence.poll())
         for block_id in block_ids:
             self._references[block_id] = 1
@@ -158,9 +160,9 @@ class FencedPool:
             if not self._cached.holds_all(idle):
                 nothing = next(block_id for block_id in idle if block_id not in self._cached)
                 raise InvariantError(f"{self.name} {nothing} holds nothing: it cannot be shared")
-            self._cached.discard_all(idle)
+            self._cached.discard_all(idle)  # rule: shared-block-is-not-evictable
         for block_id in block_ids:
-            references[block_id] += 1
+            references[block_id] += 1  # rule: share-counts-its-reference
         if self._tracer is not None:
             self._tracer.shared(self.name, block_ids)
         return Lease(self, list(block_ids), ())
@@ -222,7 +224,7 @@ class FencedPool:
             self._tracer.forgot(self.name, block_ids)
         for block_id in block_ids:
             if block_id in self._cached:
-                self._cached.discard(block_id)
+                self._cached.discard(block_id)  # rule: forgotten-block-is-free
                 self._free.append(block_id)
 
     def check(self) -> None:
@@ -247,7 +249,7 @@ class FencedPool:
 
     def _evict(self, count: int) -> list[int]:
         block_ids = self._cached.pop_oldest(count)
-        self._index.remove_all(block_ids)
+        self._index.remove_all(block_ids)  # rule: evicted-block-loses-its-key
         return block_ids
 
     def _release(self, block_ids: Sequence[int], after: tuple[Fence, ...]) -> None:
@@ -260,24 +262,25 @@ class FencedPool:
         merged: dict[tuple[Fence, ...], tuple[Fence, ...]] = {}  # most blocks of a lease have the same earlier fences
         idle: list[int] = []
         # Reversed: a sequence's end is evicted before its start, which more sequences share.
-        for block_id in reversed(block_ids):
-            references[block_id] -= 1
+        for block_id in reversed(block_ids):  # rule: end-of-a-sequence-is-evicted-first
+            references[block_id] -= 1  # rule: release-ends-its-reference
             if after or fences[block_id]:
                 before = fences[block_id]
                 if before not in merged:
-                    merged[before] = merge_fences((*before, *after))
+                    merged[before] = merge_fences((*before, *after))  # rule: release-adds-to-earlier-fences
                 fences[block_id] = merged[before]
-            if not references[block_id]:
+            if not references[block_id]:  # rule: last-release-frees
                 idle.append(block_id)
         findable, others = self._index.split(idle)
         self._cached.add_all(findable)
-        self._free.extend(others)
+        self._free.extend(others)  # rule: released-block-without-a-key-is-free
 
 
 def merge_fences(fences: Iterable[Fence]) -> tuple[Fence, ...]:
     """The last unfinished one of `fences` on each stream."""
     last: dict[str, Fence] = {}
     for fence in fences:
+        # rule: merged-fences
         if not fence.poll() and (fence.stream not in last or last[fence.stream].tick < fence.tick):
-            last[fence.stream] = fence
+            last[fence.stream] = fence  # rule: merged-fences-are-of-all-streams
     return tuple(last.values())

@@ -41,13 +41,13 @@ class PrefixIndex:
         for key in keys:
             block_id = self._id_of.get(key)
             if block_id is None:
-                break
+                break  # rule: match-ends-at-a-gap
             block_ids.append(block_id)
         return block_ids
 
     def add(self, key: Key, block_id: int) -> bool:
         """Give the block this key. False, and no change, when the block or the key is taken."""
-        if key in self._id_of or block_id in self._key_of:
+        if key in self._id_of or block_id in self._key_of:  # rule: key-names-one-block
             return False
         self._id_of[key] = block_id
         self._key_of[block_id] = key
@@ -74,6 +74,6 @@ class PrefixIndex:
     def clear(self) -> list[int]:
         """Remove all keys; returns the blocks that had one."""
         block_ids = list(self._key_of)
-        self._id_of.clear()
+        self._id_of.clear()  # rule: reset-removes-keys
         self._key_of.clear()
         return block_ids

@@ -52,7 +52,7 @@ METRICS: Mapping[str, Declared] = {
     "verify_seconds": Declared(
         "histogram", "device time of the forward pass, of each step with drafts", ("proposer",), _STEP_PARTS
     ),
-    "draft_fallbacks_total": Declared("counter", "steps of requests that went without drafts, by reason", ("reason",)),
+    "draft_fallbacks_total": Declared("counter", "steps of requests without drafts, by reason", ("reason",)),
     "transfers_total": Declared("counter", "transfers that ended, by kind and outcome", ("kind", "outcome")),
     "transfer_bytes_total": Declared("counter", "bytes of transfers that succeeded, by kind", ("kind",)),
     "transfer_seconds": Declared("histogram", "submission to completion of a transfer, by kind", ("kind",), _SECONDS),
@@ -62,10 +62,10 @@ METRICS: Mapping[str, Declared] = {
     "host_waits_total": Declared(
         "counter", "times a thread waited for a fence that was not done, by reason", ("reason",)
     ),
-    "connections_refused_total": Declared("counter", "connections that the server cut, by reason", ("reason",)),
+    "connections_refused_total": Declared("counter", "connections that the server closed, by reason", ("reason",)),
     "requests_running": Declared("gauge", "requests that run"),
     "requests_waiting": Declared("gauge", "requests queued or loading"),
-    "blocks_free": Declared("gauge", "device blocks that hold nothing"),
+    "blocks_free": Declared("gauge", "free device blocks"),
     "blocks_cached": Declared("gauge", "device blocks that hold a reusable prefix and are used by no request"),
     "blocks_used": Declared("gauge", "device blocks in use"),
     "tier_bytes": Declared("gauge", "bytes held by a tier", ("tier",)),
@@ -114,7 +114,7 @@ class Metrics:
             series[labels] = series.get(labels, 0) + value
 
     def raise_to(self, name: str, value: float, *labels: str) -> None:
-        """Raise a counter to `value`, which is counted elsewhere; never lower it."""
+        """Raise a counter to a `value` counted elsewhere; never lowers it."""
         self._check(name, "counter", labels)
         with self._lock:
             series = self._values.setdefault(name, {})
@@ -131,7 +131,7 @@ class Metrics:
         self.observe_all(name, {value: 1}, *labels)
 
     def observe_all(self, name: str, values: Mapping[float, int], *labels: str) -> None:
-        """Add observations to a histogram, given as the count of each value; cheaper than one by one."""
+        """Add observations to a histogram, given as a count per value; cheaper than single calls."""
         declared = self._check(name, "histogram", labels)
         if not values:
             return

@@ -12,7 +12,7 @@ __all__ = ["PagedModel", "kv_token_bytes", "load_model", "precision_of"]
 
 
 def __getattr__(name: str) -> Any:
-    # transformers' modelling code takes seconds to import, and the catalogue next door does not need it.
+    # transformers' modelling code takes seconds to import, and `catalog` does not need it.
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from sidestream.models import adapter, loader

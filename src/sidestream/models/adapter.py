@@ -23,11 +23,11 @@ PAGED = "sidestream_paged"
 _FINE = 16
 _CHUNK = 256
 
-# Arguments that models pass to attention and that the batch makes redundant.
+# Arguments that models pass to attention; the batch already contains their information.
 _REDUNDANT = frozenset(
     {"position_ids", "position_embeddings", "use_cache", "is_causal", "output_router_logits", "output_attentions"}
 )
-# Models whose decoder layers do not pass the arguments of a forward on to their attention.
+# Models whose decoder layers do not pass the arguments of a forward to their attention.
 _DROPS_ARGUMENTS = frozenset({"nemotron", "stablelm"})
 _UNSUPPORTED = {"s_aux": "attention sinks", "indices": "sparse attention", "position_bias": "a position bias"}
 
@@ -99,7 +99,7 @@ class PagedModel:
         *,
         left: Callable[[torch.Tensor], None],
     ) -> torch.Tensor:
-        """`forward` that also calls `left` with the hidden states after the model's last norm, `[T, hidden_size]`, once
+        """As `forward`, and calls `left` with the hidden states after the model's last norm, `[T, hidden_size]`, once
         the layers are enqueued. Needs `expose_hidden_states`.
         """
         self._on_hidden = lambda hidden: left(hidden[: len(tokens)])
@@ -135,7 +135,7 @@ class PagedModel:
 
 
 def _pass_batch_on(layer: Any) -> None:
-    """Pass the batch that a layer gets to its attention."""
+    """Pass the batch argument of a layer to the layer's attention."""
     batches: list[OpaqueBatch] = []
 
     def keep_batch(_: Any, args: Any, kwargs: dict[str, Any]) -> None:
@@ -149,11 +149,11 @@ def _pass_batch_on(layer: Any) -> None:
 
 
 def padded_length(num_tokens: int) -> int:
-    """Tokens that a forward of `num_tokens` computes on a CPU. Padding reaches neither the pool nor a logit.
+    """Number of tokens that a CPU computes for a forward of `num_tokens`. Padding reaches neither the pool nor a logit.
 
-    Multiples of 256 tokens, and these plus 16, stay; other lengths are rounded up by at most a quarter, above 16 tokens
-    to a multiple of 16. There are few lengths because oneDNN keeps about 2.5 MiB of kernels for each: with hundreds of
-    lengths, 2,000 short requests of SmolLM2-135M in bfloat16 made the process grow by 415 MiB.
+    Multiples of 256 tokens, and these plus 16, are not padded. Other lengths grow by at most a quarter; above 16
+    tokens, to a multiple of 16. The number of lengths is small because oneDNN keeps about 2.5 MiB of kernels for each:
+    with hundreds of lengths, 2,000 short requests of SmolLM2-135M in bfloat16 made the process grow by 415 MiB.
     """
     if num_tokens > _CHUNK and (rest := num_tokens % _CHUNK) <= _FINE:
         return num_tokens - rest + (_FINE if rest else 0)
@@ -183,12 +183,12 @@ def paged_attention_hook(
     if paged_batch is None:
         raise ModelError(
             "its layers do not pass a forward's arguments on to their attention, "
-            "so paged attention cannot know the batch"
+            "so paged attention does not receive the batch"
         )
     for name, other in others.items():
         if other is not None and name not in _REDUNDANT:
             raise ModelError(
-                f"its attention takes {_UNSUPPORTED.get(name, name)} ({name}), which paged attention does not know"
+                f"its attention takes {_UNSUPPORTED.get(name, name)} ({name}), which paged attention does not support"
             )
     if attention_mask is not None:
         raise ModelError("it builds an attention mask of its own, which paged attention would ignore")
@@ -202,7 +202,7 @@ def paged_attention_hook(
             f"in {key.dtype}, the pool holds {tuple(pool.shape[-2:])} in {pool.dtype}: "
             "all layers, keys and values must be alike"
         )
-    count = len(batch.slot_mapping)  # the rest is padding
+    count = len(batch.slot_mapping)  # later tokens are padding
     q, k, v = (states[0, :, :count].transpose(0, 1) for states in (query, key, value))
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     attended = batch.attend(q, k, v, module.layer_idx, scale=scale, sliding_window=sliding_window, softcap=softcap)

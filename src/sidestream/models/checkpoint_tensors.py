@@ -1,6 +1,7 @@
-"""The tensors of a checkpoint, as the headers of its weight files describe them, and the refusals that they justify.
+"""The tensors of a checkpoint, read from the headers of its weight files, and checks that refuse unusable checkpoints.
 
-Called while a model loads, before its weights are read. Knows nothing of modules: `loader` compares tensors and module.
+Called while a model loads, before its weights are read. Knows nothing of modules: `loader` compares tensors with the
+module.
 """
 
 from __future__ import annotations
@@ -14,12 +15,13 @@ from typing import Any
 
 from sidestream.errors import ModelError
 
-# Every other dtype (I8, F8_E4M3, F4, …) is quantised: its values mean nothing without a scheme and scales.
+# Every other dtype (I8, F8_E4M3, F4, …) is quantised: its values are useless without a scheme and scales.
 _FLOATS = {"F64", "F32", "F16", "BF16"}
-# Buffers that the model computes itself, and heads for speculative decoding as Qwen, MiMo, Ernie and others name them.
+# Buffers that the model computes itself, and heads for speculative decoding with the names of Qwen, MiMo, Ernie and
+# others.
 _UNUSED = re.compile(r"(^|\.)(rotary_emb\.(inv_freq|cos_cached|sin_cached)|position_ids)$|(^|\.)mtp\w*\.")
 _CAUSAL_MASK = re.compile(r"\.attn(ention)?\.(bias|masked_bias)$")
-# DeepSeek and GLM store such a head as one more layer. Only a head's layer has this matrix.
+# DeepSeek and GLM store such a head as an additional layer. Only a head's layer has this matrix.
 _HEAD_LAYER = re.compile(r"^(.*\.layers\.\d+\.)eh_proj\.weight$")
 # One page: the first values of nearly every matrix show that it is not all zeros.
 _PROBE_BYTES = 1 << 12
@@ -47,7 +49,9 @@ def tensors_of(path: Path, header: Mapping[str, Any], *, data_start: int) -> Ite
 
 
 def joined(tensors: Iterator[StoredTensor]) -> dict[str, StoredTensor]:
-    """Tensors by name. Raises ModelError when two files hold a tensor of the same name: either could be meant."""
+    """Tensors by name. Raises ModelError when two files hold a tensor of the same name, because it is unclear which to
+    use.
+    """
     by_name: dict[str, StoredTensor] = {}
     for tensor in tensors:
         other = by_name.setdefault(tensor.name, tensor)
@@ -60,7 +64,9 @@ def joined(tensors: Iterator[StoredTensor]) -> dict[str, StoredTensor]:
 
 
 def unused_names(stored: Mapping[str, StoredTensor], names: set[str]) -> set[str]:
-    """The `names` that no model computes with: recomputed buffers, causal masks, heads for speculative decoding."""
+    """The subset of `names` that no model computes with: recomputed buffers, causal masks, heads for speculative
+    decoding.
+    """
     heads = tuple(found[1] for name in stored if (found := _HEAD_LAYER.match(name)))
     return {
         name for name in names if _UNUSED.search(name) or name.startswith(heads) or _is_causal_mask(stored.get(name))
@@ -99,9 +105,9 @@ def check_tensors(stored: Mapping[str, StoredTensor]) -> None:
 
 
 def _is_matrix(tensor: StoredTensor) -> bool:
-    """Whether all zeros would mean damage. Vectors of zeros are legitimate: biases, and norms that add one.
+    """Whether zeros in all elements would mean damage. Vectors of zeros are legitimate: biases, and norms that add one.
 
-    The biases of a layer's experts are stacked to two dimensions, hence the name.
+    The biases of a layer's experts are stacked to two dimensions, so the name is checked, too.
     """
     return sum(size > 1 for size in tensor.shape) >= 2 and not tensor.name.endswith("bias")
 

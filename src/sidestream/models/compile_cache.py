@@ -1,4 +1,4 @@
-"""The cache of compiled code between starts: decoder layers by Inductor, and our own kernels by Triton."""
+"""The on-disk cache of compiled code, shared by starts: decoder layers from Inductor, our kernels from Triton."""
 
 from __future__ import annotations
 
@@ -18,19 +18,20 @@ _TRITON_HOME = "TRITON_HOME"
 
 
 def use_compile_cache() -> None:
-    """Have this process cache compiled layers in `compiled` below `cache_root()`, and kernels in `triton` below that.
+    """Set the cache directories of this process: `compiled` below `cache_root()` for layers, `triton` below that for
+    kernels.
 
-    A directory that the user chose (`TORCHINDUCTOR_CACHE_DIR`; `TRITON_CACHE_DIR`, `TRITON_HOME`) stays. If ours cannot
-    be written, the defaults of torch and Triton stay, which a container loses at its end. Idempotent.
+    A directory chosen by the user (`TORCHINDUCTOR_CACHE_DIR`; `TRITON_CACHE_DIR`, `TRITON_HOME`) stays. If ours cannot
+    be written, the defaults of torch and Triton stay; a container loses these at its end. Idempotent.
 
-    Call before the first kernel is launched: Inductor changes Triton's directory only when it compiles, so a start that
-    finds all layers compiled would look for kernels in another directory than the start that compiled them.
+    Call before the first kernel launch: Inductor changes Triton's directory only when it compiles, so a start that
+    finds all layers compiled would look for kernels in a different directory than the start that compiled them.
     """
     if not _is_chosen(_INDUCTOR_DIR):
         try:
             _set_directory(_INDUCTOR_DIR, cache_root() / "compiled")
-        except RuntimeError as error:  # no home
-            logger.info("what is compiled is not kept: %s", error)
+        except RuntimeError as error:  # no home directory
+            logger.info("compiled code is not cached: %s", error)
     if not _is_chosen(_TRITON_DIR):
         if home := os.environ.get(_TRITON_HOME):
             _set_directory(_TRITON_DIR, Path(home) / ".triton" / "cache")
@@ -39,7 +40,7 @@ def use_compile_cache() -> None:
 
 
 def _is_chosen(name: str) -> bool:
-    """Whether the user chose this directory. torch sets the variable too, to its default below the temporary
+    """Whether the user chose this directory. torch also sets the variable, to its default below the temporary
     directory.
     """
     directory = os.environ.get(name)
@@ -56,9 +57,9 @@ def _set_directory(name: str, directory: Path) -> None:
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        logger.info("what is compiled is not kept in %s: %s", directory, error.strerror or error)
+        logger.info("compiled code is not cached in %s: %s", directory, error.strerror or error)
         return
     if os.access(directory, os.W_OK | os.X_OK):
         os.environ[name] = str(directory)
     else:
-        logger.info("what is compiled is not kept in %s: it cannot be written", directory)
+        logger.info("compiled code is not cached in %s: it cannot be written", directory)

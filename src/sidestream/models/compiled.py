@@ -1,9 +1,9 @@
 """Compiles a model's decoder layers, its last norm and its rotary embedding.
 
-Layers of the same kind share one compilation, for every number of tokens. The whole model is not compiled: that took
-half a minute for each shape (docs/decisions/0017). Attention is called outside of compiled code, because our own
-kernels launch it. Projections of the same states become one matrix product. A norm or rotary embedding takes ten
-launches when it is not compiled.
+Layers of the same kind share one compilation for all numbers of tokens. The whole model is not compiled: that took half
+a minute per shape (docs/decisions/0017). Attention stays outside of compiled code, because our own kernels launch it.
+Projections of the same hidden states are merged into one matrix product. An uncompiled norm or rotary embedding takes
+ten kernel launches.
 """
 
 from __future__ import annotations
@@ -40,10 +40,9 @@ _COMPILERS = ("torch._dynamo.", "torch._inductor.", "triton.")
 
 @contextlib.contextmanager
 def compiling() -> Iterator[None]:
-    """Around the first calls of layers that `compile_layers` was given, on the thread that makes them: what is compiled
-    meanwhile is compiled once for any number of tokens. Else the compiler takes 128 tokens for the size of a head, and
-    one token for something else than many, and compiles again for other numbers. How it takes sizes elsewhere in the
-    process stays as it is.
+    """Context for the first calls of layers passed to `compile_layers`, on the calling thread: each kind is compiled
+    once for all numbers of tokens. Otherwise the compiler would specialise on 128 tokens (equal to a head's size) and
+    on one token, and compile again for other numbers. Compilation settings outside the context do not change.
     """
     limit = max(torch._dynamo.config.recompile_limit, _MOST_VARIANTS)
     with (
@@ -54,11 +53,11 @@ def compiling() -> Iterator[None]:
 
 
 def compile_layers(model: PagedModel | MtpHead, *, backend: str | Callable[..., Any] = "inductor") -> None:
-    """Have the decoder layers of a model or a head compiled at their next calls, in place; the first ones take seconds,
-    and should be made while `compiling`. `decompile` undoes it.
+    """Compile the decoder layers of a model or a head at their next calls, in place. The first calls take seconds; make
+    them inside `compiling`. `decompile` reverts it.
 
     Joins projections first: their weights move to new memory, one layer at a time. Results differ from eager ones by
-    rounding. A kind of layers that the compiler fails on runs as it is written from then on, and a warning says so; the
+    rounding. If the compiler fails on a kind of layer, that kind runs uncompiled from then on, with a warning; the
     others stay compiled.
     """
     with torch.no_grad():
@@ -79,9 +78,7 @@ def compile_layers(model: PagedModel | MtpHead, *, backend: str | Callable[..., 
 
 
 def decompile(model: PagedModel | MtpHead) -> None:
-    """Run the layers as they were written again. Joined projections stay joined in memory and are computed one
-    by one.
-    """
+    """Run the layers uncompiled again. Joined projections keep their shared memory and are computed one by one."""
     _as_written((*decoder_layers(model), *_around(model)))
     vars(model).pop("joined", None)
     _module(model).config._attn_implementation = adapter.PAGED
@@ -90,23 +87,24 @@ def decompile(model: PagedModel | MtpHead) -> None:
 def _compiled(
     written: Callable[..., Any], kind: str, undo: Callable[[], object], how: Mapping[str, Any]
 ) -> Callable[..., Any]:
-    """What `written` computes, compiled; if the compiler fails, it is called itself, and `undo` is to see to it that
-    this is not tried again.
+    """`written` in compiled form. If the compiler fails, `written` itself is called, and `undo` must prevent further
+    attempts to compile.
     """
     compiled = torch.compile(written, **how)
 
     def call(*given: Any, **named: Any) -> Any:
         try:
             return compiled(*given, **named)
-        # not only what the compiler raises: what is called in there, attention and its waits, raises its own
+        # compiled code also calls attention and its waits, which raise their own errors
         except Exception as error:
             if not type(error).__module__.startswith(_COMPILERS):
                 raise
-            # No name of it here: an error that its own frames know is collected late, with all tensors that they hold.
+            # The error gets no name here: a traceback that refers to its own frame is collected late, with all tensors
+            # in it.
             if isinstance(getattr(error, "inner_exception", None), torch.OutOfMemoryError):
                 raise error.inner_exception from None  # type: ignore[attr-defined]
             logger.warning(
-                "%s cannot be compiled (%s): it runs as it is written, slower",
+                "%s cannot be compiled (%s): it runs uncompiled, slower",
                 kind,
                 reason_of(getattr(error, "inner_exception", error)),
             )
@@ -127,7 +125,7 @@ def _as_written(parts: Sequence[nn.Module]) -> None:
 
 
 def _kinds(model: PagedModel | MtpHead) -> Mapping[tuple[str, tuple[type, ...]], Sequence[nn.Module]]:
-    """All that is compiled, by kind: its name, and the classes of what it is made of."""
+    """All modules to compile, grouped by kind: a name and the classes of the submodules."""
     layers = decoder_layers(model)
     types = getattr(_module(model).config, "layer_types", None) or [""] * len(layers)
     named = [
@@ -149,7 +147,7 @@ def decoder_layers(model: PagedModel | MtpHead) -> Sequence[nn.Module]:
 
 
 def _around(model: PagedModel | MtpHead) -> Sequence[nn.Module]:
-    """Small modules before and behind the layers, as far as the model has them."""
+    """Small modules before and after the layers, if the model has them."""
     if isinstance(model, MtpHead):
         return (model.norm,)
     found = (getattr(model.module.base_model, name, None) for name in ("rotary_emb", "norm"))
@@ -161,9 +159,10 @@ def _module(model: PagedModel | MtpHead) -> Any:
 
 
 class _Part(nn.Module):
-    """Some rows of a weight that several projections share.
+    """A range of rows of a weight that several projections share.
 
-    Compiled, each of them multiplies by all of it, and `_MergeProducts` leaves one of these products.
+    In compiled code each part multiplies by the whole weight, and `_MergeProducts` keeps only one of these equal
+    products.
     """
 
     def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None, first: int, stop: int) -> None:
@@ -180,7 +179,9 @@ class _Part(nn.Module):
 
 
 def _join(parent: nn.Module, names: Sequence[str]) -> None:
-    """Give `parent`'s projections of these names one weight, if it has all of them, plain ones of one kind."""
+    """Replace `parent`'s projections of these names by parts of one joined weight, if all exist as plain layers of one
+    kind.
+    """
     parts = [getattr(parent, name, None) for name in names]
     if not all(type(part) is nn.Linear for part in parts):
         return
@@ -198,9 +199,9 @@ def _join(parent: nn.Module, names: Sequence[str]) -> None:
 
 
 class _MergeProducts(CustomGraphPass):
-    """Leaves one of equal products: torch's own pass keeps those of which an output is a view. And a product of a
-    column and a row, which is what positions are to frequencies, becomes a multiplication, which is no launch of its
-    own.
+    """A graph pass that merges equal matrix products; torch's own pass does not merge products of which an output
+    is a view. It also turns the product of a column and a row (positions times frequencies) into an elementwise
+    multiplication, which needs no separate launch.
     """
 
     def __call__(self, graph: torch.fx.Graph) -> None:
@@ -226,5 +227,5 @@ class _MergeProducts(CustomGraphPass):
         return get_hash_for_files((str(Path(__file__)),))
 
 
-# One for all: what was compiled with another one is compiled again.
+# One instance for all, since its identity is part of the key of the compile cache.
 _MERGE_PRODUCTS = _MergeProducts()

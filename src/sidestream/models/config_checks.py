@@ -1,6 +1,6 @@
-"""Checks of a model's config: its KV layout, its longest position, and the reasons why it cannot be served.
+"""Checks of a model's config: its KV layout, its maximum position, and the reasons for which it cannot be served.
 
-Reads configs and transformers' definition of the model, never weights, so refusals come before any large read.
+Reads configs and transformers' definition of the model but no weights, so refusals come before any large read.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from sidestream.errors import ModelError
 from sidestream.kv.layout import DTYPE_BYTES, KVLayout
 
 _SERVED_LAYERS = {"full_attention", "sliding_attention"}
-# Rotary frequencies that depend on the longest context of a batch: KV would depend on the other rows.
+# Rotary frequencies depend on the longest context of a batch here, so KV would depend on the other rows.
 _SWITCHING_ROPE = {"dynamic", "longrope"}
 # Nested configs that describe parts of one model; other nested configs describe further models.
 _PARTS = {"attn_config", "ffn_config"}
 # The decoder half of an encoder-decoder has these sizes in its config, even where is_encoder_decoder is false.
 _DECODER_SIZES = ("decoder_attention_heads", "num_decoder_attention_heads")
-# Models that attend through transformers' interface, but in a way that their config does not show.
+# Models that use transformers' attention interface in ways that their config does not show.
 _OWN_ATTENTION: Mapping[str, str] = {
     "diffllama": (
         "attends twice in each layer and subtracts (differential attention): only one attention a layer is served"
@@ -33,7 +33,7 @@ _OWN_ATTENTION: Mapping[str, str] = {
 
 
 def check_servable(config: PreTrainedConfig) -> None:
-    """Raise ModelError with the reason when the config alone shows that the model cannot be served correctly."""
+    """Raise ModelError with the reason if the config shows that the model cannot be served correctly."""
     if reason := _refusal_by_type(config) or _refusal_by_fields(config) or _refusal_by_definition(config):
         raise ModelError(reason)
 
@@ -51,12 +51,13 @@ def layout_of(config: PreTrainedConfig, *, dtype: str, block_tokens: int) -> KVL
 
 
 def max_positions(config: PreTrainedConfig, *, max_model_len: int | None = None) -> int:
-    """Positions that the model can be served at, for requests of up to `max_model_len` tokens (None: no limit).
+    """Number of positions at which the model can be served, for requests of up to `max_model_len` tokens (None: no
+    limit).
 
-    YaRN       scales all positions alike: the original bound times the factor, or the config's bound if that is more
-    LongRoPE   has two sets of frequencies, and one is chosen for all requests (`takes_long_rope`); the short one ends
-               at `original_max_position_embeddings`
-    dynamic    (NTK scaling) changes the frequencies with the length: the bound is the length where scaling begins
+    YaRN       scales all positions alike: the original bound times the factor, or the config's bound if that is larger
+    LongRoPE   has two sets of frequencies; one is chosen for all requests (`takes_long_rope`); the short one ends at
+               `original_max_position_embeddings`
+    dynamic    (NTK scaling) changes the frequencies with the length: the bound is the length at which scaling begins
 
     Raises ModelError when the config gives no bound.
     """
@@ -75,7 +76,7 @@ def takes_long_rope(config: PreTrainedConfig, *, max_model_len: int | None) -> b
     longest = _size(config, "max_position_embeddings")
     wanted = longest if max_model_len is None else min(max_model_len, longest)
     ropes = [rope for rope in _ropes(config) if rope["rope_type"] == "longrope"]
-    # PhiMoE's definition never takes the long factors, only their scale.
+    # PhiMoE's definition never uses the long factors, only their scale.
     if not ropes or any("short_mscale" in rope for rope in ropes):
         return False
     return wanted > min(rope.get("original_max_position_embeddings") or longest for rope in ropes)
@@ -96,7 +97,7 @@ def _refusal_by_type(config: PreTrainedConfig) -> str | None:
 
 
 def _refusal_by_fields(config: PreTrainedConfig) -> str | None:
-    """The reason that a field of the config gives, or None."""
+    """The reason in a field of the config, or None."""
     kind = config.model_type
     if rank := _of_any_layer(config, "kv_lora_rank"):
         return f"{kind} has latent attention (kv_lora_rank {rank}): its keys and values differ in shape"
@@ -107,7 +108,7 @@ def _refusal_by_fields(config: PreTrainedConfig) -> str | None:
     types = set(getattr(config, "layer_types", None) or ())
     if others := sorted(types - _SERVED_LAYERS):
         return f"{kind} has layers of type {', '.join(others)}: only full and sliding attention are served"
-    # A config with `layer_types` has only attention layers at this point.
+    # At this point, a config with `layer_types` has only attention layers.
     if not types and any(getattr(model_class, "_is_stateful", False) for model_class in _classes(config)):
         return f"{kind} keeps recurrent state besides its KV: only attention layers are served"
     if shared := getattr(config, "num_kv_shared_layers", None):
@@ -125,7 +126,7 @@ def _refusal_by_fields(config: PreTrainedConfig) -> str | None:
 
 
 def _refusal_by_definition(config: PreTrainedConfig) -> str | None:
-    """The reason that transformers' modelling code gives, or None."""
+    """The reason in transformers' modelling code, or None."""
     kind = config.model_type
     for model_class in _classes(config):
         definition = vars(sys.modules[model_class.__module__])
@@ -147,7 +148,7 @@ def _refusal_by_definition(config: PreTrainedConfig) -> str | None:
 
 
 def _of_layers(config: PreTrainedConfig, name: str) -> list[Any]:
-    """A field's value, or its value for each layer where layers differ."""
+    """A field's value, or its value for each layer if layers differ."""
     layers = config.per_layer_config if getattr(config, "is_heterogeneous", False) else (config,)
     return [getattr(layer, name, None) for layer in layers]
 

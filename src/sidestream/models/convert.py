@@ -1,7 +1,7 @@
-"""Turns the GGUF file of a small Llama with a byte-level tokenizer into a directory that transformers loads.
+"""Converts the GGUF file of a small Llama with a byte-level tokenizer into a directory that transformers loads.
 
-Knows nothing of catalogues, caches or downloads; called by `models.catalog`, on the caller's thread. Needs the package
-`gguf` (the extra `demo`), so it is imported only when something is converted.
+Knows nothing of catalogues, caches or downloads; called by `models.catalog` on the caller's thread. Needs the package
+`gguf` (the extra `demo`), so it is imported only for a conversion.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _SPECIAL = 3  # GGUF's token type "control"
 
 
 class Reached(Protocol):
-    """Hears how far a long piece of work is."""
+    """Receives the progress of a long task."""
 
     def __call__(self, done_bytes: int, total_bytes: int, /) -> None:
         """`done_bytes` of `total_bytes` are done."""
@@ -78,7 +78,7 @@ def _write_config(fields: dict[str, Any], into: Path, *, tied: bool) -> None:
         num_attention_heads=fields["llama.attention.head_count"],
         num_key_value_heads=fields["llama.attention.head_count_kv"],
         max_position_embeddings=fields["llama.context_length"],
-        # GGUF keeps it in 32 bits: 9.999999747378752e-06 is meant as 1e-05
+        # GGUF stores it in 32 bits: 9.999999747378752e-06 stands for 1e-05
         rms_norm_eps=float(f"{fields['llama.attention.layer_norm_rms_epsilon']:.6g}"),
         rope_parameters={"rope_type": "default", "rope_theta": fields["llama.rope.freq_base"]},
         tie_word_embeddings=tied,
@@ -91,8 +91,8 @@ def _write_config(fields: dict[str, Any], into: Path, *, tied: bool) -> None:
 
 
 def _write_tokenizer(fields: dict[str, Any], into: Path) -> None:
-    # Built here and not by transformers' own GGUF reader: that one loses the split of numbers into digits and takes
-    # <|im_start|> for the end of sequence.
+    # Built here because transformers' own GGUF reader loses the split of numbers into digits and takes <|im_start|> for
+    # the end of sequence.
     tokens: list[str] = fields["tokenizer.ggml.tokens"]
     merges = [tuple(merge.split(" ")) for merge in fields["tokenizer.ggml.merges"]]
     backend = Tokenizer(models.BPE({token: index for index, token in enumerate(tokens)}, merges))
@@ -130,7 +130,7 @@ def _write_weights(reader: GGUFReader, fields: dict[str, Any], into: Path, reach
 
 
 def _rename(name: str) -> tuple[str, str]:
-    """Transformers' name of a GGUF tensor, and which part of a layer it is."""
+    """Transformers' name of a GGUF tensor, and the tensor's part of a layer."""
     match = re.fullmatch(r"(?:blk\.(\d+)\.)?(\w+)\.weight", name)
     if match is None or match[2] not in _NAMES:
         raise ModelError(f"the model holds a tensor {name}, which a plain Llama does not have")
@@ -139,7 +139,7 @@ def _rename(name: str) -> tuple[str, str]:
 
 
 def _dequantised(tensor: ReaderTensor, heads: int | None) -> torch.Tensor:
-    """The tensor as bfloat16; `heads` is set for Q and K."""
+    """The tensor in bfloat16; `heads` is set for Q and K."""
     values = torch.from_numpy(np.array(dequantize(tensor.data, tensor.tensor_type), dtype=np.float32))
     if heads is not None:
         values = _split_rotary(values, heads)
@@ -147,6 +147,6 @@ def _dequantised(tensor: ReaderTensor, heads: int | None) -> torch.Tensor:
 
 
 def _split_rotary(values: torch.Tensor, heads: int) -> torch.Tensor:
-    """Rows of Q or K from GGUF's order (rotary pairs side by side) to transformers' (the two halves of a head)."""
+    """Reorder rows of Q or K from GGUF's order (rotary pairs adjacent) to transformers' (two halves of each head)."""
     rows, columns = values.shape
     return values.view(heads, rows // heads // 2, 2, columns).transpose(1, 2).reshape(rows, columns)

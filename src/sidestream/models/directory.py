@@ -20,7 +20,7 @@ _ADAPTER_CONFIG = "adapter_config.json"
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object. Raises ModelError that names the file."""
+    """Read a JSON object. Raises ModelError with the file's name."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -35,13 +35,13 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def check_directory(directory: Path) -> None:
-    """Raise ModelError with cause and remedy unless the directory can hold a model that Sidestream serves."""
+    """Raise ModelError with cause and remedy unless the directory can contain a model that Sidestream serves."""
     check_config(directory)
     check_weights_exist(directory)
 
 
 def check_config(directory: Path) -> None:
-    """The part of `check_directory` that needs no weights: the configs of a hub's model are fetched first."""
+    """The part of `check_directory` without weights: for a model on the hub, the configs are fetched first."""
     _refuse_adapter(directory)
     if not (directory / "config.json").exists():
         _refuse_without_config(directory)
@@ -50,7 +50,7 @@ def check_config(directory: Path) -> None:
         raise ModelError(f"{directory / 'config.json'} has no model_type: it is no transformers config")
     _refuse_own_code(config)
     _refuse_su_rope(config)
-    if config.get("transformers_weights"):  # transformers would read that file, Sidestream would check another
+    if config.get("transformers_weights"):  # transformers would read that file, but Sidestream would check another one
         raise ModelError(
             f"its config.json names other weights, {config['transformers_weights']!r} (transformers_weights): "
             f"Sidestream reads only {WEIGHTS} or {INDEX}; rename the file, and remove the entry"
@@ -58,13 +58,13 @@ def check_config(directory: Path) -> None:
 
 
 def check_weights_exist(directory: Path) -> None:
-    """The rest of `check_directory`: raise ModelError that names the weights that the directory holds instead."""
+    """The part of `check_directory` for weights: raise ModelError that names the weights found instead."""
     if not any((directory / name).exists() for name in (WEIGHTS, INDEX)):
         raise ModelError(f"{directory} has no {WEIGHTS} and no {INDEX}: {_other_weights(directory)}")
 
 
 def _refuse_adapter(directory: Path) -> None:
-    """Without peft transformers ignores an adapter silently; with peft it may load another base model by itself."""
+    """transformers without peft ignores an adapter silently; with peft it may load another base model itself."""
     adapters = sorted(path.name for path in directory.glob("adapter_model*"))
     if (directory / _ADAPTER_CONFIG).exists():
         base = read_json(directory / _ADAPTER_CONFIG).get("base_model_name_or_path") or "an unnamed base model"
@@ -96,7 +96,7 @@ def _refuse_without_config(directory: Path) -> None:
 
 
 def _other_weights(directory: Path) -> str:
-    """Name the weights of another format that the directory holds, and the remedy."""
+    """Name the weights in another format in the directory, and the remedy."""
     gguf = sorted(path.name for path in directory.glob("*.gguf"))
     if gguf:
         return (
@@ -113,14 +113,14 @@ def _other_weights(directory: Path) -> str:
         )
     original = sorted(path.name for path in directory.glob("consolidated*"))
     if original:
-        return f"{original[0]} is in its maker's own layout; fetch the model in transformers' layout"
+        return f"{original[0]} is in its publisher's own layout; fetch the model in transformers' layout"
     return "fetch the weights, in safetensors format"
 
 
 def _refuse_own_code(config: dict[str, Any]) -> None:
     if not config.get("auto_map"):
         return
-    from transformers import CONFIG_MAPPING  # takes seconds to import, and few checkpoints bring code
+    from transformers import CONFIG_MAPPING  # takes seconds to import; few checkpoints contain code
 
     if config["model_type"] not in CONFIG_MAPPING:
         raise ModelError(

@@ -1,9 +1,9 @@
-"""Teach a head what its own model would say next: the model's distribution at each position is the target, one further
-token a step.
+"""Distils a draft head from its own model: the target at each position is the model's distribution. One draft token is
+added per pass.
 
-Taught as it will draft: what it attends to is, of all but the tokens that it drafted itself, made of the model's own
-hidden states (as Li et al. 2025 unroll it). On one device, on the calling thread. Knows nothing of engines, texts or
-files.
+Training matches drafting: the head attends to KV made from the model's own hidden states, except at the positions of
+tokens that it drafted itself (unrolled as in Li et al. 2025). On one device, on the calling thread. Knows nothing of
+engines, texts or files.
 """
 
 from __future__ import annotations
@@ -26,22 +26,21 @@ from sidestream.models.loader import local_directory, naming_model, read_config,
 from sidestream.models.mtp import MtpHead
 from sidestream.models.weights import check_files
 
-# Positions whose logits are there at a time: a row of them is as wide as the vocabulary.
+# Positions per piece of logits: one row of logits is as wide as the vocabulary.
 _PIECE = 2048
 _WARM_UP = 0.05
 
 
 @dataclass(frozen=True, slots=True)
 class Lesson:
-    """How a head is taught.
+    """The settings of a training run.
 
-    steps          in all
-    batch          sequences of a step
-    drafts         tokens that it learns to draft one after another, each by its own hidden state of the one before
-    fading         weight of each further one over the one before
-    learning_rate  at its highest: it rises over the first 5 % of the steps and falls to nothing by the last, as a
-                   cosine does
-    seed           of the order of sequences, in 32 bits
+    steps          total steps
+    batch          sequences per step
+    drafts         consecutive tokens that the head learns to draft, each from its own hidden state of the previous one
+    fading         loss weight of each further draft relative to the previous one
+    learning_rate  peak: linear rise over the first 5 % of the steps, then cosine decay to zero
+    seed           of the order of sequences, 32 bits
     """
 
     steps: int
@@ -64,17 +63,17 @@ class Lesson:
 
 
 class Distillation:
-    """A head being taught; `done` steps of the lesson are behind it.
+    """The training of a head; `done` is the number of completed steps.
 
-    model    a transformers causal model, which stays as it is · head: its head, in float32
+    model    a transformers causal model, frozen · head: its head, in float32
     tokens   int32 `[sequences, length]`, on the host
     """
 
     def __init__(self, model: Any, head: MtpHead, tokens: Tensor, lesson: Lesson) -> None:
-        """Raises ConfigError when there are fewer sequences than a step takes."""
+        """Raises ConfigError when there are fewer sequences than one batch."""
         if len(tokens) < lesson.batch:
             raise ConfigError(
-                f"there are {len(tokens)} sequences, a step takes {lesson.batch}: give more text, or a smaller batch"
+                f"there are {len(tokens)} sequences, a step needs {lesson.batch}: give more text, or a smaller batch"
             )
         self.done = 0
         self._model = model.requires_grad_(False)
@@ -85,7 +84,7 @@ class Distillation:
         head.layer.self_attn.config._attn_implementation = _AS_IT_DRAFTS
 
     def step(self) -> float:
-        """Learn from one batch; what it lacks of the model's own distributions, in nats a token."""
+        """Train on one batch; returns the mean KL divergence from the model's distributions, in nats per token."""
         lesson, device = self._lesson, self._head.join.weight.device
         for group in self._optimizer.param_groups:
             group["lr"] = lesson.learning_rate * self._share()
@@ -100,24 +99,24 @@ class Distillation:
         return float(loss.detach())
 
     def state(self) -> dict[str, Any]:
-        """All that goes on from here needs, but model, tokens and lesson."""
+        """State to resume the training, without model, tokens and lesson."""
         return {"done": self.done, "head": self._head.state_dict(), "optimizer": self._optimizer.state_dict()}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state` was taken."""
+        """Resume from `state`."""
         self.done = state["done"]
         self._head.load_state_dict(state["head"])
         self._optimizer.load_state_dict(state["optimizer"])
 
     def _share(self) -> float:
-        """Of the highest learning rate."""
+        """The learning rate of this step as a fraction of the peak."""
         warm = max(1, int(self._lesson.steps * _WARM_UP))
         if self.done < warm:
             return (self.done + 1) / warm
         return 0.5 * (1 + math.cos(math.pi * (self.done - warm) / max(1, self._lesson.steps - warm)))
 
     def _chosen(self) -> Tensor:
-        """This step's sequences: each pass over all of them has an order of its own."""
+        """This step's sequences; each pass over the data has a different order."""
         per_pass = len(self._tokens) // self._lesson.batch
         number, at = divmod(self.done, per_pass)
         order = torch.randperm(
@@ -131,7 +130,7 @@ class Distillation:
         weight, weights = 1.0, 0.0
         total: Tensor = hidden.new_zeros((), dtype=torch.float32)
         for number, predicts in enumerate(unroll_drafts(self._head, tokens, hidden, self._lesson.drafts)):
-            # The first positions of a further draft have nothing before them that was drafted.
+            # The first positions of a further draft have no drafted token before them.
             total = total + weight * self._distance(
                 predicts[:, number:].flatten(0, 1), hidden[:, number:].flatten(0, 1)
             )
@@ -140,20 +139,20 @@ class Distillation:
         return total / weights
 
     def _distance(self, predicts: Tensor, hidden: Tensor) -> Tensor:
-        """What the head's distributions lack of the model's, in the mean."""
+        """Mean KL divergence of the head's distributions from the model's."""
         total: Tensor = Divergence.apply(predicts, hidden, self._model.get_output_embeddings())  # type: ignore[no-untyped-call]
         return total / len(predicts)
 
 
 class Divergence(torch.autograd.Function):
-    """The sum over positions of what one distribution lacks of another (Kullback and Leibler 1951), and its gradient,
-    made piece by piece with it: so logits are computed once and kept for a piece at a time.
+    """The sum over positions of the KL divergence (Kullback and Leibler 1951), and its gradient. Computed in pieces,
+    together with the gradient: logits are computed once and exist for one piece at a time.
     """
 
     @staticmethod
     def forward(ctx: Any, predicts: Tensor, hidden: Tensor, matrix: nn.Linear) -> Tensor:
-        """`predicts` and `hidden`, both `[N, hidden_size]`: what the one and the other is made of, by `matrix`. A
-        number, float32.
+        """`predicts` and `hidden`, both `[N, hidden_size]`: hidden states of the head and of the model; `matrix` turns
+        both into logits. Returns a float32 scalar.
         """
         gradient = torch.empty_like(predicts)
         total = predicts.new_zeros((), dtype=torch.float32)
@@ -170,17 +169,17 @@ class Divergence(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *of: Tensor) -> tuple[Tensor, None, None]:
-        """For `predicts` alone."""
+        """The gradient with respect to `predicts` only."""
         (gradient,) = ctx.saved_tensors
         return of[0] * gradient, None, None
 
 
 def unroll_drafts(head: MtpHead, tokens: Tensor, hidden: Tensor, drafts: int) -> Iterator[Tensor]:
-    """What predicts the token behind each position, `[N, T, hidden_size]`, if the last 0, 1, … `drafts - 1` tokens up
-    to it were drafted, and right.
+    """For n = 0, 1, … `drafts - 1`: the hidden states `[N, T, hidden_size]` that predict the token after each position,
+    when the last n tokens up to the position were drafted correctly.
 
-    tokens int64 `[N, T]` · hidden `[N, T, hidden_size]`: what the model's last layer left. In the n-th, the first n
-    positions mean nothing.
+    tokens int64 `[N, T]` · hidden `[N, T, hidden_size]`: output of the model's last layer. In the n-th result, the
+    first n positions are meaningless.
     """
     positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
     before, drafted = hidden, _Drafted()
@@ -192,7 +191,7 @@ def unroll_drafts(head: MtpHead, tokens: Tensor, hidden: Tensor, drafts: int) ->
 
 @dataclass(slots=True)
 class _Drafted:
-    """Keys and values, `[N, kv_heads, T, head_dim]` each, by how many tokens up to a position were drafted."""
+    """Keys and values, `[N, kv_heads, T, head_dim]` each, by the number of drafted tokens up to a position."""
 
     keys: list[Tensor] = field(default_factory=list)
     values: list[Tensor] = field(default_factory=list)
@@ -210,13 +209,14 @@ def _attend(
     softcap: float | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Attention of a head that drafts. At the n-th pass a position sees what is n and more before it as the model left
-    it, and of those between the first as drafted once, the next as drafted twice, up to itself, drafted n times.
+    """Attention of a drafting head. In pass n, a position attends to positions at least n before it with KV from the
+    model's hidden states, and to the n later ones with KV from drafts: the first of them drafted once, the next twice,
+    up to itself, drafted n times.
     """
     drafted.keys.append(key)
     drafted.values.append(value)
     number, length = len(drafted.keys) - 1, key.shape[2]
-    grouped = query.view(len(query), key.shape[1], -1, *query.shape[2:])  # [N, kv_heads, heads of a group, T, head_dim]
+    grouped = query.view(len(query), key.shape[1], -1, *query.shape[2:])  # [N, kv_heads, heads per group, T, head_dim]
     place = torch.arange(length, device=query.device)
     scores = [grouped @ drafted.keys[0][:, :, None].transpose(-1, -2)]
     visible = [place <= place[:, None] - number]
@@ -236,7 +236,7 @@ def _attend(
 
 
 def _behind(states: Tensor, count: int) -> Tensor:
-    """`[N, kv_heads, T, head_dim]` with what was `count` positions before; zeros before the first."""
+    """`[N, kv_heads, T, head_dim]` shifted by `count` positions to later ones; zeros at the first positions."""
     return pad(states, (0, 0, count, 0))[:, :, : states.shape[2]] if count else states
 
 
@@ -245,13 +245,13 @@ AttentionInterface.register(_AS_IT_DRAFTS, _attend)
 
 
 def load_teacher(path_or_hub_id: str, *, device: torch.device) -> Any:
-    """A transformers causal model to learn from: in its own dtype on a GPU, in float32 on a CPU. Raises ModelError."""
+    """A transformers causal model as the teacher: in its own dtype on a GPU, in float32 on a CPU. Raises ModelError."""
     directory = local_directory(path_or_hub_id)
     with naming_model(directory.name):
         check_config(directory)
         stored = check_files(directory)
         dtype = "auto" if on_gpu(device) else torch.float32
         config = read_config(directory)
-        # torch's SDPA caps no scores, which transformers before 5.23 did not refuse.
+        # torch's SDPA does not cap scores, and transformers before 5.23 did not refuse it.
         capped = getattr(config.get_text_config(), "attn_logit_softcapping", None) is not None
         return read_module(directory, config, stored, dtype=dtype, attention="eager" if capped else "sdpa").to(device)

@@ -13,12 +13,13 @@ from sidestream.models.adapter import PagedModel
 
 
 def attach_draft(model: PagedModel, draft: PagedModel, *, max_model_len: int, num_tokens: int) -> int:
-    """Extend the model's blocks by the draft's KV and its fingerprint by the draft's; returns the added layers.
+    """Extend the model's blocks by the draft's KV and its fingerprint by the draft's; returns the number of added
+    layers.
 
     max_model_len   tokens of the longest request
     num_tokens      size of the tokenizer's vocabulary
 
-    Raises ModelError, with both values, for a draft that does not fit: block_tokens and dtype must be equal.
+    Raises ModelError, with both values, for a draft model that does not fit: block_tokens and dtype must be equal.
     """
     layout, own = model.layout, draft.layout
     if own.dtype != layout.dtype or own.block_tokens != layout.block_tokens:
@@ -28,19 +29,19 @@ def attach_draft(model: PagedModel, draft: PagedModel, *, max_model_len: int, nu
         )
     if draft.max_model_len < max_model_len:
         raise ModelError(
-            f"the draft model {draft.name} was made for {draft.max_model_len} tokens, a request may have "
-            f"{max_model_len}: lower max_model_len, or take another draft"
+            f"the draft model {draft.name} supports {draft.max_model_len} tokens, a request may have "
+            f"{max_model_len}: lower max_model_len, or choose another draft model"
         )
     if draft.vocab_size < num_tokens:
         raise ModelError(
-            f"the draft model {draft.name} knows {draft.vocab_size} tokens, the tokenizer has {num_tokens}: "
-            "take one that knows them all"
+            f"the draft model {draft.name} has a vocabulary of {draft.vocab_size} tokens, the tokenizer {num_tokens}: "
+            "choose one with all of them"
         )
     shape = shape_of(draft)
     layer = layout.layer_bytes // DTYPE_BYTES[layout.dtype]
     width = own.num_kv_heads * own.head_dim
     extra = -(-shape.values(own.block_tokens) // layer)
-    while (layout.num_layers + extra) * layer % width:  # attention steps from token to token by whole rows
+    while (layout.num_layers + extra) * layer % width:  # attention moves from token to token by whole rows
         extra += 1
     model.layout = replace(layout, num_layers=layout.num_layers + extra)
     model.fingerprint = xxhash.xxh3_128(f"{model.fingerprint} drafted by {draft.fingerprint}".encode()).hexdigest()
@@ -48,5 +49,5 @@ def attach_draft(model: PagedModel, draft: PagedModel, *, max_model_len: int, nu
 
 
 def shape_of(draft: PagedModel) -> KVShape:
-    """Shape of the draft's KV in a block."""
+    """Shape of the draft model's KV in a block."""
     return KVShape(draft.layout.num_layers, draft.layout.num_kv_heads, draft.layout.head_dim, draft.num_heads)

@@ -15,11 +15,11 @@ FILE = "generation_config.json"
 
 
 def sampling_defaults(directory: Path) -> SamplingDefaults:
-    """The defaults of the checkpoint in `directory`; neutral where it gives none.
+    """The sampling defaults of the checkpoint in `directory`; neutral values for absent fields.
 
-    `do_sample` is not read, as in vLLM and SGLang: many chat checkpoints give a temperature without it, and its
-    default in transformers would make all of them greedy.
-    Raises ModelError that names file, field, value, bound and remedy.
+    `do_sample` is not read, as in vLLM and SGLang: many chat checkpoints give a temperature without it, and its default
+    in transformers would make all of them greedy.
+    Raises ModelError with file, field, value, bound and remedy.
     """
     path = directory / FILE
     found = read_json(path) if path.exists() else {}

@@ -1,6 +1,6 @@
 """Load a model from a directory or a hub id, and check that it is served correctly.
 
-Cheap refusals come first: config, then weight files, then the weights, then the self-check.
+Cheap checks come first: config, then weight files, then the weights, then the self-check.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from sidestream.models.weights import check_files, digest_of_files, fingerprint_
 
 logger = logging.getLogger(__name__)
 
-# Weights as safetensors only: the other formats run code while they are read.
+# Weights as safetensors only: other formats execute code while they are read.
 _FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
 _CONFIGS = ["*.json", "*.jinja", "*.model", "*.txt"]
 _CPU = torch.device(CPU)
@@ -46,13 +46,13 @@ def load_model(
     device: torch.device = _CPU,
     max_model_len: int | None = None,
 ) -> PagedModel:
-    """Load, check and fingerprint a model in transformers' format; a hub id is downloaded first, a directory needs no
+    """Load, check and fingerprint a model in transformers' format. A hub id is downloaded first; a directory needs no
     network.
 
-    dtype           `"auto"`: the checkpoint's, or float32 on a CPU that computes much faster in it
+    dtype           `"auto"`: the checkpoint's, or float32 on a CPU that computes much faster in float32
                     (`models/precision.py`)
-    max_model_len   tokens of the longest request, None: the model's limit; with LongRoPE it chooses the factors, and so
-                    the KV and the fingerprint
+    max_model_len   tokens of the longest request; None: the model's limit. With LongRoPE it selects the factors, and so
+                    affects the KV and the fingerprint
 
     Weights are read on the host and moved to `device`, where the self-check runs. One copy of them remains; on a CPU, a
     tied embedding may also exist in oneDNN's order. Raises ModelError with the reason when the model cannot be read,
@@ -73,10 +73,10 @@ def load_model(
         layout = layout_of(module.config, dtype=str(module.dtype).removeprefix("torch."), block_tokens=block_tokens)
         long_rope = takes_long_rope(config, max_model_len=max_model_len)
         fix_longrope(module, long=long_rope)
-        # On the host, so that the fingerprint is the same on every device.
+        # Computed on the host, so that the fingerprint is the same on every device.
         fingerprint = fingerprint_of(module, variant="long rope" if long_rope else "")
         if on_gpu(device):
-            use_compile_cache()  # the check launches the first kernels
+            use_compile_cache()  # the self-check launches the first kernels
         module.to(device)
         model = PagedModel(
             module,
@@ -93,7 +93,7 @@ def load_model(
 
 
 def precision_of(path_or_hub_id: str, *, dtype: str = "auto", device: torch.device = _CPU) -> Precision:
-    """The dtype that `load_model` would choose, and why; reads no weights. Raises ModelError."""
+    """The dtype that `load_model` would choose, with the reason; reads no weights. Raises ModelError."""
     _check_dtype(dtype)
     with naming_model(Path(path_or_hub_id).name):
         directory = _directory(path_or_hub_id, _CONFIGS)
@@ -102,7 +102,9 @@ def precision_of(path_or_hub_id: str, *, dtype: str = "auto", device: torch.devi
 
 
 def kv_token_bytes(path_or_hub_id: str, *, dtype: str = "auto", device: torch.device = _CPU) -> int:
-    """KV bytes of one token in all layers, in the dtype of `load_model`; reads no weights. Raises ModelError."""
+    """KV bytes of one token in all layers, in the dtype that `load_model` would choose; reads no weights. Raises
+    ModelError.
+    """
     _check_dtype(dtype)
     with naming_model(Path(path_or_hub_id).name):
         directory = _directory(path_or_hub_id, _CONFIGS)
@@ -113,7 +115,7 @@ def kv_token_bytes(path_or_hub_id: str, *, dtype: str = "auto", device: torch.de
 
 
 def weights_digest(path_or_hub_id: str) -> str:
-    """`digest_of_files` of a model that can be served, downloaded first if it is a hub id. Raises ModelError."""
+    """`digest_of_files` of a servable model; downloads a hub id first. Raises ModelError."""
     with naming_model(Path(path_or_hub_id).name):
         directory = local_directory(path_or_hub_id)
         check_config(directory)
@@ -136,7 +138,7 @@ def _precision(directory: Path, config: PreTrainedConfig, dtype: str, device: to
 
 @contextlib.contextmanager
 def naming_model(name: str) -> Iterator[None]:
-    """Turn every exception inside, also of transformers, into a ModelError that names the model."""
+    """Turn every exception in the block, also of transformers, into a ModelError with the model's name."""
     try:
         with quiet_transformers():
             yield
@@ -146,7 +148,7 @@ def naming_model(name: str) -> Iterator[None]:
         raise ModelError(
             f"model {name}: it does not fit the GPU ({str(error).splitlines()[0]}); choose a smaller one or dtype"
         ) from error
-    except Exception as error:  # transformers and the model's own code raise anything here
+    except Exception as error:  # transformers and the model's own code may raise any exception here
         reason = (str(error).strip() or repr(error)).splitlines()[0]
         raise ModelError(
             f"model {name}: transformers cannot load or run it ({type(error).__name__}: {reason})"
@@ -168,12 +170,12 @@ def quiet_transformers() -> Iterator[None]:
 
 
 def local_directory(path_or_hub_id: str) -> Path:
-    """The directory of a model's files, downloaded first for a hub id. Raises ModelError."""
+    """The directory of a model's files; downloads a hub id first. Raises ModelError."""
     return _directory(path_or_hub_id, _FILES)
 
 
 def config_directory(path_or_hub_id: str) -> Path:
-    """The directory of a model's configs, downloaded first for a hub id, without weights. Raises ModelError."""
+    """The directory of a model's configs; downloads a hub id first, without weights. Raises ModelError."""
     with naming_model(Path(path_or_hub_id).name):
         return _directory(path_or_hub_id, _CONFIGS)
 
@@ -188,9 +190,9 @@ def _directory(path_or_hub_id: str, patterns: list[str]) -> Path:
 
 
 def read_config(directory: Path) -> PreTrainedConfig:
-    """The config in a directory that `check_config` let pass. Raises ModelError, or what transformers raises."""
+    """The config in a directory that passed `check_config`. Raises ModelError, or exceptions of transformers."""
     if (directory / "generation_config.json").exists():
-        read_json(directory / "generation_config.json")  # transformers would go on without it, and never stop an answer
+        read_json(directory / "generation_config.json")  # transformers ignores a broken file: no answer stops
     config: PreTrainedConfig = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
     return config
 
@@ -203,10 +205,10 @@ def read_module(
     dtype: torch.dtype | str,
     attention: str,
 ) -> Any:
-    """Transformers' module with the weights of a directory, all of which it uses.
+    """Transformers' module with the weights of a directory; the module uses all of them.
 
-    `stored`: the tensors that `check_files` found there. Raises ModelError when they do not match the module; what
-    transformers raises passes through.
+    `stored`: the tensors that `check_files` found there. Raises ModelError when they do not match the module;
+    exceptions of transformers pass through.
     """
     module, loaded = AutoModelForCausalLM.from_pretrained(
         directory,
@@ -221,7 +223,7 @@ def read_module(
     )
     for problem, names in (("lack", loaded["missing_keys"]), ("have the wrong shape for", loaded["mismatched_keys"])):
         if names:
-            # transformers fills these with random numbers and goes on.
+            # transformers would fill these with random numbers and continue.
             first = sorted(str(name) for name in names)[0]
             raise ModelError(
                 f"its weight files {problem} {len(names)} of the model's tensors, such as {first}: "
@@ -233,13 +235,13 @@ def read_module(
 
 
 def _refuse_surplus(module: Any, stored: Mapping[str, StoredTensor], unexpected: set[str]) -> None:
-    """A tensor without a place in the module would be left out, and the model's answers would be wrong.
+    """Refuse tensors without a place in the module: transformers would ignore them, and the answers would be wrong.
 
     `unexpected`: from transformers, which has already removed the names on its own list for the class (heads for
     speculative decoding, old buffers).
     """
     prefix = f"{module.base_model_prefix}."
-    # transformers accepts a name with and without the prefix; given both, it uses one tensor and drops the other.
+    # transformers accepts a name with and without the prefix; of two such tensors it uses one and drops the other.
     twice = {name for name in stored if name.startswith(prefix) and name.removeprefix(prefix) in stored}
     surplus = sorted((unexpected - unused_names(stored, unexpected)) | twice)
     if surplus:
@@ -250,9 +252,10 @@ def _refuse_surplus(module: Any, stored: Mapping[str, StoredTensor], unexpected:
 
 
 def _refuse_contradicted_tie(module: Any) -> None:
-    """When the config ties two tensors, and both are stored and differ, transformers uses both; other engines use one.
+    """Refuse a config that ties two tensors when both are stored and differ: transformers uses both, other engines use
+    one.
 
-    Either could be meant.
+    It is unclear which was intended.
     """
     for name, source in module.get_expanded_tied_weights_keys(all_submodels=True).items():
         if module.get_parameter(name) is not module.get_parameter(source):

@@ -1,9 +1,9 @@
-"""A head for multi-token prediction (MTP): one decoder layer of the model's own class over [embedding of a token,
-hidden state of the position before], with the model's embedding and output matrix.
+"""A head for multi-token prediction (MTP): one decoder layer of the model's own class. Its input is the embedding of a
+token joined with the hidden state of the previous position; it shares the model's embedding and output matrix.
 
 At position p it reads token p and the hidden state of position p - 1, so its KV at p depends on no later token and can
 be stored with the block (hazard H15). Published heads count the same input as position p - 1; only relative positions
-matter. To draft several tokens, the head is fed its own hidden state.
+matter. To draft several tokens, the head receives its own hidden state.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from sidestream.models.weights import digest_of_files, pack_linears
 
 log = logging.getLogger(__name__)
 
-# Tensor names in checkpoints, and our names. All other tensors belong to the decoder layer.
+# Tensor names in checkpoints, and our names for them. All other tensors belong to the decoder layer.
 _QWEN = {
     "mtp.fc.": "join.",
     "mtp.pre_fc_norm_embedding.": "norm_embedding.",
@@ -52,8 +52,8 @@ _DEEPSEEK = {
 }
 _SHARED = ("shared_head.head.weight", "embed_tokens.weight")
 _OWN_FORMAT = "sidestream-mtp"
-# Config fields that must equal the model's: in our own files, and in checkpoints, whose tensor names depend on the
-# number of layers.
+# Config fields that must equal the model's: first for our own files, then for checkpoints, whose tensor names depend on
+# the number of layers.
 _FACTS = ("model_type", "hidden_size", "vocab_size")
 _CHECKPOINT_FACTS = ("hidden_size", "vocab_size", "num_hidden_layers")
 _EXPERT = re.compile(r"^(?P<path>layer\..*\.experts)\.(?P<number>\d+)\.(?P<part>gate_proj|up_proj|down_proj)\.weight$")
@@ -62,11 +62,11 @@ _EXPERT = re.compile(r"^(?P<path>layer\..*\.experts)\.(?P<number>\d+)\.(?P<part>
 class MtpHead(nn.Module):
     """The head of one model. It shares the model's embedding and output matrix.
 
-    feeds_normed   it is fed its hidden state after its norm (Qwen), else before it (DeepSeek, GLM)
+    feeds_normed   the head receives its hidden state after its norm (Qwen), else before it (DeepSeek, GLM)
     """
 
     def __init__(self, model: Any, *, feeds_normed: bool) -> None:
-        """`model`: a transformers causal model. The new head's norms are the model's last one, all else is drawn at
+        """`model`: a transformers causal model. The new head's norms copy the model's last norm; all other weights are
         random. Raises ModelError.
         """
         super().__init__()
@@ -74,14 +74,14 @@ class MtpHead(nn.Module):
         lacking = [name for name in ("embed_tokens", "layers", "norm", "rotary_emb") if not hasattr(base, name)]
         if lacking:
             raise ModelError(f"a head needs the model's {lacking[0]}, and {type(base).__name__} has none of that name")
-        self._model = (model,)  # in a tuple, so that its weights are not the head's
+        self._model = (model,)  # in a tuple, so that torch does not count its weights as the head's
         config = copy.deepcopy(model.config)
         self.layer_index = config.num_hidden_layers
         config.num_hidden_layers += 1
         if getattr(config, "layer_types", None):
             config.layer_types = [*config.layer_types, "full_attention"]
         self.config = config
-        # Where layers of different types turn positions differently, it is asked for those of a type.
+        # If rotary embeddings differ between types of layers, the call needs a layer type.
         by_type = "layer_type" in inspect.signature(base.rotary_emb.forward).parameters
         self._rotary = {"layer_type": "full_attention"} if by_type else {}
         self.hidden_size = int(config.hidden_size)
@@ -94,17 +94,18 @@ class MtpHead(nn.Module):
         for part in (self.join, self.layer):
             part.apply(model._init_weights)
         self.to(reference.device, reference.dtype)
-        # What the model keeps in float32 whatever the rest is, as what its experts are chosen by, is so here too.
+        # Tensors that the model always keeps in float32, such as the routing weights of experts, stay float32 in the
+        # head.
         theirs = base.layers[-1].state_dict()
         for name, tensor in self.layer.state_dict(keep_vars=True).items():
             if name in theirs:
                 tensor.data = tensor.data.to(theirs[name].dtype)
 
     def forward(self, tokens: Tensor, before: Tensor, positions: Tensor, **attention: Any) -> tuple[Tensor, Tensor]:
-        """What predicts the tokens behind `tokens`, and what to feed back: both `[N, T, hidden_size]`.
+        """The hidden states that predict the tokens after `tokens`, and those to feed back: both `[N, T, hidden_size]`.
 
-        tokens, positions int64 `[N, T]` · before `[N, T, hidden_size]` · attention: what the layer's attention takes
-        besides
+        tokens, positions int64 `[N, T]` · before `[N, T, hidden_size]` · attention: further arguments of the layer's
+        attention
         """
         left = self._through(tokens, before, positions, **attention)
         left = left[0] if isinstance(left, tuple) else left
@@ -116,21 +117,21 @@ class MtpHead(nn.Module):
         return self.layer(joined, position_embeddings=rotary, position_ids=positions, use_cache=False, **attention)
 
     def joined(self, tokens: Tensor, before: Tensor, positions: Tensor) -> tuple[Tensor, Any]:
-        """What the layer takes: `[N, T, hidden_size]`, and what its attention needs to know of the positions."""
+        """The layer's input `[N, T, hidden_size]`, and the position embeddings for its attention."""
         base = self._model[0].base_model
         joined = self.join(
             torch.cat([self.norm_embedding(base.embed_tokens(tokens)), self.norm_hidden(before)], dim=-1)
         )
         if hasattr(
             base.rotary_emb, "mrope_section"
-        ):  # Qwen3.5's takes time, height and width, which are one and the same in a text
+        ):  # Qwen3.5's rotary embedding takes time, height and width, which are equal for text
             positions = positions.expand(3, *positions.shape)
         return joined, base.rotary_emb(joined, position_ids=positions, **self._rotary)
 
     @torch.inference_mode()
     def step(self, tokens: Tensor, before: Tensor, positions: Tensor, batch: AttentionBatch) -> tuple[Tensor, Tensor]:
-        """The same over the block pool, packed: both `[T, hidden_size]`; KV is in the pool afterwards, in layer
-        `layer_index`.
+        """As `forward`, over the block pool and packed: both results are `[T, hidden_size]`. Also writes the KV to the
+        pool, in layer `layer_index`.
         """
         count = len(tokens)
         predicts, feeds = self(*_padded(tokens, before, positions), attention_mask=None, paged_batch=OpaqueBatch(batch))
@@ -138,7 +139,7 @@ class MtpHead(nn.Module):
 
     @torch.inference_mode()
     def write_kv(self, tokens: Tensor, before: Tensor, positions: Tensor, batch: AttentionBatch) -> None:
-        """Write the KV that `step` would write, without predicting."""
+        """Write the KV that `step` would write, without a prediction."""
         with contextlib.suppress(_Written):
             self._through(
                 *_padded(tokens, before, positions), attention_mask=None, paged_batch=OpaqueBatch(_KeysAndValues(batch))
@@ -151,7 +152,7 @@ class MtpHead(nn.Module):
 
 
 def _padded(tokens: Tensor, before: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """A packed batch as one sequence; on a CPU, of one of few lengths, as `PagedModel.forward` has it."""
+    """A packed batch as one sequence; on a CPU, padded to one of few lengths as in `PagedModel.forward`."""
     if on_host(tokens.device):
         missing = padded_length(len(tokens)) - len(tokens)
         tokens, positions, before = (
@@ -163,12 +164,12 @@ def _padded(tokens: Tensor, before: Tensor, positions: Tensor) -> tuple[Tensor, 
 
 
 class _Written(Exception):
-    """Leaves a layer after its keys and values are written."""
+    """Raised to leave a layer once its keys and values are written."""
 
 
 @dataclass(frozen=True, slots=True)
 class _KeysAndValues:
-    """A batch whose attention writes keys and values to the pool and then leaves the layer by `_Written`."""
+    """A batch whose attention writes keys and values to the pool and then leaves the layer by raising `_Written`."""
 
     batch: AttentionBatch
 
@@ -188,11 +189,11 @@ class _KeysAndValues:
 
 
 def attach_head(model: PagedModel, source: str | Path) -> MtpHead:
-    """Give the model the head that `source` holds: a file of ours, or a checkpoint that carries one (a directory or a
+    """Attach the head in `source` to the model: a file of ours, or a checkpoint that contains a head (a directory or a
     hub id).
 
-    From then on its blocks have a layer for the head's KV, and layers for a hidden state, and its fingerprint names the
-    head too. Raises ModelError when there is none, or when it does not fit.
+    Extends the model's blocks by a layer for the head's KV and layers for a hidden state, and the fingerprint by the
+    head's. Raises ModelError when there is no head, or when it does not fit.
     """
     head = load_head(model.module, source)
     layout = model.layout
@@ -209,9 +210,7 @@ def attach_head(model: PagedModel, source: str | Path) -> MtpHead:
 
 
 def load_head(model: Any, source: str | Path) -> MtpHead:
-    """The head for a transformers model, with the weights that `source` holds, where the model is. Raises
-    ModelError.
-    """
+    """The head for a transformers model with the weights in `source`, on the model's device. Raises ModelError."""
     given, feeds_normed = _read(Path(source).expanduser(), model.config)
     head = MtpHead(model, feeds_normed=feeds_normed)
     given = _with_joined_experts(given)
@@ -220,7 +219,7 @@ def load_head(model: Any, source: str | Path) -> MtpHead:
     if lacking or strange:
         raise ModelError(
             f"the head in {source} {'lacks' if lacking else 'has'} {(lacking or strange)[0]}: "
-            f"it is not one for {model.config.model_type}"
+            f"it is not a head for {model.config.model_type}"
         )
     for name, tensor in given.items():
         if tensor.shape != own[name].shape:
@@ -233,7 +232,7 @@ def load_head(model: Any, source: str | Path) -> MtpHead:
 
 
 def write_head(head: MtpHead, path: Path, *, record: Mapping[str, str] | None = None) -> None:
-    """Write a file of ours, whole or not at all; `record` says how the head came to be, and by `weights` whose it is
+    """Write a file of ours atomically. `record` documents the head's training; its entry `weights` identifies the model
     (`digest_of_files`).
     """
     facts = {name: str(getattr(head.config, name)) for name in _FACTS}
@@ -246,14 +245,14 @@ def write_head(head: MtpHead, path: Path, *, record: Mapping[str, str] | None = 
 
 
 def _read(source: Path, config: Any) -> tuple[dict[str, Tensor], bool]:
-    """A head's tensors by our names, and whether it feeds itself what its norm gives."""
+    """A head's tensors by our names, and `feeds_normed`."""
     if source.is_file():
         with _opened(source) as file:
             metadata = file.metadata() or {}
             if metadata.get("format") != _OWN_FORMAT:
                 raise ModelError(
-                    f"{source} holds no head of ours (its format is {metadata.get('format')}): "
-                    "give one, or a checkpoint's directory"
+                    f"{source} is not a head file of Sidestream (its format is {metadata.get('format')}): "
+                    "give such a file, or a checkpoint's directory"
                 )
             _check_facts(source, {name: metadata.get(name) for name in _FACTS}, config)
             _compare_weights(source, metadata.get("weights"), config.name_or_path)
@@ -277,13 +276,13 @@ def _read(source: Path, config: Any) -> tuple[dict[str, Tensor], bool]:
     if not tensors:
         raise ModelError(
             f"{directory} carries no head: it has no tensors named mtp.* or {prefix}*; "
-            "give a file of one (--draft-head), `sidestream train-mtp` makes one"
+            "give a head's file (--draft-head), `sidestream train-mtp` makes one"
         )
     return tensors, qwen
 
 
 def _described(path: Path) -> Mapping[str, Any]:
-    """A checkpoint's config, of its language model; empty without one."""
+    """A checkpoint's config of its language model; empty without a config."""
     try:
         config = json.loads(path.read_bytes())
     except FileNotFoundError:
@@ -303,8 +302,8 @@ def _check_facts(source: Path, facts: Mapping[str, Any], config: Any) -> None:
 
 
 def _compare_weights(source: Path, made_for: str | None, directory: str) -> None:
-    """Warn of a head that was taught by other weights than those in `directory`: of its drafts fewer may be right, but
-    no token depends on them.
+    """Warn if the head was trained with other weights than those in `directory`: fewer of its drafts may be accepted,
+    but no output depends on them.
     """
     if made_for is None or not directory or not Path(directory).is_dir():
         return
@@ -334,7 +333,9 @@ def _renamed(name: str, names: Mapping[str, str]) -> str:
 
 
 def _with_joined_experts(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Experts' matrices, which checkpoints hold one by one, as transformers' layers hold them: `[experts, ...]`."""
+    """Stack the experts' matrices, which checkpoints store one by one, as transformers' layers expect: `[experts,
+    ...]`.
+    """
     joined: dict[str, Tensor] = {}
     experts: dict[str, dict[int, dict[str, Tensor]]] = {}
     for name, tensor in tensors.items():

@@ -1,7 +1,6 @@
-"""The dtype that `dtype="auto"` means: a checkpoint's own, or float32 where the CPU computes too slowly in that.
+"""The dtype chosen by `dtype="auto"`: the checkpoint's own, or float32 if the CPU is too slow in it.
 
-Knows sizes and measured times, never a model. Called while a model loads and by `doctor`; the measurement is made once
-per process.
+Knows sizes and measured times, never a model. Called while a model loads and by `doctor`; measures once per process.
 """
 
 from __future__ import annotations
@@ -17,13 +16,13 @@ from torch.nn import functional
 from sidestream.device.machine import memory_bytes
 from sidestream.kv.layout import DTYPE_BYTES
 
-# bfloat16 is about twice as fast as float32 with native instructions, and 2.5 to 5 times as slow without: no measured
-# CPU lay between.
+# bfloat16 is about twice as fast as float32 with native instructions, and 2.5 to 5 times as slow without; no measured
+# CPU was in between.
 _TOO_SLOW = 1.5
-# Share of the machine's memory that float32 weights may take. Total memory, because free memory changes from start to
-# start, and a disk tier that was written in one dtype cannot be read in another.
+# Share of the machine's memory that float32 weights may take. Total memory, because free memory differs between starts,
+# and a disk tier written in one dtype cannot be read in another.
 _SHARE = 0.5
-# A chunk of a prompt through a small model's layer.
+# The sizes of a prompt chunk in a layer of a small model.
 _ROWS, _IN, _OUT = 64, 512, 1024
 _ROUNDS = 5
 _GIB = 1 << 30
@@ -31,10 +30,10 @@ _GIB = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class Precision:
-    """A dtype to load a model in.
+    """A dtype for loading a model.
 
     dtype    `"float32"`, `"float16"` or `"bfloat16"`
-    reason   why, as the end of a sentence
+    reason   the reason, as the end of a sentence
     """
 
     dtype: str
@@ -45,7 +44,7 @@ class Precision:
 
 
 def choose_precision(asked: str, stored: str, *, weights_bytes: int, on_cpu: bool) -> Precision:
-    """The dtype to serve a checkpoint in. asked: the option `dtype` · stored: the checkpoint's dtype."""
+    """The dtype for serving a checkpoint. asked: the option `dtype` · stored: the checkpoint's dtype."""
     if asked != "auto":
         return Precision(asked, "as asked")
     if stored == "float32" or stored not in DTYPE_BYTES or not on_cpu:
@@ -66,12 +65,13 @@ def choose_precision(asked: str, stored: str, *, weights_bytes: int, on_cpu: boo
 
 @functools.cache
 def time_over_float32(dtype: str) -> float:
-    """Time of a matrix product in `dtype` over that in float32, on this CPU. Takes some milliseconds, once per process.
+    """Time of a matrix product in `dtype` divided by its time in float32, on this CPU. Takes some milliseconds, once
+    per process.
 
-    Measured, because oneDNN also reports dtypes as supported for which the processor has no instructions.
+    Measured, because oneDNN reports dtypes as supported even if the processor has no instructions for them.
     """
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # how well threads share a small product is another question
+    torch.set_num_threads(1)  # scaling of a small product over threads is not measured
     try:
         products = {name: _product(getattr(torch, name)) for name in (dtype, "float32")}
         rounds = [{name: product() for name, product in products.items()} for _ in range(_ROUNDS)]
@@ -81,12 +81,12 @@ def time_over_float32(dtype: str) -> float:
 
 
 def _product(dtype: torch.dtype) -> Callable[[], float]:
-    """A layer's product of matrices, to be timed: seconds."""
+    """A matrix product of a layer, as a function that runs it and returns the seconds."""
     states, weight = torch.ones(_ROWS, _IN, dtype=dtype), torch.ones(_OUT, _IN, dtype=dtype)
 
     @torch.inference_mode()
     def run() -> float:
-        begin_s = time.thread_time()  # a busy machine or a quota changes no choice
+        begin_s = time.thread_time()  # CPU time, so that a busy machine or a quota does not affect the choice
         functional.linear(states, weight)
         return time.thread_time() - begin_s
 

@@ -1,7 +1,8 @@
 """LongRoPE with one set of frequencies for all lengths.
 
-Transformers switches to the long factors once any sequence of a batch is longer than the model was first trained for.
-KV would then depend on the other rows of a batch, and change while a sequence grows. Called while a model loads.
+Transformers switches to the long factors once any sequence of a batch is longer than the model's original training
+length. Then KV would depend on the other rows of a batch, and change while a sequence grows. Called while a model
+loads.
 """
 
 from __future__ import annotations
@@ -26,4 +27,4 @@ def _fix(rotary: Any, *, long: bool) -> None:
     )
     rotary.register_buffer("inv_freq", frequencies, persistent=False)
     rotary.register_buffer("original_inv_freq", frequencies.clone(), persistent=False)
-    rotary.rope_type = "default"  # frequencies of this type are as they are at any length
+    rotary.rope_type = "default"  # with this type, frequencies do not depend on the length

@@ -1,13 +1,13 @@
 """The self-check of a model while it loads: paged attention against transformers' own attention.
 
-A model that the block pool cannot serve correctly fails here and is refused. Comparing logits alone would not work:
-layers amplify rounding, and a token that rounding sends to another expert changes all later tokens as much as a real
-error does. So there are two passes:
+A model that the block pool cannot serve correctly fails here and is refused. A comparison of logits alone would not
+work: layers amplify rounding, and a token that rounding routes to a different expert changes all later tokens as much
+as a real error. So there are two passes:
 
 reference   the whole text at once. Both attentions get the same queries, keys and values in each layer and must agree
             up to rounding; the next layer gets transformers' output.
 replay      chunk by chunk through the block pool. The next layer gets the reference's attention output, so a token that
-            rounding sends to another expert changes no other token. The bound is for the median token.
+            rounding routes to a different expert changes no other token. The bound applies to the median token.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from sidestream.errors import ModelError
 from sidestream.models.adapter import PAGED, OpaqueBatch, PagedModel, paged_attention_hook
 from sidestream.models.config_checks import max_positions
 
-# Bound of a layer's attention: root mean square of the difference, over that of the attention output.
-# For SmolLM2-135M and tiny models of 80 families: 3e-7, 2.4e-4 and 1.9e-3, whatever their depth.
+# Bound of a layer's attention: root mean square of the difference, divided by that of the attention output.
+# For SmolLM2-135M and tiny models of 80 families, at any depth: 3e-7, 2.4e-4 and 1.9e-3.
 ATTENTION_BOUNDS = {"float32": 1e-4, "float16": 1e-3, "bfloat16": 8e-3}
-# Added per unit of the soft cap: on a CPU, scores are rounded to the dtype before they are capped. A quarter of the
-# dtype's half step, because x * sech(x)**2 is below 0.45 and rounding's root mean square is about 0.4 of its maximum.
+# Added per unit of the soft cap, because a CPU rounds scores to the dtype before the cap. A quarter of the dtype's half
+# step: x * sech(x)**2 is below 0.45, and rounding's root mean square is about 0.4 of its maximum.
 _CAP_ROUNDING = {"float32": 2**-26, "float16": 2**-13, "bfloat16": 2**-10}
-# Bound of the median token of each stage: root mean square of the difference, over that of all tokens.
-# For SmolLM2-135M: 4e-6, 3e-4 and 3e-3; more where matrix products of few and of many rows round differently.
+# Bound of the median token of each stage: root mean square of the difference, divided by that of all tokens.
+# For SmolLM2-135M: 4e-6, 3e-4 and 3e-3; more if matrix products with few and with many rows round differently.
 REPLAY_BOUNDS = {"float32": 1e-3, "float16": 0.04, "bfloat16": 0.25}
 
 # Three stages: a prefill without context, a prefill after a context, and decodes. Each has an odd number of tokens.
@@ -45,7 +45,7 @@ _CHUNKS = (*_STAGES[:2], *pairwise(range(20, 26)))
 _NUM_TOKENS = 25
 _BLOCK_TOKENS = 16  # the minimum of attention on a GPU
 _BLOCK_TABLE = (2, 0)
-_WINDOW = 5  # shorter than the check's context, whatever the model's window is
+_WINDOW = 5  # shorter than the check's context, whatever the model's own window
 _COMPARED = "sidestream_compared"
 
 
@@ -70,7 +70,7 @@ def reference(model: PagedModel) -> Reference:
     model.module.config._attn_implementation = _COMPARED
     try:
         with _narrow_windows(model.module):
-            # Without positions, so that a model that does not count 0, 1, 2, ... by itself fails the check.
+            # Without positions: a model that does not count 0, 1, 2, ... by default fails the check.
             logits: torch.Tensor = model.module(input_ids=tokens[None], use_cache=False, paged_batch=compared).logits
     finally:
         model.module.config._attn_implementation = PAGED
@@ -89,20 +89,20 @@ def check_paged(model: PagedModel, expected: Reference) -> None:
 
 
 def _judge(model: PagedModel, what: str, difference: torch.Tensor, spread: torch.Tensor) -> None:
-    """Raise ModelError when `difference`, over the `spread` of all tokens, exceeds rounding in any stage."""
+    """Raise ModelError when `difference`, divided by the `spread` of all tokens, exceeds rounding in any stage."""
     errors = difference.flatten(1).square().mean(-1).sqrt() / spread.float().square().mean().sqrt()
-    # The median: rounding sends single tokens to other experts; a real error shows in most tokens of a stage.
+    # The median: rounding routes single tokens to different experts; a real error affects most tokens of a stage.
     error = torch.stack([errors[start:end].median() for start, end in _STAGES]).max()
     bound = REPLAY_BOUNDS[model.layout.dtype]
     if not error <= bound:
         raise ModelError(
-            f"the paged path computes {what} otherwise than transformers: most tokens differ by {error:.2g} of their "
-            f"spread or more, at most {bound} is rounding. This kind of model cannot be served right"
+            f"the paged path computes {what} differently from transformers: most tokens differ by {error:.2g} of their "
+            f"spread or more, at most {bound} is rounding. This kind of model cannot be served correctly"
         )
 
 
 class _Compared(OpaqueBatch):
-    """The batch of the reference pass: its chunks for the paged path, and the attention output of each layer so far."""
+    """The batch of the reference pass: its chunks for the paged path, and the attention output of each layer."""
 
     def __init__(self, chunks: list[AttentionBatch]) -> None:
         super().__init__(chunks[0])
@@ -123,7 +123,7 @@ def _compared_attention_hook(
 ) -> tuple[torch.Tensor, None]:
     """Transformers' own attention, in float32. Raises ModelError when the paged path differs by more than rounding."""
     if paged_batch is None:
-        return paged_attention_hook(module, query, key, value, None, **named)  # raises with the reason
+        return paged_attention_hook(module, query, key, value, None, **named)  # raises ModelError with the reason
     paged = []
     for chunk, (start, end) in zip(paged_batch.chunks, _CHUNKS, strict=True):
         q, k, v = (states[:, :, start:end] for states in (query, key, value))
@@ -137,8 +137,8 @@ def _compared_attention_hook(
     bound = ATTENTION_BOUNDS[dtype] + _CAP_ROUNDING[dtype] * (named.get("softcap") or 0)
     if not error <= bound:
         raise ModelError(
-            f"in layer {module.layer_idx}, paged attention gives other values than transformers' own: they differ by "
-            f"{error:.2g} of their size, at most {bound:.2g} is rounding. This kind of model cannot be served right"
+            f"in layer {module.layer_idx}, paged attention and transformers' own give different values: they differ by "
+            f"{error:.2g} of their size, at most {bound:.2g} is rounding. This kind of model cannot be served correctly"
         )
     paged_batch.layers.append(module.layer_idx)
     paged_batch.attended.append(expected[0].to(query.dtype))
@@ -150,7 +150,7 @@ AttentionMaskInterface.register(_COMPARED, eager_mask)
 
 
 def _check_mask(module: Any, mask: torch.Tensor | None, window: int | None) -> None:
-    """Raise ModelError when the model's mask differs from the causal mask with the window that attention is given."""
+    """Raise ModelError unless the model's mask is the causal mask with the window that its attention receives."""
     if mask is None:
         return
     seen = mask if mask.dtype == torch.bool else mask == 0
@@ -160,13 +160,13 @@ def _check_mask(module: Any, mask: torch.Tensor | None, window: int | None) -> N
     if not bool((seen == expected).all()):
         window_text = f"a sliding window of {window} tokens" if window else "no sliding window"
         raise ModelError(
-            f"layer {module.layer_idx} masks other tokens than causal attention with {window_text}, "
-            "which is what it tells its attention: only such masks are served"
+            f"layer {module.layer_idx} does not have the mask of causal attention with {window_text}, "
+            "which are the arguments of its attention: only such masks are served"
         )
 
 
 def _replay(model: PagedModel, expected: Reference) -> tuple[list[torch.Tensor], torch.Tensor]:
-    """Attention output of each layer, and the logits, of all tokens."""
+    """The attention output of each layer and the logits, for all tokens."""
     device, num_layers = model.module.device, model.layout.num_layers
     pool, attention = _pool(model), _attention(model)
     tokens = _tokens(model.vocab_size).to(device)
@@ -186,8 +186,8 @@ def _replay(model: PagedModel, expected: Reference) -> tuple[list[torch.Tensor],
 def _check_reached(layers: list[int], num_layers: int) -> None:
     if layers != list(range(num_layers)):
         raise ModelError(
-            f"its attention asked for layers {layers} of {num_layers}: only models are served whose layers attend "
-            "once each, in order, with keys and values of their own"
+            f"its attention used layers {layers} of {num_layers}: layers must attend "
+            "once each, in order, with their own keys and values"
         )
 
 
@@ -214,14 +214,14 @@ class _Replayed:
 
 
 def _pool(model: PagedModel) -> torch.Tensor:
-    """Blocks full of NaN, so that reading a token that was not written shows."""
+    """Blocks full of NaN, so that a read of an unwritten token is detected."""
     layout = model.layout
     shape = (max(_BLOCK_TABLE) + 1, layout.num_layers, 2, _BLOCK_TOKENS, layout.num_kv_heads, layout.head_dim)
     return torch.full(shape, float("nan"), dtype=getattr(torch, layout.dtype), device=model.module.device)
 
 
 def _attention(model: PagedModel) -> AttentionBackend:
-    """The backend that the model will be served with on its device."""
+    """The attention backend that serves the model on its device."""
     layout, device = model.layout, model.module.device
     spec = AttentionSpec(
         heads=model.num_heads,
@@ -258,7 +258,7 @@ def _tokens(vocab_size: int) -> torch.Tensor:
 
 @contextlib.contextmanager
 def _narrow_windows(module: Any) -> Iterator[None]:
-    """Shorten the model's sliding window inside the context, so that a few tokens show a mask that ignores it.
+    """Shorten the model's sliding window inside the context, so that a few tokens reveal a mask that ignores it.
 
     A window of at least the model's length stays: some models declare one and do not pass it to their attention.
     """

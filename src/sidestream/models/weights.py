@@ -1,4 +1,4 @@
-"""Weight files and their checks, fingerprints of weights, and the order of weights that oneDNN multiplies by.
+"""Weight files and their checks, fingerprints of weights, and the packed order of weights for oneDNN.
 
 Called while a model loads, on the loading thread.
 """
@@ -25,15 +25,15 @@ from sidestream.models.directory import INDEX, WEIGHTS, check_weights_exist, rea
 _SHARD = re.compile(r"-of-(\d+)\.safetensors$")
 
 _STORED = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-# Config fields that change no result of a forward, or that the hash covers elsewhere.
+# Config fields that change no result of a forward, or that the hash covers in another way.
 _NOT_IDENTITY = {"_name_or_path", "architectures", "dtype", "torch_dtype", "id2label", "label2id", "use_cache"}
 
 
 def check_files(directory: Path) -> dict[str, StoredTensor]:
-    """The tensors of a model's weight files, by name. Reads headers, and a page of each matrix.
+    """The tensors of a model's weight files by name. Reads headers, and a page of each matrix.
 
-    Raises ModelError that names the file when one is missing, cut off or not a safetensors file, and that names the
-    tensor when one cannot be served (`check_tensors`).
+    Raises ModelError with the file's name when a file is missing, truncated or not a safetensors file, and with the
+    tensor's name when a tensor cannot be served (`check_tensors`).
     """
     check_weights_exist(directory)
     files = _weight_files(directory)
@@ -44,10 +44,10 @@ def check_files(directory: Path) -> dict[str, StoredTensor]:
 
 
 def stored_dtype_and_bytes(directory: Path) -> tuple[str, int]:
-    """Of the weight files in `directory`: the first one's first floating dtype, and how many bytes all have. Reads
+    """The first floating dtype in the first weight file of `directory`, and the total bytes of all weight files. Reads
     headers only.
 
-    `("float32", 0)` if there are none. Raises ModelError for a file that is damaged.
+    `("float32", 0)` if there are none. Raises ModelError for a damaged file.
     """
     tensors = [tensor for path in _weight_files(directory) if path.exists() for tensor in _check_file(path)]
     floating = (
@@ -67,7 +67,9 @@ def _weight_files(directory: Path) -> list[Path]:
 
 
 def _refuse_unlisted_shards(directory: Path, listed: set[str]) -> None:
-    """A shard of the same set that the index does not list would be left out. Other files are not the model's."""
+    """Refuse shards of the same set that the index does not list, because they would be ignored. Other files are
+    allowed.
+    """
     for total in {found[1] for name in listed if (found := _SHARD.search(name))}:
         others = {path.name for path in directory.glob(f"model-*-of-{total}.safetensors")} - listed
         if others:
@@ -88,12 +90,10 @@ def _check_file(path: Path) -> list[StoredTensor]:
         raise ModelError(f"{path.parent} has no {path.name}: fetch the weights, in safetensors format") from None
     except PermissionError:
         raise ModelError(
-            f"{path} may not be read by this user: give the right to read it (chmod +r), or run as its owner"
+            f"{path} is not readable for this user: make it readable (chmod +r), or run as its owner"
         ) from None
     except OSError as error:
-        raise ModelError(
-            f"{path} cannot be read ({error.strerror or error}): see that it is a file on a medium that works"
-        ) from error
+        raise ModelError(f"{path} cannot be read ({error.strerror or error}): check the file and its disk") from error
     except (ValueError, AttributeError, KeyError, TypeError, IndexError):
         raise ModelError(f"{path} is no readable safetensors file: fetch it again") from None
     if size != expected:
@@ -102,16 +102,16 @@ def _check_file(path: Path) -> list[StoredTensor]:
 
 
 def fingerprint_of(module: Any, *, variant: str = "") -> str:
-    """128 bits, in hex, of everything that the module's KV depends on: definition, config, dtypes and every loaded
-    weight.
+    """128 bits, in hex, of everything that determines the module's KV: definition, config, dtypes and all loaded
+    weights.
 
-    variant: names a change of the module that config and weights do not show.
+    variant: name of a change of the module that config and weights do not show.
 
-    Hashes what was loaded, not the files: names, dates and the way that weights are split over files do not matter.
-    xxh3 reads memory about as fast as it can be read; it finds differences, not forgeries.
+    Hashes the loaded weights, not the files: names, dates and the split of weights over files do not matter. xxh3 runs
+    at about memory bandwidth; it detects differences, not forgeries.
     """
     config = {name: value for name, value in module.config.to_dict().items() if name not in _NOT_IDENTITY}
-    # The config holds transformers' version too, for a newer one may define the model anew.
+    # The config contains transformers' version, because a newer version may change the definition of the model.
     facts = {"class": type(module).__name__, "config": config}
     digest = xxhash.xxh3_128(json.dumps(facts, sort_keys=True, default=_listed).encode() + variant.encode())
     hashed: set[tuple[int, torch.Size]] = set()
@@ -122,16 +122,16 @@ def fingerprint_of(module: Any, *, variant: str = "") -> str:
     return digest.hexdigest()
 
 
-# Of each tensor, and of each of its dimensions but the last, from either end.
+# Rows from each end, for each tensor and each of its dimensions except the last.
 _SAMPLED_ROWS = 4
 
 
 def digest_of_files(directory: Path) -> str:
-    """128 bits, in hex, of the weights as they are stored: the same over whatever files they are split, and whatever
-    they are loaded as.
+    """128 bits, in hex, of the stored weights; independent of their split over files and of the dtype they are loaded
+    in.
 
-    Of each tensor its first and last rows are read: what is trained changes nearly all rows, and a large model would
-    take minutes to be read. Of files that `check_files` let pass.
+    Reads only the first and last rows of each tensor: training changes nearly all rows, and reading a large model would
+    take minutes. For files that passed `check_files`.
     """
     digest = xxhash.xxh3_128()
     with contextlib.ExitStack() as opened:
@@ -154,12 +154,12 @@ def _hash(digest: xxhash.xxh3_128, name: str, tensor: Any) -> None:
 
 
 def _listed(value: object) -> object:
-    """JSON of what JSON does not know; a set's own order would differ between processes."""
+    """JSON of values that `json` does not support; sets are sorted, because their order differs between processes."""
     return sorted(value, key=repr) if isinstance(value, (set, frozenset)) else str(value)
 
 
 class _PackedLinear(nn.Module):
-    """A Linear whose weight lies in the order in which oneDNN multiplies by it."""
+    """A Linear with its weight in the packed order of oneDNN's matrix product."""
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
@@ -172,15 +172,15 @@ class _PackedLinear(nn.Module):
         return product
 
 
-# Rows of a batch that the packed order is chosen for; other numbers work as well.
+# Number of rows that the packed order is optimised for; other numbers work as well.
 _PACKED_ROWS = 8
 
 
 def pack_linears(module: nn.Module) -> None:
-    """Reorder the weights of every plain bfloat16 Linear in place; those of other dtypes stay as they are.
+    """Reorder the weights of every plain bfloat16 Linear in place; other dtypes stay unchanged.
 
-    oneDNN reorders a bfloat16 weight in every call unless it was done before: without, SmolLM2-135M's step takes 1.2
-    times as long on two cores, at batch 1 and 8. In float32, MKL's own order is faster.
+    Otherwise oneDNN reorders a bfloat16 weight in every call: SmolLM2-135M's step then takes 1.2 times as long on two
+    cores, at batch 1 and 8. In float32, MKL's own order is faster.
     """
     if not (torch._C._has_mkldnn and torch.ops.mkldnn._is_mkldnn_bf16_supported()):
         return

@@ -71,6 +71,7 @@ class _Load:
     def gates(self, group: int) -> tuple[Fence, ...]:
         """Fences that a layer of the group waits for."""
         assert self.submitted is not None
+        # rule: layer-gates
         return (*(piece.fences[-1] for piece in self.submitted.before), self.submitted.groups[group].fences[-1])
 
     def share_left(self) -> float:
@@ -101,8 +102,9 @@ class _Load:
 
     def has_failed(self) -> bool:
         """Whether a part of it has failed, and the failure was not reported."""
-        if self.reported or self.submitted is None:
+        if self.reported or self.submitted is None:  # rule: load-failure-is-told-once
             return False
+        # rule: load-fails-with-any-of-its-slices
         return any(fence.poll() and fence.failure is not None for fence in self.submitted.fences)
 
 
@@ -117,7 +119,7 @@ class SettledFence:
 
     def poll(self) -> bool:
         """Whether it is done. Never blocks."""
-        return self.settled.read() >= self.tick
+        return self.settled.read() >= self.tick  # rule: order-fence-is-done-with-its-order
 
 
 class OffloadConnector:
@@ -204,6 +206,7 @@ class OffloadConnector:
 
     def uses(self) -> Fence | None:
         """Done when every submitted transfer has let go of its device blocks; None if that is so already."""
+        # rule: uses-are-those-of-the-last-order-too
         return SettledFence(self._last_job, self._settled) if self._settled.read() < self._last_job else None
 
     def gates(self, batch: BatchPlan) -> LayerGates:
@@ -215,12 +218,12 @@ class OffloadConnector:
             if row.tokens is None:
                 break  # a decode row's first step has waited for the loads already
             members.add((row.request_id, row.epoch))
-        loads = [
+        loads = [  # rule: loads-of-a-step
             load
             for load in self._loads.values()
             if load.submitted and (load.plan.request_id, load.plan.epoch) in members
         ]
-        if not loads:
+        if not loads:  # rule: step-waits-for-its-own-loads
             return LayerGates()
         group = layers_per_group(self._layout, self._segment_bytes)
         by_group = [
@@ -263,15 +266,16 @@ class OffloadConnector:
         Raises the exception that ended the worker.
         """
         events: list[TransferEvent] = []
+        # rule: settled-is-read-before-the-news
         settled = self._settled.read()  # before the events: every event of a job that has settled by now is there
-        while (event := self._events.take()) is not None:
+        while (event := self._events.take()) is not None:  # rule: news-are-taken
             if isinstance(event, LoadSubmitted):  # a `match` takes twice as long, in every step
                 load = self._loads[event.job_id]
                 load.submitted = event
-                events.append(LoadReady(load.plan.request_id, load.plan.epoch))
+                events.append(LoadReady(load.plan.request_id, load.plan.epoch))  # rule: ready-load-is-told
             elif isinstance(event, LoadMissed):
                 load = self._loads[event.job_id]
-                if not load.reported:
+                if not load.reported:  # rule: load-failure-is-not-told-again-at-the-end
                     load.reported = True
                     events.append(LoadFailed(load.plan.request_id, load.plan.epoch, event.gone))
             elif isinstance(event, Promoted):
@@ -284,7 +288,7 @@ class OffloadConnector:
                 raise event.error
         while self._loads and (job_id := next(iter(self._loads))) <= settled:
             del self._loads[job_id]
-        self._blocks.settle()
+        self._blocks.settle()  # rule: settled-blocks-are-given-back
         return events
 
     def failed_loads(self) -> list[TransferEvent]:
@@ -294,7 +298,7 @@ class OffloadConnector:
         """
         events: list[TransferEvent] = []
         for load in self._loads.values():
-            if load.has_failed():
+            if load.has_failed():  # rule: failure-of-a-load-is-known-with-its-step
                 load.reported = True
                 events.append(LoadFailed(load.plan.request_id, load.plan.epoch))
         return events
@@ -304,6 +308,7 @@ class OffloadConnector:
     @property
     def has_forgotten(self) -> bool:
         """Whether every `forget_all` has reached the tiers' ledgers."""
+        # rule: reset-waits-until-the-tiers-have-forgotten
         return self._thread.failure is not None or self._worker.forgotten == self._switches.generation
 
     def forget_all(self) -> None:
@@ -311,7 +316,7 @@ class OffloadConnector:
 
         Transfers in flight end by their fences, and publish nothing.
         """
-        self._switches.generation += 1
+        self._switches.generation += 1  # rule: reset-begins-a-generation
         self._send(Forget())
 
     def forget(self, keys: Iterable[Key]) -> None:

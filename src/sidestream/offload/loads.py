@@ -69,18 +69,18 @@ class Loads:
     def submit(self, job_id: int, plan: LoadPlan) -> None:
         """Lease the source slots and queue the job. If a source block is gone, the load is a miss."""
         source_ids = self._host.pool.match(plan.keys)
-        if len(source_ids) < len(plan.keys) or self._switches.abandoned:
-            self._report(LoadMissed(job_id, gone=not self._switches.abandoned))
-            self._unsettled.settle(job_id)
+        if len(source_ids) < len(plan.keys) or self._switches.abandoned:  # rule: missing-source-fails-the-load
+            self._report(LoadMissed(job_id, gone=not self._switches.abandoned))  # rule: missing-load-is-told
+            self._unsettled.settle(job_id)  # rule: missing-load-lets-go
             return
         self._tiers.touch_persistent(plan.keys)  # a hit in host memory is a use of the entries in slower tiers, too
-        slots = self._host.pool.share(source_ids)
+        slots = self._host.pool.share(source_ids)  # rule: load-holds-its-slots
         self._waiting.append(LoadJob(job_id, plan, slots, self._device.now()))
 
     def begin_piece(self) -> None:
         """Begin the next piece of the first job; a job that has failed begins none."""
         job = self._waiting[0]
-        if job.failure is None:
+        if job.failure is None:  # rule: failed-load-begins-no-piece
             self._begin_piece(job)
         if job.all_begun or job.failure is not None:
             del self._waiting[0]
@@ -98,10 +98,11 @@ class Loads:
         step = layers_per_group(layout, self._device.segment_bytes) if job.all_begun else layout.num_layers
         slots, block_ids, groups = job.slots.ids[first:stop], plan.block_ids[first:stop], []
         for layer in range(0, layout.num_layers, step):
-            layers = range(layer, min(layer + step, layout.num_layers))
+            layers = range(layer, min(layer + step, layout.num_layers))  # rule: load-copies-every-layer
             batch = layers_batch(self._host_memory, slots, self._memory, block_ids, layers)
             groups.append(self._device.prepare(batch))
         urgency = Urgency.PREFETCH if plan.prefetch else Urgency.DEMAND
+        # rule: load-waits-for-the-last-use
         copy = Copy(groups, after=plan.after, urgency=urgency, label=f"load {stop - first} blocks")
         job.copies.append(copy)
         self._jobs[copy] = job
@@ -117,11 +118,12 @@ class Loads:
         job.submitted += 1
         # A copy may have failed without its end having been taken in.
         failed = job.failure is not None or any(copy.failure is not None for copy in job.copies)
-        if job.all_begun and job.submitted == len(job.copies) and not failed:
+        if job.all_begun and job.submitted == len(job.copies) and not failed:  # rule: load-is-submitted
             *others, last = [
                 [Part(tuple(fences), group.num_bytes) for fences, group in zip(copy.fences, copy.groups, strict=True)]
                 for copy in job.copies
             ]
+            # rule: submitted-load-is-told
             self._report(LoadSubmitted(job.job_id, tuple(part for parts in others for part in parts), tuple(last)))
 
     def end(self, copy: Copy) -> None:
@@ -131,25 +133,26 @@ class Loads:
         if copy.failure is None:
             self._costs.saw_transfer(HOST, sum(group.num_bytes for group in copy.groups), copy.seconds)
         elif job.failure is None:
-            job.failure = copy.failure
+            job.failure = copy.failure  # rule: load-fails-with-any-of-its-pieces
         self._settle(job)
 
     def _settle(self, job: LoadJob) -> None:
         """Release the job's slots and let go of its device blocks, once no piece is left."""
-        if not job.settled:
+        if not job.settled:  # rule: load-settles-once
             return
         if not self._log.ended("load", job.failure, len(job.plan.keys), job.ordered_s):
-            self._report(LoadMissed(job.job_id))
-        job.slots.release()
-        self._unsettled.settle(job.job_id)
+            self._report(LoadMissed(job.job_id))  # rule: failed-load-is-told
+        job.slots.release()  # rule: load-gives-its-slots-back
+        self._unsettled.settle(job.job_id)  # rule: ended-load-lets-go
 
     def drop(self, reason: BaseException) -> None:
         """Fail everything that has not begun: the engine closes."""
         while self._waiting:
             job = self._waiting.popleft()
+            # rule: dropped-order-lets-go-once
             if job.failure is None:  # a failed job has settled, or will with its last piece in flight
                 job.failure = reason
-                self._settle(job)
+                self._settle(job)  # rule: dropped-load-lets-go
 
 
 def layers_per_group(layout: KVLayout, segment_bytes: int) -> int:

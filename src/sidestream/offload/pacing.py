@@ -17,14 +17,14 @@ from typing import NamedTuple
 from sidestream.device.base import CopyBatch, Stream
 from sidestream.types import Fence
 
-# Blocks that one turn of the worker begins, and blocks of one piece of a store: each takes some 3 us, with the
-# interpreter lock held.
+# The most blocks that the worker begins in one turn; a store's pieces have as many. The worker takes about 3 us for a
+# block, with the interpreter lock held.
 BLOCKS_PER_TURN = 16
-# Bytes of a load's pieces, and at most of its last one, which goes layer by layer: about as many as the link moves
-# during the forward pass that follows it.
+# Size of a load's pieces, and the largest size of its last piece. That one is copied layer by layer while the forward
+# pass already runs, so it has about the bytes that the link moves during one pass.
 LOAD_PIECE_BYTES = 64 << 20
 LAST_PIECE_BYTES = 384 << 20
-# Copies at the head of a queue that are checked for one that can begin: the queue may hold a hundred thousand.
+# This many copies at the head of a queue are searched for one that is ready; a queue may hold a hundred thousand.
 _LOOK_AHEAD = 16
 
 
@@ -41,8 +41,9 @@ class Pace:
     """Limits of one direction of the link.
 
     slice_bytes, slice_segments           of one call: a batch of 8,192 segments costs the calling thread 8 ms
-    bytes_in_flight, segments_in_flight   submitted and not seen done: while they last, the worker can do other work
-    streams                               number of streams that take slices in turn, each after the slice before
+    bytes_in_flight, segments_in_flight   limits of submitted work; they keep the link busy while the worker is
+                                          busy with other work
+    streams                               number of streams that take slices in turn; a slice waits for the one before
     """
 
     slice_bytes: int
@@ -52,12 +53,12 @@ class Pace:
     streams: int
 
 
-# To the host, two streams take slices in turn. When a slice ends, its successor's stream still waits for that, so the
-# copy engine serves other streams first: a copy of another library waits for one slice, however many are in flight
-# (docs/decisions/0014). With one stream it would wait for all of them.
+# To the host, two streams take slices in turn: each slice waits for the one before, on the other stream. Resolving that
+# wait takes the device a moment, in which the copy engine starts a copy of any other stream. So a copy of another
+# library waits for one slice; with one stream it would wait for all slices in flight (docs/decisions/0014).
 TO_HOST = Pace(slice_bytes=18 << 20, slice_segments=512, bytes_in_flight=126 << 20, segments_in_flight=4096, streams=2)
-# To the device there are no other copies: kernels fetch the inputs of a step (docs/decisions/0018). The earlier a load
-# is submitted completely, the earlier a step can be launched behind it: more than a step before the load's end.
+# To the device there are no other copies: kernels fetch the inputs of a step (docs/decisions/0018). A step can be
+# launched once its load is submitted completely. With these limits that is more than one step before the load's end.
 TO_DEVICE = Pace(slice_bytes=32 << 20, slice_segments=512, bytes_in_flight=1 << 30, segments_in_flight=4096, streams=1)
 
 
@@ -88,16 +89,16 @@ class Copy:
     @property
     def submitted(self) -> bool:
         """Whether every slice was submitted, or the copy has failed."""
-        return self._group == len(self.groups) or self.failure is not None
+        return self._group == len(self.groups) or self.failure is not None  # rule: failed-copy-ends
 
     @property
     def done(self) -> bool:
         """Whether it is submitted, and every submitted slice was seen done."""
-        return self.submitted and not self._in_flight
+        return self.submitted and not self._in_flight  # rule: copy-is-done
 
     def is_ready(self) -> bool:
         """Whether the fences `after` are done. Never blocks."""
-        while self._after and self._after[0].poll():
+        while self._after and self._after[0].poll():  # rule: copy-forgets-only-what-is-done
             del self._after[0]
         return not self._after
 
@@ -143,17 +144,17 @@ class Lane:
     def retire(self) -> list[Copy]:
         """Poll the slices in flight. Removes and returns the copies that have ended. Never blocks."""
         ended = []
-        while self._in_flight and self._in_flight[0].fence.poll():
+        while self._in_flight and self._in_flight[0].fence.poll():  # rule: slice-is-seen-done-before-it-counts
             slice_ = self._in_flight.popleft()
             copy = slice_.copy
             self._bytes -= slice_.num_bytes
             self._segments -= slice_.num_segments
             copy._in_flight -= 1
-            if slice_.fence.failure is not None and not copy.submitted:
+            if slice_.fence.failure is not None and not copy.submitted:  # rule: failed-copy-is-given-nothing-more
                 self._queues[copy.urgency].popleft()  # no slice of it is submitted any more
                 self._left -= copy._left
                 self._segments_left -= copy._segments_left
-            copy.failure = copy.failure or slice_.fence.failure
+            copy.failure = copy.failure or slice_.fence.failure  # rule: copy-fails-with-any-of-its-slices
             if copy.done:
                 ended.append(copy)
         if ended:  # copies that were seen done at once share the time by bytes
@@ -170,9 +171,9 @@ class Lane:
         submitted = []
         while self._has_room and (copy := self._next_copy()) is not None:
             self._submit_slice(copy)
-            if copy.submitted:
+            if copy.submitted:  # rule: submitted-copy-leaves-its-queue
                 self._queues[copy.urgency].popleft()
-                submitted.append(copy)
+                submitted.append(copy)  # rule: load-is-told-when-all-was-submitted
         return submitted
 
     def cancel(self, reason: BaseException) -> list[Copy]:
@@ -190,7 +191,7 @@ class Lane:
         return dropped
 
     def awaited(self) -> Iterator[Fence]:
-        """Fences that the worker should wake up for. Call it after `fill`, so that none of them is known to be done.
+        """Fences that the worker should wake up for. Call it after `retire` and `fill`, which drop finished fences.
 
         While copies are queued: the slice in flight whose end makes enough room (`_wake_index`). Otherwise: the last
         slice of the oldest copy. In addition, if there is room: the first fence that each queued copy waits for.
@@ -214,10 +215,8 @@ class Lane:
         return 2 * self._bytes < self._pace.bytes_in_flight and 2 * self._segments < self._pace.segments_in_flight
 
     def _wake_index(self) -> int:
-        """Index of the slice in flight whose end makes enough room to wake up for: half of the slices, or fewer if all
-        queued bytes fit then.
-
-        Fewer, because a step can follow a load only when all of it was submitted.
+        """Index of the slice whose end wakes the worker: the middle one of those in flight, or an earlier one if all
+        queued bytes fit once it ends: a step can be launched only when all of its load was submitted.
         """
         half, pace = len(self._in_flight) // 2, self._pace
         over, segments_over = (
@@ -250,9 +249,9 @@ class Lane:
 
         A copy that is not ready is not submitted (H1, H3): on the device it would hold up every copy after it.
         """
-        for queue in self._queues:
+        for queue in self._queues:  # rule: urgent-copies-go-first
             for index, copy in enumerate(islice(queue, _LOOK_AHEAD)):
-                if copy.is_ready():
+                if copy.is_ready():  # rule: copy-is-given-nothing-before-it-is-ready
                     if index:
                         del queue[index]
                         queue.appendleft(copy)
@@ -260,13 +259,13 @@ class Lane:
         return None
 
     def _submit_slice(self, copy: Copy) -> None:
-        """Submit the next slice of a copy, after the slice before it, of whichever copy that was."""
+        """Submit the next slice of `copy`. It runs after the last submitted slice, even if that is of another copy."""
         stream, group = self._streams[0], copy.groups[copy._group]
         self._streams.rotate(-1)
         if not copy._group and not copy._segment:
             copy._began_s = self._clock()
         if self._in_flight and len(self._streams) > 1:
-            stream.wait(self._in_flight[-1].fence)
+            stream.wait(self._in_flight[-1].fence)  # rule: slice-waits-for-the-one-before
         first, count = copy._segment, len(group.source_starts)
         most = max(1, min(self._pace.slice_segments, self._pace.slice_bytes // group.size))
         slices = -(-(count - first) // most)
@@ -284,5 +283,5 @@ class Lane:
         copy._segments_left -= num_segments
         self._segments += num_segments
         copy._segment = stop
-        if stop == count:
+        if stop == count:  # rule: copy-has-all-its-slices
             copy._group, copy._segment = copy._group + 1, 0

@@ -53,12 +53,13 @@ class Promotions:
         """Begin the promotions of one step. All of them first hold the slots that they have, so that none of them
         evicts a block of another one.
         """
-        promotions = [(plan, self._keep(plan)) for plan in plans]
+        promotions = [(plan, self._keep(plan)) for plan in plans]  # rule: loads-come-before-promotions
         for plan, kept in promotions:
             self._promote(plan, kept, generation)
 
     def _keep(self, plan: PromotePlan) -> Lease:
         """Lease the slots of the run that are in the host tier already."""
+        # rule: kept-slots-are-held
         return self._host.pool.share([slot for key in plan.keys if (slot := self._host.pool.get(key)) is not None])
 
     def _promote(self, plan: PromotePlan, kept: Lease, generation: int) -> None:
@@ -88,18 +89,19 @@ class Promotions:
         """Hold a promoted block for requests that wait for more blocks, so that it is not evicted before they load."""
         for waiter in self._waiters:
             if waiter.reads.get(ticket.key) is ticket and (slot := self._host.pool.get(ticket.key)) is not None:
-                waiter.kept.extend(self._host.pool.share([slot]))
+                waiter.kept.extend(self._host.pool.share([slot]))  # rule: promoted-block-is-held-for-its-request
 
     def finish_waits(self) -> None:
         """Report the waits that are complete or past their deadline, and release the slots that they hold."""
         now = self._clock()
         for waiter in list(self._waiters):
             done = all(read.taken_in for read in waiter.reads.values())
-            if not done and now < waiter.deadline_s:
+            if not done and now < waiter.deadline_s:  # rule: wait-for-the-disk-has-a-deadline
                 continue
             self._waiters.remove(waiter)
-            waiter.kept.release()
+            waiter.kept.release()  # rule: wait-for-the-disk-gives-its-slots-back
             good = done and all(read.failure() is None for read in waiter.reads.values())
             reason: Literal["done", "deadline", "failed", "no_room"]
             reason = "deadline" if not done else "failed" if not good else "done" if waiter.complete else "no_room"
+            # rule: end-of-a-wait-for-the-disk-is-told
             self._report(Promoted(waiter.request_id, waiter.epoch, reason == "done", reason))

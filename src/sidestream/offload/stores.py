@@ -78,7 +78,7 @@ class Stores:
     def grow(self) -> Sequence[Key]:
         """Use the host memory that was pinned since the last call. Returns deferred blocks that have a slot now."""
         self.growing = self._device.grows(self._host.memory)  # read first: if it is False, all memory is ready below
-        self._host.grow(self._device.ready_bytes(self._host.memory))
+        self._host.grow(self._device.ready_bytes(self._host.memory))  # rule: host-tier-uses-only-pinned-memory
         room = self._host.pool.num_free if self.growing else len(self._deferred)
         again = tuple(islice(self._deferred, room))
         for key in again:
@@ -108,6 +108,7 @@ class Stores:
         plan, first = job.plan, job.begun
         stop = job.begun = min(first + pacing.BLOCKS_PER_TURN, len(plan.keys))
         wanted = zip(plan.keys[first:stop], plan.block_ids[first:stop], strict=True)
+        # rule: block-is-stored-once
         pairs = [(k, b) for k, b in wanted if k not in self._storing and self._host.pool.get(k) is None]
         pool = self._host.pool
         room = 0 if self._switches.abandoned else pool.num_free if self.growing else pool.num_available
@@ -118,7 +119,7 @@ class Stores:
         if not pairs:
             if last:
                 self._tiers.touch(plan.prefix)
-            self._settle(job)
+            self._settle(job)  # rule: store-that-is-not-worth-a-copy-is-told
             return
         slots = pool.take(len(pairs))
         keys, block_ids = tuple(key for key, _ in pairs), [block for _, block in pairs]
@@ -131,7 +132,9 @@ class Stores:
 
     def _copy_of(self, plan: StorePlan, block_ids: Sequence[int], slots: Lease) -> Copy:
         layout = self._memory.layout
+        # rule: store-copies-every-layer
         batch = layers_batch(self._memory, block_ids, self._host_memory, slots.ids, range(layout.num_layers))
+        # rule: store-waits
         return Copy(
             [self._device.prepare(batch)],
             after=(*plan.after, *slots.after),
@@ -163,16 +166,16 @@ class Stores:
             del self._storing[key]
         job, pool = ticket.job, self._host.pool
         good = self._log.ended("store", ticket.copy.failure, len(ticket.keys), ticket.ordered_s)
-        if good and job.generation == self._switches.generation:
+        if good and job.generation == self._switches.generation:  # rule: store-is-published
             pairs = zip(ticket.keys, ticket.slots.ids, strict=True)
             stored = [(key, slot) for key, slot in pairs if key not in job.invalidated]
             pool.publish_all([slot for _, slot in stored], [key for key, _ in stored])
             for key, slot in stored:
                 self._write_through(key, slot, ticket)
-        ticket.slots.release()
+        ticket.slots.release()  # rule: store-gives-its-slots-back
         self._tiers.touch(ticket.prefix)
         job.pieces -= 1
-        self._settle(job)
+        self._settle(job)  # rule: end-of-a-store-is-told
 
     def _settle(self, job: StoreJob) -> None:
         """Record that a job uses no device block any more, if that is so."""
@@ -194,4 +197,4 @@ class Stores:
         while self._waiting:
             job = self._waiting.popleft()
             job.begun = len(job.plan.keys)
-            self._settle(job)
+            self._settle(job)  # rule: dropped-store-lets-go

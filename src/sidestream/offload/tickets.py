@@ -46,7 +46,7 @@ class StoreJob:
     @property
     def settled(self) -> bool:
         """Whether no piece is left to begin and none is in flight."""
-        return self.begun == len(self.plan.keys) and not self.pieces
+        return self.begun == len(self.plan.keys) and not self.pieces  # rule: store-is-settled
 
 
 @dataclass(slots=True, eq=False)
@@ -91,7 +91,7 @@ class LoadJob:
     @property
     def settled(self) -> bool:
         """Whether no piece is left to begin and none is in flight."""
-        return self.ended == len(self.copies) and (self.all_begun or self.failure is not None)
+        return self.ended == len(self.copies) and (self.all_begun or self.failure is not None)  # rule: load-is-settled
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -85,7 +85,7 @@ class TierIO:
             return
         if grant is None:
             return
-        tier, slot, watch = self._tier, self._host.pool.share([index]), Stopwatch()
+        tier, slot, watch = self._tier, self._host.pool.share([index]), Stopwatch()  # rule: disk-write-holds-its-slot
         fence = self._write_stream.submit(
             self._timed(watch, lambda: tier.write(grant, self._host.slot(index))),
             lambda: [*tier.index.accesses(grant), *self._host_memory.accesses([index], write=False)],
@@ -97,17 +97,17 @@ class TierIO:
 
     def finish_writes(self) -> None:
         """Take in writes that have ended: publish or abandon their grants, release their slots."""
-        while self._writes and self._writes[0].fence.poll():
+        while self._writes and self._writes[0].fence.poll():  # rule: disk-write-is-seen-done-before-it-counts
             ticket = self._writes.pop(0)
             good = self._log.ended(f"{self.name}-write", ticket.fence.failure, 1, ticket.ordered_s)
-            good = good and ticket.grant.written
-            if good and self._is_current(ticket):
-                self._tier.index.publish(ticket.grant)
+            good = good and ticket.grant.written  # rule: failed-disk-write-leaves-no-entry
+            if good and self._is_current(ticket):  # rule: disk-write-from-before-a-reset-publishes-nothing
+                self._tier.index.publish(ticket.grant)  # rule: finished-disk-write-ends-its-grant
             else:
-                self._tier.index.abandon(ticket.grant)
+                self._tier.index.abandon(ticket.grant)  # rule: refused-disk-write-ends-its-grant
             if not good:
                 self._resumes_s = self._clock() + PAUSE_S
-            ticket.slot.release()
+            ticket.slot.release()  # rule: disk-write-gives-its-slot-back
             # After the last write of a store, again: entries that were being written could not be touched before.
             if not self._writes or self._writes[0].prefix is not ticket.prefix:
                 self._tiers.touch(ticket.prefix)
@@ -118,7 +118,7 @@ class TierIO:
         """Read an entry into a host slot. There must be a slot to take, and the tier must hold `key`."""
         tier, slot, pin = self._tier, self._host.pool.take(1), self._tier.index.pin([key])
         stream = self._read_streams[len(self.reads) % len(self._read_streams)]
-        for fence in slot.after:
+        for fence in slot.after:  # rule: disk-read-waits-on-its-stream
             stream.wait(fence)
         watch, index, entry = Stopwatch(), slot.ids[0], pin.entries[0]
         fence = stream.submit(
@@ -135,18 +135,22 @@ class TierIO:
 
         `published` is called for each published block, before its slot is released.
         """
+        # rule: disk-read-is-seen-done-before-it-counts
         for ticket in [t for t in self.reads.values() if t.fence.poll()]:
             del self.reads[ticket.key]
             ticket.taken_in = True
+            # rule: failed-disk-read-is-a-miss
             if self._log.ended(f"{self.name}-read", ticket.failure(), 1, ticket.ordered_s):
                 self._costs.saw_transfer(self.name, self._host.layout.block_bytes, ticket.work.seconds)
+                # rule: disk-read-from-before-a-reset-publishes-nothing
                 if self._is_current(ticket) and not ticket.invalidated:
                     self._host.pool.publish(ticket.slot.ids[0], ticket.key)
                     published(ticket)
             elif not isinstance(ticket.failure(), TierTimeout):
+                # rule: damaged-entry-is-forgotten
                 self._tier.index.forget(ticket.pin.entries[0])  # damaged or unreadable: it is computed and written anew
-            ticket.pin.release()
-            ticket.slot.release()
+            ticket.pin.release()  # rule: disk-read-ends-its-pin
+            ticket.slot.release()  # rule: disk-read-gives-its-slot-back
 
     def invalidate(self, keys: frozenset[Key]) -> None:
         """Publish none of these blocks when their reads end."""
@@ -157,7 +161,7 @@ class TierIO:
 
     def _is_current(self, ticket: ReadTicket | WriteTicket) -> bool:
         """Whether no reset came after the ticket's command (H8)."""
-        return ticket.generation == self._switches.generation
+        return ticket.generation == self._switches.generation  # rule: transfers-know-of-resets
 
     def _timed(self, watch: Stopwatch, work: Callable[[], None]) -> Callable[[], None]:
         """The stream's work: `work`, timed, unless the engine closes before it begins."""

@@ -1,1 +1,1 @@
-"""HOW A PLAN BECOMES DEVICE WORK: inputs, device state, the forward pass, sampling, the mailbox."""
+"""How a plan becomes device work: inputs, device state, the forward pass, the sampler, the mailbox."""

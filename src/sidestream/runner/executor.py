@@ -1,50 +1,55 @@
-"""How a plan becomes device work: one submission to the compute stream runs the whole step, by a captured graph where
-there is one for it.
+"""The executor: turns a batch plan into device work. One submission to the compute stream runs the whole step, eagerly
+or by CUDA graphs that were captured for its size.
 
 `launch` returns at once; the token that a decode row continues from is on the device and need not be known to the host.
-On a GPU nothing in it waits for the device either: what a step needs of the host is read from mapped memory
-(`runner/upload.py`). Called from the engine thread.
+On a GPU nothing in it waits for the device either: a step's numbers are read from mapped memory (`runner/upload.py`).
+Called from the engine thread.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from itertools import compress, repeat
+from dataclasses import dataclass
+from itertools import compress
 from typing import Any, NamedTuple
 
 import torch
-from torch.nn.functional import pad
 
-from sidestream.attention.interface import AttentionBackend, AttentionBatch, BatchRows, HostLengths
+from sidestream.attention.interface import AttentionBackend
 from sidestream.config import SamplingParams
 from sidestream.device.base import Device, Memory, Stream
 from sidestream.device.kinds import on_host
-from sidestream.runner.drafts import Drafts
-from sidestream.runner.draws import SamplingMode
-from sidestream.runner.forward import Computed, Forward
-from sidestream.runner.frame import SHORT_TOKENS, BlockTableMirror, GraphKey, TableChanges, pack, shape_of
-from sidestream.runner.graphs import Captured, Graphs
-from sidestream.runner.hidden_states import PackedRows, origin_of
-from sidestream.runner.inputs import Packer, StepInputs, kv_accesses
+from sidestream.kv.layout import KVLayout
+from sidestream.ops import Ops, TorchOps
+from sidestream.runner.forward import Forward, ForwardModel, ForwardOutput
+from sidestream.runner.graphs import CapturedStep, Graphs
 from sidestream.runner.mailbox import Delivered, Mailbox, MailboxEntry
-from sidestream.runner.model import ForwardModel
-from sidestream.runner.sample import sample
+from sidestream.runner.sampler import Sampler, SamplingMode
 from sidestream.runner.state import DecodeState
+from sidestream.runner.step_inputs import (
+    BlockTableMirror,
+    GraphKey,
+    InputSizes,
+    Numbers,
+    StepInputs,
+    TableChanges,
+    demand_of,
+    pack,
+)
 from sidestream.runner.upload import Uploads
 from sidestream.speculate import Proposer
-from sidestream.types import Access, BatchPlan, Fence, LayerGates, RowColumns, RowPlan, RowStart, SamplingSpec
+from sidestream.types import Access, BatchPlan, Fence, LayerGates, RowPlan, RowStart, SamplingSpec
 
-# One step runs, one is launched behind it, one is being read.
+# One step runs, the next one is launched, the last one is being read.
 _STEPS = 3
 
 
 def _asking(**params: Any) -> SamplingSpec:
-    """What a request asks for that gives these parameters; without a temperature it is greedy."""
+    """The options of a request with these parameters; without a temperature it is greedy."""
     return SamplingParams(**{"temperature": 0.0, **params}).spec(seed=0, eos_ids=())
 
 
-# What requests may ask of sampling: each takes kernels of its own.
+# Sampling options that take kernels of their own.
 _GREEDY = _asking()
 _VARIANTS = (
     _GREEDY,
@@ -58,20 +63,30 @@ _VARIANTS = (
 )
 # Warmed up one by one: in a batch, another row or the logit bias itself would already have promoted the logits to
 # float32.
-_ALONE = (_asking(repetition_penalty=1.1), _asking(repetition_penalty=1.1, logit_bias={0: 1.0}))
+_ALONE = (
+    _asking(temperature=1.0),
+    _asking(repetition_penalty=1.1),
+    _asking(repetition_penalty=1.1, logit_bias={0: 1.0}),
+)
 
 _NO_CHANGES = TableChanges([], [])
 
 
-class Work(NamedTuple):
-    """A step's forward pass.
+class PreparedStep(NamedTuple):
+    """The host's part of a step, complete when the step is enqueued.
 
-    run     it; the rows that sample are told to it where something drafts
-    draws   it draws and delivers as well, and leaves nothing to be done
+    numbers    of the inputs, in the order of `StepInputs`
+    changes    of the block tables that `numbers` has no room for
+    captured   its graphs; None: it runs eagerly
     """
 
-    run: Callable[[Drafts | None], Computed | None]
-    draws: bool
+    sizes: InputSizes
+    numbers: Numbers
+    changes: TableChanges
+    captured: CapturedStep | None
+    mode: SamplingMode
+    gates: LayerGates
+    entry: MailboxEntry
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +94,7 @@ class LaunchedStep:
     """A launched batch; its fence covers the forward pass, the draws and their delivery.
 
     gated          it waits for loads
-    top_logprobs   of each row that samples; empty: nobody asked for any
+    top_logprobs   of each sampling row, see `Sampler.top_logprobs_of`
     launched_s     on the device's clock
     """
 
@@ -93,15 +108,15 @@ class LaunchedStep:
 
     @property
     def drafts(self) -> Sequence[int]:
-        """Of each row that samples."""
+        """Drafts of each sampling row."""
         return tuple(compress(self.batch.columns.drafts, self.batch.columns.samples))
 
     def drop(self) -> None:
-        """End the step without reading it, because it failed; behind the fence."""
-        self.entry.lease.release(after=(self.fence,))
+        """End a step that failed, without reading it; after its fence."""
+        self.entry.lease.release(after=(self.fence,))  # rule: letter-of-a-failed-step-is-given-back
 
     def results(self) -> Delivered:
-        """What the sampling rows drew, in order; once, behind the fence."""
+        """The draws of the sampling rows, in order; once, after the fence."""
         return self.mailbox.read(self.entry, self.drafts, self.top_logprobs, self.fence)
 
 
@@ -109,9 +124,12 @@ class Executor:
     """Owner of the compute stream, the device's decode state and the mailbox.
 
     memory      the block pool, `num_blocks * layout.block_bytes` bytes
-    proposer    drafts up to `max_drafts` tokens for a row that holds up to `max_len`; None: nobody drafts. For one that
-                reads hidden states, the pool has one block more than anybody holds, and its last layers are for those
-    attention   makes a batch of each step; it was made for `num_slots` rows that decode and a short chunk
+    num_slots   requests that run at once
+    attention   makes the attention batch of each step; it was made for `num_slots` decode rows and a short chunk
+    ops         the device operations besides the model; None: those in torch, for a CPU
+    proposer    drafts up to `max_drafts` tokens for a row that holds up to `max_len`; None: nothing is drafted. For a
+                proposer that reads hidden states, the pool has one block more than requests hold, and its last layers
+                are for those
     """
 
     def __init__(
@@ -122,106 +140,153 @@ class Executor:
         memory: Memory,
         num_slots: int,
         attention: AttentionBackend,
+        ops: Ops | None = None,
         proposer: Proposer | None = None,
         max_drafts: int = 0,
         max_len: int = 0,
     ) -> None:
-        """There are no graphs until `capture` makes some."""
+        """Every step runs eagerly until `capture`."""
         self._device = device
         self._model = model
-        self._num_rows = num_slots
-        self._attention = attention
+        self._num_slots = num_slots
+        self._ops = ops = TorchOps() if ops is None else ops
         self._proposer = proposer
         self._max_drafts = max_drafts
         self._clock = device.now
         self._traced = device.tracer is not None
         self._stream = device.stream("compute")
         self._gates: Stream | None = None
-        self._uploads = Uploads.of(device, num_slots=_STEPS)
-        dtype = getattr(torch, model.layout.dtype)
-        hidden_size = 0 if proposer is None else proposer.hidden_size
+        self._uploads = Uploads.of(device, num_regions=_STEPS)
+        layout, dtype = model.layout, getattr(torch, model.layout.dtype)
+        num_blocks = memory.num_bytes // layout.block_bytes
+        self._kv = memory.data[: num_blocks * layout.block_bytes].view(dtype).view(layout.shape(num_blocks))
+        self._table_width = num_blocks
+        if attention.max_kv_tokens is not None:
+            self._table_width = min(num_blocks, attention.max_kv_tokens // layout.block_tokens)
         self._state = DecodeState(
             num_slots,
             model.vocab_size,
             device=device.torch_device,
             uploads=self._uploads,
+            table_width=self._table_width,
             max_len=0 if proposer is None else max_len,
-            hidden_size=hidden_size,
+            hidden_size=0 if proposer is None else proposer.hidden_size,
             dtype=dtype,
         )
-        self._tables = BlockTableMirror(num_slots, 0)
-        self._graphs: Graphs | None = None
+        self._tables = BlockTableMirror(num_slots, self._table_width)
+        self._sampler = Sampler(self._state, ops)
         self._mailbox = Mailbox(_STEPS, num_slots, model.vocab_size, device, max_drafts=max_drafts)
-        layout = model.layout
-        self._packer = Packer(num_slots, layout)
-        num_blocks = memory.num_bytes // layout.block_bytes
-        self._kv = memory.data[: num_blocks * layout.block_bytes].view(dtype).view(layout.shape(num_blocks))
         self._forward = Forward(
-            model, self._kv, stream=self._stream, attention=attention, state=self._state, proposer=proposer
+            model,
+            self._kv,
+            stream=self._stream,
+            ops=ops,
+            attention=attention,
+            state=self._state,
+            proposer=proposer,
+            max_drafts=max_drafts,
         )
-        # Of rows as they last began: how many log-probabilities, if any, and what their draws take, if more than the
-        # likeliest token.
-        self._wanted_logprobs: dict[int, int] = {}
-        self._draws: dict[int, SamplingMode] = {}
-        self._bans: dict[int, SamplingSpec] = {}  # of rows whose draws take less once they have output enough
+        self._graphs: Graphs | None = None
 
     def launch(self, batch: BatchPlan, *, after: tuple[Fence, ...], gates: LayerGates) -> LaunchedStep:
-        """Enqueue one step behind `after`; layer by layer behind `gates`. Returns at once."""
+        """Enqueue one step after `after`; layer by layer after `gates`. Returns at once."""
         launched_s = self._clock()
         gated, columns = bool(gates.by_layer), batch.columns
-        for row, begin in batch.begins:
-            self._note(row, begin.sampling)
-        wanted = decodes, chunks, tokens, _ = shape_of(batch)
-        captured = None if self._graphs is None else self._graphs.find(batch, wanted, gated=gated)
-        entry = self._mailbox.address()
-        changes = _NO_CHANGES if captured is None else self._tables.changes(columns)
-        if captured is None:
-            work = self._eager_work(batch, gates)
-        elif len(changes.places) <= captured.frame.shape.rows:
-            work, changes = self._captured_work(batch, captured, gates, entry, changes), _NO_CHANGES
-        else:
-            work = self._captured_work(batch, captured, gates, entry, _NO_CHANGES)
-        self._uploads.open(entry.lease.ids[0])
-        for fence in after:
+        for slot, begin in batch.begins:
+            self._sampler.begin(slot, begin.sampling)
+        step = self._prepare(batch, gates)
+        self._uploads.open(step.entry.lease.ids[0])
+        for fence in after:  # rule: step-waits-for-the-last-use
             self._stream.wait(fence)
-        label = f"prefill {tokens}" if chunks else f"decode {decodes}"
-        if chunks and decodes:
-            label += f" + decode {decodes}"
         fence = self._stream.submit(
-            lambda: self._run(batch, changes, work, entry),
-            lambda: self._accesses(batch, entry, later=gated or batch.speculates),
-            label=label,
+            lambda: self._run(batch, step),
+            lambda: self._accesses(batch, step.entry, later=gated or batch.speculates),
+            label=_label_of(batch),
         )
-        top_logprobs: tuple[int, ...] = ()
-        if self._wanted_logprobs:
-            top_logprobs = tuple(self._wanted_logprobs.get(row, -1) for row in compress(columns.row, columns.samples))
-        return LaunchedStep(batch, fence, entry, gated, top_logprobs, launched_s, self._mailbox)
+        top_logprobs = self._sampler.top_logprobs_of(columns)
+        return LaunchedStep(batch, fence, step.entry, gated, top_logprobs, launched_s, self._mailbox)
 
-    def _note(self, row: int, asked: SamplingSpec) -> None:
-        """What the host has to know of how a row draws, from now on."""
-        if asked.top_logprobs >= 0:
-            self._wanted_logprobs[row] = asked.top_logprobs
-        else:
-            self._wanted_logprobs.pop(row, None)
-        self._bans.pop(row, None)
-        if asked.min_tokens and asked.forbidden_until_min:
-            self._bans[row] = asked
-        self._note_draws(row, SamplingMode.of(asked, outputs=0))
+    def _prepare(self, batch: BatchPlan, gates: LayerGates) -> PreparedStep:
+        """Choose the step's graphs, and pack its inputs. Closes the gates of a captured step."""
+        captured, gated = None, bool(gates.by_layer)
+        if self._graphs is not None:
+            captured = self._graphs.find(batch, demand_of(batch), gated=gated)
+        entry = self._mailbox.address()
+        sizes = InputSizes.of(batch) if captured is None else captured.key.sizes
+        changes, left_over = self._tables.changes(batch.columns), _NO_CHANGES
+        if len(changes.indices) > sizes.rows:
+            changes, left_over = _NO_CHANGES, changes
+        numbers = pack(
+            batch,
+            sizes,
+            padding_slot=self._state.padding_slot,
+            block_tokens=self._model.layout.block_tokens,
+            mailbox_offset=entry.start,
+            changes=changes,
+        )
+        if captured is not None and gated and self._graphs is not None:
+            self._graphs.close_gates(gates)
+        return PreparedStep(sizes, numbers, left_over, captured, self._sampler.mode_of(batch.columns), gates, entry)
 
-    def _note_draws(self, row: int, draws: SamplingMode) -> None:
-        if draws:
-            self._draws[row] = draws
-        else:
-            self._draws.pop(row, None)
+    def _run(self, batch: BatchPlan, step: PreparedStep) -> None:
+        """The step itself. On the compute stream.
+
+        If anything fails, later steps write the device's block tables anew: on a GPU this is the engine thread, before
+        it packs another step.
+        """
+        try:
+            with torch.inference_mode():
+                if step.changes.indices:
+                    indices, block_ids = self._uploads.together([torch.tensor(part) for part in step.changes])
+                    self._ops.update_block_tables(indices, block_ids, self._state.block_tables)
+                if begins := batch.begins:
+                    self._state.begin(begins)  # rule: row-begins-on-the-device
+                run = self._run_eagerly if step.captured is None else self._replay
+                inputs, output = run(batch, step)
+                rows = [row for row in batch.rows if row.samples]
+                if output is None or not rows:
+                    return
+                drawn, accepted = self._sampler.sample(inputs, output, step.mode, rows)
+                times = None if output.proposed is None else output.proposed.times
+                self._mailbox.write(step.entry.start, drawn, self._stream, counts=accepted, times=times)
+        except BaseException:
+            self._tables.forget()
+            raise
+
+    def _run_eagerly(self, batch: BatchPlan, step: PreparedStep) -> tuple[StepInputs, ForwardOutput | None]:
+        """The forward pass, launched kernel by kernel."""
+        (buffer,) = self._uploads.together([torch.from_numpy(step.numbers)])
+        inputs = StepInputs.of(buffer, step.sizes, table_width=max(map(len, batch.columns.block_ids)))
+        rows = self._rows_from_state(batch)
+        gated = bool(step.gates.by_layer)
+        if batch.speculates and not gated and self._traced:
+            self._touch_all_layers(rows)
+        return inputs, self._forward.step(inputs, self._gate(step.gates, rows), gated=gated)
+
+    def _replay(self, batch: BatchPlan, step: PreparedStep) -> tuple[StepInputs, ForwardOutput | None]:
+        """The forward pass by a graph, and the draws by another one if they are captured: then there is no output."""
+        captured = step.captured
+        assert self._graphs is not None and captured is not None
+        gated = bool(step.gates.by_layer)
+        self._graphs.fill(captured, step.numbers)  # rule: frame-is-filled-before-its-replay
+        rows = self._rows_from_state(batch)
+        output = self._graphs.replay(captured, gated=gated)
+        if (gated or batch.speculates) and self._traced:
+            self._touch_all_layers(rows)
+        if step.mode not in captured.modes(gated=gated):
+            return captured.inputs, output
+        self._graphs.draw(captured, step.mode, gated=gated)
+        return captured.inputs, None
 
     def warm_up(self, block_ids: Sequence[int], *, chunk_tokens: int) -> None:
-        """Run small steps that mean nothing through everything that a real one can reach, and wait for them (P3).
+        """Run small steps of no request through everything that a real step can reach, and wait for them: the first
+        launch of a kernel waits for the device, which no step of a request may do.
 
         Before the first real step. `block_ids` are leased by the caller and get overwritten: one for each row of a
-        step, all together for a chunk of up to `chunk_tokens`. Raises what a step raised.
+        step, all together for a chunk of up to `chunk_tokens`. Raises the error of a step.
         """
         size = self._model.layout.block_tokens
-        count = min(self._num_rows, len(block_ids))
+        count = min(self._num_slots, len(block_ids))
         for first in range(0, len(_VARIANTS), count):
             begun = [_row(row, (block_ids[row],), 1, _VARIANTS[(first + row) % len(_VARIANTS)]) for row in range(count)]
             going_on = [
@@ -234,7 +299,7 @@ class Executor:
             if self._proposer is not None and size > 2:
                 drafts = min(self._max_drafts, size - 2)
                 drafting = [row._replace(stop=row.stop + drafts, drafts=drafts) for row in going_on]
-                for rows in (drafting, begun, [*drafting[:1], *begun[1:]]):
+                for rows in (drafting, drafting[:1], begun, [*drafting[:1], *begun[1:]]):
                     self._run_for_nothing(rows)
         for spec in _ALONE:
             self._run_for_nothing([_row(0, (block_ids[0],), 1, spec)])
@@ -243,35 +308,30 @@ class Executor:
 
     def capture(
         self,
-        shapes: Sequence[GraphKey],
+        keys: Sequence[GraphKey],
         *,
         gate_layers: int = 0,
         tell: Callable[[int, int], None] = lambda done, total: None,
     ) -> None:
-        """Capture the forward pass of each shape. Behind `warm_up`, before the first real step. Blocks; touches no KV.
-        See `Graphs`.
+        """Capture the steps of each key. After `warm_up`, before the first real step. Blocks; touches no KV. See
+        `Graphs`.
         """
         self._graphs = None
-        longest = self._kv.shape[0]  # blocks
-        if (most := self._attention.max_kv_tokens) is not None:
-            longest = min(longest, most // self._model.layout.block_tokens)
-        self._state.hold_tables(longest)
-        self._tables = BlockTableMirror(self._num_rows, longest)
         self._gates = self._gates or self._device.stream("gates")
         graphs = Graphs(
             device=self._device,
             stream=self._stream,
             gates=self._gates,
             forward=self._forward,
-            kv=self._kv,
-            attention=self._attention,
+            sampler=self._sampler,
             state=self._state,
-            gate_layers=gate_layers,
             mailbox=self._mailbox,
             uploads=self._uploads,
-            proposer=self._proposer,
+            num_layers=self._model.layout.num_layers,
+            gate_layers=gate_layers,
+            table_width=self._table_width,
         )
-        graphs.capture(shapes, tell=tell)
+        graphs.capture(keys, tell=tell)
         self._graphs = graphs
 
     def _run_for_nothing(self, rows: Sequence[RowPlan]) -> None:
@@ -284,192 +344,65 @@ class Executor:
             raise step.fence.failure
 
     def _accesses(self, batch: BatchPlan, entry: MailboxEntry, *, later: bool) -> list[Access]:
-        """What a step touches from its start: all its KV, unless it gets to that layer by layer, or knows only then
-        which it is.
+        """The memory that a step touches, for the tracer. `later`: its KV is told layer by layer, or once the device
+        state says where its rows are.
         """
         layout = self._model.layout
-        return [
-            entry.access(write=True),
-            *([] if later else kv_accesses(batch.rows, layout, range(layout.num_layers))),
-        ]
+        kv = [] if later else kv_accesses(batch.rows, layout, range(layout.num_layers))
+        return [entry.access(write=True), *kv]
 
-    def _rows_where_they_are(self, batch: BatchPlan, inputs: StepInputs) -> Sequence[RowPlan]:
-        """The batch's rows as they turned out, where the host may look; else within their bounds."""
-        if not batch.speculates or not on_host(inputs.positions.device):
-            return batch.rows
-        return [
-            row._replace(min_start=length - row.num_tokens, stop=length)
-            for row, length in zip(batch.rows, inputs.kv_lens, strict=True)
-        ]
+    def _touch_all_layers(self, rows: Sequence[RowPlan]) -> None:
+        layout = self._model.layout
+        self._stream.touch(lambda: kv_accesses(rows, layout, range(layout.num_layers)))
 
     def _rows_from_state(self, batch: BatchPlan) -> Sequence[RowPlan]:
-        """The same before a captured pass: from where the device state says that rows are."""
+        """The rows at their positions by the device state, where the host may read it; else within their bounds."""
         if not batch.speculates or not on_host(self._state.lengths.device):
             return batch.rows
         lengths = self._state.lengths.tolist()
         return [
-            row
-            if row.tokens is not None
-            else row._replace(min_start=lengths[row.row], stop=lengths[row.row] + row.num_tokens)
+            row if row.is_certain else row._replace(min_start=lengths[row.row], stop=lengths[row.row] + row.num_tokens)
             for row in batch.rows
         ]
 
     def _gate(self, gates: LayerGates, rows: Sequence[RowPlan]) -> Callable[[int], None]:
-        """What the attention calls before it touches a layer's KV: waits, on the device, for that layer's loads
+        """The hook that attention calls before it touches a layer's KV: it waits, on the device, for that layer's loads
         (H5).
         """
         if not gates.by_layer:
             return lambda layer: None
 
         def before_layer(layer: int) -> None:
-            for fence in gates.by_layer[layer]:
+            for fence in gates.by_layer[layer]:  # rule: layer-waits-for-its-load
                 self._stream.wait(fence)
             if self._traced:
                 self._stream.touch(lambda: kv_accesses(rows, self._model.layout, range(layer, layer + 1)))
 
         return before_layer
 
-    def _run(self, batch: BatchPlan, changes: TableChanges, work: Work, entry: MailboxEntry) -> None:
-        """The step itself. On the compute stream.
 
-        Whatever fails, the device's tables are made anew for the steps behind it: on a GPU this is the engine thread,
-        before it packs another.
-        """
-        try:
-            with torch.inference_mode():
-                if changes.places:
-                    self._state.place_numbers(changes.places, changes.blocks)
-                if begins := batch.begins:
-                    self._state.begin(begins)
-                drafts = None if self._proposer is None or work.draws else Drafts.of(batch.rows, self._state)
-                computed = work.run(drafts)
-                sampling = () if computed is None else [row for row in batch.rows if row.samples]
-                if computed is None or not sampling:
-                    return
-                if drafts is None:
-                    rows = [row.row for row in sampling]
-                    drawn = sample(computed.logits, rows, [row.min_output_index for row in sampling], self._state)
-                    self._state.commit(rows, drawn.tokens)
-                    self._mailbox.write(entry.start, drawn, self._stream)
-                else:
-                    drawn, counts = drafts.draw(computed, self._state)
-                    times = None if computed.proposed is None else computed.proposed.times
-                    self._mailbox.write(
-                        entry.start, drawn, self._stream, counts=counts if drafts.most else None, times=times
-                    )
-        except BaseException:
-            self._tables.forget()
-            raise
+def kv_accesses(rows: Sequence[RowPlan], layout: KVLayout, layers: range) -> list[Access]:
+    """The byte ranges of the pool that some layers of a step read (blocks before the chunk) and write (blocks of the
+    chunk).
+    """
+    size = layout.block_tokens
+    accesses = []
+    for row in rows:
+        for index, block in enumerate(row.block_ids):
+            start, stop = layout.layer_span(block, layers.start, layers.stop)
+            accesses.append(Access("kv", start, stop, write=(index + 1) * size > row.min_start))
+    return accesses
 
-    def _eager_work(self, batch: BatchPlan, gates: LayerGates) -> Work:
-        """The batch's forward pass, launched kernel by kernel; what is drafted and verified is drafted here."""
-        packed = self._packer.pack(batch)
 
-        def forward(drafts: Drafts | None) -> Computed:
-            inputs = packed.brought(self._uploads).anchored(self._state.lengths)
-            inputs = replace(inputs, block_tables=inputs.block_tables.to(self._attention.table_dtype))
-            rows = self._rows_where_they_are(batch, inputs)
-            if batch.speculates and not gates.by_layer and self._traced:
-                self._stream.touch(lambda: kv_accesses(rows, self._model.layout, range(self._model.layout.num_layers)))
-            before_layer = self._gate(gates, rows)
-            tokens, proposed = inputs.tokens, None
-            if inputs.state_rows:
-                tokens = tokens.index_copy(0, inputs.from_state, self._state.last_tokens(inputs.state_rows))
-            proposer = self._proposer
-            if proposer is not None and drafts is not None and drafts.most:
-
-                def attend(which: torch.Tensor, at: torch.Tensor, last: torch.Tensor) -> AttentionBatch:
-                    return self._forward.one_token_each(inputs.block_tables[which], at, last)
-
-                proposed = self._forward.draft(lambda: drafts.propose(proposer, self._state, attend))
-                tokens = drafts.put(tokens, inputs, proposed.tokens, self._state)
-            of_rows = None
-            if self._forward.keeps_up:
-                of_rows = PackedRows(
-                    inputs.cu_seqlens_q_dev,
-                    self._state.index([row.row for row in batch.rows]),
-                    self._state.index([origin_of(row, self._model.layout.block_tokens) for row in batch.rows]),
-                )
-            return self._forward.run(
-                tokens,
-                inputs.positions,
-                self._paged(inputs, before_layer),
-                places=inputs.logit_rows,
-                rows=of_rows,
-                before_layer=before_layer,
-                proposed=proposed,
-            )
-
-        return Work(forward, draws=False)
-
-    def _captured_work(
-        self, batch: BatchPlan, captured: Captured, gates: LayerGates, entry: MailboxEntry, changes: TableChanges
-    ) -> Work:
-        """The batch's forward pass, by a graph, which changes the tables first; its draws by another one, where that is
-        captured.
-        """
-        assert self._graphs is not None
-        graphs, gated = self._graphs, bool(gates.by_layer)
-        layout, columns = self._model.layout, batch.columns
-        nobody, shape = self._state.padding_slot, captured.frame.shape
-        numbers = pack(
-            batch, shape, padding_slot=nobody, block_tokens=layout.block_tokens, entry=entry.start, changes=changes
-        )
-        draws = self._draws_of(columns)
-        by_graph = draws in captured.draws(gated=gated)
-        if gated:
-            graphs.close_gates(gates)
-
-        def forward(drafts: Drafts | None) -> Computed | None:
-            graphs.fill(captured, numbers)
-            rows = self._rows_from_state(batch)
-            computed = graphs.replay(captured, gated=gated)
-            if (gated or batch.speculates) and self._traced:
-                self._stream.touch(lambda: kv_accesses(rows, layout, range(layout.num_layers)))
-            if by_graph:
-                graphs.draw(captured, draws, gated=gated)
-                return None
-            drafted = None
-            if drafts is not None and drafts.most and computed.proposed is not None:
-                count = batch.num_decodes  # they come first, and all of them sample
-                drafted = pad(computed.proposed.tokens[:count, : drafts.most], (0, 0, 0, len(drafts.rows) - count))
-            return computed.first(sum(columns.samples) + sum(columns.drafts), drafted)
-
-        return Work(forward, by_graph)
-
-    def _draws_of(self, columns: RowColumns) -> SamplingMode:
-        """What the draws of a step take."""
-        for row, outputs in zip(columns.row, columns.min_output_index, strict=True) if self._bans else ():
-            if (spec := self._bans.get(row)) is not None and outputs >= spec.min_tokens:
-                del self._bans[row]
-                self._note_draws(row, SamplingMode.of(spec, outputs=outputs))
-        if not self._draws:
-            return SamplingMode.ARGMAX
-        asked = map(self._draws.get, compress(columns.row, columns.samples), repeat(SamplingMode.ARGMAX))
-        return max(asked, default=SamplingMode.ARGMAX)
-
-    def _paged(self, inputs: StepInputs, before_layer: Callable[[int], None]) -> AttentionBatch:
-        """The step as its layers' attention sees it."""
-        decode_rows, longest = inputs.num_decode, 1
-        if len(inputs.drafted):
-            decode_rows, longest = len(inputs.state_rows), 1 + self._max_drafts
-        key = GraphKey(decode_rows, len(inputs.tokens) - inputs.cu_seqlens_q[decode_rows])
-        rows = BatchRows(
-            slot_mapping=inputs.slots,
-            block_tables=inputs.block_tables,
-            cu_seqlens_q=inputs.cu_seqlens_q_dev,
-            kv_lens=inputs.kv_lens_dev,
-            decode_rows=decode_rows,
-            decode_queries=longest,
-            short_rows=min(key.short_rows, len(inputs.kv_lens) - decode_rows),
-            short_queries=SHORT_TOKENS,
-            host=HostLengths(inputs.cu_seqlens_q, inputs.kv_lens),
-        )
-        return self._attention.batch(self._kv, rows, before_layer)
+def _label_of(batch: BatchPlan) -> str:
+    decodes, tokens = batch.num_decodes, batch.num_prefill_tokens
+    if decodes == len(batch.rows):
+        return f"decode {decodes}"
+    return f"prefill {tokens} + decode {decodes}" if decodes else f"prefill {tokens}"
 
 
 def _row(row: int, block_ids: tuple[int, ...], num_tokens: int, spec: SamplingSpec) -> RowPlan:
-    """A row that computes tokens of no request, and samples."""
+    """A row of warm-up: it computes tokens of no request, and samples."""
     return RowPlan(
         request_id=-1 - row,
         row=row,

@@ -1,40 +1,79 @@
-"""A step's forward pass, however it is launched: the model, and behind it what keeps up with it for drafting. On the
-compute stream.
+"""The forward pass of a step, the same for eager and for captured steps: drafts, inputs from device state, the model,
+and the proposer that follows it. On the compute stream.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from sidestream.attention.interface import AttentionBackend, AttentionBatch, BatchRows, ungated
 from sidestream.device.base import Stream
-from sidestream.runner.hidden_states import HiddenStates, PackedRows
-from sidestream.runner.model import ForwardModel
+from sidestream.kv.layout import KVLayout
+from sidestream.ops import Ops
+from sidestream.ops.interface import PackedRows
+from sidestream.runner.hidden_states import HiddenStates
 from sidestream.runner.state import DecodeState
-from sidestream.speculate import Proposer, StepTokens, devices
+from sidestream.runner.step_inputs import SHORT_TOKENS, StepInputs
+from sidestream.speculate import Context, Proposer, StepTokens
+
+Left = Callable[[Tensor], None]
+
+
+class ForwardModel(Protocol):
+    """The model that steps run."""
+
+    @property
+    def layout(self) -> KVLayout:
+        """The layout of its KV."""
+        ...
+
+    @property
+    def vocab_size(self) -> int:
+        """Width of its logits."""
+        ...
+
+    def forward(self, tokens: Tensor, positions: Tensor, batch: AttentionBatch, logits_indices: Tensor, /) -> Tensor:
+        """Logits `[N, vocab_size]` at the packed positions `logits_indices`; on the compute stream."""
+        ...
+
+    def forward_with_hidden(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        batch: AttentionBatch,
+        logits_indices: Tensor,
+        /,
+        *,
+        left: Left,
+    ) -> Tensor:
+        """The same; calls `left` with the last layer's hidden states of all packed tokens, `[T, hidden_size]`, before
+        it makes the logits. For a proposer that reads hidden states.
+        """
+        ...
 
 
 class Proposed(NamedTuple):
-    """What was drafted.
+    """The drafts of a step.
 
-    tokens   int64 `[rows, drafts]`, of the first rows that sample
-    times    int64 `[3]`: when the pass began, had its drafts, and had verified them; ns of the device's clock
+    tokens   int64 `[decode rows, K]`; only those of rows with drafts count
+    times    int64 `[3]`: begin of drafting, end of drafting, end of the forward pass; ns of the device's clock
     """
 
     tokens: Tensor
     times: Tensor
 
 
-class Computed(NamedTuple):
-    """What a forward pass leaves behind, by place where a token is drawn.
+class ForwardOutput(NamedTuple):
+    """The output of a forward pass, by logit.
 
     logits      `[N, vocab_size]`, in the model's dtype
     positions   int64 `[N]`
-    hidden      `[N, hidden_size]`; None: nobody reads it, or each row has one place, and the state there
+    hidden      `[N, hidden_size]`; None: the slots' hidden states are kept already
     proposed    None: nothing was drafted
     """
 
@@ -43,22 +82,14 @@ class Computed(NamedTuple):
     hidden: Tensor | None = None
     proposed: Proposed | None = None
 
-    def first(self, count: int, drafts: Tensor | None) -> Computed:
-        """That of the first `count` places, with the drafts that the batch has; None: it has none."""
-        hidden = None if self.hidden is None else self.hidden[:count]
-        proposed = None if drafts is None or self.proposed is None else Proposed(drafts, self.proposed.times)
-        return Computed(self.logits[:count], self.positions[:count], hidden, proposed)
-
 
 class Forward:
-    """The one way from packed tokens to logits, for passes that are launched kernel by kernel and for those that are
-    captured.
+    """The one way from a step's inputs to logits.
 
-    kv           the pool by layer, as attention takes it; with one block more than anybody holds for a proposer that
-                 reads hidden states
-    attention    makes a batch of each pass
-    proposer     is shown every pass, if it keeps KV; None: nobody drafts
-    keeps_up     whether it does
+    kv           the pool by layer; with one block more than requests can hold for a proposer that reads hidden states
+    attention    makes the attention batch of each pass. If it reads lengths on the host, passes have no padding
+    proposer     drafts, and follows every pass if it keeps KV; None: nothing is drafted
+    max_drafts   of a row in any step
     """
 
     def __init__(
@@ -67,29 +98,76 @@ class Forward:
         kv: Tensor,
         *,
         stream: Stream,
+        ops: Ops,
         attention: AttentionBackend,
         state: DecodeState,
         proposer: Proposer | None,
+        max_drafts: int,
     ) -> None:
         self._stream = stream
         self._model = model
-        self._kv = kv
+        self._ops = ops
         self._attention = attention
+        self._state = state
         self._proposer = proposer
+        self._verify_tokens = 1 + max_drafts
+        self._kv = kv
+        self._device = kv.device
+        self._block_tokens = model.layout.block_tokens
         layout, hidden_size = model.layout, 0 if proposer is None else proposer.hidden_size
-        behind = 0 if proposer is None else proposer.num_layers + layout.layers_for(hidden_size)
-        self._layers_behind = range(layout.num_layers - behind, layout.num_layers)
-        self._hidden = HiddenStates(kv, layout, state) if hidden_size else None
-        self._numbers = torch.arange(state.num_slots + 2).to(kv.device)
-        self.keeps_up = proposer is not None and proposer.num_layers > 0
+        own_layers = 0 if proposer is None else proposer.num_layers + layout.layers_for(hidden_size)
+        self._proposer_layers = range(layout.num_layers - own_layers, layout.num_layers)
+        self._hidden = HiddenStates(kv, layout, state, ops) if hidden_size else None
+        self._follows = proposer is not None and proposer.num_layers > 0
+        # Offsets of rows with one token each.
+        self._single_starts = torch.arange(state.num_slots + 2).to(kv.device)
 
-    def draft(self, propose: Callable[[], Tensor]) -> Proposed:
-        """The drafts of a pass that is about to run, which `propose` gives."""
-        times = torch.empty(3, dtype=torch.int64, device=self._kv.device)
-        self._stream.stamp(times[:1])
-        tokens = propose()
-        self._stream.stamp(times[1:2])
-        return Proposed(tokens, times)
+    def step(self, inputs: StepInputs, before_layer: Callable[[int], None], *, gated: bool) -> ForwardOutput:
+        """The whole pass of a step's inputs. `gated`: `before_layer` waits for loads."""
+        state, ops = self._state, self._ops
+        ops.update_block_tables(inputs.table_indices, inputs.table_block_ids, state.block_tables)
+        continues = not gated and not inputs.sizes.chunks and not inputs.sizes.draft_len
+        if self._attention.reads_lengths_on_host:
+            inputs = inputs.without_padding()
+        sizes = inputs.sizes
+        if not sizes.num_tokens:  # all of it was padding
+            empty = torch.zeros(0, device=self._device)
+            return ForwardOutput(empty, empty.to(torch.int64))
+        proposed = self._propose(inputs)
+        resolved = ops.resolve_inputs(
+            inputs.tokens,
+            inputs.positions,
+            inputs.token_slots,
+            inputs.kv_lens,
+            inputs.slots,
+            last_tokens=state.last_tokens,
+            lengths=state.lengths,
+            block_tables=state.block_tables,
+            drafts=self._by_slot(inputs, proposed),
+            block_tokens=self._block_tokens,
+            width=inputs.table_width,
+        )
+        attended = BatchRows(
+            slot_mapping=resolved.slot_mapping,
+            block_tables=resolved.block_tables.to(self._attention.table_dtype),
+            cu_seqlens_q=inputs.cu_seqlens_q,
+            kv_lens=resolved.kv_lens,
+            decode_rows=sizes.decodes,
+            decode_queries=self._verify_tokens if sizes.draft_len else 1,
+            short_rows=sizes.short_rows,
+            short_queries=SHORT_TOKENS,
+        )
+        indices = inputs.logits_indices
+        return self.run(
+            resolved.tokens,
+            resolved.positions,
+            self._attention.batch(self._kv, attended, before_layer),
+            logits_indices=indices.clamp(min=0) if inputs.padded else indices,
+            rows=PackedRows(inputs.cu_seqlens_q, inputs.slots, inputs.origins) if self._follows else None,
+            before_layer=before_layer,
+            proposed=proposed,
+            continues=continues,
+        )
 
     def run(
         self,
@@ -97,24 +175,24 @@ class Forward:
         positions: Tensor,
         batch: AttentionBatch,
         *,
-        places: Tensor,
+        logits_indices: Tensor,
         rows: PackedRows | None,
         before_layer: Callable[[int], None],
         proposed: Proposed | None,
-        going_on: bool = False,
-    ) -> Computed:
-        """One pass over packed tokens, int64 `[T]`, at positions, int64 `[T]`.
+        continues: bool = False,
+    ) -> ForwardOutput:
+        """The model over packed tokens, int64 `[T]`, at positions, int64 `[T]`; and the proposer that follows.
 
-        places int64 `[N]`: which of them a token is drawn behind · rows: None if nobody keeps up · before_layer: called
-        with each layer behind the model's, in their order, before any of them is read or written · proposed: what the
-        tokens hold of drafts · going_on: each row has one token and goes on from its step before, and `before_layer`
-        waits for nothing: what there is to keep up with is known already
+        logits_indices int64 `[N]` · rows: None if no proposer follows · before_layer: called with each layer of the
+        proposer, in order, before any of them is read or written · proposed: the drafts among the tokens · continues:
+        each row has one token and continues its last step, and `before_layer` waits for nothing, so the proposer's
+        inputs are known before the model runs
         """
-        hidden, proposer, at_places = self._hidden, self._proposer, None
+        hidden, proposer, at_logits = self._hidden, self._proposer, None
         if hidden is None or proposer is None or rows is None:
-            logits = self._model.forward(tokens, positions, batch, places)
+            logits = self._model.forward(tokens, positions, batch, logits_indices)
             if proposer is not None and rows is not None:
-                for layer in self._layers_behind:
+                for layer in self._proposer_layers:
                     before_layer(layer)
                 proposer.follow(StepTokens(tokens, positions, None, batch))
         else:
@@ -122,54 +200,72 @@ class Forward:
 
             def left(everywhere: Tensor) -> None:
                 states.append(everywhere)
-                for layer in self._layers_behind:
+                for layer in self._proposer_layers:  # rule: hidden-states-wait-for-their-load
                     before_layer(layer)
-                if not going_on:
+                if not continues:  # rule: proposer-is-shown-every-step
                     self._stream.on_side_stream(
-                        lambda: proposer.follow(StepTokens(tokens, positions, hidden.before(everywhere, rows), batch))
+                        lambda: proposer.follow(StepTokens(tokens, positions, hidden.previous(everywhere, rows), batch))
                     )
                 self._stream.on_side_stream(
-                    lambda: hidden.keep(everywhere, rows, positions=positions, slots=batch.slot_mapping)
+                    lambda: hidden.keep(everywhere, rows, positions=positions, slot_mapping=batch.slot_mapping)
                 )
 
-            if going_on:
+            if continues:
                 self._stream.on_side_stream(
-                    lambda: proposer.follow(StepTokens(tokens, positions, hidden.before_each(rows), batch))
+                    lambda: proposer.follow(StepTokens(tokens, positions, hidden.previous_by_slot(rows), batch))
                 )
-            logits = self._model.forward_with_hidden(tokens, positions, batch, places, left=left)
-            self._stream.join()
-            if proposed is not None:  # else each row goes on from its last token, of which it has the state
-                at_places = states[0][places]
+            logits = self._model.forward_with_hidden(tokens, positions, batch, logits_indices, left=left)
+            self._stream.join()  # rule: what-keeps-up-beside-the-model-is-joined
+            if proposed is not None:  # else each slot continues after its last token, whose state is kept
+                at_logits = states[0][logits_indices]
         if proposed is not None:
             self._stream.stamp(proposed.times[2:])
-        return Computed(logits, positions[places], at_places, proposed)
+        return ForwardOutput(logits, positions[logits_indices], at_logits, proposed)
 
-    def one_token_each(
-        self, tables: Tensor, positions: Tensor, last: Tensor, nobody: Tensor | None = None
-    ) -> AttentionBatch:
-        """A batch over the pool of rows with one token each, which wait for nothing: tables `[n, blocks]`, positions
-        int64 `[n]`.
-
-        last     int64 `[n]`: as far as a row has room; what would be behind that is there
-        nobody   bool `[n]`: rows that write nothing and see nothing, which attention by torch does not know; None:
-                 there are none
-        """
-        count, size = len(positions), self._model.layout.block_tokens
-        if devices.has_kernels(tables):
-            from sidestream.runner import launch  # Triton, which a CPU does not need
-
-            slots, lengths = launch.one_token_each(tables, positions, last, nobody, block_tokens=size)
-        else:
-            positions = torch.minimum(positions, last)
-            slots = tables.gather(1, (positions // size)[:, None]).squeeze(1).to(torch.int64) * size + positions % size
-            lengths = positions + 1
-            if nobody is not None:
-                slots, lengths = torch.where(nobody, -1, slots), torch.where(nobody, 0, lengths)
-        rows = BatchRows(
-            slot_mapping=slots,
-            block_tables=tables,
-            cu_seqlens_q=self._numbers[: count + 1],
-            kv_lens=lengths,
-            decode_rows=count,
+    def _propose(self, inputs: StepInputs) -> Proposed | None:
+        """Draft for the decode rows that may have drafts; None: there are none."""
+        sizes, state, proposer = inputs.sizes, self._state, self._proposer
+        drafting = slice(sizes.first_drafting, sizes.decodes)
+        if proposer is None or not sizes.draft_len or drafting.start == drafting.stop:
+            return None
+        times = torch.empty(3, dtype=torch.int64, device=self._device)
+        self._stream.stamp(times[:1])
+        slots = inputs.slots[drafting]
+        rows = self._ops.draft_rows(
+            inputs.positions,
+            inputs.cu_seqlens_q[drafting],
+            inputs.kv_lens[drafting],
+            slots,
+            last_tokens=state.last_tokens,
+            lengths=state.lengths,
+            block_tables=state.block_tables,
+            hidden=state.hidden,
+            width=inputs.table_width,
         )
-        return self._attention.batch(self._kv, rows, ungated)
+
+        def attend(positions: Tensor) -> AttentionBatch:
+            slot_mapping, kv_lens = self._ops.draft_slots(
+                rows.block_tables, positions, rows.bounds, rows.padding, block_tokens=self._block_tokens
+            )
+            single = BatchRows(
+                slot_mapping=slot_mapping,
+                block_tables=rows.block_tables.to(self._attention.table_dtype),
+                cu_seqlens_q=self._single_starts[: len(slots) + 1],
+                kv_lens=kv_lens,
+                decode_rows=len(slots),
+            )
+            return self._attention.batch(self._kv, single, ungated)
+
+        history = state.history[:, :-1]
+        context = Context(history, slots, rows.lengths, rows.tokens, rows.hidden, attend, self._ops)
+        tokens = proposer.propose(context, sizes.draft_len)
+        self._stream.stamp(times[1:2])
+        return Proposed(pad(tokens, (0, 0, drafting.start, 0)) if drafting.start else tokens, times)
+
+    def _by_slot(self, inputs: StepInputs, proposed: Proposed | None) -> Tensor | None:
+        """The drafts by request slot, `[S, K]`."""
+        if proposed is None:
+            return None
+        tokens = proposed.tokens
+        drafts = torch.zeros(len(self._state.last_tokens), tokens.shape[1], dtype=torch.int64, device=self._device)
+        return drafts.index_copy_(0, inputs.slots[: len(tokens)], tokens)

@@ -1,102 +1,62 @@
-"""Hidden states from one step to the next: by row on the device, and by block in its last layers, so that they come
-back with the KV.
+"""Hidden states from one step to the next: by request slot on the device, and by block in the pool's last layers, so
+that they come back with the KV.
 
-A proposer that reads hidden states takes, at each token, that of the position before. For a row's first token of a step
-that is what the row's step before left; for its first token of an epoch, what the block before it holds (H15); and at
-the start of a sequence, zeros. On the compute stream.
+A proposer that reads hidden states takes, at each token, the one of the position before. For a row's first token of a
+step that is the state that the slot's last step left; for the first token of an epoch, the state in the block before it
+(H15); and at the start of a sequence, zeros. On the compute stream.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-import torch
 from torch import Tensor
 
 from sidestream.kv.layout import KVLayout
+from sidestream.ops import Ops
+from sidestream.ops.interface import FROM_SLOT, ZEROS, PackedRows
 from sidestream.runner.state import DecodeState
-from sidestream.speculate import devices
 from sidestream.types import RowPlan
-
-FROM_ROW, NOTHING = -1, -2
-"""Where the hidden state before a row's first token is, if not in a block: with the row, or nowhere."""
 
 
 def origin_of(row: RowPlan, block_tokens: int) -> int:
-    """Where the hidden state before the row's first token of this step is: the id of the block that holds it,
-    `FROM_ROW` or `NOTHING`.
-    """
+    """The source of the hidden state before the row's first token of this step: a block id, `FROM_SLOT` or `ZEROS`."""
     if row.begin is None:
-        return FROM_ROW
-    return row.block_ids[row.min_start // block_tokens - 1] if row.min_start else NOTHING
-
-
-@dataclass(frozen=True, slots=True)
-class PackedRows:
-    """The rows of a packed step, on the device.
-
-    bounds    int64 `[B + 1]`: where each one's tokens begin, and where the last one's end
-    numbers   int64 `[B]`: row numbers
-    origins   int64 `[B]`: `origin_of` each
-    """
-
-    bounds: Tensor
-    numbers: Tensor
-    origins: Tensor
+        return FROM_SLOT
+    # rule: hidden-state-comes-back-with-its-block
+    return row.block_ids[row.min_start // block_tokens - 1] if row.min_start else ZEROS
 
 
 class HiddenStates:
     """Owner of the pool's last layers, which hold in each complete block the hidden state of its last token.
 
-    kv   the pool, with one block more than anybody holds: what belongs nowhere is written there
+    kv   the pool, with one block more than requests can hold: writes that count for nothing go there
     """
 
-    def __init__(self, kv: Tensor, layout: KVLayout, state: DecodeState) -> None:
+    def __init__(self, kv: Tensor, layout: KVLayout, state: DecodeState, ops: Ops) -> None:
         self._state = state
-        self._size = layout.block_tokens
+        self._ops = ops
+        self._block_tokens = layout.block_tokens
         hidden_size = state.hidden.shape[1]
         start = (layout.num_layers - layout.layers_for(hidden_size)) * kv[0, 0].numel()
         self._by_block = kv.view(kv.shape[0], -1)[:, start : start + hidden_size]
 
-    def before_each(self, rows: PackedRows) -> Tensor:
-        """The same for rows with one token each that go on from their step before, `[B, hidden_size]`: none of it is of
-        this step.
+    def previous_by_slot(self, rows: PackedRows) -> Tensor:
+        """The hidden states before rows of one token each that continue their last step, `[B, hidden_size]`: all of
+        them are known before this step.
         """
-        return self._state.hidden[rows.numbers]
+        return self._state.hidden[rows.slots]
 
-    def before(self, hidden: Tensor, rows: PackedRows) -> Tensor:
-        """The hidden state at the position before each packed token: `[T, hidden_size]`, from those of this step,
-        `hidden` `[T, hidden_size]`.
-        """
-        if devices.has_kernels(hidden):
-            from sidestream.runner import launch  # Triton, which a CPU does not need
+    def previous(self, hidden: Tensor, rows: PackedRows) -> Tensor:
+        """The hidden state before each packed token, `[T, hidden_size]`, from those of this step, `hidden`."""
+        return self._ops.previous_hidden(hidden, rows, self._state.hidden, self._by_block)
 
-            return launch.before(hidden, rows, self._state.hidden, self._by_block)
-        first, where = self._state.hidden[rows.numbers], rows.origins[:, None]
-        held = self._by_block[rows.origins.clamp(min=0)]
-        first = torch.where(where >= 0, held, torch.where(where == FROM_ROW, first, 0))
-        starts, stops, nowhere = rows.bounds[:-1], rows.bounds[1:], len(hidden)
-        shifted = torch.cat([hidden[-1:], hidden])  # one more: what belongs to rows without tokens goes there
-        return shifted.index_copy(0, torch.where(stops > starts, starts, nowhere), first)[:nowhere]
-
-    def keep(self, hidden: Tensor, rows: PackedRows, *, positions: Tensor, slots: Tensor) -> None:
-        """Write what blocks hold, and leave to each row that of its last packed token. positions, slots int64 `[T]`,
-        slot -1: nobody's.
-        """
-        if devices.has_kernels(hidden):
-            from sidestream.runner import launch
-
-            launch.keep(
-                hidden,
-                rows,
-                self._state.hidden,
-                self._by_block,
-                positions=positions,
-                slots=slots,
-                block_tokens=self._size,
-            )
-            return
-        nowhere = self._by_block.shape[0] - 1
-        blocks = torch.where(((positions + 1) % self._size == 0) & (slots >= 0), slots // self._size, nowhere)
-        self._by_block[blocks] = hidden
-        self._state.hidden[rows.numbers] = hidden[(rows.bounds[1:] - 1).clamp(min=0)]
+    def keep(self, hidden: Tensor, rows: PackedRows, *, positions: Tensor, slot_mapping: Tensor) -> None:
+        """Keep the hidden states of this step, `[T, hidden_size]`, that blocks and slots hold."""
+        self._ops.keep_hidden(
+            hidden,
+            rows,
+            self._state.hidden,
+            self._by_block,
+            positions=positions,
+            slot_mapping=slot_mapping,
+            block_tokens=self._block_tokens,
+        )

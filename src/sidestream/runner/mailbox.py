@@ -1,8 +1,7 @@
-"""Where a step leaves what it drew, for the host to read after the step's fence. Leased by the step, fenced like all
-else.
+"""The mailbox: host memory to which steps deliver their draws. Each step leases one entry.
 
-The compute stream writes, the engine thread reads behind the fence; nothing is copied through a queue that bulk
-transfers use (P5).
+The compute stream writes an entry, the engine thread reads it after the step's fence. Nothing goes through the copy
+engine's queue, in which a bulk transfer would delay it.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from torch import Tensor
 from sidestream.device.base import Device, Memory, Stream
 from sidestream.errors import InvariantError
 from sidestream.kv.pool import FencedPool, Lease
-from sidestream.runner.sample import TOP_LOGPROBS, SamplerOutput
+from sidestream.runner.sampler import TOP_LOGPROBS, SamplerOutput
 from sidestream.types import Access, Fence, RowResult, TokenLogprob, Tracer
 
 MEMORY = "mailbox"
@@ -27,8 +26,8 @@ _ALIGNMENT = 64
 
 @dataclass(frozen=True, slots=True)
 class _Field:
-    """One array of a slot, `start` bytes into it: `count` times `width` values. One for each place where a token is
-    drawn, or each row that samples.
+    """One array of an entry, `start` bytes into it: `count` times `width` values, for each row of logits or for each
+    sampling row.
     """
 
     start: int
@@ -39,25 +38,25 @@ class _Field:
 
 @dataclass(frozen=True, slots=True)
 class MailboxEntry:
-    """One step's slot; `lease` ends when the step was read."""
+    """One step's part of the mailbox; `lease` ends when the step was read."""
 
     lease: Lease
     num_bytes: int
 
     @property
     def start(self) -> int:
-        """First byte of the slot."""
-        return self.lease.ids[0] * self.num_bytes
+        """First byte of the entry."""
+        return self.lease.ids[0] * self.num_bytes  # rule: letters-have-their-own-slots
 
     def access(self, *, write: bool) -> Access:
-        """The whole slot."""
+        """The whole entry, for the tracer."""
         return Access(MEMORY, self.start, self.start + self.num_bytes, write)
 
 
 class Delivered(NamedTuple):
-    """What the host hears of a step.
+    """The results of a step.
 
-    rows       one result for each row that samples, in order
+    rows       one result for each sampling row, in order
     draft_s    seconds that drafting took; None: nothing was drafted
     verify_s   seconds of the forward pass that verified it; None likewise
     """
@@ -68,7 +67,7 @@ class Delivered(NamedTuple):
 
 
 class Mailbox:
-    """A few slots, in host memory that the device writes, for the steps that are on their way."""
+    """Owner of the entries for launched steps, in host memory that the device writes."""
 
     def __init__(
         self, num_entries: int, num_slots: int, vocab_size: int, device: Device, *, max_drafts: int = 0
@@ -99,8 +98,8 @@ class Mailbox:
             device.tracer.backed(self._pool.name, MEMORY, self._entry_bytes)
 
     def address(self) -> MailboxEntry:
-        """A free slot for a step about to be launched. Raises PoolExhausted when too many steps are unread."""
-        return MailboxEntry(self._pool.take(1), self._entry_bytes)
+        """A free entry for a step about to be launched. Raises PoolExhausted when too many steps are unread."""
+        return MailboxEntry(self._pool.take(1), self._entry_bytes)  # rule: letter-is-held-until-it-was-read
 
     def write(
         self,
@@ -111,11 +110,11 @@ class Mailbox:
         counts: Tensor | None = None,
         times: Tensor | None = None,
     ) -> None:
-        """Deliver a step's draws, and of one with drafts how many of them each row that samples goes on by, and
-        `Proposed.times`. Inside work of `stream`, the compute stream. `start`: that of the step's entry, or int64
-        `[1]` on the device, for work that is captured. What is behind all that a step may draw is padding, and stays.
+        """Deliver a step's draws and, with drafts, the accept lengths of its sampling rows and `Proposed.times`. Inside
+        work of `stream`, the compute stream. `start`: first byte of the step's entry, or int64 `[1]` on the device for
+        captured work. Draws of padding are cut off, or stay unread.
         """
-        values = {"tokens": drawn.tokens, "finite": drawn.finite}
+        values = {"tokens": drawn.tokens, "finite": drawn.finite}  # rule: broken-logits-are-told
         if counts is not None:
             values["counts"] = counts
         if times is not None:
@@ -127,12 +126,12 @@ class Mailbox:
             stream.deliver(tensor[: field.count], self._memory, start, further=field.start)
 
     def read(self, entry: MailboxEntry, drafts: Sequence[int], top_logprobs: Sequence[int], fence: Fence) -> Delivered:
-        """What a step delivered. On the engine thread, behind the step's fence; ends the lease.
+        """The results of a step. On the engine thread, after the step's fence; ends the lease.
 
-        By row that samples: `drafts` is how many it has, and how many tokens one with drafts goes on by was written
-        with them; `top_logprobs` -1 if it asked for none; empty: nobody did.
+        drafts         of each sampling row; only a step with drafts delivered accept lengths
+        top_logprobs   of each sampling row, -1: none; empty: no row asked for any
         """
-        if not fence.poll():
+        if not fence.poll():  # rule: mailbox-is-read-after-its-step
             raise InvariantError(f"the mailbox was read before {fence!r}")
         if self._tracer is not None:
             self._tracer.host_touched(lambda: [entry.access(write=False)], "read mailbox")
@@ -141,6 +140,7 @@ class Mailbox:
             self._values(entry, "tokens", places)[:, 0].tolist(),
             self._values(entry, "finite", places)[:, 0],
         )
+        # rule: host-reads-how-far-a-row-went
         lengths = self._values(entry, "counts", count)[:, 0].tolist() if places > count else [1] * count
         if top_logprobs or not finite.all():
             results = list(self._results(entry, drafts, lengths, top_logprobs or [-1] * count, tokens, finite.tolist()))
@@ -155,7 +155,7 @@ class Mailbox:
         if places > count:
             begun, drafted, verified = self._values(entry, "times", 3)[:, 0].tolist()
             draft_s, verify_s = 1e-9 * (drafted - begun), 1e-9 * (verified - drafted)
-        entry.lease.release(after=(fence,))
+        entry.lease.release(after=(fence,))  # rule: read-letter-is-given-back
         return Delivered(tuple(results), draft_s, verify_s)
 
     def _results(
@@ -167,9 +167,7 @@ class Mailbox:
         tokens: Sequence[int],
         finite: Sequence[bool],
     ) -> Iterator[RowResult]:
-        """Of each row up to its first draw from logits that are not finite, with the log-probabilities that it asked
-        for.
-        """
+        """The result of each row up to its first draw from logits that are not finite, with its log-probabilities."""
         at, places = 0, len(tokens)
         for row_drafts, length, wanted in zip(drafts, lengths, top_logprobs, strict=True):
             whole = all(finite[at : at + length])

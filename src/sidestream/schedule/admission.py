@@ -61,7 +61,7 @@ class Admission:
         return self._allocator.fits(request, hits, num_running=len(self._queues.running), preempted=preempted)
 
     def _may_start(self, request: Request) -> bool:
-        return request.state is State.WAITING and (not self.paused or request.has_begun)
+        return request.state is State.WAITING and (not self.paused or request.has_begun)  # rule: request-may-start
 
     def _try_admit(self, request: Request, step: StepBuilder) -> bool:
         """Start the request, or leave it waiting for the disk or for blocks of a running request; False: there is no
@@ -74,20 +74,22 @@ class Admission:
             return True
         num_loads = self._tiers.num_loads(sources)
         num_found = len(hits) + num_loads
+        # rule: request-joins-one-that-computes-the-same
         if self._prefix_cache.is_pending(wanted[len(hits) : num_found + 1]):
             return True
-        if step.loads_only and not num_loads:
+        if step.loads_only and not num_loads:  # rule: nobody-overtakes-who-needs-a-step
             return False
-        if not self.has_room(request, hits):
+        if not self.has_room(request, hits):  # rule: admission-needs-room
             return False
         fresh, after = self._allocator.start(request, hits)
-        step.after.extend(after)
+        step.after.extend(after)  # rule: fresh-blocks-wait-for-their-last-use
         loaded = tuple(wanted[len(hits) : num_found])
         if loaded:
+            # rule: load-waits-for-its-blocks-last-use
             step.transfers.append(LoadPlan(request.id, request.epoch, loaded, tuple(fresh[:num_loads]), after))
         request.start(num_hits=len(hits), num_found=num_found, block_tokens=self._limits.block_tokens)
         self._queues.start(request)
-        request.loading = request.arriving = num_loads > 0
+        request.loading = request.arriving = num_loads > 0  # rule: request-with-a-load-is-loading
         if request.cached is None:
             request.cached = self._tiers.cached_tokens(request, num_hits=len(hits), loaded=loaded)
         self._prefill.plan(request, step)

@@ -67,7 +67,7 @@ class Committer:
         for request_id, epoch, stop, tokens, samples, drafts in rows:
             result = next(results_left) if samples else None
             request = requests.get(request_id)
-            if request is None or request.epoch != epoch or request.state is not running:
+            if request is None or request.epoch != epoch or request.state is not running:  # rule: late-results
                 continue
             request.stepped = True
             if result is None:
@@ -82,11 +82,11 @@ class Committer:
                         request.settle_drafts(drafts, len(result.token_ids))
                         if result.token_ids:  # none: its logits are not finite, which says nothing of its drafts
                             drafted.append((request.spec_record, drafts, len(result.token_ids) - 1))
-                    request.committed_len += count
-                if not result.finite:
+                    request.committed_len += count  # rule: accepted-tokens-are-committed-and-no-more
+                if not result.finite:  # rule: blocks-of-broken-logits-are-not-published
                     invalidated += self._prefix_cache.invalidate(request)
                     continue
-            complete = request.committed_len // size
+            complete = request.committed_len // size  # rule: only-committed-blocks-are-published
             if complete > request.published_blocks:
                 completed.append((request, complete))
         if drafted:

@@ -34,6 +34,7 @@ class DecodePlanner:
         size, running, new = self._limits.block_tokens, State.RUNNING, tuple.__new__
         plain, drafting = step.plain, step.drafting
         for request, wanted in zip(requests, self._choose_drafts(requests, step), strict=True):
+            # rule: preempted-request-is-not-planned
             if request.state is not running:  # preempted for an earlier row of this step
                 continue
             length, in_flight, table = request.launched_len, request.drafts_in_flight, request.table
@@ -46,6 +47,7 @@ class DecodePlanner:
             assert request.slot is not None
             outputs, slot, stop = request.launched_outputs, request.slot.ids[0], length + 1 + drafts
             # RowPlan(...) without the call of its __new__: half the time.
+            # rule: decode-row
             row = new(
                 RowPlan,
                 (
@@ -85,9 +87,11 @@ class DecodePlanner:
         them. Returns the number of drafts; None: there is no block for the token either.
         """
         drafts = wanted
+        # rule: drafts-reserve-their-blocks
         if drafts and not self._reserve(request, request.launched_len + 1 + drafts, step, preempting=False):
             drafts = 0
         stop = request.launched_len + 1 + drafts
+        # rule: decode-reserves-its-block
         if not (drafts or self._reserve(request, stop, step, preempting=not request.drafts_in_flight)):
             return None
         self._allocator.extend_table(request, stop)
@@ -104,5 +108,5 @@ class DecodePlanner:
             preempting and self._preemption.make_room(request, missing)
         ):
             return False
-        step.after.extend(self._allocator.grow(request, missing))
+        step.after.extend(self._allocator.grow(request, missing))  # rule: grown-block-waits-for-its-last-use
         return True

@@ -81,6 +81,7 @@ class Preemption:
 
     def _lower_priority(self, first: Request) -> list[Request]:
         aging = self._aging_steps
+        # rule: request-steps-before-it-yields-to-priority
         return [
             request
             for request in self._queues.running.values()
@@ -90,8 +91,8 @@ class Preemption:
     def victim_for(self, request: Request) -> Request | None:
         """The last in rank below `request` that has run a step since its admission."""
         ranked = self._queues.running_by_rank()
-        below = ranked[ranked.index(request) + 1 :]
-        stepped = [other for other in below if other.stepped]
+        below = ranked[ranked.index(request) + 1 :]  # rule: older-requests-are-not-preempted
+        stepped = [other for other in below if other.stepped]  # rule: request-steps-before-it-is-preempted
         if stepped:
             return stepped[-1]
         return below[-1] if below and ranked[0] is request else None

@@ -27,7 +27,7 @@ class PrefillPlanner:
 
     def plan(self, request: Request, step: StepBuilder) -> None:
         """Add the request's next chunk, if it has one and the step has room for it."""
-        if not request.in_prefill or request.state is not State.RUNNING or request.loading:
+        if not request.in_prefill or request.state is not State.RUNNING or request.loading:  # rule: prefill-is-possible
             return
         if request.arriving:
             if self._tiers.seconds_left(request.id, request.epoch, step_s=step.step_s) > step.lead_s:
@@ -55,6 +55,7 @@ class PrefillPlanner:
         if stop - start > step.prefill_budget:
             return
         step.prefill_budget -= stop - start
+        # rule: only-the-last-chunk-samples
         step.prefills.append(self._row(request, start, stop, samples=stop == known))
 
     def _row(self, request: Request, start: int, stop: int, *, samples: bool) -> RowPlan:

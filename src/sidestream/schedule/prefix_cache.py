@@ -97,12 +97,12 @@ class PrefixCache:
     def publish(self, request: Request, complete: int) -> Sequence[tuple[Key, BlockId]]:
         """Make the first `complete` blocks findable, more than before. Returns the blocks that came from no tier."""
         assert request.blocks is not None
-        if not self._limits.prefix_cache or not request.shares:
+        if not self._limits.prefix_cache or not request.shares:  # rule: blocks-from-before-a-reset-stay-private
             return ()
         self._keys.extend(request.keys, request.tokens, salt=request.cache_salt)
         first = request.published_blocks
         keys, ids = request.keys[first:complete], request.blocks.ids[first:complete]
-        self.drop_pending(request, keys)
+        self.drop_pending(request, keys)  # rule: published-block-is-not-coming
         request.published_blocks = complete
         if (found := min(complete, request.found_blocks) - first) > 0:
             self._blocks.publish_all(ids[:found], keys[:found])
@@ -116,6 +116,7 @@ class PrefixCache:
         assert request.own_blocks is not None and request.blocks is not None
         own = slice(request.own_blocks, max(request.published_blocks, request.found_blocks))
         keys = request.keys[own]
+        # rule: broken-request-invalidates-its-blocks
         self._blocks.forget(
             [block for key, block in zip(keys, request.blocks.ids[own], strict=False) if self._blocks.get(key) == block]
         )
@@ -123,9 +124,9 @@ class PrefixCache:
 
     def forget_all(self, running: Iterable[Request]) -> None:
         """Make every block unfindable at once, including those that the running requests will complete (H8)."""
-        self._blocks.forget_all()
-        self._pending.clear()
-        for request in running:
+        self._blocks.forget_all()  # rule: reset-forgets-the-device
+        self._pending.clear()  # rule: reset-ends-joining
+        for request in running:  # rule: reset-makes-running-requests-private
             request.shares = False
 
     def store_again(self, keys: Iterable[Key]) -> tuple[StorePlan, Lease] | None:
@@ -136,4 +137,5 @@ class PrefixCache:
         if not found:
             return None
         # No fence to wait for: a block is findable only after the host saw the end of the step that filled it.
+        # rule: deferred-store-leases-its-blocks
         return StorePlan(tuple(found), tuple(found.values()), (), tuple(found)), self._blocks.share([*found.values()])

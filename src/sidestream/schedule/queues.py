@@ -42,16 +42,16 @@ class RequestQueues:
         """Move a running request back to the waiting ones. A new epoch begins: results of older steps are dropped."""
         self._stop(request)
         request.state = State.WAITING
-        request.epoch += 1
+        request.epoch += 1  # rule: preemption-begins-an-epoch
         request.promotions = 0
         self.waiting[request.id] = request
 
     def remove(self, request: Request) -> None:
         """Take a finished request out."""
         self._stop(request)
-        self.waiting.pop(request.id, None)
+        self.waiting.pop(request.id, None)  # rule: finish-leaves-the-queue
         self.unfinished.pop(request.id, None)
-        request.state = State.FINISHED
+        request.state = State.FINISHED  # rule: finished-request-is-finished
 
     def _stop(self, request: Request) -> None:
         if self.running.pop(request.id, None) is not None:

@@ -142,13 +142,13 @@ class Request:
         self.launched_outputs = self.num_outputs
         self.drafts_in_flight = 0
         self.prefill_end = len(self.tokens)
-        self.begun = self.stepped = False
-        self.shares = True
+        self.begun = self.stepped = False  # rule: row-begins-with-each-epoch
+        self.shares = True  # rule: fresh-start-shares-again
 
     def settle_drafts(self, drafts: int, drawn: int) -> None:
         """Bring the upper bounds down to the `drawn` tokens of a row with `drafts`."""
         self.drafts_in_flight -= drafts
-        self.launched_len -= 1 + drafts - drawn
+        self.launched_len -= 1 + drafts - drawn  # rule: bounds-come-down-at-commit
         self.launched_outputs -= 1 + drafts - drawn
 
     def append_outputs(self, token_ids: Sequence[int]) -> tuple[int, str | None]:
@@ -162,7 +162,7 @@ class Request:
             tokens.append(token_id)
             count += 1
             if token_id in self.stop_ids and outputs + count >= self.min_tokens:
-                return count, "stop"
+                return count, "stop"  # rule: nothing-follows-the-token-that-ends-a-request
             if outputs + count >= self.max_outputs:
                 return count, "length"
         return count, None

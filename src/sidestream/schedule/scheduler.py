@@ -104,7 +104,7 @@ class Scheduler:
     @property
     def num_begun(self) -> int:
         """Requests that were admitted once and have not finished."""
-        return sum(request.has_begun for request in self._queues.unfinished.values())
+        return sum(request.has_begun for request in self._queues.unfinished.values())  # rule: begun-requests
 
     @property
     def num_preemptions(self) -> int:
@@ -130,15 +130,15 @@ class Scheduler:
 
     def submit(self, request: Request) -> None:
         """Queue a new request. Ids must grow with arrival."""
-        self._prefix_cache.drop_stale_keys(request)
+        self._prefix_cache.drop_stale_keys(request)  # rule: late-request-gets-the-new-keys
         request.spec_record = self._policy.add_request(request.max_drafts)
         self._queues.add(request)
 
     def finish(self, request: Request, reason: str) -> None:
         """End a request in any state. Its blocks and slot are released after its last step (H16, H21)."""
-        if request.state is State.FINISHED:
+        if request.state is State.FINISHED:  # rule: finish-happens-once
             return
-        self._allocator.release(request)
+        self._allocator.release(request)  # rule: finish-releases
         self._queues.remove(request)
         request.finish_reason = reason
         self._policy.remove_request(request.spec_record)
@@ -183,8 +183,8 @@ class Scheduler:
             raise InvariantError(f"{self.num_running} requests run: their KV belongs to the keys of the old model")
         self._prefix_cache.rekey(keys)
         for request in self._queues.waiting.values():
-            self._prefix_cache.drop_stale_keys(request)
-        self.forget_all()
+            self._prefix_cache.drop_stale_keys(request)  # rule: waiting-requests-get-the-new-keys
+        self.forget_all()  # rule: new-keys-forget-the-device
 
     def store_again(self, keys: Iterable[Key]) -> tuple[StorePlan, Lease] | None:
         """See `PrefixCache.store_again`."""
@@ -204,7 +204,7 @@ class Scheduler:
         """A load failed, which is a miss: the request is preempted and computes the blocks."""
         request = self._tiers.mark_load_failed(request_id, epoch)
         if request is not None:
-            self._preemption.preempt(request)
+            self._preemption.preempt(request)  # rule: failed-load-is-computed
 
     # ------------------------------------------------------------------ steps
 
@@ -224,6 +224,7 @@ class Scheduler:
             if request.prefill_end <= request.launched_len and request.launched_outputs < request.max_outputs
         ]
         num_decoding = len(decoding)
+        # rule: blocks-taken-before-wait-for-their-last-use
         step = StepBuilder(self.limits.token_budget - num_decoding, lead_s, step_s, after=self._owed)
         self._decode.plan(decoding, step)
         if num_decoding < len(ranked):
@@ -246,6 +247,7 @@ class Scheduler:
         lacks room, or that has something to compute at once. Steps may be in flight; the loads wait for the last uses
         of their blocks.
         """
+        # rule: blocks-taken-meanwhile-wait-for-their-last-use
         step = StepBuilder(0, 0.0, 0.0, loads_only=True, after=self._owed)
         self._admission.admit(step)
         return step.transfers
@@ -255,8 +257,8 @@ class Scheduler:
         requests, columns = self._queues.unfinished, batch.columns
         for request_id, epoch in zip(columns.request_id, columns.epoch, strict=True):
             request = requests.get(request_id)
-            if request is not None and request.epoch == epoch:
-                request.last_fence = fence
+            if request is not None and request.epoch == epoch:  # rule: step-of-an-older-epoch-leaves-no-fence
+                request.last_fence = fence  # rule: step-leaves-its-fence
 
     def commit(self, batch: BatchPlan, results: Sequence[RowResult], fence: Fence) -> Committed:
         """Take in a step whose fence was observed; `publish` follows. `results`: one for each row that samples.

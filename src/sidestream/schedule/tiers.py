@@ -1,4 +1,4 @@
-"""Blocks that rest in tiers besides the device: whether a request loads them, waits for a slower tier, or computes them."""
+"""Blocks in tiers besides the device: a request loads them, waits for a slower tier, or computes their tokens."""
 
 from __future__ import annotations
 
@@ -60,8 +60,8 @@ class TierLoads:
     """Decides between loading, promoting from disk and computing, and takes in how loads and promotions ended.
 
     Invariants:
-    - Only blocks in the host tier are loaded into the device. A run that continues in a slower tier is promoted first, while its
-      request is LOADING; it is admitted when the promotion ends.
+    - Only blocks in the host tier are loaded into the device. A run that continues in a slower tier is
+      promoted first, while its request is LOADING; the request is admitted when the promotion ends.
     - A promotion or load that ended badly is a miss. The request does not try that tier again, so it gets on (H9, H26).
     - At most as many requests are LOADING as may run, so that their blocks do not crowd the host tier.
     """
@@ -80,7 +80,9 @@ class TierLoads:
 
     def may_promote(self, request: Request, sources: Sequence[Source]) -> bool:
         """Whether the request should wait for blocks of slower tiers than host memory."""
+        # rule: waiters-for-the-disk-are-counted
         loading = sum(other.state is State.LOADING for other in self._queues.waiting.values())
+        # rule: wait-for-the-disk-ends
         return (
             _num_in_host(sources) < len(sources)
             and not request.avoid_disk
@@ -119,16 +121,16 @@ class TierLoads:
     def end_promotion(self, request_id: RequestId, epoch: int, *, again: bool) -> None:
         """A promotion ended or ran out of time. The request waits for admission, and avoids the disk unless `again`."""
         request = self._queues.unfinished.get(request_id)
-        if request is None or request.state is not State.LOADING or request.epoch != epoch:
+        if request is None or request.state is not State.LOADING or request.epoch != epoch:  # rule: late-promotions
             return
         request.state = State.WAITING
-        if not again:
+        if not again:  # rule: disk-is-not-tried-again
             request.avoid_disk = True
 
     def mark_load_ready(self, request_id: RequestId, epoch: int) -> None:
         """A load has fences for all its layers: steps of its request may be launched, gated by those fences."""
         request = self._queues.unfinished.get(request_id)
-        if request is not None and request.epoch == epoch:
+        if request is not None and request.epoch == epoch:  # rule: load-is-ready-for-its-own-epoch
             request.loading = False
 
     def mark_load_failed(self, request_id: RequestId, epoch: int) -> Request | None:
@@ -136,9 +138,10 @@ class TierLoads:
         longer.
         """
         request = self._queues.unfinished.get(request_id)
+        # rule: failed-load-of-an-older-epoch-is-dropped
         if request is None or request.epoch != epoch or request.state is not State.RUNNING:
             return None
-        request.avoid_tiers = True
+        request.avoid_tiers = True  # rule: failed-load-is-not-tried-again
         if request.num_outputs == 0:
             request.cached = None
         return request

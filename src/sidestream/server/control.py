@@ -13,7 +13,7 @@ STOP = b"s"
 """To an API process that is ready: drain. The second one: quit."""
 
 GRACE_S = 2.0
-"""After the engine has failed, API processes go on for this long, and tell clients so."""
+"""After the engine has failed, API processes report that to clients for this long, then exit."""
 
 CONFIG_BYTES = 1 << 16
 """Upper bound of a packed ApiProcessConfig."""

@@ -1,4 +1,4 @@
-"""Failures as OpenAI error bodies: `{"error": {"message", "type", "param", "code"}}`. Knows no route."""
+"""Failures as OpenAI error bodies: `{"error": {"message", "type", "param", "code"}}`."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ class _ApiProcess:
         self.control, theirs = socket.socketpair()
         with theirs:
             self._process = subprocess.Popen(
-                child_command("sidestream.server.api_process", theirs.fileno()),
+                child_command("sidestream.server.api_process", theirs.fileno(), torch=False),
                 stdin=subprocess.DEVNULL,
                 pass_fds=(theirs.fileno(),),
                 env=child_environment(),
@@ -207,7 +207,7 @@ class Supervisor:
         self._failure = ProcessFailed(f"the engine's process has ended: {ended}")
         if self._stopping:
             return  # all running requests have failed
-        log.critical("the engine's process has ended: the server says so to its clients for %g s, and ends", GRACE_S)
+        log.critical("the engine's process has ended: the server reports it to clients for %g s, then exits", GRACE_S)
         await asyncio.sleep(GRACE_S)
         self._stop()
 

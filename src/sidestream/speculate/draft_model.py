@@ -1,4 +1,4 @@
-"""A smaller model drafts, token by token. It computes KV for every token that the served model computes."""
+"""Drafts by a smaller model, token by token. It computes KV for every token that the served model computes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from torch import Tensor
 
 from sidestream.models.adapter import PagedModel
 from sidestream.models.draft import shape_of
-from sidestream.speculate.argmax import argmax
 from sidestream.speculate.proposer import Context, StepTokens
 
 
@@ -39,7 +38,7 @@ class DraftModelProposer:
             # All rows get `count` drafts, so a row near the maximum length would exceed the model's positions.
             clamped = positions.clamp(max=self.model.max_model_len - 1)
             logits = self.model.forward(self._in_vocab(tokens), clamped, batch, every_row)
-            (tokens, _), positions = argmax(logits[:, : self._common_vocab]), positions + 1
+            (tokens, _), positions = context.ops.argmax(logits[:, : self._common_vocab]), positions + 1
             drafts.append(tokens)
         return torch.stack(drafts, dim=1)
 

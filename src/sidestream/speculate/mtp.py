@@ -1,4 +1,4 @@
-"""A multi-token-prediction head of the model drafts, token by token, fed with its own predictions."""
+"""Drafts by a multi-token-prediction head of the model, token by token, from its own predictions."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from sidestream.models.mtp import MtpHead
-from sidestream.speculate.argmax import argmax
 from sidestream.speculate.proposer import Context, StepTokens
 
 
@@ -27,7 +26,7 @@ class MtpProposer:
         drafts = []
         for _ in range(count):
             hidden, before = self.head.step(tokens, before, positions, context.attend(positions))
-            (tokens, _), positions = argmax(self.head.logits(hidden)), positions + 1
+            (tokens, _), positions = context.ops.argmax(self.head.logits(hidden)), positions + 1
             drafts.append(tokens)
         return torch.stack(drafts, dim=1)
 

@@ -1,8 +1,8 @@
 """The protocol of proposers, and their inputs. Called on the compute stream, inside a step's work.
 
-A proposer may keep KV of its own in further layers of the block pool, and read the model's hidden states. Then each
-step also passes it all tokens that the model computes, so its KV covers the same positions as the model's and moves
-with the same blocks (H15).
+A proposer may have KV of its own, in additional layers of the block pool, and may read the model's hidden states. A
+proposer with KV gets all tokens that the model computes (`follow`). So its KV covers the same positions as the model's,
+and is stored and loaded with the same blocks (H15).
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Protocol
 from torch import Tensor
 
 from sidestream.attention.interface import AttentionBatch
+from sidestream.ops import Ops
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +29,7 @@ class Context:
     hidden    `[R, hidden_size]`: output of the model's last layer at the token before the last one; only for proposers
               with a `hidden_size`
     attend    makes the attention batch in which each row has one token at the given positions, int64 `[R]`
+    ops       the device operations of the engine
     """
 
     history: Tensor
@@ -36,6 +38,7 @@ class Context:
     tokens: Tensor
     hidden: Tensor
     attend: Callable[[Tensor], AttentionBatch]
+    ops: Ops
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,12 +66,12 @@ class Proposer(Protocol):
 
     @property
     def hidden_size(self) -> int:
-        """Width of the hidden states that it reads; 0: none."""
+        """Width of the hidden states that the proposer reads; 0: none."""
         ...
 
     @property
     def num_layers(self) -> int:
-        """Layers of the block pool for its own KV; 0: none, and `follow` gets no steps."""
+        """Layers of the block pool for the proposer's own KV; 0: none, and `follow` is not called."""
         ...
 
     def propose(self, context: Context, count: int) -> Tensor:
@@ -81,10 +84,10 @@ class Proposer(Protocol):
         ...
 
     def follow(self, step: StepTokens) -> None:
-        """Compute its own KV for a step's tokens, the drafts that the step verifies included; rejected positions come
-        again.
+        """Compute the proposer's own KV for a step's tokens, including the drafts that the step verifies; rejected
+        positions are computed again later.
 
-        With hidden states, it attends to nothing and shares no memory with the model, so it may run beside the model's
-        forward pass.
+        In a proposer that reads hidden states, `follow` may run at the same time as the model's forward pass. So it
+        must not attend, and must not write memory that the model reads.
         """
         ...

@@ -1,14 +1,14 @@
-"""Shipped test kit: fakes, fault injection, oracles; the ordering checker, and the torture test that is built on it.
+"""The test kit that ships with the package: fakes, fault injection, reference results, the ordering checker, and the
+torture test built on the checker.
 
-For a KV mover that is not ours, three steps:
+To check another KV offloading implementation:
 
-1. `device, checker = sidestream.testing.checker.simulated(policy, seed)`, and memories and streams from that device.
+1. `device, checker = sidestream.testing.checker.simulated(policy, seed)`, then memories and streams from that device.
 2. Submit each copy and each computation with the byte ranges that it touches (`Stream.submit(work, accesses)`); order
-streams with
-   `Stream.wait`. Nothing runs before the policy picks it.
-3. `device.close()` runs what is left; `checker.findings` says what no wait ordered, and the host's bytes are there to
-compare.
+   streams with `Stream.wait`. Work runs only when the policy picks it.
+3. `device.close()` runs what is left; `checker.findings` lists the accesses that no wait
+   ordered; then compare the bytes in host memory.
 
-Leases are told by `checker.backed`, `took`, `released` and `published` (see `sidestream.types.Tracer`); a mover that
-tells none is judged by its accesses alone. `examples/two_stream_offloader.py` is a whole program of this kind.
+Report leases through `checker.backed`, `took`, `released` and `published` (see `sidestream.types.Tracer`). Without
+these calls, the checker judges accesses only. `examples/two_stream_offloader.py` is a complete program of this kind.
 """

@@ -1,76 +1,46 @@
-"""Judges from what was submitted, waited for and leased whether anything could have gone wrong, in this order or in
-another.
+"""Finds races and lease errors in the recorded submissions, waits and leases, also those that this order of execution
+did not show.
 
-A tracer (see `sidestream.types.Tracer`) that recomputes what happens before what, with one clock for each stream and
-one for the host, and keeps its own books of bytes and leases: it trusts no pool and no lease. Two accesses that nothing
-orders are a race even if they came out right this time, and whichever of them ran first. Called from any thread.
+A tracer (see `sidestream.types.Tracer`) that computes happens-before with vector clocks, one for each stream and one
+for the host, and keeps its own records of bytes and leases: it trusts no pool and no lease. Two unordered accesses are
+a race even if the result was right this time, in either order of execution. Called from any thread.
 
-    race             two accesses to the same bytes, one of them a write, that nothing orders
-    unwritten        a read of bytes that nobody wrote since their id was taken, or ever
-    unleased         work on an id that nobody leases, or a release of such an id
-    early_release    an id given up although work that uses it is neither seen to be done nor covered by a fence of the
-                     release
+    race             two unordered accesses to the same bytes, at least one of them a write
+    unwritten        a read of bytes that were never written, or not since their id was taken
+    unleased         work on an id without a lease, or a release of such an id
+    early_release    an id released while work still uses it: the host has not seen the work done, and no fence of the
+                     release covers it
     early_publish    an id made findable before the host saw its bytes complete
     published_write  a write to a findable id
-    failed_publish   an id made findable although what wrote it failed
-    stall            the host was held up where it may not be
-    leak             an id still leased when all is done
+    failed_publish   an id made findable although the work that wrote it failed
+    stall            the host blocked where it must not
+    leak             an id still leased when all work is done
 """
 
 from __future__ import annotations
 
 import random
 import threading
-from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from itertools import takewhile
+from collections.abc import Callable, Sequence
 
 from sidestream.device.sim import SimDevice, make_policy
 from sidestream.testing.findings import Finding, Report
-from sidestream.testing.shadow import (
-    HOST,
-    Cell,
-    Clock,
-    Item,
-    Lease,
-    Op,
-    Pool,
-    Read,
-    Shadow,
-    Site,
-    Verdict,
-    Written,
-    calling_site,
-    learn,
-)
+from sidestream.testing.leases import Dying, Leases, settle
+from sidestream.testing.order import Order
+from sidestream.testing.shadow import Cell, Clock, Op, Read, Shadow, Written, calling_site, learn
 from sidestream.types import Access, Accesses, Fence, Key
 
 Poison = Callable[[str, int, int, Sequence[Fence]], None]
 
-# How many submissions are looked through at once for what nobody needs any more.
+# Submissions between two deletions of records that are no longer needed.
 _PRUNE_EVERY = 256
 _SWEEP_FROM = 4096
 
 
-class _Stream:
-    """clock: what whatever runs here next knows. known: what the host knew that is in it already. works: not yet known
-    to everybody, by tick.
-    """
-
-    __slots__ = ("clock", "known", "name", "running", "works")
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.clock: Clock = {}
-        self.known: Clock | None = None
-        self.running: Op | None = None
-        self.works: dict[int, Op] = {}
-
-
 class Checker:
-    """The tracer that judges. One for each device and its pools, from their first work on.
+    """Reports races and lease errors. One checker for each device and its pools; attach it before their first work.
 
-    findings   what was found, each pair of call sites once for each kind and memory
+    findings   the findings; each pair of call sites once for each kind and memory
     """
 
     def __init__(
@@ -80,66 +50,51 @@ class Checker:
         allowed_waits: frozenset[str] = frozenset({"step"}),
         max_findings: int = 100,
     ) -> None:
-        """`poison` is called with memory, start, stop and fences of bytes that nobody may read any more once those
-        fences are done.
+        """`poison` is called with memory, start, stop and fences of bytes that must not be read once those fences are
+        done.
 
-        `allowed_waits` are the reasons for which the host may be held up; after `max_findings` nothing more is kept.
+        `allowed_waits` are the reasons for which the host may block. At most `max_findings` are kept.
         """
         self._report = Report(max_findings)
         self.findings: list[Finding] = self._report.findings
         self._poison = poison
         self._allowed_waits = allowed_waits
         self._lock = threading.Lock()
-        self._seq = 0
-        self._hosts: dict[str, Clock] = {
-            HOST: {}
-        }  # of each host; a clock is replaced, never changed: submissions keep it
-        self._apart: dict[int, str] = {}  # threads that are hosts of their own
-        self._letters: dict[
-            str, deque[tuple[int, Clock]]
-        ] = {}  # what the senders of messages knew that were not received yet, by channel
-        self._streams: dict[str, _Stream] = {}
+        self._order = Order()
+        self._leases = Leases(self._order, self._report)
         self._shadows: dict[str, Shadow] = {}
-        self._pools: dict[str, Pool] = {}
-        self._unfinished: deque[Op] = deque()  # and finished ones behind the first that is not, in order of submission
         self._submissions = 0
         self._sweep_at = _SWEEP_FROM
 
-    # ------------------------------------------------------------------ what threads of the host tell
+    # ------------------------------------------------------------------ events of host threads
 
     def apart(self, name: str) -> None:
         """See `Tracer.apart`."""
         with self._lock:
-            self._apart[threading.get_ident()] = name
-            self._hosts[name] = {}
+            self._order.split(name)
 
     def joined(self, name: str) -> None:
         """See `Tracer.joined`."""
         with self._lock:
-            self._apart = {thread: other for thread, other in self._apart.items() if other != name}
-            self._hear_of(self._hosts.pop(name, {}))
+            self._order.join(name)
 
     def sent(self, channel: str, number: int) -> None:
         """See `Tracer.sent`."""
         with self._lock:
-            self._letters.setdefault(channel, deque()).append((number, self._host))
+            self._order.send(channel, number)
 
     def received(self, channel: str, number: int) -> None:
         """See `Tracer.received`."""
         with self._lock:
-            letters = self._letters.get(channel, deque())
-            while letters and letters[0][0] <= number:
-                self._hear_of(letters.popleft()[1])
+            self._order.receive(channel, number)
 
-    # ------------------------------------------------------------------ what a device tells
+    # ------------------------------------------------------------------ events of a device
 
     def submitted(self, fence: Fence, accesses: Accesses, label: str) -> None:
         """See `Tracer.submitted`. Asks for the accesses at once."""
-        declared, site = accesses(), calling_site()  # not under the lock: what is called here may do anything
+        declared, site = accesses(), calling_site()  # without the lock: this callback may run any code
         with self._lock:
-            op = Op(fence.stream, fence.tick, self._next(), label or "work", site, self._host)
-            self._stream(op.stream).works[op.tick] = op
-            self._unfinished.append(op)
+            op = self._order.submit(fence, label or "work", site)
             self._declare(op, declared, op.writes, op.reads)
             self._submissions += 1
             if self._submissions % _PRUNE_EVERY == 0:
@@ -148,7 +103,7 @@ class Checker:
     def started(self, fence: Fence) -> None:
         """See `Tracer.started`."""
         with self._lock:
-            stream = self._stream(fence.stream)
+            stream = self._order.stream(fence.stream)
             op = stream.works.get(fence.tick)
             if op is None or op.before is None:
                 return
@@ -163,9 +118,8 @@ class Checker:
     def waited(self, stream: str, fence: Fence) -> None:
         """See `Tracer.waited`."""
         with self._lock:
-            waiting, op = self._stream(stream), self._op(fence)
-            # Already forgotten: then it was over, and the host knew, before anything that has not ended yet was
-            # submitted.
+            waiting, op = self._order.stream(stream), self._order.op(fence)
+            # Forgotten already: it was done, and the host knew, before any unfinished work was submitted.
             if op is not None and op.final is not None:
                 learn(waiting.clock, op.final)
 
@@ -173,7 +127,7 @@ class Checker:
         """See `Tracer.touched`."""
         declared = accesses()
         with self._lock:
-            here = self._stream(stream)
+            here = self._order.stream(stream)
             if here.running is not None:
                 writes: list[Written] = []
                 reads: list[Read] = []
@@ -183,7 +137,7 @@ class Checker:
     def finished(self, fence: Fence) -> None:
         """See `Tracer.finished`."""
         with self._lock:
-            stream = self._stream(fence.stream)
+            stream = self._order.stream(fence.stream)
             op = stream.works.get(fence.tick)
             if op is None:
                 return
@@ -192,31 +146,27 @@ class Checker:
             if (error := fence.failure) is not None:
                 op.failure = f"{type(error).__name__}: {error}"
             for verdict in op.verdicts:
-                self._hear(verdict, op.final)
+                settle(verdict, op.final)
             op.verdicts = []
-            while self._unfinished and self._unfinished[0].over:
-                self._unfinished.popleft()
+            self._order.drop_finished()
 
     def observed(self, fence: Fence) -> None:
         """See `Tracer.observed`."""
-        if fence.tick <= self._host.get(fence.stream, 0):
-            return  # known already; without the lock, because the host may ask often
+        if fence.tick <= self._order.host.get(fence.stream, 0):
+            return  # known already; no lock is taken, because the host may poll often
         with self._lock:
-            op = self._op(fence)
+            op = self._order.op(fence)
             if op is not None and op.final is not None:
-                self._hear_of(op.final)
+                self._order.learn(op.final)
 
     def host_touched(self, accesses: Accesses, label: str) -> None:
         """See `Tracer.host_touched`."""
         declared, site = accesses(), calling_site()
         with self._lock:
-            self._host = {
-                **self._host,
-                self._name: self._host.get(self._name, 0) + 1,
-            }  # what was submitted before does not know of this
-            op = self._host_op(label or "touch", site)
+            self._order.advance()
+            op = self._order.host_op(label or "touch", site)
             self._declare(op, declared, op.writes, op.reads)
-            self._apply(op, self._host, op.writes, op.reads)
+            self._apply(op, self._order.host, op.writes, op.reads)
             op.writes, op.reads, op.over = [], [], True
 
     def stalled(self, reason: str) -> None:
@@ -225,146 +175,51 @@ class Checker:
             return
         site = calling_site()
         with self._lock:
-            self._report.stall(self._host_op(reason, site), self._allowed_waits)
+            self._report.stall(self._order.host_op(reason, site), self._allowed_waits)
 
-    # ------------------------------------------------------------------ what a pool tells
+    # ------------------------------------------------------------------ events of a pool
 
     def backed(self, pool: str, memory: str, item_bytes: int) -> None:
         """See `Tracer.backed`. One pool for each memory."""
         with self._lock:
-            self._pool(pool).back(self._shadow(memory), item_bytes)
+            self._leases.pool(pool).back(self._shadow(memory), item_bytes)
 
     def took(self, pool: str, ids: Sequence[int], after: Sequence[Fence]) -> None:
-        """See `Tracer.took`. Each id is poisoned behind the fences of its own last uses."""
+        """See `Tracer.took`. Each id is poisoned after the fences of its own last uses."""
         site = calling_site()
         with self._lock:
-            book, taken, dying = self._pool(pool), self._next(), []
-            for number in ids:
-                item = book.items.get(number)
-                if item is None:
-                    item = book.items[number] = Item(number)
-                if item.lease is not None:
-                    self._report.taken_twice(book, item, item.lease, site)
-                    self._end_lease(item, site)
-                item.leases += 1
-                item.taken, item.published = taken, 0
-                item.lease = Lease(taken, taken, site)
-                item.users.clear()
-                item.writers.clear()
-                item.after = {name: fence for name, fence in item.after.items() if fence.tick > self._host.get(name, 0)}
-                dying.append((book, item))
-            doomed = self._doomed(dying)
+            doomed = self._doomed(self._leases.took(pool, ids, site))
         self._overwrite(doomed)
 
     def shared(self, pool: str, ids: Sequence[int]) -> None:
         """See `Tracer.shared`."""
         site = calling_site()
         with self._lock:
-            book, since = self._pool(pool), self._next()
-            for number in ids:
-                item = book.items.get(number)
-                if item is None:
-                    item = book.items[number] = Item(number)
-                item.leases += 1
-                if item.lease is None:
-                    item.lease = Lease(since, item.taken, site)
+            self._leases.shared(pool, ids, site)
 
     def released(self, pool: str, ids: Sequence[int], after: Sequence[Fence]) -> None:
         """See `Tracer.released`."""
         site = calling_site()
         with self._lock:
-            book, dying = self._pool(pool), []
-            self._next()
-            for number in ids:
-                item = book.items.get(number)
-                if item is None or item.lease is None:
-                    self._report.over_released(book, number, site)
-                    continue
-                item.add_after(after)
-                item.leases -= 1
-                if item.leases:
-                    continue
-                lease = self._end_lease(item, site)
-                for user in item.users.values():
-                    self._judge(book, item, user, lease)
-                if not item.published:
-                    dying.append((book, item))
-            doomed = self._doomed(dying)
+            doomed = self._doomed(self._leases.released(pool, ids, after, site))
         self._overwrite(doomed)
 
     def published(self, pool: str, item: int, key: Key) -> None:
         """See `Tracer.published`."""
         site = calling_site()
         with self._lock:
-            book = self._pool(pool)
-            known = book.items.get(item)
-            if known is None:
-                known = book.items[item] = Item(item)
-            self._check_complete(book, known, self._host_op("publish", site))
-            known.published = self._seq
+            self._leases.published(pool, item, site)
 
     def forgot(self, pool: str, ids: Sequence[int]) -> None:
         """See `Tracer.forgot`."""
         with self._lock:
-            book, dying = self._pool(pool), []
-            for number in ids:
-                item = book.items.get(number)
-                if item is not None and item.published:
-                    item.published = 0
-                    if item.lease is None:
-                        dying.append((book, item))
-            doomed = self._doomed(dying)
+            doomed = self._doomed(self._leases.forgot(pool, ids))
         self._overwrite(doomed)
 
-    # ------------------------------------------------------------------ the end
-
     def check_idle(self) -> list[Finding]:
-        """Ids that are still leased, though all is done: one finding for each pool, kept in `findings` too."""
+        """Report ids that are still leased when all work is done: one finding per pool, also added to `findings`."""
         with self._lock:
-            held = {
-                name: [item for item in pool.items.values() if item.lease is not None]
-                for name, pool in self._pools.items()
-            }
-            leaks = [self._report.leak(self._pools[name], items) for name, items in held.items() if items]
-        return [leak for leak in leaks if leak is not None]
-
-    # ------------------------------------------------------------------ order
-
-    def _next(self) -> int:
-        self._seq += 1
-        return self._seq
-
-    @property
-    def _name(self) -> str:
-        """Which host the calling thread is."""
-        return self._apart.get(threading.get_ident(), HOST) if self._apart else HOST
-
-    @property
-    def _host(self) -> Clock:
-        """What the calling thread knows."""
-        return self._hosts[self._name]
-
-    @_host.setter
-    def _host(self, clock: Clock) -> None:
-        self._hosts[self._name] = clock
-
-    def _hear_of(self, clock: Clock) -> None:
-        known = dict(self._host)
-        learn(known, clock)
-        self._host = known
-
-    def _host_op(self, label: str, site: Site) -> Op:
-        return Op(self._name, self._host.get(self._name, 0), self._next(), label, site, None)
-
-    def _stream(self, name: str) -> _Stream:
-        stream = self._streams.get(name)
-        if stream is None:
-            stream = self._streams[name] = _Stream(name)
-        return stream
-
-    def _op(self, fence: Fence) -> Op | None:
-        stream = self._streams.get(fence.stream)
-        return None if stream is None else stream.works.get(fence.tick)
+            return list(self._leases.leaks())
 
     # ------------------------------------------------------------------ bytes
 
@@ -377,8 +232,8 @@ class Checker:
     def _declare(
         self, op: Op, accesses: Sequence[Access], writes: list[Written], reads: list[Read], *, late: bool = False
     ) -> None:
-        """Sort accesses into `writes` and `reads`, by id, and look at the leases. `late`: said by work that runs
-        already.
+        """Sort accesses by id into `writes` and `reads`, and check the leases. `late`: declared by work that already
+        runs.
         """
         shadows, stream = self._shadows, op.stream
         for access in accesses:
@@ -393,8 +248,8 @@ class Checker:
                 if shadow.item_bytes:
                     item = shadow.items.get(number)
                     if late or item is None or item.lease is None or (write and item.published):
-                        written_after = self._use(op, shadow, number, start, upto, write)
-                    else:  # as it should be, and nearly always is
+                        written_after = self._leases.use(op, shadow, number, (shadow.memory, start, upto), write=write)
+                    else:  # the usual case: the id is leased
                         item.users[stream] = op
                         if write:
                             item.writers[stream] = op
@@ -405,27 +260,9 @@ class Checker:
                     reads.append((shadow, start, upto, written_after))
                 start = upto
 
-    def _use(self, op: Op, shadow: Shadow, number: int, start: int, stop: int, write: bool) -> int:
-        """Note that `op` uses an id, and judge it by the leases at its submission; after which `seq` its bytes must
-        have been written.
-        """
-        item = shadow.items.get(number)
-        lease = None if item is None else item.lease_at(op.seq)
-        where = (shadow.memory, start, stop)
-        if item is None or lease is None:
-            self._report.unleased(op, shadow.pool, number, where)
-            return 0 if item is None else item.taken
-        if write and item.published and item.taken == lease.taken:
-            self._report.published_write(op, shadow.pool, item, where)
-        if lease is item.lease:
-            item.note(op, write)
-        else:
-            self._judge(self._pools[shadow.pool], item, op, lease)
-        return lease.taken
-
     def _apply(self, op: Op, clock: Clock, writes: list[Written], reads: list[Read]) -> None:
-        """Compare accesses, which happen now, with those before, and remember them. Writes first: a piece of work may
-        read its own.
+        """Compare accesses, which happen now, with earlier ones, and record them. Writes first: work may read its own
+        writes.
         """
         known = clock.get
         for shadow, start, stop in writes:
@@ -461,114 +298,32 @@ class Checker:
             if read.tick > clock.get(read.stream, 0):
                 self._report.race(op, True, read, False, clock, where)
 
-    # ------------------------------------------------------------------ leases
-
-    def _pool(self, name: str) -> Pool:
-        pool = self._pools.get(name)
-        if pool is None:
-            pool = self._pools[name] = Pool(name)
-        return pool
-
-    def _end_lease(self, item: Item, site: Site) -> Lease:
-        lease = item.lease
-        assert lease is not None
-        lease.until, lease.after, lease.site, item.lease = self._seq, tuple(item.after.values()), site, None
-        oldest = self._unfinished[0].seq if self._unfinished else lease.until
-        item.past = [past for past in item.past if past.until > oldest]
-        if oldest < lease.until:  # who was submitted earlier may still say that it uses this
-            item.past.append(lease)
-        return lease
-
-    def _judge(self, book: Pool, item: Item, use: Op, lease: Lease) -> None:
-        """Whether `lease` ended behind `use`; if it takes a fence to tell that is still on its way, later."""
-        if use.tick <= self._host.get(use.stream, 0):
-            return
-        awaited: list[Op] = []
-        for fence in lease.after:
-            if fence.stream == use.stream:
-                if fence.tick >= use.tick:
-                    return
-            elif (op := self._op(fence)) is not None:
-                if op.final is None:
-                    awaited.append(op)
-                elif op.final.get(use.stream, 0) >= use.tick:
-                    return
-
-        def report() -> None:
-            self._report.early_release(book, item, use, lease)
-
-        if not awaited:
-            report()
-        verdict = Verdict(use, len(awaited), report)
-        for op in awaited:
-            op.verdicts.append(verdict)
-
-    def _hear(self, verdict: Verdict, clock: Clock) -> None:
-        """One of the fences that a verdict waits for is done, and what was before it is known."""
-        if clock.get(verdict.use.stream, 0) >= verdict.use.tick:
-            verdict.awaited = 0
-        elif verdict.awaited:
-            verdict.awaited -= 1
-            if not verdict.awaited:
-                verdict.report()
-
-    def _doomed(self, dying: Iterable[tuple[Pool, Item]]) -> list[tuple[str, int, int, tuple[Fence, ...]]]:
+    def _doomed(self, dying: Dying) -> list[tuple[str, int, int, tuple[Fence, ...]]]:
         if self._poison is None:
             return []
         return [
             (*book.span(item.number), tuple(item.after.values())) for book, item in dying if book.shadow is not None
         ]
 
-    def _overwrite(self, doomed: Iterable[tuple[str, int, int, tuple[Fence, ...]]]) -> None:
+    def _overwrite(self, doomed: Sequence[tuple[str, int, int, tuple[Fence, ...]]]) -> None:
         if self._poison is not None:
             for memory, start, stop, after in doomed:
                 self._poison(memory, start, stop, after)
 
-    def _check_complete(self, book: Pool, item: Item, publish: Op) -> None:
-        for op in item.writers.values():
-            if op.tick > self._host.get(op.stream, 0):
-                self._report.early_publish(book, item, op, publish)
-        if book.shadow is None:
-            return
-        _, here, stop = book.span(item.number)
-        for cell in book.shadow.span(here, stop):
-            last = cell.write
-            if cell.start > here or last is None or last.seq < item.taken:
-                break
-            if last.failure is not None:
-                self._report.failed_publish(book, item, last, publish)
-            here = cell.stop
-        if here < stop:
-            self._report.incomplete(book, item, here, publish)
-
-    # ------------------------------------------------------------------ bounded memory
-
     def _prune(self) -> None:
-        """Forget what everything still to come is ordered behind: what every host knows, and knew when it submitted
-        work that is not over.
-        """
-        oldest = self._unfinished[0].seq if self._unfinished else self._seq + 1
-        floor, *others = {
-            id(clock): clock for clock in (*self._hosts.values(), *(op.before or {} for op in self._unfinished))
-        }.values()
-        for clock in others:
-            floor = {name: min(tick, clock[name]) for name, tick in floor.items() if name in clock}
-        for stream in self._streams.values():
-            for tick in list(takewhile(floor.get(stream.name, 0).__ge__, stream.works)):
-                stream.works.pop(tick).final = None  # cells may keep the work for long
+        """Delete records that no future work meets."""
+        floor, oldest = self._order.prune()
         if self._size() >= self._sweep_at:
-            for pool in self._pools.values():
-                pool.sweep(floor, oldest)
+            self._leases.sweep(floor, oldest)
             self._sweep_at = max(_SWEEP_FROM, 2 * self._size())
 
     def _size(self) -> int:
-        return sum(len(shadow.cells) for shadow in self._shadows.values()) + sum(
-            len(pool.items) for pool in self._pools.values()
-        )
+        cells = sum(len(shadow.cells) for shadow in self._shadows.values())
+        return cells + sum(len(pool.items) for pool in self._leases.pools.values())
 
 
 def simulated(policy: str, seed: int) -> tuple[SimDevice, Checker]:
-    """A simulated device that `policy` (see `make_policy`) drives with `seed`, and the checker that watches it and
+    """A simulated device with the given `policy` (see `make_policy`) and `seed`, and a checker that traces it and
     poisons its memory.
 
     The caller closes the device. Raises ConfigError for an unknown policy.

@@ -1,8 +1,8 @@
-"""A scripted engine for tests of servers and clients: deterministic, on the caller's event loop, and it remembers every
+"""A scripted engine for tests of servers and clients: deterministic, on the caller's event loop. It records every
 abort.
 
-One token is one UTF-8 byte, so characters span tokens as they do in real models. `release` and `wait_until` may be
-called from any thread; a script decides what each request gets.
+One token is one UTF-8 byte, so that characters span tokens as they do with real models. `release` and `wait_until` may
+be called from any thread. A script determines the reply to each request.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _NOTHING_CACHED = CachedTokens()
 
 
 class FakeDetokenizer:
-    """Text of bytes as they come."""
+    """Incremental decoding of UTF-8 bytes."""
 
     def __init__(self) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
@@ -34,16 +34,16 @@ class FakeDetokenizer:
         return self._decoder.decode(bytes([token_id]))
 
     def finish(self) -> str:
-        """What is left of an incomplete character."""
+        """The rest of an incomplete character."""
         return self._decoder.decode(b"", final=True)
 
 
 class FakeTokenizer:
     """Token ids are UTF-8 bytes.
 
-    options  what its chat template knows: variables, the role `tool`, the field `tool_calls` of messages
-    chats    the messages and variables that it was asked to lay out
-    specials whether special tokens were asked for, of each text that was encoded
+    options  the chat template's options: variables, the role `tool`, the field `tool_calls` of messages
+    chats    messages and variables of each call of `chat`
+    specials for each encoded text, whether special tokens were requested
     """
 
     vocab_size = 256
@@ -54,16 +54,16 @@ class FakeTokenizer:
         self.specials: list[bool] = []
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """The bytes of `text`. There are no special tokens: `specials` remembers whether they were asked for."""
+        """The bytes of `text`. There are no special tokens; `specials` records whether they were requested."""
         self.specials.append(add_special_tokens)
         return list(text.encode("utf-8"))
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """The text of these bytes, U+FFFD where they are none."""
+        """The text of these bytes; U+FFFD for invalid ones."""
         return bytes(token_ids).decode("utf-8", "replace")
 
     def token_strings(self, token_ids: Sequence[int]) -> list[str]:
-        """Bytes as sentencepiece spells them: <0x41>."""
+        """The bytes in sentencepiece's notation: <0x41>."""
         return [f"<0x{token_id:02X}>" for token_id in token_ids]
 
     def detokenizer(self) -> FakeDetokenizer:
@@ -78,7 +78,7 @@ class FakeTokenizer:
         continue_final_message: bool = False,
         **options: Any,
     ) -> list[int]:
-        """One line per message, then the assistant's turn."""
+        """One line per message, then the start of the assistant's turn."""
         for name in options:
             if name not in self.options:
                 raise RequestRejected(f"the template has no option {name}", param=name)
@@ -97,20 +97,20 @@ class FakeTokenizer:
         return self.encode(text + "assistant: " if add_generation_prompt else text)
 
     def template_knows(self, option: str) -> bool:
-        """Whether it is one of `options`."""
+        """Whether `where` is one of `options`."""
         return option in self.options
 
 
 @dataclass(frozen=True, slots=True)
 class Script:
-    """What the fake does with one request.
+    """The fake's reply to one request.
 
-    text         the reply, the same for each sample; cut at max_tokens, and then it ends with "length"
-    token_bytes  bytes that one delta carries
+    text         the reply, the same for each sample; cut at max_tokens, with finish reason "length"
+    token_bytes  bytes per delta
     refuse       raised before any delta
     fail_after   deltas after which `failure` is raised; None: never
     hold_after   deltas after which the request waits for `release`; None: never
-    cached       prompt tokens that were not computed again
+    cached       prompt tokens that count as cached
     """
 
     text: str = "Hello, world"
@@ -123,7 +123,7 @@ class Script:
 
 
 class FakeBackend:
-    """Serves scripts. `script` chooses one by the prompt's text; `status` is what `health` says."""
+    """Replies by scripts. `script` chooses one by the prompt's text; `health` returns `status`."""
 
     def __init__(
         self,
@@ -150,7 +150,7 @@ class FakeBackend:
         self._gates: list[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = []
 
     async def metrics_snapshot(self) -> MetricsSnapshot:
-        """Copies of `metrics`."""
+        """A copy of `metrics`."""
         return self.metrics.snapshot()
 
     def count(self, name: str, value: float, *labels: str) -> None:
@@ -162,10 +162,10 @@ class FakeBackend:
         return self.status
 
     def release(self) -> None:
-        """Let every held request go on."""
+        """Continue every held request."""
         with self._changed:
             for loop, gate in self._gates:
-                with contextlib.suppress(RuntimeError):  # that loop is closed, and its request gone with it
+                with contextlib.suppress(RuntimeError):  # its loop is closed, and the request with it
                     loop.call_soon_threadsafe(gate.set)
             self._gates.clear()
 
@@ -184,7 +184,7 @@ class FakeBackend:
         request_name: str = "",
         cache_salt: str = "",
     ) -> AsyncGenerator[Delta, None]:
-        """Play the script. Samples take turns, a delta each."""
+        """Yield the script's deltas; samples alternate, one delta each."""
         prompt = self.tokenizer.decode(prompt_ids)
         with self._changed:
             self.prompts.append(prompt)
@@ -206,7 +206,7 @@ class FakeBackend:
                 if number == script.hold_after:
                     await self._hold(request_name)
                 yield delta
-                await asyncio.sleep(0)  # as a real engine, leave the loop to others between deltas
+                await asyncio.sleep(0)  # like a real engine, let other tasks run between deltas
             outcome = self.finished
         finally:
             with self._changed:
@@ -242,8 +242,8 @@ def _deltas(script: Script, params: SamplingParams, prompt_tokens: int) -> list[
 
 
 def _logprob(token_id: int, top: int) -> TokenLogprob:
-    """The drawn token has -0.5, the next ones (by id) are each one less likely; the last of more than two
-    cannot occur.
+    """The drawn token has -0.5; each of the next ones (by id) is one lower; the last of more than two has probability
+    zero.
     """
     others = [((token_id + rank) % 128, -0.5 - rank if rank < 2 else float("-inf")) for rank in range(top)]
     return TokenLogprob(token_id, -0.5, tuple(others))

@@ -1,8 +1,7 @@
-"""Things that go wrong on purpose: a tier that is slow, late, full, torn or comes and goes, and a stream that is held
-up.
+"""Fault injection: a tier that is slow, late, full, torn or flapping, and a stream that is blocked.
 
-A fault stands in the place of one read or write and decides what becomes of it. Faults run on the tier's stream
-threads; tests set them from anywhere. No wait here is without a bound.
+A fault replaces one read or write. Faults run on the tier's stream threads; tests set them from any thread. Every wait
+is bounded.
 """
 
 from __future__ import annotations
@@ -22,27 +21,26 @@ from sidestream.types import Key
 _PATIENCE_S = 30.0
 
 Fault = Callable[[Callable[[], None], Block], None]
-"""Called in place of an operation, with the operation itself (to be run or not) and the block that it reads or fills.
-"""
+"""Called in place of an operation, with the operation (which it may run) and the block that is read or filled."""
 
 
 def healthy(proceed: Callable[[], None], block: Block) -> None:
-    """The operation as it is."""
+    """Run the operation unchanged."""
     proceed()
 
 
 def full(proceed: Callable[[], None], block: Block) -> None:
-    """No room on the medium; nothing is written."""
+    """No space on the medium; nothing is written."""
     raise TierFull("injected: no room")
 
 
 def broken(proceed: Callable[[], None], block: Block) -> None:
-    """The medium does not answer; nothing happens."""
+    """The medium fails; no bytes move."""
     raise TierError("injected: the medium is gone")
 
 
 def torn(proceed: Callable[[], None], block: Block) -> None:
-    """A read that leaves rubbish in its buffer, and notices."""
+    """A read that fills its buffer with wrong bytes and detects it."""
     proceed()
     data = np.frombuffer(block, np.uint8)
     data[: len(data) // 2] ^= 0xA5
@@ -50,15 +48,15 @@ def torn(proceed: Callable[[], None], block: Block) -> None:
 
 
 def lying(proceed: Callable[[], None], block: Block) -> None:
-    """A read that flips one bit and does not notice: no tier may do this. Shows that an oracle sees a single
-    wrong bit.
+    """A read that flips one bit and does not detect it: no tier may do this. Proves that a test's comparison notices a
+    single wrong bit.
     """
     proceed()
     np.frombuffer(block, np.uint8)[0] ^= 1
 
 
 def slow(gate: threading.Event) -> Fault:
-    """The operation begins once `gate` is open."""
+    """Start the operation when `gate` is open."""
 
     def fault(proceed: Callable[[], None], block: Block) -> None:
         _pass(gate)
@@ -68,7 +66,7 @@ def slow(gate: threading.Event) -> Fault:
 
 
 def late(gate: threading.Event) -> Fault:
-    """The bytes move at once; the completion comes once `gate` is open."""
+    """Move the bytes at once; complete when `gate` is open."""
 
     def fault(proceed: Callable[[], None], block: Block) -> None:
         proceed()
@@ -78,7 +76,7 @@ def late(gate: threading.Event) -> Fault:
 
 
 def flapping(*faults: Fault) -> Fault:
-    """One fault after another, round and round."""
+    """The given faults in turn, repeated."""
     turns, lock = itertools.cycle(faults), threading.Lock()
 
     def fault(proceed: Callable[[], None], block: Block) -> None:
@@ -93,7 +91,7 @@ class FaultyTier:
     """A tier that passes every read through `on_read` and every write through `on_write`; both may be changed at any
     time.
 
-    reads, writes   keys of the operations that began, in order
+    reads, writes   keys of the started operations, in order
     """
 
     def __init__(self, inner: PersistentTier, *, on_read: Fault = healthy, on_write: Fault = healthy) -> None:
@@ -105,7 +103,7 @@ class FaultyTier:
 
     @property
     def index(self) -> TierIndex:
-        """The inner tier's."""
+        """The inner tier's index."""
         return self._inner.index
 
     def write(self, grant: WriteGrant, payload: Block) -> None:
@@ -124,9 +122,7 @@ class FaultyTier:
 
 
 class Hold:
-    """Keeps streams from going on, from the moment they get here until `release`: whatever is enqueued later is
-    late.
-    """
+    """Blocks streams from now until `release`: work that is enqueued later is delayed."""
 
     def __init__(self, *streams: Stream) -> None:
         self._gate = threading.Event()
@@ -134,7 +130,7 @@ class Hold:
             stream.submit(lambda: _pass(self._gate), label="held up")
 
     def release(self) -> None:
-        """Let the streams go on. Idempotent."""
+        """Unblock the streams. Idempotent."""
         self._gate.set()
 
     def __enter__(self) -> Hold:

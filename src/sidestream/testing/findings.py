@@ -1,6 +1,6 @@
-"""What the checker has to say, in words: each broken rule as a sentence that names work, call sites, streams and bytes.
+"""Words the checker's findings: each broken rule as a sentence that names work, call sites, streams and bytes.
 
-Called by the checker only, under its lock. Words are made only when something is wrong.
+Called by the checker only, under its lock. Messages are built only when a rule is broken.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from sidestream.testing.shadow import HOST, Cell, Clock, Item, Lease, Op, Pool, Shadow, Site
 
 Where = tuple[str, int, int]
-"""Memory, start and stop; of a pool without memory, its name and the id."""
+"""Memory, start and stop; for a pool without memory, its name and the id."""
 
 _LISTED = 8
 
@@ -21,13 +21,13 @@ class Finding:
     """One rule that was broken.
 
     kind            see `sidestream.testing.checker`
-    message         the whole story in a sentence
-    first, second   `file:line function, label` of those involved, in the order of submission; second is empty when
-                    there is only one
-    streams         theirs, in the same order
+    message         the finding as a sentence
+    first, second   `file:line function, label` of the operations involved, in the order of submission; second is empty
+                    for findings about one operation
+    streams         their streams, in the same order
     works           `stream:tick` of each, or `"host"`, in the same order
-    does            what each does with the bytes, `"reads"` or `"writes"`; empty where that is not the point
-    memory, start, stop   which bytes; of a pool without memory, its name and the id
+    does            the access of each, `"reads"` or `"writes"`; empty for kinds that are not about an access
+    memory, start, stop   the bytes; for a pool without memory, its name and the id
     """
 
     kind: str
@@ -46,9 +46,7 @@ class Finding:
 
 
 class Report:
-    """All findings of one run, at most `max_findings`, and each pair of call sites only once for each kind and
-    memory.
-    """
+    """All findings of one run, at most `max_findings`; each pair of call sites once for each kind and memory."""
 
     def __init__(self, max_findings: int) -> None:
         self.findings: list[Finding] = []
@@ -56,8 +54,8 @@ class Report:
         self._known: dict[object, Finding] = {}
 
     def race(self, op: Op, writes: bool, other: Op, other_writes: bool, clock: Clock, where: Where) -> None:
-        """`op`, which knows `clock`, touches bytes that `other` has touched. Told in the order of submission, whichever
-        came first this time.
+        """`op` touches bytes that `other` has touched, unordered by `op`'s `clock`. Both are named in the order of
+        submission, not of execution.
         """
         if other.seq < op.seq:
             earlier, later, known = other, op, f" (it knows of {other.stream} up to {clock.get(other.stream, 0)})"
@@ -65,38 +63,38 @@ class Report:
         else:
             earlier, later, known = op, other, ""
             verbs = _verb(writes), _verb(other_writes)
-        missing = f"nothing orders `{later.label}` behind {earlier.stream}:{earlier.tick}{known}"
+        missing = f"nothing orders `{later.label}` after {earlier.stream}:{earlier.tick}{known}"
         if later.stream == HOST:
             missing = f"the host saw no fence that covers {earlier.stream}:{earlier.tick} done before `{later.label}`"
         message = f"{later} {verbs[1]} {_bytes(where)}, which {earlier} {verbs[0]}: {missing}"
         self._add("race", message, where, earlier, later, does=verbs)
 
     def unwritten(self, op: Op, shadow: Shadow, cell: Cell) -> None:
-        """`op` reads what has no contents."""
+        """`op` reads bytes that were not written."""
         where = (shadow.memory, cell.start, cell.stop)
         since = (
             "ever wrote"
             if cell.write is None
             else f"wrote since its id was taken: the last to write it was {cell.write}, before that"
         )
-        self._add("unwritten", f"{op} reads {_bytes(where)}, which nobody {since}", where, op, does=("reads",))
+        self._add("unwritten", f"{op} reads {_bytes(where)}, which no work {since}", where, op, does=("reads",))
 
     def unleased(self, op: Op, pool: str, number: int, where: Where) -> None:
         """`op` touches an id that was free when it was submitted."""
         self._add(
             "unleased",
-            f"{op} touches {_id(pool, number, where)}, of which no lease was open when it was submitted",
+            f"{op} touches {_id(pool, number, where)}, which had no open lease when it was submitted",
             where,
             op,
         )
 
     def over_released(self, pool: Pool, number: int, site: Site) -> None:
-        """An id was given up that nobody held."""
+        """A release of an id without an open lease."""
         where, end = pool.span(number), lease_op(f"release of {pool.name}", site)
-        self._add("unleased", f"{end} gave up {_id(pool.name, number, where)}, of which no lease was open", where, end)
+        self._add("unleased", f"{end} released {_id(pool.name, number, where)}, which had no open lease", where, end)
 
     def taken_twice(self, pool: Pool, item: Item, lease: Lease, site: Site) -> None:
-        """An id was given out for writing under an open lease."""
+        """An id with an open lease was taken again for writing."""
         where, held = pool.span(item.number), lease_op(f"lease of {pool.name}", lease.site)
         again = lease_op(f"take from {pool.name}", site)
         self._add(
@@ -108,11 +106,14 @@ class Report:
         )
 
     def early_release(self, pool: Pool, item: Item, use: Op, lease: Lease) -> None:
-        """`lease` ended, and none of the fences given is behind `use`."""
+        """`lease` ended, and none of its fences comes after `use`."""
         where, end = pool.span(item.number), lease_op(f"release of {pool.name}", lease.site)
         given = ", ".join(f"{fence.stream}:{fence.tick}" for fence in lease.after) or "none"
-        story = f"{end} gave up {_id(pool.name, item.number, where)}, which {use} uses"
-        missing = f"the host had not seen {use.stream}:{use.tick} done, and no fence given with a release is behind it (given: {given})"
+        story = f"{end} released {_id(pool.name, item.number, where)}, which {use} uses"
+        missing = (
+            f"the host had not seen {use.stream}:{use.tick} done, and no fence given with a release comes after it "
+            f"(given: {given})"
+        )
         self._add("early_release", f"{story}: {missing}", where, use, end)
 
     def early_publish(self, pool: Pool, item: Item, write: Op, publish: Op) -> None:
@@ -128,13 +129,13 @@ class Report:
         )
 
     def incomplete(self, pool: Pool, item: Item, byte: int, publish: Op) -> None:
-        """An id became findable with a byte that nobody had written."""
+        """An id became findable with a byte that had not been written."""
         where = pool.span(item.number)
         story = f"{publish} made {_id(pool.name, item.number, where)} findable"
-        self._add("early_publish", f"{story}, but nobody wrote {where[0]}[{byte}] since it was taken", where, publish)
+        self._add("early_publish", f"{story}, but no work wrote {where[0]}[{byte}] since it was taken", where, publish)
 
     def failed_publish(self, pool: Pool, item: Item, write: Op, publish: Op) -> None:
-        """An id became findable though its write failed."""
+        """An id became findable although its write failed."""
         where = pool.span(item.number)
         story = f"{publish} made {_id(pool.name, item.number, where)} findable"
         self._add(
@@ -153,18 +154,18 @@ class Report:
         )
 
     def stall(self, op: Op, allowed: frozenset[str]) -> None:
-        """The host was held up."""
+        """The host blocked."""
         only = ", ".join(sorted(allowed)) or "nothing"
-        self._add("stall", f"the host was held up by {op}; it may be held up by: {only}", ("", 0, 0), op)
+        self._add("stall", f"the host was blocked by {op}; it may be blocked by: {only}", ("", 0, 0), op)
 
     def leak(self, pool: Pool, held: Sequence[Item]) -> Finding | None:
-        """Ids of a pool are still leased at the end. None: there is no room for the finding."""
+        """Ids of a pool are still leased at the end. Returns None if `max_findings` is reached."""
         lease = held[0].lease
         assert lease is not None
         numbers = ", ".join(str(item.number) for item in held[:_LISTED])
         more = f" and {len(held) - _LISTED} more" if len(held) > _LISTED else ""
         first = lease_op(f"lease of {pool.name}", lease.site)
-        message = f"{len(held)} of {pool.name} still leased when all is done: {numbers}{more}; the first since {first}"
+        message = f"{len(held)} of {pool.name} still leased at the end: {numbers}{more}; the first since {first}"
         return self._add("leak", message, pool.span(held[0].number), first)
 
     def _add(self, kind: str, message: str, where: Where, *ops: Op, does: tuple[str, ...] = ()) -> Finding | None:
@@ -180,7 +181,7 @@ class Report:
 
 
 def lease_op(label: str, site: Site) -> Op:
-    """What the host did to a lease, as one of those that a finding names."""
+    """An operation of the host on a lease, for a finding."""
     return Op(HOST, 0, 0, label, site, None)
 
 

@@ -1,6 +1,4 @@
-"""Models of well-known shapes with random weights, made where they run: for measuring speed where there is no
-network.
-"""
+"""Models of well-known shapes with random weights, created locally: for speed measurements without network access."""
 
 from __future__ import annotations
 
@@ -78,11 +76,11 @@ SHAPES: Mapping[str, tuple[type[Any], Mapping[str, Any]]] = {
         },
     ),
 }
-"""By name: the config's class and what it says. All else is the class's own."""
+"""By name: the config's class and its fields. All other fields keep the class's defaults."""
 
 
 def random_model(shape: str, *, device: torch.device, block_tokens: int = 16, seed: int = 0) -> PagedModel:
-    """A model of one of `SHAPES` in bfloat16 on `device`, weights drawn from `seed`. Its answers mean nothing, and
+    """A model of one of `SHAPES` in bfloat16 on `device`, weights drawn from `seed`. Its outputs are meaningless, and
     never end by themselves.
 
     Raises ConfigError for an unknown shape.
@@ -99,7 +97,7 @@ def random_model(shape: str, *, device: torch.device, block_tokens: int = 16, se
 
 
 def random_module(shape: str, *, device: torch.device, attention: str = "sdpa", seed: int = 0) -> Any:
-    """The same as transformers has it, with `attention` of its own. Raises ConfigError for an unknown shape."""
+    """The same model as transformers builds it, with the given `attention`. Raises ConfigError for an unknown shape."""
     if shape not in SHAPES:
         raise ConfigError(unknown_name("shape", shape, tuple(SHAPES)))
     kind, fields = SHAPES[shape]
@@ -113,10 +111,10 @@ def random_checkpoint(shape: str, directory: Path, *, tokenizer: Path, device: t
     """Write a checkpoint of one of `SHAPES` in bfloat16, weights drawn on `device`, with the tokenizer of another
     model's directory.
 
-    Answered greedily it draws only tokens that have text of their own, so that each of them is a piece of a streamed
-    answer: ids that the tokenizer does not have, special tokens and parts of characters never have the largest logit. A
-    directory that holds the same already is left as it is. Raises ConfigError for an unknown shape and for a directory
-    that holds something else, ModelError for a tokenizer that cannot be read.
+    Its greedy outputs contain only tokens with text, so that each token is a piece of the streamed answer: ids unknown
+    to the tokenizer, special tokens and parts of characters never have the largest logit. An existing directory with
+    the same content is kept. Raises ConfigError for an unknown shape and for a directory with other content, ModelError
+    for an unreadable tokenizer.
     """
     holds = {"shape": shape, "seed": seed, "tokenizer": str(tokenizer.resolve())}
     mark = directory / _MARK
@@ -124,7 +122,7 @@ def random_checkpoint(shape: str, directory: Path, *, tokenizer: Path, device: t
         return
     if directory.exists() and any(directory.iterdir()):
         raise ConfigError(
-            f"{directory} holds something else than random weights of {shape} with the tokenizer of {tokenizer}: name another one"
+            f"{directory} does not hold random weights of {shape} with the tokenizer of {tokenizer}: name another one"
         )
     module = random_module(shape, device=device, seed=seed)
     words = Tokenizer.load(str(tokenizer))
@@ -155,10 +153,10 @@ def _is_whole(text: str) -> bool:
 
 
 def _draw_only(weight: torch.Tensor, token_ids: list[int]) -> None:
-    """Replace the rows of all other tokens by halves of rows of these: a logit of theirs is half of another one, so it
-    is never the largest.
+    """Replace all other tokens' rows by halves of these tokens' rows: such a logit is half of another one, so it is
+    never the largest.
 
-    Rows of zeros would do the same, but a GPU multiplies zeros faster.
+    Rows of zeros would have the same effect, but a GPU multiplies zeros faster.
     """
     allowed = torch.tensor(token_ids, device=weight.device)
     others = torch.ones(weight.shape[0], dtype=torch.bool, device=weight.device)

@@ -1,7 +1,6 @@
-"""A transfer engine without an engine around it: a device, its pools, and whoever uses it is the scheduler and the
-compute stream.
+"""A transfer engine without an engine: a device, its pools, and methods that play the scheduler and the compute stream.
 
-For benchmarks and for tests on hardware. Used by one thread, which stands for the engine thread.
+For benchmarks and for tests on hardware. Used by one thread, which plays the engine thread.
 """
 
 from __future__ import annotations
@@ -27,19 +26,19 @@ from sidestream.offload.tiers.host import HostTier
 from sidestream.offload.tiers.stack import TierStack
 from sidestream.types import Fence, Key, LoadPlan, StorePlan
 
-# How often it looks whether transfers have ended though nobody told it.
+# Polling interval for the end of transfers.
 _LOOK_AGAIN_S = 0.01
 _PATIENCE_S = 60.0
-# An H100 counts so many while it is busy; what is kept busy too long by a slower one is no harm.
+# Clock cycles per second of a busy H100; on a slower GPU, `busy` lasts longer, which does no harm.
 _CYCLES_A_SECOND = 1.75e9
 
 
 class Rig:
-    """`num_blocks` device blocks and `num_slots` host slots, both given out in an order that a seed shuffles, so that
-    neighbours lie apart.
+    """`num_blocks` device blocks and `num_slots` host slots, both allocated in an order shuffled by a seed, so that
+    neighbouring blocks are not adjacent.
 
-    layered    the device's blocks lie in one tensor for each layer, as other engines have them; else in one for all
-    together   those tensors are cut from one allocation, as far from each other as they are long
+    layered    the device's blocks are in one tensor per layer, as in other engines; else in one tensor for all layers
+    together   these tensors are cut from one allocation, at a distance of their length
     """
 
     def __init__(
@@ -94,53 +93,53 @@ class Rig:
         self._numbers = count()
 
     def new_keys(self, num: int) -> list[Key]:
-        """Keys that nothing has had yet."""
+        """Keys that were never used."""
         return [next(self._numbers).to_bytes(16, "little") for _ in range(num)]
 
     def store(self, keys: Sequence[Key], block_ids: Sequence[int], *after: Fence) -> Fence:
-        """Order one store; done when every order up to it is."""
+        """Order one store; done when every order up to it is done."""
         self.transfers.submit([StorePlan(tuple(keys), tuple(block_ids), after)])
         return self._ordered()
 
     def load(self, keys: Sequence[Key], blocks: Lease) -> Fence:
-        """Order one load, by a request that is nobody's; done when every order up to it is."""
+        """Order one load, for a request without an owner; done when every order up to it is done."""
         self.transfers.submit([LoadPlan(next(self._numbers), 0, tuple(keys), tuple(blocks.ids), blocks.after)])
         return self._ordered()
 
     def _ordered(self) -> Fence:
         fence = self.transfers.uses()
-        assert fence is not None, "an order is not carried out before somebody polls"
+        assert fence is not None, "an order is carried out only after a poll"
         return fence
 
     def poll(self) -> None:
-        """Take in the offload worker's events."""
+        """Receive the offload worker's events."""
         self._notified.clear()
         self.failures.extend(event for event in self.transfers.poll() if isinstance(event, LoadFailed))
 
     def until(self, done: Callable[[], bool], *, patience_s: float = _PATIENCE_S) -> None:
-        """Poll until `done`. Raises DeviceError when that takes too long."""
+        """Poll until `done`. Raises DeviceError after a timeout."""
         until_s = time.monotonic() + patience_s
         while not done():
             if time.monotonic() > until_s:
                 raise DeviceError(f"transfers did not end within {patience_s:.0f} s")
             self.poll()
             if not done():
-                self._notified.wait(_LOOK_AGAIN_S)  # as the engine thread does when it has nothing to compute
+                self._notified.wait(_LOOK_AGAIN_S)  # like the engine thread when it has nothing to compute
 
     def settle(self) -> None:
-        """Poll until nothing is on its way."""
+        """Poll until no transfer is running."""
         self.until(lambda: not self.transfers.busy and not self.transfers.awaited)
         self.poll()
 
     def close(self) -> None:
-        """End it, and the device."""
+        """Close the transfer engine and the device."""
         self.transfers.flush(timeout_s=_PATIENCE_S)
         self.device.close()
         self.transfers.close()
 
 
 def busy(device: Device, seconds: float) -> None:
-    """Keep the current stream busy for about so long; not at all for 0. Inside work of it."""
+    """Keep the current stream busy for about this long; not at all for 0. Called inside its work."""
     if not seconds:
         return
     if device.kind == CUDA:

@@ -1,8 +1,8 @@
-"""What the checker remembers of bytes and of ids: who touched them last, under which lease. Judges nothing, knows no
-device and no pool.
+"""Records the last accesses to bytes and ids, and the leases that covered them. Used by the checker; contains no rules
+and knows no device and no pool.
 
-A memory is a map of cells that are split where accesses begin and end, so that bytes are told apart exactly, however
-accesses overlap. Called by the checker only, under its lock.
+A memory is a map of cells, which are split where accesses begin and end, so that overlapping accesses are compared byte
+by byte. Called by the checker only, under its lock.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from sidestream.types import Fence
 HOST = "host"
 
 Clock = dict[str, int]
-"""By stream, and for the host: up to which tick everything is known to have happened. Shared once made; never changed
-in place.
+"""A vector clock: for each stream and for the host, the tick up to which everything is known to have happened. Never
+changed in place, because clocks are shared.
 """
 
 Site = tuple[CodeType, int]
-"""A call site: code and instruction. Cheap to take; the line is looked up when somebody wants to read it."""
+"""A call site: code and instruction. Cheap to record; the line number is computed for messages only."""
 
-# Whoever is called through these files is the one that a reader looks for.
+# Findings name the caller of these files.
 _ROOM = Path(sidestream.device.__file__).parent
 _PASSED_OVER = (
     str(_ROOM),
@@ -37,7 +37,7 @@ _inner: dict[str, bool] = {}
 
 
 def calling_site() -> Site:
-    """Who called the device, the pool or the checker that called this."""
+    """The call site outside the device, the pool and the checker."""
     frame = sys._getframe(1)
     while frame.f_back is not None:
         name = frame.f_code.co_filename
@@ -52,22 +52,22 @@ def calling_site() -> Site:
 
 @lru_cache(maxsize=1024)
 def read_site(site: Site) -> str:
-    """`file:line function`, the file with its folder."""
+    """`file:line function`, the file with its directory."""
     code, at = site
     line = next((line for start, stop, line in code.co_lines() if start <= at < stop), None)
     return f"{'/'.join(Path(code.co_filename).parts[-2:])}:{line or code.co_firstlineno} {code.co_name}"
 
 
 class Op:
-    """One piece of work of a stream, or one touch of the host's, which is over at once.
+    """One piece of work of a stream, or one access by the host, which is done at once.
 
-    seq            position among everything that was submitted, touched and leased
-    before         what the host knew when it submitted this; None once it is over
-    final          what is known to whoever waited for it; None until it is over, and again once everybody knows it
-    failure        what the work raised, for messages
-    writes, reads  what it touches from its start: memory, start, stop, and for reads: after which `seq` it must have
-                   been written
-    verdicts       releases that it may justify, once it is known what it waited for
+    seq            position among all submissions, accesses and lease events
+    before         the host's clock at its submission; None once it is done
+    final          the clock of a host that waited for it; None before it is done, and again once every host knows it
+    failure        the exception of the work, for messages
+    writes, reads  accesses declared at its start: memory, start, stop; for reads also the `seq` after which the bytes
+                   must have been written
+    verdicts       releases that may turn out to be correct once this work's waits are known
     """
 
     __slots__ = (
@@ -101,7 +101,7 @@ class Op:
 
     @property
     def place(self) -> str:
-        """Call site and label."""
+        """Call site and label, for messages."""
         return f"{read_site(self.site)}, `{self.label}`"
 
     @property
@@ -114,7 +114,7 @@ class Op:
 
 
 class Verdict:
-    """A release that was early unless one of `awaited` turns out to be ordered behind `use`."""
+    """A release that was too early unless one of `awaited` turns out to come after `use`."""
 
     __slots__ = ("awaited", "report", "use")
 
@@ -125,7 +125,7 @@ class Verdict:
 
 
 class Cell:
-    """Bytes that were always touched together: their last write, and the last read of each stream since."""
+    """A byte range with one access history: its last write, and each stream's last read since."""
 
     __slots__ = ("reads", "start", "stop", "write")
 
@@ -136,17 +136,18 @@ class Cell:
         self.reads: dict[str, Op] = reads or {}
 
     def ops(self) -> list[Op]:
-        """Who touched it last."""
+        """The last accesses."""
         return [*self.reads.values()] if self.write is None else [self.write, *self.reads.values()]
 
 
 class Lease:
-    """Leases of one id from the first one to the end of the last; further ones only change the count.
+    """One period in which an id was leased, from the first lease to the end of the last one; further leases change only
+    the count.
 
-    since, until   `seq` at its begin and at its end; until 0: open
-    taken          `seq` at which the id's contents became this tenant's
-    after          the fences given with releases, once it has ended
-    site           who ended it
+    since, until   `seq` at its begin and at its end; until 0: still leased
+    taken          `seq` at which the id was last taken for new contents
+    after          the fences of its releases, once it has ended
+    site           call site of the last release
     """
 
     __slots__ = ("after", "since", "site", "taken", "until")
@@ -162,13 +163,13 @@ class Lease:
 class Item:
     """One id of a pool.
 
-    leases      how many are open
-    lease       of which the first began here; None: none is open
-    past        ended ones, as long as work that was submitted under them may still say what it touches
-    taken       `seq` of the last time its contents were given up
-    published   `seq` at which it became findable; 0: it is not
-    users       work that touches it, the last of each stream, since it was taken; and of that, the last that writes
-    after       the last fence of each stream that was given with a release
+    leases      number of open leases
+    lease       the current period; None: the id is not leased
+    past        ended periods, kept while work submitted during them may still declare accesses
+    taken       `seq` at which its contents were last discarded
+    published   `seq` at which it became findable; 0: it is not findable
+    users       the last work of each stream that accesses it, since it was taken; and the last of these that writes
+    after       the last fence of each stream given with a release
     """
 
     __slots__ = ("after", "lease", "leases", "number", "past", "published", "taken", "users", "writers")
@@ -185,32 +186,32 @@ class Item:
         self.after: dict[str, Fence] = {}
 
     def note(self, op: Op, write: bool) -> None:
-        """`op` touches it. Work that runs says so after work behind it was submitted."""
+        """Record that `op` accesses it. Running work may declare an access after later work was submitted."""
         for ops in (self.users, self.writers) if write else (self.users,):
             last = ops.get(op.stream)
             if last is None or last.tick < op.tick:
                 ops[op.stream] = op
 
     def add_after(self, fences: Iterable[Fence]) -> None:
-        """Keep the last of each stream."""
+        """Keep the last fence of each stream."""
         for fence in fences:
             known = self.after.get(fence.stream)
             if known is None or known.tick < fence.tick:
                 self.after[fence.stream] = fence
 
     def last_uses(self) -> list[Op | Fence]:
-        """Work that touches it, and what its next owner has to wait for."""
+        """The work that accesses it, and the fences that its next owner must wait for."""
         return [*self.users.values(), *self.after.values()]
 
     def lease_at(self, seq: int) -> Lease | None:
-        """The lease that was open when something was submitted."""
+        """The period in which something was submitted; None: the id was not leased."""
         if self.lease is not None and self.lease.since < seq:
             return self.lease
         return next((lease for lease in reversed(self.past) if lease.since < seq < lease.until), None)
 
 
 class Shadow:
-    """One memory: its cells, and the pool whose ids stand for its bytes, if there is one.
+    """One memory: its cells, and the pool whose ids stand for its bytes, if any.
 
     item_bytes   0: no pool
     """
@@ -224,7 +225,7 @@ class Shadow:
         self._starts: list[int] = []
 
     def carve(self, start: int, stop: int) -> list[Cell]:
-        """Cells that make up exactly `[start, stop)`, split and made as needed."""
+        """The cells that cover exactly `[start, stop)`; splits cells and creates missing ones."""
         starts, cells = self._starts, self.cells
         at = bisect_right(starts, start) - 1
         if at >= 0 and starts[at] < start < cells[starts[at]].stop:
@@ -233,7 +234,7 @@ class Shadow:
         found, here = [], start
         while here < stop:
             begin = starts[at] if at < len(starts) else stop
-            if begin > here:  # nobody was here before
+            if begin > here:  # not accessed before
                 cells[here] = Cell(here, min(begin, stop))
                 starts.insert(at, here)
             elif cells[here].stop > stop:
@@ -244,7 +245,7 @@ class Shadow:
         return found
 
     def span(self, start: int, stop: int) -> list[Cell]:
-        """The cells that touch `[start, stop)`, as they are; gaps are nobody's."""
+        """The cells that overlap `[start, stop)`, without splitting or creating any."""
         cell = self.cells.get(start)
         if cell is not None and cell.stop == stop:
             return [cell]
@@ -253,7 +254,7 @@ class Shadow:
         return [cell for cell in cells if cell.stop > start]
 
     def join(self, cells: list[Cell]) -> Cell:
-        """Make one of neighbours that are about to be written as one."""
+        """Merge neighbouring cells that the next write covers."""
         first, last = cells[0], cells[-1]
         if first is not last:
             at = bisect_left(self._starts, first.start)
@@ -264,7 +265,7 @@ class Shadow:
         return first
 
     def drop(self, gone: set[int]) -> None:
-        """Forget the cells with these starts."""
+        """Delete the cells with these starts."""
         if gone:
             for start in gone:
                 del self.cells[start]
@@ -278,7 +279,7 @@ class Shadow:
 
 
 class Pool:
-    """Ids of one pool, and the memory that they stand for, once that was said."""
+    """Ids of one pool, and their memory, once it was reported."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -291,16 +292,16 @@ class Pool:
         shadow.pool, shadow.item_bytes, shadow.items = self.name, item_bytes, self.items
 
     def span(self, number: int) -> tuple[str, int, int]:
-        """Memory, start and stop of an id; pool and id where no memory is known."""
+        """Memory, start and stop of an id; pool name and id if its memory is not known."""
         if self.shadow is None:
             return self.name, number, number + 1
         size = self.shadow.item_bytes
         return self.shadow.memory, number * size, (number + 1) * size
 
     def sweep(self, floor: Clock, oldest: int) -> None:
-        """Forget free ids that nobody can mean any more: a pool may give out new numbers for ever.
+        """Delete free ids that no later event can refer to: pools may use ever new ids.
 
-        Everything still to come knows `floor`, and none of it was submitted before `oldest`.
+        All future events know `floor`, and none of them was submitted before `oldest`.
         """
         gone: set[int] = set()
         for item in list(self.items.values()):
@@ -319,7 +320,7 @@ class Pool:
 
 
 def learn(clock: Clock, other: Clock) -> None:
-    """Make `clock` know what `other` knows."""
+    """Merge `other` into `clock`."""
     for name, tick in other.items():
         if tick > clock.get(name, 0):
             clock[name] = tick

@@ -1,4 +1,4 @@
-"""Tests that every persistent tier passes. Subclass `TierConformance` in a test module, and let pytest collect it:
+"""Tests that every persistent tier must pass. Subclass `TierConformance` in a test module that pytest collects:
 
     class TestMyTier(TierConformance):
         def open(self, context, *, capacity_blocks): ...
@@ -29,29 +29,31 @@ _PATIENCE_S = 30.0
 
 
 class TierConformance:
-    """Opens tiers on one medium, one after another. `directory` is a fresh folder for each test."""
+    """Opens tiers on one medium, one after another. `directory` is a fresh directory for each test."""
 
     directory: Path
 
     # ------------------------------------------------------------------ hooks of the tier's author
 
     def open(self, context: TierContext, *, capacity_blocks: int) -> PersistentTier:
-        """Open the tier on the test's medium, with room for `capacity_blocks`. Content of an earlier tier is found."""
+        """Open the tier on the test's medium, with room for `capacity_blocks`. It must find the entries of an earlier
+        tier.
+        """
         raise NotImplementedError
 
     def damage(self, tier: PersistentTier, entry: Entry) -> None:
         """Change one bit of a published entry's block on the medium."""
         raise NotImplementedError
 
-    # ------------------------------------------------------------------ the runs of one test
+    # ------------------------------------------------------------------ setup and teardown
 
     def setup_method(self) -> None:
-        """Make the folder."""
+        """Make the directory."""
         self.directory = Path(tempfile.mkdtemp(prefix="sidestream-tier-"))
         self._opened: list[PersistentTier] = []
 
     def teardown_method(self) -> None:
-        """Close every tier that a test opened, and remove the folder."""
+        """Close every tier that a test opened, and remove the directory."""
         for tier in self._opened:
             tier.close()
         shutil.rmtree(self.directory)
@@ -64,7 +66,7 @@ class TierConformance:
     # ------------------------------------------------------------------ reads and writes
 
     def test_published_block_is_read_back_bit_for_bit(self) -> None:
-        """And a second key has its own bytes."""
+        """A second key has its own bytes."""
         tier = self._open()
         for name in ("a", "b"):
             write(tier, name)
@@ -88,24 +90,24 @@ class TierConformance:
         assert reads_as_corrupt(tier, Entry(key("never written"), 12345))
 
     def test_damaged_entry_is_corrupt_and_deleted(self) -> None:
-        """A read sees every flipped bit, and deletes the entry: the next read misses it, too."""
+        """A read detects every flipped bit, and deletes the entry: the next read is a miss, too."""
         tier = self._open()
         entry = write(tier, "a")
         self.damage(tier, entry)
         assert [reads_as_corrupt(tier, entry) for _ in range(2)] == [True, True]
 
     def test_key_can_be_written_again_after_it_was_forgotten(self) -> None:
-        """The late deletion of the old entry does not touch the new one: they differ in their serials."""
+        """The late deletion of the old entry does not affect the new one: their serials differ."""
         tier = self._open(capacity_blocks=1)
         old = write(tier, "a")
         tier.index.forget(old)
-        new = write(tier, "a")  # its grant deletes the old one
+        new = write(tier, "a")  # its grant deletes the old entry
         assert new.serial > old.serial
         assert holds(tier, "a")
         assert reads_as_corrupt(tier, old)
 
     def test_reads_and_writes_may_run_at_the_same_time(self) -> None:
-        """`write` and `read` are called on several threads; the index is not touched there."""
+        """`write` and `read` are called on several threads; the index is not used there."""
         tier = self._open(capacity_blocks=32)
         names = [str(number) for number in range(16)]
         entries = [write(tier, name) for name in names]
@@ -153,7 +155,7 @@ class TierConformance:
         assert tier.index.stats.evictions == 1
 
     def test_pinned_entry_is_not_evicted(self) -> None:
-        """As long as a read may need it."""
+        """It is kept as long as a read may need it."""
         tier = self._open(capacity_blocks=2)
         write(tier, "pinned")
         pin = tier.index.pin([key("pinned")])
@@ -162,10 +164,10 @@ class TierConformance:
         assert reads(tier, pin.entries[0], "pinned")
         pin.release()
 
-    # ------------------------------------------------------------------ from one process to the next
+    # ------------------------------------------------------------------ restarts
 
     def test_blocks_are_found_after_a_restart(self) -> None:
-        """With their bytes; new writes get serials that no entry on the medium has."""
+        """New writes get serials that no entry on the medium has."""
         tier = self._open()
         entries = [write(tier, name) for name in ("a", "b", "c")]
         tier.close()
@@ -194,7 +196,7 @@ class TierConformance:
         assert [holds(again, name) for name in ("c", "d")] == [True, True]
 
     def test_other_model_or_layout_finds_nothing(self) -> None:
-        """Either the tier is refused with a ConfigError, or it is empty."""
+        """The tier either raises ConfigError, or is empty."""
         tier = self._open()
         write(tier, "a")
         tier.close()
@@ -220,13 +222,13 @@ def key(name: str) -> Key:
 
 
 def content(name: str) -> npt.NDArray[np.uint8]:
-    """The bytes that belong under a name."""
+    """The bytes of the block with this name."""
     seed = int.from_bytes(key(name), "little")
     return np.random.default_rng(seed).integers(0, 256, _LAYOUT.block_bytes, np.uint8)
 
 
 def write(tier: PersistentTier, name: str) -> Entry:
-    """Write and publish a block, as the offload worker does."""
+    """Write and publish a block, like the offload worker."""
     grant = tier.index.reserve(key(name))
     assert grant is not None
     tier.write(grant, content(name))
@@ -235,14 +237,14 @@ def write(tier: PersistentTier, name: str) -> Entry:
 
 
 def reads(tier: PersistentTier, entry: Entry, name: str) -> bool:
-    """Whether the entry's block is the name's content."""
+    """Whether the entry's block holds the content of this name."""
     out = np.zeros(_LAYOUT.block_bytes, np.uint8)
     tier.read(entry, out)
     return np.array_equal(out, content(name))
 
 
 def holds(tier: PersistentTier, name: str) -> bool:
-    """Whether the name's block is found, and has its content."""
+    """Whether the name's block is found and holds its content."""
     if key(name) not in tier.index:
         return False
     pin = tier.index.pin([key(name)])

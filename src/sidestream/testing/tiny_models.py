@@ -1,7 +1,7 @@
-"""Tiny models with random weights, one of each family that is served, saved as complete transformers directories.
+"""Tiny models with random weights, one of each supported family, saved as complete transformers directories.
 
-Small enough to load in a blink, and made so that attention matters: windows are shorter than a test's context, soft
-caps bind.
+Small enough to load at once, and configured so that attention matters: windows are shorter than a test's context, soft
+caps take effect.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from transformers.utils import logging as transformers_logging
 from sidestream.models.mtp import MtpHead, write_head
 
 WINDOW = 12
-"""Sliding window of the families that have one."""
+"""Sliding window, for families with one."""
 
 _SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 _EOS = len(pre_tokenizers.ByteLevel.alphabet())
@@ -67,7 +67,7 @@ def tiny_config(family: str, **changes: Any) -> PreTrainedConfig:
         "num_key_value_heads": 2,
         "head_dim": 16,
         "max_position_embeddings": 1024,
-        # Ten times the usual: then the attended context decides which token comes next.
+        # Ten times the usual value: then the attended context decides the next token.
         "initializer_range": 0.2,
         "tie_word_embeddings": False,
         "bos_token_id": None,
@@ -81,7 +81,7 @@ def tiny_model_dir(family: str, directory: Path, seed: int, **changes: Any) -> P
     """Save a model of `family` with weights drawn from `seed`, float32, and a byte-level tokenizer with a chat
     template.
 
-    Returns `directory`. Draws from a generator of its own; raises KeyError for an unknown family.
+    Returns `directory`. Uses a separate random generator; raises KeyError for an unknown family.
     """
     bars = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()
@@ -97,7 +97,9 @@ def tiny_model_dir(family: str, directory: Path, seed: int, **changes: Any) -> P
 
 
 def save_head(model: Path, path: Path, *, seed: int) -> Path:
-    """Save a head with random weights for the model in a directory, as a file of ours. Returns `path`."""
+    """Save a draft head with random weights for the model in a directory, as a file in Sidestream's format. Returns
+    `path`.
+    """
     module = AutoModelForCausalLM.from_pretrained(
         model,
         dtype=torch.float32,
@@ -111,7 +113,9 @@ def save_head(model: Path, path: Path, *, seed: int) -> Path:
 
 
 def carry_head(model: Path, head: Path, *, names: Literal["qwen", "deepseek"]) -> None:
-    """Add the tensors of a file of ours to a checkpoint's directory, by the names that others give them."""
+    """Add the tensors of a file in Sidestream's format to a checkpoint's directory, under the names of public
+    checkpoints.
+    """
     layers = json.loads((model / "config.json").read_text(encoding="utf-8"))["num_hidden_layers"]
     prefix, renamed = {
         "qwen": (
@@ -148,13 +152,13 @@ def carry_head(model: Path, head: Path, *, names: Literal["qwen", "deepseek"]) -
                 else {"down_proj": expert}
             )
             carried |= {f"{found[1]}.{number}.{part}.weight": weights.contiguous() for part, weights in parts.items()}
-    if names == "deepseek":  # it repeats what it shares
+    if names == "deepseek":  # it repeats shared tensors
         carried[f"{prefix}embed_tokens.weight"] = torch.zeros(2, 2)
     save_file(carried, model / "model-mtp.safetensors")
 
 
 def _tokenizer() -> PreTrainedTokenizerFast:
-    """One token a byte, then the special ones."""
+    """One token per byte, then the special tokens."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     bytes_only = Tokenizer(models.BPE(vocab={letter: index for index, letter in enumerate(letters)}, merges=[]))
     bytes_only.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -235,4 +239,4 @@ FAMILIES: Mapping[str, tuple[Callable[..., PreTrainedConfig], Mapping[str, Any]]
         },
     ),
 }
-"""Families by name: the config's class, and what it has of its own."""
+"""Families by name: the config's class, and its fields."""

@@ -1,4 +1,4 @@
-"""A tokenizer for the toy model: one character a token, so every stop string of two characters spans tokens."""
+"""A tokenizer for the toy model: one token per character, so that every stop string of two characters spans tokens."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ EOS_ID = 0
 
 
 class ToyDetokenizer:
-    """Text of one sample, as its tokens come."""
+    """Incremental text of one sample."""
 
     def push(self, token_id: int) -> str:
-        """The token's character; none for the end of sequence."""
+        """The token's character; no text for the end of sequence."""
         return _text(token_id)
 
     def finish(self) -> str:
-        """Nothing is ever held back."""
+        """Returns nothing: no text is held back."""
         return ""
 
 
 class ToyTokenizer:
-    """Id 0 ends an answer and has no text; 1 to 95 are the printable ASCII characters, 96 is a new line, others lie
-    behind.
+    """Id 0 ends an answer and has no text; 1 to 95 are the printable ASCII characters, 96 is a new line, higher ids are
+    other characters.
     """
 
     eos_ids = (EOS_ID,)
-    vocab_size = 0x110000 - 0x100  # ids that have a character
+    vocab_size = 0x110000 - 0x100  # ids with a character
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """One id a character. Raises RequestRejected for a character that has none."""
+        """One id per character. Raises RequestRejected for a character without an id."""
         for character in text:
             if _text(_token(character)) != character:
                 raise RequestRejected(
@@ -41,7 +41,7 @@ class ToyTokenizer:
         return [_token(character) for character in text]
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """One character an id."""
+        """One character per id."""
         return "".join(_text(token_id) for token_id in token_ids)
 
     def detokenizer(self) -> ToyDetokenizer:
@@ -57,7 +57,7 @@ class ToyTokenizer:
         return False
 
     def chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]:
-        """One line a message, then the assistant's turn."""
+        """One line per message, then the start of the assistant's turn."""
         lines = [f"{message['role']}: {message['content']}\n" for message in messages]
         return self.encode("".join(lines) + "assistant: ")
 

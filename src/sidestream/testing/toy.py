@@ -1,6 +1,6 @@
-"""Models whose next token is a hash of every KV byte they must attend to: one stale byte changes the text.
+"""Models whose next token is a hash of every KV byte that they attend to: one stale byte changes the text.
 
-No weights, no arithmetic that rounds: their outputs are equal or wrong. For tests and for the torture test.
+No weights, no rounding: outputs are equal or wrong. For tests and for the torture test.
 
     ToyModel            keys and values of every token
     RecurrentToyModel   and, inside each block, a state that the block's end leaves behind
@@ -26,17 +26,18 @@ from sidestream.attention.paged import PagedBatch
 from sidestream.attention.triton import DeviceBatch
 from sidestream.errors import InvariantError
 from sidestream.kv.layout import KVLayout
-from sidestream.runner.model import Left
+from sidestream.runner.forward import Left
 from sidestream.speculate import Context, StepTokens
 
 _PRIME = (1 << 31) - 1
 
 
 class ToyModel:
-    """Writes numbers made of token, position and layer into the KV pool, and draws from the sum of what it reads there.
+    """Writes numbers computed from token, position and layer to the KV pool, and draws tokens from the sum of the
+    numbers that it reads there.
 
-    The logits are zero but for one token, so greedy and sampled draws agree. `eos_every` makes about one token in so
-    many the end of sequence, id 0. `leaves_hidden` gives the pool two layers more: for a `ToyProposer`'s own KV, and
+    The logits are zero except for one token, so greedy and sampled draws agree. `eos_every`: about one token in this
+    many is the end of sequence, id 0. `leaves_hidden` adds two layers to the pool: for a `ToyProposer`'s own KV, and
     for hidden states.
     """
 
@@ -76,8 +77,8 @@ class ToyModel:
         *,
         left: Left,
     ) -> torch.Tensor:
-        """See `ForwardModel.forward_with_hidden`: one number a token, which depends on all KV up to it, as often as a
-        block's layer holds.
+        """See `ForwardModel.forward_with_hidden`. The hidden state is one number per token, which depends on all KV up
+        to it, repeated to fill a block's layer.
         """
         assert isinstance(batch, PagedBatch), "hidden states are read on the host"
         logits = self._forward(tokens, positions, batch, logit_rows)
@@ -86,11 +87,11 @@ class ToyModel:
         return logits
 
     def hidden(self, seen: npt.NDArray[np.int64]) -> int:
-        """What the last layer leaves behind after KV `seen`: exact in float32, never 0."""
+        """The hidden state after KV `seen`: exact in float32, never 0."""
         return 1 + self._mixed(seen) % (1 << 20)
 
     def hidden_after(self, tokens: Sequence[int]) -> int:
-        """The same after `tokens`, computed without any pool; 0 after none."""
+        """The hidden state after `tokens`, computed without any pool; 0 after none."""
         given = tuple(tokens)
         if given not in self._hidden_after:
             self._hidden_after[given] = self.hidden(self._reference(np.array(given))) if given else 0
@@ -102,9 +103,7 @@ class ToyModel:
         if isinstance(batch, DeviceBatch):
             return self._forward_on_device(tokens, positions, batch, logit_rows)
         if not isinstance(batch, PagedBatch):
-            raise InvariantError(
-                f"a toy model reads the pool by itself, and does not know how from a {type(batch).__name__}"
-            )
+            raise InvariantError(f"a toy model reads the pool itself, and cannot read it from a {type(batch).__name__}")
         pool = batch.kv
         size = self.layout.block_tokens
         blocks, offsets = batch.slot_mapping // size, batch.slot_mapping % size
@@ -119,7 +118,7 @@ class ToyModel:
         return logits
 
     def _seen_at(self, batch: PagedBatch, packed: int) -> npt.NDArray[np.int64]:
-        """What the draw behind a packed token depends on."""
+        """The number that determines the draw after a packed token."""
         row = bisect.bisect_right(batch.cu_seqlens_q, packed) - 1
         length = batch.kv_lens[row] - (batch.cu_seqlens_q[row + 1] - 1 - packed)
         return self._seen(batch.kv, batch.block_tables[row], length)
@@ -127,11 +126,13 @@ class ToyModel:
     def _forward_on_device(
         self, tokens: torch.Tensor, positions: torch.Tensor, batch: DeviceBatch, logit_rows: torch.Tensor
     ) -> torch.Tensor:
-        """The same to the bit, by operations that read nothing back, so that it can be captured."""
+        """`forward` with bit-equal results, by operations that never synchronise with the host, so that it can be
+        captured.
+        """
         pool, size, layers = batch.kv, self.layout.block_tokens, self._num_attended
         if not isinstance(pool, torch.Tensor) or layers != self.layout.num_layers:
             raise InvariantError("on a GPU there is only the toy without a recurrent state, over one pool")
-        # Padding writes what the first token does, to the same place, or what is there already.
+        # Padding writes the first token's numbers to the same place, or the bytes that are there already.
         real = batch.slot_mapping >= 0
         first = real.to(torch.int64).argmax(keepdim=True)
         slots = torch.where(real, batch.slot_mapping, batch.slot_mapping[first].clamp(min=0))
@@ -174,7 +175,7 @@ class ToyModel:
         return int((seen * weights % _PRIME).sum() % _PRIME) * 69621 % _PRIME
 
     def expected(self, prompt: Sequence[int], num_outputs: int) -> list[int]:
-        """What the model draws after `prompt`, computed without any pool: the reference."""
+        """The output of the model after `prompt`, computed without any pool: the reference."""
         tokens = list(prompt)
         while len(tokens) < len(prompt) + num_outputs:
             tokens.append(self.next_token(self._reference(np.array(tokens))))
@@ -188,10 +189,10 @@ class ToyModel:
         return self._num_layers
 
     def _after_layers(self, batch: PagedBatch) -> None:
-        """What a variant writes once all keys and values are there."""
+        """Extra writes of a variant, after all keys and values are written."""
 
     def _seen(self, pool: torch.Tensor, table: torch.Tensor, length: int) -> npt.NDArray[np.int64]:
-        """What the next token of a row depends on, read from its blocks."""
+        """The number that determines the next token of a row, read from its blocks."""
         count = self.layout.num_blocks_for(length)
         blocks = pool[table[:count], : self._num_attended]
         return _bits(
@@ -199,16 +200,16 @@ class ToyModel:
         )
 
     def _reference(self, tokens: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """The same, computed from the tokens."""
+        """The same number, computed from the tokens."""
         return _bits(_keys_and_values(tokens, self._num_attended))
 
 
 class RecurrentToyModel(ToyModel):
-    """A toy model with a recurrent state: one more layer, of which a block's share is written when its last token is.
+    """A toy model with a recurrent state: an extra layer, written for each block with its last token.
 
-    The state of a block is a hash of the state before it and of the block's keys and values; the next token depends on
-    the states of all complete blocks. A block whose state was not copied along is no hit, and serving it as one changes
-    the text (H15).
+    The state of a block is a hash of the previous state and of the block's keys and values; the next token depends on
+    the states of all complete blocks. A block whose state was not copied too is not a hit; using it as one changes the
+    text (H15).
     """
 
     def __init__(
@@ -264,19 +265,19 @@ class RecurrentToyModel(ToyModel):
 
 @dataclass(frozen=True, slots=True)
 class SpeculativeRun:
-    """What a speculative loop brings forth: the tokens, and how many drafts each of its rounds accepted."""
+    """The result of a speculative loop: the tokens, and the accepted drafts of each round."""
 
     tokens: tuple[int, ...]
     accept_lengths: tuple[int, ...]
 
 
 class ToyDraftHead:
-    """Drafts `width` tokens from the hidden value that the last round left on the device; pure functions, so that
-    accept lengths are known.
+    """Drafts `width` tokens from the hidden value on the device; pure functions, so that the right accept lengths are
+    known.
 
-    As many drafts are right as `accepted` says, between 0 and `width` - if `hidden` is that of the context. With a
-    stale one none is right: the text stays what it is, because the model verifies every draft, and only the accept
-    lengths tell (H19).
+    The number of right drafts is `accepted`, between 0 and `width`, if `hidden` is that of the context. With a stale
+    value no draft is right: the text stays right, because the model verifies every draft, and only the accept lengths
+    show the error (H19).
     """
 
     def __init__(self, model: ToyModel, *, width: int = 3) -> None:
@@ -284,22 +285,22 @@ class ToyDraftHead:
         self.width = width
 
     def hidden(self, context: Sequence[int]) -> int:
-        """What the last layer leaves behind after `context`: from 1 to 2**31, different for nearly all contexts."""
+        """The hidden value after `context`: from 1 to 2**31, different for nearly all contexts."""
         mixed = 1
         for token in context:
             mixed = (mixed * 48271 + token + 1) % _PRIME
         return mixed + 1
 
     def accepted(self, context: Sequence[int]) -> int:
-        """How many drafts the model accepts after `context`."""
+        """Number of drafts that the model accepts after `context`."""
         return self.hidden(context) // 11 % (self.width + 1)
 
     def drafts(self, context: Sequence[int], hidden: int) -> tuple[int, ...]:
-        """The tokens that are drafted after `context` by who believes that the device state is `hidden`."""
+        """The drafts after `context`, made from the hidden value `hidden`."""
         right = self.accepted(context) if hidden == self.hidden(context) else 0
         truth = self.model.expected(context, self.width)
         truth += [0] * (self.width - len(truth))
-        wrong = [1 + token % (self.model.vocab_size - 1) for token in truth]  # the neighbour of each token
+        wrong = [1 + token % (self.model.vocab_size - 1) for token in truth]  # a neighbour
         return tuple(truth[:right] + wrong[right:])
 
     def accept_length(self, context: Sequence[int], drafts: Sequence[int]) -> int:
@@ -308,7 +309,7 @@ class ToyDraftHead:
         return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
 
     def verify(self, context: Sequence[int], drafts: Sequence[int]) -> list[int]:
-        """One round: the accepted drafts and the token that the model draws after them. At least one token."""
+        """One round: the accepted drafts and the next token of the model. At least one token."""
         return self.model.expected(context, self.accept_length(context, drafts) + 1)
 
     def expected(self, prompt: Sequence[int], rounds: int) -> SpeculativeRun:
@@ -322,11 +323,11 @@ class ToyDraftHead:
 
 
 class HiddenSource(Protocol):
-    """What a toy's hidden states are compared with."""
+    """The source of the expected hidden states of a toy."""
 
     @property
     def hidden_size(self) -> int:
-        """Of each, all of whose values are one number."""
+        """Size of a hidden state; all its values are one number."""
         ...
 
     def hidden_after(self, tokens: Sequence[int]) -> int:
@@ -335,11 +336,10 @@ class HiddenSource(Protocol):
 
 
 class ToyProposer:
-    """Drafts as a `ToyDraftHead` does, from what the device state says of each row: if that is stale, accept lengths
-    tell.
+    """Drafts like a `ToyDraftHead`, from each row's device state: if that is stale, the accept lengths show it.
 
-    model   leaves hidden states. The last one must be that of the row's tokens, and so must those before each token,
-            which are kept as KV; None: nobody reads any
+    model   a model with hidden states. The last one must match the row's tokens, and so must the one before each token,
+            which is kept as KV; None: they are not read
     """
 
     name = "toy"
@@ -350,8 +350,8 @@ class ToyProposer:
         self.hidden_size, self.num_layers = (0, 0) if model is None else (model.hidden_size, 1)
 
     def propose(self, context: Context, count: int) -> torch.Tensor:
-        """See `Proposer.propose`; `count` up to the head's width. Reads the state on the host: for devices that are
-        threads.
+        """See `Proposer.propose`; `count` is at most the head's width. Reads the state on the host: for devices whose
+        streams are host threads.
         """
         drafts = []
         for row, (history, length) in enumerate(
@@ -361,14 +361,14 @@ class ToyProposer:
             fresh = self._model is None or self._knows(context, row, tokens)
             drafts.append(self.head.drafts(tokens, self.head.hidden(tokens) if fresh else 0)[:count])
         if self._model is not None:
-            for step in range(count):  # as a head does that feeds itself: it is shown those positions again
+            for step in range(count):  # like a head that feeds itself: these positions are processed again
                 batch = context.attend(context.lengths - 1 + step)
                 assert isinstance(batch, PagedBatch)
                 self._keep(batch, torch.full((len(drafts), 1), -1.0))
         return torch.tensor(drafts, dtype=torch.int64)
 
     def _knows(self, context: Context, row: int, tokens: list[int]) -> bool:
-        """Whether hidden state and KV are those of the row's tokens."""
+        """Whether hidden state and KV match the row's tokens."""
         assert self._model is not None
         batch = context.attend(context.lengths - 1)
         assert isinstance(batch, PagedBatch)
@@ -379,7 +379,7 @@ class ToyProposer:
         ]
 
     def follow(self, step: StepTokens) -> None:
-        """See `Proposer.follow`: keeps what was before each token, in the layer before the last."""
+        """See `Proposer.follow`: keeps the hidden state before each token, in the last but one layer."""
         assert isinstance(step.batch, PagedBatch)
         assert step.before is not None
         step.batch.before_layer(step.batch.kv.shape[1] - 2)
@@ -393,11 +393,11 @@ class ToyProposer:
 
 
 class ToyItself:
-    """Drafts what the model itself draws behind each row's last token, but now and then the token beside it. Reads
-    nothing on the host.
+    """Drafts the model's own next token after each row's last one, now and then its neighbour. Never synchronises with
+    the host.
 
-    It looks where steps look: at KV that is stale, or of somebody else, it drafts what is not accepted. What it writes
-    is written again when it is verified.
+    It reads the KV that steps read: with stale or foreign KV, its drafts are rejected. Verification overwrites what it
+    writes.
     """
 
     name = "toy"
@@ -421,7 +421,7 @@ class ToyItself:
         return torch.stack(drafts, dim=1)
 
     def follow(self, step: StepTokens) -> None:
-        """It keeps nothing of its own."""
+        """Does nothing: it has no state."""
 
 
 def _written(tokens: npt.NDArray[np.int64], positions: npt.NDArray[np.int64], layer: int) -> npt.NDArray[np.float32]:
@@ -439,9 +439,7 @@ def _keys_and_values(tokens: npt.NDArray[np.int64], num_layers: int) -> npt.NDAr
 
 
 def _state(before: npt.NDArray[np.int64] | None, block: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
-    """Float32 `[2, T, 2]`: what a block leaves behind, from the bits of its `[layers, 2, T, 2]` and of the state before
-    it.
-    """
+    """Float32 `[2, T, 2]`: the state after a block, from the bits of its `[layers, 2, T, 2]` and the previous state."""
     weights = (np.arange(1, block.size + 1, dtype=np.int64) * 16807 % _PRIME).reshape(block.shape)
     mixed: npt.NDArray[np.int64] = (block * weights % _PRIME).sum(axis=0)
     if before is not None:
@@ -451,5 +449,5 @@ def _state(before: npt.NDArray[np.int64] | None, block: npt.NDArray[np.int64]) -
 
 
 def _bits(kv: npt.NDArray[np.float32]) -> npt.NDArray[np.int64]:
-    """Numbers that differ wherever a single bit does."""
+    """Numbers that differ if a single bit differs."""
     return np.ascontiguousarray(kv).view(np.int32).astype(np.int64)

@@ -1,8 +1,8 @@
-"""Connections in memory, in one thread: what `socket.socketpair`, a selector and an event loop are to the two ends of
-the border.
+"""In-memory connections in one thread: replacements for `socket.socketpair`, a selector and an event loop, for both
+ends of the border.
 
-A seed decides how many bytes move at a time and who looks when. Bytes are never lost, doubled or reordered, as on a
-Unix socket.
+A seed decides how many bytes move at a time and which end is polled when. As on a Unix socket, bytes are never lost,
+duplicated or reordered.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ import socket
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, cast
 
-# A `recv` that blocks fails after so many turns of the other end: what it waits for never comes.
+# A blocking `recv` fails after this many turns of the other end: the bytes it waits for never arrive.
 _MOST_WAITS = 1000
 _numbers = itertools.count(1_000_000)
 
 
 class Wire:
-    """One end of a connection, used in place of a socket. `wire_pair` makes two."""
+    """One end of a connection, used instead of a socket. Made by `wire_pair`."""
 
     def __init__(self, rng: random.Random, capacity: int) -> None:
         self._rng = rng
@@ -33,25 +33,25 @@ class Wire:
         self.incoming = bytearray()
         self.closed = False
         self.wait: Callable[[], None] | None = None
-        """Lets the other end go on, for a `recv` that blocks; None: it does not."""
+        """Runs the other end while a `recv` blocks; None: `recv` does not block."""
 
     @property
     def as_socket(self) -> socket.socket:
-        """Itself: it has of a socket what both ends of the border use."""
+        """Itself: it implements the socket methods that both ends of the border use."""
         return cast("socket.socket", self)
 
     @property
     def readable(self) -> bool:
-        """Whether `recv` has something to say: bytes, or that the other end is closed."""
+        """Whether `recv` returns at once, with bytes or because the other end is closed."""
         return bool(self.incoming) or self.peer.closed
 
     @property
     def writable(self) -> bool:
-        """Whether `send` takes something, or fails."""
+        """Whether `send` accepts bytes, or fails at once."""
         return len(self.peer.incoming) < self._capacity or self.peer.closed
 
     def send(self, data: bytes | bytearray) -> int:
-        """Take some of the bytes, as a socket that does not block."""
+        """Send some of the bytes, like a non-blocking socket."""
         if self.closed or self.peer.closed:
             raise BrokenPipeError("the other end is closed")
         room = self._capacity - len(self.peer.incoming)
@@ -62,7 +62,7 @@ class Wire:
         return count
 
     def recv(self, size: int) -> bytes:
-        """Some of the bytes that have come; none when the other end is closed."""
+        """Some of the bytes that have arrived; none when the other end is closed."""
         for _ in range(_MOST_WAITS if self.wait is not None else 0):
             if self.readable:
                 break
@@ -78,20 +78,20 @@ class Wire:
         return data
 
     def close(self) -> None:
-        """The other end reads what was sent before, and then the end."""
+        """Close; the other end reads the bytes sent before, and then the end."""
         self.closed = True
 
     def fileno(self) -> int:
-        """A number of its own; -1 once it is closed."""
+        """A unique number; -1 once it is closed."""
         return -1 if self.closed else self._number
 
     def setblocking(self, blocking: bool) -> None:
-        """`recv` waits only as long as `wait` is set."""
+        """Ignored: `recv` blocks only if `wait` is set."""
         if not blocking:
             self.wait = None
 
     def settimeout(self, seconds: float) -> None:
-        """From here on a `send` without room has waited for `seconds`, in vain."""
+        """From now on, a `send` without room times out at once, as if it had waited `seconds`."""
         self._timed = True
 
     def _some(self, most: int) -> int:
@@ -99,14 +99,14 @@ class Wire:
 
 
 def wire_pair(rng: random.Random, *, capacity: int) -> tuple[Wire, Wire]:
-    """Two ends, between which `capacity` bytes are on their way at most, in each direction."""
+    """Two ends of a connection that buffers at most `capacity` bytes in each direction."""
     ends = Wire(rng, capacity), Wire(rng, capacity)
     ends[0].peer, ends[1].peer = ends[1], ends[0]
     return ends
 
 
 class WireSelector(selectors.BaseSelector):
-    """Tells which wires are ready, each with probability `share`. Wake-ups are not needed: nobody sleeps."""
+    """Reports each ready wire with probability `share`. Has no wake-ups: no thread sleeps."""
 
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng
@@ -127,7 +127,7 @@ class WireSelector(selectors.BaseSelector):
         return self._keys
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
-        """The ready ones that the seed chooses, in its order. Never waits."""
+        """The ready wires that the seed chooses, in its order. Never waits."""
         ready = [
             (key, selectors.EVENT_READ)
             for key in self._keys.values()
@@ -142,7 +142,7 @@ class WireSelector(selectors.BaseSelector):
 
 
 class WireLoop:
-    """What `RemoteClient` uses of an event loop. It calls back for wires when it is told to, and does nothing else."""
+    """The part of an event loop that `RemoteClient` uses. Calls callbacks of wires in `turn` only."""
 
     def __init__(self) -> None:
         self._readers: dict[Wire, Callable[[], object]] = {}
@@ -150,7 +150,7 @@ class WireLoop:
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """It is the running loop inside."""
+        """A context in which it is the running loop."""
         asyncio._set_running_loop(self._as_loop)
         try:
             yield
@@ -158,7 +158,7 @@ class WireLoop:
             asyncio._set_running_loop(None)
 
     def turn(self) -> None:
-        """Call back once for everything that is ready."""
+        """Call the callbacks of all ready wires once."""
         with self.running():
             for callbacks, ready in ((self._readers, "readable"), (self._writers, "writable")):
                 for wire, callback in list(callbacks.items()):
@@ -166,19 +166,19 @@ class WireLoop:
                         callback()
 
     def is_running(self) -> bool:
-        """For ever."""
+        """Always true."""
         return True
 
     def is_closed(self) -> bool:
-        """Never."""
+        """Always false."""
         return False
 
     def get_debug(self) -> bool:
-        """Futures ask."""
+        """Called by futures."""
         return False
 
     def create_future(self) -> asyncio.Future[Any]:
-        """One whose waiter looks for itself whether it is done."""
+        """A future whose waiter polls it."""
         return asyncio.Future(loop=self._as_loop)
 
     def add_reader(self, wire: Wire, callback: Callable[[], object]) -> None:

@@ -1,19 +1,21 @@
-"""Finds what looks like a wait, a lease, a check or a publish order in the source of the rooms whose rules are mutated.
-Runs nothing of it.
+"""Finds waits, leases, checks and publications by their names in the source of the rooms whose rules are mutated. Runs
+nothing of it.
 
-By name only, so it finds too much rather than too little: what is no rule has a row in EXEMPT that says why.
+The scan finds too much rather than too little: a row in EXEMPT gives the reason why a site is no rule.
 """
 
 from __future__ import annotations
 
 import ast
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import sidestream
-from sidestream.testing.mutations import EQUIVALENT, EXEMPT, MUTATIONS, Edit, Exempt, source_of
+from sidestream.testing.mutations import EQUIVALENT, EXEMPT, MUTATIONS, Mutation, changed_trees, product_marks
+from sidestream.testing.mutations.marks import own_lines
 
 PACKAGE = Path(sidestream.__file__).parent
 ROOMS = ("kv", "schedule", "offload", "runner", "engine", "client")
@@ -21,66 +23,62 @@ LEFT_OUT = ("client/process.py",)
 """Starts and ends a process: nothing there orders messages, and no schedule runs it."""
 
 CALLS = re.compile(
-    # waits, what they wait for, and what comes before what
-    "wait|wait_host|poll|done|join|launched|gates|commit|_commit|callback|"
+    # waits, their fences, and the order of work
+    "wait|wait_for|wait_host|poll|done|join|launched|gates|commit|_commit|callback|"
     # leases and owners
-    "_deliver|send_rest|_drop|take|share|extend|release|_release|pin|reserve|begin|drop|flock|rename|replace|"
+    "_deliver|send_rest|_drop|drop_pending|requeue|take|share|extend|release|_release|pin|reserve|begin|drop|flock|rename|replace|"
     "is_ready|retire|failed|publish|add|abandon|forget|forget_all|clear|remove|rekey|_retire|_unpin|_end|_forget|_?ended|_is_current|deliver_outputs|end_sample|_close"
 )
 """Functions whose call is a wait, a lease or its end, or makes something findable or not."""
 
 FLAGS = re.compile(
-    "failure|epoch|_?generation|finite|void|written|pins|retired|last_fence|shares|keys_version|state|begun|stepped|admits_new|"
+    "failure|epoch|_?generation|finite|void|written|pins|retired|last_fence|shares|keys_version|state|begun|stepped|paused|has_begun|"
     "avoid_tiers|avoid_disk|is_cached|_open|_references|_fences|abandoned|loading|told|reported|taken_in|submitted"
 )
-"""Attributes that say what may be believed and who may go on: where they are set, and where a decision depends on them.
+"""Attributes that say which results are valid and which requests go on: where they are set, and where a decision
+depends on them.
 """
 
 ARGUMENTS = re.compile("after|gates|fingerprint|salt")
-"""Arguments that say what is waited for, and what a key names."""
+"""Arguments that carry fences, and the parts of a key."""
 
 _QUESTIONS = (ast.Compare, ast.BoolOp, ast.UnaryOp, ast.Return)
 
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """Something that looks like a rule. Lines from 1, columns in characters from 0."""
+    """Something that looks like a rule. Lines from 1, columns in characters from 0.
+
+    function   the outermost function around it, below its class
+    """
 
     path: Path
+    function: str
     line: int
     column: int
-    what: str
+    name: str
     text: str
 
     def __str__(self) -> str:
-        return f"{self.path.parent.name}/{self.path.name}:{self.line}: `{self.what}` in `{self.text}`"
-
-
-@dataclass(frozen=True, slots=True)
-class Span:
-    """Where a snippet of one of the tables lies."""
-
-    path: Path
-    start: tuple[int, int]
-    stop: tuple[int, int]
-
-    def holds(self, site: Site) -> bool:
-        return self.path == site.path and self.start <= (site.line, site.column) < self.stop
+        return (
+            f"{self.path.parent.name}/{self.path.name}:{self.line}: `{self.name}` in {self.function}, in `{self.text}`"
+        )
 
 
 def sites_of(path: Path, text: str) -> list[Site]:
     """All sites in the functions of a module, in the order of the text."""
     lines = text.splitlines()
-    found: set[tuple[int, int, str]] = set()
-    for function in ast.walk(ast.parse(text)):
-        if (
-            isinstance(function, ast.FunctionDef) and function.name != "__init__"
-        ):  # what begins to exist protects from nothing yet
-            for statement in function.body:
-                found.update(_named(statement, asked=False))
+    found = {
+        (line, at, name, function)
+        for function, definition in _functions(ast.parse(text).body)
+        for node in ast.walk(definition)
+        if isinstance(node, ast.FunctionDef) and node.name != "__init__"  # a new object protects from nothing yet
+        for statement in node.body
+        for line, at, name in _named(statement, asked=False)
+    }
     return [
-        Site(path, line, len(lines[line - 1].encode()[:at].decode()), what, lines[line - 1].strip())
-        for line, at, what in sorted(found)
+        Site(path, function, line, len(lines[line - 1].encode()[:at].decode()), name, lines[line - 1].strip())
+        for line, at, name, function in sorted(found)
     ]
 
 
@@ -95,29 +93,57 @@ def all_sites() -> list[Site]:
     ]
 
 
-def span_of(row: Edit | Exempt) -> Span:
-    """Where its snippet lies. Raises InvariantError unless it occurs exactly once."""
-    source, snippet = source_of(row.target), row.old if isinstance(row, Edit) else row.snippet
-    start = source.find(snippet)
-    return Span(Path(source.path), source.position(start), source.position(start + len(snippet)))
-
-
-def mutated_spans() -> list[Span]:
-    """What some mutation changes."""
+def without_a_mutation(sites: Iterable[Site]) -> list[Site]:
+    """The sites outside the statements that mutations change."""
     mutations = (*MUTATIONS, *(equivalent.mutation for equivalent in EQUIVALENT))
-    return [span_of(edit) for mutation in mutations for edit in mutation.edits]
+    changed = set[tuple[Path, int]]().union(*map(changed_lines, mutations))
+    return [site for site in sites if (site.path, site.line) not in changed]
+
+
+def changed_lines(mutation: Mutation) -> set[tuple[Path, int]]:
+    """The lines of the statements that a mutation marks, without those of statements in them, and of all statements
+    that it removes.
+    """
+    marks = [product_marks()[change.mark] for change in mutation.changes]
+    left = {
+        _place(node) for _, tree in changed_trees(mutation) for node in ast.walk(tree) if isinstance(node, ast.stmt)
+    }
+    return {
+        (mark.path, line)
+        for mark in marks
+        for node in ast.walk(mark.function)
+        if isinstance(node, ast.stmt) and (node is mark.statement or _place(node) not in left)
+        for line in own_lines(node)
+    }
 
 
 def uncovered(sites: Iterable[Site]) -> list[Site]:
-    """Those that no row of any table names."""
-    spans = [*mutated_spans(), *map(span_of, EXEMPT)]
-    return [site for site in sites if not any(span.holds(site) for span in spans)]
+    """The sites that no row of any table names."""
+    exempt = Counter((row.function, name) for row in EXEMPT for name in row.sites)
+    missing = []
+    for site in without_a_mutation(sites):
+        if exempt[site.function, site.name]:
+            exempt[site.function, site.name] -= 1
+        else:
+            missing.append(site)
+    return missing
+
+
+def _place(statement: ast.stmt) -> tuple[int, int]:
+    return statement.lineno, statement.col_offset
+
+
+def _functions(body: Iterable[ast.stmt], classes: tuple[str, ...] = ()) -> Iterator[tuple[str, ast.stmt]]:
+    """The outermost functions of a module, by their names below their classes."""
+    for node in body:
+        if isinstance(node, ast.ClassDef):
+            yield from _functions(node.body, (*classes, node.name))
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield ".".join((*classes, node.name)), node
 
 
 def _named(node: ast.AST, *, asked: bool) -> Iterator[tuple[int, int, str]]:
-    """Line, column in bytes and name of what looks like a rule in this node and below. `asked`: a decision depends on
-    the node.
-    """
+    """Line, column in bytes and name of each site in this node and below. `asked`: a decision depends on the node."""
     match node:
         case ast.Raise():
             return  # a message

@@ -2,27 +2,85 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import traceback
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import ModuleType
 
 import pytest
 
 from sidestream.errors import InvariantError
 from sidestream.kv.pool import FencedPool, Lease
 from sidestream.kv.prefix import PrefixIndex
-from sidestream.testing.mutations import Edit, Mutation, applied, find, source_of
+from sidestream.testing.mutations import Change, Mutation, applied, find
+from sidestream.testing.mutations.marks import Mark, find_marks
+from sidestream.testing.mutations.operators import Become, Delete, Operator, Value
 
-POOL = "sidestream.kv.pool:FencedPool"
+SOURCE = """\
+from contextlib import contextmanager
 
 
-def mutation(target: str, old: str, new: str, *also: Edit) -> Mutation:
-    return Mutation(name="tried", hazard="H1", target=target, old=old, new=new, removes="something", also=also)
+class Base:
+    def name(self):
+        return "base"
+
+
+class Room(Base):
+    @property
+    def size(self):
+        return 1  # rule: size
+
+    @staticmethod
+    def pair(first, second=2):
+        return first, second  # rule: pair
+
+    @classmethod
+    def made(cls):
+        return cls.__name__  # rule: made
+
+    @contextmanager
+    def entered(self):
+        yield "in"  # rule: entered
+
+    def name(self):
+        found = super().name()
+        return found + "!"  # rule: name
+
+    def __hidden(self):
+        return "hidden"
+
+    def seen(self):
+        return self.__hidden()  # rule: seen
+
+
+async def later():
+    return 1  # rule: later
+"""
+
+
+def mutation(at: str, operator: Operator, *also: Change) -> Mutation:
+    return Mutation(name="tried", hazard="H1", at=at, change=operator, removes="something", also=also)
+
+
+@pytest.fixture
+def room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[ModuleType, Mapping[str, Mark]]]:
+    """A module with marks, and the marks."""
+    package = tmp_path / "marked_package"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "room.py").write_text(SOURCE)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield importlib.import_module("marked_package.room"), find_marks(package, "marked_package")
+    for name in ("marked_package", "marked_package.room"):
+        monkeypatch.delitem(importlib.sys.modules, name)  # type: ignore[attr-defined]
 
 
 def test_a_rule_is_gone_inside_and_back_outside_also_for_objects_that_were_there_before() -> None:
     pool = FencedPool("blocks", 2)
     bound = pool.take(1).release
-    with applied(mutation("sidestream.kv.pool:Lease.release", "self.pool._release(self.ids, tuple(after))", "pass")):
+    with applied(mutation("release-keeps-its-fences", Delete())):
         bound()
         assert pool.num_used == 1
     pool.take(1).release()
@@ -50,61 +108,43 @@ def test_two_mutations_of_one_function_at_once_are_refused_and_the_first_stays()
         pass
 
 
-def test_a_mutation_of_which_one_edit_does_not_fit_changes_nothing() -> None:
+def test_a_mutation_of_which_one_change_does_not_fit_changes_nothing() -> None:
     before = Lease.release.__code__
-    broken = mutation(
-        "sidestream.kv.pool:Lease.release", "self._open = False", "pass", Edit(f"{POOL}.take", "no such text", "")
-    )
-    with pytest.raises(InvariantError, match="'no such text' occurs 0 times"), applied(broken):
+    broken = mutation("release-keeps-its-fences", Delete(), Change("no-such-mark", Delete()))
+    with pytest.raises(InvariantError, match="`# rule: no-such-mark`"), applied(broken):
         pass
     assert Lease.release.__code__ is before
 
 
-@pytest.mark.parametrize(
-    ("target", "old", "message"),
-    [
-        (f"{POOL}.take", "block_id", "occurs 15 times"),
-        (f"{POOL}.fetch", "x", "no fetch in"),
-        ("sidestream.kv.pool:PoolExhausted", "x", "is no function"),
-    ],
-)
-def test_what_does_not_fit_the_code_says_so(target: str, old: str, message: str) -> None:
-    with pytest.raises(InvariantError, match=message), applied(mutation(target, old, "")):
-        pass
-
-
-def test_overlapping_edits_are_refused() -> None:
-    twice = mutation(
-        f"{POOL}._evict",
-        "    self._index.remove_all(block_ids)\n",
-        "",
-        Edit(f"{POOL}._evict", "self._index.remove_all(block_ids)", ""),
-    )
-    with pytest.raises(InvariantError, match="the edits overlap"), applied(twice):
-        pass
-
-
 def test_an_error_in_changed_code_points_at_the_line_of_the_original() -> None:
     lines, first = inspect.getsourcelines(FencedPool.take)
-    at = next(number for number, line in enumerate(lines) if "return Lease(" in line)
-    longer = mutation(
-        f"{POOL}.take",
-        "return Lease(self, block_ids, pending)",
-        "raise ZeroDivisionError",
-        Edit(
-            f"{POOL}.take",
-            "        self._references[block_id] = 1\n",
-            "        self._references[block_id] = 1\n        pass\n        pass\n",
-        ),
-    )
-    with applied(longer), pytest.raises(ZeroDivisionError) as caught:
-        FencedPool("blocks", 1).take(1)
+    at = next(number for number, line in enumerate(lines) if "pending = merge_fences" in line)
+    with applied(mutation("take-hands-on-fences", Become("pass\npass\nraise ZeroDivisionError"))):
+        pool = FencedPool("blocks", 1)
+        pool._fences[0] = (None,)  # type: ignore[assignment]
+        with pytest.raises(ZeroDivisionError) as caught:
+            pool.take(1)
     assert traceback.extract_tb(caught.tb)[-1].lineno == first + at
 
 
-def test_a_property_a_static_method_and_a_function_can_be_changed() -> None:
-    assert source_of(f"{POOL}.num_free").function is FencedPool.num_free.fget
-    assert source_of("sidestream.offload.worker:OffloadWorker._wants_more").text.startswith(
-        "@staticmethod\ndef _wants_more"
-    )
-    assert source_of("sidestream.kv.pool:merge_fences").function.__name__ == "merge_fences"
+def test_functions_of_every_kind_can_be_changed(room: tuple[ModuleType, Mapping[str, Mark]]) -> None:
+    module, marks = room
+    one = module.Room()
+    with applied(mutation("size", Value("2")), marks):
+        assert one.size == 2
+    with applied(mutation("pair", Value("second, first")), marks):
+        assert one.pair(1) == module.Room.pair(1) == (2, 1)
+    with applied(mutation("made", Value("cls")), marks):
+        assert module.Room.made() is module.Room
+    with applied(mutation("entered", Become("yield 'changed'")), marks), one.entered() as inside:
+        assert inside == "changed"
+    with applied(mutation("later", Value("2")), marks), pytest.raises(StopIteration, match="2"):
+        module.later().send(None)
+
+
+def test_super_and_private_names_mean_the_same_in_changed_code(room: tuple[ModuleType, Mapping[str, Mark]]) -> None:
+    module, marks = room
+    with applied(mutation("name", Value("found + '?'")), marks):
+        assert module.Room().name() == "base?"
+    with applied(mutation("seen", Value("self.__hidden().upper()")), marks):
+        assert module.Room().seen() == "HIDDEN"

@@ -14,7 +14,6 @@ def report() -> Report:
     return torture(schedules=SCHEDULES, seed=0)
 
 
-@pytest.mark.slow
 def test_no_oracle_objects_to_any_of_two_thousand_schedules(report: Report) -> None:
     told = [
         (failure.workload.seed, failure.policy, failure.seed, failure.outcome.findings) for failure in report.failures
@@ -23,7 +22,6 @@ def test_no_oracle_objects_to_any_of_two_thousand_schedules(report: Report) -> N
     assert (report.schedules, report.num_failures, report.interrupted) == (SCHEDULES, 0, False)
 
 
-@pytest.mark.slow
 def test_they_are_worth_their_name(report: Report) -> None:
     assert report.steps / report.schedules > 20
     assert report.decisions / report.schedules > 80

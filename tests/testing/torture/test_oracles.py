@@ -5,12 +5,20 @@ changed by hand.
 from __future__ import annotations
 
 import dataclasses
+import functools
+import inspect
 import random
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
 
 import pytest
 
 from sidestream.device.sim import make_policy
+from sidestream.device.sim.device import SimStream
 from sidestream.testing.mutations import Mutation, applied, find
+from sidestream.testing.mutations.marks import marks_in
+from sidestream.testing.mutations.operators import Become, Operator, SetArgument, Value
 from sidestream.testing.torture import (
     ORACLES,
     Asked,
@@ -25,6 +33,9 @@ from sidestream.testing.torture import (
 )
 from sidestream.testing.torture.judge import wrong_answer
 from sidestream.testing.torture.oracle import Sample
+from sidestream.testing.torture.run import _Schedule
+from sidestream.testing.torture.script import ScriptedTier
+from sidestream.testing.torture.verdict import Verdict
 
 PLAIN = Workload(
     0,
@@ -33,31 +44,41 @@ PLAIN = Workload(
 )
 
 
-def doctored(target: str, old: str, new: str) -> Mutation:
-    return Mutation(name="doctored", hazard="H1", target=target, old=old, new=new, removes="whatever the test says")
+def doctored(
+    function: Callable[..., object], line: str, operator: Operator
+) -> Callable[[], AbstractContextManager[None]]:
+    """Makes contexts in which the statement on this line of a function is changed."""
+    path, text = Path(inspect.getfile(function)), inspect.getsource(function)
+    assert text.count(line) == 1
+    marked = path.read_text(encoding="utf-8").replace(text, text.replace(line, f"{line}  # rule: doctored"))
+    marks = {mark.name: mark for mark in marks_in(marked, path, function.__module__)}
+    mutation = Mutation(name="doctored", hazard="H1", change=operator, removes="whatever the test says")
+    return functools.partial(applied, mutation, marks)
+
+
+def without(rule: str) -> Callable[[], AbstractContextManager[None]]:
+    return functools.partial(applied, find(rule))
 
 
 LOST_FENCE = doctored(
-    "sidestream.device.sim.stream:SimStream._do",
-    "fence.done, self.busy = True, False",
-    "fence.done, self.busy = not label.startswith('decode'), False",
+    SimStream._do, "fence.done, self.busy = True, False", Value("not label.startswith('decode'), False")
 )
 NOT_EVER_FINISHED = doctored(
-    "sidestream.testing.torture.run:_Schedule._busy",
-    "return engine.loop.in_flight is not None",
-    "return True or engine.loop.in_flight is not None",
+    _Schedule._busy,
+    "return engine.loop.in_flight is not None or (transfers is not None and transfers.busy)",
+    Value("True"),
 )
 
-OBJECTIONS: dict[str, tuple[Mutation, int, str, int]] = {
-    "checker": (find("release-waits-for-the-transfers"), 0, "late", 1),
-    "tokens": (find("only-the-last-chunk-samples"), 0, "random", 0),
-    "accept lengths": (find("new-owner-brings-its-own-history"), 8, "late", 0),
-    "content": (find("key-names-its-prefix"), 0, "random", 0),
-    "balance": (find("forgotten-block-is-free"), 30, "random", 1),
-    "answered": (find("request-ends-before-its-client-is-told"), 0, "random", 0),
+OBJECTIONS: dict[str, tuple[Callable[[], AbstractContextManager[None]], int, str, int]] = {
+    "checker": (without("release-waits-for-the-transfers"), 0, "late", 1),
+    "tokens": (without("only-the-last-chunk-samples"), 0, "random", 0),
+    "accept lengths": (without("new-owner-brings-its-own-history"), 8, "late", 0),
+    "content": (without("key-names-its-prefix"), 0, "random", 0),
+    "balance": (without("forgotten-block-is-free"), 30, "random", 1),
+    "answered": (without("request-ends-before-its-client-is-told"), 0, "random", 0),
     "deadlock": (LOST_FENCE, 0, "random", 0),
     "no progress": (NOT_EVER_FINISHED, 0, "random", 0),
-    "error": (find("share-counts-its-reference"), 0, "random", 0),
+    "error": (without("share-counts-its-reference"), 0, "random", 0),
 }
 
 
@@ -67,11 +88,11 @@ def run(workload: Workload) -> Outcome:
 
 @pytest.mark.parametrize("oracle", ORACLES)
 def test_an_oracle_objects(oracle: str) -> None:
-    mutation, number, policy, seed = OBJECTIONS[oracle]
+    changed, number, policy, seed = OBJECTIONS[oracle]
     workload = draw_workload(number)
     reference = reference_of(workload)  # by the code as it is
     assert run_one(workload, policy, seed, reference).findings == ()
-    with applied(mutation):
+    with changed():
         outcome = run_one(workload, policy, seed, reference)
     assert oracle in outcome.oracles
     assert run_one(workload, policy, seed, reference).findings == ()
@@ -143,13 +164,11 @@ def test_only_steps_that_fail_may_end_a_request_with_an_error() -> None:
 # hand
 
 
-def spoiling(deed: str) -> Mutation:
+def spoiling(deed: str) -> AbstractContextManager[None]:
     """At the end, before anything is judged, `deed` happens."""
-    return doctored(
-        "sidestream.testing.torture.run:_Schedule._judge_idle",
-        "life = self._life",
-        f"life = self._life; engine, parts = life.engine, life.engine.parts; {deed}",
-    )
+    judged = 'self.judge_balance(life, "idle")'
+    changed = Become(f"engine, parts = life.engine, life.engine.parts; {deed}; {judged}")
+    return doctored(Verdict.judge_idle, judged, changed)()
 
 
 @pytest.mark.parametrize(
@@ -170,12 +189,12 @@ def spoiling(deed: str) -> Mutation:
         ("parts.tiers.host.pool.take(1)", "balance", "host slots are still in use"),
         ("engine.streams._by_id[9] = None", "balance", "1 output streams are kept"),
         ("engine.serving._unfinished += 1", "balance", "1 requests are counted as unfinished"),
-        ("parts.device.stall('queue full')", "balance", "the engine's thread was held up: queue full"),
-        ("parts.device.stall('queue full')", "checker", "the host was held up"),
+        ("parts.device.stall('queue full')", "balance", "the engine's thread was blocked: queue full"),
+        ("parts.device.stall('queue full')", "checker", "the host was blocked"),
     ],
 )
 def test_what_is_spoilt_at_the_end_is_noticed(spoilt: str, oracle: str, text: str) -> None:
-    with applied(spoiling(spoilt)):
+    with spoiling(spoilt):
         outcome = run(PLAIN)
     assert any(finding.oracle == oracle and text in finding.text for finding in outcome.findings), outcome.findings
 
@@ -191,24 +210,20 @@ def test_a_reset_that_forgets_nothing_is_noticed_at_once() -> None:
 def test_a_damaged_file_is_an_objection_only_if_the_script_does_not_damage_files() -> None:
     disk = dataclasses.replace(PLAIN, disk_blocks=16)
     cut = doctored(
-        "sidestream.testing.torture.script:ScriptedTier.write",
-        "_damage(path, fault)",
-        "_damage(path, Fault('write', 'truncated', 0))",
+        ScriptedTier.write, "_damage(path, fault)", SetArgument("_damage", 1, "Fault('write', 'truncated', 0)")
     )
     scripted = dataclasses.replace(disk, faults=(Fault("write", "truncated", 0, every=1),))
     assert run(disk).findings == ()
     assert run(scripted).findings == ()
-    with applied(cut):
+    with cut():
         outcome = run(disk)
     assert any("cannot be read" in finding.text for finding in outcome.findings)
 
 
 def test_an_exception_says_where_it_came_from() -> None:
-    broken = doctored(
-        "sidestream.testing.torture.run:_Schedule._judge_idle", "life = self._life", "life = self._nobody"
-    )
-    with applied(broken):
+    broken = doctored(Verdict.judge_idle, 'self.judge_balance(life, "idle")', Become("self._nobody"))
+    with broken():
         outcome = run(PLAIN)
     (finding,) = [finding for finding in outcome.findings if finding.oracle == "error"]
     assert "AttributeError" in finding.text
-    assert "_judge_idle" in finding.text
+    assert "judge_idle" in finding.text

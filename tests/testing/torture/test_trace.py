@@ -41,9 +41,9 @@ def test_a_race_is_told_by_two_letters_and_the_missing_edge() -> None:
         " B                                                                    ends compute:9: it failed",
     ]
     assert explain(RACE).splitlines() == [
-        "  A  store:1    reads  kv[192:384], given at offload/connector.py:169 _store, `store 1 blocks`",
-        "  B  compute:9  writes kv[192:384], given at runner/executor.py:104 launch, `decode 1`",
-        "  missing: store:1 ──▶ compute:9; compute never waited for it, so B may as well come first",
+        "  A  store:1    reads  kv[192:384], from offload/connector.py:169 _store, `store 1 blocks`",
+        "  B  compute:9  writes kv[192:384], from runner/executor.py:104 launch, `decode 1`",
+        "  missing: store:1 ──▶ compute:9; compute never waited for it, so B may also run first",
     ]
 
 
@@ -67,7 +67,7 @@ def test_a_host_that_did_not_look_is_told_so() -> None:
     race = Finding("race", "", "a", "b", ("store", "host"), ("store:1", "host"), ("writes", "reads"), "host", 0, 8)
     assert (
         explain(race).splitlines()[-1]
-        == "  missing: store:1 ──▶ host; the host never saw store:1 done, so B may as well come first"
+        == "  missing: store:1 ──▶ host; the host never saw store:1 done, so B may also run first"
     )
     assert " B" not in render(LINES, race)  # the host's own touches are no work of a stream
 

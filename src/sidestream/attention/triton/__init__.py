@@ -1,13 +1,15 @@
-"""Paged attention on the device: prefill, decode and multi-token verification by one family of kernels.
+"""Paged attention on the device: one family of kernels for prefill, decode and multi-token verification.
 
-`DeviceBatch` says how a packed batch lies in the pool, by tensors on the device; `paged_attention` writes its keys and
-values and attends, with the meaning of `sidestream.attention.paged`; `warm_up` compiles before serving. Importable
-without triton; a launch then raises.
+`DeviceBatch` holds the location of a packed batch in the pool, in device tensors. `paged_attention` writes the batch's
+keys and values and attends, with the semantics of `sidestream.attention.paged`. `warm_up` compiles the kernels before
+serving. Importable without triton; then a launch raises.
 """
 
 from sidestream.attention.triton.backend import TritonAttention
-from sidestream.attention.triton.batch import LONG_TOKENS, ContiguousKV, DeviceBatch, SplitKVWorkspace, Tile, Tiles
-from sidestream.attention.triton.launch import Variant, paged_attention, warm_up
+from sidestream.attention.triton.batch import DeviceBatch
+from sidestream.attention.triton.launch import paged_attention
+from sidestream.attention.triton.variants import Variant, warm_up
+from sidestream.attention.triton.workspace import LONG_TOKENS, ContiguousKV, SplitKVWorkspace, Tile, Tiles
 
 __all__ = [
     "LONG_TOKENS",

@@ -1,4 +1,4 @@
-"""The attention backend of GPUs: Triton kernels, and the buffers that their steps share."""
+"""The attention backend for GPUs: Triton kernels, and the buffers shared by all steps."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ from dataclasses import dataclass
 import torch
 
 from sidestream.attention.interface import AttentionSpec, BatchRows
-from sidestream.attention.triton.batch import LONG_TOKENS, ContiguousKV, DeviceBatch, SplitKVWorkspace
+from sidestream.attention.triton.batch import DeviceBatch
+from sidestream.attention.triton.workspace import LONG_TOKENS, ContiguousKV, SplitKVWorkspace
 from sidestream.device.kinds import on_gpu
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TritonAttention:
-    """See `AttentionBackend`. Rows that decode and short rows are reduced in splits, the others in one pass: which way
-    a row goes is part of what its bits depend on.
+    """See `AttentionBackend`. Decode rows and short rows are reduced in splits, the others in one pass; the exact bits
+    of a row's result depend on which.
 
     workspace    partial results of rows in splits
     contiguous   memory for a long chunk's KV; None: every row is read from its blocks
@@ -46,12 +47,12 @@ class TritonAttention:
             device=spec.device,
             also=spec.draft,
         )
-        if chunk_tokens < LONG_TOKENS:  # a warm-up chunk would not compile the kernels for long chunks
+        if chunk_tokens < LONG_TOKENS:  # such a warm-up compiles no kernels for long chunks
             return cls(workspace)
         contiguous = ContiguousKV.allocate(
             kv_heads=spec.kv_heads,
             head_dim=spec.head_dim,
-            kv_tokens=workspace.kv_tokens,  # captured block tables are as long
+            kv_tokens=workspace.kv_tokens,  # the block tables of captured graphs have this length
             dtype=spec.dtype,
             device=spec.device,
         )

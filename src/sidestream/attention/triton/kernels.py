@@ -1,21 +1,21 @@
-"""The kernels: write keys and values, attend (in one pass or in splits), combine the splits; for a long chunk, copy its
-KV without blocks and attend over the copy. Launched by `launch` only; needs triton.
+"""The kernels: write keys and values; attend in one pass or in splits; combine the splits; and for a long chunk, copy
+its KV to contiguous memory and attend over the copy. Launched by `launch` only; needs triton.
 
-The host plans nothing of this. A program finds its row and its query tokens from the batch's metadata on the
-device, so a captured graph serves every batch that its launch bounds cover. Query heads that share a kv head share a
-program: with `t = BLOCK_M // GROUP` tokens a tile, line m of a tile is query token `m // GROUP`, head `m % GROUP` of
-the group; what is left over of BLOCK_M is masked.
+The host plans nothing. Each program finds its row and its query tokens from the batch's metadata on the device, so a
+captured graph serves every batch within its launch bounds. Query heads that share a kv head share a program: with `t =
+BLOCK_M // GROUP` tokens per tile, line m of a tile is query token `m // GROUP`, head `m % GROUP` of the group; the
+remaining lines of BLOCK_M are masked.
 
-The order of a sum is part of the contract. KV is reduced in tiles at multiples of BLOCK_N of the row's own positions,
-splits lie at multiples of SPLIT (of a short chunk, behind the first NARROW, WIDE apart), combined `_CHUNK` at a time
-from the first that the query sees. A tile of which a query sees nothing leaves its sums as they were, to the bit. So
-what a query token gets depends on its own position and KV, not on what shares its tile, its launch or its batch. Masked
-and unmasked tiles compute the same expressions for the same reason.
+The order of a sum is part of the contract. KV is reduced in tiles at multiples of BLOCK_N of the row's own positions.
+Splits begin at multiples of SPLIT (in a short chunk, at multiples of WIDE after the first NARROW splits) and are
+combined `_CHUNK` at a time, from the first split that the query sees. A tile of which a query sees nothing leaves its
+sums unchanged, to the bit. So a query token's result depends on its own position and KV, and not on the other queries
+of its tile, launch or batch. For the same reason, masked and unmasked tiles compute the same expressions.
 
-OVERLAP: a kernel's programs start while the kernel before it still runs, find out what they are to do, and then wait
-for all of it (programmatic dependent launch). What they look at before they wait was written before the step's first
-layer. Each waits, also one that has nothing to do: whatever is launched behind the last of these kernels waits for that
-one alone.
+OVERLAP: a kernel's programs start while the previous kernel still runs, find their work, and then wait for the end of
+that kernel (programmatic dependent launch). Before the wait they read only data written before the step's first layer.
+Every program waits, even without work, because the work enqueued after the last of these kernels waits only for that
+kernel.
 """
 
 import triton
@@ -52,7 +52,7 @@ def write(
     WIDTH: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """One token: its keys and values go to its slot (none if negative); beyond the last row its output becomes zero.
+    """One token: write its keys and values to its slot (none if negative); after the last row, set its output to zero.
     Grid (tokens,).
     """
     if OVERLAP:
@@ -77,10 +77,10 @@ def write(
 
 @triton.jit
 def _row_of_tile(tile, cu_seqlens_q, first_row, num_rows, TILE_TOKENS: tl.constexpr):
-    """The row that a tile of queries belongs to, and the tile's number in it.
+    """The row of a tile of queries, and the tile's number in the row.
 
-    Row r of those from `first_row` on, whose tokens begin s after those of the first, owns the tiles from `s //
-    TILE_TOKENS + r` on: always enough for it, and never more than one too many.
+    Rows count from `first_row`. If row r begins s tokens after the first row's begin, it owns the tiles from `s //
+    TILE_TOKENS + r` on: always enough, and at most one too many.
     """
     base = tl.load(cu_seqlens_q + first_row)
     before = 0
@@ -96,7 +96,7 @@ def _row_of_tile(tile, cu_seqlens_q, first_row, num_rows, TILE_TOKENS: tl.conste
 
 @triton.jit
 def _split_of(position, wide, SPLIT: tl.constexpr, NARROW: tl.constexpr):
-    """The split that a position lies in."""
+    """The split that contains a position."""
     return tl.where(position < NARROW * SPLIT, position // SPLIT, NARROW + (position - NARROW * SPLIT) // wide)
 
 
@@ -117,8 +117,8 @@ def _splits(
     WINDOW: tl.constexpr,
     TILE_TOKENS: tl.constexpr,
 ):
-    """Of a row: how many tiles of queries it has, the first split that any of them sees, and how many there are from
-    that one on.
+    """For a row: its number of query tiles, the first split that any of them sees, and the number of splits from there
+    on.
     """
     first_split = query_len * 0
     if WINDOW:
@@ -140,10 +140,10 @@ def _share(
     WINDOW: tl.constexpr,
     TILE_TOKENS: tl.constexpr,
 ):
-    """Which splits of tiles this program reduces, counted over rows [first_row, num_rows): from, to, the row of the
-    first of them, and how many the rows before it have.
+    """The range of splits of tiles that this program reduces, counted over rows [first_row, num_rows): begin, end, the
+    row of the first one, and the number in the rows before it.
 
-    Shares differ by one at most, whatever the lengths of the rows: all programs share a long row among short ones.
+    The programs' shares differ by at most one, for any lengths of rows: all programs share a long row among short ones.
     """
     count = 0
     for begin in range(first_row, num_rows, 128):
@@ -180,7 +180,7 @@ def _splits_of_rows(
     WINDOW: tl.constexpr,
     TILE_TOKENS: tl.constexpr,
 ):
-    """`_splits` of the 128 rows from `begin` on; beyond the last one there are none."""
+    """`_splits` of the 128 rows from `begin` on; zero after the last row."""
     rows = begin + tl.arange(0, 128)
     start = tl.load(cu_seqlens_q + rows, mask=rows < num_rows, other=0)
     stop = tl.load(cu_seqlens_q + rows + 1, mask=rows < num_rows, other=0)
@@ -190,7 +190,7 @@ def _splits_of_rows(
 
 @triton.jit
 def _blocks(table, tile, low, high, BLOCK_N: tl.constexpr, BLOCK_TOKENS: tl.constexpr):
-    """The block of each position of a KV tile, or the one block of all; 0 where nothing in [low, high) is."""
+    """The block id of each position of a KV tile, or the single one for all; 0 for positions outside [low, high)."""
     if BLOCK_TOKENS % BLOCK_N == 0:
         blocks = tl.load(table + tile // BLOCK_TOKENS, mask=tile < high, other=0)
     else:
@@ -201,7 +201,7 @@ def _blocks(table, tile, low, high, BLOCK_N: tl.constexpr, BLOCK_TOKENS: tl.cons
 
 @triton.jit
 def _load(base, lines, dims, held, MASKED: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr):
-    """A tile of keys or values, zeros where nothing is held and beyond the head."""
+    """Load a tile of keys or values, with zeros for absent tokens and for padded dimensions."""
     there = base + lines[:, None] + dims[None, :]
     if MASKED:
         tile = tl.load(there, mask=held[:, None] & (dims[None, :] < HEAD_DIM), other=0.0)
@@ -214,14 +214,14 @@ def _load(base, lines, dims, held, MASKED: tl.constexpr, HEAD_DIM: tl.constexpr,
 
 @triton.jit
 def _weigh(scores, top, total, acc, exponent):
-    """A tile's scores as weights, and the running softmax brought to them: the highest score, the sum of weights, the
+    """Turn a tile's scores into weights, and rescale the running softmax: the highest score, the sum of weights, the
     weighted values so far.
     """
     higher = tl.maximum(top, tl.max(scores, 1))
-    base = tl.where(higher == float("-inf"), 0.0, higher)  # a line that has seen nothing yet: not inf - inf
+    base = tl.where(higher == float("-inf"), 0.0, higher)  # a line that has seen nothing yet: avoids inf - inf
     weights = tl.exp2(scores * exponent - (base * exponent)[:, None])
-    # The difference first: 1 exactly where nothing is higher. A difference of products would be fused, and 1 plus a
-    # rounding.
+    # Subtract first: exactly 1 if nothing is higher. A difference of products would be fused, and give 1 plus a
+    # rounding error.
     shrink = tl.exp2((top - base) * exponent)
     return higher, total * shrink + tl.sum(weights, 1), acc * shrink[:, None], weights
 
@@ -255,13 +255,13 @@ def _reduce(
 ):
     """Add the KV tiles [begin, stop) to a running softmax: the highest score, the sum of weights, the weighted values.
 
-    MASKED: only keys in [low, high) are read, and a query sees none after itself or before its window. Unmasked, every
-    key of every tile is there and every query sees it.
+    MASKED: only keys in [low, high) are read, and a query sees no key after itself or before its window. Unmasked,
+    every key of every tile exists and every query sees it.
     """
     offsets = tl.arange(0, BLOCK_N)
     dims = tl.arange(0, PADDED_DIM)
-    # Carried from tile to tile: looked up in the loop, they would be a load that loads wait for, and Triton would give
-    # it half of the stages, so that keys and values arrive only when they are needed.
+    # Block ids are carried from tile to tile. A lookup inside the loop would be a load that the KV loads depend on;
+    # Triton would give it half of the stages, and keys and values would not be prefetched.
     blocks = _blocks(table, begin, low, high, BLOCK_N, BLOCK_TOKENS)
     for tile in range(begin, stop, BLOCK_N):
         if BLOCK_TOKENS % BLOCK_N == 0:
@@ -272,14 +272,15 @@ def _reduce(
         held = (tile + offsets >= low) & (tile + offsets < high)
         k = _load(keys, lines, dims, held, MASKED, HEAD_DIM, PADDED_DIM)
         scores = tl.dot(query, tl.trans(k), input_precision="ieee")
-        if CAPPED:  # tanh, from what the hardware has; `exponent` brings the cap back
+        if CAPPED:  # tanh from exp2; `exponent` multiplies by the cap
             scores = 1.0 - 2.0 / (1.0 + tl.exp2(scores * cap_scale))
         if MASKED:
             key_positions = tile + offsets
             sees = key_positions[None, :] <= positions[:, None]
             if WINDOW:
                 sees &= key_positions[None, :] > positions[:, None] - window
-            # Raw scores, before the factor: after it, the compiler would fuse less here than in an unmasked tile.
+            # Mask the raw scores, before the factor: after it, the compiler would fuse less here than in an unmasked
+            # tile.
             scores = tl.where(sees, scores, float("-inf"))
         top, total, acc, weights = _weigh(scores, top, total, acc, exponent)
         v = _load(values, lines, dims, held, MASKED, HEAD_DIM, PADDED_DIM)
@@ -289,7 +290,7 @@ def _reduce(
 
 @triton.jit
 def _lengths(cu_seqlens_q, kv_lens, row):
-    """Of a row: where its queries begin among the packed tokens, how many it has, and the length of its KV."""
+    """For a row: the start of its queries in the packed tokens, their number, and the length of its KV."""
     query_start = tl.load(cu_seqlens_q + row).to(tl.int64)
     query_len = (tl.load(cu_seqlens_q + row + 1) - query_start).to(tl.int32)
     return query_start, query_len, tl.load(kv_lens + row).to(tl.int32)
@@ -300,8 +301,8 @@ def _queries(
     query, query_start, query_len, kv_len, begin, line, heads, dims, window, token_stride, head_stride,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, TILE_TOKENS: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
-    """A tile of queries of one row, from its query `begin` on: their values, their packed tokens, the lines that are
-    real, and the positions; then the KV range of the tile: the first query sees [low, first], the last one up to high.
+    """A tile of queries of one row, from its query `begin` on: their values, their packed tokens, the mask of real
+    lines, and the positions; then the KV range of the tile: the first query sees [low, first], the last one up to high.
     """
     tokens = begin + line // GROUP
     real = (line < TILE_TOKENS * GROUP) & (tokens < query_len)
@@ -324,7 +325,7 @@ def _queries(
 
 @triton.jit
 def _long_row(cu_seqlens_q, first_row, num_rows, long_above):
-    """The row of more than `long_above` tokens, half of all; -1: there is none."""
+    """The row with more than `long_above` tokens, which is half of all; -1: none."""
     row = -1
     for begin in range(first_row, num_rows, 128):
         rows = begin + tl.arange(0, 128)
@@ -358,10 +359,9 @@ def gather_contiguous(
     BLOCK_TOKENS: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Copy the KV of the row that has more than half of all tokens, one token after another; then zeros, to the end of
-    the last tile.
+    """Copy the KV of the row that has more than half of all tokens, in token order, and fill its last tile with zeros.
 
-    Each program has some of the tiles of one head. Grid (kv_heads, programs).
+    Each program copies some of the tiles of one head. Grid (kv_heads, programs).
     """
     row = _long_row(cu_seqlens_q, first_row, num_rows, long_above)
     if row < 0:
@@ -405,9 +405,8 @@ def attend_contiguous(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """A tile of queries of the row that has more than half of all tokens, in one pass over the KV that
-    `gather_contiguous` copied: whole tiles of it, by the hardware's own copies. The sums are those of `attend`,
-    in their order. Grid
+    """A tile of queries of the row that has more than half of all tokens, in one pass over the contiguous KV of
+    `gather_contiguous`; whole tiles are copied by TMA. Sums have the same terms and the same order as in `attend`. Grid
     (kv_heads, tiles).
     """
     TILE_TOKENS: tl.constexpr = BLOCK_M // GROUP
@@ -486,9 +485,9 @@ def attend(
     BLOCK_N: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Tiles of queries, each of one of the rows [first_row, num_rows), all heads of one kv head.
+    """Tiles of queries of the rows [first_row, num_rows), all heads of one kv head.
 
-    SPLIT = 0   one tile, in one pass over its KV, into `out`; not of a row that has more than `long_above` tokens. Grid
+    SPLIT = 0   one tile, in one pass over its KV, into `out`; skips a row with more than `long_above` tokens. Grid
                 (kv_heads, tiles)
     SPLIT > 0   this program's share of all splits of all tiles of these rows, one by one into sums, tops, totals. Grid
                 (kv_heads, shares)
@@ -504,7 +503,7 @@ def attend(
         gdc_launch_dependents()
 
     if SPLIT == 0:
-        # The last tiles of a row see the most keys: they begin first, so that none is left running alone.
+        # The last tiles of a row see the most keys. They start first, so that no long tile runs alone at the end.
         row, row_tile = _row_of_tile(
             tl.num_programs(1) - 1 - tl.program_id(1), cu_seqlens_q, first_row, num_rows, TILE_TOKENS
         )
@@ -523,8 +522,8 @@ def attend(
         top = tl.full([BLOCK_M], float("-inf"), tl.float32)
         total = tl.zeros([BLOCK_M], tl.float32)
         acc = tl.zeros([BLOCK_M, PADDED_DIM], tl.float32)
-        # [edge, full) the window begins in these · [full, diagonal) all see all · [diagonal, high) the tile's own
-        # tokens
+        # [edge, full) contain a window's begin · [full, diagonal) visible to all queries · [diagonal, high) the tile's
+        # own tokens
         edge = low // BLOCK_N * BLOCK_N
         diagonal = (first + 1) // BLOCK_N * BLOCK_N
         full = edge
@@ -567,7 +566,7 @@ def attend(
                 row_tiles, first_split, splits = _splits(
                     query_len, kv_len, window, SPLIT, NARROW, WIDE, WINDOW, TILE_TOKENS
                 )
-            # A split's tiles one after another: the second one finds its KV in a cache.
+            # The tiles of a split run one after another, so the second one finds its KV in the cache.
             split = first_split + (number - before) // row_tiles
             begin = (number - before) % row_tiles * TILE_TOKENS
 
@@ -580,8 +579,8 @@ def attend(
             top = tl.full([BLOCK_M], float("-inf"), tl.float32)
             total = tl.zeros([BLOCK_M], tl.float32)
             acc = tl.zeros([BLOCK_M, PADDED_DIM], tl.float32)
-            # All tiles masked: they wait for memory anyway, and one loop keeps more of it in flight than three short
-            # ones.
+            # All tiles masked: they wait for memory in any case, and one loop keeps more loads in flight than three
+            # short ones.
             top, total, acc = _reduce(
                 q, top, total, acc, keys, values, table, tl.maximum(_start_of(split, WIDE, SPLIT, NARROW),
                 low // BLOCK_N * BLOCK_N),
@@ -620,8 +619,8 @@ def combine(
     PADDED_DIM: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """One head of one token: its splits, first to last; rows from `split_rows` on have wide ones. Grid (tokens, heads);
-    tokens of rows from `num_rows` on are reduced in one pass.
+    """Combine the splits of one head of one token, first to last; rows from `split_rows` on have wide splits. Grid
+    (tokens, heads); skips tokens of rows from `num_rows` on, which are reduced in one pass.
     """
     packed = tl.program_id(0)
     head = tl.program_id(1)

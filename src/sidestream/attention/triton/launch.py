@@ -1,5 +1,5 @@
-"""Launches the attention kernels for a batch, on the current stream; waits for nothing. Called on the thread that owns
-the forward pass. Tests run the same launches on a CPU, in Triton's interpreter.
+"""Launches the attention kernels of a batch on the current stream, without waits. Called on the thread that owns the
+forward pass. Tests run the same launches on a CPU, in Triton's interpreter.
 """
 
 from __future__ import annotations
@@ -7,34 +7,24 @@ from __future__ import annotations
 import functools
 import importlib
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from sidestream.attention.triton.batch import LONG_TOKENS, ContiguousKV, DeviceBatch, SplitKVWorkspace, Tile, Tiles
+from sidestream.attention.triton.workspace import LONG_TOKENS, ContiguousKV, SplitKVWorkspace, Tile, Tiles
 from sidestream.device.kinds import on_gpu
 from sidestream.errors import ConfigError, InvariantError
 
-__all__ = ["Variant", "paged_attention", "warm_up"]
+if TYPE_CHECKING:
+    from sidestream.attention.triton.batch import DeviceBatch
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _MAX_HEAD_DIM = 256
 
-# Programs that share the splits: four for each of an H100's 132 multiprocessors, as many as fit at once. The number
-# changes no result.
+# Number of programs that share the splits: four per multiprocessor of an H100 (132), which is the maximum that fits at
+# once. The number changes no result.
 _PROGRAMS = 528
-
-
-@dataclass(frozen=True, slots=True)
-class Variant:
-    """Options by which a model's layers differ. Each combination of set options compiles a kernel of its own; their
-    values do not.
-    """
-
-    sliding_window: int | None = None
-    softcap: float | None = None
 
 
 def paged_attention(
@@ -54,16 +44,16 @@ def paged_attention(
     query [T, heads, head_dim] · key, value [T, kv_heads, head_dim], in the pool's dtype, last dimension dense. heads is
     a multiple of kv_heads; query head h reads kv head h // (heads / kv_heads). A query at position p sees positions `(p
     - sliding_window, p]`. `softcap` bounds the scores: softcap * tanh(score / softcap). scale is positive. Enqueues two
-    to seven kernels on the current stream and reads nothing back, so it may be captured; sums are float32 (float32
-    inputs are multiplied as such, never as TF32).
+    to seven kernels on the current stream and reads nothing back, so it may be captured. Sums are float32; float32
+    inputs are multiplied in float32, never in TF32.
 
-    The result of a query token is, to the bit, a function of the query, its position, its row's KV, the options and
-    tiles, and of whether its row is reduced in splits (then also of a split's tokens, and of whether the row counts as
-    short). It does not depend on the row's other queries, the rows beside it, their order, B, T, the width
-    of the block tables, where blocks lie, or on eager or captured launch. It does differ, within rounding, between a
-    row in splits and the same row in one pass, and between tiles of different shape.
+    The exact bits of a query token's result depend on: the query, its position, its row's KV, the options and tiles,
+    and whether its row is reduced in splits (if so, also on the tokens per split and on whether the row counts as
+    short). They do not depend on the row's other queries, the other rows, their order, B, T, the width of the block
+    tables, the location of blocks, or eager or captured launch. Within rounding, results do differ between a row in
+    splits and the same row in one pass, and between tile shapes.
 
-    Raises ConfigError without triton and for head sizes above 256, InvariantError for shapes that do not fit together.
+    Raises ConfigError without triton and for head sizes above 256, InvariantError for shapes that do not match.
     """
     pool = batch.layer(layer)
     _check(query, key, value, pool, batch, scale)
@@ -107,29 +97,37 @@ def paged_attention(
             _attend_contiguous(query, out, pool, whole, batch, contiguous, long_above, exponent)
         attend(tiles.whole, (kv_heads, tokens // (_lines(tiles.whole, group) // group) + len(whole)), whole, None, 0)
     if batch.rows_in_splits and (workspace := batch.workspace):
-        splits = -(-batch.block_tables.shape[1] * block_tokens // workspace.tokens)
-        split, short = range(batch.split_rows), range(batch.split_rows, batch.rows_in_splits)
-        for tile, part, queries, wide in (
-            (tiles.split, split, batch.split_queries, workspace.tokens),
-            (tiles.short, short, batch.short_queries, workspace.wide),
-        ):
-            if part:
-                row_tiles = -(-queries // (_lines(tile, group) // group))
-                attend(
-                    tile,
-                    (kv_heads, min(-(-_PROGRAMS // kv_heads), len(part) * row_tiles * splits)),
-                    part,
-                    workspace,
-                    wide,
-                )
-        kernels.combine[(batch.tokens_in_splits, heads)](
-            workspace.sums, workspace.tops, workspace.totals, out, batch.cu_seqlens_q, batch.kv_lens,
-            batch.rows_in_splits, batch.split_rows, workspace.tops.shape[1], window,
-            SPLIT=workspace.tokens, NARROW=workspace.narrow, WIDE=workspace.wide, WINDOW=sliding_window is not None,
-            HEADS=heads, HEAD_DIM=head_dim, PADDED_DIM=_power_of_two(head_dim),
-            num_warps=1, **overlap.behind,
-        )  # fmt: skip
+        for tile, programs, part, wide in _parts_in_splits(batch, tiles, workspace, group=group, kv_heads=kv_heads):
+            attend(tile, (kv_heads, programs), part, workspace, wide)
+        _combine(out, batch, workspace, sliding_window)
     return out
+
+
+def _parts_in_splits(
+    batch: DeviceBatch, tiles: Tiles, workspace: SplitKVWorkspace, *, group: int, kv_heads: int
+) -> Iterator[tuple[Tile, int, range, int]]:
+    """The launches for rows in splits: tile, programs of each KV head, rows, and tokens of a wide split."""
+    splits = -(-batch.block_tables.shape[1] * batch.layer(0).shape[2] // workspace.tokens)
+    split, short = range(batch.split_rows), range(batch.split_rows, batch.rows_in_splits)
+    for tile, rows, queries, wide in (
+        (tiles.split, split, batch.split_queries, workspace.tokens),
+        (tiles.short, short, batch.short_queries, workspace.wide),
+    ):
+        if rows:
+            row_tiles = -(-queries // (_lines(tile, group) // group))
+            yield tile, min(-(-_PROGRAMS // kv_heads), len(rows) * row_tiles * splits), rows, wide
+
+
+def _combine(out: torch.Tensor, batch: DeviceBatch, workspace: SplitKVWorkspace, sliding_window: int | None) -> None:
+    """Combine the partial results of all rows in splits."""
+    _, heads, head_dim = out.shape
+    _kernels().combine[(batch.tokens_in_splits, heads)](
+        workspace.sums, workspace.tops, workspace.totals, out, batch.cu_seqlens_q, batch.kv_lens,
+        batch.rows_in_splits, batch.split_rows, workspace.tops.shape[1], sliding_window or 0,
+        SPLIT=workspace.tokens, NARROW=workspace.narrow, WIDE=workspace.wide, WINDOW=sliding_window is not None,
+        HEADS=heads, HEAD_DIM=head_dim, PADDED_DIM=_power_of_two(head_dim),
+        num_warps=1, **_overlap(out.device).behind,
+    )  # fmt: skip
 
 
 def _attend_contiguous(
@@ -142,7 +140,7 @@ def _attend_contiguous(
     long_above: int,
     exponent: float,
 ) -> None:
-    """Compute the row with more than `long_above` tokens, half of the step's, if one of `rows` has as many."""
+    """Compute the row with more than `long_above` tokens (half of the step's), if one of `rows` has that many."""
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     tokens, heads, head_dim = query.shape
@@ -167,8 +165,8 @@ def _attend_contiguous(
 
 
 def write(key: torch.Tensor, value: torch.Tensor, layer: int, batch: DeviceBatch, *, out: torch.Tensor) -> None:
-    """Write keys and values, `[T, kv_heads, head_dim]`, into the pool, and zeros into those rows of `out`, `[T, …]`,
-    that are padding.
+    """Write keys and values, `[T, kv_heads, head_dim]`, into the pool, and zeros into the padding rows of `out`, `[T,
+    …]`.
     """
     pool, tokens = batch.layer(layer), len(key)
     _, _, block_tokens, kv_heads, head_dim = pool.shape
@@ -183,45 +181,8 @@ def write(key: torch.Tensor, value: torch.Tensor, layer: int, batch: DeviceBatch
     )  # fmt: skip
 
 
-def warm_up(
-    kv: torch.Tensor | tuple[torch.Tensor, ...],
-    *,
-    heads: int,
-    variants: Sequence[Variant],
-    workspace: SplitKVWorkspace | None,
-    tiles: Tiles | None = None,
-    index_dtype: torch.dtype = torch.int32,
-) -> None:
-    """Compile and launch every kernel that batches over `kv` will use: the first launch of a kernel waits for pending
-    work.
-
-    Rows in splits are covered if `workspace` is given. `index_dtype` is that of block_tables, cu_seqlens_q and kv_lens.
-    Blocks the calling thread for the compilation; neither reads nor writes the pool. Layers of separate tensors must
-    have equal strides: those of the first are launched.
-    """
-    device = kv.device if isinstance(kv, torch.Tensor) else kv[0].device
-    nothing = DeviceBatch(  # a token of padding and an empty row
-        kv,
-        slot_mapping=torch.full((1,), -1, dtype=torch.int64, device=device),
-        block_tables=torch.zeros(1, 1, dtype=index_dtype, device=device),
-        cu_seqlens_q=torch.zeros(2, dtype=index_dtype, device=device),
-        kv_lens=torch.zeros(1, dtype=index_dtype, device=device),
-        workspace=workspace,
-        tiles=tiles,
-    )
-    pool = nothing.layer(0)
-    query, key = (
-        torch.zeros(1, count, pool.shape[4], dtype=pool.dtype, device=device) for count in (heads, pool.shape[3])
-    )
-    for batch in (nothing, replace(nothing, split_rows=1), replace(nothing, short_rows=1)) if workspace else (nothing,):
-        for variant in variants:
-            paged_attention(
-                query, key, key, 0, batch, scale=1.0, sliding_window=variant.sliding_window, softcap=variant.softcap
-            )
-
-
 class _Overlap(NamedTuple):
-    """Whether a kernel starts before the kernel ahead of it has ended, and the launch options for that."""
+    """Whether a kernel may start before the previous kernel has ended, and the launch options for that."""
 
     on: bool
     behind: dict[str, bool]
@@ -229,7 +190,7 @@ class _Overlap(NamedTuple):
 
 @functools.cache
 def _overlap(device: torch.device) -> _Overlap:
-    """True of Hopper and later GPUs; not in Triton's interpreter."""
+    """True for Hopper and later GPUs; false in Triton's interpreter."""
     on = on_gpu(device) and torch.cuda.get_device_capability(device) >= (9, 0)
     return _Overlap(on, {"OVERLAP": on, "launch_pdl": True} if on else {"OVERLAP": False})
 
@@ -244,17 +205,17 @@ def _factors(scale: float, softcap: float | None) -> tuple[float, float]:
 
 
 def _lines(tile: Tile, group: int) -> int:
-    """Lines of a tile: at least one query token with all heads of a group."""
+    """Lines of a tile: at least those of one query token with all heads of a group."""
     return max(tile.queries, _power_of_two(group))
 
 
 def _warps(tile: Tile, group: int) -> int:
-    """More warps for more lines than the tile was made for: the sums of a thread must fit its registers."""
+    """More warps if the tile has more lines than it was tuned for: the sums of a thread must fit in its registers."""
     return max(tile.warps, min(8, tile.warps * _lines(tile, group) // tile.queries))
 
 
 def _power_of_two(count: int) -> int:
-    """The least power of two that is at least `count` and 16, the least that `tl.dot` takes."""
+    """The least power of two that is at least `count` and at least 16, the minimum of `tl.dot`."""
     return max(16, 1 << (count - 1).bit_length())
 
 
@@ -276,7 +237,7 @@ def _check(
             f"{kv_heads} heads of {pool.shape[-1]}"
         )
     if len(batch.slot_mapping) != tokens:
-        raise InvariantError(f"{tokens} query tokens, {len(batch.slot_mapping)} slots: one each expected")
+        raise InvariantError(f"{tokens} query tokens, {len(batch.slot_mapping)} slots: the numbers must be equal")
     if query.dtype not in _DTYPES or not query.dtype == key.dtype == value.dtype == pool.dtype:
         raise InvariantError(
             f"query {query.dtype}, key {key.dtype}, value {value.dtype}, pool {pool.dtype}: "
@@ -294,5 +255,6 @@ def _kernels() -> Any:
         return importlib.import_module("sidestream.attention.triton.kernels")
     except ModuleNotFoundError as error:
         raise ConfigError(
-            f"attention on this device needs triton, which is not here ({error}): install the triton that torch names"
+            f"attention on this device needs triton, which cannot be imported ({error}): "
+            "install the triton that torch requires"
         ) from error

@@ -1,4 +1,6 @@
-"""`sidestream bench`: figures with bounds, ratios taken in one run against a baseline that a user would have."""
+"""`sidestream bench`: figures with bounds. Most are ratios to a baseline that users could run, measured in the same
+run.
+"""
 
 from __future__ import annotations
 

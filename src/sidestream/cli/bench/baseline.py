@@ -1,4 +1,4 @@
-"""transformers' own model and `generate`, in a process of its own, as a user would run it."""
+"""The baseline: transformers' own model and `generate` in a separate process, as users run it."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""A fresh Python process that answers requests as JSON lines, for measurements that need a process of their own.
+"""A fresh Python process that answers requests as JSON lines, for measurements that need a separate process.
 
-Two users of OpenMP in one process slow each other down (see `device/cpu.py`), and only a second process can show that
-KV outlives the first.
+Two OpenMP runtimes in one process slow each other down (see `device/cpu.py`). And only a second process can show that
+KV survives the end of the first.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""The bench commands: options in, one report out. The measuring is in the modules beside this one."""
+"""The bench commands: each reads its options, measures and prints one report. The measurements are in the sibling
+modules.
+"""
 
 from __future__ import annotations
 
@@ -29,10 +31,10 @@ from sidestream.device.kinds import CPU, CUDA
 from sidestream.errors import ConfigError
 
 _PARTS = {
-    "prefill": "Time of a prompt's prefill on a GPU, over the time of its matrix products alone.",
-    "ttft": "TTFT of prompts without cached KV, and of prompts with KV in host memory, over the link's time for it.",
-    "resume": "Slowdown of requests that decode while the KV of a long request is loaded.",
-    "async": "Asynchronous over synchronous execution: tokens a second, and whether the tokens are equal.",
+    "prefill": "Prefill time of a prompt on a GPU, divided by the time of its matrix products alone.",
+    "ttft": "TTFT without cached KV, and TTFT with KV in host memory divided by the link's time to load it.",
+    "resume": "Slowdown of decoding requests while the KV of a long request is loaded.",
+    "async": "Tokens per second of asynchronous over synchronous execution, and whether the tokens are equal.",
 }
 _BLOCKS = "blocks of Qwen3-8B"
 
@@ -62,11 +64,11 @@ def prefix(
     prompt_tokens: PromptTokens = 2000,
     rounds: Annotated[
         int,
-        option("--rounds", metavar="N", help="Prompts, each asked cold, from host memory and from disk.", parse=whole),
+        option("--rounds", metavar="N", help="Prompts. Each runs cold, from host memory and from disk.", parse=whole),
     ] = 5,
     as_json: AsJson = False,
 ) -> None:
-    """TTFT of a long prompt from host memory, and from disk in a fresh process, over cold."""
+    """TTFT of a long prompt from host memory, and from disk in a fresh process, divided by its cold TTFT."""
     from sidestream.cli.bench.prefix import measure
 
     _report(
@@ -83,24 +85,24 @@ def decode(
     model: Model = DEMO_MODEL,
     output_tokens: OutputTokens = 96,
     rounds: Annotated[
-        int, option("--rounds", metavar="N", help="Repetitions, ours and generate in turn.", parse=whole)
+        int, option("--rounds", metavar="N", help="Repetitions; Sidestream and generate alternate.", parse=whole)
     ] = 5,
-    dtype: Annotated[str, option("--dtype", metavar="TYPE", help="Data type of both.")] = "auto",
+    dtype: Annotated[str, option("--dtype", metavar="TYPE", help="Data type of both engines.")] = "auto",
     device: Annotated[
         str,
         option(
             "--device",
             metavar="DEVICE",
-            help="`cpu`; or `cuda`: steps of a model of some shape with random weights, over what its bytes take.",
+            help="`cpu`; or `cuda`: step time of random weights of --shape, over the time to read their bytes.",
         ),
     ] = CPU,
     shape: Annotated[
         str,
-        option("--shape", metavar="SHAPE", help="On `cuda`, which shape: qwen3-8b, llama-3.2-1b, qwen3-0.6b or tiny."),
+        option("--shape", metavar="SHAPE", help="Model shape on `cuda`: qwen3-8b, llama-3.2-1b, qwen3-0.6b or tiny."),
     ] = "qwen3-8b",
     as_json: AsJson = False,
 ) -> None:
-    """Tokens a second, alone and with eight at once, over transformers' generate."""
+    """Tokens per second of one request and of eight concurrent requests, divided by those of transformers' generate."""
     if device not in (CPU, CUDA):
         raise ConfigError(unknown_name("device", device, (CPU, CUDA)))
     on_gpu = device == CUDA
@@ -133,11 +135,11 @@ def decode(
 def overhead(
     model: Model = DEMO_MODEL,
     rounds: Annotated[
-        int, option("--rounds", metavar="N", help="Repetitions, offload on and off in turn.", parse=whole)
+        int, option("--rounds", metavar="N", help="Repetitions; offload on and off alternate.", parse=whole)
     ] = 9,
     as_json: AsJson = False,
 ) -> None:
-    """Step time with offload idle and storing over offload off, and host waits for transfers."""
+    """Step time with offload idle and with offload storing, each divided by offload off; host waits for transfers."""
     from sidestream.cli.bench.overhead import measure
 
     _report(
@@ -153,7 +155,9 @@ def soak(
     model: Model = DEMO_MODEL,
     requests: Annotated[
         int,
-        option("--requests", metavar="N", help="Requests in all; memory is compared from number 200 on.", parse=whole),
+        option(
+            "--requests", metavar="N", help="Total requests; memory growth counts from request 200 on.", parse=whole
+        ),
     ] = 2000,
     as_json: AsJson = False,
 ) -> None:
@@ -171,15 +175,13 @@ def soak(
 
 def transfer(
     device: GpuDevice = CUDA,
-    mib: Annotated[
-        int, option("--mib", metavar="N", help="MiB that are stored and loaded in each round.", parse=whole)
-    ] = 1024,
+    mib: Annotated[int, option("--mib", metavar="N", help="MiB to store and load in each round.", parse=whole)] = 1024,
     rounds: Annotated[
-        int, option("--rounds", metavar="N", help="Repetitions, the link and all else in turn.", parse=whole)
+        int, option("--rounds", metavar="N", help="Repetitions; the link and the transfers alternate.", parse=whole)
     ] = 7,
     as_json: AsJson = False,
 ) -> None:
-    """Stores and loads of scattered blocks, over one large pinned copy."""
+    """Bandwidth of stores and loads of scattered blocks, divided by that of one large pinned copy."""
     from sidestream.cli.bench.transfer import measure
 
     _report(
@@ -194,11 +196,11 @@ def transfer(
 def interference(
     device: GpuDevice = CUDA,
     rounds: Annotated[
-        int, option("--rounds", metavar="N", help="Repetitions, with and without transfers in turn.", parse=whole)
+        int, option("--rounds", metavar="N", help="Repetitions; with and without transfers alternate.", parse=whole)
     ] = 7,
     as_json: AsJson = False,
 ) -> None:
-    """A decode step and a large matrix product while transfers run at full rate, over the same alone."""
+    """Slowdown of a decode step and of a large matrix product during transfers at full rate."""
     from sidestream.cli.bench.interference import measure
 
     _report(
@@ -213,16 +215,16 @@ def interference(
 def forward_thread(
     device: GpuDevice = CUDA,
     requests: Annotated[
-        int, option("--requests", metavar="N", help="Requests that store and load.", parse=whole)
+        int, option("--requests", metavar="N", help="Running requests that store and load.", parse=whole)
     ] = 1000,
     steps: Annotated[int, option("--steps", metavar="N", help="Steps of the loop.", parse=whole)] = 400,
     pending: Annotated[
         int,
-        option("--pending", metavar="N", help="Transfers that are pending at once, in the second part.", parse=whole),
+        option("--pending", metavar="N", help="Pending transfers in the second part.", parse=whole),
     ] = 100_000,
     as_json: AsJson = False,
 ) -> None:
-    """What transfers cost the engine thread in each step, and whether it ever blocks."""
+    """Engine-thread time that transfers take in each step, and the longest time that it blocks."""
     from sidestream.cli.bench.forward_thread import measure
 
     _report(
@@ -244,7 +246,7 @@ def host_time(
     rounds: Annotated[int, option("--rounds", metavar="N", help="Repetitions.", parse=whole)] = 3,
     as_json: AsJson = False,
 ) -> None:
-    """What a step of many running requests costs the engine thread, with offload on, besides waiting for steps."""
+    """Engine-thread time of a step of many running requests, with offload on, without the waits for steps."""
     from sidestream.cli.bench.host_time import measure
 
     _check_positive(requests=requests, output_tokens=output_tokens, rounds=rounds)
@@ -272,8 +274,8 @@ def identity(
     output_tokens: OutputTokens = 128,
     as_json: AsJson = False,
 ) -> None:
-    """Whether greedy tokens are equal with offload and without, asynchronous and not, captured and kernel by kernel;
-    and how far logits differ.
+    """Whether greedy tokens are equal with and without offload, asynchronous and synchronous, and with CUDA graphs and
+    eager; and the distance of the logits.
     """
     from sidestream.cli.bench.identity import measure
 
@@ -295,11 +297,11 @@ def identity(
 
 def mailbox(
     device: GpuDevice = CUDA,
-    mib: Annotated[int, option("--mib", metavar="N", help="MiB that are being stored meanwhile.", parse=whole)] = 1024,
-    tokens: Annotated[int, option("--tokens", metavar="N", help="Deliveries that are timed.", parse=whole)] = 2000,
+    mib: Annotated[int, option("--mib", metavar="N", help="MiB to store meanwhile.", parse=whole)] = 1024,
+    tokens: Annotated[int, option("--tokens", metavar="N", help="Timed deliveries.", parse=whole)] = 2000,
     as_json: AsJson = False,
 ) -> None:
-    """Time until the host sees a drawn token while blocks are being stored."""
+    """Time until the host sees a sampled token while blocks are being stored."""
     from sidestream.cli.bench.mailbox import measure
 
     _report(
@@ -313,18 +315,18 @@ def mailbox(
 
 def engine(
     parts: Annotated[
-        list[str] | None, typer.Argument(help="decode, prefill, ttft, resume, async; all of them by default.")
+        list[str] | None, typer.Argument(help="decode, prefill, ttft, resume, async; default: all.")
     ] = None,
     device: GpuDevice = CUDA,
     shape: Shape = "qwen3-8b",
     as_json: AsJson = False,
 ) -> None:
-    """A whole engine on a GPU: steps, prefill and first tokens, over what the hardware allows."""
+    """A whole engine on a GPU: times of steps, prefill and first tokens, divided by the hardware's limits."""
     _engine(parts or [], device, shape, as_json)
 
 
 def _part(name: str) -> Callable[..., None]:
-    """One part of `engine`, as a command."""
+    """One part of `engine` as a separate command."""
 
     def run(device: GpuDevice = CUDA, shape: Shape = "qwen3-8b", as_json: AsJson = False) -> None:
         _engine([name], device, shape, as_json)
@@ -349,8 +351,8 @@ def throughput(
     shape: Shape = "qwen3-8b",
     as_json: AsJson = False,
 ) -> None:
-    """Tokens a second with offload over offload off: without any reuse, and of conversations four times the device's
-    pool.
+    """Tokens per second with offload divided by without: requests without any reuse, and conversations whose KV is four
+    times the device's pool.
     """
     from sidestream.cli.bench.throughput import measure
 
@@ -367,12 +369,10 @@ def host_tier(
     device: GpuDevice = CUDA,
     shape: Shape = "qwen3-8b",
     host: Annotated[str, option("--host", metavar="SIZE", help="Memory of the host tier.")] = "40GiB",
-    rounds: Annotated[
-        int, option("--rounds", metavar="N", help="Times that as much memory is pinned.", parse=whole)
-    ] = 5,
+    rounds: Annotated[int, option("--rounds", metavar="N", help="Times to pin that much memory.", parse=whole)] = 5,
     as_json: AsJson = False,
 ) -> None:
-    """How soon host memory can be used after a start, and what the first conversations after it find there."""
+    """Time until host memory is usable after a start, and the cached tokens that the first conversations find there."""
     from sidestream.cli.bench.host_tier import measure
 
     _report(
@@ -391,13 +391,13 @@ def speculative(
         option(
             "--head",
             metavar="PATH",
-            help="A head for the model, which drafts too.",
-            show_default="the demo model's that is shipped",
+            help="MTP head for the model; adds a second proposer.",
+            show_default="the shipped head of the demo model",
         ),
     ] = None,
     draft_model: Annotated[
         str | None,
-        option("--draft-model", metavar="MODEL", help="A smaller model with the same tokenizer, which drafts too."),
+        option("--draft-model", metavar="MODEL", help="Smaller model with the same tokenizer; adds a proposer."),
     ] = None,
     device: EitherDevice = CPU,
     batch: Annotated[
@@ -405,19 +405,19 @@ def speculative(
         option(
             "--batch",
             metavar="N",
-            help="Requests at once; may be given several times.",
+            help="Concurrent requests; may be given several times.",
             show_default="1, 8",
             parse=whole,
         ),
     ] = None,
     output_tokens: OutputTokens = 96,
     rounds: Annotated[
-        int, option("--rounds", metavar="N", help="Repetitions, with drafts and without in turn.", parse=whole)
+        int, option("--rounds", metavar="N", help="Repetitions; with and without drafts alternate.", parse=whole)
     ] = 3,
     as_json: AsJson = False,
 ) -> None:
-    """Tokens a second with drafts over without, tokens that a step goes on by, and that in float32 no token depends on
-    drafts.
+    """Tokens per second with drafts divided by without, tokens per step, and whether tokens in float32 are equal with
+    and without drafts.
     """
     from sidestream.cli.bench.speculative import measure
     from sidestream.device.choice import torch_device
@@ -454,10 +454,10 @@ def _report(
     bounded: bool = True,
     served: tuple[str, str, str] | None = None,
 ) -> None:
-    """Run one measurement, with its progress on stderr; exit with 1 when a bound does not hold.
+    """Run one measurement with its progress on stderr; exit with 1 when a bound does not hold.
 
-    bounded   there are bounds for this device
-    served    the model that is loaded, with which options `dtype` and `device`; None: none is
+    bounded   the figures have bounds on this device
+    served    the loaded model with its options `dtype` and `device`; None: no model is loaded
     """
     with Steps() as steps:
         steps.update(f"bench {name}", note="preparing")

@@ -1,4 +1,4 @@
-"""Tokens a second over transformers' `generate` in the same data type, alone and with eight requests at once."""
+"""Tokens per second divided by those of transformers' `generate` in the same dtype, for one and for eight requests."""
 
 from __future__ import annotations
 
@@ -17,14 +17,16 @@ _PROMPT_TOKENS = 32
 def measure(
     model: str, *, output_tokens: int, rounds: int, dtype: str, on_progress: Callable[[str], None]
 ) -> list[Figure]:
-    """Take turns: ours alone, generate alone, ours with eight at once, generate for the eight one after another."""
+    """Alternate: one request in Sidestream, one in generate, eight at once in Sidestream, eight one after another in
+    generate.
+    """
     from sidestream.models import precision_of
     from sidestream.models.catalog import resolve
     from sidestream.text import sample_text
     from sidestream.tokenizer import Tokenizer
 
     path = resolve(model)
-    dtype = precision_of(path, dtype=dtype).dtype  # generate would take "auto" for what the checkpoint is stored in
+    dtype = precision_of(path, dtype=dtype).dtype  # generate would read "auto" as the data type of the checkpoint
     ids = Tokenizer.load(path).encode(sample_text())
     prompts = [ids[at * _PROMPT_TOKENS : (at + 1) * _PROMPT_TOKENS] for at in range(_BATCH)]
     ours1, theirs1, ours8, theirs8 = [], [], [], []

@@ -1,11 +1,12 @@
-"""A whole engine with a model of a well-known shape and random weights: steps, prefill and first tokens, over what the
-hardware allows.
+"""A whole engine with a model of a well-known shape and random weights: times of steps, prefill and first tokens,
+divided by the hardware's limits.
 
-decode    time of a step over the time that reading its weights and KV takes; how long the device idles between steps
-prefill   time of a prompt's prefill over the time that its multiplications take
+decode    step time over the time to read the weights and KV; idle time of the device between steps
+prefill   prefill time of a prompt over the time of its matrix products
 ttft      TTFT of prompts without cached KV, and of prompts whose KV is in host memory
 resume    ITL of decoding requests while the KV of a long request is loaded
-async     the same engine, with each step committed before the next one is launched
+async     tokens per second of asynchronous execution over synchronous execution, where each step is committed before
+          the next is launched
 """
 
 from __future__ import annotations
@@ -34,18 +35,19 @@ from sidestream.testing.random_models import random_model, random_module
 
 PARTS = ("decode", "prefill", "ttft", "resume", "async")
 
-_OTHERS = 31  # requests that decode beside one that comes back
-_RESUMES = 7  # times that it does, at any moment of a step
-_GOES_ON = 4  # tokens that it wants: who ends with its first one hears of it last
+_OTHERS = 31  # requests that decode while a long one resumes
+_RESUMES = 7  # repetitions; each resume starts at a random moment of a step
+# Output tokens of the long request. With one, its first token would also end it, and would be delivered late.
+_GOES_ON = 4
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """What is asked for; small ones try the benchmark itself.
+    """The sizes of the measurement; small ones test the benchmark itself.
 
-    decode    rows, tokens of context, and the bound of the step over its floor
-    cold      prompt lengths, and the bound of the first token in ms
-    host      prompt lengths, the bounds of the first token over its floor, and of a cold one over it
+    decode      rows, context tokens, and the bound of the step over its floor
+    cold        prompt lengths, and the bound of TTFT in ms
+    from_host   prompt lengths, the bound of TTFT over its floor, and the bound of cold TTFT over it
     """
 
     kv_memory: str
@@ -62,7 +64,7 @@ class Sizes:
 
 _FULL = Sizes(
     kv_memory="14GiB",
-    host="24GiB",  # what the others store meanwhile must not push out what comes back
+    host="24GiB",  # the stores of the other requests must not evict the long request's KV
     max_model_len=40960,
     max_running=128,
     decode=((1, 1024, 1.30), (32, 1024, 1.27), (128, 512, 1.30)),
@@ -76,7 +78,7 @@ _TINY = Sizes("16MiB", "16MiB", 512, 4, ((1, 32, 1.30), (4, 16, 1.30)), ((32, 9.
 
 
 class _Rig:
-    """The engine, the clock of the device at both ends of each step, and what the hardware does."""
+    """The engine, a StepClock on its executor, and measurements of the hardware's limits."""
 
     def __init__(self, device: str, shape: str, sizes: Sizes, on_progress: Callable[[str], None]) -> None:
         self.torch_device = torch_device(device)
@@ -110,7 +112,8 @@ class _Rig:
         self._unsettle_garbage = settle_garbage()  # as LLM does
         self.parts = self.engine.parts
         assert self.parts.costs is not None
-        self.parts.costs.saw_prefill = lambda *_: None  # type: ignore[method-assign]  # what is asked from host memory shall come from there
+        # No cost estimates: the engine must always load from host memory and never recompute.
+        self.parts.costs.saw_prefill = lambda *_: None  # type: ignore[method-assign]
         self._random = np.random.default_rng(0)
         self.clock = StepClock(self.parts.device, self.parts.executor)
         self._stamps = self.parts.device.allocate_host("busy stamps", 16)
@@ -123,7 +126,7 @@ class _Rig:
         self._unsettle_garbage()
 
     def prompt(self, num_tokens: int) -> list[int]:
-        """A new random prompt, in no cache."""
+        """A new random prompt that is in no cache."""
         return [int(token) for token in self._random.integers(1, self.model.vocab_size, num_tokens)]
 
     def moment(self, most_s: float) -> float:
@@ -140,8 +143,8 @@ class _Rig:
         self.engine.call(self.parts.blocks.forget_all)
 
     def steps(self, rows: int, context: int, outputs: int) -> tuple[list[float], list[float]]:
-        """Seconds of each step of so many rows that decode at once, from end to end, and how long of that the device
-        had no step.
+        """Duration in seconds of each step in which `rows` requests decode, and the time in each of them in which the
+        device was idle.
         """
         first = len(self.clock.launched_steps)
         answers = [self.ask(self.prompt(context), outputs) for _ in range(rows)]
@@ -152,7 +155,7 @@ class _Rig:
         return self.clock.steps(full[2:-2] if len(full) > 6 else full)
 
     def busy_s(self, work: Callable[[], object]) -> float:
-        """The device's time for some work of the host's asking, the least of three."""
+        """Device time of `work`, which the host enqueues on a new stream; minimum of three runs."""
         stream = self.parts.device.stream(f"bench {time.perf_counter_ns()}")
         taken = []
         for _ in range(3):
@@ -168,7 +171,7 @@ class _Rig:
         return min(taken)
 
     def bandwidth(self) -> float:
-        """Bytes a second that the device reads from its memory."""
+        """Memory read bandwidth of the device in bytes per second."""
         data = torch.zeros(
             (2 << 30 if on_gpu(self.torch_device) else 32 << 20) // 8,
             dtype=torch.int64,
@@ -177,7 +180,7 @@ class _Rig:
         return data.numel() * 8 / self.busy_s(data.sum)
 
     def flops(self) -> float:
-        """Of a large product, a second."""
+        """FLOP/s of a large matrix product."""
         size = 8192 if on_gpu(self.torch_device) else 256
         left, right = (torch.randn(size, size, dtype=torch.bfloat16, device=self.torch_device) for _ in range(2))
         return 2 * size**3 / self.busy_s(lambda: left @ right)
@@ -191,7 +194,7 @@ class _Rig:
 
 
 def measure(*, device: str, shape: str, parts: Sequence[str], on_progress: Callable[[str], None]) -> list[Figure]:
-    """Figures of the parts that are asked for, of one engine. Raises ConfigError for an unknown part."""
+    """The figures of the named `parts`, all from one engine. Raises ConfigError for an unknown part."""
     for part in parts:
         if part not in PARTS:
             raise ConfigError(unknown_name("part", part, PARTS))
@@ -238,7 +241,7 @@ def _decode(rig: _Rig, sizes: Sizes, step_s: float, on_progress: Callable[[str],
 
 
 def _generate(rig: _Rig, sizes: Sizes, ours_ms: Mapping[int, float]) -> list[Figure]:
-    """A step of transformers' own `generate`, of the same shape and batch; what a prompt takes is left out."""
+    """Step time of transformers' own `generate` with the same shape and batch, without prefill."""
     module, figures = random_module(rig.model.name, device=rig.torch_device), []
     for rows, context, _ in sizes.decode:
         prompts = torch.tensor([rig.prompt(context) for _ in range(rows)], device=rig.torch_device)
@@ -310,7 +313,7 @@ def _ttft(rig: _Rig, sizes: Sizes, step_s: float, on_progress: Callable[[str], N
 
 
 def _resume(rig: _Rig, sizes: Sizes, step_s: float, on_progress: Callable[[str], None]) -> list[Figure]:
-    on_progress("others decode while a long request comes back")
+    on_progress("decoding while a long request resumes")
     count = min(_OTHERS, sizes.max_running - 1)
     long = rig.prompt(sizes.resumed)
     rig.ask(long, 1).wait()
@@ -322,7 +325,7 @@ def _resume(rig: _Rig, sizes: Sizes, step_s: float, on_progress: Callable[[str],
             time.sleep(0.001)
         time.sleep(
             rig.moment(2 * step_s)
-        )  # steps begin when they begin: which one it can join is a matter of up to one step
+        )  # a random offset: the wait for the next step to join varies by up to one step
         began = time.perf_counter()
         answer = rig.ask(long, _GOES_ON).wait()
         if answer.cached.host < sizes.resumed - rig.model.layout.block_tokens:
@@ -379,7 +382,7 @@ def _async(rig: _Rig, sizes: Sizes, step_s: float, on_progress: Callable[[str], 
 
 
 def _switch(engine: Engine, asynchronous: bool) -> None:
-    """Engine thread, between two steps."""
+    """Runs on the engine thread, between two steps."""
     engine.parts = replace(engine.parts, asynchronous=asynchronous)
 
 

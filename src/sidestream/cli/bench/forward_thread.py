@@ -1,5 +1,5 @@
-"""What transfers cost the engine thread, with a thousand requests storing and loading, and with a hundred thousand
-transfers pending.
+"""Engine-thread time of transfers: with a thousand requests that store and load, and with a hundred thousand pending
+transfers.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from sidestream.testing.rig import Rig, busy, in_groups
 from sidestream.types import BatchPlan, Fence, Key, LoadPlan, RowPlan, StorePlan, TransferPlan
 
 _STEP_S = 0.010
-# A request runs for 500 steps, say: so two of a thousand begin in each step, and load 512 tokens of their prompts.
+# Assume 500 steps per request: then two of a thousand requests start in each step; each loads 512 prompt tokens.
 _LOADS_A_STEP, _LOADED_BLOCKS = 2, 32
-# Blocks of 4 KiB: it is the number of transfers that counts.
+# Blocks of 4 KiB: the number of transfers matters here, not their size.
 _SMALL = KVLayout(num_layers=4, num_kv_heads=1, head_dim=16, block_tokens=16, dtype="bfloat16")
 _LOOP = range(20_000)
 
@@ -29,8 +29,8 @@ _LOOP = range(20_000)
 def measure(
     *, device: str, requests: int, steps: int, pending: int, on_progress: Callable[[str], None]
 ) -> list[Figure]:
-    """Figures; every step orders what its requests' blocks need and takes in what has ended, as the engine's
-    loop does.
+    """The figures. Like the engine's loop, every step submits the transfers of its requests' blocks and polls for
+    completed ones.
     """
     used = open_device(device)
     rig = Rig(used, QWEN3_8B_BLOCK, num_blocks=6 * requests, num_slots=4 * requests)
@@ -69,7 +69,7 @@ def measure(
 
 
 class _Steps:
-    """A loop like the engine's: order transfers, launch a step, wait for the one before."""
+    """A loop like the engine's: submit transfers, launch a step, wait for the previous step."""
 
     warm_up = 40
 
@@ -77,7 +77,7 @@ class _Steps:
         self._rig = rig
         self._compute = compute
         self._requests = requests
-        self._blocks = rig.blocks.take(requests)  # the block that each request is about to fill
+        self._blocks = rig.blocks.take(requests)  # the block that each request fills at present
         self._stored: deque[list[Key]] = deque()
         self._loading: deque[tuple[int, Lease]] = deque()
         self._previous: Fence | None = None
@@ -89,7 +89,7 @@ class _Steps:
         self.python_s: list[float] = []
 
     def step(self) -> None:
-        """One step; its costs are kept."""
+        """Run one step and record its costs."""
         plans = self._plans()
         transfers = self._rig.transfers
         start = time.perf_counter()
@@ -113,7 +113,7 @@ class _Steps:
             self._loading.popleft()[1].release()
 
     def _plans(self) -> list[TransferPlan]:
-        """One block of every sixteenth request is complete and stored; four requests come back."""
+        """Store one full block of every sixteenth request, and load the prompts of up to two requests."""
         rig, self._number = self._rig, self._number + 1
         full = self._blocks.ids[self._number % 16 :: 16]
         keys = rig.new_keys(len(full))
@@ -134,13 +134,13 @@ class _Steps:
 
 
 def _freeze() -> None:
-    """What an engine does before it serves: a full collection stops every thread for as long as it takes."""
+    """Freeze the heap as an engine does before it serves, since a full collection stops every thread."""
     gc.collect()
     gc.freeze()
 
 
 def _work() -> int:
-    """Python that the engine thread would do otherwise: about a millisecond."""
+    """About a millisecond of Python, in place of the engine thread's other work."""
     total = 0
     for value in _LOOP:
         total += value
@@ -148,7 +148,7 @@ def _work() -> int:
 
 
 def _python_s(rig: Rig, stream: Stream, steps: int, *, orders: Callable[[], None]) -> float:
-    """Median seconds of that work with nothing beside it but steps."""
+    """Median seconds of `_work` while only steps run."""
     taken = []
     for _ in range(steps):
         launched = stream.submit(lambda: busy(rig.device, _STEP_S))
@@ -160,8 +160,8 @@ def _python_s(rig: Rig, stream: Stream, steps: int, *, orders: Callable[[], None
 
 
 class _Collector:
-    """Counts the time of Python's garbage collector, which stops every thread and has nothing to do with what it
-    interrupts.
+    """Measures the pauses of Python's garbage collector, which stop every thread, so that they can be subtracted from
+    other times.
     """
 
     def __init__(self) -> None:
@@ -183,8 +183,8 @@ class _Collector:
 
 
 def _pending(device: str, number: int) -> tuple[float, float, float, float]:
-    """With everything behind a step that does not end: the slowest submission and launch elsewhere, in us, without the
-    garbage collector's pauses; the time to drain, in s; the longest of those pauses, in ms.
+    """Submit `number` stores that all wait for one long step. Returns the slowest submission and the slowest launch on
+    another stream, both in us and without garbage collection; the time to drain in s; the longest collection in ms.
     """
     used = open_device(device)
     rig = Rig(used, _SMALL, num_blocks=64, num_slots=number)

@@ -1,4 +1,4 @@
-"""What the benchmarks of transfers share: the device, the block of a well-known model, and the link itself."""
+"""Shared by the transfer benchmarks: the device, the block of a well-known model, and the bandwidth of the link."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ QWEN3_8B_BLOCK = KVLayout(num_layers=36, num_kv_heads=8, head_dim=128, block_tok
 
 
 def open_device(kind: str) -> Device:
-    """A device of that kind, warmed up. Raises ConfigError when there is none."""
+    """Open and warm up a device of that kind. Raises ConfigError when there is none."""
     if kind == CPU:
         from sidestream.device.cpu import CpuDevice
 
@@ -32,10 +32,12 @@ def open_device(kind: str) -> Device:
 
 
 class Link:
-    """One large copy between pinned memory and the device, each way and both at once: as fast as the link is."""
+    """One large copy between pinned memory and the device, in each direction and in both at once: the link's full
+    speed.
+    """
 
     def __init__(self, device: Device, num_bytes: int, *, in_a_row: int = 1) -> None:
-        """`in_a_row`: so many copies of `num_bytes` each way, one after another."""
+        """`in_a_row`: number of copies of `num_bytes` in each direction, one after another."""
         self._in_a_row = in_a_row
         on_gpu = device.kind == CUDA
         self._device = device
@@ -44,7 +46,7 @@ class Link:
         self._streams = [device.stream("link to host"), device.stream("link to device")]
 
     def seconds(self) -> dict[str, float]:
-        """`"to_host"`, `"to_device"` and `"two_way"`, in seconds, by the host's clock."""
+        """Times of `"to_host"`, `"to_device"` and `"two_way"` in seconds, by the host's clock."""
         return {"to_host": self._run(0), "to_device": self._run(1), "two_way": self._run(0, 1)}
 
     def _run(self, *ways: int) -> float:
@@ -64,7 +66,7 @@ class Link:
 
 
 def stamp(device: Device, memory: Memory, start: int) -> None:
-    """Write the clock of the current stream's device, in ns, to host memory. Inside work of it."""
+    """Enqueue a write of the device's clock, in ns, to host memory at `start`. Call inside a stream's work."""
     if device.kind == CUDA:
         from sidestream.device.cuda.kernels import stamp as stamp_there
 

@@ -1,7 +1,7 @@
-"""How soon host memory can be used after a start, and what the first conversations after it find there.
+"""Time from the start until host memory is usable, and the cached tokens that the first conversations find there.
 
-ready       seconds from the allocation of the host tier's memory until all of it is pinned, for each GiB
-start       an engine with offload, asked for conversations of four times the device's pool from its first moment on
+ready       seconds per GiB from the allocation of the host tier's memory until all of it is pinned
+start       an engine with offload that serves conversations of four times the device's pool from its first moment on
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _PATIENCE_S = 600.0
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Number of conversations, tokens of each prompt and answer, and rounds in which all are asked."""
+    """Number of conversations, tokens of each prompt and answer, and rounds; each round runs all conversations."""
 
     conversations: int
     tokens: int
@@ -44,8 +44,8 @@ _TINY = Sizes(4, 200, 4, 2)
 
 
 def measure(*, device: str, shape: str, host: str, rounds: int, on_progress: Callable[[str], None]) -> list[Figure]:
-    """Pin `host` bytes `rounds` times, then start an engine with as much. Raises SidestreamError if pinning does not
-    end.
+    """Pin `host` bytes `rounds` times, then start an engine with a host tier of that size. Raises SidestreamError if
+    pinning does not end.
     """
     num_bytes = parse_bytes(host, option="host")
     kind = torch_device(device).type
@@ -75,7 +75,7 @@ def _open(kind: str) -> Device:
 
 
 def _ready_s(device: Device, num_bytes: int) -> float:
-    """Seconds until all of a new host memory is ready."""
+    """Seconds until all of a new allocation of host memory is pinned."""
     start = time.perf_counter()
     memory = device.allocate_host("host", num_bytes, item_bytes=_ITEM_BYTES)
     while device.grows(memory):
@@ -92,8 +92,8 @@ def _ready_s(device: Device, num_bytes: int) -> float:
 
 
 def _start(device: str, shape: str, host: str, sizes: Sizes, on_progress: Callable[[str], None]) -> list[Figure]:
-    """Ask all conversations at once, round after round, as soon as the engine serves: shares of the prompts' tokens
-    found, and seconds.
+    """Run all conversations at once, round after round, as soon as the engine serves. Figures: share of the prompts'
+    tokens found in a cache, and seconds.
     """
     on_progress("making the model")
     model = random_model(shape, device=torch_device(device))
@@ -108,7 +108,7 @@ def _start(device: str, shape: str, host: str, sizes: Sizes, on_progress: Callab
         kv_memory=(blocks // 4 + 1) * layout.block_bytes,
         max_running=sizes.conversations,
         max_model_len=2 * sizes.tokens,
-        eager=True,  # no compilation: it starts in seconds, while memory is being pinned
+        eager=True,  # no compilation: the engine starts in seconds, while memory is still being pinned
         offload=OffloadConfig(host=host),
     )
     start = time.perf_counter()

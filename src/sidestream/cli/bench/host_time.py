@@ -1,5 +1,5 @@
-"""What a step of many running requests costs the engine thread: planning, launching, committing and telling clients;
-without waiting for steps.
+"""Engine-thread time of a step of many running requests: planning, launching, committing and sending tokens to clients,
+without the waits for steps.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ _ASKED: dict[str, dict[str, Any]] = {
 def measure(
     *, device: str, shape: str, requests: int, output_tokens: int, rounds: int, on_progress: Callable[[str], None]
 ) -> list[Figure]:
-    """So many requests at once, with offload on: of each step in which all of them decode, the engine thread's time
-    without what it waited for steps; and what of it the processor worked for that thread.
+    """Run `requests` requests at once, with offload on. Figures, over the steps in which all of them decode: the engine
+    thread's wall time without its waits for steps, and its CPU time.
     """
     on_progress("starting the engine")
     model = random_model(shape, device=torch_device(device))
@@ -52,18 +52,18 @@ def measure(
         prompts = [[1 + (number * 31 + at * 7) % 500 for at in range(_PROMPT_TOKENS)] for number in range(requests)]
         clock, figures = _StepClock(engine), list[Figure]()
         steps: dict[str, list[tuple[int, float, float]]] = {name: [] for name in _ASKED}
-        for number in range(rounds + 1):  # each way in each of them: the machine is busier at one time than at another
+        for number in range(rounds + 1):  # every way in every round, since the load of the machine drifts
             for name, asked in _ASKED.items():
                 on_progress(f"round {number} of {rounds}, {name}")
                 clock.steps.clear()
                 engine.reset_cache()
                 _serve(engine, prompts, SamplingParams(max_tokens=output_tokens, ignore_eos=True, **asked))
-                if number:  # the first one warms up
+                if number:  # the first round warms up
                     steps[name] += [step for step in clock.steps if step[0] == requests]
         for name, full in steps.items():
             if not full:
                 raise SidestreamError(
-                    f"in no step all {requests} requests decoded: there is nothing to measure; ask for more tokens"
+                    f"no step decoded all {requests} requests, so there is nothing to measure: raise --output-tokens"
                 )
             end, bound = f"{requests}_{name}", None if name == "biased" else at_most(1.0)
             figures.append(
@@ -77,8 +77,8 @@ def measure(
 
 
 def _serve(engine: Engine, prompts: Sequence[Sequence[int]], params: SamplingParams) -> None:
-    """Ask for all at once and wait. Clients take their tokens as those of `LLM` do: what they do else is not the engine
-    thread's.
+    """Submit all requests at once and wait for them. Clients only collect tokens, as those of `LLM` do: other work of
+    theirs would not run on the engine thread.
     """
     clients = [_Client() for _ in prompts]
 
@@ -95,7 +95,7 @@ def _serve(engine: Engine, prompts: Sequence[Sequence[int]], params: SamplingPar
 
 
 class _Client:
-    """Gathers one request's tokens."""
+    """Collects the tokens of one request."""
 
     def __init__(self) -> None:
         self.tokens: list[int] = []
@@ -111,10 +111,10 @@ class _Client:
 
 
 class _StepClock:
-    """Times steps of an engine from now on.
+    """Times the steps of an engine.
 
-    steps   of each: rows that decoded (0: a prompt was computed beside them), seconds and processor's seconds without
-            those spent waiting
+    steps   of each step: decoding rows (0: the step also had prefill tokens), and wall seconds and CPU seconds of the
+            engine thread, both without its waits
     """
 
     def __init__(self, engine: Engine) -> None:

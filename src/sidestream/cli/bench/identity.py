@@ -1,5 +1,5 @@
-"""Whether tokens depend on how they are computed: offload on and off, asynchronous and not, captured graphs and kernel
-by kernel; and how far logits differ.
+"""Whether tokens depend on the execution: with and without offload, asynchronous and synchronous, CUDA graphs and
+eager; and the distance of the logits.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from sidestream.device.kinds import CUDA
 from sidestream.engine import build_engine
 from sidestream.testing.random_models import random_model
 
-# Against an engine as it is served.
+# Each is compared with an engine of default options.
 _WAYS: dict[str, dict[str, Any]] = {
     "offload_off": {"offload": None},
     "synchronous": {"asynchronous": False},
 }
-# And on a GPU: graphs of layers as they are written, which are the kernels that an eager engine launches. What is
-# served has compiled ones.
+# Only on a GPU: graphs of the uncompiled layers, which launch the same kernels as an eager engine. By default the
+# layers are compiled.
 _AS_WRITTEN, _EAGER = "as_written", "eager"
 
 _Answers = tuple[list[Answer], list[Answer]]
@@ -42,12 +42,12 @@ def measure(
     output_tokens: int,
     on_progress: Callable[[str], None],
 ) -> list[Figure]:
-    """The same prompts, all at once and greedily, of engines that differ in one thing: the share of requests whose
-    tokens are all equal, and, asked a second time for them, how far the log-probability of a token behind equal ones is
-    from the other's. The engines are there one after another.
+    """Run the same prompts greedily, all at once, on engines that differ in one option. Figures: the share of requests
+    whose tokens are all equal, and, from a second run with log-probabilities, the distance between the
+    log-probabilities of two engines after equal tokens. Only one engine exists at a time.
 
-    No prompt shares anything with another, and none finds what was stored: what comes back from other tiers is compared
-    by `bench prefix`.
+    No two prompts share a prefix, and the cache is emptied between the runs, so nothing is reused. `bench prefix`
+    covers KV that comes back from other tiers.
     """
     base = EngineConfig(
         device=device,
@@ -56,7 +56,7 @@ def measure(
         max_model_len=prompt_tokens + output_tokens,
         offload=OffloadConfig(host="4GiB" if device == CUDA else "16MiB"),
     )
-    on_gpu = {_AS_WRITTEN: {}, _EAGER: {"eager": True}} if device == CUDA else {}  # a CPU knows nothing else
+    on_gpu = {_AS_WRITTEN: {}, _EAGER: {"eager": True}} if device == CUDA else {}  # CUDA graphs only
     answered: dict[str, _Answers] = {}
     for name, changes in {"base": {}, "again": {}, **_WAYS, **on_gpu}.items():
         on_progress(name.replace("_", " "))
@@ -84,8 +84,8 @@ def _compared(name: str, one: _Answers, other: _Answers, bound: Bound | None) ->
 
 
 def _answers(config: EngineConfig, shape: str, requests: int, prompt_tokens: int, output_tokens: int) -> _Answers:
-    """As they are mostly asked for, and with log-probabilities, which are drawn another way."""
-    gc.collect()  # an engine knows itself: what the one before held is given back now, and not some time
+    """Answers without log-probabilities, which is the usual case, and with them, which uses another sampling path."""
+    gc.collect()  # an engine is in reference cycles: free the memory of the previous one now
     model = random_model(shape, device=torch_device(config.device))
     engine = build_engine(model, config)
     try:
@@ -101,7 +101,9 @@ def _answers(config: EngineConfig, shape: str, requests: int, prompt_tokens: int
 
 
 def _distances(ours: Answer, theirs: Answer) -> list[float]:
-    """Of the log-probabilities of equal tokens behind equal ones, and of the first that differ."""
+    """Distances between the log-probabilities of equal tokens after equal prefixes, and of the first token that
+    differs.
+    """
     pairs = zip(ours.tokens, theirs.tokens, strict=True)
     equal = next((at for at, (one, other) in enumerate(pairs) if one != other), len(ours.tokens))
     return [

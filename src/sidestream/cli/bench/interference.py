@@ -1,5 +1,5 @@
-"""How much slower a decode step and a large matrix product are while stores and loads run at full rate; and with a
-kernel that copies.
+"""Slowdown of a decode step and of a large matrix product while stores and loads run at full rate, and while a kernel
+copies instead.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from sidestream.testing.rig import Rig
 from sidestream.types import Fence
 
 _LAYERS, _ROWS = 36, 32
-# Widths of the projections of one layer of Qwen3-8B: in, out.
+# Input and output widths of the projections of one layer of Qwen3-8B.
 _PROJECTIONS = ((4096, 6144), (4096, 4096), (4096, 24576), (12288, 4096))
 _MATMUL = 8192
 
 
 def measure(*, device: str, rounds: int, on_progress: Callable[[str], None]) -> list[Figure]:
-    """Figures; in each round everything is measured in turn, beside nothing first."""
+    """The figures. Each round measures every kind of load in turn; the first is no load, which is the baseline."""
     used = open_device(device)
     blocks = 512 if device == CUDA else 16
     rig = Rig(used, QWEN3_8B_BLOCK, num_blocks=3 * blocks, num_slots=3 * blocks)
@@ -68,8 +68,8 @@ def measure(*, device: str, rounds: int, on_progress: Callable[[str], None]) -> 
 
 
 def _works(device: Device, stream: Stream, *, small: bool) -> list[tuple[str, Callable[[], Fence], int]]:
-    """Name, launch and repetitions: a decode step of 32 rows through the weights of Qwen3-8B, and matrix products of
-    8192 cubed.
+    """Name, launch function and repetitions of the two kinds of work: a decode step of 32 rows through the weights of
+    Qwen3-8B, and matrix products of 8192 x 8192 matrices.
     """
     on, dtype, scale = device.torch_device, torch.bfloat16, 64 if small else 1
     layers = 2 if small else _LAYERS
@@ -95,7 +95,7 @@ def _works(device: Device, stream: Stream, *, small: bool) -> list[tuple[str, Ca
     from sidestream.device.cuda import CudaStream
 
     assert isinstance(stream, CudaStream)
-    device.wait_host(stream.submit(decode), reason="benchmark")  # a first call makes handles and workspaces
+    device.wait_host(stream.submit(decode), reason="benchmark")  # the first call creates handles and workspaces
     device.wait_host(stream.submit(multiply), reason="benchmark")
 
     def step() -> None:
@@ -106,7 +106,7 @@ def _works(device: Device, stream: Stream, *, small: bool) -> list[tuple[str, Ca
 
 
 def _seconds(device: Device, launch: Callable[[], Fence], load: Any, repeats: int) -> float:
-    """Seconds of one launch, many in a row: the next is launched before the one before is waited for."""
+    """Seconds per launch over `repeats` launches; each is launched before the wait for the previous one."""
     previous = launch()
     device.wait_host(previous, reason="step")
     start = time.perf_counter()
@@ -130,11 +130,11 @@ class _Nothing:
         return None
 
     def top_up(self) -> None:
-        """Nothing to do."""
+        """No load to renew."""
 
 
 class _Transfers:
-    """Stores and loads, always more than the link has taken."""
+    """Stores and loads; there are always more pending than the link has finished."""
 
     def __init__(self, rig: Rig, count: int, *, stores: bool = True, loads: bool = True) -> None:
         self._rig = rig
@@ -160,7 +160,7 @@ class _Transfers:
         self._there.release()
 
     def top_up(self) -> None:
-        """Order more of what has nearly run out."""
+        """Submit more transfers when few are left."""
         rig = self._rig
         rig.poll()
         self._orders = [fence for fence in self._orders if not fence.poll()]
@@ -171,7 +171,7 @@ class _Transfers:
                 self._orders.append(rig.load(self._keys, self._there))
 
     def bytes_per_s(self) -> float:
-        """Both directions together."""
+        """Bytes per second of both directions together."""
         return (self._moved() - self._bytes) / (time.perf_counter() - self._start_s)
 
     def _moved(self) -> float:
@@ -179,14 +179,14 @@ class _Transfers:
 
 
 class _Kernel:
-    """Stores by a kernel of some programs, without end."""
+    """Stores by a copy kernel with some number of programs, repeated until the exit."""
 
     def __init__(self, rig: Rig, count: int, programs: int) -> None:
         self._rig = rig
         self._programs = programs
         ids = (
             np.random.default_rng(0).permutation(count).tolist()
-        )  # neighbours would be copied as one piece, by one program
+        )  # adjacent blocks would be copied as one segment, by one program
         host = rig.host_memory
         self._batch = layers_batch(rig.memory, ids, host, ids, range(rig.layout.num_layers))
         self._stream = rig.device.stream(f"kernel {time.perf_counter_ns()}")
@@ -202,7 +202,7 @@ class _Kernel:
             self._rig.device.wait_host(fence, reason="benchmark")
 
     def top_up(self) -> None:
-        """Launch another copy if only one is left."""
+        """Launch another copy when only one is left."""
         from sidestream.device.cuda import CudaStream
 
         stream = self._stream

@@ -24,7 +24,9 @@ DISK_BYTES = 96 * _MIB
 
 
 def copy_speeds(kind: str) -> tuple[float, float]:
-    """Bytes a second from host memory to the device `kind` and back, on streams of their own, like loads and stores."""
+    """Copy bandwidth in bytes per second from host memory to the device `kind` and back, on separate streams, as loads
+    and stores use.
+    """
     import numpy as np
 
     from sidestream.device.base import CopyBatch
@@ -54,13 +56,13 @@ def _copy_speed(device: Device, batch: CopyBatch) -> float:
 
 
 def disk_speeds(directory: Path, dtype: str) -> dict[str, float]:
-    """Bytes a second of the disk tier: `write`, `write_synced` (to the medium), `read` (without the page cache)."""
+    """Bytes per second of the disk tier: `write`, `write_synced` (to the medium), `read` (without the page cache)."""
     from sidestream.kv.layout import KVLayout
     from sidestream.offload.tiers.disk import DiskTier, entry_bytes
 
     layout = KVLayout(
         num_layers=30, num_kv_heads=3, head_dim=64, block_tokens=EngineConfig().block_tokens, dtype=dtype
-    )  # the demo model's
+    )  # of the demo model
     num_blocks = DISK_BYTES // layout.block_bytes
     with tempfile.TemporaryDirectory(prefix=".sidestream-doctor-", dir=directory) as scratch:
         tier = DiskTier.open(
@@ -77,7 +79,7 @@ def disk_speeds(directory: Path, dtype: str) -> dict[str, float]:
 def _time_blocks(tier: DiskTier, scratch: Path, num_blocks: int, block_bytes: int) -> tuple[float, float, float]:
     """Seconds to write, to sync and to read the blocks."""
     keys = [index.to_bytes(16, "big") for index in range(num_blocks)]
-    payload = memoryview(os.urandom(block_bytes))  # random: a disk that compresses must not look fast
+    payload = memoryview(os.urandom(block_bytes))  # random, so that a disk that compresses does not look fast
     out = memoryview(bytearray(block_bytes))
     grants = [grant for key in keys if (grant := tier.index.reserve(key)) is not None]
     started_s = time.monotonic()
@@ -98,7 +100,9 @@ def _time_blocks(tier: DiskTier, scratch: Path, num_blocks: int, block_bytes: in
 
 
 def _sync_and_drop_cache(scratch: Path) -> None:
-    """Write every file to the medium and drop it from the page cache, as a later process would find it."""
+    """Write every file to the medium and drop it from the page cache, so that reads go to the disk as in a later
+    process.
+    """
     for path in scratch.rglob("*-*"):
         if path.is_file():
             descriptor = os.open(path, os.O_RDONLY)

@@ -1,4 +1,4 @@
-"""How soon the host sees a drawn token while a gigabyte is being stored: through the mailbox, and through the copy
+"""Time until the host sees a sampled token while a gigabyte is being stored: through the mailbox, and through the copy
 engine's queue.
 """
 
@@ -22,9 +22,7 @@ _STEP_S = 0.001
 
 
 def measure(*, device: str, mib: int, tokens: int, on_progress: Callable[[str], None]) -> list[Figure]:
-    """Latencies of the tokens of 128 rows, from the moment at which the device has drawn them until the host has seen
-    them.
-    """
+    """Latencies of the tokens of 128 rows, from the sampling on the device until the host sees them."""
     used = open_device(device)
     count = (mib << 20) // QWEN3_8B_BLOCK.block_bytes
     rig = Rig(used, QWEN3_8B_BLOCK, num_blocks=2 * count, num_slots=3 * count)
@@ -72,7 +70,7 @@ def measure(*, device: str, mib: int, tokens: int, on_progress: Callable[[str], 
 
 
 class _Stores:
-    """Keeps the offload worker busy: there is always at least half of `count` blocks to store."""
+    """Keeps the offload worker busy: at least half of `count` blocks are always pending."""
 
     def __init__(self, rig: Rig, count: int) -> None:
         self._rig = rig
@@ -82,7 +80,7 @@ class _Stores:
         self._following: Fence | None = None
 
     def top_up(self) -> None:
-        """Order another half if the one before the last has ended."""
+        """Submit another half when the half before the last has ended."""
         self._rig.poll()
         if self._last is None or self._last.poll():
             self._last, following = (
@@ -92,12 +90,12 @@ class _Stores:
             self._following = following
 
     def end(self) -> None:
-        """Let all of it end."""
+        """Wait until all stores have ended."""
         self._rig.settle()
 
 
 class _Box:
-    """A mailbox, the stream of the steps, and the two clocks: of whoever drew the tokens, and of the host."""
+    """A mailbox, the compute stream, and the offset between the device's clock and the host's."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
@@ -109,16 +107,16 @@ class _Box:
         self._apart_ns = self._compare_clocks()
 
     def deliver(self) -> None:
-        """As the engine does."""
+        """Write the tokens to the mailbox with a kernel, as the engine does."""
         self._compute.deliver(self._tokens, self._memory, 0)
 
     def copy(self) -> None:
-        """Through the copy engine."""
+        """Write the tokens to the mailbox through the copy engine."""
         self._numbers[:_ROWS].copy_(self._tokens, non_blocking=True)
 
     def latency_ms(self, bring: Callable[[], None]) -> float:
-        """From the end of a step that the host waits for, as it does in a commit, until the host has seen the
-        tokens.
+        """Time from the end of a step on the device until the host has seen the tokens. The host waits for the step's
+        fence, as in a commit.
         """
 
         def step() -> None:
@@ -131,11 +129,11 @@ class _Box:
         self._device.wait_host(fence, reason="step")
         now_ns = time.perf_counter_ns()
         if self._seen[0] or self._seen[_ROWS - 1] != _ROWS - 1:
-            raise RuntimeError("the tokens are not there behind the fence")
+            raise RuntimeError("the tokens have not arrived after the fence")
         return float(now_ns - (self._seen[_ROWS] + self._apart_ns)) / 1e6
 
     def round_trip_ms(self, bring: Callable[[], None]) -> float:
-        """From the launch, with nothing before it on the stream, until the host has seen the tokens."""
+        """Time from the launch on an idle stream until the host has seen the tokens."""
         start = time.perf_counter()
         fence = self._compute.submit(bring)
         while not fence.poll():
@@ -143,8 +141,8 @@ class _Box:
         return 1e3 * (time.perf_counter() - start)
 
     def _compare_clocks(self) -> int:
-        """Host's minus device's, in ns: of many stamps the one that was seen soonest after its launch, taken to lie in
-        the middle.
+        """Offset host clock minus device clock, in ns. Of many stamps, use the one with the shortest round trip, and
+        assume that the device wrote it halfway.
         """
         best = (1 << 62, 0)
         for _ in range(500):
@@ -159,7 +157,7 @@ class _Box:
 
 
 def _behind_everything(rig: Rig, box: _Box, count: int) -> float:
-    """Latency of a small copy when all blocks were given to the device at once, as a store without pacing does."""
+    """Latency of a small copy while one unpaced copy of all blocks is queued on the device."""
     ids = np.random.default_rng(0).permutation(count).tolist()
     batch = layers_batch(rig.memory, ids, rig.host_memory, ids, range(rig.layout.num_layers))
     bulk = rig.device.stream(f"unpaced {time.perf_counter_ns()}")

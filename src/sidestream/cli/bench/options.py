@@ -1,4 +1,4 @@
-"""The options that several bench commands share, each declared once."""
+"""Options shared by several bench commands, each declared once."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ import typer
 from sidestream.cli.declare import option, whole
 from sidestream.errors import ConfigError
 
-GpuDevice = Annotated[str, option("--device", metavar="DEVICE", help="`cuda`, or `cpu` to try the benchmark itself.")]
+GpuDevice = Annotated[str, option("--device", metavar="DEVICE", help="`cuda`, or `cpu` to test the benchmark itself.")]
 EitherDevice = Annotated[str, option("--device", metavar="DEVICE", help="`cpu` or `cuda`.")]
 Shape = Annotated[
     str,
     option(
         "--shape",
         metavar="SHAPE",
-        help="qwen3-8b, llama-3.2-1b, qwen3-0.6b or tiny: the model's shape; its weights are random.",
+        help="Model shape, with random weights: qwen3-8b, llama-3.2-1b, qwen3-0.6b or tiny.",
     ),
 ]
-Requests = Annotated[int, option("--requests", metavar="N", help="Requests that run at once.", parse=whole)]
+Requests = Annotated[int, option("--requests", metavar="N", help="Concurrent requests.", parse=whole)]
 PromptTokens = Annotated[int, option("--prompt-tokens", metavar="N", help="Tokens of each prompt.", parse=whole)]
 OutputTokens = Annotated[
     int, option("--output-tokens", metavar="N", help="Tokens generated for each request.", parse=whole)
@@ -32,12 +32,12 @@ def was_given(context: typer.Context, name: str) -> bool:
 
 
 def label(name: str) -> str:
-    """The parameter `name` as an error message calls it."""
+    """The parameter `name` as written in error messages."""
     return "the model" if name == "model" else f"--{name.replace('_', '-')}"
 
 
 def check_at_least(bounds: dict[str, tuple[int, int]]) -> None:
-    """Raise ConfigError for an option below its bound; `bounds` maps a parameter to its value and the least one."""
+    """Raise ConfigError for an option below its lower bound; `bounds` maps a parameter to its value and the bound."""
     for name, (value, least) in bounds.items():
         if value < least:
             raise ConfigError(f"{label(name)} is {value}: it must be {least} or more")

@@ -1,5 +1,5 @@
-"""What offload costs a step when it moves nothing, and when it stores all the time; what the ordering checker costs on
-top.
+"""Step time that offload adds when no block is stored and when blocks are stored all the time, and that the ordering
+checker adds.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from sidestream.device.kinds import CPU
 
 _REQUESTS = 4
 _STORING = {"prompt_tokens": 192, "output_tokens": 48, "repeats": 1}
-# No block is ever complete: eight tokens in, seven out.
+# No block is ever complete: eight prompt tokens, seven output tokens.
 _IDLE = {"prompt_tokens": 8, "output_tokens": 7, "repeats": 6}
 
 
 def measure(model: str, *, rounds: int, on_progress: Callable[[str], None]) -> list[Figure]:
-    """The same requests through three engines in turn: offload off, on, and on with the checker; with every block
-    stored, and with none.
+    """Run the same requests on three engines in turn: offload off, offload on, and offload on with the checker; once
+    with every block stored, and once with none.
     """
     from sidestream.models.catalog import resolve
 

@@ -1,4 +1,4 @@
-"""TTFT of prompts that are computed, loaded from host memory, and loaded from disk by a fresh process."""
+"""TTFT of prompts that are computed, that are loaded from host memory, and that a fresh process loads from disk."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _OUTPUT_TOKENS = 8
 
 
 def measure(model: str, *, prompt_tokens: int, rounds: int, on_progress: Callable[[str], None]) -> list[Figure]:
-    """Ask `rounds` different prompts cold, again when the pool has lost them, and again in a fresh process."""
+    """Run `rounds` different prompts cold, again after the pool has evicted them, and again in a fresh process."""
     from sidestream.models import kv_token_bytes
     from sidestream.models.catalog import resolve
     from sidestream.text import sample_text
@@ -26,8 +26,7 @@ def measure(model: str, *, prompt_tokens: int, rounds: int, on_progress: Callabl
     ids = Tokenizer.load(path).encode(sample_text())
     ids = ids * ((prompt_tokens + rounds) // len(ids) + 1)
     prompts = [ids[start : start + prompt_tokens] for start in range(rounds)]
-    # The pool holds a prompt and a half: after the next prompt's answer, nothing of the start of the one before is
-    # left.
+    # The pool holds one and a half prompts: the answer to the next prompt evicts the start of the previous one.
     kv_memory = prompt_tokens * 3 // 2 * kv_token_bytes(path)
     with tempfile.TemporaryDirectory(prefix="sidestream-bench-") as scratch:
         options = {
@@ -72,6 +71,6 @@ def _check(name: str, runs: list[PromptRun], expected: Callable[[PromptRun], boo
     for run in runs:
         if not expected(run):
             raise SidestreamError(
-                f"a {name} answer came from elsewhere ({run.source}, {run.reused} tokens): "
+                f"the KV of a {name} answer came from another tier ({run.source}, {run.reused} tokens): "
                 "the figures would mean nothing"
             )

@@ -1,6 +1,7 @@
-"""Runs prompts on an engine in a child process, and records for each prompt its time and the tiers of its prefix.
+"""Runs prompts on an engine in a child process. Records the time of each prompt and the tiers that held its prefix.
 
-The demo and the benchmarks use it to show that KV outlives the pool (same process) and the process (a second one).
+The demo and the benchmarks use it to show that KV survives eviction from the pool (same process) and the end of the
+process (a second one).
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from sidestream.config import SamplingParams
 if TYPE_CHECKING:
     from sidestream.llm import LLM
 
-# Shares no block with any measured prompt: it warms threads, allocators and kernels, and leaves the cache cold.
+# Shares no block with a measured prompt: it warms up threads, allocators and kernels, and leaves the cache cold.
 _WARM_UP = tuple(range(100, 164))
 
 
@@ -51,9 +52,9 @@ class PromptRun:
 class PromptRuns:
     """The results of one `ChildEngine.generate`.
 
-    steps            steps launched meanwhile
+    steps            steps launched during the call
     seconds          wall time of all prompts together
-    transfer_waits   times, since its start, that the engine thread waited for anything but a step
+    transfer_waits   waits of the engine thread, since its start, for anything other than a step
     stored_bytes     bytes written to disk since the start
     """
 

@@ -1,4 +1,4 @@
-"""What every benchmark prints: named figures with their bounds, and the environment they were taken in."""
+"""The output of every benchmark: named figures with their bounds, and the environment of the measurement."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from sidestream.version import VERSION
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """What a figure must not leave."""
+    """A lower or upper bound of a figure."""
 
     kind: Literal["at most", "at least"]
     value: float
 
     def holds(self, value: float) -> bool:
-        """Whether `value` keeps to the bound."""
+        """Whether `value` is within the bound."""
         return value <= self.value if self.kind == "at most" else value >= self.value
 
     def __str__(self) -> str:
@@ -36,7 +36,7 @@ class Bound:
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """One measured value; without a bound it is there to be read beside the others."""
+    """One measured value; a figure without a bound only informs."""
 
     name: str
     value: float
@@ -71,8 +71,8 @@ def at_least(value: float) -> Bound:
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """The value that `percent` of all are not above, interpolated linearly between the nearest two. `values` must not
-    be empty.
+    """The percentile `percent` of `values`, with linear interpolation between the two nearest. `values` must not be
+    empty.
     """
     ordered = sorted(values)
     place = (len(ordered) - 1) * percent / 100
@@ -82,8 +82,8 @@ def percentile(values: Sequence[float], percent: float) -> float:
 
 
 def environment(model: str, dtype: str | None = None) -> dict[str, object]:
-    """The machine and the versions that the figures depend on; `dtype`: what the model was loaded in, if one was
-    loaded.
+    """The machine and the versions that the figures depend on. `dtype`: the data type of the loaded model; None without
+    a model.
     """
     import torch
 
@@ -106,7 +106,7 @@ def environment(model: str, dtype: str | None = None) -> dict[str, object]:
 
 
 def command_line() -> str:
-    """The command as the user would type it again."""
+    """The command line, quoted so that a user can run it again."""
     return " ".join(["sidestream", *sys.argv[1:]])
 
 
@@ -120,8 +120,8 @@ def publish(
     dtype: str | None = None,
     details: Mapping[str, object] | None = None,
 ) -> bool:
-    """Print the figures, as one JSON object or as a table; returns whether all bounds hold. `dtype` and `details` go
-    into the object only.
+    """Print the figures as one JSON object or as a table; returns whether all bounds hold. Only the JSON object has
+    `dtype` and `details`.
     """
     if as_json:
         report: dict[str, object] = {

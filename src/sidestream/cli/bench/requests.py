@@ -1,5 +1,5 @@
-"""What benchmarks of a whole engine ask it for: prompts of random tokens, answers with the host's clock, and no
-text.
+"""Requests for benchmarks of a whole engine: prompts of random tokens; answers hold token ids and their arrival times
+by the host's clock, no text.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _PATIENCE_S = 300.0
 
 @dataclass(slots=True, eq=False)
 class Answer:
-    """One request's news, with the host's clock."""
+    """The tokens of one request and their arrival times by the host's clock."""
 
     started_s: float
     times: list[float] = field(default_factory=list)
@@ -43,7 +43,7 @@ class Answer:
             self.ended.set()
 
     def wait(self) -> Answer:
-        """Until it has ended. Raises SidestreamError if it ended badly, or not in time."""
+        """Wait until the request has ended. Raises SidestreamError if it failed or did not end in time."""
         if not self.ended.wait(_PATIENCE_S):
             raise SidestreamError(f"a request of the benchmark did not end within {_PATIENCE_S:g} s")
         if self.error is not None:
@@ -52,12 +52,12 @@ class Answer:
 
     @property
     def ttft_s(self) -> float:
-        """From the question to the first token."""
+        """Time from the submission to the first token."""
         return self.times[0] - self.started_s
 
 
 def ask(engine: Engine, prompt: Sequence[int], outputs: int, **more: Any) -> Answer:
-    """Greedy, to the last of so many tokens; `more` of what a request may ask for."""
+    """Submit a greedy request for exactly `outputs` tokens; `more`: further fields of SamplingParams."""
     answer = Answer(time.perf_counter())
     engine.submit(
         prompt, SamplingParams(**{"temperature": 0, "max_tokens": outputs, "ignore_eos": True, **more}), answer.take
@@ -66,7 +66,9 @@ def ask(engine: Engine, prompt: Sequence[int], outputs: int, **more: Any) -> Ans
 
 
 def ask_at_once(engine: Engine, prompts: Sequence[Sequence[int]], outputs: int, **more: Any) -> list[Answer]:
-    """Between two steps, so that all come to the same one: batches are the same each time."""
+    """Submit all requests between two steps, so that one step admits them together and batches are the same in each
+    run.
+    """
     answers: list[Answer] = []
     engine.call(lambda: answers.extend(ask(engine, prompt, outputs, **more) for prompt in prompts))
     return answers

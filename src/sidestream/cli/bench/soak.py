@@ -1,4 +1,4 @@
-"""Whether the process grows: many requests through small pools, all tiers busy, some requests aborted."""
+"""Memory growth of the process: many requests through small pools, with all tiers in use and some requests aborted."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _WAVE = 20
 
 
 def measure(model: str, *, num_requests: int, on_progress: Callable[[str], None]) -> list[Figure]:
-    """Resident memory after `num_requests`, less that after the first 200, when every pool has been used all over."""
+    """Growth of resident memory from request 200, when every pool has been filled, to request `num_requests`."""
     from sidestream.config import OffloadConfig, SamplingParams
     from sidestream.llm import LLM
 
@@ -34,7 +34,7 @@ def measure(model: str, *, num_requests: int, on_progress: Callable[[str], None]
                     for _ in prompts
                 ]
                 llm.generate(prompts, params)
-                next(llm.stream(prompts[0], SamplingParams(max_tokens=64)))  # left at once: an abort
+                next(llm.stream(prompts[0], SamplingParams(max_tokens=64)))  # leaving the stream aborts the request
                 if done + _WAVE == _SETTLED:
                     settled = _resident_bytes_at_rest()
             grown = _resident_bytes_at_rest() - settled
@@ -48,7 +48,7 @@ def measure(model: str, *, num_requests: int, on_progress: Callable[[str], None]
 
 
 def _resident_bytes_at_rest() -> int:
-    """Once the engine has had nothing to do for a moment, and has given back what is free."""
+    """Resident memory once the engine has been idle for a moment and has returned free memory to the system."""
     time.sleep(_REST_S)
     pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
     import resource

@@ -1,5 +1,5 @@
-"""Tokens a second with drafts over without, tokens that a step goes on by, and what must not change: every token, every
-accept length.
+"""Tokens per second with drafts over without, tokens per step, and a check that tokens and accept lengths do not depend
+on the execution.
 """
 
 from __future__ import annotations
@@ -19,15 +19,16 @@ from sidestream.config import SamplingParams, SpeculativeConfig
 from sidestream.device.kinds import CUDA
 from sidestream.errors import SidestreamError
 from sidestream.llm import LLM
-from sidestream.runner.executor import Executor, LaunchedStep, Work
-from sidestream.runner.forward import Computed
+from sidestream.runner.executor import Executor, LaunchedStep, PreparedStep
+from sidestream.runner.forward import ForwardOutput
 from sidestream.runner.mailbox import Delivered
+from sidestream.runner.step_inputs import StepInputs
 from sidestream.types import BatchPlan, Fence, LayerGates
 
 _DRAFTS = 4
-_SEVERAL = 8  # requests that are asked at any number at once, and whose accept lengths are compared
-# Turns of each engine in a round on a GPU where all are asked at once: that takes a fifth of a second, and a host may
-# be slow for longer.
+_SEVERAL = 8  # requests of the comparison of accept lengths, and lower bound of max_running
+# Turns of each engine per round on a GPU, when all requests run at once: a turn takes a fifth of a second, and the host
+# may be slow for longer than that.
 _TURNS = 3
 
 
@@ -42,9 +43,9 @@ def measure(
     rounds: int,
     on_progress: Callable[[str], None],
 ) -> list[Figure]:
-    """The same prompts through engines that differ only in their proposer. Only equality is bounded on a CPU.
+    """Run the same prompts on engines that differ only in their proposer. On a CPU only the equality has bounds.
 
-    The prompts are tasks about topics that the shipped head was not trained on.
+    The prompts are tasks about topics outside the training set of the shipped head.
     """
     from sidestream.models.catalog import resolve, shipped_head
 
@@ -87,7 +88,7 @@ def measure(
 
 
 def _proposers(head: Path | None, draft_model: str | None) -> dict[str, dict[str, Any]]:
-    """Options of SpeculativeConfig, by the name that figures have."""
+    """Options of SpeculativeConfig by the proposer's name in the figures."""
     proposers: dict[str, dict[str, Any]] = {"ngram": {"proposer": "ngram", "max_drafts": _DRAFTS}}
     if head is not None:
         proposers["mtp"] = {"proposer": "mtp", "max_drafts": _DRAFTS, "head": str(head.resolve())}
@@ -108,10 +109,10 @@ def _speeds(
     on_gpu: bool,
     on_progress: Callable[[str], None],
 ) -> dict[tuple[str, int], list[float]]:
-    """Tokens a second of each turn, by proposer ("plain": none) and batch. Engines take turns."""
+    """Tokens per second of each turn, by proposer ("plain": none) and batch size. The engines alternate."""
     speeds: dict[tuple[str, int], list[float]] = defaultdict(list)
     with contextlib.ExitStack() as ends:
-        # One process for each engine: the compute threads of two engines in one process slow each other down.
+        # One process per engine: the compute threads of two engines in one process slow each other down.
         engines = {"plain": ends.enter_context(ChildEngine(path, dict(options)))}
         engines |= {
             name: ends.enter_context(ChildEngine(path, {**options, "speculative": config}))
@@ -149,7 +150,7 @@ def _speedups(
 
 
 def _held_out(path: str, count: int) -> list[list[int]]:
-    """Prompts, in the model's own chat format where it has one: of different topics, as far as there are so many."""
+    """Prompts about different topics while there are enough of them, in the model's own chat format if it has one."""
     from sidestream.text import sample_tasks
     from sidestream.tokenizer import Tokenizer
 
@@ -163,11 +164,11 @@ def _held_out(path: str, count: int) -> list[list[int]]:
 def _equalities(
     path: str, options: dict[str, Any], name: str, config: dict[str, Any], prompts: list[list[int]], output_tokens: int
 ) -> list[Figure]:
-    """With a fixed number of drafts, asynchronous and synchronous: the tokens, the accept lengths, and how many tokens
-    a step goes on by.
+    """Compare tokens and accept lengths, with a fixed number of drafts, asynchronous and synchronous; also count the
+    tokens per step.
 
-    In float32, where products of several rows and of one round nearly alike. Accept lengths are compared step by step,
-    but for a request's last steps: how much may be drafted there depends on what is on its way.
+    Runs in float32, where rounding hardly depends on the number of rows in a product. Accept lengths are compared step
+    by step, without a request's last steps: their number of drafts depends on the steps in flight.
     """
     fixed, params = (
         SpeculativeConfig(**config, adaptive=False),
@@ -210,11 +211,11 @@ def _steps(
     *,
     on_gpu: bool,
 ) -> list[Figure]:
-    """As it is served, for each number of requests at once: what the engine thread needs to launch a step that drafts,
-    and of that, to publish how far its rows go and to hand it over to whoever reads it, which is what is behind the
-    forward pass; and then, with the device's clock asked at both ends of each step, which takes the engine thread some
-    time as well: how long the device takes from one step's end to the next one's, for steps of all requests that draft
-    (without `config`: that decode), and how much of that it has none.
+    """For each number of requests at once, with default options: first the engine thread's time to launch a step with
+    drafts, and the part of it after the forward pass (publishing the accept lengths and handing the step over to its
+    reader). Then, in a second run with a StepClock, which itself takes some engine-thread time: the time from the end
+    of one step on the device to the end of the next, and the device's idle time in it, over steps in which all requests
+    draft (without `config`: decode).
     """
     params = SamplingParams(temperature=0, max_tokens=output_tokens, ignore_eos=True)
     speculative = None if config is None else SpeculativeConfig(**config)
@@ -268,8 +269,8 @@ def _steps(
 
 
 def _accept_lengths(llm: LLM) -> dict[int, dict[int, int]]:
-    """By request and number of tokens that it has, how far it goes in each step that drafts as much as may be; from now
-    on.
+    """Records from now on the accept length of each step that drafts the maximum, by request id and the request's
+    number of tokens before the step.
     """
     seen: dict[int, dict[int, int]] = defaultdict(dict)
     count = llm.engine.loop.spec_stats.count
@@ -287,12 +288,12 @@ def _accept_lengths(llm: LLM) -> dict[int, dict[int, int]]:
 
 
 class _HandedOver:
-    """What handing steps over takes on the engine thread, from now on.
+    """Times the launches of an executor on the engine thread.
 
-    launching     seconds of each step that drafts
-    dispatching   of those, what is behind the forward pass
-    steps       all of them
-    uncaptured    those that were launched kernel by kernel
+    launching        seconds per launch of a step with drafts
+    dispatching      the part of that after the forward pass was enqueued
+    launched_steps   all launched steps
+    uncaptured       steps launched without a CUDA graph
     """
 
     def __init__(self, executor: Executor) -> None:
@@ -300,7 +301,7 @@ class _HandedOver:
         self.dispatching: list[float] = []
         self.launched_steps = self.uncaptured = 0
         self._enqueued_s = 0.0
-        launch, eager_work, run = executor.launch, executor._eager_work, executor._forward.run
+        launch, run_eagerly, run = executor.launch, executor._run_eagerly, executor._forward.run
 
         def timed(batch: BatchPlan, *, after: tuple[Fence, ...], gates: LayerGates) -> LaunchedStep:
             self.launched_steps += 1
@@ -312,12 +313,12 @@ class _HandedOver:
                 self.dispatching.append(end_s - self._enqueued_s)
             return step
 
-        def counted(batch: BatchPlan, gates: LayerGates) -> Work:
+        def counted(batch: BatchPlan, step: PreparedStep) -> tuple[StepInputs, ForwardOutput | None]:
             self.uncaptured += 1
-            return eager_work(batch, gates)
+            return run_eagerly(batch, step)
 
         executor.launch = timed  # type: ignore[method-assign]
-        executor._eager_work = counted  # type: ignore[method-assign]
+        executor._run_eagerly = counted  # type: ignore[method-assign]
         executor._forward.run = self._behind(run)  # type: ignore[method-assign]
         if executor._graphs is not None:
             executor._graphs.replay = self._behind(executor._graphs.replay)  # type: ignore[method-assign]
@@ -328,10 +329,10 @@ class _HandedOver:
         self.dispatching.clear()
         self.launched_steps = self.uncaptured = 0
 
-    def _behind(self, enqueue: Callable[..., Computed]) -> Callable[..., Computed]:
-        """The same forward pass, which says when it was enqueued."""
+    def _behind(self, enqueue: Callable[..., ForwardOutput]) -> Callable[..., ForwardOutput]:
+        """Wrap a forward pass so that it records the time at which it was enqueued."""
 
-        def enqueued(*given: Any, **more: Any) -> Computed:
+        def enqueued(*given: Any, **more: Any) -> ForwardOutput:
             computed = enqueue(*given, **more)
             self._enqueued_s = time.perf_counter()
             return computed

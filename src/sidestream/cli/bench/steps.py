@@ -1,4 +1,4 @@
-"""When the device was at each step of an engine: its own clock, at both ends of all that a step enqueues."""
+"""Times of an engine's steps on the device: events at the start and the end of the work that each step enqueues."""
 
 from __future__ import annotations
 
@@ -9,21 +9,19 @@ from typing import Any, NamedTuple, Protocol
 
 from sidestream.device.base import Device
 from sidestream.device.kinds import CUDA
-from sidestream.runner.executor import Executor, Work
-from sidestream.runner.frame import TableChanges
-from sidestream.runner.mailbox import MailboxEntry
+from sidestream.runner.executor import Executor, PreparedStep
 from sidestream.types import BatchPlan
 
-# Steps for which events are there before the first.
+# Number of steps whose events are created in advance.
 _AT_HAND = 4096
 
 
 class Seen(NamedTuple):
-    """What a step was like, in numbers: its plan would lie about, and the garbage collector would stop the engine
-    thread to look at it.
+    """The numbers of a step that benchmarks need. Plans are not kept: more live objects would lengthen the garbage
+    collector's pauses of the engine thread.
 
-    given    rows that were given tokens of the host's
-    drafts   of all rows together
+    given    rows whose token ids came from the host
+    drafts   draft tokens of all rows together
     """
 
     rows: int
@@ -33,23 +31,23 @@ class Seen(NamedTuple):
 
 
 class _Mark(Protocol):
-    """A moment of the device's."""
+    """An event on the device."""
 
     def record(self) -> Any:
-        """It is when the work that is being enqueued gets here."""
+        """Enqueue the event on the current stream."""
         ...
 
     def synchronize(self) -> Any:
-        """Block until it is past."""
+        """Block until the event has happened."""
         ...
 
     def elapsed_time(self, later: Any) -> float:
-        """Milliseconds from this one to another one, both past."""
+        """Milliseconds from this event to `later`; both must have happened."""
         ...
 
 
 class _HostMark:
-    """On a CPU, whose work is carried out where it says so."""
+    """An event on a CPU, where work runs synchronously."""
 
     def record(self) -> None:
         self.at_s = time.perf_counter()
@@ -62,14 +60,14 @@ class _HostMark:
 
 
 class StepClock:
-    """Keeps the times of an executor's steps, from its making on.
+    """Records the times of an executor's steps from its construction on.
 
-    steps   in order
+    launched_steps   all steps in launch order
     """
 
     def __init__(self, device: Device, executor: Executor) -> None:
         self.launched_steps: list[Seen] = []
-        self._marks: list[tuple[_Mark, _Mark]] = []  # of each, where it begins and where it ends
+        self._marks: list[tuple[_Mark, _Mark]] = []  # begin and end of each step
         new = _maker(device)
         at_hand = [(new(), new()) for _ in range(_AT_HAND)]
 
@@ -77,11 +75,11 @@ class StepClock:
             for mark in chain.from_iterable(at_hand):
                 mark.record()
 
-        recorded = device.stream("step clock").submit(record_all)  # the driver makes an event when it is recorded first
+        recorded = device.stream("step clock").submit(record_all)  # the driver creates an event at its first record
         device.wait_host(recorded, reason="benchmark")
         run = executor._run
 
-        def marked(batch: BatchPlan, changes: TableChanges, work: Work, entry: MailboxEntry) -> None:
+        def marked(batch: BatchPlan, step: PreparedStep) -> None:
             columns, rows = batch.columns, len(batch.rows)
             begin, end = at_hand.pop() if at_hand else (new(), new())
             self.launched_steps.append(
@@ -89,14 +87,14 @@ class StepClock:
             )
             self._marks.append((begin, end))
             begin.record()
-            run(batch, changes, work, entry)
+            run(batch, step)
             end.record()
 
         executor._run = marked  # type: ignore[method-assign]
 
     def steps(self, launched_steps: Sequence[int]) -> tuple[list[float], list[float]]:
-        """Seconds from the end of the step before each of these to its own end, and how long of that the device had
-        none.
+        """For each of the steps: seconds from the end of the previous step to its end, and the idle time of the device
+        in that span.
         """
         before, own = [self._marks[at - 1][1] for at in launched_steps], [self._marks[at] for at in launched_steps]
         for _, end in own:
@@ -105,7 +103,7 @@ class StepClock:
         return lengths, [1e-3 * last.elapsed_time(begin) for last, (begin, _) in zip(before, own, strict=True)]
 
     def seconds(self, first: int, last: int) -> float:
-        """From where a step begins to where a later one ends."""
+        """Seconds from the begin of step `first` to the end of step `last`."""
         begin, end = self._marks[first][0], self._marks[last][1]
         end.synchronize()
         return 1e-3 * begin.elapsed_time(end)

@@ -1,7 +1,7 @@
-"""Tokens a second of a whole engine with offload, over the same engine without: where offload cannot help, and where it
-must.
+"""Tokens per second of a whole engine with offload, divided by those without: for requests without reuse, where offload
+cannot help, and for a working set larger than the device's pool, where it must.
 
-Two engines of one model, alive at once, are asked in turn.
+Two engines share one model, exist at the same time and run in turn.
 """
 
 from __future__ import annotations
@@ -28,11 +28,12 @@ from sidestream.testing.random_models import random_model
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """What is asked for; small ones try the benchmark itself.
+    """The sizes of the measurement; small ones test the benchmark itself.
 
-    conversations, tokens, outputs   asked again and again, all at once; the device's pool holds a quarter of them
-    strangers                        requests, prompt tokens and outputs of the work without any reuse
-    rounds                           of each kind and engine
+    conversations, tokens, outputs   number, prompt tokens and output tokens; they repeat, all at once; the device's
+                                     pool holds a quarter of their KV
+    strangers                        requests, prompt tokens and output tokens of the work without reuse
+    rounds                           of each kind of work, per engine
     """
 
     conversations: int
@@ -42,13 +43,13 @@ class Sizes:
     rounds: int
 
 
-# What was measured of other engines on the same GPU.
+# The sizes used to measure other engines on the same GPU.
 _FULL = Sizes(16, 8200, 32, (96, 2048, 128), 3)
 _TINY = Sizes(8, 200, 4, (6, 32, 4), 1)
 
 
 def measure(*, device: str, shape: str, on_progress: Callable[[str], None]) -> list[Figure]:
-    """Ask both engines. Raises SidestreamError when what should come from the host did not."""
+    """Run both engines. Raises SidestreamError when KV that should come from the host did not."""
     sizes = _FULL if device == CUDA else _TINY
     on_progress("making the model")
     model = random_model(shape, device=torch_device(device))
@@ -87,7 +88,7 @@ def measure(*, device: str, shape: str, on_progress: Callable[[str], None]) -> l
                 if number:
                     again[offload].append(rate)
                 else:
-                    # The first round is not timed: all of it must be stored before others ask for it.
+                    # The first round is not timed: all its KV must be stored before the next round.
                     engine.flush(timeout_s=60.0)
                 if number and offload:
                     shares.append(share)
@@ -111,7 +112,7 @@ def measure(*, device: str, shape: str, on_progress: Callable[[str], None]) -> l
 def _engine(model: PagedModel, device: str, sizes: Sizes, *, offload: bool) -> Engine:
     layout = model.layout
     blocks = layout.num_blocks_for(sizes.tokens + sizes.outputs) * sizes.conversations
-    # What nobody asks for again must not push the conversations out.
+    # KV of requests that never repeat must not evict the conversations.
     others = layout.num_blocks_for(sizes.strangers[1] + sizes.strangers[2])
     return build_engine(
         model,
@@ -128,13 +129,15 @@ def _engine(model: PagedModel, device: str, sizes: Sizes, *, offload: bool) -> E
 
 
 def _rate(engine: Engine, prompts: Sequence[Sequence[int]], outputs: int, *, reused: int | None) -> tuple[float, float]:
-    """Tokens a second from the question to the last token, and which share of the prompts' tokens came from a cache."""
+    """Tokens per second from the submission to the last token, and the share of the prompts' tokens that came from a
+    cache.
+    """
     start = time.perf_counter()
     answers = [answer.wait() for answer in ask_at_once(engine, prompts, outputs)]
     seconds = time.perf_counter() - start
     found = sum(answer.cached.total for answer in answers)
     if reused is not None and found != reused:
         raise SidestreamError(
-            f"{found} tokens came from a cache, {reused} were to: the benchmark measures something else"
+            f"{found} tokens came from a cache instead of {reused}: the benchmark measures something else"
         )
     return sum(len(answer.tokens) for answer in answers) / seconds, found / sum(map(len, prompts))

@@ -25,11 +25,11 @@ if TYPE_CHECKING:
 
 _SCHEDULES = 2000
 _INTERRUPTED = 130
-_MAX_FAILURES = 3  # shrunk and shown for each campaign; there is rarely more than one cause
-_MAX_FINDINGS = 3  # shown for each failure; one missing edge often breaks several rules
+_MAX_FAILURES = 3  # shrunk and shown per campaign; more than one cause is rare
+_MAX_FINDINGS = 3  # shown per failure; one missing edge often breaks several rules
 
 ShowProgress = Callable[[float, str], None]
-"""Moves the progress bar to a value, with a text beside it."""
+"""Moves the progress bar to a value and shows a text with it."""
 
 Names = Annotated[
     list[str] | None, typer.Argument(metavar="NAME", help="With --mutations: only these.", show_default=False)
@@ -37,8 +37,10 @@ Names = Annotated[
 Schedules = Annotated[
     int | None, option("--schedules", "N", "Schedules to run.", f"{_SCHEDULES}, or none with --mutations", whole)
 ]
-Minutes = Annotated[float | None, option("--minutes", "M", "Run for so long instead.", False, number)]
-Seed = Annotated[int, option("--seed", "S", "Where drawing starts; same seed, same schedules.", parse=whole)]
+Minutes = Annotated[float | None, option("--minutes", "M", "Minutes to run, instead of --schedules.", False, number)]
+Seed = Annotated[
+    int, option("--seed", "S", "Seed of the schedules; the same seed gives the same schedules.", parse=whole)
+]
 Policies = Annotated[
     list[str] | None,
     option(
@@ -48,16 +50,18 @@ Policies = Annotated[
         "all",
     ),
 ]
-Mutations = Annotated[bool, flag("--mutations", "Take rules out of the code, one by one: each must be missed.")]
-ReplayFile = Annotated[Path | None, option("--replay", "FILE", "Run a schedule that failed before.", False)]
+Mutations = Annotated[
+    bool, flag("--mutations", "Remove rules from the code one by one; each removal must be detected.")
+]
+ReplayFile = Annotated[Path | None, option("--replay", "FILE", "Replay a saved schedule.", False)]
 Workers = Annotated[int, option("--workers", "N", "Processes.", parse=whole)]
-Save = Annotated[Path, option("--save", "DIR", "Where failing schedules are written.")]
+Save = Annotated[Path, option("--save", "DIR", "Directory for failing schedules.")]
 OnDevice = Annotated[
     str | None,
     option(
         "--device",
         "D",
-        "Torture a real device: cuda, or cpu; the transfers alone, unless --requests.",
+        "Torture a real device, cuda or cpu: only its transfers, unless --requests is given.",
         "a simulated one",
     ),
 ]
@@ -66,17 +70,17 @@ Blocks = Annotated[
     option(
         "--blocks",
         "N",
-        "With --device: block transfers, at most so many for each of --mutations.",
+        "With --device: block transfers to run; with --mutations, at most so many for each.",
         "1,000,000 on cuda, 20,000 on cpu",
         whole,
     ),
 ]
 Requests = Annotated[
     int | None,
-    option("--requests", "N", "With --device: torture a whole engine on it, with so many requests.", False, whole),
+    option("--requests", "N", "With --device: torture a whole engine with that many requests.", False, whole),
 ]
 CheckOrder = Annotated[
-    bool, flag("--check-order", "With --device: have the checker look on, at a tenth of the blocks.")
+    bool, flag("--check-order", "With --device: run the ordering checker too, on a tenth of the blocks.")
 ]
 
 
@@ -97,7 +101,7 @@ def torture(
     check_order: CheckOrder = False,
     as_json: AsJson = False,
 ) -> None:
-    """Run the engine on a simulated device, in orders that are allowed and unlikely, and judge all that comes of it."""
+    """Run the engine on a simulated device, in legal but unlikely orders, and check its output and its ordering."""
     _check_options(context, names or [])
     if device is not None:
         with _bar("mutations" if mutations else "torture", None) as show:
@@ -150,11 +154,11 @@ def _check_options(context: typer.Context, names: Sequence[str]) -> None:
         raise ConfigError(f"{others[0]} is given without --device: give both, or leave it out")
     elif was_given(context, "replay"):
         if given or names:
-            raise ConfigError(f"--replay says all about its schedule: leave {(given or names)[0]} out")
+            raise ConfigError(f"--replay takes everything from its file: leave {(given or names)[0]} out")
     elif names and "--mutations" not in given:
         raise ConfigError(f"{names[0]} is given without --mutations: give both, or leave it out")
     elif "--schedules" in given and "--minutes" in given:
-        raise ConfigError("--schedules and --minutes are both given: give how many, or how long")
+        raise ConfigError("--schedules and --minutes are both given: give only one of them")
     elif "--policy" in given and "--mutations" in given and "--schedules" not in given and "--minutes" not in given:
         raise ConfigError(
             "--policy is given, and --mutations uses all policies: leave one of them out, or give --schedules too"
@@ -171,17 +175,15 @@ def _check_device_options(context: typer.Context, given: Sequence[str], names: S
     if was_given(context, "replay"):
         without.append("--replay")
     if without:
-        raise ConfigError(f"{without[0]} is for schedules of the simulated device: leave it or --device out")
+        raise ConfigError(f"{without[0]} applies only to the simulated device: leave it or --device out")
     if names and "--mutations" not in given:
         raise ConfigError(f"{names[0]} is given without --mutations: give both, or leave it out")
     if "--requests" in given and (
         others := [flag for flag in ("--blocks", "--check-order", "--mutations") if flag in given]
     ):
-        raise ConfigError(
-            f"--requests tortures a whole engine, {others[0]} is for transfers alone: leave one of them out"
-        )
+        raise ConfigError(f"--requests tortures a whole engine, {others[0]} only transfers: leave one of them out")
     if "--check-order" in given and "--mutations" in given:
-        raise ConfigError("--check-order is given, and --mutations is judged by bytes: leave one of them out")
+        raise ConfigError("--check-order does not work with --mutations, which compares bytes: leave one of them out")
 
 
 def _campaign(schedules: int, minutes: float | None, seed: int, policies: list[str] | None, workers: int) -> Report:
@@ -230,11 +232,11 @@ def _replay(path: Path, *, as_json: bool) -> None:
     without = f", without {schedule.mutation}" if schedule.mutation else ""
     _print(
         console,
-        f"{path}: workload {schedule.workload.seed}{without}, {len(schedule.turns)} turns that are not whoever's runs",
+        f"{path}: workload {schedule.workload.seed}{without}, {len(schedule.turns)} forced context switches",
     )
     _show_outcome(console, outcome, schedule.oracle)
     if not outcome.findings:
-        _print(console, f"nothing is wrong any more; it was: {schedule.oracle}: {schedule.said}")
+        _print(console, f"the schedule no longer fails; it failed with: {schedule.oracle}: {schedule.said}")
     if as_json:
         publish(
             "torture",
@@ -305,7 +307,7 @@ def _show_failures(report: Report, save: Path) -> None:
     if report.num_failures > len(shown):
         _print(
             console,
-            f"\n{report.num_failures} schedules failed; shown is the first for each oracle that objected first, "
+            f"\n{report.num_failures} schedules failed; below is the first failure of each oracle, "
             f"at most {_MAX_FAILURES}",
         )
 
@@ -315,7 +317,7 @@ def _show_failure(console: Console, failure: Failure, save: Path, mutation: str 
     from sidestream.testing.torture import Replay, shrink
 
     with Steps() as steps:
-        steps.update("making the failure short")
+        steps.update("shrinking the failure")
         short = shrink(failure, mutation=None if mutation is None else find(mutation))
     oracle = failure.outcome.oracles[0]
     name = mutation or f"{failure.workload.seed}-{failure.policy.replace(':', '-')}-{failure.seed}"
@@ -325,14 +327,14 @@ def _show_failure(console: Console, failure: Failure, save: Path, mutation: str 
     _print(
         console,
         f"\nworkload {failure.workload.seed}, policy {failure.policy}, seed {failure.seed}: "
-        f"made short in {short.runs} runs",
+        f"shrunk in {short.runs} runs",
     )
     _show_outcome(console, short.outcome, oracle)
     _print(console, f"run it again: {shlex.join(['sidestream', 'torture', '--replay', str(path)])}")
 
 
 def _show_outcome(console: Console, outcome: Outcome, oracle: str) -> None:
-    """Print the interleaving and the findings of `oracle`; without any, those of the other oracles."""
+    """Print the interleaving and the findings of `oracle`, or those of the other oracles when it has none."""
     from sidestream.testing.torture import explain, render
 
     found = [finding for finding in outcome.findings if finding.oracle == oracle] or list(outcome.findings)
@@ -358,7 +360,7 @@ def _make_directory(directory: Path) -> None:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(
-            f"--save {directory} cannot be made: {error.strerror or error}: give another directory"
+            f"cannot create --save {directory}: {error.strerror or error}: give another directory"
         ) from error
 
 

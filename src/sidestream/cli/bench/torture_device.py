@@ -1,4 +1,4 @@
-"""`sidestream torture --device`: block transfers on a real device, the hunt for mutations there, and a whole engine."""
+"""`sidestream torture --device`: block transfers, the hunt for mutations, and a whole engine, on a real device."""
 
 from __future__ import annotations
 

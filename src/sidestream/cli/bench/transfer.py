@@ -1,5 +1,5 @@
-"""How near stores and loads come to the link, over one large pinned copy; and how far what people do instead stays
-behind it.
+"""Bandwidth of stores and loads relative to the link, which is measured with one large pinned copy; and that of simpler
+methods of copying.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from sidestream.offload.copy import layers_batch
 from sidestream.testing.rig import Rig
 from sidestream.types import Key
 
-# So many orders, each of all blocks, are given at once: what a lone order spends on its way to the device and back is
-# not the link's.
+# Number of submissions in a row, each of all blocks: the latency of a single submission to the device and back is not
+# the link's.
 _IN_A_ROW = 4
 _BASELINE_LIMIT = 2048
-"""Segments of the slow baselines: their rate does not depend on how many there are."""
+"""Segment limit of the slow baselines, whose rate does not depend on the number of segments."""
 
 
 @dataclass(slots=True)
 class _Rates:
-    """Bytes a second, round by round."""
+    """Bytes per second by name, one value per round."""
 
     values: dict[str, list[float]]
 
@@ -36,12 +36,12 @@ class _Rates:
         self.values.setdefault(name, []).append(num_bytes / seconds)
 
     def over(self, name: str, base: str) -> float:
-        """Median of the ratios, each of two values of one round."""
+        """Median of the ratios `name` / `base`; each ratio is of one round."""
         return median(a / b for a, b in zip(self.values[name], self.values[base], strict=True))
 
 
 def measure(*, device: str, mib: int, rounds: int, on_progress: Callable[[str], None]) -> list[Figure]:
-    """Figures. Each round measures the link and everything else in turn."""
+    """The figures. Each round measures the link first and then everything else."""
     rates = _Rates({})
     for layered in (False, True):
         used = open_device(device)
@@ -113,7 +113,9 @@ def _timed(rig: Rig, order: Callable[[], object]) -> float:
 
 
 def _baselines(rig: Rig, rates: _Rates, count: int, suffix: str) -> None:
-    """What is done instead, without pacing and by one stream: a call for each segment, one call for all, a kernel."""
+    """Measure simpler methods of copying on one stream without pacing: one call per segment, one call for all, a
+    kernel.
+    """
     from sidestream.device.cuda import CudaStream
 
     ids = np.random.default_rng(0).permutation(2 * count)[:count].tolist()

@@ -94,7 +94,7 @@ class Copier:
 
     def _copy_by_kernel(self, table: Table, source: Place, target: Place, *, programs: int = 2) -> None:
         """One launch for each mapped table of segments. The copy engine takes the rest when no table is free."""
-        from sidestream.device.cuda import kernels
+        from sidestream.device.cuda.kernels import copy_segments
 
         first, count = 0, table.shape[1]
         while first < count:
@@ -106,5 +106,5 @@ class Copier:
             part = table[:, first : first + len(mapped) // 3]
             size = part.shape[1]
             mapped[: 3 * size] = part.ravel()
-            kernels.copy_segments(mapped.ctypes.data, size, wide=not (part % 8).any(), programs=programs)
+            copy_segments(mapped.ctypes.data, size, wide=not (part % 8).any(), programs=programs)
             first += size

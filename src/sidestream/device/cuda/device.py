@@ -218,7 +218,7 @@ class CudaDevice:
 
     def warm_up(self) -> None:
         """Launch each variant of the device's kernels once: a first launch waits for all running work. Blocks."""
-        from sidestream.device.cuda import kernels
+        from sidestream.device.cuda.kernels import copy_segments, deliver
 
         stream = self.stream("warm-up")
         target, source = self.allocate_host("warm-up", 64), self.driver.allocate(64)
@@ -226,11 +226,11 @@ class CudaDevice:
 
         def launch() -> None:
             for size, wide in ((8, True), (1, False)):
-                kernels.deliver(there, here, size)
+                deliver(there, here, size)
                 table = self.take_table()
                 assert table is not None, "nothing else uses tables while the device warms up"
                 table[:3] = there, here, size
-                kernels.copy_segments(table.ctypes.data, 1, wide=wide)
+                copy_segments(table.ctypes.data, 1, wide=wide)
                 used.append(table)
 
         used: list[Table] = []

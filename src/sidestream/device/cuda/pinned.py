@@ -10,7 +10,6 @@ import contextlib
 import ctypes
 import logging
 import math
-import mmap
 import os
 import threading
 import time
@@ -21,6 +20,7 @@ from typing import Any, Protocol
 import torch
 
 from sidestream.device.base import Memory
+from sidestream.device.machine import private_pages
 from sidestream.errors import ConfigError, DeviceError
 
 log = logging.getLogger(__name__)
@@ -94,13 +94,7 @@ class Slab:
 
         Raises ConfigError if the machine has less than `num_bytes` of memory, or if the first chunk cannot be pinned.
         """
-        try:
-            # Private: most systems have no huge pages for shared mappings.
-            pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        except (OSError, ValueError, OverflowError) as error:
-            raise ConfigError(
-                f"{name} memory of {num_bytes / 2**30:.2f} GiB cannot be allocated on this machine: ask for less"
-            ) from error
+        pages = private_pages(name, num_bytes)
         self.memory = Memory(name, (torch.frombuffer(pages, dtype=torch.uint8),))
         self.borders = chunk_borders(num_bytes, item_bytes)
         self.ready_bytes = 0

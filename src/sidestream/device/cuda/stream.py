@@ -181,9 +181,9 @@ class CudaStream:
 
     def stamp(self, times: torch.Tensor) -> None:
         """Write the GPU's clock, by a kernel. See `Stream.stamp`."""
-        from sidestream.device.cuda import kernels
+        from sidestream.device.cuda.kernels import stamp
 
-        kernels.stamp(times.data_ptr())
+        stamp(times.data_ptr())
 
     def deliver(self, values: torch.Tensor, memory: Memory, start: int | torch.Tensor, *, further: int = 0) -> None:
         """Write the bytes by a kernel of one program. See `Stream.deliver`."""
@@ -192,16 +192,16 @@ class CudaStream:
                 f"values of shape {tuple(values.shape)} with strides {values.stride()} are not contiguous: "
                 "deliver a copy"
             )
-        from sidestream.device.cuda import kernels
+        from sidestream.device.cuda.kernels import deliver
 
         num_bytes = values.numel() * values.element_size()
         if not num_bytes:
             return
         target = memory.data.data_ptr() + further
         if isinstance(start, torch.Tensor):
-            kernels.deliver(target, values.data_ptr(), num_bytes, offset_address=start.data_ptr())
+            deliver(target, values.data_ptr(), num_bytes, offset_address=start.data_ptr())
         else:
-            kernels.deliver(target + start, values.data_ptr(), num_bytes)
+            deliver(target + start, values.data_ptr(), num_bytes)
 
     # ------------------------------------------------------------------ graphs
 
@@ -215,7 +215,7 @@ class CudaStream:
             try:
                 with (
                     self._driver.current(self.external),  # a capture that fails to end leaves it current
-                    # Calls of other threads go on: their streams are not captured.
+                    # Calls of other threads continue: their streams are not captured.
                     torch.cuda.graph(graph, pool=pool, stream=self.external, capture_error_mode="thread_local"),
                 ):
                     self._capture = capture

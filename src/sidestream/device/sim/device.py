@@ -158,8 +158,8 @@ class SimDevice:
         return SimEvent(self, name)
 
     def poison(self, memory: str, start: int, stop: int, after: Sequence[Fence]) -> None:
-        """Overwrite dead bytes when the fences `after`, their last uses, are done. A memory that is not the device's is a
-        tier's medium, and stays as it is.
+        """Overwrite dead bytes when the fences `after`, their last uses, are done. A memory that is not the device's
+        belongs to a tier and stays as it is.
         """
         if memory not in self._memories:
             return

@@ -8,11 +8,10 @@ and closes the tier; `write` and `read` run on stream threads, several at once.
     DIRECTORY/3f/3f…c2-000000000000002a   an entry: key-serial, both in hexadecimal
     DIRECTORY/3f/3f…c2-….tmp              an entry being written; what a killed process left is removed at open
 
-An entry is a header page and the block, so the block starts at a page boundary and costs no more space than an unpadded
-one:
+An entry is a header and the block. The header fills a page, so that the block starts at a page boundary:
 
     [0, 8)        magic                    [8, 12)       format version
-    [12, 28)      digest of tier.json      [28, 44)      key
+    [12, 28)      digest of the layout     [28, 44)      key
     [44, 52)      payload bytes            [52, 4080)    zeros
     [4080, 4096)  xxh3-128 of everything else in the file
     [4096, …)     payload
@@ -25,7 +24,7 @@ published when the process died is complete, and is served.
 is held, so a late unlink of an evicted entry, a read in flight and a new write of the same key work on different files.
 When a crash leaves two files of one key, open keeps the later one; both hold the same bytes, because keys name content.
 
-**Nothing is synced.** kill -9 loses no page of a finished write: the kernel has it. A power loss may tear or empty
+**No entry is synced.** kill -9 loses no page of a finished write: the kernel has it. A power loss may tear or empty
 files that were renamed into place; length and checksum find them, and a lost block is only recomputed. An fsync per
 block would buy nothing but slower stores. Only tier.json, written once, is synced, because without it the directory is
 refused.
@@ -76,7 +75,7 @@ _ENTRY_NAME = re.compile(r"([0-9a-f]{32})-([0-9a-f]{16})")
 _FAN_OUT = [f"{prefix:02x}" for prefix in range(256)]
 
 _NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-# open() of a socket; of a directory, for writing; of a circle of links
+# errors of open() for no regular file: a socket, a directory opened for writing, circular symbolic links
 _NO_FILE = {errno.ENXIO, errno.EISDIR, errno.ELOOP}
 
 _log = logging.getLogger(__name__)
@@ -108,8 +107,8 @@ class DiskTier:
 
         Removes leftovers of killed processes and damaged entries, then evicts down to `capacity_bytes`, which counts
         whole pages, headers included. Reads names and sizes only: 70,000 entries take about a second.
-        Raises ConfigError, with nothing deleted or changed, when the directory is not one, is not writable, holds
-        something else, was written by another model, layout or format version, is in use, or the capacity is below one
+        Raises ConfigError, and changes nothing, when `directory` is a file, is not writable, is in use, holds other
+        files, or was written for another model, layout or format version, and when `capacity_bytes` is less than one
         entry.
         """
         path = Path(directory).expanduser()
@@ -159,12 +158,14 @@ class DiskTier:
         return self._index
 
     def write(self, grant: WriteGrant, payload: Block) -> None:
-        """Delete the grant's victim, then store `payload` (`layout.block_bytes`) as its entry, whole or not at all.
+        """Delete the evicted entry `grant.victim`, then write `payload` (`layout.block_bytes`) as `grant.entry`, whole
+        or not at all.
 
-        Blocks on I/O; on disk stream threads. Raises TierFull when the disk, the quota or the file size limit has no
-        room, TierError on any other failure; then no file of the entry is left, and the grant is to be abandoned.
+        Waits for I/O: call it on a disk stream's thread. Raises TierFull when the disk, the quota or the file size
+        limit has no room, TierError on any other failure. Then no file of the entry is left, and the caller must
+        abandon the grant.
         """
-        view = self._view(payload)
+        view = self._view(payload)  # rule: write-begins
         header = self._header(grant.entry.key)
         header += _digest(header, view)
         try:
@@ -177,14 +178,14 @@ class DiskTier:
             raise kind(
                 f"disk tier {self._root} could not store {view.nbytes} bytes: {error.strerror or error}"
             ) from error
-        grant.written = True
+        grant.written = True  # rule: entry-counts-as-written-when-it-is
 
     def read(self, entry: Entry, out: Block) -> None:
         """Read a pinned entry's block straight into `out` (`layout.block_bytes`) and verify every bit of its file.
 
-        Blocks on I/O; on disk stream threads. Raises TierCorrupt when the file is missing, has the wrong length, header
-        or checksum (it is deleted), TierError when it cannot be read; then the contents of `out` are undefined, and the
-        entry is to be forgotten.
+        Waits for I/O: call it on a disk stream's thread. Raises TierCorrupt when the file is missing, or when its
+        length, header or checksum is wrong; that file is deleted. Raises TierError when reading fails. After either
+        error, the contents of `out` are undefined, and the caller must forget the entry.
         """
         view = self._view(out)
         path = self._path(entry)
@@ -202,7 +203,9 @@ class DiskTier:
             raise TierCorrupt(f"disk entry {path} {fault}; {'not deleted' if os.path.lexists(path) else 'deleted'}")
 
     def close(self) -> None:
-        """Delete doomed entries and unlock the directory. After the last `read` and `write` returned; idempotent."""
+        """Delete the files of forgotten entries and unlock the directory. Call it after every `read` and `write` has
+        returned. Idempotent.
+        """
         if self._lock is None:
             return
         lock, self._lock = self._lock, None
@@ -237,14 +240,14 @@ class DiskTier:
         fd = _open_regular(path, os.O_RDONLY)
         try:
             num_bytes = _read_all(fd, [memoryview(header), view, memoryview(beyond)])
-            if num_bytes != HEADER_BYTES + view.nbytes:
+            if num_bytes != HEADER_BYTES + view.nbytes:  # rule: length-is-verified
                 return f"is {'longer' if num_bytes > HEADER_BYTES + view.nbytes else 'shorter'} than one block"
             expected = self._header(key)
-            if not header.startswith(expected):
+            if not header.startswith(expected):  # rule: header-is-verified
                 return "has a header of something else"
-            if header[_DIGEST_AT:] != _digest(expected, view):
+            if header[_DIGEST_AT:] != _digest(expected, view):  # rule: every-bit-is-verified
                 return "does not match its checksum"
-            with contextlib.suppress(OSError):  # recency is worth less than the block
+            with contextlib.suppress(OSError):  # the read succeeds even if its time cannot be recorded
                 # The kernel's own time stamp moves once a tick: with it, a read could seem no later than the write.
                 now = time.time_ns()
                 os.utime(fd, ns=(now, now))
@@ -284,10 +287,10 @@ class _NotRegular(OSError):
 
 
 def _open_regular(path: str | Path, flags: int) -> int:
-    """A descriptor of a regular file. Never waits: opening a FIFO would, for its other end. Raises OSError."""
+    """A descriptor of a regular file. Never waits, as a plain open of a FIFO does for its other end. Raises OSError."""
     not_regular = _NotRegular(errno.EINVAL, f"{path} is not a regular file")
     try:
-        fd = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)  # KV tells what users wrote
+        fd = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)  # owner only: KV reveals users' text
     except OSError as error:
         raise not_regular if error.errno in _NO_FILE else error from error
     if not stat.S_ISREG(os.fstat(fd).st_mode):
@@ -298,7 +301,7 @@ def _open_regular(path: str | Path, flags: int) -> int:
 
 def _write_whole(path: str, buffers: list[memoryview]) -> None:
     """Write the file under a temporary name and rename it; on failure nothing is left. Raises OSError."""
-    temporary = path + _TEMPORARY
+    temporary = path + _TEMPORARY  # rule: entry-is-renamed-into-place
     try:
         fd = _open_regular(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
         try:
@@ -314,7 +317,7 @@ def _write_whole(path: str, buffers: list[memoryview]) -> None:
 
 
 def _read_all(fd: int, buffers: list[memoryview]) -> int:
-    """Fill the buffers until they or the file end; bytes read."""
+    """Read until the buffers are full or the file ends. Returns the number of bytes read."""
     total = 0
     while buffers and (count := os.readv(fd, buffers)):
         total += count
@@ -331,8 +334,8 @@ def _rest(buffers: list[memoryview], count: int) -> list[memoryview]:
 
 
 def _unlink(path: str) -> None:
-    """Delete the file, if there is one. A directory of that name is not the tier's and stays; no later entry gets its
-    name.
+    """Delete the file, if there is one. A directory of that name, which the tier did not make, stays. It blocks no
+    later entry: names are never reused.
     """
     with contextlib.suppress(FileNotFoundError, IsADirectoryError):
         os.unlink(path)  # noqa: PTH108  a Path per deletion would cost more than the call
@@ -380,7 +383,7 @@ def _check_description(directory: Path, found: dict[str, Any], wanted: dict[str,
             f"disk directory {directory} has format version {version!r}, this version of Sidestream reads and writes "
             f"{FORMAT_VERSION}: give another directory, or delete it"
         )
-    differing = [
+    differing = [  # rule: disk-of-other-weights-is-refused
         f"{name} {found.get(name)!r} (here {value!r})" for name, value in wanted.items() if found.get(name) != value
     ]
     if differing:
@@ -400,8 +403,8 @@ def _hold(directory: Path) -> int:
     """
     lock = _open_regular(directory / _LOCK_FILE, os.O_RDWR | os.O_CREAT)
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        with contextlib.suppress(OSError):  # a full disk can still be read
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # rule: directory-has-one-owner
+        with contextlib.suppress(OSError):  # the pid is for messages only: a full disk still serves reads
             os.ftruncate(lock, 0)
             os.pwrite(lock, str(os.getpid()).encode(), 0)
     except BlockingIOError:
@@ -418,8 +421,8 @@ def _hold(directory: Path) -> int:
 
 
 def _write_description(directory: Path, description: dict[str, int | str]) -> None:
-    """Make an empty directory a tier. This is its first file, so a kill half-way leaves a directory that counts as
-    empty.
+    """Make an empty directory a tier: write tier.json. No entry is written before it, so a process that is killed here
+    leaves a directory that counts as empty.
     """
     temporary = directory / (_TIER_FILE + _TEMPORARY)
     temporary.unlink(missing_ok=True)
@@ -451,14 +454,15 @@ def _scan(directory: Path, *, file_bytes: int, max_entries: int) -> _Found:
     newest: dict[Key, tuple[int, int, str]] = {}  # key -> (serial, modified, path)
     next_serial = leftovers = corrupt = 0
     for key, serial, file in _entry_files(directory):
-        next_serial = max(next_serial, serial + 1)
+        next_serial = max(next_serial, serial + 1)  # rule: serials-go-on-after-a-restart
         status = file.stat(follow_symlinks=False)
         if stat.S_ISDIR(status.st_mode):
             continue  # not the tier's
         twin = newest.get(key)
-        if file.name.endswith(_TEMPORARY):
+        if file.name.endswith(_TEMPORARY):  # rule: leftovers-are-deleted
             leftovers += 1
             _unlink(file.path)
+        # rule: files-of-the-wrong-length-are-deleted
         elif (
             status.st_size != file_bytes
             or not stat.S_ISREG(status.st_mode)
@@ -466,7 +470,7 @@ def _scan(directory: Path, *, file_bytes: int, max_entries: int) -> _Found:
         ):
             corrupt += 1
             _unlink(file.path)
-        elif twin is not None and twin[0] > serial:
+        elif twin is not None and twin[0] > serial:  # rule: later-write-of-a-key-wins
             leftovers += 1
             _unlink(file.path)
         else:

@@ -92,7 +92,7 @@ class ReadLease:
         slots, self._slots = self._slots, ()
         if not slots and self.entries:
             raise InvariantError("a read lease was released twice")
-        self._index._unpin(slots)
+        self._index._unpin(slots)  # rule: read-ends-its-pins
 
 
 class TierIndex:
@@ -188,7 +188,7 @@ class TierIndex:
         slots = tuple(self._slots[key] for key in keys)
         for slot in slots:
             slot.pins += 1
-            self._idle.pop(slot.entry.key, None)
+            self._idle.pop(slot.entry.key, None)  # rule: pinned-entry-is-not-evicted
         if self._tracer is not None:
             self._tracer.shared(self.name, [slot.entry.serial for slot in slots])
         return ReadLease(self, slots)
@@ -199,10 +199,10 @@ class TierIndex:
         Room is made at once by evicting the least recently used entry that is not pinned; the grant's write deletes it.
         Raises TierFull when every entry is being read or written (nothing was evicted).
         """
-        if key in self._slots or key in self._writing:
+        if key in self._slots or key in self._writing:  # rule: key-is-written-by-one-at-a-time
             return None
         grant = WriteGrant(Entry(key, self._next_serial), self._make_room())
-        self._next_serial += 1
+        self._next_serial += 1  # rule: each-write-has-its-own-serial
         self._writing[key] = grant
         if grant.victim is not None:
             self._victims[key] = grant.victim
@@ -217,11 +217,11 @@ class TierIndex:
 
         After a `clear` it is dropped instead (H8). Raises InvariantError when the write did not succeed.
         """
-        if not grant.written:
+        if not grant.written:  # rule: entry-was-written
             raise InvariantError(
                 f"publish of {grant.entry.key.hex()} to the {self.name} tier before its write succeeded"
             )
-        if grant.void:
+        if grant.void:  # rule: write-from-before-a-reset-publishes-nothing
             self.abandon(grant)
             return
         if self._tracer is not None:
@@ -235,7 +235,7 @@ class TierIndex:
         Never while the write may still run: behind its fence, or when it was never submitted.
         """
         self._end(grant)
-        if grant.written:
+        if grant.written:  # rule: abandoned-grant-leaves-no-file
             self._doomed.append(grant.entry)
         if grant.victim is not None:
             self._doomed.append(grant.victim)
@@ -245,7 +245,7 @@ class TierIndex:
         anew.
         """
         slot = self._slots.get(entry.key)
-        if slot is not None and slot.entry == entry:
+        if slot is not None and slot.entry == entry:  # rule: newer-write-survives-a-failed-read-of-an-older
             self._corrupt += 1
             self._retire(slot)
 
@@ -263,9 +263,9 @@ class TierIndex:
         """
         for key in keys:
             if (slot := self._slots.get(key)) is not None:
-                self._retire(slot)
+                self._retire(slot)  # rule: reset-forgets-entries
             if (grant := self._writing.get(key)) is not None:
-                grant.void = True
+                grant.void = True  # rule: reset-reaches-writes-on-their-way
 
     def take_doomed(self) -> list[Entry]:
         """Hand over all doomed entries, for the owner to delete when it closes the tier."""
@@ -275,7 +275,7 @@ class TierIndex:
 
     def _make_room(self) -> Entry | None:
         """The victim of one more entry, or None when there is room without one."""
-        if self._doomed:
+        if self._doomed:  # rule: doomed-entries-are-deleted
             return self._doomed.popleft()
         if len(self._slots) + len(self._writing) + self._leaving < self._max_entries:
             return None
@@ -294,7 +294,7 @@ class TierIndex:
     def _end(self, grant: WriteGrant) -> None:
         if self._writing.get(grant.entry.key) is not grant:
             raise InvariantError(f"grant of {grant.entry.key.hex()} in the {self.name} tier ended twice")
-        del self._writing[grant.entry.key]
+        del self._writing[grant.entry.key]  # rule: grant-ends
         victim = self._victims.pop(grant.entry.key, None)
         if self._tracer is not None:
             ended = [grant.entry] if victim is None else [grant.entry, victim]
@@ -302,13 +302,13 @@ class TierIndex:
 
     def _retire(self, slot: _Slot) -> None:
         del self._slots[slot.entry.key]
-        slot.retired = True
+        slot.retired = True  # rule: forgotten-entry-is-marked
         if self._tracer is not None:
             self._tracer.forgot(self.name, [slot.entry.serial])
-        if slot.pins:
+        if slot.pins:  # rule: pinned-entry-is-not-deleted-by-a-reset
             self._leaving += 1
         else:
-            del self._idle[slot.entry.key]
+            del self._idle[slot.entry.key]  # rule: idle-entry-is-idle-no-more
             self._doomed.append(slot.entry)
 
     def _trace_found(self, tracer: Tracer, entry: Entry) -> None:
@@ -322,10 +322,10 @@ class TierIndex:
         if self._tracer is not None:
             self._tracer.released(self.name, [slot.entry.serial for slot in slots], ())
         for slot in reversed(slots):  # the first key ends up as the most recently used: see touch
-            slot.pins -= 1
-            if slot.pins:
+            slot.pins -= 1  # rule: reader-ends-its-own-pin
+            if slot.pins:  # rule: entry-is-idle-when-its-last-reader-left
                 continue
-            if slot.retired:
+            if slot.retired:  # rule: forgotten-entry-stays-forgotten
                 self._leaving -= 1
                 self._doomed.append(slot.entry)
             else:

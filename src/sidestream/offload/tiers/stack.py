@@ -80,13 +80,14 @@ class TierStack:
 
     def forget_all(self) -> None:
         """Make every block unreachable, in every tier (H8)."""
-        self.host.pool.forget_all()
+        self.host.pool.forget_all()  # rule: reset-forgets-the-host-tier
         for tier in self.persistent.values():
-            tier.index.clear()
+            tier.index.clear()  # rule: reset-forgets-the-disk
 
     def forget(self, keys: Iterable[Key]) -> None:
         """Make these blocks unreachable, in every tier."""
         pool, keys = self.host.pool, list(keys)
+        # rule: invalidated-blocks-leave-the-host-tier
         pool.forget([slot for key in keys if (slot := pool.get(key)) is not None])
         for tier in self.persistent.values():
-            tier.index.drop(keys)
+            tier.index.drop(keys)  # rule: invalidated-blocks-leave-the-disk

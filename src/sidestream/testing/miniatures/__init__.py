@@ -1,8 +1,8 @@
-"""Published failures of KV movers as little programs: each goes wrong without its protection, and never with it.
+"""Published bugs of KV offloading as small programs: each one fails without its protection, and never with it.
 
-`MINIATURES` covers every hazard, H1 to H26 and those of the border between processes (H32, H34, H35), and some of those
-that only cost time. `run_miniature` plays one on the simulated device under a policy and a seed, with the checker
-watching, and says by what it was caught.
+`MINIATURES` covers every hazard H1 to H26, those of the border between processes (H32, H34, H35), and some bugs that
+only cost time. `run_miniature` plays one on the simulated device under a policy and a seed, with the checker attached,
+and reports the oracle that caught it.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ MINIATURES: tuple[Miniature, ...] = (*COPIES, *TIERS, *ROWS, *REQUESTS, *BORDER)
 class Caught:
     """How a failure was noticed.
 
-    oracles   all that noticed, of `"checker"`, `"tokens"`, `"accept length"`, `"balance"` (a leak, or a release too
-              many) and `"order"` (too late, or never); never empty
-    detail    what the first of them says
+    oracles   all oracles that objected, of `"checker"`, `"tokens"`, `"accept length"`, `"balance"` (a leak, or a
+              release too many) and `"order"` (too late, or never); never empty
+    detail    the message of the first one
     """
 
     oracles: tuple[str, ...]
@@ -38,7 +38,7 @@ class Caught:
 
     @property
     def oracle(self) -> str:
-        """The first of them."""
+        """The first oracle."""
         return self.oracles[0]
 
 
@@ -51,7 +51,7 @@ def run_miniature(miniature: Miniature, policy: str, seed: int, *, protected: bo
         device.close()
         verdicts += outcome.verdicts()
         checker.check_idle()
-    except InvariantError as error:  # the ledger's own rules: released twice, for one
+    except InvariantError as error:  # the ledger raises, for example for a double release
         verdicts.append(("balance", str(error)))
     except Deadlock as error:
         verdicts.append(("order", str(error)))

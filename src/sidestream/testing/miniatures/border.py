@@ -1,7 +1,6 @@
-"""Front ends and an engine in processes of their own: messages that are lost, doubled or late, and processes that go.
+"""Front ends and an engine in separate processes: lost, duplicated and late messages, and processes that die.
 
-Streams of the device stand for threads and processes. Frames are packed and unpacked by the code that does it in
-earnest.
+Streams of the simulated device stand for threads and processes. Frames are packed and parsed by the product's code.
 """
 
 from __future__ import annotations
@@ -17,11 +16,13 @@ from sidestream.testing.miniatures.stage import Miniature, Outcome, finish
 
 _TOKENS = (3, 1, 4, 1)
 _OVER = 0
-"""The frame behind the last token."""
+"""The frame after the last token."""
 
 
 class _Channel:
-    """What a front end hears on one connection. `numbered`: as in earnest; else each frame is read as it comes."""
+    """The receiving end of one connection in a front end. `numbered`: check frame numbers as the product does;
+    otherwise accept every frame.
+    """
 
     def __init__(self, *, numbered: bool) -> None:
         self._encoder = FrameEncoder()
@@ -30,11 +31,11 @@ class _Channel:
         self.broken = False
 
     def pack(self, stream: int, token: int) -> bytes:
-        """A frame that says one token of one stream."""
+        """A frame with one token of one stream."""
         return self._encoder.encode(Outputs([stream], [token], {}))
 
     def read(self, frame: bytes) -> Iterator[tuple[int, int]]:
-        """Stream and token of a frame that has come; nothing more once the connection has ended."""
+        """Stream and token of a received frame; nothing more once the connection has ended."""
         if self.broken:
             return
         decoder: FrameDecoder = (
@@ -52,10 +53,11 @@ def _number_of(frame: bytes) -> int:
 
 
 def frames_that_two_threads_hand_over(device: SimDevice, protected: bool) -> Outcome:
-    """One thread sends new frames, another one the rest of earlier ones: a frame may overtake the one before it.
+    """One thread sends new frames, another one sends the rest of partly sent frames: a frame may overtake the one
+    before it.
 
-    With numbers the connection ends, and what came by then is a beginning of the answer; without them the tokens change
-    places.
+    With frame numbers the connection ends, and the tokens received so far are a prefix of the answer; without them the
+    tokens change places.
     """
     channel, heard = _Channel(numbered=protected), list[int]()
     threads = [device.stream("engine"), device.stream("reading thread")]
@@ -72,8 +74,8 @@ def frames_that_two_threads_hand_over(device: SimDevice, protected: bool) -> Out
 
 
 def frame_sent_again_after_a_timeout(device: SimDevice, protected: bool) -> Outcome:
-    """A sender that has heard of no arrival in time sends its frame again, though the first one was only late: a token
-    comes twice.
+    """A sender without an acknowledgement repeats its frame after a timeout, although the first one was only late: a
+    token arrives twice.
     """
     channel, heard = _Channel(numbered=protected), list[int]()
     connection, timer = device.stream("connection"), device.stream("timer")
@@ -93,7 +95,7 @@ def frame_sent_again_after_a_timeout(device: SimDevice, protected: bool) -> Outc
 
 
 def frame_overwritten_before_it_was_read(device: SimDevice, protected: bool) -> Outcome:
-    """A place for one frame is written again before the reader came: the answer lacks a token, and nothing says so."""
+    """A buffer for one frame is overwritten before it was read: the answer lacks a token, without an error."""
     channel, heard, place = _Channel(numbered=protected), list[int](), dict[str, bytes]()
     engine, front_end = device.stream("engine"), device.stream("front end")
 
@@ -108,7 +110,7 @@ def frame_overwritten_before_it_was_read(device: SimDevice, protected: bool) -> 
         written = engine.submit(partial(write, channel.pack(0, token)), label="write")
         looked = front_end.submit(read, label="look")
     finish(device, written, looked)
-    for label in ("last look", "look behind the last frame"):
+    for label in ("last look", "check for missing frames"):
         finish(device, front_end.submit(read, label=label))
         write(channel.pack(0, _OVER))
     tokens = tuple(token for token in heard if token != _OVER)
@@ -116,8 +118,8 @@ def frame_overwritten_before_it_was_read(device: SimDevice, protected: bool) -> 
 
 
 def stream_number_used_again(device: SimDevice, protected: bool) -> Outcome:
-    """A client ends its request while a token of it is on its way. The next request gets the number of the ended one,
-    and its token.
+    """A client aborts its request while a token is in flight. The next request gets the same stream number, and this
+    token.
     """
     channel, answers = _Channel(numbered=True), dict[int, list[int]]()
     engine = device.stream("engine")
@@ -129,7 +131,7 @@ def stream_number_used_again(device: SimDevice, protected: bool) -> Outcome:
 
     answers[0] = []
     late = engine.submit(partial(arrive, channel.pack(0, 7)), label="token of the first request")
-    del answers[0]  # its client has gone; the engine hears of it later
+    del answers[0]  # the client has left; the engine learns it later
     second = 1 if protected else 0
     answers[second] = []
     own = engine.submit(partial(arrive, channel.pack(second, 9)), label="token of the second request")
@@ -138,14 +140,14 @@ def stream_number_used_again(device: SimDevice, protected: bool) -> Outcome:
 
 
 def abort_that_crosses_the_finish(device: SimDevice, protected: bool) -> Outcome:
-    """An abort waits in a queue of its own while its request finishes and the row's name goes to the next request: it
-    ends that one.
+    """An abort waits in a separate queue while its request finishes and a new request gets the row's name: the abort
+    ends the new request.
     """
     aborts, engine = device.stream("aborts"), device.stream("engine")
     running, told = set[int](), list[int]()
 
     def abort(name: int) -> None:
-        running.discard(name)  # harmless for those that have ended
+        running.discard(name)  # harmless for requests that have ended
 
     def token(name: int, value: int, *, last: bool) -> None:
         if name in running:
@@ -165,15 +167,15 @@ def abort_that_crosses_the_finish(device: SimDevice, protected: bool) -> Outcome
 
 
 class _Place:
-    """Where a front end sits: who listens there changes when one dies."""
+    """The slot of a front end: its receiver changes when the front end dies."""
 
     def __init__(self) -> None:
         self.listener: list[int] = []
 
 
 def place_of_a_front_end_that_has_died(device: SimDevice, protected: bool) -> Outcome:
-    """A front end dies, and another one sits down in its place. News are sent to the place: the new one hears answers
-    of the old one.
+    """A front end dies, and another one takes its slot. Messages are addressed to the slot: the new front end receives
+    the old one's answers.
     """
     engine, place = device.stream("engine"), _Place()
     first = place.listener
@@ -190,21 +192,21 @@ def place_of_a_front_end_that_has_died(device: SimDevice, protected: bool) -> Ou
 
 
 def requests_of_a_process_that_has_gone(device: SimDevice, protected: bool) -> Outcome:
-    """A front end dies between its request and the answer that names it: whoever tidies up finds no name, and the
-    request stays.
+    """A front end dies between its request and the reply that names it: the clean-up does not know the name, and the
+    request is never removed.
     """
     reading, engine = device.stream("reading thread"), device.stream("engine")
     names, running = list[int](), set[int]()
     taking = reading if protected else engine
     taken = taking.submit(lambda: running.add(42), label="the engine takes the request")
     named = taking.submit(lambda: names.append(42), label="its name comes back")
-    gone = reading.submit(lambda: running.difference_update(names), label="the front end has gone")
+    gone = reading.submit(lambda: running.difference_update(names), label="the front end has died")
     finish(device, taken, named, gone)
     return Outcome(leaked=len(running))
 
 
 def news_for_a_reader_that_does_not_read(device: SimDevice, protected: bool) -> Outcome:
-    """News are kept for a reader until it reads, without a bound: one that does not takes the memory of all."""
+    """Messages for a reader are queued without a bound: a reader that never reads exhausts the memory."""
     engine, reader = device.stream("engine"), device.stream("reader")
     bound, unread, most = 2, list[int](), [0]
     cut_off = [False]
@@ -220,10 +222,10 @@ def news_for_a_reader_that_does_not_read(device: SimDevice, protected: bool) -> 
         told = engine.submit(partial(tell, token), label="token")
         read = reader.submit(unread.clear, label="read")
     finish(device, told, read)
-    return Outcome(late=(f"{most[0]} news wait for one reader, the bound is {bound}",) if most[0] > bound else ())
+    return Outcome(late=(f"{most[0]} messages wait for one reader, the bound is {bound}",) if most[0] > bound else ())
 
 
-_NUMBERED = "Frames are numbered: one that is not the next ends the connection."
+_NUMBERED = "Frames are numbered: an unexpected number ends the connection."
 
 BORDER = (
     Miniature("frames that two threads hand over", "H32", _NUMBERED, frames_that_two_threads_hand_over),
@@ -233,25 +235,25 @@ BORDER = (
     Miniature(
         "abort that crosses the finish",
         "H32",
-        "A request's name is never given to another one.",
+        "Request names are never reused.",
         abort_that_crosses_the_finish,
     ),
     Miniature(
         "place of a front end that has died",
         "H34",
-        "News go to the connection that asked.",
+        "Replies go to the connection that sent the request.",
         place_of_a_front_end_that_has_died,
     ),
     Miniature(
         "requests of a process that has gone",
         "H34",
-        "The thread that submits is the one that tidies up.",
+        "One thread submits and cleans up.",
         requests_of_a_process_that_has_gone,
     ),
     Miniature(
         "news for a reader that does not read",
         "H35",
-        "Past a bound, its request is aborted.",
+        "Above a bound, the reader's request is aborted.",
         news_for_a_reader_that_does_not_read,
     ),
 )

@@ -1,4 +1,4 @@
-"""Copies and compute that nothing orders: wrong bytes without an error, or a thread that stands still."""
+"""Unordered copies and compute: wrong bytes without an error, or a blocked thread."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from sidestream.testing.miniatures.stage import BOTH, Blocks, Miniature, Outcome
 
 
 def store_before_compute(device: SimDevice, protected: bool) -> Outcome:
-    """The store's stream is not behind the step that fills the block: whatever lay there before is stored."""
+    """The store does not wait for the step that fills the block: it stores the block's previous content."""
     kv, host = Blocks(device, "kv", 1), Blocks(device, "host", 1)
     compute, store = device.stream("compute"), device.stream("store")
     block, slot = kv.pool.take(1), host.pool.take(1)
@@ -23,8 +23,8 @@ def store_before_compute(device: SimDevice, protected: bool) -> Outcome:
 
 
 def tokens_behind_a_store(device: SimDevice, protected: bool) -> Outcome:
-    """One copy engine serves a direction first come, first served, whatever the streams: the tokens of a step come
-    after 20 ms of bulk.
+    """One copy engine serves a direction in submission order, across streams: the tokens of a step arrive after 20 ms
+    of bulk copies.
     """
     kv, host = Blocks(device, "kv", 2), Blocks(device, "host", 2)
     drawn, mailbox = Blocks(device, "drawn", 1), Blocks(device, "mailbox", 1)
@@ -35,7 +35,7 @@ def tokens_behind_a_store(device: SimDevice, protected: bool) -> Outcome:
     copy_engine.wait(filled)
     copy_engine.submit(lambda: device.sleep(0.02), label="the bulk of the store")
     stored = copy(copy_engine, kv, blocks.ids, host, slots.ids, "store")
-    path = compute if protected else copy_engine  # a kernel that writes to mapped memory, or a copy like any other
+    path = compute if protected else copy_engine  # a kernel that writes to mapped memory, or an ordinary copy
     path.wait(sampled)
     delivered = copy(path, drawn, token.ids, mailbox, letter.ids, "token to the host")
     finish(device, delivered)
@@ -47,7 +47,9 @@ def tokens_behind_a_store(device: SimDevice, protected: bool) -> Outcome:
 
 
 def graph_replayed_during_a_load(device: SimDevice, protected: bool) -> Outcome:
-    """The wait that the host made at capture is not in the graph: a replay reads KV that is still being loaded."""
+    """The host waited for the load at capture, so the wait is not in the graph: a replay reads KV that is still being
+    loaded.
+    """
     kv, host = Blocks(device, "kv", 1), Blocks(device, "host", 1)
     compute, load = device.stream("compute"), device.stream("load")
     block, slot = kv.pool.take(1), host.pool.take(1)
@@ -63,7 +65,7 @@ def graph_replayed_during_a_load(device: SimDevice, protected: bool) -> Outcome:
     loaded.record(load)
     graph = compute.capture(decode)
     host.put(slot.ids, 7)
-    copied = copy(load, host, slot.ids, kv, block.ids, "load of a request that comes back")
+    copied = copy(load, host, slot.ids, kv, block.ids, "load of a preempted request")
     loaded.record(load)
     launched = compute.replay(graph, label="replay")
     finish(device, launched)
@@ -73,7 +75,7 @@ def graph_replayed_during_a_load(device: SimDevice, protected: bool) -> Outcome:
 
 
 def queue_of_one_stream_full(device: SimDevice, protected: bool) -> Outcome:
-    """All transfers share a stream; about a thousand pending operations later, a submission blocks the thread until the
+    """All transfers share a stream; after about a thousand pending operations, a submission blocks the thread until the
     device catches up.
     """
     compute = device.stream("compute")
@@ -85,12 +87,12 @@ def queue_of_one_stream_full(device: SimDevice, protected: bool) -> Outcome:
         for _ in range(30):
             stream.submit(lambda: None, label="copy")
     stalls = device.host_waits().get("queue full", 0)
-    return Outcome(late=(f"the forward thread stood still {stalls} times",) if stalls else ())
+    return Outcome(late=(f"the forward thread was blocked {stalls} times",) if stalls else ())
 
 
 def pageable_copy(device: SimDevice, protected: bool) -> Outcome:
-    """Block ids go up from ordinary memory: the call returns when the device has taken them, behind all that it has to
-    do.
+    """Block ids are copied from pageable memory: the call blocks until the device has done all earlier work and the
+    copy.
     """
     staging, ids_on_device = Blocks(device, "staging", 1, pageable=not protected), Blocks(device, "ids", 1)
     inputs, found = device.stream("inputs"), list[int]()
@@ -106,8 +108,8 @@ def pageable_copy(device: SimDevice, protected: bool) -> Outcome:
 
 
 def block_reused_under_a_store(device: SimDevice, protected: bool) -> Outcome:
-    """The block was freed and given away while its store is on the way: the new owner's KV is stored under the old
-    owner's key.
+    """The block was freed and reused while a store still reads it: the new owner's KV is stored under the old owner's
+    key.
     """
     kv, host = Blocks(device, "kv", 1), Blocks(device, "host", 1)
     compute, store = device.stream("compute"), device.stream("store")
@@ -115,7 +117,7 @@ def block_reused_under_a_store(device: SimDevice, protected: bool) -> Outcome:
     filled = kv.write(compute, block.ids, 7, "prefill")
     store.wait(filled)
     stored = copy(store, kv, block.ids, host, slot.ids, "store")
-    block.release(after=(filled, stored))  # at once: nobody flushes
+    block.release(after=(filled, stored))  # at once: no flush waits for the store
     fresh = kv.pool.take(1)
     for fence in fresh.after if protected else ():
         compute.wait(fence)
@@ -128,8 +130,8 @@ def block_reused_under_a_store(device: SimDevice, protected: bool) -> Outcome:
 
 
 def wait_for_an_event_not_yet_recorded(device: SimDevice, protected: bool) -> Outcome:
-    """A background thread shall enqueue the gather and record its event; whoever waits for the event before that does
-    not wait.
+    """A background thread enqueues the gather and records its event; a wait for the event before that record has no
+    effect.
     """
     kv, host = Blocks(device, "kv", 1), Blocks(device, "host", 1)
     compute, gather, background = device.stream("compute"), device.stream("gather"), device.stream("background")
@@ -159,9 +161,7 @@ def wait_for_an_event_not_yet_recorded(device: SimDevice, protected: bool) -> Ou
 
 
 def load_under_the_old_owners_step(device: SimDevice, protected: bool) -> Outcome:
-    """The block's old owner has a step out that still reads it; a load that only waits for host bookkeeping overwrites
-    it.
-    """
+    """A step of the block's old owner still reads it; a load that relies on host bookkeeping only overwrites it."""
     kv, host = Blocks(device, "kv", 1), Blocks(device, "host", 1)
     compute, load, found = device.stream("compute"), device.stream("load"), list[int]()
     block, slot = kv.pool.take(1), host.pool.take(1)
@@ -182,7 +182,7 @@ def load_under_the_old_owners_step(device: SimDevice, protected: bool) -> Outcom
 
 
 def zero_fill_after_a_load(device: SimDevice, protected: bool) -> Outcome:
-    """Fresh blocks are zeroed on another stream than the one that loads into them: the zeros may land last."""
+    """Fresh blocks are zeroed on a stream other than the load's: the zeros may be written last."""
     kv, host = Blocks(device, "kv", 1), Blocks(device, "host", 1)
     compute, load, found = device.stream("compute"), device.stream("load"), list[int]()
     block, slot = kv.pool.take(1), host.pool.take(1)
@@ -200,7 +200,7 @@ def zero_fill_after_a_load(device: SimDevice, protected: bool) -> Outcome:
 
 
 def layer_read_before_its_load(device: SimDevice, protected: bool) -> Outcome:
-    """A load comes layer by layer and every accessor has to wait for its own; one of them forgot."""
+    """A load arrives layer by layer, and each reader must wait for its layer; one reader does not wait."""
     kv, host = Blocks(device, "kv", 1), Blocks(device, "host", 1)
     compute, load, found = device.stream("compute"), device.stream("load"), list[int]()
     block, slot = kv.pool.take(1), host.pool.take(1)
@@ -224,10 +224,10 @@ def layer_read_before_its_load(device: SimDevice, protected: bool) -> Outcome:
 
 
 def two_movers_of_one_block(device: SimDevice, protected: bool) -> Outcome:
-    """Two connectors are stacked on one another, and each has a ledger of its own: both give out the same block."""
+    """Two connectors are stacked, and each has its own ledger: both allocate the same block."""
     kv = Blocks(device, "kv", 2)
     compute, receive, found = device.stream("compute"), device.stream("receive"), list[int]()
-    other_pool = kv.pool if protected else kv.another_pool("blocks as the other connector sees them")
+    other_pool = kv.pool if protected else kv.another_pool("the same blocks in the other connector's ledger")
     mine, theirs = kv.pool.take(1), other_pool.take(1)
     filled = kv.write(compute, mine.ids, 7, "prefill")
     received = kv.write(receive, theirs.ids, 8, "KV from elsewhere")
@@ -241,7 +241,7 @@ def two_movers_of_one_block(device: SimDevice, protected: bool) -> Outcome:
 
 
 def consumer_before_producer(device: SimDevice, protected: bool) -> Outcome:
-    """One stream, so everything is in order; but the copy that brings the block ids is enqueued after the gather that
+    """All work is on one stream, so it is ordered; but the copy of the block ids is enqueued after the gather that
     reads them.
     """
     staging, ids_on_device = Blocks(device, "staging", 1), Blocks(device, "ids", 1)
@@ -272,21 +272,19 @@ COPIES = (
     Miniature(
         "tokens behind a store",
         "P5",
-        "Tokens go to a mailbox by a kernel, not by the copy engine.",
+        "A kernel writes tokens to the mailbox, not the copy engine.",
         tokens_behind_a_store,
     ),
     Miniature(
         "graph replayed during a load",
         "H5",
-        "The graph holds a node that waits for an external event.",
+        "The graph contains a node that waits for an external event.",
         graph_replayed_during_a_load,
     ),
     Miniature(
         "queue of one stream full", "P2", "Transfers are spread over a pool of streams.", queue_of_one_stream_full
     ),
-    Miniature(
-        "pageable copy", "P1", "What the device copies lies in memory that it can reach by itself.", pageable_copy
-    ),
+    Miniature("pageable copy", "P1", "Copies use pinned memory.", pageable_copy),
     Miniature(
         "block reused under a store",
         "H2",
@@ -314,7 +312,7 @@ COPIES = (
     Miniature(
         "layer read before its load",
         "H5",
-        "The one place that goes from layer to layer waits.",
+        "The only loop over layers waits for each layer.",
         layer_read_before_its_load,
     ),
     Miniature(
@@ -323,7 +321,5 @@ COPIES = (
         "There is one pool, and a lease for writing is exclusive.",
         two_movers_of_one_block,
     ),
-    Miniature(
-        "consumer before producer", "H23", "What is read was enqueued to be written before.", consumer_before_producer
-    ),
+    Miniature("consumer before producer", "H23", "The write is enqueued before the read.", consumer_before_producer),
 )

@@ -1,4 +1,4 @@
-"""Requests that end, come back and are shared by ranks: who may release, who may speak, who decides."""
+"""Requests that end, are preempted, or are shared by ranks: who releases, who emits tokens, who decides."""
 
 from __future__ import annotations
 
@@ -41,10 +41,9 @@ class _Rank:
 
 
 def ranks_that_decide_alone(device: SimDevice, protected: bool) -> Outcome:
-    """Each of two ranks looks whether its own share of a load is there: one runs the loaded request, the other one does
-    not.
+    """Each of two ranks checks only its own share of a load: one runs the loaded request, the other one does not.
 
-    The all-reduce then adds shares of different requests, 12 or 21 in the place of 11 or 22.
+    The all-reduce then adds shares of different requests: 12 or 21 instead of 11 or 22.
     """
     first, second = ranks = _Rank(device, 0), _Rank(device, 1)
     reduce, sums, expected = Blocks(device, "reduce", 3), list[int](), list[int]()
@@ -68,15 +67,13 @@ def ranks_that_decide_alone(device: SimDevice, protected: bool) -> Outcome:
 
 
 def abort_while_a_step_is_out(device: SimDevice, protected: bool) -> Outcome:
-    """An abort frees a request's block though a step still writes it, and the commit of that step frees it once
-    more.
-    """
+    """An abort frees a request's block although a step still writes it, and the commit of that step frees it again."""
     kv = Blocks(device, "kv", 1)
     compute, prefill, found = device.stream("compute"), device.stream("prefill"), list[int]()
     lease = kv.pool.take(1)
     launched = kv.write(compute, lease.ids, 7, "step of the aborted request")
     if protected:
-        finish(device, launched)  # the abort is noted, and the commit frees
+        finish(device, launched)  # the abort is only recorded; the commit frees
         lease.release()
     else:
         lease.release()
@@ -91,8 +88,8 @@ def abort_while_a_step_is_out(device: SimDevice, protected: bool) -> Outcome:
 
 
 def release_left_to_a_worker_that_has_gone(device: SimDevice, protected: bool) -> Outcome:
-    """The end of a request finds a worker busy with it and leaves the release to the worker, which has just looked and
-    gone.
+    """A request ends while a worker still uses it, and leaves the release to the worker, which has just checked for it
+    and exited.
     """
     kv, compute, worker = Blocks(device, "kv", 1), device.stream("compute"), device.stream("worker")
     lease, busy, deferred = kv.pool.take(1), [True], [False]
@@ -118,9 +115,7 @@ def release_left_to_a_worker_that_has_gone(device: SimDevice, protected: bool) -
 
 
 def token_of_a_chunk_that_is_not_the_last(device: SimDevice, protected: bool) -> Outcome:
-    """A request comes back with its prompt and two outputs to compute again; a chunk that ends where the prompt ended
-    emits a token.
-    """
+    """A preempted request recomputes prompt and two outputs; a chunk that ends at the prompt's end emits a token."""
     model, mailbox, compute = ToyModel(), Blocks(device, "mailbox", 1), device.stream("compute")
     prompt = [3, 1, 4, 1]
     emitted = model.expected(prompt, 2)
@@ -136,7 +131,7 @@ def token_of_a_chunk_that_is_not_the_last(device: SimDevice, protected: bool) ->
 
 @dataclass(slots=True, eq=False)
 class _Request:
-    """Needs two blocks and one more for each token."""
+    """Needs two blocks, and one more for each token."""
 
     tokens: int = 0
     lease: Lease | None = None
@@ -144,8 +139,8 @@ class _Request:
 
 
 def preempted_before_it_ran(device: SimDevice, protected: bool) -> Outcome:
-    """Whoever waits is let in at the cost of who runs; both come back again and again, and neither gets to its next
-    token.
+    """Each admission of a waiting request preempts a running one; the two preempt each other repeatedly, and neither
+    emits a token.
     """
     kv, compute = Blocks(device, "kv", 3), device.stream("compute")
     requests = [_Request(), _Request()]
@@ -195,25 +190,25 @@ REQUESTS = (
     Miniature(
         "abort while a step is out",
         "H21",
-        "The commit of the last step frees, and nobody else.",
+        "Only the commit of the last step frees blocks.",
         abort_while_a_step_is_out,
     ),
     Miniature(
         "release left to a worker that has gone",
         "H22",
-        "The commit releases; no worker ever does.",
+        "The commit releases, never a worker.",
         release_left_to_a_worker_that_has_gone,
     ),
     Miniature(
         "token of a chunk that is not the last",
         "H25",
-        "A chunk emits if it ends where the plan ends.",
+        "A chunk emits a token only if it ends at the end of the plan.",
         token_of_a_chunk_that_is_not_the_last,
     ),
     Miniature(
         "preempted before it ran",
         "H26",
-        "Who waits takes only what is free; who came back runs.",
+        "A waiting request takes free blocks only; a readmitted request runs a step.",
         preempted_before_it_ran,
     ),
 )

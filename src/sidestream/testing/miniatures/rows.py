@@ -1,4 +1,4 @@
-"""Rows, their device state and their inputs: what a step leaves for the next one, and who may write it."""
+"""Rows of a batch, their device state and their inputs: races between one step and the next."""
 
 from __future__ import annotations
 
@@ -14,9 +14,7 @@ _ROUNDS = 6
 
 
 def token_read_when_the_step_was_counted(device: SimDevice, protected: bool) -> Outcome:
-    """An asynchronous scheduler counts a step as computed when it is launched, and the mailbox is read on the strength
-    of that.
-    """
+    """An asynchronous scheduler counts a step as computed when it is launched, and reads the mailbox too early."""
     mailbox, compute = Blocks(device, "mailbox", 1), device.stream("compute")
     letter = mailbox.pool.take(1)
     launched = mailbox.write(compute, letter.ids, 42, "step")
@@ -29,9 +27,7 @@ def token_read_when_the_step_was_counted(device: SimDevice, protected: bool) -> 
 
 
 def row_reused_under_its_last_step(device: SimDevice, protected: bool) -> Outcome:
-    """A request ended, but a step launched before that was known still writes its row: on top of the new owner's first
-    token.
-    """
+    """A request ended, but a step launched earlier still writes its row, over the new owner's first token."""
     rows = Blocks(device, "rows", 1)
     compute, inputs, found = device.stream("compute"), device.stream("inputs"), list[int]()
     row = rows.pool.take(1)
@@ -49,7 +45,7 @@ def row_reused_under_its_last_step(device: SimDevice, protected: bool) -> Outcom
 
 
 def staging_refilled_under_a_copy(device: SimDevice, protected: bool) -> Outcome:
-    """The host fills the one staging buffer for the next step while the copy of this step still reads it."""
+    """The host refills the only staging buffer for the next step while the copy for this step still reads it."""
     staging, on_device = Blocks(device, "staging", 2), Blocks(device, "inputs", 1)
     inputs, compute, found = device.stream("inputs"), device.stream("compute"), list[int]()
     target, the_buffer = on_device.pool.take(1), staging.pool.take(1)
@@ -70,8 +66,8 @@ def staging_refilled_under_a_copy(device: SimDevice, protected: bool) -> Outcome
 
 
 def padded_row_of_a_graph(device: SimDevice, protected: bool) -> Outcome:
-    """A graph of two rows runs a batch of one; the other row still names the block of an earlier batch, which has a new
-    owner.
+    """A graph of two rows runs a batch of one; the padding row still refers to a block of an earlier batch, which has a
+    new owner.
     """
     kv, table = Blocks(device, "kv", 3), Blocks(device, "table", 1)
     compute, found = device.stream("compute"), list[int]()
@@ -106,7 +102,7 @@ def padded_row_of_a_graph(device: SimDevice, protected: bool) -> Outcome:
 
 
 class _Speculation:
-    """A row whose hidden value lives on the device: every step drafts with it, verifies, and so makes the next one."""
+    """A row with a hidden value on the device: every step drafts with it, verifies, and computes the next value."""
 
     def __init__(self, device: SimDevice) -> None:
         self.head = ToyDraftHead(ToyModel())
@@ -122,24 +118,24 @@ class _Speculation:
         return int(self.state.numbers[0, 0])
 
     def round(self, hidden: int) -> int:
-        """Draft and verify; returns the next hidden value. Inside work of the compute stream."""
+        """Draft and verify; returns the next hidden value. Called inside work of the compute stream."""
         drafts = self.head.drafts(self.context, hidden)
         self.accept_lengths.append(self.head.accept_length(self.context, drafts))
         self.context += self.head.verify(self.context, drafts)
         return self.head.hidden(self.context)
 
     def outcome(self) -> Outcome:
-        """As many tokens as there are for certain, and all accept lengths."""
+        """The tokens that every run yields at least, and all accept lengths."""
         reference = self.head.expected(_PROMPT, _ROUNDS)
         text = tuple(self.context[len(_PROMPT) :])
         return Outcome(text[:_ROUNDS], reference.tokens[:_ROUNDS], tuple(self.accept_lengths), reference.accept_lengths)
 
 
 def state_published_by_a_late_worker(device: SimDevice, protected: bool) -> Outcome:
-    """A bookkeeping worker publishes what the next step drafts from, and the next step does not wait: it drafts from
-    older values.
+    """A bookkeeping worker publishes the state that the next step drafts from. The next step does not wait, and drafts
+    from older values.
 
-    The text stays right, because drafts are verified; a public engine's accept length fell from 4.20 to 2.42.
+    The text stays right, because drafts are verified; in a public engine the accept length fell from 4.20 to 2.42.
     """
     loop, compute, worker = _Speculation(device), device.stream("compute"), device.stream("worker")
     state, row, results = loop.state, loop.row, list[int]()
@@ -164,17 +160,16 @@ def state_published_by_a_late_worker(device: SimDevice, protected: bool) -> Outc
 
 
 def flag_read_twice(device: SimDevice, protected: bool) -> Outcome:
-    """Is the state of the row defined? Yes. A moment later the state is used, and a worker has cleared it meanwhile.
+    """A flag says that the row's state is defined. Between this check and the use of the state, a worker clears it.
 
-    When there is no state on the device, the worker's copy on the host serves; it is written before the state is
-    cleared.
+    Without state on the device, the worker's copy on the host is used; it is written before the state is cleared.
     """
     loop, compute, worker = _Speculation(device), device.stream("compute"), device.stream("worker")
     defined, copies = {"row": 0}, dict[int, int]()
 
     def source(step: int) -> Callable[[], int]:
         epoch = defined.get("row")
-        device.sleep(1e-5)  # the rest of the batch is looked at
+        device.sleep(1e-5)  # time for the rest of the batch
         if epoch is not None and not protected and "row" not in defined:
             return lambda: 0  # an undefined tensor
         return (lambda: loop.on_device) if epoch is not None else (lambda: copies[step])
@@ -199,8 +194,8 @@ def flag_read_twice(device: SimDevice, protected: bool) -> Outcome:
 
 
 def state_kept_as_a_view(device: SimDevice, protected: bool) -> Outcome:
-    """What a captured step leaves lies where its graph always puts it. The state of a row is a view of that, and the
-    next step, of another row, puts its own there.
+    """A captured step writes its result to a fixed buffer of the graph. A row's state is a view of that buffer, and the
+    next step, for another row, overwrites it.
     """
     loop, compute = _Speculation(device), device.stream("compute")
     left = Blocks(device, "what a graph leaves", 1)
@@ -228,38 +223,38 @@ ROWS = (
     Miniature(
         "token read when the step was counted",
         "H12",
-        "Only a fence says that a step was computed.",
+        "Only a fence proves that a step was computed.",
         token_read_when_the_step_was_counted,
     ),
     Miniature(
         "row reused under its last step",
         "H16",
-        "A row is released behind the last step that has it.",
+        "A row is released after its last step.",
         row_reused_under_its_last_step,
     ),
     Miniature(
         "staging refilled under a copy",
         "H17",
-        "Staging is leased, and released behind its copy.",
+        "Staging is leased, and released after its copy.",
         staging_refilled_under_a_copy,
     ),
     Miniature(
         "padded row of a graph",
         "H18",
-        "Rows past the batch are pointed at a block of nobody's at every fill.",
+        "Each step points padding rows at a block without an owner.",
         padded_row_of_a_graph,
     ),
     Miniature(
         "state published by a late worker",
         "H19",
-        "The step itself writes what the next reads.",
+        "The step itself writes the state that the next one reads.",
         state_published_by_a_late_worker,
     ),
-    Miniature("flag read twice", "H20", "It is looked at once.", flag_read_twice),
+    Miniature("flag read twice", "H20", "The flag is read once.", flag_read_twice),
     Miniature(
         "state kept as a view",
         "H19",
-        "What a step leaves is copied into the row's own place, in the step.",
+        "The step copies its result into the row's own state.",
         state_kept_as_a_view,
     ),
 )

@@ -1,7 +1,7 @@
-"""What the miniatures are played with: small blocks, the work that touches them, and what comes of it.
+"""Building blocks of the miniatures: small blocks, work that accesses them, and outcomes.
 
-A block holds two layers of one number each, so that a copy can be seen half done. Whoever moves blocks declares what it
-touches, and every block is leased from a real pool, as in the engine.
+A block holds two layers of one number each, so that half-finished copies are visible. As in the engine, all work
+declares its accesses, and every block is leased from a real pool.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ KEY = bytes(16)
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a miniature produced, and what it should have.
+    """The output of a miniature, and the expected output.
 
     output, expected                  numbers or tokens
     accept_lengths, expected_...      of a speculative loop, by round
-    leaked                            ids that nobody will ever release
-    late                              what happened too late, too often or never, in words
+    leaked                            ids that are never released
+    late                              events that happened too late, too often or never, in words
     """
 
     output: tuple[int, ...] = ()
@@ -42,11 +42,11 @@ class Outcome:
 
     @property
     def wrong(self) -> bool:
-        """Whether anything is not as it should be."""
+        """Whether the outcome differs from the expected one."""
         return bool(self.verdicts())
 
     def verdicts(self) -> list[tuple[str, str]]:
-        """Oracle and detail of everything that is wrong."""
+        """Oracle and detail of each difference."""
         found = []
         if self.output != self.expected:
             found.append(("tokens", f"got {self.output}, expected {self.expected}"))
@@ -61,11 +61,11 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Miniature:
-    """A published failure as a little program.
+    """A published bug as a small program.
 
-    hazard       one of `sidestream.testing.mutations.HAZARDS`, or `"P1"` to `"P5"` for those that only cost time
-    protection   what the protected version does, in one sentence
-    run          plays it on a device that has no stream yet, with or without the protection
+    hazard       one of `sidestream.testing.mutations.HAZARDS`, or `"P1"` to `"P5"` for bugs that only cost time
+    protection   how the protected version avoids the bug, in one sentence
+    run          plays it on a device without streams, with or without the protection
     """
 
     name: str
@@ -85,7 +85,7 @@ class Blocks:
         self.pool = self.another_pool(f"{name} blocks")
 
     def another_pool(self, name: str) -> FencedPool:
-        """A pool that takes these blocks for its own."""
+        """A second pool over the same blocks."""
         if self._tracer is not None:
             self._tracer.backed(name, self.memory.name, LAYOUT.block_bytes)
         return FencedPool(name, len(self.numbers), tracer=self._tracer)
@@ -95,11 +95,11 @@ class Blocks:
         return lambda: self._ranges(ids, layers, write=False)
 
     def writes(self, ids: Sequence[int], layers: range = BOTH) -> Accesses:
-        """Declares that they are written, and maybe read."""
+        """Declares that they are written, and possibly read."""
         return lambda: self._ranges(ids, layers, write=True)
 
     def write(self, stream: SimStream, ids: Sequence[int], number: int, label: str) -> SimFence:
-        """Work that computes the blocks: layer by layer, others may run in between."""
+        """Work that computes the blocks layer by layer; other work may run in between."""
 
         def work() -> None:
             for layer in BOTH:
@@ -109,7 +109,7 @@ class Blocks:
         return stream.submit(work, self.writes(ids), label=label)
 
     def read(self, stream: SimStream, ids: Sequence[int], found: list[int], label: str) -> SimFence:
-        """Work that depends on the blocks: what it sees goes to `found`, layer by layer."""
+        """Work that reads the blocks layer by layer, and appends the values to `found`."""
 
         def work() -> None:
             for layer in BOTH:
@@ -144,7 +144,7 @@ def copy(
     label: str,
     layers: range = BOTH,
 ) -> SimFence:
-    """Work that copies some layers of `source_ids` onto `target_ids`; between two layers others may run."""
+    """Work that copies some layers of `source_ids` to `target_ids`; other work may run between two layers."""
     ids, size = list(zip(source_ids, target_ids, strict=True)), LAYOUT.layer_bytes
     batch = CopyBatch(
         source.memory,
@@ -157,6 +157,6 @@ def copy(
 
 
 def finish(device: SimDevice, *fences: SimFence) -> None:
-    """The commit: the host waits for results, as it may."""
+    """The commit: the host waits for results, which it may do."""
     for fence in fences:
         device.wait_host(fence, reason="step")

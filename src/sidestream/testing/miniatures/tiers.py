@@ -1,4 +1,4 @@
-"""Where KV rests: slots, keys and entries that promise bytes which are not there, or not those."""
+"""KV in tiers: slots, keys and entries that refer to missing or wrong bytes."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from sidestream.types import Key
 
 
 def slot_freed_by_a_timer(device: SimDevice, protected: bool) -> Outcome:
-    """A store is slow; the lock on its slot lives 10 ms, then somebody else reads from disk into the slot, and the
-    store lands on top.
+    """A store is slow; the lock on its slot expires after 10 ms, then a disk read fills the slot, and the late store
+    overwrites it.
     """
     kv, host = Blocks(device, "kv", 1), Blocks(device, "host", 1)
     compute, store, disk = device.stream("compute"), device.stream("store"), device.stream("disk")
@@ -36,7 +36,7 @@ def slot_freed_by_a_timer(device: SimDevice, protected: bool) -> Outcome:
 
 
 def key_published_before_its_bytes(device: SimDevice, protected: bool) -> Outcome:
-    """The key of a store is findable once the store was submitted; the next request loads what is not there yet."""
+    """A store's key is published at its submission; the next request loads bytes that are not there yet."""
     kv, host = Blocks(device, "kv", 2), Blocks(device, "host", 1)
     compute, store, load = device.stream("compute"), device.stream("store"), device.stream("load")
     block, slot, fresh, found = kv.pool.take(1), host.pool.take(1), kv.pool.take(1), list[int]()
@@ -62,9 +62,7 @@ def key_published_before_its_bytes(device: SimDevice, protected: bool) -> Outcom
 
 
 def store_that_survives_new_weights(device: SimDevice, protected: bool) -> Outcome:
-    """New weights come while a store is on its way; everything is forgotten, and then the store publishes KV of the old
-    ones.
-    """
+    """The weights change during a store and all keys are dropped; then the store publishes KV of the old weights."""
     kv, host, weights, generation = Blocks(device, "kv", 1), Blocks(device, "host", 1), 1, 0
     compute, store, load, found = device.stream("compute"), device.stream("store"), device.stream("load"), list[int]()
     block, slot = kv.pool.take(1), host.pool.take(1)
@@ -97,7 +95,7 @@ def store_that_survives_new_weights(device: SimDevice, protected: bool) -> Outco
 
 
 def failed_write_that_stays_visible(device: SimDevice, protected: bool) -> Outcome:
-    """The write of an entry fails; its key is published all the same, and every later hit reads what was never
+    """The write of an entry fails; its key is published all the same, and every later hit reads bytes that were never
     written.
     """
     medium = device.allocate_host("disk", 1)
@@ -135,9 +133,7 @@ def failed_write_that_stays_visible(device: SimDevice, protected: bool) -> Outco
 
 
 def load_that_lands_after_its_deadline(device: SimDevice, protected: bool) -> Outcome:
-    """A load misses its deadline and its request is given up; the block has a new owner when the bytes arrive after
-    all.
-    """
+    """A load misses its deadline and its request gives up; the load then writes into a block that has a new owner."""
     kv, host = Blocks(device, "kv", 1), Blocks(device, "host", 1)
     compute, load, found = device.stream("compute"), device.stream("load"), list[int]()
     block, slot = kv.pool.take(1), host.pool.take(1)
@@ -159,7 +155,7 @@ def load_that_lands_after_its_deadline(device: SimDevice, protected: bool) -> Ou
 
 
 def key_without_identity(device: SimDevice, protected: bool) -> Outcome:
-    """Two adapters see the same tokens; the key says nothing of the adapter, so one is served the other's KV."""
+    """Two adapters see the same tokens; the key does not include the adapter, so that one gets the other's KV."""
     kv, compute, found = Blocks(device, "kv", 2), device.stream("compute"), list[int]()
 
     def serve(adapter: str, number: int) -> None:
@@ -182,8 +178,8 @@ def key_without_identity(device: SimDevice, protected: bool) -> Outcome:
 
 
 def block_of_which_a_part_is_missing(device: SimDevice, protected: bool) -> Outcome:
-    """Target KV, draft KV and recurrent state of a block rest apart, and the states' room is small: a hit on the KV
-    alone is none.
+    """Target KV, draft KV and recurrent state of a block are cached separately, and the states' cache is small: the KV
+    may hit while the state is gone.
     """
     rooms = {"target KV": 2, "draft KV": 2, "state": 1}
     host = [Blocks(device, f"{part} on the host", slots) for part, slots in rooms.items()]
@@ -214,7 +210,9 @@ def block_of_which_a_part_is_missing(device: SimDevice, protected: bool) -> Outc
 
 
 def done_before_its_references_are_dropped(device: SimDevice, protected: bool) -> Outcome:
-    """A store says that it is done, and then lets go of its block: who acts on the news finds the block still held."""
+    """A store reports completion before it releases its block: a reader that reacts at once finds the block still in
+    use.
+    """
     kv, host = Blocks(device, "kv", 1), Blocks(device, "host", 1)
     compute, store, late = device.stream("compute"), device.stream("store"), list[str]()
     block, slot = kv.pool.take(1), host.pool.take(1)
@@ -243,13 +241,13 @@ TIERS = (
     Miniature(
         "slot freed by a timer",
         "H6",
-        "A lease ends with the fence of its last use, never by time.",
+        "A lease ends with the fence of its last use, never by a timer.",
         slot_freed_by_a_timer,
     ),
     Miniature(
         "key published before its bytes",
         "H7",
-        "A key is published when its store was seen done.",
+        "A key is published after its store was seen done.",
         key_published_before_its_bytes,
     ),
     Miniature(
@@ -271,7 +269,7 @@ TIERS = (
     Miniature(
         "block of which a part is missing",
         "H15",
-        "All parts are there, or it is a miss.",
+        "All parts are present, or the lookup is a miss.",
         block_of_which_a_part_is_missing,
     ),
     Miniature(

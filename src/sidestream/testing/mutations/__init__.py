@@ -1,19 +1,19 @@
-"""Every wait, lease, check and publish-order rule by name, and the means to take it out of the running code. For tests
+"""Every wait, lease, check and publish-order rule by name, and a way to remove it from the running code. For tests
 only.
 
-A test that passes with a rule and with the rule taken out does not test the rule:
+A test that passes both with and without a rule does not test it:
 
     with applied(find("store-waits-for-step")):
         ...  # the real engine, without that rule
 
-MUTATIONS    rules whose absence some schedule must show
-EQUIVALENT   rules that no schedule misses, each with the reason
-EXEMPT       lines that look like such rules, each with the reason why they are none
-ELSEWHERE    hazards without a rule in these rooms, and why
-HAZARDS      what each number stands for
+A comment `# rule: name` marks the statement of a rule in the product's code; its mutation names a change of the syntax
+tree there. A new wait, lease or check needs a mark, and a row in its room's table beside this file.
 
-The tables lie beside this file, one for each room whose rules they hold. Adding a wait, a lease or a check to a room
-means adding a row here.
+MUTATIONS    rules whose absence some schedule must detect
+EQUIVALENT   rules whose absence no schedule detects, each with the reason
+EXEMPT       code that looks like such a rule, with the reason why it is none
+ELSEWHERE    hazards without a rule in these rooms, and why
+HAZARDS      the faults that the rules prevent, by number
 """
 
 from __future__ import annotations
@@ -22,16 +22,9 @@ from sidestream.config import unknown_name
 from sidestream.errors import ConfigError
 from sidestream.testing.mutations import client, engine, kv, runner, schedule, tiers, transfer
 from sidestream.testing.mutations.hazards import HAZARDS
-from sidestream.testing.mutations.mechanism import (
-    Edit,
-    Equivalent,
-    Exempt,
-    Feature,
-    Mutation,
-    applied,
-    changed_functions,
-    source_of,
-)
+from sidestream.testing.mutations.marks import product_marks
+from sidestream.testing.mutations.mechanism import applied, changed_functions, changed_trees, check_marks
+from sidestream.testing.mutations.tables import Change, Equivalent, Exempt, Feature, Mutation
 
 __all__ = [
     "ELSEWHERE",
@@ -39,15 +32,17 @@ __all__ = [
     "EXEMPT",
     "HAZARDS",
     "MUTATIONS",
-    "Edit",
+    "Change",
     "Equivalent",
     "Exempt",
     "Feature",
     "Mutation",
     "applied",
     "changed_functions",
+    "changed_trees",
+    "check_marks",
     "find",
-    "source_of",
+    "product_marks",
 ]
 
 _ROOMS = (kv, schedule, transfer, tiers, runner, engine, client)
@@ -58,14 +53,15 @@ EXEMPT: tuple[Exempt, ...] = tuple(exempt for room in _ROOMS for exempt in room.
 
 ELSEWHERE: dict[str, str] = {
     "H13": "there is one rank",
-    "H20": "what threads share besides messages is read once where it decides: the offload worker's `generation`, and `abandoned`, which stays set",
-    "H35": "clients of schedules read what is there; unit tests miss the bounds when they are taken out (`reader-that-falls-behind-is-aborted`, "
+    "H20": "shared state other than messages is read once per decision: the offload worker's `generation`, and "
+    "`abandoned`, which stays set",
+    "H35": "clients of schedules read at once; unit tests check the bounds (`reader-that-falls-behind-is-aborted`, "
     "`front-end-that-falls-behind-is-cut-off`)",
 }
 
 
 def find(name: str) -> Mutation:
-    """The mutation of that name, equivalent ones included. Raises ConfigError that names the nearest known one."""
+    """The mutation of that name, including equivalent ones. Raises ConfigError that names the nearest known one."""
     known = {mutation.name: mutation for mutation in (*MUTATIONS, *(equivalent.mutation for equivalent in EQUIVALENT))}
     if name not in known:
         raise ConfigError(unknown_name("mutation", name, known))

@@ -1,4 +1,4 @@
-"""What can go wrong between streams, host, tiers and processes, by stable numbers, in one sentence each."""
+"""Hazards between streams, host, tiers and processes, by stable numbers, in one sentence each."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ HAZARDS: Mapping[str, str] = {
     "H6": "a host slot is freed while a copy or the disk uses it",
     "H7": "a key is visible before its bytes are complete",
     "H8": "blocks from before a reset or new weights are found after it",
-    "H9": "a failed or partial transfer or step is believed",
-    "H10": "a completion arrives late and lands where somebody else is by then",
+    "H9": "the result of a failed or partial transfer or step is used",
+    "H10": "a late transfer writes into memory that has a new owner",
     "H11": "two movers own the same block",
-    "H12": "bookkeeping says computed while the device has not run it",
-    "H13": "ranks disagree on what is complete",
+    "H12": "bookkeeping counts tokens as computed before the device has run the step",
+    "H13": "ranks disagree on completed work",
     "H14": "a key lacks a part of its block's identity",
     "H15": "a block is partly present",
     "H16": "a row or slot of a finished request is used again while its overrun step runs",
     "H17": "a buffer is filled again while a copy still reads it",
     "H18": "a padded row keeps values of an earlier batch",
     "H19": "the next step reads a value that is published late",
-    "H20": "a flag that changes is read twice",
-    "H21": "a request that ends during a step frees its blocks twice, or keeps them findable and free at once",
-    "H22": "what is to be released later never is",
+    "H20": "a mutable flag is read twice",
+    "H21": "a request that ends during a step frees its blocks twice, or leaves them findable and free at once",
+    "H22": "a deferred release never happens",
     "H23": "work is enqueued in the wrong order",
-    "H24": "a client hears of the end before what its request held is released",
+    "H24": "a client receives the end before its request's resources are released",
     "H25": "a chunk that is not the last one yields a token",
-    "H26": "nobody makes progress",
-    "H32": "a message between processes is lost, doubled, late or out of order, or crosses another one",
-    "H34": "a process goes, and what it asked for goes on, or is told to the one that takes its place",
-    "H35": "what somebody does not read piles up",
+    "H26": "no request makes progress",
+    "H32": "a message between processes is lost, duplicated, late or out of order, or crosses another one",
+    "H34": "a process ends, and its requests continue, or its replacement receives their outputs",
+    "H35": "unread messages accumulate",
 }

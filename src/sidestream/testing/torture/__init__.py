@@ -1,19 +1,20 @@
-"""The torture test: the real engine under schedules that a seed draws, on the simulated device.
+"""The torture test: runs the real engine on the simulated device under schedules drawn from a seed.
 
-    torture(...)          many schedules of the code as it is
-    hunt(...), kill(...)  schedules of the code without one of its rules: which oracle notices?
-    run_schedule(...)     one of them
-    shrink(...)           a failure, made short
-    load_replay(...)      a failure, from a file
+    torture(...)          many schedules of the unmodified code
+    hunt(...), kill(...)  schedules of the code without one of its rules: which oracle objects?
+    run_schedule(...)     one schedule
+    shrink(...)           reduce a failing schedule
+    load_replay(...)      read a failing schedule from a file
 
-Everything follows from seeds: no clock, no thread of the system and no other process has a say in what happens.
+Results depend on the seed only: not on a clock, on operating system threads or on other processes.
 
-The transfer engine alone, on a real device, where the machine has its say (`sidestream.testing.torture.hardware`):
+The transfer engine alone on a real device, where timing also affects the result
+(`sidestream.testing.torture.hardware`):
 
-    torture_device(...)   block transfers of the code as it is
+    torture_device(...)   block transfers of the unmodified code
     hunt_device(...)      the same without one of its rules
 
-And a whole engine on one (`sidestream.testing.torture.service`):
+A whole engine on a real device (`sidestream.testing.torture.service`):
 
     torture_service(...)  requests to a toy model that reads every byte
 """
@@ -31,10 +32,11 @@ from sidestream.testing.torture.hardware import (
 from sidestream.testing.torture.hunt import MAX_SCHEDULES, Hunt, Killed, Row, hunt, kill, kill_miniature
 from sidestream.testing.torture.oracle import Reference, reference_of
 from sidestream.testing.torture.replay import Replay, load_replay
-from sidestream.testing.torture.run import ORACLES, Finding, Outcome, run_schedule
+from sidestream.testing.torture.run import Outcome, run_schedule
 from sidestream.testing.torture.service import ServiceReport, torture_service
 from sidestream.testing.torture.shrink import Shrunk, rerun, shrink
 from sidestream.testing.torture.trace import TraceLine, explain, render
+from sidestream.testing.torture.verdict import ORACLES, Finding
 from sidestream.testing.torture.workload import FEATURES, Asked, Event, Fault, Workload, draw_workload
 
 __all__ = [

@@ -1,7 +1,7 @@
-"""Clients of a schedule that are behind the border: real front ends and a real server, joined by connections in memory,
-in one thread.
+"""Clients of a schedule that reach the engine through real front ends and a real server, joined by in-memory
+connections, in one thread.
 
-A seed decides which bytes move when, and how many at a time. Nothing is lost on the way, but front ends die.
+A seed decides when and how many bytes move. The connections lose nothing, but front ends may die.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ _MOST_TURNS = 20_000
 _UNBOUNDED = 1 << 30
 
 Tell = Callable[[int, Delta], None]
-"""Takes news of the request with this number."""
+"""Called with new output of the request with this number."""
 Fail = Callable[[int, SidestreamError, bool], None]
-"""Told that nothing more comes of a request, and whether that is because the engine has refused it."""
+"""Called when a request's output ends, with whether the engine rejected it."""
 
 
 @dataclass(slots=True, eq=False)
 class _Reader:
-    """A client that reads its answer until no sample is left: `reading` goes on once `until` is done."""
+    """A client that reads its output until no sample is left: `reading` continues once `until` is done."""
 
     number: int
     answer: OutputQueue
@@ -45,7 +45,7 @@ class _Reader:
     until: asyncio.Future[None] | None = None
 
     def read(self) -> Delta | None:
-        """The next news, if they are there. Raises what the answer was failed with."""
+        """The next output, if it has arrived. Raises the error that ended the request."""
         if self.until is not None and not self.until.done():
             return None
         if self.reading is None:
@@ -62,13 +62,13 @@ class _Reader:
         return None
 
     def stop(self) -> None:
-        """Read no more."""
+        """Stop reading."""
         if self.reading is not None:
             self.reading.close()
 
 
 class _Seat:
-    """One front end: its client, its event loop, and who reads there."""
+    """One front end: its client, its event loop, and its readers."""
 
     def __init__(self, wire: Wire) -> None:
         self.wire = wire
@@ -77,7 +77,7 @@ class _Seat:
         self.readers: dict[int, _Reader] = {}
 
     def read(self, tell: Tell, fail: Fail) -> None:
-        """Let every reader read what is there."""
+        """Let every reader read the output that has arrived."""
         with self.loop.running():
             for reader in list(self.readers.values()):
                 try:
@@ -99,7 +99,7 @@ class _Seat:
 
 
 class Border:
-    """The front ends of one engine, on the thread that drives it."""
+    """The front ends of one engine, on the thread that runs it."""
 
     def __init__(self, engine: Engine, *, front_ends: int, seed: int, tell: Tell, fail: Fail) -> None:
         self._rng = rng = random.Random(f"sidestream border {seed}")
@@ -110,7 +110,8 @@ class Border:
         self._capacity = rng.choice((256, 1024, _UNBOUNDED))
         self._selector = WireSelector(rng)
         owner, self._owner = wire_pair(rng, capacity=_UNBOUNDED)
-        # No number that another process would write with more or fewer bytes: the same seed is to cut the same frames.
+        # A fixed number: another process's id could have more or fewer digits, and the same seed must split frames at
+        # the same bytes.
         info = msgspec.structs.replace(engine_info(engine, model="toy", model_name="toy"), pid=0)
         self._server = EngineServer(
             engine,
@@ -129,14 +130,14 @@ class Border:
     # ------------------------------------------------------------------ clients
 
     def submit(self, number: int, prompt: Sequence[int], params: SamplingParams, *, priority: int) -> None:
-        """A client asks one of the front ends."""
+        """Send a client's request through one of the front ends."""
         seat = self._seat_of[number] = self._rng.choice(self._seats)
         with seat.loop.running():
             answer = seat.client.submit(prompt, params, priority=priority)
         seat.readers[number] = _Reader(number, answer, set(range(params.n)))
 
     def end(self, number: int) -> set[int]:
-        """The client of a request leaves, or one of its samples has met a stop string. Returns the numbers of the
+        """The client of a request disconnects, or one of its samples hit a stop string. Returns the numbers of the
         samples that end.
         """
         seat = self._seat_of[number]
@@ -151,9 +152,7 @@ class Border:
         return ended
 
     def hang_up(self) -> list[int]:
-        """A front end goes, in good order or killed, and another one takes its place. Returns the requests that
-        it had.
-        """
+        """A front end exits or is killed, and another one replaces it. Returns the requests that it had."""
         place = self._rng.randrange(len(self._seats))
         seat = self._seats[place]
         numbers = list(seat.readers)
@@ -174,11 +173,12 @@ class Border:
     # ------------------------------------------------------------------ time
 
     def turn(self, *, between_steps: bool = False) -> None:
-        """Let whoever the seed chooses look once. `between_steps`: the engine is not in a step, and may get ahead of
-        the server.
+        """Let the parties that the seed chooses poll once.
+
+        between_steps   the engine is not inside a step, and may get ahead of the server
         """
         if self._turning:
-            return  # the engine has got ahead from inside a turn
+            return  # the engine has advanced inside a turn
         self._turning, self._runs_ahead, self._selector.share = True, between_steps, self._share
         try:
             self._look(self._share)
@@ -186,7 +186,7 @@ class Border:
             self._turning = self._runs_ahead = False
 
     def settle(self) -> bool:
-        """Let everything arrive that was sent; False when that has no end."""
+        """Run until all sent bytes have arrived; False if that does not end."""
         self._selector.share = 1.0
         for _ in range(_MOST_TURNS):
             if self.is_quiet:
@@ -195,7 +195,7 @@ class Border:
         return False
 
     def close(self) -> None:
-        """Let go of everything; the clients hear no more."""
+        """Release everything; the clients receive nothing more."""
         for seat in self._seats:
             seat.stop()
         self._server.finish(Reply(0))
@@ -209,18 +209,18 @@ class Border:
                 actor()
 
     def _enqueue(self, request: CheckedRequest, sink: Callable[[Delta], None]) -> Handle:
-        """The engine thread may do much before the server learns what the engine calls the request."""
+        """The engine thread may advance a lot before the server learns the engine's id for the request."""
         handle = Engine.enqueue(self._engine, request, sink)
         if self._runs_ahead and self._rng.random() < 0.1:
             for _ in range(self._rng.randint(1, 20)):
                 self._engine.step()
         return handle
 
-    # ------------------------------------------------------------------ judging
+    # ------------------------------------------------------------------ checks
 
     @property
     def is_quiet(self) -> bool:
-        """Whether all that was sent has arrived and was read."""
+        """Whether everything that was sent has arrived and was read."""
         wires = [end for seat in self._seats for end in (seat.wire, seat.wire.peer)]
         return (
             not any(wire.incoming and not wire.closed for wire in wires)
@@ -235,7 +235,7 @@ class Border:
         )
 
     def left(self) -> dict[str, int]:
-        """How many things each side keeps of requests, by name."""
+        """Number of objects that each side keeps for requests, by name."""
         kept: dict[str, Sized] = {}
         for place, seat in enumerate(self._seats):
             kept[f"streams of front end {place}"] = seat.client._streams

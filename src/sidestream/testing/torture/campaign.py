@@ -1,7 +1,7 @@
-"""Many schedules of the code as it is.
+"""Runs many schedules of the unmodified code.
 
-Several schedules share a workload, and with it the reference. Everything follows from the seed, but for how far
-`minutes` get.
+Several schedules share a workload, and with it the reference. Results depend on the seed only; `minutes` limits only
+their number.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _MAX_FAILURES = 20
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """A schedule that an oracle objects to, and all that it takes to run it again."""
+    """A schedule to which an oracle objects, with all that is needed to repeat it."""
 
     workload: Workload
     policy: str
@@ -38,11 +38,11 @@ class Failure:
 
 @dataclass(slots=True)
 class Report:
-    """What a campaign came to.
+    """The result of a campaign.
 
-    failures   the first ones, in the order of the seeds; `num_failures` counts all
-    steps      turns of the loop, all together
-    decisions  points at which the policy chose, all together
+    failures   the first ones, in seed order; `num_failures` counts all
+    steps      engine steps, in total
+    decisions  decisions of the policy, in total
     seconds    of wall time
     """
 
@@ -57,7 +57,7 @@ class Report:
 
     @property
     def schedules_per_minute(self) -> float:
-        """By each worker, which is one core."""
+        """Per worker; each worker uses one core."""
         return self.schedules / self.seconds * 60 / self.workers if self.seconds else 0.0
 
 
@@ -75,8 +75,8 @@ def torture(
 ) -> Report:
     """Run `schedules` schedules, or as many as `minutes` allow if they are given; blocks.
 
-    `policies` are dealt out in turn. An interrupt (KeyboardInterrupt) ends it early, with what was done so far. Raises
-    ConfigError for an unknown policy or a number that makes no sense.
+    The `policies` are used in turn. An interrupt (KeyboardInterrupt) ends the campaign early and returns the results so
+    far. Raises ConfigError for an unknown policy or a number out of range.
     """
     _check(schedules, policies, minutes, workers)
     report, start = Report(workers=workers), time.monotonic()
@@ -109,7 +109,7 @@ def torture(
 
 
 def run_one(workload: Workload, policy: str, seed: int, reference: Reference | None = None) -> Outcome:
-    """One schedule under the policy of that name, with its seed."""
+    """Run one schedule under the policy of that name, with its seed."""
     return run_schedule(workload, make_policy(policy, random.Random(seed)), reference=reference)
 
 
@@ -119,7 +119,7 @@ def deal(number: int, policies: Sequence[str]) -> str:
 
 
 _Result = tuple[Failure | None, int, int]
-"""What went wrong, steps, decisions."""
+"""Failures, steps, decisions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +148,7 @@ def _jobs(seed: int, policies: Sequence[str], schedules: int | None) -> Iterator
             stop = min(stop, schedules)
         first = (
             seed * SCHEDULES_PER_WORKLOAD
-        )  # numbers are absolute: the campaign of a later seed goes on where this one ends
+        )  # numbers are absolute, so that a campaign with a later seed continues this one
         runs = tuple((deal(first + at, policies), first + at) for at in range(number, stop))
         yield _Job(seed + number // SCHEDULES_PER_WORKLOAD, runs)
         number = stop
@@ -162,6 +162,6 @@ def _check(schedules: int, policies: Sequence[str], minutes: float | None, worke
     if workers < 1:
         raise ConfigError(f"workers is {workers}: give a whole number from 1")
     if not policies:
-        raise ConfigError("no policy is given: leave the option out for all of them")
+        raise ConfigError("no policy is given: omit the option to use all of them")
     for policy in policies:
         make_policy(policy, random.Random(0))

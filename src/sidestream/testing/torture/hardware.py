@@ -1,11 +1,11 @@
 """The torture test of the transfer engine on a real device: requests without a model, delays on every stream, and a
 pattern in every block.
 
-    torture_device(...)   so many block transfers of the code as it is, in several layouts
-    hunt_device(...)      the same without one of the engine's rules: are wrong bytes seen?
+    torture_device(...)   block transfers of the unmodified code, in several layouts
+    hunt_device(...)      the same without one of the engine's rules: are wrong bytes detected?
 
-What runs when is the machine's affair: a seed draws the requests, and nothing else. What the simulated device proves
-for every order, this shows for the copies, kernels and events of real hardware.
+Timing comes from the machine; the seed determines the requests only. The simulated device checks every order of
+execution; this test checks the copies, kernels and events of real hardware.
 """
 
 from __future__ import annotations
@@ -34,39 +34,41 @@ from sidestream.testing.torture.traffic import Habits, Meddler, Tally, Traffic
 DEVICES = (CPU, CUDA)
 
 NOT_ON_HARDWARE: dict[str, str] = {
-    "disk-": "there is no disk: its reads and writes are threads of the host on every device",
+    "disk-": "this test has no disk: on every device, host threads do its reads and writes",
     "failed-disk-": "there is no disk",
     "refused-disk-": "there is no disk",
     "finished-disk-": "there is no disk",
     "wait-for-the-disk-": "there is no disk",
     "end-of-a-wait-for-the-disk-": "there is no disk",
     "reset-forgets-the-disk": "there is no disk",
-    "transfers-know-of-resets": "it rules reads and writes of the disk; see store-from-before-a-reset-publishes-nothing",
-    "load-lets-go-when-all-its-pieces": "blocks come back behind all that was ordered by then, and this traffic always orders more behind a load",
-    "reset-waits-until": "the traffic does not wait for a reset: it orders at once, and what it orders must find nothing",
+    "transfers-know-of-resets": "it concerns reads and writes of the disk; see store-from-before-a-reset-publishes-"
+    "nothing",
+    "load-lets-go-when-all-its-pieces": "blocks are released after all transfers ordered so far, and this traffic "
+    "always orders more after a load",
+    "reset-waits-until": "the traffic does not wait for a reset: it orders loads at once, which must find nothing",
 }
-"""Beginnings of the names of mutations of the transfer engine that are left to the simulated device, and why.
+"""Name prefixes of transfer engine mutations that only the simulated device tests, with the reason.
 
-The rooms `schedule`, `runner`, `engine` and `tiers` have no part in this traffic.
+The rooms `schedule`, `runner`, `engine` and `tiers` do not run in this test.
 """
 
-# Of the pools' rules those that make a stream wait; the others are a ledger's, the same on every device.
+# The pools' rules that make a stream wait; their other rules are bookkeeping, the same on every device.
 _OF_POOLS = ("release-keeps-its-fences", "take-hands-on-fences")
 
 ON_HARDWARE: tuple[str, ...] = (
     *(mutation.name for mutation in transfer.MUTATIONS if not mutation.name.startswith(tuple(NOT_ON_HARDWARE))),
     *_OF_POOLS,
 )
-"""Mutations that traffic between the device and the host must notice, on any device that copies."""
+"""Mutations that this test must detect, on any device that copies between device and host."""
 
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """A layout of blocks, chosen for the copies that it makes.
+    """A block layout, chosen to exercise certain copies.
 
-    group_layers   layers that a load copies at once, behind a fence of their own
+    group_layers   layers per group of a load; each group has its own fence
     layered, together   see `Rig`
-    narrow         lanes take so little at a time that a request's copies have many slices, and a load many pieces
+    narrow         lanes accept so little at a time that a request's copies have many slices, and a load has many pieces
     """
 
     name: str
@@ -81,31 +83,31 @@ class World:
 
 
 _USUAL = (0.1, 10e-6, 3e-3)
-# Everything is late, and by so much that whoever does not wait comes first.
+# Large delays, so that work that does not wait runs first.
 _LATE = (0.5, 1e-3, 5e-3)
 
-# Without a rule some never get an end: so long it is waited for.
+# Some mutations make transfers hang: wait this long for the end.
 _IMPATIENCE_S = 2.0
 _ROUNDS = 3
-# Several pieces of a load, so that some still land when one has failed.
+# Several pieces per load, so that some still run after one has failed.
 _NARROW_IN_FLIGHT = 4
 
 HUNT_BLOCKS = 100_000
-"""Blocks that are moved without a rule, at most, before it counts as not missed."""
+"""Maximum number of blocks to move with a mutation before it counts as undetected."""
 
-_SMALL = KVLayout(num_layers=2, num_kv_heads=1, head_dim=64, block_tokens=4, dtype="float32")  # 4 KiB, 2 KiB a layer
+_SMALL = KVLayout(num_layers=2, num_kv_heads=1, head_dim=64, block_tokens=4, dtype="float32")  # 4 KiB, 2 KiB per layer
 _MIDDLE = KVLayout(
     num_layers=4, num_kv_heads=4, head_dim=128, block_tokens=8, dtype="bfloat16"
-)  # 64 KiB, 16 KiB a layer
+)  # 64 KiB, 16 KiB per layer
 _LARGE = KVLayout(
     num_layers=4, num_kv_heads=8, head_dim=128, block_tokens=8, dtype="bfloat16"
-)  # 128 KiB, 32 KiB a layer
+)  # 128 KiB, 32 KiB per layer
 
 # On a GPU   4 KiB     by kernels both ways; the longest requests are cut into slices
 #            64 KiB    stores by the batch call, loads by kernels
 #            striped   two-dimensional copies both ways
 #            apart     the batch call both ways, piece by piece
-#            narrow    by kernels both ways, two blocks in a piece, and the offload worker always has something else to do
+#            narrow    by kernels both ways, two blocks in a piece; the offload worker is always busy
 WORLDS = (
     World("4 KiB blocks", _SMALL, 1, 1536, 3072, Habits(longest=700, delay=_USUAL)),
     World("64 KiB blocks", _MIDDLE, 1, 384, 768, Habits(longest=128, delay=_USUAL)),
@@ -139,7 +141,7 @@ WORLDS = (
 
 @dataclass(frozen=True, slots=True)
 class DeviceReport:
-    """What became of a run. `objections`: the checker's, where it looked on."""
+    """The result of a run. `objections`: the checker's, if it was attached."""
 
     tally: Tally
     seconds: float
@@ -148,7 +150,7 @@ class DeviceReport:
 
 @dataclass(frozen=True, slots=True)
 class Missed:
-    """A rule that was taken out. after: block transfers until somebody noticed; None: nobody did. said: by what."""
+    """One mutation. after: block transfers until it was detected; None: it was not. said: the objection."""
 
     name: str
     hazard: str
@@ -165,12 +167,12 @@ def torture_device(
     worlds: Sequence[World] = WORLDS,
     tell: Callable[[int, str], None] = lambda done, text: None,
 ) -> DeviceReport:
-    """Move `blocks` blocks and look at each. Ends with the round in which something is wrong. Blocks.
+    """Move `blocks` blocks and compare each with its pattern. Stops after the first round with an error. Blocks.
 
-    check_order   the checker looks on, which makes everything several times slower
-    tell          told of the blocks so far
+    check_order   attach the checker, which makes the test several times slower
+    tell          called with the number of blocks so far
 
-    Raises ConfigError when there is no such device, and whatever ends the transfer engine.
+    Raises ConfigError when the device does not exist, and any error that ends the transfer engine.
     """
     if blocks < 1:
         raise ConfigError(f"blocks is {blocks}: give a whole number from 1")
@@ -199,20 +201,20 @@ def hunt_device(
     seed: int = 0,
     tell: Callable[[int, str], None] = lambda done, text: None,
 ) -> list[Missed]:
-    """Take the rules out, one by one, and move at most `blocks` blocks without each: is it missed?
+    """Apply the mutations one by one, and move at most `blocks` blocks with each: does the test detect it?
 
-    Raises ConfigError when there is no such device or mutation, or the traffic cannot miss it; InvariantError when the
-    mutation does not fit the code, or when the code as it is does not please.
+    Raises ConfigError when the device or mutation does not exist, or the test cannot detect the mutation;
+    InvariantError when the mutation does not fit the code, or when the unmodified code fails.
     """
     _check_kind(kind)
     mutations = [find(name) for name in names or ON_HARDWARE]
     for mutation in mutations:
         if mutation.name not in ON_HARDWARE:
             raise ConfigError(unknown_name("mutation for a device", mutation.name, ON_HARDWARE))
-        changed_functions(mutation)  # one that does not fit is not found out half an hour later
+        changed_functions(mutation)  # fail now for a mutation that does not fit, not half an hour later
     for index, world in enumerate(WORLDS):
         if said := _run_late(kind, world, seed=seed + index, tally=Tally(), abrupt=True, rounds=1):
-            raise InvariantError(f"without any mutation: {said}: what the mutations would give says nothing")
+            raise InvariantError(f"the unmodified code fails: {said}: results with mutations would mean nothing")
     found: list[Missed] = []
     for mutation in mutations:
         tell(len(found), mutation.name)
@@ -221,7 +223,7 @@ def hunt_device(
 
 
 def _kill(kind: str, mutation: Mutation, *, blocks: int, seed: int) -> Missed:
-    """Run without the rule, in every world in turn, until somebody notices."""
+    """Run with the mutation, in every world in turn, until an error is detected."""
     tally = Tally()
     worlds = [world for world in WORLDS if bool(world.habits.faults) == ("failing_copy" in mutation.needs)]
     resets, abrupt = 0.05 if "reset" in mutation.needs else 0.0, "close" in mutation.needs
@@ -245,9 +247,9 @@ def _run_late(
     abrupt: bool = False,
     rounds: int = _ROUNDS,
 ) -> str:
-    """A few rounds in which everything is late: what is wrong, or what was raised; empty when nothing is.
+    """A few rounds with large delays. Returns the first error or exception as text; empty when there is none.
 
-    abrupt   behind them everything is closed with requests on their way
+    abrupt   then close everything while requests are running
     """
     usual = world.habits
     habits = replace(usual, delay=_LATE, faults=4 * usual.faults, resets=resets, patience_s=_IMPATIENCE_S)
@@ -270,14 +272,16 @@ def _run_late(
 
 @contextlib.contextmanager
 def _traffic(kind: str, world: World, *, seed: int, tally: Tally, checker: Checker | None = None) -> Iterator[Traffic]:
-    """A device and everything around it, for one world."""
+    """A device, a rig and traffic for one world."""
     device = open_device(kind, checker)
-    layout = world.layout if kind == CUDA else replace(world.layout, block_tokens=1)  # a CPU copies every byte itself
+    layout = (
+        world.layout if kind == CUDA else replace(world.layout, block_tokens=1)
+    )  # a CPU copies every byte with its own cores
     device.segment_bytes = world.group_layers * layout.layer_bytes
     meddler = Meddler(device, world.habits, seed=seed)
     rig, traffic = None, None
     level = logging.getLogger("sidestream").level
-    logging.getLogger("sidestream").setLevel(logging.CRITICAL + 1)  # copies that fail are no news here
+    logging.getLogger("sidestream").setLevel(logging.CRITICAL + 1)  # injected failures are expected: do not log them
     try:
         with narrow_lanes(in_flight=_NARROW_IN_FLIGHT) if world.narrow else contextlib.nullcontext():
             rig = Rig(
@@ -302,12 +306,12 @@ def _traffic(kind: str, world: World, *, seed: int, tally: Tally, checker: Check
         tally.failed_slices += meddler.failed
         if kind == CUDA:
             gc.collect()
-            torch.cuda.empty_cache()  # what steps of streams that are gone left behind
+            torch.cuda.empty_cache()  # references left by the work of closed streams
         logging.getLogger("sidestream").setLevel(level)
 
 
 def open_device(kind: str, checker: Checker | None = None) -> CpuDevice | CudaDevice:
-    """A real device, ready. Raises ConfigError when there is no such one."""
+    """An initialised real device. Raises ConfigError when it does not exist."""
     _check_kind(kind)
     if kind == CPU:
         return CpuDevice(compute_threads=1, tracer=checker)

@@ -1,8 +1,8 @@
-"""Mutations and miniatures: is a missing wait noticed, how soon, and by whom?
+"""Mutations and miniatures: is a missing wait detected, after how many schedules, and by which oracle?
 
-A mutation takes one rule out of the real code (`sidestream.testing.mutations`), a miniature re-enacts a published
-failure without its protection (`sidestream.testing.miniatures`). The references of mutated schedules come from the code
-as it is.
+A mutation removes one rule from the real code (`sidestream.testing.mutations`); a miniature re-enacts a published bug
+without its protection (`sidestream.testing.miniatures`). References for mutated schedules come from the unmodified
+code.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from sidestream.testing.torture.workers import spread
 from sidestream.testing.torture.workload import Workload, draw_workload
 
 MAX_SCHEDULES = 500
-"""What survives so many is not found."""
+"""A mutation that survives this many schedules counts as undetected."""
 
-# A rule is missed by some workloads and not by others, so each is left sooner than in a campaign.
+# Not every workload can detect a given mutation, so each one gets fewer schedules than in a campaign.
 _TRIES_PER_WORKLOAD = 4
 
 
 @dataclass(frozen=True, slots=True)
 class Killed:
-    """Something missing was noticed.
+    """A detected mutation or miniature.
 
-    after     schedules, the one that noticed included
-    oracle    the first that objects, and `detail` what it said
-    failure   the schedule, for a mutation
+    after     schedules, including the one that detected it
+    oracle    the first oracle that objected, and `detail` its message
+    failure   for a mutation: the schedule
     """
 
     after: int
@@ -54,10 +54,10 @@ class Row:
 
 @dataclass(slots=True)
 class Hunt:
-    """What became of all of them.
+    """The results for all of them.
 
-    schedules   run in all, miniatures included
-    total       rows that there are to be
+    schedules   total number, miniatures included
+    total       expected number of rows
     """
 
     total: int
@@ -68,7 +68,7 @@ class Hunt:
 
     @property
     def survivors(self) -> list[Row]:
-        """Those that nobody noticed."""
+        """The mutations that no schedule detected."""
         return [row for row in self.rows if row.killed is None]
 
 
@@ -109,10 +109,10 @@ def hunt(
 
 
 def kill(mutation: Mutation, *, max_schedules: int = MAX_SCHEDULES, seed: int = 0) -> Killed | None:
-    """Run schedules without the mutation's rule until an oracle notices; None: it survived them all.
+    """Run schedules with the mutation until an oracle objects; None: no schedule detected it.
 
-    Only workloads that have what the mutation needs are run; they are drawn from seeds in order, so the answer is the
-    same each time.
+    Runs only workloads with the features that the mutation needs; they are drawn from seeds in order, so that the
+    result is reproducible.
     """
     tried = 0
     for workload in workloads_with(mutation.needs, seed=seed):
@@ -127,13 +127,14 @@ def kill(mutation: Mutation, *, max_schedules: int = MAX_SCHEDULES, seed: int = 
             if outcome.findings:
                 first = outcome.findings[0]
                 return Killed(tried, first.oracle, first.text, Failure(workload, policy, run_seed, outcome))
-    raise InvariantError("there is always another workload")
+    raise InvariantError("the generator of workloads is infinite")
 
 
 def kill_miniature(miniature: Miniature, *, max_schedules: int = MAX_SCHEDULES, seed: int = 0) -> Killed | None:
-    """Play the miniature without its protection until it is caught, and as often with it; None: it was never caught.
+    """Play the miniature without its protection until it is caught, and equally often with it; None: it was never
+    caught.
 
-    Raises InvariantError when something is wrong with the protection in place.
+    Raises InvariantError when it fails with its protection in place.
     """
     for tried in range(max_schedules):
         policy = deal(tried, POLICIES)
@@ -141,7 +142,7 @@ def kill_miniature(miniature: Miniature, *, max_schedules: int = MAX_SCHEDULES, 
         clean = run_miniature(miniature, policy, seed + tried, protected=True)
         if clean is not None:
             raise InvariantError(
-                f"miniature {miniature.name} goes wrong though it is protected, with policy {policy}: {clean.detail}"
+                f"miniature {miniature.name} fails with its protection in place, under policy {policy}: {clean.detail}"
             )
         if caught is not None:
             return Killed(tried + 1, caught.oracle, caught.detail)
@@ -149,7 +150,7 @@ def kill_miniature(miniature: Miniature, *, max_schedules: int = MAX_SCHEDULES, 
 
 
 def workloads_with(needs: frozenset[Feature], *, seed: int) -> Iterator[Workload]:
-    """Workloads that have these features, from `seed` on, without end."""
+    """An endless sequence of workloads with these features, from `seed` on."""
     number = seed
     while True:
         workload = draw_workload(number)

@@ -1,8 +1,8 @@
-"""What must hold of an engine at rest, and of what its clients were told. Each function says what is wrong, in
-sentences; nothing: all is well.
+"""Checks of an idle engine, and of the output that its clients received. Each function returns its findings as
+sentences; none means that the check passed.
 
-Looks at the insides of every room on purpose: the engine's own accounts are what is judged. By the thread that drives
-the engine.
+Reads private state of every room on purpose: the engine's own bookkeeping is being checked. Called by the thread that
+runs the engine.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from sidestream.testing.torture.workload import Workload
 from sidestream.testing.toy import ToyDraftHead
 from sidestream.types import BatchPlan, Key, RowResult
 
-# Log-probabilities of equal logits may differ by rounding, in batches of another size.
+# Log-probabilities of equal logits may differ by rounding between batch sizes.
 _TOLERANCE = 1e-4
 
 
 def unbalanced(engine: Engine, disk: ScriptedTier | None) -> Iterator[str]:
-    """Whatever an engine without requests and transfers still holds, or counts wrongly."""
+    """Everything that an engine without requests and transfers still holds, or counts wrongly."""
     parts = engine.parts
     if engine.unfinished:
         yield f"{engine.unfinished} requests are counted as unfinished"
@@ -54,14 +54,14 @@ def unbalanced(engine: Engine, disk: ScriptedTier | None) -> Iterator[str]:
         if index._leaving:
             yield f"{index._leaving} entries are neither on disk nor gone"
     if stalls := set(parts.device.host_waits()) - {"step"}:
-        yield f"the engine's thread was held up: {', '.join(sorted(stalls))}"
+        yield f"the engine's thread was blocked: {', '.join(sorted(stalls))}"
 
 
 def wrong_accept_lengths(
     head: ToyDraftHead, scheduler: Scheduler, batch: BatchPlan, results: Sequence[RowResult]
 ) -> Iterator[str]:
-    """Rows of a step that is about to be committed whose accepted drafts are not those that `head` makes of the
-    request's own tokens.
+    """Rows of a step before its commit whose accepted drafts differ from those that `head` computes from the request's
+    own tokens.
     """
     sampling = (row for row in batch.rows if row.samples)
     for row, result in zip(sampling, results, strict=True):
@@ -74,13 +74,13 @@ def wrong_accept_lengths(
         )
         if right != len(result.token_ids) - 1:
             yield (
-                f"request {row.request_id} went on by {len(result.token_ids)} tokens behind its {len(request.tokens)}: "
+                f"request {row.request_id} advanced by {len(result.token_ids)} tokens after its {len(request.tokens)}: "
                 f"{right} of {row.drafts} drafts were right (H19)"
             )
 
 
 def still_findable(engine: Engine, disk: ScriptedTier | None) -> Iterator[str]:
-    """Whatever can be found in a cache that was just reset (H8)."""
+    """Blocks that are still findable in a cache that was just reset (H8)."""
     parts = engine.parts
     counts = {
         "device": parts.blocks.num_keys,
@@ -93,7 +93,7 @@ def still_findable(engine: Engine, disk: ScriptedTier | None) -> Iterator[str]:
 
 
 def wrong_blocks(engine: Engine, device: ScriptedDevice, reference: Reference) -> Iterator[str]:
-    """Blocks of device and host tier that are findable under a key, but do not hold what it stands for."""
+    """Blocks of device and host tier that are findable under a key but do not hold that key's content."""
     parts = engine.parts
     tiers = [("kv", parts.blocks), *([("host", parts.tiers.host.pool)] if parts.tiers is not None else [])]
     for memory, pool in tiers:
@@ -105,10 +105,10 @@ def wrong_blocks(engine: Engine, device: ScriptedDevice, reference: Reference) -
 
 
 def wrong_entries(disk: ScriptedTier, reference: Reference, *, damaged: bool) -> Iterator[str]:
-    """Published entries on disk whose payload is not what the key stands for. `damaged`: the script damages files,
-    which reads notice.
+    """Published entries on disk whose payload is not the key's content. `damaged`: the script damages files, and reads
+    detect that.
     """
-    for key, slot in list(disk.index._slots.items()):  # nobody writes meanwhile, and this thread is not the ledger's
+    for key, slot in list(disk.index._slots.items()):  # no thread writes now, and the ledger belongs to another thread
         entry = slot.entry
         payload = disk.peek(entry)
         if payload is not None:
@@ -120,24 +120,24 @@ def wrong_entries(disk: ScriptedTier, reference: Reference, *, damaged: bool) ->
 def wrong_answer(
     workload: Workload, number: int, told: Sample, expected: Sample, *, over: bool
 ) -> Iterator[tuple[str, str]]:
-    """Oracle and sentence for each thing that one client was told and should not have been.
+    """Oracle and message for each error in one client's output.
 
-    over   the engine is gone, as far as this client knows: a beginning will do, and an abort
+    over   for this client the engine is closed or dead: a prefix of the answer is enough, and so is an abort
     """
     asked = workload.requests[number]
     count, who = len(told.tokens), f"request {number}"
     if told.reason is None and not over:
-        yield "answered", f"{who} never ended: it was told {count} of {len(expected.tokens)} tokens"
+        yield "answered", f"{who} never ended: it received {count} of {len(expected.tokens)} tokens"
     if told.reason == "abort" and asked.abort_at is None and workload.closes_at is None and not over:
-        yield "answered", f"{who} was aborted, though nobody asked for it"
+        yield "answered", f"{who} was aborted, although its client did not ask for it"
     restarts = any(
         event.kind in ("crash", "restart") for event in workload.events
-    )  # who comes again may come after the abort
-    in_step = not restarts and not workload.front_ends  # behind front ends, the engine may get ahead of its server
+    )  # a client that asks again may do so after the abort
+    in_step = not restarts and not workload.front_ends  # with front ends, the engine may get ahead of its server
     if asked.abort_at is not None and in_step and count > (asked.abort_at - asked.at) * (1 + workload.drafts):
         yield (
             "answered",
-            f"{who} was told {count} tokens, though its client left {asked.abort_at - asked.at} steps after it came",
+            f"{who} received {count} tokens, although its client left {asked.abort_at - asked.at} steps after it came",
         )
     if told.reason == "error" and not workload.features & {"bad_logits", "failing_step"}:
         yield "answered", f"{who} ended with an error: {told.error}"
@@ -146,17 +146,17 @@ def wrong_answer(
             (at for at, pair in enumerate(zip(told.tokens, expected.tokens, strict=False)) if pair[0] != pair[1]),
             len(expected.tokens),
         )
-        yield "tokens", f"{who} was told {told.tokens}, the reference says {expected.tokens}: they part at output {at}"
+        yield "tokens", f"{who} received {told.tokens}, the reference is {expected.tokens}: differs at {at}"
         return
     if told.reason in ("stop", "length"):
         if (told.reason, count, told.text) != (expected.reason, len(expected.tokens), expected.text):
             said, right = (told.reason, count, told.text), (expected.reason, len(expected.tokens), expected.text)
             yield "tokens", f"{who} ended as {said}, the reference as {right} (reason, tokens, text)"
     elif not expected.text.startswith(told.text):
-        yield "tokens", f"{who} was told the text {told.text!r}, the reference says {expected.text!r}"
+        yield "tokens", f"{who} received the text {told.text!r}, the reference is {expected.text!r}"
     pairs = list(zip(told.logprobs, expected.logprobs, strict=False))
     if len(told.logprobs) > len(expected.logprobs) or any(abs(mine - right) > _TOLERANCE for mine, right in pairs):
-        yield "tokens", f"{who} was told log-probabilities {told.logprobs}, the reference says {expected.logprobs}"
+        yield "tokens", f"{who} received log-probabilities {told.logprobs}, the reference is {expected.logprobs}"
 
 
 def _differing(what: str, key: Key, payload: bytes, reference: Reference) -> Iterator[str]:
@@ -165,7 +165,8 @@ def _differing(what: str, key: Key, payload: bytes, reference: Reference) -> Ite
         yield f"{what} is findable under {key.hex()[:8]}, which no request has"
     elif payload != right:
         where = [at for at, (mine, its) in enumerate(zip(payload, right, strict=True)) if mine != its]
-        yield f"{what} is findable as {key.hex()[:8]}, but {len(where)} of its {len(right)} bytes are wrong, the first at {where[0]}"
+        found = f"{what} is findable as {key.hex()[:8]}"
+        yield f"{found}, but {len(where)} of its {len(right)} bytes are wrong, the first at {where[0]}"
 
 
 def _findable(pool: FencedPool) -> list[tuple[Key, int]]:
@@ -173,6 +174,6 @@ def _findable(pool: FencedPool) -> list[tuple[Key, int]]:
 
 
 def _kept(engine: Engine) -> dict[str, int]:
-    """How many things are kept by request, transfer or step."""
+    """Number of objects kept per request, transfer or step."""
     kept = {"output streams": len(engine.streams), **engine.parts.scheduler.sizes()}
     return kept if engine.parts.transfers is None else kept | engine.parts.transfers.sizes()

@@ -1,4 +1,4 @@
-"""Lanes so narrow that small transfers have several pieces and slices, and overtake one another."""
+"""Lanes so narrow that even small transfers have several pieces and slices, which overtake one another."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _PIECES = {"BLOCKS_PER_TURN": 2, "LOAD_PIECE_BYTES": 0, "LAST_PIECE_BYTES": 0}
 
 @contextlib.contextmanager
 def narrow_lanes(*, in_flight: int = 3) -> Iterator[None]:
-    """For transfer engines that are made inside: a slice has one segment, `in_flight` are on their way, and a piece has
-    two blocks.
+    """Applies to transfer engines that are built inside: a slice has one segment, `in_flight` slices run at a time, and
+    a piece has two blocks.
 
-    Three, so that an earlier layer may fail when all was given to the device.
+    With three in flight, an earlier layer may fail after all slices were submitted.
     """
     lanes, kept = (pacing.TO_HOST, pacing.TO_DEVICE), {name: getattr(pacing, name) for name in _PIECES}
     pacing.TO_HOST, pacing.TO_DEVICE = (_narrow(pace, in_flight) for pace in lanes)

@@ -1,8 +1,6 @@
-"""What a schedule's outcome is compared with: the same requests, one step at a time, without cache, tiers, pressure or
-aborts.
+"""The reference for a schedule: the same requests, one step at a time, without cache, tiers, preemption or aborts.
 
-Computed once for a workload. Knows the engine's front door and the model; nothing of how the tortured engine came to
-its result.
+Computed once for each workload. Knows the engine's public interface and the model, and nothing of the tortured run.
 """
 
 from __future__ import annotations
@@ -26,14 +24,14 @@ from sidestream.testing.toy import ToyModel
 from sidestream.types import Delta, Key
 
 SALT = "torture"
-"""Of the tortured engine; the keys of the reference name it, too."""
+"""Salt of the tortured engine; the reference uses it too, so that keys are equal."""
 
 _MAX_STEPS = 5000
 
 
 @dataclass(slots=True)
 class Sample:
-    """What the client of one sample was told."""
+    """The output of one sample that its client received."""
 
     tokens: list[int]
     text: str = ""
@@ -42,7 +40,7 @@ class Sample:
     error: str | None = None
 
     def take(self, delta: Delta) -> None:
-        """Add news."""
+        """Append a delta."""
         self.tokens.extend(delta.token_ids)
         self.text += delta.text
         self.logprobs += tuple(one.logprob for one in delta.logprobs)
@@ -52,10 +50,10 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """The right answers, and the right bytes.
+    """The expected output and the expected KV bytes.
 
     samples   by request number and sample number, for each version of the weights
-    blocks    what each content key stands for, in every tier
+    blocks    the content of each key, the same in every tier
     """
 
     samples: tuple[dict[tuple[int, int], Sample], ...]
@@ -85,7 +83,7 @@ def toy_of(workload: Workload) -> ToyModel:
 
 
 def reference_of(workload: Workload) -> Reference:
-    """Run the requests through an engine that does one thing after another. Raises what that engine raises."""
+    """Run the requests one after another on an engine. Raises any error of that engine."""
     versions = 2 if any(event.kind == "weights" for event in workload.events) else 1
     samples, blocks = [], {}
     for weights in range(versions):
@@ -133,14 +131,12 @@ def _run(workload: Workload, model: ScriptedModel) -> dict[tuple[int, int], Samp
             engine.step()
         engine.close()
     finally:
-        device.kill()  # an interrupt, too, leaves no thread behind
+        device.kill()  # after an interrupt too, end all threads
     return told
 
 
 def _blocks_of(model: ScriptedModel, tokens: Sequence[int], *, hidden: bool) -> dict[Key, bytes]:
-    """The KV of each complete block whose tokens all went through the model, computed in one go in a memory of
-    its own.
-    """
+    """The KV of each complete block whose tokens were all computed; recomputed by one forward pass in other memory."""
     layout = model.layout
     computed = len(tokens) - 1
     count = layout.num_blocks_for(computed)

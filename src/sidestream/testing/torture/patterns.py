@@ -1,8 +1,8 @@
-"""Patterns that say where they belong: every eight bytes of a block name its key and their own place. Written and
+"""Patterns that identify their place: every eight bytes of a block encode its key and their offset. Written and
 compared on the device.
 
-Knows blocks and streams, not who owns them or why. Called from the thread that stands for the engine thread; it never
-waits for the device but to reuse its own pinned memory, and to read what was found, at the end of a round.
+Knows blocks and streams, not their owners. Called from the thread that plays the engine thread; it waits for the device
+only to reuse its pinned memory, and to read the results at the end of a round.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ WORD_BYTES = 8
 # A word: generation << 51 | key's number << 20 | place in the block, in words.
 _PLACE_BITS = 20
 _NUMBER_BITS = 31
-# Steps that may be on their way with numbers of blocks and keys in pinned memory.
+# Steps in flight whose block and key numbers are in pinned memory.
 _STEPS = 32
-# Slots that are compared at once, so that the temporaries stay small.
+# Slots compared at once; bounds the temporaries.
 _SLOTS_AT_ONCE = 64
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """Something in a block that does not belong there.
+    """Wrong content in a block.
 
-    row      which of the blocks that were looked at
+    row      index of the block in the look
     place    byte in the block
-    word     what is there
-    num_bad  blocks that are wrong in the same way, this one included: of one look at one layer, or of a tier
+    word     the wrong word
+    num_bad  blocks that are wrong in the same way, including this one: in one look at one layer, or in a tier
     """
 
     row: int
@@ -53,21 +53,21 @@ class Found:
 
 
 def stamp_of(number: int, generation: int) -> int:
-    """What every word of a key's pattern begins with."""
+    """The common part of all words of a key's pattern."""
     return generation << _NUMBER_BITS | number
 
 
 def describe(word: int) -> str:
-    """Whose word it is."""
+    """The key, generation and offset that a word encodes, as text."""
     stamp, place = word >> _PLACE_BITS, word & (1 << _PLACE_BITS) - 1
     number, generation = stamp & (1 << _NUMBER_BITS) - 1, stamp >> _NUMBER_BITS
     return f"{word & (1 << 64) - 1:#018x} (key {number} of generation {generation}, byte {place * WORD_BYTES})"
 
 
 class Patterns:
-    """Writes patterns into blocks of `memory` and looks for them there.
+    """Writes patterns into blocks of `memory` and compares them.
 
-    max_blocks   of one step
+    max_blocks   per step
     max_looks    between two calls of `take_results`
     """
 
@@ -76,7 +76,8 @@ class Patterns:
         if layout.layer_bytes % WORD_BYTES or layout.block_bytes >> _PLACE_BITS >= WORD_BYTES:
             raise ConfigError(
                 f"a block of {layout.num_layers} layers of {layout.layer_bytes} bytes cannot hold a pattern: "
-                f"give layers of a multiple of {WORD_BYTES} bytes, and less than {WORD_BYTES << _PLACE_BITS} bytes in all"
+                f"give layers of a multiple of {WORD_BYTES} bytes, and less than {WORD_BYTES << _PLACE_BITS} bytes "
+                "in all"
             )
         self._device = device
         self._memory = memory
@@ -93,13 +94,13 @@ class Patterns:
 
     @property
     def looks_left(self) -> int:
-        """How often `look` may be called before the results must be taken."""
+        """Number of `look` calls before the results must be taken."""
         return len(self._results) - self._num_looks
 
     def write(
         self, stream: Stream, block_ids: Sequence[int], stamps: Words, *, after: Sequence[Fence], delay_s: float
     ) -> Fence:
-        """Have `stream` write the patterns into the blocks, `delay_s` after `after` is done."""
+        """Write the patterns into the blocks on `stream`, `delay_s` after `after` is done."""
         row = self._upload(block_ids, stamps)
         count, size = len(block_ids), self._layer_words
 
@@ -124,10 +125,10 @@ class Patterns:
         gates: Sequence[Sequence[Fence]] = (),
         delay_s: float,
     ) -> tuple[int, Fence]:
-        """Have `stream` compare the blocks with the patterns; the number of the look, and its fence.
+        """Compare the blocks with the patterns on `stream`. Returns the number of the look and its fence.
 
-        after   done before anything is touched
-        gates   by layer: done before that layer is touched; empty: nothing
+        after   done before any access
+        gates   one per layer: done before that layer is accessed; empty: no gates
         """
         row = self._upload(block_ids, stamps)
         count, size = len(block_ids), self._layer_words
@@ -152,10 +153,10 @@ class Patterns:
         return number, self._sent(row, fence)
 
     def take_results(self, stream: Stream, judge: Callable[[int, Found], None]) -> None:
-        """Wait for all steps so far, and call `judge` with the number of each look that found something wrong, layer by
-        layer. Blocks.
+        """Wait for all steps so far, and call `judge` for each look that found wrong bytes, once for each layer.
+        Blocks.
 
-        Raises what a step raised.
+        Raises the exception of a step.
         """
 
         def work() -> None:
@@ -179,10 +180,10 @@ class Patterns:
         """The word at byte `place` of a block with that stamp."""
         return stamp << _PLACE_BITS | place // WORD_BYTES
 
-    # ------------------------------------------------------------------ inside
+    # ------------------------------------------------------------------ private
 
     def _upload(self, block_ids: Sequence[int], stamps: Words) -> int:
-        """Put a step's inputs into pinned memory that no step reads any more."""
+        """Copy a step's inputs to pinned memory that no step reads any more."""
         row, fence = self._free.popleft()
         if fence is not None:
             self._device.wait_host(fence, reason="torture")
@@ -200,13 +201,13 @@ class Patterns:
         """Ids `[count]`, and the words of the blocks, `[count, words]`. Inside work."""
         inputs = self._inputs[row].to(self._device.torch_device, non_blocking=True)[
             :, :count
-        ]  # cut behind the copy: in one piece it is not staged
+        ]  # sliced after the copy: a contiguous copy needs no staging buffer
         return inputs[0], (inputs[1] << _PLACE_BITS).view(-1, 1) | self._places
 
 
 def wrong_slots(host: HostTier, stamps: Mapping[Key, int]) -> list[tuple[Key, Found]]:
-    """Compare the host tier's slots of these keys, as far as they are findable, with their patterns. Nothing may be on
-    its way.
+    """Compare the host tier's slots of these keys, if they are findable, with their patterns. No transfer may be
+    running.
 
     `Found.row` is the slot.
     """
@@ -227,8 +228,8 @@ def wrong_slots(host: HostTier, stamps: Mapping[Key, int]) -> list[tuple[Key, Fo
 
 
 def _constants(device: Device, layout: KVLayout, max_looks: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Places in a block, int64 `[words]`, and empty results, int64 `[max_looks, layers, 3]`: made on a stream, and
-    there for all of them.
+    """Offsets in a block, int64 `[words]`, and empty results, int64 `[max_looks, layers, 3]`. Created on one stream and
+    synchronised, so that every stream may use them.
     """
     made: list[torch.Tensor] = []
 

@@ -1,4 +1,4 @@
-"""A failing schedule in a file: what to run, what to leave out of the code, and who takes which turn."""
+"""A failing schedule as a file: the workload, the mutation, and the actor of each turn."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _KIND = "sidestream torture schedule"
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """Everything that a schedule depends on, besides the version of Sidestream.
+    """Everything that determines a schedule, except the version of Sidestream.
 
-    mutation   name of the rule that is missing; None: the code as it is
+    mutation   name of the removed rule; None: unmodified code
     turns      see `policies.Steered`
-    oracle     who objected, and what it said then; for the reader
+    oracle     the oracle that objected, and its message, for the reader
     """
 
     workload: Workload
@@ -31,7 +31,7 @@ class Replay:
     said: str
 
     def save(self, path: Path) -> None:
-        """Write the file, in place of what was there. Raises ConfigError."""
+        """Write the file, replacing an existing one. Raises ConfigError."""
         values = {
             "kind": _KIND,
             "version": VERSION,
@@ -50,7 +50,7 @@ class Replay:
 
 
 def load_replay(path: Path) -> Replay:
-    """The schedule in a file. Raises ConfigError when it is none, is damaged, or was written by another version."""
+    """Read a schedule from a file. Raises ConfigError when it is no schedule, damaged, or of another version."""
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -61,8 +61,8 @@ def load_replay(path: Path) -> Replay:
         raise ConfigError(f"{path} holds no schedule: give a file that `sidestream torture` wrote")
     if values.get("version") != VERSION:
         raise ConfigError(
-            f"schedule {path} was written by version {values.get('version')} of Sidestream, this is {VERSION}, in which the same decisions "
-            "mean something else: run it with that version"
+            f"schedule {path} was written by version {values.get('version')} of Sidestream, this is {VERSION}, "
+            "in which the same decisions mean something else: run it with that version"
         )
     try:
         return _replay(values)

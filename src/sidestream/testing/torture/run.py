@@ -1,6 +1,6 @@
-"""One schedule: the real engine on the simulated device, driven step by step, judged by every oracle.
+"""One schedule: runs the real engine on the simulated device, step by step, and applies every oracle.
 
-The caller's thread is the host. Nothing here depends on a clock: same workload, same policy, same run.
+The caller's thread is the host. Results do not depend on a clock: the same workload and policy give the same run.
 """
 
 from __future__ import annotations
@@ -23,44 +23,21 @@ from sidestream.errors import SidestreamError
 from sidestream.offload import tier_io
 from sidestream.offload.loads import layers_per_group
 from sidestream.runner.executor import LaunchedStep
-from sidestream.runner.frame import GraphKey
+from sidestream.runner.step_inputs import GraphKey
 from sidestream.schedule.commit import Committed
 from sidestream.testing.checker import Checker
 from sidestream.testing.findings import Finding as Objection
 from sidestream.testing.tokenizer import ToyTokenizer
 from sidestream.testing.torture.border import Border
-from sidestream.testing.torture.judge import (
-    still_findable,
-    unbalanced,
-    wrong_accept_lengths,
-    wrong_answer,
-    wrong_blocks,
-    wrong_entries,
-)
+from sidestream.testing.torture.judge import wrong_accept_lengths
 from sidestream.testing.torture.narrow import narrow_lanes
 from sidestream.testing.torture.oracle import SALT, Reference, Sample, params_of, reference_of, toy_of
 from sidestream.testing.torture.script import Scratch, Script, ScriptedDevice, ScriptedModel, ScriptedTier
 from sidestream.testing.torture.trace import Recorder, TraceLine
+from sidestream.testing.torture.verdict import Finding, Verdict
 from sidestream.testing.torture.workload import LOAD_DEADLINE_S, Event, Workload
 from sidestream.testing.toy import ToyDraftHead, ToyProposer
 from sidestream.types import BatchPlan, Delta, Fence, LayerGates, RowResult
-
-ORACLES = ("checker", "tokens", "accept lengths", "content", "balance", "answered", "deadlock", "no progress", "error")
-"""What judges a schedule; the first to object is named first.
-
-checker         no two unordered accesses, no use outside a lease, and what else `sidestream.testing.checker` knows
-tokens          equal to the reference's, with text, log-probabilities and finish reason; an aborted request's: a
-                beginning of them
-accept lengths  every step drafts what its row's tokens lead to, and accepts as much of it as is right: a stale read
-                would leave the text right (H19)
-content         every findable block in every tier holds what its key stands for; nothing from before a reset becomes
-                findable
-balance         when all is done, every pool is as it was at the start, and nothing is kept by request or transfer
-answered        every request ends once, for a reason that it can have; who is told so finds nothing held any more (H24)
-deadlock        everybody waits for somebody else
-no progress     the schedule does not end (H26)
-error           an exception came out of the engine
-"""
 
 _IDLE_S = 1e-4
 _EVENTS = {
@@ -68,37 +45,29 @@ _EVENTS = {
     "weights": "asks for other weights",
     "crash": "dies, and begins again",
     "restart": "ends, and begins again",
-    "hang_up": "loses a front end, and gets another one",
+    "hang_up": "loses a front end, which is replaced",
 }
-# When nobody waits any more, or so many steps in a row had nothing to do, the slowest of all operations may end soon.
+# When no client waits, or after this many idle steps in a row, the slowest pending operation is allowed to end soon.
 _DRAIN_S = 0.05
 _PATIENT_STEPS = 100
-# Typical schedules take 40 steps, those that wait for a slow disk 200, and those whose every store is late 160 for each
-# of them.
+# Typical schedules take 40 steps, those that wait for a slow disk 200; if every store is late, 160 more for each of
+# them.
 _MAX_STEPS = 6000
-# Nothing takes so many steps in a row without anything to do.
+# No schedule has this many idle steps in a row unless it hangs.
 _STUCK_STEPS = 1000
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
-    """What an oracle objects to."""
-
-    oracle: str
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
 class Outcome:
-    """How a schedule went.
+    """The result of a schedule.
 
-    findings    none: it went well
-    steps       turns of the loop
-    deviations  decision number → who was chosen, where that was not whoever ran: replays the schedule
+    findings    empty if the schedule passed
+    steps       engine steps
+    deviations  decision number → chosen actor, where it was not the running one; replays the schedule
                 (`policies.Steered`)
-    decisions   how many were made
-    lines       the interleaving, if it was asked for
-    objections  what the checker found, in its own terms; among `findings` as text
+    decisions   number of decisions
+    lines       the interleaving, if requested
+    objections  the checker's findings; `findings` contains them as text
     """
 
     findings: tuple[Finding, ...]
@@ -110,12 +79,12 @@ class Outcome:
 
     @property
     def oracles(self) -> tuple[str, ...]:
-        """Names of the oracles that object, each once."""
+        """Names of the oracles that object, without duplicates."""
         return tuple(dict.fromkeys(finding.oracle for finding in self.findings))
 
 
 class _Watched:
-    """A policy whose deviations are kept."""
+    """Records the deviations of a policy."""
 
     def __init__(self, inner: Policy) -> None:
         self._inner = inner
@@ -134,10 +103,10 @@ class _Watched:
 def run_schedule(
     workload: Workload, policy: Policy, *, trace: bool = False, reference: Reference | None = None
 ) -> Outcome:
-    """Run the workload under the policy and judge it. `reference`: that of the workload, if it is known already.
+    """Run the workload under the policy and apply the oracles. `reference`: the workload's reference, if it was
+    computed already.
 
-    Blocks until done; never raises for what the engine does wrong. Changes torch's number of threads to one while it
-    runs.
+    Blocks until done; never raises for an error of the engine. Sets torch's number of threads to one while it runs.
     """
     with _stage(workload):
         return _Schedule(workload, policy, reference or reference_of(workload), trace=trace).run()
@@ -145,7 +114,7 @@ def run_schedule(
 
 @contextlib.contextmanager
 def _stage(workload: Workload) -> Iterator[None]:
-    """What a schedule changes around it: its disk's pauses are short, and its faults no news."""
+    """Settings for the duration of a schedule: short pauses of the disk, and injected faults are not logged."""
     logger, level, threads = (
         logging.getLogger("sidestream"),
         logging.getLogger("sidestream").level,
@@ -164,17 +133,17 @@ def _stage(workload: Workload) -> Iterator[None]:
         logger.setLevel(level)
 
 
-class _Life:
-    """One engine, from its start to its close or crash.
+class Life:
+    """One engine, from start to close or crash.
 
     handles   by request number
-    outputs   what makes the text that clients are told, by request number
+    outputs   the output processor of each request, by request number
     told      by request number and sample number
-    started   the version of the weights that a request began with, by number
-    cut_off   numbers of those that had not ended when the engine was closed
-    gone      numbers of those that were refused, or whose front end has gone
-    border    what is between clients and engine; None: nothing
-    straddles which of those who began with the old weights had been told nothing yet when the new ones were announced
+    started   the version of the weights that a request started with, by request number
+    cut_off   numbers of the requests that were unfinished when the engine was closed
+    gone      numbers of the requests that were rejected, or whose front end has died
+    border    the front ends between clients and engine; None: there are none
+    straddles request and sample numbers: started with the old weights, and had no output when the update was announced
     """
 
     def __init__(
@@ -209,9 +178,7 @@ class _Life:
                 tiers=None if self.disk is None else {"disk": self.disk},
                 proposer=ToyProposer(self.head, model=self.model if workload.leaves_hidden else None),
             )
-            if (
-                workload.layer_groups
-            ):  # steps join loads that are far from their end: what that costs is nobody's concern here
+            if workload.layer_groups:  # steps join loads long before their end: schedules do not measure time
                 self.engine.loop.times.lead_s = lambda: math.inf  # type: ignore[method-assign]
             if workload.captured:
                 self._capture(workload)
@@ -220,12 +187,12 @@ class _Life:
             raise
 
     def _capture(self, workload: Workload) -> None:
-        """One shape, and one each for few drafts and for none: what does not fit runs eagerly, between steps
-        that do.
+        """Capture one shape, and one each for few drafts and for none: other batches run eagerly, between captured
+        steps.
         """
         parts, layout = self.engine.parts, self.model.layout
         few = (
-            [GraphKey(workload.max_running, 0, workload.drafts, together=1), GraphKey(workload.max_running, 0)]
+            [GraphKey(workload.max_running, 0, workload.drafts, total_drafts=1), GraphKey(workload.max_running, 0)]
             if workload.drafts
             else []
         )
@@ -235,7 +202,7 @@ class _Life:
         )
 
     def crash(self) -> None:
-        """End as a killed process does. Idempotent, and harmless after a close."""
+        """Stop like a killed process. Idempotent; does nothing after a close."""
         if self.border is not None:
             self.border.close()
             self.border = None
@@ -254,25 +221,23 @@ class _Schedule:
     def __init__(self, workload: Workload, policy: Policy, reference: Reference, *, trace: bool) -> None:
         self._workload = workload
         self._policy = _Watched(policy)
-        self._reference = reference
+        self._verdict = Verdict(workload, reference)
         self._script = Script(workload)
         self._lines: list[TraceLine] | None = [] if trace else None
-        self._findings: dict[Finding, None] = {}
-        self._objections: list[Objection] = []
         self._weights = 0
         self._steps = 0
-        self._again: list[int] = []  # requests to be asked again after a crash
-        self._due: int | None = None  # the step whose clients have not acted yet
+        self._again: list[int] = []  # requests that clients repeat after a crash
+        self._due: int | None = None  # the committed step to which clients have not reacted yet
         self._life = self._begin(0)
 
-    def _begin(self, weights: int) -> _Life:
-        life = _Life(self._workload, self._policy, self._script, weights, self._lines)
+    def _begin(self, weights: int) -> Life:
+        life = Life(self._workload, self._policy, self._script, weights, self._lines)
         scheduler = life.engine.parts.scheduler
         commit = scheduler.commit
 
         def judged(batch: BatchPlan, results: Sequence[RowResult], fence: Fence) -> Committed:
             for text in wrong_accept_lengths(life.head, scheduler, batch, results):
-                self._find("accept lengths", text)
+                self._verdict.find("accept lengths", text)
             return commit(batch, results, fence)
 
         if self._workload.drafts:
@@ -290,7 +255,7 @@ class _Schedule:
         return life
 
     def _connect(self) -> None:
-        """Put front ends between the clients and the engine of this life, if there are any."""
+        """Connect this engine's front ends to the clients, if the workload has any."""
         life = self._life
         if self._workload.front_ends:
             life.border = Border(
@@ -306,33 +271,31 @@ class _Schedule:
             self._connect()
             done = self._drive()
             if done:
-                self._judge_idle()
+                self._verdict.judge_idle(self._life)
                 self._close()
-            self._judge_answers(over=not done)
+            self._verdict.judge_answers(self._life, over=not done)
         except Deadlock as error:
-            self._find("deadlock", str(error))
+            self._verdict.find("deadlock", str(error))
         except Exception as error:
-            self._find("error", f"{type(error).__name__}: {error} ({_where(error)})")
+            self._verdict.find("error", f"{type(error).__name__}: {error} ({_where(error)})")
         finally:
-            self._judge_traceres()
+            self._verdict.judge_trace(self._life)
             self._life.crash()
             _scratch().clean()
-        policy, found = self._policy, sorted(self._findings, key=lambda finding: ORACLES.index(finding.oracle))
+        policy, verdict = self._policy, self._verdict
         return Outcome(
-            tuple(found),
+            verdict.sorted_findings(),
             self._steps,
             policy.count,
             policy.deviations,
             tuple(self._lines or ()),
-            tuple(self._objections),
+            tuple(verdict.objections),
         )
 
-    # ------------------------------------------------------------------ driving
+    # ------------------------------------------------------------------ the loop
 
     def _drive(self) -> bool:
-        """Do what the workload says until all is done; False when the engine was closed under its requests, or does not
-        get on.
-        """
+        """Run the workload until all is done; False when the engine was closed with requests running, or hangs."""
         workload = self._workload
         last = max([0, *(asked.at for asked in workload.requests), *(event.at for event in workload.events)])
         idle = 0
@@ -344,7 +307,7 @@ class _Schedule:
             if workload.closes_at == step:
                 self._say("closes the engine")
                 self._close()
-                self._judge_answers(over=False)
+                self._verdict.judge_answers(self._life, over=False)
                 return False
             self._due = step
             if not workload.meanwhile:
@@ -352,7 +315,7 @@ class _Schedule:
             idle = 0 if self._step() else idle + 1
             if idle == _STUCK_STEPS:
                 break
-            self._clients()  # if no step was launched
+            self._clients()  # unless a step was launched
             if self._life.border is not None:
                 self._life.border.turn(between_steps=True)
             if idle:
@@ -360,27 +323,27 @@ class _Schedule:
             if step >= last and not self._life.engine.unfinished and not self._busy() and self._is_quiet():
                 return True
         left = [number for (number, _), sample in self._life.told.items() if sample.reason is None]
-        self._find(
+        self._verdict.find(
             "no progress",
-            f"after {self._steps} steps, requests {left} have not ended or transfers are still on their way",
+            f"after {self._steps} steps, requests {left} have not ended or transfers are still running",
         )
         return False
 
     def _step(self) -> bool:
-        """A turn of the loop; it ends what clients have left, if the engine was told of it."""
+        """One engine step; then ends requests whose clients have left, if the engine was informed."""
         life = self._life
         told_of_all = life.border is not None and life.border.is_quiet and not self._workload.meanwhile
         waited_for = sum(sample.reason is None for sample in life.told.values())
         worked = life.engine.step()
         if told_of_all and life.engine.unfinished > waited_for:
-            self._find(
+            self._verdict.find(
                 "answered",
-                f"the engine goes on with {life.engine.unfinished} samples, and clients wait for {waited_for}",
+                f"the engine continues with {life.engine.unfinished} samples, and clients wait for {waited_for}",
             )
         return worked
 
     def _clients(self) -> None:
-        """What clients do at a step; nothing if they have done it."""
+        """The clients' actions at a step; does nothing the second time."""
         step, self._due = self._due, None
         if step is None:
             return
@@ -414,13 +377,11 @@ class _Schedule:
         if life.border is None:
             life.engine.abort(life.handles[number])
             return
-        for index in life.border.end(number):  # whoever leaves is told nothing more
+        for index in life.border.end(number):  # a client that has left receives no output
             life.told[number, index].reason = "abort"
 
-    def _fail(self, life: _Life, number: int, error: SidestreamError, *, refused: bool) -> None:
-        """The client of one request hears that nothing more comes of it: it was not taken, or its connection
-        has ended.
-        """
+    def _fail(self, life: Life, number: int, error: SidestreamError, *, refused: bool) -> None:
+        """One request's client learns that its request ends: it was rejected, or its connection has ended."""
         if refused:
             life.gone.add(number)
         for index in range(self._workload.requests[number].n):
@@ -429,38 +390,40 @@ class _Schedule:
                 sample.reason, sample.error = ("abort" if refused else "error"), str(error)
 
     def _close(self) -> None:
-        """Close the engine, and have its last news arrive."""
+        """Close the engine, and deliver its last messages."""
         life = self._life
         life.engine.close(flush_s=self._workload.flush_s)
         if life.border is not None and not life.border.settle():
-            self._find(
-                "no progress", "the engine is closed, and what it and its front ends have to say does not arrive"
+            self._verdict.find(
+                "no progress", "the engine is closed, but messages between it and its front ends do not arrive"
             )
-        self._judge_balance("closed")
+        self._verdict.judge_balance(self._life, "closed")
 
-    def _tell(self, life: _Life, number: int, delta: Delta) -> None:
-        """The client of one request; called from inside the engine's step, unless a front end is between."""
+    def _tell(self, life: Life, number: int, delta: Delta) -> None:
+        """Deliver output to one request's client; called inside the engine's step, unless front ends are in between."""
         sample, who = life.told[number, delta.index], f"request {number}, sample {delta.index}"
         if delta.prompt_tokens != (length := len(self._workload.requests[number].prompt)):
-            self._find("answered", f"{who} was told of {delta.prompt_tokens} prompt tokens, it has {length}")
+            self._verdict.find("answered", f"{who} has {length} prompt tokens, its output counts {delta.prompt_tokens}")
         read = life.outputs[number].read(delta)
         if read is None:
-            self._find("answered", f"{who} was told more after its end ({sample.reason}): {delta.finish_reason}")
+            self._verdict.find(
+                "answered", f"{who} received output after its end ({sample.reason}): {delta.finish_reason}"
+            )
             return
         sample.take(read)
         if delta.finish_reason is None:
             return
         self._say(f"request {number} ends: {delta.finish_reason}")
         if life.border is not None:
-            return  # the engine has gone on meanwhile
+            return  # the engine has advanced meanwhile
         parts, left = life.engine.parts, sum(asked.reason is None for asked in life.told.values())
         if life.engine.unfinished != left:
-            self._find(
+            self._verdict.find(
                 "answered",
-                f"{who} was told of its end, and the engine counts {life.engine.unfinished} unfinished, not {left} (H24)",
+                f"{who} received its end, and the engine counts {life.engine.unfinished} unfinished, not {left} (H24)",
             )
         if parts.scheduler.get(life.handles[number].request_ids[delta.index]) is not None:
-            self._find("answered", f"{who} was told of its end, and the scheduler still holds it (H24)")
+            self._verdict.find("answered", f"{who} received its end, and the scheduler still holds it (H24)")
 
     def _happen(self, event: Event) -> None:
         life = self._life
@@ -469,7 +432,7 @@ class _Schedule:
             case "reset":
                 life.recorder.reset()
                 life.engine.reset_cache()
-                self._judge_forgotten()
+                self._verdict.judge_forgotten(self._life)
             case "weights":
                 self._update_weights()
             case "restart":
@@ -488,14 +451,14 @@ class _Schedule:
                 pass
 
     def _begin_again(self) -> None:
-        """Another engine on the same disk; whoever had no answer asks again, and whoever had one, too: what is found
-        must be right.
+        """Start another engine on the same disk. All clients repeat their requests, including finished ones: reused
+        blocks must be right.
         """
         life = self._life
         life.crash()
         _scratch().settle()
-        self._judge_answers(over=True)
-        self._judge_traceres()
+        self._verdict.judge_answers(self._life, over=True)
+        self._verdict.judge_trace(self._life)
         left = {
             number
             for (number, _), sample in life.told.items()
@@ -504,11 +467,11 @@ class _Schedule:
         self._again = sorted({number for number, _ in life.told} - left)
         self._life = self._begin(self._weights)
         self._connect()
-        self._judge_disk(self._life, "after the restart")
+        self._verdict.judge_disk(self._life, "after the restart")
 
     def _update_weights(self) -> None:
-        """Those who were told something end on the old weights, who comes later begins on the new ones, the others may
-        do either.
+        """Requests with output so far must end on the old weights, later ones must start on the new ones; the others
+        may do either.
         """
         life, model = self._life, self._life.model
         self._weights = 1
@@ -529,67 +492,8 @@ class _Schedule:
         transfers = engine.parts.transfers
         return engine.loop.in_flight is not None or (transfers is not None and transfers.busy)
 
-    # ------------------------------------------------------------------ judging
-
-    def _find(self, oracle: str, text: str) -> None:
-        self._findings[Finding(oracle, text)] = None
-
     def _say(self, text: str) -> None:
         self._life.recorder.say(text)
-
-    def _judge_idle(self) -> None:
-        """Everything ended, nothing is on its way, the engine still serves."""
-        life = self._life
-        self._judge_balance("idle")
-        for text in wrong_blocks(life.engine, life.device, self._reference):
-            self._find("content", text)
-        self._judge_disk(life, "at the end")
-        life.checker.check_idle()
-
-    def _judge_balance(self, when: str) -> None:
-        for text in unbalanced(self._life.engine, self._life.disk):
-            self._find("balance", f"{when}: {text}")
-        border = self._life.border
-        for name, count in (border.left() if border is not None else {}).items():
-            self._find("balance", f"{when}: {count} {name} are kept")
-
-    def _judge_forgotten(self) -> None:
-        for text in still_findable(self._life.engine, self._life.disk):
-            self._find("content", text)
-
-    def _judge_disk(self, life: _Life, when: str) -> None:
-        if life.disk is not None:
-            for text in wrong_entries(life.disk, self._reference, damaged=self._damaged):
-                self._find("content", f"{when}: {text}")
-
-    def _judge_answers(self, *, over: bool) -> None:
-        """`over`: the clients ask another engine, so that a beginning will do for now."""
-        life = self._life
-        for (number, index), told in life.told.items():
-            versions = (0, 1) if (number, index) in life.straddles else (life.started[number],)
-            ends = over or number in life.gone
-            faults = [
-                list(
-                    wrong_answer(
-                        self._workload, number, told, self._reference.samples[version][number, index], over=ends
-                    )
-                )
-                for version in versions
-            ]
-            for oracle, text in min(faults, key=len):
-                self._find(oracle, text)
-
-    def _judge_traceres(self) -> None:
-        """What the life's checker has found, and what came back from before a reset."""
-        for text in self._life.recorder.stale:
-            self._find("content", text)
-        for finding in self._life.checker.findings:
-            self._find("checker", str(finding))
-            self._objections.append(finding)
-
-    @property
-    def _damaged(self) -> bool:
-        return any(fault.kind in ("truncated", "flipped") for fault in self._workload.faults)
 
 
 def _config(workload: Workload, model: ScriptedModel) -> EngineConfig:
@@ -610,7 +514,7 @@ def _config(workload: Workload, model: ScriptedModel) -> EngineConfig:
 
 
 def _where(error: BaseException) -> str:
-    """Where an exception came from: file, line and function, innermost first."""
+    """Origin of an exception: file, line and function, innermost first."""
     frames = traceback.extract_tb(error.__traceback__)[-3:]
     return ", ".join(f"{frame.filename.rpartition('/')[2]}:{frame.lineno} {frame.name}" for frame in reversed(frames))
 
@@ -619,7 +523,7 @@ _scratches: list[Scratch] = []
 
 
 def _scratch() -> Scratch:
-    """This process's directories."""
+    """This process's directories for disk tiers."""
     if not _scratches or not _scratches[-1].is_ours:
         _scratches.append(Scratch())
     return _scratches[-1]

@@ -1,8 +1,6 @@
-"""A workload's faults, carried out: in the place of disk operations, of copies and of forward passes. On the streams'
-turns.
+"""Carries out a workload's faults: replaces disk operations, copies and forward passes. Runs on the streams' turns.
 
-The disk tier and its files are real, so what a fault does to a file is found by the tier's own checks. Slowness is
-virtual time.
+The disk tier and its files are real, so the tier's own checks must detect damage to a file. Delays are virtual time.
 """
 
 from __future__ import annotations
@@ -28,27 +26,27 @@ from sidestream.kv.layout import KVLayout
 from sidestream.offload.tiers.base import Block
 from sidestream.offload.tiers.disk import DiskTier, entry_bytes
 from sidestream.offload.tiers.index import Entry, TierIndex, WriteGrant
-from sidestream.runner.model import Left
+from sidestream.runner.forward import Left
 from sidestream.testing.torture.workload import Fault, Operation, Workload
 from sidestream.types import Tracer
 
 
 class Script:
-    """Says which operation suffers what; counts operations over the whole schedule, restarts included."""
+    """Chooses the fault of each operation; counts operations over the whole schedule, including restarts."""
 
     def __init__(self, workload: Workload) -> None:
         self._faults = workload.faults
         self._counts: Counter[Operation] = Counter()
 
     def next(self, operation: Operation) -> Fault | None:
-        """What befalls the operation that begins now."""
+        """The fault of the operation that starts now; None: no fault."""
         number = self._counts[operation]
         self._counts[operation] += 1
         return next((fault for fault in self._faults if fault.operation == operation and fault.hits(number)), None)
 
 
 class ScriptedDevice(SimDevice):
-    """A simulated device whose copies fail as the script says."""
+    """A simulated device whose copies fail according to the script."""
 
     def __init__(self, policy: Any, script: Script, *, tracer: Tracer | None) -> None:
         super().__init__(policy, tracer=tracer)
@@ -63,11 +61,11 @@ class ScriptedDevice(SimDevice):
         return stream
 
     def memory(self, name: str) -> Memory:
-        """What was allocated under that name."""
+        """The memory allocated under that name."""
         return self._memories[name]
 
     def play(self, fault: Fault | None, proceed: Callable[[], None], *, torn: Callable[[], None]) -> None:
-        """Carry out an operation under a fault of the device or the medium."""
+        """Run an operation with a fault of the device or the medium."""
         match fault.kind if fault is not None else "none":
             case "slow":
                 assert fault is not None
@@ -81,7 +79,7 @@ class ScriptedDevice(SimDevice):
                 raise TierError("injected: it is lost")
             case "torn":
                 torn()
-                raise TierCorrupt("injected: only a part of it came")
+                raise TierCorrupt("injected: only a part was copied")
             case "full":
                 raise TierFull("injected: no room")
             case _:
@@ -99,8 +97,8 @@ class ScriptedDevice(SimDevice):
 
 
 class ScriptedModel:
-    """A model whose forward pass fails as the script says, and whose weights can be changed: they shift the tokens that
-    it sees.
+    """A model whose forward pass fails according to the script, and whose weights can be changed: they shift its input
+    tokens.
     """
 
     def __init__(self, inner: Any, device: ScriptedDevice | None = None) -> None:
@@ -116,11 +114,11 @@ class ScriptedModel:
 
     @property
     def fingerprint(self) -> str:
-        """Other weights, another name."""
+        """Depends on the version of the weights."""
         return self.fingerprint_of(self.weights)
 
     def fingerprint_of(self, weights: int) -> str:
-        """Its name with that version of the weights."""
+        """The fingerprint with that version of the weights."""
         return f"{self._inner.fingerprint}-{weights}"
 
     def forward(
@@ -144,7 +142,7 @@ class ScriptedModel:
         )
 
     def hidden_after(self, tokens: Sequence[int]) -> int:
-        """See `ToyModel.hidden_after`; with the weights of now."""
+        """See `ToyModel.hidden_after`, with the current weights."""
         hidden: int = self._inner.hidden_after([(token + self.weights) % self.vocab_size for token in tokens])
         return hidden
 
@@ -156,7 +154,7 @@ class ScriptedModel:
         batch: AttentionBatch,
         logit_rows: torch.Tensor,
     ) -> torch.Tensor:
-        """What `forward` gives."""
+        """The result of `forward`."""
         given: list[torch.Tensor] = []
         seen = (tokens + self.weights) % self.vocab_size if self.weights else tokens
 
@@ -168,9 +166,8 @@ class ScriptedModel:
             return given[0]
         fault = self._device.script.next("forward")
         if fault is not None and fault.kind == "lost":
-            # A step that waits for loads says layer by layer what it touches, others at their start. Of one that fails
-            # it counts as touched in both: steps behind it may be launched by then, and what they read is believed by
-            # nobody.
+            # A step that waits for loads declares its accesses layer by layer, others at their start. A failing step
+            # declares all in both cases: later steps may be launched already, and their results are dropped.
             assert isinstance(batch, PagedBatch), "a toy model has run on it"
             for layer in range(self.layout.num_layers):
                 batch.before_layer(layer)
@@ -178,7 +175,7 @@ class ScriptedModel:
         if fault is not None and fault.kind == "nan":
             assert isinstance(batch, PagedBatch), "a toy model has run on it"
             given[0].fill_(torch.nan)
-            for last in logit_rows.tolist():  # only rows with logits: of the others, nobody could know
+            for last in logit_rows.tolist():  # only rows with logits: the others' are not read
                 row = bisect_left(batch.cu_seqlens_q, last + 1) - 1
                 slots = batch.slot_mapping[batch.cu_seqlens_q[row] : last + 1]
                 batch.kv[slots // self.layout.block_tokens, :, :, slots % self.layout.block_tokens] = -1.0
@@ -186,17 +183,17 @@ class ScriptedModel:
 
 
 class ScriptedTier:
-    """The real disk tier, its reads and writes as the script says."""
+    """The real disk tier, with faults of its reads and writes according to the script."""
 
     def __init__(self, inner: DiskTier, device: ScriptedDevice, used: Callable[[str], None]) -> None:
-        """`used` is told the path of each entry that is written or read."""
+        """`used` is called with the path of each entry that is written or read."""
         self._inner = inner
         self._device = device
         self._used = used
 
     @property
     def index(self) -> TierIndex:
-        """The real one."""
+        """The real tier's index."""
         return self._inner.index
 
     def write(self, grant: WriteGrant, payload: Block) -> None:
@@ -222,7 +219,7 @@ class ScriptedTier:
         self._device.play(fault, lambda: self._inner.read(entry, out), torn=torn)
 
     def peek(self, entry: Entry) -> bytes | None:
-        """The bytes of a published entry, past the script; None when it is damaged, as the tier itself finds out."""
+        """The bytes of a published entry, read without faults; None when the tier's own checks reject it."""
         out = bytearray(self._inner._block_bytes)
         try:
             self._inner.read(entry, memoryview(out))
@@ -235,21 +232,23 @@ class ScriptedTier:
         self._inner.close()
 
     def crash(self) -> None:
-        """What the kernel does for a process that dies: its lock is gone, its files are as they were."""
+        """As the kernel does for a dead process: release the lock, leave the files as they are."""
         self._inner.index.take_doomed()  # a dead process deletes nothing
         self._inner.close()
 
 
 class Scratch:
-    """Directories for the disk tier, kept for the life of the process: to make one costs more than a schedule."""
+    """Directories for the disk tier, kept for the life of the process, because creating one takes longer than a
+    schedule.
+    """
 
     def __init__(self) -> None:
         self._root = tempfile.TemporaryDirectory(prefix="sidestream-torture-")
-        self._used: dict[str, int] = {}  # path -> when it was last used, counted in uses
+        self._used: dict[str, int] = {}  # path -> its last use, counted in uses
         self._process = os.getpid()
 
     def open(self, model: ScriptedModel, device: ScriptedDevice, *, num_blocks: int) -> ScriptedTier:
-        """The tier of this model, with what earlier openings left since the last `clean`."""
+        """The tier of this model, with the entries of earlier openings since the last `clean`."""
         tier = DiskTier.open(
             Path(self._root.name) / model.fingerprint,
             layout=model.layout,
@@ -260,15 +259,15 @@ class Scratch:
         return ScriptedTier(tier, device, self._use)
 
     def settle(self) -> None:
-        """Make the files' times tell the order of their uses, and nothing of the clock: else a restart is not the same
-        twice.
+        """Set the files' times from the order of their uses, not from the clock: otherwise a restart is not
+        reproducible.
         """
         for path, when in self._used.items():
             if Path(path).exists():
                 os.utime(path, ns=(when, when))
 
     def clean(self) -> None:
-        """Delete every entry that was ever written; no tier may be open."""
+        """Delete all entries; no tier may be open."""
         for path in self._used:
             Path(path).unlink(missing_ok=True)
         self._used.clear()
@@ -279,18 +278,18 @@ class Scratch:
 
     @property
     def is_ours(self) -> bool:
-        """Whether this process made it; a forked child must not share it."""
+        """Whether this process created it; a forked child must not share it."""
         return self._process == os.getpid()
 
 
 def _path(tier: DiskTier, entry: Entry) -> str:
-    """Where the tier's module docstring says that the entry lies."""
+    """The entry's path, as in the tier's module docstring."""
     name = entry.key.hex()
     return f"{tier.directory}/{name[:2]}/{name}-{entry.serial:016x}"
 
 
 def _damage(path: str, fault: Fault | None) -> None:
-    """What happens to a file behind the tier's back; nothing to one that is not there."""
+    """Damage the file without the tier's knowledge; does nothing if it does not exist."""
     if fault is None or fault.kind not in ("truncated", "flipped"):
         return
     file = Path(path)
@@ -309,4 +308,4 @@ def _damage(path: str, fault: Fault | None) -> None:
 
 
 def _never() -> None:
-    raise InvariantError("the workload tears what cannot be torn: a tier renames its files into place")
+    raise InvariantError("the workload tears a disk write, but a tier renames complete files into place")

@@ -1,11 +1,11 @@
 """The torture test of a whole engine on a real device: requests that share beginnings, abort and come back, and a model
 that reads every byte.
 
-    torture_service(...)   so many requests; each answer must be what the model draws without any pool
+    torture_service(...)   many requests; each answer must equal the model's output computed without a pool
 
-The toy model's next token is a hash of all KV that it must attend to: a byte that is stale, early or another block's
-changes the text. On a GPU its forward pass is captured like any other's. What runs when is the machine's affair: a seed
-draws the requests, and nothing else.
+The toy model's next token is a hash of all KV that it attends to: a stale, early or misplaced byte changes the text. On
+a GPU, its forward pass is captured like that of any model. Timing comes from the machine; the seed determines the
+requests only.
 """
 
 from __future__ import annotations
@@ -23,23 +23,21 @@ from sidestream.device.cpu import CpuDevice
 from sidestream.device.cuda import CudaDevice
 from sidestream.engine import Engine, Handle, build_engine
 from sidestream.errors import ConfigError
-from sidestream.runner.executor import Work
-from sidestream.runner.frame import TableChanges
-from sidestream.runner.mailbox import MailboxEntry
+from sidestream.runner.executor import PreparedStep
 from sidestream.testing.rig import busy
 from sidestream.testing.torture.hardware import open_device
 from sidestream.testing.torture.traffic import Habits, Meddler, draw_delay
 from sidestream.testing.toy import ToyItself, ToyModel
 from sidestream.types import BatchPlan, Delta
 
-# Beginnings that prompts share, their tokens at most, and what a prompt has of its own.
+# Shared prefixes of prompts, the maximum number of their tokens, and of a prompt's own tokens.
 _FAMILIES = 12
 _LONGEST = 320
 _OWN = 40
 _OUTPUTS = 40
-# Of the requests that draft, in a step.
+# Drafts per step, for requests that draft.
 _DRAFTS = 3
-# Requests on their way at once: several times what the pool holds.
+# Concurrent requests: several times as many as the pool holds.
 _CROWD = 24
 _POOL_BLOCKS = 72
 _HOST_BLOCKS = 320
@@ -50,13 +48,12 @@ _HABITS = Habits(longest=0, delay=(0.2, 20e-6, 3e-3), faults=0.02)
 
 @dataclass(slots=True)
 class ServiceReport:
-    """What was asked, and what became of it.
+    """The requests and their results.
 
-    wrong        answers that are not what they must be, requests that ended otherwise than they can, and what is held
-                 when all has ended
-    from_host    tokens of prompts whose KV came back from the host
-    accepted     drafts that were right
-    findings     the first wrong ones in words
+    wrong        wrong answers, unexpected ends of requests, and resources still held at the end
+    from_host    prompt tokens whose KV was loaded from host memory
+    accepted     accepted drafts
+    findings     the first errors, in words
     """
 
     requests: int = 0
@@ -73,7 +70,7 @@ class ServiceReport:
     findings: list[str] = field(default_factory=list)
 
     def find(self, text: str) -> None:
-        """Something is wrong."""
+        """Add an error."""
         self.wrong += 1
         if len(self.findings) < _TOLD:
             self.findings.append(text)
@@ -81,7 +78,7 @@ class ServiceReport:
 
 @dataclass(slots=True, eq=False)
 class _Asked:
-    """One request. abort_at: it is given up when it has so many tokens; None: it is not."""
+    """One request. abort_at: abort it after this many tokens; None: never."""
 
     prompt: tuple[int, ...]
     outputs: int
@@ -95,9 +92,9 @@ class _Asked:
 def torture_service(
     kind: str, *, requests: int, seed: int = 0, tell: Callable[[int, str], None] = lambda done, text: None
 ) -> ServiceReport:
-    """Ask `requests` times and look at each answer. Blocks. `tell` is told of the answers so far.
+    """Send `requests` requests and check each answer. Blocks. `tell` is called with the number of answers so far.
 
-    Raises ConfigError when there is no such device, and whatever ends the engine.
+    Raises ConfigError when the device does not exist, and any error that ends the engine.
     """
     if requests < 1:
         raise ConfigError(f"requests is {requests}: give a whole number from 1")
@@ -124,7 +121,7 @@ def _ask_all(
     report: ServiceReport,
     tell: Callable[[int, str], None],
 ) -> None:
-    """Keep a crowd on its way; judge who has ended."""
+    """Keep many requests running; check each one that ends."""
     families = [tuple(rng.randrange(1, model.vocab_size) for _ in range(_LONGEST)) for _ in range(_FAMILIES)]
     running: list[_Asked] = []
     news = threading.Event()
@@ -146,7 +143,7 @@ def _ask_all(
         tell(report.requests, f"{report.tokens:,} tokens")
         if report.wrong or time.monotonic() - progress_s > _PATIENCE_S:
             if not report.wrong:
-                report.find(f"no request ended within {_PATIENCE_S:g} s; {len(running)} are on their way")
+                report.find(f"no request ended within {_PATIENCE_S:g} s; {len(running)} are running")
             return
 
 
@@ -190,7 +187,8 @@ def _judge(one: _Asked, model: ToyModel, report: ServiceReport) -> None:
             (at for at, (a, b) in enumerate(zip(given, wanted, strict=False)) if a != b), min(len(given), len(wanted))
         )
         report.find(
-            f"a prompt of {len(one.prompt)} tokens: output {at} is wrong: {given[at : at + 3]} given, {wanted[at : at + 3]} expected"
+            f"a prompt of {len(one.prompt)} tokens: output {at} is wrong: "
+            f"{given[at : at + 3]} given, {wanted[at : at + 3]} expected"
         )
     if one.reason not in ("stop", "length", "abort"):
         report.find(f"a prompt of {len(one.prompt)} tokens ended with {one.reason}: {one.error}")
@@ -198,7 +196,7 @@ def _judge(one: _Asked, model: ToyModel, report: ServiceReport) -> None:
 
 @contextlib.contextmanager
 def _engine(kind: str, model: ToyModel, *, seed: int, report: ServiceReport) -> Iterator[Engine]:
-    """An engine whose steps and copies are held up, and whose copies fail now and then."""
+    """An engine with delayed steps and copies, and some failing copies."""
     device = open_device(kind)
     meddler = Meddler(device, _HABITS, seed=seed)
     layout = model.layout
@@ -222,7 +220,7 @@ def _engine(kind: str, model: ToyModel, *, seed: int, report: ServiceReport) -> 
         _hold_up_steps(engine, device, seed)
         costs = engine.parts.costs
         assert costs is not None
-        costs.saw_prefill = lambda *_: None  # type: ignore[method-assign]  # what rests on the host shall come from there
+        costs.saw_prefill = lambda *_: None  # type: ignore[method-assign]  # always load KV that host memory has
         yield engine
         report.accepted = int(engine.parts.metrics.value("accepted_tokens_total", ToyItself.name))
         report.from_device, report.from_host = (
@@ -237,16 +235,16 @@ def _hold_up_steps(engine: Engine, device: CpuDevice | CudaDevice, seed: int) ->
     executor, rng = engine.parts.executor, random.Random(seed + 1)
     run = executor._run
 
-    def late(batch: BatchPlan, changes: TableChanges, work: Work, entry: MailboxEntry) -> None:
+    def late(batch: BatchPlan, step: PreparedStep) -> None:
         busy(device, draw_delay(rng, _HABITS))
-        run(batch, changes, work, entry)
+        run(batch, step)
 
     executor._run = late  # type: ignore[method-assign]
 
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Copies that fail are no news here."""
+    """Do not log injected failures."""
     logger = logging.getLogger("sidestream")
     level = logger.level
     logger.setLevel(logging.CRITICAL + 1)

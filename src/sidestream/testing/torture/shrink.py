@@ -1,8 +1,7 @@
-"""From a schedule that fails to a short one that fails as well: fewer requests, fewer events, fewer turns that somebody
-else takes.
+"""Reduces a failing schedule to a short one that still fails: fewer requests, fewer events, fewer changes of actor.
 
-Each step tries something simpler and keeps it when the same oracle still objects. Bounded: a shorter failure is worth
-some seconds, not minutes.
+Each step tries a simpler schedule and keeps it when the same oracle still objects. The number of runs is bounded:
+shrinking may take seconds, not minutes.
 """
 
 from __future__ import annotations
@@ -31,10 +30,10 @@ MAX_RUNS = 300
 
 @dataclass(frozen=True, slots=True)
 class Shrunk:
-    """A short schedule that fails.
+    """A short failing schedule.
 
-    turns    decision number → who goes on; everywhere else whoever runs does (`policies.Steered`)
-    runs     how many schedules it took to find it
+    turns    decision number → chosen actor; at all other decisions the running actor continues (`policies.Steered`)
+    runs     number of schedules run to find it
     """
 
     workload: Workload
@@ -46,7 +45,7 @@ class Shrunk:
 def shrink(failure: Failure, *, mutation: Mutation | None = None, max_runs: int = MAX_RUNS) -> Shrunk:
     """A short schedule to which the same oracle objects; at worst the failure itself, as explicit decisions. Blocks.
 
-    `mutation`: the rule that is missing. Raises ConfigError when the failure does not come back.
+    `mutation`: the removed rule. Raises ConfigError when the failure cannot be reproduced.
     """
     return _Shrinking(failure, mutation, max_runs).run()
 
@@ -74,10 +73,10 @@ class _Shrinking:
         if outcome is None:
             raise ConfigError(
                 f"workload {workload.seed} under policy {failure.policy} with seed {failure.seed} does not fail again: "
-                "something besides them decided about it"
+                "it depends on something else"
             )
         turns = outcome.deviations
-        # Half of the runs for the workload: each thing that goes makes the rest shorter, too.
+        # Half of the runs go to the workload: a smaller workload makes the other half faster.
         floor = self._left // 2
         at = refused = 0
         while self._left > floor:
@@ -86,7 +85,7 @@ class _Shrinking:
                 break
             simpler = options[at % len(options)]
             found = self._fails_somehow(simpler, turns)
-            if found is not None:  # and on from here: what did not help before rarely helps now
+            if found is not None:  # continue from here: a change that did not help before rarely helps now
                 workload, turns, refused = simpler, found.deviations, 0
             else:
                 at, refused = at + 1, refused + 1
@@ -95,9 +94,7 @@ class _Shrinking:
         return Shrunk(workload, dict(kept), last, self._max_runs - self._left)
 
     def _fails_somehow(self, workload: Workload, turns: dict[int, str]) -> Outcome | None:
-        """Under the policy that it failed under, under the decisions that it failed with, or under the simplest
-        ones.
-        """
+        """Try the original policy, then the recorded decisions, then no deviations."""
         failure = self._failure
         policies: tuple[Callable[[], Policy], ...] = (
             lambda: make_policy(failure.policy, random.Random(failure.seed)),
@@ -113,7 +110,7 @@ class _Shrinking:
         return self._try(workload, lambda: Steered(turns))
 
     def _try(self, workload: Workload, policy: Callable[[], Policy]) -> Outcome | None:
-        """The outcome if the same oracle objects; None, too, when no runs are left."""
+        """The outcome if the same oracle objects, else None; also None when no runs are left."""
         if self._left <= 0:
             return None
         self._left -= 1
@@ -128,7 +125,7 @@ class _Shrinking:
 
 
 def simpler_workloads(workload: Workload) -> Iterator[Workload]:
-    """Workloads with one thing less, or one thing shorter; the boldest first."""
+    """Workloads with one part removed or shortened; the largest changes first."""
     for name in ("requests", "events", "faults"):
         things = getattr(workload, name)
         for chunk in (len(things) // 2, 1):
@@ -172,10 +169,11 @@ def simpler_workloads(workload: Workload) -> Iterator[Workload]:
 
 
 def minimise(items: Sequence[T], fails: Callable[[Sequence[T]], bool]) -> list[T]:
-    """A subset of `items` that still fails and of which no part of the sizes tried can go: delta debugging, Zeller and
-    Hildebrandt 2002.
+    """A subset of `items` that still fails, and from which no part of the tried sizes can be removed: delta debugging,
+    Zeller and Hildebrandt 2002.
 
-    `items` themselves fail. Ends when `fails` says no to everything, so a bound on its patience bounds this.
+    `items` themselves fail. Terminates when `fails` always returns False, so a bounded number of calls bounds this
+    function.
     """
     if fails(()):
         return []
@@ -214,7 +212,7 @@ def _simpler_requests(asked: Asked) -> Iterator[Asked]:
 
 
 def _changed(workload: Workload, **changes: object) -> Workload:
-    """The pool shrinks with its largest request: what is scarce stays scarce."""
+    """The pool shrinks with its largest request, so that it stays scarce."""
     changed = dataclasses.replace(workload, **changes)  # type: ignore[arg-type]
     spare = workload.blocks - max(blocks_for(asked) for asked in workload.requests)
     largest = max(blocks_for(asked) for asked in changed.requests)

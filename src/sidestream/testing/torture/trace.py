@@ -1,6 +1,7 @@
-"""Watching a schedule: who did what, as lines in columns, and whether anything from before a reset comes back.
+"""Traces a schedule: its events as lines in columns, one for each actor, and keys that become findable after a reset
+although their blocks are older.
 
-A tracer in front of the checker. Called by whoever's turn it is, so the order of the calls is the order of the run.
+A tracer in front of the checker. Called by the actor whose turn it is, so the order of calls is the order of the run.
 """
 
 from __future__ import annotations
@@ -18,20 +19,20 @@ HOST = shadow.HOST
 _MARGIN = 4
 _GAP = 2
 _MARKS = "AB"
-# Whoever reads a finding looks for the caller of the device or the pool, not for this file in between.
+# Findings name the caller of the device or the pool, not this file.
 shadow._inner[__file__] = True
 
 
 @dataclass(frozen=True, slots=True)
 class TraceLine:
-    """One thing that somebody did.
+    """One event of an actor.
 
     actor     `"host"`, or the stream
-    text      what it did
-    fence     of the work that this is about, as `"stream:tick"`; "" for none
-    memory    where the ids that it is about lie, the pool's name if they lie nowhere; "" when there are no ids
+    text      the event, in words
+    fence     fence of the work concerned, as `"stream:tick"`; "" for none
+    memory    memory of the ids concerned, or the pool's name if they have no memory; "" without ids
     spans     their bytes there, start and stop
-    objected  whether the checker objected at this moment
+    objected  whether the checker objected to this event
     """
 
     actor: str
@@ -42,7 +43,7 @@ class TraceLine:
     objected: bool = False
 
     def concerns(self, objection: Finding) -> bool:
-        """Whether it is about no id, or about one that the objection is about."""
+        """Whether it concerns no id, or an id of the objection."""
         here = self.memory == objection.memory and any(
             start < objection.stop and objection.start < stop for start, stop in self.spans
         )
@@ -50,9 +51,9 @@ class TraceLine:
 
 
 class Recorder:
-    """Passes everything on to `checker`; keeps lines if `lines` is a list.
+    """Forwards all events to `checker`; records lines if `lines` is a list.
 
-    stale   keys that became findable for bytes that were taken hold of before the last reset (H8)
+    stale   keys that became findable for bytes taken before the last reset (H8)
     """
 
     def __init__(self, checker: Checker, actor: Callable[[], str], lines: list[TraceLine] | None) -> None:
@@ -67,12 +68,12 @@ class Recorder:
         self.stale: list[str] = []
 
     def say(self, text: str, fence: str = "", memory: str = "", spans: Iterable[tuple[int, int]] = ()) -> None:
-        """Add a line for whoever runs now; `spans` of bytes, or of ids of a pool without memory."""
+        """Add a line for the running actor; `spans` of bytes, or of ids of a pool without memory."""
         if self._lines is not None:
             self._lines.append(TraceLine(self._actor(), text, fence, memory, tuple(spans)))
 
     def reset(self) -> None:
-        """From here on, nothing taken before may become findable."""
+        """From now on, blocks taken earlier must not become findable."""
         self._resets += 1
 
     # ------------------------------------------------------------------ Tracer
@@ -183,7 +184,7 @@ class Recorder:
         """See `Tracer.published`."""
         if self._taken.get((pool, item), self._resets) != self._resets:
             self.stale.append(
-                f"{pool} {item} became findable as {key.hex()[:8]}, but holds what was there before the cache was reset"
+                f"{pool} {item} became findable as {key.hex()[:8]}, but holds content from before the cache was reset"
             )
         self._say_ids("publishes", pool, [item], f" as {key.hex()[:8]}")
         self._checker.published(pool, item, key)
@@ -202,7 +203,7 @@ class Recorder:
             )
 
     def _mark(self) -> None:
-        """If the checker has just objected, it was to the last line."""
+        """If the checker has just objected, mark the last line."""
         if self._lines and len(self._checker.findings) > self._objections:
             self._lines[-1] = dataclasses.replace(self._lines[-1], objected=True)
         self._objections = len(self._checker.findings)
@@ -214,11 +215,11 @@ def name_of(fence: Fence) -> str:
 
 
 def render(lines: Sequence[TraceLine], objection: Finding | None = None, *, width: int = 140) -> str:
-    """The interleaving: one line an event, one column an actor.
+    """The interleaving: one line per event, one column per actor.
 
-    With an objection, A and B mark the two works that it is about, in the order in which they were given, `!` the
-    moment at which the checker saw it, and leases of ids that it is not about are left out. Lines are at most `width`
-    wide where their text alone is not wider.
+    With an objection, A and B mark the two works involved, in order of submission, `!` marks the event at which the
+    checker objected, and leases of other ids are left out. Lines have at most `width` columns, unless a text alone is
+    wider.
     """
     shown = list(_joined(_marked(lines, objection)))
     if not shown:
@@ -232,20 +233,20 @@ def render(lines: Sequence[TraceLine], objection: Finding | None = None, *, widt
 
 
 def explain(objection: Finding) -> str:
-    """What A and B are, and the edge that is missing between them; for a race, else nothing."""
+    """The works A and B of a race, and the missing edge between them; nothing for other objections."""
     if objection.kind != "race":
         return ""
     earlier, later = objection.works
     where = f"{objection.memory}[{objection.start}:{objection.stop}]"
     rows = zip(_MARKS, objection.works, objection.does, (objection.first, objection.second), strict=True)
     longest = max(map(len, objection.works))
-    lines = [f"  {mark}  {work:<{longest}}  {deed:<6} {where}, given at {place}" for mark, work, deed, place in rows]
+    lines = [f"  {mark}  {work:<{longest}}  {deed:<6} {where}, from {place}" for mark, work, deed, place in rows]
     never = f"the host never saw {earlier} done" if later == HOST else f"{later.partition(':')[0]} never waited for it"
-    return "\n".join([*lines, f"  missing: {earlier} ──▶ {later}; {never}, so B may as well come first"])
+    return "\n".join([*lines, f"  missing: {earlier} ──▶ {later}; {never}, so B may also run first"])
 
 
 def _marked(lines: Sequence[TraceLine], objection: Finding | None) -> Iterator[tuple[str, TraceLine]]:
-    """The lines to show, each with its mark; what a work does is told where it is given."""
+    """The lines to show, each with its mark; accesses of a work are shown where it is submitted."""
     works = [] if objection is None else [work for work in objection.works if work != HOST]
     marks = {
         work: _MARKS[objection.works.index(work)] if objection is not None and len(objection.works) > 1 else "*"
@@ -264,7 +265,7 @@ def _marked(lines: Sequence[TraceLine], objection: Finding | None) -> Iterator[t
 
 
 def _deed(objection: Finding, work: str) -> str:
-    """What `work` does with the bytes, and what it should have waited for."""
+    """The accesses of `work` to the bytes, and the fence that it should have waited for."""
     number = objection.works.index(work)
     if number >= len(objection.does):
         return ""
@@ -273,7 +274,7 @@ def _deed(objection: Finding, work: str) -> str:
 
 
 def _joined(lines: Iterator[tuple[str, TraceLine]]) -> Iterator[tuple[str, TraceLine]]:
-    """Work that nothing came between is one line."""
+    """Merge a work's submission, start and end into one line if no other event is in between."""
     held: tuple[str, TraceLine] | None = None
     for mark, line in lines:
         if held is not None:
@@ -294,10 +295,10 @@ def _joined(lines: Iterator[tuple[str, TraceLine]]) -> Iterator[tuple[str, Trace
 
 
 def _columns(actors: Sequence[str], lines: Sequence[TraceLine], width: int) -> dict[str, int]:
-    """Where each column begins: as wide as its texts where there is room, else so far left that every line ends within
+    """Start of each column: as wide as its texts if there is room, else so far left that every line ends within
     `width`.
 
-    Every line holds one event only, so a text may reach across the columns to its right.
+    Every line holds one event only, so a text may extend over the columns to its right.
     """
     longest = {actor: max([len(actor), *(len(line.text) for line in lines if line.actor == actor)]) for actor in actors}
     starts, at = {}, _MARGIN

@@ -1,17 +1,17 @@
-"""Requests without a model: they write patterns, store, load, look, abort and give blocks back, as fast as the device
-takes it.
+"""Requests without a model: they write patterns, store, load, compare, abort and release blocks, as fast as the device
+allows.
 
-One rig, one thread, which stands for the engine thread. A request does what the engine does with a transfer, and in
-that order:
+One rig and one thread, which plays the engine thread. A request makes the engine's calls for a transfer, in the same
+order:
 
-    compute   take blocks → write behind their last uses → store behind the write → give up behind the last step, or
-              keep for a while
-    load      take blocks → load behind their last uses → heard that it is submitted: look, layer by layer behind its
-              fences → give up
-    hit       share blocks that are findable on the device → look → give up
+    compute   take blocks → write after their last uses → store after the write → release after the last step, or keep
+              for a while
+    load      take blocks → load after their last uses → once it is submitted: compare, layer by layer after its fences
+              → release
+    hit       share blocks that are findable on the device → compare → release
 
-What it holds is checked when it lets go of it, and what was given up early by a look that is late: whoever writes too
-soon is seen.
+Blocks are compared when they are released. If they are released early, a delayed compare follows: it detects a writer
+that does not wait.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import math
 import random
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -37,24 +37,24 @@ from sidestream.types import BatchPlan, Fence, Key, LoadPlan, RequestId, RowPlan
 
 _LOOKS = 4096
 _STREAMS = 3
-# Runs of keys that requests come back to: older ones were evicted from the host tier, mostly.
+# Runs of keys that requests use again; older ones are mostly evicted from the host tier.
 _RUNS = 40
-# Requests that are on their way at once.
+# Concurrent requests.
 _CROWD = 24
-# Findings that are told in words.
+# Findings that are kept in words.
 _TOLD = 20
 _LOOK_AGAIN_S = 20e-6
 
 
 @dataclass(frozen=True, slots=True)
 class Habits:
-    """How requests behave, and what is done to them.
+    """The behaviour of requests, and the injected delays and faults.
 
-    longest          blocks of a request; one in ten is that long, the others a third of it at most
-    delay            share of steps and slices of copies that are held up, and for how long at least and at most, in
-                     seconds
-    faults           share of slices of copies that fail, some of them when a part was copied
-    patience_s       how long nothing may end
+    longest          blocks of the longest requests; one request in ten is that long, the others have at most a third of
+                     it
+    delay            share of steps and slices of copies that are delayed, and the shortest and longest delay in seconds
+    faults           share of slices of copies that fail, some of them after a part was copied
+    patience_s       maximum time without the end of any request
     """
 
     longest: int
@@ -67,12 +67,12 @@ class Habits:
 
 @dataclass(slots=True)
 class Tally:
-    """What was done. Blocks, but for `wrong`, `resets` and `failed_slices`.
+    """Counts of a run, in blocks, except `wrong`, `resets` and `failed_slices`.
 
-    blocks    whose transfer ended well and whose bytes were looked at behind it
+    blocks    whose transfer succeeded and whose bytes were compared afterwards
     reused    taken for writing while their last use was still running
-    wrong     blocks and keys that were not what they must be; leases that never ended
-    findings  the first of them in words
+    wrong     wrong blocks and keys; leases that never ended
+    findings  the first errors, in words
     """
 
     blocks: int = 0
@@ -88,7 +88,7 @@ class Tally:
     findings: list[str] = field(default_factory=list)
 
     def find(self, text: str, count: int = 1) -> None:
-        """Something is wrong."""
+        """Add an error."""
         self.wrong += count
         if len(self.findings) < _TOLD:
             self.findings.append(text)
@@ -96,9 +96,7 @@ class Tally:
 
 @dataclass(slots=True, eq=False)
 class _Request:
-    """Blocks that hold, or will hold, the patterns of `numbers`. `failed`: of a load; then nothing is to be
-    believed.
-    """
+    """Blocks that hold, or will hold, the patterns of `numbers`. `failed`: its load failed; ignore its bytes."""
 
     what: str
     numbers: range
@@ -114,8 +112,72 @@ class _Request:
         return np.arange(self.numbers.start, self.numbers.stop, dtype=np.int64) + stamp_of(0, self.generation)
 
 
+class _Checks:
+    """Compares bytes with the patterns that they should hold, and counts.
+
+    looks      requests whose bytes were read, by number of the look
+    unproven   numbers of keys whose stored bytes have not been compared yet
+    """
+
+    def __init__(self, rig: Rig, patterns: Patterns, tally: Tally) -> None:
+        self.looks: dict[int, _Request] = {}
+        self.unproven: set[int] = set()
+        self._rig = rig
+        self._patterns = patterns
+        self._tally = tally
+
+    def judge(self, where: str, stream: Stream, runs: Iterable[range], generation: int) -> None:
+        """Read the results of the looks, and check the host tier's bytes and the ledgers."""
+        bad: set[int] = set()
+
+        def judge(number: int, found: Found) -> None:
+            request = self.looks[number]
+            if not request.failed:
+                bad.add(number)
+                what = f"{where}: {request.what}, block {request.lease.ids[found.row]}"
+                self._report(what, request.numbers[found.row], request.generation, found)
+
+        self._patterns.take_results(stream, judge)
+        for number, request in self.looks.items():
+            if request.counts and not request.failed and number not in bad:
+                request.counts = False  # it may be compared twice
+                self._tally.loaded += len(request.numbers)
+                self._prove(len(request.numbers), request.numbers if request.generation == generation else ())
+        self._judge_host(where, runs, generation)
+        self.judge_ledgers(where)
+        self.looks.clear()
+
+    def _judge_host(self, where: str, runs: Iterable[range], generation: int) -> None:
+        numbers = {_key(number): number for run in runs for number in run}
+        stamps = {key: stamp_of(number, generation) for key, number in numbers.items()}
+        wrong = wrong_slots(self._rig.host, stamps)
+        for key, found in wrong:
+            self._report(f"{where}: host slot {found.row}", numbers[key], generation, found)
+        known = {numbers[key] for key, _ in wrong}
+        self._prove(0, [n for key, n in numbers.items() if n not in known and self._rig.host.pool.get(key) is not None])
+
+    def judge_ledgers(self, where: str) -> None:
+        """Report blocks that are still in use when no transfer is running."""
+        for pool in (self._rig.blocks, self._rig.host.pool):
+            pool.check()
+            if pool.num_used:
+                text = f"{where}: {pool.num_used} of {pool.name} are still in use at the end"
+                self._tally.find(text, pool.num_used)
+
+    def _report(self, what: str, number: int, generation: int, found: Found) -> None:
+        expected = self._patterns.expected(stamp_of(number, generation), found.place)
+        text = f"{what}: byte {found.place}: {describe(expected)} expected, {describe(found.word)} found"
+        self._tally.find(text if found.num_bad == 1 else f"{text}; {found.num_bad} blocks are wrong", found.num_bad)
+
+    def _prove(self, loads: int, stores: Sequence[int]) -> None:
+        """Count successful transfers: compared loads, and the stores whose bytes were compared."""
+        proven = self.unproven.intersection(stores)
+        self.unproven -= proven
+        self._tally.blocks += loads + len(proven)
+
+
 class Traffic:
-    """Drives one rig, round by round."""
+    """Runs one rig, round by round."""
 
     def __init__(self, rig: Rig, habits: Habits, *, seed: int, name: str, tally: Tally) -> None:
         self._rig = rig
@@ -124,6 +186,7 @@ class Traffic:
         self._name = f"{name}, seed {seed}"
         self._tally = tally
         self._patterns = Patterns(rig.device, rig.memory, max_blocks=habits.longest, max_looks=_LOOKS)
+        self._checks = _Checks(rig, self._patterns, tally)
         self._streams: list[Stream] = [rig.device.stream(f"compute-{index}") for index in range(_STREAMS)]
         self._round = 0
         self._moved = 0
@@ -134,28 +197,27 @@ class Traffic:
         self._requests = 0
         self._loading: dict[
             RequestId, _Request
-        ] = {}  # until the end of the round, because a load may fail behind its look
-        self._waiting: set[RequestId] = set()  # for their loads to be submitted
+        ] = {}  # until the end of the round, because a load may fail after its look
+        self._waiting: set[RequestId] = set()  # waiting for their loads to be submitted
         self._keeping: deque[_Request] = deque()
-        self._looks: dict[int, _Request] = {}
-        self._unproven: set[int] = set()  # numbers of keys whose store nobody has seen the bytes of
         self._progress_s = time.monotonic()
         self.broken_off = False
 
     def round(self, blocks: int) -> None:
-        """Move about so many blocks, wait until all has ended, and judge. Raises DeviceError when nothing ends, and
-        whatever the parts raise.
+        """Move about this many blocks, wait until all is done, and check. Raises DeviceError when nothing ends, and any
+        error of the rig.
         """
         self._round += 1
         self._moved = 0
         while self._moved < blocks and self._patterns.looks_left > 2 * (_CROWD + _RUNS):
             self._step()
         self._settle()
-        self._judge()
+        self._checks.judge(self._where, self._streams[0], self._runs, self._generation)
+        self._loading.clear()
 
     def break_off(self) -> None:
-        """Begin what there is room for, wait for nothing, and give everything up: the device is closed next, and behind
-        that `judge_ledgers`.
+        """Start as many requests as possible, then release everything without waiting: the caller closes the device and
+        then calls `judge_ledgers`.
         """
         self._progress_s = time.monotonic()
         while self._begin():
@@ -178,15 +240,15 @@ class Traffic:
             self._rest()
 
     def _begin(self) -> bool:
-        """One more request, or the one that found no room before: long ones wait until there is some. False when there
-        is none.
+        """Start one more request, or the one that found no room before: long requests wait for room. False without
+        room.
         """
         ask = self._next or self._draw()
         self._next = None if ask() else ask
         return self._next is None
 
     def _draw(self) -> Callable[[], bool]:
-        """What comes next."""
+        """Choose the next request."""
         draw = self._rng.random()
         if draw < 0.65 and self._runs:
             run = self._rng.choice(self._runs)
@@ -200,7 +262,7 @@ class Traffic:
         return lambda: self._compute(run)
 
     def _compute(self, numbers: range) -> bool:
-        """Write the patterns into fresh blocks, and store them."""
+        """Write the patterns to fresh blocks, and store them."""
         request = self._open("write", numbers)
         if request is None:
             return False
@@ -211,7 +273,7 @@ class Traffic:
         keys = _keys(numbers)
         if self._rng.random() < 0.9:
             found = self._rig.transfers.locate(keys)
-            self._unproven.update(numbers[len(found) :])
+            self._checks.unproven.update(numbers[len(found) :])
             self._rig.transfers.submit([StorePlan(tuple(keys), tuple(request.lease.ids), (written,))])
             self._tally.stored += len(keys)
             self._moved += len(keys)
@@ -221,14 +283,14 @@ class Traffic:
         elif self._rng.random() < 0.5:
             self._look(
                 request, after=(written,)
-            )  # on another stream: it is late, and the blocks are given up meanwhile
+            )  # on another stream: it is delayed, and the blocks are released before it
             self._give_up(request)
         else:
             self._keep(request)
         return True
 
     def _hit(self, numbers: range) -> bool:
-        """Look at what is findable on the device under the first of these keys."""
+        """Compare blocks that are findable on the device under the first of these keys."""
         ids = self._rig.blocks.match(_keys(numbers))
         if not ids:
             return False
@@ -239,7 +301,7 @@ class Traffic:
         return True
 
     def _load(self, numbers: range) -> bool:
-        """Load what the host tier seems to have of these keys; sometimes more, which is a miss."""
+        """Load these keys' blocks from the host tier as far as it has them; sometimes ask for more, which is a miss."""
         if self._rng.random() > 0.02:
             found = len(self._rig.transfers.locate(_keys(numbers)))
             if not found:
@@ -265,7 +327,7 @@ class Traffic:
         return True
 
     def _look_at_loads(self, ready: Sequence[RequestId]) -> None:
-        """Their first steps, which wait on the device for what is on its way, layer by layer."""
+        """The first steps of loaded requests: they wait on the device for the running loads, layer by layer."""
         requests = [self._loading[request_id] for request_id in ready]
         rows = tuple(
             RowPlan(request_id, row, 0, 0, len(request.numbers), (), tuple(request.lease.ids), False, 0)
@@ -280,14 +342,14 @@ class Traffic:
                 self._keep(request)
 
     def _reset(self) -> None:
-        """New weights: what rests anywhere is of no use, and the same keys name other bytes from here on."""
+        """Change the weights: all cached blocks are invalid, and the same keys name other bytes from now on."""
         self._rig.transfers.forget_all()
         self._rig.blocks.forget_all()
         self._generation += 1
-        self._unproven.clear()
+        self._checks.unproven.clear()
         self._tally.resets += 1
 
-    # ------------------------------------------------------------------ what ends
+    # ------------------------------------------------------------------ ends of requests
 
     def _take_news(self) -> None:
         ready = []
@@ -305,11 +367,11 @@ class Traffic:
             self._look_at_loads(ready)
 
     def _miss(self, request_id: RequestId) -> None:
-        """A load failed: nothing it wrote is believed, and its request computes, in other blocks."""
+        """A load failed: ignore its bytes; its request computes in other blocks."""
         request = self._loading[request_id]
         request.failed = True
         self._tally.missed += len(request.numbers)
-        if request.fence is None and request.lease.open:  # else a step looks at it already; it is let go behind that
+        if request.fence is None and request.lease.open:  # else a step reads it already; it is released after that
             self._waiting.discard(request_id)
             self._give_up(request)
             self._compute(request.numbers)
@@ -320,7 +382,7 @@ class Traffic:
         self._keeping.append(request)
 
     def _let_go(self, *, at_once: bool = False) -> None:
-        """Look again at what was held for long enough, make it findable if it is good, and give it up."""
+        """For requests held long enough: compare again, publish the blocks if they are good, and release them."""
         for _ in range(len(self._keeping)):
             request = self._keeping.popleft()
             request.patience -= 1
@@ -342,7 +404,7 @@ class Traffic:
                 self._miss(event.request_id)
 
     def _settle(self) -> None:
-        """Wait until nothing is on its way, and look at all that is findable on the device."""
+        """Wait until no transfer is running, and compare all blocks that are findable on the device."""
         self._progress_s = time.monotonic()
         while self._keeping or self._waiting or self._rig.transfers.busy or self._rig.transfers.awaited:
             self._take_news()
@@ -355,74 +417,21 @@ class Traffic:
     def _rest(self) -> None:
         if time.monotonic() - self._progress_s > self._habits.patience_s:
             raise DeviceError(
-                f"{self._where}: nothing ended within {self._habits.patience_s:g} s: {len(self._waiting)} wait for loads, "
-                f"{len(self._keeping)} hold blocks, {self._rig.blocks.num_available} of {self._rig.blocks.size} blocks are available"
+                f"{self._where}: nothing ended within {self._habits.patience_s:g} s: "
+                f"{len(self._waiting)} wait for loads, {len(self._keeping)} hold blocks, "
+                f"{self._rig.blocks.num_available} of {self._rig.blocks.size} blocks are available"
             )
         time.sleep(_LOOK_AGAIN_S)
 
-    # ------------------------------------------------------------------ judgement
+    # ------------------------------------------------------------------ checks
 
     @property
     def _where(self) -> str:
         return f"{self._name}, round {self._round}"
 
-    def _judge(self) -> None:
-        """Read what the looks found, and compare the host tier's bytes and the ledgers with what they must be."""
-        bad: set[int] = set()
-
-        def judge(number: int, found: Found) -> None:
-            request = self._looks[number]
-            if not request.failed:
-                bad.add(number)
-                self._say(
-                    f"{request.what}, block {request.lease.ids[found.row]}",
-                    request.numbers[found.row],
-                    request.generation,
-                    found,
-                )
-
-        self._patterns.take_results(self._streams[0], judge)
-        for number, request in self._looks.items():
-            if request.counts and not request.failed and number not in bad:
-                request.counts = False  # it may be looked at twice
-                self._tally.loaded += len(request.numbers)
-                self._prove(len(request.numbers), request.numbers if request.generation == self._generation else ())
-        self._judge_host()
-        self.judge_ledgers()
-        self._looks.clear()
-        self._loading.clear()
-
-    def _judge_host(self) -> None:
-        numbers = {_key(number): number for run in self._runs for number in run}
-        stamps = {key: stamp_of(number, self._generation) for key, number in numbers.items()}
-        wrong = wrong_slots(self._rig.host, stamps)
-        for key, found in wrong:
-            self._say(f"host slot {found.row}", numbers[key], self._generation, found)
-        known = {numbers[key] for key, _ in wrong}
-        self._prove(0, [n for key, n in numbers.items() if n not in known and self._rig.host.pool.get(key) is not None])
-
     def judge_ledgers(self) -> None:
-        """Nothing is on its way: whatever is still in use never lets go."""
-        for pool in (self._rig.blocks, self._rig.host.pool):
-            pool.check()
-            if pool.num_used:
-                self._tally.find(
-                    f"{self._where}: {pool.num_used} of {pool.name} are still in use though all has ended",
-                    pool.num_used,
-                )
-
-    def _say(self, what: str, number: int, generation: int, found: Found) -> None:
-        expected = self._patterns.expected(stamp_of(number, generation), found.place)
-        text = f"{self._where}: {what}: byte {found.place}: {describe(expected)} expected, {describe(found.word)} found"
-        self._tally.find(
-            text if found.num_bad == 1 else f"{text}; {found.num_bad} blocks beside it are wrong", found.num_bad
-        )
-
-    def _prove(self, loads: int, stores: Sequence[int]) -> None:
-        """Count transfers that ended well: loads that were looked at, and the stores that brought what was seen."""
-        proven = self._unproven.intersection(stores)
-        self._unproven -= proven
-        self._tally.blocks += loads + len(proven)
+        """Call it when no transfer is running: blocks that are still in use would never be released."""
+        self._checks.judge_ledgers(self._where)
 
     # ------------------------------------------------------------------ the parts of a request
 
@@ -437,14 +446,14 @@ class Traffic:
         return _Request(what, numbers, self._generation, lease)
 
     def _give_up(self, request: _Request) -> None:
-        """Let others have the blocks, behind its last step and whatever transfer uses them."""
+        """Release the blocks after their last step and all transfers that use them."""
         request.lease.release(after=() if request.fence is None else (request.fence,), until=self._rig.transfers.uses())
 
     def _look(self, request: _Request, *, after: Sequence[Fence] = (), gates: Sequence[Sequence[Fence]] = ()) -> Fence:
         number, fence = self._patterns.look(
             self._stream(), tuple(request.lease.ids), request.stamps, after=after, gates=gates, delay_s=self._delay()
         )
-        self._looks[number] = request
+        self._checks.looks[number] = request
         request.fence = fence
         return fence
 
@@ -456,17 +465,17 @@ class Traffic:
 
 
 class Meddler:
-    """Holds up the slices of copies, and lets some fail: on every stream that its device makes from here on, but for
-    steps'.
+    """Delays the slices of copies and makes some fail: on all streams that its device creates from now on, except those
+    of steps.
 
-    failed   slices
+    failed   number of failed slices
     """
 
     def __init__(self, device: CpuDevice | CudaDevice, habits: Habits, *, seed: int) -> None:
         self.failed = 0
         self._device = device
         self._habits = habits
-        self._rng = random.Random(seed)  # for all streams: who draws first is the machine's affair
+        self._rng = random.Random(seed)  # for all streams: timing decides which of them draws first
         make: Callable[[str], Stream] = device.stream
 
         def stream(name: str) -> Stream:
@@ -489,7 +498,7 @@ class Meddler:
 
             def work() -> None:
                 stream.copy(batch.part(first, (first + stop) // 2))
-                raise DeviceError("injected: a copy failed when half of it was on its way")
+                raise DeviceError("injected: a copy failed half-way")
 
             return stream.submit(work, batch.part(first, stop).accesses, label=label)
 
@@ -497,7 +506,7 @@ class Meddler:
 
 
 def draw_delay(rng: random.Random, habits: Habits) -> float:
-    """Seconds, mostly 0; else any order of magnitude is as likely as any other."""
+    """A delay in seconds, mostly 0; otherwise its order of magnitude is uniformly distributed."""
     share, least, most = habits.delay
     return math.exp(rng.uniform(math.log(least), math.log(most))) if rng.random() < share else 0.0
 

@@ -1,4 +1,4 @@
-"""Jobs spread over processes. Knows nothing of what they do."""
+"""Jobs distributed over processes. Knows nothing of their content."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ _PATIENCE_S = 5.0
 
 
 class Job(Protocol[T_co]):
-    """Something to do in any process: can be pickled, as can what it returns."""
+    """A callable for any process; it and its result must be picklable."""
 
     def run(self) -> T_co:
-        """Do it."""
+        """Run the job."""
         ...
 
 
 def spread(jobs: Iterable[Job[T]], *, workers: int) -> Iterator[T]:
-    """Results as they come, in any order; with one worker, in this process and in order. What a job raises is raised
+    """Yield results in any order; with one worker, run in this process and in order. An exception of a job is raised
     here.
 
-    Leaving the iteration ends the processes, at the latest after the job that each is at or some seconds. An interrupt
-    from the terminal reaches this process only.
+    Closing the iterator ends the processes, after their current job or some seconds at most. An interrupt from the
+    terminal reaches this process only.
     """
     if workers == 1:
         for job in jobs:
             yield job.run()
         return
-    context = multiprocessing.get_context("spawn")  # not forked: torch's threads do not survive that
+    context = multiprocessing.get_context("spawn")  # not forked: torch's threads do not survive a fork
     waiting, pipes, processes = iter(jobs), list[Connection](), list[BaseProcess]()
     try:
         with _deaf():
@@ -74,8 +74,8 @@ def spread(jobs: Iterable[Job[T]], *, workers: int) -> Iterator[T]:
 
 @contextlib.contextmanager
 def _deaf() -> Iterator[None]:
-    """Processes that are started here ignore interrupts from their first moment on; this one does so for as long."""
-    if threading.current_thread() is not threading.main_thread():  # where handlers cannot be set, none is interrupted
+    """Processes started inside ignore interrupts from the start; meanwhile this process ignores them too."""
+    if threading.current_thread() is not threading.main_thread():  # where handlers cannot be set, no interrupt arrives
         yield
         return
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -86,7 +86,7 @@ def _deaf() -> Iterator[None]:
 
 
 def _give(pipe: Connection, jobs: Iterator[Job[T]]) -> bool:
-    """Hand the next job over; False when there is none."""
+    """Send the next job; False when there is none."""
     job = next(jobs, None)
     if job is not None:
         pipe.send(job)
@@ -94,7 +94,7 @@ def _give(pipe: Connection, jobs: Iterator[Job[T]]) -> bool:
 
 
 def _work(pipe: Connection) -> None:
-    """A worker's life: job in, result or error out, until the other end is closed."""
+    """Main loop of a worker: receive a job, send its result or error, until the other end is closed."""
     try:
         while True:
             job: Job[object] = pipe.recv()

@@ -1,8 +1,8 @@
-"""What a schedule asks of the engine, as plain values: requests, pools, and what goes wrong when. Drawn from a seed.
+"""The inputs of a schedule as plain values: requests, pool sizes, events and faults. Drawn from a seed.
 
-Knows neither engine nor device. Time is counted in steps of the loop; slow operations are measured in the device's
-virtual seconds. Every workload can be served: a prompt with all of its outputs fits the pool, so that a request may be
-late, but never refused.
+Knows neither engine nor device. Times are counted in engine steps; delays of operations are in the device's virtual
+seconds. Every workload can be served: a prompt with all of its outputs fits the pool, so a request may be late, but is
+never rejected.
 """
 
 from __future__ import annotations
@@ -19,37 +19,38 @@ from sidestream.testing.mutations import Feature
 BLOCK_TOKENS = 4
 VOCAB = 97
 LONGEST_PROMPT = 40
-# Deadlines after which nobody may wait any more.
+# Deadlines after which every request stops waiting.
 _ENDLESS = 3000
 # Repetition, presence, frequency.
 _PENALTIES = ((1.0, 0.0, 0.0), (1.5, 0.0, 0.0), (1.0, 2.0, 2.0), (2.0, 1.0, 2.0))
-# By these the toy's own choice has little left once it was drawn, if the request is hot: no bias is needed, which
-# captured draws know nothing of.
+# With these penalties, the toy's favourite token becomes unlikely once it was drawn, for hot requests. No bias is
+# needed, so that captured steps, which do not support biases, are tested too.
 _HARSH = (10.0, 2.0, 2.0)
-# The toy gives one token a logit of 100 and the others 0. A low token with this bias ties with it and wins, until it is
-# penalised.
+# The toy gives one token a logit of 100 and the others 0. A token of lower id with this bias ties with it and wins,
+# until it is penalised.
 _TIE = 100.0
-# A request waits so long for the disk.
+# Longest wait of a request for the disk.
 LOAD_DEADLINE_S = 1e-3
 
 EventKind = Literal["reset", "weights", "crash", "restart", "hang_up"]
-"""Forget every block · serve other weights from here on · the process dies, or ends as it should, and another one opens
-the same disk · a front end goes, and another one takes its place."""
+"""Reset the cache · change the weights · the process crashes or ends normally, and a new one opens the same disk · a
+front end dies, and another one replaces it.
+"""
 
 Operation = Literal["read", "write", "store", "load", "forward"]
 """Of the disk: a read, a write. Of the device: a copy to the host, a copy from it, a forward pass."""
 
 FaultKind = Literal["slow", "late", "lost", "torn", "full", "truncated", "flipped", "nan"]
-"""What becomes of an operation:
+"""Effect of a fault on an operation:
 
-slow        it begins late
-late        its bytes move at once, and nobody learns of it for long
-lost        nothing moves, and it says so
+slow        it starts late
+late        its bytes move at once, but its fence is done much later
+lost        nothing moves, and it fails
 torn        half of its bytes move, then it fails
-full        no room on the medium
+full        no space on the medium
 truncated   the file has lost its end when it is read; of a write: afterwards
 flipped     one bit of the file has changed when it is read; of a write: afterwards
-nan         the logits are no numbers, and the KV that was written is wrong
+nan         the logits are NaN, and the KV that was written is wrong
 """
 
 FAULTS_OF: Mapping[Operation, tuple[FaultKind, ...]] = {
@@ -67,9 +68,9 @@ class Asked:
 
     at         step before which it arrives
     abort_at   step before which its client leaves; None: it stays
-    hot        temperature 20: what it draws depends on its random numbers and penalties, besides its KV; else greedy
+    hot        temperature 20, so that tokens depend on random numbers and penalties besides KV; else greedy
     penalties  repetition, presence, frequency; None: none
-    bias       token and what is added to its logit
+    bias       a token and the number added to its logit
     """
 
     at: int
@@ -87,7 +88,7 @@ class Asked:
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """Something that happens to the whole engine, before step `at`."""
+    """An event that affects the whole engine, before step `at`."""
 
     at: int
     kind: EventKind
@@ -95,9 +96,9 @@ class Event:
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """What becomes of operation number `first` (from 0) of its kind, and of each `every`-th after it (0: of no other).
+    """The fault of operation number `first` (from 0) of its kind, and of each `every`-th after it (0: no other).
 
-    seconds   how slow or late
+    seconds   the delay
     """
 
     operation: Operation
@@ -107,7 +108,7 @@ class Fault:
     seconds: float = 0.0
 
     def hits(self, number: int) -> bool:
-        """Whether it befalls operation `number`."""
+        """Whether it affects operation `number`."""
         return number == self.first or (
             self.every > 0 and number > self.first and (number - self.first) % self.every == 0
         )
@@ -115,23 +116,22 @@ class Fault:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Everything of a schedule but who runs when.
+    """All inputs of a schedule except the policy.
 
     blocks, slots, disk_blocks   sizes of the device pool, the host tier (0: none) and the disk tier (0: none)
-    eos_every                    about one token in so many ends an answer; 0: none
-    layer_groups                 a block is loaded layer by layer, not at once, and every copy is given to the device in
-                                 slices
-    captured                     forward passes are captured in a few shapes, gated ones too
-    drafts                       tokens that are drafted for a row in each step; 0: nothing is
-    hidden                       drafts are made of hidden states, which rows and blocks hold
-    closes_at                    step before which the engine is closed under its requests; None: when all is done
-    flush_s                      how long a close lets transfers go on; what has not begun by then never does
+    eos_every                    about one token in this many ends an answer; 0: none
+    layer_groups                 load blocks layer by layer, and submit every copy in slices
+    captured                     capture forward passes in a few shapes, including gated ones
+    drafts                       draft tokens per row and step; 0: no speculation
+    hidden                       draft from hidden states, which rows and blocks hold
+    closes_at                    step before which the engine is closed with requests running; None: at the end
+    flush_s                      time that a close gives to transfers; those that have not started by then are dropped
     pin_s                        virtual seconds until all slots of the host tier are ready; 0: from the start
-    meanwhile                    who comes or leaves before a step does so in its middle, between a launch and a commit,
-                                 if there is a step
-    front_ends                   processes between clients and engine, by connections in memory; 0: clients submit to
-                                 the engine itself
-    waiting                      requests that may wait, where there are front ends; more are refused
+    meanwhile                    arrivals and aborts of a step happen in its middle, between launch and commit, if there
+                                 is a step
+    front_ends                   front ends between clients and engine, on in-memory connections; 0: clients call the
+                                 engine directly
+    waiting                      with front ends: maximum number of waiting requests; more are rejected
     """
 
     seed: int
@@ -172,7 +172,7 @@ class Workload:
 
     @property
     def features(self) -> frozenset[Feature]:
-        """What it exercises: see FEATURES."""
+        """Features that it exercises: see FEATURES."""
         return frozenset(name for name, holds in FEATURES.items() if holds(self))
 
 
@@ -212,11 +212,11 @@ FEATURES: Mapping[Feature, Callable[[Workload], bool]] = {
     "speculative": lambda w: w.drafts > 0,
     "weights": _happens("weights"),
 }
-"""By the names that `sidestream.testing.mutations` asks for."""
+"""The same names as in `sidestream.testing.mutations`."""
 
 
 def blocks_for(asked: Asked) -> int:
-    """Device blocks that one sample of a request comes to hold."""
+    """Largest number of device blocks that one sample of a request holds."""
     return -(-(len(asked.prompt) + asked.max_tokens) // BLOCK_TOKENS)
 
 
@@ -224,16 +224,16 @@ def blocks_for(asked: Asked) -> int:
 
 
 def draw_workload(seed: int) -> Workload:
-    """The workload of a seed; the same one in every process."""
+    """The workload of a seed; the same in every process."""
     workload = _draw_workload(seed)
-    rng = random.Random(f"sidestream pinning {seed}")  # of its own, so that a seed's workload stays what it was
+    rng = random.Random(f"sidestream pinning {seed}")  # separate, so that existing workloads stay
     pin_s = rng.choice((0.1, 0.5, 2.0)) if workload.slots and rng.random() < 0.2 else 0.0
     return _draw_border(random.Random(f"sidestream front ends {seed}"), dataclasses.replace(workload, pin_s=pin_s))
 
 
 def _draw_border(rng: random.Random, workload: Workload) -> Workload:
-    """Front ends between clients and engine, for one workload in six; more clients leave, front ends go, and the queue
-    may be full.
+    """Put front ends between clients and engine in one workload of six; more clients abort, front ends die, and the
+    queue may be full.
     """
     if rng.random() >= 1 / 6:
         return workload
@@ -290,9 +290,7 @@ def _draw_workload(seed: int) -> Workload:
 
 
 def _draw_visits(rng: random.Random) -> tuple[Asked, ...]:
-    """A few long prompts that come back after others have taken their room: what they left behind rests in some
-    tier.
-    """
+    """A few long prompts that return after others have taken their blocks, so that their KV is in some tier."""
     trunk = _draw_tokens(rng, rng.choice((0, 4, 8, 10)))
     prompts = [(*trunk, *_draw_tokens(rng, rng.randint(8, 26)))[:LONGEST_PROMPT] for _ in range(rng.choice((2, 2, 3)))]
     levels = rng.choice(((0,), (0,), (0,), (0, 1)))
@@ -303,7 +301,7 @@ def _draw_visits(rng: random.Random) -> tuple[Asked, ...]:
         if rng.random() < 0.3:
             prompt = (*prompt, *_draw_tokens(rng, rng.randint(1, 5)))[:LONGEST_PROMPT]
         asked, gap = _draw_asked(rng, at, prompt, rng.randint(1, 5), levels), rng.choice(gaps)
-        if rng.random() < 0.2:  # whoever comes next takes the blocks of this one, which goes in the middle of a step
+        if rng.random() < 0.2:  # the next request takes the blocks of this one, which aborts in the middle of a step
             gap = rng.randint(1, len(prompt) // 8 + asked.max_tokens)
             asked = dataclasses.replace(asked, abort_at=at + gap)
         requests.append(asked)
@@ -312,8 +310,8 @@ def _draw_visits(rng: random.Random) -> tuple[Asked, ...]:
 
 
 def _draw_change(rng: random.Random, before: Sequence[Asked]) -> tuple[Asked, Asked]:
-    """Somebody new who takes the blocks of all before, and leaves in the middle of a step as one of those comes
-    back.
+    """A new request that takes the blocks of all earlier ones, and aborts in the middle of a step as one of them
+    returns.
     """
     room = max(blocks_for(asked) for asked in before) * BLOCK_TOKENS
     prompt = _draw_tokens(rng, min(room - BLOCK_TOKENS, LONGEST_PROMPT))
@@ -323,7 +321,7 @@ def _draw_change(rng: random.Random, before: Sequence[Asked]) -> tuple[Asked, As
 
 
 def _draw_storm(rng: random.Random) -> tuple[Asked, ...]:
-    """Short prompts with long answers, nearly at once: they grow until somebody must go."""
+    """Short prompts with long outputs, nearly at once: they grow until some are preempted."""
     trunks = [_draw_tokens(rng, rng.randint(2, 8)) for _ in range(rng.choice((1, 2)))]
     levels = rng.choice(((0,), (0,), (0, 1), (0, 1, 2)))
     requests, at = [], 0
@@ -367,7 +365,7 @@ def _draw_tokens(rng: random.Random, count: int) -> tuple[int, ...]:
 
 
 def _draw_patience(rng: random.Random, prompt_tokens: int, max_tokens: int) -> int:
-    """Steps until the client leaves: at once, while the prompt is computed, or near the end."""
+    """Steps until the client aborts: at once, during the prompt, or near the end."""
     end = prompt_tokens // 8 + max_tokens
     return rng.choice((0, 1, 2, 3, rng.randint(0, end), max(0, end + rng.randint(-2, 3))))
 
@@ -382,7 +380,7 @@ def _draw_events(rng: random.Random, arrivals: Sequence[int], *, disk: bool) -> 
         kinds.append(rng.choice(("crash", "crash", "restart")))
     last = max(arrivals) + 10
     events = []
-    for kind in kinds:  # just after an arrival, there are loads on their way
+    for kind in kinds:  # loads run just after an arrival
         at = rng.choice(arrivals) + rng.randint(0, 3) if rng.random() < 0.6 else rng.randint(3, last)
         events.append(Event(max(1, at), kind))
     return tuple(sorted(events, key=lambda event: event.at))
@@ -404,9 +402,9 @@ def _draw_fault(rng: random.Random, operation: Operation) -> Fault:
     seconds = 0.0
     if kind in ("slow", "late"):
         seconds = rng.choice((0.3, 0.9, 1.5, 4.0, 4.0, _ENDLESS)) * LOAD_DEADLINE_S
-    if operation == "forward":  # one of many, so that loads may be on their way
+    if operation == "forward":  # one of many, so that loads may be running
         return Fault(operation, kind, rng.randrange(30), 0, seconds)
-    every = rng.choice((0, 0, 1, 2, 3))  # comes and goes
+    every = rng.choice((0, 0, 1, 2, 3))  # dies and is replaced
     return Fault(operation, kind, rng.choice((0, 0, 0, 1, 2, 4)), every, seconds)
 
 
@@ -419,7 +417,7 @@ def plain(workload: Workload) -> dict[str, Any]:
 
 
 def from_plain(values: object) -> Workload:
-    """The workload that `plain` gave. Raises ConfigError for anything else."""
+    """The workload from the result of `plain`. Raises ConfigError for anything else."""
     try:
         return _workload(values)
     except (TypeError, ValueError, KeyError, AttributeError) as error:
@@ -436,7 +434,7 @@ def _workload(values: Any) -> Workload:
             raise ValueError(f"no {fault.operation} is {fault.kind}")
     for event in events:
         if event.kind not in get_args(EventKind):
-            raise ValueError(f"no event is called {event.kind}")
+            raise ValueError(f"unknown event {event.kind}")
     return Workload(requests=requests, events=events, faults=faults, **_checked(given, Workload))
 
 
@@ -452,7 +450,7 @@ def _asked(values: dict[str, Any]) -> Asked:
 
 
 def _checked(values: dict[str, Any], kind: type[Any]) -> dict[str, Any]:
-    """The values of simple fields, each of the type that the field's default or name says."""
+    """Simple fields' values, checked against the type of the field's default or name."""
     types = {field.name: str(field.type) for field in dataclasses.fields(kind)}
     simple: dict[str, Sequence[type]] = {
         "int": (int,),
@@ -463,7 +461,7 @@ def _checked(values: dict[str, Any], kind: type[Any]) -> dict[str, Any]:
     for name, value in values.items():
         allowed = simple.get(types[name], (str,))
         if type(value) not in allowed:
-            raise ValueError(f"{name} is {value!r}, where {types[name]} belongs")
+            raise ValueError(f"{name} is {value!r}, not of type {types[name]}")
         if isinstance(value, int | float) and name != "priority" and value < 0:
             raise ValueError(f"{name} is {value!r}: it must not be negative")
     return values

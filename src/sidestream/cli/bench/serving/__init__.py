@@ -1,11 +1,12 @@
-"""`sidestream bench serve`: what a user of the HTTP server sees, beside the same engine asked in process.
+"""`sidestream bench serve`: latency and throughput for users of the HTTP server, compared with the same engine in
+process.
 
 workload   the requests: clients, rounds, prompts
-reply      an HTTP reply and its server-sent events, with the time at which each arrived
-answers    one answer's times; windows, rates, gaps and bursts of many
-clients    processes that ask a server
+reply      an HTTP reply and its server-sent events, each with its arrival time
+answers    times of one answer; windows, rates, gaps and bursts of many
+clients    processes that send requests to a server
 server     the server's process
-baseline   the same requests put to an engine in process
-measure    the figures of a server, and of one that runs already
-stalled    the figures of a server that has slow readers
+baseline   the same requests to an engine in process
+measure    the figures of a server that the benchmark starts, and of a server that already runs
+stalled    the figures of a server with slow readers
 """

@@ -1,4 +1,4 @@
-"""Times of answers, as a client saw them, and what is made of them: windows, rates, gaps, bursts. Pure.
+"""Times of answers as a client saw them, and the values computed from them: windows, rates, gaps, bursts. Pure.
 
 All times are `time.perf_counter_ns`, which on one machine is the same clock in every process.
 """
@@ -15,17 +15,17 @@ from sidestream.cli.bench.serving.reply import Reply
 from sidestream.errors import SidestreamError
 
 BURST_MS = 0.2
-"""A piece that arrives so soon behind the one before was held back: no engine draws two tokens of one request in this
-time.
+"""A piece that arrives within this many ms of the previous piece was held back: no engine samples two tokens of one
+request in this time.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """One request's answer.
+    """The answer to one request.
 
-    pieces_ns   when each piece that has text arrived; in process, when each token was told
-    text        its whole text; empty where it was not asked for
+    pieces_ns   arrival time of each piece that has text; in process, of each token
+    text        the whole text; empty if it was not requested
     """
 
     client: int
@@ -38,13 +38,13 @@ class Answer:
 
     @property
     def ttft_ms(self) -> float:
-        """From the request to the first piece."""
+        """Time from the request to the first piece."""
         return (self.pieces_ns[0] - self.sent_ns) / 1e6
 
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """A span of time, `(begin_ns, end_ns]`."""
+    """A time span, `(begin_ns, end_ns]`."""
 
     begin_ns: int
     end_ns: int
@@ -57,7 +57,7 @@ class Window:
 
 @dataclass(frozen=True, slots=True)
 class StepsSoFar:
-    """What an engine's histogram `step_seconds` held at some time."""
+    """State of an engine's histogram `step_seconds` at some time."""
 
     at_ns: int
     count: int
@@ -66,11 +66,11 @@ class StepsSoFar:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What was measured with one number of clients, of a server or of an engine in process.
+    """Results for one number of clients, from a server or from an engine in process.
 
     loop     answers of the closed loop
-    calm     answers of one more request of each client, sent at once
-    begun    of `calm`: when every client's answer had begun; None: not known
+    calm     answers of one more request per client, all sent at once
+    begun    of `calm`: when every client had received its first piece; None: unknown
     nearly   of `calm`: when the first answer had nearly ended
     """
 
@@ -81,7 +81,7 @@ class Measured:
 
     @property
     def calm_window(self) -> Window | None:
-        """When all clients' requests decode and no prompt is computed; None: there was no such time."""
+        """The span in which all clients' requests decode and no prompt is computed; None: there was no such time."""
         if (
             self.begun is None
             or self.nearly is None
@@ -93,7 +93,7 @@ class Measured:
 
     @property
     def step_ms(self) -> float | None:
-        """The engine's mean step in `calm_window`."""
+        """Mean time of the engine's steps in `calm_window`."""
         if self.calm_window is None:
             return None
         assert self.begun is not None and self.nearly is not None
@@ -103,8 +103,7 @@ class Measured:
 def answer_of(reply: Reply, *, client: int, number: int, sent_ns: int, tokens: int) -> Answer:
     """Read a complete reply of status 200 to a streamed completion of `tokens` tokens.
 
-    Raises SidestreamError, with what the server said, for anything but a stream of so many tokens that ends as it
-    should.
+    Raises SidestreamError with the server's message unless the stream has exactly that many tokens and a regular end.
     """
     events = list(reply.events())
     if not events or events[-1].data != b"[DONE]":
@@ -123,15 +122,15 @@ def answer_of(reply: Reply, *, client: int, number: int, sent_ns: int, tokens: i
             times.append(event.time_ns)
             texts.append(text)
     if told != tokens:
-        raise SidestreamError(f"an answer has {told} tokens by its usage, {tokens} were asked for with ignore_eos")
+        raise SidestreamError(f"the usage of an answer is {told} tokens instead of {tokens}, despite ignore_eos")
     if not times:
         raise SidestreamError(f"an answer of {tokens} tokens has no text: measure a model whose tokens have text")
     return Answer(client, number, sent_ns, tuple(times), events[-1].time_ns, told, "".join(texts))
 
 
 def full_window(answers: Sequence[Answer]) -> Window:
-    """From when every client's first answer has begun to when the first client has its last one: all clients are busy,
-    and the ramp is left out.
+    """The span in which all clients are busy, without the ramps: from the time when every client's first answer has
+    begun until the first client has received its last answer.
 
     Raises SidestreamError when there is no such time.
     """
@@ -140,13 +139,13 @@ def full_window(answers: Sequence[Answer]) -> Window:
     end_ns = min(answer.ended_ns for answer in answers if answer.round == last)
     if end_ns <= begin_ns:
         raise SidestreamError(
-            "a client had all its answers before another one had any: ask for more rounds or fewer clients"
+            "a client received all its answers before another received its first: use more rounds or fewer clients"
         )
     return Window(begin_ns, end_ns)
 
 
 def tokens_per_second(answers: Iterable[Answer], window: Window) -> float:
-    """Tokens that arrived in the window; those of an answer are spread evenly over its pieces."""
+    """Tokens per second that arrived in the window; the tokens of an answer are spread evenly over its pieces."""
     tokens = 0.0
     for answer in answers:
         pieces = bisect_right(answer.pieces_ns, window.end_ns) - bisect_right(answer.pieces_ns, window.begin_ns)
@@ -160,7 +159,7 @@ def ttfts_ms(answers: Iterable[Answer], window: Window) -> list[float]:
 
 
 def gaps_ms(answers: Iterable[Answer], window: Window) -> list[float]:
-    """Times between consecutive pieces of one stream, both of which arrived in the window."""
+    """Times between consecutive pieces of one stream; both pieces arrived in the window."""
     return list(_gaps(answers, window))
 
 
@@ -174,5 +173,5 @@ def _gaps(answers: Iterable[Answer], window: Window) -> Iterator[float]:
 
 
 def burst_share(gaps: Sequence[float]) -> float:
-    """Share of pieces that arrived within `BURST_MS` of the one before."""
+    """Share of pieces that arrived within `BURST_MS` of the previous piece."""
     return sum(gap <= BURST_MS for gap in gaps) / len(gaps)

@@ -1,6 +1,6 @@
-"""The same requests put to an engine in process: what a server in front of it is compared with.
+"""The same requests to an engine in process: the baseline for the server.
 
-Runs in a process of its own, so that the device is free again when it has ended.
+Runs in a separate process, so that the device's memory is free again after its end.
 """
 
 from __future__ import annotations
@@ -34,9 +34,7 @@ _CLOSE_S = 60.0
 
 
 def config_of(arguments: Sequence[str]) -> EngineConfig:
-    """The engine's config, as `sidestream serve` reads it from its arguments. Raises click's usage errors and
-    ConfigError.
-    """
+    """The engine's config, parsed from arguments of `sidestream serve`. Raises click's usage errors and ConfigError."""
     made: list[EngineConfig] = []
     app = typer.Typer()
 
@@ -50,10 +48,12 @@ def config_of(arguments: Sequence[str]) -> EngineConfig:
 
 
 class EngineAlone:
-    """An engine that nothing is in front of, in a process of its own. A context manager."""
+    """An engine without a server, in a separate process. A context manager."""
 
     def __init__(self, model: str, arguments: Sequence[str], *, text_of: int) -> None:
-        """Load `model` with the engine's options in `arguments`. Answers of `text_of` clients have their text."""
+        """Load `model` with the engine options in `arguments`. Answers have text only in measurements with `text_of`
+        clients.
+        """
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
         self._process = context.Process(target=_measure_in_child, args=(theirs, model, arguments, text_of))
@@ -61,26 +61,24 @@ class EngineAlone:
         theirs.close()
 
     def measure(self, load: Loads) -> Measured:
-        """Ask. Raises SidestreamError with what was raised there, or when the process died."""
+        """Run `load`. Raises SidestreamError with the message of an error in the process, or when the process died."""
         try:
             self._pipe.send(load)
             done, value = self._pipe.recv()
         except (EOFError, OSError):
             self._process.join()
             code = self._process.exitcode
-            raise SidestreamError(
-                f"the process of the engine in process ended with code {code}: its error is above"
-            ) from None
+            raise SidestreamError(f"the baseline's process ended with code {code}: its error is above") from None
         if not done:
             raise SidestreamError(value)
         measured: Measured = value
         return measured
 
     def close(self) -> None:
-        """End the process: the device is free again. Idempotent."""
+        """End the process, which frees the device's memory. Idempotent."""
         self._pipe.close()
         self._process.join(_CLOSE_S)
-        self._process.terminate()  # after an interrupt; else it has ended
+        self._process.terminate()  # still alive only after an interrupt
         self._process.join()
 
     def __enter__(self) -> Self:
@@ -119,7 +117,7 @@ def _measured(llm: LLM, load: Loads, text_of: int) -> Measured:
 
 @dataclass(slots=True, eq=False)
 class _Asked:
-    """One request: its tokens and when each was told."""
+    """One request: its tokens and the arrival time of each."""
 
     client: int
     round: int
@@ -141,7 +139,7 @@ class _Asked:
             self.on_end(self)
 
     def answer(self, detokenizer: Callable[[], object] | None) -> Answer:
-        """What a client of a server would have had."""
+        """The answer as a client of a server would have received it."""
         text = ""
         if detokenizer is not None:
             maker = detokenizer()
@@ -150,8 +148,8 @@ class _Asked:
 
 
 class _Loop:
-    """A closed loop: this thread sends a client's next request when the engine thread has told that the former one has
-    ended.
+    """A closed loop: this thread sends a client's next request after the engine thread has reported the end of the
+    previous one.
     """
 
     def __init__(self, engine: Engine, load: Workload) -> None:
@@ -161,10 +159,10 @@ class _Loop:
             [load.prompt(client, number) for number in range(load.rounds)] for client in range(load.clients)
         ]
         self._ended: SimpleQueue[_Asked] = SimpleQueue()
-        self._silent = set(range(load.clients))  # clients without a token
+        self._silent = set(range(load.clients))  # clients that have received no token yet
 
     def run(self) -> list[_Asked]:
-        """All requests, when they have ended. Raises SidestreamError when one fails."""
+        """Run all requests to their ends. Raises SidestreamError when one fails."""
         asked = [self._ask(client, 0) for client in range(self._load.clients)]
         for _ in range(self._load.clients * self._load.rounds):
             try:
@@ -188,8 +186,8 @@ class _Loop:
 
 
 class _Calm(_Loop):
-    """One request of each client at once, and the engine's steps between when all decode and when the first has nearly
-    ended.
+    """One request of each client at once. Records the engine's step histogram when all requests decode, and again when
+    the first has nearly ended.
     """
 
     begun: StepsSoFar | None = None
@@ -209,6 +207,6 @@ class _Calm(_Loop):
         return take
 
     def _steps(self) -> StepsSoFar:
-        """Engine thread."""
+        """Called on the engine thread."""
         histogram = self._engine.parts.metrics.snapshot().histograms["step_seconds"][()]
         return StepsSoFar(time.perf_counter_ns(), histogram.count, histogram.total)

@@ -1,5 +1,5 @@
-"""Figures of several servers in one report: those of earlier runs of `sidestream bench serve` before those of
-this one.
+"""Figures of several servers in one report: first those of earlier runs of `sidestream bench serve`, then those of this
+run.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 from sidestream.cli.bench.report import Figure
 from sidestream.errors import ConfigError
 
-# What `measure.row` makes. The engine in process is no server.
+# Names of the figures that `measure.row` makes for a server; those of the engine in process do not match.
 _ROW = re.compile(
     r"(?P<label>(?:(?!_over_).)+)_(tok_s|ttft_ms_p50|ttft_ms_p99|itl_ms_p50|itl_ms_p99|burst_share)_b\d+|burst_share_b\d+"
 )
@@ -22,14 +22,16 @@ _NO_SERVER = "engine"
 
 @dataclass(frozen=True, slots=True)
 class Earlier:
-    """One earlier result: its servers' figures, and where they come from."""
+    """The servers' figures of one earlier result, and its file."""
 
     figures: tuple[Figure, ...]
     origin: Mapping[str, object]
 
 
 def read_result(path: Path, *, label: str) -> Earlier:
-    """Raises ConfigError for a file that is no such result, or whose figures have the names of this run's."""
+    """Read a result file. Raises ConfigError if it is no such result, or if this run's figures would have the same
+    names.
+    """
     try:
         report = json.loads(path.read_text(encoding="utf-8"))
         found = [
@@ -44,7 +46,7 @@ def read_result(path: Path, *, label: str) -> Earlier:
     for figure in found:
         row = _ROW.fullmatch(figure.name)
         if row is not None and row["label"] == label:
-            raise ConfigError(f"--beside {path} has {figure.name}, as this run will have: give another --label")
+            raise ConfigError(f"--beside {path} has {figure.name}, which this run will also have: give another --label")
         if row is not None and row["label"] != _NO_SERVER:
             rows.append(figure)
     if not rows:
@@ -53,7 +55,7 @@ def read_result(path: Path, *, label: str) -> Earlier:
 
 
 def compared(label: str, figures: Sequence[Figure], earlier: Sequence[Earlier]) -> list[Figure]:
-    """All figures, and tokens a second of each earlier server over those of this one."""
+    """All figures, and the tokens per second of each earlier server divided by those of this one."""
     rows = [figure for result in earlier for figure in result.figures]
     ours = {figure.name: figure.value for figure in figures}
     ratios = []

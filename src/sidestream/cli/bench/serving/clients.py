@@ -1,6 +1,7 @@
-"""Processes that ask a server over keep-alive connections, and note when each byte of its answers arrives.
+"""Processes that send requests to a server over keep-alive connections, and record the arrival time of each received
+piece.
 
-Their HTTP client does nothing else while a run lasts: a common one takes longer for a chunk than the server does.
+Their HTTP client does no other work during a run: a common client needs more time for a chunk than the server does.
 """
 
 from __future__ import annotations
@@ -26,12 +27,12 @@ from sidestream.cli.bench.serving.workload import NEARLY, Workload
 from sidestream.errors import SidestreamError
 
 _PATIENCE_S = 300.0
-_ALONE = 32  # so many clients one process serves with ease
+_ALONE = 32  # number of clients that one process can serve without becoming the bottleneck
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A server that runs, and the model it serves."""
+    """A running server and the name of its model."""
 
     host: str
     port: int
@@ -39,7 +40,7 @@ class Target:
 
     @classmethod
     def at(cls, url: str, model: str) -> Target:
-        """Raises SidestreamError for anything but a plain http URL."""
+        """The target at `url`. Raises SidestreamError for anything but a plain http URL."""
         parts = urlsplit(url)
         if parts.scheme != "http" or not parts.hostname:
             raise SidestreamError(f"{url!r} is no http URL: give one such as http://127.0.0.1:8000")
@@ -70,7 +71,7 @@ class Target:
 
 
 class Clients:
-    """As many processes as `most` clients need not to be what is slow. A context manager."""
+    """Client processes, enough of them that `most` clients are not the bottleneck. A context manager."""
 
     def __init__(self, target: Target, *, most: int) -> None:
         count = 1 if most <= _ALONE else max(1, min(most // _ALONE, len(os.sched_getaffinity(0)) // 4))
@@ -92,10 +93,10 @@ class Clients:
         on_begun: Callable[[], None] = lambda: None,
         on_nearly: Callable[[], None] = lambda: None,
     ) -> tuple[Answer, ...]:
-        """Have all clients ask, and wait for all answers. Raises SidestreamError when one is not as it should be.
+        """Run all clients and wait for all answers. Raises SidestreamError when an answer is invalid.
 
-        on_begun    of a watched workload: every client's first answer has begun
-        on_nearly   of a watched workload: the first answer has nearly ended
+        on_begun    called in a watched workload when every client's first answer has begun
+        on_nearly   called in a watched workload when the first answer has nearly ended
         """
         count = len(self._pipes)
         busy = [pipe for number, pipe in enumerate(self._pipes) if number < load.clients]
@@ -151,13 +152,13 @@ class Clients:
 
 
 def allow_open_files() -> None:
-    """Each connection is an open file, and the usual limit of a shell is 1,024."""
+    """Raise the limit of open files: each connection needs one, and the usual limit of a shell is 1,024."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def _serve_jobs(pipe: Connection, target: Target) -> None:
-    """The process: runs one job after another until the pipe is closed."""
+    """Main function of a client process: runs one job after another until the pipe is closed."""
     allow_open_files()
     while True:
         try:
@@ -177,7 +178,7 @@ async def _answers(pipe: Connection, target: Target, load: Workload, clients: Se
 
 
 class _Run:
-    """One job: the clients of this process, from connecting to their last answers. Lives on one event loop."""
+    """One job: the clients of this process, from their connections to their last answers. Runs on one event loop."""
 
     def __init__(self, pipe: Connection, target: Target, load: Workload, clients: Sequence[int]) -> None:
         self._pipe = pipe
@@ -191,7 +192,7 @@ class _Run:
         self.num_arrivals = 0
 
     async def answers(self) -> list[Answer]:
-        """Connect, wait until all processes have, and ask."""
+        """Connect, wait until the clients of all processes have connected, and run the requests."""
         loop = asyncio.get_running_loop()
         for client in self._clients:
             client.prepare(self._target)
@@ -240,13 +241,15 @@ class _Run:
             self._ended.set_result(None)
 
     def failed(self, error: SidestreamError) -> None:
-        """A client cannot go on: the run has failed."""
+        """A client cannot continue, so the run has failed."""
         if not self._ended.done():
             self._ended.set_exception(error)
 
 
 class _Client(asyncio.Protocol):
-    """One connection: sends a request, keeps what arrives, sends the next when the reply is complete."""
+    """One connection: sends a request, records the reply's bytes, and sends the next request when the reply is
+    complete.
+    """
 
     def __init__(self, run: _Run, number: int) -> None:
         self._run = run
@@ -254,12 +257,12 @@ class _Client(asyncio.Protocol):
         self._requests: list[bytes] = []
         self._sent: list[int] = []
         self._replies: list[Reply] = []
-        self._pieces = 0  # of the reply that arrives; counted only if they are watched
+        self._pieces = 0  # of the present reply; counted only in a watched workload
         self._has_all = False
         self._transport: asyncio.Transport | None = None
 
     def prepare(self, target: Target) -> None:
-        """Word all requests before the first is sent."""
+        """Encode all requests before the first is sent."""
         load = self._run.load
         prompts = (load.prompt(self._number, number) for number in range(load.rounds))
         self._requests = [target.completion(prompt, load.output_tokens) for prompt in prompts]
@@ -278,7 +281,7 @@ class _Client(asyncio.Protocol):
         self._transport.write(self._requests[len(self._sent) - 1])
 
     def data_received(self, data: bytes) -> None:
-        """Keep the bytes with their time."""
+        """Record the bytes with their arrival time."""
         now_ns = time.perf_counter_ns()
         run = self._run
         run.num_arrivals += 1
@@ -310,7 +313,9 @@ class _Client(asyncio.Protocol):
             self._run.nearly()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """A server may close a connection that has been idle for some seconds, but not one in use."""
+        """Fail the run if the reply is incomplete. A server may close a connection after some idle seconds, but not
+        during a reply.
+        """
         if self._has_all:
             return
         self._run.failed(
@@ -323,7 +328,7 @@ class _Client(asyncio.Protocol):
             self._transport.abort()
 
     def answers(self) -> list[Answer]:
-        """Read the replies. Raises SidestreamError for one that is not as it should be."""
+        """Parse the replies. Raises SidestreamError for an invalid one."""
         tokens = self._run.load.output_tokens
         return [
             answer_of(reply, client=self._number, number=number, sent_ns=sent_ns, tokens=tokens)

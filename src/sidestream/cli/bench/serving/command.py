@@ -1,4 +1,4 @@
-"""`sidestream bench serve`: options in, one report out."""
+"""`sidestream bench serve`: reads its options, measures and prints one report."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def serve(
     beside: Beside = None,
     as_json: AsJson = False,
 ) -> None:
-    """Tokens a second, TTFT, ITL and bursts that HTTP clients see, beside the same engine in process."""
+    """Tokens per second, TTFT, ITL and bursts that HTTP clients see, beside the same engine in process."""
     mode = "--slow-readers" if slow_readers else "neither --against nor --slow-readers"
     refuse_unused(context, mode if against is None else "--against")
     if device not in (CPU, CUDA):
@@ -104,7 +104,7 @@ def serve(
 
 @dataclass(frozen=True, slots=True)
 class _Result:
-    """A report's content; `dtype` is None for a server that another process started."""
+    """Content of a report; `dtype` is None for a server that the benchmark did not start."""
 
     name: str
     figures: list[Figure]
@@ -114,7 +114,7 @@ class _Result:
 
 @dataclass(frozen=True, slots=True)
 class _ServedModel:
-    """A model and the options that its server is started with.
+    """A model and the options of its server.
 
     path        the model's directory
     name        the model's name in the report
@@ -129,7 +129,7 @@ class _ServedModel:
     serve_arguments: list[str]
 
     def measure(self, sizes: LoadSizes, on_progress: _OnProgress) -> list[Figure]:
-        """The server's figures beside the engine's."""
+        """The figures of the server and of the engine in process."""
         from sidestream.cli.bench.serving.measure import measure, vocabulary_of
 
         ids = vocabulary_of(self.path)
@@ -146,7 +146,7 @@ class _ServedModel:
     def measure_slow_readers(
         self, slow: int, connections: int, sizes: LoadSizes, on_progress: _OnProgress
     ) -> list[Figure]:
-        """The largest load's figures, with and without clients that read slowly."""
+        """The figures of the largest load, with and without slow readers."""
         from sidestream.cli.bench.serving.measure import vocabulary_of
         from sidestream.cli.bench.serving.stalled import measure_slow_readers
 
@@ -160,7 +160,7 @@ class _ServedModel:
         )
 
     def dtype(self) -> str:
-        """The dtype that the server loads the model in."""
+        """The data type in which the server loads the model."""
         from sidestream.cli.bench.serving.baseline import config_of
         from sidestream.device.choice import torch_device
         from sidestream.models import precision_of
@@ -172,7 +172,7 @@ class _ServedModel:
 def _measure_against(
     url: str, label: str, sizes: LoadSizes, beside: Sequence[Path], on_progress: _OnProgress
 ) -> _Result:
-    """Measure a server that runs already, and compare it with the results in the files `beside`."""
+    """Measure a server that already runs, and compare it with the results in the files `beside`."""
     from sidestream.cli.bench.serving.beside import compared, read_result
     from sidestream.cli.bench.serving.measure import measure_against
     from sidestream.cli.bench.serving.workload import MOST_IDS
@@ -193,7 +193,7 @@ def _model(
     checkpoint: Path | None,
     on_progress: _OnProgress,
 ) -> Iterator[tuple[str, str]]:
-    """The directory of the model that is served, and its name in the report. Raises ConfigError."""
+    """The directory of the served model, and its name in the report. Raises ConfigError."""
     from sidestream.cli.bench.serving.fresh import in_fresh_process
     from sidestream.device.choice import torch_device
     from sidestream.models.catalog import resolve

@@ -1,4 +1,4 @@
-"""One function in a fresh process: what it held of the device is free when it has ended."""
+"""Runs one function in a fresh process, so that all its device memory is free after its end."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ Made = TypeVar("Made")
 
 
 def in_fresh_process(function: Callable[Given, Made], *args: Given.args, **kwargs: Given.kwargs) -> Made:
-    """What `function` returns there. Raises SidestreamError with what it raised of ours, or when the process died."""
+    """The return value of `function`. Raises SidestreamError with the message of a SidestreamError in it, or when the
+    process died.
+    """
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe(duplex=False)
     process = context.Process(target=_run, args=(theirs, function, args, kwargs))
@@ -29,7 +31,7 @@ def in_fresh_process(function: Callable[Given, Made], *args: Given.args, **kwarg
             f"a process of the benchmark ended with code {process.exitcode}: its error is above"
         ) from None
     finally:
-        process.terminate()  # after an interrupt; else it has ended
+        process.terminate()  # still alive only after an interrupt
         process.join()
         ours.close()
     if not done:

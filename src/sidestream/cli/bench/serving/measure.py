@@ -1,4 +1,4 @@
-"""The figures of a server beside those of the same engine in process, and of any server that runs already."""
+"""The figures of a server compared with the same engine in process, and the figures of any server that already runs."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ _MODEL = "measured"
 class Limits:
     """The bounds for one model on one kind of device.
 
-    over_engine   tokens a second through HTTP, over those of the engine in process
-    sizes         numbers of clients that this and the share of bursts are bounded for
-    on_gpu        whether times are bounded, too
+    over_engine   lower bound of tokens per second through HTTP divided by those of the engine in process
+    sizes         numbers of clients for which `over_engine` and the share of bursts have bounds
+    on_gpu        whether times have bounds, too
     """
 
     over_engine: float
@@ -49,7 +49,7 @@ LIMITS = {
     ("llama-3.2-1b", CUDA): Limits(0.90, _GPU_SIZES, on_gpu=True),
     ("smollm2-135m-instruct", CPU): Limits(0.95, frozenset({8}), on_gpu=False),
 }
-"""By the model's or shape's name and the device. Others have no bounds."""
+"""By the model's or shape's name and the device. Other combinations have no bounds."""
 _NO_LIMITS = Limits(0.0, frozenset(), on_gpu=False)
 
 
@@ -63,15 +63,16 @@ def measure(
     serve_arguments: Sequence[str],
     on_progress: Callable[[str], None],
 ) -> list[Figure]:
-    """Ask the engine in process, and a server in front of the same engine, the same; never both at once. Figures are
-    medians.
+    """Run the same requests on the engine in process and on a server with the same engine, never on both at once.
+    Figures are medians.
 
-    repetitions       the requests of each repetition. On a CPU, engine and server answer them in turn, because a
-                      machine's speed drifts within minutes. A GPU has no room for both engines: there the server starts
-                      when the engine has ended
-    path              the model's directory; `name`: what its bounds are known by, with the device
-    engine_arguments  options of `sidestream serve` for the engine; both have them
-    serve_arguments   its other options
+    path               the model's directory
+    name               the key of the bounds in `LIMITS`, with the device
+    repetitions        the requests of each repetition. On a CPU, engine and server alternate, because the speed of a
+                       machine drifts within minutes. A GPU has no room for both engines: the server starts after the
+                       engine's end
+    engine_arguments   engine options of `sidestream serve`, for both
+    serve_arguments    the server's other options
     """
     arguments = [*engine_arguments, *serve_arguments, "--served-model-name", _MODEL]
     limits = LIMITS.get((name, device), _NO_LIMITS)
@@ -96,7 +97,7 @@ def measure(
 
 
 def medians(repetitions: Sequence[Sequence[Figure]]) -> list[Figure]:
-    """Each figure's median over repetitions; one that a repetition lacks, over the others."""
+    """The median of each figure over the repetitions that have it."""
     named: dict[str, list[Figure]] = {}
     for figures in repetitions:
         for figure in figures:
@@ -107,7 +108,9 @@ def medians(repetitions: Sequence[Sequence[Figure]]) -> list[Figure]:
 def _figures(
     served: Sequence[Measured], engine: Sequence[Measured], sizes: Sequence[int], limits: Limits, *, exact: bool
 ) -> list[Figure]:
-    """All figures of one repetition. `exact`: the same prompts get the same texts, whatever runs beside them."""
+    """All figures of one repetition. `exact`: equal prompts must get equal texts, independent of the other requests in
+    a batch.
+    """
     figures: list[Figure] = []
     for size, ours, alone in zip(sizes, served, engine, strict=True):
         figures += _compared(size, ours, alone, limits)
@@ -126,7 +129,7 @@ def _figures(
 def measure_url(
     url: str, model: str, loads: Sequence[Loads], on_progress: Callable[[str], None], *, steps: bool
 ) -> list[Measured]:
-    """Ask a server that runs. `steps`: read the engine's step times from the /metrics of a Sidestream server."""
+    """Measure a running server. `steps`: read the engine's step times from the /metrics of a Sidestream server."""
     measured = []
     with Clients(Target.at(url, model), most=max(load.loop.clients for load in loads)) as clients:
         for load in loads:
@@ -150,11 +153,11 @@ def measure_url(
 
 
 def row(label: str, size: int, measured: Measured, *, burst: Bound | None = None) -> list[Figure]:
-    """What clients of one server saw, in figures whose names begin with `label`."""
+    """Figures of the clients of one server; their names begin with `label`."""
     window = full_window(measured.loop)
     firsts, gaps = ttfts_ms(measured.loop, window), gaps_ms(measured.loop, window)
     if not firsts or not gaps:
-        raise SidestreamError("no request began while all clients were busy: ask for more rounds or tokens")
+        raise SidestreamError("no request began while all clients were busy: use more rounds or tokens")
     return [
         Figure(f"{label}_tok_s_b{size}", tokens_per_second(measured.loop, window), "tokens/s"),
         Figure(f"{label}_ttft_ms_p50_b{size}", percentile(firsts, 50), "ms"),
@@ -213,16 +216,16 @@ def _texts(measured: Measured) -> list[str]:
 def measure_against(
     url: str, *, label: str, loads: Sequence[Loads], on_progress: Callable[[str], None]
 ) -> list[Figure]:
-    """Ask a server that runs already, of any make. Raises SidestreamError when it serves no model."""
+    """Measure a server of any make that already runs. Raises SidestreamError when it serves no model."""
     url = url.rstrip("/")
-    Target.at(url, "")  # refuses what is no http URL before anything is fetched
+    Target.at(url, "")  # reject an invalid URL before any request
     model = served_model(url)
     measured = measure_url(url, model, loads, on_progress, steps=False)
     return [figure for load, one in zip(loads, measured, strict=True) for figure in row(label, load.loop.clients, one)]
 
 
 def served_model(url: str) -> str:
-    """The name of the model that a server serves, by its /v1/models. Raises SidestreamError."""
+    """The name of the served model, from /v1/models. Raises SidestreamError."""
     try:
         name = json.loads(fetch(f"{url}/v1/models"))["data"][0]["id"]
     except (ValueError, LookupError, TypeError) as error:
@@ -233,7 +236,7 @@ def served_model(url: str) -> str:
 
 
 def vocabulary_of(path: str) -> int:
-    """Token ids that a checkpoint's model has. Raises ModelError."""
+    """Vocabulary size of a checkpoint's model. Raises ModelError."""
     from sidestream.models.directory import read_json
     from sidestream.models.loader import config_directory
 

@@ -1,4 +1,4 @@
-"""The options of `sidestream bench serve`, and the numbers of clients, tokens and repetitions that they ask for."""
+"""The options of `sidestream bench serve`, and the numbers of clients, tokens and repetitions that they select."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _DEFAULT_CLIENTS = {CPU: "1,8", CUDA: "1,32,128,256"}
 _DEFAULT_PROMPT_TOKENS = {CPU: 64, CUDA: 512}
 _DEFAULT_OUTPUT_TOKENS = {CPU: 64, CUDA: 128}
 _DEFAULT_REPETITIONS = {CPU: 5, CUDA: 1}
-# Parameters that each mode would ignore.
+# Parameters that have no effect in each mode.
 _UNUSED = {
     "--against": {
         "model",
@@ -51,7 +51,7 @@ TokenizerDir = Annotated[
     option(
         "--tokenizer",
         metavar="DIR",
-        help="Model whose tokenizer random weights get.",
+        help="Model whose tokenizer goes with the random weights.",
         show_default="the demo model",
     ),
 ]
@@ -60,7 +60,7 @@ CheckpointDir = Annotated[
     option(
         "--checkpoint",
         metavar="DIR",
-        help="Keep random weights here for further runs.",
+        help="Directory that keeps the random weights for later runs.",
         show_default="a temporary directory",
     ),
 ]
@@ -81,7 +81,7 @@ OutputTokens = Annotated[
 Rounds = Annotated[
     int,
     option(
-        "--rounds", metavar="N", help="Requests that each client sends in turn; one client: 17 or more.", parse=whole
+        "--rounds", metavar="N", help="Consecutive requests of each client; at least 17 for one client.", parse=whole
     ),
 ]
 Repetitions = Annotated[
@@ -89,7 +89,7 @@ Repetitions = Annotated[
     option(
         "--repetitions",
         metavar="N",
-        help="Times that engine and server are measured in turn; figures are medians.",
+        help="Repetitions; engine and server alternate; figures are medians.",
         show_default="5; on a GPU 1",
         parse=whole,
     ),
@@ -117,7 +117,7 @@ SlowReaders = Annotated[
     option(
         "--slow-readers",
         metavar="N",
-        help="Measure instead what N clients that read a byte a second cost the others.",
+        help="Instead, measure how N clients that read one byte per second slow down the others.",
         parse=whole,
     ),
 ]
@@ -126,15 +126,15 @@ Connections = Annotated[
     option(
         "--connections",
         metavar="N",
-        help="With --slow-readers, open connections in all; the rest is idle.",
+        help="With --slow-readers, total of open connections; the others stay idle.",
         parse=whole,
     ),
 ]
 Against = Annotated[
     str | None,
-    option("--against", metavar="URL", help="Measure a server that runs already, of any make.", show_default=False),
+    option("--against", metavar="URL", help="Measure a running server of any make.", show_default=False),
 ]
-Label = Annotated[str, option("--label", metavar="NAME", help="With --against, start of its figures' names.")]
+Label = Annotated[str, option("--label", metavar="NAME", help="With --against, prefix of the figures' names.")]
 Beside = Annotated[
     list[Path] | None,
     option(
@@ -148,11 +148,11 @@ Beside = Annotated[
 
 @dataclass(frozen=True, slots=True)
 class LoadSizes:
-    """The numbers that describe the load.
+    """The size of the load.
 
-    clients       numbers of clients, each measured by itself
-    rounds        requests that each client sends in turn
-    repetitions   times that engine and server are measured in turn
+    clients       numbers of clients, each measured separately
+    rounds        consecutive requests of each client
+    repetitions   repetitions in which engine and server alternate
     """
 
     clients: tuple[int, ...]
@@ -206,14 +206,14 @@ class LoadSizes:
 
 
 def refuse_unused(context: typer.Context, mode: str) -> None:
-    """Raise ConfigError for an option on the command line that `mode` would ignore."""
+    """Raise ConfigError for an option on the command line that has no effect in `mode`."""
     for name in sorted(_UNUSED[mode]):
         if was_given(context, name):
             raise ConfigError(f"{label(name)} is {context.params[name]!r}, which is not used with {mode}: leave it out")
 
 
 def serve_arguments(options: list[str] | None) -> list[str]:
-    """`NAME=VALUE`, or `NAME` of an option without a value, as arguments of `sidestream serve`."""
+    """Turn `NAME=VALUE`, or `NAME` for an option without a value, into arguments of `sidestream serve`."""
     return [f"--{name.removeprefix('--')}" for name in options or ()]
 
 

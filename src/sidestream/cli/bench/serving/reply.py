@@ -1,7 +1,6 @@
-"""One HTTP/1.1 reply as its bytes arrive, and its server-sent events with the time of each. Pure.
+"""One HTTP/1.1 reply as its bytes arrive, and its server-sent events with the arrival time of each. Pure.
 
-While bytes arrive, they are only kept: whatever a client does then is measured as the server's. They are read when the
-run has ended.
+The bytes are only stored during the run and parsed after it: parsing during the run would count as the server's time.
 """
 
 from __future__ import annotations
@@ -23,24 +22,24 @@ _EVENT_END = re.compile(rb"\r\n\r\n|\n\n")
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """The data of one event; `time_ns`: when its last byte arrived, by `time.perf_counter_ns`."""
+    """The data of one event; `time_ns`: arrival time of its last byte, by `time.perf_counter_ns`."""
 
     time_ns: int
     data: bytes
 
 
 class Reply:
-    """Takes the bytes of one reply. Written by one event loop."""
+    """Collects the bytes of one reply. Written by one event loop."""
 
     def __init__(self) -> None:
         self._arrivals: list[tuple[int, bytes]] = []
-        self._end = b""  # the last bytes so far, as many as the end of a reply has
+        self._end = b""  # the last bytes so far, up to the length of `_LAST_CHUNK`
         self._head: bytes | None = None
-        self._missing: int | None = None  # bytes of a body of known length; None: it comes in chunks
+        self._missing: int | None = None  # missing bytes of a body of known length; None: chunked
 
     def take(self, data: bytes, now_ns: int) -> bool:
-        """Keep bytes; returns whether the reply is complete. Raises SidestreamError for a reply whose end cannot be
-        told.
+        """Store bytes; returns whether the reply is complete. Raises SidestreamError for a reply without a detectable
+        end.
         """
         self._arrivals.append((now_ns, data))
         if self._head is None:
@@ -81,7 +80,7 @@ class Reply:
         return self._body()[0]
 
     def events(self) -> Iterator[Event]:
-        """The events of a complete reply. Comments have no data, and are left out."""
+        """The events of a complete reply. Comments are skipped: they have no data."""
         body, starts = self._body()
         ends = list(accumulate(len(data) for _, data in self._arrivals))
         at = 0
@@ -95,7 +94,7 @@ class Reply:
                 yield Event(self._arrivals[bisect_left(ends, last_byte + 1)][0], data)
 
     def _body(self) -> tuple[bytes, list[tuple[int, int]]]:
-        """The body, and where each of its chunks starts: there and among the bytes that arrived."""
+        """The body, and the start of each of its chunks: offset in the body, and offset in the received bytes."""
         raw = self._raw
         at = raw.index(_HEAD_END) + len(_HEAD_END)
         if self._missing is not None:

@@ -1,4 +1,4 @@
-"""`sidestream serve` as a user starts it, in a process of its own: its URL, its metrics, its memory, its end."""
+"""`sidestream serve` in a separate process, as a user starts it: its URL, its metrics, its memory, its end."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ _PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
 class Server:
-    """A server that runs until the end of the `with`, whatever happens in it."""
+    """A server that runs until the end of the `with` block, also when the block raises."""
 
     def __init__(self, model: str, arguments: Sequence[str]) -> None:
-        """Start it and wait until it is ready. Raises SidestreamError, with the end of its log, when it does not become
-        so.
+        """Start the server and wait until it is ready. Raises SidestreamError with the end of its log when it does not
+        become ready.
         """
         command = [
             sys.executable,
@@ -46,8 +46,8 @@ class Server:
             *arguments,
         ]
         self._log = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115 - lives as long as the process
-        # A session of its own: an interrupt from the terminal reaches this process only, and at the end all of the
-        # server's can be killed.
+        # A separate session: an interrupt from the terminal reaches only this process, and at the end all processes of
+        # the server can be killed.
         self._process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=self._log, start_new_session=True)
         try:
             self.url = self._url()
@@ -81,15 +81,15 @@ class Server:
         return "\n".join(self._log.read().strip().splitlines()[-20:]) or "it logged nothing"
 
     def front_end_bytes(self) -> int:
-        """Resident memory of the server's processes without the one that holds the engine, which is the largest child.
+        """Resident memory of the server's processes, without the engine's process, which is the largest child.
 
-        Of a server that is one process: all of it.
+        For a server that is one process: the memory of that process.
         """
         children = sorted(_resident_bytes(pid) for pid in _descendants(self._process.pid))
         return _resident_bytes(self._process.pid) + sum(children[:-1])
 
     def close(self) -> None:
-        """Interrupt it, wait for its end, and kill what is left after a minute."""
+        """Interrupt the server, wait for its end, and kill its remaining processes after a minute."""
         for sign in (signal.SIGINT, signal.SIGTERM):
             if self._process.poll() is None:
                 self._process.send_signal(sign)
@@ -112,7 +112,7 @@ class Server:
 
 
 def fetch(url: str) -> bytes:
-    """The body of a GET. Raises SidestreamError when there is none."""
+    """The body of a GET. Raises SidestreamError when the request fails."""
     try:
         with urllib.request.urlopen(url, timeout=_TIMEOUT_S) as reply:
             body: bytes = reply.read()
@@ -122,7 +122,7 @@ def fetch(url: str) -> bytes:
 
 
 def metric(page: str, name: str) -> float:
-    """A metric without labels on a page of /metrics. Raises SidestreamError when it is not there."""
+    """The value of a metric without labels on a /metrics page. Raises SidestreamError when the page lacks it."""
     found = re.search(rf"^{re.escape(name)} (\S+)$", page, re.MULTILINE)
     if found is None:
         raise SidestreamError(f"the server's /metrics has no {name}")
@@ -131,7 +131,7 @@ def metric(page: str, name: str) -> float:
 
 @contextlib.contextmanager
 def ended_by_sigterm() -> Iterator[None]:
-    """Inside, SIGTERM ends this process as an exception does, so that what it started is stopped."""
+    """Inside the block, SIGTERM raises an exception in this process, so that the processes it started are stopped."""
 
     def leave(number: int, frame: object) -> None:
         raise SystemExit(128 + number)
@@ -144,7 +144,7 @@ def ended_by_sigterm() -> Iterator[None]:
 
 
 def _descendants(pid: int) -> list[int]:
-    """Processes that a process has started, and those that they have."""
+    """All descendants of a process."""
     found: list[int] = []
     for children in Path(f"/proc/{pid}/task").glob("*/children"):
         for child in children.read_text().split():
@@ -156,4 +156,4 @@ def _resident_bytes(pid: int) -> int:
     try:
         return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * _PAGE
     except (FileNotFoundError, ProcessLookupError):
-        return 0  # it has ended
+        return 0  # the process has ended

@@ -1,4 +1,4 @@
-"""What clients that hardly read cost the others, and what a server holds in memory for them."""
+"""How much slow readers slow down the other clients, and how much memory a server uses for them."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from sidestream.errors import ConfigError, SidestreamError
 
 _MODEL = "measured"
 _READ_PERIOD_S = 1.0
-_RECEIVE_BUFFER = 4096  # bytes; the kernel must not take a whole answer for a client that does not read it
-_LOGPROBS = 5  # of slow readers' answers: ten times the bytes
+_RECEIVE_BUFFER = 4096  # bytes; small, so that the kernel does not buffer a whole answer for a slow reader
+_LOGPROBS = 5  # of slow readers' answers: this makes them ten times as large
 _PATIENCE_S = 600.0
 _POLL_S = 0.5
 
@@ -35,11 +35,12 @@ def measure_slow_readers(
     arguments: Sequence[str],
     on_progress: Callable[[str], None],
 ) -> list[Figure]:
-    """Tokens a second of `load`'s clients while `slow` others read a byte a second, over the mean of before and after.
+    """Tokens per second of `load`'s clients while `slow` others read one byte per second, divided by the mean of before
+    and after.
 
-    It is measured when the engine has drawn all that slow readers asked for: what is left of them is the server's to
-    hold. `connections`: in all; those that are neither slow nor asking are idle, all the time. Raises ConfigError when
-    they are too few.
+    The measurement begins when the engine has generated all tokens of the slow readers, so that the server holds their
+    remaining bytes. `connections`: the total; those that are neither slow nor in use stay idle. Raises ConfigError when
+    there are too few.
     """
     idle = connections - slow - load.loop.clients
     if idle < 0:
@@ -111,12 +112,12 @@ class _Crowd:
         theirs.close()
 
     def hold(self, idle: int) -> None:
-        """Open idle connections; those that the server cuts are opened again."""
+        """Open idle connections, and reopen those that the server closes."""
         self._order(("idle", idle))
 
     def ask(self, load: Workload) -> None:
-        """Send a request on each of as many new connections as `load` has clients, and read a byte a second of the
-        answers.
+        """Send a request on each of as many new connections as `load` has clients, and read the answers at one byte per
+        second.
         """
         self._order(("slow", load))
 
@@ -144,7 +145,7 @@ class _Crowd:
 
 
 def _hold(pipe: Connection, target: Target) -> None:
-    """The process: carries out orders, and in between reads a byte of each slow reader in each period."""
+    """Main function of the process: executes orders, and between them reads one byte of each slow reader per period."""
     allow_open_files()
     idle: list[socket.socket] = []
     slow: list[socket.socket] = []
@@ -175,7 +176,7 @@ def _connect(target: Target) -> socket.socket:
     one = socket.socket()
     one.setsockopt(
         socket.SOL_SOCKET, socket.SO_RCVBUF, _RECEIVE_BUFFER
-    )  # before it connects: the window is agreed on then
+    )  # set before the connection, because the handshake fixes the window
     one.connect((target.host, target.port))
     one.setblocking(False)
     return one
@@ -190,7 +191,7 @@ def _ask(target: Target, load: Workload, client: int) -> socket.socket:
 
 
 def _read_one(one: socket.socket) -> bytes | None:
-    """A byte; empty when the server has closed the connection; None: nothing has come."""
+    """Read one byte; empty when the server has closed the connection; None: nothing has arrived."""
     try:
         return one.recv(1)
     except BlockingIOError:

@@ -1,4 +1,4 @@
-"""The requests that a server and an engine in process are both measured with. Pure."""
+"""The requests that both a server and an engine in process are measured with. Pure."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ import random
 from dataclasses import dataclass
 
 _FIRST_ID = 3  # tokenizers put special tokens first
-MOST_IDS = 32_000  # every vocabulary of a served model is larger, so any server can be asked the same
+MOST_IDS = 32_000  # smaller than the vocabulary of every served model, so all servers can get the same prompts
 
 NEARLY = 0.85
-"""Share of its tokens at which an answer has nearly ended."""
-_FEWEST_ASKED = 16  # requests of which a median TTFT is taken
+"""Share of an answer's tokens at which it counts as nearly ended."""
+_FEWEST_ASKED = 16  # least number of requests for a median TTFT
 _WARM_TOKENS = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """A closed loop: each client sends its next request when its former one has ended.
+    """A closed loop: each client sends its next request when its previous one has ended.
 
-    seed      no two workloads of different seeds share a prompt, so nothing is found in a prefix cache
+    seed      workloads of different seeds share no prompt, so a prefix cache finds nothing
     ids       prompt tokens are drawn from [3, ids)
-    watched   report when all first requests have begun to answer, and when one of them has nearly ended
+    watched   report when all clients' first answers have begun, and when the first has nearly ended
     """
 
     seed: str
@@ -32,14 +32,14 @@ class Workload:
     watched: bool = False
 
     def prompt(self, client: int, number: int) -> list[int]:
-        """The prompt of a client's request in a round."""
+        """The prompt of a client's request in round `number`."""
         drawn = random.Random(f"{self.seed}/{self.clients}/{client}/{number}")
         return drawn.choices(range(_FIRST_ID, min(self.ids, MOST_IDS)), k=self.prompt_tokens)
 
 
 @dataclass(frozen=True, slots=True)
 class Loads:
-    """What is asked with one number of clients: to warm up, the closed loop, and one longer request of each at once."""
+    """The workloads for one number of clients: warm-up, the closed loop, one longer request per client."""
 
     warm: Workload
     loop: Workload
@@ -49,7 +49,7 @@ class Loads:
 def loads_of(
     *, clients: int, rounds: int, prompt_tokens: int, output_tokens: int, ids: int, repetition: int = 0
 ) -> Loads:
-    """Few clients have more rounds: at least 16 requests follow the ramp. Each repetition has prompts of its own."""
+    """Few clients get more rounds: at least 16 requests follow the ramp. Each repetition has different prompts."""
     rounds = max(rounds, -(-_FEWEST_ASKED // clients) + 1)
     return Loads(
         Workload(f"warm {repetition}", clients, 1, prompt_tokens, min(_WARM_TOKENS, output_tokens), ids),

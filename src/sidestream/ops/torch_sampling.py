@@ -1,5 +1,5 @@
-"""The sampler: penalties, filters and one random token for each row of logits. Triton kernels on a GPU, which a CUDA
-graph may capture; torch elsewhere.
+"""The sampler in torch: penalties, filters and one random token for each row of logits, by the options of its request
+slot.
 
 **Same seed, same tokens, whatever else runs.** Probabilities are whole numbers (weights), so their sums are exact in
 any order and with any tiling. A filter is a lower bound of the weight, found without sorting. No token depends on the
@@ -11,9 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sidestream.runner.rules import uniforms
-from sidestream.runner.state import DecodeState
-from sidestream.speculate import argmax, devices
+from sidestream.ops.rules import SamplingTensors, uniforms
 
 # Weight of the likeliest token. A token that is 2**-40 times as likely has weight 0; the sum over any vocabulary stays
 # below 2**63.
@@ -23,43 +21,38 @@ UNIT = 2.0**40
 SMALLEST, LARGEST = 2.0**-100, 2.0**100
 
 
-def draw(logits: Tensor, slots: Tensor, output_indices: Tensor, state: DecodeState) -> tuple[Tensor, Tensor]:
-    """Tokens, int64 `[N]`, and whether each row of logits is finite, bool `[N]`; the token of a row that is not is 0.
+def argmax(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """See `Ops.argmax`."""
+    finite = logits.amax(-1).isfinite()
+    return torch.where(finite, logits.argmax(-1), 0), finite
 
-    logits `[N, vocab_size]`, float32, bfloat16 or float16 · slots int64 `[N]`: request slot of each row ·
-    output_indices int64 `[N]`: number of tokens that the request has output before. Enqueues on the current stream; on
-    a GPU it reads nothing back.
-    """
+
+def draw(logits: Tensor, slots: Tensor, output_indices: Tensor, rules: SamplingTensors) -> tuple[Tensor, Tensor]:
+    """See `Ops.draw`."""
     tokens, finite = argmax(logits)
-    if devices.has_kernels(logits):
-        from sidestream.runner import launch  # Triton, which a CPU does not need
-
-        launch.draw(logits, slots, output_indices, finite, state.rules, tokens)
-        return tokens, finite
-    random = (finite & (state.rules["temperature"][slots] > 0)).nonzero().squeeze(1)
+    random = (finite & (rules["temperature"][slots] > 0)).nonzero().squeeze(1)
     if len(random):
         everything = len(random) == len(tokens)
-        drawn = _draw_random(logits if everything else logits[random], slots[random], output_indices[random], state)
+        drawn = _draw_random(logits if everything else logits[random], slots[random], output_indices[random], rules)
         tokens = tokens.index_copy(0, random, drawn)
     return tokens, finite
 
 
-def penalise(logits: Tensor, slots: Tensor, state: DecodeState, *, drafted: Tensor | None = None) -> Tensor:
-    """The logits as float32 with the penalties of their requests applied, `[N, vocab_size]`. Overwrites float32 logits.
-
-    slots int64 `[N]`: request slot of each row · drafted int64 `[N, K]`: drafts between the request's last token and
-    the row, which count as output; -1 where there is none
-    """
-    if devices.has_kernels(logits):
-        from sidestream.runner import launch  # Triton, which a CPU does not need
-
-        return launch.penalise(logits, slots, state, drafted)
-    logits, rules = logits.float(), state.rules
+def penalise(
+    logits: Tensor,
+    slots: Tensor,
+    rules: SamplingTensors,
+    output_counts: Tensor,
+    in_prompt: Tensor,
+    drafted: Tensor | None,
+) -> Tensor:
+    """See `Ops.penalise`."""
+    logits = logits.float()
     which = rules.penalised[slots].nonzero().squeeze(1)
     if not len(which):
         return logits
     penalised, slots = logits[which], slots[which]
-    counts, in_prompt = state.seen(slots)
+    counts, in_prompt = output_counts[slots], in_prompt[slots]
     if drafted is not None:
         before = drafted[which]
         counts.scatter_add_(1, before.clamp(min=0), (before >= 0).to(counts.dtype))
@@ -92,9 +85,8 @@ def probability_floor(powers: Tensor, measure: Tensor, limit: Tensor) -> Tensor:
     return base.view(torch.float32)
 
 
-def _draw_random(logits: Tensor, slots: Tensor, output_indices: Tensor, state: DecodeState) -> Tensor:
+def _draw_random(logits: Tensor, slots: Tensor, output_indices: Tensor, rules: SamplingTensors) -> Tensor:
     """Ids drawn by inverse CDF, `[R]`, for finite rows whose temperature is not 0."""
-    rules = state.rules
     # The maximum is subtracted first, so that no temperature makes a power overflow.
     powers = logits.float()
     powers = (

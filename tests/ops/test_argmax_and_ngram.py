@@ -7,13 +7,13 @@ import random
 import pytest
 import torch
 
-from sidestream.speculate import Context, NgramProposer, argmax
+from sidestream.ops import TorchOps
 
 pytest.importorskip(
     "triton", reason="triton is not installed: it comes with torch on Linux x86-64, or with the dev extra"
 )
 
-from sidestream.speculate import launch
+from sidestream.ops.triton_ops import TritonOps
 
 HERE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = [pytest.mark.gpu] if HERE == "cuda" else []
@@ -33,8 +33,8 @@ def test_argmax_takes_the_lowest_id_and_marks_rows_that_are_not_finite(
     logits[3] = -torch.inf
     logits[4, : width - 1] = -torch.inf
 
-    tokens, finite = launch.argmax(logits.to(HERE))
-    wanted, wanted_finite = argmax(logits)
+    tokens, finite = TritonOps().argmax(logits.to(HERE))
+    wanted, wanted_finite = TorchOps().argmax(logits)
 
     assert (tokens.tolist(), finite.tolist()) == (wanted.tolist(), wanted_finite.tolist())
     assert wanted_finite.tolist() == [False, False, True, False, True, True]
@@ -43,23 +43,20 @@ def test_argmax_takes_the_lowest_id_and_marks_rows_that_are_not_finite(
 
 def test_argmax_of_some_columns() -> None:
     logits = torch.randn(5, 9000, generator=torch.Generator().manual_seed(3)).to(HERE)
-    assert launch.argmax(logits[:, :5000])[0].tolist() == logits[:, :5000].cpu().argmax(-1).tolist()
+    assert TritonOps().argmax(logits[:, :5000])[0].tolist() == logits[:, :5000].cpu().argmax(-1).tolist()
 
 
 @pytest.mark.parametrize(("longest", "shortest"), [(4, 1), (2, 2), (3, 1)])
 @pytest.mark.parametrize("seed", SEEDS)
-def test_look_up_finds_the_longest_earlier_occurrence(seed: int, longest: int, shortest: int) -> None:
+def test_ngram_finds_the_longest_earlier_occurrence(seed: int, longest: int, shortest: int) -> None:
     rng, draws = random.Random(seed), torch.Generator().manual_seed(seed)
     width = rng.choice([9, 1500])
     history = torch.randint(rng.choice([2, 5, 60]), (7, width + 1), generator=draws, dtype=torch.int32)
     rows = torch.tensor(rng.sample(range(7), 4))
     lengths = torch.tensor([1, 2, width, rng.randint(1, width)])
-    context = Context(
-        history[:, :-1], rows, lengths, rows, torch.empty(4, 0), lambda positions: pytest.fail("it attends")
-    )
 
-    wanted = NgramProposer(longest=longest, shortest=shortest).propose(context, 5)
-    got = launch.look_up(
+    wanted = TorchOps().match_ngram(history[:, :-1], rows, lengths, 5, longest=longest, shortest=shortest)
+    got = TritonOps().match_ngram(
         history.to(HERE)[:, :-1], rows.to(HERE), lengths.to(HERE), 5, longest=longest, shortest=shortest
     )
 

@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from sidestream.runner.draw import LARGEST, SMALLEST, UNIT, _filter, draw, penalise
+from sidestream.ops import TorchOps
+from sidestream.ops.torch_sampling import LARGEST, SMALLEST, UNIT, _filter
 from sidestream.runner.state import DecodeState
-from sidestream.speculate import argmax
 from sidestream.types import RowStart
 
 pytest.importorskip(
@@ -21,7 +21,7 @@ pytest.importorskip(
 )
 
 from sidestream.config import SAMPLING_OPTIONS, SamplingParams
-from sidestream.runner import launch
+from sidestream.ops import triton_ops
 
 HERE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = [pytest.mark.gpu] if HERE == "cuda" else []
@@ -90,7 +90,7 @@ def between(logits: Tensor, place: int, row: int, state: DecodeState, ends: list
 def test_rows_draw_what_their_rules_say(
     seed: int, width: int, programs: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(launch, "_PROGRAMS", programs)  # into how many parts a row is cut
+    monkeypatch.setattr(triton_ops, "_PROGRAMS", programs)  # into how many parts a row is cut
     generator, count = torch.Generator().manual_seed(seed), len(ASKED)
     here, there = states(ASKED, width, seed)
     logits = (torch.randn(2 * count + 4, width, generator=generator) * 3).to(dtype)
@@ -100,10 +100,9 @@ def test_rows_draw_what_their_rules_say(
     rows = torch.tensor([*range(count), *reversed(range(count)), *[here.padding_slot] * 4])
     indices = torch.randint(0, 1000, (len(rows),), generator=generator)
 
-    wanted, wanted_finite = draw(logits, rows, indices, here)
+    wanted, wanted_finite = TorchOps().draw(logits, rows, indices, here.rules.numbers)
     moved = logits.to(HERE)
-    tokens, finite = launch_argmax(moved)
-    launch.draw(moved, rows.to(HERE), indices.to(HERE), finite, there.rules, tokens)
+    tokens, finite = triton_ops.TritonOps().draw(moved, rows.to(HERE), indices.to(HERE), there.rules.numbers)
 
     assert finite.tolist() == wanted_finite.tolist() and not finite[0] and not finite[1]
     drawn, different = tokens.tolist(), 0
@@ -112,7 +111,7 @@ def test_rows_draw_what_their_rules_say(
             different += 1
             assert between(logits, place, row, here, [drawn[place], expected]) < 1e-5, (place, row)
     assert different <= 1
-    assert tokens[-4:].tolist() == argmax(logits)[0][-4:].tolist()  # nobody's
+    assert tokens[-4:].tolist() == TorchOps().argmax(logits)[0][-4:].tolist()  # of padding
 
 
 @pytest.mark.parametrize(
@@ -139,12 +138,11 @@ def test_filters_keep_so_many_and_no_other(asked: dict[str, object], kept: int, 
     rows, indices = torch.zeros(draws, dtype=torch.int64), torch.arange(draws)
 
     moved = logits.to(HERE)
-    tokens, finite = launch_argmax(moved)
-    launch.draw(moved, rows.to(HERE), indices.to(HERE), finite, there.rules, tokens)
+    tokens, _ = triton_ops.TritonOps().draw(moved, rows.to(HERE), indices.to(HERE), there.rules.numbers)
 
     likeliest_first = order.sort(descending=True).indices.tolist()
     assert set(tokens.tolist()) == set(likeliest_first[:kept])
-    assert tokens.tolist() == draw(logits, rows, indices, here)[0].tolist()
+    assert tokens.tolist() == TorchOps().draw(logits, rows, indices, here.rules.numbers)[0].tolist()
 
 
 def test_a_vocabulary_of_more_tiles_than_a_row_has_parts() -> None:
@@ -154,17 +152,10 @@ def test_a_vocabulary_of_more_tiles_than_a_row_has_parts() -> None:
     rows, indices = torch.arange(2), torch.tensor([3, 4])
 
     moved = logits.to(HERE)
-    tokens, finite = launch_argmax(moved)
-    launch.draw(moved, rows.to(HERE), indices.to(HERE), finite, there.rules, tokens)
+    tokens, _ = triton_ops.TritonOps().draw(moved, rows.to(HERE), indices.to(HERE), there.rules.numbers)
 
-    for row, expected in enumerate(draw(logits, rows, indices, here)[0].tolist()):
+    for row, expected in enumerate(TorchOps().draw(logits, rows, indices, here.rules.numbers)[0].tolist()):
         assert tokens[row] == expected or between(logits, row, row, here, [int(tokens[row]), expected]) < 1e-5
-
-
-def launch_argmax(logits: Tensor) -> tuple[Tensor, Tensor]:
-    from sidestream.speculate import launch as drafting
-
-    return drafting.argmax(logits)
 
 
 @pytest.mark.parametrize("drafted", [True, False])
@@ -179,8 +170,9 @@ def test_penalties(seed: int, width: int, stride: int, dtype: torch.dtype, draft
     before = torch.randint(-1, width, (9, 3), generator=generator) if drafted else None
 
     moved = torch.empty_strided(logits.shape, logits.stride(), dtype=dtype, device=HERE).copy_(logits)
-    got = launch.penalise(moved, rows.to(HERE), there, None if before is None else before.to(HERE))
-    wanted = penalise(logits.clone(), rows, here, drafted=before)
+    drafts = None if before is None else before.to(HERE)
+    got = triton_ops.TritonOps().penalise(moved, rows.to(HERE), there.rules.numbers, *there.seen_tables(), drafts)
+    wanted = TorchOps().penalise(logits.clone(), rows, here.rules.numbers, *here.seen_tables(), before)
 
     assert wanted.dtype == got.dtype == torch.float32
     torch.testing.assert_close(got.cpu(), wanted, rtol=1e-6, atol=1e-6)

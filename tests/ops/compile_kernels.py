@@ -11,8 +11,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from sidestream.attention.triton import kernels as attention
-from sidestream.runner import kernels as runner
-from sidestream.speculate import kernels as speculate
+from sidestream.ops import draft_kernels, step_kernels
 
 TARGET = GPUTarget("cuda", 90, 32)
 LONG, INT, BF16, FLOAT = "*i64", "*i32", "*bf16", "*fp32"
@@ -34,30 +33,31 @@ def compiled(
     print(kernel.fn.__name__)
 
 
-compiled(runner.change_tables, LONG, LONG, INT, "i32")
-compiled(runner.standing, *[LONG] * 6, INT, BF16, *[LONG] * 3, "*u8", INT, BF16, *["i32"] * 3)
+compiled(step_kernels.update_block_tables, LONG, LONG, INT, "i32")
+compiled(step_kernels.draft_rows, *[LONG] * 6, INT, BF16, *[LONG] * 3, "*u8", INT, BF16, *["i32"] * 4)
 for drafts in (True, False):
-    compiled(runner.inputs, *[LONG] * 7, INT, *[LONG] * 5, INT, *["i32"] * 5, DRAFTS=drafts)
-for padded in (True, False):
-    compiled(runner.one_token_each, INT, LONG, LONG, "*u8", LONG, LONG, "i32", "i32", PADDED=padded)
+    compiled(step_kernels.resolve_inputs, *[LONG] * 7, INT, *[LONG] * 5, INT, *["i32"] * 6, DRAFTS=drafts)
+compiled(step_kernels.draft_slots, INT, LONG, LONG, "*u8", LONG, LONG, "i32", "i32")
 for keeps, hidden in ((True, True), (True, False), (False, False)):
     for counted in (True, False):
         compiled(
-            runner.advance, *[LONG] * 7, BF16, LONG, LONG, INT, BF16, LONG, "*fp64", INT, *["i32"] * 5,
+            step_kernels.advance, *[LONG] * 7, BF16, LONG, LONG, INT, BF16, LONG, "*fp64", INT, *["i32"] * 5,
             KEEPS=keeps, HIDDEN=hidden, COUNTED=counted,
         )  # fmt: skip
 for logits, spare in ((BF16, 16), ("*fp16", 13), (FLOAT, 0)):
     asked = (LONG, "*u8", LONG, "*fp64", LONG)
     for which in (True, False):
-        compiled(runner.search, logits, *asked, *[LONG] * 3, *["i32"] * 6, warps=8, COUNTED=which, SPARE=spare)
-        compiled(runner.weigh, logits, *asked, *[LONG] * 6, FLOAT, *["i32"] * 5, warps=8, FINAL=which, SPARE=spare)
-    compiled(runner.pick, logits, LONG, LONG, *asked[1:], LONG, FLOAT, *["i32"] * 3, warps=8)
-    compiled(runner.penalise, logits, LONG, "*fp64", INT, "*u8", LONG, FLOAT, *["i32"] * 3, warps=8)
-compiled(runner.before, BF16, LONG, LONG, LONG, BF16, BF16, BF16, *["i32"] * 4)
-compiled(runner.keep, BF16, *[LONG] * 4, BF16, BF16, *["i32"] * 5)
-compiled(speculate.argmax_of_parts, BF16, "*fp32", INT, *["i32"] * 3)
-compiled(speculate.argmax_of_maxima, "*fp32", INT, LONG, "*u8", "i32")
-compiled(speculate.look_up, INT, LONG, LONG, LONG, *["i32"] * 5)
+        compiled(step_kernels.search, logits, *asked, *[LONG] * 3, *["i32"] * 6, warps=8, COUNTED=which, SPARE=spare)
+        compiled(
+            step_kernels.weigh, logits, *asked, *[LONG] * 6, FLOAT, *["i32"] * 5, warps=8, FINAL=which, SPARE=spare
+        )
+    compiled(step_kernels.pick, logits, LONG, LONG, *asked[1:], LONG, FLOAT, *["i32"] * 3, warps=8)
+    compiled(step_kernels.penalise, logits, LONG, "*fp64", INT, "*u8", LONG, FLOAT, *["i32"] * 3, warps=8)
+compiled(step_kernels.previous_hidden, BF16, LONG, LONG, LONG, BF16, BF16, BF16, *["i32"] * 4)
+compiled(step_kernels.keep_hidden, BF16, *[LONG] * 4, BF16, BF16, *["i32"] * 5)
+compiled(draft_kernels.argmax_of_parts, BF16, "*fp32", INT, *["i32"] * 3)
+compiled(draft_kernels.argmax_of_maxima, "*fp32", INT, LONG, "*u8", "i32")
+compiled(draft_kernels.match_ngram, INT, LONG, LONG, LONG, *["i32"] * 5)
 
 heads = {"KV_HEADS": 8, "HEAD_DIM": 128}
 compiled(
@@ -75,8 +75,9 @@ compiled(
 )
 for split, wide, lines, keys, warps in ((0, 0, 128, 64, 8), (256, 256, 16, 32, 2), (256, 512, 64, 32, 4)):
     compiled(
-        attention.attend, *[BF16] * 3, *[FLOAT] * 3, INT, LONG, LONG, *["i32"] * 5, "fp32", "fp32", *["i32"] * 7, warps=warps, overlap=True,
-        SPLIT=split, NARROW=16, WIDE=wide, WINDOW=True, CAPPED=True, GROUP=4, PADDED_DIM=128, BLOCK_TOKENS=16, BLOCK_M=lines, BLOCK_N=keys, OVERLAP=True, **heads,
+        attention.attend, *[BF16] * 3, *[FLOAT] * 3, INT, LONG, LONG, *["i32"] * 5, "fp32", "fp32", *["i32"] * 7,
+        warps=warps, overlap=True, SPLIT=split, NARROW=16, WIDE=wide, WINDOW=True, CAPPED=True, GROUP=4, PADDED_DIM=128,
+        BLOCK_TOKENS=16, BLOCK_M=lines, BLOCK_N=keys, OVERLAP=True, **heads,
     )  # fmt: skip
 compiled(
     attention.combine, *[FLOAT] * 3, BF16, LONG, LONG, *["i32"] * 4, warps=1, overlap=True,

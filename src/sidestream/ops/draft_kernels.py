@@ -1,6 +1,6 @@
-"""Triton kernels of drafting: each replaces tens of small torch kernels. Launched by `launch`; may be captured.
+"""Triton kernels of argmax and of prompt lookup: each replaces tens of small torch kernels. May be captured.
 
-They compute the same as the torch code in `argmax.py` and `ngram.py`, to the bit; tests compare both.
+They compute the same as `ops/torch_ops.py`, to the bit; tests compare both.
 """
 
 import triton
@@ -41,7 +41,7 @@ def argmax_of_maxima(maxima, indices, tokens, finite, parts):
 
 
 @triton.jit(do_not_specialize=["width", "stride", "longest", "shortest", "count"])
-def look_up(history, rows, lengths, drafts, width, stride, longest, shortest, count):
+def match_ngram(history, rows, lengths, drafts, width, stride, longest, shortest, count):
     """Tokens after the longest earlier occurrence of a row's last tokens, the latest of equals. Grid (rows,)."""
     row = tl.program_id(0).to(tl.int64)
     own = history + tl.load(rows + row) * stride

@@ -659,20 +659,35 @@ def test_close_between_two_pieces_of_a_load_and_of_a_store_lets_go_of_both(kind:
 
 
 @pytest.mark.usefixtures("one_block_a_turn")
-def test_close_that_finds_a_load_which_has_failed_already_lets_go_of_it_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_close_lets_go_of_a_load_of_which_no_piece_has_begun() -> None:
     rig = Rig()
-    rig.stored(keys("a", "b"))
-    lease = rig.blocks.take(2)
+    rig.stored(keys("a", "b", "c"))
+    lease = rig.blocks.take(3)
+    with rig.late():
+        rig.load(keys("a", "b"), lease.ids[:2])
+        rig.load(keys("c"), lease.ids[2:])
+        for _ in range(2):
+            rig._thread._turn()  # takes one of the two, and begins a piece of the first
+        rig.let_go(lease)
+    closed(rig)
+
+
+@pytest.mark.usefixtures("one_block_a_turn")
+@pytest.mark.parametrize("turns", [1, 2, 3, 9])
+def test_close_lets_go_once_of_a_load_that_fails(turns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = Rig()
+    names = [f"block {number}" for number in range(8)]
+    rig.stored(keys(*names))
+    lease = rig.blocks.take(8)
 
     def fail(*_: object) -> None:
         raise OSError("injected: the copy failed")
 
     monkeypatch.setattr(HostStream, "copy", fail)
     with rig.late():
-        rig.load(keys("a", "b"), lease.ids)
-        for _ in range(2):
+        rig.load(keys(*names), lease.ids)
+        for _ in range(turns):
             rig._thread._turn()
-        rig.store(keys("c"), lease.ids[:1])  # is all that a turn takes: the load stays in line
         rig.let_go(lease)
     closed(rig)
 

@@ -1,18 +1,17 @@
-"""Kernels of what a pass does beside the model, captured for the most part: each does at once what torch would launch
-tens of kernels for. Need triton.
+"""Kernels of a step besides the model. Each is one launch where torch would take tens, and launches are most of a small
+step. Need triton.
 
-A step of a small model is as long as its launches are many. Launched on the current stream; nothing is read back. What
-they compute is what the torch code that calls them on a GPU computes elsewhere: that is what tests hold them against,
-to the bit but for exponentials and penalties.
+Launched on the current stream; nothing is read back, so they may be captured. `ops/torch_ops.py` computes the same, to
+the bit but for exponentials and penalties: tests compare them.
 """
 
 import triton
 import triton.language as tl
 
-from sidestream.runner.rules import COLUMNS
+from sidestream.ops.rules import COLUMNS
 
 LANES = tl.constexpr(128)
-# Parts of a frame, or of what a step brings with it: where one begins depends on the others, and is no reason to
+# Parts of a step's buffer. The address of a part depends on the sizes of the others; its alignment is no reason to
 # compile another variant.
 _NUMBERS = [
     "tokens",
@@ -31,7 +30,7 @@ _NUMBERS = [
 # Logits that a program looks at at once. Vocabularies and strides are a model's: that they are multiples of 16 is worth
 # a variant, whose loads are wide.
 WIDE = tl.constexpr(4096)
-# See `runner/draw.py` and `runner/rules.py`.
+# See `ops/torch_sampling.py` and `ops/rules.py`.
 _UNIT = tl.constexpr(2.0**40)
 # A floor is found digit by digit, of two bits: what lies above each of three is one look at all logits.
 BITS, DIGITS = tl.constexpr(2), tl.constexpr(4)
@@ -57,7 +56,7 @@ _GOLDEN, _FIRST, _SECOND = (
 
 
 @triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=_NUMBERS)
-def change_tables(places, blocks, tables, count):
+def update_block_tables(places, blocks, tables, count):
     """Write each block at its flat place; none at -1. Grid (tiles,)."""
     at = tl.program_id(0) * LANES + tl.arange(0, LANES)
     place = tl.load(places + at, mask=at < count, other=-1)
@@ -65,9 +64,10 @@ def change_tables(places, blocks, tables, count):
 
 
 @triton.jit(
-    do_not_specialize=["num_tokens", "nobody", "width", "num_drafts", "size"], do_not_specialize_on_alignment=_NUMBERS
+    do_not_specialize=["num_tokens", "padding_slot", "table_width", "width", "num_drafts", "size"],
+    do_not_specialize_on_alignment=_NUMBERS,
 )
-def inputs(
+def resolve_inputs(
     tokens,
     positions,
     token_rows,
@@ -83,13 +83,14 @@ def inputs(
     to_slots,
     to_tables,
     num_tokens,
-    nobody,
+    padding_slot,
+    table_width,
     width,
     num_drafts,
     size,
     DRAFTS: tl.constexpr,
 ):
-    """Of a tile of tokens, or behind those of one row. Grid (tiles + rows,)."""
+    """One tile of tokens, or, after the tiles, one row. Grid (tiles + rows,)."""
     tiles = tl.cdiv(num_tokens, LANES)
     if tl.program_id(0) < tiles:
         at = tl.program_id(0) * LANES + tl.arange(0, LANES)
@@ -102,8 +103,8 @@ def inputs(
             chosen = tl.where(drafted, tl.load(drafts + row * num_drafts - 2 - token, mask=drafted, other=0), chosen)
         position = tl.load(positions + at, mask=real, other=0)
         position = tl.where(position < 0, tl.load(lengths + row, mask=real, other=0) - 1 - position, position)
-        somebody = real & (row != nobody)
-        block = tl.load(tables + row * width + position // size, mask=somebody, other=0).to(tl.int64)
+        somebody = real & (row != padding_slot)
+        block = tl.load(tables + row * table_width + position // size, mask=somebody, other=0).to(tl.int64)
         tl.store(to_tokens + at, chosen, mask=real)
         tl.store(to_positions + at, position, mask=real)
         tl.store(to_slots + at, tl.where(somebody, block * size + position % size, -1), mask=real)
@@ -116,12 +117,14 @@ def inputs(
         tl.store(to_kv_lens + index, kv_len)
         for begin in range(0, width, LANES):
             column = begin + tl.arange(0, LANES)
-            held = tl.load(tables + number * width + column, mask=column < width)
+            held = tl.load(tables + number * table_width + column, mask=column < width)
             tl.store(to_tables + index * width + column, held, mask=column < width)
 
 
-@triton.jit(do_not_specialize=["nobody", "width", "hidden_size"], do_not_specialize_on_alignment=_NUMBERS)
-def standing(
+@triton.jit(
+    do_not_specialize=["padding_slot", "table_width", "width", "hidden_size"], do_not_specialize_on_alignment=_NUMBERS
+)
+def draft_rows(
     positions,
     starts,
     kv_lens,
@@ -133,14 +136,15 @@ def standing(
     to_tokens,
     to_lengths,
     to_bounds,
-    to_nobody,
+    to_padding,
     to_tables,
     to_hidden,
-    nobody,
+    padding_slot,
+    table_width,
     width,
     hidden_size,
 ):
-    """Where one row that decodes is, how far it has room, and what it is drafted from. Grid (rows,)."""
+    """The state of one decode row before drafting. Grid (rows,)."""
     at = tl.program_id(0).to(tl.int64)
     row = tl.load(rows + at)
     length = tl.load(positions + tl.load(starts + at))
@@ -152,12 +156,12 @@ def standing(
     tl.store(to_tokens + at, tl.load(last + row))
     tl.store(to_lengths + at, length + 1)
     tl.store(to_bounds + at, tl.maximum(bound - 1, 0))
-    tl.store(to_nobody + at, (row == nobody).to(tl.uint8))
+    tl.store(to_padding + at, (row == padding_slot).to(tl.uint8))
     for begin in range(0, width, LANES):
         column = begin + tl.arange(0, LANES)
         tl.store(
             to_tables + at * width + column,
-            tl.load(tables + row * width + column, mask=column < width),
+            tl.load(tables + row * table_width + column, mask=column < width),
             mask=column < width,
         )
     for begin in range(0, hidden_size, LANES):
@@ -166,16 +170,15 @@ def standing(
         tl.store(to_hidden + at * hidden_size + lane, values, mask=lane < hidden_size)
 
 
-@triton.jit(do_not_specialize=["size", "width"], do_not_specialize_on_alignment=["positions", "bounds", "nobody"])
-def one_token_each(tables, positions, bounds, nobody, slots, kv_lens, size, width, PADDED: tl.constexpr):
-    """Where one row's token goes: at its position, or at its bound if that is before. Grid (rows,)."""
+@triton.jit(do_not_specialize=["size", "width"], do_not_specialize_on_alignment=["positions", "bounds", "padding"])
+def draft_slots(tables, positions, bounds, padding, slots, kv_lens, size, width):
+    """The slot and KV length of one row's token: at its position, or at its bound if that is earlier. Grid (rows,)."""
     at = tl.program_id(0).to(tl.int64)
     position = tl.minimum(tl.load(positions + at), tl.load(bounds + at))
     slot = tl.load(tables + at * width + position // size).to(tl.int64) * size + position % size
     kv_len = position + 1
-    if PADDED:
-        if tl.load(nobody + at) != 0:
-            slot, kv_len = slot * 0 - 1, kv_len * 0
+    if tl.load(padding + at) != 0:
+        slot, kv_len = slot * 0 - 1, kv_len * 0
     tl.store(slots + at, slot)
     tl.store(kv_lens + at, kv_len)
 
@@ -233,7 +236,7 @@ def _weight(power):
 
 @triton.jit
 def _next_digits(begun, masses, limit, turns_left):
-    """The digits of a floor behind those of the turn before, by the masses that it found above each."""
+    """The digits of a floor, with the one that the last turn's masses decide."""
     at = tl.arange(0, PARTS)[:, None] * DIGITS + tl.arange(0, DIGITS)[None, :]
     above = tl.sum(tl.load(masses + at), 0).to(tl.float64)
     return begun + (tl.sum((above >= limit).to(tl.int64), 0) << (BITS * turns_left))
@@ -253,7 +256,7 @@ def _asked(place, rows, finite, reals, logits, tokens, stride):
 
 @triton.jit
 def _limit(place, rules, numbers, reals, sums, width, COUNTED: tl.constexpr):
-    """Whether a filter drops anything, and what may at most lie above its floor, and not that much."""
+    """Whether a filter drops anything, and the limit that the mass above its floor stays below."""
     if COUNTED:
         top_k = tl.load(numbers + rules + _TOP_K)
         drops, limit = (top_k > 0) & (top_k < width), top_k.to(tl.float64)
@@ -322,8 +325,8 @@ def _floor(place, top, cold, limit, masses, found, places, turns, SPARE: tl.cons
 
 @triton.jit(do_not_specialize=["places", "turns"], do_not_specialize_on_alignment=_NUMBERS)
 def weigh(
-    logits, rows, finite, numbers, reals, tokens, sums, masses_k, found_k, masses_p, found_p, to, floors, width, stride, span, places, turns,
-    FINAL: tl.constexpr, SPARE: tl.constexpr,
+    logits, rows, finite, numbers, reals, tokens, sums, masses_k, found_k, masses_p, found_p, to, floors, width, stride,
+    span, places, turns, FINAL: tl.constexpr, SPARE: tl.constexpr,
 ):  # fmt: skip
     """What weighs in one part of a row that filters leave: top-k alone, or, if FINAL, all of them. Grid (places,
     parts).
@@ -460,7 +463,7 @@ def advance(
 @triton.jit(
     do_not_specialize=["num_rows", "stride", "block_stride", "hidden_size"], do_not_specialize_on_alignment=_NUMBERS
 )
-def before(hidden, starts, rows, origins, by_row, by_block, to, num_rows, stride, block_stride, hidden_size):
+def previous_hidden(hidden, starts, rows, origins, by_row, by_block, to, num_rows, stride, block_stride, hidden_size):
     """The hidden state before one token. Grid (tokens,)."""
     token = tl.program_id(0)
     at, begins = token * 0, token * 0  # the row that it is of, and whether it is its first
@@ -490,8 +493,12 @@ def before(hidden, starts, rows, origins, by_row, by_block, to, num_rows, stride
     do_not_specialize=["num_tokens", "stride", "block_stride", "hidden_size", "size"],
     do_not_specialize_on_alignment=_NUMBERS,
 )
-def keep(hidden, positions, slots, starts, rows, by_row, by_block, num_tokens, stride, block_stride, hidden_size, size):
-    """One token's hidden state into its block, or behind those a row's last one into its row. Grid (tokens + rows,)."""
+def keep_hidden(
+    hidden, positions, slots, starts, rows, by_row, by_block, num_tokens, stride, block_stride, hidden_size, size
+):
+    """Keep one token's hidden state in its block, or, after the tokens, one row's last one in its slot. Grid (tokens +
+    rows,).
+    """
     program = tl.program_id(0)
     if program < num_tokens:
         token = program.to(tl.int64)

@@ -1,0 +1,59 @@
+"""Compiles attention's kernels before serving: the first launch of a kernel waits for pending work."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from sidestream.attention.triton.batch import DeviceBatch
+from sidestream.attention.triton.launch import paged_attention
+from sidestream.attention.triton.workspace import SplitKVWorkspace, Tiles
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """Options that differ between a model's layers. Each combination of set options compiles a separate kernel; their
+    values do not.
+    """
+
+    sliding_window: int | None = None
+    softcap: float | None = None
+
+
+def warm_up(
+    kv: torch.Tensor | tuple[torch.Tensor, ...],
+    *,
+    heads: int,
+    variants: Sequence[Variant],
+    workspace: SplitKVWorkspace | None,
+    tiles: Tiles | None = None,
+    index_dtype: torch.dtype = torch.int32,
+) -> None:
+    """Compile and launch every kernel that batches over `kv` will use, because the first launch of a kernel waits for
+    pending work.
+
+    Covers rows in splits if `workspace` is given. `index_dtype` is the type of block_tables, cu_seqlens_q and kv_lens.
+    Blocks the calling thread during the compilation; neither reads nor writes the pool. Layers in separate tensors must
+    have equal strides: the launch uses the first layer.
+    """
+    device = kv.device if isinstance(kv, torch.Tensor) else kv[0].device
+    nothing = DeviceBatch(  # one padding token and an empty row
+        kv,
+        slot_mapping=torch.full((1,), -1, dtype=torch.int64, device=device),
+        block_tables=torch.zeros(1, 1, dtype=index_dtype, device=device),
+        cu_seqlens_q=torch.zeros(2, dtype=index_dtype, device=device),
+        kv_lens=torch.zeros(1, dtype=index_dtype, device=device),
+        workspace=workspace,
+        tiles=tiles,
+    )
+    pool = nothing.layer(0)
+    query, key = (
+        torch.zeros(1, count, pool.shape[4], dtype=pool.dtype, device=device) for count in (heads, pool.shape[3])
+    )
+    for batch in (nothing, replace(nothing, split_rows=1), replace(nothing, short_rows=1)) if workspace else (nothing,):
+        for variant in variants:
+            paged_attention(
+                query, key, key, 0, batch, scale=1.0, sliding_window=variant.sliding_window, softcap=variant.softcap
+            )

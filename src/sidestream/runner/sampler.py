@@ -1,0 +1,274 @@
+"""The sampler: draws a token at each row of logits, accepts drafts, and advances the request slots. One path for eager
+and for captured steps. `Sampler.sample` runs on the compute stream, everything else on the engine thread.
+
+A row's draw, in this order:
+
+1. Logit bias is added; the repetition penalty divides the positive and multiplies the negative logits of tokens in
+   prompt or output; frequency (per occurrence) and presence (once) penalties of tokens in the output are subtracted;
+   before `min_tokens` outputs the ending ids are forbidden. Penalties are defined as in transformers and vLLM.
+2. Temperature 0 or `top_k` 1: argmax, the lowest id among equals.
+3. Else temperature, softmax, then top-k, top-p and min-p, each on what the one before left (the order of transformers).
+   A filter keeps or drops equally likely tokens together, so it may keep more than k.
+4. One uniform number, a hash of (seed, output index), picks a token from the rest, in the order of ids.
+
+Log-probabilities are those of the raw logits, before step 1 (vLLM's `raw_logprobs`).
+
+A row with k drafts has 1 + k rows of logits. Its output is the draws after right drafts, see `Ops.advance`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from itertools import compress, repeat
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from sidestream.errors import InvariantError
+from sidestream.ops import Ops
+from sidestream.runner.forward import ForwardOutput
+from sidestream.runner.state import DecodeState, SlotSampling
+from sidestream.runner.step_inputs import StepInputs
+from sidestream.types import RowColumns, RowPlan, SamplingSpec
+
+# Requests may ask for 0 to 20 of them; always taking 20 makes the choice among equals independent of other rows.
+TOP_LOGPROBS = 20
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class SamplingMode(IntEnum):
+    """The operations of a draw. A step's mode is the highest of its rows'; each row draws the same token in every mode
+    that is high enough for it.
+
+    ARGMAX      argmax of the raw logits
+    RANDOM      temperature and filters
+    PENALISED   and penalties
+    HOST        and options that only the host knows: logit bias, bans before `min_tokens`, log-probabilities. Never
+                captured
+    """
+
+    ARGMAX = 0
+    RANDOM = 1
+    PENALISED = 2
+    HOST = 3
+
+    @classmethod
+    def of(cls, spec: SamplingSpec, *, outputs: int) -> SamplingMode:
+        """The mode of a row with these options after so many outputs."""
+        banned = outputs < spec.min_tokens and spec.forbidden_until_min  # rule: ban-is-asked
+        if spec.logit_bias or banned or spec.top_logprobs >= 0:
+            return cls.HOST
+        if spec.penalised:
+            return cls.PENALISED
+        return cls.ARGMAX if spec.greedy else cls.RANDOM
+
+
+@dataclass(frozen=True, slots=True)
+class Logprobs:
+    """Log-probabilities of a step's draws; zeros for rows that asked for none.
+
+    drawn     float32 `[N]`, of the drawn tokens
+    top_ids   int64 `[N, k]`, most likely first, the lowest id first among equals; a row that asked for fewer takes its
+              first ones
+    top       float32 `[N, k]`
+    """
+
+    drawn: Tensor
+    top_ids: Tensor
+    top: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class SamplerOutput:
+    """The draws of a step, one for each row of logits.
+
+    tokens     int64 `[N]`
+    finite     bool `[N]`; False: the logits held NaN or +inf, or every token was forbidden, and the token is 0
+    logprobs   None when no row asked for any
+    """
+
+    tokens: Tensor
+    finite: Tensor
+    logprobs: Logprobs | None
+
+
+class Sampler:
+    """Owner of the host's knowledge of sampling options by slot, as of the last launched step."""
+
+    def __init__(self, state: DecodeState, ops: Ops) -> None:
+        self._state = state
+        self._ops = ops
+        self._top_logprobs: dict[int, int] = {}  # of slots that asked for some
+        self._modes: dict[int, SamplingMode] = {}  # of slots above ARGMAX
+        self._bans: dict[int, SamplingSpec] = {}  # of slots whose mode gets lower after `min_tokens` outputs
+
+    def begin(self, slot: int, spec: SamplingSpec) -> None:
+        """A step is about to be launched in which the slot has a new request."""
+        if spec.top_logprobs >= 0:
+            self._top_logprobs[slot] = spec.top_logprobs
+        else:
+            self._top_logprobs.pop(slot, None)  # rule: row-begins-on-the-host
+        self._bans.pop(slot, None)
+        if spec.min_tokens and spec.forbidden_until_min:
+            self._bans[slot] = spec
+        self._set_mode(slot, SamplingMode.of(spec, outputs=0))
+
+    def mode_of(self, columns: RowColumns) -> SamplingMode:
+        """The mode of a step that is about to be launched."""
+        for slot, outputs in zip(columns.row, columns.min_output_index, strict=True) if self._bans else ():
+            # rule: ban-lasts-until-enough-was-output
+            if (spec := self._bans.get(slot)) is not None and outputs >= spec.min_tokens:
+                del self._bans[slot]
+                self._set_mode(slot, SamplingMode.of(spec, outputs=outputs))
+        if not self._modes:
+            return SamplingMode.ARGMAX
+        modes = map(self._modes.get, compress(columns.row, columns.samples), repeat(SamplingMode.ARGMAX))
+        return max(modes, default=SamplingMode.ARGMAX)  # rule: captured-draws-are-enough-for-every-row
+
+    def top_logprobs_of(self, columns: RowColumns) -> tuple[int, ...]:
+        """The number of log-probabilities that each sampling row asked for, -1: none; empty: no row asked for any."""
+        if not self._top_logprobs:
+            return ()
+        return tuple(self._top_logprobs.get(slot, -1) for slot in compress(columns.row, columns.samples))
+
+    def sample(
+        self,
+        inputs: StepInputs,
+        output: ForwardOutput,
+        mode: SamplingMode,
+        rows: Sequence[RowPlan] | None = None,
+    ) -> tuple[SamplerOutput, Tensor | None]:
+        """Draw at all logits and advance the slots: the draws, and the accept lengths of the sampling rows, int64
+        `[B]`; None where nothing was drafted.
+
+        rows   those that sample; needed by mode HOST, and by PENALISED with drafts. None: the draws may be captured,
+               and padding is drawn, too
+        """
+        state, proposed = self._state, output.proposed
+        count = len(output.logits) if rows is None else sum(1 + row.drafts for row in rows)
+        logits, penalised = output.logits[:count], mode is SamplingMode.PENALISED
+        if mode is SamplingMode.ARGMAX:
+            drawn = SamplerOutput(*self._ops.argmax(logits), None)
+        else:
+            options: list[SlotSampling] = []
+            if mode is SamplingMode.HOST:
+                options = [state.sampling_of(row.row) for row in rows or () for _ in range(1 + row.drafts)]
+                penalised = any(option.spec.penalised for option in options)
+            slots = inputs.slots_of_logits(count, padding_slot=state.padding_slot)
+            # rule: draws-take-the-numbers-of-their-own-outputs
+            output_indices = output.positions[:count] + 1 - state.rules.prompt_len[slots]
+            drafted = None
+            if rows is not None and proposed is not None and penalised:
+                # rule: drafts-count-for-the-penalties-behind-them
+                drafted = self._drafted_before(rows, proposed.tokens)
+            drawn = draw_tokens(
+                logits, slots, output_indices, state, self._ops, mode=mode, options=options, drafted=drafted
+            )
+        # rule: draws-count-for-later-penalties
+        accepted = self._ops.advance(
+            drawn.tokens,
+            output.positions,
+            None if proposed is None else proposed.tokens,
+            output.hidden,
+            state.slot_tensors(counted=penalised),
+            sampling_rows=inputs.sampling_rows,
+            first_logits=inputs.first_logits,
+            slots=inputs.slots,
+            cu_seqlens_q=inputs.cu_seqlens_q,
+            decodes=inputs.sizes.decodes,
+        )
+        return drawn, None if proposed is None else accepted
+
+    def _drafted_before(self, rows: Sequence[RowPlan], drafts: Tensor) -> Tensor:
+        """The drafts between a slot's last token and each row of logits: int64 `[N, K]`, -1 after the last of them."""
+        decodes = len(drafts)  # they come first, and all of them sample
+        of_row = [min(at, decodes - 1) for at, row in enumerate(rows) for _ in range(1 + row.drafts)]
+        number = self._state.index([number for row in rows for number in range(1 + row.drafts)])
+        before = torch.arange(drafts.shape[1], device=drafts.device) < number[:, None]
+        return torch.where(before, drafts[self._state.index(of_row)], -1)
+
+    def _set_mode(self, slot: int, mode: SamplingMode) -> None:
+        if mode:
+            self._modes[slot] = mode  # rule: row-draws-as-its-own-request-asks
+        else:
+            self._modes.pop(slot, None)
+
+
+def draw_tokens(
+    logits: Tensor,
+    slots: Tensor,
+    output_indices: Tensor,
+    state: DecodeState,
+    ops: Ops,
+    *,
+    mode: SamplingMode,
+    options: Sequence[SlotSampling] = (),
+    drafted: Tensor | None = None,
+) -> SamplerOutput:
+    """Draw one token at each row of logits; `state` is read, not changed.
+
+    logits `[N, vocab_size]`, float32, bfloat16 or float16; float32 may be overwritten · slots int64 `[N]` ·
+    output_indices int64 `[N]`: outputs of the slot before this one · options: of each row of logits, for mode HOST ·
+    drafted: see `Ops.penalise`. Raises InvariantError on a wrong shape or type.
+    """
+    if (
+        logits.shape != (len(slots), state.vocab_size)
+        or logits.dtype not in _DTYPES
+        or len(output_indices) != len(slots)
+    ):
+        raise InvariantError(
+            f"logits are {logits.dtype} {list(logits.shape)} for {len(slots)} rows, {len(output_indices)} output "
+            f"indices and {state.vocab_size} ids: sampling takes float32, bfloat16 or float16 [rows, ids] and one "
+            "index for each row"
+        )
+    asking = [at for at, option in enumerate(options) if option.spec.top_logprobs >= 0]
+    raw = logits[state.index(asking)].float().log_softmax(-1) if asking else None
+    if any(len(option.bias) for option in options):
+        logits = _add_bias(logits.float(), options, state)
+    if mode is SamplingMode.PENALISED or any(option.spec.penalised for option in options):
+        logits = ops.penalise(logits, slots, state.rules.numbers, *state.seen_tables(), drafted)
+    if any(len(option.forbidden) for option in options):
+        logits = _forbid(logits.float(), options, output_indices, state)
+    tokens, finite = ops.draw(logits, slots, output_indices, state.rules.numbers)
+    if raw is None:
+        return SamplerOutput(tokens, finite, None)
+    width = max(TOP_LOGPROBS, *(option.spec.top_logprobs for option in options))
+    return SamplerOutput(tokens, finite, _logprobs(raw, state.index(asking), tokens, min(width, state.vocab_size)))
+
+
+def _add_bias(logits: Tensor, options: Sequence[SlotSampling], state: DecodeState) -> Tensor:
+    _, indices = _flat([option.bias_ids for option in options], state.vocab_size)
+    bias = np.concatenate([option.bias for option in options])
+    logits.view(-1).index_add_(0, state.index(indices), state.numbers(bias, torch.float32))
+    return logits
+
+
+def _forbid(logits: Tensor, options: Sequence[SlotSampling], output_indices: Tensor, state: DecodeState) -> Tensor:
+    of, indices = _flat([option.forbidden for option in options], state.vocab_size)
+    least = np.array([option.spec.min_tokens for option in options])[of]
+    early, where, flat = output_indices[state.index(of)] < state.index(least), state.index(indices), logits.view(-1)
+    flat.index_copy_(0, where, torch.where(early, -torch.inf, flat[where]))
+    return logits
+
+
+def _flat(ids: Sequence[npt.NDArray[np.int64]], width: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Of each id, the number of its list, and its flat index among logits of that width."""
+    of = np.repeat(np.arange(len(ids)), [len(each) for each in ids])
+    return of, np.concatenate(ids) + of * width
+
+
+def _logprobs(raw: Tensor, where: Tensor, tokens: Tensor, width: int) -> Logprobs:
+    count = len(tokens)
+    values, ids = raw.topk(width)
+    ids, order = ids.sort(-1)
+    values, order = values.gather(-1, order).sort(dim=-1, descending=True, stable=True)
+    drawn = raw.gather(-1, tokens[where].unsqueeze(-1)).squeeze(-1)
+    return Logprobs(
+        drawn=raw.new_zeros(count).index_copy_(0, where, drawn),
+        top_ids=ids.new_zeros(count, width).index_copy_(0, where, ids.gather(-1, order)),
+        top=raw.new_zeros(count, width).index_copy_(0, where, values),
+    )

@@ -1,0 +1,431 @@
+"""The inputs of one step as a single buffer of int64 numbers, packed by the host for eager and for captured steps
+alike.
+
+A captured step (CUDA graph) has fixed sizes and addresses: each batch overwrites the whole buffer of its `GraphKey`,
+and padding computes in the padding slot, writes no KV and draws nothing (H18). An eager step has the exact sizes of its
+batch, so nothing of it is padding.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import compress
+from operator import is_not
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from sidestream.ops.interface import FROM_SLOT
+from sidestream.runner.hidden_states import origin_of
+from sidestream.types import BatchPlan, RowColumns
+
+Numbers = npt.NDArray[np.int64]
+
+# Chunks of prefill in a captured step: the least and the most that a key has room for.
+_CHUNKS, _MOST_CHUNKS = 8, 64
+_CHUNK_TOKENS = 16
+# From so many rows on, a step with few drafts has a key of its own; up to so many, a step with drafts and prefill.
+_MANY_ROWS = 16
+_FEW_ROWS = 32
+SHORT_TOKENS = 16
+"""A step with so few prefill tokens reduces its chunks in splits, as it does decode rows: a prefix cache leaves few
+tokens that attend to many.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class InputSizes:
+    """The sizes of a step's inputs: exact for an eager step, upper bounds for a captured one.
+
+    decodes          decode rows, which come first
+    chunks           rows of prefill
+    prefill_tokens   tokens of all chunks
+    draft_len        drafts of one row, at most
+    num_drafts       drafts of all rows
+    logits           rows of logits: one for each sampling row and one for each draft
+    first_drafting   index of the first decode row that may have drafts; `decodes`: there is none
+    """
+
+    decodes: int
+    chunks: int
+    prefill_tokens: int
+    draft_len: int
+    num_drafts: int
+    logits: int
+    first_drafting: int
+
+    @classmethod
+    def of(cls, batch: BatchPlan) -> InputSizes:
+        """The exact sizes of a batch."""
+        columns, decodes = batch.columns, batch.num_decodes
+        longest = num_drafts = 0
+        first_drafting = decodes
+        if batch.speculates:
+            longest, num_drafts = max(columns.drafts, default=0), sum(columns.drafts)
+            first_drafting = columns.drafts[:decodes].count(0)
+        logits = sum(columns.samples) + num_drafts
+        chunks, prefill_tokens = len(batch.rows) - decodes, batch.num_prefill_tokens
+        return cls(decodes, chunks, prefill_tokens, longest, num_drafts, logits, first_drafting)
+
+    @property
+    def rows(self) -> int:
+        """All rows."""
+        return self.decodes + self.chunks
+
+    @property
+    def num_tokens(self) -> int:
+        """All packed tokens."""
+        return self.decodes + self.num_drafts + self.prefill_tokens
+
+    @property
+    def short_rows(self) -> int:
+        """Chunks that attention reduces in splits, as it does decode rows."""
+        return min(_CHUNKS, self.chunks) if self.prefill_tokens <= SHORT_TOKENS else 0
+
+    @property
+    def parts(self) -> list[int]:
+        """Lengths of the parts of the buffer, in the order of `StepInputs`."""
+        tokens, rows = [self.num_tokens] * 3, [self.rows] * 3
+        return [*tokens, self.rows + 1, *rows, self.logits, self.rows, self.rows, self.rows, self.rows, 1]
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class GraphKey:
+    """The room of one captured step.
+
+    decodes       decode rows
+    tokens        prefill tokens, all chunks together
+    drafts        drafts of each decode row, at most
+    total_drafts  drafts of all rows together, at most; 0: `drafts` for each row
+    """
+
+    decodes: int
+    tokens: int = 0
+    drafts: int = 0
+    total_drafts: int = 0
+
+    @property
+    def all_drafts(self) -> int:
+        """Drafts of all rows together."""
+        return self.total_drafts or self.decodes * self.drafts
+
+    @property
+    def chunks(self) -> int:
+        """Rows of prefill."""
+        return min(max(_CHUNKS, self.tokens // _CHUNK_TOKENS), _MOST_CHUNKS) if self.tokens else 0
+
+    @property
+    def sizes(self) -> InputSizes:
+        """The sizes of its inputs."""
+        logits = self.decodes + self.all_drafts + self.chunks
+        first_drafting = 0 if self.drafts else self.decodes
+        return InputSizes(self.decodes, self.chunks, self.tokens, self.drafts, self.all_drafts, logits, first_drafting)
+
+    def fits(self, decodes: int, chunks: int, tokens: int, drafts: int = 0) -> bool:
+        """Whether it has room for such a batch."""
+        return decodes <= self.decodes and chunks <= self.chunks and tokens <= self.tokens and drafts <= self.drafts
+
+    @classmethod
+    def all_of(cls, *, max_rows: int, chunk_tokens: int, max_tokens: int, drafts: int = 0) -> list[GraphKey]:
+        """The keys worth a graph each, for up to `max_rows` rows and `max_tokens` prefill tokens; the most used first.
+
+        A whole chunk of prefill is not padded. With drafts, decode rows have keys for `drafts` of them beside those for
+        none, and many rows also for a quarter of that: where few rows draft, most of the computation would be padding.
+        Beside prefill, few rows have keys of their own for the same reason.
+        """
+        decodes = [
+            count
+            for count in (1, 2, 4, *range(8, 64, 8), *range(64, 128, 16), *range(128, 1024, 32))
+            if count < max_rows
+        ]
+        tokens = [
+            count
+            for count in (SHORT_TOKENS, 32, 64, 128, 256, 384, 512, 768, *range(1024, 8192, 512), chunk_tokens)
+            if count < max_tokens
+        ]
+        doubling = {
+            count for count in (*(SHORT_TOKENS << power for power in range(10)), chunk_tokens) if count < max_tokens
+        }
+        beside = [count for count in (0, 8, 32, 128) if count < max_rows]
+        return [
+            *(cls(count, 0, number) for number in sorted({0, drafts}) for count in (*decodes, max_rows)),
+            *(
+                cls(count, 0, drafts, count * drafts // 4)
+                for count in (*decodes, max_rows)
+                if drafts and count >= _MANY_ROWS
+            ),
+            *(
+                cls(rows, count, drafts)
+                for rows in sorted({min(_FEW_ROWS, max_rows), max_rows})
+                for count in (*sorted(doubling), max_tokens)
+                if drafts
+            ),
+            *(cls(rows, count) for rows in (*beside, max_rows) for count in (*sorted(set(tokens)), max_tokens)),
+        ]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepInputs:
+    """The buffer of a step, int64 on the device, and its parts. T packed tokens, B rows, N logits.
+
+    table_width       columns of the step's block tables
+    padded            it has the sizes of a graph key: parts of it may be padding
+    tokens            [T] ids; -1: the slot's last token; -2 - k: its draft k
+    positions         [T]; -1 - k: k tokens after the slot's last one, where only the device knows the length
+    token_slots       [T] request slot of each token; the padding slot of padding
+    cu_seqlens_q      [B + 1] decode rows first, then chunks; rows of padding have no tokens
+    kv_lens           [B]; 0 of padding; -k: k tokens more than the slot's length on the device
+    slots             [B] request slots; the padding slot of padding
+    origins           [B] source of the hidden state before the row's first token, see `origin_of`
+    logits_indices    [N] packed positions of the tokens whose logits are computed; -1 of padding
+    sampling_rows     [B] indices of the rows that sample, then -1
+    first_logits      [B] of each of those, its first one of `logits_indices`
+    table_indices     [B] flat indices of the block tables that get another block; -1 of padding
+    table_block_ids   [B] the block of each
+    mailbox_offset    [1] first byte of the step's mailbox entry
+    """
+
+    sizes: InputSizes
+    table_width: int
+    padded: bool
+    buffer: Tensor
+    tokens: Tensor
+    positions: Tensor
+    token_slots: Tensor
+    cu_seqlens_q: Tensor
+    kv_lens: Tensor
+    slots: Tensor
+    origins: Tensor
+    logits_indices: Tensor
+    sampling_rows: Tensor
+    first_logits: Tensor
+    table_indices: Tensor
+    table_block_ids: Tensor
+    mailbox_offset: Tensor
+
+    @classmethod
+    def of(cls, buffer: Tensor, sizes: InputSizes, *, table_width: int, padded: bool = False) -> StepInputs:
+        """The parts of a buffer that `pack` filled."""
+        return cls(sizes, table_width, padded, buffer, *torch.split(buffer, sizes.parts))
+
+    @classmethod
+    def allocate(cls, key: GraphKey, device: torch.device, *, padding_slot: int, table_width: int) -> StepInputs:
+        """The inputs of a graph, all padding."""
+        numbers = pack(BatchPlan(()), key.sizes, padding_slot=padding_slot, block_tokens=1)
+        return cls.of(torch.from_numpy(numbers).to(device), key.sizes, table_width=table_width, padded=True)
+
+    def slots_of_logits(self, count: int, *, padding_slot: int) -> Tensor:
+        """The request slot of each of the first `count` logits, int64 `[count]`."""
+        indices = self.logits_indices[:count]
+        return torch.where(indices < 0, padding_slot, self.token_slots[indices.clamp(min=0)])
+
+    def without_padding(self) -> StepInputs:
+        """The same without padding, for attention by torch, which knows none. Reads the buffer: on a CPU only."""
+        if not self.padded:
+            return self
+        starts, decodes = self.cu_seqlens_q.tolist(), self.sizes.decodes
+        rows = [row for row in range(self.sizes.rows) if starts[row + 1] > starts[row]]
+        lengths = [starts[row + 1] - starts[row] for row in rows]
+        num_decodes = sum(row < decodes for row in rows)
+        indices = self.logits_indices[self.logits_indices >= 0]
+        count = starts[-1]
+        sizes = replace(
+            self.sizes,
+            decodes=num_decodes,
+            chunks=len(rows) - num_decodes,
+            prefill_tokens=sum(lengths[num_decodes:]),
+            num_drafts=sum(lengths[:num_decodes]) - num_decodes,
+            logits=len(indices),
+            first_drafting=lengths[:num_decodes].count(1) if self.sizes.draft_len else num_decodes,
+        )
+        return replace(
+            self,
+            sizes=sizes,
+            padded=False,
+            tokens=self.tokens[:count],
+            positions=self.positions[:count],
+            token_slots=self.token_slots[:count],
+            cu_seqlens_q=torch.tensor([0, *(starts[row + 1] for row in rows)]),
+            kv_lens=self.kv_lens[rows],
+            slots=self.slots[rows],
+            origins=self.origins[rows],
+            logits_indices=indices,
+        )
+
+
+class TableChanges(NamedTuple):
+    """Flat indices of the device's block tables, and the block that belongs there."""
+
+    indices: list[int]
+    block_ids: list[int]
+
+
+def demand_of(batch: BatchPlan) -> tuple[int, int, int, int]:
+    """Decode rows, chunks of prefill, prefill tokens, drafts of the row that has most: see `GraphKey.fits`."""
+    decodes = batch.num_decodes
+    longest = max(batch.columns.drafts, default=0) if batch.speculates else 0
+    return decodes, len(batch.rows) - decodes, batch.num_prefill_tokens, longest
+
+
+def pack(
+    batch: BatchPlan,
+    sizes: InputSizes,
+    *,
+    padding_slot: int,
+    block_tokens: int,
+    mailbox_offset: int = 0,
+    changes: TableChanges | None = None,
+) -> Numbers:
+    """The numbers of a step's buffer, whose sizes have room for the batch; decode rows come first.
+
+    changes   of the device's block tables, at most as many as `sizes` has rows
+    """
+    columns, decodes = batch.columns, batch.num_decodes
+    plain = not batch.speculates
+    numbers = (_of_decodes(sizes, padding_slot, decodes) if plain else _padding(sizes, padding_slot)).copy()
+    parts = _Parts(*(numbers[part] for part in _slices(sizes)))
+    parts.mailbox_offset[:] = mailbox_offset  # rule: captured-draws-go-into-their-own-letter
+    if changes is not None and (count := len(changes.indices)):
+        # rule: changed-blocks-reach-the-device
+        parts.table_indices[:count], parts.table_block_ids[:count] = changes
+    own, starts = np.array(columns.row[:decodes], np.int64), np.array(columns.min_start[:decodes], np.int64)
+    parts.slots[:decodes] = own
+    if plain:
+        count = decodes
+        parts.positions[:count], parts.token_slots[:count], parts.kv_lens[:count] = starts, own, starts + 1
+    else:
+        count = _pack_drafting(columns, decodes, own, starts, parts)
+    _pack_chunks(batch, sizes, count, block_tokens, parts)
+    return numbers
+
+
+class _Parts(NamedTuple):
+    """The parts of a buffer, in the order of `StepInputs`."""
+
+    tokens: Numbers
+    positions: Numbers
+    token_slots: Numbers
+    cu_seqlens_q: Numbers
+    kv_lens: Numbers
+    slots: Numbers
+    origins: Numbers
+    logits_indices: Numbers
+    sampling_rows: Numbers
+    first_logits: Numbers
+    table_indices: Numbers
+    table_block_ids: Numbers
+    mailbox_offset: Numbers
+
+
+def _pack_drafting(columns: RowColumns, decodes: int, own: Numbers, starts: Numbers, parts: _Parts) -> int:
+    """Pack decode rows, some of which have drafts or follow a step that had. Returns their tokens."""
+    stops = np.array(columns.stop[:decodes], np.int64)
+    parts.sampling_rows[:decodes] = np.arange(decodes)
+    counts = 1 + np.array(columns.drafts[:decodes], np.int64)
+    ends = counts.cumsum()
+    count = int(ends[-1]) if decodes else 0
+    number = np.arange(count) - np.repeat(ends - counts, counts)  # of each token, in its row
+    # rule: rows-begin-where-the-device-says
+    lost = starts + counts != stops  # the host does not know where the row starts: the device does
+    parts.tokens[:count] = -1 - number
+    parts.token_slots[:count] = np.repeat(own, counts)
+    parts.positions[:count] = np.where(np.repeat(lost, counts), -1 - number, number + np.repeat(starts, counts))
+    parts.kv_lens[:decodes] = np.where(lost, -counts, stops)
+    parts.cu_seqlens_q[1 : decodes + 1], parts.first_logits[:decodes] = ends, ends - counts
+    parts.logits_indices[:count] = np.arange(count)
+    parts.cu_seqlens_q[decodes + 1 :] = count
+    return count
+
+
+def _pack_chunks(batch: BatchPlan, sizes: InputSizes, begin: int, block_tokens: int, parts: _Parts) -> None:
+    """Pack the chunks of prefill after `begin` tokens of decode rows."""
+    logit, sampling = begin, batch.num_decodes
+    for at, row in enumerate(batch.rows[batch.num_decodes :], sizes.decodes):
+        end = begin + row.stop - row.min_start
+        parts.tokens[begin:end] = row.tokens or ()
+        parts.positions[begin:end] = np.arange(row.min_start, row.stop)
+        parts.token_slots[begin:end] = row.row
+        parts.cu_seqlens_q[at + 1 :] = end
+        parts.kv_lens[at], parts.slots[at], parts.origins[at] = row.stop, row.row, origin_of(row, block_tokens)
+        if row.samples:
+            parts.logits_indices[logit], parts.sampling_rows[sampling], parts.first_logits[sampling] = (
+                end - 1,
+                at,
+                logit,
+            )
+            logit, sampling = logit + 1, sampling + 1
+        begin = end
+
+
+@functools.lru_cache(maxsize=256)
+def _slices(sizes: InputSizes) -> list[slice]:
+    """The parts of a buffer, in the order of `StepInputs`."""
+    stops = np.cumsum(sizes.parts).tolist()
+    return [slice(stop - size, stop) for stop, size in zip(stops, sizes.parts, strict=True)]
+
+
+@functools.lru_cache(maxsize=256)
+def _padding(sizes: InputSizes, padding_slot: int) -> Numbers:
+    """The numbers of a buffer without a batch."""
+    numbers = np.zeros(sum(sizes.parts), np.int64)
+    parts = _Parts(*(numbers[part] for part in _slices(sizes)))
+    parts.token_slots[:] = parts.slots[:] = padding_slot
+    parts.origins[:] = FROM_SLOT
+    parts.logits_indices[:] = parts.sampling_rows[:] = parts.table_indices[:] = -1
+    return numbers
+
+
+@functools.lru_cache(maxsize=64)
+def _of_decodes(sizes: InputSizes, padding_slot: int, decodes: int) -> Numbers:
+    """The numbers that all batches of so many decode rows without drafts have in common."""
+    numbers = _padding(sizes, padding_slot).copy()
+    parts = _Parts(*(numbers[part] for part in _slices(sizes)))
+    parts.tokens[:decodes] = -1
+    parts.cu_seqlens_q[1 : decodes + 1], parts.cu_seqlens_q[decodes + 1 :] = np.arange(1, decodes + 1), decodes
+    for each in (parts.logits_indices, parts.sampling_rows, parts.first_logits):
+        each[:decodes] = np.arange(decodes)
+    return numbers
+
+
+class BlockTableMirror:
+    """The host's knowledge of the block tables on the device, and the changes that a step has to make there. Engine
+    thread only.
+    """
+
+    def __init__(self, num_slots: int, width: int) -> None:
+        self._width = width
+        self._held: list[tuple[int, ...]] = [()] * num_slots
+
+    def changes(self, step: RowColumns) -> TableChanges:
+        """The changes for a step's rows, mostly none. They count as made: call `forget` if they were not."""
+        indices: list[int] = []
+        block_ids: list[int] = []
+        others = map(is_not, map(self._held.__getitem__, step.row), step.block_ids)
+        for slot, wanted in compress(zip(step.row, step.block_ids, strict=True), others):
+            held = self._held[slot]
+            # rule: table-of-a-row-is-its-owners
+            kept = len(held) if wanted[: len(held)] == held else 0  # else the slot has another owner now
+            base = slot * self._width
+            indices.extend(range(base + kept, base + len(wanted)))
+            block_ids.extend(wanted[kept:])
+            self._held[slot] = wanted
+        return TableChanges(indices, block_ids)
+
+    def forget(self) -> None:
+        """Assume nothing of the device's block tables any more."""
+        self._held = [()] * len(self._held)
+
+
+def keys_that_fit(keys: Sequence[GraphKey], decodes: int, chunks: int, tokens: int, drafts: int = 0) -> list[GraphKey]:
+    """The keys that have room for such a batch, if they also have room for its drafts together; the one with the least
+    padding first.
+    """
+    return sorted(
+        (key for key in keys if key.fits(decodes, chunks, tokens, drafts)),
+        key=lambda key: (key.sizes.num_tokens, key),
+    )

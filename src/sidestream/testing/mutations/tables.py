@@ -1,0 +1,134 @@
+"""Rows of the mutation tables: mutations, and rules without one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from sidestream.testing.mutations.operators import Delete, Operator
+
+_DELETE = Delete()
+
+Feature = Literal[
+    "abort",
+    "bad_logits",
+    "border",
+    "captured",
+    "close",
+    "corrupt_tier",
+    "disk",
+    "failing_copy",
+    "failing_load",
+    "failing_step",
+    "failing_tier",
+    "full_queue",
+    "growing_tier",
+    "hang_up",
+    "hidden_states",
+    "logprobs",
+    "meanwhile",
+    "offload",
+    "preempt",
+    "priority",
+    "reset",
+    "restart",
+    "sampling",
+    "slow_tier",
+    "speculative",
+    "weights",
+]
+"""The parts of a workload.
+
+abort           clients end their requests, at any point
+bad_logits      a step has logits that are not finite, computed from wrong KV
+border          front ends stand between clients and engine
+captured        forward passes are captured and replayed
+close           the engine closes while requests or transfers are unfinished
+corrupt_tier    files of the disk tier are cut short or have a bit flipped
+disk            there is a disk tier
+failing_copy    stores and loads raise, loads possibly after a part was copied
+failing_load    loads are among them
+failing_step    forward passes raise
+failing_tier    disk reads and writes raise
+full_queue      requests are refused because too many wait
+growing_tier    host memory is pinned while the engine serves
+hang_up         front ends disconnect and others take their place
+hidden_states   drafts are made from hidden states
+logprobs        some requests ask for log-probabilities
+meanwhile       requests arrive, and clients leave, while the engine waits for a step
+offload         there is a host tier
+preempt         the device pool is too small for the requests that run
+priority        requests have several priorities
+reset           the cache is reset while transfers are unfinished
+restart         the engine ends and another one opens the same disk
+sampling        penalties, biases and `min_tokens` change which tokens are drawn
+slow_tier       disk operations take longer than the deadline
+speculative     tokens are drafted and verified
+weights         the weights are replaced, so blocks computed before are wrong
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """One change of one marked statement.
+
+    mark   the name in the statement's comment: `# rule: step-leaves-its-fence`
+    """
+
+    mark: str
+    operator: Operator
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mutation:
+    """One wait, lease, check or publish-order rule, and the change that removes it.
+
+    name     of the removed rule
+    hazard   a key of `HAZARDS`: the fault that the rule prevents
+    change   made to the marked statement; the default deletes it
+    at       the mark of that statement, if it is not `name`: several rules may share a statement
+    removes  the consequence of a missing rule, in one sentence
+    needs    the features of workloads that can show the consequence; empty: requests share and reuse blocks
+    also     further changes, if two places prevent the same fault and a schedule detects only the removal of both
+    """
+
+    name: str
+    hazard: str
+    change: Operator = _DELETE
+    at: str = ""
+    removes: str
+    needs: frozenset[Feature] = frozenset()
+    also: tuple[Change, ...] = ()
+
+    @property
+    def changes(self) -> tuple[Change, ...]:
+        """All its changes, in order."""
+        return (Change(self.at or self.name, self.change), *self.also)
+
+
+@dataclass(frozen=True, slots=True)
+class Equivalent:
+    """A rule whose removal no schedule detects, because another rule prevents the same fault, or because it only saves
+    time.
+
+    noticed_by   a unit test that fails without the rule: file below `tests/`, two colons, function; empty: the mutation
+                 changes nothing observable
+    """
+
+    mutation: Mutation
+    reason: str
+    noticed_by: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Exempt:
+    """Code of one function that looks like a rule but is none, or is part of another rule.
+
+    function   its name below its class: `Lease.extend`
+    sites      the calls, attributes and keywords that look like a rule and are in no marked statement, one entry for
+               each
+    """
+
+    function: str
+    sites: tuple[str, ...]
+    reason: str

@@ -1,0 +1,139 @@
+"""Happens-before of a run: the clocks of streams and of host threads, and the work that was submitted to streams.
+
+A clock says how far each stream, and each host thread, is known to have come. No lock of its own: `Checker` holds one.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from itertools import takewhile
+
+from sidestream.testing.shadow import HOST, Clock, Op, Site, learn
+from sidestream.types import Fence
+
+
+class StreamClock:
+    """clock: everything that happens before the next work of this stream. known: the host's clock that `clock` includes
+    already. works: by tick, those that some stream or host does not know to be done.
+    """
+
+    __slots__ = ("clock", "known", "name", "running", "works")
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.clock: Clock = {}
+        self.known: Clock | None = None
+        self.running: Op | None = None
+        self.works: dict[int, Op] = {}
+
+
+class Order:
+    """The vector clocks of one device and its host threads.
+
+    seq          number of the last submission or lease event
+    unfinished   unfinished work, and finished work after the first unfinished one, in order of submission
+    """
+
+    def __init__(self) -> None:
+        self.seq = 0
+        self.unfinished: deque[Op] = deque()
+        self._hosts: dict[str, Clock] = {HOST: {}}  # by host; clocks are replaced, never changed: submissions keep them
+        self._apart: dict[int, str] = {}  # threads that are hosts of their own
+        self._letters: dict[
+            str, deque[tuple[int, Clock]]
+        ] = {}  # the senders' clocks of unreceived messages, by channel
+        self._streams: dict[str, StreamClock] = {}
+
+    def next(self) -> int:
+        """The next event's number."""
+        self.seq += 1
+        return self.seq
+
+    # ------------------------------------------------------------------ host threads
+
+    @property
+    def name(self) -> str:
+        """The calling thread's host."""
+        return self._apart.get(threading.get_ident(), HOST) if self._apart else HOST
+
+    @property
+    def host(self) -> Clock:
+        """The calling thread's clock."""
+        return self._hosts[self.name]
+
+    def split(self, name: str) -> None:
+        """Make the calling thread a host of its own."""
+        self._apart[threading.get_ident()] = name
+        self._hosts[name] = {}
+
+    def join(self, name: str) -> None:
+        """End a host: the calling thread learns all that it knew."""
+        self._apart = {thread: other for thread, other in self._apart.items() if other != name}
+        self.learn(self._hosts.pop(name, {}))
+
+    def send(self, channel: str, number: int) -> None:
+        """Attach the calling thread's clock to a message."""
+        self._letters.setdefault(channel, deque()).append((number, self.host))
+
+    def receive(self, channel: str, number: int) -> None:
+        """Learn the clocks of all messages up to this one."""
+        letters = self._letters.get(channel, deque())
+        while letters and letters[0][0] <= number:
+            self.learn(letters.popleft()[1])
+
+    def learn(self, clock: Clock) -> None:
+        """Add a clock to the calling thread's."""
+        known = dict(self.host)
+        learn(known, clock)
+        self._hosts[self.name] = known
+
+    def advance(self) -> None:
+        """Advance the calling thread's own time: work submitted earlier does not know of its next operation."""
+        name = self.name
+        self._hosts[name] = {**self._hosts[name], name: self._hosts[name].get(name, 0) + 1}
+
+    def host_op(self, label: str, site: Site) -> Op:
+        """An operation of the calling thread."""
+        return Op(self.name, self.host.get(self.name, 0), self.next(), label, site, None)
+
+    # ------------------------------------------------------------------ streams
+
+    def stream(self, name: str) -> StreamClock:
+        """The clock of a stream."""
+        stream = self._streams.get(name)
+        if stream is None:
+            stream = self._streams[name] = StreamClock(name)
+        return stream
+
+    def op(self, fence: Fence) -> Op | None:
+        """The work of a fence; None: forgotten, or not of a stream."""
+        stream = self._streams.get(fence.stream)
+        return None if stream is None else stream.works.get(fence.tick)
+
+    def submit(self, fence: Fence, label: str, site: Site) -> Op:
+        """Record submitted work."""
+        op = Op(fence.stream, fence.tick, self.next(), label, site, self.host)
+        self.stream(op.stream).works[op.tick] = op
+        self.unfinished.append(op)
+        return op
+
+    def drop_finished(self) -> None:
+        """Drop finished work up to the first unfinished one."""
+        while self.unfinished and self.unfinished[0].over:
+            self.unfinished.popleft()
+
+    def prune(self) -> tuple[Clock, int]:
+        """Delete work that precedes all future work: every host knows it, and knew it when it submitted unfinished
+        work. Returns the clock up to which that holds, and the number of the oldest unfinished work.
+        """
+        oldest = self.unfinished[0].seq if self.unfinished else self.seq + 1
+        floor, *others = {
+            id(clock): clock for clock in (*self._hosts.values(), *(op.before or {} for op in self.unfinished))
+        }.values()
+        for clock in others:
+            floor = {name: min(tick, clock[name]) for name, tick in floor.items() if name in clock}
+        for stream in self._streams.values():
+            for tick in list(takewhile(floor.get(stream.name, 0).__ge__, stream.works)):
+                stream.works.pop(tick).final = None  # cells may refer to the work for long
+        return floor, oldest

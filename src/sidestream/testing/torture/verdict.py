@@ -1,0 +1,112 @@
+"""Collects the findings of all oracles about one schedule. Reads the engine and its devices; changes nothing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from sidestream.testing.findings import Finding as Objection
+from sidestream.testing.torture.judge import still_findable, unbalanced, wrong_answer, wrong_blocks, wrong_entries
+from sidestream.testing.torture.oracle import Reference
+from sidestream.testing.torture.workload import Workload
+
+if TYPE_CHECKING:
+    from sidestream.testing.torture.run import Life
+
+ORACLES = ("checker", "tokens", "accept lengths", "content", "balance", "answered", "deadlock", "no progress", "error")
+"""The checks of a schedule. Findings are sorted in this order.
+
+checker         no two unordered accesses, no use outside a lease, and the other rules of `sidestream.testing.checker`
+tokens          equal to the reference's, with text, log-probabilities and finish reason; the tokens of an aborted
+                request are a prefix of them
+accept lengths  every step drafts the continuation of its row's tokens, and accepts the right part of it; needed because
+                the text stays right after a stale read (H19)
+content         every findable block in every tier holds the content of its key; no block from before a reset becomes
+                findable
+balance         at the end every pool is as it was at the start, and no request or transfer is kept
+answered        every request ends once, for a possible reason; when its client receives the end, the engine holds no
+                resources of it any more (H24)
+deadlock        every stream and thread waits for another one
+no progress     the schedule does not end (H26)
+error           the engine raised an exception
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """A finding of one oracle."""
+
+    oracle: str
+    text: str
+
+
+class Verdict:
+    """The findings about one schedule, without duplicates.
+
+    objections   the checker's findings; `findings` contains them as text
+    """
+
+    def __init__(self, workload: Workload, reference: Reference) -> None:
+        self._workload = workload
+        self._reference = reference
+        self._findings: dict[Finding, None] = {}
+        self.objections: list[Objection] = []
+
+    def find(self, oracle: str, text: str) -> None:
+        """Add a finding."""
+        self._findings[Finding(oracle, text)] = None
+
+    def sorted_findings(self) -> tuple[Finding, ...]:
+        """All findings, in the order of `ORACLES`."""
+        return tuple(sorted(self._findings, key=lambda finding: ORACLES.index(finding.oracle)))
+
+    def judge_idle(self, life: Life) -> None:
+        """Checks for an engine that still serves, after all requests and transfers have ended."""
+        self.judge_balance(life, "idle")
+        for text in wrong_blocks(life.engine, life.device, self._reference):
+            self.find("content", text)
+        self.judge_disk(life, "at the end")
+        life.checker.check_idle()
+
+    def judge_balance(self, life: Life, when: str) -> None:
+        """Check that nothing is in use or kept."""
+        for text in unbalanced(life.engine, life.disk):
+            self.find("balance", f"{when}: {text}")
+        for name, count in (life.border.left() if life.border is not None else {}).items():
+            self.find("balance", f"{when}: {count} {name} are kept")
+
+    def judge_forgotten(self, life: Life) -> None:
+        """Check that no block is findable: the cache was reset."""
+        for text in still_findable(life.engine, life.disk):
+            self.find("content", text)
+
+    def judge_disk(self, life: Life, when: str) -> None:
+        """Check that files hold the content of their keys, unless a fault damages files."""
+        if life.disk is None:
+            return
+        damaged = any(fault.kind in ("truncated", "flipped") for fault in self._workload.faults)
+        for text in wrong_entries(life.disk, self._reference, damaged=damaged):
+            self.find("content", f"{when}: {text}")
+
+    def judge_answers(self, life: Life, *, over: bool) -> None:
+        """Check that the clients received the reference's output.
+
+        over   the engine is closed or dead: a prefix of the output is right, too
+        """
+        for (number, index), told in life.told.items():
+            versions = (0, 1) if (number, index) in life.straddles else (life.started[number],)
+            ends = over or number in life.gone
+            faults = [
+                list(wrong_answer(self._workload, number, told, samples[number, index], over=ends))
+                for samples in (self._reference.samples[version] for version in versions)
+            ]
+            for oracle, text in min(faults, key=len):
+                self.find(oracle, text)
+
+    def judge_trace(self, life: Life) -> None:
+        """Check that the checker has no finding for this engine, and that no block older than a reset is published."""
+        for text in life.recorder.stale:
+            self.find("content", text)
+        for finding in life.checker.findings:
+            self.find("checker", str(finding))
+            self.objections.append(finding)

@@ -1,0 +1,32 @@
+"""The product runs without its proof kit, `sidestream.testing`."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+from sidestream.testing.tiny_models import tiny_model_dir
+
+SERVES = """
+import sys
+import sidestream.async_llm, sidestream.cli.app, sidestream.engine, sidestream.engine_process
+import sidestream.server.supervisor
+from sidestream.llm import LLM
+from sidestream.config import SamplingParams
+
+def kit():
+    return [name for name in sys.modules if name.startswith("sidestream.testing")]
+
+assert not kit(), kit()
+with LLM(sys.argv[1], device="cpu", kv_memory="8MiB") as llm:
+    (output,) = llm.generate(["a prompt"], SamplingParams(max_tokens=2, ignore_eos=True))
+assert len(output.token_ids) == 2
+assert not kit(), kit()
+"""
+
+
+def test_importing_the_product_and_serving_a_request_import_nothing_of_the_proof_kit(tmp_path: Path) -> None:
+    model = tiny_model_dir("llama", tmp_path / "model", seed=0)
+    done = subprocess.run([sys.executable, "-c", SERVES, model], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
