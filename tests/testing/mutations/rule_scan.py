@@ -26,13 +26,16 @@ CALLS = re.compile(
     # waits, their fences, and the order of work
     "wait|wait_for|wait_host|poll|done|join|launched|gates|commit|_commit|callback|"
     # leases and owners
-    "_deliver|send_rest|_drop|drop_pending|requeue|take|share|extend|release|_release|pin|reserve|begin|drop|flock|rename|replace|"
-    "is_ready|retire|failed|publish|add|abandon|forget|forget_all|clear|remove|rekey|_retire|_unpin|_end|_forget|_?ended|_is_current|deliver_outputs|end_sample|_close"
+    "_deliver|send_rest|_drop|drop_pending|requeue|take|share|extend|release|_release|pin|reserve|begin|"
+    "drop|flock|rename|replace|"
+    "is_ready|retire|failed|publish|add|abandon|forget|forget_all|clear|remove|rekey|_retire|_unpin|"
+    "_end|_forget|_?ended|_is_current|deliver_outputs|end_sample|_close"
 )
 """Functions whose call is a wait, a lease or its end, or makes something findable or not."""
 
 FLAGS = re.compile(
-    "failure|epoch|_?generation|finite|void|written|pins|retired|last_fence|shares|keys_version|state|begun|stepped|paused|has_begun|"
+    "failure|epoch|_?generation|finite|void|written|pins|retired|last_fence|shares|keys_version|state|begun|"
+    "stepped|paused|has_begun|"
     "avoid_tiers|avoid_disk|is_cached|_open|_references|_fences|abandoned|loading|told|reported|taken_in|submitted"
 )
 """Attributes that say which results are valid and which requests go on: where they are set, and where a decision
