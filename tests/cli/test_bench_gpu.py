@@ -6,10 +6,12 @@ import json
 from pathlib import Path
 
 import pytest
+from engine_rig import serving
 
 from sidestream.cli.bench import engine, speculative
 from sidestream.cli.bench.report import Figure
 from sidestream.testing.tiny_models import tiny_model_dir
+from sidestream.types import StepPlan
 
 from .conftest import Run
 
@@ -140,3 +142,20 @@ def test_nothing_to_measure_is_refused_before_a_model_is_made(name: str, run: Ru
         done = run("bench", name, "--device", "cpu", "--shape", "tiny", option, "0")
         assert done.exit_code != 0
         assert f"{option} is 0: it must be 1 or more" in done.stderr
+
+
+def test_synchronous_steps_are_each_committed_before_the_next_is_planned() -> None:
+    with serving() as rig:
+        scheduler, loop, in_flight = rig.engine.parts.scheduler, rig.engine.loop, list[bool]()
+        plan = scheduler.plan
+
+        def noting(**times: float) -> StepPlan:
+            in_flight.append(loop.in_flight is not None)
+            return plan(**times)
+
+        scheduler.plan = noting  # type: ignore[method-assign]
+        for asynchronous in (False, True, False):
+            engine._make_asynchronous(rig.engine, asynchronous)
+            in_flight.clear()
+            rig.expect(rig.submit([3, 5, 8], 8), [3, 5, 8], 8)
+            assert any(in_flight) == asynchronous

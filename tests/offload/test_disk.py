@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -164,11 +165,26 @@ def test_a_file_of_the_wrong_size_or_place_is_removed_and_counted_at_open(tmp_pa
     os.truncate(file_of(tmp_path, key(1)), FILE_BYTES - 1)
     os.truncate(file_of(tmp_path, key(2)), 0)
     misplaced = file_of(tmp_path, key(3))
-    misplaced.rename(tmp_path / ("00" if misplaced.parent.name != "00" else "01") / misplaced.name)
+    elsewhere = tmp_path / ("00" if misplaced.parent.name != "00" else "01")
+    elsewhere.mkdir()
+    misplaced.rename(elsewhere / misplaced.name)
     again = open_tier(tmp_path)
     assert list(again.index) == [key(4)]
     assert len(entry_files(tmp_path)) == 1
     assert again.index.stats.corrupt == 3
+
+
+def test_directories_of_entries_are_made_when_the_first_entry_needs_them(tmp_path: Path) -> None:
+    tier = open_tier(tmp_path)
+    assert [path for path in tmp_path.iterdir() if path.is_dir()] == []
+    store(tier, key(1))
+    made = file_of(tmp_path, key(1)).parent
+    assert [path for path in tmp_path.iterdir() if path.is_dir()] == [made]
+    assert made.stat().st_mode & 0o777 == 0o700
+    shutil.rmtree(made)  # by somebody, while the tier is open
+    tier.index.drop([key(1)])
+    store(tier, key(1))
+    assert holds(tier, key(1))
 
 
 def test_a_tier_killed_while_it_was_being_made_is_made_again(tmp_path: Path) -> None:

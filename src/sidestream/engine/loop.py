@@ -38,6 +38,8 @@ class StepLoop:
 
     def __init__(self, parts: Parts, *, streams: OutputStreams, failures: Failures) -> None:
         self.in_flight: LaunchedStep | None = None
+        # False: each step is committed before the next one is planned. Changed on the engine thread, between two steps.
+        self.asynchronous = parts.asynchronous
         self.num_steps = 0
         self.times = StepTimes(parts)
         self.spec_stats = SpecStats(parts.metrics, parts.proposer, parts.device.now)
@@ -103,7 +105,7 @@ class StepLoop:
             self.spec_stats.count_undrafted(plan.undrafted)
         # A step that failed to launch is committed now: the next plan must not rely on results that it never produced.
         failed = step is not None and step.fence.failure is not None
-        if not parts.asynchronous or failed:
+        if not self.asynchronous or failed:
             self._commit(previous)
             self.in_flight = None
             self._commit(step)

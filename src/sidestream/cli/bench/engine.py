@@ -14,7 +14,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from statistics import median
 
 import numpy as np
@@ -367,7 +367,7 @@ def _async(rig: _Rig, sizes: Sizes, step_s: float, on_progress: Callable[[str], 
             for asynchronous in (True, False):
                 on_progress(f"{rows} rows, {'asynchronous' if asynchronous else 'each step committed before the next'}")
                 rig.engine.reset_cache()
-                rig.engine.call(lambda on=asynchronous: _switch(rig.engine, on))  # type: ignore[misc]
+                _make_asynchronous(rig.engine, asynchronous)
                 answers = ask_at_once(rig.engine, prompts, sizes.outputs)
                 tokens[asynchronous] = [answer.wait().tokens for answer in answers]
                 last = max(answer.times[-1] for answer in answers)
@@ -377,13 +377,13 @@ def _async(rig: _Rig, sizes: Sizes, step_s: float, on_progress: Callable[[str], 
                 )
         equal &= tokens[True] == tokens[False]
         figures.append(Figure(f"async_over_sync_b{rows}", median(rates[True]) / median(rates[False]), "ratio"))
-    rig.engine.call(lambda: _switch(rig.engine, True))
+    _make_asynchronous(rig.engine, True)
     return [*figures, Figure("async_tokens_identical", float(equal), "1 if so", at_least(1))]
 
 
-def _switch(engine: Engine, asynchronous: bool) -> None:
-    """Runs on the engine thread, between two steps."""
-    engine.parts = replace(engine.parts, asynchronous=asynchronous)
+def _make_asynchronous(engine: Engine, asynchronous: bool) -> None:
+    """Choose between launching a step before the last one is committed, and after that."""
+    engine.call(lambda: setattr(engine.loop, "asynchronous", asynchronous))
 
 
 def _p99(values: list[float]) -> float:

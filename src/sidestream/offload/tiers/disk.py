@@ -72,7 +72,7 @@ _LOCK_FILE = "sidestream-tier.lock"
 _TEMPORARY = ".tmp"
 _OURS_AT_BIRTH = {_LOCK_FILE, _TIER_FILE + _TEMPORARY, "lost+found"}  # what a directory without tier.json may hold
 _ENTRY_NAME = re.compile(r"([0-9a-f]{32})-([0-9a-f]{16})")
-_FAN_OUT = [f"{prefix:02x}" for prefix in range(256)]
+_PREFIX = re.compile(r"[0-9a-f]{2}")  # name of a directory of entries: the first byte of their keys
 
 _NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 # errors of open() for no regular file: a socket, a directory opened for writing, circular symbolic links
@@ -302,8 +302,13 @@ def _open_regular(path: str | Path, flags: int) -> int:
 def _write_whole(path: str, buffers: list[memoryview]) -> None:
     """Write the file under a temporary name and rename it; on failure nothing is left. Raises OSError."""
     temporary = path + _TEMPORARY  # rule: entry-is-renamed-into-place
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
     try:
-        fd = _open_regular(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+        try:
+            fd = _open_regular(temporary, flags)
+        except FileNotFoundError:  # the first entry with this prefix
+            Path(path).parent.mkdir(mode=0o700, exist_ok=True)
+            fd = _open_regular(temporary, flags)
         try:
             while buffers:
                 buffers = _rest(buffers, os.writev(fd, buffers))
@@ -488,17 +493,9 @@ def _scan(directory: Path, *, file_bytes: int, max_entries: int) -> _Found:
 
 
 def _entry_files(directory: Path) -> Iterator[tuple[Key, int, os.DirEntry[str]]]:
-    """Key, serial and directory entry of each file that is named like an entry, complete or temporary.
-
-    Makes the missing fan-out directories.
-    """
-    present = {path.name for path in directory.iterdir()}
-    for prefix in _FAN_OUT:
-        inside = f"{directory}{os.sep}{prefix}"
-        if prefix not in present:
-            Path(inside).mkdir(mode=0o700)
-            continue  # it is empty: this process holds the lock
-        with os.scandir(inside) as files:
+    """Key, serial and directory entry of each file that is named like an entry, complete or temporary."""
+    for prefix in sorted(path.name for path in directory.iterdir() if _PREFIX.fullmatch(path.name)):
+        with os.scandir(directory / prefix) as files:
             for file in files:
                 name = _ENTRY_NAME.fullmatch(file.name.removesuffix(_TEMPORARY))
                 if name is not None:
