@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol, runtime_checkable
 
 BlockId = int
-SlotId = int
 Key = bytes
 RequestId = int
 
@@ -104,6 +103,7 @@ class RowStart:
 class RowPlan(NamedTuple):
     """One request's share of a step: compute KV for positions `[min_start, stop)`.
 
+    slot              request slot of the request
     tokens            token ids of `[min_start, stop)` (prefill). None (decode): the request's last sampled token, read
                       from device state, and `drafts` draft tokens after it
     block_ids         block table that covers `[0, stop)`
@@ -119,7 +119,7 @@ class RowPlan(NamedTuple):
     """
 
     request_id: RequestId
-    row: int
+    slot: int
     epoch: int
     min_start: int
     stop: int
@@ -145,7 +145,7 @@ class RowColumns(NamedTuple):
     """The rows of a step as columns, one for each field of `RowPlan`: faster where code needs one field of all rows."""
 
     request_id: tuple[RequestId, ...]
-    row: tuple[int, ...]
+    slot: tuple[int, ...]
     epoch: tuple[int, ...]
     min_start: tuple[int, ...]
     stop: tuple[int, ...]
@@ -182,7 +182,7 @@ class BatchPlan:
         columns = self.columns
         if not any(columns.begin):  # nearly always
             return ()
-        return [(row, begin) for row, begin in zip(columns.row, columns.begin, strict=True) if begin is not None]
+        return [(slot, begin) for slot, begin in zip(columns.slot, columns.begin, strict=True) if begin is not None]
 
     @property
     def num_prefill_tokens(self) -> int:

@@ -81,7 +81,7 @@ class Rig:
 def row(number: int, tokens: Sequence[int], *, begins: bool = False, drafts: int = 0) -> RowPlan:
     return RowPlan(
         request_id=number,
-        row=number,
+        slot=number,
         epoch=0,
         min_start=0 if begins else len(tokens) - 1,
         stop=len(tokens) + drafts,

@@ -72,7 +72,7 @@ def decode_state(rng: random.Random, draws: torch.Generator, batch: BatchPlan, h
     state.block_tables.copy_(torch.randint(500, state.block_tables.shape, generator=draws))
     state.hidden.copy_(torch.randn(state.hidden.shape, generator=draws))
     for row in batch.rows:
-        state.lengths[row.row] = 27 if row.is_certain else rng.randint(row.min_start, row.stop - row.num_tokens)
+        state.lengths[row.slot] = 27 if row.is_certain else rng.randint(row.min_start, row.stop - row.num_tokens)
     return state
 
 

@@ -119,13 +119,13 @@ def sample_row_by_row(
         if not row.samples:
             continue
         drafts = [] if output.proposed is None or not row.drafts else output.proposed.tokens[number].tolist()
-        drafts, own, option = drafts[: row.drafts], list[int](), state.sampling_of(row.row)
+        drafts, own, option = drafts[: row.drafts], list[int](), state.sampling_of(row.slot)
         for before in range(1 + row.drafts):
             position = int(output.positions[at + before])
             drawn = draw_tokens(
                 output.logits[at + before][None].clone(),
-                torch.tensor([row.row]),
-                torch.tensor([position + 1 - prompt_len(row.row)]),
+                torch.tensor([row.slot]),
+                torch.tensor([position + 1 - prompt_len(row.slot)]),
                 state,
                 TorchOps(),
                 mode=SamplingMode.HOST,
@@ -137,7 +137,7 @@ def sample_row_by_row(
         length = 1
         while length <= row.drafts and drafts[length - 1] == own[length - 1]:
             length += 1
-        start, slot = int(output.positions[at]), row.row
+        start, slot = int(output.positions[at]), row.slot
         state.last_tokens[slot] = own[length - 1]
         if state.keeps_history:
             state.lengths[slot] = start + length

@@ -74,17 +74,17 @@ class Expected:
     def of(cls, batch: BatchPlan, state: DecodeState, drafts: torch.Tensor | None) -> Expected:
         it = cls([], [], [], [], [0], [], [])
         for row in batch.rows:
-            start = row.min_start if row.is_certain else int(state.lengths[row.row])
+            start = row.min_start if row.is_certain else int(state.lengths[row.slot])
             ids = row.tokens
             if ids is None:
-                drafted = [] if drafts is None else drafts[row.row, : row.drafts].tolist()
-                ids = (int(state.last_tokens[row.row]), *drafted)
+                drafted = [] if drafts is None else drafts[row.slot, : row.drafts].tolist()
+                ids = (int(state.last_tokens[row.slot]), *drafted)
             for position, token in enumerate(ids, start):
                 it.tokens.append(token)
                 it.positions.append(position)
                 block = row.block_ids[position // BLOCK_TOKENS]
                 it.slot_mapping.append(block * BLOCK_TOKENS + position % BLOCK_TOKENS)
-                it.slots.append(row.row)
+                it.slots.append(row.slot)
             it.starts.append(len(it.tokens))
             it.kv_lens.append(start + len(ids))
             if row.samples:
@@ -144,7 +144,7 @@ class Host:
     def place_rows(self, batch: BatchPlan, rng: random.Random) -> None:
         """Each row somewhere in its bounds; where the host knows the start, whatever a failed step left."""
         for row in batch.rows:
-            self.state.lengths[row.row] = (
+            self.state.lengths[row.slot] = (
                 27 if row.is_certain else rng.randint(row.min_start, row.stop - row.num_tokens)
             )
 
@@ -165,7 +165,7 @@ def check_exact(host: Host, batch: BatchPlan, drafts: torch.Tensor | None = None
         (inputs.token_slots, expected.slots),
         (inputs.cu_seqlens_q, expected.starts),
         (inputs.logits_indices, expected.logits_indices),
-        (inputs.slots, [row.row for row in batch.rows]),
+        (inputs.slots, [row.slot for row in batch.rows]),
         (inputs.origins, [origin_of(row, BLOCK_TOKENS) for row in batch.rows]),
         (inputs.mailbox_offset, [640]),
     ):

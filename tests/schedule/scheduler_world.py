@@ -451,10 +451,10 @@ class World:
         """Compute one row as the device would, from nothing but blocks and row state; the tokens that it yields."""
         if row.begin is not None:
             known = (*row.begin.prompt, *row.begin.outputs)
-            self.row_state[row.row] = RowState(row.request_id, row.epoch, known[-1])
-        state = self.row_state[row.row]
+            self.row_state[row.slot] = RowState(row.request_id, row.epoch, known[-1])
+        state = self.row_state[row.slot]
         assert (state.owner, state.epoch) == (row.request_id, row.epoch), (
-            f"row {row.row} was of {state} when {row} flew"
+            f"row {row.slot} was of {state} when {row} flew"
         )
         start = row.min_start if row.tokens is not None else state.length
         assert start >= row.min_start
@@ -509,7 +509,7 @@ class World:
     def _check_plan(self, plan: StepPlan) -> None:
         limits, rows = self.limits, plan.batch.rows
         assert plan.batch.num_tokens - sum(row.drafts for row in rows) <= limits.token_budget
-        assert len({row.row for row in rows}) == len({row.request_id for row in rows}) == len(rows)
+        assert len({row.slot for row in rows}) == len({row.request_id for row in rows}) == len(rows)
         assert sorted(rows, key=lambda row: (row.tokens is not None, row.drafts > 0)) == list(rows), (
             "decode rows come first"
         )

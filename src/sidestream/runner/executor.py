@@ -361,7 +361,9 @@ class Executor:
             return batch.rows
         lengths = self._state.lengths.tolist()
         return [
-            row if row.is_certain else row._replace(min_start=lengths[row.row], stop=lengths[row.row] + row.num_tokens)
+            row
+            if row.is_certain
+            else row._replace(min_start=lengths[row.slot], stop=lengths[row.slot] + row.num_tokens)
             for row in batch.rows
         ]
 
@@ -401,11 +403,11 @@ def _label_of(batch: BatchPlan) -> str:
     return f"prefill {tokens} + decode {decodes}" if decodes else f"prefill {tokens}"
 
 
-def _row(row: int, block_ids: tuple[int, ...], num_tokens: int, spec: SamplingSpec) -> RowPlan:
+def _row(slot: int, block_ids: tuple[int, ...], num_tokens: int, spec: SamplingSpec) -> RowPlan:
     """A row of warm-up: it computes tokens of no request, and samples."""
     return RowPlan(
-        request_id=-1 - row,
-        row=row,
+        request_id=-1 - slot,
+        slot=slot,
         epoch=0,
         min_start=0,
         stop=num_tokens,

@@ -119,21 +119,21 @@ class Sampler:
 
     def mode_of(self, columns: RowColumns) -> SamplingMode:
         """The mode of a step that is about to be launched."""
-        for slot, outputs in zip(columns.row, columns.min_output_index, strict=True) if self._bans else ():
+        for slot, outputs in zip(columns.slot, columns.min_output_index, strict=True) if self._bans else ():
             # rule: ban-lasts-until-enough-was-output
             if (spec := self._bans.get(slot)) is not None and outputs >= spec.min_tokens:
                 del self._bans[slot]
                 self._set_mode(slot, SamplingMode.of(spec, outputs=outputs))
         if not self._modes:
             return SamplingMode.ARGMAX
-        modes = map(self._modes.get, compress(columns.row, columns.samples), repeat(SamplingMode.ARGMAX))
+        modes = map(self._modes.get, compress(columns.slot, columns.samples), repeat(SamplingMode.ARGMAX))
         return max(modes, default=SamplingMode.ARGMAX)  # rule: captured-draws-are-enough-for-every-row
 
     def top_logprobs_of(self, columns: RowColumns) -> tuple[int, ...]:
         """The number of log-probabilities that each sampling row asked for, -1: none; empty: no row asked for any."""
         if not self._top_logprobs:
             return ()
-        return tuple(self._top_logprobs.get(slot, -1) for slot in compress(columns.row, columns.samples))
+        return tuple(self._top_logprobs.get(slot, -1) for slot in compress(columns.slot, columns.samples))
 
     def sample(
         self,
@@ -156,7 +156,7 @@ class Sampler:
         else:
             options: list[SlotSampling] = []
             if mode is SamplingMode.HOST:
-                options = [state.sampling_of(row.row) for row in rows or () for _ in range(1 + row.drafts)]
+                options = [state.sampling_of(row.slot) for row in rows or () for _ in range(1 + row.drafts)]
                 penalised = any(option.spec.penalised for option in options)
             slots = inputs.slots_of_logits(count, padding_slot=state.padding_slot)
             # rule: draws-take-the-numbers-of-their-own-outputs

@@ -293,7 +293,7 @@ def pack(
     if changes is not None and (count := len(changes.indices)):
         # rule: changed-blocks-reach-the-device
         parts.table_indices[:count], parts.table_block_ids[:count] = changes
-    own, starts = np.array(columns.row[:decodes], np.int64), np.array(columns.min_start[:decodes], np.int64)
+    own, starts = np.array(columns.slot[:decodes], np.int64), np.array(columns.min_start[:decodes], np.int64)
     parts.slots[:decodes] = own
     if plain:
         count = decodes
@@ -349,9 +349,9 @@ def _pack_chunks(batch: BatchPlan, sizes: InputSizes, begin: int, block_tokens: 
         end = begin + row.stop - row.min_start
         parts.tokens[begin:end] = row.tokens or ()
         parts.positions[begin:end] = np.arange(row.min_start, row.stop)
-        parts.token_slots[begin:end] = row.row
+        parts.token_slots[begin:end] = row.slot
         parts.cu_seqlens_q[at + 1 :] = end
-        parts.kv_lens[at], parts.slots[at], parts.origins[at] = row.stop, row.row, origin_of(row, block_tokens)
+        parts.kv_lens[at], parts.slots[at], parts.origins[at] = row.stop, row.slot, origin_of(row, block_tokens)
         if row.samples:
             parts.logits_indices[logit], parts.sampling_rows[sampling], parts.first_logits[sampling] = (
                 end - 1,
@@ -405,8 +405,8 @@ class BlockTableMirror:
         """The changes for a step's rows, mostly none. They count as made: call `forget` if they were not."""
         indices: list[int] = []
         block_ids: list[int] = []
-        others = map(is_not, map(self._held.__getitem__, step.row), step.block_ids)
-        for slot, wanted in compress(zip(step.row, step.block_ids, strict=True), others):
+        others = map(is_not, map(self._held.__getitem__, step.slot), step.block_ids)
+        for slot, wanted in compress(zip(step.slot, step.block_ids, strict=True), others):
             held = self._held[slot]
             # rule: table-of-a-row-is-its-owners
             kept = len(held) if wanted[: len(held)] == held else 0  # else the slot has another owner now

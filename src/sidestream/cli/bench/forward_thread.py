@@ -83,7 +83,7 @@ class _Steps:
         self._previous: Fence | None = None
         self._number = 0
         self._next_request = requests
-        self._batch = BatchPlan(tuple(RowPlan(row, row, 0, 64, 65, None, (0,), True, 0) for row in range(requests)))
+        self._batch = BatchPlan(tuple(RowPlan(slot, slot, 0, 64, 65, None, (0,), True, 0) for slot in range(requests)))
         self.costs_us: list[float] = []
         self.submit_us: list[float] = []
         self.python_s: list[float] = []
