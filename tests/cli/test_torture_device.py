@@ -58,7 +58,7 @@ def test_figures_say_how_many_blocks_moved_and_that_none_was_wrong(run: Run) -> 
 
 
 def test_wrong_bytes_are_told_and_end_it_with_1(run: Run) -> None:
-    with applied(find("copy-forgets-only-what-is-done")):
+    with applied(find("copy-drops-only-finished-fences")):
         result = run("torture", "--device", "cpu", "--blocks", "20000", "--json")
     assert result.exit_code == 1
     wrong = next(figure for figure in json.loads(result.stdout)["figures"] if figure["name"] == "torture_wrong")
@@ -68,9 +68,9 @@ def test_wrong_bytes_are_told_and_end_it_with_1(run: Run) -> None:
 
 
 def test_a_rule_that_is_taken_out_is_missed_and_the_table_says_by_what(run: Run) -> None:
-    result = run("torture", "--device", "cpu", "--mutations", "copy-is-given-nothing-before-it-is-ready", "--json")
+    result = run("torture", "--device", "cpu", "--mutations", "copy-is-submitted-after-its-fences", "--json")
     assert result.exit_code == 0
     (row,) = json.loads(result.stdout)["mutations"]
-    assert row["name"] == "copy-is-given-nothing-before-it-is-ready"
+    assert row["name"] == "copy-is-submitted-after-its-fences"
     assert row["killed_after"] > 0
     assert "expected" in row["said"]

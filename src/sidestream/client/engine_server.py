@@ -86,17 +86,17 @@ class Connection:
     def on_output(self, first: int, delta: Delta) -> None:
         """The engine's sink of the request whose first stream is `first`."""
         stream, tokens = first + delta.index, delta.token_ids
-        # rule: first-news-of-a-stream-say-what-all-share
+        # rule: first-output-of-a-stream-has-the-prompts-counts
         if len(tokens) == 1 and delta.finish_reason is None and not delta.logprobs and stream in self._known_streams:
             self._tokens.append(tokens[0])
         else:
-            self._details[len(self._tokens)] = _detail(delta)  # rule: news-belong-to-their-stream
+            self._details[len(self._tokens)] = _detail(delta)  # rule: outputs-belong-to-their-stream
             self._tokens.append(-1)
             self._known_streams.add(stream)
             if delta.finish_reason is not None:
-                self._known_streams.discard(stream)  # rule: finished-stream-says-nothing-more
+                self._known_streams.discard(stream)  # rule: engine-side-drops-records-of-finished-streams
                 with self._lock:
-                    self._ids.pop(stream, None)  # rule: finished-stream-is-forgotten-by-the-engine-s-side
+                    self._ids.pop(stream, None)  # rule: engine-side-drops-finished-streams
         self._streams.append(stream)
 
     def send_outputs(self) -> None:
@@ -161,18 +161,18 @@ class Connection:
                 raise EngineStopped(f"stream {message.stream} came again before it had ended: the connection is broken")
             self._ids.update(dict.fromkeys(streams))  # first: the request may end before `enqueue` returns
         try:
-            # rule: request-is-given-to-the-engine
+            # rule: request-is-submitted-to-the-engine
             handle = self._engine.enqueue(_request(message), functools.partial(self.on_output, message.stream))
         except SidestreamError as error:
             with self._lock:
                 for stream in streams:
-                    self._ids.pop(stream, None)  # rule: refused-request-leaves-no-stream
-            self.send(Rejected(message.stream, streams.stop, Failure.of(error)))  # rule: refusal-is-told
+                    self._ids.pop(stream, None)  # rule: engine-side-drops-refused-streams
+            self.send(Rejected(message.stream, streams.stop, Failure.of(error)))  # rule: refusal-is-sent
             return
         with self._lock:
             for stream, request_id in zip(streams, handle.request_ids, strict=True):
-                if stream in self._ids:  # rule: finish-that-comes-before-the-handle-counts
-                    self._ids[stream] = request_id  # rule: handle-is-kept-for-the-end
+                if stream in self._ids:  # rule: finish-before-the-handle-counts
+                    self._ids[stream] = request_id  # rule: handle-is-kept-until-the-end
 
     def abort(self, message: Abort) -> None:
         """Abort streams, as the front end asks."""
@@ -191,7 +191,7 @@ class Connection:
         self.socket.close()
         if ids:
             log.warning("a front end has died: its %d unfinished requests are aborted", len(ids))
-            self._engine.abort(Handle(ids))  # rule: front-end-that-goes-takes-its-requests-along
+            self._engine.abort(Handle(ids))  # rule: disconnect-aborts-the-requests-of-a-front-end
 
 
 def _request(message: Submit) -> CheckedRequest:
@@ -366,9 +366,9 @@ class EngineServer:
             front_end for front_end in (*self._front_ends, self._owner) if front_end.socket.fileno() >= 0
         ):
             if front_end.has_rest and not front_end.lost:
-                front_end.send_rest()  # rule: rest-of-a-frame-is-sent-later
+                front_end.send_rest()  # rule: reading-thread-sends-the-rest-of-a-frame
             if front_end.lost:
-                self._drop(front_end)  # rule: lost-front-end-is-let-go
+                self._drop(front_end)  # rule: lost-front-end-is-detached
             else:
                 wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if front_end.has_rest else 0)
                 if self._selector.get_key(front_end.socket).events != wanted:
@@ -391,7 +391,7 @@ class EngineServer:
         except OSError:
             data = b""
         if not data:
-            front_end.lost = True  # rule: end-of-a-connection-is-noticed
+            front_end.lost = True  # rule: end-of-a-connection-is-detected
             return
         try:
             for message in front_end.messages.feed(data):

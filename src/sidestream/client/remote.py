@@ -140,7 +140,7 @@ class RemoteClient:
         self.listen()
         if self._health.status != "ok":
             raise stopped_error(self._health)
-        first = self._next_stream  # rule: streams-are-not-used-again
+        first = self._next_stream  # rule: stream-numbers-are-not-reused
         frame = self._encoder.encode(_submit(first, checked))  # may raise: nothing is reserved yet
         self._next_stream += params.n
         outputs = OutputQueue(first, params.n)
@@ -153,10 +153,10 @@ class RemoteClient:
         """See `EngineClient`."""
         first = outputs.number + (index or 0)
         stop = outputs.number + outputs.num_samples if index is None else first + 1
-        # rule: ended-stream-hears-nothing-more
+        # rule: ended-stream-receives-no-more-outputs
         ended = [self._streams.pop(stream, None) for stream in range(first, stop)]
         if any(ended) and not self._closed:
-            self._send(Abort(first, stop, reason))  # rule: end-is-said-to-the-engine
+            self._send(Abort(first, stop, reason))  # rule: end-is-sent-to-the-engine
 
     def _keys_of(self, tokens: npt.NDArray[np.int64], cache_salt: str) -> tuple[list[Key], int]:
         keys: list[Key] = []
@@ -281,7 +281,7 @@ class RemoteClient:
             case Outputs():
                 self._on_outputs(message)
             case Rejected(stream, stop, failure):
-                # rule: refused-streams-are-forgotten-by-their-front-end
+                # rule: front-end-drops-refused-streams
                 for sample in (self._streams.pop(one, None) for one in range(stream, stop)):
                     if sample is not None:  # else its reader has aborted it
                         sample.outputs.fail(failure.error())
@@ -297,14 +297,14 @@ class RemoteClient:
         for entry, (stream, token) in enumerate(zip(message.streams, message.tokens, strict=True)):
             sample = streams.get(stream)
             if sample is None:
-                # rule: end-that-crosses-the-finish-is-harmless
+                # rule: finish-that-crosses-the-abort-is-ignored
                 continue  # its reader has aborted it; this output crossed the Abort
             if token >= 0:
                 delta = Delta(sample.index, "", (token,), (), None, sample.prompt_tokens, sample.cached)
             else:
                 delta = _delta_of(sample, details[entry])
                 if delta.finish_reason is not None:
-                    del streams[stream]  # rule: finished-stream-is-forgotten-by-its-front-end
+                    del streams[stream]  # rule: front-end-drops-finished-streams
             outputs = sample.outputs
             if outputs.is_full:  # rule: reader-that-falls-behind-is-aborted
                 self.abort(outputs)

@@ -120,7 +120,7 @@ class Engine:
         """
         # The version is read first: old keys under a new version would be wrong for ever.
         version = self.parts.scheduler.keys_version
-        # rule: keys-are-made-with-the-requests-salt
+        # rule: keys-are-computed-with-the-requests-salt
         return self.parts.scheduler.keys_of(tokens, salt=cache_salt), version
 
     def _sample(self, index: int, checked: CheckedRequest) -> Request:
@@ -215,7 +215,7 @@ class Engine:
                 transfers.forget_all()  # rule: reset-reaches-the-tiers
 
         self.call(forget)
-        # rule: reset-lasts-until-the-tiers-have-forgotten
+        # rule: reset-ends-after-the-tiers
         while transfers is not None and not transfers.has_forgotten and self._alive:
             self.parts.device.sleep(_FORGETTING_POLL_S)
 
@@ -257,12 +257,12 @@ class Engine:
             # The stack runs from the last to the first, each even if another one raises: the engine thread ends,
             # complete blocks are stored, the streams end; then none writes to the disk, which is closed.
             transfers = parts.transfers
-            if transfers is not None:  # rule: streams-end-before-the-disk-is-let-go-of
+            if transfers is not None:  # rule: streams-end-before-the-disk-is-unlocked
                 ends.callback(transfers.close)
             ends.callback(parts.device.close)
             if transfers is not None:  # rule: transfers-end-before-their-streams
                 ends.callback(transfers.flush, timeout_s=flush_s)
-            ends.callback(self._end_loop)  # rule: loop-ends-before-transfers-do
+            ends.callback(self._end_loop)  # rule: loop-ends-before-the-transfers
 
     def _end_loop(self) -> None:
         if self._thread is None:

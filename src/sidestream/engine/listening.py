@@ -64,7 +64,7 @@ class Listener:
             wait_host(fence, reason="step")
             return
         self._listen(self._transfers)
-        while not wait_host(fence, reason="step", bell=self._inbox.bell):  # rule: who-was-rung-up-waits-on
+        while not wait_host(fence, reason="step", bell=self._inbox.bell):  # rule: bell-does-not-end-the-wait-for-a-step
             self._listen(self._transfers)
 
     def _listen(self, transfers: OffloadConnector) -> None:
@@ -78,7 +78,7 @@ class Listener:
         events = transfers.poll()
         self._apply(events)
         if heard or events:  # otherwise the last plan has considered every waiting request
-            transfers.submit(self._scheduler.order_loads())  # rule: loads-ordered-meanwhile-are-submitted
+            transfers.submit(self._scheduler.order_loads())  # rule: loads-planned-during-a-wait-are-submitted
 
     # ------------------------------------------------------------------ events
 
@@ -91,7 +91,7 @@ class Listener:
                         self._metrics.inc("load_fallbacks_total", 1, reason)
                     scheduler.promoted(request_id, epoch, again=complete or reason == "no_room")
                 case LoadReady(request_id, epoch):
-                    scheduler.load_ready(request_id, epoch)  # rule: load-that-is-ready-joins-a-step
+                    scheduler.load_ready(request_id, epoch)  # rule: ready-load-joins-a-step
                 case LoadFailed(request_id, epoch, gone):
                     self._metrics.inc("load_fallbacks_total", 1, "gone" if gone else "load_failed")
                     scheduler.load_failed(request_id, epoch)

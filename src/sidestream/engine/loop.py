@@ -79,16 +79,16 @@ class StepLoop:
     def drain(self) -> None:
         """Commit the step in flight, and abort the samples that are left."""
         self._listener.apply_messages()
-        self._commit(self.in_flight)  # rule: last-step-lands-before-the-end
+        self._commit(self.in_flight)  # rule: last-step-is-committed-before-the-end
         self.in_flight = None
         self._streams.abort_all()
-        self._streams.deliver_outputs()  # rule: last-news-are-delivered-when-the-engine-ends
+        self._streams.deliver_outputs()  # rule: last-outputs-are-delivered-when-the-engine-ends
         self._gauges.update(force=True)
 
     def step(self) -> bool:
         """One turn of the loop, and the delivery of its outputs; False: there was nothing to compute or commit."""
         worked = self._turn()
-        self._streams.deliver_outputs()  # rule: news-are-delivered-after-each-step
+        self._streams.deliver_outputs()  # rule: outputs-are-delivered-after-each-step
         return worked
 
     def _turn(self) -> bool:
@@ -123,7 +123,7 @@ class StepLoop:
         if not plan.batch.rows:
             return None
         step = parts.executor.launch(plan.batch, after=plan.after, gates=gates)
-        parts.scheduler.launched(plan.batch, step.fence)  # rule: launched-step-is-noted
+        parts.scheduler.launched(plan.batch, step.fence)  # rule: launched-step-is-recorded
         self.times.launched(begin_s)
         self.num_steps += 1
         parts.metrics.inc("steps_total")
@@ -137,10 +137,10 @@ class StepLoop:
         times.begin_commit()
         self._listener.wait_for(step.fence)  # rule: commit-waits-for-its-step
         times.end_wait()
-        self._listener.apply_events()  # rule: failed-load-is-known-before-its-step-is-believed
+        self._listener.apply_events()  # rule: failed-load-is-known-before-its-step-is-committed
         if step.gated:
             self._listener.apply_failed_loads()  # preempts their requests, so that the rows of these are discarded
-        if step.fence.failure is not None:  # rule: failed-step-is-not-believed
+        if step.fence.failure is not None:  # rule: results-of-a-failed-step-are-discarded
             self._failures.end_step(step)
             return
         times.count(step)
@@ -150,9 +150,9 @@ class StepLoop:
             self.spec_stats.count(step, results)
         endings = self._streams.send(committed.outputs)
         if parts.transfers is not None and committed.invalidated:
-            parts.transfers.forget(committed.invalidated)  # rule: tiers-learn-what-is-invalidated
-        store = parts.scheduler.publish(committed)  # rule: what-was-completed-is-published-before-its-requests-end
-        if parts.transfers is not None and store is not None:  # rule: store-is-ordered-before-its-blocks-are-released
+            parts.transfers.forget(committed.invalidated)  # rule: invalidated-keys-are-sent-to-the-tiers
+        store = parts.scheduler.publish(committed)  # rule: completed-blocks-are-published-before-their-requests-end
+        if parts.transfers is not None and store is not None:  # rule: store-is-submitted-before-its-blocks-are-released
             parts.transfers.submit([store])
         self._streams.finish(endings)  # rule: ended-requests-end
         seconds = times.end_commit(step)

@@ -139,7 +139,7 @@ class OutputStreams:
             delta = stream.delta_of(result, count, finish_reason) if count else None
             ends = delta is not None and delta.finish_reason is not None
             sent = ends or delta is None or stream.send(delta)
-            if ends or not sent or not result.finite:  # rule: broken-logits-end-their-request
+            if ends or not sent or not result.finite:  # rule: non-finite-logits-end-their-request
                 endings.append(Ending(stream, delta if ends else None, sent))
         return endings
 
@@ -148,7 +148,7 @@ class OutputStreams:
         for ending in endings:
             stream, last = ending.stream, ending.last
             if last is not None and last.finish_reason is not None:
-                self._close(stream.request, last.finish_reason)  # rule: request-ends-before-its-client-is-told
+                self._close(stream.request, last.finish_reason)  # rule: request-ends-before-its-client-is-notified
                 stream.send(last)
             elif ending.sent:
                 self.end_sample(
@@ -180,7 +180,7 @@ class OutputStreams:
         """End a sample for another reason than its tokens. Does nothing if it has ended already."""
         stream = self._by_id.get(request_id)
         if stream is not None:
-            self._close(stream.request, reason)  # rule: aborted-request-ends-before-its-client-is-told
+            self._close(stream.request, reason)  # rule: aborted-request-ends-before-its-client-is-notified
             stream.end(reason, error)
 
     def abort(self, handle: Handle, reason: str) -> None:

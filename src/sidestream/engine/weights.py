@@ -31,7 +31,7 @@ class WeightUpdates:
     def announce(self, apply: Callable[[], None], fingerprint: str, done: threading.Event) -> None:
         """Have `apply` called, then `done` set, as soon as no request uses the weights."""
         self._announced.append((apply, fingerprint, done))
-        self._scheduler.pause_admission()  # rule: new-weights-go-before-new-requests
+        self._scheduler.pause_admission()  # rule: new-requests-wait-for-new-weights
 
     def apply(self) -> None:
         """Apply announced updates, unless begun requests use the weights. Only while no step is in flight."""
@@ -39,10 +39,10 @@ class WeightUpdates:
             return
         for apply, fingerprint, done in self._announced:
             apply()
-            # rule: new-weights-take-the-keys-over
+            # rule: new-weights-replace-the-keys
             self._scheduler.rekey(BlockKeys(fingerprint=fingerprint, layout=self._layout, salt=self._salt))
             if self._transfers is not None:
-                self._transfers.forget_all()  # rule: new-weights-forget-the-tiers
+                self._transfers.forget_all()  # rule: new-weights-drop-the-keys-of-the-tiers
             done.set()
         self._announced.clear()  # rule: new-weights-are-taken-once
-        self._scheduler.resume_admission()  # rule: new-weights-let-new-requests-in
+        self._scheduler.resume_admission()  # rule: new-weights-end-the-pause

@@ -72,11 +72,11 @@ class BlockKeys:
         for start in range(0, len(data), piece):
             part = data[start : start + piece]
             keys.extend((self._cached_chain if len(part) == piece else _chain)(parent, part, width))
-            parent = keys[-1]  # rule: remembered-keys-are-those-behind-this-prefix
+            parent = keys[-1]  # rule: cached-keys-belong-to-their-prefix
 
     def _root_of(self, salt: str) -> Key:
         """The parent of a sequence's first block."""
-        if not salt:  # rule: key-names-the-requests-salt
+        if not salt:  # rule: key-contains-the-requests-salt
             return self.root
         # Keyed, with its own person string: no user can choose a salt that yields the key of a block.
         data = salt.encode("utf-8", "surrogatepass")
@@ -87,7 +87,7 @@ def _chain(parent: Key, data: bytes, width: int) -> tuple[Key, ...]:
     """Keys of consecutive blocks after `parent`; each block has `width` bytes of tokens."""
     keys, blake2b = list[Key](), hashlib.blake2b
     for start in range(0, len(data), width):
-        # rule: key-names-its-prefix
+        # rule: key-contains-its-prefix
         parent = blake2b(parent + data[start : start + width], digest_size=KEY_BYTES).digest()
         keys.append(parent)
     return tuple(keys)

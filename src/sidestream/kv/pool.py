@@ -64,7 +64,7 @@ class Lease:
         if not self._open:
             raise InvariantError(f"lease of {self.pool.name} {self.ids} was released twice")
         self._open = False
-        if until is None or until.poll():  # rule: release-waits-for-uses-that-only-the-host-sees
+        if until is None or until.poll():  # rule: release-waits-for-transfers-that-only-the-host-observes
             self.pool._release(self.ids, tuple(after))  # rule: release-keeps-its-fences
         else:
             self.pool._postpone(until, self.ids, tuple(after))  # rule: postponed-release-keeps-its-fences
@@ -126,7 +126,7 @@ class FencedPool:
         """Carry out the postponed releases whose `until` is done by now."""
         while self._postponed and self._postponed[0][0].poll():  # rule: postponed-release-waits-for-its-use
             _, block_ids, after = self._postponed.popleft()
-            self._release(block_ids, after)  # rule: postponed-release-is-carried-out
+            self._release(block_ids, after)  # rule: postponed-release-is-executed
 
     def take(self, count: int) -> Lease:
         """Lease `count` blocks for writing: free ones first, then the least recently used cached ones, which it evicts.
@@ -142,7 +142,7 @@ class FencedPool:
             block_ids.extend(self._evict(evicted))
         pending: tuple[Fence, ...] = ()
         if any(map(fences.__getitem__, block_ids)):
-            # rule: take-hands-on-fences
+            # rule: take-passes-the-fences-on
             pending = merge_fences(fence for block_id in block_ids for fence in fences[block_id])
             for block_id in block_ids:
                 # rule: unused-lease-keeps-fences
@@ -224,7 +224,7 @@ class FencedPool:
             self._tracer.forgot(self.name, block_ids)
         for block_id in block_ids:
             if block_id in self._cached:
-                self._cached.discard(block_id)  # rule: forgotten-block-is-free
+                self._cached.discard(block_id)  # rule: unfindable-block-is-free
                 self._free.append(block_id)
 
     def check(self) -> None:

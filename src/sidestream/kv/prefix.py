@@ -47,7 +47,7 @@ class PrefixIndex:
 
     def add(self, key: Key, block_id: int) -> bool:
         """Give the block this key. False, and no change, when the block or the key is taken."""
-        if key in self._id_of or block_id in self._key_of:  # rule: key-names-one-block
+        if key in self._id_of or block_id in self._key_of:  # rule: key-refers-to-one-block
             return False
         self._id_of[key] = block_id
         self._key_of[block_id] = key

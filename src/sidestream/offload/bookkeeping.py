@@ -43,11 +43,11 @@ class UnsettledJobs:
 
     def settle(self, job_id: int) -> None:
         """Remove a job that uses no device block any more. Raises KeyError if it is not there."""
-        del self._unsettled[job_id]  # rule: settled-order-is-settled-once
+        del self._unsettled[job_id]  # rule: job-settles-once
 
     def settled_through(self) -> int:
         """The id up to which every job has settled."""
-        return next(iter(self._unsettled), self._last + 1) - 1  # rule: only-what-has-let-go-is-settled
+        return next(iter(self._unsettled), self._last + 1) - 1  # rule: only-settled-jobs-count-as-settled
 
 
 class TransferLog:

@@ -102,7 +102,7 @@ class _Load:
 
     def has_failed(self) -> bool:
         """Whether a part of it has failed, and the failure was not reported."""
-        if self.reported or self.submitted is None:  # rule: load-failure-is-told-once
+        if self.reported or self.submitted is None:  # rule: load-failure-is-reported-once
             return False
         # rule: load-fails-with-any-of-its-slices
         return any(fence.poll() and fence.failure is not None for fence in self.submitted.fences)
@@ -119,7 +119,7 @@ class SettledFence:
 
     def poll(self) -> bool:
         """Whether it is done. Never blocks."""
-        return self.settled.read() >= self.tick  # rule: order-fence-is-done-with-its-order
+        return self.settled.read() >= self.tick  # rule: settled-fence-is-done-with-its-job
 
 
 class OffloadConnector:
@@ -206,7 +206,7 @@ class OffloadConnector:
 
     def uses(self) -> Fence | None:
         """Done when every submitted transfer has let go of its device blocks; None if that is so already."""
-        # rule: uses-are-those-of-the-last-order-too
+        # rule: release-waits-for-the-last-submitted-transfer
         return SettledFence(self._last_job, self._settled) if self._settled.read() < self._last_job else None
 
     def gates(self, batch: BatchPlan) -> LayerGates:
@@ -266,16 +266,16 @@ class OffloadConnector:
         Raises the exception that ended the worker.
         """
         events: list[TransferEvent] = []
-        # rule: settled-is-read-before-the-news
+        # rule: settled-is-read-before-the-events
         settled = self._settled.read()  # before the events: every event of a job that has settled by now is there
-        while (event := self._events.take()) is not None:  # rule: news-are-taken
+        while (event := self._events.take()) is not None:  # rule: transfer-events-are-taken
             if isinstance(event, LoadSubmitted):  # a `match` takes twice as long, in every step
                 load = self._loads[event.job_id]
                 load.submitted = event
-                events.append(LoadReady(load.plan.request_id, load.plan.epoch))  # rule: ready-load-is-told
+                events.append(LoadReady(load.plan.request_id, load.plan.epoch))  # rule: ready-load-becomes-an-event
             elif isinstance(event, LoadMissed):
                 load = self._loads[event.job_id]
-                if not load.reported:  # rule: load-failure-is-not-told-again-at-the-end
+                if not load.reported:  # rule: load-failure-is-not-reported-again-at-the-end
                     load.reported = True
                     events.append(LoadFailed(load.plan.request_id, load.plan.epoch, event.gone))
             elif isinstance(event, Promoted):
@@ -288,7 +288,7 @@ class OffloadConnector:
                 raise event.error
         while self._loads and (job_id := next(iter(self._loads))) <= settled:
             del self._loads[job_id]
-        self._blocks.settle()  # rule: settled-blocks-are-given-back
+        self._blocks.settle()  # rule: settled-blocks-are-released
         return events
 
     def failed_loads(self) -> list[TransferEvent]:
@@ -298,7 +298,7 @@ class OffloadConnector:
         """
         events: list[TransferEvent] = []
         for load in self._loads.values():
-            if load.has_failed():  # rule: failure-of-a-load-is-known-with-its-step
+            if load.has_failed():  # rule: load-failure-is-known-with-its-step
                 load.reported = True
                 events.append(LoadFailed(load.plan.request_id, load.plan.epoch))
         return events
@@ -308,7 +308,7 @@ class OffloadConnector:
     @property
     def has_forgotten(self) -> bool:
         """Whether every `forget_all` has reached the tiers' ledgers."""
-        # rule: reset-waits-until-the-tiers-have-forgotten
+        # rule: reset-waits-for-the-tiers
         return self._thread.failure is not None or self._worker.forgotten == self._switches.generation
 
     def forget_all(self) -> None:

@@ -70,8 +70,8 @@ class Loads:
         """Lease the source slots and queue the job. If a source block is gone, the load is a miss."""
         source_ids = self._host.pool.match(plan.keys)
         if len(source_ids) < len(plan.keys) or self._switches.abandoned:  # rule: missing-source-fails-the-load
-            self._report(LoadMissed(job_id, gone=not self._switches.abandoned))  # rule: missing-load-is-told
-            self._unsettled.settle(job_id)  # rule: missing-load-lets-go
+            self._report(LoadMissed(job_id, gone=not self._switches.abandoned))  # rule: missing-load-is-reported
+            self._unsettled.settle(job_id)  # rule: missing-load-is-settled
             return
         self._tiers.touch_persistent(plan.keys)  # a hit in host memory is a use of the entries in slower tiers, too
         slots = self._host.pool.share(source_ids)  # rule: load-holds-its-slots
@@ -80,7 +80,7 @@ class Loads:
     def begin_piece(self) -> None:
         """Begin the next piece of the first job; a job that has failed begins none."""
         job = self._waiting[0]
-        if job.failure is None:  # rule: failed-load-begins-no-piece
+        if job.failure is None:  # rule: failed-load-begins-no-more-pieces
             self._begin_piece(job)
         if job.all_begun or job.failure is not None:
             del self._waiting[0]
@@ -123,7 +123,7 @@ class Loads:
                 [Part(tuple(fences), group.num_bytes) for fences, group in zip(copy.fences, copy.groups, strict=True)]
                 for copy in job.copies
             ]
-            # rule: submitted-load-is-told
+            # rule: submitted-load-is-reported
             self._report(LoadSubmitted(job.job_id, tuple(part for parts in others for part in parts), tuple(last)))
 
     def end(self, copy: Copy) -> None:
@@ -141,18 +141,18 @@ class Loads:
         if not job.settled:  # rule: load-settles-once
             return
         if not self._log.ended("load", job.failure, len(job.plan.keys), job.ordered_s):
-            self._report(LoadMissed(job.job_id))  # rule: failed-load-is-told
-        job.slots.release()  # rule: load-gives-its-slots-back
-        self._unsettled.settle(job.job_id)  # rule: ended-load-lets-go
+            self._report(LoadMissed(job.job_id))  # rule: failed-load-is-reported
+        job.slots.release()  # rule: load-releases-its-slots
+        self._unsettled.settle(job.job_id)  # rule: ended-load-is-settled
 
     def drop(self, reason: BaseException) -> None:
         """Fail everything that has not begun: the engine closes."""
         while self._waiting:
             job = self._waiting.popleft()
-            # rule: dropped-order-lets-go-once
+            # rule: dropped-load-settles-once
             if job.failure is None:  # a failed job has settled, or will with its last piece in flight
                 job.failure = reason
-                self._settle(job)  # rule: dropped-load-lets-go
+                self._settle(job)  # rule: dropped-load-is-settled
 
 
 def layers_per_group(layout: KVLayout, segment_bytes: int) -> int:

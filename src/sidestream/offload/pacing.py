@@ -98,7 +98,7 @@ class Copy:
 
     def is_ready(self) -> bool:
         """Whether the fences `after` are done. Never blocks."""
-        while self._after and self._after[0].poll():  # rule: copy-forgets-only-what-is-done
+        while self._after and self._after[0].poll():  # rule: copy-drops-only-finished-fences
             del self._after[0]
         return not self._after
 
@@ -144,13 +144,13 @@ class Lane:
     def retire(self) -> list[Copy]:
         """Poll the slices in flight. Removes and returns the copies that have ended. Never blocks."""
         ended = []
-        while self._in_flight and self._in_flight[0].fence.poll():  # rule: slice-is-seen-done-before-it-counts
+        while self._in_flight and self._in_flight[0].fence.poll():  # rule: slice-counts-after-its-fence
             slice_ = self._in_flight.popleft()
             copy = slice_.copy
             self._bytes -= slice_.num_bytes
             self._segments -= slice_.num_segments
             copy._in_flight -= 1
-            if slice_.fence.failure is not None and not copy.submitted:  # rule: failed-copy-is-given-nothing-more
+            if slice_.fence.failure is not None and not copy.submitted:  # rule: failed-copy-submits-no-more-slices
                 self._queues[copy.urgency].popleft()  # no slice of it is submitted any more
                 self._left -= copy._left
                 self._segments_left -= copy._segments_left
@@ -173,7 +173,7 @@ class Lane:
             self._submit_slice(copy)
             if copy.submitted:  # rule: submitted-copy-leaves-its-queue
                 self._queues[copy.urgency].popleft()
-                submitted.append(copy)  # rule: load-is-told-when-all-was-submitted
+                submitted.append(copy)  # rule: load-is-ready-after-its-last-slice-was-submitted
         return submitted
 
     def cancel(self, reason: BaseException) -> list[Copy]:
@@ -251,7 +251,7 @@ class Lane:
         """
         for queue in self._queues:  # rule: urgent-copies-go-first
             for index, copy in enumerate(islice(queue, _LOOK_AHEAD)):
-                if copy.is_ready():  # rule: copy-is-given-nothing-before-it-is-ready
+                if copy.is_ready():  # rule: copy-is-submitted-after-its-fences
                     if index:
                         del queue[index]
                         queue.appendleft(copy)

@@ -96,12 +96,12 @@ class Promotions:
         now = self._clock()
         for waiter in list(self._waiters):
             done = all(read.taken_in for read in waiter.reads.values())
-            if not done and now < waiter.deadline_s:  # rule: wait-for-the-disk-has-a-deadline
+            if not done and now < waiter.deadline_s:  # rule: promotion-has-a-deadline
                 continue
             self._waiters.remove(waiter)
-            waiter.kept.release()  # rule: wait-for-the-disk-gives-its-slots-back
+            waiter.kept.release()  # rule: promotion-releases-its-slots
             good = done and all(read.failure() is None for read in waiter.reads.values())
             reason: Literal["done", "deadline", "failed", "no_room"]
             reason = "deadline" if not done else "failed" if not good else "done" if waiter.complete else "no_room"
-            # rule: end-of-a-wait-for-the-disk-is-told
+            # rule: ended-promotion-is-reported
             self._report(Promoted(waiter.request_id, waiter.epoch, reason == "done", reason))

@@ -119,7 +119,7 @@ class Stores:
         if not pairs:
             if last:
                 self._tiers.touch(plan.prefix)
-            self._settle(job)  # rule: store-that-is-not-worth-a-copy-is-told
+            self._settle(job)  # rule: skipped-store-is-settled
             return
         slots = pool.take(len(pairs))
         keys, block_ids = tuple(key for key, _ in pairs), [block for _, block in pairs]
@@ -172,10 +172,10 @@ class Stores:
             pool.publish_all([slot for _, slot in stored], [key for key, _ in stored])
             for key, slot in stored:
                 self._write_through(key, slot, ticket)
-        ticket.slots.release()  # rule: store-gives-its-slots-back
+        ticket.slots.release()  # rule: store-releases-its-slots
         self._tiers.touch(ticket.prefix)
         job.pieces -= 1
-        self._settle(job)  # rule: end-of-a-store-is-told
+        self._settle(job)  # rule: ended-store-is-settled
 
     def _settle(self, job: StoreJob) -> None:
         """Record that a job uses no device block any more, if that is so."""
@@ -197,4 +197,4 @@ class Stores:
         while self._waiting:
             job = self._waiting.popleft()
             job.begun = len(job.plan.keys)
-            self._settle(job)  # rule: dropped-store-lets-go
+            self._settle(job)  # rule: dropped-store-is-settled

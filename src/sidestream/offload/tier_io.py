@@ -97,7 +97,7 @@ class TierIO:
 
     def finish_writes(self) -> None:
         """Take in writes that have ended: publish or abandon their grants, release their slots."""
-        while self._writes and self._writes[0].fence.poll():  # rule: disk-write-is-seen-done-before-it-counts
+        while self._writes and self._writes[0].fence.poll():  # rule: disk-write-counts-after-its-fence
             ticket = self._writes.pop(0)
             good = self._log.ended(f"{self.name}-write", ticket.fence.failure, 1, ticket.ordered_s)
             good = good and ticket.grant.written  # rule: failed-disk-write-leaves-no-entry
@@ -107,7 +107,7 @@ class TierIO:
                 self._tier.index.abandon(ticket.grant)  # rule: refused-disk-write-ends-its-grant
             if not good:
                 self._resumes_s = self._clock() + PAUSE_S
-            ticket.slot.release()  # rule: disk-write-gives-its-slot-back
+            ticket.slot.release()  # rule: disk-write-releases-its-slot
             # After the last write of a store, again: entries that were being written could not be touched before.
             if not self._writes or self._writes[0].prefix is not ticket.prefix:
                 self._tiers.touch(ticket.prefix)
@@ -135,7 +135,7 @@ class TierIO:
 
         `published` is called for each published block, before its slot is released.
         """
-        # rule: disk-read-is-seen-done-before-it-counts
+        # rule: disk-read-counts-after-its-fence
         for ticket in [t for t in self.reads.values() if t.fence.poll()]:
             del self.reads[ticket.key]
             ticket.taken_in = True
@@ -147,10 +147,10 @@ class TierIO:
                     self._host.pool.publish(ticket.slot.ids[0], ticket.key)
                     published(ticket)
             elif not isinstance(ticket.failure(), TierTimeout):
-                # rule: damaged-entry-is-forgotten
+                # rule: damaged-entry-is-dropped
                 self._tier.index.forget(ticket.pin.entries[0])  # damaged or unreadable: it is computed and written anew
             ticket.pin.release()  # rule: disk-read-ends-its-pin
-            ticket.slot.release()  # rule: disk-read-gives-its-slot-back
+            ticket.slot.release()  # rule: disk-read-releases-its-slot
 
     def invalidate(self, keys: frozenset[Key]) -> None:
         """Publish none of these blocks when their reads end."""
@@ -161,7 +161,7 @@ class TierIO:
 
     def _is_current(self, ticket: ReadTicket | WriteTicket) -> bool:
         """Whether no reset came after the ticket's command (H8)."""
-        return ticket.generation == self._switches.generation  # rule: transfers-know-of-resets
+        return ticket.generation == self._switches.generation  # rule: transfers-check-the-generation
 
     def _timed(self, watch: Stopwatch, work: Callable[[], None]) -> Callable[[], None]:
         """The stream's work: `work`, timed, unless the engine closes before it begins."""

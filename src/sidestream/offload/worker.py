@@ -164,9 +164,9 @@ class OffloadWorker:
         for io in self._io.values():
             io.finish_writes()
         self._promotions.finish_reads()
-        self._take_commands()  # rule: what-was-ordered-last-is-dropped-too
+        self._take_commands()  # rule: last-submitted-transfers-are-dropped-at-close
         if self.switches.abandoned:
-            self._drop()  # rule: orders-are-dropped
+            self._drop()  # rule: transfers-are-dropped
             self._take_in_copies()
         # One slow thing a turn: pieces that the link needs next, then ended copies, then pieces that it needs later.
         # With blocks so small that the link always lacks some, ended copies are taken in all the same.
@@ -199,17 +199,19 @@ class OffloadWorker:
         might evict.
         """
         plans = command.plans
-        # rule: taken-order-is-unsettled
+        # rule: received-job-is-unsettled
         stores_and_loads = (job_id for job_id, plan in plans if not isinstance(plan, PromotePlan))
         self._unsettled.opened(stores_and_loads, last=plans[-1][0])
         for job_id, plan in plans:
             if isinstance(plan, LoadPlan):
                 self._loads.submit(job_id, plan)
-        # rule: disk-read-is-of-the-generation-of-its-order
+        # rule: disk-read-has-the-generation-of-its-submission
         self._promotions.submit([plan for _, plan in plans if isinstance(plan, PromotePlan)], command.generation)
         for job_id, plan in plans:
             if isinstance(plan, StorePlan):
-                self._stores.submit(job_id, plan, command.generation)  # rule: store-is-of-the-generation-of-its-order
+                self._stores.submit(
+                    job_id, plan, command.generation
+                )  # rule: store-has-the-generation-of-its-submission
         return sum(len(plan.keys) for _, plan in plans if not isinstance(plan, StorePlan))
 
     def _forget(self, command: Forget) -> None:

@@ -96,7 +96,7 @@ class TorchOps:
         self, block_tables: Tensor, positions: Tensor, bounds: Tensor, padding: Tensor, *, block_tokens: int
     ) -> tuple[Tensor, Tensor]:
         """See `Ops.draft_slots`."""
-        positions = torch.minimum(positions, bounds)  # rule: drafting-writes-where-its-row-has-room
+        positions = torch.minimum(positions, bounds)  # rule: drafting-stays-in-the-blocks-of-its-row
         block_ids = block_tables.gather(1, (positions // block_tokens)[:, None]).squeeze(1).to(torch.int64)
         slot_mapping = block_ids * block_tokens + positions % block_tokens
         return torch.where(padding, -1, slot_mapping), torch.where(padding, 0, positions + 1)
@@ -133,7 +133,7 @@ class TorchOps:
     ) -> Tensor:
         """See `Ops.advance`."""
         row, padding = sampling_rows.clamp(min=0), sampling_rows < 0
-        # rule: padding-draws-for-nobody
+        # rule: padding-rows-sample-no-token
         slot = torch.where(padding, len(state.last_tokens) - 1, slots[row])
         width = 0 if drafts is None else drafts.shape[1]
         num_drafts = torch.zeros_like(row)
@@ -145,12 +145,12 @@ class TorchOps:
         logit = logit.clamp(max=len(tokens) - 1)
         drawn, accepted = tokens[logit], torch.ones_like(row)
         if drafts is not None:
-            # rule: only-right-drafts-are-accepted
+            # rule: only-verified-drafts-are-accepted
             accepted = accept_lengths(drafts[row.clamp(max=len(drafts) - 1)], drawn, num_drafts)
             accepted = torch.where(padding, 1, accepted)
         last = (accepted - 1)[:, None]
         taken = number < accepted[:, None]
-        # rule: drawn-token-stays-on-the-device, last-token-is-that-of-the-accepted-run
+        # rule: sampled-token-stays-on-the-device, last-token-is-the-last-accepted-one
         state.last_tokens[slot] = drawn.gather(1, last).squeeze(1)
         if thrown_away := max(0, state.history.shape[1] - 1):
             start = torch.where(padding, 0, positions[logit[:, 0]])
@@ -159,7 +159,7 @@ class TorchOps:
             # rule: accepted-run-is-published-before-the-next-step-reads-it
             state.history[slot[:, None], column] = drawn.to(torch.int32)
             if hidden is not None:
-                # rule: hidden-state-is-that-of-the-accepted-run
+                # rule: hidden-state-is-of-the-last-accepted-token
                 state.hidden[slot] = hidden[logit.gather(1, last).squeeze(1)]
         if state.output_counts is not None:
             # rule: accepted-tokens-count-for-later-penalties
@@ -191,5 +191,5 @@ class TorchOps:
         completes = ((positions + 1) % block_tokens == 0) & (slot_mapping >= 0)
         # rule: hidden-state-is-written-to-its-block
         by_block[torch.where(completes, slot_mapping // block_tokens, len(by_block) - 1)] = hidden
-        # rule: next-chunk-begins-with-the-hidden-state-of-the-last
+        # rule: next-chunk-reads-the-hidden-state-of-the-last-chunk
         by_slot[rows.slots] = hidden[(rows.cu_seqlens_q[1:] - 1).clamp(min=0)]

@@ -113,7 +113,7 @@ class LaunchedStep:
 
     def drop(self) -> None:
         """End a step that failed, without reading it; after its fence."""
-        self.entry.lease.release(after=(self.fence,))  # rule: letter-of-a-failed-step-is-given-back
+        self.entry.lease.release(after=(self.fence,))  # rule: mailbox-entry-of-a-failed-step-is-released
 
     def results(self) -> Delivered:
         """The draws of the sampling rows, in order; once, after the fence."""
@@ -240,7 +240,7 @@ class Executor:
                     indices, block_ids = self._uploads.together([torch.tensor(part) for part in step.changes])
                     self._ops.update_block_tables(indices, block_ids, self._state.block_tables)
                 if begins := batch.begins:
-                    self._state.begin(begins)  # rule: row-begins-on-the-device
+                    self._state.begin(begins)  # rule: slot-begins-on-the-device
                 run = self._run_eagerly if step.captured is None else self._replay
                 inputs, output = run(batch, step)
                 rows = [row for row in batch.rows if row.samples]
@@ -268,7 +268,7 @@ class Executor:
         captured = step.captured
         assert self._graphs is not None and captured is not None
         gated = bool(step.gates.by_layer)
-        self._graphs.fill(captured, step.numbers)  # rule: frame-is-filled-before-its-replay
+        self._graphs.fill(captured, step.numbers)  # rule: captured-inputs-are-filled-before-the-replay
         rows = self._rows_from_state(batch)
         output = self._graphs.replay(captured, gated=gated)
         if (gated or batch.speculates) and self._traced:

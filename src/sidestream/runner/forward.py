@@ -202,7 +202,7 @@ class Forward:
                 states.append(everywhere)
                 for layer in self._proposer_layers:  # rule: hidden-states-wait-for-their-load
                     before_layer(layer)
-                if not continues:  # rule: proposer-is-shown-every-step
+                if not continues:  # rule: proposer-runs-in-every-step
                     self._stream.on_side_stream(
                         lambda: proposer.follow(StepTokens(tokens, positions, hidden.previous(everywhere, rows), batch))
                     )
@@ -215,7 +215,7 @@ class Forward:
                     lambda: proposer.follow(StepTokens(tokens, positions, hidden.previous_by_slot(rows), batch))
                 )
             logits = self._model.forward_with_hidden(tokens, positions, batch, logits_indices, left=left)
-            self._stream.join()  # rule: what-keeps-up-beside-the-model-is-joined
+            self._stream.join()  # rule: proposer-branch-is-joined
             if proposed is not None:  # else each slot continues after its last token, whose state is kept
                 at_logits = states[0][logits_indices]
         if proposed is not None:

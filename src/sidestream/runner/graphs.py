@@ -169,7 +169,7 @@ class Graphs:
 
     def replay(self, captured: CapturedStep, *, gated: bool) -> ForwardOutput:
         """Enqueue the graph of a pass whose inputs were filled. Inside work of the compute stream."""
-        chosen = captured.gated if gated else captured.plain  # rule: batch-with-a-load-takes-the-gated-graph
+        chosen = captured.gated if gated else captured.plain  # rule: batch-with-loads-replays-the-gated-graph
         self._stream.enqueue(chosen.graph)
         if chosen.output is None:
             raise InvariantError(f"the graph of {captured.key} was never captured")

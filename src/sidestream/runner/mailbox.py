@@ -46,7 +46,7 @@ class MailboxEntry:
     @property
     def start(self) -> int:
         """First byte of the entry."""
-        return self.lease.ids[0] * self.num_bytes  # rule: letters-have-their-own-slots
+        return self.lease.ids[0] * self.num_bytes  # rule: mailbox-entries-do-not-overlap
 
     def access(self, *, write: bool) -> Access:
         """The whole entry, for the tracer."""
@@ -99,7 +99,7 @@ class Mailbox:
 
     def address(self) -> MailboxEntry:
         """A free entry for a step about to be launched. Raises PoolExhausted when too many steps are unread."""
-        return MailboxEntry(self._pool.take(1), self._entry_bytes)  # rule: letter-is-held-until-it-was-read
+        return MailboxEntry(self._pool.take(1), self._entry_bytes)  # rule: mailbox-entry-is-leased-until-read
 
     def write(
         self,
@@ -114,7 +114,7 @@ class Mailbox:
         work of `stream`, the compute stream. `start`: first byte of the step's entry, or int64 `[1]` on the device for
         captured work. Draws of padding are cut off, or stay unread.
         """
-        values = {"tokens": drawn.tokens, "finite": drawn.finite}  # rule: broken-logits-are-told
+        values = {"tokens": drawn.tokens, "finite": drawn.finite}  # rule: non-finite-logits-are-reported
         if counts is not None:
             values["counts"] = counts
         if times is not None:
@@ -140,7 +140,7 @@ class Mailbox:
             self._values(entry, "tokens", places)[:, 0].tolist(),
             self._values(entry, "finite", places)[:, 0],
         )
-        # rule: host-reads-how-far-a-row-went
+        # rule: host-reads-accept-lengths
         lengths = self._values(entry, "counts", count)[:, 0].tolist() if places > count else [1] * count
         if top_logprobs or not finite.all():
             results = list(self._results(entry, drafts, lengths, top_logprobs or [-1] * count, tokens, finite.tolist()))
@@ -155,7 +155,7 @@ class Mailbox:
         if places > count:
             begun, drafted, verified = self._values(entry, "times", 3)[:, 0].tolist()
             draft_s, verify_s = 1e-9 * (drafted - begun), 1e-9 * (verified - drafted)
-        entry.lease.release(after=(fence,))  # rule: read-letter-is-given-back
+        entry.lease.release(after=(fence,))  # rule: read-mailbox-entry-is-released
         return Delivered(tuple(results), draft_s, verify_s)
 
     def _results(

@@ -59,7 +59,7 @@ class SamplingMode(IntEnum):
     @classmethod
     def of(cls, spec: SamplingSpec, *, outputs: int) -> SamplingMode:
         """The mode of a row with these options after so many outputs."""
-        banned = outputs < spec.min_tokens and spec.forbidden_until_min  # rule: ban-is-asked
+        banned = outputs < spec.min_tokens and spec.forbidden_until_min  # rule: ban-is-needed
         if spec.logit_bias or banned or spec.top_logprobs >= 0:
             return cls.HOST
         if spec.penalised:
@@ -111,7 +111,7 @@ class Sampler:
         if spec.top_logprobs >= 0:
             self._top_logprobs[slot] = spec.top_logprobs
         else:
-            self._top_logprobs.pop(slot, None)  # rule: row-begins-on-the-host
+            self._top_logprobs.pop(slot, None)  # rule: slot-begins-on-the-host
         self._bans.pop(slot, None)
         if spec.min_tokens and spec.forbidden_until_min:
             self._bans[slot] = spec
@@ -120,14 +120,14 @@ class Sampler:
     def mode_of(self, columns: RowColumns) -> SamplingMode:
         """The mode of a step that is about to be launched."""
         for slot, outputs in zip(columns.slot, columns.min_output_index, strict=True) if self._bans else ():
-            # rule: ban-lasts-until-enough-was-output
+            # rule: ban-lasts-until-min-tokens
             if (spec := self._bans.get(slot)) is not None and outputs >= spec.min_tokens:
                 del self._bans[slot]
                 self._set_mode(slot, SamplingMode.of(spec, outputs=outputs))
         if not self._modes:
             return SamplingMode.ARGMAX
         modes = map(self._modes.get, compress(columns.slot, columns.samples), repeat(SamplingMode.ARGMAX))
-        return max(modes, default=SamplingMode.ARGMAX)  # rule: captured-draws-are-enough-for-every-row
+        return max(modes, default=SamplingMode.ARGMAX)  # rule: captured-sampling-suits-every-row
 
     def top_logprobs_of(self, columns: RowColumns) -> tuple[int, ...]:
         """The number of log-probabilities that each sampling row asked for, -1: none; empty: no row asked for any."""
@@ -159,16 +159,16 @@ class Sampler:
                 options = [state.sampling_of(row.slot) for row in rows or () for _ in range(1 + row.drafts)]
                 penalised = any(option.spec.penalised for option in options)
             slots = inputs.slots_of_logits(count, padding_slot=state.padding_slot)
-            # rule: draws-take-the-numbers-of-their-own-outputs
+            # rule: sampling-uses-the-index-of-its-output
             output_indices = output.positions[:count] + 1 - state.rules.prompt_len[slots]
             drafted = None
             if rows is not None and proposed is not None and penalised:
-                # rule: drafts-count-for-the-penalties-behind-them
+                # rule: drafts-count-for-later-penalties-in-their-row
                 drafted = self._drafted_before(rows, proposed.tokens)
             drawn = draw_tokens(
                 logits, slots, output_indices, state, self._ops, mode=mode, options=options, drafted=drafted
             )
-        # rule: draws-count-for-later-penalties
+        # rule: sampled-tokens-count-for-later-penalties
         accepted = self._ops.advance(
             drawn.tokens,
             output.positions,
@@ -193,7 +193,7 @@ class Sampler:
 
     def _set_mode(self, slot: int, mode: SamplingMode) -> None:
         if mode:
-            self._modes[slot] = mode  # rule: row-draws-as-its-own-request-asks
+            self._modes[slot] = mode  # rule: step-samples-in-the-mode-of-its-rows
         else:
             self._modes.pop(slot, None)
 

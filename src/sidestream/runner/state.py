@@ -121,14 +121,14 @@ class DecodeState:
             -1, len(COLUMNS)
         )
         (slots, last, shift, count), rules = self._uploads.together([numbers, rules])
-        self.last_tokens[slots] = last  # rule: row-begins-with-its-last-token
-        self.rules.numbers[slots] = rules  # rule: row-draws-by-the-rules-of-its-own-request
+        self.last_tokens[slots] = last  # rule: slot-begins-with-its-last-token
+        self.rules.numbers[slots] = rules  # rule: row-samples-with-its-own-options
         if self.keeps_history and (total := sum(counts)):
             known = np.fromiter(
                 chain.from_iterable(chain(start.prompt, start.outputs) for _, start in begins), np.int32, total
             )
             places = torch.arange(total, device=self._device) + torch.repeat_interleave(shift, count, output_size=total)
-            # rule: new-owner-brings-its-own-history
+            # rule: slot-begins-with-its-own-history
             self.history.view(-1)[places] = self._uploads.together([torch.from_numpy(known)])[0]
         for slot, start in begins:
             if start.sampling.penalised:
@@ -170,10 +170,10 @@ class DecodeState:
     def _fill_tables(self, slot: int, start: RowStart) -> None:
         counts, in_prompt = self.seen_tables()
         outputs = self._ids(start.outputs)
-        counts[slot].zero_()  # rule: row-forgets-outputs-before
-        # rule: row-remembers-outputs-from-before-a-preemption
+        counts[slot].zero_()  # rule: slot-drops-outputs-before
+        # rule: slot-keeps-outputs-from-before-a-preemption
         counts[slot].index_add_(0, outputs, torch.ones_like(outputs, dtype=counts.dtype))
-        in_prompt[slot].zero_()  # rule: row-forgets-prompt-before
+        in_prompt[slot].zero_()  # rule: slot-drops-prompt-before
         in_prompt[slot].index_fill_(0, self._ids(start.prompt), True)
 
     def _zeros(self, shape: tuple[int, ...], dtype: type[np.generic]) -> Tensor:

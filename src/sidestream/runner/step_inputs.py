@@ -289,7 +289,7 @@ def pack(
     plain = not batch.speculates
     numbers = (_of_decodes(sizes, padding_slot, decodes) if plain else _padding(sizes, padding_slot)).copy()
     parts = _Parts(*(numbers[part] for part in _slices(sizes)))
-    parts.mailbox_offset[:] = mailbox_offset  # rule: captured-draws-go-into-their-own-letter
+    parts.mailbox_offset[:] = mailbox_offset  # rule: captured-samples-go-to-their-mailbox-entry
     if changes is not None and (count := len(changes.indices)):
         # rule: changed-blocks-reach-the-device
         parts.table_indices[:count], parts.table_block_ids[:count] = changes
@@ -330,7 +330,7 @@ def _pack_drafting(columns: RowColumns, decodes: int, own: Numbers, starts: Numb
     ends = counts.cumsum()
     count = int(ends[-1]) if decodes else 0
     number = np.arange(count) - np.repeat(ends - counts, counts)  # of each token, in its row
-    # rule: rows-begin-where-the-device-says
+    # rule: row-positions-come-from-the-device
     lost = starts + counts != stops  # the host does not know where the row starts: the device does
     parts.tokens[:count] = -1 - number
     parts.token_slots[:count] = np.repeat(own, counts)
@@ -408,7 +408,7 @@ class BlockTableMirror:
         others = map(is_not, map(self._held.__getitem__, step.slot), step.block_ids)
         for slot, wanted in compress(zip(step.slot, step.block_ids, strict=True), others):
             held = self._held[slot]
-            # rule: table-of-a-row-is-its-owners
+            # rule: block-table-belongs-to-its-slots-owner
             kept = len(held) if wanted[: len(held)] == held else 0  # else the slot has another owner now
             base = slot * self._width
             indices.extend(range(base + kept, base + len(wanted)))

@@ -77,7 +77,7 @@ class Admission:
         # rule: request-joins-one-that-computes-the-same
         if self._prefix_cache.is_pending(wanted[len(hits) : num_found + 1]):
             return True
-        if step.loads_only and not num_loads:  # rule: nobody-overtakes-who-needs-a-step
+        if step.loads_only and not num_loads:  # rule: order-of-admission-is-kept-during-a-wait
             return False
         if not self.has_room(request, hits):  # rule: admission-needs-room
             return False

@@ -54,7 +54,7 @@ class Allocator:
         preempted  count these running requests as preempted; an upper bound, because others may share their blocks
         """
         needed = self._limits.num_blocks(len(request.tokens) + 1) - len(hits)
-        # rule: hits-are-no-room
+        # rule: hits-are-not-free-blocks
         available = self._blocks.num_available - sum(self._blocks.is_cached(block) for block in hits)
         available += sum(len(other.blocks.ids) for other in preempted if other.blocks is not None)
         return needed + num_running - len(preempted) <= available
@@ -94,8 +94,8 @@ class Allocator:
         if request.slot is None or request.blocks is None:
             return
         after = () if request.last_fence is None else (request.last_fence,)
-        request.slot.release(after=after)  # rule: row-release-waits-for-the-last-step
+        request.slot.release(after=after)  # rule: slot-release-waits-for-the-last-step
         request.blocks.release(after=after, until=self._tiers.uses())  # rule: blocks-are-released
         request.slot = request.blocks = None
         request.table = ()
-        self._prefix_cache.drop_pending(request, request.keys)  # rule: gone-request-completes-no-blocks
+        self._prefix_cache.drop_pending(request, request.keys)  # rule: ended-request-completes-no-blocks

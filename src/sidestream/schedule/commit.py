@@ -82,8 +82,8 @@ class Committer:
                         request.settle_drafts(drafts, len(result.token_ids))
                         if result.token_ids:  # none: its logits are not finite, which says nothing of its drafts
                             drafted.append((request.spec_record, drafts, len(result.token_ids) - 1))
-                    request.committed_len += count  # rule: accepted-tokens-are-committed-and-no-more
-                if not result.finite:  # rule: blocks-of-broken-logits-are-not-published
+                    request.committed_len += count  # rule: only-accepted-tokens-are-committed
+                if not result.finite:  # rule: blocks-of-non-finite-logits-are-not-published
                     invalidated += self._prefix_cache.invalidate(request)
                     continue
             complete = request.committed_len // size  # rule: only-committed-blocks-are-published

@@ -102,7 +102,7 @@ class PrefixCache:
         self._keys.extend(request.keys, request.tokens, salt=request.cache_salt)
         first = request.published_blocks
         keys, ids = request.keys[first:complete], request.blocks.ids[first:complete]
-        self.drop_pending(request, keys)  # rule: published-block-is-not-coming
+        self.drop_pending(request, keys)  # rule: published-block-is-not-pending
         request.published_blocks = complete
         if (found := min(complete, request.found_blocks) - first) > 0:
             self._blocks.publish_all(ids[:found], keys[:found])
@@ -116,7 +116,7 @@ class PrefixCache:
         assert request.own_blocks is not None and request.blocks is not None
         own = slice(request.own_blocks, max(request.published_blocks, request.found_blocks))
         keys = request.keys[own]
-        # rule: broken-request-invalidates-its-blocks
+        # rule: non-finite-logits-invalidate-blocks
         self._blocks.forget(
             [block for key, block in zip(keys, request.blocks.ids[own], strict=False) if self._blocks.get(key) == block]
         )
@@ -124,7 +124,7 @@ class PrefixCache:
 
     def forget_all(self, running: Iterable[Request]) -> None:
         """Make every block unfindable at once, including those that the running requests will complete (H8)."""
-        self._blocks.forget_all()  # rule: reset-forgets-the-device
+        self._blocks.forget_all()  # rule: reset-drops-keys-on-the-device
         self._pending.clear()  # rule: reset-ends-joining
         for request in running:  # rule: reset-makes-running-requests-private
             request.shares = False

@@ -142,7 +142,7 @@ class Request:
         self.launched_outputs = self.num_outputs
         self.drafts_in_flight = 0
         self.prefill_end = len(self.tokens)
-        self.begun = self.stepped = False  # rule: row-begins-with-each-epoch
+        self.begun = self.stepped = False  # rule: slot-begins-with-each-epoch
         self.shares = True  # rule: fresh-start-shares-again
 
     def settle_drafts(self, drafts: int, drawn: int) -> None:
@@ -162,7 +162,7 @@ class Request:
             tokens.append(token_id)
             count += 1
             if token_id in self.stop_ids and outputs + count >= self.min_tokens:
-                return count, "stop"  # rule: nothing-follows-the-token-that-ends-a-request
+                return count, "stop"  # rule: tokens-after-the-last-one-are-dropped
             if outputs + count >= self.max_outputs:
                 return count, "length"
         return count, None

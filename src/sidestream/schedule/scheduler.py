@@ -130,7 +130,7 @@ class Scheduler:
 
     def submit(self, request: Request) -> None:
         """Queue a new request. Ids must grow with arrival."""
-        self._prefix_cache.drop_stale_keys(request)  # rule: late-request-gets-the-new-keys
+        self._prefix_cache.drop_stale_keys(request)  # rule: request-that-arrives-late-gets-the-new-keys
         request.spec_record = self._policy.add_request(request.max_drafts)
         self._queues.add(request)
 
@@ -184,7 +184,7 @@ class Scheduler:
         self._prefix_cache.rekey(keys)
         for request in self._queues.waiting.values():
             self._prefix_cache.drop_stale_keys(request)  # rule: waiting-requests-get-the-new-keys
-        self.forget_all()  # rule: new-keys-forget-the-device
+        self.forget_all()  # rule: new-keys-drop-the-blocks-on-the-device
 
     def store_again(self, keys: Iterable[Key]) -> tuple[StorePlan, Lease] | None:
         """See `PrefixCache.store_again`."""
@@ -247,7 +247,7 @@ class Scheduler:
         lacks room, or that has something to compute at once. Steps may be in flight; the loads wait for the last uses
         of their blocks.
         """
-        # rule: blocks-taken-meanwhile-wait-for-their-last-use
+        # rule: blocks-taken-during-a-wait-wait-for-their-last-use
         step = StepBuilder(0, 0.0, 0.0, loads_only=True, after=self._owed)
         self._admission.admit(step)
         return step.transfers

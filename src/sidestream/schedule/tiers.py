@@ -80,9 +80,9 @@ class TierLoads:
 
     def may_promote(self, request: Request, sources: Sequence[Source]) -> bool:
         """Whether the request should wait for blocks of slower tiers than host memory."""
-        # rule: waiters-for-the-disk-are-counted
+        # rule: promoting-requests-are-bounded
         loading = sum(other.state is State.LOADING for other in self._queues.waiting.values())
-        # rule: wait-for-the-disk-ends
+        # rule: request-promotes-a-bounded-number-of-times
         return (
             _num_in_host(sources) < len(sources)
             and not request.avoid_disk

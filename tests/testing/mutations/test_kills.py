@@ -12,19 +12,19 @@ from sidestream.testing.torture import hunt, kill
 # One or two of each room; all of them by `sidestream torture --mutations`.
 QUICK = {
     "release-keeps-its-fences": "checker",
-    "key-names-the-salt": "content",
+    "key-contains-the-salt": "content",
     "only-committed-blocks-are-published": "checker",
     "finish-releases": "checker",
-    "settled-blocks-are-given-back": "no progress",
+    "settled-blocks-are-released": "no progress",
     "store-waits-for-step": "checker",
     "disk-write-holds-its-slot": "checker",
     "every-bit-is-verified": "content",
-    "drawn-token-stays-on-the-device": "tokens",
-    "request-ends-before-its-client-is-told": "answered",
+    "sampled-token-stays-on-the-device": "tokens",
+    "request-ends-before-its-client-is-notified": "answered",
     "requests-end-with-the-engine": "balance",
-    "streams-are-not-used-again": "tokens",
-    "end-is-said-to-the-engine": "answered",
-    "finished-stream-is-forgotten-by-the-engine-s-side": "balance",
+    "stream-numbers-are-not-reused": "tokens",
+    "end-is-sent-to-the-engine": "answered",
+    "engine-side-drops-finished-streams": "balance",
 }
 
 

@@ -119,7 +119,7 @@ def test_a_mutation_of_which_one_change_does_not_fit_changes_nothing() -> None:
 def test_an_error_in_changed_code_points_at_the_line_of_the_original() -> None:
     lines, first = inspect.getsourcelines(FencedPool.take)
     at = next(number for number, line in enumerate(lines) if "pending = merge_fences" in line)
-    with applied(mutation("take-hands-on-fences", Become("pass\npass\nraise ZeroDivisionError"))):
+    with applied(mutation("take-passes-the-fences-on", Become("pass\npass\nraise ZeroDivisionError"))):
         pool = FencedPool("blocks", 1)
         pool._fences[0] = (None,)  # type: ignore[assignment]
         with pytest.raises(ZeroDivisionError) as caught:

@@ -41,7 +41,7 @@ def test_a_request_that_goes_on_without_its_client_is_found_though_every_answer_
     workloads = [
         workload for workload in BEHIND_FRONT_ENDS if "hang_up" in workload.features and not workload.meanwhile
     ]
-    with applied(find("front-end-that-goes-takes-its-requests-along")):
+    with applied(find("disconnect-aborts-the-requests-of-a-front-end")):
         found = [run_one(workload, "random", 0).findings for workload in workloads[:6]]
     texts = [finding.text for findings in found for finding in findings]
     assert texts

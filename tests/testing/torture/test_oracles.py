@@ -72,10 +72,10 @@ NOT_EVER_FINISHED = doctored(
 OBJECTIONS: dict[str, tuple[Callable[[], AbstractContextManager[None]], int, str, int]] = {
     "checker": (without("release-waits-for-the-transfers"), 0, "late", 1),
     "tokens": (without("only-the-last-chunk-samples"), 0, "random", 0),
-    "accept lengths": (without("new-owner-brings-its-own-history"), 8, "late", 0),
-    "content": (without("key-names-its-prefix"), 0, "random", 0),
-    "balance": (without("forgotten-block-is-free"), 30, "random", 1),
-    "answered": (without("request-ends-before-its-client-is-told"), 0, "random", 0),
+    "accept lengths": (without("slot-begins-with-its-own-history"), 8, "late", 0),
+    "content": (without("key-contains-its-prefix"), 0, "random", 0),
+    "balance": (without("unfindable-block-is-free"), 30, "random", 1),
+    "answered": (without("request-ends-before-its-client-is-notified"), 0, "random", 0),
     "deadlock": (LOST_FENCE, 0, "random", 0),
     "no progress": (NOT_EVER_FINISHED, 0, "random", 0),
     "error": (without("share-counts-its-reference"), 0, "random", 0),
@@ -99,7 +99,7 @@ def test_an_oracle_objects(oracle: str) -> None:
 
 
 def test_the_first_objection_is_that_of_the_first_oracle_in_the_list() -> None:
-    with applied(find("release-waits-for-uses-that-only-the-host-sees")):
+    with applied(find("release-waits-for-transfers-that-only-the-host-observes")):
         outcome = run_one(draw_workload(1), "late", 1)
     assert list(outcome.oracles) == sorted(outcome.oracles, key=ORACLES.index)
     assert len(outcome.oracles) > 1

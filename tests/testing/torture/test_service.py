@@ -51,7 +51,7 @@ def test_a_rule_that_is_missing_shows_in_the_answers(device: str, name: str) -> 
     [
         ("cpu", "length-is-published-by-its-step"),
         # There a kernel of ours publishes it, and steps are captured.
-        pytest.param("cuda", "rows-begin-where-the-device-says", marks=ON_GPU),
+        pytest.param("cuda", "row-positions-come-from-the-device", marks=ON_GPU),
     ],
 )
 def test_a_row_that_goes_on_from_elsewhere_shows_in_the_answers(device: str, name: str) -> None:

@@ -13,7 +13,7 @@ from sidestream.testing.torture import Failure, kill, render, rerun, shrink
 from sidestream.testing.torture.shrink import minimise, simpler_workloads
 from sidestream.testing.torture.workload import blocks_for, draw_workload
 
-RULES = ("release-waits-for-the-last-step", "settled-blocks-are-given-back", "store-waits-for-step")
+RULES = ("release-waits-for-the-last-step", "settled-blocks-are-released", "store-waits-for-step")
 """Missed by the checker, by the loop, and by the checker again, in bytes that nobody has written yet."""
 
 

@@ -178,7 +178,7 @@ class DiskTier:
             raise kind(
                 f"disk tier {self._root} could not store {view.nbytes} bytes: {error.strerror or error}"
             ) from error
-        grant.written = True  # rule: entry-counts-as-written-when-it-is
+        grant.written = True  # rule: entry-counts-as-written-after-its-write
 
     def read(self, entry: Entry, out: Block) -> None:
         """Read a pinned entry's block straight into `out` (`layout.block_bytes`) and verify every bit of its file.

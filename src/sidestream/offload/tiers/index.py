@@ -263,9 +263,9 @@ class TierIndex:
         """
         for key in keys:
             if (slot := self._slots.get(key)) is not None:
-                self._retire(slot)  # rule: reset-forgets-entries
+                self._retire(slot)  # rule: reset-drops-entries
             if (grant := self._writing.get(key)) is not None:
-                grant.void = True  # rule: reset-reaches-writes-on-their-way
+                grant.void = True  # rule: reset-reaches-writes-in-flight
 
     def take_doomed(self) -> list[Entry]:
         """Hand over all doomed entries, for the owner to delete when it closes the tier."""
@@ -302,13 +302,13 @@ class TierIndex:
 
     def _retire(self, slot: _Slot) -> None:
         del self._slots[slot.entry.key]
-        slot.retired = True  # rule: forgotten-entry-is-marked
+        slot.retired = True  # rule: dropped-entry-is-marked
         if self._tracer is not None:
             self._tracer.forgot(self.name, [slot.entry.serial])
         if slot.pins:  # rule: pinned-entry-is-not-deleted-by-a-reset
             self._leaving += 1
         else:
-            del self._idle[slot.entry.key]  # rule: idle-entry-is-idle-no-more
+            del self._idle[slot.entry.key]  # rule: idle-entry-leaves-the-idle-list
             self._doomed.append(slot.entry)
 
     def _trace_found(self, tracer: Tracer, entry: Entry) -> None:
@@ -323,9 +323,9 @@ class TierIndex:
             self._tracer.released(self.name, [slot.entry.serial for slot in slots], ())
         for slot in reversed(slots):  # the first key ends up as the most recently used: see touch
             slot.pins -= 1  # rule: reader-ends-its-own-pin
-            if slot.pins:  # rule: entry-is-idle-when-its-last-reader-left
+            if slot.pins:  # rule: entry-is-idle-after-its-last-reader
                 continue
-            if slot.retired:  # rule: forgotten-entry-stays-forgotten
+            if slot.retired:  # rule: dropped-entry-stays-dropped
                 self._leaving -= 1
                 self._doomed.append(slot.entry)
             else:

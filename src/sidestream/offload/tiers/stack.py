@@ -80,9 +80,9 @@ class TierStack:
 
     def forget_all(self) -> None:
         """Make every block unreachable, in every tier (H8)."""
-        self.host.pool.forget_all()  # rule: reset-forgets-the-host-tier
+        self.host.pool.forget_all()  # rule: reset-drops-keys-of-the-host-tier
         for tier in self.persistent.values():
-            tier.index.clear()  # rule: reset-forgets-the-disk
+            tier.index.clear()  # rule: reset-drops-keys-of-the-disk
 
     def forget(self, keys: Iterable[Key]) -> None:
         """Make these blocks unreachable, in every tier."""

@@ -21,21 +21,21 @@ from sidestream.testing.mutations.tables import Change, Equivalent, Exempt, Muta
 
 MUTATIONS = (
     Mutation(
-        name="store-is-ordered-before-its-blocks-are-released",
+        name="store-is-submitted-before-its-blocks-are-released",
         hazard="H23",
         change=MoveAfter("ended-requests-end"),
         removes="a finished request releases its blocks as if none of them had to be stored",
         needs=frozenset({"offload"}),
     ),
     Mutation(
-        name="what-was-completed-is-published-before-its-requests-end",
+        name="completed-blocks-are-published-before-their-requests-end",
         hazard="H23",
         change=Value("None"),
         removes="blocks become findable after their request has released them",
         also=(Change("ended-requests-end", Append("parts.scheduler.publish(committed)")),),
     ),
     Mutation(
-        name="launched-step-is-noted",
+        name="launched-step-is-recorded",
         hazard="H16",
         removes="finished requests release resources without the fence of the step that still uses them",
     ),
@@ -46,7 +46,7 @@ MUTATIONS = (
         also=(Change("mailbox-is-read-after-its-step", Delete()),),
     ),
     Mutation(
-        name="who-was-rung-up-waits-on",
+        name="bell-does-not-end-the-wait-for-a-step",
         hazard="H12",
         change=Once(),
         removes="any message ends the wait for a step, and the host uses results that the device has not computed",
@@ -54,14 +54,14 @@ MUTATIONS = (
         also=(Change("mailbox-is-read-after-its-step", Delete()),),
     ),
     Mutation(
-        name="loads-ordered-meanwhile-are-submitted",
+        name="loads-planned-during-a-wait-are-submitted",
         hazard="H26",
         change=Unwrap("submit"),
         removes="a request that arrived during the wait for a step waits for a load that was never submitted",
         needs=frozenset({"offload", "meanwhile"}),
     ),
     Mutation(
-        name="failed-step-is-not-believed",
+        name="results-of-a-failed-step-are-discarded",
         hazard="H9",
         removes="a failed step's tokens in the mailbox go to clients, and its blocks become findable",
         needs=frozenset({"failing_step"}),
@@ -73,20 +73,20 @@ MUTATIONS = (
         needs=frozenset({"failing_step"}),
     ),
     Mutation(
-        name="broken-logits-end-their-request",
+        name="non-finite-logits-end-their-request",
         hazard="H9",
         change=DropOperand("finite"),
         removes="a request continues after logits that are NaN",
         needs=frozenset({"bad_logits"}),
     ),
     Mutation(
-        name="request-ends-before-its-client-is-told",
+        name="request-ends-before-its-client-is-notified",
         hazard="H24",
         change=Swap(),
         removes="a client receives its request's end while the request's blocks are still in use",
     ),
     Mutation(
-        name="aborted-request-ends-before-its-client-is-told",
+        name="aborted-request-ends-before-its-client-is-notified",
         hazard="H24",
         change=Swap(),
         removes="a client receives its request's abort while the request's blocks are still in use",
@@ -111,14 +111,14 @@ MUTATIONS = (
         needs=frozenset({"offload", "reset"}),
     ),
     Mutation(
-        name="reset-lasts-until-the-tiers-have-forgotten",
+        name="reset-ends-after-the-tiers",
         hazard="H8",
         change=Never(),
         removes="blocks from before a reset are found in a tier after the reset has ended",
         needs=frozenset({"offload", "reset"}),
     ),
     Mutation(
-        name="load-that-is-ready-joins-a-step",
+        name="ready-load-joins-a-step",
         hazard="H26",
         removes="a request waits forever for blocks that are in a tier",
         needs=frozenset({"offload"}),
@@ -137,13 +137,13 @@ MUTATIONS = (
         ),
     ),
     Mutation(
-        name="new-weights-go-before-new-requests",
+        name="new-requests-wait-for-new-weights",
         hazard="H26",
         removes="requests that arrive after an update of the weights was announced start on the old ones",
         needs=frozenset({"weights"}),
     ),
     Mutation(
-        name="new-weights-forget-the-tiers",
+        name="new-weights-drop-the-keys-of-the-tiers",
         hazard="H8",
         removes="running transfers publish blocks of the old weights",
         needs=frozenset({"offload", "weights"}),
@@ -151,7 +151,7 @@ MUTATIONS = (
     Mutation(
         name="new-weights-have-new-keys",
         hazard="H14",
-        at="new-weights-take-the-keys-over",
+        at="new-weights-replace-the-keys",
         change=SetArgument("BlockKeys", "fingerprint", "''"),
         removes="keys of new blocks do not include the new weights",
         needs=frozenset({"weights"}),
@@ -159,32 +159,32 @@ MUTATIONS = (
     Mutation(
         name="new-weights-keep-the-salt",
         hazard="H14",
-        at="new-weights-take-the-keys-over",
+        at="new-weights-replace-the-keys",
         change=DropArgument("BlockKeys", "salt"),
         removes="after new weights, engines with different salts find each other's blocks",
         needs=frozenset({"weights"}),
     ),
     Mutation(
-        name="new-weights-take-the-keys-over",
+        name="new-weights-replace-the-keys",
         hazard="H14",
         removes="requests find KV of the old weights under the old keys",
         needs=frozenset({"weights"}),
     ),
     Mutation(
-        name="new-weights-let-new-requests-in",
+        name="new-weights-end-the-pause",
         hazard="H26",
         removes="no request is admitted after an update of the weights",
         needs=frozenset({"weights"}),
     ),
     Mutation(
-        name="keys-name-the-served-model",
+        name="keys-contain-the-served-model",
         hazard="H14",
         at="keys-of-the-served-model",
         change=SetArgument("BlockKeys", "fingerprint", "''"),
         removes="engines of different models find each other's blocks",
     ),
     Mutation(
-        name="keys-name-the-configured-salt",
+        name="keys-contain-the-configured-salt",
         hazard="H14",
         at="keys-of-the-served-model",
         change=DropArgument("BlockKeys", "salt"),
@@ -192,7 +192,7 @@ MUTATIONS = (
     ),
     # ------------------------------------------------------------------ close
     Mutation(
-        name="last-step-lands-before-the-end",
+        name="last-step-is-committed-before-the-end",
         hazard="H10",
         change=Delete(2),
         removes="a step's resources are released while it still runs",
@@ -205,14 +205,14 @@ MUTATIONS = (
         needs=frozenset({"close"}),
     ),
     Mutation(
-        name="streams-end-before-the-disk-is-let-go-of",
+        name="streams-end-before-the-disk-is-unlocked",
         hazard="H10",
         change=Swap(),
         removes="another engine may open a directory that this one still writes to",
         needs=frozenset({"close", "disk"}),
     ),
     Mutation(
-        name="loop-ends-before-transfers-do",
+        name="loop-ends-before-the-transfers",
         hazard="H10",
         removes="the streams end during a step that is never committed",
         needs=frozenset({"close"}),
@@ -222,7 +222,7 @@ MUTATIONS = (
 EQUIVALENT = (
     Equivalent(
         Mutation(
-            name="keys-are-made-with-the-requests-salt",
+            name="keys-are-computed-with-the-requests-salt",
             hazard="H14",
             change=DropArgument("keys_of", "salt"),
             removes="requests with different cache salts find each other's blocks",
@@ -232,7 +232,7 @@ EQUIVALENT = (
     ),
     Equivalent(
         Mutation(
-            name="tiers-learn-what-is-invalidated",
+            name="invalidated-keys-are-sent-to-the-tiers",
             hazard="H9",
             removes="the same in host memory and on disk",
             needs=frozenset({"bad_logits"}),
@@ -242,12 +242,12 @@ EQUIVALENT = (
     ),
     Equivalent(
         Mutation(
-            name="failed-load-is-known-before-its-step-is-believed",
+            name="failed-load-is-known-before-its-step-is-committed",
             hazard="H9",
             removes="a client receives a token computed from blocks that a failed load left half filled",
             needs=frozenset({"failing_copy", "offload"}),
         ),
-        "the fences of the load report the same failure: see failure-of-a-load-is-known-with-its-step",
+        "the fences of the load report the same failure: see load-failure-is-known-with-its-step",
     ),
     Equivalent(
         Mutation(
@@ -307,9 +307,9 @@ EXEMPT = (
     Exempt("build_engine", ("salt=",), "see new-weights-keep-the-salt"),
     Exempt("_open_device", ("callback",), _UNBUILT),
     Exempt("_warm_up", ("take", "release"), _WARM_UP),
-    Exempt("Engine._sample", ("keys_version",), "see late-request-gets-the-new-keys"),
+    Exempt("Engine._sample", ("keys_version",), "see request-that-arrives-late-gets-the-new-keys"),
     Exempt("Engine.call", ("wait",), _OTHER_THREAD),
-    Exempt("Engine.close", ("callback", "callback"), "see streams-end-before-the-disk-is-let-go-of"),
+    Exempt("Engine.close", ("callback", "callback"), "see streams-end-before-the-disk-is-unlocked"),
     Exempt("Engine._end_loop", ("join",), _OTHER_THREAD),
     Exempt("StepLoop._launch", ("after=", "gates="), "see step-waits-for-the-last-use and layer-waits-for-its-load"),
     Exempt("StepLoop._launch", ("gates",), "see loads-are-submitted-before-their-step-is-gated"),
@@ -326,9 +326,9 @@ EXEMPT = (
     Exempt("Listener.apply_events", ("poll",), _WHAT_MAY_BE_CONCLUDED),
     Exempt("Listener.wait_for", ("wait_host",), "see commit-waits-for-its-step"),
     Exempt("Listener._listen", ("poll",), _WHAT_MAY_BE_CONCLUDED),
-    Exempt("Failures.end_step", ("drop",), "see letter-of-a-failed-step-is-given-back"),
+    Exempt("Failures.end_step", ("drop",), "see mailbox-entry-of-a-failed-step-is-released"),
     Exempt("Failures.end_engine", ("take",), _MESSAGE),
-    Exempt("OutputStreams.finish", ("end_sample",), "see broken-logits-end-their-request"),
+    Exempt("OutputStreams.finish", ("end_sample",), "see non-finite-logits-end-their-request"),
     Exempt("OutputStreams.finish", ("_close",), "see finish-releases"),
     Exempt("OutputStreams.fail_all", ("clear",), "the engine has failed: nothing runs any more"),
     Exempt("OutputStreams._close", ("release",), "a count; requests and blocks: see finish-releases"),

@@ -22,7 +22,7 @@ MUTATIONS = (
         removes="the next owner of a block does not get the fence of the store or step that still uses it",
     ),
     Mutation(
-        name="release-waits-for-uses-that-only-the-host-sees",
+        name="release-waits-for-transfers-that-only-the-host-observes",
         hazard="H2",
         change=Always(),
         removes="a block is free while a store still reads it or a load still writes it",
@@ -36,7 +36,7 @@ MUTATIONS = (
         needs=frozenset({"offload"}),
     ),
     Mutation(
-        name="postponed-release-is-carried-out",
+        name="postponed-release-is-executed",
         hazard="H22",
         removes="blocks that a transfer used when their request ended are never released",
         needs=frozenset({"offload"}),
@@ -58,7 +58,7 @@ MUTATIONS = (
         removes="blocks without a key are lost: neither in use nor free",
     ),
     Mutation(
-        name="take-hands-on-fences",
+        name="take-passes-the-fences-on",
         hazard="H3",
         change=Value("()"),
         removes="a new owner does not get the fences of transfers and steps that still use its blocks",
@@ -79,7 +79,7 @@ MUTATIONS = (
         removes="a key still refers to a block that is being overwritten",
     ),
     Mutation(
-        name="forgotten-block-is-free",
+        name="unfindable-block-is-free",
         hazard="H22",
         change=Delete(2),
         removes="blocks that a reset made unfindable count as cached forever",
@@ -93,7 +93,7 @@ MUTATIONS = (
         needs=frozenset({"reset"}),
     ),
     Mutation(
-        name="key-names-one-block",
+        name="key-refers-to-one-block",
         hazard="H21",
         removes="a block that was computed twice takes over the key, but the first one still records it",
     ),
@@ -112,33 +112,33 @@ MUTATIONS = (
         removes="requests find KV of other weights, on the device and in the tiers",
         needs=frozenset({"weights"}),
         also=(
-            Change("new-keys-forget-the-device", Delete()),
-            Change("new-weights-forget-the-tiers", Delete()),
+            Change("new-keys-drop-the-blocks-on-the-device", Delete()),
+            Change("new-weights-drop-the-keys-of-the-tiers", Delete()),
         ),
     ),
     Mutation(
-        name="key-names-the-salt",
+        name="key-contains-the-salt",
         hazard="H14",
         at="key-identity",
         change=DropOperand("salt"),
         removes="engines with different salts find each other's blocks",
     ),
     Mutation(
-        name="key-names-the-weights",
+        name="key-contains-the-weights",
         hazard="H14",
         at="key-identity",
         change=DropOperand("fingerprint"),
         removes="models with different weights find each other's blocks",
     ),
     Mutation(
-        name="key-names-the-layout",
+        name="key-contains-the-layout",
         hazard="H14",
         at="key-identity",
         change=DropOperand("layout"),
         removes="blocks of another size, dtype or number of layers are found",
     ),
     Mutation(
-        name="key-names-its-prefix",
+        name="key-contains-its-prefix",
         hazard="H14",
         change=DropOperand(0),
         removes="equal blocks after different prefixes have one key, and one gets the other's KV",
@@ -148,7 +148,7 @@ MUTATIONS = (
 EQUIVALENT = (
     Equivalent(
         Mutation(
-            name="key-names-the-requests-salt",
+            name="key-contains-the-requests-salt",
             hazard="H14",
             change=Always(),
             removes="requests with different cache salts find each other's blocks",
@@ -158,7 +158,7 @@ EQUIVALENT = (
     ),
     Equivalent(
         Mutation(
-            name="remembered-keys-are-those-behind-this-prefix",
+            name="cached-keys-belong-to-their-prefix",
             hazard="H14",
             removes="the same 512 tokens after different prefixes have the same keys, and one gets the other's KV",
         ),
@@ -249,7 +249,7 @@ EQUIVALENT = (
 _GUARD = "raises when the caller broke a rule; that rule has its own mutation"
 
 EXEMPT = (
-    Exempt("BlockKeys.extend", ("extend",), "appends keys to a list; for their owner see key-names-its-prefix"),
+    Exempt("BlockKeys.extend", ("extend",), "appends keys to a list; for their owner see key-contains-its-prefix"),
     Exempt("Lease.open", ("_open",), "a question"),
     Exempt("Lease.extend", ("_open", "_open", "_open"), _GUARD),
     Exempt("Lease.extend", ("extend",), "a list"),
@@ -258,9 +258,9 @@ EXEMPT = (
     Exempt("FencedPool.take", ("extend",), "a list"),
     Exempt("FencedPool.take", ("_references",), "without it nothing can be leased; rules above cover leases"),
     Exempt("FencedPool.publish", ("_references",), _GUARD),
-    Exempt("FencedPool.publish", ("add",), "see key-names-one-block"),
+    Exempt("FencedPool.publish", ("add",), "see key-refers-to-one-block"),
     Exempt("FencedPool.publish_all", ("_references",), _GUARD),
-    Exempt("FencedPool.publish_all", ("publish",), "when: see slice-is-seen-done-before-it-counts"),
+    Exempt("FencedPool.publish_all", ("publish",), "when: see slice-counts-after-its-fence"),
     Exempt("FencedPool.forget_all", ("clear",), "see reset-removes-keys"),
     Exempt("FencedPool.check", ("_references", "_references"), _GUARD),
 )

@@ -41,7 +41,7 @@ MUTATIONS = (
         needs=frozenset({"failing_copy", "offload"}),
     ),
     Mutation(
-        name="blocks-of-broken-logits-are-not-published",
+        name="blocks-of-non-finite-logits-are-not-published",
         hazard="H9",
         change=Never(),
         removes="other requests find the KV of a request whose logits show that it is wrong",
@@ -109,7 +109,7 @@ MUTATIONS = (
         needs=frozenset({"preempt"}),
     ),
     Mutation(
-        name="hits-are-no-room",
+        name="hits-are-not-free-blocks",
         hazard="H26",
         change=DropOperand("is_cached"),
         removes="cached blocks that the request will share count as free for its other blocks",
@@ -136,7 +136,7 @@ MUTATIONS = (
         needs=frozenset({"speculative"}),
     ),
     Mutation(
-        name="drafts-on-their-way-lower-the-bound",
+        name="drafts-in-flight-lower-the-bound",
         hazard="H19",
         at="decode-row",
         change=SetOperand(3, "length"),
@@ -144,14 +144,14 @@ MUTATIONS = (
         needs=frozenset({"speculative"}),
     ),
     Mutation(
-        name="nothing-follows-the-token-that-ends-a-request",
+        name="tokens-after-the-last-one-are-dropped",
         hazard="H21",
         change=Become("tokens.extend(token_ids[count:])\nreturn len(token_ids), 'stop'"),
         removes="an accepted run continues after the request's end",
         needs=frozenset({"speculative"}),
     ),
     Mutation(
-        name="accepted-tokens-are-committed-and-no-more",
+        name="only-accepted-tokens-are-committed",
         hazard="H12",
         change=Value("1 + drafts"),
         removes="KV of rejected drafts becomes findable",
@@ -170,7 +170,7 @@ MUTATIONS = (
         also=(Change("finished-request-is-finished", Delete()),),
     ),
     Mutation(
-        name="gone-request-completes-no-blocks",
+        name="ended-request-completes-no-blocks",
         hazard="H22",
         removes="others wait forever for blocks that a request was about to complete when it ended",
         needs=frozenset({"abort"}),
@@ -193,14 +193,14 @@ MUTATIONS = (
     ),
     # ------------------------------------------------------------------ rows
     Mutation(
-        name="row-begins-with-each-epoch",
+        name="slot-begins-with-each-epoch",
         hazard="H16",
         change=Become("self.stepped = False"),
         removes="a readmitted request samples with the state of the row's previous owner",
         needs=frozenset({"preempt"}),
     ),
     Mutation(
-        name="row-begins-once",
+        name="slot-begins-once-per-epoch",
         hazard="H19",
         at="decode-row",
         change=SetOperand(
@@ -213,7 +213,7 @@ MUTATIONS = (
     ),
     # ------------------------------------------------------------------ resets and new weights
     Mutation(
-        name="reset-forgets-the-device",
+        name="reset-drops-keys-on-the-device",
         hazard="H8",
         removes="blocks on the device are found after a reset",
         needs=frozenset({"reset"}),
@@ -238,7 +238,7 @@ MUTATIONS = (
         needs=frozenset({"weights"}),
     ),
     Mutation(
-        name="new-weights-wait-for-those-who-began",
+        name="new-weights-wait-for-preempted-requests",
         hazard="H8",
         at="request-may-start",
         change=DropOperand("has_begun"),
@@ -277,7 +277,7 @@ _SAVES_TIME = "saves work only: "
 EQUIVALENT = (
     Equivalent(
         Mutation(
-            name="broken-request-invalidates-its-blocks",
+            name="non-finite-logits-invalidate-blocks",
             hazard="H9",
             removes="earlier blocks of a request whose logits show that its KV is wrong stay findable on the device",
             needs=frozenset({"bad_logits"}),
@@ -297,7 +297,7 @@ EQUIVALENT = (
     ),
     Equivalent(
         Mutation(
-            name="blocks-taken-meanwhile-wait-for-their-last-use",
+            name="blocks-taken-during-a-wait-wait-for-their-last-use",
             hazard="H2",
             change=DropArgument("StepBuilder", "after"),
             removes="a step does not wait for the last use of blocks taken during the wait for the step before the "
@@ -320,7 +320,7 @@ EQUIVALENT = (
     ),
     Equivalent(
         Mutation(
-            name="nobody-overtakes-who-needs-a-step",
+            name="order-of-admission-is-kept-during-a-wait",
             hazard="H26",
             removes="a request is admitted during the wait for a step, before that step's blocks can be shared with it",
             needs=frozenset({"offload", "meanwhile"}),
@@ -352,7 +352,7 @@ EQUIVALENT = (
     ),
     Equivalent(
         Mutation(
-            name="wait-for-the-disk-ends",
+            name="request-promotes-a-bounded-number-of-times",
             hazard="H26",
             change=DropOperand("promotions"),
             removes="a request repeatedly waits for a disk that does not answer",
@@ -364,7 +364,7 @@ EQUIVALENT = (
     ),
     Equivalent(
         Mutation(
-            name="row-release-waits-for-the-last-step",
+            name="slot-release-waits-for-the-last-step",
             hazard="H16",
             change=DropArgument("release", "after"),
             removes="the next owner of a row lacks the fence of the step that still uses it",
@@ -441,7 +441,7 @@ EQUIVALENT = (
     ),
     Equivalent(
         Mutation(
-            name="new-keys-forget-the-device",
+            name="new-keys-drop-the-blocks-on-the-device",
             hazard="H8",
             removes="blocks of the old weights stay in the tiers",
             needs=frozenset({"weights"}),
@@ -451,7 +451,7 @@ EQUIVALENT = (
     ),
     Equivalent(
         Mutation(
-            name="late-request-gets-the-new-keys",
+            name="request-that-arrives-late-gets-the-new-keys",
             hazard="H14",
             removes="a request whose keys were made before new weights came, and which arrives after them, keeps its "
             "keys",
@@ -461,7 +461,7 @@ EQUIVALENT = (
     ),
     Equivalent(
         Mutation(
-            name="published-block-is-not-coming",
+            name="published-block-is-not-pending",
             hazard="H26",
             removes="a complete block counts as about to be completed",
         ),
@@ -500,7 +500,7 @@ EQUIVALENT = (
     ),
     Equivalent(
         Mutation(
-            name="waiters-for-the-disk-are-counted",
+            name="promoting-requests-are-bounded",
             hazard="H26",
             change=Value("0"),
             removes="more requests wait for the disk than can run, and fill the host tier",
@@ -516,23 +516,25 @@ _STATE = "the state itself; rules above cover its effects"
 _PREFIX_KEYS = "makes keys; takes nothing"
 _BLOCKS = "without it a request has no blocks to write to; rules above cover when they may be written"
 _PASSES_ON = "forwards the call; the rule is in the called function"
-_NEW_KEYS = "see waiting-requests-get-the-new-keys and late-request-gets-the-new-keys, whose calls lead here"
+_NEW_KEYS = (
+    "see waiting-requests-get-the-new-keys and request-that-arrives-late-gets-the-new-keys, whose calls lead here"
+)
 
 EXEMPT = (
     Exempt("Request.append_outputs", ("extend",), _LIST),
-    Exempt("Request.has_begun", ("epoch",), "see new-weights-wait-for-those-who-began"),
+    Exempt("Request.has_begun", ("epoch",), "see new-weights-wait-for-preempted-requests"),
     Exempt("Scheduler.keys_of", ("salt=",), _PASSES_ON),
     Exempt("Scheduler.submit", ("add",), "without it a request is unknown"),
     Exempt("Scheduler.finish", ("remove",), "see finish-leaves-the-queue"),
     Exempt("Scheduler.keys_version", ("keys_version",), _PASSES_ON),
-    Exempt("Scheduler.forget_all", ("forget_all",), "see reset-forgets-the-device, and the two rules beside it"),
-    Exempt("Scheduler.rekey", ("rekey",), "see new-weights-take-the-keys-over"),
-    Exempt("Scheduler.pause_admission", ("paused",), "see new-weights-go-before-new-requests"),
-    Exempt("Scheduler.resume_admission", ("paused",), "see new-weights-let-new-requests-in"),
+    Exempt("Scheduler.forget_all", ("forget_all",), "see reset-drops-keys-on-the-device, and the two rules beside it"),
+    Exempt("Scheduler.rekey", ("rekey",), "see new-weights-replace-the-keys"),
+    Exempt("Scheduler.pause_admission", ("paused",), "see new-requests-wait-for-new-weights"),
+    Exempt("Scheduler.resume_admission", ("paused",), "see new-weights-end-the-pause"),
     Exempt("Scheduler.commit", ("commit",), _PASSES_ON),
     Exempt("Scheduler.publish", ("publish",), _PASSES_ON),
     Exempt("Allocator.start", ("take", "extend"), _BLOCKS),
-    Exempt("Allocator.start", ("take",), "a slot has no fence of its own: see row-release-waits-for-the-last-step"),
+    Exempt("Allocator.start", ("take",), "a slot has no fence of its own: see slot-release-waits-for-the-last-step"),
     Exempt("Allocator.grow", ("take", "extend"), _BLOCKS),
     Exempt("Allocator.release", ("last_fence",), "see release-waits-for-the-last-step"),
     Exempt("Committer.commit", ("stepped",), "see request-steps-before-it-is-preempted"),
@@ -548,7 +550,7 @@ EXEMPT = (
     Exempt(
         "PrefillPlanner._row",
         ("begun", "begun"),
-        "later chunks may begin the row again; for decode rows see row-begins-once",
+        "later chunks may begin the row again; for decode rows see slot-begins-once-per-epoch",
     ),
     Exempt("PrefixCache.keys_of", ("extend", "salt="), _PREFIX_KEYS),
     Exempt("PrefixCache.drop_stale_keys", ("keys_version", "keys_version", "clear", "keys_version"), _NEW_KEYS),

@@ -18,17 +18,17 @@ MUTATIONS = (
         change=Never(),
         removes="an entry dropped by a reset is deleted while it is still being read",
         needs=frozenset({"disk", "reset"}),
-        also=(Change("idle-entry-is-idle-no-more", PopInstead()),),
+        also=(Change("idle-entry-leaves-the-idle-list", PopInstead()),),
     ),
     Mutation(
-        name="forgotten-entry-stays-forgotten",
+        name="dropped-entry-stays-dropped",
         hazard="H8",
         change=Never(),
         removes="an entry dropped during a read counts as evictable afterwards",
         needs=frozenset({"disk", "reset"}),
     ),
     Mutation(
-        name="forgotten-entry-is-marked",
+        name="dropped-entry-is-marked",
         hazard="H8",
         removes="the last reader of an entry does not learn that it was dropped during the read",
         needs=frozenset({"disk", "reset"}),
@@ -59,7 +59,7 @@ MUTATIONS = (
         needs=frozenset({"disk", "restart"}),
     ),
     Mutation(
-        name="reset-forgets-entries",
+        name="reset-drops-entries",
         hazard="H8",
         removes="entries from before a reset are found after it",
         needs=frozenset({"disk", "reset"}),
@@ -89,7 +89,7 @@ _VERIFIED = "every read verifies the whole file, so it is a miss"
 EQUIVALENT = (
     Equivalent(
         Mutation(
-            name="reset-reaches-writes-on-their-way",
+            name="reset-reaches-writes-in-flight",
             hazard="H8",
             removes="running writes do not learn of a reset",
             needs=frozenset({"disk", "reset"}),
@@ -141,7 +141,7 @@ EQUIVALENT = (
     ),
     Equivalent(
         Mutation(
-            name="entry-counts-as-written-when-it-is",
+            name="entry-counts-as-written-after-its-write",
             hazard="H7",
             removes="an entry counts as written although its write failed",
             needs=frozenset({"disk", "failing_tier"}),
@@ -219,7 +219,7 @@ EQUIVALENT = (
     ),
     Equivalent(
         Mutation(
-            name="entry-is-idle-when-its-last-reader-left",
+            name="entry-is-idle-after-its-last-reader",
             hazard="H2",
             removes="an entry is evictable while a second reader reads it",
             needs=frozenset({"disk"}),
@@ -258,8 +258,8 @@ EXEMPT = (
     Exempt("_write_description", ("replace",), "before the directory has an entry; killed half-way, it is made again"),
     Exempt("TierIndex.publish", ("_end",), "see grant-ends"),
     Exempt("TierIndex.abandon", ("_end",), "see grant-ends"),
-    Exempt("TierIndex.forget", ("_retire",), "see damaged-entry-is-forgotten"),
-    Exempt("TierIndex.clear", ("drop",), "see reset-forgets-entries"),
+    Exempt("TierIndex.forget", ("_retire",), "see damaged-entry-is-dropped"),
+    Exempt("TierIndex.clear", ("drop",), "see reset-drops-entries"),
     Exempt("TierIndex.take_doomed", ("clear",), "a closed tier is not used again"),
     Exempt("TierIndex.pin", ("pins",), "a count; for its effects see pinned-entry-is-not-deleted-by-a-reset"),
 )

@@ -23,7 +23,7 @@ from sidestream.testing.mutations.tables import Change, Equivalent, Exempt, Muta
 MUTATIONS = (
     # ------------------------------------------------------------------ release of device blocks
     Mutation(
-        name="uses-are-those-of-the-last-order-too",
+        name="release-waits-for-the-last-submitted-transfer",
         hazard="H10",
         change=SetArgument("SettledFence", 0, "self._last_job - 1"),
         removes="a release does not wait for the transfer that was ordered last",
@@ -51,53 +51,53 @@ MUTATIONS = (
         needs=frozenset({"offload", "growing_tier"}),
     ),
     Mutation(
-        name="order-fence-is-done-with-its-order",
+        name="settled-fence-is-done-with-its-job",
         hazard="H2",
         change=Value("self.settled.read() >= self.tick - 1"),
         removes="a release does not wait for the last of the transfers that it has to wait for",
         needs=frozenset({"offload"}),
     ),
     Mutation(
-        name="only-what-has-let-go-is-settled",
+        name="only-settled-jobs-count-as-settled",
         hazard="H2",
         change=Value("self._last"),
         removes="transfers count as ended once their orders were received",
         needs=frozenset({"offload"}),
     ),
     Mutation(
-        name="taken-order-is-unsettled",
+        name="received-job-is-unsettled",
         hazard="H2",
         change=Value("(job_id for job_id, plan in plans if isinstance(plan, LoadPlan))"),
         removes="stores count as ended once their orders were received",
         needs=frozenset({"offload"}),
-        also=(Change("settled-order-is-settled-once", PopInstead()),),
+        also=(Change("job-settles-once", PopInstead()),),
     ),
     Mutation(
-        name="settled-blocks-are-given-back",
+        name="settled-blocks-are-released",
         hazard="H22",
         removes="blocks that a transfer used when their request ended are never released",
         needs=frozenset({"offload"}),
     ),
     Mutation(
-        name="store-lets-go-when-nothing-of-it-is-to-come",
+        name="store-settles-after-its-last-piece-began",
         hazard="H2",
         at="store-is-settled",
         change=DropOperand("begun"),
         removes="a store counts as ended between two pieces",
         needs=frozenset({"offload"}),
-        also=(Change("settled-order-is-settled-once", PopInstead()),),
+        also=(Change("job-settles-once", PopInstead()),),
     ),
     Mutation(
-        name="store-lets-go-when-nothing-of-it-is-on-its-way",
+        name="store-settles-after-its-pieces-ended",
         hazard="H2",
         at="store-is-settled",
         change=DropOperand("pieces"),
         removes="a store counts as ended when the first of its last pieces is",
         needs=frozenset({"offload"}),
-        also=(Change("settled-order-is-settled-once", PopInstead()),),
+        also=(Change("job-settles-once", PopInstead()),),
     ),
     Mutation(
-        name="load-lets-go-when-all-its-pieces-have-ended",
+        name="load-settles-after-its-pieces-ended",
         hazard="H10",
         at="load-is-settled",
         change=Value("self.failure is not None or self.ended == len(self.copies) and self.all_begun"),
@@ -131,7 +131,7 @@ MUTATIONS = (
         needs=frozenset({"offload"}),
     ),
     Mutation(
-        name="copy-forgets-only-what-is-done",
+        name="copy-drops-only-finished-fences",
         hazard="H3",
         change=DropOperand("poll"),
         removes="a copy counts as ready although the fences that it must wait for are not done",
@@ -159,14 +159,14 @@ MUTATIONS = (
         needs=frozenset({"offload"}),
     ),
     Mutation(
-        name="slice-is-seen-done-before-it-counts",
+        name="slice-counts-after-its-fence",
         hazard="H7",
         change=DropOperand("poll"),
         removes="a copy counts as done while it still runs: its key is findable, its slots are free",
         needs=frozenset({"offload"}),
     ),
     Mutation(
-        name="copy-is-done-with-its-last-slice",
+        name="copy-is-done-after-its-last-slice",
         hazard="H7",
         at="copy-is-done",
         change=DropOperand("_in_flight"),
@@ -174,7 +174,7 @@ MUTATIONS = (
         needs=frozenset({"offload"}),
     ),
     Mutation(
-        name="copy-is-done-once-all-was-given",
+        name="copy-is-done-after-all-was-submitted",
         hazard="H15",
         at="copy-is-done",
         change=DropOperand("submitted"),
@@ -189,7 +189,7 @@ MUTATIONS = (
         needs=frozenset({"failing_copy", "offload"}),
     ),
     Mutation(
-        name="copy-is-given-nothing-before-it-is-ready",
+        name="copy-is-submitted-after-its-fences",
         hazard="H3",
         change=Always(),
         removes="a copy is submitted to the device before the fences that it must wait for are done",
@@ -203,7 +203,7 @@ MUTATIONS = (
         needs=frozenset({"failing_copy", "offload"}),
     ),
     Mutation(
-        name="failed-copy-is-given-nothing-more",
+        name="failed-copy-submits-no-more-slices",
         hazard="H9",
         removes="the rest of a failed copy is copied, and the copy ends twice",
         needs=frozenset({"failing_copy", "offload"}),
@@ -216,13 +216,13 @@ MUTATIONS = (
         needs=frozenset({"offload"}),
     ),
     Mutation(
-        name="load-gives-its-slots-back",
+        name="load-releases-its-slots",
         hazard="H22",
         removes="slots are never released after a load",
         needs=frozenset({"offload"}),
     ),
     Mutation(
-        name="store-gives-its-slots-back",
+        name="store-releases-its-slots",
         hazard="H22",
         removes="slots of the host tier are never released",
         needs=frozenset({"offload"}),
@@ -244,27 +244,27 @@ MUTATIONS = (
         needs=frozenset({"offload", "reset"}),
     ),
     Mutation(
-        name="end-of-a-store-is-told",
+        name="ended-store-is-settled",
         hazard="H22",
         removes="blocks are never released after a store",
         needs=frozenset({"offload"}),
     ),
     Mutation(
-        name="store-that-is-not-worth-a-copy-is-told",
+        name="skipped-store-is-settled",
         hazard="H22",
         removes="blocks whose store was skipped are never released",
         needs=frozenset({"offload"}),
     ),
     # ------------------------------------------------------------------ reports of loads to the engine
     Mutation(
-        name="load-is-told-when-all-was-submitted",
+        name="load-is-ready-after-its-last-slice-was-submitted",
         hazard="H5",
         change=MoveAfter("submitted-copy-leaves-its-queue"),
         removes="a step joins a load that has no fences yet for its last layers",
         needs=frozenset({"offload"}),
     ),
     Mutation(
-        name="load-is-told-when-all-its-pieces-were-begun",
+        name="load-is-ready-after-its-last-piece-began",
         hazard="H5",
         at="load-is-submitted",
         change=DropOperand("all_begun"),
@@ -272,31 +272,31 @@ MUTATIONS = (
         needs=frozenset({"offload"}),
     ),
     Mutation(
-        name="submitted-load-is-told",
+        name="submitted-load-is-reported",
         hazard="H26",
         removes="a request waits forever for a finished load",
         needs=frozenset({"offload"}),
     ),
     Mutation(
-        name="ready-load-is-told",
+        name="ready-load-becomes-an-event",
         hazard="H26",
         removes="a request waits forever for a finished load",
         needs=frozenset({"offload"}),
     ),
     Mutation(
-        name="ended-load-lets-go",
+        name="ended-load-is-settled",
         hazard="H22",
         removes="blocks are never released after a load",
         needs=frozenset({"offload"}),
     ),
     Mutation(
-        name="failed-load-is-told",
+        name="failed-load-is-reported",
         hazard="H9",
         removes="a request never learns that its load failed",
         needs=frozenset({"failing_copy", "offload"}),
     ),
     Mutation(
-        name="failure-of-a-load-is-known-with-its-step",
+        name="load-failure-is-known-with-its-step",
         hazard="H9",
         change=Never(),
         removes="results of a step with a failed load are used, because the offload worker has not reported the "
@@ -312,15 +312,15 @@ MUTATIONS = (
     ),
     # ------------------------------------------------------------------ close
     Mutation(
-        name="what-was-ordered-last-is-dropped-too",
+        name="last-submitted-transfers-are-dropped-at-close",
         hazard="H22",
         change=Become("if self.switches.abandoned:\n    self._drop()\nself._take_commands()"),
         removes="transfers ordered just before the close never release their blocks",
         needs=frozenset({"close", "offload"}),
-        also=(Change("orders-are-dropped", Delete()),),
+        also=(Change("transfers-are-dropped", Delete()),),
     ),
     Mutation(
-        name="dropped-store-lets-go",
+        name="dropped-store-is-settled",
         hazard="H22",
         removes="blocks of stores that a close dropped are never released",
         needs=frozenset({"close", "offload"}),
@@ -358,7 +358,7 @@ MUTATIONS = (
         needs=frozenset({"disk"}),
     ),
     Mutation(
-        name="disk-write-is-seen-done-before-it-counts",
+        name="disk-write-counts-after-its-fence",
         hazard="H6",
         change=DropOperand("poll"),
         removes="a write's slot and grant are released while it still runs",
@@ -385,7 +385,7 @@ MUTATIONS = (
         needs=frozenset({"disk"}),
     ),
     Mutation(
-        name="disk-write-gives-its-slot-back",
+        name="disk-write-releases-its-slot",
         hazard="H22",
         removes="slots are never released after a disk write",
         needs=frozenset({"disk"}),
@@ -399,7 +399,7 @@ MUTATIONS = (
     ),
     # ------------------------------------------------------------------ disk reads
     Mutation(
-        name="disk-read-is-seen-done-before-it-counts",
+        name="disk-read-counts-after-its-fence",
         hazard="H7",
         change=Always(),
         removes="a block from disk is findable in the host tier before its bytes are complete",
@@ -424,7 +424,7 @@ MUTATIONS = (
     Mutation(
         name="disk-read-holds-its-slot-beyond-the-deadline",
         hazard="H10",
-        at="wait-for-the-disk-gives-its-slots-back",
+        at="promotion-releases-its-slots",
         change=Append(
             "for key, read in waiter.reads.items():\n    if not read.taken_in:\n        read.taken_in = True\n        "
             "del self._io[read.tier].reads[key]\n        read.pin.release()\n        read.slot.release()"
@@ -439,26 +439,26 @@ MUTATIONS = (
         needs=frozenset({"disk"}),
     ),
     Mutation(
-        name="disk-read-gives-its-slot-back",
+        name="disk-read-releases-its-slot",
         hazard="H22",
         removes="slots are never released after a disk read",
         needs=frozenset({"disk"}),
     ),
     Mutation(
-        name="wait-for-the-disk-gives-its-slots-back",
+        name="promotion-releases-its-slots",
         hazard="H22",
         removes="slots held for a request that waited for the disk are never released",
         needs=frozenset({"disk"}),
     ),
     Mutation(
-        name="end-of-a-wait-for-the-disk-is-told",
+        name="ended-promotion-is-reported",
         hazard="H26",
         removes="a request waits forever for blocks that were read from disk",
         needs=frozenset({"disk"}),
     ),
     # ------------------------------------------------------------------ resets
     Mutation(
-        name="transfers-know-of-resets",
+        name="transfers-check-the-generation",
         hazard="H8",
         change=Compare("<="),
         removes="running transfers republish keys that a reset dropped",
@@ -472,26 +472,26 @@ MUTATIONS = (
         needs=frozenset({"offload", "reset"}),
     ),
     Mutation(
-        name="store-is-of-the-generation-of-its-order",
+        name="store-has-the-generation-of-its-submission",
         hazard="H8",
         change=SetArgument("submit", 2, "self.switches.generation"),
         removes="a store ordered before a reset and started after it counts as ordered after it",
         needs=frozenset({"offload", "reset"}),
     ),
     Mutation(
-        name="reset-forgets-the-host-tier",
+        name="reset-drops-keys-of-the-host-tier",
         hazard="H8",
         removes="blocks in the host tier are found after a reset",
         needs=frozenset({"offload", "reset"}),
     ),
     Mutation(
-        name="reset-forgets-the-disk",
+        name="reset-drops-keys-of-the-disk",
         hazard="H8",
         removes="blocks on disk are found after a reset",
         needs=frozenset({"disk", "reset"}),
     ),
     Mutation(
-        name="reset-waits-until-the-tiers-have-forgotten",
+        name="reset-waits-for-the-tiers",
         hazard="H8",
         change=Value("True"),
         removes="blocks from before a reset are found in a tier after the reset has ended",
@@ -550,7 +550,7 @@ EQUIVALENT = (
     ),
     Equivalent(
         Mutation(
-            name="missing-load-lets-go",
+            name="missing-load-is-settled",
             hazard="H22",
             removes="blocks whose load came too late are never released",
             needs=frozenset({"offload", "reset"}),
@@ -561,7 +561,7 @@ EQUIVALENT = (
     ),
     Equivalent(
         Mutation(
-            name="missing-load-is-told",
+            name="missing-load-is-reported",
             hazard="H26",
             removes="a request whose blocks were evicted before its load waits forever",
             needs=frozenset({"offload", "reset"}),
@@ -572,7 +572,7 @@ EQUIVALENT = (
     ),
     Equivalent(
         Mutation(
-            name="dropped-load-lets-go",
+            name="dropped-load-is-settled",
             hazard="H22",
             removes="blocks and slots of loads that a close dropped are never released",
             needs=frozenset({"close", "offload"}),
@@ -582,7 +582,7 @@ EQUIVALENT = (
     ),
     Equivalent(
         Mutation(
-            name="dropped-order-lets-go-once",
+            name="dropped-load-settles-once",
             hazard="H21",
             change=Always(),
             removes="a failed load releases its slots a second time at the close",
@@ -593,7 +593,7 @@ EQUIVALENT = (
     ),
     Equivalent(
         Mutation(
-            name="load-is-told-when-all-its-pieces-were-given",
+            name="load-is-ready-after-all-pieces-were-submitted",
             hazard="H5",
             at="load-is-submitted",
             change=DropOperand("submitted"),
@@ -650,7 +650,7 @@ EQUIVALENT = (
     ),
     Equivalent(
         Mutation(
-            name="step-waits-for-its-own-loads-only",
+            name="step-waits-only-for-its-own-loads",
             hazard="H5",
             at="loads-of-a-step",
             change=DropOperand(1),
@@ -662,7 +662,7 @@ EQUIVALENT = (
     ),
     Equivalent(
         Mutation(
-            name="load-without-fences-gates-nobody",
+            name="load-without-fences-gates-no-step",
             hazard="H5",
             at="loads-of-a-step",
             change=DropOperand("submitted"),
@@ -674,9 +674,9 @@ EQUIVALENT = (
     ),
     Equivalent(
         Mutation(
-            name="settled-is-read-before-the-news",
+            name="settled-is-read-before-the-events",
             hazard="H9",
-            change=MoveAfter("news-are-taken"),
+            change=MoveAfter("transfer-events-are-taken"),
             removes="a load's record is deleted before its last message arrives",
             needs=frozenset({"offload"}),
         ),
@@ -685,19 +685,19 @@ EQUIVALENT = (
     ),
     Equivalent(
         Mutation(
-            name="failed-load-is-told-as-such",
+            name="failed-load-is-not-reported-as-ready",
             hazard="H9",
             at="load-is-submitted",
             change=DropOperand(2),
             removes="a request joins a step although its load has failed",
             needs=frozenset({"failing_copy", "offload"}),
         ),
-        "the step's results are dropped: see failure-of-a-load-is-known-with-its-step",
+        "the step's results are dropped: see load-failure-is-known-with-its-step",
         noticed_by="offload/test_worker.py::test_load_of_which_a_piece_has_failed_is_never_said_to_be_ready",
     ),
     Equivalent(
         Mutation(
-            name="load-failure-is-told-once",
+            name="load-failure-is-reported-once",
             hazard="H9",
             change=DropOperand("reported"),
             removes="the failure of a load is reported repeatedly",
@@ -708,7 +708,7 @@ EQUIVALENT = (
     ),
     Equivalent(
         Mutation(
-            name="load-failure-is-not-told-again-at-the-end",
+            name="load-failure-is-not-reported-again-at-the-end",
             hazard="H9",
             change=Always(),
             removes="the failure of a load is reported twice",
@@ -763,7 +763,7 @@ EQUIVALENT = (
     ),
     Equivalent(
         Mutation(
-            name="damaged-entry-is-forgotten",
+            name="damaged-entry-is-dropped",
             hazard="H9",
             removes="an unreadable entry is read again and again",
             needs=frozenset({"disk", "failing_tier"}),
@@ -773,7 +773,7 @@ EQUIVALENT = (
     ),
     Equivalent(
         Mutation(
-            name="wait-for-the-disk-has-a-deadline",
+            name="promotion-has-a-deadline",
             hazard="H26",
             change=DropOperand("deadline_s"),
             removes="a request waits as long as the disk takes",
@@ -795,7 +795,7 @@ EQUIVALENT = (
     ),
     Equivalent(
         Mutation(
-            name="load-lets-go-when-nothing-of-it-is-to-come",
+            name="load-settles-after-its-last-piece-began",
             hazard="H10",
             at="load-is-settled",
             change=DropOperand(1),
@@ -812,7 +812,7 @@ EQUIVALENT = (
     ),
     Equivalent(
         Mutation(
-            name="failed-load-begins-no-piece",
+            name="failed-load-begins-no-more-pieces",
             hazard="H10",
             change=Always(),
             removes="a failed load that has released its blocks still writes them",
@@ -839,7 +839,7 @@ EQUIVALENT = (
     ),
     Equivalent(
         Mutation(
-            name="disk-read-is-of-the-generation-of-its-order",
+            name="disk-read-has-the-generation-of-its-submission",
             hazard="H8",
             change=SetArgument("submit", 1, "self.switches.generation"),
             removes="a read ordered before a reset and started after it counts as ordered after it",
@@ -873,7 +873,7 @@ _LOOKS = "polls fences; rules above cover its decisions"
 _FOR_SPEED = "for speed: a step waits for its loads in any case"
 
 EXEMPT = (
-    Exempt("_Load.gates", ("submitted",), "see load-without-fences-gates-nobody"),
+    Exempt("_Load.gates", ("submitted",), "see load-without-fences-gates-no-step"),
     Exempt("_Load.share_left", ("submitted", "submitted"), _FOR_SPEED),
     Exempt("_Load.seconds_left", ("submitted", "failure", "submitted"), _FOR_SPEED),
     Exempt("OffloadConnector.gates", ("add",), "a set"),
@@ -899,12 +899,12 @@ EXEMPT = (
     Exempt("OffloadWorker._turn", ("extend", "retire", "retire"), _LOOKS),
     Exempt("OffloadWorker._turn", ("abandoned", "abandoned"), _GIVES_UP),
     Exempt("OffloadWorker._take_commands", ("take",), _MESSAGE),
-    Exempt("OffloadWorker._take_commands", ("_forget",), "see reset-forgets-the-host-tier"),
-    Exempt("OffloadWorker._forget", ("forget_all",), "see reset-forgets-the-host-tier"),
+    Exempt("OffloadWorker._take_commands", ("_forget",), "see reset-drops-keys-of-the-host-tier"),
+    Exempt("OffloadWorker._forget", ("forget_all",), "see reset-drops-keys-of-the-host-tier"),
     Exempt("OffloadWorker._forget", ("forget",), "see invalidated-blocks-leave-the-host-tier"),
     Exempt("OffloadWorker._take_in_copies", ("abandoned",), "all at once at the close; else some in each turn"),
-    Exempt("OffloadWorker._drop", ("drop",), "of loads: see dropped-load-lets-go"),
-    Exempt("OffloadWorker._drop", ("drop",), "of stores: see dropped-store-lets-go"),
+    Exempt("OffloadWorker._drop", ("drop",), "of loads: see dropped-load-is-settled"),
+    Exempt("OffloadWorker._drop", ("drop",), "of stores: see dropped-store-is-settled"),
     Exempt("Stores.begin_pieces", ("begun",), _QUEUE),
     Exempt("Stores._begin_piece", ("begun",), _COUNT),
     Exempt("Stores._begin_piece", ("abandoned",), _GIVES_UP),
@@ -917,16 +917,16 @@ EXEMPT = (
         "keys without bytes; the device forgets its blocks: tests/offload/test_worker.py resets with deferred stores",
     ),
     Exempt("Stores.drop", ("clear",), _GIVES_UP),
-    Exempt("Stores.drop", ("begun",), "see what-was-ordered-last-is-dropped-too"),
+    Exempt("Stores.drop", ("begun",), "see last-submitted-transfers-are-dropped-at-close"),
     Exempt("Loads.begin_piece", ("failure",), _QUEUE),
     Exempt("Loads._begin_piece", ("begun",), _COUNT),
     Exempt("Loads._begin_piece", ("add",), _QUEUE),
     Exempt("Loads.submitted", ("submitted",), _COUNT),
-    Exempt("Loads.submitted", ("failure", "failure"), "see failed-load-is-told-as-such"),
+    Exempt("Loads.submitted", ("failure", "failure"), "see failed-load-is-not-reported-as-ready"),
     Exempt("Loads.end", ("failure",), "which copies are measured"),
     Exempt("Loads.end", ("failure",), "decides which of several failures is kept"),
-    Exempt("Loads._settle", ("ended", "failure"), "see failed-load-is-told"),
-    Exempt("Loads.drop", ("failure",), "see dropped-load-lets-go"),
+    Exempt("Loads._settle", ("ended", "failure"), "see failed-load-is-reported"),
+    Exempt("Loads.drop", ("failure",), "see dropped-load-is-settled"),
     Exempt("LoadJob.all_begun", ("begun",), "a query; rules above cover its callers"),
     Exempt("Promotions._promote", ("abandoned",), _GIVES_UP),
     Exempt("Promotions.finish_waits", ("remove",), "a list"),
@@ -942,11 +942,11 @@ EXEMPT = (
     Exempt("TierIO.finish_writes", ("ended",), "see failed-disk-write-leaves-no-entry"),
     Exempt("TierIO.read", ("take",), _PLACE),
     Exempt("TierIO.read", ("pin",), "without it there is no entry to read; rules above cover how long it is held"),
-    Exempt("TierIO.finish_reads", ("taken_in",), "when: see disk-read-is-seen-done-before-it-counts"),
-    Exempt("TierIO.finish_reads", ("publish",), "when: see disk-read-is-seen-done-before-it-counts"),
+    Exempt("TierIO.finish_reads", ("taken_in",), "when: see disk-read-counts-after-its-fence"),
+    Exempt("TierIO.finish_reads", ("publish",), "when: see disk-read-counts-after-its-fence"),
     Exempt("TierIO.finish_reads", ("failure",), "a read that never ran proves nothing about its entry"),
     Exempt("TierIO._timed", ("abandoned",), _GIVES_UP),
     Exempt("ReadTicket.failure", ("failure",), "a query; rules above cover its callers"),
     Exempt("Lane.cancel", ("clear", "failure"), _GIVES_UP),
-    Exempt("Lane.fill", ("submitted",), "see load-is-told-when-all-was-submitted"),
+    Exempt("Lane.fill", ("submitted",), "see load-is-ready-after-its-last-slice-was-submitted"),
 )

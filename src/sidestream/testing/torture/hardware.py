@@ -38,14 +38,15 @@ NOT_ON_HARDWARE: dict[str, str] = {
     "failed-disk-": "there is no disk",
     "refused-disk-": "there is no disk",
     "finished-disk-": "there is no disk",
-    "wait-for-the-disk-": "there is no disk",
-    "end-of-a-wait-for-the-disk-": "there is no disk",
-    "reset-forgets-the-disk": "there is no disk",
-    "transfers-know-of-resets": "it concerns reads and writes of the disk; see store-from-before-a-reset-publishes-"
+    "promotion-": "there is no disk",
+    "ended-promotion-": "there is no disk",
+    "reset-drops-keys-of-the-disk": "there is no disk",
+    "transfers-check-the-generation": "it concerns reads and writes of the disk; see "
+    "store-from-before-a-reset-publishes-nothing",
+    "load-settles-after-its-pieces-ended": "blocks are released after all transfers submitted so far, and this traffic "
+    "always submits more after a load",
+    "reset-waits-for-the-tiers": "the traffic does not wait for a reset: it submits loads at once, which must find "
     "nothing",
-    "load-lets-go-when-all-its-pieces": "blocks are released after all transfers ordered so far, and this traffic "
-    "always orders more after a load",
-    "reset-waits-until": "the traffic does not wait for a reset: it orders loads at once, which must find nothing",
 }
 """Name prefixes of transfer engine mutations that only the simulated device tests, with the reason.
 
@@ -53,7 +54,7 @@ The rooms `schedule`, `runner`, `engine` and `tiers` do not run in this test.
 """
 
 # The pools' rules that make a stream wait; their other rules are bookkeeping, the same on every device.
-_OF_POOLS = ("release-keeps-its-fences", "take-hands-on-fences")
+_OF_POOLS = ("release-keeps-its-fences", "take-passes-the-fences-on")
 
 ON_HARDWARE: tuple[str, ...] = (
     *(mutation.name for mutation in transfer.MUTATIONS if not mutation.name.startswith(tuple(NOT_ON_HARDWARE))),
