@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from sidestream.config import unknown_name
 from sidestream.errors import ConfigError
-from sidestream.testing.mutations import client, engine, kv, runner, schedule, tiers, transfer
+from sidestream.testing.mutations import client, copies, engine, kv, loads, runner, schedule, tier_io, tiers
 from sidestream.testing.mutations.hazards import HAZARDS
 from sidestream.testing.mutations.marks import product_marks
 from sidestream.testing.mutations.mechanism import applied, changed_functions, changed_trees, check_marks
@@ -45,11 +45,11 @@ __all__ = [
     "product_marks",
 ]
 
-_ROOMS = (kv, schedule, transfer, tiers, runner, engine, client)
+_TABLES = (kv, schedule, copies, loads, tier_io, tiers, runner, engine, client)
 
-MUTATIONS: tuple[Mutation, ...] = tuple(mutation for room in _ROOMS for mutation in room.MUTATIONS)
-EQUIVALENT: tuple[Equivalent, ...] = tuple(equivalent for room in _ROOMS for equivalent in room.EQUIVALENT)
-EXEMPT: tuple[Exempt, ...] = tuple(exempt for room in _ROOMS for exempt in room.EXEMPT)
+MUTATIONS: tuple[Mutation, ...] = tuple(mutation for table in _TABLES for mutation in table.MUTATIONS)
+EQUIVALENT: tuple[Equivalent, ...] = tuple(equivalent for table in _TABLES for equivalent in table.EQUIVALENT)
+EXEMPT: tuple[Exempt, ...] = tuple(exempt for table in _TABLES for exempt in table.EXEMPT)
 
 ELSEWHERE: dict[str, str] = {
     "H13": "there is one rank",

@@ -26,7 +26,7 @@ from sidestream.device.kinds import CPU, CUDA
 from sidestream.errors import ConfigError, InvariantError
 from sidestream.kv.layout import KVLayout
 from sidestream.testing.checker import Checker
-from sidestream.testing.mutations import Mutation, applied, changed_functions, find, transfer
+from sidestream.testing.mutations import Mutation, applied, changed_functions, copies, find, loads, tier_io
 from sidestream.testing.rig import Rig
 from sidestream.testing.torture.narrow import narrow_lanes
 from sidestream.testing.torture.traffic import Habits, Meddler, Tally, Traffic
@@ -57,7 +57,12 @@ The rooms `schedule`, `runner`, `engine` and `tiers` do not run in this test.
 _OF_POOLS = ("release-keeps-its-fences", "take-passes-the-fences-on")
 
 ON_HARDWARE: tuple[str, ...] = (
-    *(mutation.name for mutation in transfer.MUTATIONS if not mutation.name.startswith(tuple(NOT_ON_HARDWARE))),
+    *(
+        mutation.name
+        for table in (copies, loads, tier_io)
+        for mutation in table.MUTATIONS
+        if not mutation.name.startswith(tuple(NOT_ON_HARDWARE))
+    ),
     *_OF_POOLS,
 )
 """Mutations that this test must detect, on any device that copies between device and host."""
