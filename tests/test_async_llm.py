@@ -300,7 +300,7 @@ class Downloads:
 
 
 @KINDS
-def test_it_tells_how_far_the_start_is_and_leaves_nothing_at_its_end(
+def test_it_reports_the_progress_of_the_start_and_leaves_nothing_at_its_end(
     engine_process: bool,
     directory: Path,
     tmp_path: Path,

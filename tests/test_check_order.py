@@ -48,6 +48,6 @@ def test_a_store_that_leaves_a_layer_out_is_an_error_at_the_end(model: Path, tmp
     llm.close()  # judged once
 
 
-def test_nobody_is_told_where_nobody_asked(model: Path) -> None:
+def test_there_is_no_tracer_without_check_order(model: Path) -> None:
     with LLM(model, kv_memory="128KiB", compute_threads=1) as llm:
         assert llm.engine.parts.device.tracer is None

@@ -81,7 +81,7 @@ def test_with_a_gpu_auto_is_cuda_if_its_kernels_can_be_built(monkeypatch: pytest
 
 
 @pytest.mark.usefixtures("no_gpu")
-def test_a_gpu_that_is_not_there_is_told_before_a_model_is_looked_for(tmp_path: Path) -> None:
+def test_a_missing_gpu_is_reported_before_a_model_is_looked_for(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="device is 'cuda'"):
         LLM(tmp_path / "no such model", device="cuda")
 

@@ -101,7 +101,7 @@ def test_chunks_and_budget_fit_the_device_and_one_another() -> None:
         EngineConfig(chunk_tokens=100)
 
 
-def test_of_news_that_nobody_reads_one_by_one_nothing_lies_about(llm: LLM) -> None:
+def test_no_objects_are_kept_for_unread_outputs(llm: LLM) -> None:
     """A thousand a second would make the garbage collector stop the engine thread every few dozen steps."""
     submit, lying = llm.engine.submit, list[int]()
 

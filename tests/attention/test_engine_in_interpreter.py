@@ -212,7 +212,7 @@ def test_warm_up_reaches_both_ways_of_attention_and_leaves_every_block_free(
 
 
 @pytest.mark.parametrize("model", ["qwen3"], indirect=True)
-def test_warm_up_says_what_a_step_raised(
+def test_warm_up_raises_the_error_of_a_step(
     model: Path, batches: list[DeviceBatch], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with engine(model) as llm:

@@ -158,7 +158,7 @@ def test_bfloat16_stays_within_its_rounding() -> None:
 
 @pytest.mark.parametrize("options", [{}, {"sliding_window": 5}, {"softcap": 1.5}], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_row_gives_the_same_bits_whoever_is_beside_it(dtype: torch.dtype, options: dict[str, object]) -> None:
+def test_a_row_gives_the_same_bits_in_every_batch(dtype: torch.dtype, options: dict[str, object]) -> None:
     lens = [(1, 33), (1, 700), (1, 5), (1, 2), (17, 90), (5, 5), (40, 600)]
     rows = make_rows(lens, 6, 2, dtype)
     together = attend(pool_for(rows), rows, 4, **options)

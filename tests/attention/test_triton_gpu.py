@@ -87,7 +87,7 @@ def test_random_batches_with_the_default_tiles(seed: int) -> None:
 
 @pytest.mark.parametrize("options", [Options(), Options(sliding_window=333), Options(softcap=20.0)], ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_row_gives_the_same_bits_whoever_is_beside_it_and_however_it_is_cut(
+def test_a_row_gives_the_same_bits_in_every_batch_and_with_any_number_of_splits(
     dtype: torch.dtype, options: Options
 ) -> None:
     shape = Shape(8, 2, 128, 16, dtype)

@@ -119,7 +119,7 @@ def test_a_reply_of_known_length_ends_with_its_last_byte() -> None:
     assert (reply.status, reply.body()) == (503, b"abcd")
 
 
-def test_a_reply_whose_end_cannot_be_told_is_refused() -> None:
+def test_a_reply_without_a_known_end_is_refused() -> None:
     with pytest.raises(SidestreamError, match="neither chunks nor a length"):
         Reply().take(b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\n", 0)
 
@@ -556,7 +556,7 @@ def test_what_could_not_be_measured_is_refused(
     assert reason in done.stderr
 
 
-def test_a_server_that_does_not_start_is_told_with_its_log() -> None:
+def test_a_server_that_does_not_start_is_reported_with_its_log() -> None:
     with pytest.raises(SidestreamError, match=r"ended with code 2 before it was ready: .*did you mean"):
         Server("smollm2-135m-instruc", [])
 

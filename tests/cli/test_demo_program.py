@@ -46,7 +46,7 @@ def test_the_module_where_it_was_started_as_one(monkeypatch: pytest.MonkeyPatch)
     assert _program() == "python -m sidestream"
 
 
-def test_every_step_is_told_before_it_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_step_is_reported_before_it_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     happened: list[str] = []
 
     class Engine:

@@ -14,7 +14,7 @@ from .conftest import Run
 ENGINE = ("--kv-memory", "4MiB", "--threads", "1", "--temperature", "0", "--ignore-eos", "--max-tokens", "12")
 
 
-def test_the_text_is_printed_and_json_tells_how_it_came(run: Run, tiny: Path) -> None:
+def test_the_text_is_printed_and_json_reports_how_it_came(run: Run, tiny: Path) -> None:
     plain = run("generate", tiny, "--prompt", "The whale", *ENGINE)
     told = run("generate", tiny, "--prompt", "The whale", "--json", *ENGINE)
     assert plain.exit_code == told.exit_code == 0
@@ -28,7 +28,7 @@ def test_the_text_is_printed_and_json_tells_how_it_came(run: Run, tiny: Path) ->
     assert 0 < answer["ttft_s"] <= answer["seconds"]
 
 
-def test_json_tells_what_became_of_drafts(run: Run, tiny: Path) -> None:
+def test_json_reports_the_outcome_of_drafts(run: Run, tiny: Path) -> None:
     plain, drafting = (
         json.loads(
             run(

@@ -57,7 +57,7 @@ def test_figures_say_how_many_blocks_moved_and_that_none_was_wrong(run: Run) -> 
     assert all(figure["holds"] is not False for figure in report["figures"])
 
 
-def test_wrong_bytes_are_told_and_end_it_with_1(run: Run) -> None:
+def test_wrong_bytes_are_reported_and_end_it_with_1(run: Run) -> None:
     with applied(find("copy-drops-only-finished-fences")):
         result = run("torture", "--device", "cpu", "--blocks", "20000", "--json")
     assert result.exit_code == 1

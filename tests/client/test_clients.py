@@ -70,7 +70,7 @@ def test_each_sample_and_its_logprobs_are_those_of_the_engine(at: Make) -> None:
             assert [delta.finish_reason for delta in news if delta.index == index][-1] == "length"
 
 
-def test_cached_tokens_are_told_by_tier_with_every_news(at: Make, tmp_path: Path) -> None:
+def test_cached_tokens_are_reported_by_tier_with_every_output(at: Make, tmp_path: Path) -> None:
     prompt = list(range(1, 22))
     with at(slots=16, disk=tmp_path) as made:
         client, rig = made.connect(), made.rig
@@ -188,7 +188,7 @@ def test_what_cannot_be_served_is_refused_when_it_is_submitted(
         assert tokens_of(run(ask(client, PROMPT))) == made.rig.model.expected(PROMPT, 8)
 
 
-def test_a_full_queue_is_told_and_taken_requests_go_on(at: Make) -> None:
+def test_a_full_queue_is_reported_and_accepted_requests_go_on(at: Make) -> None:
     """In process when a request is submitted; by another process in place of its news."""
     with at(max_waiting=1, max_running=2) as made:
         client = made.connect()
@@ -231,7 +231,7 @@ def test_a_closed_engine_takes_no_request(at: Make) -> None:
         client.count("connections_refused_total", 1, "idle")  # harmless
 
 
-def test_requests_that_run_when_the_engine_closes_are_told_that_they_were_aborted(at: Make) -> None:
+def test_requests_that_run_when_the_engine_closes_end_with_abort(at: Make) -> None:
     with at() as made:
         client = made.connect()
 
@@ -469,7 +469,7 @@ def test_metrics_are_a_copy_of_the_engine_s(at: Make) -> None:
         run(use())
 
 
-def test_flush_tells_whether_everything_rests_and_reset_forgets_it(at: Make) -> None:
+def test_flush_reports_whether_everything_is_stored_and_reset_drops_it(at: Make) -> None:
     prompt = list(range(1, 22))
     with at(slots=16) as made:
         client = made.connect()
@@ -505,7 +505,7 @@ def test_calls_that_wait_hold_up_no_other(at: Make) -> None:
         run(use())
 
 
-def test_a_failure_of_the_engine_is_the_last_news_of_every_request(at: Make) -> None:
+def test_a_failure_of_the_engine_is_the_last_output_of_every_request(at: Make) -> None:
     with at(max_running=2) as made:
         clients = [made.connect() for _ in range(2)]
 

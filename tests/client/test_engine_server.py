@@ -104,7 +104,7 @@ def made_frames(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 # ------------------------------------------------------------------ news
 
 
-def test_all_news_of_a_commit_for_a_front_end_are_one_message(made_frames: list[Any]) -> None:
+def test_all_outputs_of_a_commit_for_a_front_end_are_one_message(made_frames: list[Any]) -> None:
     with border("remote") as made:
         clients = [made.connect() for _ in range(2)]
 
@@ -144,7 +144,9 @@ def test_keys_of_a_front_end_are_those_of_the_engine() -> None:
 # ------------------------------------------------------------------ front ends that go
 
 
-def test_requests_of_a_front_end_that_goes_are_aborted_and_one_with_the_same_streams_hears_nothing_of_them() -> None:
+def test_requests_of_a_lost_front_end_are_aborted_and_one_with_the_same_streams_receives_none_of_their_outputs() -> (
+    None
+):
     with border("remote") as made:
         gone, hold = Raw(made), made.rig.hold("compute")
         gone.submit(PROMPT, 60, n=3)
@@ -208,7 +210,7 @@ def test_a_front_end_that_does_not_read_is_cut_off_at_the_bound_and_others_go_on
     assert "a front end does not read: " in caplog.text
 
 
-def test_news_that_a_socket_did_not_take_are_sent_once_they_are_read() -> None:
+def test_outputs_that_a_socket_did_not_accept_are_sent_once_they_are_read() -> None:
     with border("remote") as made:
         slow = Raw(made, send_buffer=2048)
         slow.submit(PROMPT, 80, logprobs=5)
@@ -337,7 +339,7 @@ def test_an_engine_of_another_version_is_refused_by_both_names() -> None:
     assert connection.fileno() == -1
 
 
-def test_an_engine_that_ends_before_it_serves_is_told() -> None:
+def test_an_engine_that_ends_before_it_serves_is_reported() -> None:
     connection = engine_end()
     with pytest.raises(EngineStopped, match="the engine's process has ended before it served"):
         RemoteClient.connect(connection)
@@ -356,7 +358,7 @@ def test_what_comes_right_behind_the_welcome_is_heard() -> None:
     assert (health.status, health.detail) == ("failed", "DeviceLost: gone")
 
 
-def test_an_end_of_the_engine_s_process_is_told_with_how_it_ended() -> None:
+def test_an_end_of_the_engine_process_is_reported_with_its_exit_status() -> None:
     client = RemoteClient.connect(engine_end(Welcome(info())), why_gone=lambda: "it was killed by SIGKILL")
 
     async def use() -> None:
@@ -410,7 +412,7 @@ def test_calls_that_wait_do_not_hold_up_the_end() -> None:
         run(use())
 
 
-def test_the_owner_is_told_what_closing_raised() -> None:
+def test_the_owner_receives_the_error_of_closing() -> None:
     made = Remote(Rig())
     close = made.rig.close
 

@@ -9,7 +9,7 @@ from sidestream.config import SamplingParams
 from sidestream.errors import QueueFull
 
 
-def test_a_refusal_is_told_to_the_samples_that_are_left_when_the_first_one_was_ended() -> None:
+def test_a_refusal_is_sent_to_the_samples_that_are_left_when_the_first_one_was_ended() -> None:
     """The end of the first sample crosses the refusal of all."""
     with border("remote", max_waiting=1, max_running=2) as made:
         client = made.connect()

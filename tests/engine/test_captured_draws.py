@@ -71,7 +71,9 @@ def test_the_least_that_is_enough_draws_the_same_tokens(
     assert set(watched.drawn) == {expected}
 
 
-def test_a_step_takes_what_its_most_demanding_row_does_and_nobody_draws_otherwise_for_it(watched: Watched) -> None:
+def test_a_step_samples_in_the_mode_of_its_most_demanding_row_and_no_other_row_samples_differently(
+    watched: Watched,
+) -> None:
     ways: list[dict[str, Any]] = [
         {"temperature": 0.0},
         {"temperature": 20.0, "top_p": 0.8, "seed": 8},

@@ -148,7 +148,7 @@ def expect_on_disk(model: ToyModel, directory: Path) -> None:
 
 
 @pytest.mark.parametrize("calls", [(), ("submit",), ("poll",)], ids=["all calls", "launches", "polls"])
-def test_a_lost_device_ends_the_engine_and_every_client_is_told(calls: tuple[str, ...], tmp_path: Path) -> None:
+def test_a_lost_device_ends_the_engine_and_every_client_gets_an_error(calls: tuple[str, ...], tmp_path: Path) -> None:
     device, model = MortalDevice(), Slow()
     engine = start(device, model, tmp_path)
     serve_first(engine, model)
@@ -193,7 +193,7 @@ def test_a_device_that_is_lost_while_the_engine_closes_does_not_keep_it_from_clo
     expect_on_disk(model, tmp_path)
 
 
-def test_an_offload_worker_that_fails_ends_the_engine_and_every_client_is_told(
+def test_an_offload_worker_that_fails_ends_the_engine_and_every_client_gets_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     device, model = MortalDevice(), Slow()

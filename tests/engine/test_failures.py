@@ -142,7 +142,7 @@ def test_logits_that_stop_being_finite_in_mid_answer_end_it_there() -> None:
 
 
 @pytest.mark.parametrize("failure", [ValueError("injected"), SystemExit(3), KeyboardInterrupt()])
-def test_sink_that_raises_is_aborted_and_told_nothing_more(
+def test_sink_that_raises_is_aborted_and_called_no_more(
     failure: BaseException, caplog: pytest.LogCaptureFixture
 ) -> None:
     told: list[Delta] = []
@@ -163,7 +163,7 @@ def test_sink_that_raises_is_aborted_and_told_nothing_more(
     assert "its sink raised: the request is aborted" in caplog.text
 
 
-def test_sink_that_raises_at_the_last_news_ends_as_it_would_have() -> None:
+def test_sink_that_raises_at_the_last_output_ends_as_it_would_have() -> None:
     def sink(delta: Delta) -> None:
         if delta.finish_reason:
             raise ValueError("injected")
@@ -215,7 +215,7 @@ class EndlessTokenizer(ToyTokenizer):
         return Endless()
 
 
-def test_aborted_sample_is_told_its_end_though_the_tokenizer_cannot_make_the_rest_of_its_text(
+def test_aborted_sample_receives_its_end_though_the_tokenizer_cannot_make_the_rest_of_its_text(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     with serving(tokenizer=EndlessTokenizer()) as rig:
@@ -229,7 +229,7 @@ def test_aborted_sample_is_told_its_end_though_the_tokenizer_cannot_make_the_res
     assert "sample 0: the tokenizer failed at token" in caplog.text
 
 
-def test_requests_that_are_left_when_the_engine_closes_are_told_though_the_tokenizer_is_broken() -> None:
+def test_requests_that_are_left_when_the_engine_closes_are_ended_though_the_tokenizer_is_broken() -> None:
     rig = Rig(tokenizer=EndlessTokenizer())
     replies = [rig.submit(prompt, 60) for prompt in prompts(34, 6)]
     replies[0].wait_for_tokens(1)
@@ -270,7 +270,7 @@ def fail_on_the_engine_thread(rig: Rig) -> Callable[..., Any]:
 
 
 @pytest.mark.parametrize("where", ["plan", "commit"])
-def test_exception_on_the_engine_thread_is_told_to_every_client(where: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_exception_on_the_engine_thread_reaches_every_client(where: str, caplog: pytest.LogCaptureFixture) -> None:
     rig = Rig(max_running=2, slots=8)
     hold = rig.hold("compute")
     replies = [rig.submit(prompt, 20) for prompt in prompts(34, 5)]
@@ -293,7 +293,7 @@ def test_exception_on_the_engine_thread_is_told_to_every_client(where: str, capl
     assert "the engine failed and stops serving" in caplog.text
 
 
-def test_request_that_was_submitted_but_not_begun_is_told_that_the_engine_failed() -> None:
+def test_request_that_was_submitted_but_not_begun_learns_that_the_engine_failed() -> None:
     rig = Rig()
     ready = threading.Event()
 
@@ -311,7 +311,7 @@ def test_request_that_was_submitted_but_not_begun_is_told_that_the_engine_failed
     rig.close()
 
 
-def test_engine_that_fails_tells_all_clients_though_one_of_them_raises() -> None:
+def test_engine_that_fails_notifies_all_clients_though_one_of_them_raises() -> None:
     def sink(delta: Delta) -> None:
         raise ValueError("injected: a client")
 

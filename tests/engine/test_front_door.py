@@ -107,7 +107,7 @@ class Told:
             self._now = []
 
 
-def test_news_are_delivered_once_a_commit_on_the_engine_thread() -> None:
+def test_outputs_are_delivered_once_a_commit_on_the_engine_thread() -> None:
     with serving() as rig:
         told = Told(rig)
         hold = rig.hold("compute")
@@ -135,7 +135,7 @@ def test_ends_that_no_commit_brings_are_delivered_at_once() -> None:
         assert [delta.finish_reason for group in told.groups for delta in group][-1] == "abort"
 
 
-def test_all_who_asked_are_called() -> None:
+def test_all_delivery_callbacks_are_called() -> None:
     with serving() as rig:
         called: set[int] = set()
         for number in range(3):
@@ -146,7 +146,7 @@ def test_all_who_asked_are_called() -> None:
 
 
 @pytest.mark.parametrize("how", ["close", "failure"])
-def test_the_last_news_are_delivered(how: str) -> None:
+def test_the_last_outputs_are_delivered(how: str) -> None:
     rig = Rig()
     told = Told(rig)
 

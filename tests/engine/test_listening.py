@@ -44,14 +44,14 @@ def test_the_load_of_a_request_that_comes_while_a_step_is_awaited_begins_at_once
     rig.expect(other, OTHER, 30)
 
 
-def test_a_client_that_leaves_while_a_step_is_awaited_is_told_at_once(rig: Rig) -> None:
+def test_a_client_that_leaves_while_a_step_is_awaited_gets_its_end_at_once(rig: Rig) -> None:
     with rig.hold("compute"):
         reply = await_step(rig)
         rig.abort(reply)
         assert reply.reason == "abort"
 
 
-def test_who_comes_into_the_room_of_one_that_leaves_while_a_step_is_awaited_gets_its_tokens() -> None:  # H3
+def test_a_request_that_takes_the_blocks_of_an_aborted_one_while_a_step_is_awaited_gets_its_tokens() -> None:  # H3
     with serving(blocks=10, slots=24) as rig:
         rig.ask(PROMPT)
         rig.settle()
@@ -77,7 +77,7 @@ def test_a_call_waits_until_no_step_is_awaited(rig: Rig) -> None:
     caller.join()
 
 
-def test_nothing_is_loaded_for_who_waits_for_new_weights(rig: Rig) -> None:
+def test_nothing_is_loaded_for_a_request_that_waits_for_new_weights(rig: Rig) -> None:
     with rig.hold("compute"):
         await_step(rig, outputs=4)
         done = rig.engine.update_weights(lambda: None, fingerprint="others")

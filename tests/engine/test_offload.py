@@ -487,7 +487,7 @@ def test_requests_that_wait_for_the_same_blocks_on_disk_read_them_once(tmp_path:
         assert len(rig.disk.reads) == len(set(rig.disk.reads)) == REUSABLE // 4
 
 
-def test_step_waits_for_what_it_is_told_to_wait_for() -> None:
+def test_step_waits_for_the_fences_of_its_plan() -> None:
     with serving() as rig:
         rig.ask(PROMPT)
         parts, other = rig.engine.parts, rig.device.stream("other")

@@ -267,7 +267,7 @@ def test_abort_in_flight_ends_at_once_and_its_blocks_are_safe_to_reuse() -> None
         assert reply.token_ids() == rig.model.expected(PROMPT, 16)[: len(reply.token_ids())]
 
 
-def test_abort_after_the_end_and_twice_is_harmless_and_told_once() -> None:
+def test_abort_after_the_end_and_twice_is_harmless_and_reported_once() -> None:
     with serving() as rig:
         done = rig.ask(PROMPT)
         rig.abort(done)

@@ -10,7 +10,7 @@ from sidestream.runner.mailbox import Delivered
 from sidestream.types import RowResult
 
 
-def test_that_requests_go_without_drafts_is_told_once_a_minute_and_all_of_it(caplog: pytest.LogCaptureFixture) -> None:
+def test_requests_without_drafts_are_logged_once_a_minute_with_all_counts(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", logger="sidestream.engine.spec_stats")
     now_s = [100.0]
     counted = spec_stats.SpecStats(Metrics(), "toy", lambda: now_s[0])

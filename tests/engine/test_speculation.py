@@ -256,7 +256,7 @@ def test_tokens_and_the_waits_for_them_are_counted_one_by_one() -> None:
         assert lengths.total - lengths.count == rig.counted("accepted_tokens_total", "toy") > 0
 
 
-def test_steps_without_drafts_are_counted_by_why_and_told_now_and_then(
+def test_steps_without_drafts_are_counted_by_reason_and_logged_now_and_then(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(spec_stats, "_PERIOD_S", 0.0)

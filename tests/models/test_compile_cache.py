@@ -41,7 +41,7 @@ def test_layers_and_kernels_are_kept_together_from_the_first_kernel_on(ours: Pat
     assert not (tmp_path / "other").exists()
 
 
-def test_what_torch_looked_up_itself_was_nobodys_choice(ours: Path) -> None:
+def test_a_directory_that_torch_chose_itself_is_not_the_users_choice(ours: Path) -> None:
     assert cache_dir() == os.environ[LAYERS] == default_cache_dir()
     os.environ[KERNELS] = triton_cache_dir(0)  # as torch does once it has compiled a kernel
     use_compile_cache()

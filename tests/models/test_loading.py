@@ -318,7 +318,7 @@ def test_the_self_check_refuses_a_model_that_skips_a_layer(llama: Path, monkeypa
 # --- what a loaded model tells
 
 
-def test_a_loaded_model_tells_its_facts(llama: Path) -> None:
+def test_a_loaded_model_reports_its_facts(llama: Path) -> None:
     edit_json(llama / "generation_config.json", eos_token_id=[256, 258])
     model = load_model(str(llama), block_tokens=8)
 

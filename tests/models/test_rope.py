@@ -94,7 +94,7 @@ def test_yarn_in_its_older_notation_scales_max_position_embeddings(tmp_path: Pat
     assert_served(model, directory, 3 * BEFORE)
 
 
-def test_a_config_that_says_more_than_its_yarn_is_believed() -> None:
+def test_a_config_that_says_more_than_its_yarn_is_used() -> None:
     rope = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 64, "rope_theta": 1e4}
     assert max_positions(tiny_config("qwen3", max_position_embeddings=1024, rope_parameters=rope)) == 1024
     assert max_positions(tiny_config("qwen3")) == 1024

@@ -110,7 +110,7 @@ def test_experts_that_rounding_chooses_otherwise_are_no_reason_to_refuse(
         assert loaded(family, tmp_path / str(seed), dtype, seed, num_hidden_layers=6).layout.dtype == dtype
 
 
-def test_a_window_that_attention_is_not_told_of_is_refused_if_texts_reach_it(tmp_path: Path) -> None:
+def test_a_window_that_attention_does_not_know_is_refused_if_texts_reach_it(tmp_path: Path) -> None:
     """PhiMoE masks by its window and does not pass it to attention; published models have one as long as their
     context.
     """

@@ -4,6 +4,7 @@ from pathlib import Path
 import pytest
 from transfer_rig import Rig
 
+from sidestream.offload import pacing
 from sidestream.types import Key
 
 
@@ -31,6 +32,14 @@ def full_tier(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[
         holds = rig.host_holds
     for checked in _checked(rig):
         yield checked, holds
+
+
+@pytest.fixture
+def one_block_a_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A turn of the offload worker begins one block: each block of a store or load is a piece of its own."""
+    monkeypatch.setattr(pacing, "BLOCKS_PER_TURN", 1)
+    monkeypatch.setattr(pacing, "LOAD_PIECE_BYTES", 0)
+    monkeypatch.setattr(pacing, "LAST_PIECE_BYTES", 0)
 
 
 def _checked(rig: Rig) -> Iterator[Rig]:

@@ -68,7 +68,7 @@ def test_a_tier_that_once_stalled_is_tried_again_after_a_while_without_a_transfe
 
 
 @pytest.mark.parametrize("tier", ["host", "disk"])
-def test_a_stall_is_believed_again_once_the_trial_was_slow_too(tier: str) -> None:
+def test_a_stall_counts_again_once_the_trial_was_slow_too(tier: str) -> None:
     costs, clock = after_a_stall(tier)
     clock.now_s += STALE_S + 1
     costs.saw_transfer(tier, round(STALLED), 1.0)
@@ -83,7 +83,7 @@ def test_a_transfer_of_one_tier_says_nothing_new_about_the_other(stalled: str, o
     assert seconds_for_a_block(costs, stalled) < 1e-6
 
 
-def test_a_tier_that_is_faster_than_hoped_is_believed_however_long_ago() -> None:
+def test_a_tier_that_is_faster_than_hoped_is_used_after_any_time() -> None:
     clock = Clock()
     costs = CostModel(LAYOUT, clock=clock)
     for _ in range(100):
@@ -103,7 +103,7 @@ def test_host_memory_that_was_never_measured_is_tried_however_fast_prefill_is() 
     assert costs.load_seconds({"host": 512}, num_loaded=512) < costs.compute_seconds(512)
 
 
-def test_the_first_measurement_is_believed_at_once() -> None:
+def test_the_first_measurement_counts_at_once() -> None:
     costs = CostModel(LAYOUT, clock=Clock())
     costs.saw_transfer("host", round(STALLED), 1.0)
     assert seconds_for_a_block(costs, "host") == pytest.approx(BLOCK / STALLED)

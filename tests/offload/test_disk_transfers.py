@@ -149,7 +149,7 @@ def test_key_is_not_findable_in_the_host_tier_before_its_read_has_ended(disk_rig
     assert not disk_rig.transfers.awaited
 
 
-def test_request_is_told_of_its_blocks_only_when_they_are_findable(
+def test_request_learns_of_its_blocks_only_when_they_are_findable(
     disk_rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     disk_rig.on_disk_only(keys("a"))
@@ -192,7 +192,7 @@ def test_damaged_entry_is_a_miss_and_is_forgotten(disk_rig: Rig, tmp_path: Path,
 
 
 @pytest.mark.parametrize("fault", [faults.broken, faults.torn])
-def test_entry_that_cannot_be_read_is_a_miss_for_all_who_wait_and_is_forgotten(
+def test_entry_that_cannot_be_read_is_a_miss_for_all_waiting_requests_and_is_dropped(
     disk_rig: Rig, fault: faults.Fault
 ) -> None:
     assert disk_rig.disk is not None
@@ -266,7 +266,9 @@ def test_block_that_was_promoted_early_is_kept_until_its_request_has_all(disk_ri
 # ------------------------------------------------------------------ deadline
 
 
-def test_deadline_is_told_once_and_releases_nothing_and_the_late_block_lands_alone(disk_rig: Rig) -> None:  # H6, H10
+def test_deadline_is_reported_once_and_releases_nothing_and_the_late_block_is_published_alone(
+    disk_rig: Rig,
+) -> None:  # H6, H10
     gate = threading.Event()
     assert disk_rig.disk is not None
     disk_rig.on_disk_only(keys("late"))
@@ -306,7 +308,7 @@ def test_request_that_asks_again_after_its_deadline_joins_the_late_read(disk_rig
 # ------------------------------------------------------------------ the whole
 
 
-def test_what_is_invalidated_is_unreachable_wherever_it_is_or_is_going_to_and_the_rest_is_not(
+def test_invalidated_blocks_are_unreachable_in_every_tier_and_in_flight_and_the_rest_is_not(
     disk_rig: Rig,
 ) -> None:  # H9
     assert disk_rig.disk is not None

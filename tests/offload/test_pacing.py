@@ -157,7 +157,7 @@ def test_no_more_is_in_flight_than_the_pace_allows(bytes_in_flight: int, segment
     assert world.labels() == ["a", "a", "b"]
 
 
-def test_slices_take_the_streams_in_turn_each_behind_the_one_before_whosever_it_was() -> None:  # P5
+def test_slices_take_the_streams_in_turn_each_behind_the_one_before_of_any_copy() -> None:  # P5
     world = World(Pace(slice_bytes=20, slice_segments=2, bytes_in_flight=1 << 30, segments_in_flight=1000, streams=2))
     for label in "ab":
         world.copy(label, 3)
@@ -280,7 +280,7 @@ def test_thread_rests_no_longer_than_until_all_that_is_left_fits(
     assert list(world.lane.awaited()) == [world.streams[0].fences[8 + awaited]]
 
 
-def test_copy_that_waits_for_something_else_than_room_wakes_nobody_early() -> None:
+def test_copy_that_waits_for_something_else_than_room_does_not_wake_the_worker_early() -> None:
     world = World(Pace(slice_bytes=10, slice_segments=1, bytes_in_flight=80, segments_in_flight=100, streams=1))
     world.copy("a", 6)
     waiting = HandFence()
@@ -289,7 +289,7 @@ def test_copy_that_waits_for_something_else_than_room_wakes_nobody_early() -> No
     assert list(world.lane.awaited()) == [world.streams[0].fences[3], waiting]
 
 
-def test_copy_is_told_once_when_its_last_slice_was_given_and_ends_when_all_were_seen_done() -> None:
+def test_copy_is_reported_once_when_its_last_slice_was_submitted_and_ends_when_all_are_done() -> None:
     world = World(Pace(slice_bytes=1 << 20, slice_segments=2, bytes_in_flight=1 << 30, segments_in_flight=4, streams=1))
     copy = world.copy("a", 2, 3)
     assert world.lane.fill() == []  # two of three slices
@@ -376,7 +376,7 @@ def test_cut_drops_what_has_not_begun_and_lets_the_rest_end_by_its_fences() -> N
     assert list(world.lane.awaited()) == [world.streams[1].fences[1]]
 
 
-def test_nobody_rests_for_a_fence_that_is_done() -> None:
+def test_the_thread_does_not_rest_for_a_fence_that_is_done() -> None:
     """A full lane looks at nobody's waits; were it to name them, a thread that rests for them would spin."""
     world = World(Pace(slice_bytes=1 << 20, slice_segments=1, bytes_in_flight=1 << 30, segments_in_flight=1, streams=8))
     step = HandFence()

@@ -104,7 +104,7 @@ def test_store_behind_a_step_copies_what_the_step_wrote_not_what_was_there(rig: 
     lease.release()
 
 
-def test_blocks_of_a_store_in_flight_are_given_to_nobody_until_it_has_ended(rig: Rig) -> None:  # H2
+def test_blocks_of_a_store_in_flight_have_no_new_owner_until_it_has_ended(rig: Rig) -> None:  # H2
     lease = rig.blocks.take(16)
     wanted = keys(*range(3))
     step = rig.fill(lease.ids, (*wanted, *keys(*range(100, 113))))
@@ -218,7 +218,7 @@ def test_load_waits_for_the_last_use_of_the_blocks_it_writes(rig: Rig) -> None: 
     lease.release()
 
 
-def test_load_on_its_way_holds_its_slots_and_blocks_whatever_its_request_does(rig: Rig) -> None:  # H6, H10
+def test_load_in_flight_holds_its_slots_and_blocks_whatever_its_request_does(rig: Rig) -> None:  # H6, H10
     rig.stored(keys("a", "b"))
     lease = rig.taken([4, 5])
     with rig.hold("load"):

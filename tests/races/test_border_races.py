@@ -15,7 +15,7 @@ def test_h32_frame_that_was_only_late_is_sent_again() -> None:
     assert_clean("frame sent again after a timeout")
 
 
-def test_h32_frame_is_lost_and_nothing_says_so() -> None:
+def test_h32_frame_is_lost_without_an_error() -> None:
     assert_caught("frame overwritten before it was read", by=("tokens",), within=5)
     assert_clean("frame overwritten before it was read")
 
@@ -40,6 +40,6 @@ def test_h34_request_of_a_front_end_that_has_gone_is_left_behind() -> None:
     assert_clean("requests of a process that has gone")
 
 
-def test_h35_news_pile_up_for_a_reader_that_does_not_read() -> None:
+def test_h35_outputs_pile_up_for_a_reader_that_does_not_read() -> None:
     assert_caught("news for a reader that does not read", by=("order",), within=10)
     assert_clean("news for a reader that does not read")

@@ -30,7 +30,7 @@ def test_every_miniature_is_reenacted_by_a_test_named_after_its_hazard() -> None
 
 
 @pytest.mark.parametrize("miniature", MINIATURES, ids=lambda miniature: miniature.name)
-def test_a_miniature_tells_its_hazard_and_fits_on_a_page(miniature: Miniature) -> None:
+def test_a_miniature_names_its_hazard_and_fits_on_a_page(miniature: Miniature) -> None:
     assert miniature.run.__doc__
     assert miniature.protection.endswith(".")
     assert len(inspect.getsource(miniature.run).splitlines()) <= 40
@@ -46,7 +46,7 @@ def test_the_same_policy_and_seed_are_caught_in_the_same_way(miniature: Miniatur
     assert first == second
 
 
-def test_what_is_caught_is_told_with_every_oracle_that_noticed() -> None:
+def test_a_finding_is_reported_with_every_oracle_that_noticed() -> None:
     def play(device: object, protected: bool) -> Outcome:
         return Outcome((1,), (2,), (3,), (4,), leaked=5, late=("never",))
 

@@ -30,7 +30,7 @@ def test_h10_load_lands_in_a_block_that_was_given_away_after_its_deadline() -> N
     assert_clean("load that lands after its deadline")
 
 
-def test_h14_key_says_nothing_of_the_adapter() -> None:
+def test_h14_key_does_not_contain_the_adapter() -> None:
     assert_caught("key without identity", by=("tokens",), within=1)
     assert_clean("key without identity")
 
@@ -40,6 +40,6 @@ def test_h15_block_of_which_the_recurrent_state_is_missing_counts_as_a_hit() -> 
     assert_clean("block of which a part is missing")
 
 
-def test_h24_observer_is_told_of_the_end_before_the_references_are_dropped() -> None:
+def test_h24_client_receives_the_end_before_the_references_are_dropped() -> None:
     assert_caught("done before its references are dropped", by=("order",), within=1)
     assert_clean("done before its references are dropped")

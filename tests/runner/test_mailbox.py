@@ -18,7 +18,7 @@ def row(number: int, drafts: int) -> RowPlan:
 
 
 @pytest.mark.parametrize("by_device", [False, True])
-def test_padding_that_is_drawn_changes_no_field_and_no_other_letter(by_device: bool) -> None:
+def test_samples_of_padding_change_no_field_and_no_other_mailbox_entry(by_device: bool) -> None:
     device = CpuDevice()
     try:
         box, stream = Mailbox(2, ROWS, 50, device, max_drafts=DRAFTS), device.stream("compute")

@@ -52,7 +52,9 @@ def test_a_buffer_is_overwritten_whole(uploads: Uploads) -> None:
     assert target.tolist() == [0, 1, 2, 3]
 
 
-def test_a_frame_is_fetched_from_the_steps_own_slot_beside_its_other_numbers(staging: torch.Tensor) -> None:  # H17
+def test_captured_inputs_are_fetched_from_the_steps_own_region_beside_its_other_numbers(
+    staging: torch.Tensor,
+) -> None:  # H17
     uploads, target = Uploads(staging=staging, mapped=staging.view(torch.uint8), input_bytes=64), torch.full((4,), -1)
     fetches = uploads.fetches(target)
     for slot, first in ((1, 10), (0, 20)):
@@ -86,7 +88,7 @@ def test_on_a_cpu_numbers_are_there_already() -> None:
     assert (uploads.numbers([1]).tolist(), uploads.numbers([]).tolist(), target.tolist()) == ([1], [], [0, 1, 2])
 
 
-def test_steps_on_their_way_have_slots_of_their_own_as_long_as_their_letters(
+def test_steps_in_flight_have_regions_of_their_own_as_long_as_their_mailbox_entries(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # H17
     device, model, opened = CpuDevice(compute_threads=1), ToyModel(), list[int]()

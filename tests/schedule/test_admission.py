@@ -23,7 +23,7 @@ def test_requests_are_admitted_in_the_order_of_their_arrival() -> None:
     assert states(requests[2:]) == [State.RUNNING, State.RUNNING]
 
 
-def test_nobody_overtakes_the_first_in_line_for_lack_of_room() -> None:
+def test_no_request_overtakes_the_first_in_line_for_lack_of_room() -> None:
     world = World(num_blocks=8)
     running = world.submit(prompt(17), outputs=4)
     world.step()

@@ -25,7 +25,7 @@ def test_blocks_and_row_of_an_aborted_request_wait_for_its_step() -> None:
     world.settle()
 
 
-def test_blocks_of_a_request_that_ends_are_nobodys_until_what_was_ordered_before_has_ended() -> None:
+def test_blocks_of_an_ended_request_are_not_free_until_earlier_transfers_have_settled() -> None:
     """H2, H10: no stream can wait for a transfer that the device has not been given yet, so the ledger does."""
     world = World()
     request = world.submit(prompt(18))

@@ -44,7 +44,7 @@ def test_of_tokens_that_come_together_those_behind_a_stop_token_are_dropped() ->
     assert request.tokens == [5, 6, 5]
 
 
-def test_a_result_that_is_not_of_a_live_row_is_dropped_and_the_others_keep_their_own() -> None:
+def test_a_result_of_an_ended_row_is_dropped_and_the_others_keep_their_own() -> None:
     """H21: the result of an aborted request comes in between two others."""
     world = World()
     one, two, three = (world.submit(prompt(3, beginning=beginning), outputs=4) for beginning in (1, 11, 21))

@@ -74,7 +74,7 @@ def test_right_drafts_save_steps() -> None:
     assert steps[WRONG] >= 23
 
 
-def test_a_row_without_room_for_drafts_goes_on_without_them_and_takes_nobodys_room() -> None:
+def test_a_row_without_room_for_drafts_goes_on_without_them_and_takes_no_blocks_of_others() -> None:
     world = drafting_world(right=WRONG, num_blocks=7)
     older, younger = world.submit(prompt(7), outputs=10), world.submit(prompt(7, beginning=21), outputs=10)
     world.run()

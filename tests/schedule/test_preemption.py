@@ -21,7 +21,7 @@ def test_the_younger_one_is_preempted_when_the_pool_is_full() -> None:
     assert old.epoch == 0
 
 
-def test_a_preempted_request_says_what_it_would_have_said() -> None:
+def test_a_preempted_request_outputs_the_same_tokens() -> None:
     world, old, young = crowded_world()
     steps_until(world, lambda: young.epoch == 1)
     said_before = len(world.said(young))

@@ -66,7 +66,7 @@ def test_who_has_to_compute_is_left_for_the_plan_and_is_not_overtaken() -> None:
     world.run()
 
 
-def test_nobody_overtakes_who_lacks_room() -> None:
+def test_no_request_overtakes_one_that_lacks_room() -> None:
     world, other = busy_world(num_blocks=8)
     large, small = world.submit(prompt(26)), world.submit(prompt(10, beginning=11))
     rests(world, large)
@@ -86,7 +86,7 @@ def test_the_first_in_rank_is_looked_at_first() -> None:
     assert load.request_id == urgent.id
 
 
-def test_who_waits_for_somebody_elses_blocks_holds_nobody_up() -> None:
+def test_a_request_that_waits_for_pending_blocks_delays_no_other_request() -> None:
     world, _ = busy_world()
     first, same, other = world.submit(prompt(18)), world.submit(prompt(18)), world.submit(prompt(18, beginning=11))
     rests(world, first)
@@ -95,7 +95,7 @@ def test_who_waits_for_somebody_elses_blocks_holds_nobody_up() -> None:
     assert states([first, same, other]) == [State.RUNNING, State.WAITING, State.RUNNING]
 
 
-def test_nobody_new_is_let_in_meanwhile_when_nobody_new_may_begin() -> None:
+def test_no_new_request_is_admitted_during_a_wait_while_admission_is_paused() -> None:
     world, _ = busy_world()
     rests(world, world.submit(prompt(18)))
     world.scheduler.pause_admission()

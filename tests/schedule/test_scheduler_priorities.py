@@ -50,7 +50,7 @@ def test_room_is_not_taken_from_one_that_has_not_stepped() -> None:
     world.run()
 
 
-def test_nobody_is_preempted_when_that_would_not_make_enough_room() -> None:
+def test_no_request_is_preempted_when_that_would_not_make_enough_room() -> None:
     world = World(num_blocks=11)
     large, small = (
         world.submit(prompt(17), outputs=10, priority=0),
@@ -66,7 +66,7 @@ def test_nobody_is_preempted_when_that_would_not_make_enough_room() -> None:
     world.run()
 
 
-def test_nobody_is_preempted_for_blocks_that_are_shared() -> None:
+def test_no_request_is_preempted_for_blocks_that_are_shared() -> None:
     """The urgent one finds most of its prompt in blocks that a running request of lower priority uses."""
     world = World(num_blocks=9)
     lower = world.submit(prompt(17), outputs=10, priority=1)
@@ -78,7 +78,7 @@ def test_nobody_is_preempted_for_blocks_that_are_shared() -> None:
     world.run()
 
 
-def test_nobody_is_preempted_for_one_that_waits_for_blocks_another_computes() -> None:
+def test_no_request_is_preempted_for_one_that_waits_for_pending_blocks() -> None:
     world = World(num_rows=2, num_blocks=32)
     lower = world.submit(prompt(3, beginning=11), outputs=12, priority=1)
     steps_until(world, lambda: lower.stepped)
@@ -118,7 +118,7 @@ def test_one_that_waited_long_enough_keeps_its_room() -> None:
     world.run()
 
 
-def test_nobody_starves_in_line_under_a_stream_of_better_requests() -> None:
+def test_no_waiting_request_starves_under_a_stream_of_better_requests() -> None:
     world = World(num_rows=1, num_blocks=32, limits=small_limits(aging_steps=3))
     low = world.submit(prompt(3), outputs=4, priority=4)
     for index in range(60):
@@ -131,7 +131,7 @@ def test_nobody_starves_in_line_under_a_stream_of_better_requests() -> None:
     world.run()
 
 
-def test_nobody_starves_in_a_row_under_a_stream_of_better_prompts() -> None:
+def test_no_running_request_starves_under_a_stream_of_better_prompts() -> None:
     """Admitted, but passed over: the chunks of better requests would take the whole budget of every step."""
     world = World(num_rows=4, num_blocks=64, limits=small_limits(aging_steps=3))
     low = world.submit(prompt(30), outputs=2, priority=4)
@@ -148,7 +148,7 @@ def test_nobody_starves_in_a_row_under_a_stream_of_better_prompts() -> None:
     world.run()
 
 
-def test_one_that_is_passed_over_moves_up_though_nobody_comes_or_goes() -> None:
+def test_a_request_that_is_skipped_moves_up_though_no_request_arrives_or_ends() -> None:
     world = World(num_rows=2, num_blocks=64, limits=small_limits(aging_steps=3))
     low, high = world.submit(prompt(30), priority=1), world.submit(prompt(100, beginning=101), priority=0)
     for _ in range(8):
@@ -158,7 +158,7 @@ def test_one_that_is_passed_over_moves_up_though_nobody_comes_or_goes() -> None:
     world.run()
 
 
-def test_a_turn_of_the_loop_without_a_step_makes_nobody_older() -> None:
+def test_a_turn_of_the_loop_without_a_step_ages_no_request() -> None:
     """An idle engine looks at its transfers two thousand times a second; that is not waiting for others."""
     world = World()
     request = promoting(world)

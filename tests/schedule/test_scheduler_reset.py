@@ -14,7 +14,7 @@ from sidestream.types import StepPlan
 
 
 @pytest.mark.parametrize("after_steps", range(6))
-def test_a_reset_changes_no_token_of_those_who_run_or_wait(after_steps: int) -> None:
+def test_a_reset_changes_no_token_of_running_or_waiting_requests(after_steps: int) -> None:
     """H8: one computes, another waits to join it."""
     world = World(num_blocks=32)
     one, two = world.submit(prompt(18), outputs=3), world.submit(prompt(18), outputs=3)
@@ -39,7 +39,7 @@ def test_what_a_request_began_before_a_reset_is_never_found_or_stored(after_step
     assert world.said(request) == world.expected(request)
 
 
-def test_nobody_waits_to_join_what_was_begun_before_a_reset() -> None:
+def test_no_request_waits_for_blocks_that_were_begun_before_a_reset() -> None:
     world = World(num_blocks=32)
     one, two = world.submit(prompt(18), outputs=9), world.submit(prompt(18))
     world.step()

@@ -151,7 +151,7 @@ def together(
 
 @pytest.mark.parametrize("ratio", [1.15, 1.3, 2.0])
 @pytest.mark.parametrize("failing", [1, 16, 31])
-def test_nobody_is_slowed_down_by_more_than_may_be_for_drafts_of_others(failing: int, ratio: float) -> None:
+def test_no_row_is_slowed_down_more_than_allowed_by_drafts_of_others(failing: int, ratio: float) -> None:
     ends = together(SpecPolicy(4, max_slowdown=0.02), [0.0] * failing + [0.9] * (32 - failing), flat(ratio))
     assert max(ends) < 1.03 * 400
     alone = together(SpecPolicy(4, max_slowdown=math.inf), [0.0] * failing + [0.9] * (32 - failing), flat(ratio))
@@ -160,7 +160,7 @@ def test_nobody_is_slowed_down_by_more_than_may_be_for_drafts_of_others(failing:
 
 
 @pytest.mark.parametrize("cost", [0.1, 0.22, 0.4])
-def test_where_each_draft_costs_nobody_loses_much_even_before_anything_is_known(cost: float) -> None:
+def test_where_each_draft_costs_no_row_loses_much_even_before_anything_is_known(cost: float) -> None:
     """As on a CPU, with short answers: a token, and what is to be found out, weigh most there."""
     for seed in range(8):
         policy, draws, ends = SpecPolicy(4), random.Random(seed), list[float]()
@@ -295,7 +295,7 @@ def test_a_measurement_goes_on_until_enough_was_seen() -> None:
     assert policy._times(8).plain_s == pytest.approx(0.8 * PLAIN_S)
 
 
-def test_where_nobody_drafts_that_is_chosen_for_a_few_steps_at_once() -> None:
+def test_a_choice_of_no_drafts_holds_for_a_few_steps() -> None:
     policy, rows = drafting([0.0] * 4)
     depths(policy, rows, flat(1.4), 5)
     assert policy.reuse(4) is None  # they were measured
@@ -322,7 +322,7 @@ def test_a_row_alone_whose_drafts_failed_tries_one_every_so_many_steps() -> None
     assert 30 < depths(policy, rows, flat(1.0), 200).index(1) < 36
 
 
-def test_rows_that_nobody_drafts_for_try_again_after_as_many_steps_as_if_each_were_chosen_for() -> None:
+def test_rows_without_drafts_try_again_after_as_many_steps_as_if_each_step_were_chosen_for() -> None:
 
     def first(ask_each_time: bool) -> int:
         policy, rows = drafting([0.06] * 4)
@@ -359,7 +359,7 @@ def test_steps_are_compared_with_those_over_as_much_kv_not_with_those_of_the_las
 
 @pytest.mark.parametrize("held_up", [0.5, 0.97, 30.0])
 @pytest.mark.parametrize("at", range(12))
-def test_a_host_that_is_held_up_once_does_not_change_what_drafts_are_believed_to_cost(held_up: float, at: int) -> None:
+def test_a_host_that_is_held_up_once_does_not_change_the_estimated_cost_of_drafts(held_up: float, at: int) -> None:
     """A step then seems long; and the next one short, whose end was seen as late as it was."""
     policy, rows = drafting([0.3] * 8)
     depths(policy, rows, proportional(0.05), 5 + 320)  # now some go without, to be measured
@@ -396,7 +396,7 @@ def test_a_measurement_that_was_cut_short_by_prompts_is_not_made_up_of_an_old_on
     assert policy._ratios(8)[4] == pytest.approx(1.2, rel=0.01)
 
 
-def test_drafts_are_never_believed_to_be_cheaper_than_nothing() -> None:
+def test_drafts_are_never_estimated_to_cost_less_than_nothing() -> None:
     """Else every row would be given credit by each step with drafts, and could be slowed down for it later."""
     policy, rows = drafting([0.0] + [0.9] * 7)
     for number in range(1500):
@@ -414,7 +414,7 @@ def test_a_step_that_takes_no_time_by_a_coarse_clock_breaks_nothing() -> None:
         policy.record_step(4, max(counts), 0.0 if max(counts) or number % 2 else PLAIN_S, 1000)
 
 
-def test_a_depth_that_nobody_knows_is_taken_to_cost_more_than_one_that_is_known() -> None:
+def test_an_unmeasured_depth_is_estimated_to_cost_more_than_a_measured_one() -> None:
     """Rows that get two drafts at most never show what four of them cost."""
     policy, rows = drafting([0.25] * 8, max_slowdown=math.inf)
     assert depths(policy, rows, flat(1.6), 500)[20:].count(0) > 460
@@ -463,7 +463,7 @@ def test_a_record_follows_what_became_of_its_drafts() -> None:
     assert policy.records.debt[rows].tolist() == [-240, 0]
 
 
-def test_a_request_that_ends_leaves_nothing_to_who_gets_its_number() -> None:
+def test_a_request_that_ends_leaves_nothing_to_the_next_request_with_its_number() -> None:
     policy = SpecPolicy(4)
     rows = [policy.add_request(4) for _ in range(200)]
     assert sorted(rows) == [*range(200)]

@@ -85,7 +85,7 @@ def test_alone_a_request_begins_while_its_load_is_on_its_way() -> None:
     assert [row.request_id for row in world.scheduler.plan().batch.rows] == [request.id]
 
 
-def test_news_of_a_load_that_was_given_up_lets_nobody_into_a_step() -> None:  # H5
+def test_an_event_of_an_abandoned_load_lets_no_request_join_a_step() -> None:  # H5
     world = World()
     request = world.submit(prompt(22))
     world.tiers.where = dict.fromkeys(world.keys_of(request)[:4], "host")
@@ -154,7 +154,7 @@ def test_no_more_requests_wait_for_the_disk_than_there_are_rows_to_come_to() -> 
     world.run()
 
 
-def test_nobody_is_preempted_for_one_that_will_wait_for_the_disk() -> None:
+def test_no_request_is_preempted_for_one_that_will_wait_for_the_disk() -> None:
     world = World(num_rows=2, num_blocks=8)
     lower = world.submit(prompt(17), outputs=8, priority=1)
     steps_until(world, lambda: lower.num_outputs > 0)
@@ -214,7 +214,7 @@ def test_a_preempted_request_may_wait_for_the_disk_again() -> None:
     assert world.said(request) == world.expected(request)
 
 
-def test_news_of_a_promotion_or_load_that_nobody_waits_for_are_ignored() -> None:
+def test_events_of_abandoned_promotions_and_loads_are_ignored() -> None:
     world = World()
     request = promoting(world)
     world.scheduler.promoted(request.id, epoch=7, again=True)

@@ -67,7 +67,7 @@ def test_text_completion_whole_and_streamed(shared: Served) -> None:
         assert "".join(chunk.choices[0].text for chunk in stream) == "Hello, world"
 
 
-def test_text_completion_generates_16_tokens_when_nobody_says_how_many() -> None:
+def test_text_completion_generates_16_tokens_by_default() -> None:
     with serving(FakeBackend(Script("x" * 50))) as served:
         choice = served.openai.completions.create(model="fake", prompt="hi").choices[0]
         assert (choice.text, choice.finish_reason) == ("x" * 16, "length")

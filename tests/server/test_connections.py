@@ -179,7 +179,9 @@ def test_what_was_not_logged_is_counted_in_a_line_at_the_end_of_its_period(
     ]
 
 
-def test_one_connection_too_many_is_told_so_and_there_is_room_when_another_ends(warnings: queue.Queue[str]) -> None:
+def test_one_connection_too_many_is_refused_with_a_reason_and_there_is_room_when_another_ends(
+    warnings: queue.Queue[str],
+) -> None:
     with serving(max_connections=2) as served, served.connect() as one, served.connect() as two:
         for connection in (one, two):
             connection.sendall(HEALTH)

@@ -64,7 +64,7 @@ def test_one_refused_prompt_aborts_the_others() -> None:
         assert aborted.endswith(".0")
 
 
-def test_an_unexpected_failure_is_logged_with_its_trace_and_told_without(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_unexpected_failure_is_logged_with_its_trace_and_reported_without(caplog: pytest.LogCaptureFixture) -> None:
     with serving(FakeBackend(Script(refuse=ZeroDivisionError("secret")))) as served:
         reply = served.chat()
     assert reply.status_code == 500
@@ -137,7 +137,7 @@ def test_a_client_that_leaves_aborts_all_its_prompts() -> None:
         served.backend.wait_until(lambda fake: sorted(fake.aborted) == sorted(fake.held))
 
 
-def test_a_client_that_leaves_within_its_body_disturbs_nobody(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_client_that_leaves_within_its_body_disturbs_no_other_client(caplog: pytest.LogCaptureFixture) -> None:
     with serving() as served:
         leaving = served.connect()
         leaving.sendall(
@@ -149,7 +149,7 @@ def test_a_client_that_leaves_within_its_body_disturbs_nobody(caplog: pytest.Log
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 
 
-def test_a_client_that_does_not_read_holds_up_nobody_and_loses_nothing() -> None:
+def test_a_client_that_does_not_read_delays_no_other_client_and_loses_nothing() -> None:
     with serving(FakeBackend(lambda prompt: LONG if prompt == "long" else Script())) as served:
         slow = send(served, ASK_LONG, "/v1/completions")
         served.backend.wait_until(lambda fake: len(fake.names) == 1)
@@ -183,7 +183,7 @@ def test_a_request_is_aborted_by_the_time_its_failure_is_known() -> None:
     asyncio.run(run())
 
 
-def test_encoding_a_long_prompt_holds_up_nobody() -> None:
+def test_encoding_a_long_prompt_delays_no_other_client() -> None:
     health_was_answered = threading.Event()
 
     class SlowTokenizer(FakeTokenizer):

@@ -32,7 +32,7 @@ def test_clients_read_what_was_written(value: object) -> None:
     assert json.loads(to_json(value)) == value
 
 
-def test_it_is_compact_and_letters_are_not_escaped() -> None:
+def test_it_is_compact_and_characters_are_not_escaped() -> None:
     assert (
         to_json({"text": "né\n\u2028", "logprobs": [-0.5, None]})
         == '{"text":"né\\n\u2028","logprobs":[-0.5,null]}'.encode()
@@ -59,7 +59,7 @@ def test_a_logprob_that_json_cannot_hold_is_an_error_of_ours(
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_replies_and_events_keep_letters_as_they_are(stream: bool) -> None:
+def test_replies_and_events_do_not_escape_characters(stream: bool) -> None:
     with serving(FakeBackend(Script("né"))) as served:
         reply = served.text(stream=stream)
     assert "é".encode() in reply.content

@@ -301,7 +301,7 @@ def test_a_killed_api_process_takes_its_own_clients_along_and_another_one_starts
     )
 
 
-def test_when_the_engine_is_killed_clients_are_told_and_the_server_ends_with_status_1(tiny: Path) -> None:
+def test_when_the_engine_is_killed_clients_get_an_error_and_the_server_ends_with_status_1(tiny: Path) -> None:
     with serving(tiny, "--api-processes", 1) as server, httpx.Client(base_url=server.url, timeout=WAIT_S) as client:
         streams = [server.stream() for _ in range(3)]
         processes = [server.engine, *server.apis]

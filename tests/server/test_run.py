@@ -43,7 +43,7 @@ def test_stopping_lets_a_running_request_finish_and_takes_no_new_one() -> None:
         assert served.drained.get(timeout=WAIT_S) is True
 
 
-def test_a_request_that_outlasts_the_drain_is_aborted_and_told() -> None:
+def test_a_request_that_outlasts_the_drain_is_aborted_with_a_reply() -> None:
     with serving(FakeBackend(Script(hold_after=2)), drain_s=0) as served:
         with served.http.stream(
             "POST", "/v1/chat/completions", json={"model": "fake", "messages": HI, "stream": True}
@@ -161,7 +161,7 @@ def test_a_port_in_use_is_an_error_that_says_so() -> None:
         serve(FakeBackend(), ServerOptions(port=taken.getsockname()[1]))
 
 
-def test_an_address_that_is_bound_refuses_connections_until_it_is_served_and_is_nobody_elses() -> None:
+def test_a_bound_address_refuses_connections_until_it_is_served_and_no_other_process_can_bind_it() -> None:
     with bind(ServerOptions(port=0)) as bound:
         address = bound.getsockname()
         with pytest.raises(ConnectionRefusedError), socket.create_connection(address, WAIT_S):

@@ -54,7 +54,7 @@ def _ask(served: Served, **fields: Any) -> socket.socket:
     return send(served, ASK_LONG | fields, "/v1/completions")
 
 
-def test_a_client_that_stops_reading_is_cut_its_request_aborted_and_nobody_else_slowed(
+def test_a_client_that_stops_reading_is_disconnected_its_request_aborted_and_no_other_client_slowed(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     backend = Endless()

@@ -173,7 +173,7 @@ def test_plain_http_to_a_tls_port_is_cut_and_counted() -> None:
     assert _refused(served, "tls_handshake") == 1
 
 
-def test_a_client_that_leaves_within_its_handshake_is_no_news(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_client_that_leaves_within_its_handshake_is_not_logged(caplog: pytest.LogCaptureFixture) -> None:
     with _serving(max_connections=1) as served:
         served.connect().close()
         half = served.connect()

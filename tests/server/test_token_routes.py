@@ -142,7 +142,7 @@ def test_another_model_is_not_found(shared: Served) -> None:
 
 
 @pytest.mark.parametrize(("status", "code"), [("ok", 200), ("draining", 503), ("failed", 503)])
-def test_ping_says_what_health_says(status: str, code: int) -> None:
+def test_ping_answers_like_health(status: str, code: int) -> None:
     backend = FakeBackend()
     backend.status = Health(status, "because")
     with serving(backend) as served:
@@ -167,7 +167,7 @@ def test_a_models_name_may_have_a_slash_written_in_any_way(path: str) -> None:
         assert served.http.get(f"/v1/models/{path}x").json()["error"]["code"] == "model_not_found"
 
 
-def test_an_unknown_path_is_told_every_known_one(shared: Served) -> None:
+def test_an_unknown_path_is_answered_with_every_known_one(shared: Served) -> None:
     message = shared.http.get("/v1/embeddings").json()["error"]["message"]
     for route in create_app(FakeBackend(), options=ServerOptions()).routes:
         assert str(getattr(route, "path", "")).partition("/{")[0] in message

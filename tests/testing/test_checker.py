@@ -15,7 +15,7 @@ from sidestream.types import Access, Tracer
 # ---------------------------------------------------------------------- contents
 
 
-def test_bytes_that_nobody_ever_wrote_are_not_read() -> None:
+def test_bytes_that_were_never_written_are_not_read() -> None:
     def program(rig: Rig, *, written: int) -> None:
         rig.write(rig.compute, 0, written)
         rig.read(rig.compute, 0, 64)

@@ -8,7 +8,7 @@ from checker_rig import RUNS, Rig, judged, kinds, nothing, reads, rig, writes
 # ---------------------------------------------------------------------- leases
 
 
-def test_work_on_an_id_that_nobody_leases_is_found_at_its_submission() -> None:
+def test_work_on_an_unleased_id_is_found_at_its_submission() -> None:
     def never(rig: Rig) -> None:
         rig.leased()
         rig.write(rig.compute, 0, 64)
@@ -205,7 +205,7 @@ def test_a_verdict_is_given_once_every_fence_is_known_and_not_before() -> None:
         made.see(use)
 
 
-def test_fences_of_earlier_releases_count_as_long_as_nobody_took_the_id() -> None:
+def test_fences_of_earlier_releases_count_until_the_id_is_taken() -> None:
     def program(rig: Rig, *, ticketed: bool) -> None:
         rig.leased(0)
         rig.see(rig.write(rig.compute, 0, 64))

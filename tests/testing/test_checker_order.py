@@ -24,7 +24,7 @@ def test_a_store_that_does_not_wait_for_the_step_is_a_race_whichever_ran_first()
 
 
 @pytest.mark.parametrize(("policy", "seed"), RUNS)
-def test_the_race_is_told_in_the_order_of_submission_with_the_edge_that_is_missing(policy: str, seed: int) -> None:
+def test_the_race_is_reported_in_the_order_of_submission_with_the_edge_that_is_missing(policy: str, seed: int) -> None:
     with rig(policy, seed) as made:
         made.host_write(0, 64)
         made.write(made.compute, 0, 64, "step")
@@ -200,7 +200,7 @@ def test_a_write_over_many_pieces_makes_one_of_them_that_may_be_cut_again() -> N
     assert kinds(program) == set()
 
 
-def test_a_cut_does_not_lose_who_was_there() -> None:
+def test_a_cut_keeps_the_earlier_accesses() -> None:
     def program(rig: Rig) -> None:
         load = rig.device.stream("load")
         load.wait(rig.write(rig.compute, 0, 64))
@@ -331,7 +331,7 @@ def test_a_touch_before_the_wait_is_a_race() -> None:
     assert race.first.endswith("`load`") and race.second.endswith(" program, `step`")  # where the step was submitted
 
 
-def test_whoever_waits_for_work_is_behind_all_that_it_touched_and_waited_for() -> None:
+def test_a_wait_for_work_orders_all_that_the_work_touched_and_waited_for() -> None:
     def program(rig: Rig) -> None:
         load = rig.write(rig.copy, 0, 64)
 

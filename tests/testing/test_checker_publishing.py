@@ -41,7 +41,7 @@ def test_a_write_that_has_run_is_not_seen_for_that() -> None:
 
 
 @pytest.mark.parametrize("written", [(0, 0), (0, 32), (32, 64), (16, 48)])
-def test_an_id_with_bytes_that_nobody_wrote_is_not_published(written: tuple[int, int]) -> None:
+def test_an_id_with_unwritten_bytes_is_not_published(written: tuple[int, int]) -> None:
     def program(rig: Rig) -> None:
         rig.leased(0)
         rig.see(rig.write(rig.compute, *written))

@@ -144,7 +144,7 @@ def test_every_layer_is_gated_once_and_in_order(model: ToyModel) -> None:
     assert rig.gates == list(range(model.layout.num_layers))
 
 
-def test_models_that_differ_are_told_apart_by_fingerprint_and_layout() -> None:
+def test_different_models_have_different_fingerprints_or_layouts() -> None:
     names = [(model.fingerprint, str(model.layout.describe())) for model in MODELS]
     assert len(set(names)) == len(names)
 

@@ -65,7 +65,7 @@ def test_the_scan_sees_what_looks_like_a_rule(line: str, found: list[str]) -> No
     assert [site.name for site in sites_of(Path("room.py"), text)] == found
 
 
-def test_a_new_wait_without_a_row_is_told_with_its_place() -> None:
+def test_a_new_wait_without_a_row_is_reported_with_its_place() -> None:
     (path,) = {site.path for site in all_sites() if site.path.name == "executor.py"}
     text = path.read_text(encoding="utf-8") + "\n\ndef new(stream, fence):\n    stream.wait(fence)\n"
     (missing,) = uncovered(sites_of(path, text))

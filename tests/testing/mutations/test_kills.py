@@ -42,7 +42,7 @@ def test_the_same_seed_kills_after_the_same_number_of_schedules_with_the_same_wo
     assert (first.after, first.oracle, first.detail) == (second.after, second.oracle, second.detail)
 
 
-def test_what_changes_nothing_survives_and_is_told_as_a_survivor() -> None:
+def test_a_mutation_without_effect_survives_and_is_reported_as_a_survivor() -> None:
     assert kill(find("finished-fences-are-dropped"), max_schedules=8) is None
     found = hunt(["load-waits-for-the-last-use"], max_schedules=1)
     assert [row.name for row in found.survivors] == ["load-waits-for-the-last-use"]

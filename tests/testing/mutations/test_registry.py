@@ -71,7 +71,7 @@ def test_every_mark_has_a_mutation_and_every_mutation_its_marks() -> None:
 
 
 @by_name
-def test_a_mutation_has_a_hazard_and_says_what_may_happen(mutation: Mutation) -> None:
+def test_a_mutation_has_a_hazard_and_a_consequence(mutation: Mutation) -> None:
     assert mutation.hazard in HAZARDS
     assert mutation.removes
     assert not mutation.removes.endswith(".")
@@ -120,7 +120,7 @@ def test_an_equivalent_has_a_reason_and_the_test_that_it_names_exists(equivalent
         } | _assigned(tree)
 
 
-def test_what_has_a_name_is_found_and_what_has_none_is_an_error_that_knows_better() -> None:
+def test_a_known_name_is_found_and_an_unknown_one_is_an_error_with_the_nearest_name() -> None:
     assert all(find(mutation.name) is mutation for mutation in ALL)
     with pytest.raises(ConfigError, match="did you mean store-waits-for-step"):
         find("store-wait-for-step")

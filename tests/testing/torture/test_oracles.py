@@ -140,7 +140,7 @@ def test_an_answer_is_right_or_an_oracle_says_which_way_it_is_wrong(told: Sample
     assert objections(told) == expected
 
 
-def test_whoever_leaves_may_have_a_beginning_and_nothing_but_a_beginning() -> None:
+def test_the_output_of_an_aborted_request_may_be_a_prefix_of_its_answer_and_nothing_else() -> None:
     asked = dataclasses.replace(PLAIN.requests[0], abort_at=2)
     leaves = dataclasses.replace(PLAIN, requests=(asked, PLAIN.requests[1]))
     assert objections(Sample([5, 6], "ab", (-0.1, -0.2), "abort"), leaves) == []

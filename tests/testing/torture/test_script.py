@@ -84,7 +84,7 @@ def test_slowness_is_virtual_time_only() -> None:
     assert device.now() >= 7200.0  # … and nobody learns of it
 
 
-def test_a_crash_keeps_the_disk_and_whoever_had_no_answer_asks_again() -> None:
+def test_a_crash_keeps_the_disk_and_unanswered_clients_ask_again() -> None:
     for kind in ("crash", "restart"):
         given = Workload(0, VISITS, (Event(47, kind),), blocks=5, slots=5, disk_blocks=40, max_running=1)  # type: ignore[arg-type]
         outcome = run(given)

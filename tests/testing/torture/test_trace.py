@@ -30,7 +30,7 @@ LINES = (
 )
 
 
-def test_a_race_is_told_by_two_letters_and_the_missing_edge() -> None:
+def test_a_race_is_shown_by_two_letters_and_the_missing_edge() -> None:
     assert render(LINES, RACE).splitlines() == [
         "    host                                                              compute                    store",
         "    takes device blocks 1",
@@ -63,7 +63,7 @@ def test_a_narrow_terminal_moves_the_columns_together() -> None:
     assert render(LINES, RACE, width=10).splitlines()[0] == "    host  compute  store"
 
 
-def test_a_host_that_did_not_look_is_told_so() -> None:
+def test_a_host_that_did_not_poll_is_reported() -> None:
     race = Finding("race", "", "a", "b", ("store", "host"), ("store:1", "host"), ("writes", "reads"), "host", 0, 8)
     assert (
         explain(race).splitlines()[-1]

@@ -253,7 +253,7 @@ EQUIVALENT = (
             removes="clients of an engine that fails wait forever",
         ),
         "an exception of the engine ends a schedule",
-        "client/test_clients.py::test_a_failure_of_the_engine_is_the_last_news_of_every_request",
+        "client/test_clients.py::test_a_failure_of_the_engine_is_the_last_output_of_every_request",
     ),
     Equivalent(
         Mutation(

@@ -281,7 +281,7 @@ EQUIVALENT = (
             needs=frozenset({"bad_logits"}),
         ),
         "the fault breaks logits alone: the KV of earlier chunks is right, so its reuse cannot be detected",
-        noticed_by="offload/test_disk_transfers.py::test_what_is_invalidated_is_unreachable_wherever_it_is_or_is_going_to_and_the_rest_is_not",
+        noticed_by="offload/test_disk_transfers.py::test_invalidated_blocks_are_unreachable_in_every_tier_and_in_flight_and_the_rest_is_not",
     ),
     Equivalent(
         Mutation(
@@ -338,7 +338,7 @@ EQUIVALENT = (
             needs=frozenset({"offload"}),
         ),
         "each slice is polled before its copy counts as done; a layer's fences are on one stream",
-        noticed_by="offload/test_pacing.py::test_slices_take_the_streams_in_turn_each_behind_the_one_before_whosever_it_was",
+        noticed_by="offload/test_pacing.py::test_slices_take_the_streams_in_turn_each_behind_the_one_before_of_any_copy",
     ),
 )
 
@@ -359,7 +359,7 @@ EXEMPT = (
     Exempt(
         "Stores.forget_deferred",
         ("clear",),
-        "keys without bytes; the device forgets its blocks: tests/offload/test_worker.py resets with deferred stores",
+        "keys without bytes; the device drops its keys: tests/offload/test_growing_tier.py resets with deferred stores",
     ),
     Exempt("Stores.drop", ("clear",), GIVES_UP),
     Exempt("Stores.drop", ("begun",), "see last-submitted-transfers-are-dropped-at-close"),

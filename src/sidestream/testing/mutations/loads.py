@@ -156,7 +156,7 @@ EQUIVALENT = (
             needs=frozenset({"close", "offload"}),
         ),
         "the close would have to come in the same turn in which the offload worker receives the load",
-        noticed_by="offload/test_worker.py::test_close_lets_go_of_a_load_of_which_no_piece_has_begun",
+        noticed_by="offload/test_worker.py::test_close_releases_a_load_of_which_no_piece_has_begun",
     ),
     Equivalent(
         Mutation(
@@ -180,7 +180,7 @@ EQUIVALENT = (
         ),
         "nothing ends between two polls of the simulated offload worker, so the pieces of a load are submitted in "
         "order",
-        noticed_by="offload/test_worker.py::test_load_is_ready_when_all_its_pieces_were_given_in_whatever_order",
+        noticed_by="offload/test_pieces.py::test_load_is_ready_when_all_its_pieces_were_submitted_in_any_order",
     ),
     Equivalent(
         Mutation(
@@ -204,7 +204,7 @@ EQUIVALENT = (
             needs=frozenset({"offload"}),
         ),
         "a request joins a step when its load has all its fences: see load-has-its-fences-before-its-first-step",
-        noticed_by="offload/test_worker.py::test_load_that_was_not_submitted_gates_nobody",
+        noticed_by="offload/test_loads.py::test_load_without_fences_gates_no_step",
     ),
     Equivalent(
         Mutation(
@@ -215,7 +215,7 @@ EQUIVALENT = (
             needs=frozenset({"offload"}),
         ),
         "the simulated offload worker takes no turn while the engine polls",
-        noticed_by="offload/test_worker.py::test_load_that_settles_while_the_engine_polls_is_kept_until_its_events_were_polled",
+        noticed_by="offload/test_loads.py::test_load_that_settles_while_the_engine_polls_is_kept_until_its_events_were_polled",
     ),
     Equivalent(
         Mutation(
@@ -227,7 +227,7 @@ EQUIVALENT = (
             needs=frozenset({"failing_copy", "offload"}),
         ),
         "the step's results are dropped: see load-failure-is-known-with-its-step",
-        noticed_by="offload/test_worker.py::test_load_of_which_a_piece_has_failed_is_never_said_to_be_ready",
+        noticed_by="offload/test_pieces.py::test_load_with_a_failed_piece_is_never_reported_as_ready",
     ),
     Equivalent(
         Mutation(
@@ -238,7 +238,7 @@ EQUIVALENT = (
             needs=frozenset({"failing_copy", "offload"}),
         ),
         "the first report preempts the request, and later ones belong to an earlier epoch",
-        noticed_by="offload/test_worker.py::test_failed_load_is_told_once_whoever_sees_it_first",
+        noticed_by="offload/test_loads.py::test_failed_load_is_reported_once_by_worker_or_engine",
     ),
     Equivalent(
         Mutation(
@@ -249,7 +249,7 @@ EQUIVALENT = (
             needs=frozenset({"failing_copy", "offload"}),
         ),
         "the first report preempts the request, and later ones belong to an earlier epoch",
-        noticed_by="offload/test_worker.py::test_failed_load_is_told_once_whoever_sees_it_first",
+        noticed_by="offload/test_loads.py::test_failed_load_is_reported_once_by_worker_or_engine",
     ),
     Equivalent(
         Mutation(
@@ -278,7 +278,7 @@ EQUIVALENT = (
             ),
         ),
         "other waiting copies would have to run between two pieces of the load",
-        noticed_by="offload/test_worker.py::test_load_of_which_all_that_has_begun_has_ended_goes_on_to_hold_its_slots",
+        noticed_by="offload/test_pieces.py::test_load_whose_begun_pieces_have_ended_keeps_its_slots",
     ),
     Equivalent(
         Mutation(
@@ -294,7 +294,7 @@ EQUIVALENT = (
             ),
         ),
         "other waiting copies would have to run between two pieces of the load",
-        noticed_by="offload/test_worker.py::test_load_of_which_a_piece_fails_before_the_next_began_fails_and_begins_no_more",
+        noticed_by="offload/test_pieces.py::test_load_with_a_failed_piece_begins_no_more_pieces",
     ),
     Equivalent(
         Mutation(
@@ -305,7 +305,7 @@ EQUIVALENT = (
             needs=frozenset({"failing_copy", "offload"}),
         ),
         "other waiting copies would have to run between two pieces of the load",
-        noticed_by="offload/test_worker.py::test_load_of_which_a_piece_fails_before_the_next_began_fails_and_begins_no_more",
+        noticed_by="offload/test_pieces.py::test_load_with_a_failed_piece_begins_no_more_pieces",
     ),
 )
 

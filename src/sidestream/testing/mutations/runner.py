@@ -317,7 +317,7 @@ EQUIVALENT = (
             needs=frozenset({"offload"}),
         ),
         "steps run in launch order, and blocks with other uses are released when the host has seen the end of that use",
-        noticed_by="engine/test_offload.py::test_step_waits_for_what_it_is_told_to_wait_for",
+        noticed_by="engine/test_offload.py::test_step_waits_for_the_fences_of_its_plan",
     ),
     Equivalent(
         Mutation(

@@ -348,7 +348,7 @@ EQUIVALENT = (
             needs=frozenset({"offload", "preempt"}),
         ),
         "the old load's message and the new load's order are too many steps apart to coincide in a schedule",
-        noticed_by="schedule/test_tiers.py::test_news_of_a_load_that_was_given_up_lets_nobody_into_a_step",
+        noticed_by="schedule/test_tiers.py::test_an_event_of_an_abandoned_load_lets_no_request_join_a_step",
     ),
     Equivalent(
         Mutation(
@@ -399,7 +399,7 @@ EQUIVALENT = (
             removes="the end of an earlier wait for the disk counts as the end of this one",
         ),
         "a request that waits for the disk cannot be preempted, so its epoch stays until the wait ends",
-        noticed_by="schedule/test_tiers.py::test_news_of_a_promotion_or_load_that_nobody_waits_for_are_ignored",
+        noticed_by="schedule/test_tiers.py::test_events_of_abandoned_promotions_and_loads_are_ignored",
     ),
     Equivalent(
         Mutation(
@@ -409,7 +409,7 @@ EQUIVALENT = (
             removes="a restarted request is preempted because an earlier load failed",
         ),
         "it recomputes its KV: only time is lost",
-        noticed_by="schedule/test_tiers.py::test_news_of_a_promotion_or_load_that_nobody_waits_for_are_ignored",
+        noticed_by="schedule/test_tiers.py::test_events_of_abandoned_promotions_and_loads_are_ignored",
     ),
     Equivalent(
         Mutation(
@@ -427,7 +427,7 @@ EQUIVALENT = (
             removes="requests wait for blocks that are not published after a reset",
         ),
         "they wait until the request that computes them ends, and then compute them",
-        noticed_by="schedule/test_scheduler_reset.py::test_nobody_waits_to_join_what_was_begun_before_a_reset",
+        noticed_by="schedule/test_scheduler_reset.py::test_no_request_waits_for_blocks_that_were_begun_before_a_reset",
     ),
     Equivalent(
         Mutation(

@@ -177,7 +177,7 @@ EQUIVALENT = (
             needs=frozenset({"bad_logits"}),
         ),
         "the fault breaks logits alone: the KV of earlier chunks is right, so its reuse cannot be detected",
-        noticed_by="offload/test_disk_transfers.py::test_what_is_invalidated_is_unreachable_wherever_it_is_or_is_going_to_and_the_rest_is_not",
+        noticed_by="offload/test_disk_transfers.py::test_invalidated_blocks_are_unreachable_in_every_tier_and_in_flight_and_the_rest_is_not",
     ),
     Equivalent(
         Mutation(
@@ -239,7 +239,7 @@ EQUIVALENT = (
             needs=frozenset({"disk", "slow_tier"}),
         ),
         "slow operations of a schedule end at last; tests/engine/test_offload.py has a disk that never answers",
-        noticed_by="offload/test_disk_transfers.py::test_deadline_is_told_once_and_releases_nothing_and_the_late_block_lands_alone",
+        noticed_by="offload/test_disk_transfers.py::test_deadline_is_reported_once_and_releases_nothing_and_the_late_block_is_published_alone",
     ),
     Equivalent(
         Mutation(
@@ -251,7 +251,7 @@ EQUIVALENT = (
         ),
         "the offload worker would have to sleep from the order of a read until a reset, and the request learn of it "
         "first",
-        noticed_by="offload/test_worker.py::test_what_was_ordered_before_a_reset_and_begun_after_it_publishes_nothing",
+        noticed_by="offload/test_worker.py::test_transfers_submitted_before_a_reset_and_begun_after_it_publish_nothing",
     ),
 )
 

@@ -1,0 +1,202 @@
+"""Loads: their gates, their reports to the engine, and the estimated time of their arrival."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from transfer_rig import LAYOUT, Rig, content, key, keys, step_of
+
+from sidestream.device.base import CopyBatch
+from sidestream.device.host import HostStream
+from sidestream.offload import pacing
+from sidestream.offload.connector import LoadFailed, LoadReady
+from sidestream.offload.costs import _HEALTHY_HOST
+from sidestream.offload.pacing import Copy
+
+
+def test_load_without_fences_gates_no_step(rig: Rig) -> None:
+    """Its request is in no step before it is ready."""
+    rig.stored(keys("a"))
+    lease = rig.blocks.take(1)
+    with rig.hold("load"):
+        rig.load(keys("a"), lease.ids)
+        assert rig.transfers.gates(step_of((1, 0))).by_layer == ()
+        rig.poll()
+        assert rig.ready == [(1, 0)]
+        assert len(rig.transfers.gates(step_of((1, 0))).by_layer) == LAYOUT.num_layers
+    rig.finish("load")
+    lease.release()
+
+
+def test_a_load_has_arrived_when_all_of_it_is_done(rig: Rig) -> None:
+    rig.stored(keys("ab"))
+    lease = rig.blocks.take(2)
+    with rig.hold("load"):
+        rig.load(keys("ab"), lease.ids)
+        assert rig.transfers.seconds_left(1, 0, step_s=0) == math.inf  # not all of it was given to the device
+        assert rig.transfers.seconds_left(1, 1, step_s=0) == 0  # not its own
+        assert rig.transfers.seconds_left(2, 0, step_s=0) == 0
+        rig.poll()
+        assert rig.ready == [(1, 0)]
+        assert rig.transfers.seconds_left(1, 0, step_s=0) == pytest.approx(LAYOUT.block_bytes / _HEALTHY_HOST)
+    rig.drain("load")
+    assert rig.transfers.seconds_left(1, 0, step_s=0) == 0
+    rig.finish("load")
+    assert rig.transfers.seconds_left(1, 0, step_s=0) == 0
+    lease.release()
+
+
+def test_a_step_may_begin_before_a_load_has_ended_if_each_layer_is_there_when_it_comes_to_it(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rig.device, "segment_bytes", LAYOUT.layer_bytes)
+    rig.stored(keys("a", "b"))
+    lease = rig.blocks.take(2)
+    with rig.hold("load"):
+        rig.load(keys("a", "b"), lease.ids)
+        rig.poll()
+        whole_s = 2 * LAYOUT.block_bytes / _HEALTHY_HOST
+        assert LAYOUT.num_layers == 3
+        # A third of it for the first layer; the second and the third are there in time, a third of a step later each.
+        assert rig.transfers.seconds_left(1, 0, step_s=whole_s) == pytest.approx(whole_s / 3)
+        assert rig.transfers.seconds_left(1, 0, step_s=whole_s / 2) == pytest.approx(whole_s - whole_s / 3)
+        assert rig.transfers.seconds_left(1, 0, step_s=0) == pytest.approx(whole_s)
+    rig.drain("load")
+    assert rig.transfers.seconds_left(1, 0, step_s=1.0) == 0
+    rig.finish("load")
+    lease.release()
+
+
+def test_the_rest_of_a_load_counts_by_its_bytes(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A slice of a whole piece has several times the bytes of one that is a layer of the last piece."""
+    monkeypatch.setattr(pacing, "BLOCKS_PER_TURN", 1)
+    monkeypatch.setattr(pacing, "LOAD_PIECE_BYTES", 2 * LAYOUT.block_bytes)
+    monkeypatch.setattr(pacing, "LAST_PIECE_BYTES", LAYOUT.block_bytes)
+    monkeypatch.setattr(rig.device, "segment_bytes", LAYOUT.layer_bytes)
+    rig.stored(keys("a", "b", "c"))
+    lease = rig.blocks.take(4)
+    block_s = LAYOUT.block_bytes / _HEALTHY_HOST
+    with rig.hold("load"):
+        rig.load(keys("a", "b", "c"), lease.ids[:3], request_id=1)
+        rig.load(keys("a"), lease.ids[3:], request_id=2)
+        rig.poll()
+        assert rig.transfers.seconds_left(1, 0, step_s=block_s) == pytest.approx(
+            (2 + 1 / 3) * block_s
+        )  # two blocks, and a layer of the third
+        assert rig.transfers.seconds_left(2, 0, step_s=block_s) == pytest.approx((3 + 1 / 3) * block_s)
+        load = rig.transfers._loads[max(rig.transfers._loads) - 1]
+        assert load.submitted is not None
+        assert [len(part.fences) for part in (*load.submitted.before, *load.submitted.groups)] == [1] * 4
+        monkeypatch.setattr(
+            type(load.submitted.before[0].fences[0]), "poll", lambda self: self is load.submitted.before[0].fences[0]
+        )
+        assert rig.transfers.seconds_left(1, 0, step_s=block_s) == pytest.approx(block_s / 3)
+        assert rig.transfers.seconds_left(2, 0, step_s=block_s) == pytest.approx((1 + 1 / 3) * block_s)
+        monkeypatch.undo()
+    rig.finish("load")
+    lease.release()
+
+
+def test_earlier_loads_of_other_requests_count(rig: Rig) -> None:
+    rig.stored(keys("a", "b", "c"))
+    lease = rig.blocks.take(3)
+    block_s = LAYOUT.block_bytes / _HEALTHY_HOST
+    with rig.hold("load"):
+        rig.load(keys("a", "b"), lease.ids[:2], request_id=1)
+        rig.load(keys("c"), lease.ids[2:], request_id=2)
+        rig.poll()
+        assert rig.transfers.seconds_left(1, 0, step_s=0) == pytest.approx(2 * block_s)
+        assert rig.transfers.seconds_left(2, 0, step_s=0) == pytest.approx(3 * block_s)
+        assert rig.transfers.seconds_left(3, 0, step_s=0) == 0
+    rig.drain("load")
+    assert rig.transfers.seconds_left(2, 0, step_s=0) == 0
+    rig.finish("load")
+    lease.release()
+
+
+def test_a_failed_load_has_no_expected_arrival(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    rig.stored(keys("a"))
+    lease = rig.blocks.take(1)
+
+    def fail(self: HostStream, batch: CopyBatch) -> None:
+        raise OSError("injected")
+
+    monkeypatch.setattr(HostStream, "copy", fail)
+    with rig.hold("load"):
+        rig.load(keys("a"), lease.ids)
+        rig.poll()
+    rig.drain("load")
+    assert rig.transfers.seconds_left(1, 0, step_s=0) == math.inf
+    rig.finish("load")
+    lease.release()
+
+
+@pytest.mark.parametrize(("last", "pieces"), [(0, [1, 1, 1]), (2, [1, 2]), (3, [3])])
+def test_the_last_piece_of_a_load_is_a_large_one_and_the_only_one_by_layers(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, last: int, pieces: list[int]
+) -> None:
+    monkeypatch.setattr(pacing, "BLOCKS_PER_TURN", 1)
+    monkeypatch.setattr(pacing, "LOAD_PIECE_BYTES", 0)
+    monkeypatch.setattr(pacing, "LAST_PIECE_BYTES", last * LAYOUT.block_bytes)
+    monkeypatch.setattr(rig.device, "segment_bytes", LAYOUT.layer_bytes)
+    copies: list[Copy] = []
+    add = rig.transfers._worker._to_device.add
+    monkeypatch.setattr(rig.transfers._worker._to_device, "add", lambda copy: copies.append(copy) or add(copy))  # type: ignore[func-returns-value]
+    rig.stored(keys("a", "b", "c"))
+    lease = rig.blocks.take(3)
+    rig.load(keys("a", "b", "c"), lease.ids)
+    rig.finish("load")
+    assert [rig.block(block) for block in lease.ids] == [content(key(name)).tobytes() for name in "abc"]
+    lease.release()
+    assert [len(copy.groups[0].source_starts) for copy in copies] == pieces
+    assert [len(copy.groups) for copy in copies] == [1] * (len(pieces) - 1) + [LAYOUT.num_layers]
+
+
+@pytest.mark.parametrize("fence_first", [True, False])
+def test_failed_load_is_reported_once_by_worker_or_engine(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, fence_first: bool
+) -> None:
+    """A step that waited for the load may be read before the offload worker has seen the load's end."""
+    rig.stored(keys("a"))
+    lease = rig.blocks.take(1)
+
+    def fail(stream: HostStream, batch: CopyBatch) -> None:
+        raise OSError("injected: the copy failed")
+
+    monkeypatch.setattr(HostStream, "copy", fail)
+    with rig.hold("load"):
+        rig.load(keys("a"), lease.ids)
+        assert rig.transfers.poll() == [LoadReady(1, 0)]
+    rig.pass_through("load-0")
+    if not fence_first:
+        rig.settle()
+        assert rig.transfers.poll() == [LoadFailed(1, 0)]
+    else:
+        assert rig.transfers.poll() == []  # the offload worker has not looked
+        assert rig.transfers.failed_loads() == [LoadFailed(1, 0)]
+    assert rig.transfers.poll() == rig.transfers.failed_loads() == []
+    assert rig.poll() == rig.transfers.failed_loads() == []
+    lease.release()
+
+
+def test_load_that_settles_while_the_engine_polls_is_kept_until_its_events_were_polled(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lease = rig.blocks.take(1)
+    with rig.late():
+        rig.load(keys("never stored"), lease.ids)
+    take, settled = rig.transfers._events.take, []
+
+    def then_settle() -> object:
+        news = take()
+        if news is None and not settled:
+            settled.append(True)
+            rig.settle()
+        return news
+
+    monkeypatch.setattr(rig.transfers._events, "take", then_settle)
+    assert rig.transfers.poll() == []
+    assert settled
+    assert rig.transfers.poll() == [LoadFailed(1, 0, gone=True)]
+    lease.release()
