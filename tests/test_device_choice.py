@@ -101,7 +101,7 @@ def test_doctor_says_why_no_gpu_is_used() -> None:
     assert found.status in (Status.OK, Status.WARN)
 
 
-@pytest.mark.settles_garbage
+@pytest.mark.freezes_gc_heap
 def test_what_there_is_once_it_serves_is_off_the_garbage_collectors_list_until_it_closes(tmp_path: Path) -> None:
     before, thresholds = gc.get_freeze_count(), gc.get_threshold()
     with LLM(tiny_model_dir("llama", tmp_path, 1), kv_memory="8MiB", compute_threads=1):

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from sidestream.garbage import settle_garbage
+from sidestream.garbage import freeze_gc_heap
 
 
 @pytest.fixture(autouse=True)
@@ -19,7 +19,7 @@ def as_it_was() -> Iterator[None]:
 
 def test_what_there_is_stays_off_the_list_until_the_last_of_several_has_ended_it() -> None:
     gc.set_threshold(701, 11, 12)
-    first, second = settle_garbage(), settle_garbage()
+    first, second = freeze_gc_heap(), freeze_gc_heap()
     assert gc.get_freeze_count() > 10_000
     assert gc.get_threshold() == (10_000, 11, 12)
     first()
@@ -34,7 +34,7 @@ def test_what_there_is_stays_off_the_list_until_the_last_of_several_has_ended_it
 @pytest.mark.parametrize("young", [0, 50_000])
 def test_a_program_that_collects_less_often_or_never_goes_on_so(young: int) -> None:
     gc.set_threshold(young, 20, 20)
-    end = settle_garbage()
+    end = freeze_gc_heap()
     assert gc.get_threshold() == (young, 20, 20)
     end()
     assert gc.get_threshold() == (young, 20, 20)

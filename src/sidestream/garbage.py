@@ -11,10 +11,10 @@ _YOUNG_OBJECTS = 10_000
 
 _lock = threading.Lock()
 _original_thresholds: dict[object, tuple[int, int, int]] = {}
-"""The thresholds before the first `settle_garbage`, once for each call that is still in effect."""
+"""The thresholds before the first `freeze_gc_heap`, once for each call that is still in effect."""
 
 
-def settle_garbage() -> Callable[[], None]:
+def freeze_gc_heap() -> Callable[[], None]:
     """Freeze all objects that exist now, and collect young ones less often. Returns the function that undoes it.
 
     Most of these objects live as long as the process. A full collection with the modules of torch and transformers,
@@ -32,11 +32,11 @@ def settle_garbage() -> Callable[[], None]:
         if 0 < original[0] < _YOUNG_OBJECTS:
             gc.set_threshold(_YOUNG_OBJECTS, *original[1:])
 
-    def unsettle() -> None:
+    def unfreeze() -> None:
         with _lock:
             original = _original_thresholds.pop(call, None)
             if original is not None and not _original_thresholds:
                 gc.unfreeze()
                 gc.set_threshold(*original)
 
-    return unsettle
+    return unfreeze

@@ -14,7 +14,7 @@ from sidestream.config import NEUTRAL, EngineConfig, SamplingDefaults
 from sidestream.device.choice import torch_device
 from sidestream.engine import Engine, build_engine
 from sidestream.errors import ConfigError, ModelError, RaceError
-from sidestream.garbage import settle_garbage
+from sidestream.garbage import freeze_gc_heap
 from sidestream.metrics import Timeline
 from sidestream.models import PagedModel, load_model
 from sidestream.models.catalog import Progress, resolve, shipped_head
@@ -102,7 +102,7 @@ class LoadedEngine:
             defaults=self.sampling_defaults,
             tell=on_stage,
         )
-        self._unsettle_garbage = settle_garbage()
+        self._unfreeze_gc_heap = freeze_gc_heap()
 
     def close(self, *, drain_s: float = 0.0) -> None:
         """Abort running requests after `drain_s` seconds, store all complete blocks, end the threads. Idempotent.
@@ -110,7 +110,7 @@ class LoadedEngine:
         Raises RaceError for findings of the ordering checker.
         """
         self.engine.close(drain_s=drain_s)
-        self._unsettle_garbage()
+        self._unfreeze_gc_heap()
         if self._timeline is not None and self._timeline_path is not None:
             self._timeline.write(self._timeline_path)
         checker, self._checker = self._checker, None

@@ -97,7 +97,7 @@ class RowStart:
     prompt: tuple[int, ...]
     """The request's prompt; the repetition penalty counts its tokens."""
     outputs: tuple[int, ...]
-    """Tokens already emitted: of a request that resumes after a preemption."""
+    """Tokens that were already emitted; empty unless the request resumes after a preemption."""
 
 
 class RowPlan(NamedTuple):
@@ -291,8 +291,8 @@ class StorePlan:
     """Copy complete device blocks to the host tier (and from there to disk), after the step that filled them.
 
     after    fences of that step
-    prefix   keys of all blocks of these sequences, from a sequence's first block to its last one stored here. A block
-             is useless without the blocks before it, so the store marks the whole prefix as just used
+    prefix   for every sequence of which blocks are stored, the keys of its blocks from the first one to the last stored
+             one. A block is useless without the blocks before it, so the store marks the whole prefix as just used
     """
 
     keys: tuple[Key, ...]

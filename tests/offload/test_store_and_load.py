@@ -258,7 +258,7 @@ def test_failed_load_is_reported_once_and_lets_go_of_everything(
     assert rig.finish("load") == [LoadFailed(7, 3)]
     assert rig.poll() == []
     assert rig.counted("load", "failed") == 1
-    assert rig.transfers.uses() is None
+    assert rig.transfers.transfers_fence() is None
     lease.release()
     assert (rig.blocks.num_cached, rig.host.pool.num_used) == (0, 0)
 
@@ -269,7 +269,7 @@ def test_load_of_blocks_that_are_gone_is_a_failed_load(rig: Rig) -> None:
     rig.load(keys("a", "never stored"), lease.ids, request_id=7, epoch=3)
     assert rig.transfers.busy
     assert rig.poll() == [LoadFailed(7, 3, gone=True)]
-    assert rig.transfers.uses() is None
+    assert rig.transfers.transfers_fence() is None
     lease.release()
     assert rig.host.pool.num_used == 0
 

@@ -211,7 +211,7 @@ def closed(rig: Rig) -> None:
     """Close the engine, which must leave nothing in use."""
     rig.device.close()
     rig.transfers.close()
-    assert rig.transfers.uses() is None
+    assert rig.transfers.transfers_fence() is None
     assert not rig.transfers.busy
     assert (rig.blocks.num_used, rig.host.pool.num_used) == (0, 0)
     rig.check_nothing_is_held()

@@ -267,7 +267,7 @@ class Rig:
 
     def let_go(self, lease: Lease) -> None:
         """What the scheduler does when a request ends: release its blocks, as far as transfers go."""
-        lease.release(until=self.transfers.uses())
+        lease.release(until=self.transfers.transfers_fence())
 
     def promote(self, wanted: Sequence[Key], *, request_id: int = 1, epoch: int = 0) -> None:
         self.transfers.submit([PromotePlan(request_id, epoch, tuple(wanted))])

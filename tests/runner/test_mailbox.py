@@ -37,7 +37,7 @@ def test_samples_of_padding_change_no_field_and_no_other_mailbox_entry(by_device
                 lambda: box.write(start, SamplerOutput(tokens, finite, None), stream, counts=counts, times=times)
             )
 
-        entries = [box.address(), box.address()]
+        entries = [box.take_entry(), box.take_entry()]
         fences = [write(entries[1], 100), write(entries[0], 0)]
         for fence in fences:
             device.wait_host(fence, reason="test")

@@ -154,7 +154,7 @@ class SimTiers:
     def seconds_left(self, request_id: int, epoch: int, *, step_s: float) -> float:
         return self.left_s
 
-    def uses(self) -> Fence | None:
+    def transfers_fence(self) -> Fence | None:
         pending = self.on_their_way = [fence for fence in self.on_their_way if not fence.poll()]
         return AllOf(tuple(pending)) if pending else None
 

@@ -70,7 +70,8 @@ class Steps:
     """The progress of the steps of one command. A context manager, used by one thread.
 
     console   draws bars if it is a terminal, else prints lines; default: standard error
-    say       prints lines instead of the console, for example a logger; also one line at the start of each step
+    say       gets each line in place of the console, for example a logger's method; also gets one line at the start of
+              each step
     keep      keep the bars of finished steps; else show one bar and remove it at the end
     title     prefix of each step's name
     """

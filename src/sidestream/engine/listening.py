@@ -104,4 +104,4 @@ class Listener:
         if transfers is not None and again is not None:
             plan, lease = again
             transfers.submit([plan])
-            lease.release(until=transfers.uses())  # rule: deferred-store-holds-its-blocks
+            lease.release(until=transfers.transfers_fence())  # rule: deferred-store-holds-its-blocks

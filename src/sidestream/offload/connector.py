@@ -191,7 +191,7 @@ class OffloadConnector:
     # ------------------------------------------------------------------ submission: never blocks
 
     def submit(self, plans: Sequence[TransferPlan]) -> None:
-        """Submit plans. Their device blocks must stay in use until `uses()` is done (H2, H10)."""
+        """Submit plans. Their device blocks must stay in use until `transfers_fence()` is done (H2, H10)."""
         if not plans:
             return
         jobs = []
@@ -204,8 +204,8 @@ class OffloadConnector:
             jobs.append((self._last_job, plan))
         self._send(SubmitPlans(tuple(jobs), self._switches.generation))
 
-    def uses(self) -> Fence | None:
-        """Done when every submitted transfer has let go of its device blocks; None if that is so already."""
+    def transfers_fence(self) -> Fence | None:
+        """A fence that is done when every submitted store and load has settled; None if all have settled already."""
         # rule: release-waits-for-the-last-submitted-transfer
         return SettledFence(self._last_job, self._settled) if self._settled.read() < self._last_job else None
 

@@ -1,9 +1,9 @@
 """The executor: turns a batch plan into device work. One submission to the compute stream runs the whole step, eagerly
 or by CUDA graphs that were captured for its size.
 
-`launch` returns at once; the token that a decode row continues from is on the device and need not be known to the host.
-On a GPU nothing in it waits for the device either: a step's numbers are read from mapped memory (`runner/upload.py`).
-Called from the engine thread.
+`launch` returns at once: the last token of a decode row is on the device, and the host need not know it yet. On a GPU,
+`launch` never waits for the device: kernels read a step's inputs from mapped host memory (`runner/upload.py`). Called
+from the engine thread.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from sidestream.runner.upload import Uploads
 from sidestream.speculate import Proposer
 from sidestream.types import Access, BatchPlan, Fence, LayerGates, RowPlan, RowStart, SamplingSpec
 
-# One step runs, the next one is launched, the last one is being read.
+# One step runs, the next one is launched, the results of the previous one are being read.
 _STEPS = 3
 
 
@@ -49,7 +49,7 @@ def _asking(**params: Any) -> SamplingSpec:
     return SamplingParams(**{"temperature": 0.0, **params}).spec(seed=0, eos_ids=())
 
 
-# Sampling options that take kernels of their own.
+# Sampling options that need additional kernels.
 _GREEDY = _asking()
 _VARIANTS = (
     _GREEDY,
@@ -61,8 +61,8 @@ _VARIANTS = (
     _asking(logit_bias={0: 1.0}, min_tokens=4, stop_token_ids=(0,)),
     _asking(logprobs=1),
 )
-# Warmed up one by one: in a batch, another row or the logit bias itself would already have promoted the logits to
-# float32.
+# Warmed up in steps of one row. A logit bias in a step promotes the logits of all its rows to float32. So the first two
+# run the kernels for logits in the model's dtype, and the last one runs the penalties' kernel for float32 logits.
 _ALONE = (
     _asking(temperature=1.0),
     _asking(repetition_penalty=1.1),
@@ -75,9 +75,9 @@ _NO_CHANGES = TableChanges([], [])
 class PreparedStep(NamedTuple):
     """The host's part of a step, complete when the step is enqueued.
 
-    numbers    of the inputs, in the order of `StepInputs`
-    changes    of the block tables that `numbers` has no room for
-    captured   its graphs; None: it runs eagerly
+    numbers    content of the input buffer, in the order of `StepInputs`
+    changes    changes of the block tables that do not fit into `numbers`
+    captured   the step's graphs; None: the step runs eagerly
     """
 
     sizes: InputSizes
@@ -91,11 +91,11 @@ class PreparedStep(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LaunchedStep:
-    """A launched batch; its fence covers the forward pass, the draws and their delivery.
+    """A launched batch; its fence covers the forward pass, the sampling, and the delivery of the results.
 
-    gated          it waits for loads
+    gated          the step waits for loads
     top_logprobs   of each sampling row, see `Sampler.top_logprobs_of`
-    launched_s     on the device's clock
+    launched_s     time of the launch, by the device's clock
     """
 
     batch: BatchPlan
@@ -112,11 +112,13 @@ class LaunchedStep:
         return tuple(compress(self.batch.columns.drafts, self.batch.columns.samples))
 
     def drop(self) -> None:
-        """End a step that failed, without reading it; after its fence."""
+        """Release the step's mailbox entry without reading it: the step failed, or was a warm-up. Call it after the
+        step's fence.
+        """
         self.entry.lease.release(after=(self.fence,))  # rule: mailbox-entry-of-a-failed-step-is-released
 
     def results(self) -> Delivered:
-        """The draws of the sampling rows, in order; once, after the fence."""
+        """The results of the sampling rows, in row order. Call it once, after the step's fence."""
         return self.mailbox.read(self.entry, self.drafts, self.top_logprobs, self.fence)
 
 
@@ -125,11 +127,12 @@ class Executor:
 
     memory      the block pool, `num_blocks * layout.block_bytes` bytes
     num_slots   requests that run at once
-    attention   makes the attention batch of each step; it was made for `num_slots` decode rows and a short chunk
-    ops         the device operations besides the model; None: those in torch, for a CPU
-    proposer    drafts up to `max_drafts` tokens for a row that holds up to `max_len`; None: nothing is drafted. For a
-                proposer that reads hidden states, the pool has one block more than requests hold, and its last layers
-                are for those
+    attention   backend that makes the attention metadata of each step, created for `num_slots` decode rows and a short
+                chunk
+    ops         the device operations besides the model; None: operations in torch, for a CPU
+    proposer    drafts up to `max_drafts` tokens for a row that holds up to `max_len`; None: nothing is drafted. If the
+                proposer reads hidden states, the pool has one block more than requests can hold, and the last layers of
+                each block hold hidden states
     """
 
     def __init__(
@@ -155,7 +158,7 @@ class Executor:
         self._clock = device.now
         self._traced = device.tracer is not None
         self._stream = device.stream("compute")
-        self._gates: Stream | None = None
+        self._gate_stream: Stream | None = None
         self._uploads = Uploads.of(device, num_regions=_STEPS)
         layout, dtype = model.layout, getattr(torch, model.layout.dtype)
         num_blocks = memory.num_bytes // layout.block_bytes
@@ -189,7 +192,7 @@ class Executor:
         self._graphs: Graphs | None = None
 
     def launch(self, batch: BatchPlan, *, after: tuple[Fence, ...], gates: LayerGates) -> LaunchedStep:
-        """Enqueue one step after `after`; layer by layer after `gates`. Returns at once."""
+        """Enqueue one step. It waits for the fences `after`, and each layer for its fences in `gates`. Returns at once."""
         launched_s = self._clock()
         gated, columns = bool(gates.by_layer), batch.columns
         for slot, begin in batch.begins:
@@ -207,11 +210,13 @@ class Executor:
         return LaunchedStep(batch, fence, step.entry, gated, top_logprobs, launched_s, self._mailbox)
 
     def _prepare(self, batch: BatchPlan, gates: LayerGates) -> PreparedStep:
-        """Choose the step's graphs, and pack its inputs. Closes the gates of a captured step."""
+        """Choose the step's graphs and pack its inputs. If a captured step has loads, records the gates that its graph
+        waits for.
+        """
         captured, gated = None, bool(gates.by_layer)
         if self._graphs is not None:
             captured = self._graphs.find(batch, demand_of(batch), gated=gated)
-        entry = self._mailbox.address()
+        entry = self._mailbox.take_entry()
         sizes = InputSizes.of(batch) if captured is None else captured.key.sizes
         changes, left_over = self._tables.changes(batch.columns), _NO_CHANGES
         if len(changes.indices) > sizes.rows:
@@ -231,8 +236,8 @@ class Executor:
     def _run(self, batch: BatchPlan, step: PreparedStep) -> None:
         """The step itself. On the compute stream.
 
-        If anything fails, later steps write the device's block tables anew: on a GPU this is the engine thread, before
-        it packs another step.
+        If it fails, `_tables` forgets the block tables on the device, so that the next step writes them again. On a GPU
+        this method runs on the engine thread, before the next step is packed.
         """
         try:
             with torch.inference_mode():
@@ -261,10 +266,12 @@ class Executor:
         gated = bool(step.gates.by_layer)
         if batch.speculates and not gated and self._traced:
             self._touch_all_layers(rows)
-        return inputs, self._forward.step(inputs, self._gate(step.gates, rows), gated=gated)
+        return inputs, self._forward.step(inputs, self._layer_hook(step.gates, rows), gated=gated)
 
     def _replay(self, batch: BatchPlan, step: PreparedStep) -> tuple[StepInputs, ForwardOutput | None]:
-        """The forward pass by a graph, and the draws by another one if they are captured: then there is no output."""
+        """Replay the graph of the forward pass, and the graph of sampling if it is captured for this mode. Then the
+        output is None: nothing is left to sample.
+        """
         captured = step.captured
         assert self._graphs is not None and captured is not None
         gated = bool(step.gates.by_layer)
@@ -279,8 +286,8 @@ class Executor:
         return captured.inputs, None
 
     def warm_up(self, block_ids: Sequence[int], *, chunk_tokens: int) -> None:
-        """Run small steps of no request through everything that a real step can reach, and wait for them: the first
-        launch of a kernel waits for the device, which no step of a request may do.
+        """Run small steps without requests through all kernels that a real step can launch, and wait for them. The
+        first launch of a kernel waits for the device, and a step of a request must not wait.
 
         Before the first real step. `block_ids` are leased by the caller and get overwritten: one for each row of a
         step, all together for a chunk of up to `chunk_tokens`. Raises the error of a step.
@@ -317,11 +324,11 @@ class Executor:
         `Graphs`.
         """
         self._graphs = None
-        self._gates = self._gates or self._device.stream("gates")
+        self._gate_stream = self._gate_stream or self._device.stream("gates")
         graphs = Graphs(
             device=self._device,
             stream=self._stream,
-            gates=self._gates,
+            gates=self._gate_stream,
             forward=self._forward,
             sampler=self._sampler,
             state=self._state,
@@ -344,8 +351,8 @@ class Executor:
             raise step.fence.failure
 
     def _accesses(self, batch: BatchPlan, entry: MailboxEntry, *, later: bool) -> list[Access]:
-        """The memory that a step touches, for the tracer. `later`: its KV is told layer by layer, or once the device
-        state says where its rows are.
+        """The memory that a step touches, for the tracer. `later`: without the KV, whose accesses are reported later:
+        layer by layer, or once the positions of the rows were read from the device state.
         """
         layout = self._model.layout
         kv = [] if later else kv_accesses(batch.rows, layout, range(layout.num_layers))
@@ -356,7 +363,9 @@ class Executor:
         self._stream.touch(lambda: kv_accesses(rows, layout, range(layout.num_layers)))
 
     def _rows_from_state(self, batch: BatchPlan) -> Sequence[RowPlan]:
-        """The rows at their positions by the device state, where the host may read it; else within their bounds."""
+        """The rows with exact positions from the device state if the host can read it (on a CPU); else unchanged, with
+        bounds `[min_start, stop)`.
+        """
         if not batch.speculates or not on_host(self._state.lengths.device):
             return batch.rows
         lengths = self._state.lengths.tolist()
@@ -367,8 +376,8 @@ class Executor:
             for row in batch.rows
         ]
 
-    def _gate(self, gates: LayerGates, rows: Sequence[RowPlan]) -> Callable[[int], None]:
-        """The hook that attention calls before it touches a layer's KV: it waits, on the device, for that layer's loads
+    def _layer_hook(self, gates: LayerGates, rows: Sequence[RowPlan]) -> Callable[[int], None]:
+        """The hook that attention calls before it touches a layer's KV: it makes the stream wait for that layer's loads
         (H5).
         """
         if not gates.by_layer:
@@ -404,7 +413,7 @@ def _label_of(batch: BatchPlan) -> str:
 
 
 def _row(slot: int, block_ids: tuple[int, ...], num_tokens: int, spec: SamplingSpec) -> RowPlan:
-    """A row of warm-up: it computes tokens of no request, and samples."""
+    """A row of a warm-up step: it belongs to no request, and samples."""
     return RowPlan(
         request_id=-1 - slot,
         slot=slot,

@@ -154,7 +154,7 @@ class Forward:
             kv_lens=resolved.kv_lens,
             decode_rows=sizes.decodes,
             decode_queries=self._verify_tokens if sizes.draft_len else 1,
-            short_rows=sizes.short_rows,
+            short_rows=sizes.split_chunks,
             short_queries=SHORT_TOKENS,
         )
         indices = inputs.logits_indices

@@ -97,7 +97,7 @@ class Mailbox:
         if device.tracer is not None:
             device.tracer.backed(self._pool.name, MEMORY, self._entry_bytes)
 
-    def address(self) -> MailboxEntry:
+    def take_entry(self) -> MailboxEntry:
         """A free entry for a step about to be launched. Raises PoolExhausted when too many steps are unread."""
         return MailboxEntry(self._pool.take(1), self._entry_bytes)  # rule: mailbox-entry-is-leased-until-read
 

@@ -26,15 +26,16 @@ from sidestream.types import BatchPlan, RowColumns
 
 Numbers = npt.NDArray[np.int64]
 
-# Chunks of prefill in a captured step: the least and the most that a key has room for.
+# Chunks of prefill that a graph key has room for: at least, and at most.
 _CHUNKS, _MOST_CHUNKS = 8, 64
 _CHUNK_TOKENS = 16
-# From so many rows on, a step with few drafts has a key of its own; up to so many, a step with drafts and prefill.
+# Steps of at least _MANY_ROWS decode rows also have keys for few drafts. Steps with drafts and prefill also have keys
+# for at most _FEW_ROWS decode rows.
 _MANY_ROWS = 16
 _FEW_ROWS = 32
 SHORT_TOKENS = 16
-"""A step with so few prefill tokens reduces its chunks in splits, as it does decode rows: a prefix cache leaves few
-tokens that attend to many.
+"""If a step has at most this many prefill tokens, attention splits the KV of its chunks as it does for decode rows.
+Short chunks often have a long context: after a prefix-cache hit, few tokens are left to compute.
 """
 
 
@@ -83,8 +84,8 @@ class InputSizes:
         return self.decodes + self.num_drafts + self.prefill_tokens
 
     @property
-    def short_rows(self) -> int:
-        """Chunks that attention reduces in splits, as it does decode rows."""
+    def split_chunks(self) -> int:
+        """Chunks whose KV attention splits, as it does for decode rows."""
         return min(_CHUNKS, self.chunks) if self.prefill_tokens <= SHORT_TOKENS else 0
 
     @property
@@ -134,9 +135,10 @@ class GraphKey:
     def all_of(cls, *, max_rows: int, chunk_tokens: int, max_tokens: int, drafts: int = 0) -> list[GraphKey]:
         """The keys worth a graph each, for up to `max_rows` rows and `max_tokens` prefill tokens; the most used first.
 
-        A whole chunk of prefill is not padded. With drafts, decode rows have keys for `drafts` of them beside those for
-        none, and many rows also for a quarter of that: where few rows draft, most of the computation would be padding.
-        Beside prefill, few rows have keys of their own for the same reason.
+        A key for `chunk_tokens` lets the largest chunk run without padding. If `drafts` > 0, each number of decode rows
+        has a key without drafts and a key with `drafts` drafts for each row. Large numbers of rows have a third key,
+        with room for a quarter of these drafts: if few rows have drafts, the full key would compute mostly padding. For
+        the same reason, steps with prefill and drafts have a key for at most `_FEW_ROWS` decode rows.
         """
         decodes = [
             count
@@ -171,10 +173,10 @@ class GraphKey:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepInputs:
-    """The buffer of a step, int64 on the device, and its parts. T packed tokens, B rows, N logits.
+    """The input buffer of a step, int64 on the device, and its parts. T packed tokens, B rows, N rows of logits.
 
     table_width       columns of the step's block tables
-    padded            it has the sizes of a graph key: parts of it may be padding
+    padded            the buffer has the sizes of a graph key, so parts of it may be padding
     tokens            [T] ids; -1: the slot's last token; -2 - k: its draft k
     positions         [T]; -1 - k: k tokens after the slot's last one, where only the device knows the length
     token_slots       [T] request slot of each token; the padding slot of padding
@@ -184,9 +186,9 @@ class StepInputs:
     origins           [B] source of the hidden state before the row's first token, see `origin_of`
     logits_indices    [N] packed positions of the tokens whose logits are computed; -1 of padding
     sampling_rows     [B] indices of the rows that sample, then -1
-    first_logits      [B] of each of those, its first one of `logits_indices`
+    first_logits      [B] for each entry of `sampling_rows`, the index in `logits_indices` of the row's first logit
     table_indices     [B] flat indices of the block tables that get another block; -1 of padding
-    table_block_ids   [B] the block of each
+    table_block_ids   [B] the block id for each entry of `table_indices`
     mailbox_offset    [1] first byte of the step's mailbox entry
     """
 
@@ -225,7 +227,7 @@ class StepInputs:
         return torch.where(indices < 0, padding_slot, self.token_slots[indices.clamp(min=0)])
 
     def without_padding(self) -> StepInputs:
-        """The same without padding, for attention by torch, which knows none. Reads the buffer: on a CPU only."""
+        """The same inputs without padding, for the torch backend of attention. Reads the buffer, so on a CPU only."""
         if not self.padded:
             return self
         starts, decodes = self.cu_seqlens_q.tolist(), self.sizes.decodes
@@ -259,14 +261,14 @@ class StepInputs:
 
 
 class TableChanges(NamedTuple):
-    """Flat indices of the device's block tables, and the block that belongs there."""
+    """Entries of the device's block tables to overwrite: flat indices, and new block ids."""
 
     indices: list[int]
     block_ids: list[int]
 
 
 def demand_of(batch: BatchPlan) -> tuple[int, int, int, int]:
-    """Decode rows, chunks of prefill, prefill tokens, drafts of the row that has most: see `GraphKey.fits`."""
+    """Decode rows, chunks of prefill, prefill tokens, and the largest number of drafts of a row: see `GraphKey.fits`."""
     decodes = batch.num_decodes
     longest = max(batch.columns.drafts, default=0) if batch.speculates else 0
     return decodes, len(batch.rows) - decodes, batch.num_prefill_tokens, longest
@@ -281,9 +283,9 @@ def pack(
     mailbox_offset: int = 0,
     changes: TableChanges | None = None,
 ) -> Numbers:
-    """The numbers of a step's buffer, whose sizes have room for the batch; decode rows come first.
+    """The content of a step's input buffer. `sizes` must have room for the batch; decode rows come first.
 
-    changes   of the device's block tables, at most as many as `sizes` has rows
+    changes   changes of the device's block tables, at most as many as `sizes` has rows
     """
     columns, decodes = batch.columns, batch.num_decodes
     plain = not batch.speculates
@@ -293,13 +295,13 @@ def pack(
     if changes is not None and (count := len(changes.indices)):
         # rule: changed-blocks-reach-the-device
         parts.table_indices[:count], parts.table_block_ids[:count] = changes
-    own, starts = np.array(columns.slot[:decodes], np.int64), np.array(columns.min_start[:decodes], np.int64)
-    parts.slots[:decodes] = own
+    decode_slots, starts = np.array(columns.slot[:decodes], np.int64), np.array(columns.min_start[:decodes], np.int64)
+    parts.slots[:decodes] = decode_slots
     if plain:
         count = decodes
-        parts.positions[:count], parts.token_slots[:count], parts.kv_lens[:count] = starts, own, starts + 1
+        parts.positions[:count], parts.token_slots[:count], parts.kv_lens[:count] = starts, decode_slots, starts + 1
     else:
-        count = _pack_drafting(columns, decodes, own, starts, parts)
+        count = _pack_drafting(columns, decodes, decode_slots, starts, parts)
     _pack_chunks(batch, sizes, count, block_tokens, parts)
     return numbers
 
@@ -322,18 +324,18 @@ class _Parts(NamedTuple):
     mailbox_offset: Numbers
 
 
-def _pack_drafting(columns: RowColumns, decodes: int, own: Numbers, starts: Numbers, parts: _Parts) -> int:
-    """Pack decode rows, some of which have drafts or follow a step that had. Returns their tokens."""
+def _pack_drafting(columns: RowColumns, decodes: int, decode_slots: Numbers, starts: Numbers, parts: _Parts) -> int:
+    """Pack decode rows of a step with drafts, or of a step after one with drafts. Returns the number of packed tokens."""
     stops = np.array(columns.stop[:decodes], np.int64)
     parts.sampling_rows[:decodes] = np.arange(decodes)
     counts = 1 + np.array(columns.drafts[:decodes], np.int64)
     ends = counts.cumsum()
     count = int(ends[-1]) if decodes else 0
-    number = np.arange(count) - np.repeat(ends - counts, counts)  # of each token, in its row
+    number = np.arange(count) - np.repeat(ends - counts, counts)  # index of each token within its row
     # rule: row-positions-come-from-the-device
     lost = starts + counts != stops  # the host does not know where the row starts: the device does
     parts.tokens[:count] = -1 - number
-    parts.token_slots[:count] = np.repeat(own, counts)
+    parts.token_slots[:count] = np.repeat(decode_slots, counts)
     parts.positions[:count] = np.where(np.repeat(lost, counts), -1 - number, number + np.repeat(starts, counts))
     parts.kv_lens[:decodes] = np.where(lost, -counts, stops)
     parts.cu_seqlens_q[1 : decodes + 1], parts.first_logits[:decodes] = ends, ends - counts
@@ -371,7 +373,7 @@ def _slices(sizes: InputSizes) -> list[slice]:
 
 @functools.lru_cache(maxsize=256)
 def _padding(sizes: InputSizes, padding_slot: int) -> Numbers:
-    """The numbers of a buffer without a batch."""
+    """The content of a buffer without a batch."""
     numbers = np.zeros(sum(sizes.parts), np.int64)
     parts = _Parts(*(numbers[part] for part in _slices(sizes)))
     parts.token_slots[:] = parts.slots[:] = padding_slot
@@ -382,7 +384,7 @@ def _padding(sizes: InputSizes, padding_slot: int) -> Numbers:
 
 @functools.lru_cache(maxsize=64)
 def _of_decodes(sizes: InputSizes, padding_slot: int, decodes: int) -> Numbers:
-    """The numbers that all batches of so many decode rows without drafts have in common."""
+    """The part of the content that is the same for all batches of this many decode rows without drafts."""
     numbers = _padding(sizes, padding_slot).copy()
     parts = _Parts(*(numbers[part] for part in _slices(sizes)))
     parts.tokens[:decodes] = -1
@@ -393,7 +395,7 @@ def _of_decodes(sizes: InputSizes, padding_slot: int, decodes: int) -> Numbers:
 
 
 class BlockTableMirror:
-    """The host's knowledge of the block tables on the device, and the changes that a step has to make there. Engine
+    """The host's copy of the block tables on the device; computes the changes that a step must make there. Engine
     thread only.
     """
 
@@ -402,7 +404,9 @@ class BlockTableMirror:
         self._held: list[tuple[int, ...]] = [()] * num_slots
 
     def changes(self, step: RowColumns) -> TableChanges:
-        """The changes for a step's rows, mostly none. They count as made: call `forget` if they were not."""
+        """The changes for a step's rows, mostly none. The copy assumes that they will be made: call `forget` if they
+        were not.
+        """
         indices: list[int] = []
         block_ids: list[int] = []
         others = map(is_not, map(self._held.__getitem__, step.slot), step.block_ids)
@@ -417,13 +421,13 @@ class BlockTableMirror:
         return TableChanges(indices, block_ids)
 
     def forget(self) -> None:
-        """Assume nothing of the device's block tables any more."""
+        """Assume nothing about the device's block tables: the next steps write them completely."""
         self._held = [()] * len(self._held)
 
 
 def keys_that_fit(keys: Sequence[GraphKey], decodes: int, chunks: int, tokens: int, drafts: int = 0) -> list[GraphKey]:
-    """The keys that have room for such a batch, if they also have room for its drafts together; the one with the least
-    padding first.
+    """The keys that fit such a batch, the one with the least padding first. Does not check the total number of drafts:
+    see `GraphKey.all_drafts`.
     """
     return sorted(
         (key for key in keys if key.fits(decodes, chunks, tokens, drafts)),

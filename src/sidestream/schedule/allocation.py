@@ -95,7 +95,7 @@ class Allocator:
             return
         after = () if request.last_fence is None else (request.last_fence,)
         request.slot.release(after=after)  # rule: slot-release-waits-for-the-last-step
-        request.blocks.release(after=after, until=self._tiers.uses())  # rule: blocks-are-released
+        request.blocks.release(after=after, until=self._tiers.transfers_fence())  # rule: blocks-are-released
         request.slot = request.blocks = None
         request.table = ()
         self._prefix_cache.drop_pending(request, request.keys)  # rule: ended-request-completes-no-blocks

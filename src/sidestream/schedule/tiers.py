@@ -31,8 +31,8 @@ class TierView(Protocol):
         """Seconds until a step of `step_s` may begin without waiting for the request's loads; 0: at once."""
         ...
 
-    def uses(self) -> Fence | None:
-        """Done when no transfer ordered so far uses device blocks; None: none does now."""
+    def transfers_fence(self) -> Fence | None:
+        """A fence that is done when no transfer submitted so far uses device blocks; None: none does now."""
         ...
 
 
@@ -51,7 +51,7 @@ class NoTiers:
         """There are no loads."""
         return 0.0
 
-    def uses(self) -> Fence | None:
+    def transfers_fence(self) -> Fence | None:
         """There are no transfers."""
         return None
 

@@ -14,7 +14,7 @@ import msgspec
 from sidestream.client.remote import RemoteClient
 from sidestream.errors import SidestreamError
 from sidestream.front_end import FrontEnd
-from sidestream.garbage import settle_garbage
+from sidestream.garbage import freeze_gc_heap
 from sidestream.server.control import ABORTED, CONFIG_BYTES, DRAINED, GRACE_S, READY, ApiProcessConfig
 from sidestream.server.run import RunningServer, serve
 from sidestream.tokenizer import Tokenizer
@@ -59,7 +59,7 @@ def _serve(
         client.listen()
         # If the engine lives, the supervisor starts another API process.
         client.on_lost = threading.Timer(GRACE_S, server.stop).start
-        settle_garbage()  # a full collection would stop all streams for a tenth of a second or longer
+        freeze_gc_heap()  # a full collection would stop all streams for a tenth of a second or longer
         supervisor.sendall(READY)
 
     # Not on the main thread: there, `serve` would handle signals (see `run_child`).

@@ -26,7 +26,7 @@ class Finding:
                     for findings about one operation
     streams         their streams, in the same order
     works           `stream:tick` of each, or `"host"`, in the same order
-    does            the access of each, `"reads"` or `"writes"`; empty for kinds that are not about an access
+    accesses        the access of each, `"reads"` or `"writes"`; empty for kinds that are not about an access
     memory, start, stop   the bytes; for a pool without memory, its name and the id
     """
 
@@ -36,7 +36,7 @@ class Finding:
     second: str
     streams: tuple[str, ...]
     works: tuple[str, ...]
-    does: tuple[str, ...]
+    accesses: tuple[str, ...]
     memory: str
     start: int
     stop: int
@@ -67,7 +67,7 @@ class Report:
         if later.stream == HOST:
             missing = f"the host saw no fence that covers {earlier.stream}:{earlier.tick} done before `{later.label}`"
         message = f"{later} {verbs[1]} {_bytes(where)}, which {earlier} {verbs[0]}: {missing}"
-        self._add("race", message, where, earlier, later, does=verbs)
+        self._add("race", message, where, earlier, later, accesses=verbs)
 
     def unwritten(self, op: Op, shadow: Shadow, cell: Cell) -> None:
         """`op` reads bytes that were not written."""
@@ -77,7 +77,7 @@ class Report:
             if cell.write is None
             else f"wrote since its id was taken: the last to write it was {cell.write}, before that"
         )
-        self._add("unwritten", f"{op} reads {_bytes(where)}, which no work {since}", where, op, does=("reads",))
+        self._add("unwritten", f"{op} reads {_bytes(where)}, which no work {since}", where, op, accesses=("reads",))
 
     def unleased(self, op: Op, pool: str, number: int, where: Where) -> None:
         """`op` touches an id that was free when it was submitted."""
@@ -150,7 +150,7 @@ class Report:
             f"{op} writes {_id(pool, item.number, where)}, which {when} findable before it",
             where,
             op,
-            does=("writes",),
+            accesses=("writes",),
         )
 
     def stall(self, op: Op, allowed: frozenset[str]) -> None:
@@ -168,13 +168,13 @@ class Report:
         message = f"{len(held)} of {pool.name} still leased at the end: {numbers}{more}; the first since {first}"
         return self._add("leak", message, pool.span(held[0].number), first)
 
-    def _add(self, kind: str, message: str, where: Where, *ops: Op, does: tuple[str, ...] = ()) -> Finding | None:
+    def _add(self, kind: str, message: str, where: Where, *ops: Op, accesses: tuple[str, ...] = ()) -> Finding | None:
         key = (kind, where[0], *((op.site, op.label, op.stream) for op in ops))
         finding = self._known.get(key)
         if finding is None and len(self.findings) < self._max_findings:
             second = ops[1].place if len(ops) > 1 else ""
             streams, works = tuple(op.stream for op in ops), tuple(op.position for op in ops)
-            finding = Finding(kind, message, ops[0].place, second, streams, works, does, *where)
+            finding = Finding(kind, message, ops[0].place, second, streams, works, accesses, *where)
             self._known[key] = finding
             self.findings.append(finding)
         return finding

@@ -1,6 +1,6 @@
-"""A transfer engine without an engine: a device, its pools, and methods that play the scheduler and the compute stream.
+"""The offload connector and worker without an engine: a device, its pools, and methods in place of the scheduler.
 
-For benchmarks and for tests on hardware. Used by one thread, which plays the engine thread.
+For benchmarks and for tests on hardware. Used by one thread, which takes the place of the engine thread.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ _CYCLES_A_SECOND = 1.75e9
 
 
 class Rig:
-    """`num_blocks` device blocks and `num_slots` host slots, both allocated in an order shuffled by a seed, so that
-    neighbouring blocks are not adjacent.
+    """`num_blocks` device blocks and `num_slots` host slots. Both pools hand out their ids in a random order (`seed`),
+    so that consecutive blocks of a transfer are not adjacent in memory.
 
     layered    the device's blocks are in one tensor per layer, as in other engines; else in one tensor for all layers
-    together   these tensors are cut from one allocation, at a distance of their length
+    together   the tensors of the layers are slices of one allocation, one directly after the other
     """
 
     def __init__(
@@ -97,18 +97,20 @@ class Rig:
         return [next(self._numbers).to_bytes(16, "little") for _ in range(num)]
 
     def store(self, keys: Sequence[Key], block_ids: Sequence[int], *after: Fence) -> Fence:
-        """Order one store; done when every order up to it is done."""
+        """Submit one store. The returned fence is done when this and all earlier transfers have settled."""
         self.transfers.submit([StorePlan(tuple(keys), tuple(block_ids), after)])
-        return self._ordered()
+        return self._submitted()
 
     def load(self, keys: Sequence[Key], blocks: Lease) -> Fence:
-        """Order one load, for a request without an owner; done when every order up to it is done."""
+        """Submit one load under an unused request id. The returned fence is done when this and all earlier transfers
+        have settled.
+        """
         self.transfers.submit([LoadPlan(next(self._numbers), 0, tuple(keys), tuple(blocks.ids), blocks.after)])
-        return self._ordered()
+        return self._submitted()
 
-    def _ordered(self) -> Fence:
-        fence = self.transfers.uses()
-        assert fence is not None, "an order is carried out only after a poll"
+    def _submitted(self) -> Fence:
+        fence = self.transfers.transfers_fence()
+        assert fence is not None, "no fence for the submitted transfer: it cannot settle before the next poll"
         return fence
 
     def poll(self) -> None:

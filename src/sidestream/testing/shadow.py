@@ -33,7 +33,12 @@ _PASSED_OVER = (
     str(_ROOM),
     *(str(_ROOM.parent / name) for name in ("testing/checker.py", "kv/pool.py", "offload/tiers/index.py")),
 )
-_inner: dict[str, bool] = {}
+_hidden_files: dict[str, bool] = {}
+
+
+def hide_frames_of(path: str) -> None:
+    """Findings name the caller of this file's functions, not the file itself."""
+    _hidden_files[path] = True
 
 
 def calling_site() -> Site:
@@ -41,10 +46,10 @@ def calling_site() -> Site:
     frame = sys._getframe(1)
     while frame.f_back is not None:
         name = frame.f_code.co_filename
-        inner = _inner.get(name)
-        if inner is None:
-            inner = _inner[name] = name.startswith(_PASSED_OVER)
-        if not inner:
+        hidden = _hidden_files.get(name)
+        if hidden is None:
+            hidden = _hidden_files[name] = name.startswith(_PASSED_OVER)
+        if not hidden:
             break
         frame = frame.f_back
     return frame.f_code, frame.f_lasti

@@ -37,7 +37,7 @@ def marked(text: str = SOURCE) -> dict[str, str]:
 
 
 def mutation(name: str, operator: Operator) -> Mutation:
-    return Mutation(name=name, hazard="H1", change=operator, removes="something")
+    return Mutation(name=name, hazard="H1", change=operator, consequence="something")
 
 
 def test_a_mark_belongs_to_the_statement_on_its_line_or_below_it() -> None:

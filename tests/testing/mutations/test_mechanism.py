@@ -61,7 +61,7 @@ async def later():
 
 
 def mutation(at: str, operator: Operator, *also: Change) -> Mutation:
-    return Mutation(name="tried", hazard="H1", at=at, change=operator, removes="something", also=also)
+    return Mutation(name="tried", hazard="H1", at=at, change=operator, consequence="something", also=also)
 
 
 @pytest.fixture

@@ -38,7 +38,7 @@ def changed(body: str, operator: Operator, *also: Change) -> str:
     """The body of a function with a statement that is marked `it`, changed."""
     text = "def f(self):\n" + textwrap.indent(body, "    ")
     marks = {mark.name: mark for mark in marks_in(text, Path("room.py"), "room")}
-    mutation = Mutation(name="it", hazard="H1", change=operator, removes="something", also=also)
+    mutation = Mutation(name="it", hazard="H1", change=operator, consequence="something", also=also)
     ((_, tree),) = changed_trees(mutation, marks)
     compile(ast.Module([tree], []), "room.py", "exec")
     return "\n".join(map(ast.unparse, tree.body))
@@ -150,7 +150,7 @@ def test_new_code_has_the_line_of_its_place() -> None:
     text = "def f():\n    a()\n    b(1)  # rule: it\n"
     marks = {mark.name: mark for mark in marks_in(text, Path("room.py"), "room")}
     for operator in (Become("if c:\n    d(e)"), SetArgument("b", 0, "c + d"), Rewrite("b(1)", "c(2)")):
-        mutation = Mutation(name="it", hazard="H1", change=operator, removes="something")
+        mutation = Mutation(name="it", hazard="H1", change=operator, consequence="something")
         ((_, tree),) = changed_trees(mutation, marks)
         lines = {node.lineno for node in ast.walk(tree.body[1]) if hasattr(node, "lineno")}
         assert lines == {3}

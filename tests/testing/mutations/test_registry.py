@@ -73,8 +73,8 @@ def test_every_mark_has_a_mutation_and_every_mutation_its_marks() -> None:
 @by_name
 def test_a_mutation_has_a_hazard_and_a_consequence(mutation: Mutation) -> None:
     assert mutation.hazard in HAZARDS
-    assert mutation.removes
-    assert not mutation.removes.endswith(".")
+    assert mutation.consequence
+    assert not mutation.consequence.endswith(".")
 
 
 def test_hazards_have_their_stable_numbers() -> None:
@@ -128,8 +128,8 @@ def test_a_known_name_is_found_and_an_unknown_one_is_an_error_with_the_nearest_n
 
 def test_changes_of_one_mutation_come_in_their_order() -> None:
     first, second = Change("a", Always()), Change("b", Delete())
-    assert Mutation(name="a", hazard="H1", change=Always(), removes="i", also=(second,)).changes == (first, second)
-    assert Mutation(name="n", hazard="H1", at="a", change=Always(), removes="i").changes == (first,)
+    assert Mutation(name="a", hazard="H1", change=Always(), consequence="i", also=(second,)).changes == (first, second)
+    assert Mutation(name="n", hazard="H1", at="a", change=Always(), consequence="i").changes == (first,)
 
 
 def _assigned(tree: ast.Module) -> set[str]:

@@ -52,7 +52,7 @@ def doctored(
     assert text.count(line) == 1
     marked = path.read_text(encoding="utf-8").replace(text, text.replace(line, f"{line}  # rule: doctored"))
     marks = {mark.name: mark for mark in marks_in(marked, path, function.__module__)}
-    mutation = Mutation(name="doctored", hazard="H1", change=operator, removes="whatever the test says")
+    mutation = Mutation(name="doctored", hazard="H1", change=operator, consequence="whatever the test says")
     return functools.partial(applied, mutation, marks)
 
 

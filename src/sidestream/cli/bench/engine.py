@@ -29,7 +29,7 @@ from sidestream.device.choice import torch_device
 from sidestream.device.kinds import CUDA, on_gpu
 from sidestream.engine import Engine, build_engine
 from sidestream.errors import ConfigError, SidestreamError
-from sidestream.garbage import settle_garbage
+from sidestream.garbage import freeze_gc_heap
 from sidestream.models.adapter import PagedModel
 from sidestream.testing.random_models import random_model, random_module
 
@@ -37,17 +37,20 @@ PARTS = ("decode", "prefill", "ttft", "resume", "async")
 
 _OTHERS = 31  # requests that decode while a long one resumes
 _RESUMES = 7  # repetitions; each resume starts at a random moment of a step
-# Output tokens of the long request. With one, its first token would also end it, and would be delivered late.
-_GOES_ON = 4
+# Output tokens of the long request. With a single one, its first token would also be its last, and the engine sends the
+# outputs of ending requests later than those of running ones.
+_LONG_OUTPUTS = 4
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
     """The sizes of the measurement; small ones test the benchmark itself.
 
-    decode      rows, context tokens, and the bound of the step over its floor
-    cold        prompt lengths, and the bound of TTFT in ms
-    from_host   prompt lengths, the bound of TTFT over its floor, and the bound of cold TTFT over it
+    decode      rows, context tokens, and the upper limit of step time divided by its floor: the time to read the
+                weights and KV
+    cold        prompt lengths, and the upper limit of TTFT in ms
+    from_host   prompt lengths, the upper limit of TTFT divided by its floor, and the lower limit of cold TTFT divided
+                by TTFT
     """
 
     kv_memory: str
@@ -86,7 +89,10 @@ class _Rig:
         self.model: PagedModel = random_model(shape, device=self.torch_device)
         embedding = self.model.module.get_input_embeddings().weight
         tied = self.model.module.get_output_embeddings().weight is embedding
-        self.weights = sum(part.numel() for part in self.model.module.parameters()) - (0 if tied else embedding.numel())
+        # Parameters that a step reads: an input embedding that is not also the output layer is only indexed.
+        self.num_weights_read = sum(part.numel() for part in self.model.module.parameters()) - (
+            0 if tied else embedding.numel()
+        )
         start, phases = time.perf_counter(), dict[str, float]()
 
         def starting(what: str, done: int, total: int) -> None:
@@ -106,10 +112,10 @@ class _Rig:
             ),
             tell=starting,
         )
-        self.start_s = time.perf_counter() - start
-        ends = [*phases.values(), start + self.start_s]
+        self.startup_s = time.perf_counter() - start
+        ends = [*phases.values(), start + self.startup_s]
         self.phases = {what: end - begin for (what, begin), end in zip(phases.items(), ends[1:], strict=True)}
-        self._unsettle_garbage = settle_garbage()  # as LLM does
+        self._unfreeze_gc_heap = freeze_gc_heap()  # as LLM does
         self.parts = self.engine.parts
         assert self.parts.costs is not None
         # No cost estimates: the engine must always load from host memory and never recompute.
@@ -123,7 +129,7 @@ class _Rig:
 
     def close(self) -> None:
         self.engine.close()
-        self._unsettle_garbage()
+        self._unfreeze_gc_heap()
 
     def prompt(self, num_tokens: int) -> list[int]:
         """A new random prompt that is in no cache."""
@@ -202,7 +208,7 @@ def measure(*, device: str, shape: str, parts: Sequence[str], on_progress: Calla
     rig = _Rig(device, shape, sizes, on_progress)
     try:
         rig.ask(rig.prompt(40), 4).wait()
-        figures = [Figure("engine_ready_s", rig.start_s, "s", at_most(60.0))]
+        figures = [Figure("engine_ready_s", rig.startup_s, "s", at_most(60.0))]
         figures += [
             Figure(f"engine_ready_{'_'.join(re.findall('[a-z]+', what.lower()))}_s", seconds, "s")
             for what, seconds in rig.phases.items()
@@ -228,7 +234,7 @@ def _decode(rig: _Rig, sizes: Sizes, step_s: float, on_progress: Callable[[str],
     for rows, context, bound in sizes.decode:
         on_progress(f"decode, {rows} rows")
         lengths, idle = rig.steps(rows, context, sizes.outputs)
-        floor = (2 * rig.weights + rows * context * rig.model.layout.token_bytes) / bandwidth
+        floor = (2 * rig.num_weights_read + rows * context * rig.model.layout.token_bytes) / bandwidth
         figures.append(Figure(f"decode_b{rows}_over_floor", median(lengths) / floor, "ratio", at_most(bound)))
         figures.append(Figure(f"decode_b{rows}_ms", 1e3 * median(lengths), "ms"))
         figures.append(Figure(f"decode_b{rows}_floor_ms", 1e3 * floor, "ms"))
@@ -277,7 +283,10 @@ def _prefill(rig: _Rig, sizes: Sizes, step_s: float, on_progress: Callable[[str]
             rig.ask(rig.prompt(length), 1).wait()
             last = len(rig.clock.launched_steps) - 1
             taken.append(rig.clock.seconds(first, last))
-        work = 2 * rig.weights * length + 2 * length**2 * rig.model.num_heads * layout.head_dim * layout.num_layers
+        work = (
+            2 * rig.num_weights_read * length
+            + 2 * length**2 * rig.model.num_heads * layout.head_dim * layout.num_layers
+        )
         figures.append(Figure(f"prefill_{length}_over_floor", median(taken) * flops / work, "ratio"))
         figures.append(Figure(f"prefill_{length}_ms", 1e3 * median(taken), "ms"))
     return [*figures, Figure("matmul_tflops", flops / 1e12, "TFLOP/s")]
@@ -323,11 +332,10 @@ def _resume(rig: _Rig, sizes: Sizes, step_s: float, on_progress: Callable[[str],
         others = [rig.ask(rig.prompt(sizes.others_context), 3 * sizes.outputs) for _ in range(count)]
         while any(len(other.times) < sizes.outputs // 2 for other in others):
             time.sleep(0.001)
-        time.sleep(
-            rig.moment(2 * step_s)
-        )  # a random offset: the wait for the next step to join varies by up to one step
+        # Starts at a random moment of a step: a new request joins at the next step, so it waits for up to one step.
+        time.sleep(rig.moment(2 * step_s))
         began = time.perf_counter()
-        answer = rig.ask(long, _GOES_ON).wait()
+        answer = rig.ask(long, _LONG_OUTPUTS).wait()
         if answer.cached.host < sizes.resumed - rig.model.layout.block_tokens:
             raise SidestreamError(
                 f"{answer.cached.host} of {sizes.resumed} tokens came back from host memory: "

@@ -15,7 +15,7 @@ from sidestream.config import EngineConfig, OffloadConfig, SamplingParams
 from sidestream.device.choice import torch_device
 from sidestream.engine import Engine, build_engine
 from sidestream.errors import SidestreamError
-from sidestream.garbage import settle_garbage
+from sidestream.garbage import freeze_gc_heap
 from sidestream.runner.executor import LaunchedStep
 from sidestream.testing.random_models import random_model
 from sidestream.types import BatchPlan, Delta
@@ -47,7 +47,7 @@ def measure(
         offload=OffloadConfig(host=memory),
     )
     engine = build_engine(model, config)
-    unsettle = settle_garbage()  # as LLM does
+    unfreeze = freeze_gc_heap()  # as LLM does
     try:
         prompts = [[1 + (number * 31 + at * 7) % 500 for at in range(_PROMPT_TOKENS)] for number in range(requests)]
         clock, figures = _StepClock(engine), list[Figure]()
@@ -73,7 +73,7 @@ def measure(
         return figures
     finally:
         engine.close()
-        unsettle()
+        unfreeze()
 
 
 def _serve(engine: Engine, prompts: Sequence[Sequence[int]], params: SamplingParams) -> None:

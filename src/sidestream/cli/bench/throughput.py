@@ -21,7 +21,7 @@ from sidestream.device.choice import torch_device
 from sidestream.device.kinds import CUDA
 from sidestream.engine import Engine, build_engine
 from sidestream.errors import SidestreamError
-from sidestream.garbage import settle_garbage
+from sidestream.garbage import freeze_gc_heap
 from sidestream.models.adapter import PagedModel
 from sidestream.testing.random_models import random_model
 
@@ -66,7 +66,7 @@ def measure(*, device: str, shape: str, on_progress: Callable[[str], None]) -> l
             ends.callback(engines[offload].close)
             ask(engines[offload], prompts(1, 16)[0], 4).wait()
 
-        ends.callback(settle_garbage())  # as LLM does
+        ends.callback(freeze_gc_heap())  # as LLM does
 
         strangers: dict[bool, list[float]] = {True: [], False: []}
         count, tokens, outputs = sizes.strangers

@@ -1,5 +1,5 @@
-"""Bandwidth of stores and loads relative to the link, which is measured with one large pinned copy; and that of simpler
-methods of copying.
+"""Bandwidth of stores and loads, divided by the bandwidth of the link (measured with one large pinned copy). Also the
+bandwidth of simpler ways to copy.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from sidestream.offload.copy import layers_batch
 from sidestream.testing.rig import Rig
 from sidestream.types import Key
 
-# Number of submissions in a row, each of all blocks: the latency of a single submission to the device and back is not
-# the link's.
+# Number of submissions in a row, each of all blocks. With a single one, the latency of its submission would count as
+# transfer time of the link.
 _IN_A_ROW = 4
 _BASELINE_LIMIT = 2048
 """Segment limit of the slow baselines, whose rate does not depend on the number of segments."""

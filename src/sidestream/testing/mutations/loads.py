@@ -21,7 +21,7 @@ MUTATIONS = (
         name="load-is-ready-after-its-last-slice-was-submitted",
         hazard="H5",
         change=MoveAfter("submitted-copy-leaves-its-queue"),
-        removes="a step joins a load that has no fences yet for its last layers",
+        consequence="a step joins a load that has no fences yet for its last layers",
         needs=frozenset({"offload"}),
     ),
     Mutation(
@@ -29,38 +29,38 @@ MUTATIONS = (
         hazard="H5",
         at="load-is-submitted",
         change=DropOperand("all_begun"),
-        removes="a step joins a load before its last pieces were submitted",
+        consequence="a step joins a load before its last pieces were submitted",
         needs=frozenset({"offload"}),
     ),
     Mutation(
         name="submitted-load-is-reported",
         hazard="H26",
-        removes="a request waits forever for a finished load",
+        consequence="a request waits forever for a finished load",
         needs=frozenset({"offload"}),
     ),
     Mutation(
         name="ready-load-becomes-an-event",
         hazard="H26",
-        removes="a request waits forever for a finished load",
+        consequence="a request waits forever for a finished load",
         needs=frozenset({"offload"}),
     ),
     Mutation(
         name="ended-load-is-settled",
         hazard="H22",
-        removes="blocks are never released after a load",
+        consequence="blocks are never released after a load",
         needs=frozenset({"offload"}),
     ),
     Mutation(
         name="failed-load-is-reported",
         hazard="H9",
-        removes="a request never learns that its load failed",
+        consequence="a request never learns that its load failed",
         needs=frozenset({"failing_copy", "offload"}),
     ),
     Mutation(
         name="load-failure-is-known-with-its-step",
         hazard="H9",
         change=Never(),
-        removes="results of a step with a failed load are used, because the offload worker has not reported the "
+        consequence="results of a step with a failed load are used, because the offload worker has not reported the "
         "failure yet",
         needs=frozenset({"failing_copy", "failing_load", "offload"}),
     ),
@@ -68,7 +68,7 @@ MUTATIONS = (
         name="load-fails-with-any-of-its-slices",
         hazard="H15",
         change=Rewrite("self.submitted.fences", "self.submitted.groups[-1].fences"),
-        removes="results of a step are used although only the last layers of its load succeeded",
+        consequence="results of a step are used although only the last layers of its load succeeded",
         needs=frozenset({"failing_copy", "failing_load", "offload"}),
     ),
     # ------------------------------------------------------------------ gates
@@ -76,7 +76,7 @@ MUTATIONS = (
         name="step-waits-for-its-own-loads",
         hazard="H5",
         change=Append("if len(batch.rows) > 1:\n    return LayerGates()"),
-        removes="a step of several rows does not wait for loads, like a graph captured without waits",
+        consequence="a step of several rows does not wait for loads, like a graph captured without waits",
         needs=frozenset({"offload"}),
     ),
     Mutation(
@@ -84,7 +84,7 @@ MUTATIONS = (
         hazard="H5",
         at="layer-gates",
         change=Rewrite("[group].fences", "[0].fences"),
-        removes="later layers are read as soon as the first ones are loaded",
+        consequence="later layers are read as soon as the first ones are loaded",
         needs=frozenset({"offload"}),
     ),
     Mutation(
@@ -92,7 +92,7 @@ MUTATIONS = (
         hazard="H5",
         at="layer-gates",
         change=Rewrite("[group].fences[-1]", "[group].fences[0]"),
-        removes="a layer is read as soon as its first slice is loaded",
+        consequence="a layer is read as soon as its first slice is loaded",
         needs=frozenset({"offload"}),
     ),
 )
@@ -107,7 +107,7 @@ EQUIVALENT = (
             hazard="H5",
             at="layer-gates",
             change=DropOperand("before"),
-            removes="blocks of a load are read before they are loaded, except those of its last piece",
+            consequence="blocks of a load are read before they are loaded, except those of its last piece",
             needs=frozenset({"offload"}),
         ),
         "each slice waits for the one before it, so the last piece ends after all others: see "
@@ -120,7 +120,7 @@ EQUIVALENT = (
             hazard="H5",
             at="layer-gates",
             change=Rewrite("fences[-1] for", "fences[0] for"),
-            removes="a piece of a load counts as loaded when its first slice is loaded",
+            consequence="a piece of a load counts as loaded when its first slice is loaded",
             needs=frozenset({"offload"}),
         ),
         "the last piece is submitted after all others, and almost never ends before another piece's last slice",
@@ -130,7 +130,7 @@ EQUIVALENT = (
         Mutation(
             name="missing-load-is-settled",
             hazard="H22",
-            removes="blocks whose load came too late are never released",
+            consequence="blocks whose load came too late are never released",
             needs=frozenset({"offload", "reset"}),
         ),
         "only stores of earlier orders can evict anything between a plan and its order, and they almost never evict a "
@@ -141,7 +141,7 @@ EQUIVALENT = (
         Mutation(
             name="missing-load-is-reported",
             hazard="H26",
-            removes="a request whose blocks were evicted before its load waits forever",
+            consequence="a request whose blocks were evicted before its load waits forever",
             needs=frozenset({"offload", "reset"}),
         ),
         "only stores of earlier orders can evict anything between a plan and its order, and they hardly ever evict a "
@@ -152,7 +152,7 @@ EQUIVALENT = (
         Mutation(
             name="dropped-load-is-settled",
             hazard="H22",
-            removes="blocks and slots of loads that a close dropped are never released",
+            consequence="blocks and slots of loads that a close dropped are never released",
             needs=frozenset({"close", "offload"}),
         ),
         "the close would have to come in the same turn in which the offload worker receives the load",
@@ -163,7 +163,7 @@ EQUIVALENT = (
             name="dropped-load-settles-once",
             hazard="H21",
             change=Always(),
-            removes="a failed load releases its slots a second time at the close",
+            consequence="a failed load releases its slots a second time at the close",
             needs=frozenset({"close", "failing_copy", "offload"}),
         ),
         "the close would have to come in the same turn in which the offload worker sees a piece fail, and other loads "
@@ -175,7 +175,7 @@ EQUIVALENT = (
             hazard="H5",
             at="load-is-submitted",
             change=DropOperand("submitted"),
-            removes="a step joins a load that has no fences yet for some of its pieces",
+            consequence="a step joins a load that has no fences yet for some of its pieces",
             needs=frozenset({"offload"}),
         ),
         "nothing ends between two polls of the simulated offload worker, so the pieces of a load are submitted in "
@@ -188,7 +188,7 @@ EQUIVALENT = (
             hazard="H5",
             at="loads-of-a-step",
             change=DropOperand(1),
-            removes="a step waits for loads of requests that are not in it",
+            consequence="a step waits for loads of requests that are not in it",
             needs=frozenset({"offload"}),
         ),
         "the step waits too long, but this cannot cause a deadlock",
@@ -200,7 +200,7 @@ EQUIVALENT = (
             hazard="H5",
             at="loads-of-a-step",
             change=DropOperand("submitted"),
-            removes="a step asks for fences that a load does not have yet",
+            consequence="a step asks for fences that a load does not have yet",
             needs=frozenset({"offload"}),
         ),
         "a request joins a step when its load has all its fences: see load-has-its-fences-before-its-first-step",
@@ -211,7 +211,7 @@ EQUIVALENT = (
             name="settled-is-read-before-the-events",
             hazard="H9",
             change=MoveAfter("transfer-events-are-taken"),
-            removes="a load's record is deleted before its last message arrives",
+            consequence="a load's record is deleted before its last message arrives",
             needs=frozenset({"offload"}),
         ),
         "the simulated offload worker takes no turn while the engine polls",
@@ -223,7 +223,7 @@ EQUIVALENT = (
             hazard="H9",
             at="load-is-submitted",
             change=DropOperand(2),
-            removes="a request joins a step although its load has failed",
+            consequence="a request joins a step although its load has failed",
             needs=frozenset({"failing_copy", "offload"}),
         ),
         "the step's results are dropped: see load-failure-is-known-with-its-step",
@@ -234,7 +234,7 @@ EQUIVALENT = (
             name="load-failure-is-reported-once",
             hazard="H9",
             change=DropOperand("reported"),
-            removes="the failure of a load is reported repeatedly",
+            consequence="the failure of a load is reported repeatedly",
             needs=frozenset({"failing_copy", "offload"}),
         ),
         "the first report preempts the request, and later ones belong to an earlier epoch",
@@ -245,7 +245,7 @@ EQUIVALENT = (
             name="load-failure-is-not-reported-again-at-the-end",
             hazard="H9",
             change=Always(),
-            removes="the failure of a load is reported twice",
+            consequence="the failure of a load is reported twice",
             needs=frozenset({"failing_copy", "offload"}),
         ),
         "the first report preempts the request, and later ones belong to an earlier epoch",
@@ -256,7 +256,7 @@ EQUIVALENT = (
             name="missing-source-fails-the-load",
             hazard="H15",
             change=SetOperand(0, "not source_ids"),
-            removes="a load copies the rest if a part was evicted since it was planned",
+            consequence="a load copies the rest if a part was evicted since it was planned",
             needs=frozenset({"offload"}),
         ),
         "only stores of earlier orders can evict anything between a plan and its order, and they almost never evict a "
@@ -269,7 +269,7 @@ EQUIVALENT = (
             hazard="H10",
             at="load-is-settled",
             change=DropOperand(1),
-            removes="a load counts as ended between two pieces, and its slots are free",
+            consequence="a load counts as ended between two pieces, and its slots are free",
             needs=frozenset({"offload"}),
             also=(
                 Change(
@@ -285,7 +285,7 @@ EQUIVALENT = (
             name="failed-load-begins-no-more-pieces",
             hazard="H10",
             change=Always(),
-            removes="a failed load that has released its blocks still writes them",
+            consequence="a failed load that has released its blocks still writes them",
             needs=frozenset({"failing_copy", "offload"}),
             also=(
                 Change(
@@ -301,7 +301,7 @@ EQUIVALENT = (
             name="load-fails-with-any-of-its-pieces",
             hazard="H15",
             change=Value("copy.failure if job.all_begun else None"),
-            removes="a load with a failed piece continues, and its request does not learn of the failure",
+            consequence="a load with a failed piece continues, and its request does not learn of the failure",
             needs=frozenset({"failing_copy", "offload"}),
         ),
         "other waiting copies would have to run between two pieces of the load",

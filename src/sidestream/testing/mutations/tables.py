@@ -47,7 +47,7 @@ close           the engine closes while requests or transfers are unfinished
 corrupt_tier    files of the disk tier are cut short or have a bit flipped
 disk            there is a disk tier
 failing_copy    stores and loads raise, loads possibly after a part was copied
-failing_load    loads are among them
+failing_load    the failing copies include loads, not only stores
 failing_step    forward passes raise
 failing_tier    disk reads and writes raise
 full_queue      requests are refused because too many wait
@@ -83,20 +83,20 @@ class Change:
 class Mutation:
     """One wait, lease, check or publish-order rule, and the change that removes it.
 
-    name     of the removed rule
-    hazard   a key of `HAZARDS`: the fault that the rule prevents
-    change   made to the marked statement; the default deletes it
-    at       the mark of that statement, if it is not `name`: several rules may share a statement
-    removes  the consequence of a missing rule, in one sentence
-    needs    the features of workloads that can show the consequence; empty: requests share and reuse blocks
-    also     further changes, if two places prevent the same fault and a schedule detects only the removal of both
+    name         of the removed rule
+    hazard       a key of `HAZARDS`: the fault that the rule prevents
+    change       made to the marked statement; the default deletes it
+    at           the mark of that statement, if it is not `name`: several rules may share a statement
+    consequence  what happens without the rule, in one sentence
+    needs        the features of workloads that can show the consequence; empty: requests share and reuse blocks
+    also         further changes, if two places prevent the same fault and a schedule detects only the removal of both
     """
 
     name: str
     hazard: str
     change: Operator = _DELETE
     at: str = ""
-    removes: str
+    consequence: str
     needs: frozenset[Feature] = frozenset()
     also: tuple[Change, ...] = ()
 

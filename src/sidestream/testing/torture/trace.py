@@ -1,5 +1,5 @@
-"""Traces a schedule: its events as lines in columns, one for each actor, and keys that become findable after a reset
-although their blocks are older.
+"""Records one interleaving: its events, printed as lines with one column per actor, and keys that were published after
+a cache reset although their blocks were taken before it.
 
 A tracer in front of the checker. Called by the actor whose turn it is, so the order of calls is the order of the run.
 """
@@ -19,8 +19,7 @@ HOST = shadow.HOST
 _MARGIN = 4
 _GAP = 2
 _MARKS = "AB"
-# Findings name the caller of the device or the pool, not this file.
-shadow._inner[__file__] = True
+shadow.hide_frames_of(__file__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,9 +28,9 @@ class TraceLine:
 
     actor     `"host"`, or the stream
     text      the event, in words
-    fence     fence of the work concerned, as `"stream:tick"`; "" for none
-    memory    memory of the ids concerned, or the pool's name if they have no memory; "" without ids
-    spans     their bytes there, start and stop
+    fence     fence of the event's work, as `"stream:tick"`; "" if it has none
+    memory    name of the memory that the event's ids lie in, or of their pool if they have no memory; "" without ids
+    spans     the ids' bytes in that memory, start and stop
     objected  whether the checker objected to this event
     """
 
@@ -43,7 +42,9 @@ class TraceLine:
     objected: bool = False
 
     def concerns(self, objection: Finding) -> bool:
-        """Whether it concerns no id, or an id of the objection."""
+        """Whether to show this line for the objection: the event has no ids, overlaps the objection's bytes, or is the
+        event at which the checker objected.
+        """
         here = self.memory == objection.memory and any(
             start < objection.stop and objection.start < stop for start, stop in self.spans
         )
@@ -101,7 +102,7 @@ class Recorder:
     def submitted(self, fence: Fence, accesses: Accesses, label: str) -> None:
         """See `Tracer.submitted`."""
         if self._lines is not None:
-            self.say(f"gives {name_of(fence)} `{label}`", name_of(fence))
+            self.say(f"submits {name_of(fence)} `{label}`", name_of(fence))
         self._checker.submitted(fence, accesses, label)
         self._mark()
 
@@ -238,9 +239,9 @@ def explain(objection: Finding) -> str:
         return ""
     earlier, later = objection.works
     where = f"{objection.memory}[{objection.start}:{objection.stop}]"
-    rows = zip(_MARKS, objection.works, objection.does, (objection.first, objection.second), strict=True)
+    rows = zip(_MARKS, objection.works, objection.accesses, (objection.first, objection.second), strict=True)
     longest = max(map(len, objection.works))
-    lines = [f"  {mark}  {work:<{longest}}  {deed:<6} {where}, from {place}" for mark, work, deed, place in rows]
+    lines = [f"  {mark}  {work:<{longest}}  {access:<6} {where}, from {place}" for mark, work, access, place in rows]
     never = f"the host never saw {earlier} done" if later == HOST else f"{later.partition(':')[0]} never waited for it"
     return "\n".join([*lines, f"  missing: {earlier} ──▶ {later}; {never}, so B may also run first"])
 
@@ -252,25 +253,25 @@ def _marked(lines: Sequence[TraceLine], objection: Finding | None) -> Iterator[t
         work: _MARKS[objection.works.index(work)] if objection is not None and len(objection.works) > 1 else "*"
         for work in works
     }
-    told = set[str]()
+    described = set[str]()
     for line in lines:
         if objection is not None and not line.concerns(objection):
             continue
         mark = f"{'!' if line.objected and objection is not None else ' '}{marks.get(line.fence, ' ')}"
-        if line.fence in marks and line.fence not in told and objection is not None:
-            told.add(line.fence)
-            yield mark, dataclasses.replace(line, text=line.text + _deed(objection, line.fence))
+        if line.fence in marks and line.fence not in described and objection is not None:
+            described.add(line.fence)
+            yield mark, dataclasses.replace(line, text=line.text + _accesses_of(objection, line.fence))
         else:
             yield mark, line
 
 
-def _deed(objection: Finding, work: str) -> str:
+def _accesses_of(objection: Finding, work: str) -> str:
     """The accesses of `work` to the bytes, and the fence that it should have waited for."""
     number = objection.works.index(work)
-    if number >= len(objection.does):
+    if number >= len(objection.accesses):
         return ""
-    deed = f" {objection.does[number]} {objection.memory}[{objection.start}:{objection.stop}]"
-    return f"{deed}, not after {objection.works[0]}" if objection.kind == "race" and number == 1 else deed
+    accesses = f" {objection.accesses[number]} {objection.memory}[{objection.start}:{objection.stop}]"
+    return f"{accesses}, not after {objection.works[0]}" if objection.kind == "race" and number == 1 else accesses
 
 
 def _joined(lines: Iterator[tuple[str, TraceLine]]) -> Iterator[tuple[str, TraceLine]]:
@@ -295,8 +296,8 @@ def _joined(lines: Iterator[tuple[str, TraceLine]]) -> Iterator[tuple[str, Trace
 
 
 def _columns(actors: Sequence[str], lines: Sequence[TraceLine], width: int) -> dict[str, int]:
-    """Start of each column: as wide as its texts if there is room, else so far left that every line ends within
-    `width`.
+    """The start of each column. If there is room, columns are as wide as their longest text; else they are moved left,
+    so that every line ends within `width`.
 
     Every line holds one event only, so a text may extend over the columns to its right.
     """

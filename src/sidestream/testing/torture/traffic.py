@@ -447,7 +447,9 @@ class Traffic:
 
     def _give_up(self, request: _Request) -> None:
         """Release the blocks after their last step and all transfers that use them."""
-        request.lease.release(after=() if request.fence is None else (request.fence,), until=self._rig.transfers.uses())
+        request.lease.release(
+            after=() if request.fence is None else (request.fence,), until=self._rig.transfers.transfers_fence()
+        )
 
     def _look(self, request: _Request, *, after: Sequence[Fence] = (), gates: Sequence[Sequence[Fence]] = ()) -> Fence:
         number, fence = self._patterns.look(
