@@ -21,7 +21,7 @@ Starts = npt.NDArray[np.int64]
 
 
 def no_accesses() -> Sequence[Access]:
-    """The accesses of work that touches no shared memory."""
+    """The accesses of work that does not touch shared memory."""
     return ()
 
 
@@ -167,7 +167,7 @@ def _steps(
 
 @dataclass(frozen=True, slots=True)
 class Rest:
-    """When a host thread takes its next turn, unless it is woken before.
+    """When a host thread takes its next turn, unless it is woken earlier.
 
     fences    after one of these is done
     until_s   at this time on the device's clock

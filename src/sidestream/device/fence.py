@@ -20,7 +20,7 @@ class FenceOwner(Protocol):
         ...
 
     def has_passed(self, fence: Any) -> bool:
-        """Whether `fence` is done; if so, the calling thread has observed it."""
+        """Whether `fence` is done; if so, records for the tracer that the calling thread has observed it."""
         ...
 
 

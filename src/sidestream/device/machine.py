@@ -12,7 +12,7 @@ from sidestream.errors import ConfigError
 
 
 def cpu_name() -> str:
-    """The processor's model name, or its architecture where the system does not tell the name."""
+    """The processor's model name, or its architecture if the system does not report the name."""
     with contextlib.suppress(OSError):
         found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(encoding="utf-8"), re.MULTILINE)
         if found:
@@ -41,7 +41,7 @@ def memory_bytes() -> tuple[int | None, int | None]:
 
 
 def available_bytes() -> int | None:
-    """Bytes that the system can give without swapping; None where it does not say."""
+    """Bytes that the system can allocate without swapping; None if it does not report them."""
     try:
         for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
             if line.startswith("MemAvailable:"):

@@ -24,7 +24,7 @@ from sidestream.types import Fence, Key, Tracer
 
 
 class PoolExhausted(SidestreamError):
-    """Fewer blocks are free or cached than the caller wants; nothing was taken."""
+    """Fewer blocks are free or cached than the caller asked for; nothing was taken."""
 
 
 class Lease:
@@ -58,8 +58,8 @@ class Lease:
     def release(self, *, after: Iterable[Fence] = (), until: Fence | None = None) -> None:
         """Give the blocks back at once; the next owner waits for the fences `after`. A second release is an error.
 
-        until   fence of a use whose end only the host sees, so that no stream can wait for it: the blocks stay in use
-                until `FencedPool.settle` finds it done
+        until   fence of a use whose end only the host observes, so that no stream can wait for it: the blocks stay in
+                use until `FencedPool.settle` finds the fence done
         """
         if not self._open:
             raise InvariantError(f"lease of {self.pool.name} {self.ids} was released twice")
@@ -123,7 +123,7 @@ class FencedPool:
         return bool(self._postponed)
 
     def settle(self) -> None:
-        """Carry out the postponed releases whose `until` is done by now."""
+        """Execute the postponed releases whose fence `until` is done."""
         while self._postponed and self._postponed[0][0].poll():  # rule: postponed-release-waits-for-its-use
             _, block_ids, after = self._postponed.popleft()
             self._release(block_ids, after)  # rule: postponed-release-is-executed

@@ -19,7 +19,7 @@ class Switches:
     """Written by the engine thread, or by the thread that closes the engine; read by the worker.
 
     generation   number of resets so far; transfers of an earlier generation publish nothing (H8)
-    abandoned    the engine closes: no transfer begins any more. Never reset
+    abandoned    the engine is closing: no transfer begins any more. Never reset
     """
 
     generation: int = 0
@@ -31,7 +31,7 @@ class UnsettledJobs:
 
     def __init__(self) -> None:
         self._unsettled: dict[int, None] = {}
-        self._last = 0  # id of the last job that was taken
+        self._last = 0  # id of the last job that was received
 
     def __len__(self) -> int:
         return len(self._unsettled)
@@ -60,7 +60,7 @@ class TransferLog:
         self._next_warning_s = 0.0
 
     def ended(self, kind: str, error: BaseException | None, num_blocks: int, since_s: float) -> bool:
-        """Count the end of a transfer that was ordered at `since_s`. Returns whether it succeeded."""
+        """Count the end of a transfer that was submitted at `since_s`. Returns whether it succeeded."""
         self._metrics.inc("transfers_total", 1, kind, "done" if error is None else "failed")
         if error is None:
             self._metrics.inc("transfer_bytes_total", num_blocks * self._block_bytes, kind)

@@ -1,5 +1,4 @@
-"""The engine thread's end of the offload worker: submits plans, polls events, and knows how long blocks are in use.
-
+"""The engine thread's end of the offload worker: submits plans, polls events, and tracks which blocks transfers use.
 All other work happens on the worker's thread. `submit` and `poll` cost the engine thread a few microseconds a plan,
 however many blocks the plan has; neither ever waits.
 """
@@ -38,7 +37,7 @@ _FLUSH_POLL_S = 0.001
 
 @dataclass(frozen=True, slots=True)
 class LoadReady:
-    """The device was given all of a load, so a step may be gated by its fences."""
+    """All copies of a load were submitted to the device, so a step may be gated by its fences."""
 
     request_id: RequestId
     epoch: int
@@ -60,8 +59,8 @@ TransferEvent = Promoted | LoadReady | LoadFailed | StoreAgain
 class _Load:
     """A load that has not settled. Single writer: the engine thread.
 
-    submitted   its fences, once all of them exist
-    reported    its failure was returned as an event
+    submitted   the load's fences, once all of them exist
+    reported    the load's failure was returned as an event
     """
 
     plan: LoadPlan
@@ -75,7 +74,7 @@ class _Load:
         return (*(piece.fences[-1] for piece in self.submitted.before), self.submitted.groups[group].fences[-1])
 
     def share_left(self) -> float:
-        """Share of its bytes that has not arrived, from 0 to 1."""
+        """Share of the load's bytes that have not arrived, from 0 to 1."""
         if self.submitted is None:
             return 1.0
         parts = (*self.submitted.before, *self.submitted.groups)
@@ -101,7 +100,7 @@ class _Load:
         return soonest
 
     def has_failed(self) -> bool:
-        """Whether a part of it has failed, and the failure was not reported."""
+        """Whether a part of the load has failed, and the failure was not reported."""
         if self.reported or self.submitted is None:  # rule: load-failure-is-reported-once
             return False
         # rule: load-fails-with-any-of-its-slices
@@ -210,7 +209,7 @@ class OffloadConnector:
         return SettledFence(self._last_job, self._settled) if self._settled.read() < self._last_job else None
 
     def gates(self, batch: BatchPlan) -> LayerGates:
-        """Fences that a step of `batch` waits for, layer by layer: those of loads of its own requests only (H5)."""
+        """The fences of the loads of the batch's requests, layer by layer: a step of `batch` waits for them (H5)."""
         if not self._loads:
             return LayerGates()
         members: set[tuple[RequestId, int]] = set()
@@ -238,7 +237,7 @@ class OffloadConnector:
         Never blocks.
         """
         ahead_s = soonest_s = 0.0
-        for load in self._loads.values():  # the device gets them in this order, but prefetches last
+        for load in self._loads.values():  # loads are submitted to the device in this order, but prefetches last
             load_s = self._costs.seconds_from_host(len(load.plan.keys))
             if (load.plan.request_id, load.plan.epoch) == (request_id, epoch):
                 left_s = load.seconds_left(load_s, step_s)
@@ -261,7 +260,7 @@ class OffloadConnector:
         return bool(self._num_promotions or self._loads)
 
     def poll(self) -> list[TransferEvent]:
-        """Take in the worker's events and free settled blocks. Returns which requests' waits are over.
+        """Apply the worker's events and free settled blocks. Returns the events that end a request's wait.
 
         Raises the exception that ended the worker.
         """
@@ -292,7 +291,7 @@ class OffloadConnector:
         return events
 
     def failed_loads(self) -> list[TransferEvent]:
-        """Loads whose fences have failed before the worker reported it; each is returned once.
+        """Loads whose fences have failed, but whose failure the worker has not reported yet; each is returned once.
 
         Called when a step that was gated by them has ended: the results of that step must not be used.
         """
@@ -324,9 +323,11 @@ class OffloadConnector:
         self._send(Forget(frozenset(keys)))
 
     def flush(self, *, timeout_s: float) -> bool:
-        """Wait until every transfer has ended, writes to tiers included. Blocks; any thread, after the engine thread.
+        """Wait until every transfer has ended, writes to tiers included. Blocks; any thread, after the engine thread
+        has ended.
 
-        Returns False if `timeout_s` passed first: transfers that have not begun are dropped, which loses only cache.
+        Returns False if `timeout_s` passed first. Then transfers that have not begun are dropped, which loses only
+        cached blocks.
         """
         deadline = self._clock() + timeout_s
         while self.busy:

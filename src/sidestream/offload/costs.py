@@ -16,7 +16,7 @@ _WEIGHT = 0.2
 # ones, a fast GPU would rather compute, so that no block is ever loaded and no rate ever measured.
 _HEALTHY_HOST = 5e10
 _HEALTHY_TIER = 2e9
-# A slow rate is forgotten if no transfer was measured for this long.
+# A slow rate is discarded if no transfer was measured for this long.
 _STALE_S = 30.0
 
 
@@ -29,7 +29,7 @@ class CostModel:
     def __init__(self, layout: KVLayout, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._layout = layout
         self._clock = clock
-        self._bytes_per_s: dict[str, float] = {}  # by tier, of those that were measured
+        self._bytes_per_s: dict[str, float] = {}  # by tier, for measured tiers only
         self._measured_s: dict[str, float] = {}
         self.prefill_rate: float | None = None
 
@@ -64,8 +64,8 @@ class CostModel:
         return num_blocks * self._layout.block_bytes / self._rate(HOST)
 
     def _rate(self, tier: str) -> float:
-        """Bytes a second. Without a recent measurement, at least a healthy tier's: else a tier that stalled once would
-        stay unused.
+        """Bytes a second. Without a recent measurement, at least the rate of a healthy tier: else a tier that stalled
+        once would never be used again.
         """
         healthy = _HEALTHY_HOST if tier == HOST else _HEALTHY_TIER
         if tier not in self._bytes_per_s:

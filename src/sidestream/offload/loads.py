@@ -1,7 +1,8 @@
 """Loads: host slots to device blocks, after the last use of the blocks (H3). Worker thread only.
 
-A load job is carried out in pieces. Every piece but the last copies whole blocks. The last one is cut by groups of
-layers, so that a step can follow it layer by layer. When the device was given all pieces, their fences are reported.
+A load job is executed in pieces. Every piece but the last copies whole blocks. The last one is split by groups of
+layers, so that a step can follow it layer by layer. When all pieces were submitted to the device, their fences are
+reported.
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ class Loads:
         self._waiting.append(LoadJob(job_id, plan, slots, self._device.now()))
 
     def begin_piece(self) -> None:
-        """Begin the next piece of the first job; a job that has failed begins none."""
+        """Begin the next piece of the first job, unless the job has failed."""
         job = self._waiting[0]
         if job.failure is None:  # rule: failed-load-begins-no-more-pieces
             self._begin_piece(job)
@@ -86,9 +87,8 @@ class Loads:
             del self._waiting[0]
 
     def _begin_piece(self, job: LoadJob) -> None:
-        """Queue the copy of the job's next blocks.
-
-        Only the last piece is cut by layers, which costs speed: the others have arrived when a step can be gated.
+        """Queue the copy of the job's next blocks. Only the last piece is split by layers, since such copies are
+        slower: the others have arrived when a step can be gated.
         """
         plan, layout, first = job.plan, self._memory.layout, job.begun
         piece = max(pacing.BLOCKS_PER_TURN, pacing.LOAD_PIECE_BYTES // layout.block_bytes)
@@ -109,14 +109,14 @@ class Loads:
         self._lane.add(copy)
 
     def submitted(self, copy: Copy) -> None:
-        """Record that the device was given all of a piece; report the job's fences if this completes them.
+        """Record that all of a piece was submitted to the device; report the job's fences if this completes them.
 
         A piece may be submitted before an earlier one: both wait for the same fences, and these may end between two
         polls of the lane.
         """
         job = self._jobs[copy]
         job.submitted += 1
-        # A copy may have failed without its end having been taken in.
+        # A copy may have failed although its end was not handled yet.
         failed = job.failure is not None or any(copy.failure is not None for copy in job.copies)
         if job.all_begun and job.submitted == len(job.copies) and not failed:  # rule: load-is-submitted
             *others, last = [
@@ -137,7 +137,7 @@ class Loads:
         self._settle(job)
 
     def _settle(self, job: LoadJob) -> None:
-        """Release the job's slots and let go of its device blocks, once no piece is left."""
+        """Release the job's slots and settle the job, once no piece is left."""
         if not job.settled:  # rule: load-settles-once
             return
         if not self._log.ended("load", job.failure, len(job.plan.keys), job.ordered_s):
@@ -146,7 +146,7 @@ class Loads:
         self._unsettled.settle(job.job_id)  # rule: ended-load-is-settled
 
     def drop(self, reason: BaseException) -> None:
-        """Fail everything that has not begun: the engine closes."""
+        """Fail all jobs that are not copied completely yet: the engine is closing."""
         while self._waiting:
             job = self._waiting.popleft()
             # rule: dropped-load-settles-once
@@ -156,7 +156,7 @@ class Loads:
 
 
 def layers_per_group(layout: KVLayout, segment_bytes: int) -> int:
-    """Number of a block's layers that a load copies as one segment: as few as `segment_bytes` allows.
+    """Number of a block's layers that a load copies as one segment: the fewest that have `segment_bytes`.
 
     With few layers in a group, the first layers of a step can start early; small segments copy slowly.
     """

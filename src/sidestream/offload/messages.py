@@ -10,7 +10,7 @@ from sidestream.types import Fence, Key, RequestId, TransferPlan
 
 @dataclass(frozen=True, slots=True)
 class SubmitPlans:
-    """Command: carry out the plans of one step, each under its job id.
+    """Command: execute the plans of one step, each under its job id.
 
     generation   number of resets before this command
     """
@@ -21,7 +21,9 @@ class SubmitPlans:
 
 @dataclass(frozen=True, slots=True)
 class Forget:
-    """Command: make blocks under these keys unreachable, in the tiers and on their way there. None: under every key."""
+    """Command: make the blocks of these keys unreachable, in the tiers and in flight to them. None: the blocks of all
+    keys.
+    """
 
     keys: frozenset[Key] | None = None
 
@@ -31,7 +33,7 @@ Command = SubmitPlans | Forget
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """`num_bytes` of a load, and the fences of its slices in the order of their stream. Slices have about one size."""
+    """A part of a load: its bytes, and the fences of its slices in stream order. The slices have about equal sizes."""
 
     fences: tuple[Fence, ...]
     num_bytes: int
@@ -43,7 +45,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class LoadSubmitted:
-    """Event: the device was given all of a load, so fences for all of it exist.
+    """Event: all of a load was submitted to the device, so all of its fences exist.
 
     before   every piece but the last; each layer needs all of them
     groups   the last piece by layer group

@@ -1,4 +1,4 @@
-"""How much of each transfer the device is given, and when: one lane for each direction of the link.
+"""Decides when each part of a transfer is submitted to the device: one lane for each direction of the link.
 
 The device carries out copies in the order of their submission; an urgent copy cannot overtake. So a lane submits a copy
 in slices, keeps few of them in flight, and queues the rest by urgency. Knows copies and streams, not blocks, keys or
@@ -17,11 +17,11 @@ from typing import NamedTuple
 from sidestream.device.base import CopyBatch, Stream
 from sidestream.types import Fence
 
-# The most blocks that the worker begins in one turn; a store's pieces have as many. The worker takes about 3 us for a
-# block, with the interpreter lock held.
+# The most blocks that the worker begins in one turn, and the number of blocks in a piece of a store. The worker needs
+# about 3 us for a block, with the interpreter lock held.
 BLOCKS_PER_TURN = 16
-# Size of a load's pieces, and the largest size of its last piece. That one is copied layer by layer while the forward
-# pass already runs, so it has about the bytes that the link moves during one pass.
+# Size of a load's pieces, and the largest size of its last piece. The last piece is copied layer by layer while the
+# forward pass already runs, so its size is about the bytes that the link moves during one pass.
 LOAD_PIECE_BYTES = 64 << 20
 LAST_PIECE_BYTES = 384 << 20
 # This many copies at the head of a queue are searched for one that is ready; a queue may hold a hundred thousand.
@@ -93,7 +93,7 @@ class Copy:
 
     @property
     def done(self) -> bool:
-        """Whether it is submitted, and every submitted slice was seen done."""
+        """Whether all of it was submitted, and the fence of every submitted slice is done."""
         return self.submitted and not self._in_flight  # rule: copy-is-done
 
     def is_ready(self) -> bool:
@@ -120,13 +120,15 @@ class Lane:
 
     def __init__(self, pace: Pace, streams: Callable[[int], Stream], *, clock: Callable[[], float]) -> None:
         self._pace = pace
-        self._streams = deque(streams(number) for number in range(pace.streams))  # first: for the next slice
+        self._streams = deque(
+            streams(number) for number in range(pace.streams)
+        )  # the first stream is for the next slice
         self._clock = clock
         # Only the first copy of a queue may have begun.
         self._queues: tuple[deque[Copy], ...] = tuple(deque() for _ in Urgency)
         self._in_flight: deque[_Slice] = deque()  # in the device's order
         self._bytes = self._segments = 0  # in flight
-        self._left = self._segments_left = 0  # queued and not submitted
+        self._left = self._segments_left = 0  # bytes of queued copies that were not submitted
         self._num_copies = 0
         self._last_end_s = 0.0
 
@@ -151,13 +153,13 @@ class Lane:
             self._segments -= slice_.num_segments
             copy._in_flight -= 1
             if slice_.fence.failure is not None and not copy.submitted:  # rule: failed-copy-submits-no-more-slices
-                self._queues[copy.urgency].popleft()  # no slice of it is submitted any more
+                self._queues[copy.urgency].popleft()  # no further slice of this copy is submitted
                 self._left -= copy._left
                 self._segments_left -= copy._segments_left
             copy.failure = copy.failure or slice_.fence.failure  # rule: copy-fails-with-any-of-its-slices
             if copy.done:
                 ended.append(copy)
-        if ended:  # copies that were seen done at once share the time by bytes
+        if ended:  # copies that ended between two polls share the time by bytes
             now_s, sizes = self._clock(), [sum(group.num_bytes for group in copy.groups) for copy in ended]
             seconds = now_s - max(min(copy._began_s for copy in ended), self._last_end_s)
             for copy, size in zip(ended, sizes, strict=True):
@@ -224,7 +226,7 @@ class Lane:
             self._segments + self._segments_left - pace.segments_in_flight,
         )
         if over <= 0 and segments_over <= 0:
-            return half  # there is room for all of it: the queued copies wait for fences
+            return half  # everything queued fits: the queued copies wait for fences
         for index, slice_ in enumerate(islice(self._in_flight, half)):
             over, segments_over = over - slice_.num_bytes, segments_over - slice_.num_segments
             if over <= 0 and segments_over <= 0:
@@ -269,7 +271,7 @@ class Lane:
         first, count = copy._segment, len(group.source_starts)
         most = max(1, min(self._pace.slice_segments, self._pace.slice_bytes // group.size))
         slices = -(-(count - first) // most)
-        # Slices of equal size: a small one at the end would cost as much time to submit.
+        # Slices of equal size: a small slice at the end would take as much time to submit as a large one.
         stop = first + -(-(count - first) // slices)
         fence = stream.submit_copy(group, first, stop, label=copy.label)
         copy.fences[copy._group].append(fence)

@@ -50,8 +50,8 @@ class Promotions:
         return [waiter.deadline_s for waiter in self._waiters]
 
     def submit(self, plans: Sequence[PromotePlan], generation: int) -> None:
-        """Begin the promotions of one step. All of them first hold the slots that they have, so that none of them
-        evicts a block of another one.
+        """Begin the promotions of one step. First, every promotion leases the slots of its run that are in the host
+        tier, so that no promotion evicts a block of another one.
         """
         promotions = [(plan, self._keep(plan)) for plan in plans]  # rule: loads-come-before-promotions
         for plan, kept in promotions:
@@ -86,13 +86,13 @@ class Promotions:
             io.finish_reads(self._keep_for_waiters)
 
     def _keep_for_waiters(self, ticket: ReadTicket) -> None:
-        """Hold a promoted block for requests that wait for more blocks, so that it is not evicted before they load."""
+        """Lease a promoted block for requests that wait for more blocks: it must not be evicted before they load it."""
         for waiter in self._waiters:
             if waiter.reads.get(ticket.key) is ticket and (slot := self._host.pool.get(ticket.key)) is not None:
                 waiter.kept.extend(self._host.pool.share([slot]))  # rule: promoted-block-is-held-for-its-request
 
     def finish_waits(self) -> None:
-        """Report the waits that are complete or past their deadline, and release the slots that they hold."""
+        """Report the waits that are complete or past their deadline, and release their slots."""
         now = self._clock()
         for waiter in list(self._waiters):
             done = all(read.taken_in for read in waiter.reads.values())

@@ -1,7 +1,7 @@
 """Stores: device blocks to host slots, after the step that filled the blocks (H1). Worker thread only.
 
-A store job is carried out in pieces. While host memory is still being pinned, the host tier grows and nothing is
-evicted: blocks without a slot are deferred, and reported when the tier has grown.
+A store job is executed in pieces. While host memory is still being pinned, the host tier grows and nothing is evicted:
+blocks without a slot are deferred, and reported when the tier has grown.
 """
 
 from __future__ import annotations
@@ -160,7 +160,9 @@ class Stores:
         return copy in self._tickets
 
     def end(self, copy: Copy) -> None:
-        """Take in a piece that has ended: publish its blocks (H7), write them to the persistent tiers, free slots."""
+        """Complete a piece whose copy has ended: publish its blocks (H7), write them to the persistent tiers, free
+        slots.
+        """
         ticket = self._tickets.pop(copy)
         for key in ticket.keys:
             del self._storing[key]
@@ -178,7 +180,7 @@ class Stores:
         self._settle(job)  # rule: ended-store-is-settled
 
     def _settle(self, job: StoreJob) -> None:
-        """Record that a job uses no device block any more, if that is so."""
+        """Settle the job if it uses no device block any more."""
         if job.settled:
             self._unsettled.settle(job.job_id)
 
@@ -192,7 +194,7 @@ class Stores:
         self._deferred.clear()
 
     def drop(self) -> None:
-        """End everything that has not begun: the engine closes."""
+        """End all jobs that have not begun: the engine is closing."""
         self._deferred.clear()
         while self._waiting:
             job = self._waiting.popleft()

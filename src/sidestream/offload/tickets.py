@@ -27,7 +27,7 @@ class Stopwatch:
 
 @dataclass(slots=True, eq=False)
 class StoreJob:
-    """A store plan. Carried out in pieces, so that each turn of the worker is short.
+    """A store plan. Executed in pieces, so that each turn of the worker is short.
 
     begun        number of blocks that have been looked at
     pieces       number of tickets in flight
@@ -68,7 +68,7 @@ class LoadJob:
 
     begun      number of blocks that have copies
     copies     pieces in order, in flight or ended
-    submitted  number of copies that the device was given completely
+    submitted  number of copies that were submitted to the device completely
     ended      number of copies that have ended
     failure    of the first piece that failed; no piece begins after it
     """
@@ -116,7 +116,7 @@ class ReadTicket:
     """One block, a persistent tier to the host. Holds its target slot, and a pin on the tier's entry.
 
     invalidated   a failed step computed the block: the ticket publishes nothing
-    taken_in      the worker has seen its end
+    taken_in      the worker has handled its end
     """
 
     key: Key

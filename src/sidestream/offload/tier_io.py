@@ -20,7 +20,7 @@ from sidestream.types import Fence, Key
 
 # Read streams of a tier.
 _NUM_READERS = 2
-# After a tier refused a write, it gets no other one for this time.
+# After a tier refused a write, no other write is submitted to it for this time.
 PAUSE_S = 5.0
 
 
@@ -70,10 +70,10 @@ class TierIO:
     # ------------------------------------------------------------------ writes
 
     def write(self, key: Key, index: int, stored: StoreTicket) -> None:
-        """Write a slot that was just published, unless the tier holds the key or has just refused a write."""
+        """Write the block of a newly published slot, unless the tier has the key or has just refused a write."""
         if key in self._tier.index:
             return
-        # Each write pins a slot: a slow tier must leave some of them to others.
+        # Each write leases a slot: a slow tier must leave enough slots for other transfers.
         crowded = len(self._writes) >= self._host.pool.size // 2
         if crowded or self._switches.abandoned or self._clock() < self._resumes_s:
             self._log.left_out(f"{self.name}-write", "skipped")
@@ -96,7 +96,7 @@ class TierIO:
         )
 
     def finish_writes(self) -> None:
-        """Take in writes that have ended: publish or abandon their grants, release their slots."""
+        """Handle the writes that have ended: publish or abandon their grants, release their slots."""
         while self._writes and self._writes[0].fence.poll():  # rule: disk-write-counts-after-its-fence
             ticket = self._writes.pop(0)
             good = self._log.ended(f"{self.name}-write", ticket.fence.failure, 1, ticket.ordered_s)
@@ -131,7 +131,7 @@ class TierIO:
         return ticket
 
     def finish_reads(self, published: Callable[[ReadTicket], None]) -> None:
-        """Take in reads that have ended: publish their blocks in the host tier, release slots and pins.
+        """Handle the reads that have ended: publish their blocks in the host tier, release slots and pins.
 
         `published` is called for each published block, before its slot is released.
         """

@@ -1,10 +1,10 @@
-"""The offload worker: carries out transfers on a thread of its own. It owns the ledgers of all tiers but the device.
+"""The offload worker: executes transfers on a thread of its own. It owns the ledgers of all tiers but the device.
 
 It takes commands from one channel and puts events into another one; neither side ever waits for the other:
 
     store        device blocks → host slots     after the step that filled the blocks (H1)
     load         host slots → device blocks     after the last use of the blocks (H3); fences for each layer group
-    TIER-write   host slots → persistent tier   after the store was seen done
+    TIER-write   host slots → persistent tier   after the fence of the store
     TIER-read    persistent tier → host slots   for requests that wait
 
 Every failure is a miss: nothing is published (H9), the leases end, the request recomputes.
@@ -56,7 +56,7 @@ class _Part(Protocol):
 
 
 class OffloadWorker:
-    """Carries out commands. `turn` is called by the worker's thread only; other public names may be read by any."""
+    """Executes commands. `turn` is called by the worker's thread only; other public names may be read by any thread."""
 
     def __init__(
         self,
@@ -71,7 +71,7 @@ class OffloadWorker:
         events: Channel[WorkerEvent],
         settled: Mark,
     ) -> None:
-        """`settled` is raised to the id up to which every job has let go of the device's blocks."""
+        """`settled` is raised to the largest id up to which every job has settled."""
         self.switches = Switches()
         self.forgotten = 0
         """Number of resets that have reached the tiers."""
@@ -83,7 +83,9 @@ class OffloadWorker:
         self._settled = settled
         self._clock = device.now
         self._num_taken = 0  # commands
-        self._ended_copies: deque[Copy] = deque()  # seen done, but not taken in: that costs some 5 us a block
+        self._ended_copies: deque[Copy] = (
+            deque()
+        )  # copies that are done but not handled yet: handling takes some 5 us a block
         self._unsettled = UnsettledJobs()
         self._to_host = Lane(pacing.TO_HOST, lambda number: device.stream(f"store-{number}"), clock=device.now)
         self._to_device = Lane(pacing.TO_DEVICE, lambda number: device.stream(f"load-{number}"), clock=device.now)
@@ -144,8 +146,8 @@ class OffloadWorker:
     # ------------------------------------------------------------------ the turn: never blocks
 
     def turn(self) -> Rest:
-        """Take in ended work, take commands, give the device as much as it may have. Returns what the next turn waits
-        for.
+        """Handle ended transfers, take commands, and submit copies to the device as far as the pace allows. Returns
+        when the next turn is due.
 
         An exception is reported before it is raised: it ends the thread.
         """
@@ -168,8 +170,9 @@ class OffloadWorker:
         if self.switches.abandoned:
             self._drop()  # rule: transfers-are-dropped
             self._take_in_copies()
-        # One slow thing a turn: pieces that the link needs next, then ended copies, then pieces that it needs later.
-        # With blocks so small that the link always lacks some, ended copies are taken in all the same.
+        # One slow task per turn: begin pieces that the link needs next, else handle ended copies, else begin pieces
+        # that it needs later. With blocks so small that the link always needs more, ended copies are handled all the
+        # same.
         elif not (
             (len(self._ended_copies) <= _CROWDED_LANE and self._begin_pieces(ahead=False)) or self._take_in_copies()
         ):
@@ -185,7 +188,7 @@ class OffloadWorker:
             self._loads.submitted(copy)
 
     def _take_commands(self) -> None:
-        """Take some commands. Their jobs are queued, and begun piece by piece."""
+        """Take some commands and queue their jobs, which are begun piece by piece."""
         blocks = 0
         while blocks < pacing.BLOCKS_PER_TURN and (command := self._commands.take()) is not None:
             self._num_taken += 1
@@ -244,7 +247,7 @@ class OffloadWorker:
         return not lane.has_more or (ahead and len(lane) < _CROWDED_LANE)
 
     def _take_in_copies(self) -> bool:
-        """Take in ended copies, some in each turn. Returns whether there were any."""
+        """Handle ended copies, some in each turn. Returns whether there were any."""
         blocks = 0
         while self._ended_copies and (blocks < pacing.BLOCKS_PER_TURN or self.switches.abandoned):
             copy = self._ended_copies.popleft()

@@ -192,7 +192,7 @@ class Executor:
         self._graphs: Graphs | None = None
 
     def launch(self, batch: BatchPlan, *, after: tuple[Fence, ...], gates: LayerGates) -> LaunchedStep:
-        """Enqueue one step. It waits for the fences `after`, and each layer for its fences in `gates`. Returns at once."""
+        """Enqueue one step, which waits for `after`, and in each layer for its fences in `gates`. Returns at once."""
         launched_s = self._clock()
         gated, columns = bool(gates.by_layer), batch.columns
         for slot, begin in batch.begins:

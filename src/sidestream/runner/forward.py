@@ -51,8 +51,8 @@ class ForwardModel(Protocol):
         *,
         left: Left,
     ) -> Tensor:
-        """The same; calls `left` with the last layer's hidden states of all packed tokens, `[T, hidden_size]`, before
-        it makes the logits. For a proposer that reads hidden states.
+        """Like `forward`, for a proposer that reads hidden states: calls `left` with the last layer's hidden states of
+        all packed tokens, `[T, hidden_size]`, before it computes the logits.
         """
         ...
 
@@ -84,7 +84,7 @@ class ForwardOutput(NamedTuple):
 
 
 class Forward:
-    """The one way from a step's inputs to logits.
+    """Computes a step's logits from its inputs.
 
     kv           the pool by layer; with one block more than requests can hold for a proposer that reads hidden states
     attention    makes the attention batch of each pass. If it reads lengths on the host, passes have no padding
@@ -123,7 +123,7 @@ class Forward:
         self._single_starts = torch.arange(state.num_slots + 2).to(kv.device)
 
     def step(self, inputs: StepInputs, before_layer: Callable[[int], None], *, gated: bool) -> ForwardOutput:
-        """The whole pass of a step's inputs. `gated`: `before_layer` waits for loads."""
+        """Run the whole pass. `gated`: `before_layer` waits for loads."""
         state, ops = self._state, self._ops
         ops.update_block_tables(inputs.table_indices, inputs.table_block_ids, state.block_tables)
         continues = not gated and not inputs.sizes.chunks and not inputs.sizes.draft_len
@@ -216,7 +216,9 @@ class Forward:
                 )
             logits = self._model.forward_with_hidden(tokens, positions, batch, logits_indices, left=left)
             self._stream.join()  # rule: proposer-branch-is-joined
-            if proposed is not None:  # else each slot continues after its last token, whose state is kept
+            if (
+                proposed is not None
+            ):  # else each row continues after its slot's last token, whose hidden state the slot has kept
                 at_logits = states[0][logits_indices]
         if proposed is not None:
             self._stream.stamp(proposed.times[2:])

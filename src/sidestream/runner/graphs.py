@@ -1,9 +1,8 @@
-"""CUDA graphs of forward passes and of draws, captured once by `GraphKey` and replayed: the host's part of a step is
-one call, however many layers there are.
+"""CUDA graphs of forward passes and of sampling, captured once for each `GraphKey`: the host launches a step by one
+call, for any number of layers.
 
-Each key has two graphs of the pass: one for batches whose KV is all there, and one that waits for loads, group of
-layers by group of layers (H5). Both read the key's inputs (`StepInputs`) and leave their output in the same place.
-Engine thread.
+Each key has two graphs of the pass: one for batches without running loads, and one in which each group of layers waits
+for its loads (H5). Both read the key's inputs (`StepInputs`) and leave their output in the same place. Engine thread.
 """
 
 from __future__ import annotations
@@ -31,16 +30,16 @@ logger = logging.getLogger(__name__)
 
 
 class GateEvent(Protocol):
-    """An event that a captured wait waits for: for its last record before the replay."""
+    """An event that captured waits wait for, as of its last record before the replay."""
 
     def record(self, stream: Any) -> object:
-        """Record everything that the stream was given so far."""
+        """Record all work enqueued on the stream so far."""
         ...
 
 
 @dataclass(slots=True, eq=False)
 class _Pass:
-    """The graph of a pass and its output, and the graphs of the draws after it, by mode."""
+    """The graph of a pass, its output, and the graphs of sampling after it, by mode."""
 
     graph: Graph | None = None
     output: ForwardOutput | None = None
@@ -49,8 +48,8 @@ class _Pass:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CapturedStep:
-    """The graphs of one key. `fetches`: one for each region of the uploads, which fills the inputs from there; empty:
-    that is not captured.
+    """The graphs of one key. `fetches`: for each region of the uploads, the graph that fills the inputs from it; empty
+    if filling is not captured.
     """
 
     key: GraphKey
@@ -60,8 +59,8 @@ class CapturedStep:
     fetches: list[Graph] = field(default_factory=list)
 
     def modes(self, *, gated: bool) -> Sequence[SamplingMode]:
-        """The modes whose draws are captured. After drafts, penalties count the drafts before, which takes the host;
-        and few steps wait for loads.
+        """The modes for which sampling is captured. With drafts, PENALISED is not: its penalties also count the drafts
+        before each token, which the host must list. With loads, only ARGMAX is, since few steps have loads.
         """
         if gated:
             return (SamplingMode.ARGMAX,)
@@ -73,9 +72,9 @@ class CapturedStep:
 class Graphs:
     """Owner of the inputs and graphs of one executor.
 
-    gates         a stream of its own, on which gates are recorded
+    gates         the stream on which gates are recorded, and nothing else runs
     num_layers    layers of the pool
-    gate_layers   layers that wait together, in the gated graphs; 0: there are none, and no gated batch is replayed
+    gate_layers   layers of a group in the gated graphs; 0: no gated graphs, and batches with loads run eagerly
     table_width   columns of the block tables
     """
 
@@ -123,8 +122,8 @@ class Graphs:
     def capture(self, keys: Iterable[GraphKey], *, tell: Callable[[int, int], None] = lambda done, total: None) -> None:
         """Capture the keys in their order, and replay each once, on padding. Blocks; before serving only.
 
-        When memory ends, the keys that were captured by then stay, and a warning says so. Raises other errors of a
-        forward pass. `tell` is given the number of captured keys, and of all.
+        If memory runs out, the graphs captured so far are kept, and a warning is logged. Raises other errors of a
+        forward pass. `tell` is called with the number of captured keys and the number of all keys.
         """
         keys = list(keys)
         for number, key in enumerate(keys):
@@ -143,8 +142,8 @@ class Graphs:
         tell(len(keys), len(keys))
 
     def find(self, batch: BatchPlan, demand: tuple[int, int, int, int], *, gated: bool) -> CapturedStep | None:
-        """The graphs of the key with the least padding that fits the batch, whose `demand_of` is `demand`; None: none
-        fits.
+        """The graphs of the key with the least padding that fits the batch; None if no key fits. `demand`:
+        `demand_of(batch)`.
         """
         if gated and not self._groups:
             return None
@@ -154,7 +153,7 @@ class Graphs:
         return next((captured for captured in self._fitting[demand] if drafts <= captured.key.all_drafts), None)
 
     def close_gates(self, gates: LayerGates) -> None:
-        """Make the next replay of a gated graph wait for these loads, each group of layers for its own."""
+        """Make the next replay of a gated graph wait for these loads, each group of layers for its own loads."""
         for group, event in zip(self._groups, self._events, strict=True):
             for fence in dict.fromkeys(fence for layer in group for fence in gates.by_layer[layer]):
                 self._gates.wait(fence)  # rule: gate-is-recorded-behind-its-loads
@@ -176,7 +175,7 @@ class Graphs:
         return chosen.output
 
     def draw(self, captured: CapturedStep, mode: SamplingMode, *, gated: bool) -> None:
-        """Enqueue the draws after the pass that was just replayed, and their delivery to the host."""
+        """Enqueue sampling after the pass that was just replayed, and the delivery of its results to the host."""
         self._stream.enqueue((captured.gated if gated else captured.plain).draws[mode])
 
     def _capture(self, key: GraphKey) -> CapturedStep:
@@ -230,9 +229,9 @@ class Graphs:
             self.draw(captured, mode, gated=gated)
 
     def _draw(self, inputs: StepInputs, after: _Pass, mode: SamplingMode) -> None:
-        """Draw from a pass's output, and deliver to the mailbox entry that the inputs name."""
+        """Sample from a pass's output, and deliver to the mailbox entry at the offset in the inputs."""
         output = after.output
-        if output is None or not len(output.logits):  # attention by torch computes no padding
+        if output is None or not len(output.logits):  # the torch backend computes no padding
             return
         with torch.inference_mode():
             drawn, accepted = self._sampler.sample(inputs, output, mode)
@@ -250,8 +249,8 @@ class Graphs:
 
 
 def _clear_frames(error: BaseException) -> None:
-    """Free the memory that the frames of an error and of its cause hold. Not in `capture`, whose names would be among
-    them.
+    """Free the memory that the frames of an error and of its cause hold. Not in `capture`, whose own local variables
+    would be cleared, too.
     """
     for raised in (error, error.__cause__):
         if raised is not None:

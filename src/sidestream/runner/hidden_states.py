@@ -1,9 +1,9 @@
 """Hidden states from one step to the next: by request slot on the device, and by block in the pool's last layers, so
 that they come back with the KV.
 
-A proposer that reads hidden states takes, at each token, the one of the position before. For a row's first token of a
-step that is the state that the slot's last step left; for the first token of an epoch, the state in the block before it
-(H15); and at the start of a sequence, zeros. On the compute stream.
+A proposer that reads hidden states uses, at each token, the hidden state of the position before it. At a row's first
+token of a step, this is the state that the slot's last step left. At the first token of an epoch, it is the state in
+the block before the token (H15), and at the start of a sequence it is zero. On the compute stream.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def origin_of(row: RowPlan, block_tokens: int) -> int:
 class HiddenStates:
     """Owner of the pool's last layers, which hold in each complete block the hidden state of its last token.
 
-    kv   the pool, with one block more than requests can hold: writes that count for nothing go there
+    kv   the pool, with one block more than requests can hold, for writes whose result is not used
     """
 
     def __init__(self, kv: Tensor, layout: KVLayout, state: DecodeState, ops: Ops) -> None:
@@ -40,8 +40,8 @@ class HiddenStates:
         self._by_block = kv.view(kv.shape[0], -1)[:, start : start + hidden_size]
 
     def previous_by_slot(self, rows: PackedRows) -> Tensor:
-        """The hidden states before rows of one token each that continue their last step, `[B, hidden_size]`: all of
-        them are known before this step.
+        """The hidden states before rows of one token each that continue their last step, `[B, hidden_size]`. They are
+        known before this step runs.
         """
         return self._state.hidden[rows.slots]
 
@@ -50,7 +50,7 @@ class HiddenStates:
         return self._ops.previous_hidden(hidden, rows, self._state.hidden, self._by_block)
 
     def keep(self, hidden: Tensor, rows: PackedRows, *, positions: Tensor, slot_mapping: Tensor) -> None:
-        """Keep the hidden states of this step, `[T, hidden_size]`, that blocks and slots hold."""
+        """Store the hidden states of this step, `[T, hidden_size]`, in the blocks and slots that hold some."""
         self._ops.keep_hidden(
             hidden,
             rows,

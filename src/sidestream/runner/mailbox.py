@@ -1,4 +1,4 @@
-"""The mailbox: host memory to which steps deliver their draws. Each step leases one entry.
+"""The mailbox: host memory to which steps deliver their results. Each step leases one entry.
 
 The compute stream writes an entry, the engine thread reads it after the step's fence. Nothing goes through the copy
 engine's queue, in which a bulk transfer would delay it.
@@ -38,7 +38,7 @@ class _Field:
 
 @dataclass(frozen=True, slots=True)
 class MailboxEntry:
-    """One step's part of the mailbox; `lease` ends when the step was read."""
+    """One step's part of the mailbox; `lease` ends when the results were read."""
 
     lease: Lease
     num_bytes: int
@@ -57,8 +57,8 @@ class Delivered(NamedTuple):
     """The results of a step.
 
     rows       one result for each sampling row, in order
-    draft_s    seconds that drafting took; None: nothing was drafted
-    verify_s   seconds of the forward pass that verified it; None likewise
+    draft_s    duration of drafting; None: nothing was drafted
+    verify_s   duration of the forward pass that verified the drafts; None: nothing was drafted
     """
 
     rows: tuple[RowResult, ...]
@@ -67,7 +67,7 @@ class Delivered(NamedTuple):
 
 
 class Mailbox:
-    """Owner of the entries for launched steps, in host memory that the device writes."""
+    """Owner of the entries of launched steps, in host memory that the device writes."""
 
     def __init__(
         self, num_entries: int, num_slots: int, vocab_size: int, device: Device, *, max_drafts: int = 0
@@ -88,7 +88,7 @@ class Mailbox:
         }
         self._fields: dict[str, _Field] = {}
         start = 0
-        for name, (dtype, width, count) in layout.items():  # the 8-byte ones first, so that all are aligned
+        for name, (dtype, width, count) in layout.items():  # 8-byte fields first, so that all fields are aligned
             self._fields[name] = _Field(start, dtype, width, count)
             start += np.dtype(dtype).itemsize * width * count
         self._entry_bytes = -(-start // _ALIGNMENT) * _ALIGNMENT
@@ -110,9 +110,9 @@ class Mailbox:
         counts: Tensor | None = None,
         times: Tensor | None = None,
     ) -> None:
-        """Deliver a step's draws and, with drafts, the accept lengths of its sampling rows and `Proposed.times`. Inside
-        work of `stream`, the compute stream. `start`: first byte of the step's entry, or int64 `[1]` on the device for
-        captured work. Draws of padding are cut off, or stay unread.
+        """Deliver a step's sampled tokens and, with drafts, the accept lengths of its sampling rows and
+        `Proposed.times`. Inside work of `stream`, the compute stream. `start`: first byte of the step's entry, or int64
+        `[1]` on the device for captured work. Tokens sampled at padding are cut off, or not read.
         """
         values = {"tokens": drawn.tokens, "finite": drawn.finite}  # rule: non-finite-logits-are-reported
         if counts is not None:
@@ -128,8 +128,8 @@ class Mailbox:
     def read(self, entry: MailboxEntry, drafts: Sequence[int], top_logprobs: Sequence[int], fence: Fence) -> Delivered:
         """The results of a step. On the engine thread, after the step's fence; ends the lease.
 
-        drafts         of each sampling row; only a step with drafts delivered accept lengths
-        top_logprobs   of each sampling row, -1: none; empty: no row asked for any
+        drafts         number of drafts of each sampling row; accept lengths are read only if there are drafts
+        top_logprobs   requested log-probabilities of each sampling row, -1: none; empty: no row asked for any
         """
         if not fence.poll():  # rule: mailbox-is-read-after-its-step
             raise InvariantError(f"the mailbox was read before {fence!r}")
@@ -167,7 +167,7 @@ class Mailbox:
         tokens: Sequence[int],
         finite: Sequence[bool],
     ) -> Iterator[RowResult]:
-        """The result of each row up to its first draw from logits that are not finite, with its log-probabilities."""
+        """The result of each row, up to its first token from logits that are not finite, with log-probabilities."""
         at, places = 0, len(tokens)
         for row_drafts, length, wanted in zip(drafts, lengths, top_logprobs, strict=True):
             whole = all(finite[at : at + length])

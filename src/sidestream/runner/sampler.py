@@ -1,19 +1,20 @@
-"""The sampler: draws a token at each row of logits, accepts drafts, and advances the request slots. One path for eager
-and for captured steps. `Sampler.sample` runs on the compute stream, everything else on the engine thread.
+"""The sampler: samples a token at each row of logits, accepts drafts, and updates the request slots. The same code runs
+in eager and in captured steps. `Sampler.sample` runs on the compute stream, everything else on the engine thread.
 
-A row's draw, in this order:
+One row is sampled in this order:
 
 1. Logit bias is added; the repetition penalty divides the positive and multiplies the negative logits of tokens in
    prompt or output; frequency (per occurrence) and presence (once) penalties of tokens in the output are subtracted;
    before `min_tokens` outputs the ending ids are forbidden. Penalties are defined as in transformers and vLLM.
 2. Temperature 0 or `top_k` 1: argmax, the lowest id among equals.
-3. Else temperature, softmax, then top-k, top-p and min-p, each on what the one before left (the order of transformers).
-   A filter keeps or drops equally likely tokens together, so it may keep more than k.
+3. Else temperature, softmax, then top-k, top-p and min-p, each applied to the tokens that the previous one kept (the
+   order of transformers). A filter keeps or drops equally likely tokens together, so it may keep more than k.
 4. One uniform number, a hash of (seed, output index), picks a token from the rest, in the order of ids.
 
 Log-probabilities are those of the raw logits, before step 1 (vLLM's `raw_logprobs`).
 
-A row with k drafts has 1 + k rows of logits. Its output is the draws after right drafts, see `Ops.advance`.
+A row with k drafts has 1 + k rows of logits. Its output is the sampled tokens up to the first one that differs from
+its draft, this one included: see `Ops.advance`.
 """
 
 from __future__ import annotations
@@ -35,19 +36,20 @@ from sidestream.runner.state import DecodeState, SlotSampling
 from sidestream.runner.step_inputs import StepInputs
 from sidestream.types import RowColumns, RowPlan, SamplingSpec
 
-# Requests may ask for 0 to 20 of them; always taking 20 makes the choice among equals independent of other rows.
+# Requests may ask for 0 to 20 log-probabilities. Always computing 20 makes the choice among equal values independent of
+# other rows.
 TOP_LOGPROBS = 20
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class SamplingMode(IntEnum):
-    """The operations of a draw. A step's mode is the highest of its rows'; each row draws the same token in every mode
-    that is high enough for it.
+    """The operations of sampling. A step has the highest mode of its rows; a row gets the same token in its own mode
+    and in every higher one.
 
     ARGMAX      argmax of the raw logits
     RANDOM      temperature and filters
-    PENALISED   and penalties
-    HOST        and options that only the host knows: logit bias, bans before `min_tokens`, log-probabilities. Never
+    PENALISED   also penalties
+    HOST        also options that only the host knows: logit bias, bans before `min_tokens`, log-probabilities. Never
                 captured
     """
 
@@ -69,9 +71,9 @@ class SamplingMode(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Logprobs:
-    """Log-probabilities of a step's draws; zeros for rows that asked for none.
+    """Log-probabilities of a step's sampled tokens; zeros for rows that asked for none.
 
-    drawn     float32 `[N]`, of the drawn tokens
+    drawn     float32 `[N]`, of the sampled tokens
     top_ids   int64 `[N, k]`, most likely first, the lowest id first among equals; a row that asked for fewer takes its
               first ones
     top       float32 `[N, k]`
@@ -84,7 +86,7 @@ class Logprobs:
 
 @dataclass(frozen=True, slots=True)
 class SamplerOutput:
-    """The draws of a step, one for each row of logits.
+    """The sampled tokens of a step, one for each row of logits.
 
     tokens     int64 `[N]`
     finite     bool `[N]`; False: the logits held NaN or +inf, or every token was forbidden, and the token is 0
@@ -97,7 +99,7 @@ class SamplerOutput:
 
 
 class Sampler:
-    """Owner of the host's knowledge of sampling options by slot, as of the last launched step."""
+    """Owner of the sampling options that the host needs of each slot, as of the last launched step."""
 
     def __init__(self, state: DecodeState, ops: Ops) -> None:
         self._state = state
@@ -107,7 +109,7 @@ class Sampler:
         self._bans: dict[int, SamplingSpec] = {}  # of slots whose mode gets lower after `min_tokens` outputs
 
     def begin(self, slot: int, spec: SamplingSpec) -> None:
-        """A step is about to be launched in which the slot has a new request."""
+        """Record that the slot has a new request from the next launched step on."""
         if spec.top_logprobs >= 0:
             self._top_logprobs[slot] = spec.top_logprobs
         else:
@@ -142,11 +144,11 @@ class Sampler:
         mode: SamplingMode,
         rows: Sequence[RowPlan] | None = None,
     ) -> tuple[SamplerOutput, Tensor | None]:
-        """Draw at all logits and advance the slots: the draws, and the accept lengths of the sampling rows, int64
-        `[B]`; None where nothing was drafted.
+        """Sample at all logits and update the slots. Returns the sampled tokens, and the accept lengths of the sampling
+        rows, int64 `[B]`, or None if nothing was drafted.
 
-        rows   those that sample; needed by mode HOST, and by PENALISED with drafts. None: the draws may be captured,
-               and padding is drawn, too
+        rows   the rows that sample; needed by mode HOST, and by PENALISED with drafts. None: may be captured, and also
+               samples at padding
         """
         state, proposed = self._state, output.proposed
         count = len(output.logits) if rows is None else sum(1 + row.drafts for row in rows)
@@ -184,7 +186,7 @@ class Sampler:
         return drawn, None if proposed is None else accepted
 
     def _drafted_before(self, rows: Sequence[RowPlan], drafts: Tensor) -> Tensor:
-        """The drafts between a slot's last token and each row of logits: int64 `[N, K]`, -1 after the last of them."""
+        """The drafts between a slot's last token and each row of logits: int64 `[N, K]`, filled up with -1."""
         decodes = len(drafts)  # they come first, and all of them sample
         of_row = [min(at, decodes - 1) for at, row in enumerate(rows) for _ in range(1 + row.drafts)]
         number = self._state.index([number for row in rows for number in range(1 + row.drafts)])
@@ -256,7 +258,7 @@ def _forbid(logits: Tensor, options: Sequence[SlotSampling], output_indices: Ten
 
 
 def _flat(ids: Sequence[npt.NDArray[np.int64]], width: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Of each id, the number of its list, and its flat index among logits of that width."""
+    """For each id: the index of its list, and its flat index in logits of that width."""
     of = np.repeat(np.arange(len(ids)), [len(each) for each in ids])
     return of, np.concatenate(ids) + of * width
 

@@ -1,8 +1,8 @@
 """Decode state on the device, by request slot: the last token, the blocks, the sampling options, the counts of
-penalties and, where tokens are drafted, all tokens and their number, of which the host learns a step late.
+penalties and, where tokens are drafted, all tokens and their number, which the host learns one step later.
 
 Knows slots and tokens, never requests or logits. Only work on the compute stream touches it, so that a slot's reset,
-its draws and its next reset are in order without a lock; the host never reads it back.
+its sampling and its next reset are ordered without a lock; the host never reads it back.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ class DecodeState:
     rules          the sampling options of each slot
     lengths        int64 `[num_slots + 1]`: tokens of each slot that have KV, which is the position of its last token
     history        int32 `[num_slots + 1, max_len + 1]`, all tokens of each slot; empty without `max_len`. The last
-                   column takes writes that count for nothing
+                   column receives writes whose result is not used
     hidden         `[num_slots + 1, hidden_size]`: the model's hidden state at the last position that has KV
-    padding_slot   number of one slot more, which padding uses: no request reads it
+    padding_slot   number of an additional slot for padding, which no request reads
 
     `lengths`, `history` and `hidden` are kept where tokens are drafted. The `[num_slots + 1, vocab_size]` tables of
     penalties (5 bytes an entry) are allocated when the first slot needs them, on a GPU before serving.
@@ -75,7 +75,7 @@ class DecodeState:
         self._device = torch.device(device)
         self._uploads = uploads or Uploads(device)
         self._sampling: list[SlotSampling | None] = [None] * num_slots
-        # By copies that are waited for: a fill on the device would run on a stream that orders nothing. From zeros of
+        # Filled by blocking copies: a fill on the device would run on a stream that no fence orders. From zeros of
         # numpy: a fill by several threads would leave this thread with a team of its own, and torch's threads of the
         # forward pass wake late ever after where there are more of them than cores (a step of SmolLM2-135M took 85 ms
         # instead of 45). Last tokens are ids of the vocabulary from the start: on a GPU, a step whose row could not
@@ -96,11 +96,11 @@ class DecodeState:
         return self.history.shape[1] > 0
 
     def begin(self, begins: Sequence[tuple[int, RowStart]]) -> None:
-        """Hand slots to new requests, or to the same ones again after a preemption: nothing of before is kept (H16,
-        H18).
+        """Initialise slots for new requests, or for preempted requests that resume: nothing of the earlier content is
+        kept (H16, H18).
 
         Runs before each slot's first chunk of an epoch, for all rows of a step at once: one by one, a hundred requests
-        that come together would be hundreds of launches. Ids outside the vocabulary are ignored.
+        that arrive together would need hundreds of launches. Ids outside the vocabulary are ignored.
         """
         for slot, start in begins:
             spec = start.sampling
@@ -111,7 +111,7 @@ class DecodeState:
             )
         counts = [len(start.prompt) + len(start.outputs) for _, start in begins]
         lasts = [(0, *start.prompt[-1:], *start.outputs[-1:])[-1] for _, start in begins]
-        # From a slot's place among all known tokens to its row of the history.
+        # Maps a position among all known tokens to a position in the slot's row of the history.
         shifts = [
             slot * self.history.shape[1] - before
             for (slot, _), before in zip(begins, accumulate(counts, initial=0), strict=False)
@@ -142,7 +142,7 @@ class DecodeState:
         return found
 
     def slot_tensors(self, *, counted: bool) -> SlotTensors:
-        """The tensors that a draw advances. `counted`: some row of the step is penalised."""
+        """The tensors that sampling updates. `counted`: some row of the step is penalised."""
         counts = self.seen_tables()[0] if counted else None
         return SlotTensors(self.last_tokens, self.lengths, self.history, self.hidden, counts, self.rules.numbers)
 
@@ -157,7 +157,7 @@ class DecodeState:
         return self._output_counts, self._in_prompt
 
     def index(self, values: Sequence[int] | npt.NDArray[np.int64]) -> Tensor:
-        """Host numbers as int64 on the device of this state."""
+        """Host numbers as an int64 tensor on the device of this state."""
         return self.numbers(values)
 
     def numbers(self, values: Sequence[float] | npt.NDArray[np.generic], dtype: torch.dtype = torch.int64) -> Tensor:

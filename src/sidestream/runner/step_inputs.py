@@ -268,7 +268,7 @@ class TableChanges(NamedTuple):
 
 
 def demand_of(batch: BatchPlan) -> tuple[int, int, int, int]:
-    """Decode rows, chunks of prefill, prefill tokens, and the largest number of drafts of a row: see `GraphKey.fits`."""
+    """The arguments of `GraphKey.fits`: decode rows, chunks, prefill tokens, and the most drafts of a row."""
     decodes = batch.num_decodes
     longest = max(batch.columns.drafts, default=0) if batch.speculates else 0
     return decodes, len(batch.rows) - decodes, batch.num_prefill_tokens, longest
@@ -325,7 +325,7 @@ class _Parts(NamedTuple):
 
 
 def _pack_drafting(columns: RowColumns, decodes: int, decode_slots: Numbers, starts: Numbers, parts: _Parts) -> int:
-    """Pack decode rows of a step with drafts, or of a step after one with drafts. Returns the number of packed tokens."""
+    """Pack decode rows of a step with drafts, or of a step after one with drafts. Returns the number of tokens."""
     stops = np.array(columns.stop[:decodes], np.int64)
     parts.sampling_rows[:decodes] = np.arange(decodes)
     counts = 1 + np.array(columns.drafts[:decodes], np.int64)

@@ -1,8 +1,9 @@
-"""Numbers of the host for a step: written to memory that the device's kernels read, past the copy engine's queue.
+"""Uploads a step's integers from the host without the copy engine: the host writes them to mapped memory, from which
+kernels read them.
 
 A copy to the device, however small, waits for as long as loads keep the copy engine busy: 40 ms, measured, for the 2 KB
-of a step beside a load of 2 GiB. So on a GPU a step's numbers lie in mapped pinned memory, in a region that the step
-holds as long as its mailbox entry (H17), and a kernel fetches them. On a CPU they are there already.
+of a step beside a load of 2 GiB. So on a GPU the integers are in mapped pinned memory, in a region that the step holds
+as long as its mailbox entry (H17), and a kernel copies them to device memory. On a CPU nothing needs to be copied.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _INPUT_BYTES = 1 << 19
 
 
 class Uploads:
-    """The numbers of the step that is being enqueued. Single writer: the thread that enqueues it.
+    """The uploads of the step that is being enqueued. Single writer: the thread that enqueues it.
 
     staging       uint8 `[regions, bytes]` on the host · mapped: the same memory as the device's kernels see it. Both
                   None: kernels read the host's memory as it is
@@ -68,12 +69,12 @@ class Uploads:
         )
 
     def open(self, region: int) -> None:
-        """A step is about to be enqueued that holds this region; the region's last step was read."""
+        """Use this region for the step to be enqueued next. The results of the region's last step were read."""
         self._region, self._used = region, self._input_bytes
 
     def numbers(self, values: Sequence[float] | npt.NDArray[np.generic], dtype: torch.dtype = torch.int64) -> Tensor:
-        """A list of numbers as a tensor `[len(values)]` on the device; it may outlive the step. All empty ones are the
-        same: a row that begins needs three.
+        """A list of numbers as a tensor `[len(values)]` on the device; it may outlive the step. Empty lists share one
+        tensor, since each row that begins needs three of them.
         """
         if not len(values):
             if dtype not in self._empty:
@@ -82,8 +83,8 @@ class Uploads:
         return self._fetch(torch.tensor(values, dtype=dtype))
 
     def together(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Tensors of one dtype, on the host, as tensors on the device: by one kernel for all, so there they share
-        memory.
+        """Tensors of one dtype on the host, as tensors on the device. One kernel copies all of them, so they share
+        memory there.
         """
         if on_host(self._device) and self._staging is None:
             return [*tensors]
@@ -93,8 +94,8 @@ class Uploads:
         return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
 
     def fetches(self, target: Tensor) -> list[Callable[[], None]]:
-        """For each region, the work that overwrites `target`, int64 on the device, with the numbers that `write` put
-        there: to be captured. Empty if a region has no room for them.
+        """For each region, the work to capture: it overwrites `target`, int64 on the device, with the numbers that
+        `write` put into the region. Empty if a region is too small for them.
         """
         count = len(target)
         if count * _NUMBER_BYTES > self._input_bytes:
@@ -102,7 +103,7 @@ class Uploads:
         return [functools.partial(_fetch, read[:count], target) for _, read in self._numbers]
 
     def write(self, numbers: npt.NDArray[np.int64]) -> int:
-        """Put numbers where the fetch of the step's region finds them. Returns the region."""
+        """Write numbers to the step's region, for its captured fetch. Returns the number of the region."""
         self._numbers[self._region][0][: len(numbers)] = numbers
         return self._region
 
@@ -115,7 +116,7 @@ class Uploads:
         return self._pinned(values).to(self._device, non_blocking=True) if staged is None else staged + 0
 
     def _stage(self, values: Tensor) -> Tensor | None:
-        """The values in the step's region; None: there is none, or they are too many."""
+        """The values in the step's region; None if there is no region, or too little room in it."""
         if self._staging is None or self._mapped is None:
             return None
         start = -(-self._used // _ALIGNMENT) * _ALIGNMENT
@@ -127,9 +128,9 @@ class Uploads:
         return self._mapped[self._region, start:stop].view(values.dtype)
 
     def _pinned(self, values: Tensor) -> Tensor:
-        """Pinned, for a copy that the host does not wait for; torch keeps the memory until the copy was made."""
+        """The values in pinned memory, for an asynchronous copy; torch keeps the memory until the copy has ended."""
         return values if on_host(self._device) else values.pin_memory()
 
 
 def _fetch(read: Tensor, target: Tensor) -> None:
-    torch.add(read, 0, out=target)  # `copy_` would ask the copy engine: the driver knows where the memory is
+    torch.add(read, 0, out=target)  # not `copy_`, for which the driver would use the copy engine

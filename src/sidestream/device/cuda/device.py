@@ -186,7 +186,7 @@ class CudaDevice:
     def wait_host(self, fence: Fence, *, reason: str, timeout_s: float | None = None, bell: Bell | None = None) -> bool:
         """See `Device.wait_host`. Raises DeviceLost.
 
-        The thread hears a bell only while it sleeps, not when the end is near, nor with a `timeout_s`.
+        A bell ends the wait only while the thread sleeps: not when the end is near, and not with a `timeout_s`.
         """
         if self._waiter.is_done(fence):
             return True

@@ -1,8 +1,8 @@
 """Cooperative scheduling: exactly one thread runs at any moment, and a policy chooses the next.
 
-Knows actors, never streams or work. An actor gives its turn away at *points*. It can run again at once, or when a
-condition holds, or at a virtual time. The same policy with the same seed gives the same run on any machine: neither the
-system's scheduler nor a real clock has an influence.
+Knows actors, never streams or work. An actor yields its turn at *points*. It can run again at once, or when a condition
+holds, or at a virtual time. The same policy with the same seed gives the same run on any machine: neither the system's
+scheduler nor a real clock has an influence.
 """
 
 from __future__ import annotations

@@ -114,7 +114,7 @@ class TierIndex:
 
         next_serial          exceeds every serial on the medium
         evictions, corrupt   counts that the statistics start from
-        tracer               told of every grant, pin and key
+        tracer               records every grant, pin and key
         """
         self.name = name
         self._tracer = tracer
@@ -124,7 +124,7 @@ class TierIndex:
         self._slots: dict[Key, _Slot] = {entry.key: _Slot(entry) for entry in published}
         self._idle: OrderedDict[Key, _Slot] = OrderedDict(self._slots)  # published and not pinned, next victim first
         self._writing: dict[Key, WriteGrant] = {}
-        self._victims: dict[Key, Entry] = {}  # of the grants in _writing that have one
+        self._victims: dict[Key, Entry] = {}  # victims of the grants in _writing
         self._leaving = 0  # retired, but still pinned
         self._doomed: deque[Entry] = deque()
         self._evictions = evictions

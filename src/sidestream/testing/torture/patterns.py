@@ -1,8 +1,8 @@
 """Patterns that identify their place: every eight bytes of a block encode its key and their offset. Written and
 compared on the device.
 
-Knows blocks and streams, not their owners. Called from the thread that plays the engine thread; it waits for the device
-only to reuse its pinned memory, and to read the results at the end of a round.
+Knows blocks and streams, not their owners. Called from the thread in place of the engine thread. It waits for the
+device only to reuse its pinned memory, and to read the results at the end of a round.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Requests without a model: they write patterns, store, load, compare, abort and release blocks, as fast as the device
 allows.
 
-One rig and one thread, which plays the engine thread. A request makes the engine's calls for a transfer, in the same
+One rig and one thread, in place of the engine thread. A request makes the engine's calls for a transfer, in the same
 order:
 
     compute   take blocks → write after their last uses → store after the write → release after the last step, or keep
