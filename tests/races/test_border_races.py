@@ -41,5 +41,5 @@ def test_h34_request_of_a_front_end_that_has_gone_is_left_behind() -> None:
 
 
 def test_h35_outputs_pile_up_for_a_reader_that_does_not_read() -> None:
-    assert_caught("news for a reader that does not read", by=("order",), within=10)
-    assert_clean("news for a reader that does not read")
+    assert_caught("outputs for a reader that does not read", by=("order",), within=10)
+    assert_clean("outputs for a reader that does not read")

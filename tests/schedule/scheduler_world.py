@@ -319,7 +319,7 @@ class World:
         if meanwhile is not None:
             meanwhile()
             self._apply_events()
-            self._submit(self.scheduler.order_loads())
+            self._submit(self.scheduler.plan_loads())
             self._check()
         previous, self.previous = self.previous, launched
         self._commit(previous)

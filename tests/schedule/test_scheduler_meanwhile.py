@@ -24,7 +24,7 @@ def rests(world: World, request: Request, source: str = "host", *, blocks: int =
     world.tiers.where.update(dict.fromkeys(world.keys_of(request)[:blocks], source))  # type: ignore[arg-type]
 
 
-def test_a_load_is_ordered_while_a_step_is_awaited_and_its_request_joins_the_next_one() -> None:
+def test_a_load_is_planned_while_a_step_is_awaited_and_its_request_joins_the_next_one() -> None:
     world, _ = busy_world()
     arrived: list[Request] = []
 
@@ -41,7 +41,7 @@ def test_a_load_is_ordered_while_a_step_is_awaited_and_its_request_joins_the_nex
     world.run()
 
 
-def test_the_same_is_ordered_meanwhile_as_by_the_next_plan() -> None:
+def test_loads_planned_during_a_wait_equal_those_of_the_next_plan() -> None:
     ordered = []
     for meanwhile in (False, True):
         world, _ = busy_world()
@@ -49,7 +49,7 @@ def test_the_same_is_ordered_meanwhile_as_by_the_next_plan() -> None:
         rests(world, first)
         rests(world, second, "disk")
         rests(world, third)
-        ordered.append(tuple(world.scheduler.order_loads()) if meanwhile else world.scheduler.plan().transfers)
+        ordered.append(tuple(world.scheduler.plan_loads()) if meanwhile else world.scheduler.plan().transfers)
         assert states([first, second, third]) == [State.RUNNING, State.LOADING, State.RUNNING]
     assert ordered[0] == ordered[1]
     assert [type(plan) for plan in ordered[1]] == [LoadPlan, PromotePlan, LoadPlan]
@@ -59,7 +59,7 @@ def test_who_has_to_compute_is_left_for_the_plan_and_is_not_overtaken() -> None:
     world, _ = busy_world()
     first, second = world.submit(prompt(6)), world.submit(prompt(18, beginning=11))
     rests(world, second)
-    assert world.scheduler.order_loads() == []
+    assert world.scheduler.plan_loads() == []
     assert states([first, second]) == [State.WAITING, State.WAITING]
     assert len(world.step().transfers) == 1
     assert states([first, second]) == [State.RUNNING, State.RUNNING]
@@ -71,7 +71,7 @@ def test_no_request_overtakes_one_that_lacks_room() -> None:
     large, small = world.submit(prompt(26)), world.submit(prompt(10, beginning=11))
     rests(world, large)
     rests(world, small, blocks=2)
-    assert world.scheduler.order_loads() == []
+    assert world.scheduler.plan_loads() == []
     assert states([other, large, small]) == [State.RUNNING, State.WAITING, State.WAITING]
     world.run()
 
@@ -81,7 +81,7 @@ def test_the_first_in_rank_is_looked_at_first() -> None:
     later, urgent = world.submit(prompt(18), priority=1), world.submit(prompt(18, beginning=11))
     rests(world, later)
     rests(world, urgent)
-    (load,) = world.scheduler.order_loads()
+    (load,) = world.scheduler.plan_loads()
     assert isinstance(load, LoadPlan)
     assert load.request_id == urgent.id
 
@@ -91,7 +91,7 @@ def test_a_request_that_waits_for_pending_blocks_delays_no_other_request() -> No
     first, same, other = world.submit(prompt(18)), world.submit(prompt(18)), world.submit(prompt(18, beginning=11))
     rests(world, first)
     rests(world, other)
-    assert len(world.scheduler.order_loads()) == 2
+    assert len(world.scheduler.plan_loads()) == 2
     assert states([first, same, other]) == [State.RUNNING, State.WAITING, State.RUNNING]
 
 
@@ -99,10 +99,10 @@ def test_no_new_request_is_admitted_during_a_wait_while_admission_is_paused() ->
     world, _ = busy_world()
     rests(world, world.submit(prompt(18)))
     world.scheduler.pause_admission()
-    assert world.scheduler.order_loads() == []
+    assert world.scheduler.plan_loads() == []
 
 
-def test_a_load_that_is_ordered_meanwhile_waits_for_the_steps_on_their_way() -> None:  # H3
+def test_a_load_planned_during_a_wait_waits_for_the_steps_in_flight() -> None:  # H3
     world = World(num_blocks=6)
     old = world.submit(prompt(18), outputs=6)
     steps_until(world, lambda: old.num_outputs > 0)
@@ -124,7 +124,7 @@ def change_owner(world: World) -> Request:
     world.abort(old)
     request = world.submit(prompt(18, beginning=11))
     rests(world, request)
-    assert world.scheduler.order_loads()
+    assert world.scheduler.plan_loads()
     return request
 
 

@@ -51,7 +51,7 @@ class Listener:
             self._apply(self._transfers.poll())
 
     def apply_failed_loads(self) -> None:
-        """Apply failures of loads that a finished step waited for, before its results are believed."""
+        """Apply failures of loads that a finished step waited for, before its results are used."""
         if self._transfers is not None:
             self._apply(self._transfers.failed_loads())
 
@@ -78,7 +78,7 @@ class Listener:
         events = transfers.poll()
         self._apply(events)
         if heard or events:  # otherwise the last plan has considered every waiting request
-            transfers.submit(self._scheduler.order_loads())  # rule: loads-planned-during-a-wait-are-submitted
+            transfers.submit(self._scheduler.plan_loads())  # rule: loads-planned-during-a-wait-are-submitted
 
     # ------------------------------------------------------------------ events
 

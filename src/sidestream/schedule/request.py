@@ -88,9 +88,9 @@ class Request:
     shares: bool = field(init=False, default=True)
     """Its blocks may be published. False from a reset of the cache until its next admission."""
     loading: bool = field(init=False, default=False)
-    """A load into its blocks was ordered and has no fences yet: no step can wait for it."""
+    """A load into its blocks was planned and has no fences yet: no step can wait for it."""
     arriving: bool = field(init=False, default=False)
-    """A load into its blocks was ordered, and no row was planned since: its first step may have to wait."""
+    """A load into its blocks was planned, and no row was planned since: its first step may have to wait."""
     begun: bool = field(init=False, default=False)
     """Its slot's device state was set in this epoch."""
     stepped: bool = field(init=False, default=False)
@@ -103,7 +103,7 @@ class Request:
     """Tokens that its first admission found; None before."""
     promotions: int = field(init=False, default=0)
     promoted_from: dict[Key, str] = field(init=False, default_factory=dict)
-    """Keys of blocks that were on disk when their promotion was ordered."""
+    """Keys of blocks that were on disk when their promotion was planned."""
     avoid_disk: bool = field(init=False, default=False)
     avoid_tiers: bool = field(init=False, default=False)
 

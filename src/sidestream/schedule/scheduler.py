@@ -2,7 +2,7 @@
 clock.
 
 `plan` says what the next step does, `commit` takes in its results. Steps and transfers are in flight between the two:
-requests count them (`launched_*`), but only committed tokens and blocks are believed (H12). Called from the engine
+requests count them (`launched_*`), but only committed tokens and blocks are trusted (H12). Called from the engine
 thread only.
 
     plan ──▶ preemption.py   room for a request of higher priority
@@ -239,7 +239,7 @@ class Scheduler:
         self._owed = [] if plan.batch.rows else step.after
         return plan
 
-    def order_loads(self) -> Sequence[TransferPlan]:
+    def plan_loads(self) -> Sequence[TransferPlan]:
         """Admit requests that came after the last plan and have blocks to load or to promote. Returns their transfers,
         to be submitted at once.
 

@@ -11,7 +11,7 @@ from sidestream.types import BatchPlan, Fence, RowPlan, StepPlan, TransferPlan
 
 @dataclass(slots=True)
 class StepBuilder:
-    """Lives inside one call of `Scheduler.plan`, or of `Scheduler.order_loads`, which launches no step (`loads_only`).
+    """Lives inside one call of `Scheduler.plan`, or of `Scheduler.plan_loads`, which launches no step (`loads_only`).
 
     prefill_budget  prompt tokens that may still be added
     lead_s, step_s  see `Scheduler.plan`

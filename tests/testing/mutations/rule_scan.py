@@ -36,7 +36,7 @@ CALLS = re.compile(
 FLAGS = re.compile(
     "failure|epoch|_?generation|finite|void|written|pins|retired|last_fence|shares|keys_version|state|begun|"
     "stepped|paused|has_begun|"
-    "avoid_tiers|avoid_disk|is_cached|_open|_references|_fences|abandoned|loading|told|reported|taken_in|submitted"
+    "avoid_tiers|avoid_disk|is_cached|_open|_references|_fences|abandoned|loading|reported|taken_in|submitted"
 )
 """Attributes that say which results are valid and which requests go on: where they are set, and where a decision
 depends on them.

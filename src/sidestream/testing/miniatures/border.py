@@ -251,7 +251,7 @@ BORDER = (
         requests_of_a_process_that_has_gone,
     ),
     Miniature(
-        "news for a reader that does not read",
+        "outputs for a reader that does not read",
         "H35",
         "Above a bound, the reader's request is aborted.",
         news_for_a_reader_that_does_not_read,

@@ -29,7 +29,7 @@ def tokens_behind_a_store(device: SimDevice, protected: bool) -> Outcome:
     kv, host = Blocks(device, "kv", 2), Blocks(device, "host", 2)
     drawn, mailbox = Blocks(device, "drawn", 1), Blocks(device, "mailbox", 1)
     compute, copy_engine = device.stream("compute"), device.stream("copy engine")
-    leases = blocks, slots, token, letter = kv.pool.take(2), host.pool.take(2), drawn.pool.take(1), mailbox.pool.take(1)
+    leases = blocks, slots, token, entry = kv.pool.take(2), host.pool.take(2), drawn.pool.take(1), mailbox.pool.take(1)
     filled = kv.write(compute, blocks.ids, 7, "step")
     sampled = drawn.write(compute, token.ids, 42, "sample")
     copy_engine.wait(filled)
@@ -37,9 +37,9 @@ def tokens_behind_a_store(device: SimDevice, protected: bool) -> Outcome:
     stored = copy(copy_engine, kv, blocks.ids, host, slots.ids, "store")
     path = compute if protected else copy_engine  # a kernel that writes to mapped memory, or an ordinary copy
     path.wait(sampled)
-    delivered = copy(path, drawn, token.ids, mailbox, letter.ids, "token to the host")
+    delivered = copy(path, drawn, token.ids, mailbox, entry.ids, "token to the host")
     finish(device, delivered)
-    waited_s, found = device.now(), mailbox.seen(letter.ids)
+    waited_s, found = device.now(), mailbox.seen(entry.ids)
     for lease in leases:
         lease.release(after=(stored, delivered, sampled, filled))
     late = (f"the token came after {waited_s * 1000:.0f} ms",) if waited_s > 0.01 else ()

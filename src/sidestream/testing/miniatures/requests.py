@@ -120,12 +120,12 @@ def token_of_a_chunk_that_is_not_the_last(device: SimDevice, protected: bool) ->
     prompt = [3, 1, 4, 1]
     emitted = model.expected(prompt, 2)
     known = prompt + emitted
-    letter = mailbox.pool.take(1)
+    entry = mailbox.pool.take(1)
     for stop in (len(prompt), len(known)):
-        finish(device, mailbox.write(compute, letter.ids, model.expected(known[:stop], 1)[0], f"chunk up to {stop}"))
+        finish(device, mailbox.write(compute, entry.ids, model.expected(known[:stop], 1)[0], f"chunk up to {stop}"))
         if stop == len(known) or (not protected and stop >= len(prompt)):
-            emitted.append(mailbox.seen(letter.ids)[0])
-    letter.release()
+            emitted.append(mailbox.seen(entry.ids)[0])
+    entry.release()
     return Outcome(tuple(emitted), tuple(model.expected(prompt, 3)))
 
 

@@ -16,13 +16,13 @@ _ROUNDS = 6
 def token_read_when_the_step_was_counted(device: SimDevice, protected: bool) -> Outcome:
     """An asynchronous scheduler counts a step as computed when it is launched, and reads the mailbox too early."""
     mailbox, compute = Blocks(device, "mailbox", 1), device.stream("compute")
-    letter = mailbox.pool.take(1)
-    launched = mailbox.write(compute, letter.ids, 42, "step")
+    entry = mailbox.pool.take(1)
+    launched = mailbox.write(compute, entry.ids, 42, "step")
     computed_steps = 1
     if protected:
         finish(device, launched)
-    found = mailbox.seen(letter.ids) if computed_steps == 1 else ()
-    letter.release(after=(launched,))
+    found = mailbox.seen(entry.ids) if computed_steps == 1 else ()
+    entry.release(after=(launched,))
     return Outcome(found, (42, 42))
 
 

@@ -54,8 +54,8 @@ class _Reader:
             self.until = self.reading.send(None)
         except StopIteration as got:
             self.reading = self.until = None
-            news: Delta = got.value
-            return news
+            output: Delta = got.value
+            return output
         except BaseException:
             self.reading = self.until = None
             raise
@@ -81,10 +81,10 @@ class _Seat:
         with self.loop.running():
             for reader in list(self.readers.values()):
                 try:
-                    while reader.left and (news := reader.read()) is not None:
-                        tell(reader.number, news)
-                        if news.finish_reason is not None:
-                            reader.left.discard(news.index)
+                    while reader.left and (output := reader.read()) is not None:
+                        tell(reader.number, output)
+                        if output.finish_reason is not None:
+                            reader.left.discard(output.index)
                 except SidestreamError as error:
                     reader.left.clear()
                     fail(reader.number, error, not self.client._closed)

@@ -82,7 +82,7 @@ def torture(
     report, start = Report(workers=workers), time.monotonic()
     until = None if minutes is None else start + minutes * 60
     jobs = _jobs(seed, policies, None if minutes is not None else schedules)
-    told = start
+    reported_s = start
     try:
         for results in spread(jobs, workers=workers):
             for failure, steps, decisions in results:
@@ -97,8 +97,8 @@ def torture(
             ]
             now = time.monotonic()
             report.seconds = now - start
-            if on_progress is not None and now - told >= _REPORT_EVERY_S:
-                told = now
+            if on_progress is not None and now - reported_s >= _REPORT_EVERY_S:
+                reported_s = now
                 on_progress(report)
             if until is not None and now >= until:
                 break

@@ -118,17 +118,17 @@ def wrong_entries(disk: ScriptedTier, reference: Reference, *, damaged: bool) ->
 
 
 def wrong_answer(
-    workload: Workload, number: int, told: Sample, expected: Sample, *, over: bool
+    workload: Workload, number: int, received: Sample, expected: Sample, *, over: bool
 ) -> Iterator[tuple[str, str]]:
     """Oracle and message for each error in one client's output.
 
     over   for this client the engine is closed or dead: a prefix of the answer is enough, and so is an abort
     """
     asked = workload.requests[number]
-    count, who = len(told.tokens), f"request {number}"
-    if told.reason is None and not over:
+    count, who = len(received.tokens), f"request {number}"
+    if received.reason is None and not over:
         yield "answered", f"{who} never ended: it received {count} of {len(expected.tokens)} tokens"
-    if told.reason == "abort" and asked.abort_at is None and workload.closes_at is None and not over:
+    if received.reason == "abort" and asked.abort_at is None and workload.closes_at is None and not over:
         yield "answered", f"{who} was aborted, although its client did not ask for it"
     restarts = any(
         event.kind in ("crash", "restart") for event in workload.events
@@ -139,24 +139,27 @@ def wrong_answer(
             "answered",
             f"{who} received {count} tokens, although its client left {asked.abort_at - asked.at} steps after it came",
         )
-    if told.reason == "error" and not workload.features & {"bad_logits", "failing_step"}:
-        yield "answered", f"{who} ended with an error: {told.error}"
-    if told.tokens != expected.tokens[:count]:
+    if received.reason == "error" and not workload.features & {"bad_logits", "failing_step"}:
+        yield "answered", f"{who} ended with an error: {received.error}"
+    if received.tokens != expected.tokens[:count]:
         at = next(
-            (at for at, pair in enumerate(zip(told.tokens, expected.tokens, strict=False)) if pair[0] != pair[1]),
+            (at for at, pair in enumerate(zip(received.tokens, expected.tokens, strict=False)) if pair[0] != pair[1]),
             len(expected.tokens),
         )
-        yield "tokens", f"{who} received {told.tokens}, the reference is {expected.tokens}: differs at {at}"
+        yield "tokens", f"{who} received {received.tokens}, the reference is {expected.tokens}: differs at {at}"
         return
-    if told.reason in ("stop", "length"):
-        if (told.reason, count, told.text) != (expected.reason, len(expected.tokens), expected.text):
-            said, right = (told.reason, count, told.text), (expected.reason, len(expected.tokens), expected.text)
+    if received.reason in ("stop", "length"):
+        if (received.reason, count, received.text) != (expected.reason, len(expected.tokens), expected.text):
+            said, right = (
+                (received.reason, count, received.text),
+                (expected.reason, len(expected.tokens), expected.text),
+            )
             yield "tokens", f"{who} ended as {said}, the reference as {right} (reason, tokens, text)"
-    elif not expected.text.startswith(told.text):
-        yield "tokens", f"{who} received the text {told.text!r}, the reference is {expected.text!r}"
-    pairs = list(zip(told.logprobs, expected.logprobs, strict=False))
-    if len(told.logprobs) > len(expected.logprobs) or any(abs(mine - right) > _TOLERANCE for mine, right in pairs):
-        yield "tokens", f"{who} received log-probabilities {told.logprobs}, the reference is {expected.logprobs}"
+    elif not expected.text.startswith(received.text):
+        yield "tokens", f"{who} received the text {received.text!r}, the reference is {expected.text!r}"
+    pairs = list(zip(received.logprobs, expected.logprobs, strict=False))
+    if len(received.logprobs) > len(expected.logprobs) or any(abs(mine - right) > _TOLERANCE for mine, right in pairs):
+        yield "tokens", f"{who} received log-probabilities {received.logprobs}, the reference is {expected.logprobs}"
 
 
 def _differing(what: str, key: Key, payload: bytes, reference: Reference) -> Iterator[str]:

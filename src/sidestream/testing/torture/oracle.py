@@ -89,9 +89,9 @@ def reference_of(workload: Workload) -> Reference:
     for weights in range(versions):
         model = ScriptedModel(toy_of(workload))
         model.weights = weights
-        told = _run(workload, model)
-        samples.append(told)
-        for (number, _), sample in told.items():
+        received = _run(workload, model)
+        samples.append(received)
+        for (number, _), sample in received.items():
             tokens = (*workload.requests[number].prompt, *sample.tokens)
             blocks.update(_blocks_of(model, tokens, hidden=workload.leaves_hidden))
     return Reference(tuple(samples), blocks)
@@ -112,16 +112,16 @@ def _run(workload: Workload, model: ScriptedModel) -> dict[tuple[int, int], Samp
     )
     device = ScriptedDevice(make_policy("early", random.Random(0)), Script(Workload(0, ())), tracer=None)
     engine: Engine = build_engine(model, config, device=device, threaded=False)
-    told: dict[tuple[int, int], Sample] = {}
+    received: dict[tuple[int, int], Sample] = {}
     for number, asked in enumerate(workload.requests):
         for index in range(asked.n):
-            told[number, index] = Sample([])
+            received[number, index] = Sample([])
         params = params_of(number, asked)
         output = OutputProcessor(ToyTokenizer(), params)
 
         def take(delta: Delta, number: int = number, output: OutputProcessor = output) -> None:
             if (read := output.read(delta)) is not None:
-                told[number, read.index].take(read)
+                received[number, read.index].take(read)
 
         engine.submit(asked.prompt, params, take)
     try:
@@ -132,7 +132,7 @@ def _run(workload: Workload, model: ScriptedModel) -> dict[tuple[int, int], Samp
         engine.close()
     finally:
         device.kill()  # after an interrupt too, end all threads
-    return told
+    return received
 
 
 def _blocks_of(model: ScriptedModel, tokens: Sequence[int], *, hidden: bool) -> dict[Key, bytes]:

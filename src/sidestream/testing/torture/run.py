@@ -138,7 +138,7 @@ class Life:
 
     handles   by request number
     outputs   the output processor of each request, by request number
-    told      by request number and sample number
+    received  by request number and sample number
     started   the version of the weights that a request started with, by request number
     cut_off   numbers of the requests that were unfinished when the engine was closed
     gone      numbers of the requests that were rejected, or whose front end has died
@@ -161,7 +161,7 @@ class Life:
         self.disk: ScriptedTier | None = None
         self.handles: dict[int, Handle] = {}
         self.outputs: dict[int, OutputProcessor] = {}
-        self.told: dict[tuple[int, int], Sample] = {}
+        self.received: dict[tuple[int, int], Sample] = {}
         self.started: dict[int, int] = {}
         self.cut_off: set[int] = set()
         self.gone: set[int] = set()
@@ -322,7 +322,7 @@ class _Schedule:
                 self._life.device.sleep(_IDLE_S if self._life.engine.unfinished and idle < _PATIENT_STEPS else _DRAIN_S)
             if step >= last and not self._life.engine.unfinished and not self._busy() and self._is_quiet():
                 return True
-        left = [number for (number, _), sample in self._life.told.items() if sample.reason is None]
+        left = [number for (number, _), sample in self._life.received.items() if sample.reason is None]
         self._verdict.find(
             "no progress",
             f"after {self._steps} steps, requests {left} have not ended or transfers are still running",
@@ -333,7 +333,7 @@ class _Schedule:
         """One engine step; then ends requests whose clients have left, if the engine was informed."""
         life = self._life
         told_of_all = life.border is not None and life.border.is_quiet and not self._workload.meanwhile
-        waited_for = sum(sample.reason is None for sample in life.told.values())
+        waited_for = sum(sample.reason is None for sample in life.received.values())
         worked = life.engine.step()
         if told_of_all and life.engine.unfinished > waited_for:
             self._verdict.find(
@@ -351,7 +351,7 @@ class _Schedule:
         for number, asked in enumerate(self._workload.requests):
             if asked.at == step or number in again:
                 self._submit(number)
-            if asked.abort_at == step and (number, 0) in self._life.told:
+            if asked.abort_at == step and (number, 0) in self._life.received:
                 self._say(f"aborts request {number}")
                 self._abort(number)
         if self._life.border is not None:
@@ -361,7 +361,7 @@ class _Schedule:
         asked, life = self._workload.requests[number], self._life
         self._say(f"submits request {number}: prompt of {len(asked.prompt)}, at most {asked.max_tokens} out")
         for index in range(asked.n):
-            life.told[number, index] = Sample([])
+            life.received[number, index] = Sample([])
         life.started[number] = self._weights
         params = params_of(number, asked)
         life.outputs[number] = OutputProcessor(ToyTokenizer(), params)
@@ -378,14 +378,14 @@ class _Schedule:
             life.engine.abort(life.handles[number])
             return
         for index in life.border.end(number):  # a client that has left receives no output
-            life.told[number, index].reason = "abort"
+            life.received[number, index].reason = "abort"
 
     def _fail(self, life: Life, number: int, error: SidestreamError, *, refused: bool) -> None:
         """One request's client learns that its request ends: it was rejected, or its connection has ended."""
         if refused:
             life.gone.add(number)
         for index in range(self._workload.requests[number].n):
-            sample = life.told[number, index]
+            sample = life.received[number, index]
             if sample.reason is None:
                 sample.reason, sample.error = ("abort" if refused else "error"), str(error)
 
@@ -401,7 +401,7 @@ class _Schedule:
 
     def _tell(self, life: Life, number: int, delta: Delta) -> None:
         """Deliver output to one request's client; called inside the engine's step, unless front ends are in between."""
-        sample, who = life.told[number, delta.index], f"request {number}, sample {delta.index}"
+        sample, who = life.received[number, delta.index], f"request {number}, sample {delta.index}"
         if delta.prompt_tokens != (length := len(self._workload.requests[number].prompt)):
             self._verdict.find("answered", f"{who} has {length} prompt tokens, its output counts {delta.prompt_tokens}")
         read = life.outputs[number].read(delta)
@@ -416,7 +416,7 @@ class _Schedule:
         self._say(f"request {number} ends: {delta.finish_reason}")
         if life.border is not None:
             return  # the engine has advanced meanwhile
-        parts, left = life.engine.parts, sum(asked.reason is None for asked in life.told.values())
+        parts, left = life.engine.parts, sum(asked.reason is None for asked in life.received.values())
         if life.engine.unfinished != left:
             self._verdict.find(
                 "answered",
@@ -436,7 +436,7 @@ class _Schedule:
             case "weights":
                 self._update_weights()
             case "restart":
-                life.cut_off = {number for (number, _), sample in life.told.items() if sample.reason is None}
+                life.cut_off = {number for (number, _), sample in life.received.items() if sample.reason is None}
                 self._close()
                 self._begin_again()
             case "crash":
@@ -445,8 +445,8 @@ class _Schedule:
                 for number in life.border.hang_up():
                     life.gone.add(number)
                     for index in range(self._workload.requests[number].n):
-                        if life.told[number, index].reason is None:
-                            life.told[number, index].reason = "abort"
+                        if life.received[number, index].reason is None:
+                            life.received[number, index].reason = "abort"
             case "hang_up":
                 pass
 
@@ -461,10 +461,10 @@ class _Schedule:
         self._verdict.judge_trace(self._life)
         left = {
             number
-            for (number, _), sample in life.told.items()
+            for (number, _), sample in life.received.items()
             if sample.reason in ("abort", "error") and number not in life.cut_off
         }
-        self._again = sorted({number for number, _ in life.told} - left)
+        self._again = sorted({number for number, _ in life.received} - left)
         self._life = self._begin(self._weights)
         self._connect()
         self._verdict.judge_disk(self._life, "after the restart")
@@ -475,7 +475,9 @@ class _Schedule:
         """
         life, model = self._life, self._life.model
         self._weights = 1
-        life.straddles.update(who for who, told in life.told.items() if told.reason is None and not told.tokens)
+        life.straddles.update(
+            who for who, received in life.received.items() if received.reason is None and not received.tokens
+        )
 
         def apply() -> None:
             self._say("has new weights")

@@ -124,17 +124,17 @@ def _ask_all(
     """Keep many requests running; check each one that ends."""
     families = [tuple(rng.randrange(1, model.vocab_size) for _ in range(_LONGEST)) for _ in range(_FAMILIES)]
     running: list[_Asked] = []
-    news = threading.Event()
+    changed = threading.Event()
     asked, progress_s = 0, time.monotonic()
     while asked < requests or running:
         while asked < requests and len(running) < _CROWD:
-            running.append(_ask(engine, model, families, rng, news))
+            running.append(_ask(engine, model, families, rng, changed))
             asked += 1
             if rng.random() < 0.005:
                 engine.reset_cache()
                 report.resets += 1
-        news.wait(0.05)
-        news.clear()
+        changed.wait(0.05)
+        changed.clear()
         ended = [one for one in running if one.reason is not None]
         for one in ended:
             _judge(one, model, report)
@@ -148,7 +148,7 @@ def _ask_all(
 
 
 def _ask(
-    engine: Engine, model: ToyModel, families: list[tuple[int, ...]], rng: random.Random, news: threading.Event
+    engine: Engine, model: ToyModel, families: list[tuple[int, ...]], rng: random.Random, changed: threading.Event
 ) -> _Asked:
     shared = rng.choice(families)[: rng.randint(0, _LONGEST)]
     prompt = (*shared, *(rng.randrange(1, model.vocab_size) for _ in range(rng.randint(1, _OWN))))
@@ -166,7 +166,7 @@ def _ask(
             engine.abort(one.handle)
             one.abort_at = None
         if one.reason is not None:
-            news.set()
+            changed.set()
 
     params = SamplingParams(temperature=0, max_tokens=one.outputs, max_drafts=rng.choice((0, 0, 1, _DRAFTS)))
     one.handle = engine.submit(prompt, params, take, priority=rng.choice((0, 0, 1)))

@@ -93,11 +93,11 @@ class Verdict:
 
         over   the engine is closed or dead: a prefix of the output is right, too
         """
-        for (number, index), told in life.told.items():
+        for (number, index), received in life.received.items():
             versions = (0, 1) if (number, index) in life.straddles else (life.started[number],)
             ends = over or number in life.gone
             faults = [
-                list(wrong_answer(self._workload, number, told, samples[number, index], over=ends))
+                list(wrong_answer(self._workload, number, received, samples[number, index], over=ends))
                 for samples in (self._reference.samples[version] for version in versions)
             ]
             for oracle, text in min(faults, key=len):
