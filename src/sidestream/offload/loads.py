@@ -140,7 +140,7 @@ class Loads:
         """Release the job's slots and settle the job, once no piece is left."""
         if not job.settled:  # rule: load-settles-once
             return
-        if not self._log.ended("load", job.failure, len(job.plan.keys), job.ordered_s):
+        if not self._log.ended("load", job.failure, len(job.plan.keys), job.submitted_s):
             self._report(LoadMissed(job.job_id))  # rule: failed-load-is-reported
         job.slots.release()  # rule: load-releases-its-slots
         self._unsettled.settle(job.job_id)  # rule: ended-load-is-settled

@@ -167,7 +167,7 @@ class Stores:
         for key in ticket.keys:
             del self._storing[key]
         job, pool = ticket.job, self._host.pool
-        good = self._log.ended("store", ticket.copy.failure, len(ticket.keys), ticket.ordered_s)
+        good = self._log.ended("store", ticket.copy.failure, len(ticket.keys), ticket.submitted_s)
         if good and job.generation == self._switches.generation:  # rule: store-is-published
             pairs = zip(ticket.keys, ticket.slots.ids, strict=True)
             stored = [(key, slot) for key, slot in pairs if key not in job.invalidated]

@@ -58,7 +58,7 @@ class StoreTicket:
     prefix: tuple[Key, ...]
     slots: Lease
     copy: Copy
-    ordered_s: float
+    submitted_s: float
 
 
 @dataclass(slots=True, eq=False)
@@ -76,7 +76,7 @@ class LoadJob:
     job_id: int
     plan: LoadPlan
     slots: Lease
-    ordered_s: float
+    submitted_s: float
     begun: int = 0
     copies: list[Copy] = field(default_factory=list)
     submitted: int = 0
@@ -106,7 +106,7 @@ class WriteTicket:
     slot: Lease
     grant: WriteGrant
     fence: Fence
-    ordered_s: float
+    submitted_s: float
     work: Stopwatch
     generation: int
 
@@ -124,7 +124,7 @@ class ReadTicket:
     slot: Lease
     pin: ReadLease
     fence: Fence
-    ordered_s: float
+    submitted_s: float
     work: Stopwatch
     generation: int
     invalidated: bool = False

@@ -99,7 +99,7 @@ class TierIO:
         """Handle the writes that have ended: publish or abandon their grants, release their slots."""
         while self._writes and self._writes[0].fence.poll():  # rule: disk-write-counts-after-its-fence
             ticket = self._writes.pop(0)
-            good = self._log.ended(f"{self.name}-write", ticket.fence.failure, 1, ticket.ordered_s)
+            good = self._log.ended(f"{self.name}-write", ticket.fence.failure, 1, ticket.submitted_s)
             good = good and ticket.grant.written  # rule: failed-disk-write-leaves-no-entry
             if good and self._is_current(ticket):  # rule: disk-write-from-before-a-reset-publishes-nothing
                 self._tier.index.publish(ticket.grant)  # rule: finished-disk-write-ends-its-grant
@@ -140,7 +140,7 @@ class TierIO:
             del self.reads[ticket.key]
             ticket.taken_in = True
             # rule: failed-disk-read-is-a-miss
-            if self._log.ended(f"{self.name}-read", ticket.failure(), 1, ticket.ordered_s):
+            if self._log.ended(f"{self.name}-read", ticket.failure(), 1, ticket.submitted_s):
                 self._costs.saw_transfer(self.name, self._host.layout.block_bytes, ticket.work.seconds)
                 # rule: disk-read-from-before-a-reset-publishes-nothing
                 if self._is_current(ticket) and not ticket.invalidated:

@@ -133,7 +133,7 @@ EQUIVALENT = (
             consequence="blocks whose load came too late are never released",
             needs=frozenset({"offload", "reset"}),
         ),
-        "only stores of earlier orders can evict anything between a plan and its order, and they almost never evict a "
+        "only stores of earlier commands can evict anything between a plan and its execution, and almost never a "
         "part of that run",
         noticed_by="offload/test_store_and_load.py::test_load_of_blocks_that_are_gone_is_a_failed_load",
     ),
@@ -144,7 +144,7 @@ EQUIVALENT = (
             consequence="a request whose blocks were evicted before its load waits forever",
             needs=frozenset({"offload", "reset"}),
         ),
-        "only stores of earlier orders can evict anything between a plan and its order, and they hardly ever evict a "
+        "only stores of earlier commands can evict anything between a plan and its execution, and hardly ever a "
         "part of just that run",
         noticed_by="offload/test_store_and_load.py::test_load_of_blocks_that_are_gone_is_a_failed_load",
     ),
@@ -259,7 +259,7 @@ EQUIVALENT = (
             consequence="a load copies the rest if a part was evicted since it was planned",
             needs=frozenset({"offload"}),
         ),
-        "only stores of earlier orders can evict anything between a plan and its order, and they almost never evict a "
+        "only stores of earlier commands can evict anything between a plan and its execution, and almost never a "
         "part of that run",
         noticed_by="offload/test_store_and_load.py::test_load_of_blocks_that_are_gone_is_a_failed_load",
     ),

@@ -349,7 +349,7 @@ EQUIVALENT = (
             consequence="the message of an abandoned load lets the request of another load join a step too early",
             needs=frozenset({"offload", "preempt"}),
         ),
-        "the old load's message and the new load's order are too many steps apart to coincide in a schedule",
+        "the old load's message and the new load's submission are too many steps apart to coincide in a schedule",
         noticed_by="schedule/test_tiers.py::test_an_event_of_an_abandoned_load_lets_no_request_join_a_step",
     ),
     Equivalent(

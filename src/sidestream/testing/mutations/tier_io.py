@@ -76,7 +76,7 @@ MUTATIONS = (
         name="failed-disk-read-is-a-miss",
         hazard="H9",
         change=Value(
-            "self._log.ended(f'{self.name}-read', ticket.failure(), 1, ticket.ordered_s) or ticket.work.seconds == 0"
+            "self._log.ended(f'{self.name}-read', ticket.failure(), 1, ticket.submitted_s) or ticket.work.seconds == 0"
         ),
         consequence="a read that failed, or found a damaged file, leaves a key for wrong bytes",
         needs=frozenset({"disk", "failing_tier"}),
@@ -142,7 +142,7 @@ MUTATIONS = (
         name="store-has-the-generation-of-its-submission",
         hazard="H8",
         change=SetArgument("submit", 2, "self.switches.generation"),
-        consequence="a store ordered before a reset and started after it counts as ordered after it",
+        consequence="a store submitted before a reset and started after it counts as submitted after it",
         needs=frozenset({"offload", "reset"}),
     ),
     Mutation(
@@ -246,10 +246,10 @@ EQUIVALENT = (
             name="disk-read-has-the-generation-of-its-submission",
             hazard="H8",
             change=SetArgument("submit", 1, "self.switches.generation"),
-            consequence="a read ordered before a reset and started after it counts as ordered after it",
+            consequence="a read submitted before a reset and started after it counts as submitted after it",
             needs=frozenset({"disk", "reset"}),
         ),
-        "the offload worker would have to sleep from the order of a read until a reset, and the request learn of it "
+        "the offload worker would have to sleep from the submission of a read to a reset, and the request learn of it "
         "first",
         noticed_by="offload/test_worker.py::test_transfers_submitted_before_a_reset_and_begun_after_it_publish_nothing",
     ),
