@@ -32,13 +32,13 @@ LINES = (
 
 def test_a_race_is_shown_by_two_letters_and_the_missing_edge() -> None:
     assert render(LINES, RACE).splitlines() == [
-        "    host                                                              compute                    store",
+        "    host                                                                compute                    store",
         "    takes device blocks 1",
         " A  submits store:1 `store 1 blocks` reads kv[192:384]",
         " B  submits compute:9 `decode 1` writes kv[192:384], not after store:1",
-        " B                                                                    begins compute:9",
-        "!A                                                                                               runs store:1",
-        " B                                                                    ends compute:9: it failed",
+        " B                                                                      begins compute:9",
+        "!A                                                                                                 runs store:1",
+        " B                                                                      ends compute:9: it failed",
     ]
     assert explain(RACE).splitlines() == [
         "  A  store:1    reads  kv[192:384], from offload/connector.py:169 _store, `store 1 blocks`",
