@@ -50,7 +50,7 @@ def measure(*, device: str, mib: int, rounds: int, on_progress: Callable[[str], 
         rig = Rig(used, layout, num_blocks=2 * count, num_slots=(2 * _IN_A_ROW + 1) * count, layered=layered)
         try:
             link = Link(used, count * layout.block_bytes, in_a_row=_IN_A_ROW)
-            suffix = "_64k" if layered else ""
+            suffix = "_64k" if layered else ""  # one tensor per layer: segments of 64 KiB
             for number in range(rounds + 1):
                 on_progress(f"{'a tensor for each layer' if layered else 'one tensor'}, round {number} of {rounds}")
                 kept = rates if number else _Rates({})  # the first one warms up
@@ -79,30 +79,30 @@ def _round(rig: Rig, link: Link, rates: _Rates, count: int, suffix: str) -> None
     num_bytes = _IN_A_ROW * count * rig.layout.block_bytes
     for name, seconds in link.seconds().items():
         rates.note(f"link_{name}{suffix}", (2 if name == "two_way" else 1) * num_bytes, seconds)
-    blocks, there = rig.blocks.take(count), rig.blocks.take(count)
+    store_blocks, load_blocks = rig.blocks.take(count), rig.blocks.take(count)
     keys = [rig.new_keys(count) for _ in range(_IN_A_ROW)]
 
     def store(keys: list[list[Key]]) -> None:
         for some in keys:
-            rig.store(some, blocks.ids)
+            rig.store(some, store_blocks.ids)
 
     def load() -> None:
         for some in keys:
-            rig.load(some, there)
+            rig.load(some, load_blocks)
 
     def both() -> None:
         for some, more in zip(keys, [rig.new_keys(count) for _ in range(_IN_A_ROW)], strict=True):
-            rig.store(more, blocks.ids)
-            rig.load(some, there)
+            rig.store(more, store_blocks.ids)
+            rig.load(some, load_blocks)
 
     rates.note(f"store{suffix}", num_bytes, _timed(rig, lambda: store(keys)))
     rates.note(f"load{suffix}", num_bytes, _timed(rig, load))
     rates.note(f"two_way{suffix}", 2 * num_bytes, _timed(rig, both))
     one = [rig.new_keys(count)]
     rates.note(f"store_alone{suffix}", num_bytes // _IN_A_ROW, _timed(rig, lambda: store(one)))
-    rates.note(f"load_alone{suffix}", num_bytes // _IN_A_ROW, _timed(rig, lambda: rig.load(one[0], there)))
-    blocks.release()
-    there.release()
+    rates.note(f"load_alone{suffix}", num_bytes // _IN_A_ROW, _timed(rig, lambda: rig.load(one[0], load_blocks)))
+    store_blocks.release()
+    load_blocks.release()
 
 
 def _timed(rig: Rig, order: Callable[[], object]) -> float:
