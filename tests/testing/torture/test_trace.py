@@ -37,7 +37,7 @@ def test_a_race_is_shown_by_two_letters_and_the_missing_edge() -> None:
         " A  submits store:1 `store 1 blocks` reads kv[192:384]",
         " B  submits compute:9 `decode 1` writes kv[192:384], not after store:1",
         " B                                                                      begins compute:9",
-        "!A                                                                                                 runs store:1",
+        f"!A{'':97}runs store:1",
         " B                                                                      ends compute:9: it failed",
     ]
     assert explain(RACE).splitlines() == [
