@@ -1,5 +1,5 @@
 """Frozen configurations and the table of sampling options. Values are checked when an object is made; the message for
-an unknown option names the nearest known one. Used by every room above; knows nothing of models.
+an unknown option names the nearest known one. All other packages may import this module; it knows nothing about models.
 """
 
 from __future__ import annotations
@@ -39,9 +39,10 @@ def parse_bytes(value: int | str, *, option: str) -> int:
 
 
 def options_checked(error: type[SidestreamError]) -> Callable[[type[T]], type[T]]:
-    """Decorator of a dataclass: an unknown keyword raises `error`, which names the nearest known one, not TypeError.
+    """Decorator for a dataclass: an unknown keyword raises `error` instead of TypeError; its message names the nearest
+    known keyword.
 
-    The class keeps its signature and types, and is copied and pickled as before.
+    The class keeps its signature and its types, and can be copied and pickled as before.
     """
 
     def decorate(kind: type[T]) -> type[T]:
@@ -77,12 +78,12 @@ def _at_least(option: str, value: int, bound: int) -> None:
 @options_checked(ConfigError)
 @dataclass(frozen=True, slots=True)
 class OffloadConfig:
-    """Where KV may rest besides the device.
+    """The tiers that keep KV outside the device.
 
     host             bytes of host memory for KV blocks
     disk             directory of the disk tier; None: no disk tier
     disk_capacity    bytes that the disk tier may use
-    load_deadline_s  a request waits at most this long for a slow tier, then it recomputes
+    load_deadline_s  maximum time that a request waits for a slow tier; after it, the request recomputes the KV
     tiers            options of further tiers, by name (docs/tiers.md)
     """
 
@@ -122,26 +123,27 @@ class OffloadConfig:
 PROPOSERS = ("ngram", "mtp", "draft")
 """Names of the proposers."""
 MOST_DRAFTS = 16
-"""Most drafts of a request that one step verifies."""
+"""Maximum number of drafts of one request that a step verifies."""
 
 
 @options_checked(ConfigError)
 @dataclass(frozen=True, slots=True)
 class SpeculativeConfig:
-    """Speculative decoding: a proposer drafts tokens, and the model verifies several in one step. It changes when
-    tokens come; which tokens come, only as rounding may.
+    """Speculative decoding: a proposer drafts tokens, and the model verifies several in one step. This changes how fast
+    tokens come, but not which tokens come, apart from rounding differences.
 
-    proposer     `"ngram"`: tokens that followed the request's last tokens earlier in it; `"mtp"`: a head that was
-                 trained for the model; `"draft"`: a smaller model with the same tokenizer
-    head         of `"mtp"`: its file, or the directory of a checkpoint that carries it; None: the model's own carries
-                 it, or Sidestream does, for the demo model
-    model        of `"draft"`: a directory, a hub id or a name of `sidestream models`
-    max_drafts   tokens to draft for a request in a step at most
+    proposer     `"ngram"`: looks for an earlier occurrence of the request's last tokens and drafts the tokens that
+                 followed it; `"mtp"`: a head that was trained for the model; `"draft"`: a smaller model with the same
+                 tokenizer
+    head         for `"mtp"`: the file of the head, or the directory of a checkpoint that contains it. None: the head
+                 is in the model's own checkpoint or, for the demo model, is shipped with Sidestream
+    model        for `"draft"`: a directory, a hub id or a name that `sidestream models` lists
+    max_drafts   maximum number of tokens to draft for a request in one step
     adaptive     draft as many tokens as pay off at the measured accept rate and cost, possibly none; False: always
                  `max_drafts`
-    max_slowdown with `adaptive`: share by which drafts, a request's own and those of others in its steps, may slow the
-                 request down over its life. Measuring the cost of drafts adds a hundredth at most. `math.inf`: no
-                 bound, for the most tokens of all requests together
+    max_slowdown with `adaptive`: largest share by which drafting may slow a request down over its lifetime. It counts
+                 the request's own drafts and the drafts of other requests in the same steps. Measuring the cost of
+                 drafts adds at most 0.01. `math.inf`: no bound, for the highest total throughput
     """
 
     proposer: str = "ngram"
@@ -154,24 +156,24 @@ class SpeculativeConfig:
     def __post_init__(self) -> None:
         if self.head is not None and self.proposer != "mtp":
             raise ConfigError(
-                f"head is {self.head}, but the proposer is {self.proposer}: heads are for mtp; "
-                "leave it out, or choose that"
+                f"head is {self.head}, but the proposer is {self.proposer}: only mtp has a head; "
+                "leave head out, or choose the proposer mtp"
             )
         if self.model is not None and self.proposer != "draft":
             raise ConfigError(
-                f"the draft model is {self.model}, but the proposer is {self.proposer}: draft models are for draft; "
-                "leave it out, or choose that"
+                f"the draft model is {self.model}, but the proposer is {self.proposer}: only the proposer draft has a "
+                "draft model; leave model out, or choose the proposer draft"
             )
         if self.model is None and self.proposer == "draft":
             raise ConfigError(
-                "the proposer is draft, and there is no draft model: give model, a smaller one with the same tokenizer"
+                "the proposer is draft, but model is not given: give a smaller model with the same tokenizer"
             )
         if self.proposer not in PROPOSERS:
             raise ConfigError(unknown_name("proposer", str(self.proposer), PROPOSERS))
         _at_least("max_drafts", self.max_drafts, 1)
         if not (isinstance(self.max_slowdown, int | float) and self.max_slowdown >= 0):
             raise ConfigError(
-                f"max_slowdown is {self.max_slowdown}: give a share from 0, such as 0.01, or inf for no bound"
+                f"max_slowdown is {self.max_slowdown}: give a share of 0 or more, such as 0.01, or inf for no bound"
             )
         if self.max_drafts > MOST_DRAFTS:
             raise ConfigError(
@@ -189,10 +191,10 @@ _CPU_KV_BYTES = 1 << 30
 class EngineSizes:
     """The sizes of an EngineConfig on one kind of device, defaults included.
 
-    kv_bytes      bytes of the device's block pool; None, on a GPU only: as many as fit beside the weights
-    max_running   requests that run at once
-    chunk_tokens  tokens of a chunk of prefill
-    token_budget  tokens that one step computes at most
+    kv_bytes      bytes of the device's block pool; None (on a GPU only): as many as fit beside the weights
+    max_running   maximum number of requests that run at once
+    chunk_tokens  tokens of a prefill chunk
+    token_budget  maximum number of tokens that one step computes
     """
 
     kv_bytes: int | None
@@ -208,26 +210,26 @@ class EngineConfig:
 
     device          `"cpu"`, `"cuda"`, or `"auto"`: cuda where a GPU can be used
     kv_memory       bytes of the device's block pool; None: 1 GiB on a CPU; on a GPU nine tenths of the memory that is
-                    free beside the weights, less what attention needs
+                    free beside the weights, minus the memory that attention needs
     block_tokens    tokens of a block, the unit of storing, loading and sharing
     chunk_tokens    prefill is cut at multiples of this number (and at the last block border), so that a prompt is
                     always computed in the same shapes; None: about 256 on a CPU, 2,048 on a GPU
-    token_budget    tokens that one step computes at most, prefill and decode together; None: two chunks on a CPU, a
-                    chunk on a GPU, and a token for each running request
-    max_running     requests that run at once (request slots); None: 16 on a CPU, 256 on a GPU
-    max_waiting     requests that may queue; one more is refused
-    max_model_len   tokens of prompt and output together; None: what the model was made for
+    token_budget    maximum number of tokens that one step computes, prefill and decode together; None: two chunks on a
+                    CPU or one chunk on a GPU, plus one token for each running request in either case
+    max_running     maximum number of requests that run at once (request slots); None: 16 on a CPU, 256 on a GPU
+    max_waiting     maximum number of requests in the queue; further requests are refused
+    max_model_len   maximum number of tokens of prompt and output together; None: the model's own limit
     compute_threads threads of the forward pass on a CPU; None: all cores
     salt            part of every content key: engines with different salts never share KV
     asynchronous    launch step N+1 before step N is committed; False is for measuring and debugging
-    tail_apart      compute the tokens after a prompt's last block border in a chunk of their own: then a prompt gets
-                    the same tokens to the bit from every tier. None: True on a CPU; False on a GPU, where it is one
-                    more pass over all weights
-    speculative     draft tokens and verify several in one step; None: no
+    tail_apart      compute the tokens after a prompt's last block border in a separate chunk: then the output is equal
+                    to the bit, whichever tier the prompt's KV comes from. None: True on a CPU; False on a GPU, where
+                    the separate chunk costs one more pass over all weights
+    speculative     draft tokens and verify several in one step; None: no drafts
     eager           on a GPU, launch kernel by kernel instead of compiling the model's layers and capturing graphs:
                     starts sooner, runs slower
-    generation_config  sampling options that a request leaves out: `"auto"`: as in the checkpoint's
-                    generation_config.json; `"none"`: neutral. The file's end-of-sequence ids count either way
+    generation_config  source of the sampling options that a request leaves out. `"auto"`: the checkpoint's
+                    generation_config.json; `"none"`: neutral values. The end-of-sequence ids of that file always apply
     """
 
     dtype: str = "auto"
@@ -271,12 +273,12 @@ class EngineConfig:
         self.sizes("cuda" if self.device == "cuda" else "cpu")
 
     def sizes(self, kind: str) -> EngineSizes:
-        """The sizes on a device of that kind. Raises ConfigError when they do not fit together, or the device."""
+        """The sizes on a device of that kind. Raises ConfigError when they do not fit each other or the device."""
         on_gpu = kind == "cuda"
         if on_gpu and self.block_tokens % _GPU_BLOCK_MULTIPLE:
             raise ConfigError(
                 f"block_tokens is {self.block_tokens}: attention on a GPU needs a multiple of {_GPU_BLOCK_MULTIPLE}; "
-                "give one, or device cpu"
+                "give such a number, or device cpu"
             )
         running = self.max_running or _MAX_RUNNING[on_gpu]
         chunk = self.chunk_tokens or max(1, _CHUNK_TOKENS[on_gpu] // self.block_tokens) * self.block_tokens
@@ -291,7 +293,7 @@ class EngineConfig:
 
 
 MOST_SALT_CHARS = 1024
-"""Characters of a request's cache salt, at most."""
+"""Maximum number of characters of a request's cache salt."""
 
 
 def _finite(name: str, value: float, low: float, high: float, *, low_excluded: bool = False) -> None:
@@ -310,12 +312,14 @@ def _whole(name: str, value: float, low: int, high: int) -> None:
 class SamplingOption:
     """One row of the table of sampling options: it annotates a field of `SamplingParams`.
 
-    The rest derives from the row: the check, the default, `SamplingSpec.options`, the column on the device, the HTTP
-    field, the command-line option and the table in docs/api.md. Only the sampler has to read the new column.
+    Everything else derives from the row: the check, the default, `SamplingSpec.options`, the column on the device, the
+    HTTP field, the command-line option and the table in docs/api.md. A new option needs a row and a sampler that reads
+    its column.
 
-    neutral        value that changes no probability; an int: the option takes whole numbers
-    low, high      least and largest value
-    help           of the command-line option; `metavar` is its value's name there
+    neutral        value that changes no probability; if it is an int, the option takes whole numbers
+    low, high      smallest and largest value
+    help           help text of the command-line option
+    metavar        placeholder of the value in that help text
     low_excluded   `low` itself is refused
     penalty        the option depends on the request's earlier tokens, so their counts are kept
     """
@@ -330,7 +334,7 @@ class SamplingOption:
 
     @property
     def kind(self) -> type[int] | type[float]:
-        """Type of its values."""
+        """Type of the option's values."""
         return type(self.neutral)
 
     def check(self, name: str, value: float) -> None:
@@ -343,9 +347,10 @@ class SamplingOption:
 
 @dataclass(frozen=True, slots=True)
 class SamplingDefaults:
-    """Values of sampling options for requests that leave them out; an option that is not named has its neutral value.
+    """Values of sampling options for requests that leave them out. An option without a value here has its neutral
+    value.
 
-    A checkpoint may bring its own (`sidestream.models.generation`). Raises RequestRejected.
+    A checkpoint may define defaults (`sidestream.models.generation`). Raises RequestRejected for an invalid value.
     """
 
     values: Mapping[str, int | float] = field(default_factory=dict)
@@ -369,7 +374,7 @@ class SamplingDefaults:
 
 
 NEUTRAL = SamplingDefaults()
-"""No option has a default of the checkpoint's."""
+"""Defaults without a checkpoint: every option has its neutral value."""
 
 
 @options_checked(RequestRejected)
@@ -377,19 +382,21 @@ NEUTRAL = SamplingDefaults()
 class SamplingParams:
     """How one request's tokens are drawn and when it stops.
 
-    None, where a sampling option takes it, means the model's default (see `EngineConfig.generation_config`), else the
-    neutral value.
+    A sampling option that is None has the model's default (see `EngineConfig.generation_config`) or, if the model has
+    none, the neutral value.
 
     temperature         0: greedy; 1: neutral
     top_k               0: off
     top_p               1: off
     min_p               drops tokens less likely than min_p times the likeliest; 0: off
-    repetition_penalty  divides positive and multiplies negative logits of tokens in prompt or output; 1: off
-    presence_penalty, frequency_penalty  subtracted from the logits of tokens in the output, once or per occurrence
-    seed                same seed, same tokens, whatever else runs; None: drawn at random
-    logprobs            None: none; k: the drawn token's and the k likeliest ones' log-probabilities
+    repetition_penalty  for tokens in the prompt or the output: divides positive logits and multiplies negative ones;
+                        1: off
+    presence_penalty    subtracted once from the logits of tokens in the output
+    frequency_penalty   subtracted from the logits of tokens in the output, for each occurrence
+    seed                the same seed gives the same tokens, whatever else runs; None: a random seed
+    logprobs            None: none; k: log-probabilities of the drawn token and of the k likeliest tokens
     max_tokens          None: as many as the model and the pool allow
-    max_drafts          tokens to draft in a step at most; 0: none; None: as many as the engine drafts
+    max_drafts          maximum number of tokens to draft in a step; 0: none; None: as many as the engine drafts
     """
 
     temperature: Annotated[
@@ -401,7 +408,7 @@ class SamplingParams:
         SamplingOption(1.0, 0.0, 1.0, "Draw among the likeliest that make up P.", "P", low_excluded=True),
     ] = None
     min_p: Annotated[
-        float | None, SamplingOption(0.0, 0.0, 1.0, "Drop what is less likely than P times the likeliest.", "P")
+        float | None, SamplingOption(0.0, 0.0, 1.0, "Drop tokens less likely than P times the likeliest.", "P")
     ] = None
     repetition_penalty: Annotated[
         float | None,
@@ -471,8 +478,10 @@ class SamplingParams:
             _finite("logit_bias", bias, -100.0, 100.0)
 
     def spec(self, *, seed: int, eos_ids: tuple[int, ...], defaults: SamplingDefaults = NEUTRAL) -> SamplingSpec:
-        """The device's share of these parameters, for one sample; `defaults` replace options that are None."""
-        ending = self.stop_token_ids if self.ignore_eos else (*self.stop_token_ids, *eos_ids)
+        """The part of these parameters that the device needs, for one sample; `defaults` replace options that are
+        None.
+        """
+        ending_ids = self.stop_token_ids if self.ignore_eos else (*self.stop_token_ids, *eos_ids)
         asked = {name: getattr(self, name) for name in SAMPLING_OPTIONS}
         options = {name: defaults[name] if value is None else value for name, value in asked.items()}
         return SamplingSpec(
@@ -481,7 +490,7 @@ class SamplingParams:
             logit_bias=dict(self.logit_bias),
             seed=seed,
             min_tokens=self.min_tokens,
-            forbidden_until_min=tuple(sorted(set(ending))),
+            forbidden_until_min=tuple(sorted(set(ending_ids))),
             top_logprobs=-1 if self.logprobs is None else self.logprobs,
         )
 

@@ -104,12 +104,12 @@ def test_device_that_is_not_known_names_the_nearest_one(run: Run) -> None:
     [
         (
             ["llama-3.2-1b", "--device", "cuda"],
-            "the model is 'llama-3.2-1b', which --device cuda has no use for; steps of a shape are measured there",
+            "the model is 'llama-3.2-1b', which has no effect with --device cuda: that device measures the steps",
         ),
-        (["--device", "cuda", "--rounds", "2"], "--rounds is 2, which --device cuda has no use for"),
-        (["--device", "cuda", "--output-tokens", "8"], "--output-tokens is 8, which --device cuda has no use for"),
-        (["--device", "cuda", "--dtype", "float32"], "--dtype is 'float32', which --device cuda has no use for"),
-        (["--shape", "tiny"], "--shape is 'tiny', which --device cpu has no use for; a model is measured there"),
+        (["--device", "cuda", "--rounds", "2"], "--rounds is 2, which has no effect with --device cuda"),
+        (["--device", "cuda", "--output-tokens", "8"], "--output-tokens is 8, which has no effect with --device cuda"),
+        (["--device", "cuda", "--dtype", "float32"], "--dtype is 'float32', which has no effect with --device cuda"),
+        (["--shape", "tiny"], "--shape is 'tiny', which has no effect with --device cpu: that device measures a model"),
         (["--device", "cud"], "did you mean cuda"),
     ],
 )

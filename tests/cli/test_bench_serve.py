@@ -534,7 +534,10 @@ def test_a_figure_is_its_median_over_repetitions() -> None:
         (["--repetitions", "0"], "--repetitions is 0: it must be 1 or more"),
         (["--output-tokens", "1"], "--output-tokens is 1: it must be 2 or more"),
         (["--device", "cud"], "did you mean cuda"),
-        (["some-model", "--shape", "tiny"], "the model is 'some-model' and --shape is 'tiny': give one of the two"),
+        (
+            ["some-model", "--shape", "tiny"],
+            "the model is 'some-model' and --shape is 'tiny': give only one of the two",
+        ),
         (["--checkpoint", "x"], "--checkpoint is x, but MODEL has its own"),
         (["--label", "x"], "--label is 'x', which is not used with neither"),
         (

@@ -188,11 +188,11 @@ def test_a_signal_while_the_kv_is_stored_quits_at_once() -> None:
         (("--api-processes", 65), "api_processes is 65: give a whole number in [1, 64]"),
         (
             ("--api-processes", 2, "--single-process"),
-            "api_processes is 2 and single_process is on: give one of the two",
+            "api_processes is 2 and single_process is on: give only one of the two",
         ),
         (
             ("--cors-origin", "*", "--cors-origin", "http://a/"),
-            "cors_origins has 'http://a/': give what a browser sends",
+            "cors_origins has 'http://a/': give an origin as browsers send it",
         ),
     ],
 )

@@ -18,11 +18,11 @@ from .conftest import Run
         (("--device", "cpu", "--blocks", "0"), "blocks is 0: give a whole number from 1"),
         (
             ("--device", "cpu", "--workers", "2"),
-            "--workers applies only to the simulated device: leave it or --device out",
+            "--workers applies only to the simulated device: leave out that option or --device",
         ),
         (
             ("--device", "cpu", "--replay", "none.json"),
-            "--replay applies only to the simulated device: leave it or --device out",
+            "--replay applies only to the simulated device: leave out that option or --device",
         ),
         (("--device", "cpu", "store-waits-for-step"), "store-waits-for-step is given without --mutations"),
         (("--device", "cpu", "--mutations", "finish-releases"), "no mutation for a device finish-releases"),

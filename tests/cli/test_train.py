@@ -158,7 +158,7 @@ def test_a_text_is_learnt_from_too(run: Run, tiny: Path, whole: Path, tmp_path: 
         (["--learning-rate", "inf"], "learning_rate is inf: it must be more than 0, and finite"),
         (["--learning-rate", "nan"], "learning_rate is nan: it must be more than 0, and finite"),
         (["--seed", str(1 << 62)], f"seed is {1 << 62}: it must be in [0, 4294967295]"),
-        (["--length", "7"], "--length is 7: a sequence needs 8 tokens for 4 drafts; give more"),
+        (["--length", "7"], "--length is 7: for 4 drafts, a sequence needs 8 tokens; give more"),
         (["--answers", "-1"], "--answers is -1: it must be 0 or more"),
         (["--text", "no-such-text"], "--text no-such-text cannot be read: No such file or directory"),
         (

@@ -11,8 +11,8 @@ def test_h13_ranks_disagree_on_which_load_is_complete() -> None:
 
 
 def test_h21_abort_frees_what_a_step_still_holds_and_the_commit_frees_it_again() -> None:
-    assert_caught("abort while a step is out", by=("checker", "balance"), within=1)
-    assert_clean("abort while a step is out")
+    assert_caught("abort while a step is in flight", by=("checker", "balance"), within=1)
+    assert_clean("abort while a step is in flight")
 
 
 def test_h22_release_is_left_to_a_worker_that_has_gone() -> None:

@@ -64,7 +64,7 @@ def test_token_ids_become_text(shared: Served) -> None:
 @pytest.mark.parametrize(
     ("path", "fields", "param", "said"),
     [
-        ("/tokenize", {}, "prompt", "prompt is missing, and messages too: send one of them"),
+        ("/tokenize", {}, "prompt", "prompt and messages are both missing: send one of them"),
         (
             "/tokenize",
             {"prompt": "a", "messages": HI},

@@ -130,10 +130,10 @@ def test_a_draft_model_that_does_not_fit_is_refused_with_both_values(model: Path
 
 
 def test_half_a_choice_is_refused() -> None:
-    with pytest.raises(ConfigError, match="there is no draft model: give model"):
+    with pytest.raises(ConfigError, match="but model is not given: give a smaller model"):
         SpeculativeConfig("draft")
     with pytest.raises(
-        ConfigError, match="the draft model is x, but the proposer is ngram: draft models are for draft"
+        ConfigError, match="the draft model is x, but the proposer is ngram: only the proposer draft has a draft model"
     ):
         SpeculativeConfig(model="x")
     assert dataclasses.replace(SpeculativeConfig("draft", model="x"), max_drafts=2).model == "x"

@@ -134,7 +134,7 @@ def test_a_head_that_does_not_fit_is_refused_with_both_values(model: Path, head:
         engine(model, Path("/nowhere/at/all"))
     with pytest.raises(ModelError, match=r"the head: there is no file nope\.safetensors: check the path"):
         engine(model, Path("nope.safetensors"))
-    with pytest.raises(ConfigError, match="head is x, but the proposer is ngram: heads are for mtp"):
+    with pytest.raises(ConfigError, match="head is x, but the proposer is ngram: only mtp has a head"):
         SpeculativeConfig(head="x")
 
 

@@ -70,7 +70,7 @@ def _sources(cached: CachedTokens) -> str:
 
 
 def show_text(piece: str) -> None:
-    """Print a piece of an answer at once; on a terminal only its printable characters."""
+    """Print a piece of an answer at once; on a terminal, print only its printable characters."""
     print(printable(piece) if sys.stdout.isatty() else piece, end="", flush=True)
 
 

@@ -44,7 +44,7 @@ def _global_options(
         bool, flag("--version", callback=_print_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
-    """`Commands` reads `debug`; `version` is handled by its callback."""
+    """Declares the global options: `Commands` reads `debug`, and a callback handles `version`."""
 
 
 app.command(cls=Command)(serve)

@@ -59,9 +59,7 @@ def chat(
 
     with running(model, config=config, watch=watch) as llm:
         if not llm.tokenizer.has_chat_template:
-            raise ConfigError(
-                f"model {model} has no chat template: use sidestream generate, or a model that is made for chat"
-            )
+            raise ConfigError(f"model {model} has no chat template: use sidestream generate, or a chat model")
         conversation = _Conversation(llm, params, system)
         if sys.stdin.isatty():
             _interactive(conversation)
@@ -82,7 +80,9 @@ class _Conversation:
         self._messages = list(self._opening)
 
     def ask(self, question: str) -> Answer:
-        """Print the answer as it arrives. Ctrl-C keeps the partial answer; without text, it removes the question."""
+        """Print the answer as it arrives. Ctrl-C keeps a partial answer; if the answer is empty, the question is
+        removed.
+        """
         answer = Answer()
         messages = [*self._messages, {"role": "user", "content": question}]
         with contextlib.suppress(KeyboardInterrupt):

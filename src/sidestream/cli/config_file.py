@@ -1,4 +1,4 @@
-"""`--config FILE.yaml`: a command's options in a file; the command line and environment variables override it.
+"""`--config FILE.yaml`: reads a command's options from a file; the command line and environment variables override it.
 
 Contains no option names: keys and the types of their values come from the command's declarations.
 """
@@ -100,7 +100,7 @@ def _by_name(path: Path, pairs: list[tuple[Any, Any]], known: list[str]) -> dict
 
 
 def _type_error(value: Any, annotation: Any) -> str | None:
-    """A message with the type that the option needs; None if the value has that type.
+    """An error message with the type that the option needs; None if the value has that type.
 
     YAML guesses types (`off` is false, 010 is 8), so numbers and booleans are not converted to strings.
     """

@@ -1,8 +1,7 @@
-"""Declarations of command options: the full name, the placeholder of the value in `--help`, and the parser of the
-value.
+"""Declares command options: their full name, the placeholder of the value in `--help`, and the parser of the value.
 
-typer can derive all three, but differently in each version: one version used an option's metavar as its name, and the
-messages for an invalid number differ, too.
+typer can derive all three, but its versions differ: one version used an option's metavar as its name, and the messages
+for an invalid number differ as well.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ def flag(
 
 
 def _with_default(text: str, default: bool | str) -> str:
-    """Append the default as a sentence, since typer would put a string default into brackets twice."""
+    """Append the default as a sentence, because typer would put a string default into two pairs of brackets."""
     return f"{text} Default: {default}." if isinstance(default, str) else text
 
 

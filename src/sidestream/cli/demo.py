@@ -20,7 +20,7 @@ from sidestream.cli.progress import Steps
 
 _QUESTION = "Why does the narrator go to sea?"
 _MAX_TOKENS = 48
-# Other conversations, with enough text to evict the first one from the device pool.
+# Prompts of other conversations, with enough text to evict the first conversation from the device pool.
 _OTHERS = (
     "Write a story about a lighthouse.",
     "Explain how bread is made.",
@@ -35,7 +35,10 @@ def demo(
         Path, option("--out", metavar="DIR", help="Directory for the timelines and the stored KV; emptied first.")
     ] = Path("runs/demo"),
 ) -> None:
-    """Ask about a text cold, again from host memory, and from disk after a restart: equal tokens, shorter waits."""
+    """Ask the same question three times: cold, with KV from host memory, and with KV from disk after a restart.
+
+    The answers are equal, and the first token comes sooner.
+    """
     from sidestream.models import kv_token_bytes
     from sidestream.models.catalog import resolve
 

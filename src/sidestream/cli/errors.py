@@ -1,7 +1,7 @@
 """Error messages of the commands, one red line on standard error, and their exit statuses.
 
 2    an invalid option, model, prompt or directory (SidestreamError, and typer's usage errors)
-1    a bug, with its traceback; or, with one line, the unexpected end of one of the command's processes
+1    a bug (shown with its traceback), or the unexpected end of a child process (shown in one line)
 130  interrupted
 141  the reader of the output has closed the pipe
 """

@@ -70,11 +70,11 @@ def generate(
 
 
 def _prompt(text: str | None, path: Path | None) -> str:
-    """The prompt from the option, the file or standard input. Raises ConfigError for no prompt, for two, or for invalid
-    UTF-8.
+    """The prompt from the option, the file or standard input. Raises ConfigError if there is no prompt, if two are
+    given, or if the prompt is not UTF-8.
     """
     if text is not None and path is not None:
-        raise ConfigError(f"--prompt and --prompt-file {path} are both given: give one")
+        raise ConfigError(f"--prompt and --prompt-file {path} are both given: give only one")
     if text is None:
         if path is None and _at_terminal():
             raise ConfigError("no prompt: give --prompt TEXT or --prompt-file FILE, or pipe a text in")

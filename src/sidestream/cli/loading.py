@@ -49,7 +49,7 @@ def start(kind: Callable[..., Served], model: str, *, config: EngineConfig, watc
     """Prepare and load `model` and start its engine; the caller closes it. Raises ConfigError."""
     prepare_model(model)
     log.info("loading %s", model)
-    logged = log.isEnabledFor(logging.INFO)  # then the log reports the progress instead of a bar
+    logged = log.isEnabledFor(logging.INFO)  # the log then shows the progress, and no bar is drawn
     with Steps(say=log.info) if logged else Steps(title=f"loading {model}: ") as steps:
         return kind(
             model,

@@ -1,6 +1,6 @@
-"""Options shared by several commands, each declared once. Defaults are those of the frozen configs.
+"""Options that several commands share. The defaults come from the frozen configs.
 
-A command declares a whole config as a parameter and gets the config's options:
+A command declares a whole config as a parameter, and gets the options of that config:
 
     @options_of(config=engine_config, params=sampling_params)
     def generate(model: Model = DEMO_MODEL, *, config: EngineConfig, params: SamplingParams) -> None: ...
@@ -79,7 +79,7 @@ _Dtype = Annotated[
     str,
     _engine(
         "--dtype",
-        "auto (the checkpoint's, or float32 if the CPU is much faster with it), float32, float16 or bfloat16.",
+        "auto (the checkpoint's dtype, or float32 if the CPU is much faster with it), float32, float16 or bfloat16.",
         "TYPE",
     ),
 ]
@@ -104,21 +104,21 @@ _TokenBudget = Annotated[
     int | None,
     _engine(
         "--token-budget",
-        "Most tokens that one step computes.",
+        "Maximum tokens that one step computes.",
         "N",
-        "two chunks on a CPU, one on a GPU, plus one token per request",
+        "two chunks on a CPU or one on a GPU, plus one token per request",
         parse=whole,
     ),
 ]
 _MaxRunning = Annotated[
     int | None,
-    _engine("--max-running", "Most requests that run at once.", "N", "16 on a CPU, 256 on a GPU", parse=whole),
+    _engine("--max-running", "Maximum requests that run at once.", "N", "16 on a CPU, 256 on a GPU", parse=whole),
 ]
 _MaxWaiting = Annotated[
-    int, _engine("--max-waiting", "Most requests in the queue; further ones are rejected.", "N", parse=whole)
+    int, _engine("--max-waiting", "Maximum requests in the queue; further ones are rejected.", "N", parse=whole)
 ]
 _MaxModelLen = Annotated[
-    int | None, _engine("--max-model-len", "Most tokens of prompt plus output.", "N", "the model's", parse=whole)
+    int | None, _engine("--max-model-len", "Maximum tokens of prompt plus output.", "N", "the model's", parse=whole)
 ]
 _Threads = Annotated[int | None, _engine("--threads", "Threads of the forward pass.", "N", "all cores", parse=whole)]
 _TailApart = Annotated[
@@ -166,7 +166,7 @@ _MaxDrafts = Annotated[
     int | None,
     _engine(
         "--max-drafts",
-        "Most draft tokens per request and step.",
+        "Maximum draft tokens per request and step.",
         "N",
         f"{_SPECULATIVE.max_drafts} with --speculative",
         parse=whole,
@@ -211,7 +211,7 @@ _LoadDeadline = Annotated[
     float | None,
     _offload(
         "--load-deadline",
-        "Longest wait of a request for a tier, in seconds; then it recomputes.",
+        "Maximum seconds that a request waits for a tier; then it recomputes.",
         "SECONDS",
         f"{_OFFLOAD.load_deadline_s:g}",
         parse=number,
@@ -281,7 +281,7 @@ def _speculative_config(
         return None
     if proposer == "draft" and model is None:
         raise ConfigError(
-            "--speculative draft needs a model that drafts: give --draft-model, a smaller one with the same tokenizer"
+            "--speculative draft needs a draft model: give --draft-model, a smaller model with the same tokenizer"
         )
     for name, value, own in (("--draft-head", head, "mtp"), ("--draft-model", model, "draft")):
         if value is not None and proposer != own:
@@ -320,13 +320,13 @@ def _offload_config(
 def sampling_params(
     *,
     max_tokens: Annotated[
-        int | None, _sampling("--max-tokens", "Most tokens to generate.", "N", "as many as fit", parse=whole)
+        int | None, _sampling("--max-tokens", "Maximum tokens to generate.", "N", "as many as fit", parse=whole)
     ] = _SAMPLING.max_tokens,
     min_tokens: Annotated[
-        int, _sampling("--min-tokens", "Fewest tokens before the end of the text.", "N", parse=whole)
+        int, _sampling("--min-tokens", "Minimum tokens before the end of the text.", "N", parse=whole)
     ] = _SAMPLING.min_tokens,
     seed: Annotated[
-        int | None, _sampling("--seed", "Same seed, same tokens.", "N", "random", parse=whole)
+        int | None, _sampling("--seed", "The same seed gives the same tokens.", "N", "random", parse=whole)
     ] = _SAMPLING.seed,
     stop: Annotated[
         list[str] | None, _sampling("--stop", "Stop before this text; may be given several times.", "TEXT", False)
@@ -366,7 +366,7 @@ def _table_parameter(name: str, row: SamplingOption) -> inspect.Parameter:
 
 
 def _with_table(function: Callable[..., SamplingParams]) -> inspect.Signature:
-    """The signature with the options of the table in place of `**options`, after the limits on the length."""
+    """The signature with the options of the table in place of `**options`; they follow the limits on the length."""
     own = [parameter for name, parameter in _parameters(function).items() if name != "options"]
     table = [_table_parameter(name, row) for name, row in SAMPLING_OPTIONS.items()]
     return inspect.Signature([*own[:2], *table, *own[2:]])
@@ -413,10 +413,10 @@ def watching(
 
 
 def options_of(**makers: Callable[..., Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Replace each parameter of a command that is named in `makers` by the options of its maker, which builds the
-    parameter's value.
+    """Decorator for a command: each parameter named in `makers` is replaced by the options of its maker, which builds
+    the parameter's value.
 
-    An option name that repeats among the command and its makers raises TypeError at definition.
+    Raises TypeError, when the command is defined, if the command and its makers declare an option twice.
     """
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:

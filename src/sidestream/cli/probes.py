@@ -49,8 +49,9 @@ class Finding:
 
 
 def findings(disk: Path | None) -> Iterator[Finding]:
-    """All findings; yields each one as soon as it is known. `disk`: directory of the disk tier; None: the cache
-    directory.
+    """Yields each finding as soon as it is known.
+
+    disk   directory of the disk tier; None: the cache directory
     """
     packages = list(_packages())
     yield from packages
@@ -84,15 +85,17 @@ def _packages() -> Iterator[Finding]:
         requirements = importlib.metadata.requires("sidestream") or ()
     except importlib.metadata.PackageNotFoundError:  # sources on the path without an installation have no metadata
         requirements = ()
-        yield Finding("packages", Status.WARN, "not checked, sidestream itself is not installed", "pip install -e .")
+        yield Finding(
+            "packages", Status.WARN, "not checked, because sidestream itself is not installed", "pip install -e ."
+        )
     for requirement in requirements:
-        parts = re.fullmatch(r"([\w.-]+)>=([\d.]+)", requirement)  # extras end in a marker: no match
+        parts = re.fullmatch(r"([\w.-]+)>=([\d.]+)", requirement)  # requirements of extras end in a marker: no match
         if parts is not None:
             yield from _package(parts[1], parts[2], remedy=f"pip install '{requirement}'")
 
 
 def _package(name: str, bound: str, *, remedy: str) -> Iterator[Finding]:
-    """A finding for torch and for transformers; for any other package, only if it is missing or too old."""
+    """A finding for torch and transformers always; for any other package, only if it is missing or too old."""
     try:
         version = importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
@@ -305,7 +308,7 @@ def _disk_speed(directory: Path, dtype: str) -> Finding:
         "disk speed",
         Status.WARN if slow else Status.OK,
         f"read {read}, write {write} ({synced} until it is on the medium)",
-        "recomputing a prefix may be as fast as reading it: choose a faster disk with --disk" if slow else "",
+        "reading a prefix may take as long as recomputing it: choose a faster disk with --disk" if slow else "",
         {f"{name}_bytes_per_s": value for name, value in speeds.items()},
     )
 

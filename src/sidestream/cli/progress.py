@@ -1,7 +1,7 @@
-"""Progress of long commands: bars in a terminal; a line every ten seconds elsewhere.
+"""Progress of long commands: bars in a terminal; elsewhere a line every ten seconds.
 
-Steps shorter than two seconds print no line. The working thread reports its progress. A second thread prints at regular
-times, because some steps (a forward pass, a child process) report nothing until they end.
+A step shorter than two seconds prints no line. The working thread reports its progress, and a second thread prints it
+at regular times, because some steps (a forward pass, a child process) report nothing until they end.
 """
 
 from __future__ import annotations
@@ -69,10 +69,10 @@ class Lines:
 class Steps:
     """The progress of the steps of one command. A context manager, used by one thread.
 
-    console   draws bars if it is a terminal, else prints lines; default: standard error
-    say       gets each line in place of the console, for example a logger's method; also gets one line at the start of
-              each step
-    keep      keep the bars of finished steps; else show one bar and remove it at the end
+    console   bars are drawn here if it is a terminal, else lines are printed; default: standard error
+    say       function that gets each line in place of the console, for example a logger's method. It also gets a line
+              at the start of each step
+    keep      keep the bars of finished steps; False: show one bar and remove it at the end
     title     prefix of each step's name
     """
 
@@ -135,7 +135,7 @@ class Steps:
         self._show(self._step, done_bytes, self._total_bytes or 0, _megabytes(done_bytes, self._total_bytes))
 
     def update(self, step: str, done: float = 0, total: float = 0, note: str | None = None) -> None:
-        """Set the current step and its progress; 0 of 0: unknown. `note` replaces the numbers in the text."""
+        """Set the current step and its progress; 0 of 0: no known progress. `note` replaces the numbers in the text."""
         amount = note if note is not None else f"{done:g} of {total:g}" if total else ""
         self._show(step, done, total, amount)
 

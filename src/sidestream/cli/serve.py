@@ -49,7 +49,11 @@ def serve(
         ),
     ] = None,
     single_process: Annotated[
-        bool, flag("--single-process", "Engine and HTTP in one process: less memory, but bursts of tokens in streams.")
+        bool,
+        flag(
+            "--single-process",
+            "Run engine and HTTP in one process: uses less memory, but streams get tokens in bursts.",
+        ),
     ] = False,
     log_level: Logging = LogLevel.INFO,
     *,
@@ -59,11 +63,12 @@ def serve(
 ) -> None:
     """Serve MODEL over HTTP, with OpenAI's API.
 
-    --config reads options from a file: one line "name: value" for each, without the dashes, and "model: MODEL". Options
-    that may be given several times take a list there, options without a value true or false.
+    --config reads options from a file with one line "name: value" for each option, without the dashes, and with
+    "model: MODEL". In the file, an option that may be given several times takes a list, and an option without a value
+    takes true or false.
 
-    The first interrupt (or SIGTERM) stops the intake of requests, lets running ones finish, stores the KV and exits;
-    each further interrupt skips the current wait.
+    After the first interrupt (or SIGTERM), the server accepts no more requests, lets running requests finish, stores
+    the KV and exits. Each further interrupt skips the current wait.
     """
     _check_processes(api_processes, single_process=single_process)
     _check_packages()
@@ -78,7 +83,7 @@ def _check_processes(api_processes: int | None, *, single_process: bool) -> None
     if api_processes is not None and not 1 <= api_processes <= _MOST_API_PROCESSES:
         raise ConfigError(f"api_processes is {api_processes}: give a whole number in [1, {_MOST_API_PROCESSES}]")
     if api_processes is not None and single_process:
-        raise ConfigError(f"api_processes is {api_processes} and single_process is on: give one of the two")
+        raise ConfigError(f"api_processes is {api_processes} and single_process is on: give only one of the two")
 
 
 def _check_packages() -> None:
@@ -145,7 +150,7 @@ def _close(close: Callable[[], None], config: EngineConfig) -> None:
 
 
 def _default_api_processes() -> int:
-    """One per four cores, at most eight: the engine and other processes of the machine need the rest."""
+    """One per four cores, at most eight: the engine and other processes of the machine need the other cores."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, min(8, cores // 4))
 

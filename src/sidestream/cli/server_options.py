@@ -16,8 +16,8 @@ from sidestream.server.options import ServerOptions
 class _Row:
     """One option.
 
-    absent   the meaning of an absent value in `--help`; False: show none, True: show the default
-    name     the parameter's name, if it differs from the field's, which has a unit or a plural
+    absent   text for `--help`: the meaning of an absent value; False: no text; True: the default
+    name     name of the parameter, if it differs from the name of the field (which may have a unit or a plural)
     """
 
     field: str
@@ -29,7 +29,7 @@ class _Row:
 
 
 _ROWS = (
-    _Row("host", "ADDRESS", "Address to listen on; 0.0.0.0 for all.", "127.0.0.1"),
+    _Row("host", "ADDRESS", "Address to listen on; 0.0.0.0 for all addresses.", "127.0.0.1"),
     _Row("port", "N", "Port to listen on; 0 for any free one.", "8000"),
     _Row("uds", "PATH", "Listen on a Unix socket at this path, in place of an address.", False),
     _Row("root_path", "PATH", "Path prefix of the API behind a proxy, such as /llm.", False),
@@ -37,14 +37,20 @@ _ROWS = (
     _Row(
         "ssl_keyfile",
         "FILE",
-        "The certificate's key (PEM); $SIDESTREAM_SSL_KEYFILE_PASSWORD opens an encrypted one.",
+        "The certificate's key (PEM); $SIDESTREAM_SSL_KEYFILE_PASSWORD is the password of an encrypted key.",
         "the certificate's file",
     ),
-    _Row("ssl_ca_certs", "FILE", "Require client certificates signed by one of these (PEM).", False),
     _Row(
-        "api_key", "KEY", "Key that clients must send; better set by the variable.", False, envvar="SIDESTREAM_API_KEY"
+        "ssl_ca_certs", "FILE", "Require client certificates that one of these CA certificates (PEM) has signed.", False
     ),
-    _Row("served_model_name", "NAME", "Model name in the API.", "its own"),
+    _Row(
+        "api_key",
+        "KEY",
+        "Key that clients must send; safer in the environment variable.",
+        False,
+        envvar="SIDESTREAM_API_KEY",
+    ),
+    _Row("served_model_name", "NAME", "Model name in the API.", "the model's own"),
     _Row("max_body_bytes", "SIZE", "Longer request bodies are rejected.", name="max_body"),
     _Row("head_timeout_s", "SECONDS", "Slower request heads are rejected.", name="head_timeout"),
     _Row("body_timeout_s", "SECONDS", "Slower request bodies are rejected.", name="body_timeout"),
@@ -54,8 +60,8 @@ _ROWS = (
         "A client that reads nothing of its reply for this long is disconnected.",
         name="stall_timeout",
     ),
-    _Row("max_connections", "N", "Most connections at once.", "2048, or as many as the limit of open files allows"),
-    _Row("max_connections_per_address", "N", "Most connections at once from one client address.", "no limit"),
+    _Row("max_connections", "N", "Maximum connections at once.", "2048, or as many as the limit of open files allows"),
+    _Row("max_connections_per_address", "N", "Maximum connections at once from one client address.", "no limit"),
     _Row(
         "cors_origins",
         "ORIGIN",
@@ -63,7 +69,7 @@ _ROWS = (
         False,
         name="cors_origin",
     ),
-    _Row("max_choices", "N", "Most choices of one request: prompts times n."),
+    _Row("max_choices", "N", "Maximum choices of one request: prompts times n."),
     _Row("drain_s", "SECONDS", "Time for running requests to finish at shutdown.", name="drain_seconds"),
 )
 

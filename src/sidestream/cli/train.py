@@ -1,4 +1,4 @@
-"""`sidestream train-mtp`: distils a draft head (MTP) from a model, with the model's own answers and with texts."""
+"""`sidestream train-mtp`: distils a draft head (MTP) from a model, on the model's own answers and on texts."""
 
 from __future__ import annotations
 
@@ -64,15 +64,16 @@ def train_mtp(
         float, option("--learning-rate", metavar="R", help="Peak learning rate.", parse=number)
     ] = 1e-3,
     seed: Annotated[
-        int, option("--seed", metavar="N", help="Random seed; equal heads only on the same machine.", parse=whole)
+        int,
+        option("--seed", metavar="N", help="Random seed; it gives equal heads on the same machine only.", parse=whole),
     ] = 0,
     device: Annotated[str, option("--device", metavar="DEVICE", help="cpu, cuda, or auto.")] = "auto",
 ) -> None:
-    """Train a draft head for a model (speculative decoding), with the model's own answers to tasks and with texts.
+    """Train a draft head for a model (speculative decoding) on the model's own answers to tasks, and on texts.
 
-    The demo model takes some minutes on a GPU; on a CPU choose fewer steps and answers. The training data (.tokens)
-    stay in the head's directory; the state of the training (.training) stays there until the head is ready. An
-    interrupted run resumes from them with the same options, and refuses other options.
+    For the demo model this takes some minutes on a GPU; on a CPU, choose fewer steps and answers. The training data
+    (.tokens) stay in the head's directory; the training state (.training) stays there until the head is ready. An
+    interrupted run resumes from these files if the options are the same, and is refused if they differ.
     """
     from sidestream.device.choice import torch_device
     from sidestream.models.catalog import resolve
@@ -81,7 +82,7 @@ def train_mtp(
 
     lesson = Lesson(steps, batch, drafts, learning_rate=learning_rate, seed=seed)
     if length < 2 * drafts:
-        raise ConfigError(f"--length is {length}: a sequence needs {2 * drafts} tokens for {drafts} drafts; give more")
+        raise ConfigError(f"--length is {length}: for {drafts} drafts, a sequence needs {2 * drafts} tokens; give more")
     if answers < 0:
         raise ConfigError(f"--answers is {answers}: it must be 0 or more")
     texts = [_read(path) for path in text or ()]
@@ -168,7 +169,9 @@ def _unreadable(path: Path, error: Exception) -> ConfigError:
 
 @contextlib.contextmanager
 def _replaced(path: Path) -> Iterator[Path]:
-    """A temporary file that replaces `path` at the end of the block. A process killed earlier leaves the old file."""
+    """A temporary file that replaces `path` at the end of the block. If the process is killed before, the old file
+    remains.
+    """
     partial = path.with_name(path.name + ".partial")
     yield partial
     partial.replace(path)
@@ -230,7 +233,7 @@ def _training_data(run: _Run, answers: _Answers | None) -> Tensor:
 
 
 def _answer_tasks(run: _Run, answers: _Answers | None, save: Callable[[_Answers], None]) -> _Answers:
-    """Append the model's answers to tasks until there are enough; `save` them after each batch of tasks."""
+    """Append the model's answers to tasks until there are enough. Calls `save` after each batch of tasks."""
     from sidestream.config import SamplingParams
     from sidestream.llm import LLM
     from sidestream.text import sample_tasks, sample_text
@@ -283,8 +286,8 @@ def _answer_tasks(run: _Run, answers: _Answers | None, save: Callable[[_Answers]
 
 
 def _temperature(time: int, task: int) -> float:
-    """Temperature of a task's answer number `time`. Only one of the first two answers is greedy: a second greedy one
-    would be equal.
+    """Temperature of a task's answer number `time`. Only one of the first two answers is greedy, because two greedy
+    answers would be equal.
     """
     if time < 2:
         return 0.0 if (time + task) % 2 == 0 else 1.0
@@ -362,8 +365,8 @@ def _train(run: _Run, tokens: Tensor, lesson: Lesson, saved: dict[str, Any] | No
 
 @contextlib.contextmanager
 def _interrupts(on_first: Callable[[], object]) -> Iterator[threading.Event]:
-    """Ctrl-C sets the event and lets the current step end, because half a step cannot be resumed. A second Ctrl-C
-    raises.
+    """Ctrl-C sets the event, so that the current step can end: half a step cannot be resumed. A second Ctrl-C raises
+    KeyboardInterrupt.
     """
     interrupted, before = threading.Event(), signal.getsignal(signal.SIGINT)
 

@@ -27,11 +27,12 @@ def no_accesses() -> Sequence[Access]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Memory:
-    """Bytes that streams use, under the name that accesses use.
+    """Memory that streams read and write.
 
+    name       identifies the memory in an `Access`
     parts      uint8 tensors of equal size, on one device. Offsets are striped over them: consecutive runs of `stripe`
-               bytes lie in consecutive parts. A block has consecutive offsets even if each layer is an allocation of
-               its own
+               bytes lie in consecutive parts. So a block has consecutive offsets even if each layer is a separate
+               allocation
     stripe     bytes; unused with one part
     pageable   host memory that is not pinned: a copy from or to it would block the submitting thread
     """
@@ -157,7 +158,7 @@ class CopyBatch:
 def _steps(
     source_parts: Starts, source_starts: Starts, target_parts: Starts, target_starts: Starts, size: int
 ) -> list[int]:
-    """Bytes from each segment to the next, if both sides advance equally inside one part; else 0, also for the last."""
+    """Bytes from each segment to the next, if both sides advance equally inside one part; else 0. The last is 0."""
     step = np.diff(source_starts)
     alike = (
         (np.diff(source_parts) == 0) & (np.diff(target_parts) == 0) & (np.diff(target_starts) == step) & (step >= size)
@@ -167,10 +168,10 @@ def _steps(
 
 @dataclass(frozen=True, slots=True)
 class Rest:
-    """When a host thread takes its next turn, unless it is woken earlier.
+    """The time of a host thread's next turn, unless it is woken earlier.
 
-    fences    after one of these is done
-    until_s   at this time on the device's clock
+    fences    take the turn after one of these is done
+    until_s   take the turn at this time on the device's clock
     """
 
     fences: Sequence[Fence] = ()
@@ -178,19 +179,21 @@ class Rest:
 
 
 class HostThread(Protocol):
-    """A thread of the host that takes turns: it calls a function whenever there may be something to do."""
+    """A host thread that takes turns: in each turn, it calls a function once. It takes a turn when it is woken, and at
+    the time that the last turn has returned as a `Rest`.
+    """
 
     @property
     def failure(self) -> BaseException | None:
-        """The exception of a turn; after it, there are no more turns."""
+        """The exception that ended the thread; None while it takes turns."""
         ...
 
     def wake(self) -> None:
-        """Take another turn soon. Never blocks; any thread."""
+        """Take another turn soon. Never blocks. Any thread may call it."""
         ...
 
     def close(self) -> None:
-        """End after the current turn, without another one. Blocks. Idempotent."""
+        """End the thread after its current turn. Blocks until the thread has ended. Idempotent."""
         ...
 
 
@@ -199,10 +202,12 @@ class Graph(Protocol):
 
 
 class GraphEvent(Protocol):
-    """An event that replays of graphs wait for. It stands for its last record, and for nothing before the first one."""
+    """An event that replays of graphs wait for. A wait applies to the most recent `record`; before the first `record`,
+    a wait has no effect.
+    """
 
     def record(self, stream: Any) -> Fence:
-        """Record everything that `stream` was given so far."""
+        """Record all work submitted to `stream` so far."""
         ...
 
 
@@ -245,26 +250,30 @@ class Stream(Protocol):
         """Capture everything that `build` submits to this stream, without running it. Blocks until the device is idle:
         call it before serving.
 
-        `beside` is a graph of this stream. Both share the memory of temporary tensors, so they must not run at once.
+        `beside` is an earlier graph of this stream. Both graphs share the memory of temporary tensors, so they must not
+        run at the same time.
         """
         ...
 
     def enqueue(self, graph: Any) -> None:
-        """Run a graph of this stream after everything the work has enqueued. Inside work of this stream only."""
+        """Run a graph of this stream after everything that the work has enqueued so far. Inside work of this stream
+        only.
+        """
         ...
 
     def wait_external(self, event: Any) -> None:
-        """Make the rest of a graph wait, at each replay, for the last record of `event`. Inside `capture` only.
+        """Make the rest of a graph wait, at each replay, for the most recent record of `event`. Inside `capture` only.
 
         Raises InvariantError on a device without events (`Device.event`).
         """
         ...
 
     def on_side_stream(self, work: Callable[[], None]) -> None:
-        """Enqueue `work` on a side stream: after everything enqueued so far, concurrently with what follows, until
-        `join`. Inside work of this stream only.
+        """Enqueue `work` on a side stream. It runs after everything enqueued so far, and concurrently with later work
+        until `join`. Inside work of this stream only.
 
-        Until `join`, nothing may write what it reads, or use what it writes. A device may run it at once instead.
+        Until `join`, no other work may write the memory that `work` reads, or use the memory that it writes. A device
+        may run `work` at once instead.
         """
         ...
 
@@ -273,8 +282,8 @@ class Stream(Protocol):
         ...
 
     def stamp(self, times: torch.Tensor) -> None:
-        """Write the device's clock in ns, when the work gets here, to the first element of `times`, int64 on the
-        device. Inside work of this stream only.
+        """Write the device's clock in ns to the first element of `times` (int64, on the device) when the work reaches
+        this point. Inside work of this stream only.
         """
         ...
 
@@ -282,8 +291,8 @@ class Stream(Protocol):
         """Write `values`, contiguous on the device, to host memory at byte `start + further`, without queueing behind
         bulk copies. Inside work of this stream only; the work declares the write.
 
-        For captured work, `start` is an int64 `[1]` on the device, a multiple of 8. The host reads the bytes after the
-        work's fence.
+        For captured work, `start` is an int64 tensor `[1]` on the device that holds a multiple of 8. The host reads the
+        bytes after the work's fence.
         """
         ...
 
@@ -298,12 +307,12 @@ class Device(Protocol):
 
     @property
     def segment_bytes(self) -> int:
-        """Smallest segment that copies at full speed."""
+        """Size of the smallest segment that copies at full speed."""
         ...
 
     @property
     def torch_device(self) -> torch.device:
-        """The device of tensors that work uses."""
+        """The torch device of the tensors that submitted work uses."""
         ...
 
     @property
@@ -316,21 +325,21 @@ class Device(Protocol):
         ...
 
     def worker(self, name: str) -> Stream:
-        """A new stream for work of the host that may block, such as file I/O. Other streams cannot wait for its fences;
-        the host polls them.
+        """A new stream for host work that may block, such as file I/O. Other streams cannot wait for the fences of this
+        stream; the host polls them.
         """
         ...
 
     def thread(self, name: str, turn: Callable[[], Rest]) -> HostThread:
-        """Start a thread that calls `turn` when it is woken, and as the `Rest` of the last turn says."""
+        """Start a thread that calls `turn` when it is woken, and at the time that the last turn has returned."""
         ...
 
     def event(self, name: str) -> GraphEvent:
-        """A new event, never recorded. Raises InvariantError on a device whose graphs cannot wait: a CPU."""
+        """A new event, not recorded yet. Raises InvariantError on a device whose graphs cannot wait: a CPU."""
         ...
 
     def prepare(self, batch: CopyBatch) -> CopyBatch:
-        """The same batch, with addresses resolved once, so that submitting parts of it costs less."""
+        """The same batch with resolved addresses, so that submitting parts of it costs less."""
         ...
 
     def allocate(self, name: str, num_bytes: int) -> Memory:
@@ -338,31 +347,32 @@ class Device(Protocol):
         ...
 
     def allocate_host(self, name: str, num_bytes: int, *, item_bytes: int = 1) -> Memory:
-        """Host memory for asynchronous copies. Its first bytes are ready at once, the rest later: see `ready_bytes`.
+        """Host memory for asynchronous copies. The first bytes are ready at once, the others later: see `ready_bytes`.
 
-        Items of `item_bytes` are never split: not by the border of the ready bytes, and not between two pinned chunks.
+        Neither the end of the ready bytes nor the border of two pinned chunks splits an item of `item_bytes`.
         """
         ...
 
     def mapped(self, memory: Memory) -> torch.Tensor:
-        """The ready bytes of host memory as a tensor for kernels of the device: uint8, the same bytes.
+        """The ready bytes of host memory as a uint8 tensor that kernels of the device can read. Not for copies.
 
-        Kernels read it when they run, so they see later writes of the host. For kernels only, not for copies.
+        The tensor shares the memory, so kernels see writes that the host makes before they run.
         """
         ...
 
     def ready_bytes(self, memory: Memory) -> int:
-        """Number of bytes, from the start of host memory on, that can be copied asynchronously now. Never falls."""
+        """Number of bytes, from the start of `memory`, that can be copied asynchronously now. Never decreases."""
         ...
 
     def grows(self, memory: Memory) -> bool:
-        """Whether `ready_bytes` will still rise. Call it before `ready_bytes`: after False, that number is final."""
+        """Whether `ready_bytes` will still increase. Call it before `ready_bytes`: after False, the number is final."""
         ...
 
     def wait_host(self, fence: Fence, *, reason: str, timeout_s: float | None = None, bell: Bell | None = None) -> bool:
         """Block this thread until `fence` is done; False after `timeout_s`, or when `bell` rings. Counted by `reason`.
 
-        A device may ignore the bell when the end is near, so that a bell never delays the caller.
+        A device may ignore the bell when the fence is almost done, because handling the bell would take longer than the
+        remaining wait.
         """
         ...
 

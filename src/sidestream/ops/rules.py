@@ -1,5 +1,5 @@
-"""The sampling options of all request slots as one tensor on the device, so that a draw reads device state alone and
-can be captured in a CUDA graph.
+"""The sampling options of all request slots as one tensor on the device. A draw then reads only device state, so it can
+be captured in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ GOLDEN, FIRST, SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111
 class SamplingTensors:
     """One row of numbers for each request slot, one column for each name of `COLUMNS`.
 
-    numbers   int64 `[rows, len(COLUMNS)]`. An option that takes whole numbers is stored as such, another one as the
-              bits of a float64. Temperature is 0 for every request that takes the likeliest token
+    numbers   int64 `[rows, len(COLUMNS)]`. An option that takes whole numbers is stored as an int64, any other option
+              as the bits of a float64. Temperature is 0 for every request that takes the likeliest token
     """
 
     numbers: Tensor
@@ -52,12 +52,12 @@ class SamplingTensors:
 
     @property
     def seed(self) -> Tensor:
-        """int64 `[rows]`: where a row's random numbers begin, a hash of the request's seed."""
+        """int64 `[rows]`: a hash of the request's seed, the start of the row's random numbers."""
         return self.numbers[:, COLUMNS["seed"]]
 
     @property
     def prompt_len(self) -> Tensor:
-        """int64 `[rows]`: tokens of the row that are no outputs."""
+        """int64 `[rows]`: number of prompt tokens of the row."""
         return self.numbers[:, COLUMNS["prompt_len"]]
 
 
@@ -69,18 +69,20 @@ def sampling_row(spec: SamplingSpec, *, prompt_len: int) -> tuple[int, ...]:
             int(options[name]) if option.kind is int else _bits(options[name])
             for name, option in SAMPLING_OPTIONS.items()
         ),
-        _bits(spec.penalised),  # not 0, read as an int64 or as a float64
+        _bits(spec.penalised),  # for True: bits that are not 0, whether they are read as an int64 or as a float64
         _signed(_mix(spec.seed & _MASK)),
         prompt_len,
     )
 
 
 def uniforms(seeds: Tensor, output_indices: Tensor) -> Tensor:
-    """The random numbers of draws, in [0, 1), multiples of 2**-53: float64 `[R]`, from hashed seeds
-    (`SamplingTensors.seed`) and numbers of the outputs, both int64 `[R]`.
+    """One random number for each draw, float64 `[R]`: a multiple of 2**-53 in [0, 1).
 
-    A hash of both by splitmix64 (Steele et al. 2014). The seed is hashed before the index is added, so neighbouring
-    seeds do not share a sequence.
+    seeds            hashed seeds (`SamplingTensors.seed`), int64 `[R]`
+    output_indices   index of the drawn token among the request's outputs, int64 `[R]`
+
+    The number is a hash of seed and index by splitmix64 (Steele et al. 2014). The seed is hashed before the index is
+    added, so neighbouring seeds do not share a sequence.
     """
     value = seeds + output_indices * _signed(GOLDEN) + _signed(GOLDEN)
     value = (value ^ _shifted(value, 30)) * _signed(FIRST)
@@ -101,7 +103,7 @@ def _mix(value: int) -> int:
 
 
 def _signed(value: int) -> int:
-    """An unsigned 64-bit number as an int64 tensor holds it: with the same bits."""
+    """The signed 64-bit number with the same bits."""
     return value - (1 << 64) if value >> 63 else value
 
 

@@ -48,10 +48,11 @@ class Allocator:
     def fits(
         self, request: Request, hits: Sequence[BlockId], *, num_running: int, preempted: Sequence[Request] = ()
     ) -> bool:
-        """Whether a waiting request's tokens and one more fit beside `hits`, with a block to grow for each of the
-        requests that run.
+        """Whether a waiting request's tokens and one more fit beside `hits`, with one more block for each running
+        request.
 
-        preempted  count these running requests as preempted; an upper bound, because others may share their blocks
+        preempted  running requests to treat as already preempted. All their blocks count as free, which is too many
+                   if other requests share some of them
         """
         needed = self._limits.num_blocks(len(request.tokens) + 1) - len(hits)
         # rule: hits-are-not-free-blocks
@@ -84,13 +85,15 @@ class Allocator:
         return fresh.after
 
     def extend_table(self, request: Request, length: int) -> None:
-        """Make the block table of the request's rows cover `length` tokens; the same object if it does already."""
+        """Extend `request.table` to cover `length` tokens. If it covers them already, it stays the same object."""
         assert request.blocks is not None
         if len(request.table) < (count := self._limits.num_blocks(length)):
             request.table = tuple(request.blocks.ids[:count])
 
     def release(self, request: Request) -> None:
-        """Take slot and blocks back at once; none, if the request does not run. Published blocks stay findable."""
+        """Take the slot and the blocks back at once; do nothing if the request does not run. Published blocks stay
+        findable.
+        """
         if request.slot is None or request.blocks is None:
             return
         after = () if request.last_fence is None else (request.last_fence,)

@@ -1,6 +1,6 @@
 """The OpenAI-compatible HTTP server. Knows an engine only as a `Backend`; needs the extra `server`.
 
-Names are imported on first use: the command line reads `ServerOptions` without the extra's packages.
+Names are imported on first use, so the command line can read `ServerOptions` without the packages of the extra.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""One API process: serves HTTP on an inherited socket; makes all text and JSON. The engine is in another process."""
+"""An API process: serves HTTP on an inherited socket, and does all work on text and JSON. The engine is in another
+process.
+"""
 
 from __future__ import annotations
 
@@ -57,12 +59,12 @@ def _serve(
     def on_ready(server: RunningServer) -> None:
         threading.Thread(target=wait_for_stop, args=(server,), name="sidestream-supervisor", daemon=True).start()
         client.listen()
-        # If the engine lives, the supervisor starts another API process.
+        # If the engine is still alive, the supervisor starts another API process.
         client.on_lost = threading.Timer(GRACE_S, server.stop).start
-        freeze_gc_heap()  # a full collection would stop all streams for a tenth of a second or longer
+        freeze_gc_heap()  # a full garbage collection would stop all streams for a tenth of a second or longer
         supervisor.sendall(READY)
 
-    # Not on the main thread: there, `serve` would handle signals (see `run_child`).
+    # On the main thread, `serve` would handle signals, but an API process ignores them (see `run_child`).
     with ThreadPoolExecutor(1, thread_name_prefix="sidestream-api") as thread:
         drained = thread.submit(serve, backend, config.options, listener=listener, on_ready=on_ready).result()
     return DRAINED if drained else ABORTED

@@ -41,7 +41,7 @@ _EVENT_STREAM = [
 
 
 def create_app(backend: Backend, *, options: ServerOptions) -> Starlette:
-    """The ASGI application. Setting `app.state.stopping` aborts all running requests, each with an error reply."""
+    """The ASGI application. Setting `app.state.stopping` aborts all running requests; each gets an error reply."""
     stopping = CallbackEvent()
     model = _model(backend, options)
 
@@ -104,7 +104,9 @@ async def _reraise(request: Request, failure: Exception) -> Response:
 
 
 def _cors(options: ServerOptions) -> list[Middleware]:
-    """Outside RequestMiddleware: a preflight carries no API key, and browsers hide an error that names no origin."""
+    """The CORS middleware. It is outside RequestMiddleware, because a preflight request has no API key, and because
+    browsers hide an error reply without CORS headers.
+    """
     if not options.cors_origins:
         return []
     return [
@@ -164,7 +166,7 @@ class Completions:
             served_name=self._model["id"],
             max_choices=self._options.max_choices,
         )
-        # Short bodies are parsed here: many threads at once would hold the interpreter lock longer than parsing does.
+        # Short bodies are parsed on the event loop: handing them to threads would hold the interpreter lock for longer.
         call = parse() if len(body) <= _SHORT_BODY_BYTES else await asyncio.to_thread(parse)
         record = request_record(scope)
         record.request_id = call.request_id or record.request_id
@@ -212,7 +214,7 @@ class _Reply:
         return {**self._head, "object": self._format.response_object, "choices": choices, "usage": usage}
 
     async def stream(self, send: Send) -> None:
-        """Send each delta as an event. A failure before the first one is still a plain HTTP error."""
+        """Send each delta as an event. A failure before the first event is replied to as a plain HTTP error."""
         events = _EventStream(send)
         started: set[int] = set()
 
@@ -240,7 +242,9 @@ class _Reply:
             self._record.on_token()
 
     def _delta_chunk(self, index: int, delta: Delta) -> Json | None:
-        """The delta's choice; None for an empty delta: its text waits for the rest of a character or a stop string."""
+        """The delta's choice. None if the delta has no text yet, because a character or a stop string may be
+        incomplete.
+        """
         logprobs = self._logprobs(index, delta.logprobs) if delta.logprobs else None
         if not (delta.text or logprobs or delta.finish_reason):
             return None
@@ -273,7 +277,9 @@ class _Sample:
 
 
 class _EventStream:
-    """Server-sent events. The lock orders the prompts of one call: the response starts before the first event."""
+    """Server-sent events. A lock orders the writes of a call's prompts, so that the response starts before any
+    event.
+    """
 
     def __init__(self, send: Send) -> None:
         self._send = send
@@ -281,7 +287,7 @@ class _EventStream:
         self._started = False
 
     async def write(self, events: list[Json]) -> None:
-        """Send events; waits while the client reads slower."""
+        """Send events. Waits while the client reads too slowly."""
         await self._write(b"".join(b"data: " + to_json(event) + b"\n\n" for event in events), more=True)
 
     async def done(self) -> None:

@@ -12,16 +12,18 @@ from sidestream.types import Delta, Health
 
 
 class Backend(Protocol):
-    """An engine that serves one model. The event loop's thread uses all members; other threads the tokenizer only."""
+    """An engine that serves one model. Only the event loop's thread uses it, except for the tokenizer, which other
+    threads use too.
+    """
 
     @property
     def model_name(self) -> str:
-        """The model's name in requests, unless the options give another."""
+        """The model's name in requests, unless `ServerOptions.served_model_name` replaces it."""
         ...
 
     @property
     def max_model_len(self) -> int:
-        """Tokens of prompt and output together."""
+        """Maximum number of tokens of prompt and output together."""
         ...
 
     @property

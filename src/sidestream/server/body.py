@@ -1,4 +1,4 @@
-"""A request's body: read up to a bound, then parsed as strict JSON. Knows no field."""
+"""Reads a request's body up to a bound, and parses it as strict JSON. Knows no field."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ from sidestream.server.options import ServerOptions
 
 
 async def read_body(request: Request, options: ServerOptions) -> bytes:
-    """The whole body. Raises ApiError for a wrong content type (415), a body over the limit (413) or a late one (408).
+    """The whole body. Raises ApiError for a wrong content type (415), for a body that is too long (413) or too late
+    (408).
 
-    The limit holds while reading, also for a chunked body. Raises ClientGone when the client disconnects.
+    The limit is enforced while the body is read, also for a chunked body. Raises ClientGone if the client disconnects.
     """
     kind = request.headers.get("content-type", "")
-    # A web page may post other types to a server on this machine without a CORS preflight; JSON needs one.
+    # A web page can post other types to a server on this machine without a CORS preflight. For JSON, browsers send one.
     if kind.partition(";")[0].strip().lower() != "application/json":
         raise ApiError(415, f"content-type is {kind[:100]!r}: send application/json")
     if int(request.headers.get("content-length", 0)) > options.max_body_bytes:
@@ -46,7 +47,9 @@ def _too_long(options: ServerOptions) -> ApiError:
 
 
 def parse_object(body: bytes) -> dict[str, Any]:
-    """The JSON object in `body`. A 400 for other encodings, NaN, infinities, duplicate names and lone surrogates."""
+    """The JSON object in `body`. Raises a 400 for other encodings, NaN, infinities, duplicate names and lone
+    surrogates.
+    """
     try:
         text = body.decode("utf-8")
     except UnicodeDecodeError as failure:
@@ -58,7 +61,9 @@ def parse_object(body: bytes) -> dict[str, Any]:
 
 
 def parse_json(text: str, param: str | None) -> Any:
-    """The value of a JSON text. A 400 that names `param`, or the body, if it is not strict JSON."""
+    """The value of a JSON text. If it is not strict JSON, raises a 400 that names `param`, or the body if that is
+    None.
+    """
     where = param or "the body"
     try:
         value = json.loads(text, parse_constant=_no_constant, parse_float=_finite, object_pairs_hook=_unique)

@@ -1,4 +1,4 @@
-"""Cancels a request's task when its client disconnects or the server stops, without a task that waits for either.
+"""Cancels a request's task when its client disconnects or the server stops. No other task waits for these events.
 
 Event loop only.
 """
@@ -18,7 +18,7 @@ _DISCONNECT = "sidestream.disconnect"
 
 
 class CallbackEvent:
-    """Is set once, and then calls all its callbacks."""
+    """An event that can be set once, and then calls its callbacks."""
 
     def __init__(self) -> None:
         self._is_set = False
@@ -48,19 +48,19 @@ class CallbackEvent:
 
 
 def set_disconnect_event(scope: Scope, disconnected: CallbackEvent) -> None:
-    """Put the event that its connection sets at its end into a request's scope."""
+    """Put `disconnected`, which the connection sets at its end, into a request's scope."""
     scope[_DISCONNECT] = disconnected
 
 
 class CancelOnDisconnect:
-    """An asynchronous context. Its body is cancelled when the client disconnects (the context raises ClientGone) or the
-    server stops (EngineStopped).
+    """An asynchronous context that cancels its body when the client disconnects or the server stops. It then raises
+    ClientGone or EngineStopped.
 
-    The request's body must have been read.
+    The HTTP request must have been read completely before.
     """
 
     def __init__(self, scope: Scope, stopping: CallbackEvent) -> None:
-        # Under another server than ours, connections set no event.
+        # Only connections of this package's server set an event.
         self._disconnected: CallbackEvent = scope.get(_DISCONNECT) or CallbackEvent()
         self._stopping = stopping
         self._reason: Exception | None = None

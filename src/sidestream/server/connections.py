@@ -1,7 +1,7 @@
-"""Limits of connections: their number, and the time of a TLS handshake, a request head and an unread reply.
+"""Limits of connections: their number, and the time for a TLS handshake, for a request head and for reading a reply.
 
-A connection over a limit is closed, counted, and logged at a bounded rate. Sits between the sockets and the ASGI
-application; knows uvicorn's HTTP/1.1 protocol and no route. Event loop only.
+A connection over a limit is closed, counted, and logged at a bounded rate. This layer is between the sockets and the
+ASGI application; it knows uvicorn's HTTP/1.1 protocol, but no routes. Event loop only.
 """
 
 from __future__ import annotations
@@ -40,21 +40,21 @@ _uvicorn_log.setLevel(logging.ERROR)
 Reason = Literal["head_timeout", "malformed", "limit", "address_limit", "tls_handshake", "stall_timeout"]
 
 _DEFAULT_CONNECTIONS = 2048
-# Open files that are not connections: weights, the disk tier, the log, imported modules.
+# Number of open files that are not connections: weights, the disk tier, the log, imported modules.
 _OTHER_FILES = 256
 _FEWEST_CONNECTIONS = 16
-# A rejected connection stays open this long, so that its client can send its request and read the rejection: if it
-# were closed with unread bytes, the kernel would reset it and drop the rejection.
+# Time that a rejected connection stays open, so that its client can send the request and read the rejection. If it were
+# closed with unread bytes, the kernel would reset it and drop the rejection.
 _LINGER_S = 1.0
 _MOST_LINGERING = 64
-# At most one log line in this period for each reason.
+# Period in which each reason is logged at most once.
 _LOG_PERIOD_S = 10.0
-# Checks of a client's progress within one stall timeout.
+# Number of checks of a client's progress within one stall timeout.
 _STALL_CHECKS = 8
 
 
 def connection_limit(options: ServerOptions) -> int:
-    """Connections at a time. Raises ConfigError when the process may not open so many files."""
+    """Maximum number of connections at the same time. Raises ConfigError if the process may not open so many files."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     bound = None if soft == resource.RLIM_INFINITY else max(_FEWEST_CONNECTIONS, soft - _OTHER_FILES)
     if options.max_connections is None:
@@ -69,13 +69,13 @@ def connection_limit(options: ServerOptions) -> int:
 
 
 class ConnectionLimits:
-    """Admits the connections of one server, and reports those that it closes for a limit."""
+    """Admits the connections of one server, and reports each connection that it closes because of a limit."""
 
     def __init__(self, options: ServerOptions, count: Callable[..., None], tls: ssl.SSLContext | None = None) -> None:
         """Raises ConfigError when the options need too many open files.
 
-        count   `count(name, value, *labels)` adds to a counter
-        tls     None: plain HTTP
+        count   function that adds to a counter: `count(name, value, *labels)`
+        tls     the TLS context; None: plain HTTP
         """
         self.tls = tls
         self.head_timeout_s = options.head_timeout_s
@@ -86,10 +86,12 @@ class ConnectionLimits:
         self._count = count
         self._open: Counter[str] = Counter()
         self._num_open = 0
-        self._unlogged: dict[Reason, int] = {}  # since the reason's last line; absent: log the next one at once
+        self._unlogged: dict[
+            Reason, int
+        ] = {}  # number since the reason's last log line; absent: log the next one at once
 
     def protocol(self) -> type[asyncio.Protocol]:
-        """The factory of protocols that uvicorn calls for each connection."""
+        """The protocol factory that uvicorn calls for each connection."""
 
         def make(**arguments: Any) -> asyncio.Protocol:
             http = _LimitedProtocol(self, **arguments)
@@ -98,7 +100,7 @@ class ConnectionLimits:
         return cast("type[asyncio.Protocol]", make)
 
     def admit(self, address: str, peer: str) -> ApiError | None:
-        """Count a new connection; over a limit, return the rejection instead."""
+        """Count a new connection and return None; or, if it exceeds a limit, return the rejection."""
         if self._num_open >= self._limit:
             self.report("limit", peer)
             return _rejection(
@@ -123,7 +125,7 @@ class ConnectionLimits:
             del self._open[address]
 
     def report(self, reason: Reason, peer: str) -> None:
-        """Count and log a connection that is closed: the first one at once, then one line per period for the others."""
+        """Count and log a closed connection. The first is logged at once, the others in one line per period."""
         self._count("connections_refused_total", 1, reason)
         if reason in self._unlogged:
             self._unlogged[reason] += 1
@@ -168,7 +170,7 @@ class _TlsHandshakeProtocol(asyncio.Protocol):
         self._limits = connections
         self._context = context
         self._http = http
-        self._early: list[bytes] = []  # requests may arrive with the end of the handshake
+        self._early: list[bytes] = []  # bytes of requests that arrived with the end of the handshake
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         self.transport = transport
@@ -197,7 +199,7 @@ class _TlsHandshakeProtocol(asyncio.Protocol):
                 self._context,
                 server_side=True,
                 ssl_handshake_timeout=self._limits.head_timeout_s,
-                ssl_shutdown_timeout=self._limits.stall_timeout_s,  # it bounds sending the rest of a reply too
+                ssl_shutdown_timeout=self._limits.stall_timeout_s,  # also bounds the time to send the rest of a reply
             )
         except (ConnectionResetError, BrokenPipeError):
             pass  # the client disconnected
@@ -229,7 +231,7 @@ class _LimitedProtocol(H11Protocol):
         self._disconnected = CallbackEvent()
 
     def handle_events(self) -> None:
-        """Called by uvicorn for received bytes; a request's task starts later."""
+        """Called by uvicorn for received bytes. The task of a request starts later."""
         super().handle_events()
         if self.scope is not None:
             set_disconnect_event(cast("Scope", self.scope), self._disconnected)
@@ -243,7 +245,9 @@ class _LimitedProtocol(H11Protocol):
         self.begin(transport, transport, (address, peer))
 
     def begin(self, transport: asyncio.Transport, raw: asyncio.Transport, peer: tuple[str, str]) -> None:
-        """Serve an admitted connection. `raw`: the transport below TLS; without TLS the same as `transport`."""
+        """Serve an admitted connection. `raw` is the transport below TLS; without TLS, it is the same as
+        `transport`.
+        """
         self._raw = raw
         self._address, self._peer_name = peer
         super().connection_made(transport)
@@ -257,12 +261,12 @@ class _LimitedProtocol(H11Protocol):
         self._disconnected.set()
 
     def pause_writing(self) -> None:
-        """Called when the client reads a reply slower than it is written."""
+        """Called when the client reads a reply more slowly than the server writes it."""
         super().pause_writing()
         self._start_stall_timer()
 
     def on_response_complete(self) -> None:
-        """Called when the last byte of a reply is written; it may still wait to be sent."""
+        """Called when the last byte of a reply was written. The byte may still wait to be sent."""
         super().on_response_complete()
         if self._unsent_bytes():
             self._start_stall_timer()
@@ -288,7 +292,7 @@ class _LimitedProtocol(H11Protocol):
         )
 
     def _start_head_timer(self) -> None:
-        """Start it once for each head: bytes that trickle in do not extend the time."""
+        """Start the timer once for each head, so that a head that arrives in small pieces gets no more time."""
         if self._head_timer is None:
             self._head_timer = self.loop.call_later(self._limits.head_timeout_s, self._head_is_late)
 
@@ -349,8 +353,8 @@ class _LimitedProtocol(H11Protocol):
         self._stall_timer = self.loop.call_later(period, self._check_progress, unread, since)
 
     def _check_progress(self, unread: int, since: float) -> None:
-        """Compare with the unread bytes at time `since`. Nothing was written in between: the reply is complete, or its
-        writer waits.
+        """Compare the unread bytes with `unread`, their number at time `since`. Nothing was written in between: the
+        reply is complete, or its writer waits.
         """
         self._stall_timer = None
         idle = self.flow.write_paused or self.cycle is None or self.cycle.response_complete
@@ -371,12 +375,14 @@ class _LimitedProtocol(H11Protocol):
         return size if self._raw is self.transport else size + self.transport.get_write_buffer_size()
 
     def _unread_bytes(self) -> int:
-        """Bytes that the client has not acknowledged: those in this process and those in the kernel's send queue."""
+        """Bytes that the client has not acknowledged: bytes in this process and in the kernel's send queue."""
         return self._unsent_bytes() + _queued_in_kernel(self._raw)
 
 
 class _RejectedProtocol(asyncio.Protocol):
-    """A connection over a limit: sends the rejection; closes when the client sends bytes, disconnects or is late."""
+    """A connection over a limit. Sends the rejection, and closes when the client sends bytes, disconnects or is
+    late.
+    """
 
     def __init__(self, connections: ConnectionLimits, transport: asyncio.Transport, error: ApiError) -> None:
         self._limits = connections
@@ -407,7 +413,9 @@ def _queued_in_kernel(transport: asyncio.Transport) -> int:
 
 
 def _peer(transport: asyncio.Transport) -> tuple[str, str]:
-    """The peer's address (on a Unix socket: its user), and its name in the log (with the port, or the process)."""
+    """The peer's address, and its name in the log, which includes the port. For a Unix socket, user and process take
+    the place of address and port.
+    """
     sock = transport.get_extra_info("socket")
     if sock.family == socket.AF_UNIX:
         if not hasattr(socket, "SO_PEERCRED"):
@@ -421,7 +429,7 @@ def _peer(transport: asyncio.Transport) -> tuple[str, str]:
 
 
 def _http_reply(error: ApiError) -> bytes:
-    """A complete HTTP/1.1 reply that closes the connection; for requests that never reach the application."""
+    """A complete HTTP/1.1 reply that closes the connection, for a request that does not reach the application."""
     body = to_json(error.body())
     head = [f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}"]
     headers = {

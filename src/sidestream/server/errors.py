@@ -34,7 +34,7 @@ class ApiError(Exception):
         self.headers = dict(headers or {})
 
     def body(self) -> dict[str, Any]:
-        """The JSON body, messages cut to a bounded length."""
+        """The JSON body. The message is cut to a bounded length."""
         message = str(self)
         if len(message) > _MAX_MESSAGE_CHARS:
             message = message[:_MAX_MESSAGE_CHARS] + "…"
@@ -51,7 +51,7 @@ def bad_request(message: str, param: str | None) -> ApiError:
 
 
 def as_api_error(failure: Exception, *, request_id: str, retry_after_s: int) -> ApiError:
-    """The reply to a failure. An unexpected one becomes a 500 that names the request's id in the log."""
+    """The reply to a failure. An unexpected failure becomes a 500 with the id under which the log has the request."""
     match failure:
         case ApiError():
             return failure
@@ -81,7 +81,7 @@ def as_api_error(failure: Exception, *, request_id: str, retry_after_s: int) -> 
 
 
 def _http(failure: HTTPException) -> ApiError:
-    """Starlette's own errors: 404 and 405."""
+    """The reply to one of Starlette's own errors, 404 and 405."""
     if failure.status_code == HTTPStatus.NOT_FOUND:
         known = (
             "POST /v1/chat/completions, POST /v1/completions, GET /v1/models, POST /tokenize, POST /detokenize, "

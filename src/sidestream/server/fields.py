@@ -1,4 +1,4 @@
-"""The fields of all requests. A field is honoured, accepted because its value has no effect, or rejected by name.
+"""The fields of all requests. A field is used, or accepted because its value has no effect, or rejected by name.
 
 Runs on a worker thread: validating and encoding a long prompt takes milliseconds and would block the event loop.
 """
@@ -33,10 +33,11 @@ Place = Literal["chat", "text", "message", "part"]
 
 @dataclass(frozen=True, slots=True)
 class Extra:
-    """A field that clients send and this server does not implement.
+    """A field that clients send and that this server does not implement.
 
-    places  where it occurs: requests of either API, messages of a chat, or parts of a message's content
-    values  accepted values besides null, which have no effect; None: any, because the field cannot change an answer
+    places  where the field occurs: requests of either API, messages of a chat, or parts of a message's content
+    values  accepted values besides null; they have no effect. None: all values, because the field cannot change an
+            answer
     """
 
     name: str
@@ -107,17 +108,17 @@ _IDLE: Mapping[Place, Mapping[str, tuple[Any, ...] | None]] = {
 }
 
 _MESSAGE_FIELDS = ("role", "content", "name", "reasoning_content", "reasoning", "tool_calls", "tool_call_id")
-# Options of a template that have request fields of their own.
+# Template options that have their own request fields.
 _OWN_OPTIONS = ("self", "messages", "tools", "add_generation_prompt", "continue_final_message")
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One valid request of either API, its prompts encoded.
+    """One valid request of either API, with encoded prompts.
 
-    include_usage     end the stream with a chunk of the usage
+    include_usage     end the stream with a chunk that holds the usage
     continuous_usage  add the usage to every chunk
-    request_id        from the client
+    request_id        the id that the client gave
     """
 
     api: Api
@@ -132,7 +133,7 @@ class Call:
 
     @property
     def num_choices(self) -> int:
-        """Samples that the reply has."""
+        """Number of samples in the reply."""
         return len(self.prompts) * self.params.n
 
 
@@ -145,7 +146,7 @@ class _StreamOptions(BaseModel):
 
 
 class _Fields(BaseModel):
-    """The fields that both APIs share, by type; null is taken out before. `SamplingParams` checks ranges."""
+    """The fields that both APIs share, with their types. Nulls are removed before; `SamplingParams` checks ranges."""
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
@@ -169,7 +170,7 @@ class _Fields(BaseModel):
 
 
 class _Conversation(BaseModel):
-    """Messages, and how the chat template lays them out."""
+    """Messages, and the options with which the chat template formats them."""
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
@@ -193,7 +194,7 @@ class _Text(_Fields):
 
 
 def _with_sampling_options(fields: type[_ApiFields]) -> type[_ApiFields]:
-    """The same model with a field for each sampling option; None stands for the model's default."""
+    """`fields` with one more field for each sampling option; None means the model's default."""
     unset = SamplingParams()
     options: dict[str, Any] = {}
     for name, row in SAMPLING_OPTIONS.items():
@@ -206,7 +207,7 @@ _CHAT, _TEXT = _with_sampling_options(_Chat), _with_sampling_options(_Text)
 
 
 class _TokenizeText(BaseModel):
-    """`/tokenize` of a plain text, with vLLM's names."""
+    """A request to `/tokenize` with a plain text; vLLM's names."""
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
@@ -217,7 +218,7 @@ class _TokenizeText(BaseModel):
 
 
 class _TokenizeChat(_Conversation):
-    """`/tokenize` of a conversation, with vLLM's names."""
+    """A request to `/tokenize` with a conversation; vLLM's names."""
 
     model: str | None = None
     return_token_strs: bool = False
@@ -241,7 +242,7 @@ _TOKENIZE_CHAT_IDLE: Mapping[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class Tokenized:
-    """What `/tokenize` asks for: token ids, and whether their spellings are wanted too."""
+    """The result of a request to `/tokenize`: token ids, and whether the reply also lists the tokens as texts."""
 
     token_ids: list[int]
     with_strings: bool
@@ -267,15 +268,15 @@ def parse_chat(body: bytes, *, tokenizer: TokenizerLike, served_name: str, max_c
 
 
 def _layout(asked: _Conversation, tokenizer: TokenizerLike) -> dict[str, Any]:
-    """How the conversation becomes a prompt: the chat template's options, and how it ends."""
+    """The chat template's options, and the options for the end of the prompt."""
     for name in asked.chat_template_kwargs:
         if name in _OWN_OPTIONS:
             where = f"chat_template_kwargs.{name}"
-            raise bad_request(f"{where} is a field of the request itself: send it there, or leave it out", where)
+            raise bad_request(f"{where} is a field of the request itself: send it as such, or leave it out", where)
     if asked.continue_final_message and asked.add_generation_prompt:
         message = (
             "continue_final_message and add_generation_prompt are both true: "
-            "an answer continues a message or begins one"
+            "an answer either continues a message or begins one"
         )
         raise bad_request(message, "continue_final_message")
     options = dict(asked.chat_template_kwargs)
@@ -288,7 +289,7 @@ def _layout(asked: _Conversation, tokenizer: TokenizerLike) -> dict[str, Any]:
 def _lay_out(tokenizer: TokenizerLike, messages: Sequence[Mapping[str, Any]], layout: Mapping[str, Any]) -> list[int]:
     try:
         return tokenizer.chat(messages, **layout)
-    except RequestRejected as refusal:  # names the option; the client knows the field
+    except RequestRejected as refusal:  # it names the option, but the client knows the field
         if refusal.param in layout:
             raise RequestRejected(str(refusal), param=f"chat_template_kwargs.{refusal.param}") from None
         raise
@@ -302,11 +303,11 @@ def parse_text(body: bytes, *, tokenizer: TokenizerLike, served_name: str, max_c
 
 
 def parse_tokenize(body: bytes, *, tokenizer: TokenizerLike, served_name: str) -> Tokenized:
-    """A request to `/tokenize`, encoded. Raises ApiError or RequestError, naming the field at fault."""
+    """The token ids for a request to `/tokenize`. Raises ApiError or RequestError, naming the field at fault."""
     fields = parse_object(body)
     chosen = [name for name in ("prompt", "messages") if fields.get(name) is not None]
     if len(chosen) != 1:
-        given = "both prompt and messages are given" if chosen else "prompt is missing, and messages too"
+        given = "both prompt and messages are given" if chosen else "prompt and messages are both missing"
         raise bad_request(f"{given}: send one of them", "prompt")
     if chosen == ["prompt"]:
         text = _model_of(
@@ -345,7 +346,7 @@ def _call(
     where: str,
     max_choices: int,
 ) -> Call:
-    """Encodes last, after all checks: it takes the most time."""
+    """The call with encoded prompts. Encoding takes the most time, so it comes after all checks."""
     if asked.request_id is not None and not _REQUEST_ID.fullmatch(asked.request_id):
         message = f"request_id is {_short(asked.request_id)}: give 1 to 128 printable ASCII characters without spaces"
         raise bad_request(message, "request_id")
@@ -402,7 +403,9 @@ def _check_model(name: str | None, served_name: str) -> None:
 def _without_idle(
     body: Mapping[str, Any], idle: Mapping[str, tuple[Any, ...] | None], *, known: Collection[str], where: str
 ) -> dict[str, Any]:
-    """`body` without nulls and without fields whose value has no effect. A 400 for unknown and unsupported fields."""
+    """`body` without nulls and without fields whose value has no effect. Raises a 400 for unknown or unsupported
+    fields.
+    """
     fields = {}
     for name, value in body.items():
         path = f"{where}{name[:64]}"
@@ -419,7 +422,7 @@ def _without_idle(
 def _asks_nothing(value: Any, idle: tuple[Any, ...] | None) -> bool:
     if value is None or idle is None:
         return True
-    return any(type(value) is type(nothing) and value == nothing for nothing in idle)  # and the type: True == 1
+    return any(type(value) is type(nothing) and value == nothing for nothing in idle)  # with the type, since True == 1
 
 
 def _first_fault(failure: ValidationError) -> ApiError:
@@ -453,7 +456,7 @@ def _sampling(
             n=asked.n,
             max_drafts=asked.max_drafts,
         )
-    except RequestRejected as failure:  # names the parameter; the client knows the field
+    except RequestRejected as failure:  # it names the parameter, but the client knows the field
         param = failure.param or ""
         field = renamed.get(param, param)
         raise RequestRejected(str(failure).replace(param, field), param=field) from None
@@ -474,13 +477,13 @@ def _messages(messages: Any) -> list[dict[str, Any]]:
 
 
 def _message(message: Any, where: str) -> dict[str, Any]:
-    """A message for the chat template: role, content, and fields that some templates read."""
+    """A message for the chat template: its role, its content, and fields that some templates read."""
     if not isinstance(message, dict):
         raise bad_request(f"{where} is {_short(message)}: it must be an object with role and content", where)
     fields = _without_idle(message, _IDLE["message"], known=_MESSAGE_FIELDS, where=f"{where}.")
     role = fields.get("role")
     if role == "developer":
-        role = "system"  # OpenAI's newer name for the same thing; chat templates know the older one
+        role = "system"  # OpenAI's newer name; chat templates know only the older one
     if role not in ("system", "user", "assistant", "tool"):
         raise bad_request(
             f"{where}.role is {_short(role)}: it must be system, developer, user, assistant or tool", f"{where}.role"
@@ -495,12 +498,16 @@ def _message(message: Any, where: str) -> dict[str, Any]:
         if name in fields:
             if not isinstance(fields[name], str):
                 raise bad_request(f"{where}.{name} is {_short(fields[name])}: it must be a string", f"{where}.{name}")
-            known["reasoning_content" if name == "reasoning" else name] = fields[name]  # two names of the same thing
+            known["reasoning_content" if name == "reasoning" else name] = fields[
+                name
+            ]  # the two names have the same meaning
     return known
 
 
 def _tool_calls(calls: Any, where: str) -> list[dict[str, Any]]:
-    """Tool calls of an earlier answer. OpenAI's arguments are JSON text; chat templates expect an object."""
+    """Tool calls of an earlier answer. In OpenAI's API the arguments are a JSON text, but chat templates expect an
+    object.
+    """
     if not isinstance(calls, list):
         raise bad_request(f"{where} is {_short(calls)}: it must be a list", where)
     return [_tool_call(call, f"{where}[{number}]") for number, call in enumerate(calls)]
@@ -522,7 +529,7 @@ def _tool_call(call: Any, where: str) -> dict[str, Any]:
 
 
 def _content(content: Any, where: str) -> str:
-    """A message's text; parts are joined with nothing between them."""
+    """A message's text. Its parts are joined without a separator."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list) or not content:
@@ -545,7 +552,9 @@ def _part(part: Any, where: str) -> str:
 
 
 def _prompts(prompt: Any, tokenizer: TokenizerLike) -> list[Callable[[], list[int]]]:
-    """One encoder per prompt: of a string, strings, token ids or lists of token ids; the first item decides."""
+    """One encoder per prompt. `prompt` is a string, a list of strings, a list of token ids, or a list of such lists;
+    the type of the first item decides.
+    """
     if isinstance(prompt, str):
         return [lambda: tokenizer.encode(prompt)]
     if not isinstance(prompt, list) or not prompt:
@@ -578,5 +587,5 @@ def _ids(ids: Any, where: str) -> Callable[[], list[int]]:
 
 
 def _short(value: Any) -> str:
-    """A bounded rendering of a client's value, however long or deep; null as JSON says it."""
+    """A short text for a client's value, however long or deep the value is; null is written as in JSON."""
     return "null" if value is None else reprlib.repr(value)

@@ -38,7 +38,7 @@ async def generate_all(backend: Backend, call: Call, name: str, emit: Emit) -> N
         if running:
             raise InvariantError(f"{request_name} ended before its samples {sorted(running)} did")
 
-    if len(call.prompts) == 1:  # the usual case: no task besides the request's own
+    if len(call.prompts) == 1:  # the usual case, without an extra task
         await run(0, call.prompts[0], name)
         return
     try:

@@ -11,7 +11,7 @@ _ENCODER = msgspec.json.Encoder()
 
 
 def to_json(value: Any) -> bytes:
-    """The JSON text of `value`, which must hold no NaN and no infinity: the encoder would write null for them.
+    """The JSON text of `value`, which must not contain NaN or an infinity: the encoder would write null for them.
 
     Raises UnicodeEncodeError for a lone surrogate.
     """

@@ -1,4 +1,4 @@
-"""Binds the sockets that the server listens on: a port or a Unix socket. They do not listen yet."""
+"""Binds the server's sockets: a port or a Unix socket. They do not listen yet."""
 
 from __future__ import annotations
 
@@ -16,45 +16,46 @@ from sidestream.server.connections import connection_limit
 from sidestream.server.options import ServerOptions
 from sidestream.server.tls import tls_context
 
-_SOCKET_MODE = 0o660  # programs of the group may connect, such as a reverse proxy
+_SOCKET_MODE = 0o660  # programs of the same group may connect, such as a reverse proxy
 
 
 def bind(options: ServerOptions) -> socket.socket:
     """Bind the address; called before the model is loaded, so that an address in use fails early.
 
-    Until `serve` listens on the socket, the kernel refuses connections: to load balancers the server is not ready.
-    Closing a Unix socket removes its file. Raises ConfigError, also for a limit of open files that is too low and for a
-    TLS certificate that cannot be used.
+    Until `serve` listens on the socket, the kernel refuses connections, so load balancers see that the server is not
+    ready. Closing a Unix socket removes its file. Raises ConfigError, also if the limit of open files is too low or a
+    TLS certificate cannot be used.
     """
     connection_limit(options)
     tls_context(options)
     if options.uds is not None:
-        return _bound_path(Path(options.uds))
+        return _bind_unix(Path(options.uds))
     host, port = options.address
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        return _bound(family, host, port, reuse=False)
+        return _bind_tcp(family, host, port, reuse=False)
     except OSError as failure:
         if failure.errno != errno.EADDRINUSE:
             raise _cannot_listen(host, port, failure) from failure
-    # Old connections in TIME_WAIT may hold the port: reuse it. Not at the first try: two sockets that both reuse the
-    # address can be bound at a time, and the second server would fail only after its model was loaded.
+    # Old connections in TIME_WAIT may hold the port: reuse the address. The first try does not: two sockets that both
+    # reuse the address can be bound at the same time, and a second server would fail only after its model is loaded.
     try:
-        return _bound(family, host, port, reuse=True)
+        return _bind_tcp(family, host, port, reuse=True)
     except OSError as failure:
         raise _cannot_listen(host, port, failure) from failure
 
 
 def bind_shared(listener: socket.socket, count: int) -> list[socket.socket]:
-    """`count` listeners at the address of `listener`, which is the first; the kernel spreads connections over them.
+    """`count` listeners at the address of `listener`, the first item; the kernel spreads connections over them.
 
-    Of a Unix socket, all are the same object. The caller closes each once.
+    For a Unix socket, all items of the list are the same object. The caller closes every item; closing a socket again
+    has no effect.
     """
     if count == 1:
-        return [listener]  # no other process can bind its address
+        return [listener]  # without SO_REUSEPORT, no other process can bind its address
     if listener.family == socket.AF_UNIX:
         return [listener] * count
-    # Not before the first bind: a second server would share the address silently.
+    # Set only after the first bind; otherwise a second server would silently share the address.
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
     others = [bind_same_address(listener) for _ in range(count - 1)]
     for bound in (listener, *others):  # from now on, no second server can bind the address
@@ -63,7 +64,7 @@ def bind_shared(listener: socket.socket, count: int) -> list[socket.socket]:
 
 
 def bind_same_address(listener: socket.socket) -> socket.socket:
-    """One more socket at the listener's address."""
+    """Bind one more socket to the listener's address."""
     other = socket.socket(listener.family, socket.SOCK_STREAM)
     if listener.family == socket.AF_INET6:
         other.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
@@ -73,7 +74,7 @@ def bind_same_address(listener: socket.socket) -> socket.socket:
     return other
 
 
-def _bound(family: socket.AddressFamily, host: str, port: int, *, reuse: bool) -> socket.socket:
+def _bind_tcp(family: socket.AddressFamily, host: str, port: int, *, reuse: bool) -> socket.socket:
     bound = socket.socket(family, socket.SOCK_STREAM)
     try:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, int(reuse))
@@ -101,7 +102,7 @@ class _UnixSocket(socket.socket):
 
     def __init__(self, path: Path) -> None:
         super().__init__(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._path = path.absolute()  # the process may change its directory
+        self._path = path.absolute()  # the process may change its working directory
         self._inode: int | None = None
 
     def bind_path(self) -> None:
@@ -119,7 +120,7 @@ class _UnixSocket(socket.socket):
         super().close()
 
 
-def _bound_path(path: Path) -> socket.socket:
+def _bind_unix(path: Path) -> socket.socket:
     try:
         with _locked(path.absolute().parent):
             _remove_stale(path)
@@ -147,7 +148,9 @@ def _bound_path(path: Path) -> socket.socket:
 
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Lock the directory: two servers that both find a stale file would remove each other's new socket."""
+    """Lock the directory: without the lock, two servers that find the same stale file would remove each other's new
+    socket.
+    """
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX)

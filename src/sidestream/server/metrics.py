@@ -16,14 +16,14 @@ __all__ = ["CONTENT_TYPE_LATEST", "render"]
 
 
 def render(metrics: MetricsSnapshot) -> bytes:
-    """Every declared metric, prefixed `sidestream_`."""
+    """All declared metrics; their names get the prefix `sidestream_`."""
     registry = CollectorRegistry(auto_describe=False)
     registry.register(_Snapshot(metrics))
     return generate_latest(registry)
 
 
 class _Snapshot(Collector):
-    """One scrape's copy of all values, taken at one moment."""
+    """A copy of all values at one moment, for one scrape."""
 
     def __init__(self, metrics: MetricsSnapshot) -> None:
         self._metrics = metrics
@@ -43,7 +43,7 @@ def _single(name: str, declared: Declared, series: Mapping[Labels, float]) -> Me
         )
     else:
         family = GaugeMetricFamily(f"sidestream_{name}", declared.help, labels=declared.labels)
-    # A metric without labels has one series, zero before the first write: an absent one would break rate().
+    # A metric without labels has one series. It is zero before the first write, because an absent series breaks rate().
     for labels, value in (series or ({} if declared.labels else {(): 0.0})).items():
         family.add_metric(labels, value)
     return family

@@ -18,7 +18,8 @@ from sidestream.server.responses import Usage
 
 log = logging.getLogger("sidestream.server")
 
-# Health checks of load balancers have no key. /version needs one: strangers could look up the flaws of a version.
+# Paths without an API key: health checks of load balancers have none. /version needs the key, because strangers could
+# look up known flaws of the version.
 _OPEN_PATHS = ("/health", "/ping")
 _QUIET_PATHS = ("/health", "/ping", "/metrics")  # polled every few seconds: logged at DEBUG
 _GONE = 499  # nginx logs this status for a client that disconnected; it is never sent
@@ -26,7 +27,7 @@ _GONE = 499  # nginx logs this status for a client that disconnected; it is neve
 
 @dataclass(slots=True)
 class RequestRecord:
-    """One request's values for its log line. Written by the request's task only."""
+    """Values for the log line of one request. Written by the request's task only."""
 
     request_id: str
     started: float = field(default_factory=time.monotonic)
@@ -81,7 +82,7 @@ class RequestMiddleware:
         self._credential = None if options.api_key is None else options.api_key.encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one request. Raises nothing but CancelledError."""
+        """Serve one request. Raises only CancelledError."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -110,7 +111,7 @@ class RequestMiddleware:
         if self._credential is None or _route(scope) in _OPEN_PATHS:
             return
         scheme, _, credential = Headers(scope=scope).get("authorization", "").partition(" ")
-        # in constant time: the duration tells nothing about the key
+        # compare in constant time, so that the duration reveals nothing about the key
         if scheme.lower() != "bearer" or not hmac.compare_digest(credential.strip().encode(), self._credential):
             message = "missing or wrong API key: send the header Authorization: Bearer <key>"
             raise ApiError(
@@ -124,7 +125,7 @@ class RequestMiddleware:
     async def _fail(
         self, failure: Exception, record: RequestRecord, scope: Scope, receive: Receive, send: Send
     ) -> None:
-        """Reply with the failure: an HTTP error, or the last event of a stream that has begun."""
+        """Send the failure as an HTTP error or, if a stream has begun, as its last event."""
         error = as_api_error(failure, request_id=record.request_id, retry_after_s=self._options.retry_after_s)
         record.outcome = error.code or error.kind
         if error.status == 500:

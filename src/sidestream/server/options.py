@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 
 from sidestream.errors import ConfigError
 
-# The field `sun_path` of the kernel's address, less the zero byte at its end.
+# Size of the field `sun_path` of the kernel's address, without the zero byte at its end.
 _MOST_UDS_BYTES = 103 if sys.platform == "darwin" else 107
 _ROOT_PATH = re.compile(r"(/[A-Za-z0-9._~-]+)+")
 
@@ -20,28 +20,31 @@ _ROOT_PATH = re.compile(r"(/[A-Za-z0-9._~-]+)+")
 class ServerOptions:
     """Address, TLS, limits and timeouts of the server.
 
-    host               None: 127.0.0.1
-    port               0: any free one; None: 8000
-    uds                a path: listen on a Unix socket there, and on no port
-    root_path          the prefix below which a proxy serves the API, such as `/llm`; paths may have it or not
-    ssl_certfile       speak TLS with the certificate in this PEM file; None: plain HTTP
-    ssl_keyfile        its key; None: in the certificate's file
-    ssl_keyfile_password  of an encrypted key
-    ssl_ca_certs       clients must show a certificate that one of these signed; None: no client certificates
+    host               address to listen on; None: 127.0.0.1
+    port               port to listen on; 0: any free port; None: 8000
+    uds                path of a Unix socket to listen on, in place of a port; None: listen on a port
+    root_path          prefix below which a proxy serves the API, such as `/llm`. Request paths may have the prefix or
+                       not
+    ssl_certfile       PEM file with the server's TLS certificate; None: plain HTTP
+    ssl_keyfile        PEM file with the certificate's key; None: the key is in `ssl_certfile`
+    ssl_keyfile_password  password of an encrypted key
+    ssl_ca_certs       PEM file with CA certificates. Clients must have a certificate that one of them signed; None: no
+                       client certificates
     api_key            clients must send `Authorization: Bearer <api_key>`, except to /health and /ping; None: no check
-    served_model_name  the model's name in requests; None: the backend's
+    served_model_name  the model's name in requests; None: the backend's name for it
     max_body_bytes     a longer request body is refused with 413 while it is read
-    head_timeout_s     a request head that takes longer to arrive is refused with 408, counted from the accept, on a
-                       connection that was used before from the head's first byte
+    head_timeout_s     a request head that takes longer to arrive is refused with 408. The time counts from the accept
+                       or, on a connection that was used before, from the first byte of the head
     body_timeout_s     a body that takes longer to arrive is refused with 408
-    stall_timeout_s    a client that takes no byte of its reply for so long is cut off, and its request aborted
-    max_connections    connections at a time; one more is refused with 503. None: 2048, or as many as open files allow
-    max_connections_per_address  of one client address; None: no limit. A reverse proxy has one address for all its
-                                 clients
+    stall_timeout_s    a client that reads no byte of its reply for this long is disconnected, and its request aborted
+    max_connections    maximum number of connections at the same time; further ones are refused with 503. None: 2048, or
+                       as many as open files allow
+    max_connections_per_address  the same for one client address; None: no limit. All clients behind a reverse proxy
+                                 have the proxy's address
     cors_origins       origins whose web pages may use the API from a browser, such as `https://chat.example.com`; `*`:
-                       all
-    max_choices        prompts times n that one request may ask for
-    drain_s            at shutdown, running requests may take this long to finish; then they are aborted
+                       all origins
+    max_choices        maximum of prompts times n in one request
+    drain_s            time for running requests to finish at shutdown; then they are aborted
     retry_after_s      the `Retry-After` of a refusal when the queue is full
     """
 
@@ -98,7 +101,7 @@ class ServerOptions:
             self.api_key and self.api_key.isascii() and self.api_key.isprintable() and " " not in self.api_key
         ):
             raise ConfigError(
-                "api_key must be one or more printable ASCII characters without spaces; leave it out for no check"
+                "api_key must be one or more printable ASCII characters without spaces; leave it out to check no key"
             )
         if self.host == "":
             raise ConfigError("host is empty: give an address such as 127.0.0.1, or 0.0.0.0 for all interfaces")
@@ -144,7 +147,7 @@ class ServerOptions:
 
 
 def _check_root_path(path: str) -> None:
-    """Raise ConfigError for a malformed prefix, and for one that would make paths ambiguous."""
+    """Raise ConfigError for a malformed prefix, and for a prefix that would make paths ambiguous."""
     if path and not _ROOT_PATH.fullmatch(path):
         raise ConfigError(
             f"root_path is {path!r}: it must begin with a slash, end without one, "
@@ -153,12 +156,12 @@ def _check_root_path(path: str) -> None:
     if path == "/v1" or path.startswith("/v1/"):
         raise ConfigError(
             f"root_path is {path!r}: the API's own paths begin with /v1; "
-            "give what the proxy puts in front of that, or leave it out"
+            "give the prefix that the proxy puts in front of /v1, or leave root_path out"
         )
 
 
 def _check_origin(origin: str) -> None:
-    """Raise ConfigError for an origin in another form than browsers send: it would never match."""
+    """Raise ConfigError for an origin that is not in the form that browsers send, because it would never match."""
     parts = urlsplit(origin)
     if origin != "*" and (
         parts.scheme not in ("http", "https")
@@ -166,6 +169,6 @@ def _check_origin(origin: str) -> None:
         or origin != f"{parts.scheme}://{parts.netloc}".lower()
     ):
         raise ConfigError(
-            f"cors_origins has {origin!r}: give what a browser sends as its origin, such as https://chat.example.com "
+            f"cors_origins has {origin!r}: give an origin as browsers send it, such as https://chat.example.com "
             "or http://localhost:3000, in lower case and without a path or a slash at the end; or * for all origins"
         )

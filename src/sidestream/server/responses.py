@@ -1,4 +1,4 @@
-"""The shapes of replies in the two APIs: choices, logprobs, usage. Pure: deltas in, JSON values out."""
+"""Builds the replies of the two APIs from deltas, as JSON values: choices, logprobs, usage. Pure."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ _LOWEST_LOGPROB = -9999.0  # JSON has no infinity; OpenAI sends this for a token
 
 
 def _finite(logprob: float) -> float:
-    """A logprob as JSON can hold it. Raises InvariantError for NaN and +inf, which are bugs of the sampler."""
+    """A logprob that JSON can represent. Raises InvariantError for NaN and +inf, which are bugs of the sampler."""
     if logprob < math.inf:
         return max(logprob, _LOWEST_LOGPROB)
     raise InvariantError(f"a token's log-probability is {logprob}: it must be a number of 0 or less")
 
 
 class ResponseFormat(Protocol):
-    """One API's names and shapes. The arguments `logprobs` come from the method `logprobs`."""
+    """The names and the structure of one API's replies. The arguments `logprobs` come from the method `logprobs`."""
 
     id_prefix: str
     response_object: str
     chunk_object: str
 
     def first_chunk(self, index: int) -> Json | None:
-        """A sample's choice before its text; None if the API has none."""
+        """A sample's first chunk, before its text; None if the API has no such chunk."""
         ...
 
     def chunk(self, index: int, text: str, logprobs: Json | None, finish_reason: str | None) -> Json:
@@ -57,7 +57,7 @@ class TextOffsets:
         self._chars = 0
 
     def advance(self, token_id: int) -> int:
-        """The start of this token; the next one starts after it."""
+        """The start of the token `token_id`, which is the next token of the sample."""
         start = self._chars
         self._chars += len(self._detokenizer.push(token_id))
         return start
@@ -120,7 +120,9 @@ class CompletionFormat:
         return self.chunk(index, text, logprobs, finish_reason)
 
     def logprobs(self, tokens: Sequence[TokenLogprob], tokenizer: TokenizerLike, offsets: TextOffsets) -> Json:
-        """Parallel lists. The alternatives include the sampled token; of two with the same text, the likelier stays."""
+        """Lists of equal length. The alternatives include the sampled token; if two have the same text, the likelier
+        one is kept.
+        """
         texts = [tokenizer.decode([token.token_id]) for token in tokens]
         alternatives = []
         for token, sampled in zip(tokens, texts, strict=True):
@@ -160,7 +162,7 @@ class Usage:
         return sum(self.cached_by_tier.values())
 
     def json(self) -> Json:
-        """OpenAI's usage object, and the tiers of the cached tokens."""
+        """OpenAI's usage object, with the tiers of the cached tokens added."""
         return {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.output_tokens,

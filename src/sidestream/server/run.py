@@ -27,7 +27,7 @@ from sidestream.server.tls import tls_context
 log = logging.getLogger("sidestream.server")
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
-_ABORT_S = 5  # aborted requests have this long to send their last event; then their connections are closed
+_ABORT_S = 5  # time for aborted requests to send their last event; then their connections are closed
 _BACKLOG = 2048
 
 
@@ -44,7 +44,7 @@ class RunningServer:
         self._interrupt = interrupt
 
     def stop(self) -> None:
-        """Like a signal: the first call drains, the second quits. Returns at once."""
+        """Stop the server, like a signal: the first call drains, the second quits. Returns at once."""
         self._interrupt()
 
 
@@ -55,17 +55,19 @@ def serve(
     listener: socket.socket | None = None,
     on_ready: Callable[[RunningServer], None] | None = None,
 ) -> bool:
-    """Serve until SIGINT, SIGTERM or `RunningServer.stop`; blocks. True when every request finished.
+    """Serve until SIGINT, SIGTERM or `RunningServer.stop`; blocks. True if every request has finished.
 
-    The first signal stops accepting, lets running requests finish for `options.drain_s` and then aborts them; the
-    second aborts at once. Signals are handled on the main thread only. The caller closes the backend afterwards.
+    After the first signal, the server accepts no more requests, and aborts running requests after `options.drain_s`.
+    The second signal aborts them at once. Signals are handled on the main thread only. The caller closes the backend
+    afterwards.
 
-    listener   from `bind(options)`; None: bind now. Closed at the end
+    listener   socket made by `bind(options)`, which is closed at the end; None: bind now
 
     Raises ConfigError when the address cannot be bound.
     """
     with listener or bind(options) as bound:
-        # Accepted connections inherit it: otherwise theirs in TIME_WAIT would keep the next server from binding.
+        # Accepted connections inherit the option. Without it, connections in TIME_WAIT would keep the next server from
+        # binding the address.
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         app = create_app(backend, options=options)
         _warn_if_open(bound, options)
@@ -103,7 +105,7 @@ def _warn_if_open(listener: socket.socket, options: ServerOptions) -> None:
 
 
 def running_server(listener: socket.socket, options: ServerOptions, interrupt: Callable[[], None]) -> RunningServer:
-    """The handle of a server that listens on `listener`."""
+    """The RunningServer for a server that listens on `listener`."""
     url = _url(listener, tls=options.ssl_certfile is not None)
     return RunningServer(url, listener.getsockname() if listener.family == socket.AF_UNIX else None, interrupt)
 
@@ -117,7 +119,7 @@ def _url(listener: socket.socket, *, tls: bool) -> str:
 
 
 class _Server(uvicorn.Server):
-    """uvicorn's server, but a signal makes it return to its caller, who then closes the engine."""
+    """uvicorn's server, except that it returns to its caller after a signal; the caller then closes the engine."""
 
     def __init__(
         self,
@@ -157,7 +159,7 @@ class _Server(uvicorn.Server):
             deadline.cancel()
 
     def interrupt(self) -> None:
-        """Drain; the second call quits. From any thread or signal handler."""
+        """Drain; the second call quits. Any thread or signal handler may call it."""
         if not self.should_exit:
             self.should_exit = True
         elif self._loop is not None and not self._loop.is_closed():
@@ -168,8 +170,8 @@ class _Server(uvicorn.Server):
         self._stopping.set()
 
     async def _abort_connections(self) -> None:
-        """After `_quit`, abort all connections, also those accepted just before: since Python 3.12, closing a listener
-        waits for them.
+        """After `_quit`, abort all connections, also connections accepted just before: since Python 3.12, closing a
+        listener waits for its connections.
         """
         while True:
             if self.force_exit:
@@ -182,7 +184,7 @@ class _Server(uvicorn.Server):
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Like uvicorn's, but does not raise the signals again at the end."""
+        """The same as in uvicorn, except that it does not raise the signals again at the end."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return

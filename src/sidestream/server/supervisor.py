@@ -1,4 +1,6 @@
-"""The supervisor, in the process that the user starts: owns the port; starts, restarts and drains the API processes."""
+"""The supervisor, which runs in the process that the user starts. It owns the port, and starts, restarts and drains the
+API processes.
+"""
 
 from __future__ import annotations
 
@@ -27,17 +29,19 @@ log = logging.getLogger("sidestream.server")
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _WATCH_S = 0.05
-"""Period of checks whether the engine's process has ended."""
+"""Interval at which the supervisor checks whether the engine's process has ended."""
 _EXIT_S = 10.0
 """Time for an API process to exit after its requests have ended; then it is killed."""
 _MAX_FAILURES = 3
-"""Failures in a row after which the server gives up."""
+"""Number of consecutive failures after which the server gives up."""
 _MIN_LIFE_S = 10.0
 """An API process that ends sooner counts as a failure."""
 
 
 class _ApiProcess:
-    """One API process and the control socket to it. It imports at once, and serves when it gets its configuration."""
+    """One API process, and the control socket to it. The process imports its modules at once, and serves when it gets
+    its configuration.
+    """
 
     def __init__(self) -> None:
         self.ready = False
@@ -53,14 +57,14 @@ class _ApiProcess:
         self.pid = self._process.pid
 
     def configure(self, config: bytes, engine: EngineProcess, listener: socket.socket) -> None:
-        """Make it serve. Does nothing if it or the engine has ended: both are noticed elsewhere."""
+        """Make the process serve. Does nothing if the process or the engine has ended; other code detects that."""
         self.configured_s = time.monotonic()
         with contextlib.suppress(EngineStopped, OSError), engine.attach() as connection:
             socket.send_fds(self.control, [config], [connection.fileno(), listener.fileno()])
         self.control.setblocking(False)
 
     async def wait(self, on_ready: Callable[[], None]) -> tuple[bytes, int]:
-        """Wait for its end. Returns all its messages and its exit status."""
+        """Wait for the end of the process. Returns all its messages and its exit status."""
         messages, loop = b"", asyncio.get_running_loop()
         with contextlib.suppress(OSError):
             while message := await loop.sock_recv(self.control, 1):
@@ -73,21 +77,21 @@ class _ApiProcess:
         return messages, status
 
     def stop(self) -> None:
-        """Make it drain; the second call makes it quit. Kills it before it serves."""
+        """Make the process drain; the second call makes it quit. If it does not serve yet, it is killed."""
         if not self.ready:
             self._process.kill()
             return
-        with contextlib.suppress(OSError):  # it has ended
+        with contextlib.suppress(OSError):  # the process has ended
             self.control.send(STOP)
 
     def kill_if_running(self) -> None:
-        """Kill it, with an error in the log, if it has not ended."""
+        """If the process has not ended, log an error and kill it."""
         if self._process.poll() is None:
             log.error("API process %d does not end: it is killed", self.pid)
             self._process.kill()
 
     def kill(self) -> None:
-        """Kill it and wait for its exit."""
+        """Kill the process and wait for its exit."""
         self._process.kill()
         self._process.wait()
         self.control.close()
@@ -107,9 +111,10 @@ class Supervisor:
         log_level: int,
         log_format: tuple[str, str],
     ) -> None:
-        """Start the API processes, which import while the engine starts. Closes `listeners` at the end.
+        """Start the API processes, which import their modules while the engine starts. `listeners` are closed at the
+        end.
 
-        log_format   format of log lines, and of their dates
+        log_format   format of log lines, and format of their dates
         """
         share = options.max_connections and -(-options.max_connections // len(listeners))
         config = ApiProcessConfig(dataclasses.replace(options, max_connections=share), log_level, *log_format)
@@ -128,10 +133,10 @@ class Supervisor:
             raise
 
     def run(self, engine: EngineProcess, *, on_ready: Callable[[RunningServer], None]) -> bool:
-        """Serve until SIGINT or SIGTERM. True when every request finished.
+        """Serve until SIGINT or SIGTERM. True if every request has finished.
 
         The first signal drains, the second aborts. Signal handlers are installed when all API processes serve. Raises
-        ProcessFailed when the engine's process ends by itself, or API processes end as soon as they start.
+        ProcessFailed if the engine's process ends by itself, or if API processes end as soon as they start.
         """
         asyncio.run(self._run(engine, on_ready))
         if self._failure is not None:
@@ -178,7 +183,9 @@ class Supervisor:
             await asyncio.gather(watch, return_exceptions=True)
 
     def _stop(self) -> None:
-        """Make all API processes drain; the second call makes them quit. Kills those that do not exit in time."""
+        """Make all API processes drain; the second call makes them quit. Processes that do not exit in time are
+        killed.
+        """
         timeout_s = _EXIT_S if self._stopping else self._options.drain_s + _EXIT_S
         self._stopping = True
         self._close_listeners()
@@ -187,14 +194,17 @@ class Supervisor:
             asyncio.get_running_loop().call_later(timeout_s, api.kill_if_running)
 
     def _close_listeners(self) -> None:
-        """Refuse connections: while this process holds a listening socket, the kernel accepts and clients hang."""
+        """Close the listeners, so that connections are refused. While this process holds a listening socket, the kernel
+        accepts connections, and their clients wait.
+        """
         for listener in self._listeners:
             listener.close()
 
     def _replace_listener(self, index: int) -> None:
-        """Drop the ended process's socket, so that new connections go to other API processes while this one restarts.
+        """Close the socket of a process that has ended, so that new connections go to other API processes during the
+        restart.
 
-        The listener of a single API process stays: its connections wait for the restart.
+        If there is only one API process, its listener stays open, and new connections wait for the restart.
         """
         ended = self._listeners[index]
         if len(self._listeners) > 1 and ended.family != socket.AF_UNIX:
@@ -242,8 +252,8 @@ class Supervisor:
 
 @contextlib.contextmanager
 def _signals_call(stop: Callable[[], None]) -> Iterator[None]:
-    """SIGINT and SIGTERM call `stop` inside the context. (An event loop would restore the system's handlers instead of
-    the previous ones.)
+    """SIGINT and SIGTERM call `stop` inside the context. (Handlers of an event loop would be replaced by the system's
+    handlers afterwards, not by the previous ones.)
     """
     previous: dict[signal.Signals, Any] = {
         number: signal.signal(number, lambda number, frame: stop()) for number in _SIGNALS

@@ -16,7 +16,7 @@ class _NoPassword(Exception):
 
 
 def tls_context(options: ServerOptions) -> ssl.SSLContext | None:
-    """The TLS context of the options; None for plain HTTP. Raises ConfigError for a file that cannot be used."""
+    """The TLS context for the options; None for plain HTTP. Raises ConfigError for a file that cannot be used."""
     if options.ssl_certfile is None:
         return None
     files = {
@@ -54,7 +54,7 @@ def _check_readable(name: str, path: str) -> None:
 def _load_key(context: ssl.SSLContext, certificate: str, key: str | None, password: str | None) -> None:
     def give_password() -> str:
         if password is None:
-            raise _NoPassword  # without this function OpenSSL would ask on the terminal
+            raise _NoPassword  # without this function, OpenSSL would ask for the password on the terminal
         return password
 
     named = f"ssl_keyfile is {key}" if key is not None else f"ssl_certfile is {certificate}, without ssl_keyfile"
@@ -67,11 +67,12 @@ def _load_key(context: ssl.SSLContext, certificate: str, key: str | None, passwo
     except ssl.SSLError as failure:
         if failure.reason == "KEY_VALUES_MISMATCH":
             raise ConfigError(
-                f"{named}: the key does not belong to the certificate {certificate}: give the key it was made with"
+                f"{named}: the key does not belong to the certificate {certificate}: give the certificate's key"
             ) from failure
         if not _has_certificate(certificate):
             raise ConfigError(
-                f"ssl_certfile is {certificate}: it holds no certificate in PEM form: give the server's, then its chain"
+                f"ssl_certfile is {certificate}: it holds no certificate in PEM form: "
+                "give the server's certificate and its chain"
             ) from failure
         if password is not None:
             raise ConfigError(

@@ -3,10 +3,10 @@
 No weights, no rounding: outputs are equal or wrong. For tests and for the torture test.
 
     ToyModel            keys and values of every token
-    RecurrentToyModel   and, inside each block, a state that the block's end leaves behind
-    ToyDraftHead        guesses the next tokens of either, and is right a known number of times
-    ToyProposer         the same for an engine that speculates
-    ToyItself           the model as its own draft, on any device
+    RecurrentToyModel   the same, and in each block a recurrent state that is written when the block is full
+    ToyDraftHead        drafts the next tokens of either model; the number of right drafts is known
+    ToyProposer         a ToyDraftHead as the proposer of an engine
+    ToyItself           a proposer that drafts with the model itself, on any device
 """
 
 from __future__ import annotations
@@ -77,18 +77,18 @@ class ToyModel:
         *,
         left: Left,
     ) -> torch.Tensor:
-        """See `ForwardModel.forward_with_hidden`. The hidden state is one number per token, which depends on all KV up
-        to it, repeated to fill a block's layer.
+        """See `ForwardModel.forward_with_hidden`. The hidden state of a token is one number that depends on all KV up
+        to the token. It is repeated `hidden_size` times, the size of one layer of a block.
         """
         assert isinstance(batch, PagedBatch), "hidden states are read on the host"
         logits = self._forward(tokens, positions, batch, logit_rows)
-        numbers = torch.tensor([[float(self.hidden(self._seen_at(batch, packed)))] for packed in range(len(tokens))])
+        numbers = torch.tensor([[float(self.hidden(self._seen_at(batch, index)))] for index in range(len(tokens))])
         left(numbers.expand(-1, self.hidden_size))
         return logits
 
     def hidden(self, seen: npt.NDArray[np.int64]) -> int:
         """The hidden state after KV `seen`: exact in float32, never 0."""
-        return 1 + self._mixed(seen) % (1 << 20)
+        return 1 + self._hash(seen) % (1 << 20)
 
     def hidden_after(self, tokens: Sequence[int]) -> int:
         """The hidden state after `tokens`, computed without any pool; 0 after none."""
@@ -113,14 +113,14 @@ class ToyModel:
             pool[blocks, layer, :, offsets, 0, :] = torch.from_numpy(written).view(len(tokens), 2, 2)
         self._after_layers(batch)
         logits = torch.zeros(len(logit_rows), self.vocab_size)
-        for at, packed in enumerate(logit_rows.tolist()):
-            logits[at, self.next_token(self._seen_at(batch, packed))] = 100.0
+        for at, index in enumerate(logit_rows.tolist()):
+            logits[at, self.next_token(self._seen_at(batch, index))] = 100.0
         return logits
 
-    def _seen_at(self, batch: PagedBatch, packed: int) -> npt.NDArray[np.int64]:
-        """The number that determines the draw after a packed token."""
-        row = bisect.bisect_right(batch.cu_seqlens_q, packed) - 1
-        length = batch.kv_lens[row] - (batch.cu_seqlens_q[row + 1] - 1 - packed)
+    def _seen_at(self, batch: PagedBatch, index: int) -> npt.NDArray[np.int64]:
+        """The KV numbers that determine the token drawn after the batch's token `index`."""
+        row = bisect.bisect_right(batch.cu_seqlens_q, index) - 1
+        length = batch.kv_lens[row] - (batch.cu_seqlens_q[row + 1] - 1 - index)
         return self._seen(batch.kv, batch.block_tables[row], length)
 
     def _forward_on_device(
@@ -132,7 +132,8 @@ class ToyModel:
         pool, size, layers = batch.kv, self.layout.block_tokens, self._num_attended
         if not isinstance(pool, torch.Tensor) or layers != self.layout.num_layers:
             raise InvariantError("on a GPU there is only the toy without a recurrent state, over one pool")
-        # Padding writes the first token's numbers to the same place, or the bytes that are there already.
+        # Padding rows repeat the write of the first real token, to that token's slot. If there is no real token, they
+        # write back the bytes that are already there.
         real = batch.slot_mapping >= 0
         first = real.to(torch.int64).argmax(keepdim=True)
         slots = torch.where(real, batch.slot_mapping, batch.slot_mapping[first].clamp(min=0))
@@ -165,12 +166,12 @@ class ToyModel:
 
     def next_token(self, seen: npt.NDArray[np.int64]) -> int:
         """The token drawn after KV `seen`, the bits of its numbers as int64 `[layers, 2, length, 2]`."""
-        mixed = self._mixed(seen)
+        mixed = self._hash(seen)
         if self._eos_every and mixed % self._eos_every == 0:
             return 0
         return 1 + mixed // 7 % (self.vocab_size - 1)
 
-    def _mixed(self, seen: npt.NDArray[np.int64]) -> int:
+    def _hash(self, seen: npt.NDArray[np.int64]) -> int:
         weights = (np.arange(1, seen.size + 1, dtype=np.int64) * 48271 % _PRIME).reshape(seen.shape)
         return int((seen * weights % _PRIME).sum() % _PRIME) * 69621 % _PRIME
 
@@ -192,7 +193,7 @@ class ToyModel:
         """Extra writes of a variant, after all keys and values are written."""
 
     def _seen(self, pool: torch.Tensor, table: torch.Tensor, length: int) -> npt.NDArray[np.int64]:
-        """The number that determines the next token of a row, read from its blocks."""
+        """The KV numbers that determine the next token of a row, read from its blocks."""
         count = self.layout.num_blocks_for(length)
         blocks = pool[table[:count], : self._num_attended]
         return _bits(
@@ -200,7 +201,7 @@ class ToyModel:
         )
 
     def _reference(self, tokens: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """The same number, computed from the tokens."""
+        """The same numbers as `_seen`, computed from the tokens without a pool."""
         return _bits(_keys_and_values(tokens, self._num_attended))
 
 
@@ -338,8 +339,8 @@ class HiddenSource(Protocol):
 class ToyProposer:
     """Drafts like a `ToyDraftHead`, from each row's device state: if that is stale, the accept lengths show it.
 
-    model   a model with hidden states. The last one must match the row's tokens, and so must the one before each token,
-            which is kept as KV; None: they are not read
+    model   a model with hidden states. The row's last hidden state must match its tokens, and so must the hidden state
+            before each token, which `follow` keeps as KV. None: hidden states are not checked
     """
 
     name = "toy"
@@ -361,7 +362,8 @@ class ToyProposer:
             fresh = self._model is None or self._knows(context, row, tokens)
             drafts.append(self.head.drafts(tokens, self.head.hidden(tokens) if fresh else 0)[:count])
         if self._model is not None:
-            for step in range(count):  # like a head that feeds itself: these positions are processed again
+            # Like a head that runs on its own drafts, write KV at their positions: wrong KV, which `follow` overwrites.
+            for step in range(count):
                 batch = context.attend(context.lengths - 1 + step)
                 assert isinstance(batch, PagedBatch)
                 self._keep(batch, torch.full((len(drafts), 1), -1.0))
@@ -393,11 +395,11 @@ class ToyProposer:
 
 
 class ToyItself:
-    """Drafts the model's own next token after each row's last one, now and then its neighbour. Never synchronises with
-    the host.
+    """Drafts the model's own next tokens after each row's last token; at every position that is a multiple of
+    `wrong_every`, it drafts a wrong token. Never synchronises with the host.
 
-    It reads the KV that steps read: with stale or foreign KV, its drafts are rejected. Verification overwrites what it
-    writes.
+    It reads the KV that steps read: with stale or foreign KV, its drafts are rejected. Verification overwrites the KV
+    that it writes.
     """
 
     name = "toy"
@@ -415,8 +417,8 @@ class ToyItself:
         drafts = []
         for _ in range(count):
             drawn = self._model.forward(tokens, positions, context.attend(positions), every).argmax(-1)
-            beside = 1 + drawn % (self._model.vocab_size - 1)
-            tokens, positions = torch.where(positions % self._wrong_every == 0, beside, drawn), positions + 1
+            wrong = 1 + drawn % (self._model.vocab_size - 1)
+            tokens, positions = torch.where(positions % self._wrong_every == 0, wrong, drawn), positions + 1
             drafts.append(tokens)
         return torch.stack(drafts, dim=1)
 

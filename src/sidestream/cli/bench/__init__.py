@@ -1,5 +1,5 @@
-"""`sidestream bench`: figures with bounds. Most are ratios to a baseline that users could run, measured in the same
-run.
+"""`sidestream bench`: figures with bounds. Most figures are ratios to a baseline that users could run themselves; the
+baseline is measured in the same run.
 """
 
 from __future__ import annotations
@@ -10,9 +10,7 @@ from sidestream.cli.bench import commands
 from sidestream.cli.bench.serving.command import serve
 from sidestream.cli.declare import Command, Group
 
-app = typer.Typer(
-    cls=Group, help="Measure this machine; each figure is printed beside its bound.", no_args_is_help=True
-)
+app = typer.Typer(cls=Group, help="Measure this machine; each figure is printed with its bound.", no_args_is_help=True)
 commands.register(app)
 app.command("serve", cls=Command)(serve)
 

@@ -1,7 +1,7 @@
 """A fresh Python process that answers requests as JSON lines, for measurements that need a separate process.
 
 Two OpenMP runtimes in one process slow each other down (see `device/cpu.py`). And only a second process can show that
-KV survives the end of the first.
+KV survives the end of the first process.
 """
 
 from __future__ import annotations
@@ -71,11 +71,11 @@ class ChildProcess:
 
 
 def answer_requests(set_up: Callable[[dict[str, Any]], tuple[Answer, Close]]) -> None:
-    """The child's main loop. `set_up` takes the first message; it returns a function that answers each later one, and
-    a function that cleans up.
+    """The child's main loop. `set_up` takes the first message, and returns two functions: the first answers each later
+    message, the second cleans up.
     """
     out = sys.stdout
-    sys.stdout = sys.stderr  # prints of libraries must not get between the answers
+    sys.stdout = sys.stderr  # output that libraries print must not get between the answers
     answer, close = set_up(json.loads(sys.stdin.readline()))
     try:
         print(json.dumps("ready"), file=out, flush=True)

@@ -32,7 +32,7 @@ from sidestream.errors import ConfigError
 
 _PARTS = {
     "prefill": "Prefill time of a prompt on a GPU, divided by the time of its matrix products alone.",
-    "ttft": "TTFT without cached KV, and TTFT with KV in host memory divided by the link's time to load it.",
+    "ttft": "TTFT without cached KV; and TTFT with KV in host memory, divided by the time to load that KV.",
     "resume": "Slowdown of decoding requests while the KV of a long request is loaded.",
     "async": "Tokens per second of asynchronous over synchronous execution, and whether the tokens are equal.",
 }
@@ -64,7 +64,12 @@ def prefix(
     prompt_tokens: PromptTokens = 2000,
     rounds: Annotated[
         int,
-        option("--rounds", metavar="N", help="Prompts. Each runs cold, from host memory and from disk.", parse=whole),
+        option(
+            "--rounds",
+            metavar="N",
+            help="Number of prompts; each runs cold, from host memory and from disk.",
+            parse=whole,
+        ),
     ] = 5,
     as_json: AsJson = False,
 ) -> None:
@@ -93,7 +98,7 @@ def decode(
         option(
             "--device",
             metavar="DEVICE",
-            help="`cpu`; or `cuda`: step time of random weights of --shape, over the time to read their bytes.",
+            help="`cpu`; or `cuda`: step time of a model with random weights, over the time to read the weights.",
         ),
     ] = CPU,
     shape: Annotated[
@@ -109,12 +114,12 @@ def decode(
     unused = {"model", "output_tokens", "rounds", "dtype"} if on_gpu else {"shape"}
     for name in sorted(name for name in unused if was_given(context, name)):
         instead = (
-            "steps of a shape are measured there: name --shape alone"
+            "that device measures the steps of a shape: give --shape only"
             if on_gpu
-            else "a model is measured there: name the model"
+            else "that device measures a model: give the model"
         )
         raise ConfigError(
-            f"{label(name)} is {context.params[name]!r}, which --device {device} has no use for; {instead}"
+            f"{label(name)} is {context.params[name]!r}, which has no effect with --device {device}: {instead}"
         )
     if on_gpu:
         _engine(["decode"], device, shape, as_json)
@@ -135,11 +140,13 @@ def decode(
 def overhead(
     model: Model = DEMO_MODEL,
     rounds: Annotated[
-        int, option("--rounds", metavar="N", help="Repetitions; offload on and off alternate.", parse=whole)
+        int, option("--rounds", metavar="N", help="Repetitions; runs with and without offload alternate.", parse=whole)
     ] = 9,
     as_json: AsJson = False,
 ) -> None:
-    """Step time with offload idle and with offload storing, each divided by offload off; host waits for transfers."""
+    """Step time with idle offload and with offload that stores, each divided by the step time without offload; and the
+    number of host waits for transfers.
+    """
     from sidestream.cli.bench.overhead import measure
 
     _report(
@@ -156,7 +163,10 @@ def soak(
     requests: Annotated[
         int,
         option(
-            "--requests", metavar="N", help="Total requests; memory growth counts from request 200 on.", parse=whole
+            "--requests",
+            metavar="N",
+            help="Number of requests; memory growth is measured from request 200 on.",
+            parse=whole,
         ),
     ] = 2000,
     as_json: AsJson = False,
@@ -177,7 +187,13 @@ def transfer(
     device: GpuDevice = CUDA,
     mib: Annotated[int, option("--mib", metavar="N", help="MiB to store and load in each round.", parse=whole)] = 1024,
     rounds: Annotated[
-        int, option("--rounds", metavar="N", help="Repetitions; the link and the transfers alternate.", parse=whole)
+        int,
+        option(
+            "--rounds",
+            metavar="N",
+            help="Repetitions; measurements of the link and of the transfers alternate.",
+            parse=whole,
+        ),
     ] = 7,
     as_json: AsJson = False,
 ) -> None:
@@ -196,7 +212,8 @@ def transfer(
 def interference(
     device: GpuDevice = CUDA,
     rounds: Annotated[
-        int, option("--rounds", metavar="N", help="Repetitions; with and without transfers alternate.", parse=whole)
+        int,
+        option("--rounds", metavar="N", help="Repetitions; runs with and without transfers alternate.", parse=whole),
     ] = 7,
     as_json: AsJson = False,
 ) -> None:
@@ -224,7 +241,7 @@ def forward_thread(
     ] = 100_000,
     as_json: AsJson = False,
 ) -> None:
-    """Engine-thread time that transfers take in each step, and the longest time that it blocks."""
+    """Engine-thread time that transfers take in each step, and the longest time that they block the thread."""
     from sidestream.cli.bench.forward_thread import measure
 
     _report(
@@ -246,7 +263,7 @@ def host_time(
     rounds: Annotated[int, option("--rounds", metavar="N", help="Repetitions.", parse=whole)] = 3,
     as_json: AsJson = False,
 ) -> None:
-    """Engine-thread time of a step of many running requests, with offload on, without the waits for steps."""
+    """Engine-thread time per step with many running requests and with offload; waits for steps are not counted."""
     from sidestream.cli.bench.host_time import measure
 
     _check_positive(requests=requests, output_tokens=output_tokens, rounds=rounds)
@@ -274,8 +291,8 @@ def identity(
     output_tokens: OutputTokens = 128,
     as_json: AsJson = False,
 ) -> None:
-    """Whether greedy tokens are equal with and without offload, asynchronous and synchronous, and with CUDA graphs and
-    eager; and the distance of the logits.
+    """Compare greedy tokens and log-probabilities of engines that run with and without offload, asynchronously and
+    synchronously, with CUDA graphs and eagerly.
     """
     from sidestream.cli.bench.identity import measure
 
@@ -297,8 +314,8 @@ def identity(
 
 def mailbox(
     device: GpuDevice = CUDA,
-    mib: Annotated[int, option("--mib", metavar="N", help="MiB to store meanwhile.", parse=whole)] = 1024,
-    tokens: Annotated[int, option("--tokens", metavar="N", help="Timed deliveries.", parse=whole)] = 2000,
+    mib: Annotated[int, option("--mib", metavar="N", help="MiB to store during the measurement.", parse=whole)] = 1024,
+    tokens: Annotated[int, option("--tokens", metavar="N", help="Number of timed tokens.", parse=whole)] = 2000,
     as_json: AsJson = False,
 ) -> None:
     """Time until the host sees a sampled token while blocks are being stored."""
@@ -321,7 +338,7 @@ def engine(
     shape: Shape = "qwen3-8b",
     as_json: AsJson = False,
 ) -> None:
-    """A whole engine on a GPU: times of steps, prefill and first tokens, divided by the hardware's limits."""
+    """Times of steps, prefill and first tokens of an engine on a GPU, divided by the times that the hardware needs."""
     _engine(parts or [], device, shape, as_json)
 
 
@@ -351,8 +368,8 @@ def throughput(
     shape: Shape = "qwen3-8b",
     as_json: AsJson = False,
 ) -> None:
-    """Tokens per second with offload divided by without: requests without any reuse, and conversations whose KV is four
-    times the device's pool.
+    """Tokens per second with offload, divided by tokens per second without: for requests without any reuse, and for
+    conversations whose KV is four times the size of the device's pool.
     """
     from sidestream.cli.bench.throughput import measure
 
@@ -369,10 +386,14 @@ def host_tier(
     device: GpuDevice = CUDA,
     shape: Shape = "qwen3-8b",
     host: Annotated[str, option("--host", metavar="SIZE", help="Memory of the host tier.")] = "40GiB",
-    rounds: Annotated[int, option("--rounds", metavar="N", help="Times to pin that much memory.", parse=whole)] = 5,
+    rounds: Annotated[
+        int, option("--rounds", metavar="N", help="Number of times that this memory is pinned.", parse=whole)
+    ] = 5,
     as_json: AsJson = False,
 ) -> None:
-    """Time until host memory is usable after a start, and the cached tokens that the first conversations find there."""
+    """Time from the start until host memory is usable, and the cached tokens that the first conversations find
+    there.
+    """
     from sidestream.cli.bench.host_tier import measure
 
     _report(
@@ -391,13 +412,17 @@ def speculative(
         option(
             "--head",
             metavar="PATH",
-            help="MTP head for the model; adds a second proposer.",
+            help="MTP head for the model; also measures the proposer mtp.",
             show_default="the shipped head of the demo model",
         ),
     ] = None,
     draft_model: Annotated[
         str | None,
-        option("--draft-model", metavar="MODEL", help="Smaller model with the same tokenizer; adds a proposer."),
+        option(
+            "--draft-model",
+            metavar="MODEL",
+            help="Smaller model with the same tokenizer; also measures the proposer draft.",
+        ),
     ] = None,
     device: EitherDevice = CPU,
     batch: Annotated[
@@ -412,12 +437,12 @@ def speculative(
     ] = None,
     output_tokens: OutputTokens = 96,
     rounds: Annotated[
-        int, option("--rounds", metavar="N", help="Repetitions; with and without drafts alternate.", parse=whole)
+        int, option("--rounds", metavar="N", help="Repetitions; runs with and without drafts alternate.", parse=whole)
     ] = 3,
     as_json: AsJson = False,
 ) -> None:
-    """Tokens per second with drafts divided by without, tokens per step, and whether tokens in float32 are equal with
-    and without drafts.
+    """Tokens per second with drafts, divided by tokens per second without; tokens per step; and whether tokens in
+    float32 are equal with and without drafts.
     """
     from sidestream.cli.bench.speculative import measure
     from sidestream.device.choice import torch_device
@@ -456,8 +481,8 @@ def _report(
 ) -> None:
     """Run one measurement with its progress on stderr; exit with 1 when a bound does not hold.
 
-    bounded   the figures have bounds on this device
-    served    the loaded model with its options `dtype` and `device`; None: no model is loaded
+    bounded   whether the figures have bounds on this device
+    served    the loaded model and its options `dtype` and `device`; None: no model is loaded
     """
     with Steps() as steps:
         steps.update(f"bench {name}", note="preparing")

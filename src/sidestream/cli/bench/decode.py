@@ -17,8 +17,8 @@ _PROMPT_TOKENS = 32
 def measure(
     model: str, *, output_tokens: int, rounds: int, dtype: str, on_progress: Callable[[str], None]
 ) -> list[Figure]:
-    """Alternate: one request in Sidestream, one in generate, eight at once in Sidestream, eight one after another in
-    generate.
+    """In each round: one request in Sidestream, one in generate, eight at once in Sidestream, and eight one after
+    another in generate.
     """
     from sidestream.models import precision_of
     from sidestream.models.catalog import resolve
@@ -26,7 +26,7 @@ def measure(
     from sidestream.tokenizer import Tokenizer
 
     path = resolve(model)
-    dtype = precision_of(path, dtype=dtype).dtype  # generate would read "auto" as the data type of the checkpoint
+    dtype = precision_of(path, dtype=dtype).dtype  # for generate, "auto" is always the data type of the checkpoint
     ids = Tokenizer.load(path).encode(sample_text())
     prompts = [ids[at * _PROMPT_TOKENS : (at + 1) * _PROMPT_TOKENS] for at in range(_BATCH)]
     ours1, theirs1, ours8, theirs8 = [], [], [], []

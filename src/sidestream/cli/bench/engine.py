@@ -1,12 +1,12 @@
-"""A whole engine with a model of a well-known shape and random weights: times of steps, prefill and first tokens,
-divided by the hardware's limits.
+"""Times of steps, prefill and first tokens of an engine, divided by the times that the hardware needs. The model has a
+well-known shape and random weights.
 
 decode    step time over the time to read the weights and KV; idle time of the device between steps
 prefill   prefill time of a prompt over the time of its matrix products
 ttft      TTFT of prompts without cached KV, and of prompts whose KV is in host memory
 resume    ITL of decoding requests while the KV of a long request is loaded
-async     tokens per second of asynchronous execution over synchronous execution, where each step is committed before
-          the next is launched
+async     tokens per second of asynchronous execution over synchronous execution (each step is committed before the
+          next is launched)
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ PARTS = ("decode", "prefill", "ttft", "resume", "async")
 
 _OTHERS = 31  # requests that decode while a long one resumes
 _RESUMES = 7  # repetitions; each resume starts at a random moment of a step
-# Output tokens of the long request. With a single one, its first token would also be its last, and the engine sends the
-# outputs of ending requests later than those of running ones.
+# Output tokens of the long request. With only one, the first token would also be the last, and the engine sends the
+# outputs of ending requests later than the outputs of running requests.
 _LONG_OUTPUTS = 4
 
 
@@ -46,11 +46,9 @@ _LONG_OUTPUTS = 4
 class Sizes:
     """The sizes of the measurement; small ones test the benchmark itself.
 
-    decode      rows, context tokens, and the upper limit of step time divided by its floor: the time to read the
-                weights and KV
-    cold        prompt lengths, and the upper limit of TTFT in ms
-    from_host   prompt lengths, the upper limit of TTFT divided by its floor, and the lower limit of cold TTFT divided
-                by TTFT
+    decode      rows; context tokens; upper bound of step time / (time to read weights and KV)
+    cold        prompt lengths; upper bound of TTFT in ms
+    from_host   prompt lengths; upper bound of TTFT / (time to load the KV); lower bound of cold TTFT / TTFT
     """
 
     kv_memory: str
@@ -89,7 +87,7 @@ class _Rig:
         self.model: PagedModel = random_model(shape, device=self.torch_device)
         embedding = self.model.module.get_input_embeddings().weight
         tied = self.model.module.get_output_embeddings().weight is embedding
-        # Parameters that a step reads: an input embedding that is not also the output layer is only indexed.
+        # Parameters that a step reads completely. An input embedding that is not also the output layer is only indexed.
         self.num_weights_read = sum(part.numel() for part in self.model.module.parameters()) - (
             0 if tied else embedding.numel()
         )
@@ -118,7 +116,7 @@ class _Rig:
         self._unfreeze_gc_heap = freeze_gc_heap()  # as LLM does
         self.parts = self.engine.parts
         assert self.parts.costs is not None
-        # No cost estimates: the engine must always load from host memory and never recompute.
+        # Without cost estimates, the engine always loads from host memory and never recomputes.
         self.parts.costs.saw_prefill = lambda *_: None  # type: ignore[method-assign]
         self._random = np.random.default_rng(0)
         self.clock = StepClock(self.parts.device, self.parts.executor)
@@ -143,14 +141,14 @@ class _Rig:
         return ask(self.engine, prompt, outputs)
 
     def forget_device(self) -> None:
-        """Wait for all stores, then drop the device's prefix cache: KV remains in host memory only."""
+        """Wait for all stores, then drop the device's prefix cache, so that KV remains in host memory only."""
         if not self.engine.flush(timeout_s=60.0):
             raise SidestreamError("stores did not end within 60 s")
         self.engine.call(self.parts.blocks.forget_all)
 
     def steps(self, rows: int, context: int, outputs: int) -> tuple[list[float], list[float]]:
-        """Duration in seconds of each step in which `rows` requests decode, and the time in each of them in which the
-        device was idle.
+        """For each step in which `rows` requests decode: its duration, and the time in which the device was idle, both
+        in seconds.
         """
         first = len(self.clock.launched_steps)
         answers = [self.ask(self.prompt(context), outputs) for _ in range(rows)]
@@ -390,7 +388,7 @@ def _async(rig: _Rig, sizes: Sizes, step_s: float, on_progress: Callable[[str], 
 
 
 def _make_asynchronous(engine: Engine, asynchronous: bool) -> None:
-    """Choose between launching a step before the last one is committed, and after that."""
+    """Choose whether each step is launched before the previous step is committed, or after it."""
     engine.call(lambda: setattr(engine.loop, "asynchronous", asynchronous))
 
 

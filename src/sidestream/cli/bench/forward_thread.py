@@ -1,5 +1,5 @@
-"""Engine-thread time of transfers: with a thousand requests that store and load, and with a hundred thousand pending
-transfers.
+"""Engine-thread time that transfers take: with a thousand requests that store and load, and with a hundred thousand
+pending transfers.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from sidestream.testing.rig import Rig, busy, in_groups
 from sidestream.types import BatchPlan, Fence, Key, LoadPlan, RowPlan, StorePlan, TransferPlan
 
 _STEP_S = 0.010
-# Assume 500 steps per request: then two of a thousand requests start in each step; each loads 512 prompt tokens.
+# With 500 steps per request, two of a thousand requests start in each step; each loads 512 prompt tokens.
 _LOADS_A_STEP, _LOADED_BLOCKS = 2, 32
 # Blocks of 4 KiB: the number of transfers matters here, not their size.
 _SMALL = KVLayout(num_layers=4, num_kv_heads=1, head_dim=16, block_tokens=16, dtype="bfloat16")
@@ -134,7 +134,7 @@ class _Steps:
 
 
 def _freeze() -> None:
-    """Freeze the heap as an engine does before it serves, since a full collection stops every thread."""
+    """Freeze the heap as an engine does before it serves, because a full garbage collection stops every thread."""
     gc.collect()
     gc.freeze()
 
@@ -183,8 +183,9 @@ class _Collector:
 
 
 def _pending(device: str, number: int) -> tuple[float, float, float, float]:
-    """Submit `number` stores that all wait for one long step. Returns the slowest submission and the slowest launch on
-    another stream, both in us and without garbage collection; the time to drain in s; the longest collection in ms.
+    """Submit `number` stores that all wait for one long step. Returns the longest times of a submission and of a launch
+    on another stream (both in us, without garbage collection), the time in s until all stores have ended, and the
+    longest garbage collection in ms.
     """
     used = open_device(device)
     rig = Rig(used, _SMALL, num_blocks=64, num_slots=number)

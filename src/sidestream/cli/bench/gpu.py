@@ -17,7 +17,7 @@ QWEN3_8B_BLOCK = KVLayout(num_layers=36, num_kv_heads=8, head_dim=128, block_tok
 
 
 def open_device(kind: str) -> Device:
-    """Open and warm up a device of that kind. Raises ConfigError when there is none."""
+    """Open and warm up a device of this kind. Raises ConfigError if this machine has none."""
     if kind == CPU:
         from sidestream.device.cpu import CpuDevice
 
@@ -32,8 +32,8 @@ def open_device(kind: str) -> Device:
 
 
 class Link:
-    """One large copy between pinned memory and the device, in each direction and in both at once: the link's full
-    speed.
+    """Measures the link's full speed: one large copy between pinned memory and the device, in each direction and in
+    both directions at once.
     """
 
     def __init__(self, device: Device, num_bytes: int, *, in_a_row: int = 1) -> None:

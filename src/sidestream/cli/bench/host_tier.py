@@ -1,7 +1,8 @@
 """Time from the start until host memory is usable, and the cached tokens that the first conversations find there.
 
 ready       seconds per GiB from the allocation of the host tier's memory until all of it is pinned
-start       an engine with offload that serves conversations of four times the device's pool from its first moment on
+start       cached tokens of conversations that an engine serves from its first moment on; their KV is four times the
+            size of the device's pool
 """
 
 from __future__ import annotations
@@ -92,8 +93,8 @@ def _ready_s(device: Device, num_bytes: int) -> float:
 
 
 def _start(device: str, shape: str, host: str, sizes: Sizes, on_progress: Callable[[str], None]) -> list[Figure]:
-    """Run all conversations at once, round after round, as soon as the engine serves. Figures: share of the prompts'
-    tokens found in a cache, and seconds.
+    """Run all conversations at once, round after round, as soon as the engine serves. Figures: the share of prompt
+    tokens that were found in a cache, and the seconds of a round.
     """
     on_progress("making the model")
     model = random_model(shape, device=torch_device(device))

@@ -1,5 +1,5 @@
-"""Whether tokens depend on the execution: with and without offload, asynchronous and synchronous, CUDA graphs and
-eager; and the distance of the logits.
+"""Measures whether tokens depend on how the engine runs (with or without offload, asynchronously or synchronously, with
+CUDA graphs or eagerly), and how far the log-probabilities of two such engines differ.
 """
 
 from __future__ import annotations
@@ -21,14 +21,15 @@ from sidestream.device.kinds import CUDA
 from sidestream.engine import build_engine
 from sidestream.testing.random_models import random_model
 
-# Each is compared with an engine of default options.
-_WAYS: dict[str, dict[str, Any]] = {
+# Changes of the default options. An engine with each change is compared with an engine of default options.
+_VARIANTS: dict[str, dict[str, Any]] = {
     "offload_off": {"offload": None},
     "synchronous": {"asynchronous": False},
 }
-# Only on a GPU: graphs of the uncompiled layers, which launch the same kernels as an eager engine. By default the
-# layers are compiled.
-_AS_WRITTEN, _EAGER = "as_written", "eager"
+# Two more variants, on a GPU only. By default, an engine compiles the layers and captures CUDA graphs of them. The
+# first variant captures graphs of the uncompiled layers, so it launches the same kernels as the second, the eager
+# engine.
+_UNCOMPILED, _EAGER = "uncompiled", "eager"
 
 _Answers = tuple[list[Answer], list[Answer]]
 
@@ -42,9 +43,9 @@ def measure(
     output_tokens: int,
     on_progress: Callable[[str], None],
 ) -> list[Figure]:
-    """Run the same prompts greedily, all at once, on engines that differ in one option. Figures: the share of requests
-    whose tokens are all equal, and, from a second run with log-probabilities, the distance between the
-    log-probabilities of two engines after equal tokens. Only one engine exists at a time.
+    """Run the same prompts greedily, all at once, on engines that differ in one option. Only one engine exists at a
+    time. Figures: the share of requests whose tokens are all equal; and, from a second run with log-probabilities, the
+    difference between the log-probabilities of two engines after equal tokens.
 
     No two prompts share a prefix, and the cache is emptied between the runs, so nothing is reused. `bench prefix`
     covers KV that comes back from other tiers.
@@ -56,15 +57,15 @@ def measure(
         max_model_len=prompt_tokens + output_tokens,
         offload=OffloadConfig(host="4GiB" if device == CUDA else "16MiB"),
     )
-    on_gpu = {_AS_WRITTEN: {}, _EAGER: {"eager": True}} if device == CUDA else {}  # CUDA graphs only
+    on_gpu = {_UNCOMPILED: {}, _EAGER: {"eager": True}} if device == CUDA else {}
     answered: dict[str, _Answers] = {}
-    for name, changes in {"base": {}, "again": {}, **_WAYS, **on_gpu}.items():
+    for name, changes in {"base": {}, "again": {}, **_VARIANTS, **on_gpu}.items():
         on_progress(name.replace("_", " "))
-        with torch.compiler.set_stance("force_eager" if name == _AS_WRITTEN else "default"):
+        with torch.compiler.set_stance("force_eager" if name == _UNCOMPILED else "default"):
             answered[name] = _answers(replace(base, **changes), shape, requests, prompt_tokens, output_tokens)
-    pairs = {name: ("base", name) for name in ("again", *_WAYS)}
+    pairs = {name: ("base", name) for name in ("again", *_VARIANTS)}
     if on_gpu:
-        pairs |= {"captured": (_EAGER, _AS_WRITTEN), "compiled": (_EAGER, "base")}
+        pairs |= {"captured": (_EAGER, _UNCOMPILED), "compiled": (_EAGER, "base")}
     figures = []
     for name, (one, other) in pairs.items():
         figures += _compared(name, answered[one], answered[other], at_least(1) if name != "compiled" else None)
@@ -84,8 +85,8 @@ def _compared(name: str, one: _Answers, other: _Answers, bound: Bound | None) ->
 
 
 def _answers(config: EngineConfig, shape: str, requests: int, prompt_tokens: int, output_tokens: int) -> _Answers:
-    """Answers without log-probabilities, which is the usual case, and with them, which uses another sampling path."""
-    gc.collect()  # an engine is in reference cycles: free the memory of the previous one now
+    """Answers without log-probabilities, and answers with them, which use another sampling path."""
+    gc.collect()  # an engine is part of reference cycles: free the memory of the previous engine now
     model = random_model(shape, device=torch_device(config.device))
     engine = build_engine(model, config)
     try:
@@ -101,9 +102,7 @@ def _answers(config: EngineConfig, shape: str, requests: int, prompt_tokens: int
 
 
 def _distances(ours: Answer, theirs: Answer) -> list[float]:
-    """Distances between the log-probabilities of equal tokens after equal prefixes, and of the first token that
-    differs.
-    """
+    """Differences between the log-probabilities of the tokens that are equal, and of the first token that differs."""
     pairs = zip(ours.tokens, theirs.tokens, strict=True)
     equal = next((at for at, (one, other) in enumerate(pairs) if one != other), len(ours.tokens))
     return [

@@ -1,5 +1,5 @@
-"""Slowdown of a decode step and of a large matrix product while stores and loads run at full rate, and while a kernel
-copies instead.
+"""Slowdown of a decode step and of a large matrix product: while stores and loads run at full rate, and while a kernel
+copies the blocks instead.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ _MATMUL = 8192
 
 
 def measure(*, device: str, rounds: int, on_progress: Callable[[str], None]) -> list[Figure]:
-    """The figures. Each round measures every kind of load in turn; the first is no load, which is the baseline."""
+    """The figures. Each round measures every kind of transfer load in turn; the first, without load, is the
+    baseline.
+    """
     used = open_device(device)
     blocks = 512 if device == CUDA else 16
     rig = Rig(used, QWEN3_8B_BLOCK, num_blocks=3 * blocks, num_slots=3 * blocks)
@@ -106,7 +108,7 @@ def _works(device: Device, stream: Stream, *, small: bool) -> list[tuple[str, Ca
 
 
 def _seconds(device: Device, launch: Callable[[], Fence], load: Any, repeats: int) -> float:
-    """Seconds per launch over `repeats` launches; each is launched before the wait for the previous one."""
+    """Seconds per launch, over `repeats` launches. Each is launched before the wait for the previous launch."""
     previous = launch()
     device.wait_host(previous, reason="step")
     start = time.perf_counter()
@@ -134,7 +136,7 @@ class _Nothing:
 
 
 class _Transfers:
-    """Stores and loads; there are always more pending than the link has finished."""
+    """Stores and loads at full rate: some are always pending."""
 
     def __init__(self, rig: Rig, count: int, *, stores: bool = True, loads: bool = True) -> None:
         self._rig = rig
@@ -179,7 +181,7 @@ class _Transfers:
 
 
 class _Kernel:
-    """Stores by a copy kernel with some number of programs, repeated until the exit."""
+    """Stores by a copy kernel with `programs` programs, repeated until the exit."""
 
     def __init__(self, rig: Rig, count: int, programs: int) -> None:
         self._rig = rig

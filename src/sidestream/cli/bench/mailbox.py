@@ -80,7 +80,7 @@ class _Stores:
         self._following: Fence | None = None
 
     def top_up(self) -> None:
-        """Submit another half when the half before the last has ended."""
+        """Submit another half of the blocks when the older of the two pending halves has ended."""
         self._rig.poll()
         if self._last is None or self._last.poll():
             self._last, following = (
@@ -141,8 +141,8 @@ class _Box:
         return 1e3 * (time.perf_counter() - start)
 
     def _compare_clocks(self) -> int:
-        """Offset host clock minus device clock, in ns. Of many stamps, use the one with the shortest round trip, and
-        assume that the device wrote it halfway.
+        """Host clock minus device clock, in ns. Uses the stamp with the shortest round trip of many, and assumes that
+        the device wrote the stamp in the middle of the round trip.
         """
         best = (1 << 62, 0)
         for _ in range(500):
@@ -157,7 +157,7 @@ class _Box:
 
 
 def _behind_everything(rig: Rig, box: _Box, count: int) -> float:
-    """Latency of a small copy while one unpaced copy of all blocks is queued on the device."""
+    """Latency of a small copy that is queued on the device behind one unpaced copy of all blocks."""
     ids = np.random.default_rng(0).permutation(count).tolist()
     batch = layers_batch(rig.memory, ids, rig.host_memory, ids, range(rig.layout.num_layers))
     bulk = rig.device.stream(f"unpaced {time.perf_counter_ns()}")

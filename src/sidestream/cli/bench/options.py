@@ -1,4 +1,4 @@
-"""Options shared by several bench commands, each declared once."""
+"""Options that several bench commands share."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ OutputTokens = Annotated[
 
 
 def was_given(context: typer.Context, name: str) -> bool:
-    """Whether the command line holds the parameter `name`, even with its default as the value."""
+    """Whether the command line sets the parameter `name`, even to its default."""
     return getattr(context.get_parameter_source(name), "name", "") == "COMMANDLINE"
 
 
@@ -37,7 +37,7 @@ def label(name: str) -> str:
 
 
 def check_at_least(bounds: dict[str, tuple[int, int]]) -> None:
-    """Raise ConfigError for an option below its lower bound; `bounds` maps a parameter to its value and the bound."""
+    """Raise ConfigError for an option below its lower bound. `bounds` maps a parameter to its value and its bound."""
     for name, (value, least) in bounds.items():
         if value < least:
             raise ConfigError(f"{label(name)} is {value}: it must be {least} or more")

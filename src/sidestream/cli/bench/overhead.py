@@ -1,5 +1,5 @@
-"""Step time that offload adds when no block is stored and when blocks are stored all the time, and that the ordering
-checker adds.
+"""Step time that offload adds (without stores, and with stores in every step), and step time that the ordering checker
+adds.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ _IDLE = {"prompt_tokens": 8, "output_tokens": 7, "repeats": 6}
 
 
 def measure(model: str, *, rounds: int, on_progress: Callable[[str], None]) -> list[Figure]:
-    """Run the same requests on three engines in turn: offload off, offload on, and offload on with the checker; once
-    with every block stored, and once with none.
+    """Run the same requests on three engines in turn: without offload, with offload, and with offload and the checker.
+    One set of requests fills blocks, which are stored; the other set fills none.
     """
     from sidestream.models.catalog import resolve
 

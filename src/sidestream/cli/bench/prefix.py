@@ -1,4 +1,4 @@
-"""TTFT of prompts that are computed, that are loaded from host memory, and that a fresh process loads from disk."""
+"""TTFT of prompts whose KV is computed, is loaded from host memory, or is loaded from disk by a fresh process."""
 
 from __future__ import annotations
 
@@ -72,5 +72,5 @@ def _check(name: str, runs: list[PromptRun], expected: Callable[[PromptRun], boo
         if not expected(run):
             raise SidestreamError(
                 f"the KV of a {name} answer came from another tier ({run.source}, {run.reused} tokens): "
-                "the figures would mean nothing"
+                "the figures would be meaningless"
             )

@@ -1,7 +1,7 @@
 """Runs prompts on an engine in a child process. Records the time of each prompt and the tiers that held its prefix.
 
-The demo and the benchmarks use it to show that KV survives eviction from the pool (same process) and the end of the
-process (a second one).
+The demo and the benchmarks use it to show that KV survives eviction from the pool (in the same process) and the end of
+the process (in a second process).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from sidestream.config import SamplingParams
 if TYPE_CHECKING:
     from sidestream.llm import LLM
 
-# Shares no block with a measured prompt: it warms up threads, allocators and kernels, and leaves the cache cold.
+# A prompt that shares no block with a measured prompt. It warms up threads, allocators and kernels, but not the cache.
 _WARM_UP = tuple(range(100, 164))
 
 
@@ -68,8 +68,8 @@ class PromptRuns:
 class ChildEngine:
     """An engine in a child process. A context manager: leaving it closes the engine and ends the process.
 
-    options   fields of EngineConfig as plain values; those of OffloadConfig under "offload", those of SpeculativeConfig
-              under "speculative"
+    options   fields of EngineConfig as plain values; "offload" maps to the fields of OffloadConfig, "speculative" to
+              the fields of SpeculativeConfig
     """
 
     def __init__(

@@ -36,7 +36,7 @@ class Bound:
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """One measured value; a figure without a bound only informs."""
+    """One measured value, with or without a bound."""
 
     name: str
     value: float
@@ -82,8 +82,8 @@ def percentile(values: Sequence[float], percent: float) -> float:
 
 
 def environment(model: str, dtype: str | None = None) -> dict[str, object]:
-    """The machine and the versions that the figures depend on. `dtype`: the data type of the loaded model; None without
-    a model.
+    """The machine and the versions that the figures depend on. `dtype` is the data type of the loaded model, or None if
+    no model is loaded.
     """
     import torch
 
@@ -106,7 +106,7 @@ def environment(model: str, dtype: str | None = None) -> dict[str, object]:
 
 
 def command_line() -> str:
-    """The command line, quoted so that a user can run it again."""
+    """The command line, quoted for a shell."""
     return " ".join(["sidestream", *sys.argv[1:]])
 
 

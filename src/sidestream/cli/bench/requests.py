@@ -1,5 +1,5 @@
-"""Requests for benchmarks of a whole engine: prompts of random tokens; answers hold token ids and their arrival times
-by the host's clock, no text.
+"""Requests for benchmarks of a whole engine: prompts of random tokens, and answers without text. An answer holds token
+ids and their arrival times by the host's clock.
 """
 
 from __future__ import annotations

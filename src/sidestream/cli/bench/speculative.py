@@ -1,5 +1,5 @@
-"""Tokens per second with drafts over without, tokens per step, and a check that tokens and accept lengths do not depend
-on the execution.
+"""Tokens per second with drafts over tokens per second without; tokens per step; and a check that tokens and accept
+lengths are equal in asynchronous and synchronous engines.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from sidestream.runner.step_inputs import StepInputs
 from sidestream.types import BatchPlan, Fence, LayerGates
 
 _DRAFTS = 4
-_SEVERAL = 8  # requests of the comparison of accept lengths, and lower bound of max_running
-# Turns of each engine per round on a GPU, when all requests run at once: a turn takes a fifth of a second, and the host
-# may be slow for longer than that.
+_SEVERAL = 8  # requests in the comparison of accept lengths, and lower bound of max_running
+# Turns of each engine per round on a GPU, when all requests run at once. A turn takes only a fifth of a second, and the
+# host may be slow for longer.
 _TURNS = 3
 
 
@@ -43,7 +43,8 @@ def measure(
     rounds: int,
     on_progress: Callable[[str], None],
 ) -> list[Figure]:
-    """Run the same prompts on engines that differ only in their proposer. On a CPU only the equality has bounds.
+    """Run the same prompts on engines that differ only in their proposer. On a CPU, only the equality of tokens and
+    accept lengths has bounds.
 
     The prompts are tasks about topics outside the training set of the shipped head.
     """
@@ -109,7 +110,7 @@ def _speeds(
     on_gpu: bool,
     on_progress: Callable[[str], None],
 ) -> dict[tuple[str, int], list[float]]:
-    """Tokens per second of each turn, by proposer ("plain": none) and batch size. The engines alternate."""
+    """Tokens per second of each turn, by proposer ("plain": without drafts) and batch size. The engines alternate."""
     speeds: dict[tuple[str, int], list[float]] = defaultdict(list)
     with contextlib.ExitStack() as ends:
         # One process per engine: the compute threads of two engines in one process slow each other down.
@@ -150,7 +151,7 @@ def _speedups(
 
 
 def _held_out(path: str, count: int) -> list[list[int]]:
-    """Prompts about different topics while there are enough of them, in the model's own chat format if it has one."""
+    """Prompts about different topics (topics repeat if there are too few), in the model's chat format if it has one."""
     from sidestream.text import sample_tasks
     from sidestream.tokenizer import Tokenizer
 
@@ -164,8 +165,8 @@ def _held_out(path: str, count: int) -> list[list[int]]:
 def _equalities(
     path: str, options: dict[str, Any], name: str, config: dict[str, Any], prompts: list[list[int]], output_tokens: int
 ) -> list[Figure]:
-    """Compare tokens and accept lengths, with a fixed number of drafts, asynchronous and synchronous; also count the
-    tokens per step.
+    """Compare tokens and accept lengths of an asynchronous and a synchronous engine, with a fixed number of drafts;
+    also count the tokens per step.
 
     Runs in float32, where rounding hardly depends on the number of rows in a product. Accept lengths are compared step
     by step, without a request's last steps: their number of drafts depends on the steps in flight.
@@ -211,11 +212,14 @@ def _steps(
     *,
     on_gpu: bool,
 ) -> list[Figure]:
-    """For each number of requests at once, with default options: first the engine thread's time to launch a step with
-    drafts, and the part of it after the forward pass (publishing the accept lengths and handing the step over to its
-    reader). Then, in a second run with a StepClock, which itself takes some engine-thread time: the time from the end
-    of one step on the device to the end of the next, and the device's idle time in it, over steps in which all requests
-    draft (without `config`: decode).
+    """Figures of steps with default options, for each number of concurrent requests.
+
+    The first run measures the engine thread's time to launch a step with drafts, and the part of it after the forward
+    pass was enqueued (publishing the accept lengths and handing the step over to its reader).
+
+    The second run has a StepClock, which itself takes some engine-thread time. It measures the time from the end of one
+    step on the device to the end of the next step, and the device's idle time in it. Only steps in which all requests
+    draft are counted (without `config`: steps in which all requests decode).
     """
     params = SamplingParams(temperature=0, max_tokens=output_tokens, ignore_eos=True)
     speculative = None if config is None else SpeculativeConfig(**config)
@@ -260,7 +264,7 @@ def _steps(
     if config is None:
         return figures
     if not launching or not any(figure.name.startswith("idle_share_") for figure in figures):
-        raise SidestreamError(f"no step had drafts of {name}: there is nothing to measure; ask for more tokens")
+        raise SidestreamError(f"no step had drafts of {name}, so there is nothing to measure: raise --output-tokens")
     return [
         *figures,
         Figure(f"launch_us_median_{name}", 1e6 * median(launching), "us"),
@@ -269,8 +273,8 @@ def _steps(
 
 
 def _accept_lengths(llm: LLM) -> dict[int, dict[int, int]]:
-    """Records from now on the accept length of each step that drafts the maximum, by request id and the request's
-    number of tokens before the step.
+    """Accept lengths by request id and by the request's number of tokens before the step. From now on, each step that
+    drafts the maximum is recorded.
     """
     seen: dict[int, dict[int, int]] = defaultdict(dict)
     count = llm.engine.loop.spec_stats.count
@@ -291,7 +295,7 @@ class _HandedOver:
     """Times the launches of an executor on the engine thread.
 
     launching        seconds per launch of a step with drafts
-    dispatching      the part of that after the forward pass was enqueued
+    dispatching      the part of each launch after the forward pass was enqueued
     launched_steps   all launched steps
     uncaptured       steps launched without a CUDA graph
     """

@@ -1,4 +1,4 @@
-"""Times of an engine's steps on the device: events at the start and the end of the work that each step enqueues."""
+"""Times of an engine's steps on the device, measured by events at the start and the end of each step's work."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ _AT_HAND = 4096
 
 
 class Seen(NamedTuple):
-    """The numbers of a step that benchmarks need. Plans are not kept: more live objects would lengthen the garbage
-    collector's pauses of the engine thread.
+    """The numbers of a step that benchmarks need. Plans are not kept: with more live objects, the garbage collector
+    would stop the engine thread for longer.
 
     given    rows whose token ids came from the host
     drafts   draft tokens of all rows together
@@ -93,8 +93,8 @@ class StepClock:
         executor._run = marked  # type: ignore[method-assign]
 
     def steps(self, launched_steps: Sequence[int]) -> tuple[list[float], list[float]]:
-        """For each of the steps: seconds from the end of the previous step to its end, and the idle time of the device
-        in that span.
+        """For each of the steps: seconds from the end of the previous step to its own end, and the idle time of the
+        device in that span.
         """
         before, own = [self._marks[at - 1][1] for at in launched_steps], [self._marks[at] for at in launched_steps]
         for _, end in own:
@@ -103,7 +103,7 @@ class StepClock:
         return lengths, [1e-3 * last.elapsed_time(begin) for last, (begin, _) in zip(before, own, strict=True)]
 
     def seconds(self, first: int, last: int) -> float:
-        """Seconds from the begin of step `first` to the end of step `last`."""
+        """Seconds from the start of step `first` to the end of step `last`."""
         begin, end = self._marks[first][0], self._marks[last][1]
         end.synchronize()
         return 1e-3 * begin.elapsed_time(end)

@@ -1,5 +1,5 @@
-"""Tokens per second of a whole engine with offload, divided by those without: for requests without reuse, where offload
-cannot help, and for a working set larger than the device's pool, where it must.
+"""Tokens per second of an engine with offload, divided by tokens per second without. Two kinds of work are measured:
+requests without reuse, where offload cannot help, and a working set larger than the device's pool, where it must help.
 
 Two engines share one model, exist at the same time and run in turn.
 """
@@ -30,10 +30,10 @@ from sidestream.testing.random_models import random_model
 class Sizes:
     """The sizes of the measurement; small ones test the benchmark itself.
 
-    conversations, tokens, outputs   number, prompt tokens and output tokens; they repeat, all at once; the device's
-                                     pool holds a quarter of their KV
+    conversations, tokens, outputs   number of conversations, and their prompt tokens and output tokens. All run at once
+                                     in each round; the device's pool holds a quarter of their KV
     strangers                        requests, prompt tokens and output tokens of the work without reuse
-    rounds                           of each kind of work, per engine
+    rounds                           rounds of each kind of work, per engine
     """
 
     conversations: int
@@ -112,7 +112,7 @@ def measure(*, device: str, shape: str, on_progress: Callable[[str], None]) -> l
 def _engine(model: PagedModel, device: str, sizes: Sizes, *, offload: bool) -> Engine:
     layout = model.layout
     blocks = layout.num_blocks_for(sizes.tokens + sizes.outputs) * sizes.conversations
-    # KV of requests that never repeat must not evict the conversations.
+    # The KV of requests that never repeat must not evict the KV of the conversations.
     others = layout.num_blocks_for(sizes.strangers[1] + sizes.strangers[2])
     return build_engine(
         model,

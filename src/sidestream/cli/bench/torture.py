@@ -29,7 +29,7 @@ _MAX_FAILURES = 3  # shrunk and shown per campaign; more than one cause is rare
 _MAX_FINDINGS = 3  # shown per failure; one missing edge often breaks several rules
 
 ShowProgress = Callable[[float, str], None]
-"""Moves the progress bar to a value and shows a text with it."""
+"""Moves the progress bar to a value, and shows a text beside it."""
 
 Names = Annotated[
     list[str] | None, typer.Argument(metavar="NAME", help="With --mutations: only these.", show_default=False)
@@ -70,7 +70,7 @@ Blocks = Annotated[
     option(
         "--blocks",
         "N",
-        "With --device: block transfers to run; with --mutations, at most so many for each.",
+        "With --device: block transfers to run; with --mutations too: maximum for each mutation.",
         "1,000,000 on cuda, 20,000 on cpu",
         whole,
     ),
@@ -167,15 +167,17 @@ def _check_options(context: typer.Context, names: Sequence[str]) -> None:
 
 def _check_device_options(context: typer.Context, given: Sequence[str], names: Sequence[str]) -> None:
     """Raise ConfigError for an option that does not go with `--device`."""
-    without = [
+    simulated_only = [
         flag
         for flag in given
         if flag not in ("--device", "--blocks", "--requests", "--check-order", "--seed", "--mutations")
     ]
     if was_given(context, "replay"):
-        without.append("--replay")
-    if without:
-        raise ConfigError(f"{without[0]} applies only to the simulated device: leave it or --device out")
+        simulated_only.append("--replay")
+    if simulated_only:
+        raise ConfigError(
+            f"{simulated_only[0]} applies only to the simulated device: leave out that option or --device"
+        )
     if names and "--mutations" not in given:
         raise ConfigError(f"{names[0]} is given without --mutations: give both, or leave it out")
     if "--requests" in given and (
@@ -307,7 +309,7 @@ def _show_failures(report: Report, save: Path) -> None:
     if report.num_failures > len(shown):
         _print(
             console,
-            f"\n{report.num_failures} schedules failed; below is the first failure of each oracle, "
+            f"\n{report.num_failures} schedules failed; above is the first failure of each oracle, "
             f"at most {_MAX_FAILURES}",
         )
 
@@ -318,23 +320,23 @@ def _show_failure(console: Console, failure: Failure, save: Path, mutation: str 
 
     with Steps() as steps:
         steps.update("shrinking the failure")
-        short = shrink(failure, mutation=None if mutation is None else find(mutation))
+        shrunk = shrink(failure, mutation=None if mutation is None else find(mutation))
     oracle = failure.outcome.oracles[0]
     name = mutation or f"{failure.workload.seed}-{failure.policy.replace(':', '-')}-{failure.seed}"
     path = save / f"{name}.json"
-    said = next(finding.text for finding in short.outcome.findings if finding.oracle == oracle)
-    Replay(short.workload, short.turns, mutation, oracle, said).save(path)
+    message = next(finding.text for finding in shrunk.outcome.findings if finding.oracle == oracle)
+    Replay(shrunk.workload, shrunk.turns, mutation, oracle, message).save(path)
     _print(
         console,
         f"\nworkload {failure.workload.seed}, policy {failure.policy}, seed {failure.seed}: "
-        f"shrunk in {short.runs} runs",
+        f"shrunk in {shrunk.runs} runs",
     )
-    _show_outcome(console, short.outcome, oracle)
+    _show_outcome(console, shrunk.outcome, oracle)
     _print(console, f"run it again: {shlex.join(['sidestream', 'torture', '--replay', str(path)])}")
 
 
 def _show_outcome(console: Console, outcome: Outcome, oracle: str) -> None:
-    """Print the interleaving and the findings of `oracle`, or those of the other oracles when it has none."""
+    """Print the interleaving and the findings of `oracle`; if `oracle` has none, the findings of the other oracles."""
     from sidestream.testing.torture import explain, render
 
     found = [finding for finding in outcome.findings if finding.oracle == oracle] or list(outcome.findings)
@@ -366,8 +368,8 @@ def _make_directory(directory: Path) -> None:
 
 @contextlib.contextmanager
 def _bar(step: str, total: float | None) -> Iterator[ShowProgress]:
-    """Progress on standard error. `total` None: the caller reports fractions of one."""
-    whole = 1.0 if total is None else total
+    """Progress on standard error. If `total` is None, the caller reports fractions of one."""
+    full = 1.0 if total is None else total
     with Steps() as steps:
-        steps.update(step, 0, whole, note="beginning")
-        yield lambda done, text: steps.update(step, done, whole, note=text)
+        steps.update(step, 0, full, note="beginning")
+        yield lambda done, text: steps.update(step, done, full, note=text)

@@ -1,4 +1,4 @@
-"""`sidestream torture --device`: block transfers, the hunt for mutations, and a whole engine, on a real device."""
+"""`sidestream torture --device`: tortures block transfers or a whole engine on a real device, and hunts mutations."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ShowProgress = Callable[[float, str], None]
 def show_campaign(
     device: str, *, seed: int, blocks: int | None, check_order: bool, as_json: bool, show: ShowProgress
 ) -> bool:
-    """Run the campaign; print figures, and findings on standard error. True when there are none."""
+    """Run the campaign. Print the figures, and findings on standard error. True if there are no findings."""
     from sidestream.testing.torture import torture_device
 
     if blocks is None:
@@ -48,7 +48,7 @@ def show_campaign(
 def show_hunt(
     device: str, names: Sequence[str], *, seed: int, blocks: int | None, as_json: bool, show: ShowProgress
 ) -> bool:
-    """Hunt the mutations; print figures, and the table on standard error. True when all were killed."""
+    """Hunt the mutations. Print the figures, and the table on standard error. True if all were killed."""
     from sidestream.testing.torture import HUNT_BLOCKS, ON_HARDWARE, hunt_device
 
     total = len(names) or len(ON_HARDWARE)
@@ -75,7 +75,7 @@ def show_hunt(
 
 
 def show_service(device: str, *, seed: int, requests: int, as_json: bool, show: ShowProgress) -> bool:
-    """Run an engine; print figures, and findings on standard error. True when there are none."""
+    """Run an engine. Print the figures, and findings on standard error. True if there are no findings."""
     from sidestream.testing.torture import torture_service
 
     report = torture_service(

@@ -1,5 +1,5 @@
-"""Bandwidth of stores and loads, divided by the bandwidth of the link (measured with one large pinned copy). Also the
-bandwidth of simpler ways to copy.
+"""Bandwidth of stores and loads, divided by the bandwidth of the link, which is measured with one large pinned copy.
+Also measures the bandwidth of simpler ways to copy.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from sidestream.offload.copy import layers_batch
 from sidestream.testing.rig import Rig
 from sidestream.types import Key
 
-# Number of submissions in a row, each of all blocks. With a single one, the latency of its submission would count as
-# transfer time of the link.
+# Number of consecutive submissions, each of all blocks. With only one, the latency of the submission would count as
+# transfer time.
 _IN_A_ROW = 4
 _BASELINE_LIMIT = 2048
-"""Segment limit of the slow baselines, whose rate does not depend on the number of segments."""
+"""Maximum number of segments of the slow baselines, whose rate does not depend on that number."""
 
 
 @dataclass(slots=True)
@@ -36,7 +36,7 @@ class _Rates:
         self.values.setdefault(name, []).append(num_bytes / seconds)
 
     def over(self, name: str, base: str) -> float:
-        """Median of the ratios `name` / `base`; each ratio is of one round."""
+        """Median over the rounds of the ratio `name` / `base`."""
         return median(a / b for a, b in zip(self.values[name], self.values[base], strict=True))
 
 
@@ -53,7 +53,7 @@ def measure(*, device: str, mib: int, rounds: int, on_progress: Callable[[str], 
             suffix = "_64k" if layered else ""  # one tensor per layer: segments of 64 KiB
             for number in range(rounds + 1):
                 on_progress(f"{'a tensor for each layer' if layered else 'one tensor'}, round {number} of {rounds}")
-                kept = rates if number else _Rates({})  # the first one warms up
+                kept = rates if number else _Rates({})  # the first round warms up
                 _round(rig, link, kept, count, suffix)
                 if number and device == CUDA:
                     _baselines(rig, kept, count, suffix)

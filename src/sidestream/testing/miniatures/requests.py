@@ -13,20 +13,20 @@ from sidestream.types import Access
 
 
 class _Rank:
-    """One rank's streams and its share of a load: 1 on rank 0, 10 on rank 1. Its share of the other request is twice as
-    much.
+    """One rank's streams, and its part of two requests. The KV of the first request is loaded: a block with the number
+    1 on rank 0 and 10 on rank 1. The second request needs no load; the rank's number for it is twice as large.
     """
 
     def __init__(self, device: SimDevice, number: int) -> None:
         self.number = number
         self.host, self.kv = Blocks(device, f"host {number}", 1), Blocks(device, f"kv {number}", 1)
-        self.load, self.compute = device.stream(f"load {number}"), device.stream(f"compute {number}")
+        self.load_stream, self.compute = device.stream(f"load {number}"), device.stream(f"compute {number}")
         self.slot, self.block = self.host.pool.take(1), self.kv.pool.take(1)
         self.host.put(self.slot.ids, 10**number)
-        self.loaded = copy(self.load, self.host, self.slot.ids, self.kv, self.block.ids, "load")
+        self.loaded = copy(self.load_stream, self.host, self.slot.ids, self.kv, self.block.ids, "load")
 
     def run(self, reduce: Blocks, step: int, is_loaded: bool) -> SimFence:
-        """Compute this rank's share of a step, of the loaded request or of the other one."""
+        """Compute this rank's share of a step: of the first request if `is_loaded`, else of the second."""
 
         def share() -> None:
             reduce.numbers[step, self.number] = self.kv.numbers[0, 0] if is_loaded else 2 * 10**self.number
@@ -41,9 +41,10 @@ class _Rank:
 
 
 def ranks_that_decide_alone(device: SimDevice, protected: bool) -> Outcome:
-    """Each of two ranks checks only its own share of a load: one runs the loaded request, the other one does not.
+    """Each of two ranks checks only its own part of a load: one rank runs the loaded request, the other rank runs the
+    second request.
 
-    The all-reduce then adds shares of different requests: 12 or 21 instead of 11 or 22.
+    The all-reduce then adds shares of different requests: the sum is 12 or 21 instead of 11 or 22.
     """
     first, second = ranks = _Rank(device, 0), _Rank(device, 1)
     reduce, sums, expected = Blocks(device, "reduce", 3), list[int](), list[int]()
@@ -66,7 +67,7 @@ def ranks_that_decide_alone(device: SimDevice, protected: bool) -> Outcome:
     return Outcome(tuple(sums), tuple(expected))
 
 
-def abort_while_a_step_is_out(device: SimDevice, protected: bool) -> Outcome:
+def abort_while_a_step_is_in_flight(device: SimDevice, protected: bool) -> Outcome:
     """An abort frees a request's block although a step still writes it, and the commit of that step frees it again."""
     kv = Blocks(device, "kv", 1)
     compute, prefill, found = device.stream("compute"), device.stream("prefill"), list[int]()
@@ -88,8 +89,8 @@ def abort_while_a_step_is_out(device: SimDevice, protected: bool) -> Outcome:
 
 
 def release_left_to_a_worker_that_has_gone(device: SimDevice, protected: bool) -> Outcome:
-    """A request ends while a worker still uses it, and leaves the release to the worker, which has just checked for it
-    and exited.
+    """A request ends while a worker still uses its block, and leaves the release to the worker. But the worker has just
+    checked for such a release and exited, so the block is never freed.
     """
     kv, compute, worker = Blocks(device, "kv", 1), device.stream("compute"), device.stream("worker")
     lease, busy, deferred = kv.pool.take(1), [True], [False]
@@ -115,7 +116,9 @@ def release_left_to_a_worker_that_has_gone(device: SimDevice, protected: bool) -
 
 
 def token_of_a_chunk_that_is_not_the_last(device: SimDevice, protected: bool) -> Outcome:
-    """A preempted request recomputes prompt and two outputs; a chunk that ends at the prompt's end emits a token."""
+    """A preempted request recomputes its prompt and two outputs; the chunk that ends at the prompt's end emits a token
+    again.
+    """
     model, mailbox, compute = ToyModel(), Blocks(device, "mailbox", 1), device.stream("compute")
     prompt = [3, 1, 4, 1]
     emitted = model.expected(prompt, 2)
@@ -131,7 +134,7 @@ def token_of_a_chunk_that_is_not_the_last(device: SimDevice, protected: bool) ->
 
 @dataclass(slots=True, eq=False)
 class _Request:
-    """Needs two blocks, and one more for each token."""
+    """A request that needs two blocks, and one more for each token."""
 
     tokens: int = 0
     lease: Lease | None = None
@@ -139,8 +142,8 @@ class _Request:
 
 
 def preempted_before_it_ran(device: SimDevice, protected: bool) -> Outcome:
-    """Each admission of a waiting request preempts a running one; the two preempt each other repeatedly, and neither
-    emits a token.
+    """Each admission of a waiting request preempts a running one: two requests preempt each other repeatedly, and
+    neither emits a token.
     """
     kv, compute = Blocks(device, "kv", 3), device.stream("compute")
     requests = [_Request(), _Request()]
@@ -184,31 +187,31 @@ REQUESTS = (
     Miniature(
         "ranks that decide alone",
         "H13",
-        "Rank 0 decides; another rank's stream waits for its own share.",
+        "Rank 0 decides; the stream of another rank waits for that rank's part of the load.",
         ranks_that_decide_alone,
     ),
     Miniature(
-        "abort while a step is out",
+        "abort while a step is in flight",
         "H21",
         "Only the commit of the last step frees blocks.",
-        abort_while_a_step_is_out,
+        abort_while_a_step_is_in_flight,
     ),
     Miniature(
         "release left to a worker that has gone",
         "H22",
-        "The commit releases, never a worker.",
+        "The commit releases blocks; a worker never does.",
         release_left_to_a_worker_that_has_gone,
     ),
     Miniature(
         "token of a chunk that is not the last",
         "H25",
-        "A chunk emits a token only if it ends at the end of the plan.",
+        "A chunk emits a token only if it ends at the last token to compute, earlier outputs included.",
         token_of_a_chunk_that_is_not_the_last,
     ),
     Miniature(
         "preempted before it ran",
         "H26",
-        "A waiting request takes free blocks only; a readmitted request runs a step.",
+        "A waiting request takes only free blocks.",
         preempted_before_it_ran,
     ),
 )

@@ -55,7 +55,7 @@ MUTATIONS = (
     Mutation(
         name="serials-go-on-after-a-restart",
         hazard="H11",
-        consequence="a new write has the file name of one from before the restart",
+        consequence="a new write has the file name of a write from before the restart",
         needs=frozenset({"disk", "restart"}),
     ),
     Mutation(
@@ -84,7 +84,7 @@ MUTATIONS = (
     ),
 )
 
-_VERIFIED = "every read verifies the whole file, so it is a miss"
+_VERIFIED = "every read verifies the whole file, so a damaged file is a miss"
 
 EQUIVALENT = (
     Equivalent(
@@ -94,7 +94,7 @@ EQUIVALENT = (
             consequence="running writes do not learn of a reset",
             needs=frozenset({"disk", "reset"}),
         ),
-        "the offload worker asks by generation, too: see disk-write-from-before-a-reset-publishes-nothing",
+        "the offload worker also compares reset generations: see disk-write-from-before-a-reset-publishes-nothing",
         noticed_by="offload/test_disk_index.py::test_clear_makes_every_key_unreachable_even_those_being_written_H8",
     ),
     Equivalent(
@@ -104,7 +104,7 @@ EQUIVALENT = (
             consequence="a running write republishes a key that a reset dropped",
             needs=frozenset({"disk", "reset"}),
         ),
-        "the offload worker asks by generation, too: see disk-write-from-before-a-reset-publishes-nothing",
+        "the offload worker also compares reset generations: see disk-write-from-before-a-reset-publishes-nothing",
         noticed_by="offload/test_disk_index.py::test_clear_makes_every_key_unreachable_even_those_being_written_H8",
     ),
     Equivalent(
@@ -147,7 +147,7 @@ EQUIVALENT = (
             needs=frozenset({"disk", "failing_tier"}),
             also=(Change("write-begins", Append("grant.written = True")),),
         ),
-        "a failed write raises, so its fence has the failure, too",
+        "a failed write raises, so its fence has the failure as well",
         noticed_by="offload/test_disk_failures.py::test_a_failed_write_leaves_no_entry_and_no_file_H9",
     ),
     Equivalent(
@@ -177,7 +177,7 @@ EQUIVALENT = (
             name="later-write-of-a-key-wins",
             hazard="H11",
             change=Value("twin is not None and twin[0] < serial"),
-            consequence="of two files of one key the earlier one is kept",
+            consequence="if two files have the same key, the earlier file is kept",
             needs=frozenset({"disk", "restart"}),
         ),
         "equal keys mean equal bytes: either file is right",
@@ -214,7 +214,7 @@ EQUIVALENT = (
             consequence="a failed read of a dropped entry also drops a newer entry of the same key",
             needs=frozenset({"disk", "failing_tier", "reset"}),
         ),
-        "a good entry is lost: a miss",
+        "the good entry is lost, so its key is a miss",
         noticed_by="offload/test_disk_index.py::test_a_late_forget_does_not_drop_a_newer_write_of_the_key",
     ),
     Equivalent(
@@ -234,8 +234,8 @@ EQUIVALENT = (
             consequence="files without an entry take room until the next open",
             needs=frozenset({"disk", "failing_tier"}),
         ),
-        "they hold their keys' content, so the next open may serve them; tests/offload/test_disk_machine.py counts "
-        "the files",
+        "these files hold their keys' content, so they may be served after the next open; "
+        "tests/offload/test_disk_machine.py counts the files",
     ),
     Equivalent(
         Mutation(
@@ -244,22 +244,26 @@ EQUIVALENT = (
             consequence="dropped entries take room until the tier is closed",
             needs=frozenset({"disk", "reset"}),
         ),
-        "they hold their keys' content; tests/offload/test_disk_machine.py counts the files",
+        "these entries hold their keys' content; tests/offload/test_disk_machine.py counts the files",
     ),
 )
 
 
 EXEMPT = (
-    Exempt("DiskTier.open", ("callback",), "a directory that was never opened"),
+    Exempt("DiskTier.open", ("callback",), "it closes the directory's lock only if opening fails"),
     Exempt("_open", ("fingerprint=",), "see disk-of-other-weights-is-refused"),
-    Exempt("open_tiers", ("callback",), "tiers that were never served, because another one could not be opened"),
+    Exempt("open_tiers", ("callback",), "it closes tiers that no engine has used, if another tier cannot be opened"),
     Exempt("TierStack.close", ("callback",), "a tier that fails to close does not keep others open"),
     Exempt("_write_whole", ("rename",), "see entry-is-renamed-into-place"),
-    Exempt("_write_description", ("replace",), "before the directory has an entry; killed half-way, it is made again"),
+    Exempt(
+        "_write_description",
+        ("replace",),
+        "it runs before the directory has entries; if the process is killed half-way, the next open writes the file",
+    ),
     Exempt("TierIndex.publish", ("_end",), "see grant-ends"),
     Exempt("TierIndex.abandon", ("_end",), "see grant-ends"),
     Exempt("TierIndex.forget", ("_retire",), "see damaged-entry-is-dropped"),
     Exempt("TierIndex.clear", ("drop",), "see reset-drops-entries"),
     Exempt("TierIndex.take_doomed", ("clear",), "a closed tier is not used again"),
-    Exempt("TierIndex.pin", ("pins",), "a count; for its effects see pinned-entry-is-not-deleted-by-a-reset"),
+    Exempt("TierIndex.pin", ("pins",), "it only counts; for the effects see pinned-entry-is-not-deleted-by-a-reset"),
 )

@@ -3,7 +3,7 @@ process.
 
 workload   the requests: clients, rounds, prompts
 reply      an HTTP reply and its server-sent events, each with its arrival time
-answers    times of one answer; windows, rates, gaps and bursts of many
+answers    times of one answer, and values computed from many: windows, rates, gaps and bursts
 clients    processes that send requests to a server
 server     the server's process
 baseline   the same requests to an engine in process

@@ -1,4 +1,4 @@
-"""Times of answers as a client saw them, and the values computed from them: windows, rates, gaps, bursts. Pure.
+"""Arrival times of answers at a client, and the values computed from them: windows, rates, gaps, bursts. Pure.
 
 All times are `time.perf_counter_ns`, which on one machine is the same clock in every process.
 """
@@ -24,7 +24,7 @@ request in this time.
 class Answer:
     """The answer to one request.
 
-    pieces_ns   arrival time of each piece that has text; in process, of each token
+    pieces_ns   arrival time of each piece that has text; for an engine in process, of each token
     text        the whole text; empty if it was not requested
     """
 
@@ -70,8 +70,8 @@ class Measured:
 
     loop     answers of the closed loop
     calm     answers of one more request per client, all sent at once
-    begun    of `calm`: when every client had received its first piece; None: unknown
-    nearly   of `calm`: when the first answer had nearly ended
+    begun    state of the `calm` requests when every client had received its first piece; None: unknown
+    nearly   state of the `calm` requests when the first answer had nearly ended
     """
 
     loop: tuple[Answer, ...]
@@ -129,10 +129,10 @@ def answer_of(reply: Reply, *, client: int, number: int, sent_ns: int, tokens: i
 
 
 def full_window(answers: Sequence[Answer]) -> Window:
-    """The span in which all clients are busy, without the ramps: from the time when every client's first answer has
-    begun until the first client has received its last answer.
+    """The span in which all clients are busy: from the time when every client's first answer has begun until the first
+    client has received its last answer.
 
-    Raises SidestreamError when there is no such time.
+    Raises SidestreamError if there is no such span.
     """
     last = max(answer.round for answer in answers)
     begin_ns = max(answer.pieces_ns[0] for answer in answers if answer.round == 0)
@@ -159,7 +159,7 @@ def ttfts_ms(answers: Iterable[Answer], window: Window) -> list[float]:
 
 
 def gaps_ms(answers: Iterable[Answer], window: Window) -> list[float]:
-    """Times between consecutive pieces of one stream; both pieces arrived in the window."""
+    """Times between consecutive pieces of one stream, if both pieces arrived in the window."""
     return list(_gaps(answers, window))
 
 

@@ -1,6 +1,6 @@
-"""The same requests to an engine in process: the baseline for the server.
+"""The baseline for the server: the same requests to an engine without a server.
 
-Runs in a separate process, so that the device's memory is free again after its end.
+The engine runs in a separate process, so that the device's memory is free again when the process has ended.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ class EngineAlone:
     """An engine without a server, in a separate process. A context manager."""
 
     def __init__(self, model: str, arguments: Sequence[str], *, text_of: int) -> None:
-        """Load `model` with the engine options in `arguments`. Answers have text only in measurements with `text_of`
-        clients.
+        """Load `model` with the engine options in `arguments`. Answers get text only in measurements with exactly
+        `text_of` clients.
         """
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
@@ -78,7 +78,7 @@ class EngineAlone:
         """End the process, which frees the device's memory. Idempotent."""
         self._pipe.close()
         self._process.join(_CLOSE_S)
-        self._process.terminate()  # still alive only after an interrupt
+        self._process.terminate()  # the process is alive here only after an interrupt
         self._process.join()
 
     def __enter__(self) -> Self:

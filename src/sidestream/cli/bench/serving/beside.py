@@ -1,5 +1,5 @@
-"""Figures of several servers in one report: first those of earlier runs of `sidestream bench serve`, then those of this
-run.
+"""Figures of several servers in one report: first the figures of earlier runs of `sidestream bench serve`, then the
+figures of this run.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 from sidestream.cli.bench.report import Figure
 from sidestream.errors import ConfigError
 
-# Names of the figures that `measure.row` makes for a server; those of the engine in process do not match.
+# Names of the figures that `measure.row` makes for a server. Names of the engine in process do not match.
 _ROW = re.compile(
     r"(?P<label>(?:(?!_over_).)+)_(tok_s|ttft_ms_p50|ttft_ms_p99|itl_ms_p50|itl_ms_p99|burst_share)_b\d+|burst_share_b\d+"
 )
@@ -29,8 +29,8 @@ class Earlier:
 
 
 def read_result(path: Path, *, label: str) -> Earlier:
-    """Read a result file. Raises ConfigError if it is no such result, or if this run's figures would have the same
-    names.
+    """Read a result file. Raises ConfigError if the file is not a result of `bench serve`, or if this run's figures
+    would have the same names.
     """
     try:
         report = json.loads(path.read_text(encoding="utf-8"))
@@ -55,7 +55,7 @@ def read_result(path: Path, *, label: str) -> Earlier:
 
 
 def compared(label: str, figures: Sequence[Figure], earlier: Sequence[Earlier]) -> list[Figure]:
-    """All figures, and the tokens per second of each earlier server divided by those of this one."""
+    """All figures, and the tokens per second of each earlier server divided by the tokens per second of this server."""
     rows = [figure for result in earlier for figure in result.figures]
     ours = {figure.name: figure.value for figure in figures}
     ratios = []

@@ -1,7 +1,7 @@
 """Processes that send requests to a server over keep-alive connections, and record the arrival time of each received
 piece.
 
-Their HTTP client does no other work during a run: a common client needs more time for a chunk than the server does.
+Their HTTP client only receives during a run: common HTTP clients need more time for a chunk than the server.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Target:
 
     @classmethod
     def at(cls, url: str, model: str) -> Target:
-        """The target at `url`. Raises SidestreamError for anything but a plain http URL."""
+        """The target at `url`. Raises SidestreamError unless it is a plain http URL."""
         parts = urlsplit(url)
         if parts.scheme != "http" or not parts.hostname:
             raise SidestreamError(f"{url!r} is no http URL: give one such as http://127.0.0.1:8000")
@@ -71,7 +71,7 @@ class Target:
 
 
 class Clients:
-    """Client processes, enough of them that `most` clients are not the bottleneck. A context manager."""
+    """As many client processes as `most` clients need without being the bottleneck. A context manager."""
 
     def __init__(self, target: Target, *, most: int) -> None:
         count = 1 if most <= _ALONE else max(1, min(most // _ALONE, len(os.sched_getaffinity(0)) // 4))

@@ -63,7 +63,7 @@ def serve(
     beside: Beside = None,
     as_json: AsJson = False,
 ) -> None:
-    """Tokens per second, TTFT, ITL and bursts that HTTP clients see, beside the same engine in process."""
+    """Tokens per second, TTFT, ITL and bursts that HTTP clients see, compared with the same engine in process."""
     mode = "--slow-readers" if slow_readers else "neither --against nor --slow-readers"
     refuse_unused(context, mode if against is None else "--against")
     if device not in (CPU, CUDA):
@@ -146,7 +146,7 @@ class _ServedModel:
     def measure_slow_readers(
         self, slow: int, connections: int, sizes: LoadSizes, on_progress: _OnProgress
     ) -> list[Figure]:
-        """The figures of the largest load, with and without slow readers."""
+        """The figures of the largest number of clients, with and without slow readers."""
         from sidestream.cli.bench.serving.measure import vocabulary_of
         from sidestream.cli.bench.serving.stalled import measure_slow_readers
 
@@ -208,7 +208,7 @@ def _model(
         yield resolve(model), model
         return
     if was_given(context, "model"):
-        raise ConfigError(f"the model is {model!r} and --shape is {shape!r}: give one of the two")
+        raise ConfigError(f"the model is {model!r} and --shape is {shape!r}: give only one of the two")
     tokenizer = tokenizer or Path(resolve(DEMO_MODEL))
     with contextlib.ExitStack() as ends:
         if checkpoint is None:

@@ -14,8 +14,8 @@ Made = TypeVar("Made")
 
 
 def in_fresh_process(function: Callable[Given, Made], *args: Given.args, **kwargs: Given.kwargs) -> Made:
-    """The return value of `function`. Raises SidestreamError with the message of a SidestreamError in it, or when the
-    process died.
+    """The return value of `function`. Raises SidestreamError if the function raised one (with the same message), or if
+    the process died.
     """
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe(duplex=False)
@@ -31,7 +31,7 @@ def in_fresh_process(function: Callable[Given, Made], *args: Given.args, **kwarg
             f"a process of the benchmark ended with code {process.exitcode}: its error is above"
         ) from None
     finally:
-        process.terminate()  # still alive only after an interrupt
+        process.terminate()  # the process is alive here only after an interrupt
         process.join()
         ours.close()
     if not done:

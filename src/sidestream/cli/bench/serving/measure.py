@@ -35,7 +35,7 @@ class Limits:
 
     over_engine   lower bound of tokens per second through HTTP divided by those of the engine in process
     sizes         numbers of clients for which `over_engine` and the share of bursts have bounds
-    on_gpu        whether times have bounds, too
+    on_gpu        whether times also have bounds
     """
 
     over_engine: float
@@ -49,7 +49,7 @@ LIMITS = {
     ("llama-3.2-1b", CUDA): Limits(0.90, _GPU_SIZES, on_gpu=True),
     ("smollm2-135m-instruct", CPU): Limits(0.95, frozenset({8}), on_gpu=False),
 }
-"""By the model's or shape's name and the device. Other combinations have no bounds."""
+"""Bounds by the name of the model or shape, and by the device. Other combinations have no bounds."""
 _NO_LIMITS = Limits(0.0, frozenset(), on_gpu=False)
 
 
@@ -67,12 +67,12 @@ def measure(
     Figures are medians.
 
     path               the model's directory
-    name               the key of the bounds in `LIMITS`, with the device
+    name               name of the model or shape in `LIMITS`
     repetitions        the requests of each repetition. On a CPU, engine and server alternate, because the speed of a
-                       machine drifts within minutes. A GPU has no room for both engines: the server starts after the
-                       engine's end
-    engine_arguments   engine options of `sidestream serve`, for both
-    serve_arguments    the server's other options
+                       machine drifts within minutes. A GPU has no room for both engines, so the server starts when the
+                       engine has ended
+    engine_arguments   engine options of `sidestream serve`, for the engine and for the server
+    serve_arguments    other options of the server
     """
     arguments = [*engine_arguments, *serve_arguments, "--served-model-name", _MODEL]
     limits = LIMITS.get((name, device), _NO_LIMITS)
@@ -108,8 +108,9 @@ def medians(repetitions: Sequence[Sequence[Figure]]) -> list[Figure]:
 def _figures(
     served: Sequence[Measured], engine: Sequence[Measured], sizes: Sequence[int], limits: Limits, *, exact: bool
 ) -> list[Figure]:
-    """All figures of one repetition. `exact`: equal prompts must get equal texts, independent of the other requests in
-    a batch.
+    """All figures of one repetition.
+
+    exact   equal prompts must get equal texts, whatever other requests are in the batch
     """
     figures: list[Figure] = []
     for size, ours, alone in zip(sizes, served, engine, strict=True):

@@ -51,7 +51,7 @@ TokenizerDir = Annotated[
     option(
         "--tokenizer",
         metavar="DIR",
-        help="Model whose tokenizer goes with the random weights.",
+        help="Model whose tokenizer is used with the random weights.",
         show_default="the demo model",
     ),
 ]
@@ -60,7 +60,7 @@ CheckpointDir = Annotated[
     option(
         "--checkpoint",
         metavar="DIR",
-        help="Directory that keeps the random weights for later runs.",
+        help="Directory for the random weights, which later runs can use.",
         show_default="a temporary directory",
     ),
 ]
@@ -89,7 +89,7 @@ Repetitions = Annotated[
     option(
         "--repetitions",
         metavar="N",
-        help="Repetitions; engine and server alternate; figures are medians.",
+        help="Repetitions, in which engine and server alternate; the figures are medians.",
         show_default="5; on a GPU 1",
         parse=whole,
     ),
@@ -126,7 +126,7 @@ Connections = Annotated[
     option(
         "--connections",
         metavar="N",
-        help="With --slow-readers, total of open connections; the others stay idle.",
+        help="With --slow-readers, total number of open connections; the remaining ones stay idle.",
         parse=whole,
     ),
 ]

@@ -1,6 +1,6 @@
 """One HTTP/1.1 reply as its bytes arrive, and its server-sent events with the arrival time of each. Pure.
 
-The bytes are only stored during the run and parsed after it: parsing during the run would count as the server's time.
+The bytes are stored during the run and parsed after it: the time of parsing would count as the server's time.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class Reply:
         self._missing: int | None = None  # missing bytes of a body of known length; None: chunked
 
     def take(self, data: bytes, now_ns: int) -> bool:
-        """Store bytes; returns whether the reply is complete. Raises SidestreamError for a reply without a detectable
-        end.
+        """Store bytes; returns whether the reply is complete. Raises SidestreamError for a reply whose end cannot be
+        detected.
         """
         self._arrivals.append((now_ns, data))
         if self._head is None:

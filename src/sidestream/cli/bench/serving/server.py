@@ -27,11 +27,11 @@ _PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
 class Server:
-    """A server that runs until the end of the `with` block, also when the block raises."""
+    """A server that runs until the end of the `with` block, even if the block raises."""
 
     def __init__(self, model: str, arguments: Sequence[str]) -> None:
-        """Start the server and wait until it is ready. Raises SidestreamError with the end of its log when it does not
-        become ready.
+        """Start the server and wait until it is ready. If it does not become ready, raises SidestreamError with the end
+        of its log.
         """
         command = [
             sys.executable,
@@ -81,9 +81,8 @@ class Server:
         return "\n".join(self._log.read().strip().splitlines()[-20:]) or "it logged nothing"
 
     def front_end_bytes(self) -> int:
-        """Resident memory of the server's processes, without the engine's process, which is the largest child.
-
-        For a server that is one process: the memory of that process.
+        """Resident memory of the server's processes except the engine's process, which is the largest child. If the
+        server is one process: the memory of that process.
         """
         children = sorted(_resident_bytes(pid) for pid in _descendants(self._process.pid))
         return _resident_bytes(self._process.pid) + sum(children[:-1])

@@ -1,4 +1,4 @@
-"""How much slow readers slow down the other clients, and how much memory a server uses for them."""
+"""Measures how much slow readers slow down other clients, and how much memory a server uses for slow readers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from sidestream.errors import ConfigError, SidestreamError
 _MODEL = "measured"
 _READ_PERIOD_S = 1.0
 _RECEIVE_BUFFER = 4096  # bytes; small, so that the kernel does not buffer a whole answer for a slow reader
-_LOGPROBS = 5  # of slow readers' answers: this makes them ten times as large
+_LOGPROBS = 5  # in the answers of slow readers, which makes these answers ten times as large
 _PATIENCE_S = 600.0
 _POLL_S = 0.5
 
@@ -35,12 +35,12 @@ def measure_slow_readers(
     arguments: Sequence[str],
     on_progress: Callable[[str], None],
 ) -> list[Figure]:
-    """Tokens per second of `load`'s clients while `slow` others read one byte per second, divided by the mean of before
-    and after.
+    """Tokens per second of `load`'s clients while `slow` other clients read one byte per second, divided by the mean of
+    a measurement before and one after it.
 
     The measurement begins when the engine has generated all tokens of the slow readers, so that the server holds their
-    remaining bytes. `connections`: the total; those that are neither slow nor in use stay idle. Raises ConfigError when
-    there are too few.
+    remaining bytes. `connections` is the total number of connections; the remaining ones stay idle. Raises ConfigError
+    if there are too few.
     """
     idle = connections - slow - load.loop.clients
     if idle < 0:
@@ -145,7 +145,7 @@ class _Crowd:
 
 
 def _hold(pipe: Connection, target: Target) -> None:
-    """Main function of the process: executes orders, and between them reads one byte of each slow reader per period."""
+    """Main function of the process: executes orders; between them, reads one byte for each slow reader per period."""
     allow_open_files()
     idle: list[socket.socket] = []
     slow: list[socket.socket] = []
@@ -191,7 +191,7 @@ def _ask(target: Target, load: Workload, client: int) -> socket.socket:
 
 
 def _read_one(one: socket.socket) -> bytes | None:
-    """Read one byte; empty when the server has closed the connection; None: nothing has arrived."""
+    """Read one byte. Empty if the server has closed the connection; None if nothing has arrived."""
     try:
         return one.recv(1)
     except BlockingIOError:

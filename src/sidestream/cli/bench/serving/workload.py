@@ -1,4 +1,4 @@
-"""The requests that both a server and an engine in process are measured with. Pure."""
+"""The requests of the measurement, for a server and for an engine in process. Pure."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _FIRST_ID = 3  # tokenizers put special tokens first
 MOST_IDS = 32_000  # smaller than the vocabulary of every served model, so all servers can get the same prompts
 
 NEARLY = 0.85
-"""Share of an answer's tokens at which it counts as nearly ended."""
+"""Share of its tokens after which an answer counts as nearly ended."""
 _FEWEST_ASKED = 16  # least number of requests for a median TTFT
 _WARM_TOKENS = 8
 
@@ -20,7 +20,7 @@ class Workload:
 
     seed      workloads of different seeds share no prompt, so a prefix cache finds nothing
     ids       prompt tokens are drawn from [3, ids)
-    watched   report when all clients' first answers have begun, and when the first has nearly ended
+    watched   report when the first answers of all clients have begun, and when one of them has nearly ended
     """
 
     seed: str
@@ -39,7 +39,7 @@ class Workload:
 
 @dataclass(frozen=True, slots=True)
 class Loads:
-    """The workloads for one number of clients: warm-up, the closed loop, one longer request per client."""
+    """The workloads for one number of clients: a warm-up, a closed loop, and one longer request per client."""
 
     warm: Workload
     loop: Workload
@@ -49,7 +49,9 @@ class Loads:
 def loads_of(
     *, clients: int, rounds: int, prompt_tokens: int, output_tokens: int, ids: int, repetition: int = 0
 ) -> Loads:
-    """Few clients get more rounds: at least 16 requests follow the ramp. Each repetition has different prompts."""
+    """The workloads for `clients` clients. If the clients are few, there are more rounds, so that at least 16 requests
+    follow the ramp. Each repetition has different prompts.
+    """
     rounds = max(rounds, -(-_FEWEST_ASKED // clients) + 1)
     return Loads(
         Workload(f"warm {repetition}", clients, 1, prompt_tokens, min(_WARM_TOKENS, output_tokens), ids),
